@@ -1,7 +1,7 @@
 """Maps of allocators: the segments and blocks into which torch divides the memory of a device.
 
 Pure. An allocator's own figures go in, and an AllocatorMap comes out. `owner/allocator_maps.py`
-adds the owner and the time of a map; `ledgers/allocator_files.py` stores maps.
+adds the owner and the time to a map; `ledgers/allocator_files.py` stores maps.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def of_segments(
 ) -> AllocatorMap:
     """The map of a simulated card, from the `state` of its allocator.
 
-    Simulated segments have no real addresses, so they get consecutive ones. `alloc_retries` and
-    `ooms` are the allocator's counters for this `device`.
+    Simulated segments have no real addresses, so they get consecutive addresses. `alloc_retries`
+    and `ooms` are the allocator's counters for this `device`.
     """
     starts = itertools.accumulate((segment.span for segment in state.segments), initial=0)
     segments = []
@@ -66,9 +66,9 @@ def of_torch(
 ) -> AllocatorMap:
     """The map of the card that torch calls `cuda:NUMBER` and the book calls `device`.
 
-    `segments` is the result of `torch.cuda.memory_snapshot()`, and `stats` that of
-    `torch.cuda.memory_stats()`. The two are read at different times. So every number that the
-    snapshot contains is taken from the snapshot.
+    `segments` is the result of `torch.cuda.memory_snapshot()`, and `stats` the result of
+    `torch.cuda.memory_stats()`. torch was called for the two at different times. So every number
+    that the snapshot contains is taken from the snapshot.
 
     Source: torch/cuda/memory.py, `_snapshot`; c10/cuda/CUDACachingAllocator.cpp, `release_blocks`.
     """
@@ -111,8 +111,9 @@ def _torch_segment(described: Mapping[str, Any]) -> SegmentMap:
 def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[AllocatorMap, ...]:
     """The `maps`, reduced to at most `most` blocks together. The totals of each map stay exact.
 
-    If there are too many segments, the largest are kept. The others are only counted, with their
-    bytes. If a segment has too many blocks, small neighbouring blocks are joined.
+    If there are too many segments, the largest segments are kept. For the dropped segments, a map
+    has only their number and bytes. If a segment has too many blocks, small neighbouring blocks are
+    joined.
     """
     each = most // max(1, len(maps))
     return tuple(_bounded(one, each) for one in maps)
@@ -127,7 +128,7 @@ def _runs(segment: Segment) -> tuple[AllocatorBlock, ...]:
 
 
 def _joined(blocks: Iterable[AllocatorBlock]) -> tuple[AllocatorBlock, ...]:
-    """The blocks, with neighbours of the same state joined into one."""
+    """The `blocks`, with neighbouring blocks of the same state joined into one block."""
     joined: list[AllocatorBlock] = []
     for block in blocks:
         last = joined[-1] if joined else None
@@ -158,7 +159,7 @@ def _releasable(segment: SegmentMap, type: str) -> int:
 
 
 def _whole_free_pages(segment: SegmentMap, page_bytes: int) -> int:
-    """Bytes of those pages of a segment that contain only free bytes."""
+    """Bytes of all pages of a segment that contain only free bytes."""
     released = start = 0
     for block in segment.blocks:
         end = start + block.bytes
@@ -189,8 +190,8 @@ def _bounded(one: AllocatorMap, most: int) -> AllocatorMap:
 def _quota(counts: Sequence[int], most: int) -> int:
     """How many blocks each segment may keep, so that all segments keep at most `most` blocks.
 
-    `counts` are the numbers of blocks of the segments. A segment with fewer blocks than the result
-    keeps all of them, so the other segments may keep more.
+    `counts` has the number of blocks of each segment. A segment with fewer blocks than the result
+    keeps all its blocks, so larger segments may keep more blocks.
 
     >>> _quota([2, 3, 100], 25)
     20
@@ -206,9 +207,10 @@ def _quota(counts: Sequence[int], most: int) -> int:
 def _coarse(segment: SegmentMap, most: int) -> tuple[AllocatorBlock, ...]:
     """The blocks of the `segment`, joined so that at most `most` are left.
 
-    If there are too many, neighbours are joined into groups of at most `step` bytes; a larger block
-    stays alone. A group of several blocks becomes one block of mixed state. Any two consecutive
-    groups are together larger than `step`. So there are at most 2 * bytes / step + 1 groups.
+    If there are too many blocks, neighbours are joined into groups of at most `step` bytes; a
+    larger block stays alone. A group of several blocks becomes one block of mixed state. Any two
+    consecutive groups are together larger than `step`. So there are at most 2 * bytes / step + 1
+    groups.
     """
     if len(segment.blocks) <= most:
         return segment.blocks

@@ -1,9 +1,9 @@
 """AMD's cards, as `amdsmi` (ROCm's own Python binding) describes them.
 
-`amdsmi` is part of ROCm. Without it, no AMD card is found. This module was written from the source
-and the documentation of `amdsmi`, and is tested against the documented answers. It was not run on
-hardware. `amdsmi` reports memory in MiB, a process's memory in bytes, and power in W. A value that
-the driver does not know is "N/A".
+`amdsmi` is part of ROCm. Without `amdsmi`, no AMD card is found. This module was written from the
+source and the documentation of `amdsmi`, and is tested against the documented answers. The module
+was not run on hardware. `amdsmi` reports a card's memory in MiB, a process's memory in bytes, and
+power in W. A value that the driver does not know is "N/A".
 
 Source: ROCm/amdsmi, py-interface/amdsmi_interface.py.
 """
@@ -66,7 +66,7 @@ def _card(
     index: int,
     handle: Any,
 ) -> Card:
-    """The card with that index. Raises NoAnswer."""
+    """The card with the number `index` and the `handle` of amdsmi. Raises NoAnswer."""
     total = _answer(smi, lambda: smi.amdsmi_get_gpu_vram_usage(handle))["vram_total"]
     asic = _or_none(smi, lambda: smi.amdsmi_get_gpu_asic_info(handle)) or {}
     # HIP_VISIBLE_DEVICES uses HIP's own UUID, which differs from the driver's UUID of the same
@@ -90,8 +90,9 @@ def _enumeration(smi: Any, handle: Any) -> Mapping[str, Any]:
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
     """The cards of the `listing` that HIP shows to a process with this `environment`.
 
-    ROCR_VISIBLE_DEVICES selects cards first. HIP_VISIBLE_DEVICES then selects among these cards; if
-    it is not set, CUDA_VISIBLE_DEVICES does. torch uses names such as cuda:0 for ROCm's cards too.
+    ROCR_VISIBLE_DEVICES selects cards first. HIP_VISIBLE_DEVICES selects among the cards that are
+    left; if this variable is not set, CUDA_VISIBLE_DEVICES is used in its place. torch uses names
+    such as cuda:0 for ROCm's cards too.
     """
     left = named_by(environment.get("ROCR_VISIBLE_DEVICES"), listing.cards, "")
     named = environment.get("HIP_VISIBLE_DEVICES", environment.get("CUDA_VISIBLE_DEVICES"))
@@ -184,6 +185,6 @@ def _or_none(smi: Any, ask: Callable[[], Any]) -> Any:
 
 
 def _number(value: Any) -> float | None:
-    """The value if it is a number; None for "N/A" and the like."""
+    """Returns `value` if it is a number, and None for texts such as "N/A"."""
     is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
     return value if is_number else None

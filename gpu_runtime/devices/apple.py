@@ -1,8 +1,8 @@
 """Apple's GPU under Metal, as system_profiler describes it.
 
-Apple silicon has one GPU, which uses the machine's memory. An Intel Mac may have a discrete card,
-which is then used; it has memory of its own, and its free memory is unknown. This module is tested
-against recorded output of the tool. It was not run on hardware.
+Apple silicon has one GPU, which uses the machine's memory. If an Intel Mac has a discrete card, the
+discrete card is used; it has memory of its own, and its free memory is unknown. This module is
+tested against recorded output of system_profiler. The module was not run on hardware.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def list_cards() -> Listing:
 
 
 def read(report: str) -> Listing:
-    """The card in the tool's JSON `report`. Raises NoAnswer."""
+    """The listing of the card in `report`, the JSON of system_profiler. Raises NoAnswer."""
     here = sys.modules[__name__]
     try:
         gpus = [gpu for gpu in json.loads(report)["SPDisplaysDataType"] if _has_metal(gpu)]
@@ -82,7 +82,7 @@ def _has_metal(gpu: Mapping[str, Any]) -> bool:
 
 
 def _unified(gpu: Mapping[str, Any]) -> bool:
-    """Whether the GPU uses the machine's memory. Apple's own GPUs and Intel's built-in GPUs do."""
+    """Whether the GPU uses the machine's memory, as Apple's own and Intel's built-in GPUs do."""
     return "spdisplays_vram" not in gpu
 
 
@@ -103,8 +103,8 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
 def measure(card: Card, now: float) -> Sample:
     """The figures of the `card`, stamped with `now`.
 
-    The free bytes are None if the card has memory of its own, because they are unknown then. The
-    tool does not report processes.
+    The free bytes of a card with memory of its own are unknown; the sample has None for them.
+    system_profiler does not report processes.
     """
     free = psutil.virtual_memory().available if card.device.unified else None
     return Sample(card.device.id, now, free)

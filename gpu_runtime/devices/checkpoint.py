@@ -35,10 +35,10 @@ class NoAnswer(CallFailed):
 
 
 def call(action: str, pid: int, *, seconds: float, lock_seconds: float = 0.0) -> str:
-    """The state of the CUDA process `pid` after the `action`, which is one of ACTIONS.
+    """Performs the `action`, one of ACTIONS. Returns the new state of the CUDA process `pid`.
 
-    `seconds` is the time limit of the call. A lock ends without effect after `lock_seconds`.
-    Raises NotAvailable, NoAnswer, CallFailed.
+    `seconds` is the time limit of the call. The action `lock` gives up after `lock_seconds`. Raises
+    NotAvailable, NoAnswer, CallFailed.
     """
     words = [sys.executable, "-m", __name__, action, str(pid), str(int(lock_seconds * 1000))]
     package = str(Path(__file__).parents[2])
@@ -62,7 +62,7 @@ def call(action: str, pid: int, *, seconds: float, lock_seconds: float = 0.0) ->
 
 
 def _state_in(ended: subprocess.CompletedProcess[str]) -> str:
-    """The state that the helper printed. Raises the error that it printed."""
+    """The state that the helper process printed. If the helper printed an error, raises it."""
     try:
         answer = json.loads(ended.stdout.splitlines()[-1])
     except (IndexError, ValueError):
@@ -79,7 +79,10 @@ def _state_in(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def perform(action: str, pid: int, lock_ms: int) -> dict[str, str]:
-    """The result of one call: `state`; or `missing` or `failed`, each with a text."""
+    """Makes one checkpoint call. The result has one key, with a text as its value.
+
+    The key is `state` after a success, `missing` without checkpoint calls, `failed` after an error.
+    """
     try:
         checkpoint = importlib.import_module("cuda.core").checkpoint
     except (ImportError, AttributeError) as error:

@@ -1,6 +1,6 @@
 """The setting GPU_DEVICES: the allowed texts, and the simulated devices that a text describes.
 
-No driver is called here; `probe` opens the devices.
+No driver is called here; the module `probe` opens the devices.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def is_expected(text: str, kind: str) -> bool:
 
 
 def check_index(index: int | None, devices: Iterable[Device]) -> None:
-    """Raises BadSetting if INFERENCE_GPU_INDEX, the `index`, names no card among `devices`."""
+    """Raises BadSetting if no card among `devices` has the `index` (INFERENCE_GPU_INDEX)."""
     cards = [device for device in devices if not device.is_host]
     if index is not None and index not in {card.index for card in cards}:
         known = ", ".join(f"{card.index} ({card.id})" for card in cards)
@@ -46,7 +46,7 @@ def check_index(index: int | None, devices: Iterable[Device]) -> None:
 
 
 def why_none(kind: str, cpu_only: bool) -> str:
-    """Why no card of that `kind` is used; `cpu_only` forbids all cards."""
+    """Why no card of this `kind` is used. If `cpu_only` is true, all cards are forbidden."""
     if cpu_only:
         return "DEVELOPMENT_CPU_ONLY forbids it"
     return f"no {KINDS[kind]} is visible here"
@@ -91,7 +91,10 @@ def simulated_devices(given: str, text: str) -> tuple[Device, ...]:
 
 
 def _parsed(text: str) -> tuple[list[int], int | None]:
-    """Bytes of each card of a `sim:` text, and of the host (None: not given). Raises BadSize."""
+    """The bytes of each card of a `sim:` text, and of the host. Raises BadSize.
+
+    The bytes of the host are None if the text does not name them.
+    """
     cards, comma, host = text.removeprefix("sim:").partition(",")
     host = host.strip()
     if comma and not host.startswith("host:"):
@@ -100,14 +103,14 @@ def _parsed(text: str) -> tuple[list[int], int | None]:
     for part in cards.split("+"):
         match = _SEVERAL.fullmatch(part.strip())
         count, size = match.groups() if match else (1, part)
-        # The count is limited to one more than allowed. A list of that length is refused too, and
-        # unlike a list of a million cards it takes no memory.
+        # The count is limited to one more than allowed. A list of this length is refused too, but
+        # takes almost no memory. A list of a million cards would take much.
         sizes += [parse_bytes(size)] * min(int(count), _MOST_CARDS + 1)
     return sizes, parse_bytes(host.removeprefix("host:")) if host else None
 
 
 def simulated_card(index: int, size: int) -> Device:
-    """The simulated card with that `index` and `size` bytes."""
+    """A simulated card with this `index` and `size` bytes."""
     return Device(
         f"sim:{index}",
         size,

@@ -33,8 +33,8 @@ class NoAnswer(Exception):
 class Card(NamedTuple):
     """A card, or an instance of a partitioned card.
 
-    `device.index` and the number in `device.id` are the driver's own numbers. They are the same for
-    every process of the host, whichever cards it sees.
+    `device.index` and the number in `device.id` are the driver's own numbers. These numbers are the
+    same for every process of the host, whichever cards the process sees.
     """
 
     device: Device
@@ -65,7 +65,10 @@ class Listing(NamedTuple):
 
 
 class Source(Protocol):
-    """The functions of a vendor's module, as a guide for adding one. No module inherits it."""
+    """The functions that each vendor's module has. No module inherits from this class.
+
+    The class is a guide for adding a vendor.
+    """
 
     KIND: str  # the first part of its cards' names: `cuda` for cuda:0
     NAME: str  # the name of the library or tool, such as NVML
@@ -94,7 +97,7 @@ class Source(Protocol):
 
 
 def source(name: str) -> ModuleType:
-    """The vendor's module of that `name`."""
+    """The vendor's module with this `name`, such as `nvml`."""
     return importlib.import_module(f".{name}", __package__)
 
 
@@ -137,14 +140,14 @@ def visible_cards(
 ) -> Listing | None:
     """The cards that this process may use, in torch's order; None if there is no driver.
 
-    The cards are of that `kind`; without a `kind`, they are of the first kind that has cards.
-    `environment` holds variables such as CUDA_VISIBLE_DEVICES.
+    The cards are of the given `kind`. Without a `kind`, the cards are of the first kind that has
+    cards. `environment` holds variables such as CUDA_VISIBLE_DEVICES.
 
     Raises ProbeFailed if a driver fails, or if no card can be listed.
     """
 
     def look() -> Listing | None:
-        """The first listing with cards, reduced to the visible ones. Raises ProbeFailed."""
+        """The first listing with cards, reduced to the visible cards. Raises ProbeFailed."""
         for listing in listings((kind,) if kind else ()):
             if listing.cards:
                 return _visible(listing, environment)
@@ -202,11 +205,11 @@ def named_by(
 ) -> tuple[Card, ...]:
     """The `cards` that a variable such as CUDA_VISIBLE_DEVICES names, as CUDA and HIP read it.
 
-    `variable` is the value of that variable; None if it is not set. The value lists indices into
-    `cards`, UUIDs or their unique beginnings, and UUIDs of instances. The first wrong entry ends
-    the list. If a card is named twice, no card is visible. If an instance of a partitioned card is
-    visible, it is the first one, and no other card is visible. The result has the names `TORCH:0`,
-    `TORCH:1`, …, where TORCH is the argument `torch`.
+    `variable` is the value of the variable; None if the variable is not set. The value lists
+    indices into `cards`, UUIDs or their unique beginnings, and UUIDs of instances. The first wrong
+    entry ends the list. If a card is named twice, no card is visible. If the selected cards include
+    instances of partitioned cards, only the first instance is visible, and no other card. The
+    result has the names `TORCH:0`, `TORCH:1`, …, where TORCH is the argument `torch`.
 
     Source: CUDA C++ Programming Guide, CUDA Environment Variables; MIG User Guide, Device
     Enumeration.
@@ -225,7 +228,10 @@ def named_by(
 
 
 def _listed(variable: str, groups: Mapping[str, list[Card]]) -> list[Card]:
-    """The cards up to the first entry that names no card; empty if a card is named twice."""
+    """The cards that `variable` names, up to the first entry that names no card.
+
+    The result is empty if a card is named twice.
+    """
     chosen: list[Card] = []
     for entry in variable.split(","):
         card = _named(entry.strip(), groups)
@@ -239,7 +245,7 @@ def _listed(variable: str, groups: Mapping[str, list[Card]]) -> list[Card]:
 def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
     """The card that an entry names: by index, by an instance's UUID, or by a UUID's beginning.
 
-    The result is None if the entry names no card, or several.
+    The result is None if the entry names no card, or several cards.
     """
     if not entry:
         return None
@@ -261,8 +267,8 @@ def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
 def chosen(wanted: str, cards: tuple[Card, ...]) -> tuple[Card, ...] | str:
     """The `cards` that `wanted` names; or the first entry of `wanted` that names no card.
 
-    `wanted` lists numbers (`0,2`), UUIDs, or unique beginnings of UUIDs. Numbers are the driver's
-    own, as in `cuda:2` and nvidia-smi.
+    `wanted` lists numbers (`0,2`), UUIDs, or unique beginnings of UUIDs. A number is the driver's
+    own number of a card, as in `cuda:2` and nvidia-smi.
     """
     found: list[Card] = []
     for entry in wanted.split(","):
@@ -313,7 +319,7 @@ def with_time_limit(device: str, ask: Callable[[], T]) -> T:
     """The result of `ask()`, run in the driver's thread, within ANSWER_SECONDS.
 
     Raises ProbeFailed, which names the `device`, if the driver hangs. While an earlier call still
-    hangs, this error is raised at once.
+    hangs, ProbeFailed is raised at once.
     """
     global _driver_thread
     if _driver_thread is None or _driver_thread.pid != os.getpid():

@@ -1,8 +1,8 @@
 """NVIDIA's cards, as the tool nvidia-smi describes them, for machines without NVML's package.
 
-One run of the tool reports all cards and takes 0.1 s of a core. So a report is shared by all
-callers, and there are at most two runs a second. The format of the report is from
-nvsmi_device_v11.dtd and v12.dtd.
+One run of the tool reports all cards and takes 0.1 s of a core. So all callers share a report, and
+the tool runs at most twice a second. The format of the report is from nvsmi_device_v11.dtd and
+v12.dtd.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Element = ElementTree.Element
 
 
 class SmiReport(NamedTuple):
-    """The tool's report, and the time when that run began (monotonic clock)."""
+    """A report of the tool, and the time when the tool's run began (monotonic clock)."""
 
     began: float
     root: Element
@@ -57,7 +57,7 @@ def list_cards() -> Listing:
 
 
 def _card_or_instances(index: int, gpu: Element) -> list[Card]:
-    """The card, or its instances if it is partitioned. Raises NoAnswer if there are none."""
+    """The card, or all instances of a partitioned card. Raises NoAnswer if it has no instances."""
     uuid = gpu.findtext("uuid", "").strip()
     name = gpu.findtext("product_name", "").strip()
     if _text(gpu, "mig_mode/current_mig") != "Enabled":
@@ -104,7 +104,7 @@ def _whole_card(
 
 
 def _instance_uuids() -> dict[tuple[int, int], str]:
-    """(card, position) -> UUID of the instance. Some drivers omit these UUIDs in the report."""
+    """Maps (card, position) to the UUID of an instance. Some drivers' reports lack these UUIDs."""
     found, index = {}, -1
     for line in _run("-L").splitlines():
         card = re.match(r"GPU (\d+):", line)
@@ -120,7 +120,7 @@ def measure(card: Card, now: float) -> Sample:
     """The tool's figures of the `card`. Raises NoAnswer.
 
     Several callers share one report, so nvidia-smi may have started shortly before `now`. The
-    sample has the time of that start.
+    sample's time is the start of nvidia-smi.
     """
     asked = time.monotonic()
     report = _report()
@@ -174,7 +174,7 @@ def _watts(gpu: Element) -> float | None:
 
 
 def _processes(gpu: Element, part: Element | None) -> Iterator[tuple[int, int | None]]:
-    """(pid, bytes) of the processes on the card; for an instance, only of its own processes."""
+    """Yields (pid, bytes) for each process on the card, or on the instance `part` if given."""
     instance = None if part is None else part.findtext("gpu_instance_id")
     for process in gpu.iterfind("processes/process_info"):
         if part is None or process.findtext("gpu_instance_id") == instance:
@@ -267,7 +267,7 @@ _UNKNOWN = re.compile(
 
 
 def _text(element: Any, path: str) -> str:
-    """The text at that path; empty if the element is missing or its value is unknown."""
+    """The text at this `path`; empty if the element is missing or its value is unknown."""
     text = (element.findtext(path) or "").strip()
     return "" if _UNKNOWN.match(text) else text
 

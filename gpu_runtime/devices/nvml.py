@@ -1,8 +1,8 @@
 """NVIDIA's cards, as the management library NVML describes them.
 
-torch is not used, because it would create a CUDA context, which takes memory on the card. Cards are
-identified by UUID, because NVML's index differs from CUDA's. Every call may hang. So use
-`drivers.with_time_limit`, or a process that may be killed.
+torch is not used, because torch would create a CUDA context, which takes memory on the card. Cards
+are identified by UUID, because NVML's index of a card differs from CUDA's index. Every call may
+hang. So call this module through `drivers.with_time_limit`, or in a process that may be killed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _card_or_instances(
     index: int,
     whole: Any,
 ) -> list[Card]:
-    """The card, or its instances if it is partitioned. Raises NoAnswer if there are none."""
+    """The card, or all instances of a partitioned card. Raises NoAnswer if it has no instances."""
     uuid = _text(nvml.nvmlDeviceGetUUID(whole))
     instances = _instances(nvml, whole)
     if instances is None:
@@ -106,7 +106,7 @@ def _card(
     handle: Handle,
     whole_uuid: str,
 ) -> Card:
-    """The card with this `handle`. Raises NVMLError, and NoAnswer if its memory is unknown."""
+    """The card with this `handle`. Raises NVMLError, and NoAnswer if the memory is unknown."""
     name = _text(nvml.nvmlDeviceGetName(handle.own))
     total = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle.own).total)
     unified = total is None and _uses_machine_memory(nvml, handle.own, name)
@@ -139,8 +139,8 @@ def _uses_machine_memory(
 ) -> bool:
     """Whether a card that reports no memory uses the machine's memory, as GB10 and Jetson do.
 
-    NVML shows this only by the addressing mode, ATS. Cards with memory of their own (GH200) have
-    that mode too, but they report their memory.
+    The only sign in NVML is the addressing mode ATS. Cards with memory of their own (GH200) have
+    the mode ATS too, but they report their memory.
     """
     if INTEGRATED.search(name):
         return True
@@ -154,8 +154,8 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
     """The cards that CUDA shows to a process with this `environment`, in CUDA's order.
 
     The order is unknown if the `listing` has cards of several models, or if some cards cannot be
-    listed. Then a child process gets the order from CUDA. Raises NoAnswer if the child does not
-    answer.
+    listed. In these cases a child process gets the order from CUDA. Raises NoAnswer if the child
+    does not answer.
     """
     cards = listing.cards
     several_kinds = len({card.device.name for card in cards}) > 1
@@ -256,7 +256,7 @@ def _measure(
 
 
 def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:
-    """pid -> bytes of each process on the card; None if the driver does not know the bytes."""
+    """Maps the pid of each process on the card to its bytes, or to None if they are unknown."""
     found: dict[int, int | None] = {}
     for list_processes in (
         nvml.nvmlDeviceGetComputeRunningProcesses,

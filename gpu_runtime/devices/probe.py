@@ -1,8 +1,8 @@
 """The devices of this machine: their names, their free memory, and this process's bytes on them.
 
 The cards are listed once, with a time limit on their drivers. The host's helper process measures
-their figures (`follow`). A runtime that shares its book with no other process measures them itself.
-Simulated cards count their own bytes. Nothing here decides.
+the cards' figures (`follow`). A runtime that shares its book with no other process measures the
+figures itself. Simulated cards count their own bytes. Nothing here decides.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class Probe:
     def rename(self, names: Mapping[str, str]) -> None:
         """Renames the cards: `names` maps this process's id of a card to its id in the book.
 
-        Call this before any memory is held, because a Memory keeps the name that it was made with.
+        Call this method before any memory is held, because a Memory keeps its first name.
         """
         self.devices = tuple(_renamed(device, names) for device in self.devices)
         cards = {}
@@ -73,9 +73,9 @@ class Probe:
     def follow(self, directory: Path | None, ledger: str = "") -> None:
         """From now on, reads the figures of real cards from the helper's files in `directory`.
 
-        With None, this process measures by itself. `ledger` is the URL of the ledger whose history
-        the helper records; empty for none. If no helper runs, one is started, and this call waits a
-        moment for its first figures.
+        If `directory` is None, this process measures by itself. `ledger` is the URL of the ledger
+        whose history the helper records; empty for no history. If no helper runs, this call starts
+        a helper and waits a moment for the first figures.
         """
         self._sampling = None
         if directory is not None and self._cards:
@@ -94,7 +94,7 @@ class Probe:
         )
 
     def place(self, device: str) -> Memory:
-        """This process's memory on that `device`. Raises UnknownDevice."""
+        """This process's memory on the device with the id `device`. Raises UnknownDevice."""
         try:
             return self._memories[device]
         except KeyError:
@@ -115,10 +115,11 @@ class Probe:
     # -- figures
 
     def samples(self, now: float, fresh: bool = False) -> dict[str, Sample]:
-        """Device id -> the last figures from the driver; for `host`, from the machine.
+        """Maps device ids to the last figures from the driver; for `host`, from the machine.
 
-        `fresh` requests new figures, which are returned if the helper answers at once. `now` is the
-        time of samples that this process takes itself. Simulated devices have no sample.
+        If `fresh` is true, new figures are requested, and returned if the helper answers at once.
+        `now` is the time of samples that this process takes itself. Simulated devices have no
+        sample.
 
         Raises ProbeFailed for a device that does not answer, but only if this process measures by
         itself.
@@ -147,12 +148,12 @@ class Probe:
         return drivers.sample(card, self.listing.source, now)
 
     def look_after(self) -> None:
-        """Starts the host's helper if none runs, and ends a helper that hangs. Never waits."""
+        """Starts the host's helper if no helper runs. Ends a helper that hangs. Never waits."""
         if self._sampling:
             self._sampling.look_after()
 
     def trouble(self, stale_seconds: float) -> str:
-        """A text on the cards that cannot be used or measured, and why; empty if there are none.
+        """A text on the cards that cannot be used or measured, and why; empty without such cards.
 
         A card whose sample is older than `stale_seconds` counts as not measured.
         """
@@ -181,7 +182,7 @@ class Probe:
         return self._sampling.trouble(stale_seconds, names)
 
     def people(self) -> dict[int, tuple[str, str]]:
-        """pid -> user and command of the processes on the cards, if they are visible from here."""
+        """Maps pids of processes on the cards to user and command, if the helper knows them."""
         figures = self._sampling.figures() if self._sampling else None
         if figures is None:
             return {}
@@ -211,8 +212,8 @@ class Probe:
     def contexts(self) -> dict[str, int]:
         """Bytes of this process on each real card beyond torch's allocator: its CUDA context.
 
-        The value is 0 if there is no context, or if the driver does not report it. Bytes of other
-        engines in this process are included.
+        The value is 0 if there is no context, or if the driver does not report its bytes. Bytes of
+        other engines in this process are included.
         """
         if _started_cuda() is None:
             return dict.fromkeys(self._cards, 0)
@@ -230,7 +231,7 @@ class Probe:
             cuda.reset_peak_memory_stats(card.device.index)
 
     def beyond_now(self, device: str) -> int | None:
-        """Torch's peak on that `device` since `watch_peaks`, less the bytes that torch holds now.
+        """Torch's peak on the `device` since `watch_peaks`, less the bytes that torch holds now.
 
         The result is None if the peak is unknown.
         """
@@ -241,17 +242,17 @@ class Probe:
         return cuda.max_memory_allocated(index) - cuda.memory_allocated(index)
 
     def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
-        """Bytes that the driver reports for process `pid` on `devices`, with its CUDA context.
+        """Maps each of `devices` to the bytes that the driver reports for the process `pid`.
 
-        The value is 0 if the driver does not report them.
+        The bytes include the process's CUDA context. The value is 0 if the driver reports no bytes.
         """
         return {id: self._charged(self._cards[id], pid) for id in devices if id in self._cards}
 
     def _charged(self, card: Card, pid: int = 0) -> int:
-        """Bytes that the driver reports on a card for the process `pid`; 0 means this process.
+        """Bytes that the driver reports on a card for the process `pid`.
 
-        The result is 0 if the driver does not report them. In a container, the driver may have
-        another pid for the process; then the result is 0 too.
+        The `pid` 0 stands for this process. The result is 0 if the driver reports no bytes, or if
+        the driver has another pid for the process, as in a container.
         """
         pid = pid or os.getpid()
         if self._sampling is None:
@@ -263,7 +264,7 @@ class Probe:
     # -- torch and the allocators
 
     def bound(self, device: str, fraction: float) -> bool:
-        """Limits torch in this process to that `fraction` of the `device`.
+        """Limits torch in this process to the given `fraction` of the `device`.
 
         Returns whether the limit was set. The limit cannot be set before this process uses CUDA.
         """
@@ -291,7 +292,7 @@ class Probe:
         return tuple(one for one in maps if one.reserved_bytes or one.alloc_retries or one.ooms)
 
     def pulse(self) -> tuple[object, ...]:
-        """A value that changes when the maps change. It is far cheaper to compute than the maps."""
+        """A value that changes when the maps change. Its computation is far cheaper than the maps."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             return tuple(self._memories[id].pulse() for id in self._simulated())
@@ -346,16 +347,16 @@ def open_probe(
 ) -> Probe:
     """The probe of the devices that the text `devices` names.
 
-    - `auto`: the cards that this process sees in this `environment`. If it sees none, or if
-      `cpu_only` is set: one simulated card with half of this machine's memory.
-    - `cuda`, `rocm`, `metal`: all cards of that kind, or an error.
-    - `cuda:0,2` or `cuda:GPU-8a41`: the named cards of that kind.
+    - `auto`: the cards that this process sees in this `environment`. If the process sees no card,
+      or if `cpu_only` is set: one simulated card with half of this machine's memory.
+    - `cuda`, `rocm`, `metal`: all cards of the named kind, or an error.
+    - `cuda:0,2` or `cuda:GPU-8a41`: the listed cards of the named kind.
     - `sim:2x24GiB,host:64GiB`: two simulated cards and a simulated host. Without `host:`, the host
       is this machine's memory. `sim:24GiB+12GiB`: cards of different sizes.
 
-    If variables such as CUDA_VISIBLE_DEVICES hide all cards, that is logged as a warning.
+    If variables such as CUDA_VISIBLE_DEVICES hide all cards, a warning is logged.
 
-    Raises BadSetting for any other text, and ProbeFailed if there is a driver and it fails.
+    Raises BadSetting for any other text, and ProbeFailed if a driver is installed and fails.
     """
     text = devices.strip().lower()
     if text.startswith("sim:"):
@@ -393,7 +394,7 @@ def _hidden(listing: Listing, environment: Mapping[str, str]) -> str:
 
 
 def _started_cuda():
-    """torch.cuda if this process already uses CUDA, else None. This call must not start CUDA."""
+    """torch.cuda if this process already uses CUDA, else None. This function never starts CUDA."""
     torch = sys.modules.get("torch")
     cuda = getattr(torch, "cuda", None)
     if cuda is None or not cuda.is_available() or not cuda.is_initialized():

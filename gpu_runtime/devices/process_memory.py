@@ -1,4 +1,4 @@
-"""This process's memory on one device: byte counts, and real pages if they are needed.
+"""This process's memory on one device: byte counts, and real pages where bytes must be stored.
 
 A simulated device and the host are modelled in the same way: a capacity, and segments that are cut
 into blocks. A block that must hold real bytes has a part of a region of real pages. A block is
@@ -30,9 +30,9 @@ _TOUCH_BYTES = 64 * MIB  # bytes that one thread touches at a time
 
 
 class Note(weakref.ref):
-    """A weak reference that informs a Memory when a Block of that memory is gone.
+    """A weak reference to a Block. It informs the block's Memory when the block is gone.
 
-    The callback is a deque's `append`. That is C code, so an interrupt cannot stop it halfway.
+    The callback is a deque's `append`. It is C code, so an interrupt cannot stop it halfway.
     """
 
     key = simulated_allocator.FREE  # replaced by a key of its own when the block is allocated
@@ -41,7 +41,7 @@ class Note(weakref.ref):
 class Block:
     """Bytes on a device.
 
-    They are held until `free` is called, or until nothing refers to the block or its buffers.
+    The bytes are held until `free` is called, or until nothing refers to the block or its buffers.
     """
 
     __slots__ = ("memory", "size", "note", "segment", "offset", "__weakref__")
@@ -69,8 +69,8 @@ class Block:
 class Memory:
     """The bytes that this process holds on one device. Thread-safe.
 
-    When a Block is garbage-collected, its `Note` is queued. The queue is read before every result,
-    so no caller has to report that a block is gone.
+    When a Block is garbage-collected, its `Note` is queued. Every method reads the queue before it
+    computes its result, so no caller has to report that a block is gone.
 
     `device` is the device's id. Without `capacity_bytes`, the device is a real card: torch manages
     its memory, so nothing is counted here. `pinned` locks real pages in memory for a card's copy
@@ -103,18 +103,18 @@ class Memory:
 
     @property
     def counted(self) -> bool:
-        """Whether this object counts the bytes. It does not count those of a real card."""
+        """Whether this object counts bytes. The bytes of a real card are not counted here."""
         return self.capacity_bytes is not None
 
     def allocate(self, size: int, *, force: bool = False) -> Block:
         """A block of `size` bytes. Raises OutOfMemory (also torch's own error if torch is loaded).
 
-        `force` ignores the capacity. It is used for bytes that exist already.
+        If `force` is true, the capacity is ignored; this is for bytes that exist already.
         """
         return self.allocate_row([size], force=force)[0]
 
     def allocate_row(self, sizes: Sequence[int], *, force: bool = False) -> list[Block]:
-        """Allocates a block for each of `sizes`. If one does not fit, none is allocated.
+        """Allocates a block for each of `sizes`. If not all blocks fit, no block is allocated.
 
         The blocks lie side by side, and each starts at a multiple of 512 bytes.
         `sizes` are in bytes. `force` and the errors are as in `allocate`.
@@ -179,7 +179,7 @@ class Memory:
             return state.reserved - after.reserved
 
     def contains(self, address: int) -> bool:
-        """Whether that `address` is in real pages of this memory."""
+        """Whether the `address` is in real pages of this memory."""
         with self._lock:
             for region in (*self._regions.values(), *self._shared):
                 if 0 <= address - region.start < len(region):
@@ -189,7 +189,8 @@ class Memory:
     def add_region(self, region: Region) -> None:
         """Adds the pages of `region`, which another module mapped.
 
-        `contains` then returns True for their addresses as long as the region exists.
+        After this call, `contains` returns True for the pages' addresses as long as the region
+        exists.
         """
         with self._lock:
             self._shared.add(region)
@@ -306,11 +307,11 @@ def _map_pages(memory: Memory, size: int) -> Region:
 def pinned(region: Region, *, touched: bool = False) -> None:
     """Locks the pages in memory for the card's copy engine.
 
-    Unless they are `touched` already, their content is undefined afterwards.
+    If `touched` is false, the content of the pages is undefined after the call.
 
     Without the lock, copies reach a fifth of the bus speed. Nothing is locked if this process does
-    not use CUDA. torch's own pinned memory is not used,
-    because it rounds up to powers of two. For a request of 6 GiB it locked 10 GiB.
+    not use CUDA. torch's own pinned memory is not used, because torch rounds up to powers of two:
+    for a request of 6 GiB it locked 10 GiB.
     """
     cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
     if cuda is None or not cuda.is_initialized():
@@ -326,7 +327,7 @@ def pinned(region: Region, *, touched: bool = False) -> None:
 
 
 def out_of_memory(message: str, **facts: Any) -> OutOfMemory:
-    """OutOfMemory with that `message` and these `facts` as attributes.
+    """An OutOfMemory error with this `message`, and with these `facts` as attributes.
 
     If torch is loaded, the error is also a torch.OutOfMemoryError. So code that catches either of
     the two classes works.

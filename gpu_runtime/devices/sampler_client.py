@@ -1,8 +1,9 @@
 """The measured figures of a host: one helper process publishes them, and every process reads them.
 
 A call into a driver may hang for ever. So only the helper (`telemetry/sampler.py`) calls drivers,
-and no kernel does. If the helper has ended, the process that notices this starts another helper. If
-the helper hangs, that process kills it first. This module is the readers' side.
+and no kernel does. If the helper has ended, the first process that notices this starts another
+helper. If the helper hangs, the first process that notices this kills the helper before it starts
+another one. This module is the readers' side.
 
     DIRECTORY/                the directory of the ledger's files of this boot
         samples               the last figures: JSON, replaced by a rename
@@ -11,9 +12,9 @@ the helper hangs, that process kills it first. This module is the readers' side.
         sampler.starting      exists while a process is starting a helper
         sampler.err           the last error message of a helper that failed
 
-The figures are stored in a separate file, not in the book. Otherwise the book would change every
-second, and every kernel would read and decode it every second. A decision writes the figures that
-it used into the book, and other processes use them from there.
+The figures are stored in a separate file, because a book with the figures would change every
+second, and every kernel would read and decode the book every second. A decision writes the figures
+that it used into the book, and other processes read these figures in the book.
 """
 
 from __future__ import annotations
@@ -58,18 +59,18 @@ class Figures(Value):
     began_at: float  # when this round of measurements began
     host: Sample
     cards: dict[str, Sample] = {}  # by UUID; a card that does not answer keeps its last sample
-    # UUID of a card -> why it does not answer. A card without a UUID has its index; "" means all
-    # cards.
+    # Maps the UUID of a card to the reason why the card does not answer. A card without a UUID has
+    # its index as key. The key "" stands for all cards.
     failed: dict[str, str] = {}
     people: dict[int, Person] = {}  # by pid, for the visible processes on the cards
 
     @property
     def newest(self) -> float:
-        """When a card answered last; 0 if no card has answered."""
+        """The newest time at which any card answered; 0 if no card has answered."""
         return max((sample.taken_at for sample in self.cards.values()), default=0.0)
 
     def of(self, device: Device) -> Sample | None:
-        """The sample of that `device`; None if the device was not measured yet."""
+        """The sample of the given `device`; None if the device was not measured yet."""
         if device.is_host:
             return self.host
         if device.uuid in self.failed or "" in self.failed:
@@ -82,7 +83,7 @@ class Figures(Value):
 class LockHolder(NamedTuple):
     """The process that holds the helper's lock, as the operating system reports it.
 
-    The pid is 0 if the process is in another container and not visible from here.
+    The pid is 0 if the process is in another container, where this process cannot see it.
     """
 
     pid: int
@@ -100,8 +101,8 @@ _READ_FLAGS = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _BELL_FLAGS = os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
 _STAMP_FLAGS = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
 _MOST_BYTES = 1 << 20  # limit of the file; 64 cards with a hundred processes each take 200 KiB
-# Helpers that this process started. They continue to run when the `Sampling` that started them is
-# gone.
+# Helpers that this process started. A helper continues to run when the `Sampling` that started it
+# is gone.
 _children: list[subprocess.Popen[bytes]] = []
 
 
@@ -120,8 +121,8 @@ class Sampling:
     ) -> None:
         """Reads the files in `directory`.
 
-        `ledger` is the URL of the ledger whose history the helper writes. With `simulated`, no card
-        is measured, so a helper is never considered to hang.
+        `ledger` is the URL of the ledger whose history the helper writes. If `simulated` is true,
+        no card is measured, so a helper is never considered to hang.
         """
         self.directory = directory
         self._ledger, self._simulated = ledger, simulated
@@ -133,10 +134,9 @@ class Sampling:
         self._why = ""
 
     def figures(self) -> Figures | None:
-        """The last figures; None if there are none.
+        """The last figures; None if there are no figures.
 
-        If the file has not changed, this takes one system call. If it has changed, reading it takes
-        30 µs.
+        For an unchanged file, this call takes one system call. Reading a changed file takes 30 µs.
         """
         path = self.directory / "samples"
         try:
@@ -176,7 +176,7 @@ class Sampling:
             pause = min(pause * 1.5, 0.005)
 
     def first(self, seconds: float) -> None:
-        """Waits for the first figures on this host, for at most this number of `seconds`."""
+        """Waits at most this number of `seconds` for the first figures on this host."""
         began = boot_seconds()
         self.look_after()
         while True:
@@ -204,7 +204,7 @@ class Sampling:
     # -- the helper
 
     def look_after(self) -> None:
-        """Starts a helper if none runs, and ends a helper that hangs. Never waits."""
+        """Starts a helper if no helper runs. Ends a helper that hangs. Never waits."""
         now = boot_seconds()
         if now - self._looked_at < LOOK_SECONDS:
             return
@@ -250,8 +250,8 @@ class Sampling:
     def _holder(self) -> LockHolder | None:
         """The helper that holds the lock; None if no process holds it.
 
-        The lock is a POSIX lock, because the operating system then reports the holder's pid. A pid
-        in the file could be wrong.
+        The lock is a POSIX lock, because the operating system reports the pid that holds such a
+        lock. A pid that the file contains could be wrong.
         """
         try:
             fd = os.open(self.directory / "sampler.lock", _READ_FLAGS)
@@ -273,9 +273,9 @@ class Sampling:
             return LockHolder(max(0, pid), self._began)
 
     def _start(self) -> None:
-        """Starts a helper, unless another process is starting one.
+        """Starts a helper, unless another process is starting a helper.
 
-        If several helpers start at once, one of them gets the lock and the others end.
+        If several helpers start at once, one helper gets the lock and all others end.
         """
         stamp = self.directory / "sampler.starting"
         try:
@@ -331,8 +331,8 @@ class Sampling:
     def _end(self, holder: LockHolder, now: float) -> None:
         """Kills a helper that hangs.
 
-        A helper that is blocked inside the driver cannot be killed. Then no other helper is
-        started.
+        A helper that is blocked inside the driver cannot be killed. While such a helper exists, no
+        other helper is started.
         """
         if self._killed and self._killed[0] == holder.pid:
             if now - self._killed[1] > DEAD_SECONDS:
@@ -353,7 +353,10 @@ class Sampling:
             self._why = "the helper that measures them hangs, in another container"
 
     def _kill(self, holder: LockHolder, now: float) -> None:
-        """Kills the process if it still holds the lock, because pids are reused. Raises OSError."""
+        """Kills the process of `holder`. Raises OSError.
+
+        First checks that the process still holds the lock, because pids are reused.
+        """
         process = os.pidfd_open(holder.pid) if holder.pid else -1
         if process < 0:
             raise ProcessLookupError
@@ -366,9 +369,10 @@ class Sampling:
             os.close(process)
 
     def trouble(self, stale_seconds: float, cards: dict[str, str]) -> dict[str, str]:
-        """UUID -> why the card is not measured now. The key "" means that no card is measured.
+        """Maps UUIDs of cards to the reason why the card is not measured now.
 
-        `cards` gives the name for each UUID. A sample older than `stale_seconds` does not count.
+        The key "" means that no card is measured. `cards` has the name of the card for each UUID. A
+        sample older than `stale_seconds` does not count.
         """
         figures, now = self.figures(), boot_seconds()
         if figures is None:
@@ -392,7 +396,7 @@ class Sampling:
         now: float,
         stale_seconds: float,
     ) -> str:
-        """Why this card is not measured now; empty if it is measured."""
+        """Why the card `uuid` is not measured now; empty if the card is measured."""
         error = figures.failed.get(uuid) or figures.failed.get("")
         if error:
             return f"{name} does not answer: {error}"

@@ -1,8 +1,8 @@
 """Pages in host memory that several processes of one user share.
 
-They are in a file in /dev/shm that has no name. Another process opens it through the descriptor of
-a process that holds it. The system frees the pages when the last of these processes closes the file
-or dies, however it dies. So nothing has to be removed afterwards.
+The pages are in a file in /dev/shm that has no name. A process opens the file through the
+descriptor of another process that has the file open. The system frees the pages when the last of
+these processes closes the file or dies, for whatever reason. So no process has to remove anything.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class SharedPages:
 
     @classmethod
     def create(cls, size: int) -> SharedPages | None:
-        """New pages for `size` bytes; None if /dev/shm does not exist or has no room for them."""
+        """New pages for `size` bytes; None if /dev/shm does not exist or has too little room."""
         try:
             flags = os.O_TMPFILE | os.O_RDWR | os.O_CLOEXEC
             file = os.open(DIRECTORY, flags, 0o600)
@@ -76,8 +76,8 @@ class SharedPages:
     def blocks(self, memory: Memory, places: Sequence[tuple[int, int]]) -> list[Any]:
         """ctypes arrays over the pages at these `places`, pairs of offset and size.
 
-        Their bytes are counted in `memory`, the host's. The pages stay mapped until the last array
-        is gone. Raises OutOfMemory and OSError.
+        The bytes of the arrays are counted in `memory`, which is the host's memory. The pages stay
+        mapped until the last array is gone. Raises OutOfMemory and OSError.
         """
         counted = memory.allocate_row([size for _, size in places])
         region = self._mapped(memory)
@@ -85,14 +85,14 @@ class SharedPages:
         return [_array(region, at, block) for (at, _), block in zip(places, counted, strict=True)]
 
     def used_bytes(self) -> int:
-        """The bytes of the arrays of this process over the pages that still exist."""
+        """The bytes of this process's arrays over the pages, without arrays that are gone."""
         return sum(block.size for block in self._blocks)
 
     def _mapped(self, memory: Memory) -> Region:
         # With a card, the pages are registered with the driver, so they must be the file's own
-        # pages (MAP_SHARED). Nothing can write them, because every access to offloaded weights
-        # raises an error. Without a card, the user can write the weights. MAP_PRIVATE then gives
-        # this process its own copy of a written page.
+        # pages (MAP_SHARED). No code can write such pages, because every access to offloaded
+        # weights raises an error. Without a card, the user can write the weights. In this case
+        # MAP_PRIVATE gives this process its own copy of each written page.
         kind = mmap.MAP_SHARED if memory.pinned else mmap.MAP_PRIVATE
         if memory.pinned:
             os.utime(self.file)
@@ -118,7 +118,7 @@ def _array(region: Region, at: int, block: Block) -> Any:
 def held_by(pids: Iterable[int]) -> Iterator[SharedPages]:
     """The shared pages that the processes `pids` hold, if they are processes of this user.
 
-    A file counts only if this user owns it, nobody else may open it, and it has no name.
+    A file counts only if this user owns it, if no other user may open it, and if it has no name.
     """
     for pid in pids:
         directory = f"/proc/{pid}/fd"

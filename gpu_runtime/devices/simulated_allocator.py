@@ -1,7 +1,7 @@
-"""A simulation of torch's caching allocator. It only counts bytes and holds no memory.
+"""A simulation of torch's caching allocator, which only counts bytes and holds no memory.
 
-Pure. A state goes in, and a state comes out. A state is replaced in one assignment, so an interrupt
-cannot leave it half-changed. `process_memory` holds the memory.
+Pure. A state goes in, and a state comes out. The caller replaces its state in one assignment, so an
+interrupt cannot leave a state half-changed. `process_memory` holds the memory.
 
 Requests are rounded to 512 bytes and cut from segments. A request below 1 MiB is cut from a segment
 of 2 MiB, and a request below 10 MiB from a segment of 20 MiB. A larger request gets its own
@@ -130,9 +130,9 @@ def allocate(
 
 
 def release(state: Segments, keys: Collection[int]) -> Segments:
-    """The `state` with the runs of these `keys` free and joined with their free neighbours.
+    """The `state` in which the runs with these `keys` are free and joined with free neighbours.
 
-    Unknown keys change nothing.
+    A run is a stretch of a segment. Unknown keys change nothing.
     """
     segments = []
     for segment in state.segments:
@@ -149,7 +149,7 @@ def emptied(state: Segments) -> Segments:
 
 
 def trimmed(state: Segments) -> Segments:
-    """The `state` without free runs: they are released, also in segments that are in use."""
+    """The `state` with all free runs released, also in segments that are in use."""
     segments = []
     for segment in emptied(state).segments:
         runs = [Run(run.size, HOLE) if run.key == FREE else run for run in segment.runs]
@@ -168,7 +168,7 @@ def _best_fit(
     need: int,
     small: bool,
 ) -> Spot | None:
-    """The position of the smallest free run that is large enough; None if there is none."""
+    """The position of the smallest free run with at least `need` bytes; None without such a run."""
     best: tuple[int, Spot] | None = None
     for segment in state.segments:
         if segment.small != small:
@@ -214,7 +214,7 @@ def _cut_segment(
 
 
 def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The `runs` without those of size 0. Free neighbours are joined, and released ones too."""
+    """The `runs` without empty runs, with free neighbours joined and released neighbours joined."""
     joined: list[Run] = []
     for run in runs:
         if not run.size:

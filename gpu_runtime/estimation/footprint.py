@@ -1,8 +1,8 @@
 """The bytes that a model needs on a device, part by part, with the source of each number.
 
 Pure. `Evidence` from the source, the declared size and earlier measurements go in; a `Footprint`
-comes out. Nothing is loaded. The size of the weights is taken from the first of these that is
-known:
+comes out. Nothing is loaded. The size of the weights is taken from the first known source in this
+list:
     declared size > measured before > header of the files > module without data > size of the files
     > the name
 
@@ -13,12 +13,12 @@ the book (all leases and requests) counts it as the residue of its process.
 
 *No overhead is counted twice.* A declared size includes the room for use. A measured size is the
 size of the tensors' storages, without a factor. If only the size of the files or a name is known,
-the weights are multiplied by a factor for cache and activations, unless these can be calculated.
-The CUDA context is counted only for a process's first model on a card. Once the context exists, it
-is part of the residue.
+the weights are multiplied by a factor for cache and activations, unless cache and activations can
+be calculated. The CUDA context is counted only for a process's first model on a card. Once the
+context exists, it is part of the residue.
 
 *Peak.* The peak use of a model is stored and shown, but not leased: one large batch would make the
-lease large forever. While torch keeps those bytes, they are in the book as residue.
+lease large forever. While torch keeps the bytes of a peak, they are in the book as residue.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ FILE_FACTORS = {
 CONTEXT_BYTES = 500 * 2**20
 
 # Bits for each weight, including scales and the few tensors with more bits. Source: llama.cpp,
-# tools/quantize/README, Llama 2 7B. For types that are not listed there (IQ*, TQ*, *_0, *_1), the
-# number is calculated from the type's block.
+# tools/quantize/README, Llama 2 7B. For types that this source does not list (IQ*, TQ*, *_0, *_1),
+# the number is calculated from the type's block.
 QUANT_BITS = {
     "Q2_K": 3.35,
     "Q2_K_S": 3.35,
@@ -107,13 +107,13 @@ def footprint(
     """The footprint of the model `name`, from the best known source of its size.
 
     `evidence` is from the model's source, `declared` is the model's declared size in bytes,
-    `measured` is an earlier measurement, and `options` are those of the registration.
+    `measured` is an earlier measurement, and `options` are the options of the registration.
     `quantization` is the model's format, if the name does not show the format. `context_bytes` is
-    the size of the CUDA context that the load will create. It is 0 if the process has a context on
-    the card already, or if the devices are simulated.
+    the size of the CUDA context that the load will create. `context_bytes` is 0 if the process has
+    a context on the card already, or if the devices are simulated.
 
-    Raises UnknownSize if nothing shows the size; the error tells the user to declare it. Raises
-    BadSetting for an option that cannot be used.
+    Raises UnknownSize if nothing shows the size; the error tells the user to declare the size.
+    Raises BadSetting for an option that cannot be used.
     """
     use = kv_cache.planned_use(options or {}, evidence.config)
     weights = _weights(name, evidence, measured, quantization)
@@ -143,7 +143,7 @@ def _weights(
     measured: Measurement | None,
     quantization: str,
 ) -> Part | None:
-    """The weights, from the best known source; None if no source shows their size."""
+    """The part for the weights, from the best known source; None if no source shows their size."""
     if measured is not None:
         when = "as it is in memory now"
         if measured.day:
@@ -163,7 +163,7 @@ def _weights(
 
 
 def _declared(declared: int, weights: Part | None, use_requested: bool) -> tuple[Part, ...]:
-    """The parts of a declared size: one part, or the weights and the requested room for use."""
+    """The parts of a declared size: a single part, or the weights and the room for use."""
     if not use_requested or weights is None or weights.bytes >= declared:
         return (Part("all", declared, "declared"),)
     rest = Part(
@@ -182,10 +182,10 @@ def _beyond_weights(
     measured: Measurement | None,
     use: kv_cache.PlannedUse | None,
 ) -> tuple[Part, ...]:
-    """Cache and activations if they can be calculated; otherwise a margin for them."""
+    """The parts for cache and activations; a margin if these cannot be calculated."""
     if evidence.at_load:
         # An engine's cache is measured together with its weights. If no weights are on the card,
-        # the cache is not there either.
+        # the cache is not on the card either.
         if measured is not None or evidence.weight_bytes == 0:
             return ()
     if use and weights.source == "name" and kv_cache.cache_layers(evidence.config) is None:
@@ -194,7 +194,7 @@ def _beyond_weights(
 
 
 def _typical_cache(name: str, evidence: Evidence, use: kv_cache.PlannedUse) -> Part:
-    """The largest possible cache of a model of which only the name is known."""
+    """The largest possible cache of a model, if only the model's name is known."""
     count, text = _count_in(name) or _count_in(evidence.name) or (0.0, "")
     layers = kv_cache.typical_layers(count)
     size = kv_cache.kv_cache_bytes(
@@ -214,7 +214,7 @@ def _room(
     config: Mapping[str, Any],
     use: kv_cache.PlannedUse | None,
 ) -> tuple[Part, ...]:
-    """Cache and activations for the requested use; empty if none was requested."""
+    """The parts for cache and activations of the requested use; empty if `use` is None."""
     if use is None:
         return ()
     layers = kv_cache.cache_layers(config)
@@ -244,7 +244,7 @@ def _room(
 def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
     """The margin for cache and activations, if only the size of the files or the name is known.
 
-    The margin is a fraction of the weights that depends on the file format.
+    The margin is a fraction of the weights. The fraction depends on the file format.
     """
     if weights.source not in ("file size", "name"):
         return ()
@@ -335,10 +335,11 @@ def _stretched(pieces: tuple[int, ...], total: int) -> tuple[int, ...]:
 
 
 def from_name(name: str, quantization: str = "") -> tuple[int, str] | None:
-    """Bytes of the weights according to the `name`, and a text that explains them; None if unknown.
+    """The bytes of the weights according to the `name`, and a text on how they were computed.
 
-    The weights have 16 bits if neither `name` nor `quantization` is a known format. If the name has
-    several numbers, the largest one counts.
+    The result is None if `name` has no number of weights. Each weight has 16 bits if neither `name`
+    nor `quantization` contains a known format. If the name has several numbers, the largest number
+    counts.
 
     >>> from_name("Llama-2-7B-Q4_K_M.gguf")
     (4235000000, '7B at 4.84 bits (Q4_K_M)')

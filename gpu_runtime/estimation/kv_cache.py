@@ -28,8 +28,8 @@ CACHE_BITS = {
 _MOST_LAYERS = 10_000  # a larger number in a config is treated as an error
 # Keys under which multimodal models keep the config of their language model.
 _NESTED = ("text_config", "llm_config", "language_config")
-# Model type -> n, if every n-th layer reads the whole context and the other layers have a window.
-# The number is used if the config has a window but no pattern. The numbers are those of
+# Maps a model type to n: every n-th layer reads the whole context, and all other layers have a
+# window. The number n is used if the config has a window but no pattern. The numbers are from
 # transformers.
 _PATTERNS = {
     "gemma2": 2,
@@ -81,9 +81,9 @@ _CONTEXT = (
 
 
 class Layer(NamedTuple):
-    """The cache of one layer: `values` for each of the last `window` tokens.
+    """The cache of one layer, which keeps `values` numbers for each of the last `window` tokens.
 
-    With a `window` of 0, the layer keeps the values of all tokens.
+    If `window` is 0, the layer keeps the values of all tokens.
     """
 
     values: int
@@ -103,10 +103,10 @@ class PlannedUse(NamedTuple):
 def planned_use(options: Mapping[str, Any], config: Mapping[str, Any]) -> PlannedUse | None:
     """The use that `context_length`, `sequences` and `cache_dtype` in `options` describe.
 
-    With `sequences` alone, the context is the longest that `config` names. If both
+    If only `sequences` is given, the context is the longest context that `config` names. If both
     `context_length` and `sequences` are missing, the context is `config["context_at_load"]`, which
-    is set for engines that allocate their cache at load. Without that key, the result is None. If
-    `config["one_sequence"]` is true, the engine computes one sequence after the other, and
+    is set for engines that allocate their cache at load. If `config` lacks this key, the result is
+    None. If `config["one_sequence"]` is true, the engine computes one sequence after the other, and
     `sequences` is ignored.
 
     Raises BadSetting for a value that cannot be used.
@@ -161,7 +161,7 @@ def item_bytes(options: Mapping[str, Any], config: Mapping[str, Any]) -> int:
 
 
 def longest_context(config: Mapping[str, Any]) -> int | None:
-    """The longest context in tokens that `config` names; None if it names none."""
+    """The longest context, in tokens, that `config` names; None if `config` names no context."""
     return _number(_text(config), *_CONTEXT)
 
 
@@ -171,7 +171,7 @@ def batch_tokens(config: Mapping[str, Any]) -> int | None:
 
 
 def attention_heads(config: Mapping[str, Any]) -> int:
-    """The number of attention heads of a layer, from `config`; 0 if it is unknown."""
+    """The number of attention heads of a layer, from `config`; 0 if the number is unknown."""
     return _number(_text(config), *_HEADS) or 0
 
 
@@ -197,12 +197,12 @@ def kv_cache_bytes(
 
 
 def typical_layers(weights: float) -> tuple[Layer, ...]:
-    """The cached values of each layer of a transformer with that many `weights`.
+    """Estimates the cache of each layer of a transformer with this number of `weights`.
 
     This function is used if only the model's name is known. The result is an upper bound, which
     assumes that every head has keys and values of its own. Models with grouped heads keep a quarter
     or less. A transformer has about 12 × layers × width² weights, and about one layer for each 128
-    of its width: Llama 2 7B and 13B have 32 × 4096 and 40 × 5120.
+    of its width: Llama 2 7B has 32 layers of width 4096, and 13B has 40 layers of width 5120.
 
     >>> llama_2_7b = typical_layers(7e9)
     >>> len(llama_2_7b), llama_2_7b[0]
@@ -253,7 +253,7 @@ def cache_layers(config: Mapping[str, Any]) -> tuple[Layer, ...] | None:
 
 
 def _values(text: Mapping[str, Any], index: int, *, whole: bool) -> int | None:
-    """Values that one layer keeps for a token; None if the config does not show them.
+    """The number of values that one layer keeps for a token; None if the config does not show it.
 
     `whole` is True if the layer reads the whole context.
     """
@@ -300,7 +300,7 @@ def _kinds(text: Mapping[str, Any], count: int) -> list[str]:
 
 
 def _windows(text: Mapping[str, Any], model: str, count: int) -> list[bool]:
-    """Whether the window limits each layer, for a model with a window."""
+    """For each layer of a model with a window: whether the window limits the layer."""
     pattern = text.get("sliding_window_pattern")
     if isinstance(pattern, str) and pattern:  # a letter for each layer, such as LLLG
         return [pattern[n % len(pattern)] == "L" for n in range(count)]
@@ -316,7 +316,7 @@ def _windows(text: Mapping[str, Any], model: str, count: int) -> list[bool]:
 
 
 def _kind(word: str) -> str:
-    """The kind of a layer by the name of its type."""
+    """The kind of a layer, from `word`, the name of the layer's type in the config."""
     if "sliding" in word or "chunked" in word:
         return "window"
     return "none" if any(part in word for part in _RECURRENT) else "full"
@@ -331,15 +331,16 @@ def activation_bytes(config: Mapping[str, Any], use: PlannedUse) -> int | None:
     `config` describes the model, `use` the context. The result is None if the config does not show
     the size.
 
-    The peak is where the feed-forward layer multiplies its two halves. Each token then needs three
-    vectors of the layer's inner width and four of the model's width. With experts, each expert that
-    a token uses needs these vectors. The scores of the last token are added. Attention that stores
-    its scores (`attn_implementation="eager"`) holds a matrix of scores for each head, twice.
+    The peak is where the feed-forward layer multiplies its two halves. At the peak, each token
+    needs three vectors of the layer's inner width and four vectors of the model's width. With
+    experts, each expert that a token uses needs these vectors. The scores of the last token are
+    added. Attention that stores its scores (`attn_implementation="eager"`) holds a matrix of scores
+    for each head, twice.
 
     If the engine reads the context in batches, `batch_tokens` in `config` is the size of a batch.
-    An example is llama.cpp: 512 tokens, in float32, with the scores of all 512 tokens. Such an
-    engine reuses one buffer. If it stores attention scores, it also holds the whole matrix of each
-    head and a mask.
+    An example is llama.cpp: 512 tokens, in float32, with the scores of all 512 tokens. An engine
+    with batches reuses one buffer. If the engine stores attention scores, it also holds the whole
+    matrix of each head and a mask.
 
     `tests/backends/test_estimates.py` compares the result with a forward pass of transformers.
     """
@@ -384,7 +385,7 @@ def _values_per_token(text: Mapping[str, Any], width: int) -> int:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `config`, in which values of its inner config of the language model replace its own."""
+    """The `config`, merged with its inner config of the language model, whose values win."""
     for key in _NESTED:
         inner = config.get(key)
         if isinstance(inner, Mapping):
@@ -393,7 +394,7 @@ def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _generates(config: Mapping[str, Any]) -> bool:
-    """Whether the model generates tokens, and so has a cache, unlike embedders and classifiers."""
+    """Whether the model generates tokens and so has a cache. Embedders and classifiers do not."""
     architectures = config.get("architectures")
     if not isinstance(architectures, (list, tuple)) or not architectures:
         return True

@@ -1,4 +1,4 @@
-"""Frozen values that all folders exchange. Between processes they are written as JSON.
+"""Frozen values that all folders exchange. Processes exchange these values as JSON.
 
 These values describe devices, models, leases, the book (all leases and requests of a host),
 decisions and snapshots. Nothing here decides or acts: no locks, tensors or clocks. Sizes are in

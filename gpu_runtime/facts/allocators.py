@@ -29,7 +29,7 @@ class AllocatorBlock(Value, array_like=True):
 
 
 class SegmentMap(Value, array_like=True):
-    """Memory that an allocator took from its device in one piece, and its division into blocks."""
+    """One piece of memory that an allocator took from its device, divided into blocks."""
 
     address: int  # a simulated segment counts from the first one
     bytes: int
@@ -44,7 +44,7 @@ class SegmentMap(Value, array_like=True):
 
 
 class AllocatorMap(Value):
-    """How one process's allocator has divided its memory of one card.
+    """How the allocator of one process has divided the memory that it took from one card.
 
     A field that is None is unknown, which is not the same as 0.
     """
@@ -72,9 +72,9 @@ class AllocatorMap(Value):
     def largest_request_bytes(self, view: DeviceView) -> int | None:
         """The largest piece of memory that this process could allocate now; None if unknown.
 
-        `view` is the card, whose budget bounds the result. torch uses its largest free block, or it
-        releases the segments that are entirely unused and then takes new memory. On a simulated
-        card only allocated bytes are claimed, so all free room can be used.
+        `view` is the card, whose budget bounds the result. torch uses its largest free block. If
+        this block is too small, torch releases the segments that are entirely unused, and takes new
+        memory. On a simulated card only allocated bytes are claimed, so all free room can be used.
         """
         if view.room_bytes is None or self.largest_free_bytes is None:
             return None

@@ -1,7 +1,7 @@
-"""The book: all leases and tickets of one host, and the JSON in which it is stored.
+"""The book has all leases and tickets of one host. It is stored as JSON, which is called the page.
 
-A ticket is a waiting request, or an order to another process. The stored JSON is the page. Each
-owner (a process that may hold leases) writes one section of the page.
+A ticket is a waiting request, or an order to another process. Each owner (a process that may hold
+leases) writes one section of the page.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Ghost(Value):
 
 
 class Drain(Value):
-    """A mark on a card that gets no new leases, and that idle models leave."""
+    """The mark of a drained card: the card gets no new leases, and idle models leave the card."""
 
     by: str  # the user who drained it
     wall: float  # since when, in epoch seconds
@@ -88,12 +88,12 @@ class Event(Value):
     by: str = ""  # the requester, if it is another process: the person (if named) and the process
     shares: Shares = ()  # the parts on several devices; `device` is the first of them
     answers: str = ""  # the key of the ticket that this event answers
-    # The candidates that were not chosen, as sentences with the reasons. They are stored in the
-    # journal only, because the page must stay small.
+    # The candidates that were not chosen, as sentences with the reasons. These sentences are stored
+    # in the journal only, because the page must stay small.
     runners_up: tuple[str, ...] = ()
     seconds: float = NEVER  # duration of a load or a restore; 0: not measured
-    # If a lease left a device or host memory: the times of its last uses (`facts.recent_uses`), and
-    # the digest of its model's source.
+    # If a lease left a device or host memory: the times of the lease's last uses
+    # (`facts.recent_uses`), and the digest of the model's source.
     uses: str = ""
     source: str = ""
 
@@ -102,7 +102,7 @@ class Event(Value):
 
 
 class Book(Value):
-    """All leases and tickets of one host. Every decision reads the book and writes it again."""
+    """All leases and tickets of one host. Every decision reads the book and writes a new book."""
 
     schema: int = SCHEMA
     devices: tuple[Device, ...] = ()
@@ -114,14 +114,15 @@ class Book(Value):
     seq: int = 0  # number of the newest event
     counts: dict[str, int] = {}  # counters of owners that have ended, so that totals never decrease
     ghosts: tuple[Ghost, ...] = ()  # memory of dead processes that a driver may not have freed yet
-    # Device.key -> the card's mark. It is in no owner's section, so it stays when the owner that
-    # set it ends.
+    # Maps Device.key to the mark of a drained card. The mark is in no owner's section, so the mark
+    # stays when the owner that set it ends.
     drained: dict[str, Drain] = {}
-    # Owners whose section cannot be read. Their bytes stay claimed until they write the section
-    # again.
+    # Owners whose section cannot be read. The bytes of such an owner stay claimed until the owner
+    # writes its section again.
     quarantined: dict[str, Quarantined] = {}
     # Nothing is granted before this time (seconds of CLOCK_BOOTTIME), because the page was lost and
-    # made again: owners that are not in it yet may hold memory. 0 means that grants are possible.
+    # made again: owners that are not in the new page yet may hold memory. The value 0 means that
+    # grants are possible.
     opens: float = NEVER
 
     @property
@@ -153,7 +154,7 @@ class Book(Value):
     def users_waiting(self) -> dict[tuple[str, str], int]:
         """The number of users that wait for each model, by the model's owner and name.
 
-        The caller must not change the result, as with `claims`.
+        The caller must not change the result, because later calls return the same object.
         """
         return self._waiting().users
 
@@ -187,8 +188,9 @@ class Book(Value):
         """Bytes claimed on each device: every share, target of a move, residue and ghost.
 
         Residue is memory of a process beyond its leases; a ghost is memory of a dead process. If an
-        owner's section cannot be read, its claims are those in the page's index. The caller must
-        not change the result, which is kept for the next call: a decision needs it several times.
+        owner's section cannot be read, the owner's claims are taken from the page's index. The
+        caller must not change the result. Later calls return the same object, because a decision
+        needs the claims several times.
         """
         global _last_claims
         parts = (self.sections, self.ghosts, self.quarantined)
@@ -210,10 +212,10 @@ class Book(Value):
         return claimed
 
     def counted_twice(self) -> int:
-        """The host memory that `claims` counts too often, because several leases share the pages.
+        """The bytes of shared host memory that the sum of all claims counts too often.
 
-        Memory pages that several leases share must count once. If the claims on them differ, the
-        largest claim counts.
+        Memory pages that several leases share must count once. If the leases claim different
+        numbers of bytes, the largest number counts.
         """
         total, largest = 0, dict[str, int]()
         for section in self.sections.values():
@@ -232,7 +234,7 @@ class Book(Value):
         return replace(self, sections=sections, quarantined=unread)
 
     def with_lease(self, lease: Lease) -> Book:
-        """This book with `lease` in place of its owner's old lease of the same name, if any."""
+        """This book with `lease`, which replaces a lease of the same owner and name."""
         section = self.sections[lease.owner]
         others = tuple(old for old in section.leases if old.name != lease.name)
         return self.with_section(replace(section, leases=(*others, lease)))
@@ -251,7 +253,7 @@ class Book(Value):
         return replace(self, tickets=tuple(tickets))
 
     def without_ticket(self, key: str) -> Book:
-        """This book without the ticket with this `key`; the same object if it has no such ticket."""
+        """This book without the ticket with this `key`; the same object if there is no ticket."""
         if self.ticket(key) is None:
             return self
         return replace(self, tickets=tuple(ticket for ticket in self.tickets if ticket.key != key))
@@ -283,10 +285,11 @@ _decode_book = msgspec.json.Decoder(Book).decode
 def overdrafts(old: Book, new: Book) -> dict[str, int]:
     """Maps each device to the bytes that a write would promise above the device's limit.
 
-    `old` is the book as it was read, `new` as it would be written. If the old claims are above the
-    limit already, only bytes above the old claims count. This checks laws 1 and 2 in
-    docs/architecture.md. Measured facts may exceed the limit: residue, or a lease that settled
-    larger than requested. Newly *promised* bytes (targets of loads and moves) may not.
+    `old` is the book as it was read, and `new` the book to be written. If the old claims are above
+    the limit already, only bytes above the old claims count. This function checks laws 1 and 2 in
+    docs/architecture.md. Measured bytes may exceed the limit: residue, or a lease that settled
+    larger than requested. Newly *promised* bytes (targets of loads and moves) may not exceed the
+    limit.
     """
     # An unchanged section promises nothing new, and most writes change one section of many.
     changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]
@@ -317,10 +320,10 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
 def _claims_after(
     old: Book, new: Book, changed: Collection[str], gone: Collection[str]
 ) -> dict[str, int]:
-    """The claims of the book `new`, computed from those of `old`.
+    """The claims of the book `new`, computed from the claims of `old`.
 
-    `changed` are the ids of the sections that differ, and `gone` of those that only `old` has. All
-    other sections are the same in both books.
+    `changed` are the ids of the sections that differ. `gone` are the ids of the sections that only
+    `old` has. All other sections are the same in both books.
     """
     if new.ghosts is not old.ghosts or new.quarantined is not old.quarantined:
         return new.claims()

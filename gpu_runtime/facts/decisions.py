@@ -32,7 +32,7 @@ class Cap(Value):
 
 
 class Asker(Value):
-    """The user who wrote a ticket, as identified by the ledger and the machine's configuration."""
+    """The user who wrote a ticket. The ledger and the machine's configuration identify the user."""
 
     user: str
     at_home: bool = False  # whether the process that receives the ticket has the same user
@@ -94,12 +94,12 @@ class PlacementRules(Value):
     `layout` is one of these:
 
     - `single`: one card. Models that cannot be divided have this layout.
-    - `balanced`: one card if one can hold the model, else equal shares, as tensor parallelism
-      needs.
-    - `proportional`: one card if one can hold the model, else in proportion to the room on each
-      card.
+    - `balanced`: one card if any card can hold the model, else equal shares on several cards, as
+      tensor parallelism needs.
+    - `proportional`: one card if any card can hold the model, else shares in proportion to the room
+      on each card.
     - `auto`: the same as `proportional`.
-    - `whole`: as few cards as possible, each of them claimed in full.
+    - `whole`: as few cards as possible, and all bytes of each card.
     """
 
     devices: tuple[str, ...] = ()  # empty: any
@@ -107,15 +107,16 @@ class PlacementRules(Value):
     policy: str = "best-fit"  # or "most-free", "fewest-evictions"
     least_cards: int = 1  # if above 1, the model is split even if one card could hold it
     most_cards: int = 0  # the largest number of cards of a split; 0: no limit
-    # Card -> the most bytes that the model may take there. Cards that are missing are not used. An
-    # empty dictionary means no limit.
+    # Maps each card to the most bytes that the model may take of this card. Cards that are missing
+    # are not used. If the dictionary is empty, there is no limit.
     card_bytes: dict[str, int] = {}
     # Bytes that stay free on each card of a proportional split, for the driver's own needs.
     margin_bytes: int = 512 * 2**20
     # The overhead of each card of a split, as a fraction of the model's part on that card.
     overhead: float = 0.0
-    # If this is above 0, a share has the bytes of its weights times this factor, and a card that
-    # the share nearly fills is claimed in full. With 0, the share is estimated from the model.
+    # If the factor is above 0, a share has the bytes of its weights times the factor, and a card
+    # that the share nearly fills is claimed in full. If the factor is 0, the share is estimated
+    # from the model.
     factor: float = 0.0
     largest_fraction: float = (
         0.8  # with a factor, a share above this fraction claims the whole card
@@ -193,7 +194,7 @@ Step = Load | Move | Drop | Shed
 
 
 class Grant(Value, tag=True):
-    """The room is reserved for the requester, which carries out these steps and then settles."""
+    """The room is reserved. The requester carries out the steps and then settles its lease."""
 
     lease: Lease
     steps: tuple[Step, ...]
@@ -203,7 +204,7 @@ class Grant(Value, tag=True):
 
 
 class Wait(Value, tag=True):
-    """There is no room yet. The requester carries out the steps to make room, and decides again."""
+    """There is no room yet. The requester carries out the steps and decides again later."""
 
     because: str
     steps: tuple[Step, ...] = ()
@@ -236,7 +237,7 @@ Policy = Callable[[Lease, World], float]  # the lowest is evicted first
 
 
 class PlanLevel(enum.StrEnum):
-    """What it takes to use a model, from the least effort to the most."""
+    """The effort that a use of a model takes. The levels are in order, the least effort first."""
 
     HERE = "here"  # the model is on its device already
     RESTORE = "restore"  # restored from host memory into free room
@@ -276,8 +277,8 @@ class Plan(Value):
     # The importance of the most important victim; lower is more important. Without victims: 0.
     victims_importance: int = 0
     left_bytes: int = 0  # free bytes that stay on the fullest of the model's cards
-    # The command that carries the plan out: the words after `%gpu`, such as `load qwen --context
-    # 256`. For a size, the words follow `%%gpu`. It may also be a call of `rt.load`.
+    # The command that carries the plan out. For a model, it is the words after `%gpu`, such as
+    # `load qwen --context 256`, or a call of `rt.load`. For a size, it is the words after `%%gpu`.
     command: str = ""
 
     def __str__(self) -> str:

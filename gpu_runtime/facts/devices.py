@@ -12,8 +12,8 @@ class Device(Value):
     """One memory.
 
     Examples: a card (`cuda:0`), an instance of a partitioned card (`cuda:0.1`), a simulated card
-    (`sim:0`), or the machine's RAM (`host`). The id names the same physical card for every process
-    that shares the book; the UUID identifies that card.
+    (`sim:0`), or the machine's RAM (`host`). An id names the same physical card for every process
+    that shares the book. The UUID identifies the physical card.
     """
 
     id: str
@@ -38,7 +38,7 @@ class Device(Value):
 
     @property
     def key(self) -> str:
-        """The UUID if the device has one, else the id. A UUID stays when cards are renumbered."""
+        """The UUID, or the id of a device without UUID. A UUID stays when cards are renumbered."""
         return self.uuid or self.id
 
 
@@ -83,7 +83,7 @@ def beside(shares: Shares, size: int) -> Shares:
 
 
 def where(shares: Shares) -> str:
-    """The devices of `shares`, such as `cuda:0`, or `cuda:0,1` for two cards; empty without shares.
+    """The devices of `shares` as text: `cuda:0`, or `cuda:0,1` for two cards; empty without shares.
 
     >>> where((Share("cuda:0", 1), Share("cuda:1", 1)))
     'cuda:0,1'
@@ -97,7 +97,7 @@ def where(shares: Shares) -> str:
 
 
 def one_memory(devices: Iterable[Device]) -> frozenset[str]:
-    """The ids of `host` and of the cards that use the machine's RAM. They all share the same bytes.
+    """The ids of the devices that share the machine's RAM: `host` and the cards without own memory.
 
     The result is empty if every card has memory of its own.
     """

@@ -1,4 +1,4 @@
-"""The memory that a process holds on its devices, by the names that refer to that memory."""
+"""The memory that a process holds on its devices, by the names that refer to the memory."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class Holder(Value):
 
 
 class Holdings(Value):
-    """The device memory of one process: the names that refer to it, and the bytes without a name.
+    """The device memory of one process: the names that refer to memory, and bytes without a name.
 
     `held_bytes` is the sum of the next five fields.
     """

@@ -24,12 +24,12 @@ def parse_importance(value: str | int, *, least: int | None = None, most: int | 
     """The number that an importance stands for; lower is more important.
 
     `value` is the name of a class, a whole number, or a whole number as text. The number must be
-    from `least` to `most`. With None there is no such limit.
+    from `least` to `most`. A limit that is None does not apply.
 
     >>> parse_importance("high"), parse_importance(3), parse_importance("20")
     (5, 3, 20)
 
-    Raises BadSetting for anything else.
+    Raises BadSetting for any other `value`.
     """
     number: int | None = None
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MOST:

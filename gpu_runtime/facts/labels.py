@@ -16,8 +16,8 @@ from .leases import Lease, Owner, Phase
 
 THIS_PROCESS = "this process"
 # Backends that split every layer over all cards of the model (tensor parallel). All other backends
-# put whole layers or whole components on one card each, which is not tensor parallel, even if the
-# shares of the cards are equal.
+# put each layer or component on one card. This is not tensor parallel, even if the shares of the
+# cards are equal.
 TENSOR_PARALLEL = frozenset({"vllm"})
 
 
@@ -66,8 +66,9 @@ def lease_state(lease: Lease, now: float) -> LeaseState:
 def holder_label(owner: Owner, viewer: Owner | None = None) -> str:
     """The label of the process `owner`: `this process`, or `train.ipynb (pid 4121), ann`.
 
-    `viewer` is the process in which a person reads the label. The user is left out if `viewer` has
-    the same user. Without a `viewer`, the label is the same for every reader.
+    `viewer` is the process in which a person reads the label. If `owner` and `viewer` have the same
+    user, the label does not name the user. Without a `viewer`, the label is the same for every
+    reader.
     """
     if viewer is not None and owner.id == viewer.id:
         return THIS_PROCESS
@@ -100,7 +101,7 @@ def cards_label(shares: Shares, backend: str = "") -> str:
 
 
 def place_label(lease: Lease) -> str:
-    """The place of `lease`: `cuda:0`, or its bytes on the card and in host memory if it is in parts.
+    """The place of `lease`, such as `cuda:0`. For a lease in parts, the bytes on each device.
 
     >>> from gpu_runtime.facts import Share
     >>> parts = (Share("cuda:0", 24 * 2**30), Share("host", 16 * 2**30))
@@ -119,7 +120,7 @@ def place_label(lease: Lease) -> str:
 
 
 def bytes_label(lease: Lease) -> str:
-    """The bytes and the place of `lease`: `40.0 GiB on cuda:0`, or `place_label` if it is in parts."""
+    """The bytes and place of `lease`: `40.0 GiB on cuda:0`; `place_label` for a lease in parts."""
     return place_label(lease) if lease.in_parts else f"{show_bytes(lease.bytes)} on {lease.where}"
 
 

@@ -59,7 +59,7 @@ class Owner(Value):
 
 
 class Phase(enum.StrEnum):
-    """Where a lease is in its life."""
+    """The phase of a lease: arriving on a device, settled, or leaving the device."""
 
     ARRIVING = "arriving"  # its room is reserved; its bytes are being loaded or copied
     SETTLED = "settled"
@@ -69,8 +69,8 @@ class Phase(enum.StrEnum):
 class LeaseId(NamedTuple):
     """The address of a lease: the id of its owner in the book, and the model's name.
 
-    Input such as `qwen@4121` is parsed into this value at once; all inner functions use the value.
-    As text it is `owner/name`, as in tickets.
+    Input such as `qwen@4121` is parsed into a LeaseId at once; all inner functions use a LeaseId.
+    The text of a LeaseId is `owner/name`, as in tickets.
     """
 
     owner: str
@@ -83,10 +83,10 @@ class LeaseId(NamedTuple):
 class Lease(Value):
     """The claim of a model, or of a block of code, on memory.
 
-    `shares` is where the bytes are, and `target` is where they are being moved to. During a move,
-    both count in full. If `target` has fewer bytes than the lease, the other bytes stay in place. A
-    lease may be in parts: some bytes on a card, the others in host memory. A model whose lease is
-    in parts cannot be used.
+    `shares` is where the bytes are, and `target` is where bytes are being moved to. During a move,
+    both count in full. If `target` has fewer bytes than the lease, the rest stays in place. A lease
+    may be in parts: some bytes on a card, the rest in host memory. A model whose lease is in parts
+    cannot be used.
     """
 
     owner: str
@@ -95,8 +95,8 @@ class Lease(Value):
     key: str = ""
     shares: Shares = ()
     target: Shares = ()
-    # If the lease claims more than the model's own bytes: where the model's own bytes are or will
-    # be. Empty if `shares` are the model's own bytes.
+    # Where the model's own bytes are or will be, if the lease claims more than these bytes. Empty
+    # if `shares` are the model's own bytes.
     filled: Shares = ()
     # Bytes for cache and activations, which the lease claims on a device besides the model's own
     # bytes.
@@ -118,13 +118,13 @@ class Lease(Value):
     restore_seconds: float = 0.0
     droppable: bool = False  # whether the source has exactly the same bytes
     movable: bool = True  # whether the backend can move it between memories
-    # A model may leave its card piece by piece. These are the bytes of the largest piece; 0 means
-    # that the lease leaves as a whole. A lease with pieces is on one card.
+    # The bytes of the largest piece, if the model may leave its card piece by piece. The value 0
+    # means that the lease leaves as a whole. A lease with pieces is on one card.
     piece_bytes: int = 0
     settled_at: float = 0.0
     away_since: float = 0.0  # when bytes last arrived in host memory; 0: no bytes are there
-    # A shadow is an unchanged copy, in host memory, of bytes that are on a card. Its bytes count on
-    # the host. An offload turns the shadow into the lease's share there.
+    # The bytes of the shadow: an unchanged copy, in host memory, of bytes that are on a card. The
+    # shadow counts on the host. An offload turns the shadow into the lease's share on the host.
     shadow_bytes: int = 0
     # Pages in host memory that several processes share: the id of the pages, their bytes, and how
     # many of these bytes belong to this lease. The pages count once for all leases.
@@ -148,20 +148,20 @@ class Lease(Value):
 
     @property
     def bytes(self) -> int:
-        """The bytes that the lease claims where it is, or where it will be if it is arriving."""
+        """The bytes that the lease claims at its place; for an arriving lease, at its target."""
         return sum(share.bytes for share in (self.shares or self.target))
 
     @property
     def own_bytes(self) -> int:
-        """The model's own bytes, which a move copies; fewer than `bytes` if it claims more."""
+        """The model's own bytes, which a move copies. A lease may claim more; see `bytes`."""
         return sum(share.bytes for share in self.filled) if self.filled else self.bytes
 
     def holding(self, measured: Shares) -> Lease:
         """This lease, settled with the `measured` shares of its own bytes.
 
-        If the lease claims more than the model's own bytes, that claim stays, whatever the measured
-        size of the weights is: a whole card stays claimed, and working memory stays as requested.
-        A lease with bytes in host memory has no working memory.
+        If the lease claims more than the model's own bytes, the extra claim stays, whatever the
+        measured size of the weights is: a whole card stays claimed, and working memory stays as
+        requested. A lease with bytes in host memory has no working memory.
 
         >>> here, there = (Share("sim:0", 4),), (Share("sim:0", 5),)
         >>> Lease("1", "a", target=(Share("sim:0", 9),), filled=here).holding(there).shares
@@ -199,7 +199,7 @@ class Lease(Value):
 
     @property
     def in_parts(self) -> bool:
-        """Whether some bytes of the lease are on a card, and the others in host memory."""
+        """Whether some bytes of the lease are on a card, and the rest in host memory."""
         return len(self.shares) > 1 and self.on_device and not self.all_on_device
 
     @property
@@ -218,7 +218,7 @@ class Lease(Value):
 
     @property
     def leaving_bytes(self) -> int:
-        """The model's own bytes that leave the cards: those in `target`, or all if it is empty."""
+        """The model's own bytes that leave the cards: the bytes of `target`, or all without it."""
         return sum([share.bytes for share in self.target]) if self.target else self.card_bytes
 
     def freed_by(self, target: Shares) -> Shares:
@@ -272,10 +272,10 @@ class Lease(Value):
         return 0.0 if self.pins else max(0.0, now - self.last_used)
 
     def claims(self) -> Iterator[Share]:
-        """Every share that counts against a budget: where bytes are, then where they will be.
+        """Yields every share that counts against a budget: `shares`, `target` and the shadow.
 
-        Then follows the shadow, the copy in host memory of bytes on a card. During an offload the
-        shadow is a part of the target, so its bytes count once.
+        The shadow is the copy in host memory of bytes on a card. During an offload the shadow is a
+        part of the target, so its bytes count once.
         """
         yield from self.shares
         yield from self.target
@@ -286,17 +286,17 @@ class Lease(Value):
 
     @property
     def shared_bytes(self) -> int:
-        """The bytes of host memory in this lease's claims that are in pages for several leases."""
+        """The bytes that this lease claims in shared pages of host memory; 0 without such pages."""
         if not self.copy:
             return 0
         return min(self.copy_bytes, sum([s.bytes for s in self.claims() if s.device == HOST]))
 
     @property
     def offload_bytes(self) -> int:
-        """The host memory that an offload of `leaving_bytes` needs, beyond the shadow there.
+        """The host memory that an offload of `leaving_bytes` needs beyond the lease's shadow.
 
-        A shadow may have a copy of only some bytes. If only a part of the model leaves, it is
-        unknown whether the shadow has that part. The shadow then saves nothing.
+        A shadow may be a copy of only some bytes. If only a part of the model leaves, the shadow
+        may lack this part. In this case the shadow saves nothing.
         """
         size = self.leaving_bytes
         if not self.shadow_bytes or not self._uses_shadow(size):
@@ -307,7 +307,8 @@ class Lease(Value):
     def shadow_beyond_target(self) -> int:
         """The bytes of the shadow that `target` does not include.
 
-        During an offload that turns the shadow into the lease's share, `target` includes them.
+        During an offload that turns the shadow into the lease's share, `target` includes the
+        shadow's bytes.
         """
         if not self.shadow_bytes:
             return 0
@@ -327,8 +328,8 @@ class Section(Value):
 
     owner: Owner
     leases: tuple[Lease, ...] = ()
-    # Device -> bytes that the process holds beyond its leases: CUDA context, the allocator's cache,
-    # and tensors of the user's code.
+    # Maps a device to the bytes that the process holds beyond its leases: CUDA context, the
+    # allocator's cache, and tensors of the user's code.
     residue: dict[str, int] = {}
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
     # Processes that the owner started to run models in. Their memory belongs to the owner's leases.
@@ -342,14 +343,14 @@ class Section(Value):
         """Bytes claimed on each device: every share, target of a move, and residue.
 
         The result is computed once for each section, because a book has many sections and a write
-        changes only one. The caller must not change the result.
+        changes only one section. The caller must not change the result.
         """
         return self._sums()[1]
 
     def promises(self) -> dict[str, int]:
         """Bytes on each device that are reserved for leases still arriving or moving.
 
-        As with `claims`, the result is computed once, and the caller must not change it.
+        The result is computed once for each section. The caller must not change the result.
         """
         return self._sums()[2]
 
@@ -386,7 +387,7 @@ class Section(Value):
 
     @property
     def settled_at(self) -> float:
-        """When the newest lease of the section settled; NEVER without leases."""
+        """The time at which the newest lease of the section settled; NEVER without leases."""
         return max([lease.settled_at for lease in self.leases], default=NEVER)
 
     def lease(self, name: str) -> Lease | None:
@@ -402,7 +403,7 @@ _MOST_SUMS = 4096
 
 
 class Ticket(Value):
-    """A waiting request, or an order to another owner. When its writer ends, it is removed."""
+    """A waiting request, or an order to another owner. A ticket is removed when its writer ends."""
 
     key: str
     owner: str
@@ -430,11 +431,11 @@ class Ticket(Value):
         0.0  # since when only models in use block it; 0: something else blocks it
     )
     because: str = ""
-    # The person who made the request, as the requesting process claims. It proves nothing, and is
-    # only for display.
+    # The person who made the request, as the requesting process claims. The claim is not proven, so
+    # this field is only for display.
     said_by: str = ""
 
     def bytes_recalled(self, lease_id: str) -> int:
-        """The bytes of the recalled lease with the id `lease_id` that should leave; 0: all."""
+        """The bytes of the recalled lease `lease_id` that should leave; 0 stands for all bytes."""
         place = self.recalls.index(lease_id)
         return self.recalled_bytes[place] if place < len(self.recalled_bytes) else 0

@@ -22,7 +22,7 @@ class Part(Value):
 
     @property
     def for_use(self) -> bool:
-        """Whether the model's code uses this memory while it runs; the lease reserves it."""
+        """Whether this part is memory that the model's code uses while it runs."""
         return self.name in ("kv_cache", "activations", "room")
 
 
@@ -33,14 +33,14 @@ class Footprint(Value):
     # Number of attention heads, which the number of tensor-parallel cards must divide. 0: unknown.
     heads: int = 0
     # The bytes of each piece, in order: embeddings, layer 0…n, head. A model on several cards is
-    # divided between two pieces. The pieces sum to `bytes`, overheads included. Empty means that
-    # the model may be divided at any byte.
+    # divided between two pieces. The pieces sum to `bytes`, overheads included. If there are no
+    # pieces, the model may be divided at any byte.
     pieces: tuple[int, ...] = ()
     notes: tuple[
         str, ...
     ] = ()  # sentences about parts that are not counted, and about earlier measurements
-    # Cache and working memory are allocated together with the weights, so they count as the model's
-    # own bytes.
+    # Whether cache and working memory are allocated together with the weights, so that these bytes
+    # count as the model's own bytes.
     at_load: bool = False
 
     @property
@@ -57,7 +57,7 @@ class Footprint(Value):
     def working_bytes(self) -> int:
         """The bytes for caches and activations, which stay claimed while the model is on a device.
 
-        The result is 0 if they are allocated with the weights (`at_load`).
+        The result is 0 if caches and activations are allocated with the weights (`at_load`).
         """
         if self.at_load:
             return 0
@@ -78,8 +78,8 @@ class Evidence(Value):
     pieces: tuple[int, ...] = ()  # weights of the consecutive pieces between which it may be split
     fingerprint: str = ""  # identifies the content of the source; empty if unknown
     why_unknown: str = ""  # why the size is unknown
-    # The engine allocates cache and working memory when it loads the model, so they are measured
-    # together with the weights.
+    # Whether the engine allocates cache and working memory when it loads the model, so that these
+    # bytes are measured together with the weights.
     at_load: bool = False
 
 

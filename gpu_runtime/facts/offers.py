@@ -1,4 +1,4 @@
-"""Offers of hosts for a model: how much effort its use would take on each host."""
+"""Offers of hosts for a model: how much effort the use of the model would take on each host."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from .decisions import PlanLevel
 
 
 class Offer(Value):
-    """The answer of one host: the effort that a use of the model would take there."""
+    """The answer of one host: the effort that a use of the model would take on this host."""
 
     host: str
     name: str  # the model

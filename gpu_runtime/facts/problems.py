@@ -28,7 +28,7 @@ MOST_BUTTONS = 2
 
 
 class ProblemKind(enum.StrEnum):
-    """The kinds of problems, the gravest first. `/metrics` has one figure for each."""
+    """The kinds of problems, the gravest first. `/metrics` has one figure for each kind."""
 
     DRIVER_FAULT = "driver_fault"
     UNREADABLE = "unreadable"
@@ -112,7 +112,10 @@ def _low_host_memory(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _pressure(seen: Snapshot) -> Iterator[Problem]:
-    """A card over its budget is a problem. With `GPU_RELIEF=always`, the level CRITICAL is one too."""
+    """Yields a problem for each card over its budget.
+
+    With `GPU_RELIEF=always`, a card at the level CRITICAL is a problem too.
+    """
     for view in seen.devices:
         id, over = view.device.id, view.claimed_bytes - view.limit_bytes
         if view.device.is_host or not seen.governed:
@@ -236,14 +239,17 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _was_evicted(event: Event, device: str) -> bool:
-    """Whether a model left the `device` for another one, and not because a person asked for it."""
+    """Whether a model left the `device` to make room for another model.
+
+    An eviction that a person requested does not count.
+    """
     return (
         event.action in _LEFT and event.device == device and event.reason not in ("evict", "owner")
     )
 
 
 def _turns(left: list[Event]) -> list[Event]:
-    """The newest events of `left` in which the same two models left alternately."""
+    """The newest events of `left` in which the same two models leave by turns."""
     turns: list[Event] = []
     for event in left:
         if turns and event.model == turns[-1].model:
@@ -261,7 +267,7 @@ def _settled(seen: Snapshot, event: Event) -> Lease | None:
 
 
 def _refusals(seen: Snapshot) -> Iterator[Problem]:
-    """The newest refusal of each model, unless the model was granted room after it."""
+    """The newest refusal of each model, unless the model was granted room after the refusal."""
     latest: dict[tuple[str, str], Event] = {}
     for event in seen.events:
         if event.action == "refused":
@@ -306,5 +312,5 @@ def _unused(seen: Snapshot) -> Iterator[Lease]:
 
 
 def _wall(seen: Snapshot, stamp: float) -> float:
-    """The time of day of the snapshot's clock `stamp`, in epoch seconds; 0 if it is unknown."""
+    """Converts `stamp`, a time of the snapshot's clock, to epoch seconds; 0 for no time."""
     return seen.wall - (seen.now - stamp) if stamp else 0.0

@@ -1,4 +1,4 @@
-"""The times of a model's last uses, as short text that is stored in its lease.
+"""The times of a model's last uses, as short text that is stored in the model's lease.
 
 Each time is a whole epoch second, which has the same meaning after a restart. Several uses in one
 second count once. So two lists can be merged repeatedly without counting a use twice.
@@ -16,7 +16,7 @@ _SPAN = 1 << (8 * _BYTES)  # seconds, about 194 days: times are known within 97 
 
 
 def encode_uses(seconds: Iterable[float]) -> str:
-    """The text for uses at these epoch `seconds`. The newest 32 are kept.
+    """The text for uses at these epoch `seconds`. Only the newest 32 uses are kept.
 
     >>> decode_uses(encode_uses([7.9, 3.0, 7.2]), 10.0)
     (3, 7)
@@ -27,7 +27,7 @@ def encode_uses(seconds: Iterable[float]) -> str:
 
 
 def decode_uses(text: str, now: float) -> tuple[int, ...]:
-    """The seconds of the uses in `text`, the oldest first. `now` is in epoch seconds."""
+    """The epoch seconds of the uses in `text`, the oldest first. `now` is in epoch seconds."""
     now, half = int(now), _SPAN // 2
     return tuple([now + half - (now + half - second) % _SPAN for second in _unpacked(text)])
 

@@ -1,4 +1,4 @@
-"""Recorded decisions on requests, and the results of deciding them again."""
+"""Recorded decisions on requests, and the results of making the same decisions again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .decisions import Grant, Refuse, Request, Verdict, Wait, World
 
 
 class Decided(Value):
-    """One decision on a request, with everything that the scheduler read for it."""
+    """One decision on a request, with everything that the scheduler read for this decision."""
 
     id: int  # its number in the journal; 0 before it is written
     wall: float  # epoch seconds
@@ -27,7 +27,7 @@ class Decided(Value):
 
 
 class Replayed(Value):
-    """A recorded decision, and whether the scheduler decides the same again."""
+    """A recorded decision, and whether the scheduler now reaches the same verdict."""
 
     id: int
     wall: float  # epoch seconds of the recorded decision

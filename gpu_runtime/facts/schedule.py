@@ -1,4 +1,4 @@
-"""The schedule of a notebook: which cells run next, which models they use, and where these are."""
+"""The schedule of a notebook: the next cells, the models that they use, and the models' places."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from .base import Value
 
 
 class CellModels(Value):
-    """The models of a cell that runs or waits, as its text shows them."""
+    """The models that the text of a running or waiting cell names."""
 
     cell: str  # such as "cell 7"
     uses: tuple[str, ...] = ()  # models that the cell brings onto a device, in order
@@ -15,7 +15,7 @@ class CellModels(Value):
 
 
 class ScheduledModel(Value):
-    """A model that the running cell or a waiting one uses."""
+    """A model that the running cell or a waiting cell uses."""
 
     name: str
     cell: str  # the first cell that uses it
@@ -27,7 +27,7 @@ class ScheduledModel(Value):
 
 
 class Schedule(Value):
-    """What the waiting cells will need, and what was loaded ahead for them."""
+    """The models that waiting cells will need, and the models that were loaded ahead."""
 
     mode: str = "auto"  # the setting GPU_PREFETCH
     cells: tuple[CellModels, ...] = ()  # the running cell and the waiting ones, in order

@@ -1,4 +1,4 @@
-"""The data of all views: a snapshot of the book and the devices, and recent history."""
+"""The data that all front ends show: a snapshot of the book and the devices, and recent history."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class DeviceView(Value):
 
 
 class Outcome(Value):
-    """The result of a verb such as `evict`, or why it is not done yet."""
+    """The result of a verb such as `evict`, or why the verb's work is not done yet."""
 
     verb: str
     name: str
@@ -80,7 +80,7 @@ class Applied(Value):
 
 
 class Health(Value):
-    """Whether the host has a problem, how full its cards are, and one line about it."""
+    """Whether the host has a problem, how full its cards are, and one line for people."""
 
     healthy: bool  # False if there is a problem; a full card is none
     pressure: Level
@@ -92,7 +92,7 @@ class Health(Value):
 
 
 class Moment(Value):
-    """One device at one time of its history. The history consists of such moments."""
+    """The use of one device at one time. A history consists of such moments."""
 
     wall: float  # epoch seconds
     device: str
@@ -115,13 +115,13 @@ class Moment(Value):
     def peak_bytes(self) -> int:
         """The larger of claimed and measured bytes.
 
-        A summary of several moments keeps the one with the highest peak.
+        A summary of several moments keeps the moment with the highest peak.
         """
         return max(self.claimed_bytes, self.measured_bytes or 0)
 
 
 class History(Value):
-    """The use of the devices of a host over time, and the events of that time."""
+    """The use of the devices of a host over a period, and the events in this period."""
 
     moments: tuple[Moment, ...]  # of all devices, the newest last
     events: tuple[Event, ...]  # the newest last
@@ -164,7 +164,7 @@ UNUSUAL = frozenset(
 
 
 class Presence(Value):
-    """The state of a process, and since when it has that state."""
+    """The state of a process, and the time since when the process has been in this state."""
 
     state: ProcessState
     since: float = NEVER  # by the clock of the snapshot's `now`; 0: unknown
@@ -181,7 +181,7 @@ class Presence(Value):
 
 
 class Snapshot(Value):
-    """The state of the host at one moment, with everything that the views show."""
+    """The state of the host at one moment, with everything that front ends show."""
 
     now: float
     wall: float
