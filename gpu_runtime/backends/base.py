@@ -1,5 +1,5 @@
-"""The base of backends, and two tests that all backends share: hub ids and out-of-memory
-errors.
+"""The base of backends, and two tests that all backends share: `looks_like_hub_id` and
+`is_out_of_memory`.
 
 `registry.py` opens backends by name.
 """
@@ -19,11 +19,13 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STA
 
 
 class NotStill(Exception):
-    """The kernel's memory was not moved: it was used meanwhile, or running code may use it."""
+    """Raised when the kernel's memory was not moved, because it was used meanwhile or running code
+    may use it.
+    """
 
 
 class Stillness(Protocol):
-    """Tells whether code that may touch a tensor runs in this process."""
+    """Reports whether code that may touch a tensor runs in this process."""
 
     def why_not(self) -> str:
         """The reason why the kernel's memory must not be moved now; empty if it may be moved."""
@@ -34,8 +36,8 @@ class Stillness(Protocol):
     def change(self, mark: object, act: Callable[[], None]) -> str:
         """Calls `act` while no other thread of the process runs, and returns an empty text.
 
-        If the kernel was used since `mark`, or code runs, `act` is not called. The reason is
-        returned then.
+        If the kernel was used since `mark`, or if code runs, `act` is not called. In this case the
+        result is the reason.
         """
 
 
@@ -55,18 +57,19 @@ class Backend:
         """What the source of `spec` shows about the model's size. Nothing is loaded.
 
         `origin` is the live Python object with which the model was registered, or None. The package
-        `estimation` turns the evidence into a footprint.
+        `estimation` computes a footprint from the evidence.
 
         Raises NotAModel, and LoadFailed for a damaged source.
         """
         raise NotImplementedError
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
-        """Relative sizes of the consecutive pieces between which the model of `spec` may be cut.
+        """The relative sizes of the consecutive pieces of the model of `spec`, which may be cut
+        between two pieces.
 
-        A model with one piece must stay whole. An empty result means that it may be cut at any
-        byte. A loaded `model` gives exact sizes. Without `model`, the sizes come from `origin` or
-        from the source.
+        A model with one piece must stay whole. If the result is empty, the model may be cut at any
+        byte. A loaded `model` gives exact sizes. Without `model`, the sizes are read from `origin`
+        or from the source.
         """
         return ()
 
@@ -83,7 +86,7 @@ class Backend:
 
         `origin` is the live Python object with which the model was registered (a factory callable).
         `progress` is called with bytes done and bytes in total. `into` is a handle, or a value, of
-        an earlier load. It is refilled in place, so references to it stay valid.
+        an earlier load. This object is refilled in place, so references to it stay valid.
 
         On any failure, an interrupt included, nothing stays allocated. Raises LoadFailed,
         CannotGovern, or the device's own out-of-memory error (see `is_out_of_memory`).
@@ -95,23 +98,28 @@ class Backend:
         return model
 
     def move(self, model: Any, shares: Shares) -> None:
-        """Moves all bytes of `model` to new `shares`, or none. The Python objects stay the same."""
+        """Moves all bytes of `model` to new `shares`. Without shares, all bytes are freed. The
+        Python objects stay the same.
+        """
         raise NotImplementedError
 
     def drop(self, model: Any) -> None:
-        """Frees the bytes of `model`, also if user code still holds the object. Repeating is safe.
+        """Frees the bytes of `model`, even if user code still has the object. A repeated call does
+        nothing.
 
-        Bytes that exist nowhere else stay with an object that user code holds. They are freed with
-        that object.
+        Bytes of `model` that exist nowhere else stay with an object that user code has. These bytes
+        are freed with that object.
         """
         raise NotImplementedError
 
     def measure(self, model: Any) -> Shares:
-        """The bytes of the storages of `model` on each device; empty for a dropped model."""
+        """The bytes of `model`'s storages on each device. Empty for a dropped model."""
         raise NotImplementedError
 
     def elsewhere(self, model: Any) -> tuple[str, ...]:
-        """The tensors of `model` not on its shares, each as `NAME on DEVICE`; normally empty."""
+        """The tensors of `model` that are not on its shares, each as `NAME on DEVICE`. Normally
+        empty.
+        """
         return ()
 
     def droppable(self, model: Any) -> bool:
@@ -119,33 +127,39 @@ class Backend:
         return False
 
     def unchanged(self, model: Any) -> bool:
-        """Whether `model` and its source are proven unchanged since the load, before a drop."""
+        """Whether it is proven that `model` and its source are unchanged since the load. Checked
+        before a drop.
+        """
         return self.droppable(model)
 
     def piece_bytes(self, model: Any) -> int:
-        """Bytes of the largest piece of `model` that can leave a card while the others stay.
+        """Bytes of the largest piece of `model` that can leave a card while the other pieces stay.
 
         The result is 0 if the model moves as a whole. If `move` gets a share on the model's card
-        and a share on the host, it copies as many whole pieces to the host as fit into that share.
+        and a share on the host, `move` copies as many whole pieces to the host as fit into the
+        host's share.
         """
         return 0
 
     def must_return_to(self, model: Any) -> dict[str, int]:
-        """Maps each device to which `model` can return to 0: the number of bytes is not fixed.
+        """Maps each device to which `model` can return to the number 0, since the number of bytes
+        is not fixed.
 
         The result is empty if the model can return to any device.
         """
         return {}
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
-        """Whether a copy of the model of `spec` may stay in host memory while it is on a card.
+        """Whether a copy of the model of `spec` may stay in host memory while the model is on a
+        card.
 
-        If so, `load` and `move` take the argument `shadow`, and `free_shadow` frees the copy.
+        If the result is true, `load` and `move` take the argument `shadow`, and `free_shadow` frees
+        the copy.
         """
         return False
 
     def free_shadow(self, model: Any) -> None:
-        """Frees the copy of `model` in host memory. Repeating is safe."""
+        """Frees the copy of `model` in host memory. A repeated call does nothing."""
 
 
 def looks_like_hub_id(text: str) -> bool:

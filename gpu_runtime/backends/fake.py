@@ -1,7 +1,7 @@
 """Models that hold their declared bytes and nothing else, for drills, runbooks and tests.
 
-On a simulated device and on the host the bytes are only counted, and no memory page is used. On a
-real card nothing is allocated.
+On a simulated device and on the host, the bytes are counted and no memory page is used. On a real
+card nothing is allocated.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ PIECES = 40
 
 
 class FakeModel:
-    """The object that `use` yields for a fake model, with its name and place.
+    """A call of this object returns the arguments of the call.
 
     A call returns its arguments.
     """
 
     def __init__(self, name: str, hook: Hook | None) -> None:
-        """A model called `name`. Its `hook` is called with "load" or "move" during those steps."""
+        """A model called `name`. `hook` is called with "load" during a load, and with "move" during
+        a move.
+        """
         self.name, self.hook = name, hook
         self.place: tuple[Shares, tuple[Block, ...]] = ((), ())
         self.pieces = 0  # equal pieces that can leave a card alone; 0: it leaves as a whole
@@ -37,7 +39,7 @@ class FakeModel:
 
     @property
     def shadow_bytes(self) -> int:
-        """The bytes of its copy in host memory, while it is on a card."""
+        """The bytes of the model's copy in host memory, while the model is on a card."""
         return sum(block.size for block in self.shadow)
 
     def __call__(self, *inputs: Any) -> Any:
@@ -51,11 +53,11 @@ class FakeBackend(Backend):
     """Loads, moves and drops fake models.
 
     For drills, `origin` may be a callable. It is called with "load" or "move" as soon as the bytes
-    are held, before anything else happens. If it raises, the step fails with that error.
+    are held, before anything else happens. If it raises an error, the step fails with that error.
     `options={"fails": True}` makes every load fail. With `options={"shadow": True}`, a copy of the
-    model stays in host memory, as that of a model from disk does (`GPU_SHADOWS`). With
-    `options={"pieces": 40}`, the model has 40 equal pieces, and a part of them can leave a card. A
-    model of 32 GiB or more has 40 pieces by default.
+    model stays in host memory, as for a model from disk (`GPU_SHADOWS`). With `options={"pieces":
+    40}`, the model has 40 equal pieces, and some of the pieces can leave a card alone. A model of
+    32 GiB or more has 40 pieces by default.
     """
 
     name = "fake"
@@ -65,7 +67,7 @@ class FakeBackend(Backend):
         self.probe = probe
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """Shows no size, so `spec` must declare a size. `origin` is ignored."""
+        """Evidence without a size, so `spec` must declare a size. `origin` is ignored."""
         return Evidence(why_unknown="a fake model has only the size that it declares")
 
     def load(
@@ -78,8 +80,8 @@ class FakeBackend(Backend):
         into: Any = None,
         shadow: bool = False,
     ) -> FakeModel:
-        """The fake model of `spec`, which holds the bytes of `shares`. If `into` is given, it is
-        used again.
+        """The fake model of `spec`, which holds the bytes of `shares`. If `into` is given, `into`
+        is this model.
 
         `progress` is called at 0, half and all of the bytes. With `shadow`, a copy stays in host
         memory. Raises what a callable `origin`
@@ -113,7 +115,9 @@ class FakeBackend(Backend):
         return model
 
     def piece_bytes(self, model: FakeModel) -> int:
-        """Bytes of a piece of `model` that can leave its card alone; 0: it leaves as a whole."""
+        """Bytes of a piece of `model` that can leave its card alone; 0 if `model` leaves its card
+        as a whole.
+        """
         cards = {share.device for share in model.place[0]} - {HOST}
         if not model.pieces or len(cards) > 1:
             return 0
@@ -122,9 +126,9 @@ class FakeBackend(Backend):
     def move(self, model: FakeModel, shares: Shares, shadow: bool = False) -> None:
         """Allocates `shares`, calls the hook of `model` with "move", then frees the old bytes.
 
-        On a move to the host, a copy that is already there becomes the model's bytes. On a move
-        back, `shadow` keeps the bytes on the host as a copy. If some bytes stay where they are,
-        only the missing bytes are allocated.
+        On a move to the host, a copy that is already on the host becomes the model's bytes. On a
+        move back, `shadow` keeps the bytes on the host as a copy. If some bytes stay on their
+        device, only the missing bytes are allocated.
         """
         in_parts = [one for one in (model.place[0], shares) if len(one) == 2]
         if model.pieces and any(one[1].device == HOST for one in in_parts):
@@ -174,16 +178,18 @@ class FakeBackend(Backend):
             raise
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
-        """Whether a copy of the model of `spec` stays in host memory: if its options require it."""
+        """Whether a copy of the model of `spec` stays in host memory. The options of `spec` decide
+        this.
+        """
         return bool(spec.options.get("shadow"))
 
     def free_shadow(self, model: FakeModel) -> None:
-        """Frees the copy of `model` in host memory. Repeating is safe."""
+        """Frees the copy of `model` in host memory. A repeated call does nothing."""
         shadow, model.shadow = model.shadow, ()
         _free(shadow)
 
     def drop(self, model: FakeModel) -> None:
-        """Frees the bytes of `model`. Repeating is safe."""
+        """Frees the bytes of `model`. A repeated call does nothing."""
         (_, old), model.place = model.place, ((), ())
         _free(old)
         self.free_shadow(model)
@@ -203,10 +209,10 @@ class FakeBackend(Backend):
         arrive: Callable[[], Any],
         ready: tuple[Block, ...] = (),
     ) -> tuple[Block, ...]:
-        """Allocates `shares`, calls `arrive`, then gives `model` its new place.
+        """Allocates `shares`, calls `arrive`, then makes these shares the place of `model`.
 
-        Returns the blocks of the old place, which the caller frees. If there are blocks in `ready`,
-        they hold the bytes of `shares` already, and nothing is allocated.
+        Returns the blocks of memory of the old place, which the caller frees. If `ready` has
+        blocks, they already hold the bytes of `shares`, and nothing is allocated.
         """
         held: list[Block] = list(ready)
         try:

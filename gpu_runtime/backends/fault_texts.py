@@ -1,8 +1,8 @@
 """Recognises faults by the text of an error or a log: out of memory, driver reset, lost context.
 
-Pure: text in, `Fault` out. These errors have no class of their own. torch raises RuntimeError for
-most of them, llama.cpp prints a line and aborts, and servers answer 500. So they are recognised by
-their texts.
+Pure: the input is a text, the result a `Fault`. These errors have no class of their own. torch
+raises RuntimeError for most of them, llama.cpp prints a line and aborts, and servers answer 500. So
+the faults are recognised by their texts.
 
 Sources: Kitchen Brigade, GPU Allocation Semantics, sections 3 and 6; NVIDIA, CUDA Runtime API,
 cudaError_t; cuBLAS, cublasStatus_t; llama.cpp, ggml-cuda.cu, ggml-metal.m and llama-context.cpp;
@@ -89,7 +89,7 @@ _KNOWN = tuple((kind, re.compile(pattern, re.IGNORECASE)) for kind, pattern in _
 def recognise(text: str) -> Fault | None:
     """The fault that `text` (an error message or the end of a log) shows.
 
-    None if it shows no fault.
+    The result is None if `text` shows no fault.
 
     >>> fault = recognise("RuntimeError: CUDA error: device-side assert triggered")
     >>> fault.kind, fault.line
@@ -106,7 +106,8 @@ def recognise(text: str) -> Fault | None:
 
 
 def decode_failures(before: int, fault: Fault | None) -> int:
-    """The number of decode failures in a row, after `before` failures and then the event `fault`.
+    """The number of decode failures in a row, after `before` such failures and then the event
+    `fault`.
 
     >>> decode_failures(2, Fault(Kind.DECODE, "")), decode_failures(2, None)
     (3, 0)

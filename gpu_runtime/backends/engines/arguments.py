@@ -26,7 +26,8 @@ _VALUE = re.compile(r"(?!-)|-\d")  # the next word is a value unless it looks li
 
 
 def group_flags(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
-    """For each flag in `words`: the flag, its value or None, and the words that form both.
+    """For each flag in `words`: the flag, its value or None, and the words that form the flag and
+    the value.
 
     >>> list(group_flags(("--seed", "1", "-ngl", "-1")))
     [('--seed', '1', ('--seed', '1')), ('-ngl', '-1', ('-ngl', '-1'))]
@@ -59,7 +60,7 @@ def is_placeholder(value: str | None) -> bool:
 
 
 def user_arguments(spec: ModelSpec, values: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """The `runtime_args` of `spec` without the flags that the lease decides.
+    """The `runtime_args` of `spec`, without the flags whose values the lease decides.
 
     Placeholders are replaced by their `values`: `{tensor_parallel}` (the number of cards),
     `{gpu_memory_utilization}` (the part of each card) and `{port}`.
@@ -83,7 +84,7 @@ def user_arguments(spec: ModelSpec, values: Mapping[str, str] | None = None) -> 
 
 
 def has_flag(words: tuple[str, ...], *flags: str) -> bool:
-    """Whether one of the `flags` is in `words`. The recipe then leaves out its own flag.
+    """Whether one of the `flags` is in `words`. If so, the recipe leaves out its own flag.
 
     >>> has_flag(("--ctx-size=512",), "--ctx-size", "-c")
     True

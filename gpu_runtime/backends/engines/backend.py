@@ -1,7 +1,8 @@
-"""The backend for engines that are HTTP servers, and the object that `use` yields for such a model.
+"""The backend for engines that are HTTP servers, and `Served`, the object that `use` yields for
+such a model.
 
 The backend also counts the bytes of these models. `server.py` has the lifecycle of a server. The
-recipe of each engine defines how that engine is started.
+recipe of each engine defines how the engine is started.
 """
 
 from __future__ import annotations
@@ -29,12 +30,12 @@ PORTS, START_SECONDS = "8300-8399", 600.0  # defaults without settings
 
 
 class Served(EngineModel[Server]):
-    """The object that `use` yields for a server: its address, the model's name in requests, and the
-    key.
+    """The object that `use` yields for a server. It has the address, the model's name in requests,
+    and the key.
 
-    `base_url` ends in `/v1`. Pass it to an OpenAI client together with `api_key`. Both are valid
-    inside `with rt.use(…)`. A restart may change them, so a read during a restart waits for its
-    end.
+    `base_url` ends in `/v1`. Pass `base_url` and `api_key` to an OpenAI client. Both are valid
+    inside `with rt.use(…)`. A restart of the server may change both, so reading one of them waits
+    until the restart has ended.
     """
 
     def __init__(self, name: str) -> None:
@@ -64,17 +65,19 @@ class Served(EngineModel[Server]):
 
     @property
     def api_key(self) -> str:
-        """The key in those headers, or `none` for an engine without a key."""
+        """The key in `headers`, or `none` for an engine without a key."""
         return self.headers.get("Authorization", "Bearer none").removeprefix("Bearer ")
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids of the server. The first is the guard, which ends the others."""
+        """The process ids of the server. The first process is the guard, which ends the other
+        processes.
+        """
         return self._engine.pids if self._engine else ()
 
     @property
     def state(self) -> ServerState:
-        """What the server is doing."""
+        """What the server is doing now, such as loading or stopping."""
         return self._engine.state if self._engine else ServerState.IDLE
 
     @property
@@ -91,10 +94,10 @@ class Served(EngineModel[Server]):
         return self._engine is not None and self._engine.listens()
 
     def _listening_server(self) -> Server:
-        """The server, if its port reaches its own processes. Otherwise raises NotResident or
+        """The server, if its port reaches its own processes. If not, raises NotResident or
         EngineDied.
 
-        Without this check, a process of another user could get the key.
+        Without this check, a process of another user could receive the key.
         """
         server = self._running_server()
         if server.listens():
@@ -127,7 +130,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
     def __init__(self, probe: Probe, name: str, settings: Settings | None = None) -> None:
         """The backend of the engine `name` on the devices of `probe`.
 
-        `settings` give the port range and the start time-out.
+        `settings` give the range of ports and the time-out of a start.
         """
         self.probe, self.recipe = probe, recipe(name)
         self.name = self.engine_name = name
@@ -136,7 +139,8 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
         self._start_seconds = settings.gpu_engine_start_seconds if settings else START_SECONDS
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What the local files of `spec` show. An engine takes all its memory when it starts.
+        """What the local files of `spec` show about its size. An engine takes all its memory when
+        it starts.
 
         `origin` is ignored.
         """
@@ -153,9 +157,9 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
     ) -> ServerHandle:
         """Starts a server for `spec` on the cards of `shares`, and returns its handle.
 
-        `progress` is called at the start and at the end. `into` is a handle or a Served of an earlier
-        load, which gets the new server. `origin` is ignored.
-        Raises LoadFailed, and the device's out-of-memory error.
+        `progress` is called at the start and at the end. `into` is a handle or a Served of an
+        earlier load; the new server is put into this object. `origin` is ignored. Raises
+        LoadFailed, and the device's out-of-memory error.
         """
         missing = self.recipe.missing()
         if missing:

@@ -42,7 +42,7 @@ class Diffusers(Recipe):
         return Evidence(name=spec.source, why_unknown=why, at_load=True)
 
     def missing(self) -> str:
-        """What must be installed first; see `Recipe.missing`."""
+        """A sentence about what must be installed first; see `Recipe.missing`."""
         absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if not absent:
             return ""

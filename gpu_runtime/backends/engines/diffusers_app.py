@@ -1,8 +1,8 @@
 """The HTTP server of one diffusers pipeline: OpenAI's images API, and `/generate` for other
 parameters.
 
-It runs as a separate program, which the recipe `diffusers.py` starts. It listens on a socket that
-it inherits, bound to 127.0.0.1. It rejects requests without the key.
+This module runs as a separate program, which the recipe `diffusers.py` starts. The server listens
+on a socket that it inherits, bound to 127.0.0.1. It rejects requests without the key.
 """
 
 # This module has no `from __future__ import annotations`: FastAPI evaluates the annotations, and
@@ -74,7 +74,7 @@ def app(pipeline: Any, name: str, key: str) -> Any:
 
 
 def image_parameters(body: dict[str, Any], accepted: Any) -> dict[str, Any]:
-    """The pipeline's parameters for the `body` of a request to OpenAI's images API.
+    """Turns the `body` of a request to OpenAI's images API into parameters of the pipeline.
 
     `accepted` are the names of the pipeline's own parameters. Raises ValueError for an invalid field.
     """
@@ -128,7 +128,9 @@ class Painter:
         self._turn = threading.Lock()
 
     async def paint_while_connected(self, parameters: dict[str, Any], request: Any) -> list[str]:
-        """The pictures for `parameters`, as base64 of PNG; empty if `request`'s client has left."""
+        """The pictures for `parameters`, as base64 of PNG. Empty if the client of `request` has
+        left.
+        """
         import asyncio
 
         from fastapi.concurrency import run_in_threadpool

@@ -1,4 +1,5 @@
-"""llama.cpp's own server, `llama-server`. Without it, llama-cpp-python's server is used.
+"""Starts llama.cpp's own server, `llama-server`, or llama-cpp-python's server if `llama-server` is
+missing.
 
 llama-cpp-python's server is started by `python -m llama_cpp.server`.
 
@@ -36,7 +37,7 @@ class LlamaServer(Recipe):
     LAYOUT = "proportional"
 
     def evidence(self, spec: ModelSpec) -> Evidence:
-        """What the GGUF file of `spec` shows; see `gguf_evidence`."""
+        """What the GGUF file of `spec` shows about the model's size; see `gguf_evidence`."""
         return gguf_evidence(spec)
 
     def source(self, spec: ModelSpec) -> str:
@@ -44,7 +45,7 @@ class LlamaServer(Recipe):
         return str(gguf_file(spec))
 
     def missing(self) -> str:
-        """What must be installed first; see `Recipe.missing`."""
+        """A sentence about what must be installed first; see `Recipe.missing`."""
         if shutil.which("llama-server") or importlib.util.find_spec("llama_cpp"):
             return ""
         return (
@@ -55,9 +56,9 @@ class LlamaServer(Recipe):
     def health_path(self) -> str:
         """The path that shows whether the server is ready.
 
-        llama-server answers 503 there while it loads, but some versions answer 200 at other paths.
-        llama-cpp-python's server has no such path. It listens only once the model is loaded, so any path
-        without a key serves.
+        llama-server answers 503 at this path while it loads, but some versions answer 200 at other
+        paths. llama-cpp-python's server has no such path. That server listens only once the model
+        is loaded, so any path that needs no key serves.
         """
         return "/health" if shutil.which("llama-server") else "/openapi.json"
 
@@ -67,9 +68,9 @@ class LlamaServer(Recipe):
         return _native(order, native) if native else _python(order)
 
     def template(self, order: LaunchOrder) -> str:
-        """The chat template in the file of `order`. Empty for llama-cpp-python's server.
+        """The chat template in the model file of `order`. Empty for llama-cpp-python's server.
 
-        Requests cannot change the switches of a template in llama-cpp-python's server.
+        A request to llama-cpp-python's server cannot change the switches of a template.
         """
         if not shutil.which("llama-server"):
             return ""

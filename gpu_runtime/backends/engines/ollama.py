@@ -1,7 +1,7 @@
-"""Ollama: the server `ollama serve`. Each model has a server, which keeps that model loaded.
+"""Ollama: the server `ollama serve`. Each model has its own server, which keeps the model loaded.
 
 Ollama decides how much of a model is put on the card. So the placement is read from `/api/ps`, and
-the server is restarted if a part of the model is not on the card. The user must pull models before,
+the server is restarted if a part of the model is not on the card. The user must pull models first,
 because this module downloads nothing. Ollama has no key, so every user of this machine can send it
 requests.
 
@@ -27,11 +27,11 @@ class Ollama(Recipe):
     KEYED = False
 
     def health_path(self) -> str:
-        """A path that answers once the server runs. `prepare` then loads the model."""
+        """A path that answers once the server runs. `prepare` loads the model after this."""
         return "/api/version"
 
     def missing(self) -> str:
-        """What must be installed first; see `Recipe.missing`."""
+        """A sentence about what must be installed first; see `Recipe.missing`."""
         if shutil.which("ollama"):
             return ""
         return "there is no command ollama here.\n  Install it from ollama.com"
@@ -41,7 +41,9 @@ class Ollama(Recipe):
         return order.source
 
     def command(self, order: LaunchOrder) -> Command:
-        """The command for `order`. Its options are passed in the environment."""
+        """The command that starts the server for `order`. The options are in the environment of the
+        command.
+        """
         options = order.spec.options
         environment = {
             "OLLAMA_HOST": f"127.0.0.1:{order.port}",
@@ -59,7 +61,9 @@ class Ollama(Recipe):
         return Command((shutil.which("ollama") or "ollama", "serve"), environment)
 
     def prepare(self, order: LaunchOrder, send: SendRequest) -> None:
-        """Loads the model of `order`: calls `send` without a prompt. Raises LoadFailed."""
+        """Loads the model of `order` by a request without a prompt, sent with `send`. Raises
+        LoadFailed.
+        """
         body: dict[str, Any] = {"model": order.source, "keep_alive": FOR_EVER, "stream": False}
         layers = order.spec.options.get("gpu_layers")
         if layers is not None and layers >= 0:
@@ -81,7 +85,8 @@ class Ollama(Recipe):
             )
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
-        """Why the model of `order` is not on the card alone; empty if it is.
+        """The reason if a part of the model of `order` is not on the card; empty if all of it is on
+        the card.
 
         `send` reads the placement from the server. A model with a set number of `gpu_layers` is not checked.
         """

@@ -1,11 +1,11 @@
 """Ports for engine servers.
 
-Each server claims a port from a range, and no claim outlives its server.
+Each server claims a port from a range. Its claim ends with the server.
 
 A claim is a lock on a file in a directory that only this user can enter, so no other user can hold
-it. A guard process starts each engine. It inherits the open file, so the lock lasts as long as the
-engine. Engines of two users may choose the same port at the same moment. Then one of them cannot
-listen on that port, and gets the next port.
+the claim. A guard process starts each engine. The guard inherits the open file, so the lock lasts
+as long as the engine. Engines of two users may choose the same port at the same moment. One of the
+engines then cannot listen on this port, and gets the next port.
 """
 
 from __future__ import annotations
@@ -31,15 +31,17 @@ class Port:
         self._bound: socket.socket | None = None
 
     def fileno(self) -> int:
-        """The descriptor of the locked file. A child process that inherits it keeps the lock."""
+        """The descriptor of the locked file. A child process that inherits the descriptor keeps the
+        lock.
+        """
         return self._claim.fileno()
 
     def bind(self) -> int:
-        """The descriptor of a socket bound to the port, for an engine that can listen on an
-        inherited socket.
+        """The descriptor of a socket bound to the port. The engine can inherit this socket and
+        listen on it.
 
-        From now on no other process can listen on the port. Raises OSError if a process already
-        does.
+        After this call no other process can listen on the port. Raises OSError if a process already
+        listens on it.
         """
         # SO_REUSEADDR is not set. If two processes set it, both could bind the port, and the other
         # process could listen first.
@@ -99,7 +101,7 @@ def claim(among: range, name: str, but: frozenset[int] = frozenset()) -> Port:
 
 
 def _claims_directory(name: str) -> Path:
-    """The directory of the claims, which is made with mode 0700 if needed.
+    """The directory of the claims. A missing directory is created with mode 0700.
 
     Raises LoadFailed for the model `name`.
     """

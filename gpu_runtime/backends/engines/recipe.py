@@ -1,8 +1,8 @@
 """The base of recipes. A recipe defines how an engine's server is started for a lease.
 
-It also defines when the server is ready, and how requests name the model. It starts nothing itself.
-`server.py` starts the server, and has the code that all engines share: ports, health, restarts,
-logs and the end.
+A recipe also defines when the server is ready, and how requests name the model. It starts no
+process. `server.py` starts the server, and has the code that all engines share: ports, health,
+restarts, logs and the end.
 """
 
 from __future__ import annotations
@@ -50,7 +50,9 @@ class Command(NamedTuple):
 
 
 class Recipe:
-    """How one engine is started for a lease, and how requests reach it. Each engine has a subclass."""
+    """Defines how one engine is started for a lease, and how requests reach it. Each engine has a
+    subclass.
+    """
 
     INHERITS_SOCKET = False  # whether the server can listen on a socket that it inherits
     BASE = "/v1"  # the prefix of /chat/completions
@@ -58,13 +60,16 @@ class Recipe:
     KEYED = True  # whether the server rejects requests without the key
 
     def health_path(self) -> str:
-        """A path that needs no key. It answers 200 once the model is loaded, and not before."""
+        """A path that needs no key. The server answers 200 at this path only once the model is
+        loaded.
+        """
         return "/health"
 
     def evidence(self, spec: ModelSpec) -> Evidence:
-        """What the source of `spec` shows about its size here. Raises NotAModel, LoadFailed.
+        """What the source of `spec` shows about the model's size on this machine. Raises NotAModel,
+        LoadFailed.
 
-        The context that the engine reserves when it starts is included.
+        The size includes the context that the engine reserves when it starts.
         """
         found = AbsentBackend(spec.backend).evidence(spec)
         all_fields = {**found.config, **(found.config.get("text_config") or {})}
@@ -77,16 +82,18 @@ class Recipe:
         return msgspec.structs.replace(found, at_load=True, config=config)
 
     def missing(self) -> str:
-        """What must be installed first, as a sentence; empty if nothing is missing."""
+        """A sentence about what must be installed first; empty if nothing is missing."""
         raise NotImplementedError
 
     def source(self, spec: ModelSpec) -> str:
-        """What the engine opens for `spec`: an absolute path, or its own name for the model."""
+        """What the engine opens for `spec`: an absolute path, or the engine's own name for the
+        model.
+        """
         path = os.path.expanduser(spec.source)
         return os.path.abspath(path) if os.path.exists(path) else spec.source
 
     def command(self, order: LaunchOrder) -> Command:
-        """The command that starts the server for `order`. Pure."""
+        """The command that starts the server for `order`. The method has no side effects."""
         raise NotImplementedError
 
     def model(self, order: LaunchOrder) -> str:
@@ -96,21 +103,23 @@ class Recipe:
     def template(self, order: LaunchOrder) -> str | None:
         """The model's own chat template, if requests may change its switches.
 
-        Requests change them by `chat_template_kwargs`. The result is empty if the server of `order`
-        ignores them. It is None if this process does not know the template.
+        Requests change the switches of the template by `chat_template_kwargs`. The result is empty
+        if the server of `order` ignores this field. It is None if this process does not know the
+        template.
         """
         return ""
 
     def prepare(self, order: LaunchOrder, send: SendRequest) -> None:
-        """Does the remaining work once the server of `order` answers, such as loading the model.
+        """Does the work that remains once the server of `order` answers, such as loading the model.
 
         `send` sends a request to the server. Raises LoadFailed.
         """
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
-        """Why the model is not where `order` wants it; empty if it is there.
+        """The reason if the model is not where `order` puts it; empty if the model is in the right
+        place.
 
-        `send` sends a request to the server. Most engines use the cards they get, or fail.
+        `send` sends a request to the server. Most engines use the cards that they get, or fail.
         """
         return ""
 
@@ -119,7 +128,7 @@ def utilization(order: LaunchOrder) -> float:
     """The part of each card of `order` that an engine may take, from 0.01 to 0.99.
 
     vLLM takes the same part of every card, so the smallest share decides. The part is rounded down,
-    so that vLLM stays within its share.
+    so that vLLM takes no more than its share.
     """
     part = min(share.bytes / order.totals[share.device] for share in order.shares)
     rounded_down = math.floor(part * 10_000) / 10_000
@@ -136,7 +145,8 @@ def placeholders(order: LaunchOrder) -> dict[str, str]:
 
 
 def custom_template(spec: ModelSpec) -> str | None:
-    """The chat template in the options of `spec`, which replaces the model's own; None if not set.
+    """The chat template in the options of `spec`, which replaces the model's own template; None if
+    not set.
 
     The template is a text or a path.
     """

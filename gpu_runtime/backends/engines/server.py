@@ -2,9 +2,9 @@
 
     IDLE → LOADING → READY → STOPPING → IDLE
 
-There are no other states; a failed load is followed by STOPPING too. A server that ends by itself
-is restarted on the same cards, at most three times. After that its model is lost. The recipe of
-each engine defines how it is started.
+There are no other states; a failed load is also followed by STOPPING. A server that ends by itself
+is restarted on the same cards, at most three times. If the server ends once more, its model is
+lost. The recipe of each engine defines how the server is started.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ LOAD_ANSWER_SECONDS = 3600.0  # limit of a request that is answered after the mo
 
 
 class ServerState(enum.StrEnum):
-    """What a server is doing."""
+    """What a server is doing now."""
 
     IDLE = "idle"
     LOADING = "loading"
@@ -54,7 +54,7 @@ NEXT_STATES = {
 
 
 class Server(RestartedEngine):
-    """The process of one engine, from its first start to its end, restarts included."""
+    """The server process of one engine, from its first start to its end, restarts included."""
 
     title = "server"
     _clock, _sleep = staticmethod(time.monotonic), staticmethod(time.sleep)  # tests replace them
@@ -69,7 +69,8 @@ class Server(RestartedEngine):
         port_range: range,
         start_seconds: float,
     ) -> None:
-        """A server for `spec`. The method `start` starts it as its `recipe` describes.
+        """A server for `spec`, which is not started yet. `recipe` describes how the method `start`
+        starts the server.
 
         `order_for` makes the launch order from a port and a key. `env` is the environment of the
         process. The port is one of `port_range`. Each start may take `start_seconds`.
@@ -104,7 +105,7 @@ class Server(RestartedEngine):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that a request must carry. Send them only while `listens` is true."""
+        """The headers that a request must carry. Send a request only while `listens` is true."""
         if self.order is None or not self.recipe.KEYED:
             return {}
         return {"Authorization": f"Bearer {self.order.key}"}
@@ -166,7 +167,7 @@ class Server(RestartedEngine):
         threads.start(self._supervise)
 
     def _start_on_free_port(self) -> None:
-        """Starts the server. If another process took the port first, another port is tried."""
+        """Starts the server. If another process takes the port first, tries another port."""
         tried: set[int] = set()
         while True:
             port = claim(self._port_range, self.spec.name, frozenset(tried))
@@ -192,8 +193,8 @@ class Server(RestartedEngine):
     def _launch(self, port: Port) -> None:
         """Starts the guard process, which starts the engine.
 
-        The guard ends the engine once this process has ended. Both inherit the file whose lock
-        reserves the `port`, so the port stays reserved as long as they run.
+        The guard ends the engine once this process has ended. Guard and engine inherit the file
+        whose lock reserves the `port`, so the port stays reserved as long as they run.
         """
         with self._changed:
             self._enter(ServerState.LOADING)
@@ -237,7 +238,7 @@ class Server(RestartedEngine):
     def _stop(self) -> None:
         """Ends the server and all its child processes.
 
-        The guard ends them. If the guard does not, the whole process group is killed.
+        The guard ends these processes. If the guard does not, the whole process group is killed.
         """
         with self._changed:
             if self.state in (ServerState.IDLE, ServerState.STOPPING):
@@ -256,7 +257,7 @@ class Server(RestartedEngine):
             self._enter(ServerState.IDLE)
 
     def end(self) -> None:
-        """Ends the server and all processes that it started. Repeating is safe."""
+        """Ends the server and all processes that it started. A repeated call does nothing."""
         self._wanted = False
         self._stop()
 
@@ -281,10 +282,10 @@ class Server(RestartedEngine):
         return status == READY_STATUS
 
     def _sender(self, seconds: float) -> SendRequest:
-        """A function that sends one request to the current port, with a time-out of `seconds`.
+        """A function that sends one request to the server's port, with a time-out of `seconds`.
 
-        It sends nothing to a process that is not the server's own. It sends the key to no process,
-        because no recipe needs the key.
+        The function sends nothing to a process that is not the server's own. It never sends the
+        key, because no recipe needs the key.
         """
         order = self.launch_order()
 

@@ -1,6 +1,7 @@
 """vLLM: the server `vllm serve`.
 
-At its start it takes a fixed part of each card. It keeps this part even if the model needs less.
+When vLLM starts, it takes a fixed part of each card. It keeps this part even if the model needs
+less.
 
 Source: vLLM, CLI reference, `vllm serve`.
 """
@@ -28,7 +29,7 @@ class Vllm(Recipe):
     LAYOUT = "balanced"  # tensor parallelism: equal parts
 
     def missing(self) -> str:
-        """What must be installed first; see `Recipe.missing`."""
+        """A sentence about what must be installed first; see `Recipe.missing`."""
         if shutil.which("vllm"):
             return ""
         return "there is no command vllm here.\n  Install it:  pip install vllm"
@@ -55,7 +56,8 @@ class Vllm(Recipe):
         return Command((executable, *words, *own), {"VLLM_API_KEY": order.key})
 
     def template(self, order: LaunchOrder) -> str | None:
-        """The chat template beside the source of `order`, as transformers saves it.
+        """The chat template in the source directory of `order`, in the form in which transformers
+        saves it.
 
         The template is in a separate file, or in the tokenizer's config. The result is None if the
         template cannot be read.

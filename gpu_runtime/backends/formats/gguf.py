@@ -1,8 +1,8 @@
-"""GGUF files on disk: what the header and the tensor table declare.
+"""Reads the header and the tensor table of GGUF files on disk.
 
-Only these are read, never a weight. Token strings are skipped, so a vocabulary of 400,000 strings
-takes a hundredth of a second. Every declared size is checked against the file's size. So a
-truncated or hostile file costs one clear error and no memory.
+No weight is read. Token strings are skipped, so a vocabulary of 400,000 strings takes a hundredth
+of a second. Every declared size is checked against the file's size. So a truncated or hostile file
+costs one clear error and no memory.
 
 The format is: `GGUF`, a version, the number of tensors and of metadata pairs, the pairs, a row for
 each tensor (name, dimensions, type, offset), padding, and the data. All numbers are little-endian.
@@ -98,12 +98,12 @@ class _TensorRow(NamedTuple):
 
 
 class _Unreadable(Exception):
-    """The rest of the header is of a newer format than this reader knows."""
+    """Raised when the rest of the header is of a newer format than this reader knows."""
 
 
 def files(path: Path, name: str) -> list[Path]:
-    """The files of the model that the file `path` belongs to: itself, or all parts of a split
-    model.
+    """The files of the model that the file `path` belongs to: the file itself, or all parts of a
+    split model.
 
     Parts are named like `m-00001-of-00003.gguf`. Raises LoadFailed for the model `name` if a part is
     missing.
@@ -122,7 +122,7 @@ def files(path: Path, name: str) -> list[Path]:
 
 
 def part_of(path: Path) -> int:
-    """The number, from 1, of the file `path` within a split model; 0 if the model is not split."""
+    """The number of the file `path` in a split model, counted from 1; 0 for a model of one file."""
     split = _SPLIT.fullmatch(path.name)
     return int(split[2]) if split else 0
 
@@ -194,9 +194,9 @@ def _tensor_row(data: _Reader) -> _TensorRow:
 
 
 def _weight_bytes(rows: list[_TensorRow], data_bytes: int) -> int | None:
-    """Bytes of the tensors, from the blocks of their types.
+    """The bytes of the tensors in `rows`, computed from the block sizes of their types.
 
-    None if a type is unknown to this reader.
+    None if this reader does not know the type of a tensor.
 
     Raises ValueError if the tensors do not fit into the `data_bytes` of the file.
     """
@@ -222,14 +222,16 @@ def _weight_bytes(rows: list[_TensorRow], data_bytes: int) -> int | None:
 
 
 class _Reader:
-    """The beginning of a file. Only as much as needed is read."""
+    """The beginning of a file. Only as much of the file as needed is read."""
 
     def __init__(self, file: Any, size: int) -> None:
         self._file, self._most = file, min(size, _LONGEST_HEADER)
         self._data, self.position = b"", 0
 
     def _need(self, count: int) -> None:
-        """Reads the file until `count` bytes follow the position. Raises ValueError past the limit."""
+        """Reads the file until `count` bytes follow the current position. Raises ValueError past
+        the limit.
+        """
         end = self.position + count
         have = len(self._data)
         if end <= have:
@@ -257,8 +259,8 @@ class _Reader:
     def value(self, kind: int) -> Any:
         """A metadata value of type `kind`: a scalar, a string, or an array.
 
-        A short array of numbers becomes a list, and a longer one None. An array of strings becomes
-        a StringCount.
+        A short array of numbers becomes a list, and a longer array becomes None. An array of
+        strings becomes a StringCount.
         """
         if kind == _STRING:
             return self.string()
@@ -330,7 +332,7 @@ _ENCODERS = ("bert", "t5encoder", "clip")
 
 
 def config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The model's shape under Hugging Face's names, as far as a footprint needs it.
+    """The model's config under Hugging Face's names, with the fields that a footprint needs.
 
     `metadata` is the metadata of a `GgufHeader`.
     """

@@ -1,4 +1,4 @@
-"""Safetensors checkpoints on disk: which files there are, and what their headers declare.
+"""Finds the files of safetensors checkpoints on disk, and reads their headers.
 
 Only the length and the JSON header of each file are read, never a weight. Every declared size is
 checked against the file's size. A truncated file that is mapped into memory would end the process,
@@ -45,12 +45,12 @@ class TensorEntry(NamedTuple):
 
     @property
     def items(self) -> int:
-        """The number of its elements."""
+        """The number of elements of the tensor."""
         return math.prod(self.shape)
 
 
 class Stamp(NamedTuple):
-    """Identifies a version of a file. It differs once the file is changed or replaced."""
+    """Identifies a version of a file. The stamp differs once the file is changed or replaced."""
 
     path: str
     size: int
@@ -87,7 +87,9 @@ class Checkpoint(NamedTuple):
         return total
 
     def _is_tied(self, name: str, entry: TensorEntry) -> bool:
-        """Whether the tensor is an output head that shares the storage of the input embeddings."""
+        """Whether the tensor `name` is an output head that shares the storage of the input
+        embeddings.
+        """
         if not name.endswith("lm_head.weight"):
             return False
         if not self.config.get("tie_word_embeddings", False):
@@ -102,8 +104,8 @@ class Checkpoint(NamedTuple):
 
         Pieces of 0 bytes are left out.
 
-        The result is empty if no single list of layers holds most of the model, because names do
-        not show the order of several lists. Only names are used:
+        The result is empty if no single list of layers holds most of the model, because the names
+        of tensors do not show the order of several lists. Only names are used:
         `model.layers.7.mlp.up_proj.weight` belongs to the list `model.layers` at place 7.
         """
         total = self.weight_bytes()
@@ -125,7 +127,9 @@ class Checkpoint(NamedTuple):
         return tuple(size for size in consecutive if size)
 
     def _layer_lists(self) -> dict[str, dict[int, int]]:
-        """The bytes of each layer, by the prefix of the list of layers and the place in that list."""
+        """The bytes of each layer, by the name of the list of layers and the layer's place in the
+        list.
+        """
         lists: dict[str, dict[int, int]] = {}
         for name, entry in self.tensors.items():
             found = _LAYER.match(name)
@@ -137,11 +141,13 @@ class Checkpoint(NamedTuple):
 
     @property
     def weight_files(self) -> tuple[str, ...]:
-        """The paths of the files that hold its weights."""
+        """The paths of the files that hold the weights of this checkpoint."""
         return tuple(stamp.path for stamp in self.stamps if stamp.path.endswith(".safetensors"))
 
     def unchanged(self) -> bool:
-        """Whether the files still have the size, times of change and inode that they had when read."""
+        """Whether each file still has the size, the times of change and the inode that it had when
+        it was read.
+        """
         try:
             return all(Stamp.of(Path(stamp.path)) == stamp for stamp in self.stamps)
         except OSError:  # a file that was deleted has changed
@@ -149,7 +155,9 @@ class Checkpoint(NamedTuple):
 
 
 def _is_single_trunk(sizes: dict[str, int], trunk: str, total: int) -> bool:
-    """Whether the list `trunk` holds at least half of `total`, and no other list more than 5 %."""
+    """Whether the list of layers `trunk` holds at least half of `total`, and no other list more
+    than 5 %.
+    """
     if sizes.get(trunk, 0) * 2 < total:
         return False
     return all(size * 20 <= total for prefix, size in sizes.items() if prefix != trunk)
@@ -211,7 +219,9 @@ def read_header(path: Path, name: str) -> dict[str, TensorEntry]:
 
 
 def _span_fault(spans: Iterable[tuple[int, int]], start: int, size: int) -> str:
-    """Why the sorted `spans` do not fill a file of `size` bytes exactly from `start`; else empty."""
+    """The reason if the sorted `spans` do not fill a file of `size` bytes exactly from `start`;
+    else empty.
+    """
     end = 0
     for begin, until in spans:
         if begin != end or until < begin:
@@ -224,7 +234,10 @@ def _span_fault(spans: Iterable[tuple[int, int]], start: int, size: int) -> str:
 
 
 def _entry(fields: dict[str, Any]) -> TensorEntry:
-    """A header's entry after a check. Raises ValueError, TypeError or KeyError if it is impossible."""
+    """The entry of a tensor in a header, after a check.
+
+    Raises ValueError, TypeError or KeyError if the `fields` are impossible.
+    """
     begin, end = fields["data_offsets"]
     entry = TensorEntry(fields["dtype"], tuple(fields["shape"]), end - begin)
     if any(type(number) is not int or number < 0 for number in (*entry.shape, begin, end)):
@@ -264,7 +277,9 @@ def _weight_files(directory: Path, name: str) -> list[Path]:
 
 
 def _shards(index: Path, name: str) -> list[Path]:
-    """The files that the `index` lists. Raises LoadFailed if one is not in its directory."""
+    """The files that the `index` lists. Raises LoadFailed if a file is not in the directory of
+    `index`.
+    """
     weight_map = _json_object(index, index.read_bytes(), name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _damaged(name, index, "it has no weight_map")

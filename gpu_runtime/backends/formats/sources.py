@@ -1,7 +1,8 @@
-"""What a path, a file or a hub id shows about a model's size, whichever backend may load the model.
+"""Finds what a path, a file or a hub id shows about a model's size, whichever backend may load the
+model.
 
-`plan` uses it for models that are not registered, and backends use it for their sources. It imports
-no torch and loads nothing.
+`plan` uses this module for models that are not registered, and backends use it for their sources.
+The module imports no torch and loads nothing.
 """
 
 from __future__ import annotations
@@ -56,7 +57,8 @@ def evidence(source: str, name: str, options: dict[str, Any] | None = None) -> E
 
 
 def directory(source: str, name: str, revision: str | None = None) -> Path:
-    """The local path of the model `name`: `source` itself, or its `revision` in the hub's cache.
+    """The local path of the model `name`. This is `source` itself, or the `revision` of `source` in
+    the hub's cache.
 
     Nothing is downloaded. Raises LoadFailed if `source` is a hub id that is not in the cache.
     """
@@ -77,7 +79,7 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
 
 
 def of_checkpoint(checkpoint: Checkpoint, item_bytes: int | None = None) -> Evidence:
-    """What the headers of a `checkpoint` show about the size.
+    """What the headers of a `checkpoint` show about the model's size.
 
     With `item_bytes`, floating-point weights count that many bytes per element.
     """
@@ -91,7 +93,8 @@ def of_checkpoint(checkpoint: Checkpoint, item_bytes: int | None = None) -> Evid
 
 
 def of_gguf(path: Path, name: str) -> Evidence:
-    """What the GGUF file `path` of the model `name` shows about the size, all its parts included.
+    """What the GGUF file `path` of the model `name` shows about the model's size, all parts
+    included.
 
     Raises LoadFailed for a damaged file.
     """
@@ -142,7 +145,8 @@ def _of_one_file(path: Path, name: str, item_bytes: int | None) -> Evidence:
 
 
 def _of_pointers(path: Path) -> Evidence | None:
-    """What the directory `path` shows if it is a clone without Git LFS; None for real files.
+    """What the directory `path` shows about the model's size if it is a clone without Git LFS, else
+    None.
 
     Each file in such a clone is a small pointer file, which states the size of the real file.
     """
@@ -151,7 +155,7 @@ def _of_pointers(path: Path) -> Evidence | None:
 
 
 def _bytes_behind_pointers(files: Iterable[Path]) -> int:
-    """The bytes of `files`, where a Git LFS pointer counts as the file that it stands for.
+    """The bytes of `files`. A Git LFS pointer counts as the file that it stands for.
 
     The result is 0 if none of the files is a pointer.
     """
@@ -167,7 +171,7 @@ def _bytes_behind_pointers(files: Iterable[Path]) -> int:
 
 
 def _pointed_bytes(file: Path) -> int | None:
-    """The size that a Git LFS pointer states; None if `file` is not a pointer."""
+    """The size that the Git LFS pointer `file` states; None if `file` is no pointer."""
     if file.stat().st_size >= _LARGEST_POINTER:
         return None
     text = file.read_bytes()
@@ -181,7 +185,9 @@ def _pointed_bytes(file: Path) -> int | None:
 
 
 def _fingerprint(stamps: Iterable[Stamp]) -> str:
-    """A digest of the files' identities. It differs once a file is changed or replaced."""
+    """A digest of `stamps`, which identify versions of files. It differs once a file is changed or
+    replaced.
+    """
     identities = []
     for stamp in stamps:
         folder, file_name = os.path.split(stamp.path)

@@ -1,9 +1,9 @@
 """The backend for GGUF models, which llama-cpp-python runs in a worker process or in this process.
 
-An out-of-memory error or a failed check in llama.cpp ends its process. So a worker process is the
-default: after a crash the caller gets one error, and nothing else is affected. `isolated=False`
-loads the model into this process. Users hold the same kind of object in both cases. llama.cpp
-cannot move a loaded model, so an evicted model is dropped, and loaded again later.
+An out-of-memory error or a failed check in llama.cpp ends the process in which it runs. So a worker
+process is the default: after a crash the caller gets one error, and nothing else is affected.
+`isolated=False` loads the model into this process. Users get the same kind of object in both cases.
+llama.cpp cannot move a loaded model, so an evicted model is dropped, and loaded again later.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class LlamaModel(EngineModel[LlamaEngine]):
     """The object that `use` yields: a proxy with the methods of `llama_cpp.Llama`.
 
     `create_chat_completion(messages, stream=True)` returns an iterator; closing the iterator ends
-    the generation. If the model is evicted and this process governs it, a call first restores it.
-    If this process does not govern the evicted model, the call raises NotResident. So a call never
-    reaches a closed model. Every method also takes `cancelled`, a `threads.Cancellation`: setting
-    `cancelled`, in any thread, ends the call at once.
+    the generation. If the model is evicted and this process governs it, a call first restores the
+    model. If this process does not govern the evicted model, the call raises NotResident. So a call
+    never reaches a closed model. Every method also takes `cancelled`, a `threads.Cancellation`:
+    setting `cancelled`, in any thread, ends the call at once.
     """
 
     def __repr__(self) -> str:
@@ -49,7 +49,7 @@ class LlamaModel(EngineModel[LlamaEngine]):
 
     @property
     def pid(self) -> int | None:
-        """The process id of its worker. None if it has no worker or is not loaded."""
+        """The process id of the model's worker. None without a worker or while it is not loaded."""
         return self._engine.pid if self._engine else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -89,10 +89,10 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         self.probe = probe
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """The weights of `spec` that are loaded to the card, read from the header. `origin` is
-        ignored.
+        """The weights of `spec` that are loaded to the card, read from the file's header. `origin`
+        is ignored.
 
-        llama.cpp takes cache and work space at the load. So both count even if no context was
+        llama.cpp allocates cache and work space when it loads. So both count even if no context was
         requested.
         """
         return gguf_evidence(spec)
@@ -108,9 +108,9 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     ) -> LlamaHandle:
         """Loads the model of `spec` to the cards of `shares`, and returns its handle.
 
-        `origin` is ignored. `progress` is called with bytes done and in total. `into` is a handle
-        or a LlamaModel of an earlier load, which gets the new engine. Raises BadSetting, NotAModel,
-        LoadFailed, and the device's out-of-memory error.
+        `origin` is ignored. `progress` is called with bytes done and bytes in total. `into` is a
+        handle or a LlamaModel of an earlier load; the new engine is put into this object. Raises
+        BadSetting, NotAModel, LoadFailed, and the device's out-of-memory error.
         """
         found = self.evidence(spec)
         path = str(gguf_file(spec))
@@ -140,7 +140,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
             raise
 
     def _card_numbers(self, shares: Shares) -> tuple[int, ...] | None:
-        """The numbers that the shares' cards have in this process. None for simulated cards."""
+        """The numbers that the cards of `shares` have in this process. None for simulated cards."""
         names = [self.probe.place(share.device).torch for share in shares]
         if "cpu" in names:
             return None
@@ -149,7 +149,9 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     def _open_channel(
         self, spec: ModelSpec, shares: Shares, isolated: bool
     ) -> tuple[Channel, Path]:
-        """A new channel to a worker process or to a thread, and the path of its log."""
+        """A new channel to a worker process or to a thread, and the path of its log. `isolated`
+        selects the process.
+        """
         log = new_log(spec.name)
         if isolated:
             cards = card_environment(self.probe, shares if gpu_layers(spec) else ())
@@ -162,10 +164,10 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         return ThreadChannel(append_to_log), log
 
     def _charged(self, pid: int | None, shares: Shares) -> dict[str, int]:
-        """The bytes on each device that the driver charges to the worker, its CUDA context
+        """The bytes on each device that the driver charges to the worker `pid`, its CUDA context
         included.
 
-        Empty without a worker, and empty if the driver does not report the bytes.
+        The result is empty without a worker, and if the driver does not report the bytes.
         """
         if pid is None:
             return {}

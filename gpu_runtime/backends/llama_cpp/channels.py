@@ -1,6 +1,7 @@
 """Channels to a llama.cpp worker, which is a process behind a socket or a thread of this process.
 
-A channel carries the messages that `worker.py` defines. `rpc.py` turns them into results and errors.
+A channel carries the messages that `worker.py` defines. `rpc.py` turns the messages into results
+and errors.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ class Channel:
     def send(self, message: dict[str, Any]) -> None:
         """Sends `message`. Raises TypeError if `message` cannot be sent.
 
-        If the engine has ended, this method does not fail. `receive` reports that.
+        If the engine has ended, this method does not fail; `receive` then returns None.
         """
         raise NotImplementedError
 
     def receive(self) -> dict[str, Any] | None:
-        """Waits for the next message and returns it. Returns None if there will be no more."""
+        """Waits for the next message and returns it. Returns None if there are no more messages."""
         raise NotImplementedError
 
     def close(self) -> None:
@@ -42,10 +43,14 @@ class Channel:
 
 
 class ProcessChannel(Channel):
-    """A channel to a worker process: lines of JSON over a socket that only the two can reach."""
+    """A channel to a worker process: lines of JSON over a socket that only this process and the
+    worker can use.
+    """
 
     def __init__(self, log: Path, env: dict[str, str]) -> None:
-        """Starts the worker with the environment `env`. Its output is written to the file `log`."""
+        """Starts the worker with the environment `env`. The worker's output is written to the file
+        `log`.
+        """
         self._socket, worker_end = socket.socketpair()
         with worker_end:
             program = python_file(Path(worker.__file__))
@@ -110,6 +115,6 @@ class ThreadChannel(Channel):
         return self._answers.get()
 
     def close(self) -> None:
-        """Requests that the thread ends, and waits up to STOP_SECONDS for its end."""
+        """Requests that the thread ends, and waits for this up to STOP_SECONDS."""
         self._inbox.take(None)
         self._running.wait(STOP_SECONDS)

@@ -1,8 +1,8 @@
 """Checks the options of a GGUF model, and turns them into arguments of `llama_cpp.Llama`.
 
-It also computes what the file shows about the size, and counts a loaded model's bytes (`taken`).
-Nothing here starts a process or imports llama_cpp. The backend `llama_cpp` and the recipe of
-`llama-server` share these functions.
+This module also computes what the file shows about the size, and counts a loaded model's bytes
+(`taken`). Nothing here starts a process or imports llama_cpp. The backend `llama_cpp` and the
+recipe of `llama-server` share these functions.
 """
 
 from __future__ import annotations
@@ -59,8 +59,8 @@ def gguf_file(spec: ModelSpec) -> Path:
 def gguf_evidence(spec: ModelSpec) -> Evidence:
     """What the GGUF file of `spec` shows about the memory that llama.cpp takes on the card.
 
-    llama.cpp takes cache and work space at the load. So the default context counts as if it were
-    requested. Raises BadSetting, NotAModel, LoadFailed.
+    llama.cpp allocates cache and work space when it loads. So the default context counts as if it
+    were requested. Raises BadSetting, NotAModel, LoadFailed.
     """
     check(spec)
     if os.path.exists(os.path.expanduser(spec.source)):
@@ -99,17 +99,18 @@ def check(spec: ModelSpec) -> None:
 def gpu_layers(spec: ModelSpec) -> int:
     """The number of layers of the model `spec` that are put on the card. -1 means all layers.
 
-    The setting INFERENCE_GPU_LAYERS is already in the options if the model does not set its own.
+    If the model does not set its own number, the options of `spec` have the value of the setting
+    INFERENCE_GPU_LAYERS.
     """
     layers = spec.options.get("gpu_layers")
     return -1 if layers is None else layers
 
 
 def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
-    """The part of the model on the card, from 0 to 1, by the layers of `spec` and the file's
-    `config`.
+    """The part of the model that is on the card, from 0 to 1. `config` is the config of the model's
+    file.
 
-    The output counts as one more layer.
+    The layers of `spec` on the card are divided by all layers. The output counts as one more layer.
     """
     layers = gpu_layers(spec)
     all_layers = config.get("all_layers", config.get("num_hidden_layers"))
@@ -121,7 +122,7 @@ def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
 
 
 def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
-    """The number of tokens of context of all sequences of `spec` together.
+    """The number of tokens in the contexts of all sequences of `spec` together.
 
     The default for each sequence is the length that the model supports by its `config`, at most
     CONTEXT_TOKENS. llama-cpp-python computes one sequence after the other in one context.
@@ -135,7 +136,8 @@ def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
 
 
 def flash_attention(spec: ModelSpec) -> bool:
-    """Whether `spec` uses flash attention: if it is requested, or if the cache is quantised.
+    """Whether `spec` uses flash attention, because its options require it or because its cache is
+    quantised.
 
     A quantised cache needs flash attention.
     """
@@ -182,7 +184,9 @@ def llama_arguments(
 
 
 def _tensor_split(numbers: tuple[int, ...], shares: Shares) -> list[float]:
-    """The part of the model on each card, in the order of the cards' numbers. 0 for other cards."""
+    """The part of the model on each card, in the order of the cards' `numbers`. A card without a
+    share has 0.
+    """
     split = [0.0] * (max(numbers, default=0) + 1)
     for number, share in zip(numbers, shares, strict=True):
         split[number] += float(share.bytes)
@@ -195,8 +199,9 @@ def taken(facts: dict[str, Any], shares: Shares, part: float, charged: dict[str,
 
     `facts` are the worker's report of a load, with the buffers that llama.cpp allocated. On real
     cards the buffers are named by the cards' order (CUDA0, CUDA1). If the driver's figure in
-    `charged` is larger, the driver's figure counts. Without card buffers the model computes on the
-    CPU. The simulated cards then hold `part` of all its bytes, in proportion to the shares.
+    `charged` is larger, the driver's figure counts. If there are no buffers on cards, the model
+    computes on the CPU. In this case the simulated cards hold `part` of all its bytes, in
+    proportion to the shares.
     """
     buffers = facts["buffers"]
     on_cards = {name: sizes for name, sizes in buffers.items() if name[-1:].isdigit()}
@@ -222,7 +227,7 @@ def _card_number(buffer: str) -> int:
 
 
 def _in_proportion(shares: Shares, total: int) -> Shares:
-    """`total` bytes, divided in proportion to the shares."""
+    """The `total` bytes, divided in proportion to the `shares`."""
     grown = beside(shares, total)
     return tuple(
         Share(new.device, new.bytes - old.bytes) for new, old in zip(grown, shares, strict=True)

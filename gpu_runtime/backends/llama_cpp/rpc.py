@@ -1,8 +1,8 @@
 """Calls to a llama.cpp model in a worker process or a thread: requests, answers, streams,
 cancellation.
 
-An engine that ends, for any reason, reports its end once to its watcher, before any caller gets the
-error. So when a caller sees the error, the lease is already returned.
+When an engine ends, for any reason, it reports its end once to its watcher, before any caller gets
+the error. So when a caller gets the error, the lease is already returned.
 """
 
 from __future__ import annotations
@@ -45,10 +45,12 @@ _CALLER_ERRORS = (  # errors that the caller caused, not the engine
 
 
 class LlamaEngine(Engine):
-    """A model at the other end of a channel. Thread-safe. Calls are answered one after the other."""
+    """A model that is called through a channel. Thread-safe. Calls are answered one after the
+    other.
+    """
 
     def __init__(self, name: str, channel: Channel, log: Path | None) -> None:
-        """An engine for the model `name` over `channel`. Error messages name its file `log`."""
+        """An engine for the model `name` over `channel`. Error messages name the file `log`."""
         super().__init__()
         self.name, self.log = name, log
         self.facts: dict[str, Any] = {}
@@ -83,8 +85,9 @@ class LlamaEngine(Engine):
 
         Returns the worker's facts about the model.
 
-        `progress` is called with the finished part, from 0 to 1. After any failure, an interrupt
-        included, the engine ends. Raises LoadFailed, and the device's out-of-memory error.
+        `progress` is called with the finished part of the load, from 0 to 1. After any failure, an
+        interrupt included, the engine ends. Raises LoadFailed, and the device's out-of-memory
+        error.
         """
         try:
             self._channel.send({"load": arguments})
@@ -102,7 +105,9 @@ class LlamaEngine(Engine):
             raise
 
     def _load_error(self, failure: dict[str, str]) -> GpuError:
-        """The error for a failure that the worker reported, with what to type."""
+        """The error for a `failure` that the worker reported. Its message includes the command that
+        helps.
+        """
         kind, text = failure["type"], failure["text"]
         if kind == "NoOffload":
             return self._no_gpu_support(text)
@@ -146,7 +151,9 @@ class LlamaEngine(Engine):
     # -- its end
 
     def end(self) -> None:
-        """Ends the engine and all that it started. Repeating is safe."""
+        """Ends the engine and all processes and threads that it started. A repeated call does
+        nothing.
+        """
         self._wanted = False
         self._close(
             EngineDied(
@@ -161,7 +168,9 @@ class LlamaEngine(Engine):
         )
 
     def _close(self, error: GpuError) -> None:
-        """Ends the engine. Waiting calls raise `error`, or the error of an earlier end."""
+        """Ends the engine. Waiting calls raise `error`. If the engine ended earlier, they raise the
+        earlier error.
+        """
         with self._changed:
             # Set the error first: the reading thread then finds the channel closed, and would
             # record another error.
@@ -180,7 +189,9 @@ class LlamaEngine(Engine):
             answers.put({"over": True})
 
     def _read(self) -> None:
-        """Distributes messages to the callers until the channel ends, in a separate thread."""
+        """Runs in a separate thread: passes each message to the caller that waits for it, until the
+        channel ends.
+        """
         while (message := self._channel.receive()) is not None:
             number = message.get("id")
             if number is None:
@@ -268,7 +279,7 @@ class LlamaEngine(Engine):
     def cancel(self, number: int) -> None:
         """Cancels the call with this `number`, because its answer is no longer wanted.
 
-        A thread that waits for the answer gets an empty one at once.
+        A thread that waits for the answer gets an empty answer at once.
         """
         with self._changed:
             answers = self._pending.pop(number, None)
@@ -279,7 +290,7 @@ class LlamaEngine(Engine):
     def _send_call(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[int, queue.SimpleQueue[Any]]:
-        """Sends a call. Returns its number and the queue of its answers."""
+        """Sends a call. Returns the number of the call and the queue of its answers."""
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
         with self._changed:
             self.require()
@@ -301,7 +312,9 @@ class LlamaEngine(Engine):
         return number, answers
 
     def _outcome(self, method: str, message: dict[str, Any]) -> Any:
-        """The result in the last message of a call. Raises the error in it."""
+        """The result in `message`, the last message of a call. If `message` contains an error,
+        raises the error.
+        """
         if "over" in message:
             self.require()  # raises: the engine has ended
         if "end" in message:

@@ -1,13 +1,14 @@
 """The computing side of a llama.cpp model: it loads one model, then answers calls one after the
 other.
 
-As a program it is the process of an isolated model. JSON lines travel over a socket, whose file
-descriptor is its argument. For a model in this process, a thread runs `work`. The module imports
-only the standard library and llama_cpp, because every load pays for its imports.
+As a program, this module is the process of an isolated model. JSON lines are sent over a socket,
+whose file descriptor is the program's argument. For a model in this process, a thread runs `work`.
+The module imports only the standard library and llama_cpp, because every load waits for its
+imports.
 
-Messages to the worker: {"load": arguments of Llama}, {"id", "call", "args", "kwargs"}, {"cancel": id}.
-Messages from it: {"progress": 0 to 1}, {"loaded": facts} or {"failed": error}, then for each call any
-number of {"id", "item"} and one {"id", "end"} or {"id", "error"}.
+Messages to the worker: {"load": arguments of Llama}, {"id", "call", "args", "kwargs"}, {"cancel":
+id}. Messages from the worker: {"progress": 0 to 1}, {"loaded": facts} or {"failed": error}. After
+these, each call gets any number of {"id", "item"} and one {"id", "end"} or {"id", "error"}.
 """
 
 from __future__ import annotations
@@ -55,11 +56,11 @@ _loading = threading.Lock()
 
 
 class Cancelled(Exception):
-    """The caller no longer waits for the answer."""
+    """Raised when the caller no longer waits for the answer."""
 
 
 class NoOffload(Exception):
-    """A GPU is required, but the library was built without GPU support."""
+    """Raised when a GPU is required, but the library was built without GPU support."""
 
 
 class Inbox:
@@ -71,7 +72,7 @@ class Inbox:
         self.closed = False
 
     def take(self, message: dict[str, Any] | None) -> None:
-        """Stores one `message`. None means that there will be no more messages."""
+        """Stores one `message`. If `message` is None, no more messages will arrive."""
         if message is None:
             self.closed = True
             self.jobs.put(None)
@@ -92,7 +93,7 @@ def work(inbox: Inbox, send: Callable[[dict[str, Any]], None], log: Callable[[st
     buffers: dict[str, dict[str, int]] = {}
 
     def note_line(line: str) -> None:
-        """Logs a line, and records the size of a buffer that it reports."""
+        """Logs a `line`. If the line reports the size of a buffer, records this size."""
         log(line)
         found = _BUFFER.search(line)
         if found:
@@ -119,7 +120,7 @@ def _load(
     progress: Callable[[float], None],
     note_line: Callable[[str], None],
 ) -> Any:
-    """Loads the model and returns it. Raises NoOffload, and the errors of `Llama`."""
+    """Loads the model of `order` and returns it. Raises NoOffload, and the errors of `Llama`."""
     from llama_cpp import llama_cpp as lib
 
     @lib.llama_log_callback
@@ -179,13 +180,14 @@ class _OurMethods:
     ) -> Iterator[dict[str, Any]]:
         """Continues a prompt in one round trip.
 
-        Yields texts, then how it ended and the token counts.
+        Yields texts, then the reason of the end and the token counts.
 
-        A chat template writes the beginning-of-sequence token itself. With `add_bos`, for a plain
-        prompt, that token is added, and no text of the prompt is read as a special token. A prompt
-        that is too long for the context gives one item {"too_long": tokens}. At most `most` tokens
-        are written. With `by_piece`, each piece of text is a separate item. Only the proxy in the
-        caller's process reads `stream`; with it, the proxy returns the items one by one.
+        A chat template writes the beginning-of-sequence token itself. For a plain prompt, use
+        `add_bos`: it adds this token, and no text of the prompt is read as a special token. A
+        prompt that is too long for the context gives one item {"too_long": tokens}. At most `most`
+        tokens are written. With `by_piece`, each piece of text is a separate item. Only the proxy
+        in the caller's process reads `stream`; with `stream`, the proxy returns the items one by
+        one.
         """
         too_many = self._tokens_if_too_many(prompt, special=not add_bos)
         if too_many:
@@ -213,10 +215,10 @@ class _OurMethods:
         }
 
     def _tokens_if_too_many(self, prompt: str, special: bool) -> int:
-        """A lower bound of the number of tokens in `prompt` if they exceed the context; else 0.
+        """A lower bound of the number of tokens in `prompt` if it exceeds the context; else 0.
 
-        The prompt is counted in pieces. A huge prompt would otherwise keep the model busy although
-        it cannot fit.
+        The prompt is counted in pieces. A huge prompt would keep the model busy although it cannot
+        fit.
         """
         counted = 0
         for number, at in enumerate(range(0, len(prompt), PIECE_CHARACTERS)):
@@ -236,7 +238,7 @@ class _OurMethods:
         return len(self.tokenize(text.encode(), add_bos=False, special=False))
 
     def drill(self, words: str) -> None:
-        """Fails with the text `words`, as a driver would. Runbooks and tests use it."""
+        """Fails with the text `words`, as a driver would. Runbooks and tests call this method."""
         raise RuntimeError(words)
 
 
@@ -263,8 +265,8 @@ def _make_cancellable(model: Any) -> None:
     """Makes every computation of `model` end soon after its caller has left.
 
     Before each batch, `decode_if_wanted` checks whether the caller has left. A batch of a prompt
-    may take seconds on a CPU, so llama.cpp also checks this within the batch. A batch of one token
-    is too short for that.
+    may take seconds on a CPU, so llama.cpp checks this within the batch too. A batch of one token
+    is short.
     """
     from llama_cpp import llama_cpp as lib
 
