@@ -98,8 +98,9 @@ class Backend:
         return model
 
     def move(self, model: Any, shares: Shares) -> None:
-        """Moves all bytes of `model` to new `shares`. Without shares, all bytes are freed. The
-        Python objects stay the same.
+        """Moves all bytes of `model` to new `shares`. If the move fails, no byte has moved.
+
+        The Python objects stay the same.
         """
         raise NotImplementedError
 

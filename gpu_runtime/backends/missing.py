@@ -1,6 +1,7 @@
-"""A stand-in for a backend that this version lacks, or that a dry run need not open.
+"""A stand-in for a backend that this version lacks, or that a dry run does not need to open.
 
-The size of its models can be read, but they cannot be loaded. It imports no torch.
+The size of a model can be read through the stand-in, but no model can be loaded. This module
+imports no torch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class AbsentBackend(Backend):
         self.name = name
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What the local files of `spec` show about its size; without files, what its name shows.
+        """What the local files of `spec` show about the model's size; without files, what the
+        model's name shows.
 
         `origin` is ignored.
         """
@@ -40,7 +42,7 @@ class AbsentBackend(Backend):
             return Evidence(name=spec.source, why_unknown=reason)
 
     def load(self, spec: ModelSpec, *_: Any, **__: Any) -> NoReturn:
-        """Always raises LoadFailed with the name of the model of `spec` and of the backend."""
+        """Always raises LoadFailed with the name of the model of `spec` and of its backend."""
         raise LoadFailed(
             f"{spec.name} cannot be loaded: its backend {self.name} is not part of this version.",
             name=spec.name,

@@ -298,7 +298,7 @@ def _make_cancellable(model: Any) -> None:
 
 
 def _set_template(model: Any, template: str) -> None:
-    """Makes the chat methods of `model` use this Jinja template."""
+    """Makes the chat methods of `model` use the Jinja `template`."""
     from llama_cpp.llama_chat_format import Jinja2ChatFormatter
 
     eos, bos = model.token_eos(), model.token_bos()
@@ -308,9 +308,9 @@ def _set_template(model: Any, template: str) -> None:
 
 
 def _facts(model: Any, buffers: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Facts about a loaded model: the exact bytes of its weights, and llama.cpp's buffers.
+    """Facts about a loaded `model`: the exact bytes of its weights, and llama.cpp's `buffers`.
 
-    The buffers map a device (CPU, CUDA0, …) to bytes by use (model, KV, compute, …).
+    The `buffers` map a device (CPU, CUDA0, …) to bytes by use (model, KV, compute, …).
     """
     from llama_cpp import llama_cpp as lib
 
@@ -356,7 +356,7 @@ def _answer(
 
 
 def _with_grammar(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments. A grammar that is given as text, or a `json_schema`, becomes a LlamaGrammar."""
+    """The `kwargs` of a call, in which a grammar (a text or a `json_schema`) is a LlamaGrammar."""
     if "json_schema" in kwargs:
         from llama_cpp import LlamaGrammar
 
@@ -378,7 +378,7 @@ def _described(error: BaseException) -> dict[str, str]:
 
 
 def to_line(message: dict[str, Any]) -> bytes:
-    """`message` as a line of JSON. Bytes are encoded as base64. Raises TypeError for other objects.
+    """The `message` as a line of JSON, with bytes as base64. Raises TypeError for other objects.
 
     >>> from_line(to_line({"id": 1, "args": [b"hi"]}))
     {'id': 1, 'args': [b'hi']}
@@ -409,7 +409,7 @@ _DECODER = json.JSONDecoder(object_hook=_with_bytes)
 
 
 def main(number: int, owner: int) -> None:
-    """Runs the process of an isolated model. The process and its whole group end with its owner.
+    """Runs the process of an isolated model. This process and its group end with its owner.
 
     `number` is the file descriptor of the socket to the process `owner`.
     """

@@ -16,10 +16,10 @@ OnLoss = Callable[[str, str], None]  # called with kind and because
 
 
 class Engine:
-    """The program or thread that runs one model. Its end is reported once."""
+    """The program or thread that runs one model. The end of the engine is reported once."""
 
     def __init__(self) -> None:
-        """An engine that nobody watches yet."""
+        """An engine without a watcher; see `watch`."""
         self.error: GpuError | None = None  # why it is gone for good
         self._wanted = True  # False: it was ended on purpose
         self._on_loss: OnLoss | None = None
@@ -28,11 +28,11 @@ class Engine:
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ids of its processes; empty if the model runs in this process."""
+        """The ids of the engine's processes; empty if the model runs in this process."""
         return ()
 
     def end(self) -> None:
-        """Ends the engine and all that it started. Repeating is safe."""
+        """Ends the engine and everything that it started. A repeated call does nothing."""
         raise NotImplementedError
 
     def watch(self, on_loss: OnLoss) -> None:
@@ -54,27 +54,30 @@ class Engine:
             self._reporting = False
 
     def require(self) -> None:
-        """Raises the error with which the engine has ended. Each caller gets a traceback of its own."""
+        """Raises the error with which the engine ended, if it ended. Each caller gets its own
+        traceback.
+        """
         if self.error is not None:
             raise type(self.error)(str(self.error), **self.error.facts)
 
 
 class RestartedEngine(Engine):
-    """An engine in processes of its own, which are restarted at most MOST_RESTARTS times."""
+    """An engine in separate processes, which are restarted at most MOST_RESTARTS times."""
 
     title: str  # of the engine in messages
 
     def __init__(self, spec: ModelSpec) -> None:
-        """The engine of the model `spec`. Its output is appended to the file `log`."""
+        """The engine of the model `spec`. The engine's output is appended to the file `log`."""
         super().__init__()
         self.spec, self.log = spec, new_log(spec.name)
         self.restarts = 0
         self._pid: int | None = None  # named in errors
 
     def _wait_for_end(self) -> tuple[int, str] | None:
-        """Waits until the processes have ended by themselves. Returns their status and output.
+        """Waits until the processes have ended by themselves. Returns their exit status and their
+        output.
 
-        Returns None if they were ended on purpose.
+        Returns None if the processes were ended on purpose.
         """
         raise NotImplementedError
 
@@ -115,7 +118,10 @@ class RestartedEngine(Engine):
     def died(
         self, kind: Kind, text: str, why: str, status: int | None = None, pid: int | None = None
     ) -> EngineDied:
-        """The error for the end of the process `pid` with this `status`; `text` and `why` explain it."""
+        """The error for the end of the process `pid` with the exit `status`.
+
+        `text` is the message. `why` is the reason in a few words.
+        """
         return EngineDied(
             f"{text}\n  Its log:  {self.log}",
             name=self.spec.name,
@@ -127,7 +133,9 @@ class RestartedEngine(Engine):
         )
 
     def _load_error(self, why: str, output: str) -> GpuError:
-        """The error for a failed load, with the line of the `output` that explains it."""
+        """The error for a load that failed because of `why`, with the line of the `output` that
+        explains it.
+        """
         fault = recognise(output)
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
             return out_of_memory(fault.line, device="", asked_bytes=0, holders=(), report="")

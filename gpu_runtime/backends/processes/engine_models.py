@@ -1,4 +1,5 @@
-"""The common part of backends whose engines place a model when they load it, and never move it.
+"""The common part of backends whose engines place a model when they load the model, and never move
+it.
 
 The engine is a server, a worker process or a thread. This module counts the bytes of its model.
 No code here changes the weights, so an evicted model is dropped and loaded again later.
@@ -22,7 +23,9 @@ E = TypeVar("E", bound=Engine)
 
 
 class EngineModel(Generic[E]):
-    """The base of the object that `use` yields: the model's name, and its engine while loaded."""
+    """The base of the object that `use` yields. It has the model's name, and its engine while it is
+    loaded.
+    """
 
     def __init__(self, name: str) -> None:
         """The object for the model `name`, which is not loaded yet."""
@@ -32,7 +35,9 @@ class EngineModel(Generic[E]):
         self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext  # pins the model
 
     def _loaded_engine(self, hint: str = "Call it inside:  with rt.use({!r}) as model:") -> E:
-        """The engine. Raises NotResident, with the `hint`, while the model is not loaded."""
+        """The engine of the model. Raises NotResident, with the `hint`, while the model is not
+        loaded.
+        """
         if self._engine is None:
             text = f"{self.name} is not loaded.\n  {hint.format(self.name)}"
             raise NotResident(text, name=self.name, where="not loaded")
@@ -46,7 +51,7 @@ class EngineHandle(Generic[E, V]):
     """An engine with its model, and the record of the model's bytes on each device."""
 
     def __init__(self, engine: E, value: V) -> None:
-        """`engine` ends when this handle is garbage-collected. Users hold the object `value`."""
+        """`engine` ends when this handle is garbage-collected. Users have the object `value`."""
         self.engine, self.value = engine, value
         self.shares: Shares = ()
         self.blocks: list[Block] = []
@@ -72,7 +77,7 @@ class EngineHandle(Generic[E, V]):
         self.value._engine, self.value._where = self.engine, where(shares)
 
     def end(self) -> None:
-        """Ends the engine and frees its bytes. Repeating is safe."""
+        """Ends the engine and frees the model's bytes. A repeated call does nothing."""
         self._end()
         if self.value._engine is self.engine:
             self.value._engine = None
@@ -93,7 +98,7 @@ class EngineBackend(Backend, Generic[H, V]):
     probe: Probe
 
     def value(self, model: H) -> V:
-        """What `use` yields for the handle `model`."""
+        """The object that `use` yields for the handle `model`."""
         return model.value  # type: ignore[no-any-return]
 
     def move(self, model: H, shares: Shares) -> NoReturn:
@@ -107,11 +112,13 @@ class EngineBackend(Backend, Generic[H, V]):
         )
 
     def drop(self, model: H) -> None:
-        """Ends the engine of `model`. Repeating is safe."""
+        """Ends the engine of `model`. A repeated call does nothing."""
         model.end()
 
     def measure(self, model: H) -> Shares:
-        """The bytes of `model` on each device, measured after its load; empty once dropped."""
+        """The bytes of `model` on each device, measured after its load. Empty once `model` is
+        dropped.
+        """
         return model.shares
 
     def droppable(self, model: H) -> bool:
@@ -133,7 +140,10 @@ class EngineBackend(Backend, Generic[H, V]):
         )
 
     def _reused(self, into: Any, name: str) -> V:
-        """The value of an earlier load (a handle or the value itself), or a new one for `name`."""
+        """The object that `use` yields for the model `name`, taken from an earlier load or new.
+
+        `into` is a handle of the earlier load, or the object itself.
+        """
         kept = getattr(into, "value", into)
         value = kept if isinstance(kept, self.model_type) else self.model_type(name)
         return value  # type: ignore[no-any-return]

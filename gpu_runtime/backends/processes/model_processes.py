@@ -1,7 +1,8 @@
-"""Models of other backends, each in a child process, which is restarted if it ends by itself.
+"""Models of other backends, each in a child process. If the child process ends by itself, it is
+restarted.
 
 The lease of the model belongs to this process, not to the child. So the lease stays while the child
-is restarted on the same cards, and no waiting request gets them in between. A guard (see
+is restarted on the same cards, and no waiting request can get the cards in between. A guard (see
 `orphan_guard.py`) ends the child when this process ends. `model_program.py` is the child's program.
 """
 
@@ -36,8 +37,8 @@ class ModelProcess(RestartedEngine):
     def __init__(self, backend: str, devices: str, probe: Probe, spec: ModelSpec) -> None:
         """A process in which the backend named `backend` loads the model of `spec`.
 
-        The process starts when the method `load` is called. `devices` is the setting GPU_DEVICES of
-        `probe`.
+        The process starts when the method `load` is called. `devices` is the value of GPU_DEVICES
+        with which `probe` was opened.
         """
         super().__init__(spec)
         self._order = (backend, devices, tuple(device.id for device in probe.devices))
@@ -46,7 +47,7 @@ class ModelProcess(RestartedEngine):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ids of its processes: the guard, then the program. Empty while there is none."""
+        """The ids of the processes: the guard, then the program. Empty while no program runs."""
         program = self._program
         return (program.child.pid, *descendants(program.child.pid)) if program else ()
 
@@ -73,7 +74,9 @@ class ModelProcess(RestartedEngine):
             raise
 
     def _install(self, program: Program, shares: Shares) -> None:
-        """Lets the started `program` answer the requests; ends it if `end` was called meanwhile."""
+        """Makes the started `program` answer the requests. Ends `program` if `end` was called
+        meanwhile.
+        """
         with self._changed:
             if self._wanted:
                 self._program, self._shares = program, shares
@@ -82,7 +85,7 @@ class ModelProcess(RestartedEngine):
         program.end()
 
     def end(self) -> None:
-        """Ends the process and all that it started. Repeating is safe."""
+        """Ends the process and everything that it started. A repeated call does nothing."""
         with self._changed:
             self._wanted = False
             program, self._program = self._program, None
@@ -107,10 +110,11 @@ class ModelProcess(RestartedEngine):
     # -- requests
 
     def request(self, kind: str, *args: Any) -> Any:
-        """The result of a request. While the process is restarted, this waits for its new start.
+        """The result of a request. While the process is restarted, this method waits for the new
+        process.
 
-        Raises the error of the request, and EngineDied if the process ends before its answer, or is
-        gone for good.
+        Raises the error of the request. Raises EngineDied if the process ends before its answer, or
+        is gone for good.
         """
         program = self._running()
         try:
@@ -121,8 +125,8 @@ class ModelProcess(RestartedEngine):
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
         """Yields the items of `function(value, *args)`, which runs in the process of the model.
 
-        `value` is the model there. `function` is of a module that the process can import. Raises
-        the errors of `request`.
+        `value` is the model, as an object in its process. `function` is of a module that the
+        process can import. Raises the errors of `request`.
         """
         program = self._running()
         try:
@@ -131,7 +135,7 @@ class ModelProcess(RestartedEngine):
             raise self._cut_off() from None
 
     def _running(self) -> Program:
-        """The program. Waits while the process is restarted. Raises EngineDied."""
+        """The program that runs now. Waits while the process is restarted. Raises EngineDied."""
         with self._changed:
             self._changed.wait_for(lambda: self._program or self.error or not self._wanted)
             self.require()
@@ -144,18 +148,18 @@ class ModelProcess(RestartedEngine):
         return self.died(Kind.CRASH, text, "it ended before its answer")
 
     def move(self, shares: Shares) -> Shares:
-        """Moves the model to `shares` and returns the measured ones."""
+        """Moves the model to `shares` and returns the shares as measured after the move."""
         self._shares = self.request("move", shares)
         return self._shares
 
 
 class ProcessModel(EngineModel[ModelProcess]):
-    """The object that `use` yields: a model in a process of its own. `run_there` calls it."""
+    """The object that `use` yields for a model in a separate process. `run_there` calls it."""
 
     def run_there(self, path: tuple[str, ...], given: bytes) -> bytes:
-        """The pickled result of a call; see `remote_calls.run`.
+        """The pickled result of a call on the model; see `remote_calls.run`.
 
-        Call it inside `rt.use`. Raises NotResident, EngineDied.
+        Call this method inside `rt.use`. Raises NotResident, EngineDied.
         """
         return self._loaded_engine().request("call", path, given)
 
@@ -174,28 +178,30 @@ ProcessHandle = EngineHandle[ModelProcess, ProcessModel]
 
 
 class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
-    """Loads the models of another backend, each into a process of its own."""
+    """Loads the models of another backend, each model into a separate process."""
 
     model_type = ProcessModel
 
     def __init__(self, name: str, devices: str, probe: Probe) -> None:
-        """Loads the models of the backend `name`. `devices` is the setting GPU_DEVICES of `probe`."""
+        """Loads the models of the backend `name`. `devices` is the value of GPU_DEVICES for
+        `probe`.
+        """
         self.name = self.engine_name = name
         self.probe, self._devices = probe, devices
 
     @functools.cached_property
     def inner(self) -> Backend:
-        """The other backend, which reads the sources of models in this process. It loads none."""
+        """The backend that the processes use. Here it only reads the sources of models."""
         return open_backend(self.name, self.probe)
 
     @property
     def can_move(self) -> bool:  # type: ignore[override]
-        """Whether the other backend can move a model."""
+        """Whether the backend in the processes can move a model."""
         return self.inner.can_move
 
     @property
     def can_split(self) -> bool:  # type: ignore[override]
-        """Whether the other backend can divide a model among devices."""
+        """Whether the backend in the processes can divide a model among devices."""
         return self.inner.can_split
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
@@ -217,9 +223,9 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
     ) -> ProcessHandle:
         """Starts a process that loads the model of `spec` onto `shares`, and returns its handle.
 
-        `progress` is called with bytes done and in total. `into` is a handle or a ProcessModel of an
-        earlier load, which gets the new process. `origin` is ignored. Raises what the other backend
-        raises, and LoadFailed.
+        `progress` is called with bytes done and bytes in total. `into` is a handle or a
+        ProcessModel of an earlier load; the new process is put into this object. `origin` is
+        ignored. Raises LoadFailed, and the errors of the backend in the process.
         """
         if self.name == "llama_cpp":  # the process is the model's own already
             spec = replace(spec, options={**spec.options, "isolated": False})
@@ -234,7 +240,7 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
             raise
 
     def move(self, model: ProcessHandle, shares: Shares) -> None:  # type: ignore[override]
-        """Moves all bytes of the model of the handle `model` to `shares`, or none."""
+        """Moves all bytes of the handle's model to `shares`. If the move fails, no byte moves."""
         held: list[Block] = []
         try:
             for share in shares:
@@ -261,7 +267,9 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
         return self._holds(model, "unchanged")
 
     def _holds(self, model: ProcessHandle, kind: str) -> bool:
-        """The answer of the process of `model`. A process that is gone has no weights to lose."""
+        """The answer of the process of `model`. True if the process is gone, since no weights are
+        left to lose.
+        """
         try:
             return model.engine.request(kind)
         except EngineDied:  # nothing is left to lose

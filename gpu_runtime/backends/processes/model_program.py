@@ -1,9 +1,9 @@
 """The program of a process that runs one model for another process. See `model_processes.py`.
 
-It answers requests, each a pickled tuple (number, kind, arguments), with (number, "result" or
-"error", value). Before the result of "stream", its items come as (number, "item", value). Each
-request runs in a thread of its own. The socket connects this process with its owner only, so the
-owner may run any code here anyway.
+The program answers requests, each a pickled tuple (number, kind, arguments), with (number, "result"
+or "error", value). Before the result of "stream", the items are sent as (number, "item", value).
+Each request runs in its own thread. The socket connects this process with its owner only, so the
+owner may run any code in this process anyway.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ class Model:
     """The model of this process. Its methods are the kinds of requests."""
 
     def __init__(self, report: Callable[[int, int], None]) -> None:
-        """Nothing is loaded yet. `report` is called during the load, with bytes done and in total."""
+        """A process without a loaded model. `report` is called during a load, with bytes done and
+        bytes in total.
+        """
         self._report = report
         self._backend: Any = None
         self._handle: Any = None
@@ -42,10 +44,10 @@ class Model:
     def load(
         self, backend: str, devices: str, ids: tuple[str, ...], spec: ModelSpec, shares: Shares
     ) -> Shares:
-        """Loads the model of `spec` onto its `shares` and returns the measured ones.
+        """Loads the model of `spec` onto its `shares` and returns the measured shares.
 
-        `backend` is its name. `devices` is the setting GPU_DEVICES of the owner, and `ids` are the
-        names that the owner has for these devices, in their order.
+        `backend` is the name of the backend. `devices` is the setting GPU_DEVICES of the owner, and
+        `ids` are the names that the owner has for these devices, in their order.
         """
         probe = open_probe(devices)
         probe.rename({mine.id: id for mine, id in zip(probe.devices, ids, strict=True)})
@@ -54,7 +56,7 @@ class Model:
         return self.measure()
 
     def move(self, shares: Shares) -> Shares:
-        """Moves the model to `shares` and returns the measured ones."""
+        """Moves the model to `shares` and returns the measured shares."""
         self._backend.move(self._handle, shares)
         return self.measure()
 
@@ -75,11 +77,11 @@ class Model:
         return self._backend.unchanged(self._handle)
 
     def call(self, path: tuple[str, ...], given: bytes) -> bytes:
-        """The result of a call on the model; see `remote_calls.run`."""
+        """The pickled result of a call on the model; see `remote_calls.run`."""
         return remote_calls.run(self._backend.value(self._handle), path, given)
 
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
-        """The items of `function(value, *args)`, where `value` is the model."""
+        """Yields the items of `function(value, *args)`, where `value` is the model."""
         return function(self._backend.value(self._handle), *args)
 
 
@@ -118,7 +120,7 @@ def _answer(
     cancelled: set[int],
     send: Callable[..., None],
 ) -> None:
-    """Runs one request and sends its answer. Ends this process if it can no longer use its card."""
+    """Runs one request and sends the answer. Ends this process if it can no longer use its card."""
     try:
         if kind not in KINDS:
             raise GpuError(f"{kind} is no request of a model; these are: {', '.join(KINDS)}.")

@@ -1,8 +1,9 @@
-"""A guard process between an owner and its server. When the owner has ended, it ends the server.
+"""A guard process between an owner and its server. When the owner has ended, the guard ends the
+server.
 
-A server does not watch its owner, and it may start processes in sessions of their own. This small
-process leads the server's process group. It waits until the server ends or the socket to the owner
-closes. The operating system closes that socket when the owner dies. Then the guard ends all its
+A server does not watch its owner, and it may start processes in other sessions. The guard, a small
+process, leads the server's process group. It waits until the server ends or the socket to the owner
+closes. The operating system closes this socket when the owner dies. The guard then ends all its
 descendants. If the server ended by itself, the guard returns the server's exit status.
 
 The guard runs as a separate program and uses only the standard library.
@@ -22,10 +23,10 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: 0
 
 
 def descendants(pid: int) -> list[int]:
-    """The process ids of all descendants of process `pid`.
+    """The process ids of all descendants of the process `pid`.
 
-    If `pid` is a subreaper, as this guard is, its orphaned descendants are included, because the
-    kernel makes them its children.
+    If `pid` is a subreaper, as a guard is, its orphaned descendants are included, because the
+    operating system makes them its children.
     """
     found: list[int] = []
     try:
@@ -78,9 +79,9 @@ def _reap() -> None:
 
 
 def main(line: int, owner: int, patience: float, command: list[str]) -> int:
-    """Runs `command`, guards it, and returns its exit code.
+    """Starts `command` as the server, guards the server, and returns its exit code.
 
-    `line` is the file descriptor of the socket to the process `owner`. When that socket closes, the
+    `line` is the file descriptor of the socket to the process `owner`. When this socket closes, the
     server gets `patience` seconds to end normally.
     """
     for number in (signal.SIGINT, signal.SIGTERM):

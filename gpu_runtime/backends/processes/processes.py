@@ -1,9 +1,11 @@
-"""Child processes for engines. Each runs in its own session, writes a log, and ends with its group.
+"""Child processes for engines. Each child runs in its own session, writes a log, and ends with its
+group.
 
 The kernel's stop button does not reach these processes. Jupyter signals the kernel's whole process
-group, and they are in another group. They end with their owner in two ways: by a socket that the
-system closes, and by a signal at their parent's death. The system sends that signal when the
-*thread* that started them ends. So one thread that never ends starts all of them.
+group, and the child processes are in other groups. They end with their owner in two ways: by a
+socket that the system closes, and by a signal when their parent dies. The system sends this signal
+when the *thread* that started the child ends. So one thread that never ends starts all child
+processes.
 """
 
 from __future__ import annotations
@@ -40,7 +42,9 @@ os.register_at_fork(after_in_child=_forget_starter)  # a forked child has no suc
 
 
 def _in_starter_thread(work: Callable[[], Any]) -> Any:
-    """Runs `work()` in the thread that never ends. Returns its result, or raises its error."""
+    """Runs `work()` in the thread that never ends. Returns the result of `work()`, or raises its
+    error.
+    """
     global _jobs
     with _lock:
         if _jobs is None:
@@ -77,9 +81,9 @@ class Child:
         env: dict[str, str] | None = None,
         fds: Sequence[int] = (),
     ) -> None:
-        """Starts `command`. Its output is appended to the file `log`.
+        """Starts `command`. The output of the process is appended to the file `log`.
 
-        `env` is its environment, which defaults to the environment of this process. The child
+        `env` is the environment of the child, by default the environment of this process. The child
         inherits the file descriptors `fds`.
         """
         self.log = log
@@ -99,10 +103,11 @@ class Child:
         self._ending = threading.Lock()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits up to `seconds` for the end of the process. None means no limit. Returns whether it
-        has ended.
+        """Waits up to `seconds` for the end of the process. None means no limit. Returns whether
+        the process has ended.
 
-        The process is not reaped before `end`, so its number is not used again until then.
+        The process is not reaped before `end`. So its number is not given to another process before
+        `end`.
         """
         if self._popen.returncode is not None:
             return True
@@ -128,9 +133,9 @@ class Child:
             return True
 
     def end(self, patience: float = 0.0) -> int:
-        """Ends the whole group. Returns the exit status in the form of `subprocess`.
+        """Ends the whole process group. Returns the exit status in the form of `subprocess`.
 
-        With `patience`, in seconds, the group first receives SIGTERM and that time to end.
+        If `patience` is given, the group first receives SIGTERM, and has `patience` seconds to end.
         """
         with self._ending:
             if self._popen.returncode is None:
@@ -146,7 +151,7 @@ class Child:
             os.killpg(self.pid, number)
 
     def tail(self) -> str:
-        """The last TAIL_BYTES of its log; empty if the log cannot be read."""
+        """The last TAIL_BYTES of the child's log; empty if the log cannot be read."""
         # The text only explains an error, which is also raised without a log.
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -156,7 +161,7 @@ class Child:
 
 
 def in_words(status: int) -> str:
-    """How a process with the exit `status` ended, as a clause for an error message.
+    """How a process with the exit `status` ended, as part of a sentence in an error message.
 
     >>> in_words(-9), in_words(3)
     ('it was killed by SIGKILL', 'it ended with code 3')
@@ -181,9 +186,11 @@ def python_file(file: Path) -> list[str]:
 def guarded(
     words: Sequence[str], log: Path, env: dict[str, str], fds: Sequence[int]
 ) -> tuple[Child, socket.socket]:
-    """The command `words` as the child of a guard, which ends it when the returned socket closes.
+    """Starts the command `words` under a guard. The guard ends the command when the returned socket
+    closes.
 
-    The output is appended to the file `log`. The command inherits the file descriptors `fds`.
+    The output of the command is appended to the file `log`. The command inherits the file
+    descriptors `fds`.
     """
     line, guard_end = socket.socketpair()
     guard = python_file(Path(orphan_guard.__file__))

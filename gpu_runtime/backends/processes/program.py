@@ -1,6 +1,6 @@
-"""One start of the program that runs a model: its process, and requests to it.
+"""One start of the program that runs a model: the process, and requests to the process.
 
-`model_program.py` is the program. `model_processes.py` restarts it.
+`model_program.py` is the program. `model_processes.py` starts a new program if one ends.
 """
 
 from __future__ import annotations
@@ -24,16 +24,17 @@ from .processes import STOP_SECONDS, guarded
 
 
 class Ended(Exception):
-    """The process has ended before it answered."""
+    """Raised when the process has ended before it answered."""
 
 
 class Program:
-    """One start of the program: its process, and requests to it."""
+    """One start of the program that runs a model: the process, and requests to the process."""
 
     def __init__(self, log: Path, progress: Progress | None) -> None:
-        """Starts the process under its guard. Its output is appended to the file `log`.
+        """Starts the process under a guard. The output of the process is appended to the file
+        `log`.
 
-        `progress` is called during the load, with bytes done and in total.
+        `progress` is called during the load, with bytes done and bytes in total.
         """
         own, its = socket.socketpair()
         self._connection = Connection(own.detach())
@@ -63,7 +64,8 @@ class Program:
             del value  # else the error's traceback leads back to it until the next collection
 
     def stream(self, *args: Any) -> Iterator[Any]:
-        """Yields the items of a request "stream". Raises its error, and Ended.
+        """Yields the items of a request "stream" with `args`. Raises the error of the request, and
+        Ended.
 
         If the iterator is closed before its end, the program ends the stream after its next item.
         """
@@ -81,7 +83,10 @@ class Program:
 
     @contextlib.contextmanager
     def _answers(self, kind: str, args: tuple[Any, ...]) -> Iterator[queue.SimpleQueue[Any]]:
-        """Sends a request. Gives the queue of its answers, which end with its result or its error."""
+        """A context manager: sends a request, and yields the queue of its answers.
+
+        The last answer is the request's result or its error.
+        """
         answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         number = next(self._numbers)
         self._send(number, kind, args, answers)
@@ -103,7 +108,9 @@ class Program:
                 self._connection.send_bytes(data)
 
     def _read(self) -> None:
-        """Distributes the answers until the process ends. This runs in a separate thread."""
+        """Puts each answer into the queue of its request, until the process ends. Runs in a
+        separate thread.
+        """
         try:
             while True:
                 number, what, value = pickle.loads(self._connection.recv_bytes())
@@ -124,7 +131,9 @@ class Program:
                 answers.put(("error", Ended()))
 
     def end(self) -> int:
-        """Ends the process with all that it started. Returns its exit status. Repeating is safe."""
+        """Ends the process and everything that it started. Returns its exit status. A repeated call
+        does nothing.
+        """
         self._line.close()
         self.child.wait(STOP_SECONDS + 1.0)
         return self.child.end()

@@ -1,6 +1,7 @@
-"""Calls on a model that another process sends: the arguments come as bytes, and so does the result.
+"""Calls on a model that another process sends: the arguments arrive as bytes, and the result is
+sent as bytes.
 
-So the processes between the caller and the model need not read them, nor import torch.
+So the processes between the caller and the model need not read these bytes, nor import torch.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ def _mover(value: Any) -> Callable[[Any], Any]:
 
 
 def _each_tensor(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The `value` with `change` applied to every tensor in it. Without torch it is unchanged."""
+    """The `value` with `change` applied to every tensor in it; unchanged without torch."""
     torch = imported("torch")
     if torch is None:
         return value
@@ -64,7 +65,7 @@ def _each_tensor(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _same_kind(value: Any, changed: dict[Any, Any]) -> Any:
-    """`changed` as a mapping of the class of `value`, such as a model's output."""
+    """The items of `changed` in a mapping of the class of `value`, such as a model's output."""
     try:
         return type(value)(**changed)
     except TypeError:

@@ -1,9 +1,10 @@
-"""The hooks that run a module over several cards: accelerate's hooks, installed and removed by us.
+"""The hooks that run a module over several cards. The hooks are accelerate's; we install and remove
+them.
 
-The weights are already on their cards, so accelerate's `dispatch_model` moves none. The changes
-that `dispatch_model` makes to the root module are undone, so the model keeps the `forward` of its
-class. So a call pins the model before anything else happens (see `owner/governed_calls.py`), and a
-deep copy shares nothing with the original.
+The weights are already on their cards, so accelerate's `dispatch_model` moves no weights. The
+changes that `dispatch_model` makes to the root module are undone, so the model keeps the `forward`
+of its class. Therefore a call pins the model before anything else happens (see
+`owner/governed_calls.py`), and a deep copy shares nothing with the original.
 """
 
 from __future__ import annotations
@@ -22,8 +23,9 @@ class Dispatch:
     def __init__(self, module: nn.Module, device_map: Mapping[str, str]) -> None:
         """Installs the hooks: each part of `module` runs on its device in `device_map`.
 
-        `device_map` maps paths to torch devices; inputs move to the first device. It covers all
-        weights. So no other card gets any weights, and accelerate plans no memory.
+        `device_map` maps the paths of modules to torch devices; inputs move to the first device.
+        The paths cover all weights. So no other card gets any weights, and accelerate plans no
+        memory.
         """
         from accelerate import dispatch_model
 
@@ -62,20 +64,22 @@ class Dispatch:
         }
 
     def _restore_root(self, own: Mapping[str, Any]) -> None:
-        """Restores the root's own attributes. Only `hf_device_map` stays, as transformers expects."""
+        """Restores the attributes `own` of the root module. `hf_device_map` stays, as transformers
+        expects it.
+        """
         for name in vars(self.module).keys() - own.keys() - {"hf_device_map"}:
             delattr(self.module, name)
         if "forward" in own:
             self.module.forward = own["forward"]
 
     def owns(self, part: nn.Module) -> bool:
-        """Whether the hook on `part` is one that this object installed."""
+        """Whether the hook on `part` was installed by this object."""
         if id(part) not in self.hooks:
             return False
         return self.hooks[id(part)][1] is vars(part).get("_hf_hook")
 
     def remove(self) -> None:
-        """Removes the hooks. The weights stay where they are. Repeating is safe."""
+        """Removes the hooks. The weights stay on their devices. A repeated call does nothing."""
         from accelerate.hooks import remove_hook_from_module
 
         for handle in self.handles:
@@ -106,7 +110,7 @@ class _Transfer:
         return _Transfer, (self.device, self.left_in_place)
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """Moves the arguments to the first card, and records the device from which they came."""
+        """Moves the arguments to the first card, and records the device where they were."""
         from accelerate.utils import find_device, send_to_device
 
         self.call.source = find_device([args, kwargs])
@@ -125,7 +129,9 @@ class _Transfer:
 
 
 def _arguments_left_in_place(module: nn.Module) -> list[str] | None:
-    """Names of arguments whose own tensors are on several cards, such as a key/value cache."""
+    """The names of arguments of `module` whose tensors are on several cards, such as a key/value
+    cache.
+    """
     names = getattr(module, "_skip_keys_device_placement", None)
     if isinstance(names, str):
         return [names]

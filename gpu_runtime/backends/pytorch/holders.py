@@ -2,8 +2,8 @@
 
 `reached` follows references forward from a name, also through autograd graphs. Trial deletion, the
 method of Python's garbage collector, then finds the storages that become free. An object stays if
-an object that the name does not reach refers to it. An object also stays if C++ code or a library
-refers to it in a way that Python does not see.
+it is referenced by an object that the name does not reach. An object also stays if C++ code or a
+library refers to it in a way that Python does not see.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ def reached(
 ) -> Reach:
     """The storages that the objects `held` reach. The call empties the list `held`.
 
-    `held` has one entry for each reference that the name holds. The caller must keep no reference
-    to the objects. `shared` are the ids of containers at which the search ends.
+    `held` has one entry for each reference that the name has. The caller must keep no reference to
+    the objects. `shared` are the ids of containers at which the search ends.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         walk = _Walk(graphs, frozenset(shared), limit or Limit())
@@ -81,7 +81,9 @@ def reached(
 
 
 def storages_of(handle: Any) -> frozenset[int]:
-    """The keys of the storages of a governed model, by its `handle`. Empty for other backends."""
+    """The keys of the storages of the governed model with this `handle`. Empty for models of other
+    backends.
+    """
     if not isinstance(handle, TorchModel):
         return frozenset()
     return frozenset(group.storage._cdata for group in handle.groups())
@@ -90,8 +92,8 @@ def storages_of(handle: Any) -> frozenset[int]:
 class _Walk:
     """The objects that one name reaches, and the references among them.
 
-    Nodes of graphs are followed last. The objects that are found then have references from nodes
-    only.
+    Nodes of autograd graphs are followed last. So the objects that are found after this have
+    references only from nodes.
     """
 
     def __init__(self, graphs: Graphs, shared: Collection[int], limit: Limit) -> None:
@@ -104,13 +106,13 @@ class _Walk:
         self.whole = True
 
     def storages(self) -> set[int]:
-        """The keys of the storages that were reached so far."""
+        """The keys of the storages that this walk has reached until now."""
         every = self._objects.values()
         return {one._cdata for one in every if type(one) is torch.UntypedStorage}
 
     def follow(self, pending: list[Any]) -> None:
-        """Follows all references from the objects in `pending`, and empties it. Nodes are put in
-        `later`.
+        """Follows all references from the objects in `pending`, and empties `pending`. Nodes are
+        put into `later`.
         """
         if pending is not self.later:
             self._given.update(map(id, pending))
@@ -137,7 +139,9 @@ class _Walk:
         return issubclass(kind, types.ModuleType)
 
     def _children(self, one: Any) -> list[Any]:
-        """The objects to which an object refers, in Python and in C++, one for each reference."""
+        """The objects to which the object `one` refers, in Python and in C++. Each reference gives
+        one entry.
+        """
         kind = type(one)
         if kind is torch.UntypedStorage:
             return []
@@ -176,7 +180,7 @@ class _Walk:
 
 
 def _of_tensor(tensor: Tensor) -> list[Any]:
-    """The objects to which the C++ object of a tensor refers."""
+    """The objects to which the C++ object of the `tensor` refers."""
     below: list[Any] = [*gradient(tensor), *graph(tensor)]
     try:
         if tensor._base is not None:
@@ -194,10 +198,10 @@ def _of_tensor(tensor: Tensor) -> list[Any]:
 
 
 class _Kinds:
-    """Tells whether the objects of a class are nodes of autograd graphs.
+    """Finds out whether the objects of a class are nodes of autograd graphs.
 
-    During one search, this object remembers classes by their ids. A reference to a class would keep
-    a class of the notebook alive.
+    During one search, this object remembers classes by their ids. A reference to a class of the
+    notebook would keep this class alive.
     """
 
     def __init__(self) -> None:
@@ -236,9 +240,9 @@ def _counts(objects: Mapping[int, Any]) -> dict[int, int]:
 
 
 def _in_cpp(uses: int) -> int:
-    """The number of references to a C++ object, without the reference of its Python object.
+    """The number of references to a C++ object, except the reference that its Python object has.
 
-    One of the `uses` is the reference of the Python object. If there are others, they keep the
+    One of the `uses` is the reference of the Python object. If there are other uses, they keep the
     Python object alive, which counts as one reference from Python.
     """
     others = uses - 1
@@ -247,7 +251,7 @@ def _in_cpp(uses: int) -> int:
 
 @functools.cache
 def _cpp_keeps_python() -> bool:
-    """Whether torch counts a reference of C++ as a reference to the Python object (since 2.10)."""
+    """Whether torch counts a C++ reference as a reference to the Python object (since 2.10)."""
     leaf = torch.ones(1, requires_grad=True)
     before = sys.getrefcount(leaf)
     result = leaf * 2
@@ -268,7 +272,7 @@ def _references_to_node() -> int:
 
 
 def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
-    """The module, class or cache that refers to a storage that no name reaches.
+    """The name of the module, class or cache that refers to a `storage` which no name reaches.
 
     Empty if no referrer is found. `ignored` are the ids of objects of the search itself. Each step
     from an object to its referrers checks all objects.
@@ -296,7 +300,7 @@ def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
 
 
 def _named(one: Any) -> str:
-    """The name of a referrer; empty if the referrer has no name."""
+    """The name of the referrer `one`; empty if it has no name."""
     if isinstance(one, type):
         return f"class {one.__module__}.{one.__qualname__}"
     if isinstance(one, dict) and "__name__" in one and "__loader__" in one:

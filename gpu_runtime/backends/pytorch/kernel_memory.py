@@ -2,15 +2,15 @@
 
 This memory leaves and returns as a whole. The bytes are copied while the kernel continues. Then one
 call into C exchanges the data pointers of all storages, at a moment when no thread of the process
-uses torch. Tensors, views, gradients, optimizer state and saved tensors of graphs keep their
+uses torch. Tensors, views, gradients, optimizer state and the saved tensors of graphs keep their
 identity and version.
 
 A card works asynchronously. So the copy waits until the card has finished its work, in both
-directions, and so does the exchange. A card that does not finish within REST_SECONDS keeps its
+directions, and the exchange waits too. A card that does not finish within REST_SECONDS keeps its
 memory.
 
-On a simulated card the storages are CPU tensors of at least 1 MiB. Offloaded bytes count as host
-memory there and stay readable. On a real card a guard replaces offloaded bytes: memory without
+On a simulated card the storages are CPU tensors of at least 1 MiB. There, offloaded bytes count as
+host memory and stay readable. On a real card a guard replaces offloaded bytes: memory without
 content, where every access raises an error (see `swap.py`).
 """
 
@@ -41,7 +41,7 @@ REST_SECONDS = 10.0  # how long the work of a card may take to end
 
 
 class Away(NamedTuple):
-    """A storage whose bytes are in host memory."""
+    """A storage of the kernel whose bytes are in host memory now."""
 
     storage: torch.UntypedStorage
     copy: torch.Tensor | None  # on a real card its bytes, [nbytes] uint8; else the storage has them
@@ -49,14 +49,18 @@ class Away(NamedTuple):
 
 
 class Governed(NamedTuple):
-    """The models of this process. Their memory is not part of the memory of the kernel's own code."""
+    """The models that this process governs. Their memory is not part of the memory of the kernel's
+    own code.
+    """
 
     keys: Callable[[], Iterable[int]]  # of their storages (`storage._cdata`)
     shares: Callable[[], Iterable[Share]] = tuple  # their bytes, on whatever device
 
 
 class KernelMemory:
-    """The handle of the backend: where the kernel's bytes are, and which of them are away."""
+    """The handle of KernelBackend. It records where the kernel's bytes are, and which of them are
+    in host memory.
+    """
 
     def __init__(
         self,
@@ -64,7 +68,9 @@ class KernelMemory:
         stillness: Stillness,
         governed: Governed,
     ) -> None:
-        """`memories` are the cards on which the tensors count. `governed` are the governed models."""
+        """`memories` are the cards on which the tensors of the kernel count. `governed` are the
+        governed models.
+        """
         self.memories, self.stillness, self.governed = tuple(memories), stillness, governed
         self.on_swapped: Callable[[], None] = lambda: None  # called at once after the exchange
         self.noted: Block | None = None  # the account of bytes that torch allocated
@@ -77,7 +83,7 @@ class KernelMemory:
 
     @property
     def memory(self) -> Memory:
-        """The first card. On simulated cards all tensors count as being on it."""
+        """The first card. On simulated cards all tensors count as tensors on this card."""
         return self.memories[0]
 
     @property
@@ -87,7 +93,7 @@ class KernelMemory:
 
     @property
     def away_bytes(self) -> int:
-        """The bytes that are in host memory."""
+        """The bytes of this kernel that are in host memory now."""
         return sum(one.storage.nbytes() for one in self.away)
 
 
@@ -109,7 +115,7 @@ class KernelBackend(Backend):
     ) -> KernelMemory:
         """The handle of the memory that this process holds on its cards.
 
-        `keys` and `shares` are those of Governed.
+        `keys` and `shares` are the fields of Governed.
         """
         cards = [self.probe.place(one.id) for one in self.probe.devices if not one.is_host]
         own = cards[:1] if cards[0].counted else cards
@@ -140,7 +146,9 @@ class KernelBackend(Backend):
         """Returns None, because `use` yields no object for a kernel."""
 
     def measure(self, model: KernelMemory) -> Shares:
-        """The bytes on each device now. A simulated card also records them as allocated."""
+        """The kernel's bytes on each device now. On a simulated card the bytes are also recorded as
+        allocated.
+        """
         while True:
             exchanges = model.exchanges
             if model.away:
@@ -158,7 +166,7 @@ class KernelBackend(Backend):
     def count(self, model: KernelMemory) -> dict[str, int]:
         """The bytes on each card that the process of `model` holds beyond its governed models.
 
-        On a real card these are the allocator's figures. On a simulated card all tensors are
+        On a real card the bytes are read from the allocator. On a simulated card all tensors are
         searched.
         """
         if model.memory.counted:
@@ -179,8 +187,8 @@ class KernelBackend(Backend):
     def peaks(self, model: KernelMemory, *, counted: bool = True) -> Shares | None:
         """The most bytes on each card since `watch_peaks`, without the governed models.
 
-        A simulated card records no peak. There the result is the last count, or None if the bytes
-        were not `counted` since.
+        A simulated card records no peak. On such a card the result is the last count, or None if
+        the bytes were not `counted` since `watch_peaks`.
         """
         if model.away or model.memory.counted:
             return model.last if counted else None
@@ -193,7 +201,7 @@ class KernelBackend(Backend):
         return tuple(Share(card, size) for card, size in peak.items() if size > 0)
 
     def move(self, model: KernelMemory, shares: Shares) -> None:
-        """Moves all bytes to `shares`, or none.
+        """Moves all bytes of the kernel to `shares`. If the move fails, no byte has moved.
 
         Raises NotStill if the kernel is in use, and the device's out-of-memory error.
         """
@@ -283,10 +291,10 @@ class KernelBackend(Backend):
         away: tuple[Away, ...],
         noted: Block | None,
     ) -> None:
-        """Makes the exchange while no other thread runs. If it raises NotStill, nothing has
-        changed.
+        """Makes the exchange while no other thread runs. Raises NotStill if this is impossible;
+        nothing has then changed.
 
-        Afterwards the model has the storages `away` in host memory, and `noted` as the block that
+        After the exchange, `away` are the storages in host memory, and `noted` is the block that
         counts the bytes on a simulated card. `mark` is from `Stillness.mark`, before the copies.
         """
 
@@ -308,9 +316,9 @@ class KernelBackend(Backend):
             raise NotStill(why)
 
     def drop(self, model: KernelMemory) -> None:
-        """Returns offloaded bytes to their card, because they exist nowhere else.
+        """Returns offloaded bytes to their card, because these bytes exist nowhere else.
 
-        Repeating is safe.
+        A repeated call does nothing.
         """
         if model.away and not model.memory.counted:
             self._return(model)
@@ -319,7 +327,9 @@ class KernelBackend(Backend):
         model.noted = None
 
     def must_return_to(self, model: KernelMemory) -> dict[str, int]:
-        """The bytes that return to each card. A tensor always returns to its own card."""
+        """The number of bytes that return to each card. A tensor always returns to the card on
+        which it was.
+        """
         cards = {torch.device(one.torch): one.device for one in model.memories}
         sizes: dict[str, int] = {}
         for one in model.away:
@@ -333,7 +343,9 @@ class KernelBackend(Backend):
         return counted_on([self.probe.place(device.id) for device in self.probe.devices])
 
     def _found(self, model: KernelMemory) -> tuple[list[Found], tuple[torch.Stream, ...]]:
-        """The storages on the cards of `model` that belong to no governed model, and all streams."""
+        """The storages on the cards of `model` that belong to no governed model, and all streams of
+        the process.
+        """
         governed = frozenset(model.governed.keys())
         seen = search(self._place(), governed=governed)
         cards = {one.device for one in model.memories}
@@ -342,11 +354,12 @@ class KernelBackend(Backend):
 
 @contextlib.contextmanager
 def _without_collections() -> Iterator[None]:
-    """A context manager: inside it, Python starts no garbage collection by itself.
+    """A context manager in which Python starts no garbage collection by itself.
 
-    A move makes some objects for each storage. The searches that they cause took half the time of a move
-    of 10,000 storages. A cell may run meanwhile and call `gc.disable`, so this function does not
-    use that switch. It raises the number of new objects that starts a search.
+    A move makes some objects for each storage. The garbage collections caused by these objects took
+    half the time of a move of 10,000 storages. A cell may run meanwhile and call `gc.disable`, so
+    this function does not use `gc.disable`. Instead it raises the number of new objects that starts
+    a collection.
     """
     usual = gc.get_threshold()
     if usual[0] != _NEVER:
@@ -360,13 +373,15 @@ def _without_collections() -> Iterator[None]:
 
 
 def _rest(cards: Iterable[torch.device]) -> None:
-    """Waits until the cards have finished their work. Raises NotStill after REST_SECONDS."""
+    """Waits until the `cards` have finished their work. Raises NotStill after REST_SECONDS."""
     if why := streams.not_at_rest(cards, REST_SECONDS):
         raise NotStill(why)
 
 
 def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | None]:
-    """The stream of each storage's block. Raises NotStill if a block is in a private pool."""
+    """For each storage of `found`, the stream of its block of memory. Raises NotStill if a block is
+    in a private pool.
+    """
     kinds = {card.type: card for card in cards}
     segments = [segment for card in kinds.values() for segment in streams.segments(card)]
     if not segments:
@@ -380,7 +395,9 @@ def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | 
 def _streams(
     known: Iterable[torch.Stream], away: Iterable[Away], cards: Iterable[torch.device]
 ) -> dict[torch.device, set[int]]:
-    """The streams of each card: those that Python knows, those of the blocks, and the default."""
+    """The streams of each card: the streams that Python knows, the streams of the blocks of memory,
+    and the default stream.
+    """
     found = {card: {streams.DEFAULT} for card in cards}
     for stream in known:
         if stream.device in found:
@@ -401,8 +418,8 @@ def _by_card(shares: Iterable[Share]) -> dict[str, int]:
 def _bytes(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
     """The content of each storage, as a tensor [nbytes] of uint8.
 
-    The tensors of a device are made in one call. In inference mode torch keeps no records of them,
-    so 10,000 take 9 ms instead of 20.
+    The tensors of a device are made in one call. In inference mode torch keeps no records of the
+    tensors, so 10,000 tensors take 9 ms instead of 20.
     """
     empty: dict[torch.device, Iterator[torch.Tensor]] = {}
     with torch.inference_mode():
@@ -413,7 +430,7 @@ def _bytes(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
 
 
 def _note(model: KernelMemory, size: int) -> None:
-    """Notes that torch holds `size` bytes on the simulated card."""
+    """Records that torch holds `size` bytes on the simulated card."""
     if size == (model.noted.size if model.noted else 0):
         return
     model.noted = None  # freed first: both together may exceed the capacity

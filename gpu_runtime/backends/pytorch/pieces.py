@@ -28,12 +28,12 @@ class Piece(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of its storages."""
+        """The bytes of the piece's storages."""
         return sum(group.nbytes for group in self.groups)
 
 
 class _Sets:
-    """Disjoint sets of numbers; each set is named by its smallest number."""
+    """Disjoint sets of numbers. The name of each set is its smallest number."""
 
     def __init__(self, count: int) -> None:
         self._parents = list(range(count))
@@ -52,7 +52,7 @@ def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> 
     """The pieces of `module`, in order, each with its storages of `groups`.
 
     A single piece means that the module cannot be cut. `runs=False` is for a module that no code
-    calls while its pieces are apart: it may also be cut where hooks could not run it.
+    calls while its pieces are apart. Such a module may also be cut where hooks could not run it.
     """
     leaves = list(_leaves(module)) if _may_be_cut(module) or not runs else []
     if not leaves:
@@ -83,12 +83,12 @@ def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> 
 
 
 def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
-    """The number of the share for each piece.
+    """For each piece, the number of the share that gets the piece.
 
     `sizes` are the bytes of the pieces, `shares` the bytes of the shares. Pieces stay consecutive.
     Each cut is at the place where the running sums of pieces and shares differ least. Only the
-    proportions of the shares matter, so they may be larger than the pieces. Every share gets a
-    piece. Raises ValueError if there are fewer pieces than shares.
+    proportions of the shares matter, so the shares may be larger than the pieces. Every share gets
+    a piece. Raises ValueError if there are fewer pieces than shares.
 
     >>> cut([4, 2, 2, 2, 2], [60, 60])
     [0, 0, 1, 1, 1]
@@ -113,7 +113,8 @@ def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
 
 
 def holder(name: str, table: Mapping[str, T]) -> T:
-    """The entry of `table`, by module path, for the module of the tensor called `name`.
+    """The entry of `table` for the module of the tensor called `name`. `table` maps module paths to
+    entries.
 
     A gradient or an optimizer state gets the entry of its parameter. A tensor of no module in the
     table gets the first entry.
@@ -130,9 +131,9 @@ def holder(name: str, table: Mapping[str, T]) -> T:
 def _may_be_cut(module: nn.Module) -> bool:
     """Whether hooks can run `module` in pieces.
 
-    The result is False if weights are at the module's root, since no hook moves these between
-    cards. It is also False for a transformers model whose authors do not declare which of its
-    modules stay whole.
+    The result is False if weights are at the module's root, since no hook moves weights of the root
+    between cards. It is also False for a transformers model whose authors do not declare which of
+    its modules stay whole.
     """
     tensors = (*module._parameters.items(), *module._buffers.items())
     at_root = {name for name, tensor in tensors if tensor is not None}
@@ -142,10 +143,11 @@ def _may_be_cut(module: nn.Module) -> bool:
 
 
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """The modules that stay whole, in order, each with its path.
+    """The parts of `module` that stay whole, in order, each with its path.
 
-    These are the modules that `_no_split_modules` names. Without that attribute they are the root's
-    children. A list of modules is always opened. A module with tensors of its own is never opened.
+    These parts are the modules that `_no_split_modules` names. If `module` has no such attribute,
+    they are the children of the root. A list of modules is always divided. A module with tensors of
+    its own is never divided.
     """
     names = frozenset(getattr(module, "_no_split_modules", None) or ())
 
@@ -167,7 +169,7 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
 
 
 def _own_tensors(module: nn.Module) -> Iterator[Tensor]:
-    """Parameters and buffers of the module itself, without those of its children."""
+    """The parameters and buffers of the `module` itself, without the tensors of its children."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
             yield tensor

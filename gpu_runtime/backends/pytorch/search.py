@@ -1,8 +1,9 @@
-"""Finds every storage that this process has on its devices, and why a storage cannot be moved.
+"""Finds every storage that this process has on its devices, and the reason if a storage cannot be
+moved.
 
 torch has no list of its storages. So the search uses Python's garbage collector and the autograd
-graphs. The collector alone sees 3 % of a live LSTM graph. No unpack hook runs, because the hook of
-a checkpoint computes the forward pass again. `holders.py` finds the variables that refer to a
+graphs. The collector alone finds 3 % of a live LSTM graph. No unpack hook runs, because the hook of
+a checkpoint would compute the forward pass again. `holders.py` finds the variables that refer to a
 storage.
 """
 
@@ -63,7 +64,7 @@ class Found(NamedTuple):
 
 
 class Search(NamedTuple):
-    """The storages that a search found, and its duration."""
+    """The storages that a search found, and the duration of the search."""
 
     found: tuple[Found, ...]
     opaque: tuple[Tensor, ...]  # tensors on a device that have no storage, such as mkldnn's
@@ -74,11 +75,11 @@ class Search(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Bytes of all storages found."""
+        """The bytes of all storages that were found."""
         return sum(one.bytes for one in self.found)
 
     def bytes_on(self, device: str) -> int:
-        """Bytes of the storages found on `device`."""
+        """The bytes of the storages that were found on `device`."""
         return sum(one.bytes for one in self.found if one.device == device)
 
 
@@ -86,12 +87,12 @@ class Search(NamedTuple):
 
 
 def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None = None) -> Search:
-    """Every storage on a device that can be found, and why it cannot be moved.
+    """Every storage on a device that can be found, each with the reason if it cannot be moved.
 
     `place(storage)` returns the id of the device on which a storage counts (see `counted_on`). It
-    returns "" for storages to leave out, those of the meta device included. `governed` are the keys
-    (`storage._cdata`) of further storages to leave out, such as those of models. The search ends at
-    `limit`; then `whole` is false.
+    returns "" for a storage to leave out, such as a storage of the meta device. `governed` are the
+    keys (`storage._cdata`) of further storages to leave out, such as the storages of models. The
+    search ends at `limit`; if it ends early, `whole` of the result is false.
 
     The search holds the interpreter for about 0.15 s for each million objects. It changes no tensor
     and runs no code of the user: no unpack hook, no `__torch_function__`, no mode. An object that
@@ -117,9 +118,9 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
 def counted_on(memories: Sequence[Memory]) -> Place:
     """A function that returns the device of a storage, by the `memories` of this process.
 
-    `memories` are the governed devices. On a real card the result is the card of the storage. Where
-    the cards are simulated, CPU storages of SIMULATED_BYTES and more count as being on the first
-    card.
+    `memories` are the governed devices. On a real card the result is the card of the storage. If
+    the cards are simulated, CPU storages of SIMULATED_BYTES and more count as if they were on the
+    first card.
     """
     by_torch = {
         torch.device(memory.torch): memory.device for memory in memories if memory.torch != "cpu"
@@ -142,7 +143,7 @@ def counted_on(memories: Sequence[Memory]) -> Place:
 
 
 class Tracked(NamedTuple):
-    """The objects that the garbage collector tracks."""
+    """The objects that the garbage collector tracks, of the classes that a search needs."""
 
     tensors: list[Tensor]
     bare: list[torch.UntypedStorage]  # the storages that have a Python object
@@ -172,7 +173,7 @@ def tracked(limit: Limit) -> Tracked:
 
 
 def subclasses(kind: type) -> set[type]:
-    """`kind` and all classes below it."""
+    """The class `kind` and all its direct and indirect subclasses."""
     known, pending = {kind}, [kind]
     while pending:
         for below in type.__subclasses__(pending.pop()):
@@ -183,7 +184,9 @@ def subclasses(kind: type) -> set[type]:
 
 
 def _scripted_classes() -> set[type]:
-    """The classes of TorchScript modules, whose parameters become Python objects when read."""
+    """The classes of TorchScript modules. Their parameters become Python objects only when they are
+    read.
+    """
     script = sys.modules.get("torch.jit._script")
     return subclasses(script.RecursiveScriptModule) if script else set()
 
@@ -191,7 +194,7 @@ def _scripted_classes() -> set[type]:
 def _with_hidden(tensors: list[Tensor], nodes: set[Any], limit: Limit) -> Iterator[Tensor]:
     """The `tensors`, their gradients, and the tensors that their autograd graphs saved.
 
-    A few tensors appear twice. The visited nodes of the graphs are added to `nodes`.
+    A few tensors are yielded twice. The visited nodes of the graphs are added to `nodes`.
     """
     seen = {id(tensor) for tensor in tensors}
     pending = tensors
@@ -210,7 +213,7 @@ def _with_hidden(tensors: list[Tensor], nodes: set[Any], limit: Limit) -> Iterat
 
 
 class _Entry(NamedTuple):
-    """A storage while the search runs."""
+    """A storage with its device and tensors, while the search runs."""
 
     storage: torch.UntypedStorage
     device: str
@@ -224,13 +227,17 @@ def _storages(
     governed: Collection[int],
     limit: Limit,
 ) -> tuple[list[_Entry], list[Tensor]]:
-    """The storages on a device, and the tensors that have no storage."""
+    """The storages on a device, and the tensors that have no storage. `bare` are storages without a
+    known tensor.
+    """
     by_key: dict[int, _Entry] = {}
     elsewhere = set(governed)
     opaque: list[Tensor] = []
 
     def entry(storage: torch.UntypedStorage) -> _Entry | None:
-        """The entry of `storage`, made when it is first seen. None if the storage is left out."""
+        """The entry of `storage`, created when the storage is first seen. None if the storage is
+        left out.
+        """
         key = storage._cdata
         if (known := by_key.get(key)) is not None:
             return known
@@ -265,10 +272,10 @@ def _storages(
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The strided tensors of which `tensor` consists: itself, or the parts of a sparse or wrapping
-    tensor.
+    """The strided tensors of which `tensor` consists: `tensor` itself, or the parts of a sparse or
+    wrapping tensor.
 
-    Tensors without bytes (fake and meta tensors, lazy parameters) have no such part.
+    Tensors without bytes (fake and meta tensors, lazy parameters) have no strided tensor.
     """
     kind = type(tensor)
     if kind not in _PLAIN:
@@ -288,7 +295,7 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
-    """The plain tensors inside a tensor of a wrapping class."""
+    """The plain tensors inside `tensor`, which is of a wrapping class."""
     try:
         names = tensor.__tensor_flatten__()[0]  # type: ignore[attr-defined]
         inner = [getattr(tensor, name) for name in names]
@@ -300,7 +307,7 @@ def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def gradient(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of `tensor`, or nothing. Python has no object of a gradient before this read."""
+    """The gradient of `tensor`, or nothing. A gradient has no Python object before this read."""
     try:
         if not tensor.requires_grad or not (tensor.is_leaf or tensor.retains_grad):
             return ()
@@ -324,10 +331,10 @@ _saved_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKey
 
 
 def saved_in(roots: Iterable[Any], nodes: set[Any], limit: Limit) -> Iterator[Any]:
-    """The objects that the autograd graphs below `roots` saved: tensors, and results of pack hooks.
+    """The objects that the autograd graphs of `roots` saved: tensors, and results of pack hooks.
 
-    The visited nodes are added to `nodes`; nodes in `nodes` are not visited again. Unpack hooks do
-    not run.
+    The visited nodes are added to `nodes`; nodes that are already in `nodes` are not visited.
+    Unpack hooks do not run.
     """
     pending = list(roots)
     while pending:
@@ -342,7 +349,7 @@ def saved_in(roots: Iterable[Any], nodes: set[Any], limit: Limit) -> Iterator[An
 
 
 def saved_by(node: Any) -> Iterator[Any]:
-    """The tensors and objects that one node of a graph saved. No unpack hook runs."""
+    """The tensors and objects that the `node` of a graph saved. No unpack hook runs."""
     kind = type(node)
     if kind not in _saved_names:
         _saved_names[kind] = tuple(
@@ -353,7 +360,7 @@ def saved_by(node: Any) -> Iterator[Any]:
 
 
 def _saved(node: Any, name: str) -> Iterator[Any]:
-    """The content of one attribute of a node."""
+    """Yields the content of the attribute `name` of a `node`."""
     try:
         value = getattr(node, name)
     except RuntimeError:  # backward() has freed it
@@ -370,9 +377,9 @@ def _saved(node: Any, name: str) -> Iterator[Any]:
 
 
 def _judged(entries: list[_Entry]) -> list[Found]:
-    """The storages, each with the reason why it stays, if there is one.
+    """The storages in `entries`, each with the reason why it cannot be moved, if there is a reason.
 
-    Storages without memory of their own are left out.
+    Storages that have no memory of their own are left out.
     """
     sent = _sent_to_others()
     spans: dict[torch.device, list[tuple[int, int, int]]] = {}  # address, bytes, place in the list
@@ -393,7 +400,7 @@ def _judged(entries: list[_Entry]) -> list[Found]:
 def _reason(
     storage: torch.UntypedStorage, tensors: list[Tensor], sent: Collection[int]
 ) -> tuple[str, int]:
-    """Why a storage cannot be moved, if a reason is known, and its address (0: unknown)."""
+    """The reason if a `storage` cannot be moved, and the address of the storage (0: unknown)."""
     if torch._C._is_cow_tensor(tensors[0] if tensors else _view(storage)):
         return COPY_ON_WRITE, 0  # data_ptr() would copy it
     try:
@@ -412,12 +419,14 @@ def _reason(
 
 
 def _view(storage: torch.UntypedStorage) -> Tensor:
-    """A tensor of `storage` without elements. Making this tensor reads no address."""
+    """A tensor of `storage` without elements. To make this tensor, torch reads no address."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,))
 
 
 def _sent_to_others() -> frozenset[int]:
-    """The keys of card storages that torch has sent to another process, or received from one."""
+    """The keys of the storages on cards that torch has sent to another process or received from
+    another process.
+    """
     reductions = sys.modules.get("torch.multiprocessing.reductions")
     if reductions is None:
         return frozenset()
@@ -425,10 +434,10 @@ def _sent_to_others() -> frozenset[int]:
 
 
 def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
-    """The places of storages that overlap in memory, as two `from_numpy()` of one array do.
+    """The indices of storages that overlap in memory, as two `from_numpy()` of one array do.
 
-    `spans` are those of one device. torch does not know that two storages share bytes. After a
-    move, a change of one storage would not change the other.
+    `spans` are the spans of one device. torch does not know that two storages share bytes. After a
+    move, a change of one storage would not change the other storage.
     """
     overlapping: set[int] = set()
     end, last = 0, -1

@@ -1,8 +1,9 @@
-"""Shadows of models on a card: the unchanged bytes of their storages in host memory.
+"""Shadows of models on a card. A shadow is a copy in host memory of the unchanged bytes of a
+storage.
 
 If the digest of a storage equals the digest of its shadow, the storage leaves its card without a
-copy: the shadow becomes its bytes. A shadow's digest is only valid while nothing has written those
-bytes in host memory.
+copy: the shadow becomes its bytes. The digest of a shadow is only valid while nothing has written
+the shadow's bytes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,10 @@ from .torch_model import TorchModel
 def ready(
     model: TorchModel, going: Sequence[st.Group], places: Sequence[Memory]
 ) -> dict[int, Tensor]:
-    """The shadows of those storages in `going` that move to the host unchanged, by their index.
+    """The shadows of the storages in `going` that move to the host unchanged, by their index in
+    `going`.
 
-    Other shadows of these storages are freed, because their place is needed.
+    If a storage has changed, its shadow is freed, because the shadow's place is needed.
     """
     found: dict[int, Tensor] = {}
     leaving = [i for i, memory in enumerate(places) if memory.device == HOST]
@@ -59,7 +61,9 @@ def _unchanged(model: TorchModel, group: st.Group, shadow: Tensor) -> bool:
 def copied(
     shadows: dict[int, Tensor], sources: list[Tensor], places: Sequence[Memory], host: Memory
 ) -> list[Tensor]:
-    """The new bytes of each of `sources`: its shadow, or else a copy; see `storages.copied`."""
+    """The new bytes of each of `sources`: the shadow of the source, or else a copy; see
+    `storages.copied`.
+    """
     rest = [i for i in range(len(sources)) if i not in shadows]
     copies = st.copied([sources[i] for i in rest], [places[i] for i in rest], host)
     made = {**shadows, **dict(zip(rest, copies, strict=True))}
@@ -74,10 +78,11 @@ def staying(
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],
 ) -> dict[int, Tensor]:
-    """The shadows that stay on the host when the storages `going` move to cards, by storage key.
+    """The shadows that stay on the host when the storages `going` move to cards, by the key of the
+    storage.
 
-    `sources` are their bytes now, and `targets` the copies on the cards, which the second phase of
-    the move exchanges with them.
+    `sources` are the bytes of these storages now, and `targets` the copies on the cards. The second
+    phase of the move exchanges `sources` with `targets`.
     """
     found: dict[int, Tensor] = {}
     for group, memory, source, target in zip(going, places, sources, targets, strict=True):
@@ -96,7 +101,7 @@ def staying(
 
 
 def without(model: TorchModel, going: Sequence[st.Group]) -> dict[int, Tensor]:
-    """The shadows of the storages that do not move."""
+    """The shadows of the storages of `model` that are not in `going`."""
     moved = {group.storage._cdata for group in going}
     return {storage: it for storage, it in model.shadow.items() if storage not in moved}
 
@@ -107,11 +112,12 @@ def digests(
     places: Sequence[Memory],
     unchanged: Mapping[int, Tensor],
 ) -> dict[int, Tensor]:
-    """The digests that are still valid after the move.
+    """The digests of storages that are still valid after the move.
 
-    A storage that is copied to the host loses its digest.
+    If a storage is copied to the host, its digest is left out.
 
-    The digest was taken of other bytes than this new copy. `unchanged` is the result of `ready`.
+    The reason is that such a digest describes other bytes than the new copy. `unchanged` is the
+    result of `ready`.
     """
     copied = set()
     for index, memory in enumerate(places):

@@ -1,11 +1,11 @@
-"""Copies of models in host memory that the processes of a user share.
+"""Copies of models in host memory. All processes of a user share these copies.
 
 Processes that load the same unchanged files share one copy.
 
-The pages hold a page of their own, the content of each storage, and an index with the digest of
+The shared pages contain a first page, the content of each storage, and an index with the digest of
 each storage. The first page is written last, so pages that were not completed are not used. If
-nothing wrote the pages since, their content needs no comparison. Otherwise the process that loads
-the model from the pages compares the digests of what it loaded.
+nothing wrote to the pages since, their content needs no comparison. Otherwise the process that
+loads the model from the pages compares the digests of the loaded bytes.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ Layout = tuple[tuple[Any, ...], ...]
 
 
 class TornCopy(Exception):
-    """The bytes of a shared copy are not those that its index describes."""
+    """Raised when the bytes of a shared copy differ from the bytes that its index describes."""
 
 
 class _First(msgspec.Struct, frozen=True):
-    """The first page: what the pages are, and where the index is."""
+    """The first of the shared pages, which describes the pages and the place of the index."""
 
     magic: str
     index_at: int
@@ -49,7 +49,9 @@ class _First(msgspec.Struct, frozen=True):
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """One storage: the digest of its layout, its place, the digest of its content, its tensors."""
+    """An entry of the index for one storage: digest of the layout, place, digest of the content,
+    tensors.
+    """
 
     layout: str
     at: int
@@ -60,10 +62,10 @@ class _Stored(msgspec.Struct, frozen=True):
 
 
 def content_id(checkpoint: Checkpoint, dtype: Any) -> str:
-    """Identifies the unchanged files of a model and what their weights are converted to.
+    """An id of the unchanged files of a model and of the form to which their weights are converted.
 
-    That depends on the dtype and on the version of transformers. The keys of the digests count too,
-    because other processes compare their digests with those in the index.
+    This form depends on the dtype and on the version of transformers. The keys of the digests are
+    part of the id too, because other processes compare their digests with the digests in the index.
     """
     keys = digest(torch.ones(4, dtype=torch.uint8)).tolist()
     text = repr((checkpoint.stamps, str(dtype), version("transformers"), keys))
@@ -79,7 +81,7 @@ class Part(NamedTuple):
 
     @property
     def claim(self) -> dict[str, Any]:
-        """The fields of a lease that say how many bytes of the model are in the pages."""
+        """The fields of a lease with the number of the model's bytes in the shared pages."""
         pages = self.pages()
         used = pages.used_bytes() if pages is not None else 0
         name, size = (self.name, self.bytes) if used else ("", 0)
@@ -87,7 +89,7 @@ class Part(NamedTuple):
 
 
 def name_of(content: str, pages: SharedPages) -> str:
-    """The id of `pages`, which hold the files with the id `content`.
+    """The id of `pages`, which contain the model files with the id `content`.
 
     Two copies of the same files have different ids.
     """
@@ -95,10 +97,12 @@ def name_of(content: str, pages: SharedPages) -> str:
 
 
 class SharedCopy:
-    """The shared pages of one model: found complete, or new and still to be written."""
+    """The shared pages of one model. They are complete pages that were found, or new pages still to
+    be written.
+    """
 
     def __init__(self, pages: SharedPages, content: str, index: tuple[_Stored, ...] = ()) -> None:
-        """`index` describes complete pages. New pages have none."""
+        """`index` describes the content of complete pages. New pages have no index."""
         self.pages, self.content = pages, content
         self.index = {stored.layout: stored for stored in index}
         self.is_new = not index
@@ -109,7 +113,10 @@ class SharedCopy:
 
     @classmethod
     def found(cls, pids: Iterable[int], content: str) -> SharedCopy | None:
-        """The complete copy of the model `content` that one of the processes `pids` holds, or None."""
+        """The complete copy of the model `content` that one of the processes `pids` has.
+
+        None if no process has a copy.
+        """
         for pages in held_by(pids):
             index = _read(pages, content)
             if index:
@@ -118,7 +125,9 @@ class SharedCopy:
 
     @classmethod
     def new(cls, groups: Sequence[st.Group], content: str) -> SharedCopy | None:
-        """Pages for a copy of the storages `groups`; None if /dev/shm has no room for them."""
+        """New pages for a copy of the storages `groups`; None if /dev/shm has no room for the
+        pages.
+        """
         size = st.nbytes(groups)
         if size < LEAST_BYTES:
             return None
@@ -130,7 +139,7 @@ class SharedCopy:
 
     @property
     def bytes(self) -> int:
-        """The bytes of the content."""
+        """The bytes of all storages in the pages."""
         return sum(size for _, size in self._all_places().values())
 
     def _all_places(self) -> dict[str, tuple[int, int]]:
@@ -143,7 +152,7 @@ class SharedCopy:
 
     @property
     def part(self) -> Part:
-        """What the loaded model has of the pages."""
+        """The bytes of the loaded model that are in the shared pages."""
         name = name_of(self.content, self.pages)
         return Part(weakref.ref(self.pages), name, self.bytes)
 
@@ -154,11 +163,11 @@ class SharedCopy:
         host: Memory,
         progress: Callable[[int, int], None] | None,
     ) -> list[Tensor]:
-        """The content of each of `going` in the shared pages, [nbytes] uint8.
+        """The content of each of `going` in the shared pages, as a tensor [nbytes] of uint8.
 
-        New pages get the content of `sources` first. `progress` is called as in `storages.copied`.
-        Raises OutOfMemory and OSError. Raises TornCopy if a source is not in the complete pages and
-        has other bytes than they have.
+        New pages first get the content of `sources`. `progress` is called as in `storages.copied`.
+        Raises OutOfMemory and OSError. Raises TornCopy if a source is outside the complete pages
+        and has other bytes than these pages.
         """
         if self.is_new:
             self._write(going, sources, progress)
@@ -172,7 +181,9 @@ class SharedCopy:
         return found
 
     def map(self, host: Memory) -> None:
-        """Maps the pages, whose bytes are counted in `host`. Raises OutOfMemory and OSError."""
+        """Maps the pages into memory. Their bytes are counted in `host`. Raises OutOfMemory and
+        OSError.
+        """
         if self._arrays:
             return
         full = {key: place for key, place in self._all_places().items() if place[1]}
@@ -182,7 +193,8 @@ class SharedCopy:
     def weights(self, names: Collection[str]) -> dict[str, Tensor]:
         """The tensors with these `names` in complete pages, which must be mapped.
 
-        Tensors that share a storage in the model, such as tied weights, share one here too.
+        Tensors that share a storage in the model, such as tied weights, also share a storage in the
+        result.
         """
         found: dict[str, Tensor] = {}
         for key, stored in self.index.items():
@@ -214,7 +226,7 @@ class SharedCopy:
     def complete(self, given: Mapping[Layout, Tensor]) -> None:
         """Writes the index of new pages, so that other processes can use them.
 
-        `given` has the digest of each storage. Raises OSError.
+        `given` has the digest of each storage, by the layout of the storage. Raises OSError.
         """
         index = tuple(
             _Stored(key, *self._places[key], given[layout].numpy().tobytes(), _tensors(layout))
@@ -231,9 +243,11 @@ class SharedCopy:
         self.pages.seal()
 
     def proven(self, groups: Sequence[st.Group]) -> dict[Layout, Tensor]:
-        """The digests in the index for the storages `groups` of the model that got the pages' bytes.
+        """The digests in the index for the storages `groups` of the model, which got the bytes of
+        the pages.
 
-        The result is empty if the model may have other bytes. Then they have to be compared.
+        The result is empty if the model may have other bytes than the pages. In that case the
+        digests must be compared.
         """
         if self.is_new or not self._adopted or not self.pages.untouched:
             return {}
@@ -244,7 +258,9 @@ class SharedCopy:
         }
 
     def require_same(self, given: Mapping[Layout, Tensor]) -> None:
-        """Raises TornCopy if the digests `given` are not those in the index of complete pages."""
+        """Raises TornCopy if the digests `given` differ from the digests in the index of complete
+        pages.
+        """
         for layout, sums in given.items():
             stored = self.index.get(_key(layout))
             if stored is None or stored.digest != sums.numpy().tobytes():
@@ -252,7 +268,7 @@ class SharedCopy:
 
 
 def _read(pages: SharedPages, content: str) -> tuple[_Stored, ...]:
-    """The index of complete pages with the model `content`; empty for other pages."""
+    """The index of complete `pages` with the model `content`; empty for other pages."""
     try:
         decoder = msgspec.msgpack.Decoder(_First)
         page = pages.read(0, PAGE_BYTES).rstrip(b"\0")
@@ -268,7 +284,9 @@ def _read(pages: SharedPages, content: str) -> tuple[_Stored, ...]:
 
 
 def _tensor(array: Any) -> Tensor:
-    """The bytes of `array`, [n] uint8, in a storage of its own. Without an array there are none."""
+    """The bytes of `array`, [n] uint8, in a storage of its own. If `array` is None, the tensor is
+    empty.
+    """
     if array is None:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(array, dtype=torch.uint8)

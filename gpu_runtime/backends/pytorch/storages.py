@@ -1,13 +1,13 @@
 """The storages of a module's tensors, and how they move between memories.
 
-A device holds storages, not tensors. Tied weights, views and shared buffers are one storage and
+A device contains storages, not tensors. Tied weights, views and shared buffers are one storage and
 move once.
 
-A move has two phases. The first phase copies everything. If it fails or is interrupted, the copies
-are freed and nothing has changed. The second phase is one call into C, which no signal handler can
-interrupt. It makes the copies the content of the tensors: it exchanges data pointers (`swap.py`),
-or rebinds every tensor if the storage itself cannot stay. The Python objects, Parameters included,
-stay the same.
+A move has two phases. The first phase copies everything. If the first phase fails or is
+interrupted, the copies are freed and nothing has changed. The second phase is one call into C,
+which no signal handler can interrupt. This call makes the copies the content of the tensors: it
+exchanges data pointers (`swap.py`), or rebinds every tensor if the storage itself cannot stay. The
+Python objects, Parameters included, stay the same.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
 
 
 class Slot(NamedTuple):
-    """A tensor of a module, and its role."""
+    """A tensor of a module, and the role of the tensor in the module."""
 
     name: str
     kind: str  # "parameter", "buffer", "grad", or "state" of an optimizer
@@ -60,13 +60,17 @@ class Group(NamedTuple):
 
     @property
     def referenced_elsewhere(self) -> bool:
-        """Whether another object holds the storage: a view, or a live graph's saved tensor."""
+        """Whether another object refers to the storage: a view, or a tensor that a live graph
+        saved.
+        """
         known = len(self.slots) + 1  # each tensor, and the storage's own Python object
         return torch._C._storage_Use_Count(self.storage._cdata) > known
 
     @property
     def layout(self) -> tuple[tuple[Any, ...], ...]:
-        """Name, kind and place of each tensor in the storage. Equal for two loads of one source."""
+        """Name, kind and place of each tensor in the storage. Two loads of one source give equal
+        layouts.
+        """
         return tuple(
             (
                 slot.name,
@@ -81,7 +85,7 @@ class Group(NamedTuple):
 
 
 def slots(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Slot]:
-    """Every parameter, buffer and gradient of `module`, and its state in `optimizer`.
+    """Every parameter, buffer and gradient of `module`, and the state of `module` in `optimizer`.
 
     Each tensor appears once.
     """
@@ -122,7 +126,7 @@ def _tensors_in(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
 
 
 def grouped(found: Iterable[Slot]) -> list[Group]:
-    """The storages of the tensors `found`, in order of first appearance."""
+    """The storages of the tensors `found`, in the order in which they first appear."""
     by_storage: dict[int, tuple[torch.UntypedStorage, list[Slot]]] = {}
     for slot in found:
         storage = slot.tensor.untyped_storage()
@@ -147,18 +151,19 @@ def copied(
     wait: Callable[[], None] | None = None,
     together: bool = False,
 ) -> list[Tensor]:
-    """The first phase: copies of the `sources`, [nbytes] uint8, each in its memory and its own
+    """The first phase: a copy of each source, [nbytes] uint8, in its target memory and in its own
     storage.
 
-    `memories` has the target of each source. All targets are allocated before the first byte is
-    copied. `host` is the host's memory, whose page-locked memory speeds up copies to a card. The
-    copies are few large calls: against a busy main thread 300 separate copies took 1,785 ms, and
-    one call took 18.
+    `memories` has the target of each of `sources`. All targets are allocated before the first byte
+    is copied. `host` is the host's memory, whose page-locked memory speeds up copies to a card. The
+    copies are few large calls: while the main thread was busy, 300 separate copies took 1,785 ms,
+    and one call took 18.
 
-    `progress` is called after each part with bytes done and bytes in total. If it raises, the move
-    ends. `wait` returns once the cards have finished their work. Without `wait`, there is no limit
-    for that time. If the copies are freed `together`, small ones share a block. Raises the device's
-    out-of-memory error. On any failure the copies are freed before the caller sees the error.
+    `progress` is called after each part with bytes done and bytes in total. If `progress` raises an
+    error, the move ends. `wait` returns once the cards have finished their work. Without `wait`,
+    there is no limit for the time of this wait. If the copies are freed `together`, small copies
+    share a block of memory. Raises the device's out-of-memory error. On any failure the copies are
+    freed before the caller gets the error.
     """
     targets: list[Tensor] = []
     made: dict[int, Tensor] = {}
@@ -191,7 +196,7 @@ def _copy_all(
 ) -> None:
     """Copies each source to its target, with one call for each pair of devices.
 
-    With `progress`, the copies are made in parts of about LEG_BYTES, so that progress can be
+    If `progress` is given, the copies are made in parts of about LEG_BYTES, so that progress can be
     reported.
     """
     done, total = 0, sum(source.nbytes for source in sources)
@@ -209,7 +214,9 @@ def _copy_all(
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
-    """Makes the copies and empties both lists, because a traceback would keep their tensors alive."""
+    """Makes the copies and empties both lists. Otherwise a traceback would keep the tensors of the
+    lists alive.
+    """
     try:
         if not targets:
             return
@@ -226,8 +233,8 @@ def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
 def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) -> None:
     """Copies through page-locked memory of the host.
 
-    A card copies from such memory at the bus's speed, and from other memory at a fifth of that
-    speed.
+    A card copies from page-locked memory at the bus's speed, and from other memory at a fifth of
+    this speed.
     """
     for leg in _legs(sources):
         locked = _empty([sources[i].nbytes for i in leg], host)
@@ -237,7 +244,7 @@ def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) ->
 
 
 def _locked(host: Memory, tensors: Sequence[Tensor]) -> bool:
-    """Whether the tensors are in page-locked memory already, or the host has no such memory."""
+    """Whether the `tensors` are in page-locked memory already, or `host` has no such memory."""
     if not host.pinned:
         return True
     return all(host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)
@@ -258,9 +265,11 @@ def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
 
 
 def _empty_together(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
-    """Like `_empty`, for tensors that are freed at the same time. Small ones share one block.
+    """Like `_empty`, for tensors that are freed at the same time. Small tensors share one block of
+    memory.
 
-    With a block for each, 10,000 small tensors took a third longer to leave their card.
+    When each of 10,000 small tensors had its own block, they took a third longer to leave their
+    card.
     """
     small = [index for index, size in enumerate(sizes) if 0 < size < SMALL_BYTES]
     large = [index for index, size in enumerate(sizes) if not 0 < size < SMALL_BYTES]
@@ -276,7 +285,7 @@ def _empty_together(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
 
 
 def _places_of_equal(items: Sequence[Hashable]) -> list[list[int]]:
-    """For each distinct item, the indices at which it occurs."""
+    """For each distinct item of `items`, the indices of the item."""
     places: dict[Hashable, list[int]] = {}
     for place, item in enumerate(items):
         places.setdefault(item, []).append(place)
@@ -284,7 +293,9 @@ def _places_of_equal(items: Sequence[Hashable]) -> list[list[int]]:
 
 
 def _legs(tensors: Sequence[Tensor]) -> Iterator[range]:
-    """Ranges of consecutive indices, each of about LEG_BYTES."""
+    """Ranges of consecutive indices of `tensors`. The tensors of each range have about LEG_BYTES
+    together.
+    """
     start = size = 0
     for index, tensor in enumerate(tensors):
         size += tensor.nbytes
@@ -300,7 +311,7 @@ def _cards(*tensors: Sequence[Tensor]) -> set[torch.device]:
 
 
 def synchronise(cards: set[torch.device]) -> None:
-    """Waits until the cards have finished their work."""
+    """Waits until the `cards` have finished their work."""
     for card in cards:
         module = streams.module_of(card)
         if module is not None:
@@ -311,8 +322,8 @@ def synchronise(cards: set[torch.device]) -> None:
 
 
 def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callable[[], Any]]:
-    """The prepared second phase: calls for `at_once` that make every tensor a view of its new
-    storage.
+    """The prepared second phase: calls for `at_once`. They make every tensor a view of the tensor's
+    new storage.
 
     `targets` has the new content of each of `groups`.
     """
@@ -323,11 +334,11 @@ def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callab
 
 
 def emptying(found: Iterable[Slot]) -> list[Callable[[], Any]]:
-    """Calls for `at_once` that take all bytes from the tensors `found`, and gradients from
+    """Calls for `at_once` that remove all bytes from the tensors `found`, and the gradients from
     parameters.
 
-    The tensors then have no elements. Use this only for devices where no guard can replace the
-    bytes.
+    After these calls the tensors have no elements. Use this function only for devices where no
+    guard can replace the bytes.
     """
     calls: list[Callable[[], Any]] = []
     for slot in found:
@@ -343,9 +354,9 @@ def refilling(
 ) -> list[Callable[[], Any]] | None:
     """Calls for `at_once` that give the module `held` the bytes of the module `fresh`.
 
-    If two storages are on the same device and have the same tensors, they are added to `exchange`.
-    All other tensors are rebound. The result is None if the modules no longer have the same
-    tensors.
+    If two storages are on the same device and have the same tensors, the pair is added to
+    `exchange`. All other tensors are rebound. The result is None if the modules no longer have the
+    same tensors.
     """
     old, new = _weights(held), _weights(fresh)
     if old.keys() != new.keys() or any(old[name].dtype != new[name].dtype for name in new):
@@ -373,8 +384,8 @@ def _rebinding(tensor: Tensor, other: Tensor) -> Callable[[], Any]:
     """A call into C that gives `tensor` the bytes of `other`. The Python object stays the same.
 
     An accelerator that registered itself with torch has tensors of another implementation than the
-    CPU's. On such a device the two tensors are swapped, as `nn.Module.to` does it. torch refuses a
-    swap for tensors that an autograd graph still references.
+    CPU's. On such a device the two tensors are swapped, as in `nn.Module.to`. torch refuses a swap
+    for tensors that an autograd graph still references.
     """
     if torch._has_compatible_shallow_copy_type(tensor, other):
         return partial(_set_data, tensor, other)
