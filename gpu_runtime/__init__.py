@@ -6,8 +6,9 @@
     with rt.use("qwen") as model:
         ...
 
-This package exports the runtime and the errors. Importing it imports neither torch nor any other
-module that is slow to load. The parts of the runtime are imported when it is first opened.
+This package exports the runtime and the errors. Importing the package imports neither torch nor any
+other module that is slow to load. The parts of the runtime are imported when a runtime is first
+opened.
 """
 
 from __future__ import annotations
@@ -106,10 +107,10 @@ _runtime: Runtime | None = None
 
 
 def runtime() -> Runtime:
-    """The runtime of this process, of which there is only one.
+    """The runtime of this process; each process has only one.
 
-    The first call opens it with the settings of the environment. Raises BadSetting for a setting
-    that cannot be used.
+    The first call opens the runtime with the settings of the environment. Raises BadSetting for a
+    setting that cannot be used.
     """
     global _runtime
     from .runtime import Runtime
@@ -133,7 +134,7 @@ def fleet(address: str = "auto") -> Fleet:
 
 
 def _opened() -> Runtime | None:
-    """The runtime of this process if it is open, else None. It opens nothing."""
+    """The runtime of this process if it is open, else None. This function opens nothing."""
     return _runtime if _runtime is not None and not _runtime._closed else None
 
 

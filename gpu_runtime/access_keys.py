@@ -1,7 +1,7 @@
-"""The file of keys with which programs call `gpu serve`: the name of each key, and what it may do.
+"""The file of the keys with which programs call `gpu serve`: names, hashes and rights of the keys.
 
 A key has 256 random bits, so its SHA-256 reveals nothing, and no slow hash is needed. The file has
-hashes only, and must be readable by its owner alone.
+hashes only. Only the owner of the file may read it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Limit = Annotated[int, Meta(ge=1, le=10**12)]
 
 
 class AccessKey(Value, forbid_unknown_fields=True):
-    """What one key may do. With the role `user` it can call models, as a `viewer` only read."""
+    """The rights of one key. A key with the role `user` can call models; a `viewer` only reads."""
 
     sha256: Annotated[str, Meta(pattern="^[0-9a-f]{64}$")]
     role: Literal["user", "viewer"] = "user"
@@ -45,7 +45,7 @@ class AccessKey(Value, forbid_unknown_fields=True):
     tokens_a_minute: Limit | None = None  # of prompts and answers
 
     def may_call(self, model: str) -> bool:
-        """Whether the key may call the model, the task or the cloud's model of this name.
+        """Whether the key may call `model`: the name of a model, of a task or of a cloud's model.
 
         >>> key = AccessKey("0" * 64, models=("qwen*",))
         >>> key.may_call("qwen-4b"), key.may_call("phi")
@@ -63,9 +63,9 @@ def default_file() -> Path:
 
 
 def read(path: Path) -> Keys:
-    """The keys in the file `path`, by name. Without the file there are none.
+    """The keys in the file `path`, by name; empty if the file does not exist.
 
-    Raises BadDocument for a mistake in the file, or if another user may read or replace it.
+    Raises BadDocument for a mistake in the file, or if another user may read or replace the file.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -110,7 +110,7 @@ def add(path: Path, name: str, key: AccessKey) -> None:
 
 
 def remove(path: Path, name: str) -> None:
-    """Removes the key called `name` from the file `path`. Raises GpuError if there is none."""
+    """Removes the key called `name` from the file `path`. Raises GpuError for an unknown name."""
     with _changing(path) as keys:
         if name not in keys:
             raise GpuError(f"there is no key {name!r}; see them:  gpu keys list", name=name)
@@ -143,7 +143,7 @@ def digest(key: str) -> str:
 
 
 def name_of(keys: Keys, offered: str) -> str:
-    """The name of the key whose text is `offered`, or "". Each comparison takes constant time."""
+    """The name of the key with the text `offered`, or "". Each comparison takes constant time."""
     sha256 = digest(offered)
     found = ""
     for name, key in keys.items():
@@ -153,14 +153,17 @@ def name_of(keys: Keys, offered: str) -> str:
 
 
 class KeysFile:
-    """The keys of one file. A changed file is read again. If it is wrong, the old keys stay."""
+    """The keys of one file, which is read again after a change.
+
+    If the changed file has a mistake, the old keys stay valid.
+    """
 
     def __init__(
         self, path: Path, clock: Callable[[], float], report: Callable[[str], None]
     ) -> None:
-        """The keys in the file `path`. `clock` returns seconds. `report` gets a sentence on each mistake.
+        """Reads the keys in the file `path`. Raises BadDocument.
 
-        Raises BadDocument.
+        `clock` returns seconds. `report` is called with a sentence on each later mistake.
         """
         self._path = path
         self._clock = clock
@@ -170,7 +173,7 @@ class KeysFile:
         self._keys = read(path)
 
     def keys(self) -> Keys:
-        """The keys, by name. The file is looked at once a second at most."""
+        """The keys, by name. At most once a second, checks whether the file has changed."""
         if self._clock() - self._checked_at >= 1.0:
             self._checked_at = self._clock()
             stamp = self._look()
@@ -186,7 +189,7 @@ class KeysFile:
             self._report(f"the earlier keys stay: {error}")
 
     def _look(self) -> tuple[int, ...] | None:
-        """The times, size and inode of the file, which show every change; None without a file."""
+        """The file's times, size and inode, which show every change; None without a file."""
         try:
             found = os.stat(self._path)
         except OSError:  # `read` reports it

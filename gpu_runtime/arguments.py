@@ -1,4 +1,4 @@
-"""The arguments of the public methods: a table of the allowed values, and what to type instead.
+"""The arguments of the public methods: a table of the allowed values, and the advice in errors.
 
 `checked` applies the table before a method runs. So the runtime, and the book that all processes
 read, get only plain values within their bounds. This module does not know which names or devices
@@ -42,8 +42,8 @@ class Rule(NamedTuple):
 def read(name: str, value: Any, rule: Rule) -> Any:
     """The `value` of the argument `name`, converted by `rule`.
 
-    Raises BadSetting, or the GpuError of the rule. If code of the value's class raises an
-    exception, the value cannot be used.
+    Raises BadSetting, or the GpuError of the rule. BadSetting is also raised if code of the value's
+    class raises an exception.
     """
     try:
         return rule.read(value)
@@ -54,7 +54,7 @@ def read(name: str, value: Any, rule: Rule) -> Any:
 
 
 def unknown_option(name: str, value: Any, known: Iterable[str], taker: str) -> BadSetting:
-    """The error for an option that `taker` does not take. It suggests the nearest `known` name."""
+    """The error for an option that `taker` does not take. The error suggests a `known` name."""
     nearest = difflib.get_close_matches(name[:MOST_QUOTED].lower(), list(known), n=1, cutoff=0.0)
     return BadSetting(name, value, f"an option that {taker} takes; the nearest is {nearest[0]}")
 
@@ -72,10 +72,10 @@ def _require(condition: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """`value` as an exact str, int or float if its class derives from one or is a NumPy integer.
+    """Converts `value` to an exact str, int or float if it is of a subclass, or a NumPy integer.
 
-    A subclass may define its own comparison and its own text. Any other value is returned
-    unchanged.
+    The reason is that a subclass may define its own comparison and its own text. Any other value is
+    returned unchanged.
 
     >>> import enum
     >>> plain(enum.IntEnum("Size", {"ONE": 1}).ONE), plain(True), plain(None)
@@ -396,8 +396,8 @@ def _rule(method: str, parameter: str) -> Rule:
 def checked(method: Callable[P, T]) -> Callable[P, T]:
     """Wraps `method`, so that it gets only arguments that the table allows.
 
-    If `method` has `**options`, keywords that its signature does not name are passed on
-    unchanged. If it has none, such keywords raise BadSetting, which names the nearest keyword.
+    If `method` has `**options`, keywords that its signature does not name are passed on unchanged.
+    If `method` has no `**options`, such keywords raise BadSetting, which names the nearest keyword.
     """
     rules = rules_of(method)
     takes_more = bool(method.__code__.co_flags & inspect.CO_VARKEYWORDS)

@@ -1,7 +1,7 @@
-"""The person for whom this thread acts, if that is not the user of its process.
+"""The person for whom this thread acts, if another person than the user of this process.
 
-A console, for example, acts for its visitors. The name is for display only. Permissions depend on
-the requesting process, and not on this name.
+A console, for example, acts for its visitors. The name of the person is for display only.
+Permissions depend on the requesting process, and not on this name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def on_behalf_of(name: str) -> Iterator[None]:
 
 
 def speaking_for() -> str:
-    """The person for whom this thread acts now. Empty if that is the user of its process."""
+    """The person for whom this thread acts now. Empty if it acts for the user of its process."""
     return _speaking_for.get()
 
 
@@ -42,7 +42,7 @@ def printable(name: str) -> str:
 
 
 def attributed(said_by: str, process: str) -> str:
-    """The author of a request: the claimed name `said_by`, and the known `process` that wrote it.
+    """The author of a request: the claimed name `said_by`, and the known `process` of the request.
 
     >>> attributed("ann, console", "ops, pid 7"), attributed("", "ops, pid 7")
     ('ann, console (ops, pid 7)', 'ops, pid 7')

@@ -1,7 +1,7 @@
 """`gpu autoload`: every kernel of a Python environment loads the extension when it starts.
 
 IPython reads the environment's configuration in `PREFIX/etc/ipython`. `gpu autoload` writes one
-marked block into one file there. `--remove` removes only this block.
+marked block of lines into one file of this directory. `--remove` removes only these lines.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ get_config().InteractiveShellApp.extensions.append("gpu")
 
 
 def autoload(remove: bool = False, prefix: str = sys.prefix) -> Outcome:
-    """Writes the marked block into the configuration of the environment at `prefix`.
+    """Writes the marked block of lines into the configuration of the environment at `prefix`.
 
-    With `remove` the block is removed instead.
+    If `remove` is true, removes the block instead.
 
-    Raises GpuError if the file cannot be written, or if the end of the block is missing in it.
+    Raises GpuError if the file cannot be written, or if the end of the block is missing in the
+    file.
     """
     path = Path(prefix) / "etc" / "ipython" / FILE
     try:
@@ -66,10 +67,10 @@ def _without_block(text: str, path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replaces the file in one step. A file that would be empty is removed.
+    """Replaces the content of the file `path` by `text`, in one step. An empty file is removed.
 
-    The kernels of all users read a new file and its directory, even if the operator's umask is 077.
-    An existing file keeps its mode.
+    A new file and its directory are readable for the kernels of all users, even if the operator's
+    umask is 077. An existing file keeps its mode.
     """
     if not text:
         path.unlink(missing_ok=True)

@@ -1,8 +1,8 @@
 """The key of a notebook's cell, and whether the peak of the cell's last run is known.
 
 The peak is the most memory that the cell used; `telemetry/cell_peaks.py` keeps the peaks in a file.
-Until a kernel has a lease, it looks for the peak before each cell. So this module imports only
-modules that a kernel has loaded anyway. The package's own reader of the file would add 60 ms to the
+A kernel without a lease looks for the peak before each cell. So this module imports only modules
+that a kernel has loaded anyway. The package's own reader of the file would add 60 ms to the
 kernel's first cell.
 """
 
@@ -18,9 +18,10 @@ FILE = "cells.json"  # in the state directory, see telemetry/cell_peaks.py
 
 
 def cell_key(notebook: str, text: str) -> str:
-    """The key of the cell `text` of the `notebook`, a path. Empty for a cell without text.
+    """The key of the cell with the code `text` in the notebook at the path `notebook`.
 
-    The key is a digest, so the file contains neither code nor names.
+    The key is empty for a cell without code. The key is a digest, so the file of peaks contains
+    neither code nor names.
     """
     text = text.strip()
     if not text:

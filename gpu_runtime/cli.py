@@ -1,7 +1,7 @@
 """The `gpu` command. It has the same verbs as `%gpu`, for a terminal.
 
-The command holds no models. It sends requests to the processes that hold them, through the ledger.
-Exit codes: 0 done, 1 failed, 2 not understood.
+The command holds no models. Through the ledger, it sends requests to the processes that hold
+models. Exit codes: 0 done, 1 failed, 2 not understood.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carries out the command in `argv` (or the command line) and returns the exit code."""
+    """Carries out the words in `argv` and returns the exit code. None means the command line."""
     words = with_sizes_joined(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
@@ -257,7 +257,7 @@ def _serve(args: argparse.Namespace) -> str:
 
 
 def _console_beside(rt: Any) -> Any:
-    """The console that runs beside the server. Without Panel, prints a line and returns None."""
+    """The console that runs beside `gpu serve`. Without Panel, prints a line and returns None."""
     try:
         from gpu_panels.server import with_console
     except ImportError as error:

@@ -1,6 +1,6 @@
-"""The files with the output of engines that run as processes, in the state directory of this user.
+"""The log files of engines that run as processes. They are in the state directory of this user.
 
-The name of a file has the model, the process that started the engine, and a number.
+The name of a log has the model, the process that started the engine, and a number.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def newest_log(name: str) -> Path | None:
 def part_of(log: Path, after: int, most: int) -> tuple[str, int]:
     """The text of the file `log` from byte `after` to the end, and the size of the file in bytes.
 
-    If that is more than `most` bytes, only the last `most` bytes are read. A file that is shorter
-    than `after` is read from its beginning. Raises OSError.
+    If the text has more than `most` bytes, only the last `most` bytes are read. A file that is
+    shorter than `after` is read from its beginning. Raises OSError.
     """
     with open(log, "rb") as file:
         size = os.fstat(file.fileno()).st_size

@@ -1,6 +1,7 @@
-"""What to do about each error: the last line of an error in a notebook leads here.
+"""What to do about each error. The last line of an error in a notebook names its page.
 
-`%gpu help DoesNotFit` shows the page of an error, and `docs/reference/errors.md` has the same texts.
+`%gpu help DoesNotFit` shows the page of the error DoesNotFit. `docs/reference/errors.md` has the
+same texts.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ WHAT_TO_DO = {  # error -> what to type or to change
 def page(name: str, prompt: str) -> str:
     """The page of the error `name`: what it means, its attributes, and what to do.
 
-    Empty if no error has this name. Commands begin with `prompt`.
+    The page is empty if no error has this name. Commands in the page begin with `prompt`.
     """
     kind = getattr(errors, name, None) if name in WHAT_TO_DO else None
     if kind is None:

@@ -50,7 +50,7 @@ MOST_PROBLEMS = 9  # further errors of one file that are listed after the first
 
 
 class GpuError(Exception):
-    """A failure, explained in a sentence for the user. Its `facts` are also its attributes."""
+    """A failure, explained in a sentence for the user. Its `facts` are also attributes."""
 
     places: tuple[str, ...] = ()  # the user's lines of an error that is not kept
 
@@ -143,7 +143,7 @@ class UnknownModel(GpuError, LookupError):
         none: str = "This process has registered no model.",
         advice: str = "",
     ) -> None:
-        """`known` are the existing names. `none` is the sentence that is used if there are none.
+        """`known` are the existing names. Without names, the message has the sentence `none`.
 
         `advice` says what to type. By default it says how to register the model `name`.
         """
@@ -169,7 +169,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _listed(names: Collection[str]) -> str:
-    """The names in order. If there are many, only the first names and the number of the others."""
+    """The names in order. Of many names, only the first ones, and the number of all others."""
     text = ", ".join(sorted(names)[:MOST_NAMES])
     more = len(names) - MOST_NAMES
     return f"{text} and {more} more" if more > 0 else text
@@ -238,7 +238,7 @@ class BadSize(GpuError, ValueError):
     def __init__(
         self, value: Any, what: str = "size", example: str = _SIZES, meant: str = ""
     ) -> None:
-        """`what` is the expected kind of `value`, `example` a valid value, `meant` a likely one."""
+        """`what` is the expected kind of `value`, `example` a valid one, `meant` the likely one."""
         suggestion = f"Did you mean {meant}? " if meant else ""
         super().__init__(
             f"{quoted(value)} is not a {what}. {suggestion}Write it like {example}.",
@@ -287,7 +287,7 @@ class BadDocument(GpuError, ValueError):
     ) -> None:
         """`problem` describes the mistake in `file`. `others` are the further errors in the file.
 
-        `line` is 0 if it is unknown. `field` is empty if the mistake is in no single field.
+        `line` is 0 if the line is unknown. `field` is empty if the mistake is in no single field.
         """
         place = file
         if line:

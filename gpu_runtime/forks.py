@@ -1,9 +1,10 @@
-"""Locks at the moment of a fork.
+"""Makes locks safe at the moment of a fork.
 
-A forked child has the memory of its parent and only one of its threads. If another thread held a
-lock at that moment, the lock stays locked in the child for ever, and its data may be half changed.
-SQLite has such locks itself, and remembers file locks that the child does not have. (When a thread
-was inside SQLite, 2 in 200 children hung, or kept a lock that stopped every process for 20 s.)
+A forked child has the memory of its parent and only one of the parent's threads. If another thread
+holds a lock at the moment of the fork, the lock stays locked in the child for ever, and the data
+that it protects may be half changed. SQLite has such locks itself, and remembers file locks that
+the child does not have. (When a thread was inside SQLite, 2 in 200 children hung, or kept a lock
+that stopped every process for 20 s.)
 
 This module opens and closes nothing.
 """
@@ -28,7 +29,7 @@ _here = threading.local()
 def awaited(lock: threading.Lock) -> threading.Lock:
     """Makes every fork wait for `lock`, so the child sees no half-changed data. Returns `lock`.
 
-    Use it for locks around SQLite, and around files that are locked for a moment.
+    Use this function for locks around SQLite, and around files that are locked for a moment.
     """
     _awaited[id(lock)] = lock
     return lock
@@ -37,7 +38,7 @@ def awaited(lock: threading.Lock) -> threading.Lock:
 def freed(lock: threading.Lock) -> threading.Lock:
     """Makes `lock` free in a forked child. Returns `lock`.
 
-    Use it only for a lock whose data is valid at every moment.
+    Use this function only for a lock whose data is valid at every moment.
     """
     _freed[id(lock)] = lock
     return lock
@@ -85,9 +86,9 @@ def _in_child() -> None:
 
 
 def _free(lock: threading.Lock) -> None:
-    """Makes `lock` free, even if a thread of the parent held it.
+    """Makes `lock` free, even if a thread of the parent held the lock.
 
-    Use it only in a child, which has one thread.
+    Use this function only in a child, which has one thread.
     """
     lock._at_fork_reinit()  # type: ignore[attr-defined]
 

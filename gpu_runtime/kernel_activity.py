@@ -16,9 +16,9 @@ from .facts import NEVER
 
 
 class State(NamedTuple):
-    """Times in seconds of CLOCK_BOOTTIME. 0.0 means that the time does not apply or is unknown.
+    """Since when the kernel runs a cell, or since when it is idle, in seconds of CLOCK_BOOTTIME.
 
-    A script has no such times.
+    A time of 0.0 does not apply or is unknown. In a script, both times are 0.0.
     """
 
     busy_since: float = NEVER
@@ -28,7 +28,8 @@ class State(NamedTuple):
 class Activity:
     """The cells that are running now.
 
-    There may be several: one cell can run another, and subshells run beside the main shell.
+    Several cells can run at once: a cell can run another cell, and subshells run beside the main
+    shell.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -61,9 +62,10 @@ class Activity:
 
     @property
     def state(self) -> State:
-        """When the oldest running cell started; if no cell runs, when the last cell ended.
+        """The time when the oldest running cell started, or when the last cell ended.
 
-        The time is rounded to a tenth of a second, to keep it short in the ledger.
+        The second time is given only if no cell runs. Both are rounded to a tenth of a second, to
+        keep them short in the ledger.
         """
         since = list(self._running.values())
         if since:

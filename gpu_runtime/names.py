@@ -36,8 +36,8 @@ class Name(NamedTuple):
 class Namespace:
     """The names of a process: variables, running functions, threads, and the last error.
 
-    These are the names of a script. A front end has a subclass. Only `held` returns objects, and
-    no reference to them is kept.
+    This class has the names of a script. A front end has a subclass. Only `held` returns objects,
+    and this class keeps no reference to the objects.
     """
 
     @property
@@ -57,7 +57,7 @@ class Namespace:
     def held(self, name: Name) -> list[Any]:
         """The objects to which `name` refers.
 
-        An object is in the list once for each reference that goes away with the name.
+        An object is in the list once for each reference that ends when the name is deleted.
         """
         if name.kind == ERROR:
             return values_in(frames_of(self._errors()))
@@ -90,7 +90,7 @@ class _Registered:
         self.front_end: Namespace | None = None
 
     def current(self) -> Namespace:
-        """The front end's namespace if one is registered, else the script's."""
+        """The namespace of the front end if registered, else the namespace of a script."""
         return self.front_end or Namespace()
 
 
@@ -106,7 +106,7 @@ def describe(value: Any) -> str:
 
 
 def last_errors(more: Iterable[Any] = ()) -> list[BaseException]:
-    """The errors that Python keeps after a traceback, and those in `more`, each once."""
+    """The errors that Python keeps after a traceback, and the errors in `more`, each once."""
     every = [getattr(sys, "last_exc", None), getattr(sys, "last_value", None), *more]
     return list({id(error): error for error in every if isinstance(error, BaseException)}.values())
 
@@ -133,7 +133,7 @@ def functions_of(errors: Iterable[BaseException]) -> str:
 
 
 def clear(frames: Iterable[FrameType]) -> None:
-    """Clears the local variables of those `frames` that no longer run."""
+    """Clears the local variables of all `frames` that no longer run."""
     for frame in frames:
         try:
             frame.clear()
@@ -159,7 +159,7 @@ def frame_names() -> list[Name]:
 
 
 def frames_named(name: Name) -> list[FrameType]:
-    """The frames of `name`, which `frame_names` returned: of its function, or of its thread."""
+    """The frames of the function or thread that `name` names; `frame_names` returned `name`."""
     if name.kind == RUNNING:
         here = _stack(threading.get_ident())
         return [frame for frame in here if f"{frame.f_code.co_name}()" == name.name]
@@ -196,7 +196,7 @@ def values_in(frames: Iterable[FrameType]) -> list[Any]:
         found += variables.values()
         debugged = frame.f_trace is not None or sys.gettrace() is not None
         if isinstance(variables, dict) and not debugged:
-            # Up to Python 3.12 `f_locals` is a copy, which the frame keeps with all its objects.
-            # Python copies it back after each step of a debugger, so it must stay in that case.
+            # Up to Python 3.12 `f_locals` is a copy, which the frame keeps with all its objects. If
+            # a debugger runs, Python copies `f_locals` back after each step, so it must stay.
             variables.clear()
     return found

@@ -9,7 +9,7 @@ from .safe_text import LONGEST_PATH, printable
 
 
 def notebook_path() -> str:
-    """The path of the notebook that this kernel runs. Empty until the front end has set it.
+    """The path of the notebook that this kernel runs; empty until the front end has set the path.
 
     Jupyter sets an environment variable. Visual Studio Code and some servers set a name in the
     notebook's namespace, sometimes only after the kernel has started. The name of a file may have

@@ -63,7 +63,7 @@ REFUSED_FOR_TRANSFORMERS = dict.fromkeys(
 
 
 def _refused(instead: str) -> Rule:
-    """The rule of an option that is always refused. The error says to do `instead`."""
+    """The rule of an option that is always refused. The error advises to do `instead`."""
     return Rule(instead, whole(1, 0))
 
 
@@ -121,8 +121,7 @@ def require_none(options: Mapping[str, Any], refused: Mapping[str, str]) -> None
 
 
 def read_options(backend: str, given: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
-    """The options `given` for a `backend`, converted by their rules. An option that is None is left
-    out.
+    """Converts the options `given` for a `backend` by their rules. Leaves out options with None.
 
     `others` are further names that are suggested for a misspelled option. Raises BadSetting.
     """

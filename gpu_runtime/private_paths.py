@@ -35,8 +35,8 @@ def replace_file(
 ) -> None:
     """Replaces the whole file `path` at once, so a reader finds the old content or the new content.
 
-    The file has mode 0600, unless `prepare(draft)` changes that before the replacement. After an
-    error the old file remains. Raises OSError.
+    The file has mode 0600, unless `prepare(draft)` changes the draft's mode before the replacement.
+    After an error the old file remains. Raises OSError.
     """
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
@@ -54,8 +54,8 @@ def read_plain(path: Path, most_bytes: int, owner: int | None = None) -> bytes:
     """The content of the file `path`, which another user may have replaced.
 
     Only a plain file is read, because opening a pipe could wait for ever. Raises OSError if `path`
-    is anything else, if the file has more than `most_bytes`, or if it does not belong to the user
-    with the id `owner`. With `owner` None, the file may belong to any user.
+    is no plain file, if the file has more than `most_bytes`, or if it does not belong to the user
+    with the id `owner`. If `owner` is None, the file may belong to any user.
     """
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     with open(path, "rb", opener=lambda name, _: os.open(name, flags)) as file:
@@ -70,11 +70,12 @@ def read_plain(path: Path, most_bytes: int, owner: int | None = None) -> bytes:
 
 
 def weak_step(path: Path, *, may_be_writable: bool = False) -> str:
-    """The first directory or link on the way to `path` that another user can change. Empty if none.
+    """A clause on the first directory or link on the way to `path` that another user can change.
 
-    `path` itself is checked too. A directory that does not exist yet is not checked. Only root and
-    this user are trusted. With `may_be_writable`, only the owners of the directories are checked.
-    The result is a clause such as `/var/tmp/x belongs to uid 1001`. Raises OSError.
+    An example is `/var/tmp/x belongs to uid 1001`. The result is empty if only root and this user
+    can change the way. `path` itself is checked too. A directory that does not exist yet is not
+    checked. If `may_be_writable` is true, only the owners of the directories are checked. Raises
+    OSError.
     """
     trusted = (0, os.geteuid())
     for step, found in _steps(path.absolute()):
@@ -120,8 +121,8 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 def _is_harmless(gid: int) -> bool:
     """Whether write access of the group `gid` is no danger.
 
-    Write access is no danger if the group is root's, or has no member but this user. Many systems
-    give each user a group with the user's name, which may write the user's files.
+    Write access is no danger if the group is root's group, or has no member but this user. Many
+    systems give each user a group with the user's name, which may write the user's files.
     """
     import grp
     import pwd

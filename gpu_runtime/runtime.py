@@ -1,6 +1,6 @@
 """Runtime: the public facade, the one object that users hold.
 
-Each public method is a docstring and one call into `owner/`. The folder `scheduler/` decides, and
+Each public method is a docstring and one call into `owner/`. The package `scheduler/` decides, and
 `owner/` carries the decisions out.
 """
 
@@ -79,8 +79,8 @@ if TYPE_CHECKING:
 class Runtime:
     """Shares this machine's GPU memory among the models of this process and of all other processes.
 
-    Every argument defaults to its setting. Further keywords are settings, by their names in small
-    letters: `Runtime(devices="sim:2x24GiB", ledger="memory:", gpu_memory_max_percent=0.9)`.
+    An argument that is not given has the value of its setting. Any other setting is a keyword too:
+    `Runtime(devices="sim:2x24GiB", ledger="memory:", gpu_memory_max_percent=0.9)`.
     """
 
     @checked
@@ -101,8 +101,8 @@ class Runtime:
 
         `devices` is `auto`, `cuda` or text such as `sim:2x24GiB`. `ledger` is a URL, `catalog` a
         directory, and `policy` the name of the eviction policy. `clock` returns seconds of
-        CLOCK_BOOTTIME and `wall` epoch seconds; tests replace both, and `probe`. Without `monitor`
-        the caller must call `tick`. Raises BadSetting, LedgerUnavailable, ProbeFailed.
+        CLOCK_BOOTTIME and `wall` epoch seconds. Tests replace `clock`, `wall` and `probe`. Without
+        `monitor` the caller must call `tick`. Raises BadSetting, LedgerUnavailable, ProbeFailed.
         """
         self.settings = Settings.load(
             gpu_devices=devices,
@@ -138,9 +138,9 @@ class Runtime:
         return self._opened
 
     def _reopened(self) -> Session:
-        """Opens a new owner that holds no memory. A forked child calls this at its first use.
+        """Opens a new owner that holds no memory. A forked child does this at its first use.
 
-        The parent's models stay in the child as plain objects. Raises LedgerUnavailable, also if
+        The parent's models stay in the child as plain objects. Raises LedgerUnavailable, also after
         the runtime was closed.
         """
         with self._closing:
@@ -170,7 +170,7 @@ class Runtime:
 
     @property
     def guest(self) -> bool:
-        """True for a command's runtime: it sends requests to others and holds no model itself."""
+        """True for the runtime of a command, which only sends requests and holds no model."""
         return self._opened.guest
 
     @guest.setter
@@ -201,13 +201,13 @@ class Runtime:
 
         `source` is a Hugging Face model directory, a downloaded hub id, a GGUF file, a callable
         that returns an nn.Module, or an existing module (see `adopt`). `backend` loads the model;
-        "auto" chooses it by the source. `size` is the declared memory, such as "8 GiB".
+        "auto" chooses one by the source. `size` is the declared memory, such as "8 GiB".
         `importance` is urgent, high, normal, low, batch or a number (lower is more important).
-        `keep` forbids eviction. `keep_alive` forbids eviction for that long after a use (seconds or
+        `keep` forbids eviction. `keep_alive` forbids eviction for a time after each use (seconds or
         "5m"). `layout` says how the model may be divided over `devices`, ids such as "cuda:1".
         `model_type` and `quantization` describe the model. With `restore_on_call=False`, a call on
-        a kept reference raises NotResident while the model is away. `options` are passed to the
-        backend, which refuses those that it does not use. A second, equal call changes nothing.
+        a kept reference raises NotResident while the model is away. The backend gets the `options`,
+        and refuses an option that it does not use. A second, equal call changes nothing.
 
         Raises NotAModel, BadSize, BadSetting, AlreadyRegistered, UnknownDevice.
         """
@@ -234,8 +234,8 @@ class Runtime:
     ) -> ModelSpec:
         """Governs an existing `module`, with its `optimizer` if it is in training.
 
-        The module's weights exist nowhere else, so they are never dropped. The other parameters
-        (`importance`, `keep`, `keep_alive`, `model_type`, `restore_on_call`) are those of `register`.
+        The module's weights exist nowhere else, so they are never dropped. The parameters
+        `importance`, `keep`, `keep_alive`, `model_type` and `restore_on_call` are as in `register`.
 
         Raises CannotGovern, AlreadyRegistered, NotAllowed, BadSetting.
         """
@@ -245,7 +245,7 @@ class Runtime:
 
     @checked
     def forget(self, name: str) -> None:
-        """Frees the model `name` and its name. An adopted module stays with you, where it is.
+        """Frees the model `name` and its name. An adopted module stays in place, as your object.
         Raises UnknownModel, StillInUse.
         """
         registry.forget(self._session, name)
@@ -256,7 +256,7 @@ class Runtime:
 
     @checked
     def spec(self, name: str) -> ModelSpec:
-        """The specification of the model `name`, also of the catalogue. Raises UnknownModel."""
+        """The specification of the model `name`, here or in the catalogue. Raises UnknownModel."""
         return registry.find(self._session, name).spec
 
     @checked
@@ -278,8 +278,8 @@ class Runtime:
     ) -> Held:
         """`with rt.use("qwen") as model:` — the model, on its device while the block runs.
 
-        Idle models are evicted to make room. If models in use occupy the memory, the call waits at
-        most `timeout` (seconds or "30s"; None: no limit). For this block, `importance` and
+        Idle models are evicted to make room. If models in use occupy the memory, the block waits at
+        most `timeout` (seconds or "30s"; None means no limit). In this block, `importance` and
         `keep_alive` replace the values of the registration.
 
         Raises UnknownModel, DoesNotFit, Busy, Deadlock, LoadFailed; OutOfMemory, inside the block.
@@ -305,9 +305,9 @@ class Runtime:
     ) -> Held:
         """`with rt.lease("8 GiB", purpose="training") as block:` — memory for your own code.
 
-        `size` is claimed in the ledger, capped in torch on a real card, and returned when the block
-        ends. None claims nothing and only measures the use. Other users see the `purpose`, by
-        default the notebook's or the script's name. `importance` and `timeout` are as in `use`.
+        `size` is claimed in the ledger until the block ends. On a real card, torch is capped. If
+        `size` is None, nothing is claimed, and the use is only measured. Other users see `purpose`,
+        by default the notebook's or the script's name. `importance` and `timeout` are as in `use`.
 
         Raises BadSize, DoesNotFit, Busy.
         """
@@ -317,9 +317,9 @@ class Runtime:
 
     @checked
     def on_behalf_of(self, name: str) -> AbstractContextManager[None]:
-        """`with rt.on_behalf_of("ann"):` — journals this thread's actions as done for `name`.
+        """`with rt.on_behalf_of("ann"):` — journals this thread's actions as done for ann.
 
-        The name is only for display. Permissions still depend on this process's user.
+        The `name` is only for display. Permissions still depend on this process's user.
         """
         return attribution.on_behalf_of(name)
 
@@ -335,8 +335,8 @@ class Runtime:
     ) -> Outcome:
         """Registers the model `name` if it is new, and loads it.
 
-        `source` and `options` are those of `register`, `progress` and `timeout` those of `preload`.
-        A registered model that is not loaded gets these options. Raises as both methods do.
+        `source` and `options` are as in `register`, `progress` and `timeout` as in `preload`. A
+        registered model that is not loaded gets these options. Raises the errors of both methods.
         """
         given = {option: value for option, value in options.items() if value is not None}
         return loading.load(
@@ -354,8 +354,8 @@ class Runtime:
     ) -> Outcome:
         """Loads the model onto its device now, so that the next `use` does not wait.
 
-        `progress(bytes, total)` is called during the load. `timeout` is as in `use`. Without
-        `wait` the model is loaded in the background, and a failure is logged. Raises as `use` does.
+        `progress(bytes, total)` is called during the load. `timeout` is as in `use`. Without `wait`
+        the model is loaded in the background, and a failure is logged. Raises the errors of `use`.
         """
         session = self._session
         return operations.preload(session, name, progress=progress, timeout=timeout, wait=wait)
@@ -375,12 +375,12 @@ class Runtime:
     ) -> Outcome:
         """Evicts the model to host memory. If host memory has no room, the model is unloaded.
 
-        `qwen@4121` or a LeaseId names another process's model, and `train.ipynb` all memory of a
-        notebook, also that of its own code. `*` names all idle models. With `drop`, a model that
-        can be loaded again leaves host memory too. Another process gets a request, and has
-        `timeout` seconds. Without `wait` the request is only written. With `lost`, `name` is the
-        pid of a process that may have ended. The outcome lists the memory of that process. `force`
-        also ends its leases; use it only if you know that the process has ended.
+        `qwen@4121` or a LeaseId names another process's model. `train.ipynb` names all memory of a
+        notebook, also of its own code. `*` names all idle models. With `drop`, a model that can be
+        loaded again leaves host memory too. Another process gets a request, and has `timeout`
+        seconds. Without `wait` the request is only written. With `lost`, `name` is the pid of a
+        process that may have ended, and the outcome lists the process's memory. `force` also ends
+        the process's leases; use `force` only if you know that the process has ended.
 
         Raises StillInUse, UnknownModel, AmbiguousName, Busy, NotAllowed, GpuError.
         """
@@ -390,10 +390,11 @@ class Runtime:
 
     @checked
     def cancel(self, name: str | LeaseId, *, timeout: str | float | None = ASK_SECONDS) -> Outcome:
-        """Ends the wait for memory of the request for `name`: its cell raises WaitEnded.
+        """Ends the wait of the request for `name`. The waiting cell raises WaitEnded.
 
-        `qwen@4121` names the request of another process, `train.ipynb` that of a notebook. Only the
-        request's user and operators may do this. Raises GpuError, AmbiguousName, NotAllowed, Busy.
+        `qwen@4121` names a request of another process, `train.ipynb` the request of a notebook.
+        Only the request's user and operators may end its wait. Raises GpuError, AmbiguousName,
+        NotAllowed, Busy.
         """
         return waits.cancel(self._session, name, timeout)
 
@@ -408,7 +409,7 @@ class Runtime:
         """Moves an idle model: `rt.move("qwen", "cuda:1")`, or `"cuda:0,1"` for both cards.
 
         Only free memory is used: room on `device` is reserved first, and nothing is evicted.
-        `qwen@4121` names another process's model; that process gets `timeout` seconds to do it.
+        `qwen@4121` names another process's model; that process has `timeout` seconds for the move.
 
         Raises UnknownDevice, DoesNotFit, StillInUse, NotResident, Busy.
         """
@@ -421,21 +422,21 @@ class Runtime:
 
     @checked
     def unpin(self, name: str | LeaseId) -> Outcome:
-        """Lets the model `name` be evicted again. Raises UnknownModel, NotAllowed."""
+        """Allows the eviction of the model `name` again. Raises UnknownModel, NotAllowed."""
         return operations.set_keep(self._session, name, "unpin")
 
     @checked
     def park(self, who: str = "", *, checkpoint: bool = False, yes: bool = False) -> Outcome:
-        """Moves the memory of the notebook `who` (a file name or pid; else this one) to RAM.
+        """Moves the memory of the notebook `who` to RAM: a file name or pid; empty: this notebook.
 
         The memory returns before the notebook's next cell. With `checkpoint`, the driver moves the
-        memory of any process `who`; without `yes`, the call then only lists what may go wrong.
+        memory of any process with the pid `who`. Without `yes`, such a call only lists the risks.
         """
         return checkpoints.park(self._session, who, checkpoint, yes)
 
     @checked
     def unpark(self, who: str = "", *, checkpoint: bool = False) -> Outcome:
-        """Brings back the notebook `who`, or with `checkpoint` any process. Raises GpuError."""
+        """Brings back the memory of the notebook `who`, or with `checkpoint` of any pid `who`."""
         return checkpoints.unpark(self._session, who, checkpoint)
 
     @checked
@@ -447,8 +448,8 @@ class Runtime:
     def defrag(self, process: str = "", *, timeout: str | float | None = 5.0) -> Outcome:
         """Frees unused memory of the allocators of all processes that take this user's requests.
 
-        `process` selects one process by its pid, its owner id, or its model (`qwen@4121`). All
-        have `timeout` seconds together. Raises UnknownModel, AmbiguousName, NotAllowed, Busy.
+        `process` selects one process by its pid, its owner id, or its model (`qwen@4121`). The
+        `timeout` is for all together. Raises UnknownModel, AmbiguousName, NotAllowed, Busy.
         """
         return defragment.defrag(self._session, process, timeout)
 
@@ -464,7 +465,7 @@ class Runtime:
     def drain(
         self, device: str, *, undo: bool = False, timeout: str | float | None = 5.0
     ) -> Outcome:
-        """Closes the card `device` to new leases and moves idle models off. `undo` opens it again.
+        """Closes the card `device` to new leases and moves idle models off. `undo` ends the drain.
 
         A drain applies to all processes of the ledger until it is undone or the machine restarts.
         Waits at most `timeout` seconds for idle models to leave. Raises UnknownDevice, NotAllowed.
@@ -477,7 +478,7 @@ class Runtime:
         told: Callable[[str, Wait | None], None] | None,
         arrived: Callable[[Any], None] | None = None,
     ) -> None:
-        """Calls `told(name, wait)` in a waiting thread at each decision; at the end `wait` is None.
+        """Calls `told(name, wait)` in a waiting thread after each decision; finally with None.
 
         Calls `arrived` with an `Arrival` when a load or a restore begins, and when it has ended.
         """
@@ -491,9 +492,9 @@ class Runtime:
         return status.snapshot(self._session)
 
     def reap(self) -> int:
-        """Removes owners that are proven dead, and returns their number.
+        """Removes owners that are proven dead, and returns the number of these owners.
 
-        Processes with a model do this once a second. Processes that only read can call it.
+        A process with a model does this once a second. A process that only reads can call `reap`.
         """
         return self._session.reap()
 
@@ -511,7 +512,7 @@ class Runtime:
 
     @checked
     def events(self, limit: int | None = None) -> DataFrame:
-        """A table of events with their reasons, the newest last; at most `limit` rows."""
+        """A table of the last `limit` events with their reasons. The newest event is last."""
         return status.events(recorded_events(self._session, limit))
 
     @checked
@@ -524,41 +525,41 @@ class Runtime:
         """The use of every device in the last `seconds`, and the events of that time.
 
         There are at most `points` moments for each device. Of moments that are too close together,
-        the one with the most memory in use is kept. The newest moment is now. Between two moments
-        nothing changed. But if two moments are over a minute apart, and further than the others,
-        nothing was recorded between them. History goes back 24 h, also over a restart of the
-        machine. A ledger in memory has only the present. Raises BadSize, BadSetting.
+        the moment with the most memory in use is kept. The newest moment is now. Between two
+        moments nothing changed. An exception is a gap of over a minute that is longer than the
+        other gaps: in such a gap nothing was recorded. History goes back 24 h, also over a restart
+        of the machine. A ledger in memory has only the present. Raises BadSize, BadSetting.
         """
         return status.history(self._session, self.status(), seconds, points)
 
     @checked
     def decisions(self, limit: int | None = 100) -> tuple[Event, ...]:
-        """The last `limit` grants, waits and refusals with their reasons, the newest first."""
+        """The last `limit` grants, waits and refusals with reasons. The newest one is first."""
         return recorded_events(self._session, limit, actions=books.DECISIONS)[::-1]
 
     def fragmentation(self) -> DataFrame:
-        """A table of each process's allocator on each card; empty where nothing is published."""
+        """A table of each process's allocator on each card. Unpublished figures are empty."""
         return status.fragmentation(self._session)
 
     @checked
     def who(self, who: str = "") -> DataFrame:
-        """A table of the names in this process that hold device memory; `attrs` has the sums.
+        """A table of the names in this process that hold device memory. Its `attrs` have sums.
 
-        `who` is another notebook's file name or process id. A search takes about 3 s at most.
-        Raises GpuError, NotAllowed, Busy.
+        If `who` is another notebook's file name or process id, the table is of the other process. A
+        search takes about 3 s at most. Raises GpuError, NotAllowed, Busy.
         """
         return status.who(self._session, who)
 
     def allocator_maps(self) -> tuple[AllocatorMap, ...]:
         """The maps of the allocators of all processes, with their segments and blocks.
 
-        The map of this process is made now. Other processes publish theirs, usually within 2 s of a
-        change.
+        The map of this process is made now. Other processes publish their maps, usually within 2 s
+        of a change.
         """
         return status.allocator_maps(self._session)
 
     def health(self) -> Health:
-        """Whether the host has a problem, and its gravest problem in one line."""
+        """Whether the host has a problem, and the gravest problem in one line."""
         return status.health(self.status())
 
     @checked
@@ -573,9 +574,9 @@ class Runtime:
         """A dry run of `load`, or of leasing a size: what would happen now, and why.
 
         `name_or_size` may also be an unregistered path, a hub id, or a name that contains its size
-        (`llama-7B-Q4_K_M`). `source`, `timeout` and `options` are those of `load`: for example,
-        `context_length` (tokens) and `sequences` add the memory for a KV cache of that size. The
-        result's `command` is what to type to carry the plan out.
+        (`llama-7B-Q4_K_M`). `source`, `timeout` and `options` are as in `load`: for example,
+        `context_length` (tokens) and `sequences` add the memory of a KV cache. The result's
+        `command` is what to type to carry the plan out.
 
         Raises UnknownModel, UnknownSize, BadSize, BadSetting, and LoadFailed for a damaged file.
         """
@@ -586,7 +587,7 @@ class Runtime:
     def why(self, name: str, *, replay: bool = False) -> tuple[Event | Replayed, ...]:
         """The last decisions on the model `name`, the newest first. Raises UnknownModel.
 
-        With `replay` the recorded decisions are decided again; `name` may be a decision's number.
+        With `replay`, the recorded decisions are made again; `name` may be a decision's number.
         """
         return status.replays(self._session, name) if replay else status.why(self._session, name)
 
@@ -604,17 +605,17 @@ class Runtime:
     ) -> DataFrame:
         """Replays a history, and shows how long users wait with each policy, card and RAM.
 
-        The history is in the CSV files `requests` and `models`. Without them it is the journal of
-        the last `days` days. The choices are words in a list, or in one string with commas.
-        `device` and `host` are sizes such as "80GB", or percents of the bytes of all models. Raises
-        BadSetting.
+        The history is in the CSV files `requests` and `models`. Without files, the history is the
+        journal of the last `days` days. Each choice is a list of words, or one string with commas.
+        The words of `device` and `host` are sizes such as "80GB", or percents of the bytes of all
+        models. Raises BadSetting.
         """
         choices: dict[str, Any] = {"days": days, "policy": policy, "engine": engine}
         choices |= {"device": device, "host": host}
         return backtests.backtest(self._session, requests, models, **choices)
 
     def schedule(self) -> Schedule:
-        """The waiting cells of this notebook, the models they use, and what was loaded ahead."""
+        """The waiting cells of this notebook, their models, and the models loaded ahead."""
         return self._session.look_ahead.schedule()
 
     def doctor(self) -> Report:
@@ -634,9 +635,9 @@ class Runtime:
 
     @checked
     def apply(self, file: str | os.PathLike[str]) -> Applied:
-        """Writes all models of `file` into the catalogue, or none. Loaded models do not change.
+        """Writes all models of `file` into the catalogue. Loaded models do not change.
 
-        Raises BadDocument, which names file, line and field, and CatalogUnavailable.
+        After an error, nothing is written. Raises BadDocument, CatalogUnavailable.
         """
         return self._catalogue.catalog.apply(file)
 
@@ -645,7 +646,7 @@ class Runtime:
         return status.catalog(self._session)
 
     def catalog_names(self) -> tuple[str, ...]:
-        """The names of the catalogue's models; empty if it cannot be read."""
+        """The names of the catalogue's models; empty if the catalogue cannot be read."""
         return self._catalogue.names()
 
     @checked
@@ -671,7 +672,7 @@ class Runtime:
         return maintenance.tick(self._session, notebook_path())
 
     def close(self) -> None:
-        """Frees all models and leaves the book. Adopted modules stay, no longer governed."""
+        """Frees all models and leaves the book. Adopted modules stay, as plain modules."""
         with self._closing:
             self._is_inherited = False
             if self._opened.closed:

@@ -4,8 +4,8 @@
     samples.causal_lm("models/writer", size="48 MiB")
     samples.gguf_lm("models/writer.gguf")
 
-Runbooks, drills and tests use these models. Their output is nonsense, but always the same, because
-the weights depend only on the seed.
+Runbooks, drills and tests use these models. The models' output is nonsense, but always the same,
+because the weights depend only on the seed.
 """
 
 from __future__ import annotations
@@ -67,12 +67,11 @@ def causal_lm(
     seed: int = 0,
     **shape: int,
 ) -> Path:
-    """Saves a new Llama of 0.6 MB, or of about `size`, in `directory`. Returns the path of
-    `directory`.
+    """Saves a new Llama of 0.6 MB, or of about `size`, in `directory`. Returns this path.
 
-    `shard="100KB"` splits it into files of that size. With `tied`, input and output embeddings
-    share their weights. `dtype` is the name of a torch dtype. `seed` determines the weights.
-    `shape` overrides fields of the LlamaConfig.
+    `shard="100KB"` splits the weights into files of 100 KB. If `tied` is true, input and output
+    embeddings share their weights. `dtype` is the name of a torch dtype. `seed` determines the
+    weights. `shape` overrides fields of the LlamaConfig.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -82,9 +81,9 @@ def causal_lm(
 
 
 def embedder(directory: str | Path, *, size: str | int | None = None, seed: int = 0) -> Path:
-    """Saves a new Llama without a head in `directory`, as embedding models are. Returns its path.
+    """Saves a new embedding model, a Llama without a head, in `directory`. Returns this path.
 
-    `size` and `seed` are those of `causal_lm`.
+    `size` and `seed` are as in `causal_lm`.
     """
     from transformers import LlamaConfig, LlamaModel
 
@@ -93,9 +92,9 @@ def embedder(directory: str | Path, *, size: str | int | None = None, seed: int 
 
 
 def reranker(directory: str | Path, *, size: str | int | None = None, seed: int = 0) -> Path:
-    """Saves a new Llama that scores a sequence in `directory`. Returns the path of `directory`.
+    """Saves a new reranker, a Llama that scores a sequence, in `directory`. Returns this path.
 
-    `size` and `seed` are those of `causal_lm`.
+    `size` and `seed` are as in `causal_lm`.
     """
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
@@ -106,13 +105,12 @@ def reranker(directory: str | Path, *, size: str | int | None = None, seed: int 
 def gguf_lm(
     file: str | Path, *, size: str | int | None = None, context: int = 512, seed: int = 0
 ) -> Path:
-    """Saves a new Llama of 0.5 MB, or of about `size`, as GGUF in `file`. Returns the path of
-    `file`.
+    """Saves a new Llama of 0.5 MB, or of about `size`, as GGUF in `file`. Returns this path.
 
     `context` is the model's longest context in tokens. `seed` determines the weights. The
-    vocabulary is bytes and printable characters, and the model has a chat template. It generates
-    only printable characters and never an end token. So a text has exactly as many tokens as were
-    requested.
+    vocabulary is bytes and printable characters, and the model has a chat template. The model
+    generates only printable characters and never an end token. So a text has exactly as many tokens
+    as were requested.
     """
     import gguf
 
@@ -223,7 +221,7 @@ def _write_weights(
 
 
 def _shape_for(size: str | int | None) -> dict[str, int]:
-    """Fields of a float32 Llama whose weights are about `size`. Empty if no size is given."""
+    """Fields of the config of a float32 Llama with weights of about `size`; empty without it."""
     if size is None:
         return {}
     hidden, inner, kv = 512, 1408, 512 // 2

@@ -1,8 +1,8 @@
 """Every setting in one table: its name, default, bounds and meaning.
 
-The value of a setting is the argument, if one is given; else the environment variable with the same
-name in capitals; else the default. Importing this module loads pydantic, which takes 0.1 s. So the
-package imports this module only when the first runtime opens.
+The value of a setting is taken from the argument, if the caller gives it; else from the environment
+variable with the same name in capitals; else from the default. Importing this module loads
+pydantic, which takes 0.1 s. So the package imports this module only when the first runtime opens.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class Settings(BaseSettings):
 
 
 def masked(text: Any) -> Any:
-    """`text` with the passwords in its URLs replaced by ***. Values that are no text are unchanged.
+    """`text` with the passwords in its URLs replaced by ***. Any other value is unchanged.
 
     >>> masked("redis://ops:s3cret@box:6379/0?password=s3cret")
     'redis://ops:***@box:6379/0?password=***'
@@ -359,7 +359,7 @@ def masked(text: Any) -> Any:
 
 
 def _show(value: Any) -> str:
-    """The value in the form that the environment uses. None becomes `unset`.
+    """The `value` in the form that the environment uses; `unset` for None.
 
     >>> _show(True), _show(120.0), _show(None)
     ('true', '120', 'unset')
@@ -374,7 +374,7 @@ def _show(value: Any) -> str:
 
 
 def _plain(name: str, value: Any) -> Any:
-    """An argument's `value` if it is text, a number or a truth value. Else raises BadSetting."""
+    """Returns `value` if it is text, a number or a truth value. Raises BadSetting if it is not."""
     return value if type(value) is SecretStr else read(name, value, Rule(_expected(name), _scalar))
 
 
@@ -395,7 +395,7 @@ def _unknown(name: str, value: Any) -> BadSetting:
 def _bad_setting(error: ValidationError, given: dict[str, Any]) -> BadSetting:
     """The first problem of `error` as a sentence, with the setting's name and value as written.
 
-    `given` are the arguments. A setting that is not among them is from the environment, so its name
+    `given` are the arguments. A setting that is not in `given` is from the environment, so its name
     is in capitals.
     """
     problem = error.errors()[0]

@@ -1,4 +1,4 @@
-"""Which user and process is at the other end of a local TCP connection, as the kernel reports it.
+"""Finds the user and the process at the other end of a local TCP connection, from the kernel.
 
 A loopback address proves nothing. Every user of the machine can listen on a port that is free for a
 moment, and can connect to every port.
@@ -22,8 +22,8 @@ _REACHED = (_LOOPBACK, bytes(4), bytes(16), _MAPPED + _LOOPBACK, _MAPPED + bytes
 
 # The kernel's interface sock_diag: linux/inet_diag.h and linux/netlink.h.
 _HEADER = struct.Struct("=IHHII")  # length, type, flags, sequence number, port
-# The first part is: family, protocol, extensions, states. The second part describes the socket:
-# ports and addresses of both ends, interface, cookie.
+# The first part of a request is: family, protocol, extensions, states. The second part describes
+# the socket: ports and addresses of both ends, interface, cookie.
 _REQUEST = struct.Struct("=BBBxI2s2s16s16sI8s")
 _ANY_COOKIE = b"\xff" * 8
 _ANSWER = struct.Struct("=4x2s2x16s16s12x12xII")  # source port, source, destination, uid, inode
@@ -53,7 +53,7 @@ def _asked(port: int, family: int) -> Iterator[Listener]:
     """The sockets of one address `family` that listen on `port`, by one netlink request.
 
     The requests for IPv4 and IPv6 take 0.3 ms together. Reading /proc/net/tcp takes 22 ms on the
-    same machine, since the kernel then searches its table of all connections.
+    same machine, since a read makes the kernel search its table of all connections.
     """
     sockets = _ask(_ALL, family, _STATE_LISTEN, port.to_bytes(2, "big"))
     for number, source, uid, inode in sockets:
@@ -141,7 +141,7 @@ def _listed(port: int) -> Iterator[Listener]:
 
 
 def _hex(address: bytes) -> str:
-    """The `address` as the tables write it: 32 bits at a time, in the byte order of the machine."""
+    """The `address` as /proc/net/tcp writes it: words of 32 bits in the machine's byte order."""
     words = (address[at : at + 4] for at in range(0, len(address), 4))
     return "".join(f"{int.from_bytes(word, sys.byteorder):08X}" for word in words)
 

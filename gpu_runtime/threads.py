@@ -30,8 +30,7 @@ class Running:
         self.ident = 0
 
     def wait(self, timeout: float = -1) -> bool:
-        """Waits for the thread's end. Returns True once it has ended, False after `timeout`
-        seconds.
+        """Waits for the end of the thread. Returns False if it still runs after `timeout` seconds.
 
         A `timeout` of -1 means no limit.
         """
@@ -42,7 +41,7 @@ class Running:
         return True
 
     def run(self) -> None:
-        """Calls the function. This runs in the new thread."""
+        """Calls the function `work`. This method runs in the new thread."""
         self.ident = _thread.get_ident()
         try:
             self._work()
@@ -53,8 +52,8 @@ class Running:
 class Cancellation(threading.Event):
     """An event that is set when the result of some work is no longer wanted.
 
-    When the event is set, it also calls functions. They are for work that waits in a way that no
-    event can end, such as a call of an engine in another process.
+    When the event is set, it also calls the functions that were passed to `then`. Such a function
+    ends work that waits for something else than the event, such as for an engine's process.
     """
 
     def __init__(self) -> None:
@@ -83,8 +82,8 @@ def start(work: Callable[[], None]) -> Running:
     """Starts a new daemon thread that calls `work`.
 
     `threading.Thread` is not used, because its `start` waits until the new thread reports that it
-    is alive. If that wait is interrupted, the lock for the report stays locked. The thread then
-    never runs, and a process that waits for it never ends.
+    is alive. If an interrupt ends this wait, the lock for the report stays locked. In this case the
+    new thread never runs, and a process that waits for the thread never ends.
     """
     running = Running(work)
     _thread.start_new_thread(running.run, ())
@@ -116,7 +115,7 @@ class _Spare:
 def start_short(work: Callable[[], None]) -> None:
     """Calls `work` in a daemon thread that may have done other work before. `work` must not raise.
 
-    This takes a fifth of the time of `start`, so it is for short work that comes often.
+    This function takes a fifth of the time of `start`. Use it for frequent, short work.
     """
     try:
         spare = _spare.pop()
@@ -130,7 +129,7 @@ def start_short(work: Callable[[], None]) -> None:
 
 
 def side_by_side(works: Sequence[Callable[[], None]]) -> None:
-    """Calls all `works` at the same time. Returns when all have ended. None of them may raise."""
+    """Calls all `works` at the same time, and returns when all have ended. No work may raise."""
     running = []
     for work in works[1:]:
         try:
@@ -146,7 +145,7 @@ def side_by_side(works: Sequence[Callable[[], None]]) -> None:
 def finish() -> None:
     """Waits until the work of `uninterrupted` has ended, for at most MOST_SECONDS.
 
-    The end of the interpreter would stop the threads of that work.
+    Without this wait, the end of the interpreter would stop the threads of unfinished work.
     """
     until = time.monotonic() + MOST_SECONDS
     while _unfinished and time.monotonic() < until:
@@ -183,10 +182,10 @@ def uninterrupted(work: Callable[[], Any]) -> Any:
 
 
 def imported(name: str) -> Any:
-    """The module `name` if it is imported, else None. Nothing is imported here.
+    """The module `name` if it is imported, else None. This function imports nothing.
 
-    The result is None, too, while another thread still imports the module: until then its
-    attributes are missing.
+    The result is also None while another thread still imports the module, because attributes of the
+    module are still missing.
     """
     module = sys.modules.get(name)
     spec = getattr(module, "__spec__", None)

@@ -25,14 +25,15 @@ def instances(classes: Collection[type]) -> list[Any]:
     would keep the objects alive.
 
     All objects of a generation are listed and dropped within one call of C code, so that no other
-    thread runs meanwhile. Another thread may be building a tuple. If this list then refers to that
-    tuple, `tuple(generator)` fails in the other thread with a SystemError. The classes are compared
-    by type(), because isinstance() would call the user's `__class__` properties.
+    thread runs during the listing. If another thread ran and was building a tuple, the list could
+    refer to the unfinished tuple, and `tuple(generator)` would fail in the other thread with a
+    SystemError. The classes are compared by type(), because isinstance() would call the user's
+    `__class__` properties.
     """
     collects = gc.isenabled()
     try:
         # A collection would call Python code, and would move objects between generations. An
-        # interrupt takes effect after a call, so the call is inside this block.
+        # interrupt can take effect just after `gc.disable()`, so the call is inside the `try`.
         gc.disable()
         found = {}
         for generation in range(len(gc.get_count())):  # the youngest first: objects only grow older
@@ -50,8 +51,8 @@ def _listed(generation: int, classes: Collection[type]) -> list[Any]:
     """The objects of these `classes` in one `generation` of the garbage collector.
 
     The list of all objects is read twice: for the objects and for their classes. The list also
-    contains the iterators that refer to the list: a reference cycle. So the list is emptied at the
-    end.
+    contains the iterators that refer to the list, which is a reference cycle. So the list is
+    emptied at the end.
     """
     objects, again, emptied = tee(map(gc.get_objects, (generation,)), 3)
     wanted = map(classes.__contains__, map(type, chain.from_iterable(again)))
@@ -60,7 +61,7 @@ def _listed(generation: int, classes: Collection[type]) -> list[Any]:
 
 
 def _frozen(classes: Collection[type]) -> list[Any]:
-    """The objects of these `classes` that can be reached from modules; empty if none is frozen.
+    """The objects of these `classes` that modules reach; empty if no object is frozen.
 
     Python does not list frozen objects. Following all references took 0.5 s for 170,000 objects, so
     the result is kept, with weak references, until more objects are frozen.

@@ -49,12 +49,12 @@ _LONGEST = 64  # characters of a size or a duration
 def parse_bytes(text: str | int | float) -> int:
     """The bytes of the size `text`. `GiB` and a bare `G` are binary, `GB` is decimal.
 
-    Without a unit the number means bytes.
+    A number without a unit is a number of bytes.
 
     >>> parse_bytes("14 GiB"), parse_bytes("10GB"), parse_bytes("512")
     (15032385536, 10000000000, 512)
 
-    Raises BadSize for anything negative, empty or unknown.
+    Raises BadSize if `text` is negative, empty or no size.
     """
     if isinstance(text, bool) or not isinstance(text, (str, int, float)):
         raise BadSize(text)
@@ -76,8 +76,8 @@ def parse_bytes(text: str | int | float) -> int:
 def parse_room(text: str | int | float) -> int:
     """The bytes of the size `text`, which must be above zero. Raises BadSize.
 
-    Text without a unit is refused if it would mean less than 1 MiB. A user who types `14` means
-    GiB, and the error says so.
+    Text without a unit is refused if its number is less than 1 MiB. A user who types `14` means 14
+    GiB, and the error suggests this.
 
     >>> parse_room("8 GiB")
     8589934592
@@ -97,12 +97,12 @@ def parse_room(text: str | int | float) -> int:
 
 
 def parse_seconds(text: str | int | float) -> float:
-    """The seconds of the duration `text`. Without a unit the number means seconds.
+    """The seconds of the duration `text`. A number without a unit is a number of seconds.
 
     >>> parse_seconds("10m"), parse_seconds("1.5h"), parse_seconds(30)
     (600.0, 5400.0, 30.0)
 
-    Raises BadSize for anything negative or unknown.
+    Raises BadSize if `text` is negative or no duration.
     """
     if isinstance(text, (int, float)) and not isinstance(text, bool):
         if not 0 <= text <= _MOST_SECONDS:  # also true for nan

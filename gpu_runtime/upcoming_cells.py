@@ -1,7 +1,7 @@
 """The cells that this process's kernel runs now and will run next, with the models they use.
 
-The IPython extension knows the cells, and runtimes load models ahead for them. This module connects
-the two, since neither may import the other. A script has no cells.
+The IPython extension knows the cells, and runtimes load models ahead for the cells. This module
+connects the extension and the runtimes, since neither may import the other. A script has no cells.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class Follower(Protocol):
     """An object that acts on upcoming cells, such as the look-ahead of a runtime."""
 
     def wake(self) -> None:
-        """Called in any thread when the cells have changed. It must return at once."""
+        """Called in any thread when the cells have changed. This method must return at once."""
 
 
 class Upcoming:
@@ -39,8 +39,8 @@ class Upcoming:
     def cells(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
         """The running cell, if there is one, and the waiting cells in their order.
 
-        `known` are the names of models. `governed` returns the name of the model that a variable's
-        value is, or "".
+        `known` are the names of models. `governed(value)` returns the name of the model if the
+        value of a variable is a model, else "".
         """
         return self._reader(known, governed) if self._reader else ()
 
@@ -51,7 +51,7 @@ class Upcoming:
 
 
 def _forget() -> None:
-    """Removes the reader and the followers in a forked child. The cells are the parent's."""
+    """Removes the reader and the followers in a forked child: the cells belong to the parent."""
     upcoming.__init__()  # type: ignore[misc]
 
 

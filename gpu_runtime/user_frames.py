@@ -1,7 +1,7 @@
-"""The lines of the user's own code that an error came through, for the notebook that shows the error.
+"""The lines of the user's own code that an error came through, for the notebook that shows it.
 
-Frames of this package, of IPython and of installed libraries are folded. `%tb` shows all frames.
-Nothing here imports IPython: outside of IPython no error is rendered by these functions.
+Frames of this package, of IPython and of installed libraries are left out. `%tb` shows all frames.
+Nothing here imports IPython, because only IPython calls these functions.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def rendered(error: BaseException, report: list[str]) -> list[str]:
 def user_lines(error: BaseException) -> list[str]:
     """The user's lines that `error` came through, such as `Cell In[7], line 10: c = step(model, 3)`.
 
-    The line that failed is the last. If `error` was raised from another error, its cause, the lines
-    of the cause are used. An out-of-memory report at the end of a `with` block is an example.
+    The line that failed is the last. If `error` has a cause (the error from which it was raised),
+    the lines of the cause are used. An example is an out-of-memory report at the end of a `with`
+    block.
     """
     at: dict[FrameType, int] = {}  # in a frame of both errors, the line of the cause is wanted
     link: BaseException | None = error
@@ -56,12 +57,12 @@ def user_lines(error: BaseException) -> list[str]:
 
 
 def shorten_interrupt(error: KeyboardInterrupt, sentence: str) -> None:
-    """Lets IPython show `error` as the one line `sentence`, unless it has such a line already."""
+    """Lets IPython show `error` as the single line `sentence`. Does nothing for a second call."""
     if hasattr(error, "_render_traceback_"):
         return
 
     def render() -> list[str]:
-        """The one line, or every frame if `%tb` is called."""
+        """The single line, or every frame if the user typed `%tb`."""
         # `error` of the closure is not used: the two would refer to each other.
         shown = sys.exc_info()[1] or getattr(sys, "last_value", None)
         return [sentence] if shown is None else rendered(shown, [sentence])
@@ -83,7 +84,7 @@ def _cell(path: str) -> str:
 
 
 def running_cell(most: int = 0) -> int:
-    """The number of the cell that runs, as in `In[7]`. Without IPython it is `most`."""
+    """The number of the running cell, as in `In[7]`. The result is `most` without IPython."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         cell = _cell(frame.f_code.co_filename)

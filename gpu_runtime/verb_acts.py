@@ -1,7 +1,7 @@
-"""The verbs' calls on the runtime that take more than one line.
+"""The verbs' calls on the runtime that take more than one line. Such a function is called an act.
 
-`rt` is the runtime. It is None if no runtime is open and the verb does not need one. `args` are the
-parsed arguments. An act returns data and prints nothing.
+`rt` is the runtime. `rt` is None if no runtime is open and the verb needs no runtime. `args` are
+the parsed arguments. An act returns data and prints nothing.
 """
 
 from __future__ import annotations
@@ -219,7 +219,7 @@ def fleet(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def _slots(hosts: Any, args: argparse.Namespace) -> Any:
-    """The table of slots, or the outcome of creating or deleting one."""
+    """The table of the fleet's slots, or the outcome of creating or deleting a slot."""
     if args.delete:
         return hosts.delete_slot(args.delete)
     if not args.create:

@@ -43,7 +43,7 @@ class Argument(NamedTuple):
 
     @property
     def takes_value(self) -> bool:
-        """Whether a value follows the argument. It is False for a switch."""
+        """Whether a value follows the argument. The result is False for a switch."""
         return self.options.get("action") != "store_true"
 
     @property
@@ -65,7 +65,7 @@ class Argument(NamedTuple):
 
 
 class Verb(NamedTuple):
-    """One command to the runtime: a word, its arguments, and the call that answers it."""
+    """One command to the runtime: a word, its arguments, and the call that carries it out."""
 
     name: str
     doc: str
@@ -82,7 +82,7 @@ class Verb(NamedTuple):
     def synopsis(self, place: str, short: bool = False) -> str:
         """The verb as it is typed in `place`, with optional arguments in brackets.
 
-        `short` writes `[options]` if there are more than two options.
+        If `short` is true, more than two options are written as `[options]`.
         """
         arguments = self.takes(place)
         options = [argument for argument in arguments if argument.is_option]
@@ -99,9 +99,9 @@ class Verb(NamedTuple):
 def positional(name: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
     """An argument that is recognised by its position.
 
-    `name` is its attribute in the parsed arguments, `metavar` its name in a synopsis, and `help`
-    its line in the help. `completes` names the words that the Tab key offers. `options` are further
-    keywords of `argparse`.
+    `name` is the argument's attribute in the parsed arguments, `metavar` its name in a synopsis,
+    and `help` its line in the help. `completes` names the words that the Tab key offers. `options`
+    are further keywords of `argparse`.
     """
     return Argument((name,), {"metavar": metavar, "help": help, **options}, completes)
 
@@ -109,14 +109,14 @@ def positional(name: str, metavar: str, help: str, completes: str = "", **option
 def option(flags: str, metavar: str, help: str, completes: str = "", **options: Any) -> Argument:
     """An option with a value, which the help shows as `metavar`. Spaces separate its `flags`.
 
-    `help` is its line in the help. `completes` names the values that the Tab key offers. `options`
-    are further keywords of `argparse`.
+    `help` is the option's line in the help. `completes` names the values that the Tab key offers.
+    `options` are further keywords of `argparse`.
     """
     return Argument(tuple(flags.split()), {"metavar": metavar, "help": help, **options}, completes)
 
 
 def switch(flag: str, help: str) -> Argument:
-    """An option without a value, True if the `flag` is typed. `help` is its line in the help."""
+    """An option without a value, True if `flag` is typed. `help` is the option's help line."""
     return Argument((flag,), {"action": "store_true", "help": help})
 
 
@@ -146,17 +146,17 @@ def seconds(text: str) -> float:
 
 
 def rows(text: str) -> int:
-    """A number of rows, at least 1. Raises ArgumentTypeError if `text` is anything else."""
+    """The number of rows in `text`. Raises ArgumentTypeError unless it is a number from 1."""
     return _whole(text, 1, "a number of rows")
 
 
 def limit(text: str) -> int:
-    """A limit, at least 1. Raises ArgumentTypeError if `text` is anything else."""
+    """The limit in `text`. Raises ArgumentTypeError unless it is a number from 1."""
     return _whole(text, 1, "a number")
 
 
 def days(text: str) -> float:
-    """A number of days above 0. Raises ArgumentTypeError if `text` is anything else."""
+    """The number of days in `text`. Raises ArgumentTypeError unless it is a number above 0."""
     try:
         number = float(text)
     except ValueError:  # refused below
@@ -167,7 +167,7 @@ def days(text: str) -> float:
 
 
 def count(text: str) -> int:
-    """A number above 0, such as `8_192`. Raises ArgumentTypeError if `text` is anything else."""
+    """The number in `text`, such as `8_192`. Raises ArgumentTypeError unless it is above 0."""
     return _whole(text.replace("_", ""), 1, "a number above 0")
 
 
@@ -264,7 +264,7 @@ LOG_LEVEL = option(
 
 
 def with_sizes_joined(words: Iterable[str]) -> list[str]:
-    """The typed `words`, with a number and its unit as one word.
+    """The typed `words`, in which each number is joined with its unit to one word.
 
     >>> with_sizes_joined(["plan", "2", "GiB", "--sequences", "2"])
     ['plan', '2GiB', '--sequences', '2']
@@ -356,7 +356,7 @@ def fill(parser: Any, arguments: Iterable[Argument]) -> Any:
 def given(args: argparse.Namespace, *names: str) -> dict[str, Any]:
     """The values in `args` that have one of the `names`. Names without a value are left out."""
     values = {name: getattr(args, name) for name in names}
-    # `0.0 in (None, False)` is true in Python. But a time-out of 0 is a value.
+    # A test `value in (None, False)` would also be true for 0.0. But a time-out of 0 is a value.
     return {
         name: value for name, value in values.items() if value is not None and value is not False
     }

@@ -1,4 +1,4 @@
-"""The table of verbs. The `%gpu` magic, the `gpu` command and their help are made from it.
+"""The table of verbs, from which the `%gpu` magic, the `gpu` command and their help are made.
 
 To add a magic or a command, add a row: a name, its arguments, and the call on the Runtime. A row
 without `act` has its code in `kernel_ext` and `cli.py`. `rendering` shows the results.
@@ -402,7 +402,7 @@ def _suggested(name: str, place: str) -> list[str]:
 
 
 def typed_in(place: str, text: str) -> str:
-    """The `text` of an error or a hint. Each `%gpu VERB` in it is replaced by the form for `place`.
+    """The `text` of an error or a hint, with each `%gpu VERB` in the form that `place` needs.
 
     >>> typed_in(CLI, "Watch:  %gpu status"), typed_in(CLI, "Load one:  %gpu load NAME")
     ('Watch:  gpu status', 'Load one, in a notebook:  %gpu load NAME')
@@ -411,7 +411,7 @@ def typed_in(place: str, text: str) -> str:
         return text
 
     def in_terminal(found: re.Match[str]) -> str:
-        """The text that replaces a `%gpu VERB` that was found."""
+        """The text that replaces the `%gpu VERB` of the match `found`."""
         colon, name = found[1] or "", found[2]
         if name in VERBS and CLI in VERBS[name].places:
             return f"{colon}{CLI} {name}"

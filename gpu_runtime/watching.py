@@ -1,7 +1,7 @@
 """Chooses the ledger that a program opens if it only watches, such as a console.
 
 The person who starts the program may not have the environment variables of the notebooks. An
-example is a JupyterLab that was started from a desktop. The program opens:
+example is a JupyterLab that was started from a desktop. The program opens the first of these:
 
 1. `GPU_LEDGER`, if it is set;
 2. the default ledger, if a process uses it, or if no ledger is in use;
@@ -49,7 +49,10 @@ def active_ledgers() -> list[ActiveLedger]:
 
 
 def _last_use(ledger: OpenLedger, processes: frozenset[int]) -> float | None:
-    """When a process in `processes` last used memory of the `ledger`; None if no one has any."""
+    """The time when any of `processes` last used memory of the `ledger`.
+
+    The result is None if no process holds memory of it or waits for memory.
+    """
     try:
         book = peek(ledger.url, ledger.directory).look()
     except GpuError:  # a URL that this process cannot open
@@ -72,9 +75,9 @@ def default() -> Runtime:
 
 
 def followed() -> Runtime:
-    """A runtime of the ledger in use, which holds no models. Raises GpuError.
+    """A runtime that holds no models, for the ledger in use. Raises GpuError.
 
-    Call this for each new page, because another ledger may be in use by then.
+    Call this function for each new page of a console, because another ledger may be in use by then.
     """
     rt = default()
     if rt.settings.gpu_ledger:
@@ -100,7 +103,7 @@ def guest(ledger: OpenLedger) -> Runtime:
 
 
 def close(rt: Runtime) -> None:
-    """Closes `rt`, a runtime of `guest` that is no longer read. The default runtime stays open."""
+    """Closes `rt`, a runtime that `guest` returned. The default runtime stays open."""
     with _lock:
         directories = [directory for directory, known in _guests.items() if known is rt]
         for directory in directories:
@@ -110,6 +113,6 @@ def close(rt: Runtime) -> None:
 
 
 def directory_of(rt: Runtime) -> Path | None:
-    """The directory of the ledger of `rt` for this boot of the machine; None for one in memory."""
+    """The ledger directory of `rt` for this boot of the machine; None for a ledger in memory."""
     directory = getattr(rt._opened.ledger, "directory", None)
     return Path(directory).resolve() if directory else None
