@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 
 from ..attribution import on_behalf_of
 from ..backends.processes.model_processes import ProcessBackend
+from ..backends.processes.remote_calls import Packed, uncopied
 from ..errors import FleetUnavailable, GpuError, NotAllowed, UnknownModel
 from ..facts import HOST, HostRoom, Lease, Offer, PlanLevel
 from ..private_paths import replace_file
@@ -224,9 +225,9 @@ class HostAgent:
         self.holds.enter(Hold(hold, job, name), timeout, importance)
         return True
 
-    def call(self, hold: str, path: tuple[str, ...], given: bytes) -> bytes:
-        """The pickled result of a call on the model of the hold with the id `hold`; see `Holds.call`."""
-        return self.holds.call(hold, path, given)
+    def call(self, hold: str, path: tuple[str, ...], given: Packed) -> Packed:
+        """The packed result of a call on the model of the hold with the id `hold`; see `Holds.call`."""
+        return uncopied(self.holds.call(hold, path, given))
 
     def leave(self, hold: str) -> None:
         """Ends the hold with the id `hold`. If there is no such hold, nothing happens."""

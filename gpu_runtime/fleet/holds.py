@@ -1,7 +1,7 @@
 """Models that clients of the fleet use on this host, with one thread for each use (a hold).
 
 A pin belongs to the thread that took it. So each hold has its own thread, which stays inside `with
-rt.use(model)` until the hold is released. The same thread runs the client's calls.
+rt.use(model)` until the hold is released. The client's calls run in the threads that receive them.
 """
 
 from __future__ import annotations
@@ -10,10 +10,11 @@ import _thread
 import queue
 import threading
 from collections import deque
-from typing import Any, NamedTuple
+from typing import Any
 
 from ..backends.processes import remote_calls
 from ..backends.processes.model_processes import ProcessModel
+from ..backends.processes.remote_calls import Packed
 from ..errors import EngineDied, NodeLost, NotResident
 from ..threads import start
 
@@ -28,14 +29,6 @@ class _Released(BaseException):
     """
 
 
-class _Call(NamedTuple):
-    """A call that the hold's thread runs, and the queue that receives the call's result."""
-
-    path: tuple[str, ...]
-    given: bytes  # the pickled arguments
-    result: queue.SimpleQueue[tuple[bytes, BaseException | None]]
-
-
 class Hold:
     """One use of a model by a client, or the wait for the use."""
 
@@ -44,12 +37,12 @@ class Hold:
         self.id, self.job, self.model = id, job, model
         self.ready: queue.SimpleQueue[BaseException | None] = queue.SimpleQueue()
         self.released = threading.Event()
-        self.calls: queue.SimpleQueue[_Call | None] = queue.SimpleQueue()
+        self.value: Any = None  # the model, from the beginning of the use to its end
+        self.calling = threading.Lock()  # held during a call: the calls of a hold run one by one
 
     def release(self) -> None:
         """Ends the use of the model, or the wait for it. A call that runs is completed."""
         self.released.set()
-        self.calls.put(None)
 
 
 class Holds:
@@ -82,27 +75,27 @@ class Holds:
         finally:
             del error
 
-    def call(self, id: str, path: tuple[str, ...], given: bytes) -> bytes:
-        """The pickled result of a call on the model of the hold `id`, run in the hold's thread.
+    def call(self, id: str, path: tuple[str, ...], given: Packed) -> Packed:
+        """The packed result of a call on the model of the hold `id`.
 
         `path` and `given` have the same meaning as in `remote_calls.run`. Raises the errors of the
         call. Raises NodeLost in two cases: there is no such hold, because the agent has been
         restarted, or the model's process is gone for good.
         """
         hold = self._all.get(id)
-        if hold is None or hold.released.is_set():
+        if hold is None:
             raise NodeLost("", self._host, "its agent has been restarted")
-        call = _Call(path, given, queue.SimpleQueue())
-        hold.calls.put(call)
-        value, error = call.result.get()
-        try:
-            if isinstance(error, (EngineDied, NotResident)) and not self._rt.here(hold.model):
+        with hold.calling:
+            if hold.released.is_set():
+                raise NodeLost(hold.model, self._host, "the use has ended")
+            try:
+                if isinstance(hold.value, ProcessModel):
+                    return hold.value.run_there(path, given)
+                return remote_calls.run(hold.value, path, given)
+            except (EngineDied, NotResident):
+                if self._rt.here(hold.model):
+                    raise
                 raise NodeLost(hold.model, self._host, "its process is gone") from None
-            if error is not None:
-                raise error
-            return value
-        finally:
-            del error
 
     def release(self, id: str) -> None:
         """Ends the hold with this `id`. If there is no such hold, nothing happens."""
@@ -130,26 +123,18 @@ class Holds:
         self._by_thread[thread] = hold
         try:
             with self._rt.use(hold.model, timeout=timeout, importance=importance) as value:
+                hold.value = value
                 hold.ready.put(None)
-                while (call := hold.calls.get()) is not None:
-                    call.result.put(_outcome(value, call))
-                    del call  # this frame must not keep a result
-                del value
+                hold.released.wait()
+                with hold.calling:  # a call that runs is completed
+                    del hold.value, value
         except _Released:
             hold.ready.put(NodeLost(hold.model, self._host, "the client has ended"))
         except BaseException as error:  # noqa: BLE001 - raised where the client waits
             hold.ready.put(error)
         finally:
             self._by_thread.pop(thread, None)
-            self._end(hold)
-
-    def _end(self, hold: Hold) -> None:
-        """Answers the calls that arrived after the release of `hold` with an error."""
-        hold.released.set()
-        while not hold.calls.empty():
-            late = hold.calls.get()
-            if late is not None:
-                late.result.put((b"", NodeLost(hold.model, self._host, "the use has ended")))
+            hold.released.set()
 
     def _on_wait(self, model: str, wait: Any) -> None:
         """Called in the thread of a hold each time the ledger decides that the hold's request must
@@ -158,13 +143,3 @@ class Holds:
         hold = self._by_thread.get(_thread.get_ident())
         if hold is not None and wait is not None and hold.released.is_set():
             raise _Released
-
-
-def _outcome(value: Any, call: _Call) -> tuple[bytes, BaseException | None]:
-    """The pickled result of `call` on the model `value`, or the error of the call."""
-    try:
-        if isinstance(value, ProcessModel):
-            return value.run_there(call.path, call.given), None
-        return remote_calls.run(value, call.path, call.given), None
-    except Exception as error:  # noqa: BLE001 - raised where the client waits
-        return b"", error

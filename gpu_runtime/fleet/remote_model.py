@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-import pickle
 import secrets
 import threading
 from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
+from ..backends.processes.remote_calls import Packed, pack, uncopied, unpack
 from ..errors import EngineDied, NodeLost
 from . import cluster
 from .hosts import on
@@ -24,7 +24,7 @@ class _Made(NamedTuple):
     """A call, as it is sent."""
 
     path: tuple[str, ...]
-    given: bytes  # the pickled arguments
+    given: Packed  # the arguments
 
 
 class Placer(Protocol):
@@ -140,16 +140,20 @@ class FleetUse:
         `retry`, EngineDied and NodeLost are not raised. Instead the model is used again on another host or in a new
         process, and the calls of the `with` block run again on this new copy.
         """
-        # The agent passes the bytes on. Only the model's process and this one read them.
-        made = _Made(path, cluster.ray().cloudpickle.dumps((args, kwargs)))
+        # The agent passes the parts on. Only the model's process and this one unpack them. A call
+        # that may run again has copies of its arrays, because the caller may change them.
+        dumps = cluster.ray().cloudpickle.dumps
+        made = _Made(path, pack((args, kwargs), dumps=dumps, share=not self._retry))
         found = self._on_a_living_host(lambda: self._send(made))
         if self._retry:
             self._made.append(made)
-            self._made_bytes += len(made.given)
-        return pickle.loads(found)
+            self._made_bytes += len(made.given[0])
+        # Ray's memory is read-only, and it must be free again.
+        data, *buffers = found
+        return unpack((data, *map(bytearray, buffers)))
 
     def _send(self, made: _Made) -> Any:
-        return on(self._agent, "call", "calls", self._hold, *made)
+        return on(self._agent, "call", "calls", self._hold, made.path, uncopied(made.given))
 
     def _on_a_living_host(self, send: Callable[[], Any]) -> Any:
         for attempt in range(1, MOST_HOSTS + 1):

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import os
-import pickle
 import signal
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy
 import pytest
 
 from gpu_runtime import EngineDied, Runtime
 from gpu_runtime.backends.processes import model_program
+from gpu_runtime.backends.processes.message_socket import MessageSocket
 from gpu_runtime.backends.processes.model_processes import ModelProcess, ProcessBackend
 from gpu_runtime.backends.processes.processes import MOST_RESTARTS
+from gpu_runtime.backends.processes.remote_calls import pack, uncopied, unpack
 from gpu_runtime.devices.probe import open_probe
-from gpu_runtime.errors import LoadFailed, NotResident
+from gpu_runtime.errors import GpuError, LoadFailed, NotResident
 from gpu_runtime.facts import HOST, ModelSpec, Share
 
 DEVICES = "sim:1x24GiB,host:48GiB"
@@ -33,7 +36,7 @@ def rt(tmp_path) -> Iterator[Runtime]:
 
 
 def ask(model: Any, path: tuple[str, ...], *args: object) -> Any:
-    return pickle.loads(model.run_there(path, pickle.dumps((args, {}))))
+    return unpack(model.run_there(path, pack((args, {}))))
 
 
 def until(condition: Callable[[], Any], what: str) -> None:
@@ -150,8 +153,41 @@ def test_an_error_that_cannot_be_sent_becomes_its_text():
     class Local(Exception):
         """pickle finds no such class."""
 
-    sent = pickle.loads(model_program._pickled((1, "error", Local("words"))))
-    assert sent[:2] == (1, "error") and "words" in str(sent[2])
+    ours, its = map(MessageSocket, socket.socketpair())
+    model_program._send(its, 1, "error", Local("words"))
+    number, what, error = ours.receive()
+    assert (number, what, type(error)) == (1, "error", GpuError) and "words" in str(error)
+    its.close()
+    with pytest.raises(EOFError):
+        ours.receive()
+    ours.close()
+
+
+def test_a_message_has_its_large_buffers_beside_its_pickle():
+    """So no process copies an array into a pickle, and the array that arrives can be changed."""
+    ours, its = map(MessageSocket, socket.socketpair())
+    array = numpy.arange(300_000)
+    packed = pack({"array": array, "words": "small"})
+    assert len(packed[0]) < 1000 and packed[1].raw().nbytes == array.nbytes
+    sending = threading.Thread(target=ours.send, args=((1, uncopied(packed)),))
+    sending.start()  # the socket holds less than the array
+    number, found = its.receive()
+    sending.join()
+    value = unpack(found)
+    value["array"][0] = 5
+    assert (number, value["words"], value["array"][0]) == (1, "small", 5)
+    assert (value["array"][1:] == array[1:]).all() and array[0] == 0
+    ours.close()
+    its.close()
+
+
+def test_two_calls_run_at_the_same_time(rt):
+    """A stream that goes on does not stop a call, nor does a call that its process still runs."""
+    with rt.use("qwen") as model:
+        stream = model.stream(count_up, "words")
+        next(stream)
+        assert ask(model, (), numpy.ones(3)).sum() == 3
+        stream.close()
 
 
 def count_up(model: Any, words: str) -> Iterator[str]:

@@ -22,6 +22,7 @@ from . import (
     bench_engines,
     bench_estimate,
     bench_fleet,
+    bench_fleet_calls,
     bench_fork,
     bench_history,
     bench_http,
@@ -275,6 +276,18 @@ def fleet() -> Iterator[Row]:
     )
 
 
+def fleet_calls() -> Iterator[Row]:
+    for payload, seconds in bench_fleet_calls.figures().items():
+        ratio = seconds["fleet"] / seconds["ray"]
+        yield Row(
+            f"a call of a fleet's model that returns its argument, {payload}; Ray's own call of such an actor takes "
+            f"{seconds['ray'] * 1e3:.2f} ms",
+            f"{seconds['fleet'] * 1e3:.2f} ms = {ratio:.2f}×",
+            "≤ 1.1×",
+            ratio <= 1.1,
+        )
+
+
 def estimate() -> Iterator[Row]:
     taken = bench_estimate.milliseconds()
     for kind, words in (
@@ -508,6 +521,7 @@ BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "shared": shared,
     "idle": idle,
     "fleet": fleet,
+    "fleet_calls": fleet_calls,
     "estimate": estimate,
     "history": history,
     "crowd": crowd,

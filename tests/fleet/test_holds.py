@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import pickle
 import threading
 
 import pytest
 
 from gpu_runtime import Busy, NodeLost, Runtime, UnknownModel
+from gpu_runtime.backends.processes.remote_calls import pack, unpack
 from gpu_runtime.fleet.holds import Hold, Holds
 from gpu_runtime.threads import start
 
@@ -27,7 +27,7 @@ def holds(rt):
 
 def ask(holds: Holds, hold: str, path: tuple[str, ...], *args: object) -> object:
     """The result of a call, as a client sends it."""
-    return pickle.loads(holds.call(hold, path, pickle.dumps((args, {}))))
+    return unpack(holds.call(hold, path, pack((args, {}))))
 
 
 def pins(rt: Runtime) -> dict[str, int]:

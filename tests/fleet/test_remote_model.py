@@ -6,6 +6,7 @@ import pickle
 from types import SimpleNamespace
 from typing import Any
 
+import numpy
 import pytest
 
 from gpu_runtime import EngineDied, NodeLost
@@ -31,6 +32,7 @@ class World:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.models: list[Notes] = []  # one for each use, in order
+        self.given: list[Any] = []  # the packed arguments of the calls
         self.dies_with: BaseException | None = None  # the next call ends with it
         monkeypatch.setattr(cluster, "answer", lambda reference, timeout=None: reference())
         monkeypatch.setattr(cluster, "ray", lambda: SimpleNamespace(cloudpickle=pickle))
@@ -46,6 +48,7 @@ class World:
                 model.told.clear()
             if error is not None:
                 raise error
+            self.given.append(args[2])
             return remote_calls.run(model, *args[1:])
 
         return answer
@@ -78,6 +81,20 @@ def test_with_retry_the_calls_of_the_block_run_again_in_their_order(world, error
         assert model.host == "box2"
         assert model.tell(4) == [1, 2, 3, 4]
     assert world.models[0].told == [1, 2]
+
+
+def test_an_array_is_copied_only_if_its_call_may_run_again(world):
+    """The caller may change the array before that second run. The result can be changed, too."""
+    array = numpy.zeros(10_000)
+    for retry, parts in ((False, 2), (True, 1)):
+        with FleetUse(world, "m", None, None, retry) as model:
+            [found] = model.tell(array)
+            array[0] += 1
+            found[0] = 7
+            assert len(world.given[-1]) == parts
+            if retry:
+                world.dies_with = cluster.Gone("its node")
+                assert model.tell("end")[0][0] == array[0] - 1
 
 
 def test_a_model_whose_process_died_has_its_calls_again(world):

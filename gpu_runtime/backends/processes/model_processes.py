@@ -27,6 +27,7 @@ from .engine_models import EngineBackend, EngineHandle, EngineModel
 from .orphan_guard import descendants
 from .processes import in_words
 from .program import Ended, Program
+from .remote_calls import Packed, uncopied
 
 
 class ModelProcess(RestartedEngine):
@@ -156,12 +157,12 @@ class ModelProcess(RestartedEngine):
 class ProcessModel(EngineModel[ModelProcess]):
     """The object that `use` yields for a model in a separate process. `run_there` calls it."""
 
-    def run_there(self, path: tuple[str, ...], given: bytes) -> bytes:
-        """The pickled result of a call on the model; see `remote_calls.run`.
+    def run_there(self, path: tuple[str, ...], given: Packed) -> Packed:
+        """The packed result of a call on the model; see `remote_calls.run`.
 
         Call this method inside `rt.use`. Raises NotResident, EngineDied.
         """
-        return self._loaded_engine().request("call", path, given)
+        return self._loaded_engine().request("call", path, uncopied(given))
 
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
         """Yields the items of `function(value, *args)`; see `ModelProcess.stream`.

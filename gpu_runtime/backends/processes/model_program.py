@@ -1,9 +1,10 @@
 """The program of a process that runs one model for another process. See `model_processes.py`.
 
-The program answers requests, each a pickled tuple (number, kind, arguments), with (number, "result"
-or "error", value). Before the result of "stream", the items are sent as (number, "item", value).
-Each request runs in its own thread. The socket connects this process with its owner only, so the
-owner may run any code in this process anyway.
+The program answers requests, each a tuple (number, kind, arguments), with (number, "result" or
+"error", value). Before the result of "stream", the items are sent as (number, "item", value). The
+thread that receives a request runs it, after another thread has begun to wait for the next request.
+The socket connects this process with its owner only, so the owner may run any code in this process
+anyway.
 """
 
 from __future__ import annotations
@@ -11,21 +12,21 @@ from __future__ import annotations
 import contextlib
 import os
 import pickle
+import socket
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterator
-from functools import partial
-from multiprocessing.connection import Connection
 from typing import Any
 
 from ...devices.probe import open_probe
 from ...errors import GpuError, ProcessLost
 from ...facts import ModelSpec, Shares
-from ...threads import start
+from ...threads import start_short
 from ..fault_texts import recognise
 from ..registry import open_backend
 from . import remote_calls
+from .message_socket import MessageSocket
 
 LOST_CODE = 70  # the exit code of a process that can no longer use its card
 
@@ -76,9 +77,10 @@ class Model:
         """Whether the model is proven unchanged since its load."""
         return self._backend.unchanged(self._handle)
 
-    def call(self, path: tuple[str, ...], given: bytes) -> bytes:
-        """The pickled result of a call on the model; see `remote_calls.run`."""
-        return remote_calls.run(self._backend.value(self._handle), path, given)
+    def call(self, path: tuple[str, ...], given: remote_calls.Packed) -> remote_calls.Packed:
+        """The result of a call on the model; see `remote_calls.run`."""
+        value = self._backend.value(self._handle)
+        return remote_calls.uncopied(remote_calls.run(value, path, given))
 
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
         """Yields the items of `function(value, *args)`, where `value` is the model."""
@@ -90,26 +92,31 @@ KINDS = tuple(name for name in vars(Model) if not name.startswith("_"))
 
 def main(number: int) -> None:
     """Answers requests from the socket `number` until the owner closes it."""
-    connection = Connection(number)
-    sending = threading.Lock()
+    messages = MessageSocket(socket.socket(fileno=number))
 
     def send(*message: Any) -> None:
-        data = _pickled(message)
-        with sending:
-            connection.send_bytes(data)
+        _send(messages, *message)
 
     model = Model(lambda done, total: send(0, "progress", (done, total)))
     cancelled: set[int] = set()  # numbers of streams whose reader has left
-    while True:
+
+    def answer_one() -> None:
+        """Receives a request and answers it. Ends this process with the socket."""
         try:
-            request = connection.recv_bytes()
+            number, kind, args = messages.receive()
         except (EOFError, OSError):  # the owner has ended, or it wants this process no more
             os._exit(0)
-        number, kind, args = pickle.loads(request)
+        except BaseException:  # noqa: BLE001 - without its reader, this process is of no use
+            traceback.print_exc()
+            os._exit(1)
+        start_short(answer_one)
         if kind == "cancel":
             cancelled.add(*args)
         else:
-            start(partial(_answer, model, number, kind, args, cancelled, send))
+            _answer(model, number, kind, args, cancelled, send)
+
+    start_short(answer_one)
+    threading.Event().wait()
 
 
 def _answer(
@@ -146,16 +153,17 @@ def _answer(
         cancelled.discard(number)
 
 
-def _pickled(message: tuple[Any, ...]) -> bytes:
-    """The `message` as bytes. An error that cannot be sent becomes a GpuError with its text."""
-    number, what, value = message
+def _send(messages: MessageSocket, number: int, what: str, value: Any) -> None:
+    """Sends an answer. An error that cannot be sent becomes a GpuError with its text."""
     try:
-        data = pickle.dumps(message)
         if what == "error":
-            pickle.loads(data)  # some errors can be written, and not be read
-        return data
+            pickle.loads(pickle.dumps(value))  # some errors can be written, and not be read
+        messages.send((number, what, value))
+    except OSError:  # the owner has ended
+        os._exit(0)
     except Exception as error:  # noqa: BLE001 - an error of any class may come from the model
-        return pickle.dumps((number, "error", GpuError(f"{value!r} cannot be sent ({error}).")))
+        text = f"{value!r} cannot be sent ({error})."
+        messages.send((number, "error", GpuError(text)))
 
 
 if __name__ == "__main__":

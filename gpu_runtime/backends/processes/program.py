@@ -8,18 +8,17 @@ from __future__ import annotations
 import contextlib
 import itertools
 import os
-import pickle
 import queue
 import socket
 import sys
 import threading
 from collections.abc import Iterator
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from ... import threads
 from ..base import Progress
+from .message_socket import MessageSocket
 from .processes import STOP_SECONDS, guarded
 
 
@@ -37,7 +36,7 @@ class Program:
         `progress` is called during the load, with bytes done and bytes in total.
         """
         own, its = socket.socketpair()
-        self._connection = Connection(own.detach())
+        self._messages = MessageSocket(own)
         with its:
             module, number = f"{__package__}.model_program", str(its.fileno())
             words = [sys.executable, "-P", "-m", module, number]
@@ -98,14 +97,18 @@ class Program:
                     self._send(number, "cancel", (number,))
 
     def _send(self, number: int, kind: str, args: tuple[Any, ...], answers: Any = None) -> None:
-        data = pickle.dumps((number, kind, args))
         with self._lock:
             if self._over:
                 raise Ended
             if answers is not None:
                 self._pending[number] = answers
-            with contextlib.suppress(OSError):  # it has just ended; the reading thread answers
-                self._connection.send_bytes(data)
+        try:
+            self._messages.send((number, kind, args))
+        except OSError:  # it has just ended; the reading thread answers
+            pass
+        except BaseException:  # it cannot be pickled
+            self._pending.pop(number, None)
+            raise
 
     def _read(self) -> None:
         """Puts each answer into the queue of its request, until the process ends. Runs in a
@@ -113,7 +116,7 @@ class Program:
         """
         try:
             while True:
-                number, what, value = pickle.loads(self._connection.recv_bytes())
+                number, what, value = self._messages.receive()
                 if what == "progress":
                     if self._progress:
                         self._progress(*value)
@@ -127,6 +130,7 @@ class Program:
             with self._lock:
                 self._over = True
                 waiting = list(self._pending.values())
+            self._messages.close()
             for answers in waiting:
                 answers.put(("error", Ended()))
 

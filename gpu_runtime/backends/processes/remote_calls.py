@@ -1,7 +1,8 @@
-"""Calls on a model that another process sends: the arguments arrive as bytes, and the result is
-sent as bytes.
+"""Calls on a model that another process sends: the arguments arrive packed, and so does
+the result.
 
-So the processes between the caller and the model need not read these bytes, nor import torch.
+A packed value is its pickle, followed by the large buffers in it. The processes between the caller
+and the model pass these parts on. They need not unpack the value, nor import torch.
 """
 
 from __future__ import annotations
@@ -13,12 +14,36 @@ from typing import Any
 from ...errors import BadCall
 from ...threads import imported
 
+Packed = tuple[Any, ...]  # the pickle as bytes, and the buffers
+SMALL_BYTES = 1 << 14  # below this size a copy is cheaper than a part of its own
 
-def run(value: Any, path: tuple[str, ...], given: bytes) -> bytes:
-    """The pickled result of a call on the model `value`, with tensors in host memory.
+
+def pack(value: Any, *, dumps: Callable[..., bytes] = pickle.dumps, share: bool = True) -> Packed:
+    """The `value` packed. With `share`, its buffers (of arrays) are not copied. `dumps` pickles it."""
+    buffers: list[pickle.PickleBuffer] = []
+    data = dumps(value, protocol=5, buffer_callback=buffers.append if share else None)
+    return data, *buffers
+
+
+def unpack(packed: Packed) -> Any:
+    """The value. Its arrays use the memory of the buffers that `packed` has."""
+    data, *buffers = packed
+    return pickle.loads(data, buffers=buffers)
+
+
+def uncopied(packed: Packed) -> Packed:
+    """The parts, for a message: pickle with protocol 5 does not copy the large ones."""
+    return tuple(
+        part if type(part) is bytes and len(part) < SMALL_BYTES else pickle.PickleBuffer(part)
+        for part in packed
+    )
+
+
+def run(value: Any, path: tuple[str, ...], given: Packed) -> Packed:
+    """The packed result of a call on the model `value`, with tensors in host memory.
 
     `path` has the names of the attributes that lead from the model to the called object; an empty
-    `path` calls the model itself. `given` is the pickled pair of arguments and keyword arguments.
+    `path` calls the model itself. `given` is the packed pair of arguments and keyword arguments.
     Tensors in the arguments are moved to the model's device.
 
     Raises the errors of the call, and BadCall for a result that cannot be sent.
@@ -26,11 +51,11 @@ def run(value: Any, path: tuple[str, ...], given: bytes) -> bytes:
     target = value
     for name in path:
         target = getattr(target, name)
-    args, kwargs = _each_tensor(pickle.loads(given), _mover(value))
+    args, kwargs = _each_tensor(unpack(given), _mover(value))
     found = target(*args, **kwargs)
     result = _each_tensor(found, lambda tensor: tensor.detach().cpu())
     try:
-        return pickle.dumps(result)
+        return pack(result)
     except (pickle.PicklingError, TypeError, AttributeError) as error:
         method = ".".join(path) or "the call"
         raise BadCall(

@@ -1,0 +1,61 @@
+"""Messages between two processes over a socket, each a pickled object.
+
+Large buffers in a message follow the pickle as they are, so no process copies them into a pickle.
+Both processes trust one another.
+"""
+
+from __future__ import annotations
+
+import pickle
+import socket
+import struct
+import threading
+from typing import Any
+
+READ_BYTES = 1 << 16  # read at once, so that a small message needs one system call
+
+
+class MessageSocket:
+    """One end of the connection. Several threads may send, and one at a time may receive."""
+
+    def __init__(self, connected: socket.socket) -> None:
+        """Takes over the `connected` socket."""
+        self._socket = connected
+        self._file = connected.makefile("rb", READ_BYTES)
+        self._sending = threading.Lock()
+
+    def send(self, message: Any) -> None:
+        """Sends the `message`. Raises OSError, and the errors of pickle before any byte is sent.
+
+        The buffer of each `pickle.PickleBuffer` in it is sent as it is. The receiver gets a bytearray.
+        """
+        buffers: list[pickle.PickleBuffer] = []
+        data = pickle.dumps(message, 5, buffer_callback=buffers.append)
+        raw = [buffer.raw() for buffer in buffers]
+        sizes = [len(data), *(part.nbytes for part in raw)]
+        head = struct.pack(f"<I{len(sizes)}Q", len(sizes), *sizes)
+        with self._sending:
+            self._socket.sendall(head + data)
+            for part in raw:
+                self._socket.sendall(part)
+
+    def receive(self) -> Any:
+        """Waits for a message, and returns it. Raises EOFError once the other end is closed, and
+        OSError.
+        """
+        [count] = struct.unpack("<I", self._read(4))
+        size, *others = struct.unpack(f"<{count}Q", self._read(8 * count))
+        data = self._read(size)
+        return pickle.loads(data, buffers=[self._read(other) for other in others])
+
+    def _read(self, size: int) -> bytearray:
+        data = bytearray(size)
+        if self._file.readinto(data) < size:
+            raise EOFError
+        return data
+
+    def close(self) -> None:
+        """Closes this end, once no thread sends. Repeating is safe."""
+        with self._sending:
+            self._file.close()
+            self._socket.close()
