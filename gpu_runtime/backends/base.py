@@ -143,8 +143,7 @@ class Backend:
         return 0
 
     def must_return_to(self, model: Any) -> dict[str, int]:
-        """Maps each device to which `model` can return to the number 0, since the number of bytes
-        is not fixed.
+        """The devices to which `model` can return, each mapped to 0: no number of bytes is fixed.
 
         The result is empty if the model can return to any device.
         """

@@ -1,6 +1,7 @@
-"""The registry of backends: their names, how to open one, and which one loads a given source.
+"""The registry of backends: their names, how a backend is opened, and which backend loads a given
+source.
 
-To add a backend, add its module beside this one and one line in `_MODULES`.
+To add a backend, add its module in this folder, and one line in `_MODULES`.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ def backend_names() -> tuple[str, ...]:
 def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> Backend:
     """The backend called `name`, on the devices of `probe`. Raises BadSetting for an unknown name.
 
-    Only backends that start servers use `settings`: the port range and the start time-out.
+    Only backends that start servers use `settings`. They read the range of ports and the time-out
+    of a start.
     """
     if name not in _MODULES:
         raise BadSetting("backend", name, "one of " + ", ".join(sorted(_MODULES)))
@@ -53,7 +55,7 @@ def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> B
 
 
 def missing(name: str) -> str:
-    """What must be installed before the backend `name` can load anything; empty if nothing."""
+    """A sentence about what the backend `name` needs and what is not installed, or ""."""
     if name in RECIPES:
         return recipe(name).missing()
     if name == "llama_cpp" and importlib.util.find_spec("llama_cpp") is None:
@@ -62,7 +64,7 @@ def missing(name: str) -> str:
 
 
 def runs_here(spec: ModelSpec) -> bool:
-    """Whether the model of `spec` runs in this process, which a crash of the model then ends."""
+    """Whether the model of `spec` runs in this process, so that its crash would end the process."""
     if spec.backend in RECIPES:
         return False
     return spec.backend != "llama_cpp" or not spec.options.get("isolated", True)
@@ -107,6 +109,6 @@ def _not_a_model(source: Any, text: str) -> NotAModel:
 
 
 def _holds_gguf(directory: str) -> bool:
-    """Whether `directory` holds GGUF files and no Hugging Face model."""
+    """Whether `directory` has GGUF files and no Hugging Face model."""
     names = os.listdir(directory)
     return "config.json" not in names and any(name.endswith(".gguf") for name in names)

@@ -404,11 +404,11 @@ def _view(tensor: Tensor, target: Tensor) -> Tensor:
 
 
 def let_go(error: BaseException) -> None:
-    """Clears the local variables of finished frames of ours and of transformers in `error`'s
-    tracebacks.
+    """Clears the local variables of finished frames in `error`'s tracebacks. The frames are ours
+    and transformers'.
 
-    A notebook keeps its last traceback until the next error, and with it every tensor in those
-    frames.
+    A notebook keeps its last traceback until the next error, and with the traceback every tensor in
+    these frames.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

@@ -1,11 +1,12 @@
-"""Moves the bytes of a storage away and back, or drops them, by an exchange of its data pointer.
+"""Moves the bytes of a storage away and back, or drops the bytes, by an exchange of the storage's
+data pointer.
 
-A storage (c10::StorageImpl) is what a weight shares with its views, tied weights and the autograd
-graphs that saved it. Only the pointer changes, so all these objects stay valid. If bytes leave, a
-guard replaces them: memory of the same size without content. Shape, dtype and device stay, and an
-access raises an error.
+A storage (c10::StorageImpl) is the object that a weight shares with its views, with tied weights,
+and with autograd graphs that saved the weight. Only the pointer changes, so all these objects stay
+valid. If the bytes leave, a guard replaces them: memory of the same size without content. Shape,
+dtype and device stay, and an access raises an error.
 
-Nothing is searched or copied in this module. The caller names the storages, and has copied their
+Nothing is searched or copied in this module. The caller passes the storages, and has copied their
 bytes.
 """
 
@@ -24,9 +25,9 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
 
 
 def _mark() -> Callable[[int, str], None] | None:
-    """torch's function that makes each access of a storage raise an error with a text.
+    """torch's function that makes each access of a storage raise an error with a given text.
 
-    None if this build of torch lacks it, as CPU builds do.
+    None if this build of torch has no such function. CPU builds have none.
     """
     return getattr(torch._C, "_set_storage_data_ptr_access_error_msg", None)
 
@@ -42,11 +43,11 @@ def can_guard(device: torch.device) -> bool:
 
 
 def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorage:
-    """A storage of `size` bytes on `device` that holds no memory.
+    """A storage that claims `size` bytes on `device` and has no memory.
 
     On an accelerator every access raises RuntimeError with the text `sentence`. On the CPU a write,
-    `numpy()`, `data_ptr()` and `torch.save` raise torch's own error, and a plain read sees zeros.
-    An access on the CPU does not raise `sentence`, because that would end the process in
+    `numpy()`, `data_ptr()` and `torch.save` raise torch's own error, and a plain read gets zeros.
+    On the CPU the text `sentence` is not used, because such an error would end the process in
     `is_shared()`.
     """
     if device.type != "cpu":
@@ -63,10 +64,11 @@ def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorag
 
 
 class Exchange:
-    """An exchange of the bytes of several storages: all of them change, or none.
+    """An exchange of the bytes of several storages. Either all of the storages change, or none of
+    them.
 
-    The caller prepares it with `put` and `take`. `at_once` then makes its `calls`, and `undo`
-    reverts those that were made. The old bytes are freed with this object.
+    The caller prepares the exchange with `put` and `take`. `at_once` then makes its `calls`, and
+    `undo` reverts the calls that were made. The old bytes are freed with this object.
     """
 
     def __init__(self) -> None:
@@ -86,9 +88,10 @@ class Exchange:
         self._calls += [exchange, partial(self._made.append, exchange)]
 
     def take(self, storage: torch.UntypedStorage, sentence: str) -> None:
-        """Prepares that the bytes of `storage` leave. Any access then raises an error; see `guard`.
+        """Prepares that the bytes of `storage` leave. After the exchange any access raises an
+        error; see `guard`.
 
-        `sentence` is the text of that error.
+        `sentence` is the text of this error.
         """
         device = storage.device
         self.put(storage, guard(storage.nbytes(), device, sentence))
@@ -102,13 +105,13 @@ class Exchange:
         return list(self._calls)
 
     def undo(self) -> None:
-        """Reverts the exchanges that were made. Repeating is safe."""
+        """Reverts the calls that were made. A repeated call of `undo` does nothing."""
         at_once([*reversed(self._made), self._made.clear])
 
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> None:
-    """Makes the `calls` with no Python instruction between two of them.
+    """Makes all `calls`. Python runs no instruction between two of these calls.
 
-    So an interrupt takes effect before all calls or after all calls.
+    So an interrupt takes effect before all of the calls or after all of them.
     """
     collections.deque(map(operator.call, calls), maxlen=0)

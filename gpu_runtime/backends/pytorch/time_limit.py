@@ -1,4 +1,4 @@
-"""A time limit for work that can end early with a part of its result."""
+"""A time limit for work. If the limit is reached, the work ends early with a part of its result."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Limit:
-    """A time limit in seconds, counted from the creation of this object. None means no limit."""
+    """A time limit in seconds, counted from the creation of this object."""
 
     def __init__(
         self,
@@ -15,7 +15,9 @@ class Limit:
         clock: Callable[[], float] = time.perf_counter,
         stop: Callable[[], bool] | None = None,
     ) -> None:
-        """The limit is also reached once `stop` returns True."""
+        """`seconds` is the limit; None means no limit. The limit is also reached once `stop`
+        returns True.
+        """
         self._clock, self.began = clock, clock()
         self._stop = stop
         self._seconds = float("inf") if seconds is None else seconds

@@ -1,15 +1,14 @@
-"""The backend for modules from live Python: those that a factory returns, and adopted existing
-ones.
+"""The backend for modules from live Python: modules that a factory returns, and adopted modules.
 
 Every storage moves exactly once: tied weights, views, gradients and optimizer state included. The
-Python objects stay. Over several cards a module is cut between its pieces (`pieces.py`) and runs
-with accelerate's hooks (`device_hooks.py`). On a simulated card the tensors stay CPU tensors, in
-memory that is charged to that card. No model of this backend is ever emptied, because a module that
-was made in Python exists nowhere else.
+Python objects stay the same. Over several cards a module is cut between its pieces (`pieces.py`)
+and runs with accelerate's hooks (`device_hooks.py`). On a simulated card the tensors stay CPU
+tensors, in memory that is charged to the card. No model of this backend is ever emptied, because a
+module that was made in Python exists nowhere else.
 
-While a model is in host memory, its tensors still name their card. A guard (`swap.py`) replaces
-their bytes, and an access raises an error. Without guards the tensors are rebound to the copies
-instead.
+While a model is in host memory, its tensors still name their card as device. A guard (`swap.py`)
+replaces their bytes, and an access raises an error. If torch has no guards, the tensors are rebound
+to the copies instead.
 """
 
 from __future__ import annotations
@@ -55,9 +54,11 @@ class TorchBackend(Backend):
         }
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """The size of the model of `spec`: of the storages of `origin`, if that is a module.
+        """The size of the model of `spec`. If `origin` is a module, this is the size of its
+        storages.
 
-        A factory is called on torch's meta device, which builds the module without data.
+        If `origin` is a factory, it is called on torch's meta device, which builds the module
+        without data.
         """
         if isinstance(origin, nn.Module):
             size = st.nbytes(TorchModel(spec, origin).groups())
@@ -83,12 +84,12 @@ class TorchBackend(Backend):
         progress: Progress | None = None,
         into: Any = None,
     ) -> TorchModel:
-        """The module of `spec` on its `shares`: `origin` itself, or what the factory `origin`
-        returns.
+        """Puts the module of `spec` on its `shares`: `origin`, or the result of the factory
+        `origin`.
 
-        `progress` is called with bytes done and in total. `into` is a handle or a module of an earlier
-        load, which gets the weights. Raises LoadFailed, CannotGovern, what the factory raises, and the
-        device's out-of-memory error.
+        `progress` is called with bytes done and bytes in total. `into` is a handle or a module of
+        an earlier load; the weights are put into this module. Raises LoadFailed, CannotGovern, the
+        errors of the factory, and the device's out-of-memory error.
         """
         if isinstance(origin, nn.Module):
             model = self.adopt(spec, origin)
@@ -106,9 +107,9 @@ class TorchBackend(Backend):
     def adopt(
         self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> TorchModel:
-        """A handle of `spec` for an existing `module`, which stays where it is until it is moved.
+        """A handle of `spec` for an existing `module`, which stays on its device until it is moved.
 
-        The state that `optimizer` holds for the module moves with it. Raises CannotGovern, with the
+        The state of the module in `optimizer` moves with the module. Raises CannotGovern, with the
         reason, and UnknownDevice for a card that is not governed.
         """
         model = TorchModel(spec, module, optimizer)
@@ -142,10 +143,10 @@ class TorchBackend(Backend):
         return model.module
 
     def move(self, model: TorchModel, shares: Shares, shadow: bool = False) -> None:
-        """Moves all storages of `model` to `shares`, or none.
+        """Moves all storages of `model` to `shares`. If the move fails, no storage has moved.
 
-        With `shadow`, the bytes in host memory of storages that return to a card stay there. Raises
-        CannotGovern, and the device's out-of-memory error.
+        With `shadow`, the bytes in host memory of storages that return to a card stay in host
+        memory. Raises CannotGovern, and the device's out-of-memory error.
         """
         left = model.memories
         try:
@@ -156,13 +157,14 @@ class TorchBackend(Backend):
         release_cached(left)
 
     def piece_bytes(self, model: TorchModel) -> int:
-        """Bytes of the largest piece of `model` that can leave its card alone; 0: none can."""
+        """Bytes of the largest piece of `model` that can leave its card alone, or 0."""
         return model.piece_bytes()
 
     def drop(self, model: TorchModel) -> None:
-        """Releases the module. Its bytes exist nowhere else, so they are freed when the module is.
+        """Releases the module. Its bytes exist nowhere else, so they are freed when the module is
+        freed.
 
-        The user may hold the module and continue to use it. Repeating is safe.
+        The user may have the module and continue to use it. A repeated call does nothing.
         """
         if not model.memories:
             return
@@ -178,10 +180,10 @@ class TorchBackend(Backend):
         release_cached(left)
 
     def measure(self, model: TorchModel) -> Shares:
-        """The bytes of `model` on each device now; empty if the model was dropped.
+        """The bytes of `model` on each device now. Empty if the model was dropped.
 
-        Storages that torch has allocated since the last call are noted as held by the model.
-        Gradients and optimizer state that grew during training are such storages.
+        Storages of the model that torch has allocated since the last call are recorded as the
+        model's bytes. For example, gradients and optimizer state grow during training.
         """
         held: dict[Memory, int] = dict.fromkeys(model.memories, 0)
         foreign: dict[Memory, int] = {}
@@ -201,11 +203,10 @@ class TorchBackend(Backend):
     def pieces(
         self, spec: ModelSpec, origin: Any = None, model: TorchModel | None = None
     ) -> tuple[int, ...]:
-        """The bytes of the pieces of `model`. Without `model`, those of the module that `origin` is
-        or builds.
+        """The bytes of the pieces of `model`, or of the module from `origin` if `model` is None.
 
-        A factory builds the module without data. If that fails, the result is one piece. With a
-        single card the result is empty, and nothing is built.
+        If `origin` is a factory, it builds the module without data. If the factory fails, the
+        result is one piece. With a single card the result is empty, and nothing is built.
         """
         cards = sum(not device.is_host for device in self.probe.devices)
         if not model and cards < 2:
@@ -221,7 +222,7 @@ class TorchBackend(Backend):
         return tuple(piece.bytes for piece in pieces(module, groups))
 
     def elsewhere(self, model: TorchModel) -> tuple[str, ...]:
-        """Tensors of `model` that are not on the device they were put on, each with its device."""
+        """Tensors of `model` that left the device where they were put, each with its device."""
         wrong: list[str] = []
         for slot in st.slots(model.module):
             wanted = model.memories[0]
@@ -234,7 +235,7 @@ class TorchBackend(Backend):
         return tuple(wrong)
 
     def must_return_to(self, model: TorchModel) -> dict[str, int]:
-        """Maps each device to which `model` can return to 0: the number of bytes is not fixed.
+        """The devices to which `model` can return, each mapped to 0: no number of bytes is fixed.
 
         The result is empty if the model can return to any device.
         """
@@ -262,9 +263,10 @@ class TorchBackend(Backend):
     ) -> TorchModel:
         """Puts the new `model` on the devices of `shares`, and returns it.
 
-        With `shadow`, the bytes are copied to host memory first, and that copy stays there.
+        With `shadow`, the bytes are first copied to host memory, and this copy stays in host
+        memory.
 
-        If the object `into` of an earlier load is given, that object gets the model's bytes.
+        If `into`, an object of an earlier load, is given, this object gets the model's bytes.
         """
         try:
             self._check(model)
@@ -285,14 +287,14 @@ class TorchBackend(Backend):
         return model
 
     def _shared(self, model: TorchModel) -> SharedCopy | None:
-        """Shared pages for the bytes of a new `model`; None if its bytes are not shared."""
+        """Shared pages for the bytes of a new `model`. None if its bytes are not shared."""
         return None
 
     def _compare(self, model: TorchModel) -> None:
-        """Compares the bytes of a new `model` with the digests of the shared pages they are from."""
+        """Compares the bytes of a new `model` with the digests of its shared pages."""
 
     def _is_on_host(self, model: TorchModel, progress: Progress | None) -> bool:
-        """Copies the bytes of a new `model` to host memory; False if the host has no room."""
+        """Copies the bytes of a new `model` to host memory. Returns False if there is no room."""
         try:
             there = (Share(HOST, st.nbytes(model.groups())),)
             self._place(model, there, progress, shared=self._shared(model))
@@ -304,10 +306,10 @@ class TorchBackend(Backend):
             return False
 
     def _require_same(self, model: TorchModel, held: nn.Module) -> None:
-        """Raises LoadFailed if the loaded bytes are not those that `held` was loaded with."""
+        """Raises LoadFailed if `model` has other bytes than those with which `held` was loaded."""
 
     def _refill(self, model: TorchModel, held: nn.Module) -> None:
-        """Gives the bytes of the loaded module to the object `held`, which takes its place."""
+        """Gives the bytes of the module of `model` to the object `held`, its new module."""
         exchange = swap.Exchange()
         calls = st.refilling(held, model.module, exchange)
         if calls is None:
@@ -340,11 +342,12 @@ class TorchBackend(Backend):
         shadow: bool = False,
         shared: SharedCopy | None = None,
     ) -> None:
-        """Moves all storages of `model` that are not on `shares` yet, or none of them.
+        """Moves all storages of `model` that are not on `shares` yet. If this fails, none has
+        moved.
 
-        The old bytes are freed last; with `shadow`, those in host memory stay. The new bytes are in
-        the `shared` pages, if they are given. Raises CannotGovern, and the device's out-of-memory
-        error.
+        The old bytes are freed last. With `shadow`, old bytes in host memory stay. If `shared`
+        pages are given, the new bytes are in these pages. Raises CannotGovern, and the device's
+        out-of-memory error.
         """
         self._check(model)
         groups = model.groups()
@@ -389,7 +392,7 @@ class TorchBackend(Backend):
     def _commit(
         self, model: TorchModel, move: Move, goal: Destination, more: dict[str, Any]
     ) -> None:
-        """Makes the copies the model's bytes. On a failure the model has its old bytes again.
+        """Makes the copies the bytes of `model`. If this fails, the model has its old bytes again.
 
         `more` are other attributes of the model after the move.
         """
@@ -406,7 +409,7 @@ class TorchBackend(Backend):
             raise
 
     def _dispatch(self, model: TorchModel, layout: dict[str, Memory]) -> None:
-        """Removes the module's hooks. Installs hooks for a `layout` with several torch devices."""
+        """Removes the module's hooks. Installs new hooks if `layout` has several torch devices."""
         if model.dispatch:
             model.dispatch.remove()
             model.dispatch = None
@@ -416,7 +419,7 @@ class TorchBackend(Backend):
 
 
 def _note_foreign(model: TorchModel, memory: Memory, size: int) -> None:
-    """Notes that torch holds `size` bytes of the model in `memory`."""
+    """Records that torch has allocated `size` bytes of the model in `memory`."""
     known = model.noted.get(memory)
     if size == (known.size if known else 0):
         return
@@ -427,7 +430,7 @@ def _note_foreign(model: TorchModel, memory: Memory, size: int) -> None:
 
 
 def _config(module: nn.Module) -> dict[str, Any]:
-    """The config of a module from transformers. Empty for other modules."""
+    """The config of a transformers `module`. Empty for other modules."""
     to_dict = getattr(getattr(module, "config", None), "to_dict", None)
     return to_dict() if callable(to_dict) else {}
 

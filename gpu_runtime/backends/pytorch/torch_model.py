@@ -1,7 +1,7 @@
-"""`TorchModel`: what the PyTorch backends keep about one governed `nn.Module`.
+"""`TorchModel`: the data that the PyTorch backends keep about one governed `nn.Module`.
 
-It knows where each storage of the model is. The code here copies and allocates nothing;
-`torch_backend.py` and `storages.py` do that.
+A TorchModel knows the place of each storage of the model. The code here copies and allocates
+nothing; `torch_backend.py` and `storages.py` copy and allocate.
 """
 
 from __future__ import annotations
@@ -27,15 +27,17 @@ LEAST_BYTES_IN_PARTS = 256 * MIB
 
 
 class TorchModel:
-    """A module and the places of its bytes: the handle of the backend.
+    """A module and the places of its bytes. This object is the handle of the backend.
 
-    Users hold the module itself.
+    Users have the module itself, not this handle.
     """
 
     def __init__(
         self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """The handle of `module`, the model of `spec`, with its state in `optimizer`."""
+        """The handle of `module`, the model of `spec`. `optimizer` has the optimizer state of
+        `module`, if any.
+        """
         self.spec, self.module, self.optimizer = spec, module, optimizer
         self.former: Callable[[], nn.Module | None] = weakref.ref(module)
         self.memories: tuple[Memory, ...] = ()  # empty: not placed yet, or dropped
@@ -56,14 +58,14 @@ class TorchModel:
 
     @property
     def shadow_bytes(self) -> int:
-        """The bytes in host memory of the copies of storages that are on a card."""
+        """The bytes in host memory that are copies of storages on a card."""
         return sum(shadow.nbytes for shadow in self.shadow.values())
 
     def groups(self) -> list[st.Group]:
         """The storages that move with this model.
 
-        Step counters and similar tensors that optimizers keep on the CPU do not move. A storage
-        that another model shares has the tensors of both models.
+        Optimizers keep step counters and similar tensors on the CPU; these tensors do not move. A
+        storage that another model shares has the tensors of both models.
         """
         mine = self._own_groups()
         return [self._with_sharers(group) for group in mine] if self.is_shared else mine
@@ -78,7 +80,7 @@ class TorchModel:
 
     @property
     def is_shared(self) -> bool:
-        """Whether a model that was placed later has some of the same storages."""
+        """Whether another model, which was placed later, has some of the storages of this model."""
         return any(sharer.memories for sharer in self.sharers)
 
     def _with_sharers(self, group: st.Group) -> st.Group:
@@ -93,7 +95,7 @@ class TorchModel:
         return group._replace(slots=(*group.slots, *more))
 
     def share_with(self, others: Iterable[TorchModel]) -> None:
-        """Adds to `bases` the placed models of `others` that hold storages of this model."""
+        """Adds to `bases` each placed model of `others` that has storages of this model."""
         mine = {group.storage._cdata for group in st.grouped(st.slots(self.module, self.optimizer))}
         for other in others:
             if other is self or not other.memories:
@@ -103,9 +105,9 @@ class TorchModel:
                 other.sharers.add(self)
 
     def hand_over(self) -> None:
-        """Gives the models that share storages with this model the places of these storages.
+        """Gives the ownership of shared storages to the other models that share them.
 
-        This model then no longer owns them.
+        After the call this model no longer owns these storages.
         """
         for group in self.groups():
             away = self.away.get(group.storage._cdata)
@@ -128,10 +130,10 @@ class TorchModel:
         return group.bytes if away is None else away
 
     def piece_bytes(self) -> int:
-        """Bytes of the largest piece that can leave the model's card alone.
+        """Bytes of the largest piece of the model that can leave the model's card alone.
 
-        The result is 0 for a model on several cards, for one that shares storages with another
-        model, and for one that is too small.
+        The result is 0 for a model on several cards, for a model that shares storages with another
+        model, and for a model that is too small.
         """
         cards = [memory for memory in self.memories if memory.device != HOST]
         if len(cards) > 1 or self.bases or self.is_shared:
@@ -150,17 +152,21 @@ class TorchModel:
         )
 
     def moves_in_training(self) -> bool:
-        """Whether the storages can move unchanged, including those that an autograd graph holds."""
+        """Whether the storages can move unchanged, including storages that an autograd graph refers
+        to.
+        """
         parts = self.module.modules()
         tensors = (p for part in parts for p in part._parameters.values() if p is not None)
         return all(can_guard(device) for device in {tensor.device for tensor in tensors})
 
     def is_away(self, tensor: torch.Tensor) -> bool:
-        """Whether the bytes of `tensor` have left its card and a guard replaces them."""
+        """Whether the bytes of `tensor` have left their card and a guard replaces them."""
         return bool(self.away) and tensor.untyped_storage()._cdata in self.away
 
     def cards_to_return_to(self) -> tuple[str, ...]:
-        """Torch devices that the model must return to: views or a live graph hold its storages."""
+        """Torch devices to which the model must return, because views or a live graph refer to its
+        storages.
+        """
         away = [group for group in self.groups() if group.storage._cdata in self.away]
         held = [str(group.storage.device) for group in away if group.referenced_elsewhere]
         return tuple(dict.fromkeys(held))
@@ -169,7 +175,7 @@ class TorchModel:
         """The memory of the storage of `group`.
 
         `by_torch_device` maps each torch device except the CPU to its memory. A storage that torch
-        allocated on the CPU counts as being where its module is.
+        allocated on the CPU counts as if it were where its module is.
         """
         known = self.own.get(group.storage._cdata)
         memory = known or by_torch_device.get(str(group.storage.device))
@@ -196,10 +202,11 @@ def destination(
     wanted: Mapping[Memory, int],
     now: Sequence[Memory] = (),
 ) -> Destination:
-    """Where the storages `groups` of `model` go, if each memory gets its bytes in `wanted`.
+    """The memories to which the storages `groups` of `model` go, if each memory gets its bytes in
+    `wanted`.
 
     `now` are the memories in which the storages are. Raises CannotGovern if the module cannot be
-    cut that often or in that way.
+    cut in this way.
     """
     memories = tuple(wanted)
     if len(memories) == 1:
@@ -232,10 +239,10 @@ def _in_parts(
     wanted: Mapping[Memory, int],
     now: Sequence[Memory],
 ) -> Destination:
-    """The destination of a model of which whole pieces leave its card for host memory.
+    """The destination of a model of which some whole pieces leave the card for host memory.
 
-    As many pieces leave as fit into the bytes of the host in `wanted`, the last ones first. The
-    others stay where they are.
+    As many pieces leave as fit into the bytes of the host in `wanted`. The last pieces leave first,
+    and all other pieces stay.
     """
     [host] = [memory for memory in wanted if memory.device == HOST]
     cards = [memory for memory in wanted if memory is not host]

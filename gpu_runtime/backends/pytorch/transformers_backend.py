@@ -1,10 +1,11 @@
 """The backend for Hugging Face model directories and downloaded hub ids.
 
-It reads safetensors only and uses no network. A model from disk may be dropped and loaded again,
-since its source has it. Before a drop, the backend proves that no weight was changed in place.
-After a reload, it proves that the source has the same weights. Between the two, guards (see
-`swap.py`) replace the bytes, and the module keeps its hooks, modes and settings. Users hold the
-transformers module. It has `.tokenizer` or `.processor` if the directory has one.
+The backend reads safetensors only and uses no network. A model from disk may be dropped and loaded
+again, since its source has its weights. Before a drop, the backend proves that no weight was
+changed in place. After a reload, it proves that the source has the same weights. Between drop and
+reload, guards (see `swap.py`) replace the bytes, and the module keeps its hooks, modes and
+settings. Users get the transformers module. The module has `.tokenizer` or `.processor` if the
+directory has files for them.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .two_phases import assignments, dropped_sentence, nowhere
 
 
 class TransformersModel(TorchModel):
-    """A model from disk, with the digests of the bytes that its source gave."""
+    """A model from disk, with the digests of the bytes that were loaded from its source."""
 
     checkpoint: Checkpoint
     # False if the source lacks weights, which were then initialised, or if weights were changed.
@@ -53,7 +54,7 @@ class TransformersModel(TorchModel):
 
 
 class TransformersBackend(TorchBackend):
-    """Loads model directories.
+    """Loads models from the directories that Hugging Face's libraries write.
 
     Options of a model: dtype, task, attn_implementation, revision, trust_remote_code.
     """
@@ -70,7 +71,7 @@ class TransformersBackend(TorchBackend):
         self._given = weakref.WeakKeyDictionary()
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """The bytes of the weights of `spec` in memory, from the safetensors headers.
+        """The bytes of the weights of `spec` in memory, computed from the safetensors headers.
 
         `origin` is ignored. Raises NotAModel, LoadFailed.
         """
@@ -78,7 +79,7 @@ class TransformersBackend(TorchBackend):
         return sources.of_checkpoint(self._known(spec), dtype.itemsize if dtype else None)
 
     def _known(self, spec: ModelSpec) -> Checkpoint:
-        """The source's headers. They are read again only if the files have changed."""
+        """The headers of the source of `spec`. They are read again if the files have changed."""
         checkpoint = self._checkpoints.get(spec.source)
         if checkpoint is None or not checkpoint.unchanged():
             checkpoint = self._checkpoints[spec.source] = _read(spec)
@@ -98,11 +99,12 @@ class TransformersBackend(TorchBackend):
     ) -> TransformersModel:
         """Loads the model of `spec` onto its `shares`. `origin` is ignored.
 
-        `progress` is called with bytes done and in total. `into` is a handle or a module of an earlier
-        load, which gets the weights. With `shadow`, a copy stays in host memory. `copies` are pids
-        of processes that may share this copy: if one of them has a copy already, that copy is used.
-        With `found_only`, no copy stays if none of these processes has one. Raises BadSetting,
-        NotAModel, LoadFailed, CannotGovern, and the device's out-of-memory error.
+        `progress` is called with bytes done and bytes in total. `into` is a handle or a module of
+        an earlier load; the weights are put into this module. With `shadow`, a copy stays in host
+        memory. `copies` are pids of processes that may share this copy: if one of these processes
+        has a copy already, that copy is used. With `found_only`, no copy stays if none of these
+        processes has a copy. Raises BadSetting, NotAModel, LoadFailed, CannotGovern, and the
+        device's out-of-memory error.
         """
         given: dict[str, Any] = {"progress": progress, "into": into}
         try:
@@ -150,14 +152,16 @@ class TransformersBackend(TorchBackend):
         return model
 
     def files_of(self, spec: ModelSpec) -> str:
-        """The id of the files of `spec`, which shared copies of them have; "" if it is unknown."""
+        """The id of the files of `spec`. Shared copies of these files have the same id. Empty if
+        the id is unknown.
+        """
         try:
             return content_id(self._known(spec), dtype_of(spec))
         except (GpuError, OSError):  # the load reports the error
             return ""
 
     def _of_files(self, spec: ModelSpec, checkpoint: Checkpoint) -> TransformersModel:
-        """The model of `spec` on the CPU, from its files. Raises LoadFailed."""
+        """The model of `spec` on the CPU, loaded from its files. Raises LoadFailed."""
         try:
             module, complete = built(spec, checkpoint)
         except BaseException as error:
@@ -170,7 +174,9 @@ class TransformersBackend(TorchBackend):
     def _of_shared(
         self, spec: ModelSpec, checkpoint: Checkpoint, copies: Collection[int]
     ) -> TransformersModel | None:
-        """The model of `spec` over a copy that one of the processes `copies` holds, or None."""
+        """The model of `spec`, made from a copy that one of the processes `copies` has. None if
+        there is no copy.
+        """
         found = SharedCopy.found(copies, content_id(checkpoint, dtype_of(spec)))
         if found is None:
             return None
@@ -192,7 +198,7 @@ class TransformersBackend(TorchBackend):
         return model
 
     def _shared(self, model: TorchModel) -> SharedCopy | None:
-        """The pages that `model` was found in, or new pages for it, or None."""
+        """The shared pages in which `model` was found, or new shared pages for `model`, or None."""
         if not isinstance(model, TransformersModel):
             return None
         if model.shared is None and model.files:
@@ -200,7 +206,9 @@ class TransformersBackend(TorchBackend):
         return model.shared
 
     def _compare(self, model: TorchModel) -> None:
-        """Raises TornCopy if the loaded bytes are not those that the shared pages described."""
+        """Raises TornCopy if the bytes of `model` differ from those that the index of the shared
+        pages describes.
+        """
         if isinstance(model, TransformersModel) and model.shared and not model.shared.is_new:
             model.given = model.shared.proven(st.grouped(st.slots(model.module)))
             if not model.given:
@@ -208,14 +216,17 @@ class TransformersBackend(TorchBackend):
                 model.shared.require_same(model.given)
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
-        """Whether a copy of the model of `spec` may stay in host memory: if storages can be swapped."""
+        """Whether a copy of the model of `spec` may stay in host memory. This torch must be able to
+        swap storages.
+        """
         return swap.can_swap()
 
     def move(self, model: TransformersModel, shares: Shares, shadow: bool = False) -> None:
-        """Moves all storages of `model`, or none; see `TorchBackend.move`.
+        """Moves all storages of `model`. If the move fails, no storage has moved; see
+        `TorchBackend.move`.
 
         With `shadow`, only bytes that are unchanged since the load stay in host memory. Changed
-        bytes must be copied again anyway.
+        bytes must be copied again anyway when the model leaves.
         """
         super().move(model, shares, shadow)
         known = model.digests.keys() & model.shadow.keys()
@@ -223,15 +234,15 @@ class TransformersBackend(TorchBackend):
             model.shadow = {storage: model.shadow[storage] for storage in known}
 
     def free_shadow(self, model: TransformersModel) -> None:
-        """Frees the copies in host memory of the storages of `model` that are on a card."""
+        """Frees the copies in host memory of all storages of `model` that are on a card."""
         model.shadow = {}
 
     def drop(self, model: TransformersModel) -> None:
-        """Frees the bytes of `model`, also if user code holds the module. An access then raises an
+        """Frees the bytes of `model`, even if user code has the module. A later access raises an
         error.
 
-        Only weights that the source has are freed. Other weights stay with the module. Repeating is
-        safe.
+        Only weights that the source has are freed. Other weights stay with the module. A repeated
+        call does nothing.
         """
         proven, model.proven = model.proven, False
         if not model.memories or _ending.is_set() or not (proven or self.unchanged(model)):
@@ -257,7 +268,7 @@ class TransformersBackend(TorchBackend):
         release_cached(left)
 
     def _require_same(self, model: TorchModel, held: nn.Module) -> None:
-        """Raises LoadFailed if the source has other weights than at the load of `held`."""
+        """Raises LoadFailed if the source now has other weights than when `held` was loaded."""
         before = self._given.get(held)
         if before is None or not isinstance(model, TransformersModel):
             return
@@ -277,10 +288,12 @@ class TransformersBackend(TorchBackend):
     def pieces(
         self, spec: ModelSpec, origin: Any = None, model: TransformersModel | None = None
     ) -> tuple[int, ...]:
-        """The bytes of the pieces of `model`. Without `model`, those of the model of `spec`.
+        """The bytes of the pieces of `model`. If `model` is None, the bytes of the pieces of the
+        model of `spec`.
 
-        `origin` is ignored. Before a load the sizes come from the headers, if the names show the
-        order. Otherwise they come from the module, built without data.
+        `origin` is ignored. Before a load the sizes are read from the headers, if the tensors'
+        names show the order of the pieces. If not, the module is built without data to get the
+        sizes.
         """
         if model:
             return super().pieces(spec, origin, model)
@@ -291,10 +304,10 @@ class TransformersBackend(TorchBackend):
         return checkpoint.pieces() or super().pieces(spec, partial(without_data, spec, checkpoint))
 
     def droppable(self, model: TransformersModel) -> bool:
-        """Whether `model` has the tensors of its load, has no gradients, and its source is
-        unchanged.
+        """Whether `model` has the same tensors as after its load, has no gradients, and its source
+        is unchanged.
 
-        The bytes themselves are not compared; `unchanged` does that.
+        The bytes of the tensors are not compared here; `unchanged` compares them.
         """
         if not model.memories or not model.reproducible or not model.checkpoint.unchanged():
             return False
@@ -304,10 +317,12 @@ class TransformersBackend(TorchBackend):
         return layouts == model.given.keys()
 
     def unchanged(self, model: TransformersModel) -> bool:
-        """Whether every storage of `model` has the digest of the bytes that its source gave.
+        """Whether every storage of `model` has the digest of the bytes that were loaded from the
+        source.
 
-        The source's files must still have their size, inode and times of change. `fingerprint.digest`
-        states what equal digests prove. After one difference the model is never droppable again.
+        The source's files must still have their size, inode and times of change.
+        `fingerprint.digest` states what equal digests prove. After one difference, the model is
+        never droppable again.
         """
         if not self.droppable(model):
             return False
@@ -328,7 +343,9 @@ def _read(spec: ModelSpec) -> Checkpoint:
 
 
 def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raises BadSetting for options that gpu-console decides, CannotGovern for a quantised model."""
+    """Raises BadSetting for options that gpu-console decides, and CannotGovern for a quantised
+    model.
+    """
     require_none(spec.options, REFUSED_FOR_TRANSFORMERS)
     if "quantization_config" in checkpoint.config:
         quantization = checkpoint.config["quantization_config"]
@@ -345,8 +362,8 @@ def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
 def _leg(check: Callable[[], None], progress: Progress | None, done: int, total: int) -> None:
     """Reports `progress` and calls `check`, which may raise.
 
-    With a progress callback a load is made in parts, so that it can be interrupted between two
-    parts.
+    If a progress callback is given, a load is made in parts, so that it can be interrupted between
+    two parts.
     """
     check()
     if progress:

@@ -42,7 +42,7 @@ _PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json")
 
 
 def dtype_of(spec: ModelSpec) -> torch.dtype | None:
-    """The dtype that the options set. None means the stored dtype. Raises BadSetting."""
+    """The dtype that the options of `spec` set. None means the stored dtype. Raises BadSetting."""
     wanted = spec.options.get("dtype", spec.options.get("torch_dtype"))
     if wanted is None or wanted == "auto":
         return None
@@ -55,7 +55,7 @@ def dtype_of(spec: ModelSpec) -> torch.dtype | None:
 
 
 def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
-    """The class for the task or the model type. Without both, the class of the saved model."""
+    """The class of the module: the class for its task, or its saved class, or a default class."""
     import transformers
 
     task = spec.options.get("task")
@@ -71,7 +71,9 @@ def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
 
 
 def _auto_class_in(config: dict[str, Any]) -> str:
-    """The class that the repository's own code registers. If there is none, AutoModel."""
+    """The class that the code in the model's repository registers, by `config`. If there is no such
+    class, AutoModel.
+    """
     for name in config.get("auto_map", {}):
         if name.startswith("AutoModel"):
             return name
@@ -79,7 +81,7 @@ def _auto_class_in(config: dict[str, Any]) -> str:
 
 
 def _serves(architecture: str, model_type: str) -> bool:
-    """Whether a saved architecture fits a model type.
+    """Whether the saved `architecture` fits the `model_type`.
 
     >>> _serves("BertForMaskedLM", "embedding"), _serves("BertModel", "embedding")
     (False, True)
@@ -95,7 +97,7 @@ def _serves(architecture: str, model_type: str) -> bool:
 def built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
     """The module on the CPU, and whether all its weights came from the source. Raises LoadFailed.
 
-    Without a conversion of the dtype, the weights are still the pages of the mapped files.
+    If the dtype is not converted, the weights are pages of the mapped files.
     """
     options = {key: spec.options[key] for key in _PASSED_ON if key in spec.options}
     options.pop("revision", None)  # the directory is of that revision already
@@ -126,9 +128,10 @@ def built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
 def built_from(
     spec: ModelSpec, checkpoint: Checkpoint, weights: dict[str, torch.Tensor]
 ) -> nn.Module | None:
-    """The module of `spec` over the tensors `weights` on the CPU, without reading its files.
+    """The module of `spec` on the CPU, made from the tensors `weights`. The weight files are not
+    read.
 
-    The result is None if the model cannot be built like that.
+    The result is None if the model cannot be built in this way.
     """
     from transformers import GenerationConfig
 
@@ -173,7 +176,7 @@ def _config(spec: ModelSpec, checkpoint: Checkpoint) -> Any:
 
 
 def _attach_tokenizer(module: nn.Module, directory: Path, options: dict[str, Any]) -> None:
-    """Sets `.tokenizer` and `.processor` of the module, if the directory has their files."""
+    """Sets `.tokenizer` and `.processor` of the `module`, if the `directory` has files for them."""
     import transformers
 
     trust = {key: value for key, value in options.items() if key == "trust_remote_code"}
@@ -199,7 +202,7 @@ _loads_lock = forks.freed(threading.Lock())
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """A context manager: inside it, transformers shows no progress bars and writes no messages.
+    """A context manager in which transformers shows no progress bars and writes no messages.
 
     After the last of several simultaneous loads, the user's settings are restored.
     """

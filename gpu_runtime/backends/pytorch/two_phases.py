@@ -1,7 +1,7 @@
-"""The second phase of a move: the storages of a model get the copies of their bytes.
+"""The second phase of a move, in which the storages of a model get the copies of their bytes.
 
-This module prepares everything as calls into C for `swap.at_once`. `storages.copied` has made the
-copies before.
+This module prepares the whole phase as calls into C for `swap.at_once`. In the first phase
+`storages.copied` has made the copies.
 """
 
 from __future__ import annotations
@@ -24,11 +24,12 @@ T = TypeVar("T")
 
 
 class Move:
-    """Calls that give the storages of a model the copies of their bytes, and calls that undo this.
+    """Calls that give the storages of a model the copies of their bytes, and calls that undo this
+    change.
 
     A storage on the target's device exchanges its bytes with the copy. If the bytes of a storage
-    leave a card for host memory, a guard replaces them, and the copy is noted as `away`. Any other
-    storage keeps its bytes, and its tensors are rebound to the copy.
+    leave a card for host memory, a guard replaces them, and the copy is recorded as `away`. Any
+    other storage keeps its bytes, and its tensors are rebound to the copy.
     """
 
     def __init__(
@@ -39,11 +40,12 @@ class Move:
         places: Sequence[Memory],
         targets: list[Tensor],
     ) -> None:
-        """Prepares the calls. Of `groups`, the storages `going` move to `places`.
+        """Prepares the calls for a move. Those of the storages `groups` that are in `going` move to
+        `places`.
 
-        `targets` are the copies of their bytes, in the same order.
+        `targets` are the copies of the bytes of the storages in `going`, in the same order.
 
-        The list `targets` is emptied, because a traceback through the caller must not keep the
+        The list `targets` is emptied. Otherwise a traceback that contains the caller would keep the
         copies alive.
         """
         self.exchange = swap.Exchange()
@@ -83,7 +85,7 @@ class Move:
         )
 
     def undo(self) -> None:
-        """Gives every storage and tensor its old bytes again. Repeating is safe."""
+        """Gives every storage and tensor its old bytes again. A repeated call does nothing."""
         self.exchange.undo()
         self.calls[:] = st.rebinding(self.rebound, [group.bytes for group in self.rebound])
         while self.calls:
@@ -95,7 +97,7 @@ class Move:
 def _staying(
     table: Mapping[int, T], groups: Sequence[st.Group], going: Sequence[st.Group]
 ) -> dict[int, T]:
-    """The entries of `table` for those storages of `groups` that do not move."""
+    """The entries of `table` for the storages of `groups` that are not in `going`."""
     staying = {group.storage._cdata for group in groups}
     staying -= {group.storage._cdata for group in going}
     return {storage: table[storage] for storage in staying & table.keys()}
@@ -118,7 +120,9 @@ def dropped_sentence(name: str) -> str:
 
 
 def nowhere() -> dict[str, Any]:
-    """What the handle of a model records while the model is on no device, as new objects."""
+    """The attributes that the handle of a model has while the model is on no device, as new
+    objects.
+    """
     return {
         "memories": (),
         "own": {},
@@ -132,5 +136,5 @@ def nowhere() -> dict[str, Any]:
 
 
 def assignments(model: TorchModel, **values: Any) -> list[Callable[[], Any]]:
-    """Calls for `at_once` that set these attributes of `model`."""
+    """Calls for `at_once` that set the attributes `values` of `model`."""
     return [partial(setattr, model, name, value) for name, value in values.items()]

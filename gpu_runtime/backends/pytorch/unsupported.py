@@ -1,7 +1,7 @@
-"""Modules that cannot be moved safely. Each kind is refused with its reason.
+"""Finds modules that cannot be moved safely. Each kind of such modules is refused with its reason.
 
 Such a module has state outside its parameters, or other code stores the addresses of its tensors.
-After a move the module would be broken.
+After a move the module would no longer work.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def _of_modules(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -> str 
 
 
 def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> str | None:
-    """The reason why this part of a module cannot be moved, or None. `at` is its path."""
+    """The reason why the `part` of a module cannot be moved, or None. `at` is its path."""
     classes = type(part).__mro__
     for kind in classes:
         if kind.__name__ in _WRAPPERS:
@@ -89,7 +89,7 @@ def _of_tensors(found: Iterable[Slot], device_types: Collection[str]) -> str | N
 
 
 def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str | None:
-    """The reason why a module with this tensor cannot be moved, or None."""
+    """The reason why a module with the tensor called `name` cannot be moved, or None."""
     kind = type(tensor)
     library = kind.__module__.split(".")[0]
     if isinstance(tensor, nn.parameter.UninitializedTensorMixin):
@@ -114,10 +114,10 @@ def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str 
 
 
 def _of_storages(groups: list[Group]) -> str | None:
-    """The reason why two storages cannot be moved, or None.
+    """The reason why storages of `groups` cannot be moved, or None.
 
     Two storages that overlap cannot be moved, such as two from_numpy() of one array. torch does not
-    know that they share bytes, so after a move a change of one would not change the other.
+    know that they share bytes, so after a move a change of one storage would not change the other.
     """
     spans = sorted(
         (
