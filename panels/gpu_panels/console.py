@@ -24,6 +24,7 @@ from panel_material_ui.base import BASE_TEMPLATE
 from gpu_runtime.facts import Snapshot
 from gpu_runtime.rendering.views import clock
 
+from . import palette, preview
 from .actions import Actions
 from .data.cells import encoded
 from .data.problem_rows import PROBLEMS, pressed, problem_rows
@@ -64,10 +65,6 @@ TABS = {
 }
 
 
-# Fonts of the operating system: Material's own are 130 kB. `system-ui` is a wide font on Linux.
-FONT = '-apple-system, "Segoe UI", "Noto Sans", Helvetica, Arial, sans-serif'
-
-
 def _theme(primary: str, bar: str) -> dict[str, Any]:
     app_bar = {
         "backgroundColor": bar,
@@ -77,7 +74,7 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
     }
     return {
         "palette": {"primary": {"main": primary}},
-        "typography": {"fontFamily": FONT, "button": {"textTransform": "none"}},
+        "typography": {"fontFamily": palette.FONT, "button": {"textTransform": "none"}},
         "components": {
             "MuiAppBar": {"styleOverrides": {"root": app_bar, "colorPrimary": app_bar}},
             # Material draws it although no busy indicator is wanted, and it has no name.
@@ -90,7 +87,7 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
 
 # Under JupyterLab's dark theme, the console's light theme may be on a dark page, where it is legible
 # too. The text of the bar is white.
-THEME = {"light": _theme("#2a78ab", "#0b5c8a"), "dark": _theme("#7cc0ea", "#0d3a55")}
+THEME = {"light": _theme(*palette.LIGHT), "dark": _theme(*palette.DARK)}
 
 
 class Console:
@@ -172,6 +169,14 @@ class Console:
             page.busy = self.status_bar.param.loading
         page.param.watch(self._theme_changed, "dark_theme")
         return page
+
+    def preview(self) -> str:
+        """The HTML with the first figures, until the browser has drawn the page. It is empty without figures."""
+        title = self._titles[self._tabs.active]
+        tab = self._made.get(title)
+        if tab is None or self._chooser:
+            return ""
+        return preview.html(self.status_bar, self._problems, tab.panel, self._titles, title)
 
     def close(self) -> None:
         """Ends the session, so that the poller no longer counts it."""
@@ -311,10 +316,13 @@ def deliver_early_changes(document: Any) -> None:
 
 
 # The components of Material are one module of 1.4 MB. Panel's loader would fetch it last, as text, and compile it anew
-# for each page. So the browser itself loads it, at once, and keeps its compiled code.
+# for each page. So the browser itself loads it, at once, and keeps its compiled code. All other scripts follow the
+# preview, which the browser draws before they arrive.
 HEAD = """{% extends "base.html" %}
 {% block preamble %}{{ super() }}<link rel="modulepreload" href="BUNDLE">{% endblock %}
-{% block postamble %}{{ super() }}<script>
+{% block js_resources %}{% endblock %}
+{% block loader %}{{ preview }}{{ super() }}{% endblock %}
+{% block contents %}{{ super() }}{{ bokeh_js }}<script>
   const bundle = new URL("BUNDLE", document.baseURI).href
   self.importShim = new Proxy(self.importShim, {apply: (load, self, [url, ...more]) =>
     new URL(url, document.baseURI).href === bundle ? import(bundle) : load(url, ...more)})
@@ -348,6 +356,7 @@ def page(visitor: Any, poller: Poller, chooser: Any = None) -> pmui.Page:
     deliver_early_changes(document)
     console = Console(poller, visitor, address=query_of_page(), chooser=chooser)
     console.page.param.update(template=_template(), favicon=ICON)
+    document.template_variables["preview"] = console.preview()
     # Bokeh's callback is used, because Panel's callback notifies the browser at each start and end.
     ticking = document.add_periodic_callback(console.tick, TICK_MILLISECONDS)
 

@@ -1,4 +1,4 @@
-"""The colours of the console: the style of each process.
+"""The colours and the font of the console, and the style of each process.
 
 A lease has the neutral colour of its process. Saturated colours are for problems only. People with any
 kind of colour-blindness can distinguish the neutral colours on a dark and on a light page. Each area
@@ -22,6 +22,10 @@ PLAIN = " "  # Bokeh's hatch that draws nothing
 # The first seven processes use the first texture, and the next seven processes the second texture.
 TEXTURES = (PLAIN, ".", "-")
 SLOTS = len(COLOURS) * len(TEXTURES)
+# The accent and the status bar of the light and of the dark theme.
+LIGHT, DARK = ("#2a78ab", "#0b5c8a"), ("#7cc0ea", "#0d3a55")
+# Fonts of the operating system: Material's own are 130 kB. `system-ui` is a wide font on Linux.
+FONT = '-apple-system, "Segoe UI", "Noto Sans", Helvetica, Arial, sans-serif'
 KEPT = 1024  # processes whose style is remembered
 
 

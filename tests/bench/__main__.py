@@ -477,10 +477,10 @@ def served() -> Iterator[Row]:
 
 
 def console() -> Iterator[Row]:
-    first, later = bench_console.paint()
+    first, later, live = bench_console.paint()
     yield Row(
         "the served page, from its request to the figures of the first card, in a browser with an empty cache",
-        f"{later:,.0f} ms (of a server that has just started {first:,.0f})",
+        f"{later:,.0f} ms (of a server that has just started {first:,.0f}); buttons act after {live:,.0f} ms",
         "≤ 2,000 ms",
         max(first, later) <= 2000,
     )

@@ -110,8 +110,11 @@ def entrance(served: Served) -> str:
 
 # -- the first look ---------------------------------------------------------------------------------------------------
 
-# In each frame this script looks for the words, also in shadow trees, until they are drawn.
+# In each frame this script looks for the words, also in shadow trees, until they are drawn. `live` is the time at which
+# the page has replaced its preview.
 SEEN = """(words => {
+  const attach = Element.prototype.attachShadow;
+  Element.prototype.attachShadow = function () { return attach.call(this, {mode: "open"}) };  // also the preview's
   const find = root => {
     for (const one of root.querySelectorAll("*")) {
       if (one.shadowRoot && find(one.shadowRoot)) return true;
@@ -123,28 +126,34 @@ SEEN = """(words => {
   window.seenAt = 0;
   const look = () => find(document) ? (window.seenAt = performance.now()) : requestAnimationFrame(look);
   requestAnimationFrame(look);
+  window.live = 0;
+  const wait = () => window.seenAt && !document.getElementById("preview") ? (window.live = performance.now())
+    : requestAnimationFrame(wait);
+  requestAnimationFrame(wait);
 })"""
 
 
 class Paint(NamedTuple):
-    """The milliseconds from the request of the page to the frame that shows how full the first card is."""
+    """Milliseconds from the request of the page to the frame that shows how full the first card is."""
 
     first: float  # for the first visitor after the server's start
     later: float  # the median for later visitors; each browser has an empty cache
+    live: float  # until the live page replaces the preview; the median for later visitors
 
 
 def paint(visits: int = 5) -> Paint:
     with box(kernels=((0, 2, 4, 0.0),)) as (served, _), running() as browser:
-        taken = []
+        taken, live = [], []
         for _ in range(1 + visits):
             context = browser.new_context(viewport={"width": 1400, "height": 900})
             page = context.new_page()
             page.add_init_script(f"{SEEN}({json.dumps('13.6 GiB free')})")
             page.goto(entrance(served), wait_until="commit")
-            page.wait_for_function("window.seenAt", polling=100, timeout=WAIT_MS)
+            page.wait_for_function("window.live", polling=100, timeout=WAIT_MS)
             taken.append(page.evaluate("window.seenAt"))
+            live.append(page.evaluate("window.live"))
             context.close()
-    return Paint(taken[0], statistics.median(taken[1:]))
+    return Paint(taken[0], statistics.median(taken[1:]), statistics.median(live[1:]))
 
 
 # -- a click and its effect -------------------------------------------------------------------------------------------

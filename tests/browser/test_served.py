@@ -204,6 +204,34 @@ def test_a_first_load_is_small(opened, served, kernel):
     assert 500_000 < sum(sizes) < 1_300_000
 
 
+OPEN_ROOTS = """(() => {
+  const attach = Element.prototype.attachShadow
+  Element.prototype.attachShadow = function () { return attach.call(this, {mode: "open"}) }
+})()"""
+
+
+def test_the_figures_are_shown_before_panels_scripts_have_arrived(chromium, served, kernel):
+    """The preview has the figures and the theme of the live page. The live page replaces the preview."""
+    context = chromium.new_context(viewport=WIDE, color_scheme="dark")
+    context.add_init_script(OPEN_ROOTS)
+    page, held, errors = context.new_page(), [], []
+    page.set_default_timeout(SHOWN_MS)
+    page.on("pageerror", lambda error: errors.append(str(error)))
+    page.route("**/bokeh.min.js*", lambda route: held.append(route))
+    page.goto(f"http://127.0.0.1:{served.port}/?token={OPERATORS}", wait_until="commit")
+    preview = page.locator("#preview.dark")
+    preview.get_by_text("14.0 of 21.6 GiB leased").wait_for()
+    preview.get_by_text(re.compile(r"as of \d")).wait_for()
+    assert page.evaluate("document.getElementById('preview').inert"), "its buttons do nothing"
+    for route in held:
+        route.continue_()
+    preview.wait_for(state="detached")
+    page.get_by_role("tab", name="Models").click()
+    page.get_by_role("button", name="Evict: qwen").wait_for()
+    assert errors == []
+    context.close()
+
+
 def background(seen) -> str:
     """The background colour of the page."""
     return seen.page.evaluate(BACKGROUND)

@@ -35,12 +35,14 @@ function stored(dark) {  // without storage the browser only forgets the choice
   return null
 }
 
+export function wantsDark() {
+  return LAB ? LAB.dataset.jpThemeLight === "false" : {dark: true, light: false}[stored()] ?? SYSTEM.matches
+}
+
 function follow(report, shown) {
-  const chosen = () => ({dark: true, light: false}[stored()] ?? SYSTEM.matches)
-  const wanted = () => LAB ? LAB.dataset.jpThemeLight === "false" : chosen()
-  if (wanted() !== shown) report(wanted())
-  if (LAB) new MutationObserver(() => report(wanted())).observe(LAB, {attributeFilter: ["data-jp-theme-light"]})
-  else SYSTEM.onchange = () => report(wanted())
+  if (wantsDark() !== shown) report(wantsDark())
+  if (LAB) new MutationObserver(() => report(wantsDark())).observe(LAB, {attributeFilter: ["data-jp-theme-light"]})
+  else SYSTEM.onchange = () => report(wantsDark())
 }
 
 // The part of the URL that the server knows; a table and the timeline keep theirs under other names.

@@ -1,0 +1,66 @@
+"""The first figures inside the HTML of the console's page."""
+
+from __future__ import annotations
+
+import json
+import re
+
+import pytest
+from gpu_panels.console import Console
+from gpu_panels.poller import Poller
+
+from gpu_runtime.web.auth import Visitor
+
+from . import samples
+from .polling import FixedRuntime
+
+OPERATOR, VIEWER = Visitor("ann", True), Visitor("eve", False)
+
+
+def console_of(snapshot, visitor=OPERATOR, **more):
+    poller = Poller(FixedRuntime(snapshot), start=lambda work: None)
+    poller._answered.set()
+    if snapshot is not None:
+        poller.poll()
+    return Console(poller, visitor, **more)
+
+
+def values(made):
+    """The values in the preview of the console `made`, as its script gets them."""
+    (text,) = re.findall(r"\}\)\n\((\{.*\}), widgets\)</script>$", made.preview(), re.DOTALL)
+    return json.loads(text)
+
+
+def test_the_preview_has_the_figures_of_the_tab_in_front():
+    made = console_of(samples.snapshot(samples.lease("qwen", 14)))
+    shown = values(made)
+    assert shown["front"] == "Now" and shown["tabs"] == made._titles and shown["problems"] == []
+    assert [part["kind"] for part in shown["parts"]] == ["Prose", "Devices", "Table"]
+    assert "14.0 of 21.6 GiB" in shown["parts"][1]["values"]["rows"]
+    assert "1 simulated GPU" in shown["bar"]["values"]["words"]
+    shown = values(console_of(samples.snapshot(), address={"tab": "Models"}))
+    assert shown["front"] == "Models" and [part["kind"] for part in shown["parts"]] == ["Table"]
+
+
+def test_the_preview_shows_the_problems_above_the_tabs():
+    world = samples.snapshot(samples.lease("qwen", 22))
+    [problems] = values(console_of(world))["problems"]
+    assert "over its budget" in problems["values"]["rows"]
+
+
+@pytest.mark.parametrize("evil", ["</script><b>", "<!--<script>"])
+def test_a_name_cannot_end_the_script_of_the_preview(evil):
+    world = samples.snapshot(samples.lease(evil, 14))
+    text = console_of(world).preview()
+    assert text.count("</script>") == 1 and evil not in text
+    assert evil in values(console_of(world))["parts"][1]["values"]["rows"]
+
+
+def test_the_preview_of_a_viewer_has_no_button():
+    world = samples.snapshot(samples.lease("qwen", 14))
+    assert '"evict"' in json.dumps(values(console_of(world))).replace("\\", "")
+    assert '"evict"' not in json.dumps(values(console_of(world, VIEWER))).replace("\\", "")
+
+
+def test_there_is_no_preview_without_figures():
+    assert console_of(None).preview() == ""
