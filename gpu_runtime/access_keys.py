@@ -1,7 +1,7 @@
 """The file of the keys with which programs call `gpu serve`: names, hashes and rights of the keys.
 
-A key has 256 random bits, so its SHA-256 reveals nothing, and no slow hash is needed. The file has
-hashes only. Only the owner of the file may read it.
+A key has 256 random bits, so its SHA-256 reveals nothing, and no slow hash is needed. The keys'
+file has hashes only, and only its owner may read it.
 """
 
 from __future__ import annotations

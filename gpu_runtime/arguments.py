@@ -74,8 +74,8 @@ def _require(condition: object) -> None:
 def plain(value: Any) -> Any:
     """Converts `value` to an exact str, int or float if it is of a subclass, or a NumPy integer.
 
-    The reason is that a subclass may define its own comparison and its own text. Any other value is
-    returned unchanged.
+    Subclasses are converted because a subclass may define its own comparison and its own text. Any
+    other value is returned unchanged.
 
     >>> import enum
     >>> plain(enum.IntEnum("Size", {"ONE": 1}).ONE), plain(True), plain(None)

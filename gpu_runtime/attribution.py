@@ -1,7 +1,7 @@
-"""The person for whom this thread acts, if another person than the user of this process.
+"""The person for whom this thread acts, if this person is not the user of the process.
 
-A console, for example, acts for its visitors. The name of the person is for display only.
-Permissions depend on the requesting process, and not on this name.
+A console, for example, acts for its visitors. The name of a visitor is for display only.
+Permissions depend on the requesting process, and not on the name.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The key of a notebook's cell, and whether the peak of the cell's last run is known.
 
-The peak is the most memory that the cell used; `telemetry/cell_peaks.py` keeps the peaks in a file.
-A kernel without a lease looks for the peak before each cell. So this module imports only modules
-that a kernel has loaded anyway. The package's own reader of the file would add 60 ms to the
-kernel's first cell.
+The peak is the most memory that a cell used; `telemetry/cell_peaks.py` keeps the peaks in a file. A
+kernel without a lease looks for the peak before each cell. So this module imports only modules that
+a kernel has loaded anyway. The package's own reader of the file would add 60 ms to the kernel's
+first cell.
 """
 
 from __future__ import annotations

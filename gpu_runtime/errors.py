@@ -169,7 +169,7 @@ def _nearest(name: str, known: Collection[str]) -> str:
 
 
 def _listed(names: Collection[str]) -> str:
-    """The names in order. Of many names, only the first ones, and the number of all others."""
+    """The names in order. Of many names, only the first names, and how many more there are."""
     text = ", ".join(sorted(names)[:MOST_NAMES])
     more = len(names) - MOST_NAMES
     return f"{text} and {more} more" if more > 0 else text

@@ -62,10 +62,9 @@ class Activity:
 
     @property
     def state(self) -> State:
-        """The time when the oldest running cell started, or when the last cell ended.
+        """The time when the oldest running cell started; without one, when the last cell ended.
 
-        The second time is given only if no cell runs. Both are rounded to a tenth of a second, to
-        keep them short in the ledger.
+        The time is rounded to a tenth of a second, to keep its text in the ledger short.
         """
         since = list(self._running.values())
         if since:

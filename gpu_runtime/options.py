@@ -123,7 +123,7 @@ def require_none(options: Mapping[str, Any], refused: Mapping[str, str]) -> None
 def read_options(backend: str, given: Mapping[str, Any], others: Iterable[str]) -> dict[str, Any]:
     """Converts the options `given` for a `backend` by their rules. Leaves out options with None.
 
-    `others` are further names that are suggested for a misspelled option. Raises BadSetting.
+    `others` are further names that may be suggested for a misspelled option. Raises BadSetting.
     """
     known = {
         name: option.rule

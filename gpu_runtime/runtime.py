@@ -138,7 +138,7 @@ class Runtime:
         return self._opened
 
     def _reopened(self) -> Session:
-        """Opens a new owner that holds no memory. A forked child does this at its first use.
+        """Opens a new owner that holds no memory, also for a forked child at its first use.
 
         The parent's models stay in the child as plain objects. Raises LedgerUnavailable, also after
         the runtime was closed.
@@ -494,7 +494,7 @@ class Runtime:
     def reap(self) -> int:
         """Removes owners that are proven dead, and returns the number of these owners.
 
-        A process with a model does this once a second. A process that only reads can call `reap`.
+        A process with a model calls `reap` once a second. A process that only reads can call it.
         """
         return self._session.reap()
 
@@ -522,7 +522,7 @@ class Runtime:
 
     @checked
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
-        """The use of every device in the last `seconds`, and the events of that time.
+        """The use of every device in the last `seconds`, and the events in this period.
 
         There are at most `points` moments for each device. Of moments that are too close together,
         the moment with the most memory in use is kept. The newest moment is now. Between two
@@ -637,7 +637,8 @@ class Runtime:
     def apply(self, file: str | os.PathLike[str]) -> Applied:
         """Writes all models of `file` into the catalogue. Loaded models do not change.
 
-        After an error, nothing is written. Raises BadDocument, CatalogUnavailable.
+        After an error, nothing is written. Raises BadDocument, which names file, line and field,
+        and CatalogUnavailable.
         """
         return self._catalogue.catalog.apply(file)
 

@@ -221,7 +221,7 @@ def _write_weights(
 
 
 def _shape_for(size: str | int | None) -> dict[str, int]:
-    """Fields of the config of a float32 Llama with weights of about `size`; empty without it."""
+    """Config fields of a float32 Llama with weights of about `size`; empty if `size` is None."""
     if size is None:
         return {}
     hidden, inner, kv = 512, 1408, 512 // 2

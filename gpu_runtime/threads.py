@@ -52,8 +52,9 @@ class Running:
 class Cancellation(threading.Event):
     """An event that is set when the result of some work is no longer wanted.
 
-    When the event is set, it also calls the functions that were passed to `then`. Such a function
-    ends work that waits for something else than the event, such as for an engine's process.
+    When the event is set, it also calls the functions that were passed to the method `then`. Such a
+    function ends work that waits for something else than the event, such as for an engine's
+    process.
     """
 
     def __init__(self) -> None:
@@ -70,7 +71,7 @@ class Cancellation(threading.Event):
         callback()
 
     def set(self) -> None:
-        """Sets the event, and calls each function that was passed to `then`, once."""
+        """Sets the event. Calls each function that was passed to the method `then`, once."""
         with self._adding:
             super().set()
             callbacks, self._callbacks = self._callbacks, []
@@ -99,7 +100,7 @@ class _Spare:
         self.given.acquire()
 
     def run(self) -> None:
-        """Calls one work after the other."""
+        """Calls the given work, waits for further work, and calls it too."""
         while self.work is not None:
             self.work()
             self.work = None  # it may hold a model
@@ -145,7 +146,8 @@ def side_by_side(works: Sequence[Callable[[], None]]) -> None:
 def finish() -> None:
     """Waits until the work of `uninterrupted` has ended, for at most MOST_SECONDS.
 
-    Without this wait, the end of the interpreter would stop the threads of unfinished work.
+    If the process did not wait, the end of the interpreter would stop the threads of unfinished
+    work.
     """
     until = time.monotonic() + MOST_SECONDS
     while _unfinished and time.monotonic() < until:

@@ -62,7 +62,7 @@ def shorten_interrupt(error: KeyboardInterrupt, sentence: str) -> None:
         return
 
     def render() -> list[str]:
-        """The single line, or every frame if the user typed `%tb`."""
+        """The sentence as a single line, or every frame if the user typed `%tb`."""
         # `error` of the closure is not used: the two would refer to each other.
         shown = sys.exc_info()[1] or getattr(sys, "last_value", None)
         return [sentence] if shown is None else rendered(shown, [sentence])

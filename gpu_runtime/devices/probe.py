@@ -423,7 +423,7 @@ _PULSE = (
 def _without_traces(snapshot: Callable[..., Any]) -> dict[str, bool]:
     """Arguments that leave out the traces of allocations, which a user may record.
 
-    The result is empty for older versions of torch, which do not have such arguments.
+    The result is empty for older versions of torch, whose `snapshot` has no such arguments.
     """
     if "include_traces" in inspect.signature(snapshot).parameters:
         return {"include_traces": False}

@@ -109,7 +109,7 @@ class Memory:
     def allocate(self, size: int, *, force: bool = False) -> Block:
         """A block of `size` bytes. Raises OutOfMemory (also torch's own error if torch is loaded).
 
-        If `force` is true, the capacity is ignored; this is for bytes that exist already.
+        If `force` is true, the capacity is ignored, because the bytes exist already.
         """
         return self.allocate_row([size], force=force)[0]
 

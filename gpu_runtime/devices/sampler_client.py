@@ -250,8 +250,8 @@ class Sampling:
     def _holder(self) -> LockHolder | None:
         """The helper that holds the lock; None if no process holds it.
 
-        The lock is a POSIX lock, because the operating system reports the pid that holds such a
-        lock. A pid that the file contains could be wrong.
+        The helper's lock is a POSIX lock, because the operating system reports the pid that holds a
+        POSIX lock. A pid in the lock's file could be wrong.
         """
         try:
             fd = os.open(self.directory / "sampler.lock", _READ_FLAGS)

@@ -57,15 +57,15 @@ class SharedPages:
             done += os.pwrite(self.file, content[done : done + (64 << 20)], at + done)
 
     def seal(self) -> None:
-        """Ends the writing. A write after that is noticed; see `untouched`. Raises OSError."""
+        """Ends the writing. `untouched` notices each later write. Raises OSError."""
         os.utime(self.file, ns=(0, 0))
 
     @property
     def untouched(self) -> bool:
-        """Whether nothing wrote the pages since `seal`: a write sets the file's time of change.
+        """Whether no process has written the pages since `seal`.
 
-        A write through a mapping does not set that time. So each mapping that can be written, which
-        only a process with a card has, counts as a write.
+        A write sets the file's time of change. A write through a mapping does not set this time. So
+        each writable mapping counts as a write; only a process with a card has such a mapping.
         """
         return os.fstat(self.file).st_mtime_ns == 0
 

@@ -171,7 +171,7 @@ class Move(Value, tag=True):
 
 
 class Drop(Value, tag=True):
-    """Free a model's bytes at `source`. The model's file or hub can restore them."""
+    """Free a model's bytes at `source`. The bytes can be loaded again from the file or the hub."""
 
     lease: str
     source: Shares
@@ -194,7 +194,7 @@ Step = Load | Move | Drop | Shed
 
 
 class Grant(Value, tag=True):
-    """The room is reserved. The requester carries out the steps and then settles its lease."""
+    """The room is reserved. The requester carries out the steps, and finally settles its lease."""
 
     lease: Lease
     steps: tuple[Step, ...]

@@ -85,7 +85,8 @@ def ended_label(owner_id: str) -> str:
 def cards_label(shares: Shares, backend: str = "") -> str:
     """The cards of `shares`: `GPU: 0` or `GPUs: 0,1 (TP:2)`; empty if no share is on a card.
 
-    The degree of tensor parallelism (TP) is shown only if the engine of `backend` works that way.
+    The degree of tensor parallelism (TP) is shown only if the engine of `backend` is tensor
+    parallel.
 
     >>> from gpu_runtime.facts import Share
     >>> two = (Share("cuda:0", 1), Share("cuda:1", 1))

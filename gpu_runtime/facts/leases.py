@@ -239,7 +239,7 @@ class Lease(Value):
         return (Share(on_cards[0].device, on_cards[0].bytes - staying),)
 
     def after(self, target: Shares) -> Shares:
-        """Where the model's own bytes are after a move of some or all of them to `target`.
+        """The places of the model's own bytes after a move to `target`, which may be partial.
 
         >>> whole = Lease("1", "a", shares=(Share("sim:0", 9),), piece_bytes=3)
         >>> whole.after((Share("host", 6),))

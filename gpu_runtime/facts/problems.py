@@ -168,7 +168,7 @@ _STATES = {
 
 
 def _processes(seen: Snapshot) -> Iterator[Problem]:
-    """Stopped and silent processes that hold memory. No other process can move their memory."""
+    """Yields stopped and silent processes that hold memory, which no other process can move."""
     for id, section in seen.sections.items():
         presence = seen.presences.get(id)
         size = sum(section.claims().values())
@@ -214,7 +214,7 @@ _ARRIVED = ("granted", "loaded", "restored")
 
 
 def _swapping(seen: Snapshot) -> Iterator[Problem]:
-    """Two models that evicted each other from a card, at least four times in five minutes."""
+    """Yields a problem if two models evicted each other from a card four times in five minutes."""
     recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
     for view in seen.devices:
         if view.device.is_host:
@@ -267,7 +267,7 @@ def _settled(seen: Snapshot, event: Event) -> Lease | None:
 
 
 def _refusals(seen: Snapshot) -> Iterator[Problem]:
-    """The newest refusal of each model, unless the model was granted room after the refusal."""
+    """Yields the newest refusal of each model, unless the model was granted room later."""
     latest: dict[tuple[str, str], Event] = {}
     for event in seen.events:
         if event.action == "refused":

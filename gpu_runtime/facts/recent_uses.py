@@ -36,8 +36,8 @@ def decode_uses(text: str, now: float) -> tuple[int, ...]:
 def expected_use(text: str, now: int, youngest: float) -> float:
     """The sum of 1 / (age + `youngest`) over the uses in `text`; 0 if `text` is empty.
 
-    The age of a use is its distance from `now`, in seconds. `youngest` is in seconds too, and `now`
-    in epoch seconds. The result is cached, because a decision needs it several times.
+    The age of a use is the time from the use to `now`, in seconds. `youngest` is in seconds, and
+    `now` in epoch seconds. The result is cached, because a decision needs it several times.
     """
     total = 0.0
     for second in _unpacked(text):

@@ -179,8 +179,8 @@ def journals_in(ledger: Path) -> JournalPlace:
     """The places of the journals of the ledger in the directory `ledger`.
 
     In a shared ledger, each user has a journal in a directory that only this user can write. If
-    others could write the directory, they could put a file beside the journal, and SQLite would
-    treat the file as part of the journal.
+    other users could write the directory, such a user could put a file beside the journal, and
+    SQLite would treat the file as part of the journal.
     """
     root = _shared_root(ledger)
     if root is None:

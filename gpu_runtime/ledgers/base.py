@@ -75,7 +75,7 @@ class Ledger(Protocol):
     def declare_dead(self, owners: Iterable[str]) -> None:
         """Makes `dead` return these `owners` (ids), unless they are proven alive.
 
-        Call it when a person knows that the processes of these owners have ended.
+        Call `declare_dead` when a person knows that the processes of these owners have ended.
         """
 
     def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:

@@ -297,7 +297,7 @@ class BookStore:
     def _commit_without_ballast(self, page: Page, draft: Draft, error: OSError) -> None:
         """Repeats a write that failed with `error`. On a full disk, a release may use the ballast.
 
-        The ballast is disk space that is reserved for this case.
+        The ballast is disk space that is reserved for releases on a full disk.
         """
         disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not disk_full or _claims_more(page.book, draft.book):

@@ -106,7 +106,7 @@ class SharedLedger:
     def read(self) -> Book:
         """The current book. For an unchanged book, this takes two system calls and reads nothing.
 
-        This matters because idle kernels read the book often.
+        Idle kernels call `read` often, so it has to be fast.
         """
         self._require_open()
         written, seen = self._store.written(), self._seen
@@ -255,7 +255,7 @@ class SharedLedger:
     def declare_dead(self, owners: Iterable[str]) -> None:
         """Makes `dead` return these `owners` (ids), unless they are proven alive.
 
-        Call it when a person knows that the processes of these owners have ended.
+        Call `declare_dead` when a person knows that the processes of these owners have ended.
         """
         self._declared_dead = self._declared_dead.union(owners)
 

@@ -1,7 +1,7 @@
 """The machine-wide configuration: the shared ledger, and the caps on each user.
 
-The operator writes this TOML file. It is read when a runtime opens. A machine without the file has
-no shared ledger and no caps. An example:
+The operator writes the configuration as a TOML file. A runtime reads the file when it opens. A
+machine without the file has no shared ledger and no caps. An example:
 
     ledger = "sqlite:///var/lib/gpu-console"
 

@@ -41,8 +41,8 @@ def refuse_unlawful(
 ) -> None:
     """Raises LedgerRefused if the owner `writer` may not write `new` over `old`.
 
-    `dead` returns the owners that are proven dead. It is called only if the section or a ticket of
-    another owner was removed. `path` names the ledger in the error.
+    `dead` returns the owners that are proven dead. The function `dead` is called only if the
+    section or a ticket of another owner was removed. `path` names the ledger in the error.
     """
     write = Write(old, new, writer, dead, _changed(old, new, writer))
     for law in LAWS:
@@ -98,7 +98,7 @@ def _own_leases_in_own_section(write: Write) -> str:
 def _parts_are_cut(write: Write) -> str:
     """A settled lease in parts is on one card and the host, and has no working memory.
 
-    Such a lease is divided between two pieces of the model.
+    A lease in parts is cut between two pieces of the model.
     """
     for _, section in write.changed:
         for lease in section.leases:
@@ -205,7 +205,7 @@ def _same_schema(write: Write) -> str:
 def _opening_stays(write: Write) -> str:
     """The time at which grants begin in a new page is not changed.
 
-    Until that time, the owners register in the new page.
+    Before grants begin, the owners register in the new page.
     """
     if write.new.opens != write.old.opens:
         return "the time at which grants begin may not be changed"

@@ -190,7 +190,7 @@ class OwnerFile:
     def write_roster(self, payload: bytes, *, rev: int, schema: int) -> None:
         """Writes the roster `payload` for the book's revision `rev`, in the format `schema`.
 
-        Raises OSError if the disk is full. The previous roster is then still readable.
+        Raises OSError if the disk is full. Even after this error, the previous roster is readable.
         """
         if len(payload) > self.SLOT_BYTES - _FRAME.size:
             raise OSError(

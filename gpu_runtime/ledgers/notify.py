@@ -1,7 +1,7 @@
 """Notifications: one owner wakes another, so that it reads the book.
 
 A `Bell` wakes the threads of its own process. A `Doorbell` is a Bell that other processes can ring
-too, through a Unix datagram socket. A ring is a notification without content. It may be lost or
+too, through a Unix datagram socket. A ring is a notification without content. A ring may be lost or
 unnecessary, so a caller that must not miss a change also reads the book regularly.
 """
 

@@ -1,7 +1,7 @@
 """An owner's files beside its lock file: `owners/ID.SUFFIX`.
 
-Other processes read these files. A file counts only if the owner's user wrote it. Nothing here
-knows the content of the files.
+Other processes read the files. A file counts only if the owner's user wrote it. Nothing here knows
+the content of the files.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ cannot be read affects only its owner, and the owner's bytes still count. A proc
 parts that changed since it last read the page, and encodes only its own part.
 
 Each piece of the page has room to grow, which is filled with blanks. A write that changes one part
-leaves all other parts at their places. SQLite then writes only the disk pages that differ.
+leaves all other parts at their places. So SQLite writes only the disk pages that differ.
 
 Pure.
 """

@@ -3,7 +3,7 @@
 The command makes the directory and names it in the machine-wide configuration, which every user's
 runtime reads. A second run of the command only repairs file modes. The command also makes root the
 owner of the directory of the present boot, so that no member can move another member's files away.
-So an operator should run it at every boot.
+For this reason an operator should run the command at every boot.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
 
 
 def _make_ledger(place: Path, gid: int) -> None:
-    """Makes the directories and files of a ledger, including those of this boot."""
+    """Makes the directories and files of a ledger, including the directory of this boot."""
     access = Access(gid)
     place.mkdir(mode=0o700, exist_ok=True)
     access.make_file(place / MARK)

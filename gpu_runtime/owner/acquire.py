@@ -136,7 +136,7 @@ def obtain(
 ) -> None:
     """Brings the model onto its device, and pins it if `anchor` is given.
 
-    `anchor` refers weakly to an object, and the pin lasts as long as that object. An argument that
+    `anchor` refers weakly to an object, and the pin lasts as long as the object. An argument that
     is None takes the value of the registration. Raises DoesNotFit, Busy, Deadlock, LoadFailed,
     ModelDisabled, BadSetting, ProcessLost, OutOfMemory.
     """

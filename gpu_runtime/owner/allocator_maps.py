@@ -26,7 +26,7 @@ CALM = 100  # the pause before the next map, as a multiple of the time that the 
 
 
 class Maps:
-    """Publishes the maps of one owner, and reads the maps of the other owners. Thread-safe."""
+    """Publishes the maps of one owner, and reads the maps of all owners. Thread-safe."""
 
     def __init__(
         self, ledger: Ledger, probe: Probe, *, clock: Callable[[], float], wall: Callable[[], float]

@@ -27,8 +27,8 @@ class Blocks(dict[str, tuple[Lease, AnchorRef]]):
     def running(self, ended: Callable[[str], None]) -> tuple[Lease, ...]:
         """The leases of the running blocks. Forgets the blocks that an interrupt has ended.
 
-        An interrupt at an unlucky moment skips the code that ends a block. This method then calls
-        `ended(card)` for each card that such a block had leased.
+        An interrupt at an unlucky moment skips the code that ends a block. After such an interrupt,
+        this method calls `ended(card)` for each card on which the block had leased memory.
         """
         leases = []
         for name, (lease, anchor) in list(self.items()):

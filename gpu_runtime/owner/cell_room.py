@@ -35,7 +35,7 @@ CHANGED = 0.01  # a peak that differs by a smaller fraction is not written again
 
 
 class CellRoom:
-    """The peaks of this notebook's cells, and the requests for them."""
+    """The peaks of this notebook's cells, and the requests for room for these peaks."""
 
     def __init__(self, session: Session) -> None:
         """Keeps the peaks of the notebook of `session`: in a file, or only in memory.

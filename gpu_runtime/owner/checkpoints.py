@@ -1,8 +1,8 @@
 """Parks a process that cannot cooperate, by the driver's checkpoint calls. A person types the pid.
 
-Such a process has not loaded the extension, or another framework holds its memory. The driver
-copies its memory to RAM, and all its CUDA calls wait until the memory returns. No call is made
-automatically. A call that has begun is completed: a half-done call leaves the process locked.
+A process cannot cooperate if it has not loaded the extension, or if another framework holds its
+memory. The driver copies its memory to RAM, and all its CUDA calls wait until the memory returns.
+No call is automatic. A call that has begun is completed: half done, it leaves the process locked.
 """
 
 from __future__ import annotations

@@ -62,8 +62,8 @@ def is_placed(given: dict[str, Any]) -> bool:
 def of_bytes(size: int, session: Session, given: dict[str, Any]) -> Subject:
     """The request for a lease of `size` bytes for the user's code.
 
-    With `devices` or a `layout`, the size is placed as a model of that size would be. Raises
-    BadSetting if `given` has any other option, except the importance.
+    If `given` has `devices` or a `layout`, the bytes are placed like a model with `size` bytes.
+    Raises BadSetting if `given` has any further option, except the importance.
     """
     for name, value in given.items():
         if name not in ("importance", *PLACED):

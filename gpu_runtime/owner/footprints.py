@@ -99,8 +99,8 @@ class Sizing:
     def saw(self, resident: Resident, *, alone: bool) -> None:
         """Remembers the peak of a model that was used, if the peak is higher than before.
 
-        `alone` is true if no other model was used since the last tick. torch's peak counts only
-        then, because torch has one peak for all models.
+        `alone` is true if no other model was used since the last tick. torch's peak counts only if
+        `alone` is true, because torch has one peak for all models.
         """
         shares = resident.backend.measure(resident.handle) if resident.handle is not None else ()
         size = sum(share.bytes for share in shares)

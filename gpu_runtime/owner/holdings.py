@@ -37,7 +37,7 @@ class _Storage(NamedTuple):
 class _Reached(NamedTuple):
     """A name, and the keys of the storages that can be reached from it.
 
-    `direct` storages are reached without an autograd graph, `saved` ones only through a graph.
+    `direct` storages are reached without an autograd graph, `saved` storages only through a graph.
     `alone` are the storages that become free if the name is deleted.
     """
 
@@ -303,7 +303,7 @@ def _elsewhere(
 def free(session: Session, variable: str | None) -> Outcome:
     """Deletes `variable`; if it is None, releases outputs, the last error, garbage and caches.
 
-    Raises GpuError if no variable has that name.
+    Raises GpuError if there is no variable with the name `variable`.
     """
     namespace = registered.current()
     known = namespace.variables()
@@ -351,7 +351,7 @@ def _release(session: Session, namespace: Namespace) -> list[str]:
 
 
 def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
-    """Deletes a variable. Returns a sentence on the other names that still refer to its memory."""
+    """Deletes a variable. Returns sentences on the names that still refer to the same memory."""
     keys_of = {one.name.name: one.every for one in _named(session, namespace)}
     mine = keys_of.pop(variable, frozenset())
     others = {name: keys & mine for name, keys in keys_of.items()}
@@ -406,7 +406,7 @@ def _listed(names: list[str]) -> str:
 def _held_bytes(session: Session) -> int:
     """This process's device memory: what its allocators reserve.
 
-    On simulated cards the tensors are searched now, because the account of such a card has only the
+    On simulated cards the tensors are searched now, because a simulated card's account has only the
     bytes of the last count.
     """
     allocated, reserved = _allocated(session)

@@ -15,10 +15,10 @@ from .session import Session
 def in_one_line(
     session: Session, outcome: Callable[[], str] = lambda: "nothing is held"
 ) -> Iterator[None]:
-    """A `with` block that shows a KeyboardInterrupt as one line, with the seconds and the
-    `outcome`.
+    """A `with` block that shows a KeyboardInterrupt as one line: the seconds and the `outcome`.
 
-    `outcome` is called at the end of the block, so the block must have released its request by then.
+    `outcome` is called at the end of the block. So the block must release its request before it
+    ends.
     """
     began = session.clock()
     try:

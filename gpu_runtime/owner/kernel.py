@@ -1,6 +1,6 @@
 """The lease of a notebook's kernel. It claims the device memory of the notebook's own code.
 
-Memory of governed models is not part of that lease. The lease is opened automatically, is counted
+Memory of governed models is not part of the lease. The lease is opened automatically, is counted
 after each cell and is never droppable. It is in use while a cell runs. When another process needs
 the card, the memory of an idle kernel is parked in host memory. The memory returns before the next
 cell runs, by the same request as a model's. If it cannot return, the cell is refused and no line of

@@ -35,7 +35,7 @@ def find(session: Session, who: str) -> LeaseId:
 def in_ram_already(session: Session, verb: str, name: str, leases: list[Lease]) -> Outcome:
     """The outcome of `verb` for the process `name`, all of whose `leases` are in host memory.
 
-    It says since when, and how they come back.
+    The outcome says since when the leases are in RAM, and how they come back.
     """
     parts, back = [], ""
     for lease in leases:

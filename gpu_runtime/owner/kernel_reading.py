@@ -51,7 +51,7 @@ class Reading:
         self._again_at = 0.0
 
     def hold(self) -> Anchor | None:
-        """Returns an object. The memory stays on its cards until the caller drops that object.
+        """Returns an object. The memory stays on its cards until the caller drops the object.
 
         The result is None if the kernel has no lease, or if its memory did not return in time.
         """

@@ -178,7 +178,7 @@ def governed_keys(session: Session) -> set[int]:
 
 
 def governed_shares(session: Session) -> Iterator[Share]:
-    """The bytes of those models of this process whose tensors torch allocated in this process.
+    """The bytes of this process's models, if torch allocated their tensors in this process.
 
     A model that was not used since its last measurement is not measured again: the lease has its
     bytes. 20 models of 20 tensors each take 3 ms to measure.

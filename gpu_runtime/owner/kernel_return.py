@@ -1,4 +1,4 @@
-"""The line in a notebook after its memory has come back from host memory."""
+"""Makes the line that a notebook shows after its memory has come back from host memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Return:
     """One return of a kernel's memory, from the request until the memory is on its cards."""
 
     def __init__(self, session: Session, resident: KernelResident) -> None:
-        """Call this before the return of `resident` is requested."""
+        """The caller makes this object before it requests the return of `resident`."""
         self._session, self._resident = session, resident
         self._began = session.clock()
         self._away_since = resident.lease.away_since
@@ -25,7 +25,8 @@ class Return:
     def news(self) -> str:
         """The sentence for the user, after the return. Empty if the memory was not away.
 
-        The wait for space and the move are told apart: only the move depends on this notebook.
+        The sentence has two times, the wait for space and the move of the memory, because only the
+        move depends on this notebook.
         """
         if not self._away_since:
             return ""
@@ -42,7 +43,7 @@ class Return:
         return f"{came}; {other} for {away}."
 
     def _who_had_the_cards(self) -> str:
-        """The title of the largest lease of others that used the cards meanwhile; else ""."""
+        """The name of the largest holder that used the cards while the memory was away, or ""."""
         book, me = self._session.ledger.read(), self._session.me
         cards = set(self._resident.must_return_to())
         found = [

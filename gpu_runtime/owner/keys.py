@@ -1,6 +1,6 @@
 """Keys name the decisions in progress. This process notes a key before sending it anywhere.
 
-A ticket is the entry of a waiting request in the book; it has the key of its decision.
+A ticket is the entry of a waiting request in the book; a ticket has the key of its decision.
 """
 
 from __future__ import annotations

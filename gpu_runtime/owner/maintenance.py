@@ -109,7 +109,7 @@ def rest(session: Session, seconds: float) -> None:
 def _needed_by_others(session: Session) -> list[Resident]:
     """The models of this process that are in use on devices for which another owner waits.
 
-    When the use of such a model ends, the end is published at once.
+    When the use of one of these models ends, the monitor publishes the end at once.
     """
     used = [resident for resident in list(session.residents.values()) if resident.pins]
     if not used:

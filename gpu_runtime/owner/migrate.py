@@ -1,4 +1,4 @@
-"""`move`: reserves room on other cards, then moves an idle model of this process there."""
+"""`move`: reserves room on other cards, and moves an idle model of this process to these cards."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def cards(session: Session, name: str, wanted: str | Iterable[str]) -> tuple[str
 def _rules(session: Session, resident: Resident, wanted: tuple[str, ...]) -> PlacementRules:
     """Placement rules that allow exactly the cards `wanted`.
 
-    Raises DoesNotFit if the model cannot be split, or may not be placed on these cards.
+    Raises DoesNotFit if the model cannot be split, or may not be placed on the cards `wanted`.
     """
     name, own = resident.spec.name, demand.placement(session, resident)
     size = resident.lease.bytes

@@ -1,6 +1,6 @@
 """The verbs on models: preload, move, evict, pin, unpin.
 
-If another owner holds the model, the verb becomes a request to that owner.
+If another owner holds the model, the verb becomes a request to the model's owner.
 """
 
 from __future__ import annotations

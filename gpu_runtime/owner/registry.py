@@ -115,7 +115,7 @@ def adoption_options(
     quantization: str,
     devices: str | tuple[str, ...],
 ) -> dict[str, Any]:
-    """Those `options` of `register` that `adopt` accepts too. Raises BadSetting for other options.
+    """The `options` of `register` that `adopt` accepts too. Raises BadSetting for other options.
 
     A module is governed as it is and where it is. So all other arguments must have their defaults.
     """

@@ -300,7 +300,7 @@ class Resident:
         self.report_loss(kind, because)
 
     def lose(self) -> None:
-        """Releases a gone or unusable model. References to it work again after the next load."""
+        """Releases a gone or unusable model. Kept references work again after the next load."""
         self._drop()
 
     def begin_moving(self) -> bool:
@@ -315,7 +315,7 @@ class Resident:
         return True
 
     def await_move(self) -> None:
-        """Waits for the end of a move of a module in training. Returns at once for all others."""
+        """Waits for the end of a move of a module in training. Does not wait for other moves."""
         while True:
             with self.gate:
                 handle: Any = self.handle if self.place is Place.MOVING else None
@@ -364,7 +364,7 @@ class Resident:
     def postpones_measuring(self) -> bool:
         """Whether a backward pass may be running now.
 
-        If one may run, the model is not measured before the next optimizer step.
+        While a backward pass may be running, only the next optimizer step measures the model.
 
         The autograd engine replaces gradients without holding the interpreter's lock. A thread that
         reads a gradient during a replacement crashes the process.

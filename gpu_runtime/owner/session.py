@@ -67,7 +67,7 @@ class _Renamed(Exception):
 
 
 class Session:
-    """This process's models, blocks and owner record, and the transactions on them."""
+    """This process's models, blocks of code and owner record, and its transactions on the book."""
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class Session:
     def look(self) -> tuple[Book, World]:
         """The book, with the section of this process updated, and the devices.
 
-        If this process has nothing in the book, the devices are those of the other owners.
+        If this process has nothing in the book, the devices are the devices of the other owners.
         """
         book, world = self.read_book(), self.world()
         if self.residents or self.blocks or self.me in book.sections:

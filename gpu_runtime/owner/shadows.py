@@ -76,7 +76,7 @@ def _copies(session: Session, book: Book, files: str) -> Copies:
 def _near(session: Session, book: Book) -> list[Section]:
     """The sections of this user's processes that run on this host and in the same namespaces.
 
-    A pid that such a section names is the same process for this process too.
+    In these sections, a pid means the same process that it means for this process.
     """
     me, found = session.ledger.owner, []
     for section in book.sections.values():

@@ -102,7 +102,7 @@ def _quarantined(book: Book) -> tuple[Quarantined, ...]:
 def _declared(session: Session) -> dict[str, dict[str, Declared]]:
     """Maps each owner id to the models that the owner can load.
 
-    For this process, the models are the current ones; for other owners, the published ones.
+    For this process, the result has the current models; for other owners, the published models.
     """
     own = {name: one.declared() for name, one in list(session.residents.items())}
     names = session.ledger.names()
@@ -140,7 +140,7 @@ def other_hosts(session: Session) -> tuple[Snapshot, ...]:
 def _of_page(session: Session, page: HostPage) -> Snapshot:
     """A snapshot of another host, made from `page`, the host's book as stored in the ledger.
 
-    The times in `page` are of the other host's clock. So the newest time in `page` is used as now.
+    The times in `page` are of the other host's clock. So the newest time in `page` counts as now.
     """
     book = page.book or Book()
     stamps = [0.0]

@@ -1,9 +1,9 @@
 """Keeps a module in training on its device between its calls.
 
-`backward` and `step` do not call the module, so a pin during calls alone would not keep it there. A
-module is in training if it was adopted with its optimizer, or while it has gradients or a graph. In
-a kernel, a module in training is in use while a cell runs. In a script, it is in use from a
-`forward` with gradients enabled until `step`, `zero_grad` or the end of the graph.
+A pin during calls is not enough, because `backward` and `step` do not call the module. A module is
+in training if it was adopted with its optimizer, or while it has gradients or a graph. In a kernel,
+a module in training is in use while a cell runs. In a script, the module is in use from a `forward`
+with gradients enabled until `step`, `zero_grad` or the end of the graph.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ class Training:
     def postpones_measuring(self, handle: Any) -> bool:
         """Whether only the thread that trains the model may measure the model, at its next step.
 
-        Any other thread could read gradients while they are made or cleared. Such a read ended in a
-        segmentation fault.
+        If another thread measured the model, it could read gradients while they are made or
+        cleared. Such a read ended in a segmentation fault.
         """
         trains = getattr(handle, "optimizer", None) is not None
         # Between two cells of a kernel nothing trains. A script may train at any time.
@@ -123,7 +123,7 @@ class Training:
     def waived(self) -> Iterator[None]:
         """A `with` block during which training does not keep the model on its device.
 
-        The thread that trains the model uses this block when it evicts the model.
+        The thread that trains a model uses this block when it evicts the model.
         """
         # Another thread could move the model during the main thread's backward pass.
         self._waived = threading.current_thread() is threading.main_thread()

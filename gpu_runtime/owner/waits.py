@@ -1,6 +1,6 @@
 """Ends a wait for memory. To end a wait of another process, sends a request to that process.
 
-The waiting thread raises WaitEnded when it decides next, and withdraws its ticket itself.
+A thread whose wait was ended raises WaitEnded when it decides next. It withdraws its ticket itself.
 """
 
 from __future__ import annotations

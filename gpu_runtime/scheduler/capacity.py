@@ -45,7 +45,7 @@ def room(book: Book, world: World) -> dict[str, int]:
 def room_and_blind(book: Book, world: World) -> tuple[dict[str, int], dict[str, str]]:
     """Two dictionaries by device: the `room` in bytes, and the reason why no grant is possible.
 
-    The second dictionary has only the devices whose measurement is missing, incomplete or too old.
+    The dictionary of reasons has only devices whose measurement is missing, incomplete or too old.
     `book` holds the claims; `world` holds the devices, samples and rules.
     """
     samples: dict[str, Sample | None] = {}
@@ -157,7 +157,7 @@ def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Byte
 def _add_unseen(lease: Lease, taken_at: Mapping[str, float], unseen: Bytes) -> None:
     """Adds to `unseen` the bytes of the `lease` that the samples cannot have counted.
 
-    The loops are plain because every decision runs them.
+    The loops are plain because every decision runs this function.
     """
     for share in lease.shares:
         device, size = share.device, share.bytes
@@ -178,8 +178,8 @@ def _add_unseen(lease: Lease, taken_at: Mapping[str, float], unseen: Bytes) -> N
 def freed_since(book: Book, world: World) -> dict[str, int]:
     """Bytes that leases freed on each device after its sample, plus bytes of dead processes.
 
-    The sample does not yet show these bytes as free, so no grant spends them. The bytes will be
-    free soon, so no other lease is evicted to replace them. `book` holds the events and the dead
+    A sample does not yet show such bytes as free, so no grant spends them. The bytes will be free
+    soon, so no other lease is evicted to replace them. `book` holds the events and the dead
     processes' bytes, `world` the samples.
     """
     freed: Bytes = {}
@@ -212,7 +212,7 @@ def on_cards(
 ) -> int:
     """Bytes that the models of one `owner` (its id) claim on all cards together.
 
-    With `leaving=False`, models that are leaving their device are not counted.
+    If `leaving` is False, models that are leaving their device are not counted.
     """
     section = book.sections.get(owner)
     if section is None:

@@ -1,7 +1,7 @@
 """Finds waiting requests that can never be served.
 
-Pure. In the simplest deadlock, two threads each use a model, and each waits for the memory that the
-other thread's model takes. Both then wait for ever.
+Pure. In the simplest deadlock, two threads each use a model, and each thread waits for the memory
+of the model that the other thread uses. Without this module, both threads would wait for ever.
 """
 
 from __future__ import annotations

@@ -111,7 +111,7 @@ def vacate(
     world: World,
     key: str,
 ) -> tuple[Book, tuple[Step, ...]]:
-    """The book in which idle models of `owner` leave drained cards, and the steps that move them.
+    """The book in which idle models of `owner` leave drained cards, and the steps of these models.
 
     A model in use leaves once it is idle, and a kept model once it is unpinned. `key` identifies
     this decision and is stored in the leaving leases.

@@ -98,7 +98,7 @@ def can_move(lease: Lease, world: World) -> bool:
 def _uses_host_memory(lease: Lease, world: World) -> bool:
     """Whether the lease is on a card whose memory is the host's memory.
 
-    An offload from such a card frees nothing.
+    An offload from a card that uses the host's memory frees nothing.
     """
     for device in world.devices:
         if device.unified:  # a plain loop: every decision runs this for every lease

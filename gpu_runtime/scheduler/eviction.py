@@ -201,7 +201,7 @@ def _evictable(
     """Leases that may leave now and that no elder (a request ahead in the queue) has recalled.
 
     A lease in parts (partly on a card, partly in host memory) stays if this request or an elder
-    waits for its return. The loop is plain because it runs often.
+    waits for the lease's return. The loop is plain because it runs often.
     """
     asker, importance = request.lease.owner, request.lease.importance
     recalled = context.recalled

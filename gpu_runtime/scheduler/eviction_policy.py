@@ -2,8 +2,9 @@
 
 Pure. The importance of leases is always compared before the policy's number.
 
-To add a policy, write a function here and add it to POLICIES. Then add its name to the setting
-`gpu_policy`, and to the words for that setting in `_WORDS`, both in `gpu_runtime/settings.py`.
+To add a policy, write a function in this module and add it to POLICIES. In
+`gpu_runtime/settings.py`, add the policy's name to the setting `gpu_policy` and to the words for
+`gpu_policy` in `_WORDS`.
 """
 
 from __future__ import annotations

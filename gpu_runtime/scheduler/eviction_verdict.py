@@ -194,8 +194,7 @@ class _Eviction:
     def _free_host_memory(self, lease: Lease) -> bool:
         """Frees shadows, and unloads leases that are worth less in host memory than this `lease`.
 
-        If all of these together would not make enough room for `lease`, returns False and frees
-        nothing.
+        If all shadows and such leases together are too few, returns False and frees nothing.
         """
         reach = self.host_room + self.freed_soon
         part = lease.leaving_bytes if lease.target else 0

@@ -194,8 +194,8 @@ def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:
 def wait_ended(name: str, by: str, because: str, waited_seconds: float) -> WaitEnded:
     """The error for a request for `name` after a person or a process has ended its wait.
 
-    `by` names this person or process. `because` is what the request waited for, as a sentence; it
-    may be empty.
+    `by` names the person or process that ended the wait. `because` is what the request waited for,
+    as a sentence; it may be empty.
     """
     what = "this notebook's own memory" if name == "kernel" else name.partition("#")[0]
     reason = f": {because.rstrip('.')}" if because else ""

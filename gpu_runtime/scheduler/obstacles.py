@@ -83,8 +83,8 @@ def wait_for_obstacles(
 def _unreadable(book: Book, shares: Shares) -> str:
     """A sentence on an owner whose part of the book cannot be read, and whose bytes are in the way.
 
-    The bytes of such an owner cannot be recalled. The sentence is empty if no such owner has bytes
-    on the cards of `shares`.
+    The bytes of an unreadable owner cannot be recalled. The sentence is empty if no unreadable
+    owner has bytes on the cards of `shares`.
     """
     for unread in book.quarantined.values():
         if any(unread.held.get(share.device) for share in shares):

@@ -22,7 +22,7 @@ CLOSE_SECONDS, CLOSE_FRACTION = 0.5, 0.1
 def offer_of(plan: Plan, host: str, users: int = 0) -> Offer:
     """The offer of the `host` that made this `plan`.
 
-    `users` is the number of blocks of code that use the model on this host.
+    `users` is the number of blocks of code that use the model on `host`.
 
     A plan with an obstacle, such as a missing engine, is an offer of the level `never`.
     """
@@ -76,7 +76,7 @@ def room_of(
 ) -> HostRoom:
     """The room of `host` for a model of `need_bytes`, from its `book` and its `world`.
 
-    `name` is the model, and `owner` the id of the owner that would hold it.
+    `name` is the model, and `owner` the id of the owner that would hold the model.
     """
     cards = [device.id for device in world.devices if not device.is_host]
     free = room(book, world)

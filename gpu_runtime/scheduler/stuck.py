@@ -59,7 +59,8 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
     """Sets of precious leases that may have to stay on their cards, the smallest sets first.
 
     The host may not have room for all precious leases in `stuck`. If there are too many leases to
-    try every set, the result is one empty set: the request then waits instead of being refused.
+    try every set, the result is one empty set. With an empty set, the request waits instead of
+    being refused.
     """
     by_id = {}
     for leases in stuck.precious.values():

@@ -336,8 +336,8 @@ def _with_new_section(book: Book, truth: Truth, world: World) -> Book:
     """The book with an empty section for a new owner, and with the owner's devices and limits.
 
     The first owner sets the limit of each device in the book. A later owner adds only the limits of
-    devices that the book does not have. A later owner's own smaller limits apply only to that
-    owner's requests.
+    devices that the book does not have. If an owner's own limit is smaller, it applies only to the
+    owner's own requests.
     """
     alone = not book.sections and not book.quarantined
     known: dict[str, Device] = {} if alone else {device.id: device for device in book.devices}

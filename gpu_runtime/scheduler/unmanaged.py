@@ -84,7 +84,7 @@ def _pids(book: Book) -> set[int]:
 
 
 def _processes(device: Device, book: Book, world: World) -> dict[int, int | None]:
-    """The processes on a real card as its driver lists them: pid -> bytes."""
+    """Maps pids to bytes, for the processes that the driver lists on a real card."""
     if device.simulated or device.is_host:
         return {}
     sample = sample_of(device, book, world)

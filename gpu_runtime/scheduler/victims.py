@@ -147,7 +147,7 @@ def _most_precious_set(chosen: Gains, surplus: Gain, able: Sequence[int]) -> set
     best: tuple[tuple[float, int], tuple[int, ...]] = ((0.0, 0), ())
 
     def try_from(start: int, seconds: float, size: int, kept: tuple[int, ...]) -> None:
-        """Compares `kept` with the best set, then adds each further index that fits."""
+        """Compares the set `kept` with the best set. Then tries `kept` with each further index."""
         nonlocal best
         if (seconds, size) > best[0]:
             best = (seconds, size), kept
@@ -246,9 +246,9 @@ def freed_bytes(leaving: Lease) -> int:
 def part_of(lease: Lease, need: int) -> Lease:
     """The `lease` with a `target` of as few pieces as free `need` bytes of its card.
 
-    The same lease is returned if it cannot be cut, or if all its pieces must leave. At least one
-    piece leaves, even if the lease's working memory alone is enough: only a lease with bytes in
-    host memory claims no working memory.
+    Returns `lease` itself if it cannot be cut, or if all its pieces must leave. At least one piece
+    leaves, even if the lease's working memory alone is enough: only a lease with bytes in host
+    memory claims no working memory.
     """
     piece = lease.piece_bytes
     if not piece or lease.on_host:
@@ -312,11 +312,11 @@ def _least_important_that_do(
 class _SmallestSet:
     """A search for the smallest set of leases that meets a need.
 
-    Of sets with equally many leases, the one with the fewest bytes is found. The search goes
-    through all sets of one lease, then through all sets of two, and so on. A set is built from the
-    lease that frees most to the lease that frees least. So a branch of the search ends as soon as
-    the largest remaining leases would not be enough. The result is exact, unless the search takes
-    more than MOST_LOOKS steps.
+    Of sets with equally many leases, the search finds the set with the fewest bytes. The search
+    goes through all sets of one lease, then through all sets of two leases, and so on. A set is
+    built from the lease that frees most to the lease that frees least. So a branch of the search
+    ends as soon as the largest remaining leases would not be enough. The result is exact, unless
+    the search takes more than MOST_LOOKS steps.
     """
 
     def __init__(self, able: Gains, need: Gain) -> None:

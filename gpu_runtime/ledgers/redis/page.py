@@ -2,9 +2,9 @@
 
 The script first compares the page's revision with the revision on which the writer decided.
 
-A Redis can lose data that it acknowledged. It can be flushed, restored from an older copy, or
-restarted with the last second missing. So every owner keeps its roster (a copy of its part of the
-book) in a local file, as beside SQLite. Two things protect the page:
+A Redis can lose data that it acknowledged. The Redis can be flushed, restored from an older copy,
+or restarted without the data of the last second. So every owner keeps its roster (a copy of its
+part of the book) in a local file, as with SQLite. Two things protect the page:
 
 - The *generation* is a name that no page had before. A page that is made again has a new
   generation, and grants in the old page are void.
@@ -79,7 +79,7 @@ class RedisBook(BookStore):
         owner_file: OwnerFile,
         moved: Callable[[Path], None],
     ) -> None:
-        """Uses the connection `server`. The other parameters are as in BookStore."""
+        """Uses the connection `server`. All other parameters are as in BookStore."""
         super().__init__(directory, boot, owner_file, moved)
         self._server = server
         self._key = PAGE + boot

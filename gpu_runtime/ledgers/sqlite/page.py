@@ -221,7 +221,7 @@ class SqliteBook(BookStore):
     def _open(self) -> None:
         """Opens the book that CURRENT names.
 
-        Raises DamagedBook if there is no book, or if it is an older book.
+        Raises DamagedBook if there is no book, or if CURRENT names an older book.
         """
         before = self._page
         self._disconnect()

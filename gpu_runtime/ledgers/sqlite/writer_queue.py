@@ -9,8 +9,8 @@ processes pass the holder after 5 ms. If the holder only waits for a processor, 
 made 50 to 180 writes a second, and some gave up after 10 s. With the present rule they made 700 to
 1,400 writes a second, and none gave up.)
 
-A process that has already decided may write without queueing, unless that would prevent the process
-with the turn from writing.
+A process that has already decided may write without queueing, unless its write would prevent the
+process with the turn from writing.
 
 The queue has two files. The lock file also has a count of the turns that ended, a mark that says
 whether all must queue, and the thread that has the turn. The second file is a pipe that wakes the
