@@ -1,4 +1,6 @@
-"""Replays a history of uses through the scheduler, with other policies, cards and host memory."""
+"""Replays a history of uses through the scheduler, with another policy, card size or host memory
+size.
+"""
 
 # ruff: noqa: F401 - the names of this package are those that it imports
 

@@ -1,7 +1,8 @@
 """The history that is replayed: which models were used when, and for how long.
 
-A history is read from two CSV files or from the journal. `docs/guides/backtest.md` describes both. The
-journal does not record how long a use took, so every use is assumed to last `USE_SECONDS`.
+A history is read from two CSV files or from the journal. `docs/guides/backtest.md` describes the
+files and the journal. The journal does not record how long a use took, so every use is assumed to
+last `USE_SECONDS`.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ class History(NamedTuple):
 def read_history(requests: str | Path, models: str | Path) -> History:
     """The history in two CSV files.
 
-    `requests` has the columns t_s, model, service_s, importance; `models` has the columns model,
-    size_gb (10⁹ bytes), load_s, restore_s, offload_s. Raises BadSetting, which names file and line.
+    `requests` is the file with the columns t_s, model, service_s, importance. `models` is the file
+    with the columns model, size_gb (10⁹ bytes), load_s, restore_s, offload_s. Raises BadSetting
+    with the file and the line of a mistake.
     """
     known = {model.name: model for model in _rows(models, MODEL_FIELDS, _model)}
     found = list(_rows(requests, REQUEST_FIELDS, _request))
@@ -80,7 +82,7 @@ def journal_history(events: Iterable[Event], leases: Iterable[Lease], wall: floa
     """The history up to the time `wall`, from the journal's `events` and the present `leases`.
 
     `wall` is in epoch seconds. If several processes loaded models from the same source, the history
-    counts them as one model.
+    counts these models as one.
     """
     models: dict[str, _Seen] = {}
     for event in events:
@@ -106,7 +108,7 @@ def journal_history(events: Iterable[Event], leases: Iterable[Lease], wall: floa
 
 
 class _Seen:
-    """The uses, bytes and durations of one model that the journal shows."""
+    """The uses, bytes and durations of one model, as read from the journal."""
 
     def __init__(self, name: str) -> None:
         self.name, self.bytes = name, 0

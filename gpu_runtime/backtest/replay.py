@@ -1,9 +1,9 @@
 """The replay of a history: the real scheduler decides, and a virtual clock runs.
 
 The replayed machine has one card and host memory. Requests for the same model run at the same time.
-A model in use is never evicted. Each granted transfer takes the seconds that the history gives. A
-lane is a path for transfers, such as from the disk, or from the card to host memory. Each lane does
-one transfer at a time.
+A model in use is never evicted. Each granted transfer takes the seconds that the history has for
+it. A lane is a path for transfers, such as from the disk to the card, or from the card to host
+memory. Each lane does one transfer at a time.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Result(NamedTuple):
         return sum(self.waits)
 
     def percentile(self, fraction: float) -> float:
-        """The waiting time in seconds that the given `fraction` of the requests does not exceed."""
+        """The waiting time in seconds that a `fraction` of the requests does not exceed."""
         if not self.waits:
             return 0.0
         return self.waits[min(len(self.waits) - 1, int(fraction * len(self.waits)))]
@@ -98,7 +98,8 @@ class Result(NamedTuple):
 def replay(
     history: History, card_bytes: int, host_bytes: int, rank: Policy, engine: Engine
 ) -> Result:
-    """The measured result of a replay with this card, host memory, policy (`rank`) and `engine`.
+    """Replays `history` with this card, host memory, policy (`rank`) and `engine`. Returns the
+    measured result.
 
     `card_bytes` must be at least the bytes of the largest model, and `host_bytes` may be 0. Raises
     ValueError if a model of the history does not fit onto the card.
@@ -109,7 +110,7 @@ def replay(
 
 
 class _Replay:
-    """The state of one replay. Its book has a single owner, which holds every model."""
+    """The state of one replay. Its book has a single owner, which has the leases of all models."""
 
     def __init__(
         self, history: History, card_bytes: int, host_bytes: int, rank: Policy, engine: Engine
@@ -131,7 +132,7 @@ class _Replay:
         self.loads = self.restores = self.moved_bytes = 0
 
     def run(self) -> Result:
-        """Replays all requests, until the last of them has started."""
+        """Replays all requests, until the last request has started."""
         arrivals = deque(self.requests)
         while arrivals or self.events:
             if not self.events or (arrivals and arrivals[0].seconds < self.events[0][0]):
@@ -156,7 +157,7 @@ class _Replay:
     # -- using a model
 
     def _arrive(self, request: HistoryRequest) -> None:
-        """Starts the `request` at once if its model is on the card; otherwise the request waits."""
+        """Starts the `request` at once if its model is on the card. If not, the request waits."""
         lease = self.book.lease(OWNER.id, request.model)
         if lease and lease.all_on_device and lease.phase is Phase.SETTLED:
             self._start(request)
@@ -167,7 +168,10 @@ class _Replay:
         self._decide()
 
     def _queue(self, model: str) -> None:
-        """Writes a ticket for the requests that wait for `model`, unless a transfer loads it."""
+        """Writes a ticket (a waiting request in the book) for the users that wait for `model`.
+
+        If a transfer already loads the model, no ticket is written.
+        """
         lease = self.book.lease(OWNER.id, model)
         if lease is not None and lease.phase is Phase.ARRIVING:
             return
@@ -204,7 +208,8 @@ class _Replay:
         self.stale = True
 
     def _publish(self) -> None:
-        """Writes the users and the last uses of all models into the book (the scheduler's input).
+        """Writes the users and the last uses of all models into the book, which the scheduler
+        reads.
 
         A real process also does this before each of its decisions.
         """
@@ -222,14 +227,16 @@ class _Replay:
     # -- deciding
 
     def _decide(self) -> None:
-        """Starts every transfer that the scheduler grants now and that has a lane."""
+        """Starts every transfer that the scheduler grants now and whose lane is free."""
         while self.waiting and len(self.busy) < len(self.engine.lanes):
             self._publish()
             if not any(self._try(model) for model in self._in_order()):
                 return
 
     def _in_order(self) -> list[str]:
-        """The models that wait and have no running transfer, in the order of the queue."""
+        """The models with waiting requests and without a running transfer, in the order of the
+        queue.
+        """
         moving = {lease.name for lease in self.book.leases() if lease.phase is not Phase.SETTLED}
         order = queue(self.book, self.world)
         return [ticket.name for ticket in order if ticket.name not in moving]
@@ -257,19 +264,23 @@ class _Replay:
         return True
 
     def _reserve_shadow(self, model: str) -> None:
-        """Reserves host memory for a copy of the `model` that is loaded now, if the host has room."""
+        """Reserves host memory for a copy of the `model` that is being loaded, if the host has
+        room.
+        """
         size = self.models[model].bytes
         self.book, _ = shadows.reserve(self.book, OWNER.id, model, size, self.world)
 
     def _lane_of_arrival(self, model: str) -> str:
-        """The lane in which `model` arrives."""
+        """The lane of the transfer that brings `model` to the card."""
         if len(self.engine.lanes) == 1:
             return self.engine.lanes[0]
         lease = self.book.lease(OWNER.id, model)
         return "host" if lease is not None and not lease.all_on_device else "disk"
 
     def _lane(self, steps: tuple[Step, ...]) -> str:
-        """The lane for `steps`: the arrival of a model, or departures that make room for one."""
+        """The lane for `steps`. These are the arrival of a model, or departures that make room for
+        a model.
+        """
         if len(self.engine.lanes) == 1 or not steps:
             return self.engine.lanes[0]
         if isinstance(steps[0], Load):
@@ -280,7 +291,7 @@ class _Replay:
     def _request(self, model: str) -> Request:
         """One request for `model` on behalf of all its waiting users.
 
-        The request is as old as the request of the user who has waited longest.
+        The request is as old as the oldest request of these users.
         """
         costs, waiting = self.models[model], self.waiting[model]
         wanted = Lease(
@@ -301,7 +312,7 @@ class _Replay:
         return max(LEAST_PIECE_BYTES, -(-size // MOST_PIECES)) if self.engine.parts else 0
 
     def _seconds(self, step: Step) -> float:
-        """Returns the seconds that `step` takes, and adds the step to the counters of the result.
+        """Returns the seconds that `step` takes. Also adds the step to the counters of the result.
 
         If a step copies only some bytes of a model, its time is reduced in proportion.
         """
@@ -326,7 +337,8 @@ class _Replay:
     def _done(self, lane: str, steps: tuple[Step, ...]) -> None:
         """Ends the `steps` of the transfer in `lane`.
 
-        The leases are now at their destinations, and the waiting users of loaded models start.
+        After the call, the leases are at their destinations, and the waiting users of loaded models
+        have started.
         """
         self.busy.discard(lane)
         for step in steps:

@@ -1,7 +1,7 @@
 """Replays a history for every choice of policy, card, host memory and engine.
 
 The policy `lru` with the plain engine is always replayed as the reference. The policy `clairvoyant`
-knows when each model is used next, so it shows how much a better policy could still gain.
+knows when each model is used next, so it shows the most that a better policy could gain.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def compare(
     devices: Sequence[str] = tuple(DEVICES.split(",")),
     hosts: Sequence[str] = tuple(HOSTS.split(",")),
 ) -> Iterator[Row]:
-    """Yields one row for each combination of the choices, as soon as its replay has ended.
+    """Yields one row for each combination of the arguments, as soon as the replay for it has ended.
 
-    `devices` and `hosts` are sizes such as `80GB`, or percents of the bytes of all models. If a
-    card is given in percent, it has at least the bytes of the largest model.
+    `devices` and `hosts` are sizes such as `80GB`, or percents of the bytes of all models together.
+    A card that is given in percent has at least the bytes of the largest model.
 
     Raises BadSetting for an unknown policy or engine, for a size that cannot be read, for a card
     that is smaller than the largest model, and for an empty `history`.
@@ -120,7 +120,7 @@ def _card(text: str, history: History) -> int:
 
 
 def _bytes(text: str, history: History, what: str) -> int:
-    """The bytes of a size such as `80GB`, or of a percent of all models."""
+    """The bytes of a size such as `80GB`, or of a percentage of the bytes of all models."""
     words = text.strip()
     try:
         if words.endswith("%"):

@@ -1,4 +1,5 @@
-"""Reads YAML or JSON text as plain values, each with its line. Writes plain values as YAML.
+"""Reads YAML or JSON text as plain values, each with its line number. Also writes plain values as
+YAML.
 
 The values are text, numbers, true or false, lists and mappings. A YAML tag never creates an object,
 and a timestamp remains text. These are errors: a field that appears twice, and a file that is too
@@ -42,7 +43,9 @@ class Document(NamedTuple):
     file: str
 
     def line(self, path: Path) -> int:
-        """The line number, from 1, of the value at `path`, or of the nearest value around it."""
+        """The line number, from 1, of the value at `path`. If there is no such value, the line of
+        the nearest value that contains `path`.
+        """
         while path and path not in self.lines:
             path = path[:-1]
         return self.lines.get(path, 1)
@@ -161,7 +164,7 @@ class _Builder:
     def mapping(self, node: Any, path: Path) -> dict[str, Any]:
         """The fields of the mapping `node` at `path`.
 
-        The mapping's own fields override the fields that the YAML key `<<` merges into it.
+        The fields of the mapping itself override the fields that the YAML key `<<` merges into it.
         """
         own: dict[str, Any] = {}
         merged: dict[str, Any] = {}
@@ -182,7 +185,9 @@ class _Builder:
         return {**merged, **own}
 
     def _merged(self, node: Any, path: Path, line: int) -> dict[str, Any]:
-        """The fields of `node`, the value of `<<`: one mapping, or a list of mappings in order."""
+        """The fields of `node`, the value of the YAML key `<<`: one mapping, or a list of mappings
+        in order.
+        """
         merged: dict[str, Any] = {}
         for part in node.value if isinstance(node, yaml.SequenceNode) else (node,):
             fields = self.value(part, path)
@@ -213,7 +218,7 @@ def _not_plain(tag: str) -> str:
 
 
 def _usable(value: Any, wrong: Callable[[str], BadDocument]) -> Any:
-    """Returns `value`. Raises the error that `wrong` makes if JSON cannot represent `value`."""
+    """Returns `value`. If JSON cannot represent `value`, raises the error that `wrong` makes."""
     if isinstance(value, float) and not math.isfinite(value):
         raise wrong(f"{value} is not a number that can be used")
     if isinstance(value, str) and not _is_unicode(value):
@@ -240,7 +245,7 @@ def _short(text: str) -> str:
 
 
 def _json(text: str, file: str) -> Iterator[Document]:
-    """Yields the JSON documents in `text`, which may have several in a row, as for `jq`."""
+    """Yields the JSON documents in `text`. It may have several documents in a row, as for `jq`."""
     decoder = json.JSONDecoder(object_pairs_hook=_Pairs, parse_constant=_no_constant)
     at = _skip(text, 0)
     while at < len(text):
@@ -270,7 +275,7 @@ def _no_constant(word: str) -> Any:
 
 
 def _skip(text: str, at: int) -> int:
-    """The position of the next character that is not a space or a comma."""
+    """The position of the first character of `text`, from `at` on, that is no space or comma."""
     while at < len(text) and text[at] in " \t\r\n,":
         at += 1
     return at
@@ -298,8 +303,8 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
     """The line of each value in the valid JSON document `text`.
 
     `before` is the number of lines before the document in its file. The JSON is read as YAML, with
-    spaces instead of tabs, because YAML's nodes have line numbers. If the document has a character
-    that YAML does not allow, only its first line is returned.
+    spaces in place of tabs, because YAML's nodes have line numbers. If the document has a character
+    that YAML does not allow, the result has only the line of the document itself.
     """
     lines: dict[Path, int] = {}
     spaced = text.replace("\t", " ")
@@ -344,6 +349,6 @@ _Dumper.add_representer(str, _represent_text)
 
 
 def as_yaml(body: Mapping[str, Any]) -> str:
-    """The document `body` as YAML, with the fields in their order."""
+    """The document `body` as YAML. The fields keep their order."""
     text = yaml.dump(body, Dumper=_Dumper, sort_keys=False, allow_unicode=True, width=100)
     return text.rstrip("\n")

@@ -1,4 +1,4 @@
-"""One model of the catalogue: the entry as it was written, and the ModelSpec that is made from it.
+"""One model of the catalogue: its entry, stored as written, and the ModelSpec made from the entry.
 
 The entry is stored unchanged. Its ModelSpec depends on the settings of the process, and on the
 backends of this version.
@@ -45,15 +45,15 @@ class CatalogEntry(Value):
 
     @property
     def id(self) -> str:
-        """The model's id, which is a second name. Empty if the model has no id."""
+        """The model's id, which is a second name of the model. Empty if the model has no id."""
         return str(self.body["spec"].get("id") or "")
 
 
 def spec_of(entry: CatalogEntry, settings: Settings) -> ModelSpec:
     """The ModelSpec that a process with these `settings` makes from the `entry`.
 
-    If a command-line argument for the engine contradicts a field, the argument counts, because the
-    engine gets the argument.
+    If a command-line argument for the engine contradicts a field of the entry, the argument counts,
+    because the engine gets the argument.
     """
     fields = Fields.model_validate(entry.body["spec"])
     values = _values(fields, settings)
@@ -79,7 +79,7 @@ def spec_of(entry: CatalogEntry, settings: Settings) -> ModelSpec:
 
 
 def _values(fields: Fields, settings: Settings) -> dict[str, Any]:
-    """The final values of the fields that an engine's argument can override."""
+    """The final values of those fields that an argument for the engine can override."""
     names = (*_OPTIONS, "quantization", "max_tensor_parallel")
     values = {name: getattr(fields, name) for name in names}
     for _, field, value in read_arguments(fields.runtime_args or ()):
@@ -103,7 +103,7 @@ def _options(fields: Fields, values: dict[str, Any], settings: Settings) -> dict
 
 
 def _placement(fields: Fields, most_cards: int | None) -> dict[str, Any]:
-    """The fields of PlacementRules that the entry sets."""
+    """The fields of PlacementRules that the entry sets, from its `fields`."""
     count = fields.gpus if isinstance(fields.gpus, int) else None
     rules = {
         "least_cards": count,
@@ -118,7 +118,8 @@ def _placement(fields: Fields, most_cards: int | None) -> dict[str, Any]:
 def _template(given: str) -> str:
     """The text of a chat template: the text in the file `given`, or `given` itself.
 
-    If the file cannot be read, its name is returned. The use of the template then raises an error.
+    If the file cannot be read, its name is returned. A later use of the template then raises an
+    error.
     """
     if "{" in given:
         return given
@@ -130,7 +131,9 @@ def _template(given: str) -> str:
 
 
 def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -> str:
-    """The backend of the entry, else of the setting INFERENCE_BACKEND, else the source's default."""
+    """The backend that the entry names, else that of the setting INFERENCE_BACKEND, else the
+    source's default.
+    """
     named = fields.runtime or fields.backend
     if named:
         return named
@@ -143,7 +146,7 @@ def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -
 
 
 def passed_on(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
-    """The arguments in `words` that an engine gets.
+    """The arguments in `words` that are passed to the engine.
 
     --trust-remote-code is removed unless the `settings` of the process allow it.
     """
@@ -155,7 +158,7 @@ def passed_on(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:
 
 
 def _requests_trust(fields: Fields) -> bool:
-    """Whether the entry allows code from the model's repository to run."""
+    """Whether the entry with these `fields` allows code from the model's repository to run."""
     if fields.trust_remote_code:
         return True
     flags = group_flags(fields.runtime_args or ())
@@ -184,12 +187,12 @@ def require_loadable(spec: ModelSpec) -> None:
 
 
 def obstacle(spec: ModelSpec) -> str:
-    """Why the `spec` cannot be loaded, apart from its size. Empty if it can be loaded."""
+    """The reason why the model of `spec` cannot be loaded, apart from its size. Empty if it can."""
     return cannot_load(spec) if spec.enabled else "it is disabled in the catalogue"
 
 
 def cannot_load(spec: ModelSpec) -> str:
-    """Why no backend here can load the `spec`. Empty if a backend can."""
+    """The reason why no backend of this process can load the model of `spec`. Empty if one can."""
     known = backend_names()
     if spec.backend not in known:
         return (
@@ -199,7 +202,7 @@ def cannot_load(spec: ModelSpec) -> str:
 
 
 def state(spec: ModelSpec) -> str:
-    """The state of the `spec` in the catalogue: `ready`, `disabled`, or what is missing."""
+    """The state of the model of `spec` in the catalogue: `ready`, `disabled` or a missing part."""
     if not spec.enabled:
         return "disabled"
     if spec.backend not in backend_names():
@@ -244,7 +247,7 @@ def _argument_notes(fields: Fields) -> list[str]:
 
 
 def _load_notes(spec: ModelSpec) -> list[str]:
-    """Notes on why the model could not be loaded now."""
+    """Sentences about the reason why the model of `spec` could not be loaded now."""
     here = os.path.exists(spec.source)
     because = cannot_load(spec)
     if not because:

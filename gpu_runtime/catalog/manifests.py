@@ -7,9 +7,9 @@ A file may mix the formats, in YAML or JSON:
     metadata: {name: qwen3:8b}                     path: phi-4.gguf      memory: 42949672960
     spec: {memory: 10GB, runtime: ollama}          gpu_layers: -1        runtime: ollama
 
-From left to right: the first format is a resource as in Kubernetes, and the second is a mapping
-from names to fields. The third is a mapping of fields with a name, in a list or alone. All models
-are converted to the first format.
+From left to right: the first format is a resource as in Kubernetes. The second is a mapping from
+the models' names to their fields. The third is a mapping of fields that includes the name; it may
+be alone or in a list. All models are converted to the first format.
 
 Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section
 4.
@@ -43,7 +43,7 @@ class Manifest(NamedTuple):
     path: Path  # path of the model's spec in the document
 
     def wrong(self, problem: str, *path: str | int) -> BadDocument:
-        """The error for a `problem` at this `path` below the manifest's spec."""
+        """The error for a `problem` at this `path`, which begins at the manifest's spec."""
         return self.document.wrong((*self.path, *path), problem)
 
 
@@ -76,7 +76,7 @@ def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...
 
 
 def _repeated(found: list[Manifest]) -> Iterator[BadDocument]:
-    """An error for each model with the same name as an earlier model of the file."""
+    """An error for each model that has the same name as an earlier model of the file."""
     first: dict[str, Manifest] = {}
     for manifest in found:
         before = first.setdefault(manifest.name, manifest)
@@ -112,7 +112,7 @@ def _in_value(document: Document, value: Any, path: Path) -> Iterator[Found]:
 
 
 def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
-    """The model in a document of the first format, or the error in it."""
+    """The model in a document of the first format, or the error of this document."""
     field, problem = _resource_problem(value)
     if problem:
         return document.wrong((*path, *field), problem)
@@ -120,7 +120,8 @@ def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
 
 
 def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
-    """The path of the first wrong field in `value`, and what is wrong; empty if `value` is valid.
+    """The path of the first wrong field in `value`, and the problem. Both are empty if `value` is
+    valid.
 
     `value` is a document of the first format.
     """
@@ -145,7 +146,7 @@ def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
 
 
 def _in_list(document: Document, value: dict[str, Any], path: Path) -> Iterator[Found]:
-    """The models under `models:`, which is a mapping from names to fields, or a list."""
+    """The models under `models:`, which contains a mapping from names to fields, or a list."""
     for other in value.keys() - {"models"}:
         yield document.wrong(
             (*path, other),
@@ -174,7 +175,7 @@ def _under_name(document: Document, name: Any, part: Any, path: Path) -> Found:
 
 
 def _named(document: Document, part: Any, path: Path) -> Found:
-    """The model in a mapping of fields that has a name. Without a name, its id is the name."""
+    """The model in the mapping `part`, which has its name. Without a name, its id is the name."""
     if not isinstance(part, dict):
         return document.wrong(path, "it must be a mapping of fields, with a name")
     key = "name" if "name" in part else "id"
@@ -196,7 +197,7 @@ def _body(name: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def complaints(manifest: Manifest) -> list[BadDocument]:
-    """An error for each field of the `manifest` that is wrong."""
+    """An error for each wrong field of the `manifest`."""
     errors = [
         manifest.wrong(
             f"{unknown} is not a known field; did you mean {nearest}? (Fields of your own are kept "

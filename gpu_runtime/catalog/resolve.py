@@ -20,7 +20,9 @@ log = logging.getLogger("gpu_runtime")
 
 
 class Catalogued:
-    """The models of a catalogue, with the current device ids of the cards that they name."""
+    """The models of a catalogue. The cards that a model names are given by their device ids on this
+    machine.
+    """
 
     def __init__(self, catalog: Catalog, devices: Callable[[], tuple[Device, ...]]) -> None:
         """Reads the `catalog`. `devices` returns the devices of this machine."""
@@ -42,7 +44,9 @@ class Catalogued:
         return self._here(spec) if spec else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """All models; none if the catalogue cannot be read, which is logged once."""
+        """All models of the catalogue. If the catalogue cannot be read, this is logged once, and
+        there are none.
+        """
         try:
             return self.catalog.specs()
         except (CatalogUnavailable, BadDocument) as error:
@@ -56,7 +60,7 @@ class Catalogued:
         return tuple(spec.name for spec in self.specs())
 
     def _here(self, spec: ModelSpec) -> ModelSpec:
-        """The `spec`, with this machine's ids of its cards."""
+        """The `spec`, in which each card is given by its device id on this machine."""
         placement: dict[str, Any] = dict(spec.placement)
         most = placement.get("card_bytes")
         if isinstance(most, dict):
@@ -66,7 +70,7 @@ class Catalogued:
         return replace(spec, devices=tuple(map(self._card, spec.devices)), placement=placement)
 
     def _card(self, given: str) -> str:
-        """The id of the card with the index, id or UUID `given`. Raises UnknownDevice."""
+        """The id of the card that `given` names by its index, id or UUID. Raises UnknownDevice."""
         for card in self._cards:
             if given in (str(card.index), card.id, card.uuid):
                 return card.id

@@ -96,8 +96,8 @@ def _word_of(
     """Returns a function that replaces a word by its value in the table `known`.
 
     The returned function raises ValueError for a word that looks like a misspelled known word. It
-    passes any other unknown word to `otherwise`; if `otherwise` is None, it raises ValueError.
-    `what` names the kind of word in errors.
+    passes any other unknown word to `otherwise`. If `otherwise` is None, it raises ValueError for
+    the unknown word. `what` names the kind of word in errors.
     """
 
     def read(value: Any) -> str:
@@ -120,7 +120,7 @@ def _word_of(
 
 
 def _other_backend(word: str) -> str:
-    """The name, in small letters, of a backend that this version lacks."""
+    """The name, in small letters, of a backend that is not part of this version."""
     return _by(WORD)(word.lower())
 
 
@@ -128,7 +128,7 @@ _WHICH_GPUS = "it must be how many GPUs, such as 2, or which, such as [0, 1] or 
 
 
 def _gpus(value: Any) -> int | tuple[str, ...]:
-    """The number of cards, or the ids of the chosen cards."""
+    """The number of cards, or the ids of the chosen cards, from the field's `value`."""
     if isinstance(value, list):
         named = [isinstance(card, (int, str)) and not isinstance(card, bool) for card in value]
         if not value or not all(named):
@@ -179,7 +179,9 @@ def _flag(name: str) -> str:
 
 
 def _by(rule: Rule) -> Callable[[Any], Any]:
-    """Returns a function that checks and converts a value by `rule`, as `rt.register` does."""
+    """Returns a function that checks and converts a value by `rule`, with the same checks as
+    `rt.register`.
+    """
 
     def read(value: Any) -> Any:
         """The value as the rule reads it. Raises ValueError."""
@@ -323,7 +325,8 @@ SYNONYMS = (  # fields with the same meaning
 
 
 def misspelled_fields(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Unknown fields of the `spec` that look like a known field, each with the known field.
+    """Unknown fields of the `spec` that look like a known field. Each is paired with the known
+    field.
 
     >>> misspelled_fields({"memroy": 1, "colour": "red", "x-memroy": 2})
     [('memroy', 'memory')]
@@ -338,7 +341,7 @@ def misspelled_fields(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def unknown_fields(spec: Mapping[str, Any]) -> list[str]:
-    """The fields of the `spec` that are not in the table."""
+    """The fields of the `spec` that the class Fields does not have."""
     return [field for field in spec if field not in Fields.model_fields]
 
 
@@ -398,7 +401,7 @@ TRUST = "--trust-remote-code"
 
 
 def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
-    """Yields each flag of `words`, its field (empty for an unknown flag) and its value.
+    """Yields each flag of `words` with its field (empty for an unknown flag) and its value.
 
     >>> list(read_arguments(("--max-model-len", "32k", "--trust-remote-code", "--seed=1")))
     [('--max-model-len', 'context_length', 32000), ('--trust-remote-code', '', None), ('--seed', '', '1')]

@@ -1,13 +1,13 @@
-"""The catalogue's files. All processes read them; `apply` and `delete` write to one of them.
+"""The catalogue's files. All processes read them; `apply` and `delete` write to one file only.
 
     CATALOG/                  GPU_CATALOG, or gpu-console/catalog in the state directory
         catalog.json          what `apply` wrote: replaced whole, under catalog.lock
         catalog.damaged-1     a catalog.json that could not be read, set aside
         *.yaml *.yml *.json   written by hand: read as well, never written
 
-GPU_CATALOG may also name one file, written by hand or by `apply`. An entry (the description of one
-model) is stored as it was written. `entries.py` makes a ModelSpec from an entry, and `manifests.py`
-reads the formats of files.
+GPU_CATALOG may also name one file, which a person or `apply` wrote. An entry (the description of
+one model) is stored as it was written. `entries.py` makes a ModelSpec from an entry, and
+`manifests.py` reads the formats of files.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ def default_place() -> Path:
 class Catalog:
     """The catalogue that the settings name.
 
-    Threads may share this object, and processes may share the catalogue. Its files are read again
-    after they change.
+    Threads may share this object, and processes may share the catalogue. After a change of its
+    files, they are read again.
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Uses GPU_CATALOG and other `settings`. The files are read when they are needed."""
+        """Uses GPU_CATALOG and other `settings`. The files are read at the first need."""
         self.settings = settings
         place = Path(settings.gpu_catalog).expanduser() if settings.gpu_catalog else default_place()
         self.place = place.absolute()
@@ -95,7 +95,7 @@ class Catalog:
         return known[1]
 
     def entry(self, name: str) -> CatalogEntry | None:
-        """The entry of the model called `name`, else of the only model with the id `name`, or None.
+        """The entry of the model `name`, else of the only model with the id `name`, or None.
 
         Raises the errors of `entries`.
         """
@@ -106,12 +106,12 @@ class Catalog:
         return with_id[0] if len(with_id) == 1 else None
 
     def spec(self, name: str) -> ModelSpec | None:
-        """The model `name` as this process would load it, or None. Raises the errors of `entries`."""
+        """The ModelSpec of the model `name` here, or None. Raises the errors of `entries`."""
         entry = self.entry(name)
         return spec_of(entry, self.settings) if entry else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """All models as this process would load them, by name. Raises the errors of `entries`."""
+        """The ModelSpecs of all models here, sorted by name. Raises the errors of `entries`."""
         return tuple(spec_of(entry, self.settings) for _, entry in sorted(self.entries().items()))
 
     @checked
@@ -179,7 +179,7 @@ class Catalog:
         return [_entry(manifest, file) for manifest in manifests(documents, str(file))]
 
     def _bytes(self, file: Path) -> bytes | None:
-        """The content of `file`. None if it was deleted after the directory was listed."""
+        """The content of `file`. None if the file was deleted after the directory was listed."""
         try:
             with open(file, "rb") as opened:
                 return opened.read(MOST_STORED_BYTES)
@@ -227,9 +227,9 @@ class Catalog:
 
     @checked
     def apply(self, file: str | os.PathLike[str]) -> Applied:
-        """Adds or changes all models of a `file`, or none. Returns what was done.
+        """Adds or changes all models of a `file`, or none of them. Returns what was done.
 
-        Raises BadDocument, which names file, line and field, and CatalogUnavailable.
+        Raises BadDocument with the file, line and field of a mistake, and CatalogUnavailable.
         """
         name, data, base = _open_given(file)
         new = [_entry(manifest, self.file, base) for manifest in manifests(read(data, name), name)]
@@ -275,7 +275,9 @@ class Catalog:
         return entry
 
     def _locked(self) -> Any:
-        """Acquires and returns the lock. Raises CatalogUnavailable after PATIENCE_SECONDS."""
+        """Acquires and returns the catalogue's lock. Raises CatalogUnavailable after
+        PATIENCE_SECONDS.
+        """
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = self.directory.stat().st_mode & 0o666  # users who may write here may lock
@@ -294,7 +296,7 @@ class Catalog:
             raise self._unwritable(error) from error
 
     def _for_writing(self) -> tuple[Mapping[str, CatalogEntry], str]:
-        """The entries, and the new name of the old file if that file was damaged and renamed."""
+        """The entries. A damaged file is renamed; the second result is its new name, or ""."""
         try:
             return self.entries(), ""
         except _Damaged:
@@ -308,7 +310,7 @@ class Catalog:
         return data is not None and not _is_ours(data)
 
     def _require_ours(self, new: Iterable[CatalogEntry], known: Mapping[str, CatalogEntry]) -> None:
-        """Raises CatalogUnavailable if a new entry would change a file that a person wrote."""
+        """Raises CatalogUnavailable if a `new` entry would change a file that a person wrote."""
         if self._by_hand():
             raise CatalogUnavailable(
                 f"the catalogue {self.file} was written by hand, and is not overwritten.\n"
@@ -327,7 +329,7 @@ class Catalog:
                 )
 
     def _write(self, entries: Iterable[CatalogEntry]) -> None:
-        """Replaces the whole file at once, so a reader finds the old content or the new content."""
+        """Replaces the whole file at once, so a reader gets the old content or the new content."""
         bodies = [entry.body for entry in sorted(entries, key=lambda entry: entry.name)]
         stored = {"gpu_console_catalog": VERSION, "models": bodies}
         data = json.dumps(stored, indent=1, ensure_ascii=False).encode()
@@ -362,14 +364,14 @@ class Catalog:
 
 
 class _Damaged(CatalogUnavailable):
-    """The file that `apply` wrote cannot be read."""
+    """Raised when the file that `apply` wrote cannot be read."""
 
 
 # -- text and files ------------------------------------------------------------------------------
 
 
 def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
-    """The name of `file`, its bytes, and the directory to which its paths are relative.
+    """The name of `file`, its bytes, and the directory for the relative paths in it.
 
     `-` is standard input. Raises BadDocument if the file cannot be read.
     """
@@ -385,7 +387,7 @@ def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
 
 
 def _entry(manifest: Manifest, file: Path, base: str = "") -> CatalogEntry:
-    """The entry to store, with absolute paths, since the stored file is in another directory."""
+    """The entry of `manifest`, with absolute paths, since the stored `file` is elsewhere."""
     spec = dict(manifest.body["spec"])
     base = base or str(file.parent)
     if spec.get("path"):
@@ -400,7 +402,7 @@ def _entry(manifest: Manifest, file: Path, base: str = "") -> CatalogEntry:
 
 
 def absolute(path: str, base: str) -> str:
-    """`path` itself if it is absolute; else `path` below the directory `base`.
+    """`path` itself if it is absolute. If not, `path` below the directory `base`.
 
     >>> absolute("phi/../phi-4.gguf", "/srv/models"), absolute("/data/phi", "/srv/models")
     ('/srv/models/phi-4.gguf', '/data/phi')
@@ -409,12 +411,12 @@ def absolute(path: str, base: str) -> str:
 
 
 def _is_ours(data: bytes) -> bool:
-    """Whether `apply` wrote these bytes."""
+    """Whether `data` is a file that `apply` wrote."""
     return b'"gpu_console_catalog"' in data[:200]
 
 
 def _stamp(file: Path) -> tuple[int, ...] | None:
-    """A value that changes with the file."""
+    """A value that changes with each change of the `file`; None without a file."""
     try:
         found = file.stat()
     except OSError:  # no file: a value that no file has

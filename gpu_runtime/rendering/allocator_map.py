@@ -1,9 +1,10 @@
-"""Draws an allocator's map: its memory as rows of equal length, cut into coloured pieces.
+"""Draws the map of an allocator. The picture shows the allocator's memory as rows of equal length,
+divided into coloured pieces.
 
-This module is pure. The picture is the same for text, SVG and the console. All segments are laid end
-to end in the order of their addresses, and wrapped into rows like the words of a text. So the area of
-a piece is proportional to its bytes. Neighbouring blocks that are too small to be seen are drawn as
-one piece, which shows how much of them is in use.
+This module is pure. The picture is the same for text, SVG and the console. All segments are laid
+end to end in the order of their addresses, and wrapped into rows like the words of a text. So the
+area of a piece is proportional to its bytes. Neighbouring blocks of memory that are too small to be
+seen are drawn as one piece, which shows the part of their bytes that is in use.
 """
 
 from __future__ import annotations
@@ -97,7 +98,9 @@ class Picture(NamedTuple):
 
 
 class _Stretch(NamedTuple):
-    """Bytes that are drawn as one piece. They are one block or several neighbouring blocks."""
+    """Bytes that are drawn as one piece. They are one block of memory, or several neighbouring
+    blocks.
+    """
 
     start: int
     sizes: tuple[int, ...]  # bytes of each kind, in the order of KINDS
@@ -106,11 +109,11 @@ class _Stretch(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """The bytes of all kinds in this stretch."""
+        """The bytes of this stretch, of all kinds together."""
         return sum(self.sizes)
 
     def with_next(self, other: _Stretch) -> _Stretch:
-        """One stretch made of this one and of `other`, which follows it."""
+        """One stretch made of this stretch and of `other`, which follows this stretch."""
         sizes = tuple(one + more for one, more in zip(self.sizes, other.sizes, strict=True))
         where = other.where if self.where == other.where else "several segments"
         return _Stretch(self.start, sizes, self.blocks + other.blocks, where)
@@ -119,7 +122,7 @@ class _Stretch(NamedTuple):
 def picture(map: AllocatorMap, cells: int = CELLS) -> Picture:
     """The `map` as at most 16 rows of `cells` pieces each. An empty map has no rows.
 
-    A row stands for 20 MiB, which is the middle one of torch's segment sizes. If the map then has
+    A row stands for 20 MiB, which is the middle one of torch's segment sizes. If this would give
     more than 16 rows, a row stands for 32 MiB, 64 MiB, and so on.
     """
     total = sum(segment.bytes for segment in map.segments)
@@ -136,7 +139,7 @@ def picture(map: AllocatorMap, cells: int = CELLS) -> Picture:
 
 
 def legend(map: AllocatorMap) -> tuple[tuple[str, int], ...]:
-    """The kinds of the `map`, and the bytes of each."""
+    """The kinds of bytes in the `map`, and the number of bytes of each kind."""
     sums = [0] * len(KINDS)
     for segment in map.segments:
         for sizes, _ in _cut(segment):
@@ -145,7 +148,9 @@ def legend(map: AllocatorMap) -> tuple[tuple[str, int], ...]:
 
 
 def verdict(map: AllocatorMap) -> str:
-    """One or two sentences that summarize the `map`."""
+    """One or two sentences that state how much of the memory in `map` is in use and how much is
+    not.
+    """
     allocated, reserved = show_bytes(map.allocated_bytes), show_bytes(map.reserved_bytes)
     head = f"{allocated} of {reserved} reserved are allocated"
     if map.inactive_bytes is None or map.releasable_bytes is None:
@@ -190,7 +195,8 @@ _KIND_OF_STATE = {  # the other states are inactive: STUCK or RELEASABLE
 
 
 def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
-    """Yields the bytes of each kind for each entry of `segment.blocks`, and its number of blocks.
+    """For each entry of `segment.blocks`, yields the bytes of each kind and the number of blocks of
+    memory.
 
     An entry can stand for several neighbouring blocks.
     """
@@ -205,9 +211,10 @@ def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
 
 
 def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretch]:
-    """Yields the stretches of all segments.
+    """Yields the stretches of all `segments`.
 
-    A stretch is a single block, or several neighbours that together have less than `least` bytes.
+    A stretch is a single block of memory, or several neighbouring blocks that together have less
+    than `least` bytes.
 
     Blocks of a large segment are not joined with blocks of another segment.
     """
@@ -237,10 +244,11 @@ def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretc
 
 
 def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[MapPiece]:
-    """Yields the pieces of `stretch`, which is cut at the ends of rows. Its kinds are stacked.
+    """Yields the pieces of `stretch`, which is cut at the ends of rows. The kinds of bytes are
+    stacked.
 
-    Bytes in use are drawn at least `least` bytes wide, since a few of them can keep a whole segment
-    from being released.
+    Bytes in use are drawn at least `least` bytes wide, since a few bytes in use can keep a whole
+    segment from being released.
     """
     title = _title(stretch)
     start, end = stretch.start, stretch.start + stretch.bytes
@@ -271,7 +279,9 @@ def _title(stretch: _Stretch) -> str:
 
 
 def _edges(segments: Iterable[SegmentMap], row: int, least: float) -> Iterator[Edge]:
-    """The outlines of the segments with at least `least` bytes, cut at the ends of rows."""
+    """The outlines of the segments that have at least `least` bytes. Outlines are cut at the ends
+    of rows.
+    """
     start = 0
     for segment in segments:
         end = start + segment.bytes
@@ -369,7 +379,9 @@ def keys(map: AllocatorMap) -> str:
 
 
 def _swatch(kind: str) -> str:
-    """A square with the look of the `kind`, drawn without the patterns that the SVG shares."""
+    """A square that looks like the pieces of this `kind`, drawn without the patterns that are in
+    the SVG.
+    """
     fill = COLOURS[kind] or "none"
     lines = {
         STUCK: '<path d="M0 5L5 0M0 11L11 0M6 11L11 6" stroke="#fff" stroke-opacity=".7"/>',
@@ -392,7 +404,8 @@ _MARKS = {ALLOCATED: "█", PENDING: "▓", STUCK: "░", RELEASABLE: "·", RELE
 def as_text(map: AllocatorMap, title: str) -> str:
     """The `map` in characters, under its `title`.
 
-    A character shows the kind of most of its bytes. `▒` means that fewer of its bytes are in use.
+    Each character shows the kind of most of its bytes. `▒` means that this kind is not in use, but
+    some bytes of the character are in use.
     """
     drawn = picture(map, _CELLS)
     lines = [title, verdict(map)]
@@ -406,7 +419,7 @@ def as_text(map: AllocatorMap, title: str) -> str:
 
 
 def _cells(drawn: Picture) -> list[str]:
-    """Each row as a string of marks."""
+    """Each row of the picture `drawn` as a string, with one mark for each cell."""
     cell = drawn.row_bytes / _CELLS
     shares = [[[0.0] * len(KINDS) for _ in range(_CELLS)] for _ in range(drawn.rows)]
     for piece in drawn.pieces:

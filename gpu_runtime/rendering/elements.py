@@ -1,12 +1,12 @@
 """The HTML elements of every page: style, colours, bars and tables. This module is pure.
 
-The colours are those of Okabe and Ito, which colour-blind people can distinguish. A model has the
-same colour everywhere. Nothing here is random, so that executed notebooks can be compared. Every
-name given by a person or a file is escaped.
+The colours are the colours of Okabe and Ito, which colour-blind people can distinguish. A model has
+the same colour everywhere. Nothing here is random, so that executed notebooks can be compared.
+Every name given by a person or a file is escaped.
 
-JupyterLab removes the style sheet from a notebook that it does not trust yet, but keeps inline
-styles. So colours, widths and alignment are inline, and the sheet has only optional rules. If a
-frontend removes both, the reader still sees plain tables.
+JupyterLab removes the style sheet from a notebook that the user does not trust yet, but keeps
+inline styles. So colours, widths and alignment are inline, and the sheet has only optional rules.
+If a frontend removes both, the reader still sees plain tables.
 
 Source: Okabe & Ito 2008, Color Universal Design.
 """
@@ -39,7 +39,8 @@ _LABEL_FROM = 0.09  # a segment narrower than this fraction of its bar has no la
 
 @functools.cache
 def style(body: str | None = None) -> str:
-    """The style sheet as one line of HTML. With `body`, only the rules that apply to this HTML.
+    """The style sheet as one line of HTML. If `body` is given, only the rules that apply to this
+    HTML.
 
     A notebook stores the rules with every output, so rules without effect are left out.
     """
@@ -114,7 +115,9 @@ def pre(lines: str) -> str:
 
 
 def with_code(sentence: str) -> str:
-    """The `sentence` as escaped HTML. The command after `:  ` in it is shown as code."""
+    """The `sentence` as escaped HTML. If the sentence contains `: `, the command after it is shown
+    as code.
+    """
     text, colon, typed = sentence.partition(":  ")
     return f"{esc(text)}: {code(typed)}" if colon else esc(sentence)
 
@@ -128,7 +131,9 @@ def simulated(snapshot: Snapshot) -> str:
 
 
 def bar(drawn: Bar) -> str:
-    """The HTML of `drawn`, the bar of one device. Screen readers read a label with its segments."""
+    """The HTML of the bar `drawn` of one device. Screen readers read a label with the bar's
+    segments.
+    """
     scale = drawn.scale_bytes
     segments = "".join(_segment(segment, segment.bytes / scale) for segment in drawn.segments)
     limit = ""
@@ -143,7 +148,7 @@ def bar(drawn: Bar) -> str:
 
 
 def track(stretches: str, label: str, over: str = "") -> str:
-    """A bar that contains the HTML in `stretches`, with the HTML in `over` drawn on top of it.
+    """A bar that contains the HTML in `stretches`. The HTML in `over` is drawn on top of the bar.
 
     Screen readers read `label`.
     """
@@ -198,7 +203,7 @@ def stretch(
 
 
 def swatch(row: views.Holding) -> str:
-    """A square in the colour of the `row`'s model."""
+    """A square in the colour of the model in `row`."""
     drawn = Look(_GREY, "", "", "▧")
     if row.kind in ("model", "block", "kernel"):
         drawn = look(row.name)
@@ -261,7 +266,7 @@ def table_cell(tag: str, inner: str, kind: str = "", style: str = "") -> str:
     """A `<td>` or `<th>` (the `tag`) around the HTML `inner`, with the classes `kind`.
 
     `style` is inline style, which stays when JupyterLab removes the style sheet from a notebook.
-    Frontends align cells without a rule to the right.
+    Without a style, frontends align cells to the right.
     """
     classes = f' class="{kind}"' if kind else ""
     styles = f' style="{style}"' if style else ""

@@ -14,7 +14,7 @@ NOTHING = "No host has joined the fleet. On each host:  gpu fleet join"
 
 
 def as_text(hosts: Sequence[Snapshot]) -> str:
-    """One bar for each of the `hosts`, with its models and its requests."""
+    """Text with one bar for each of the `hosts`, with the host's models and requests."""
     if not hosts:
         return NOTHING
     width = max(len(views.clean(one.host)) for one in hosts)
@@ -31,7 +31,7 @@ def as_text(hosts: Sequence[Snapshot]) -> str:
 
 
 def as_html(hosts: Sequence[Snapshot]) -> str:
-    """One bar for each of the `hosts`, with its models and its requests."""
+    """HTML with one bar for each of the `hosts`, with the host's models and requests."""
     if not hosts:
         return elements.page(elements.line(elements.with_code(NOTHING)))
     rows = [
@@ -49,11 +49,12 @@ def as_html(hosts: Sequence[Snapshot]) -> str:
 def as_chooser(
     hosts: Sequence[Snapshot], silent: Mapping[str, float], *, chosen: str, tab: str = ""
 ) -> str:
-    """One bar for each of the `hosts`. The name of a host is a link to its page in the console.
+    """One bar for each of the `hosts`. The name of a host is a link to the host's page in the
+    console.
 
     The linked page opens with the tab `tab`. `silent` maps each host that does not answer to the
-    time since when, in epoch seconds. The last figures of such a host are grey. `chosen` is the
-    host whose page is open.
+    time, in epoch seconds, since which it has not answered. The last figures of such a host are
+    grey. `chosen` is the host whose page is open.
     """
     rows = []
     for one in hosts:
@@ -76,7 +77,7 @@ def as_chooser(
 
 
 def _bar(snapshot: Snapshot) -> views.Bar:
-    """One bar for all cards of a host. A model on several cards has one segment in it."""
+    """One bar for all cards of a host. A model on several cards has only one segment in the bar."""
     drawn = [bar for bar in views.bars(snapshot) if not bar.device.is_host]
     merged: dict[tuple[str, str, str], views.BarSegment] = {}
     for bar in drawn:
@@ -96,7 +97,7 @@ def _fill(snapshot: Snapshot) -> str:
 
 
 def _notes(snapshot: Snapshot) -> str:
-    """The number of cards, and what is unusual about the host."""
+    """The number of cards of the host, and sentences about unusual states of the host."""
     cards = views.cards(snapshot)
     notes = [f"{len(cards)} card{'s' if len(cards) != 1 else ''}"]
     if snapshot.simulated:

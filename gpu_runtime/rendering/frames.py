@@ -1,4 +1,5 @@
-"""The tables of `%gpu models` and other verbs: DataFrames that people see in GiB and local times.
+"""The tables of `%gpu models` and other verbs: DataFrames that are displayed in GiB and local
+times.
 
 The columns keep the raw numbers for code. This module is pure.
 """
@@ -16,14 +17,14 @@ MOST_SHOWN = 60  # rows; of a longer table the first and the last rows are shown
 
 
 def for_people(frame: Any) -> Any:
-    """The DataFrame `frame`, which shows itself in units for people."""
+    """The DataFrame `frame`, displayed in units for people."""
     return showing(frame, as_text, as_html)
 
 
 def showing(frame: Any, text_of: Show, html_of: Show) -> Any:
-    """The DataFrame `frame`, which shows itself by `text_of` in a terminal and by `html_of` in Jupyter.
+    """The DataFrame `frame`, displayed by `text_of` in a terminal and by `html_of` in Jupyter.
 
-    Selections and sorted copies of the result are plain DataFrames.
+    Selections and sorted copies of the result are plain DataFrames, without this display.
     """
     shown = _class_that_shows(text_of, html_of)(frame)
     shown.attrs = dict(frame.attrs)
@@ -35,7 +36,7 @@ def _class_that_shows(text_of: Show, html_of: Show) -> type:
     import pandas
 
     class Table(pandas.DataFrame):
-        """A table that shows itself."""
+        """A DataFrame with its own text and HTML."""
 
         def __repr__(self) -> str:
             return text_of(self)
@@ -78,7 +79,9 @@ def as_html(frame: Any) -> str:
 
 
 def _rows(frame: Any) -> tuple[list[str], list[list[str]], int]:
-    """The names of the columns, the cells of the shown rows, and the number of rows not shown."""
+    """The names of the columns, the cells of the shown rows, and the number of rows that are not
+    shown.
+    """
     columns = list(frame.columns)
     more = max(0, len(frame) - MOST_SHOWN)
     records = frame.to_dict("records")

@@ -25,7 +25,7 @@ _PARTS = (  # key of the sums -> words
 def table(frame: Any) -> Any:
     """The DataFrame `frame` of `rt.who()` as a table whose sizes are written for people.
 
-    Selections and sorted copies of the result are plain DataFrames.
+    Selections and sorted copies of the result are plain DataFrames, without this display.
     """
     return frames.showing(frame, as_text, as_html)
 
@@ -59,7 +59,7 @@ def as_html(frame: Any) -> str:
 
 
 def _rows(frame: Any) -> list[list[str]]:
-    """The cells of the table. The device is left out if there is only one."""
+    """The cells of the table. If all rows have the same device, the cells leave out the device."""
     records = frame.to_dict("records")
     several = len({record["device"] for record in records}) > 1
     return [
@@ -89,7 +89,9 @@ def _used(rows: list[list[str]]) -> list[int]:
 
 
 def sentences(sums: Mapping[str, Any]) -> list[str]:
-    """Sentences that explain `sums`, and a sentence if the search was incomplete."""
+    """Sentences that explain `sums`. If the search was incomplete, one of the sentences states
+    this.
+    """
     if not sums:
         return []
     parts = [f"{show_bytes(sums[key])} {words}" for key, words in _PARTS if sums[key]]

@@ -151,9 +151,10 @@ def applied(done: Applied) -> str:
 
 
 def plan(found: Plan, snapshot: Snapshot) -> str:
-    """The plan `found`: its verdict, its reason, its steps, and the devices after them.
+    """The plan `found`: its verdict, its reason, its steps, and the state of the devices after
+    these steps.
 
-    `snapshot` is the status that the plan was made for.
+    `snapshot` is the status for which the plan was made.
     """
     mark = "✓" if found.granted else "✗"
     head = (
@@ -213,14 +214,16 @@ def _plan_alternatives(found: Plan) -> str:
 
 
 def why(name: str, events: Sequence[Event]) -> str:
-    """The `events` about the model `name` as a table of sentences, newest first."""
+    """The `events` about the model `name` as a table of sentences. The newest event is first."""
     if not events:
         return page(line(with_code(text.why(name, events))))
     return page(table(("when", f"why {name}"), map(_event_row, words.events_to_show(events))))
 
 
 def replays(found: Sequence[Replayed]) -> str:
-    """The recorded decisions, and whether the scheduler decides the same now, as a table."""
+    """A table of the recorded decisions. Each row states whether the scheduler decides the same
+    now.
+    """
     return page(table(("when", "number", "decision", "decided again"), map(_replay_row, found)))
 
 
@@ -259,6 +262,8 @@ def preset(settings: Mapping[str, str]) -> str:
 
 
 def progress(title: str, part: float, note: str) -> str:
-    """The progress of a load: its `title`, a bar of which `part` (0 to 1) is done, and a `note`."""
+    """The progress of a load: its `title`, a `note`, and a bar. `part` (0 to 1) of the bar is
+    filled.
+    """
     drawn = stretch(part, COLOURS[2]) if part else ""
     return page(devices([(f"<b>{esc(title)}</b>", track(drawn, note), esc(note), "")]))

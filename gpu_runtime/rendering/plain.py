@@ -45,7 +45,9 @@ def plain(value: Any) -> Any:
 
 
 def _fact(value: Value) -> dict[str, Any]:
-    """The fields of `value`. If it is a step of a plan, the field `step` names the kind of step."""
+    """The fields of `value`. If `value` is a step of a plan, the field `step` names the kind of
+    step.
+    """
     fields = {name: plain(getattr(value, name)) for name in value.__struct_fields__}
     if not value.__struct_config__.tag:
         return fields

@@ -1,4 +1,5 @@
-"""The progress of a load or a restore as one line: while it runs, and the line that stays.
+"""The progress of a load or a restore. It is one line while the load runs, and another line after
+its end.
 
 This module is pure. `kernel_ext/gpu/waiting.py` shows the lines.
 """
@@ -21,14 +22,17 @@ def subject(name: str) -> str:
 
 
 def running(arrival: Arrival, seconds: float, stop: str) -> str:
-    """The line of an `arrival` after `seconds`: a bar, bytes, rate, time left, and how to stop it."""
+    """The line of an `arrival` (a load or restore) after `seconds`: bar, bytes, rate, time left.
+
+    `stop` is how the user can stop it.
+    """
     title = f"{arrival.verb} {subject(arrival.name)}"
     filled = "█" * round(_part(arrival, seconds) * text.BAR_CELLS)
     return f"{title}  {filled:·<{text.BAR_CELLS}}  {note(arrival, seconds, stop)}"
 
 
 def running_html(arrival: Arrival, seconds: float, stop: str) -> str:
-    """The same line as `running`, drawn."""
+    """The line of `running` as HTML, with a drawn bar."""
     title = f"{arrival.verb} {subject(arrival.name)}"
     return html.progress(title, _part(arrival, seconds), note(arrival, seconds, stop))
 
@@ -52,7 +56,7 @@ def seconds_left(arrival: Arrival, seconds: float) -> float | None:
     """The seconds until the `arrival` (a load or restore) ends; None if they cannot be estimated.
 
     The `arrival` began `seconds` ago. A restore does not report its bytes, so its duration is
-    estimated as that of the model's last restore.
+    estimated as the duration of the model's last restore.
     """
     if arrival.done_bytes:
         left_bytes = max(0, arrival.all_bytes - arrival.done_bytes)
@@ -69,7 +73,7 @@ def _part(arrival: Arrival, seconds: float) -> float:
 
 
 def summary(arrival: Arrival, waited_seconds: float) -> str:
-    """The line that stays: `qwen: waited 12 s, loaded in 20 s (2.1 GB/s)`."""
+    """The line that stays after the `arrival`: `qwen: waited 12 s, loaded in 20 s (2.1 GB/s)`."""
     waited = f"waited {show_seconds(waited_seconds)}, " if waited_seconds else ""
     took = show_seconds(arrival.seconds)
     if arrival.failed:

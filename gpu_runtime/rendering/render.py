@@ -1,4 +1,4 @@
-"""Wraps the result of a verb in an object that shows itself: as text, as HTML, or as JSON.
+"""Wraps the result of a verb in an object that has a text, an HTML or a JSON form.
 
 This module is pure. Jupyter, a terminal or a program can show the returned object.
 """
@@ -25,13 +25,15 @@ EMPTY = {
 
 
 class Shown:
-    """A value with its text and its HTML.
+    """A value with the functions that make its text and its HTML.
 
     The attributes of the value are also attributes of this object: `(%gpu plan qwen).granted`.
     """
 
     def __init__(self, value: Any, as_text: Callable[[], str], as_html: Callable[[], str]) -> None:
-        """Shows the `value` by `as_text` and `as_html`, which are called when it is displayed."""
+        """Displays the `value` by `as_text` and `as_html`, which are called only when it is
+        displayed.
+        """
         self.value = value
         self._text, self._html = lambda: lines(as_text()), as_html
 
@@ -69,11 +71,11 @@ def shown(
     around: Snapshot | None = None,
     prompt: str = "%gpu",
 ) -> Any:
-    """The `value` that a `verb` returned, with its text and its HTML.
+    """The `value` that a `verb` returned, wrapped with its text and its HTML.
 
-    `subject` is the text that was typed after the verb. `around` is the snapshot of the host at
-    that time. Commands in the text begin with `prompt`. A DataFrame shows itself and is returned
-    unchanged.
+    `subject` is the text that was typed after the verb. `around` is the snapshot of the host at the
+    time of the verb. Commands in the text begin with `prompt`. A DataFrame has its own display and
+    is returned unchanged.
     """
     if isinstance(value, Plan) and around is not None:
         return Shown(
@@ -86,7 +88,9 @@ def shown(
 
 
 def _shown_by_type(value: Any, prompt: str) -> Shown | None:
-    """The wrapped value if its type alone decides how the value is shown, otherwise None."""
+    """The `value` with its text and HTML, if its type alone decides how it is displayed. If not,
+    None.
+    """
     if isinstance(value, Snapshot):
         return Shown(value, lambda: text.status(value, prompt), lambda: html.status(value))
     if isinstance(value, Health):
@@ -163,7 +167,7 @@ def block_report(block: Any) -> Shown:
 
 
 def nothing(verb: str, prompt: str = "%gpu") -> str:
-    """What to type after `prompt` if the table of `verb` is empty."""
+    """A sentence with the command to type, after `prompt`, if the table of `verb` is empty."""
     return EMPTY.get(verb, "There is nothing to show.").format(prompt=prompt)
 
 
@@ -182,7 +186,7 @@ def hint(sentence: str) -> Shown:
 
 
 def is_frame(value: Any) -> bool:
-    """Whether the `value` is a DataFrame. This does not import pandas."""
+    """Whether the `value` is a DataFrame. The check does not import pandas."""
     return hasattr(value, "to_dict") and hasattr(value, "columns")
 
 

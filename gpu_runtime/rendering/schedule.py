@@ -1,6 +1,6 @@
 """Renders the schedule of a notebook as text and as HTML. This module is pure.
 
-The schedule lists the models that the waiting cells will use, and what look-ahead does with them.
+The schedule lists the models that the waiting cells will use, and the state of each model's load.
 """
 
 from __future__ import annotations

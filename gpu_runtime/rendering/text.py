@@ -51,7 +51,9 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
 
 
 def host(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The `snapshot` of one of several hosts, under the host's name. Commands begin with `prompt`."""
+    """The `snapshot` of one of several hosts, under the host's name. Commands in it begin with
+    `prompt`.
+    """
     return f"── {words.host_title(snapshot)} ──\n{status(snapshot, prompt)}"
 
 
@@ -134,7 +136,7 @@ def size(count: int | None) -> str:
 def draw(bar: Bar, cells: int = BAR_CELLS) -> tuple[str, str]:
     """The `bar` in characters, `cells` wide, and its legend.
 
-    Every segment gets at least one cell, so that small ones are visible.
+    Every segment gets at least one cell, so that small segments are visible.
 
     >>> from gpu_runtime.facts import Device
     >>> from gpu_runtime.rendering.views import BarSegment
@@ -219,7 +221,7 @@ def table(
 def frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
     """A DataFrame's `records` as an aligned table with the `columns`.
 
-    Sizes, durations and times are written for people.
+    Sizes, durations and times are written in units for people.
     """
     numbers = [n for n, name in enumerate(columns) if is_number(name)]
     headers = [name.removesuffix("_seconds").replace("_", " ").upper() for name in columns]
@@ -290,7 +292,9 @@ def applied_head(done: Applied) -> str:
 
 
 def block(used: Any) -> str:
-    """The memory that a leased cell `used`. A value of None is shown as unknown, never as zero."""
+    """The memory that the cell in `used` has used. A value of None is shown as unknown, never as
+    zero.
+    """
     leased = f"on {used.device.id}"
     if used.bytes:
         leased = f"{show_bytes(used.bytes)} leased {leased}"
@@ -301,9 +305,9 @@ def block(used: Any) -> str:
 
 
 def plan(found: Plan, snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The plan `found`: its verdict, its reason, its steps, and the bars after them.
+    """The plan `found`: its verdict, its reason, its steps, and the bars after these steps.
 
-    `snapshot` is the status that the plan was made for. Commands begin with `prompt`.
+    `snapshot` is the status for which the plan was made. Commands in the text begin with `prompt`.
     """
     lines = [
         f"{clean(words.verdict(found))}{' · simulated' if snapshot.simulated else ''}",
@@ -345,9 +349,9 @@ def _plan_steps(found: Plan, snapshot: Snapshot) -> list[str]:
 
 
 def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
-    """The `events` about the model `name` as sentences, newest first.
+    """The `events` about the model `name` as sentences. The newest event is first.
 
-    Without events, the result is a hint with a command, which begins with `prompt`.
+    If there are no events, the result is a hint with a command. The command begins with `prompt`.
     """
     if not events:
         command = f"{prompt} plan {clean(name)}"
@@ -359,7 +363,7 @@ def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
 
 
 def replays(found: Sequence[Replayed]) -> str:
-    """The recorded decisions, and whether the scheduler decides the same now."""
+    """The recorded decisions. Each has a note whether the scheduler decides the same now."""
     return "\n".join(
         f"{clock(one.wall)}  {clean(one.model)} {clean(one.decided)}\n"
         f"{'':10}{clean(one.result)}  (decision {one.id})"

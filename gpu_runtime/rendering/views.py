@@ -1,7 +1,7 @@
 """Turns a Snapshot into bars and rows, from which both the text and the HTML are made.
 
-This module is pure. It decides which facts a bar or a row shows. Sentences are in `words.py`, and
-the layout is in `text.py` and `html.py`.
+This module is pure. It decides which facts a bar or a row contains. Sentences are in `words.py`,
+and the layout is in `text.py` and `html.py`.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class BarSegment(NamedTuple):
 
     @property
     def is_lease(self) -> bool:
-        """Whether these bytes are leased."""
+        """Whether the bytes of this segment are leased."""
         return bool(self.lease)
 
     @property
@@ -76,7 +76,7 @@ class Bar(NamedTuple):
     def scale_bytes(self) -> int:
         """The bytes that the full length of the bar stands for.
 
-        The result is the size of the device, or the bytes in use if they are more.
+        The result is the size of the device, or the bytes in use if these are more.
         """
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 
@@ -99,7 +99,7 @@ def clean(text: object) -> str:
 
 
 def clock(wall: float) -> str:
-    """The local time of day of `wall`, which is in epoch seconds: `12:03:04`."""
+    """The local time of day at `wall`, such as `12:03:04`. `wall` is in epoch seconds."""
     return time.strftime("%H:%M:%S", time.localtime(wall))
 
 
@@ -107,7 +107,7 @@ def clock(wall: float) -> str:
 
 
 def bars(snapshot: Snapshot) -> tuple[Bar, ...]:
-    """One bar for each device of the `snapshot`, in its order."""
+    """One bar for each device of the `snapshot`, in the order of the devices."""
     return tuple(
         Bar(view.device, tuple(_segments(snapshot, view)), view.limit_bytes)
         for view in snapshot.devices
@@ -189,7 +189,9 @@ def worst_level(snapshot: Snapshot) -> Level:
 
 
 def device_title(snapshot: Snapshot) -> str:
-    """A text on the cards of the `snapshot`, such as `1 simulated GPU`, `8 × NVIDIA H100` or `no GPU`."""
+    """A text about the cards of the `snapshot`, such as `1 simulated GPU`, `8 × NVIDIA H100` or `no
+    GPU`.
+    """
     count = len(cards(snapshot))
     if not count:
         return "no GPU"
@@ -209,7 +211,7 @@ def fill(view: DeviceView) -> str:
 
 
 def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
-    """Facts of the `snapshot` about the device in `view` that its bar does not show."""
+    """Facts of the `snapshot` about the device in `view` that the device's bar does not show."""
     found = []
     if view.drained is not None:
         found.append(f"drained by {view.drained.by} since {clock(view.drained.wall)}")
@@ -225,7 +227,9 @@ def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
 
 
 def _measured_remark(view: DeviceView) -> list[str]:
-    """The measured bytes, if they differ from the claimed bytes on a real device."""
+    """The measured bytes of the device in `view`, if they differ from the claimed bytes on a real
+    device.
+    """
     if view.measured_bytes is None:
         return [] if view.device.is_host else ["not measured"]
     if view.device.simulated or view.measured_bytes == view.claimed_bytes:
@@ -239,7 +243,7 @@ def _measured_remark(view: DeviceView) -> list[str]:
 def holdings(snapshot: Snapshot) -> list[Holding]:
     """The rows of the table of holders for the `snapshot`.
 
-    First come the leases by device and size, then the bytes that owners hold beyond their leases,
+    First are the leases by device and size, then the bytes that owners hold beyond their leases,
     then other programs.
     """
     order = {view.device.id: place for place, view in enumerate(snapshot.devices)}
@@ -312,7 +316,7 @@ def _marks(lease: Lease) -> Iterator[str]:
 def holder(snapshot: Snapshot, owner_id: str) -> str:
     """The label of the process with the id `owner_id`, for readers of the `snapshot`.
 
-    The process that made the snapshot is `this process`.
+    For the process that made the snapshot, the label is `this process`.
     """
     if owner_id == snapshot.owner.id:
         return THIS_PROCESS

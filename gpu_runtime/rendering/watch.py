@@ -1,4 +1,5 @@
-"""The live terminal view of `gpu status --watch`: problems on top, then devices, then holders by bytes.
+"""The live terminal view of `gpu status --watch`: first the problems, then the devices, then the
+holders by bytes.
 
 This module is pure: it turns a Snapshot into the lines of a screen, with colours. `cli.py` redraws it.
 """
@@ -20,7 +21,8 @@ _LEAST_WIDTH = 20
 def screen(snapshot: Snapshot, width: int, height: int, now: str) -> list[str]:
     """The lines of a screen of `width` columns and `height` lines. `now` is the time of day.
 
-    Lines that do not fit are left out, from the bottom; the last line then says how many.
+    Lines that do not fit are left out, from the bottom. The last line then has the number of these
+    lines.
     """
     width = max(width, _LEAST_WIDTH)
     lines = list(_lines(snapshot, now))
@@ -31,7 +33,7 @@ def screen(snapshot: Snapshot, width: int, height: int, now: str) -> list[str]:
 
 
 def _lines(snapshot: Snapshot, now: str) -> Iterator[tuple[str, str]]:
-    """Each line with its colour, in order."""
+    """The lines of the screen in their order, each with its colour."""
     yield BOLD, f"{views.device_title(snapshot)} · {now} · Ctrl-C ends"
     for problem in words.alarms(snapshot):
         yield RED, f"! {problem}"
@@ -58,7 +60,9 @@ def _lines(snapshot: Snapshot, now: str) -> Iterator[tuple[str, str]]:
 
 
 def _waiting(snapshot: Snapshot) -> Iterator[str]:
-    """The requests that wait for room, as sentences: who waits, how long, for what and why."""
+    """The requests that wait for room, as sentences: the process, the time, the bytes and the
+    reason.
+    """
     for ticket in snapshot.tickets:
         if ticket.verb == "use":
             waited = show_seconds(max(0.0, snapshot.now - ticket.arrived))

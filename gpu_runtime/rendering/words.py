@@ -1,6 +1,7 @@
 """Sentences about the queue, past events and plans, for text, HTML and the console.
 
-This module is pure. The labels inside a sentence (state, holder, cards) are in `facts/labels.py`.
+This module is pure. The labels that these sentences contain (state, holder, cards) are in
+`facts/labels.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +33,9 @@ MOST_CONSIDERED = 8  # alternatives that a plan lists
 
 
 def waiting(snapshot: Snapshot) -> list[str]:
-    """A sentence for each waiting request of the `snapshot`, and for each request to an owner."""
+    """A sentence for each ticket of the `snapshot`: a request that waits for room, or a request to
+    an owner.
+    """
     return [_ticket_sentence(snapshot, ticket) for ticket in snapshot.tickets]
 
 
@@ -80,9 +83,10 @@ _EVENT_PHRASES = {
 
 
 def event_phrase(event: Event) -> str:
-    """The `event` as a phrase without its subject and its reason: `was loaded, 14.0 GiB on sim:0`.
+    """The `event` as a phrase without the model's name and the reason: `was loaded, 14.0 GiB on
+    sim:0`.
 
-    The caller puts the name of the model in front.
+    The caller puts the name of the model before the phrase.
     """
     phrase = _EVENT_PHRASES.get(event.action, event.action)
     if not event.bytes:
@@ -94,7 +98,7 @@ def event_phrase(event: Event) -> str:
 
 
 def event_sentence(event: Event) -> str:
-    """A sentence about the `event`, with the person who requested it, and its reason."""
+    """A sentence about the `event`, with the person who requested it, and the event's reason."""
     because = event.because.strip().rstrip(".")
     requested = f"{_requester_prefix(event)} {event.by}" if event.by else ""
     reason = f": {because}" if because else ""
@@ -122,9 +126,10 @@ def counters(snapshot: Snapshot) -> str:
 
 
 def alarms(snapshot: Snapshot) -> list[str]:
-    """Sentences that are shown before everything else: a governor that is off, and the problems.
+    """Sentences that are shown first: whether the governor is off, and the problems of the
+    `snapshot`.
 
-    A problem of the `snapshot` whose beginning is known says since when it lasts.
+    If the beginning of a problem is known, its sentence includes the time of the beginning.
     """
     found = [] if snapshot.governed else [GOVERNOR_OFF]
     for problem in problems(snapshot):
@@ -134,7 +139,9 @@ def alarms(snapshot: Snapshot) -> list[str]:
 
 
 def events_to_show(events: Sequence[Event]) -> list[Event]:
-    """The `events` without the grants that were followed by their load or restore in the list."""
+    """The `events` without some grants: a grant is left out if its load or restore is in `events`
+    too.
+    """
     arrived = {
         (event.model, event.owner, event.because)
         for event in events
@@ -148,9 +155,10 @@ def events_to_show(events: Sequence[Event]) -> list[Event]:
 
 
 def host_title(snapshot: Snapshot) -> str:
-    """The name of a `snapshot`'s machine.
+    """The name of the machine on which the `snapshot` was made.
 
-    If no process of that machine has updated its book for a while, the text includes how long.
+    If no process of this machine has updated the machine's book for a while, the text includes how
+    long.
     """
     if not snapshot.host:
         return f"{clean(snapshot.owner.host) or 'this host'} (this host)"
@@ -163,7 +171,7 @@ def host_title(snapshot: Snapshot) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """The answer of the `plan` in a few words."""
+    """The verdict of the `plan` in a few words."""
     name = _plan_subject(plan)
     if not plan.granted:
         return f"{name} does not fit now"
@@ -188,7 +196,8 @@ def _is_size(plan: Plan) -> bool:
 
 
 def how_to_do_it(plan: Plan, prompt: str) -> str:
-    """A sentence with the command that does exactly what was planned, or why it would fail.
+    """A sentence with the command that does exactly what was planned, or with the reason why it
+    would fail.
 
     The command begins with `prompt`. The result is empty if no command can carry out the plan.
     """
@@ -209,7 +218,8 @@ def how_to_do_it(plan: Plan, prompt: str) -> str:
 def step_sentence(snapshot: Snapshot, step: Step) -> str:
     """One `step` in words: `move llama (8.0 GiB) from sim:0 to host`.
 
-    If the lease belongs to another process, the sentence names its holder from the `snapshot`.
+    If the lease belongs to another process, the sentence names this process, with its label from
+    the `snapshot`.
     """
     owner_id, _, name = step.lease.partition("/")
     of_holder = "" if owner_id == snapshot.owner.id else f" of {holder(snapshot, owner_id)}"
@@ -228,7 +238,7 @@ def step_sentence(snapshot: Snapshot, step: Step) -> str:
 
 
 def others_considered(plan: Plan) -> list[tuple[str, str]]:
-    """The best alternatives of the `plan`: each place, and the reason against it."""
+    """The best alternatives of the `plan`: for each, the place and the reason against it."""
     chosen = [share.device for share in plan.shares]
     found = []
     for option in plan.considered[: MOST_CONSIDERED + 1]:
@@ -253,7 +263,9 @@ _PARTS = {
 
 
 def needs(plan: Plan) -> str:
-    """The total bytes that the `plan` needs. If the footprint has one part, its source is added."""
+    """The total bytes that the `plan` needs. If the footprint has only one part, the source of its
+    number is added.
+    """
     if plan.footprint is None:
         return ""
     total = show_bytes(plan.footprint.bytes)
@@ -263,9 +275,9 @@ def needs(plan: Plan) -> str:
 
 
 def parts(plan: Plan) -> list[tuple[str, str, str]]:
-    """The footprint of the `plan` by part: its name, its size, and the source of the number.
+    """The footprint of the `plan` by part: the name, the size and the source of the number.
 
-    The result is empty if there is only one part, since `needs` shows it.
+    The result is empty if there is only one part, since `needs` already shows it.
     """
     if plan.footprint is None or len(plan.footprint.parts) < 2:
         return []

@@ -1,6 +1,6 @@
 """The peak memory of each notebook cell in its last run, in a small file of the user.
 
-Nothing depends on this file. Without it, no room is requested before a cell runs.
+Nothing depends on this file. If the file is missing, no room is requested before a cell runs.
 """
 
 from __future__ import annotations
@@ -11,5 +11,7 @@ from .measurements import Measurements
 
 
 def peaks_of_this_user() -> Measurements:
-    """The peaks of this user's cells. The file is read only when a peak is looked up."""
+    """The peaks of this user's cells. The file is read only when a peak is requested from the
+    result.
+    """
     return Measurements(local_state() / FILE)

@@ -46,13 +46,13 @@ _decode = msgspec.msgpack.Decoder(Decided).decode
 
 
 def pack(decided: Decided) -> bytes:
-    """`decided` as the few bytes that the journal keeps."""
+    """The decision `decided` as bytes, compressed, as the journal stores it."""
     squeeze = zlib.compressobj(6, zdict=WORDS)
     return FORMAT + squeeze.compress(_encode(decided)) + squeeze.flush()
 
 
 def unpack(content: bytes) -> Decided | None:
-    """The decision in `content`; None if another version wrote it in another way."""
+    """The decision in `content`. None if another version wrote the decision in another format."""
     if content[:1] != FORMAT:
         return None
     try:
@@ -67,7 +67,7 @@ def is_small(decided: Decided) -> bool:
 
 
 def insert(db: sqlite3.Connection, decisions: Iterable[Decided]) -> None:
-    """Writes `decisions` into the journal's file `db`, and removes the oldest ones."""
+    """Writes `decisions` into the journal's file `db`, and removes the oldest decisions."""
     db.execute(_TABLE)
     for decided in decisions:
         row = (decided.model, pack(decided))
@@ -76,9 +76,11 @@ def insert(db: sqlite3.Connection, decisions: Iterable[Decided]) -> None:
 
 
 def select(db: sqlite3.Connection, name: str, limit: int) -> tuple[Decided, ...]:
-    """At most `limit` decisions on the model `name` in the file `db`, the newest first.
+    """At most `limit` decisions about the model `name` from the file `db`. The newest decision is
+    first.
 
-    If there is none and `name` is a number, the result is the decision with that number.
+    If there is no such decision and `name` is a number, the result is the decision with this
+    number.
     """
     db.execute(_TABLE)
     wanted = "SELECT id, body FROM decisions WHERE "

@@ -2,9 +2,9 @@
 
 The journal is one SQLite table, to which every process of a ledger appends. The book (the ledger's
 current leases and requests) has only the newest events. A second table has the newest decisions,
-with all their inputs. In a shared ledger, each user has a separate journal, and everybody reads the
-events of all journals.
-Nothing depends on the journal. If it cannot be written, the failure is logged once.
+with all inputs of each decision. In a shared ledger, each user has a separate journal, and
+everybody reads the events of all journals. Nothing depends on the journal. If it cannot be written,
+the failure is logged once.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Journal:
 
     The file is opened for each write, so no connection is carried across a fork. Opening takes
     longer than granting a lease, so events are collected and written together once a second. If
-    this process is killed, the events of the last second are missing in the journal, but they are
-    in the book.
+    this process is killed, the events of the last second are missing in the journal. The book still
+    has these events.
     """
 
     def __init__(
@@ -55,7 +55,8 @@ class Journal:
         users: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Uses the file `path`; None keeps the events in this process. `clock` returns seconds.
+        """Uses the file `path`; if `path` is None, the events stay in this process. `clock` returns
+        seconds.
 
         In a shared ledger, `users` is the directory with the journals of all users.
         """
@@ -99,9 +100,11 @@ class Journal:
                 self._write()
 
     def decided(self, name: str, limit: int) -> tuple[Decided, ...]:
-        """At most `limit` decisions on the model `name` by this user's processes, the newest first.
+        """At most `limit` decisions about the model `name` by this user's processes. The newest is
+        first.
 
-        If there is none and `name` is a number, the result is the decision with that number.
+        If there is no such decision and `name` is a number, the result is the decision with this
+        number.
         """
         with self._lock:
             self._write()
@@ -161,15 +164,17 @@ class Journal:
         actions: Collection[str] = (),
         since: float = 0.0,
     ) -> tuple[Event, ...]:
-        """At most `limit` of the latest events, the newest last.
+        """At most `limit` of the latest events. The newest event is last.
 
-        The events are those of `model` (None: any model) whose action is in `actions` (empty: any
-        action). Events before the wall time `since` are left out.
+        The result has only events of `model` (None: any model) whose action is in `actions` (empty:
+        any action). Events before the wall time `since` are left out.
         """
         count = KEPT if limit is None else limit
 
         def latest(events: Iterable[Event]) -> tuple[Event, ...]:
-            """The newest `count` of the wanted `events` (newest first), returned newest last."""
+            """The newest `count` of the wanted `events`. `events` begins with the newest event; the
+            result ends with it.
+            """
             wanted = (event for event in events if not actions or event.action in actions)
             return tuple(itertools.islice(wanted, count))[::-1]
 
@@ -193,14 +198,16 @@ class Journal:
             return latest(_merged([kept, *others]))
 
     def _of_others(self, model: str | None, since: float) -> list[list[Event]]:
-        """The events in the journal of each other user, newest first."""
+        """For each other user, the events in the user's journal. The newest event is first."""
         if self._users is None or self._path is None or not after_fork.is_usable():
             return []
         files = journals_of_others(self._users, self._path.name, since)
         return [events_of(file, model, since) for file in files]
 
     def _connect(self) -> sqlite3.Connection:
-        """A connection for one use. It is not kept, so no connection is carried across a fork."""
+        """A connection for one use. It is closed after this use, so no connection is carried across
+        a fork.
+        """
         assert self._path is not None
         if not after_fork.is_usable():
             raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")
@@ -240,7 +247,9 @@ def opened(path: Path) -> sqlite3.Connection:
 
 
 def _stored_events(db: sqlite3.Connection, model: str | None, since: float) -> Iterable[Event]:
-    """The events in the file, newest first: of `model` (None: any model), not before `since`."""
+    """The events in the file that are of `model` (None: any model) and not before `since`, newest
+    first.
+    """
     rows = db.execute(
         "SELECT body FROM events WHERE (? IS NULL OR model = ?) AND wall >= ? ORDER BY id DESC",
         (model, model, since),
@@ -249,7 +258,7 @@ def _stored_events(db: sqlite3.Connection, model: str | None, since: float) -> I
 
 
 def _merged(sources: list[Iterable[Event]]) -> Iterable[Event]:
-    """The events of all `sources`, newest first. Each source is newest first, too."""
+    """The events of all `sources`, newest first. Each source has its newest event first, too."""
     if len(sources) == 1:
         return sources[0]
     return heapq.merge(*sources, key=lambda event: (event.wall, event.seq), reverse=True)

@@ -2,8 +2,8 @@
 
 The key of a measurement consists of the source, the fingerprint of its files, the options (such as
 the dtype) and the backend. If the files change on disk, the fingerprint changes, and the old
-measurement is no longer used. Nothing depends on this file. If the file is damaged or cannot be
-written, that is logged once, and estimates use file headers again.
+measurement is no longer used. Nothing depends on the file of the measurements. If this file is
+damaged or cannot be written, the failure is logged once, and estimates use file headers again.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class Measurements:
     """Stores measurements of models, CUDA contexts and cells, and returns them later."""
 
     def __init__(self, path: Path | None = None) -> None:
-        """Uses the file `path`; None keeps everything in this process."""
+        """Uses the file `path`; if `path` is None, all measurements stay in this process."""
         self._path = path
         self._content = MeasurementFile()
         self._stamp: tuple[int, ...] = ()
@@ -59,23 +59,31 @@ class Measurements:
         self._gave_up = False  # whether the file was found to be unusable
 
     def of(self, spec: ModelSpec, evidence: Evidence) -> Measurement | None:
-        """The measurement of the model `spec`, whose source has this `evidence`, or None."""
+        """The measurement of the model `spec`, or None. `evidence` is the evidence from the model's
+        source.
+        """
         name = key(spec, evidence)
         with self._lock:
             return self._latest().models.get(name) if name else None
 
     def context_bytes(self, card: str) -> int | None:
-        """Bytes of a CUDA context on a card named `card`; None if none was measured."""
+        """The bytes of a CUDA context on a card named `card`. None if no context was measured on
+        such a card.
+        """
         with self._lock:
             return self._latest().contexts.get(card)
 
     def cell_peak(self, key: str) -> dict[str, int]:
-        """The peak of a cell in its last run, in bytes on each card; empty if it is unknown."""
+        """The peak of the cell with this `key` in its last run, in bytes by card. Empty if it is
+        unknown.
+        """
         with self._lock:
             return dict(self._latest().cells.get(key, {}))
 
     def remember_cell(self, key: str, peak: dict[str, int]) -> None:
-        """Stores the `peak` of a cell, in bytes by card; an empty one removes it. Never fails."""
+        """Stores the `peak` of a cell, in bytes by card. An empty `peak` removes the stored one.
+        Never fails.
+        """
 
         def change(content: MeasurementFile) -> MeasurementFile:
             cells = _with_newest(content.cells, key, peak)
@@ -86,7 +94,8 @@ class Measurements:
         self._change(change)
 
     def remember(self, spec: ModelSpec, evidence: Evidence, measurement: Measurement) -> None:
-        """Stores the `measurement` of the model `spec`, whose source has this `evidence`.
+        """Stores the `measurement` of the model `spec`. `evidence` is the evidence from the model's
+        source.
 
         If the source has no fingerprint, nothing is stored. Never fails.
         """
@@ -122,7 +131,7 @@ class Measurements:
                 self._warn("written", error)
 
     def _latest(self) -> MeasurementFile:
-        """The file's content, read again if it has changed."""
+        """The content of the file. The file is read again if it has changed."""
         if self._path is None or self._gave_up:
             return self._content
         try:
@@ -141,7 +150,9 @@ class Measurements:
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Holds the lock of the file. Raises OSError if another process holds it for too long."""
+        """Holds the lock of the file. Raises OSError if another process keeps the lock for too
+        long.
+        """
         assert self._path is not None
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         lock = self._path.with_suffix(".lock")
@@ -154,7 +165,7 @@ class Measurements:
             os.close(fd)
 
     def _write(self, content: MeasurementFile) -> None:
-        """Replaces the whole file, so a reader finds either the old content or the new content."""
+        """Replaces the whole file, so a reader gets either the old content or the new content."""
         assert self._path is not None
         data = msgspec.json.encode(content)
         replace_file(self._path, data, access_to(self._path.parent).open_file)
@@ -174,7 +185,7 @@ _decode = msgspec.json.Decoder(MeasurementFile).decode
 
 
 def _lock_within(fd: int, seconds: float) -> None:
-    """Locks the file. Raises BlockingIOError if another process keeps the lock for `seconds`."""
+    """Locks the file `fd`. Raises BlockingIOError if another process has the lock for `seconds`."""
     until = time.monotonic() + seconds
     while True:
         try:
@@ -216,5 +227,5 @@ def _with_newest(entries: dict[str, T], name: str, newest: T) -> dict[str, T]:
 
 
 def measurements_in(ledger: Path) -> Path:
-    """The file with the measurements of the ledger in the directory `ledger`."""
+    """The file with the measurements of the ledger whose directory is `ledger`."""
     return state_in(ledger) / "measured.json"

@@ -1,7 +1,7 @@
 """Moments: the entries of the devices' history.
 
-Pure. A moment holds the figures of one device at one time: its used bytes, its budget and the
-claims on it.
+This module is pure. A moment has the figures of one device at one time: its used bytes, its budget,
+and the leases' claims on the device.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from ..facts import DeviceView, Moment, Section
 def moments_of(
     views: Iterable[DeviceView], sections: Iterable[Section], wall: float
 ) -> tuple[Moment, ...]:
-    """A moment at the time `wall` for each device in `views`, with the claims of the `sections`."""
+    """For each device in `views`, a moment at the time `wall`, with the claims of the leases in
+    `sections`.
+    """
     claims: dict[str, dict[str, int]] = {}
     for section in sections:
         for lease in section.leases:
@@ -58,7 +60,7 @@ def alike(one: Moment, other: Moment) -> bool:
 
 
 def _exact(moment: Moment) -> tuple[object, ...]:
-    """The figures for which even a small change is recorded."""
+    """The figures of the `moment` for which even a small change is recorded."""
     return moment.total_bytes, moment.limit_bytes, moment.level, moment.claims
 
 
@@ -69,11 +71,11 @@ def _near(one: float | None, other: float | None, tolerance: float) -> bool:
 
 
 class ChangeFilter:
-    """Selects the moments to record: every changed moment, and one now and then without a change.
+    """Selects the moments to record: every changed moment, and now and then an unchanged moment.
 
     A moment is changed if it differs from the last recorded moment of its device. The last
-    unchanged moment before a change is recorded too. Without that moment, the chart would draw a
-    slope where there was a step.
+    unchanged moment before a change is recorded too. Without this unchanged moment, the chart would
+    draw a slope where there was a step.
     """
 
     def __init__(self, rest_seconds: float) -> None:
@@ -83,7 +85,9 @@ class ChangeFilter:
         self._skipped: dict[str, Moment] = {}  # the last moment that was not kept, by device
 
     def select(self, moments: Iterable[Moment]) -> list[Moment]:
-        """The moments to record, in order: some of `moments`, and of those skipped before."""
+        """The moments to record, in order. They are some of `moments`, and some that were skipped
+        in earlier calls.
+        """
         rows: list[Moment] = []
         for moment in moments:
             kept = self._kept.get(moment.device)

@@ -1,8 +1,9 @@
 """Records how the devices are used, while any process shares the ledger.
 
-The recorder runs in the helper process (`sampler.py`), of which each ledger has one. It reads the
-book (the ledger's leases and requests) without being an owner in it (`ledgers/reader.py`). Nothing
-depends on the recorder. If it cannot read or write, the history has a gap.
+The recorder runs in the helper process (`sampler.py`). Each ledger has one helper process. The
+recorder reads the book (the ledger's leases and requests) without being an owner in the book
+(`ledgers/reader.py`). Nothing depends on the recorder. If it cannot read or write, the history has
+a gap.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ MOST_UNWRITTEN = 5_000  # moments that are held while the file cannot be written
 
 
 def record_in(directory: Path) -> Record:
-    """The history of the ledger whose files of this boot are in `directory`. A reboot keeps it."""
+    """The history of the ledger whose files of this boot are in `directory`. The history survives a
+    reboot.
+    """
     return Record(state_in(directory.parent) / "history.db")
 
 
@@ -60,13 +63,16 @@ class Recorder:
             self._record.thin(time.time())
 
     def flush(self) -> None:
-        """Writes the moments that are not written yet. If that fails, they are kept for later."""
+        """Writes the moments that are not written yet. If this fails, these moments are kept for a
+        later call.
+        """
         if self._unwritten and self._record.append(self._unwritten):
             self._unwritten.clear()
 
 
 def now_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[Moment, ...]:
-    """A moment of each device of `book`. The measured `figures` are those of the real devices.
+    """A moment of each device of `book`. The measured `figures` are the figures of the real
+    devices.
 
     Both `now` (seconds since the boot) and `wall` (epoch seconds) are the time of the moments.
     """

@@ -1,16 +1,17 @@
-"""The helper process of a host. It calls the driver, so that no kernel has to.
+"""The helper process of a host. The helper calls the driver, so that no kernel has to call the
+driver.
 
 GPU_LEDGER=URL python -m gpu_runtime.telemetry.sampler [--simulated] DIRECTORY
 
 The helper measures the cards and the machine's memory. While the figures change, it measures once a
-second; otherwise every other second. A notification makes it measure at once. It publishes the
+second, else every other second. A notification makes the helper measure at once. It publishes the
 figures in the ledger's directory (`devices/sampler_client.py`).
 
 The helper ends if another process is the helper, if no process uses the ledger any more, or if the
 helper's lock file is gone. It also ends if no card answers for some seconds: after a driver was
-replaced, only a new process can call it. Each card has a thread, so a driver call that hangs does
-not stop the measuring of other cards. If no card is measured any more, the processes that read the
-figures end the helper and start another one.
+replaced, only a new process can call the new driver. Each card has a thread, so a driver call that
+hangs does not stop the measuring of other cards. If no card is measured any more, the processes
+that read the figures end the helper and start another helper.
 
 A separate thread records how the devices are used (`recorder.py`). With simulated devices, only the
 machine's memory is measured.
@@ -64,10 +65,10 @@ class HelperFiles:
         self.bell = -1
 
     def take_lock(self) -> bool:
-        """Takes the helper's lock, and returns whether this process is the helper now.
+        """Takes the helper's lock. Returns whether this process is the helper now.
 
-        This process must not open and close the lock's file again, because closing it would drop
-        the lock.
+        This process must not open and close the lock's file again, because closing the file would
+        release the lock.
         """
         try:
             fcntl.lockf(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -102,7 +103,9 @@ class HelperFiles:
         os.replace(draft, self.directory / "samples")
 
     def write_error(self, error: BaseException) -> None:
-        """Writes why the helper ends, for the processes that read the figures. Never fails."""
+        """Writes the reason why the helper ends, for the processes that read the figures. Never
+        fails.
+        """
         try:
             with open(self.directory / "sampler.err", "w", opener=_private) as file:
                 file.write(f"{type(error).__name__}: {error}\n")
@@ -116,10 +119,12 @@ def _private(path: str, flags: int) -> int:
 
 
 class CardReader(threading.Thread):
-    """Measures one card in a separate thread, so a card that hangs does not block the others."""
+    """Measures one card in a separate thread, so a card that hangs does not block other cards."""
 
     def __init__(self, listing: Listing, card: Card, answers: _Answers) -> None:
-        """Measures the `card` of that `listing`, and puts each result into the queue `answers`."""
+        """Measures the `card`, which is in `listing`, and puts each result into the queue
+        `answers`.
+        """
         super().__init__(daemon=True, name=card.device.uuid)
         self._source, self._card, self._answers = listing.source, card, answers
         self._requests: queue.SimpleQueue[float] = queue.SimpleQueue()
@@ -127,7 +132,7 @@ class CardReader(threading.Thread):
         self.start()
 
     def request(self) -> None:
-        """Starts a measurement; its result is put into the queue of answers."""
+        """Starts a measurement. The result is put into the queue `answers`."""
         self.busy = True
         self._requests.put(boot_seconds())
 
@@ -166,7 +171,9 @@ class CardRounds:
         psutil.cpu_percent()  # the first result is always 0, so it is dropped
 
     def next(self) -> Figures:
-        """Measures all cards and returns the figures. A late card keeps its last figures."""
+        """Measures all cards and returns the figures. A card whose answer is late keeps its last
+        figures.
+        """
         began = boot_seconds()
         awaited = set()
         for reader in self._readers:
@@ -188,7 +195,7 @@ class CardRounds:
         return Figures(os.getpid(), began, _machine(began), dict(self._cards), failed, people)
 
     def _store(self, answer: tuple[str, Sample | str]) -> str:
-        """Stores one result and returns the UUID of its card."""
+        """Stores the `answer` of one card, and returns the UUID of the card."""
         uuid, result = answer
         if isinstance(result, Sample):
             self._cards[uuid] = result
@@ -210,7 +217,7 @@ class CardRounds:
 
     @property
     def hopeless(self) -> bool:
-        """Whether every card fails. A card that has not answered yet does not count as failed."""
+        """Whether all cards have failed. A card without any answer yet does not count as failed."""
         if not self._readers:
             return bool(self._unlisted)
         return len(self._failed) == len(self._readers)
@@ -233,9 +240,9 @@ def _machine(now: float) -> Sample:
 
 
 def _person(pid: int) -> Person | None:
-    """The user and the command of a process; None if the process cannot be seen from here.
+    """The user and the command of the process `pid`. None if this process cannot see `pid`.
 
-    A process cannot be seen if it is in another container, or has ended.
+    A process cannot be seen if it runs in another container, or has ended.
     """
     try:
         uid = os.stat(f"/proc/{pid}").st_uid
@@ -260,7 +267,9 @@ class HistoryThread:
     """The thread that writes the history. A ledger that does not answer delays only this thread."""
 
     def __init__(self, directory: Path, url: str) -> None:
-        """`directory` has the ledger's files of this boot; `url` is its URL (empty: no history)."""
+        """`directory` has the ledger's files of this boot; `url` is the ledger's URL (empty: no
+        history).
+        """
         self.figures: Figures | None = None  # the last published figures
         self._directory, self._url = directory, url
         self._ended = threading.Event()
@@ -272,7 +281,7 @@ class HistoryThread:
             self._thread.start()
 
     def end(self) -> None:
-        """Writes the unwritten moments, for at most one second."""
+        """Writes the moments that are not written yet. Waits for this at most one second."""
         self._ended.set()
         if self._thread.is_alive():
             self._thread.join(CLOSE_SECONDS)
@@ -296,7 +305,7 @@ def serve(files: HelperFiles, rounds: CardRounds | SimulatedRounds, history: His
     """Measures with `rounds` and publishes the figures to `files` and `history`.
 
     Returns when this process should no longer be the helper (see the module's docstring). Raises
-    OSError if it cannot publish.
+    OSError if the figures cannot be published.
     """
     poll = select.poll()
     poll.register(files.bell, select.POLLIN)
@@ -321,11 +330,11 @@ def serve(files: HelperFiles, rounds: CardRounds | SimulatedRounds, history: His
 
 
 def _wait(poll: Any, bell: int, pause: float, began: float) -> None:
-    """Waits for a notification, or until `pause` seconds after the time `began`.
+    """Waits for a notification, but not longer than until `pause` seconds after the time `began`.
 
     `bell` is the file descriptor of the notification pipe, and `began` is the start of the last
-    measurement. The next one starts at least LEAST_SECONDS after it, so that many notifications do
-    not keep the driver busy.
+    measurement. The next measurement starts at least LEAST_SECONDS after `began`, so that many
+    notifications do not keep the driver busy.
     """
     time.sleep(max(0.0, LEAST_SECONDS - (boot_seconds() - began)))
     if poll.poll(1000 * max(0.0, pause - (boot_seconds() - began))):
@@ -336,7 +345,7 @@ def _wait(poll: Any, bell: int, pause: float, began: float) -> None:
 
 
 def main(arguments: list[str]) -> int:
-    """Runs the helper; `arguments` are those of the command line. Returns the exit status."""
+    """Runs the helper with the command-line `arguments`. Returns the exit status."""
     simulated, directory = arguments[:1] == ["--simulated"], Path(arguments[-1])
     files = HelperFiles(directory)
     if not files.take_lock():

@@ -1,12 +1,12 @@
 """The use of the devices over the last day, on disk. Older parts have fewer moments.
 
 The history is one SQLite table in the directory of the journal, with a row for each device and
-moment. The host's helper process writes the table, and other processes read it. Nothing depends on
-the table.
+moment. The host's helper process writes the table, and other processes read the table. Nothing
+depends on the table.
 
-The fullest of several moments is the one with the most memory in use. After half an hour, only the
-fullest moment of every 15 s is kept, and after three hours the fullest of every minute. After a
-day, no moment is kept. Only recorded moments are returned; no figure is an average.
+The fullest of several moments is the moment with the most memory in use. After half an hour, only
+the fullest moment of every 15 s is kept, and after three hours the fullest moment of every minute.
+After a day, no moment is kept. Only recorded moments are returned; no figure is an average.
 """
 
 from __future__ import annotations
@@ -47,7 +47,8 @@ _FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE w
 class Record:
     """The history in one file. Every call opens the file again.
 
-    If the file is damaged or is no history, the writer renames it, and readers find no moments.
+    If the file is damaged or is no history, the writer renames this file, and readers find no
+    moments.
     """
 
     def __init__(self, path: Path) -> None:
@@ -93,7 +94,9 @@ class Record:
             db.commit()
 
     def thin(self, now: float) -> None:
-        """Removes moments that are too old at the wall time `now`, or too many for their age."""
+        """Removes moments that are too old at the wall time `now`, and moments that are too many
+        for their age.
+        """
         try:
             with self._lock, contextlib.closing(self._connect()) as db:
                 db.execute(
@@ -126,8 +129,9 @@ class Record:
     def between(self, since: float, until: float, most: int) -> tuple[Moment, ...]:
         """At most `most` moments of each device from the wall time `since` to `until`, in order.
 
-        The period is cut into stretches of time, and the fullest moment of each is returned. The
-        cuts are at fixed times, so a chart that is redrawn for a later period does not flicker.
+        The period is divided into stretches of time, and the fullest moment of each stretch is
+        returned. The ends of the stretches are at fixed times, so a chart that is redrawn for a
+        later period does not flicker.
         """
         # Stretches begin at multiples of their length, so the period can touch one more stretch
         # than fits into it. With `most` = 1, one stretch covers all time.
@@ -163,7 +167,9 @@ class Record:
 
 
 def _is_unusable(error: sqlite3.Error) -> bool:
-    """Whether the file is damaged or no history, so that another attempt would fail too."""
+    """Whether `error` means that the file is damaged or is no history, so that another attempt
+    would fail too.
+    """
     kind = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_ERROR) & 0xFF
     return kind in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_ERROR)
 

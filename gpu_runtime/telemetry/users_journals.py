@@ -1,7 +1,9 @@
-"""Reads the journals that other users of a shared ledger wrote. Their content is never trusted.
+"""Reads the journals that other users of a shared ledger wrote. The content of these journals is
+never trusted.
 
 Each file is copied into memory, and SQLite works on the copy. So the reader holds no lock for which
-a writer would wait. And no file of another user can make SQLite write or wait in this process.
+a writer would wait. For the same reason, no file of another user can make SQLite write or wait in
+this process.
 """
 
 from __future__ import annotations
@@ -33,10 +35,11 @@ _endless: dict[Path, int] = {}  # files in which a query did not end, and when t
 
 
 def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
-    """The files `name` of the other users in the directory `users`, if written at or after `since`.
+    """The files called `name` of other users in the directory `users`, if written at or after
+    `since`.
 
-    `users` has a directory for each user, whose name is the uid. A file counts only if it belongs
-    to the user with that uid.
+    `users` has a directory for each user. The name of the directory is the uid. A file counts only
+    if it belongs to the user with this uid.
     """
     found = []
     try:
@@ -55,11 +58,11 @@ def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
 
 
 def events_of(path: Path, model: str | None, since: float) -> list[Event]:
-    """The events in another user's file `path`, newest first; empty if it cannot be read.
+    """The events in another user's file `path`, newest first. Empty if the file cannot be read.
 
-    The events are those of `model` (None: any model), not before the wall time `since`. A file that
-    cannot be read is logged once. If a query of the file takes too many steps, the file is not read
-    again until it has changed.
+    The result has only events of `model` (None: any model) that are not before the wall time
+    `since`. A file that cannot be read is logged once. If a query of the file takes too many steps,
+    the file is not read again until it has changed.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:

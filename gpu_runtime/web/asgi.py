@@ -104,10 +104,10 @@ class Asgi(RequestHandler):
                 self.add_header(name.decode("latin-1"), value.decode("latin-1"))
 
     async def _until_written(self, write: asyncio.Future[None]) -> None:
-        """Returns when `write` is done or the client has disconnected.
+        """Returns when `write` is done, or when the client has disconnected.
 
-        Tornado drops the future of a write to a closed connection, so that future never completes. The connection is
-        closed if the client takes no data for too long.
+        Tornado drops the future of a write to a closed connection, so such a future never
+        completes. The connection is closed if the client takes no data for too long.
         """
         if not write.done():
             await self._wait_while_taken(write)
@@ -117,7 +117,9 @@ class Asgi(RequestHandler):
             self._disconnected.set()  # `_receive` then reports the disconnection to the application
 
     async def _wait_while_taken(self, write: asyncio.Future[None]) -> None:
-        """Waits for `write` as long as the client takes data. If it takes none for too long, closes the connection."""
+        """Waits for `write` as long as the client takes data. If the client takes none for too
+        long, closes the connection.
+        """
         disconnected = asyncio.ensure_future(self._disconnected.wait())
         try:
             while not write.done() and not disconnected.done():
@@ -139,5 +141,7 @@ class Asgi(RequestHandler):
         return self.request.connection.stream  # type: ignore[union-attr]
 
     def _bytes_written(self) -> int:
-        """The number of bytes that the client's connection has taken. Tornado has no public name for it."""
+        """The number of bytes that the client's connection has taken. Tornado has no public name
+        for this number.
+        """
         return self._stream()._total_write_done_index

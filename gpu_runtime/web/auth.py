@@ -1,6 +1,7 @@
 """Decides which role a request has, from the credentials that the request carries.
 
-This module is pure: it reads no clock, no environment and no server. `gate.py` applies its rules to every request.
+This module is pure: it reads no clock, no environment and no server. `gate.py` applies these rules
+to every request.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class Visitor:
 
 @dataclass(frozen=True)
 class AccessRules:
-    """Tokens, names and roles of one server. Its repr, and so a traceback, contains no token."""
+    """The tokens, names and roles of one server. The repr of this object, and so a traceback,
+    contains no token.
+    """
 
     user: str  # the user who runs the server; the operator's token acts under this name
     operator_token: str = field(repr=False)
@@ -60,8 +63,9 @@ def role_of_tokens(
 ) -> Role | None:
     """The highest role that a request's tokens give, or None.
 
-    `authorization` is the whole header, `cookie` the value of this server's cookie, `query` the value of `?token=`.
-    Every token is compared with every known token in constant time, so the duration reveals nothing.
+    `authorization` is the whole header, `cookie` the value of this server's cookie, `query` the
+    value of `?token=`. Every token is compared with every known token in constant time, so the
+    duration shows nothing about the tokens.
 
     >>> rules = AccessRules("ann", operator_token="o" * 32, viewer_token="v" * 32)
     >>> role_of_tokens(rules, authorization="Bearer " + "v" * 32), role_of_tokens(rules, query="o" * 32)
@@ -91,7 +95,8 @@ def bearer(authorization: str) -> str:
 
 
 def role_of_name(name: str, rules: AccessRules) -> Role | None:
-    """The role that `rules` give to a `name` that a login proved. None for other names and for Panel's guests.
+    """The role that `rules` give to a `name` that a login proved. None for an unknown name and for
+    Panel's guests.
 
     >>> rules = AccessRules("ann", "", operators=frozenset({"bob"}), viewers=frozenset({"*"}))
     >>> role_of_name("bob", rules), role_of_name("eve", rules), role_of_name("guest", rules)
@@ -107,8 +112,8 @@ def role_of_name(name: str, rules: AccessRules) -> Role | None:
 def same_origin(origin: str, host: str, also: Iterable[str] = ()) -> bool:
     """Whether a page of this `origin` may send requests to this `host`.
 
-    True for the host itself and for the hosts in `also`. A wildcard in `also` matches nothing. The ports must be equal
-    too, since another port may belong to another user's server.
+    True if the origin is on the same host, or on a host in `also`. A wildcard in `also` matches
+    nothing. The ports must be equal too, since another port may belong to another user's server.
 
     >>> same_origin("http://box:8211", "box:8211"), same_origin("http://box:9999", "box:8211", also=["*"])
     (True, False)
@@ -146,9 +151,10 @@ class GuessLimiter:
         self._used_until = clock()
 
     def wait_seconds(self) -> float | None:
-        """The seconds that the answer to the next guess waits.
+        """The seconds by which the answer to the next guess is delayed.
 
-        The result is None if too many guesses wait already. The next guess must then not be checked.
+        The result is None if too many answers wait already. In this case the next guess must not be
+        checked.
         """
         wait = max(0.0, self._used_until - self._clock() - self._free_seconds)
         return wait if wait < self._longest_wait else None

@@ -1,4 +1,4 @@
-"""Compresses every text answer of a server with gzip, if the client accepts that.
+"""Compresses every text answer of a server with gzip, if the client accepts gzip.
 
 Compressed files are kept in memory, so that the scripts of the console are compressed once for all
 visitors. Without compression, the first page of the console transferred 4.6 MB.
@@ -59,7 +59,9 @@ class Compression(GZipContentEncoding):
 
 
 def _keep(etag: str, content: bytes) -> None:
-    """Keeps the `content`, and drops the files that were not requested for the longest time."""
+    """Keeps the compressed `content` of a file, and drops the files that were not requested for the
+    longest time.
+    """
     _kept[etag] = content
     while sum(map(len, _kept.values())) > MOST_KEPT_BYTES:
         _kept.popitem(last=False)

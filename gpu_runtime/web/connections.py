@@ -1,4 +1,5 @@
-"""Limits the open connections of strangers to a server, and closes those that stay idle for long.
+"""Limits the open connections of strangers to a server, and closes connections that stay idle for
+long.
 
 A stranger is a user of this machine, or an address of another machine, whose request the gate has not yet admitted.
 On a shared machine all users have the same address, so the operating system is asked which user opened a connection.
@@ -36,10 +37,12 @@ Kept = TypeVar("Kept")
 
 
 class Connections:
-    """Accepts the connections of one Tornado server, and closes those that are too many."""
+    """Accepts the connections of one Tornado server, and closes connections that are too many."""
 
     def __init__(self, http: HTTPServer) -> None:
-        """Takes over the listening sockets of `http`, and raises this process's limit of open files."""
+        """Takes over the listening sockets of `http`. Also raises this process's limit of open
+        files.
+        """
         self._http = http
         self._most = max(1, raise_file_limit() - RESERVED_FILES)
         self._strangers: dict[IOStream, str] = {}  # open connections, and whose they are
@@ -60,7 +63,9 @@ class Connections:
         return len(self._strangers)
 
     def stranger(self, stream: Any) -> str:
-        """The stranger who opened the connection `stream`: `uid 1000` or an address; "" if it is not known."""
+        """The stranger who opened the connection `stream`: `uid 1000` or an address; "" if the
+        stranger is not known.
+        """
         return self._strangers.get(stream, "")
 
     def admit(self, stream: Any) -> None:
@@ -96,10 +101,12 @@ class Connections:
             del self._unadmitted[who]
 
     def _accept_on(self, listening: socket.socket) -> Callable[[], None]:
-        """Starts to accept connections on the socket `listening`. Returns a function that stops this.
+        """Starts to accept connections on the socket `listening`. Returns a function that stops
+        accepting.
 
-        Tornado's own function raises an error when this process can open no more files. The loop then calls the
-        function again at once, and logs each error. This took 83 % of a core and wrote 3.8 MB of log a second.
+        Tornado's own function raises an error when this process can open no more files. The loop
+        then calls this function again at once, and logs each error. This took 83 % of a core and
+        wrote 3.8 MB of log a second.
         """
         loop = IOLoop.current()
         paused: list[object] = []  # the timer that continues
@@ -138,7 +145,9 @@ class Connections:
 
 
 class PerStranger(Generic[Kept]):
-    """One value for each stranger, made when it is first needed. The least recently used values are dropped."""
+    """Holds one value for each stranger, made at the first use. The least recently used values are
+    dropped.
+    """
 
     def __init__(self, make: Callable[[], Kept], most: int = 1024) -> None:
         """Keeps at most `most` values that `make` returns."""
@@ -159,7 +168,8 @@ class PerStranger(Generic[Kept]):
 def stranger_of(connection: socket.socket, address: Any) -> str:
     """The stranger who opened `connection`: a user of this machine as `uid 1000`, or the network of the `address`.
 
-    One machine may have all addresses of an IPv6 network of 64 bits, so such a network is one stranger.
+    One machine may have all addresses of an IPv6 network of 64 bits, so all addresses of such a
+    network count as one stranger.
     """
     uid = user_of_client(connection)
     if uid is not None:
@@ -171,7 +181,7 @@ def stranger_of(connection: socket.socket, address: Any) -> str:
 
 
 def raise_file_limit() -> int:
-    """Raises the number of files that this process may have open as far as allowed, and returns that number."""
+    """Raises this process's limit of open files as far as allowed, and returns the new limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = WANTED_FILES if hard == resource.RLIM_INFINITY else min(WANTED_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < wanted:

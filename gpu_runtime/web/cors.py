@@ -1,4 +1,4 @@
-"""Lets pages of other origins send requests, if the operator names these origins.
+"""Lets pages of other origins send requests, if the operator allows these origins.
 
 Such a request needs a token in the header `Authorization` or `X-Api-Key`. A cookie, or a token in the URL, does not
 count. So a page of another origin can use only a token that it was given.
@@ -37,7 +37,7 @@ def origins_of(text: str | None) -> frozenset[str]:
 
 
 def allows(origins: Collection[str], origin: str) -> bool:
-    """Whether a page of this `origin` may send requests, by these allowed `origins`.
+    """Whether a page of this `origin` may send requests, if the operator allows these `origins`.
 
     >>> allows({"https://a.example"}, "https://a.example"), allows({"https://a.example"}, "https://b.example")
     (True, False)
@@ -53,13 +53,15 @@ def set_headers(handler: RequestHandler, origin: str) -> None:
 
 
 class PreflightHandler(RequestHandler):
-    """Answers a browser's preflight request: whether a page may send its request. It has no token."""
+    """Answers a browser's preflight request, which asks whether a page may send a request. It needs
+    no token.
+    """
 
     def initialize(self, gate: object) -> None:
-        """Takes the `gate`, as all handlers of the gate do."""
+        """Ignores the `gate`, which all handlers of the gate receive."""
 
     def options(self) -> None:
-        """Permits the methods of this server, and the headers that the browser names."""
+        """Permits the methods of this server, and the headers that the browser's request names."""
         self.set_status(204)
         self.set_header("Access-Control-Allow-Methods", METHODS)
         self.set_header("Access-Control-Max-Age", PREFLIGHT_SECONDS)

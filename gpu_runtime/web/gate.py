@@ -1,13 +1,14 @@
 """The gate of a server. Every request passes the gate before its route is looked up.
 
-The gate removes the credentials from the request, so no handler, page or log sees them. It admits or refuses the
-request, and stores the visitor in `request.visitor`. This module depends only on Tornado. `gpu_panels.panel_gate` adds
-what depends on Panel.
+The gate removes the credentials from the request, so no handler, page or log sees them. It admits
+or refuses the request, and stores the visitor in `request.visitor`. This module depends only on
+Tornado. `gpu_panels.panel_gate` adds the parts that depend on Panel.
 
-A browser sends a cookie to every port of the host. So it would send this server's cookie to another user's server on
-the same host, if that user could guess the cookie's path. Therefore the gate redirects a browser to a *lane*: a path
-that only holders of a token can know. The cookie is valid for that path only. The lane and the cookies are derived from
-the tokens, so a page stays open over a restart of the server under the same token. With a new token both are new.
+A browser sends a cookie to every port of the host. So it would send this server's cookie to another
+user's server on the same host, if that user could guess the cookie's path. Therefore the gate
+redirects a browser to a *lane*: a path that only holders of a token can know. The cookie is valid
+for the lane only. The lane and the cookies are derived from the tokens. So a page stays open over a
+restart of the server with the same token. With a new token, the lane and the cookies are new.
 """
 
 from __future__ import annotations
@@ -54,7 +55,7 @@ HEADERS = {
 
 @dataclass(frozen=True)
 class Credentials:
-    """What a request carries to prove its role."""
+    """The parts of a request that prove the role of its sender."""
 
     authorization: str  # the whole header
     query: str  # the value of ?token=
@@ -83,7 +84,9 @@ class Gate(ReversibleRouter):
     def __init__(
         self, app: Any, rules: AccessRules, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """The gate of `app` under these `rules`. `clock` returns seconds and times the guesses."""
+        """The gate of `app` under these `rules`. `clock` returns seconds, and is used to limit
+        guesses of tokens.
+        """
         self.rules = rules
         self.closed_because = ""  # why every request is refused; empty: the gate is open
         self.lane = _derived(rules.operator_token, "lane")[:22]
@@ -108,7 +111,9 @@ class Gate(ReversibleRouter):
         return self._routes.reverse_url(name, *args)
 
     def find_handler(self, request: HTTPServerRequest, **kwargs: Any) -> Any:
-        """The route's handler if `request` is admitted, else a handler that refuses it."""
+        """The handler of the route if `request` is admitted. If not, a handler that refuses the
+        request.
+        """
         credentials = self._take_credentials(request)
         request.visitor = None
         allowed = self._has_allowed_origin(request)
@@ -124,9 +129,11 @@ class Gate(ReversibleRouter):
         return self._admit(request, credentials)
 
     def try_token(self, request: HTTPServerRequest, token: str) -> tuple[Role | None, float | None]:
-        """The role that the typed `token` of `request` gives, and the seconds by which its answer is delayed.
+        """The role that the `token` typed in `request` gives, and the seconds by which the answer
+        is delayed.
 
-        Only the answer to a wrong token is delayed. The seconds are None if too many answers wait already.
+        Only the answer to a wrong token is delayed. If too many answers wait already, the seconds
+        are None.
         """
         role = auth.role_of_tokens(self.rules, query=token)
         return role, 0.0 if role else self._counted(self.guesses, request)
@@ -148,11 +155,11 @@ class Gate(ReversibleRouter):
     # -- what a subclass may replace
 
     def cookie_base(self) -> str:
-        """The path below which the cookie is valid, without the lane and without a slash at its end."""
+        """The path below which the cookie is valid, without the lane and without a final slash."""
         return self.prefix
 
     def allowed_origins(self) -> set[str]:
-        """Hosts other than the server's own whose pages may send requests."""
+        """The hosts whose pages may send requests, in addition to the server's own host."""
         return set()
 
     def may_join(self, request: HTTPServerRequest, visitor: Visitor) -> bool:
@@ -177,7 +184,7 @@ class Gate(ReversibleRouter):
         return self._let_in(request, self.rules.visitor(role))
 
     def _admit_by_key(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
-        """Admits a visitor with a key of `gpu serve`, which counts only in a header."""
+        """Admits a visitor with a key of `gpu serve`. A key counts only in a header."""
         offered = auth.bearer(credentials.authorization)
         find = self.rules.key_visitor
         visitor = find(offered) if find is not None and offered else None
@@ -212,7 +219,9 @@ class Gate(ReversibleRouter):
     def _counted(
         self, limits: PerStranger[GuessLimiter], request: HTTPServerRequest
     ) -> float | None:
-        """Counts a refused `request`. Returns the seconds that its answer waits, or None if too many wait already."""
+        """Counts a refused `request`. Returns the seconds by which its answer is delayed, or None
+        if too many answers wait.
+        """
         limiter = limits.of(self._stranger(request))
         wait = limiter.wait_seconds()
         if wait is not None:
@@ -227,9 +236,10 @@ class Gate(ReversibleRouter):
     def _has_allowed_origin(self, request: HTTPServerRequest) -> bool:
         """Whether `request` may be answered: no web page sent it, or a page whose origin is allowed.
 
-        Removes the headers that name the origin. Without these headers Bokeh does not check the origin again; Bokeh's
-        own list of hosts has no SSH tunnels or proxies. Sets `request.cors_origin` to the page's origin if only
-        GPU_SERVE_CORS allows the page, else to "".
+        Removes the headers that name the origin. Without these headers Bokeh does not check the
+        origin again; Bokeh's own list of hosts has no SSH tunnels or proxies. Sets
+        `request.cors_origin` to the page's origin if GPU_SERVE_CORS is the only reason why the page
+        is allowed, else to "".
         """
         request.cors_origin = ""
         origins = []
@@ -292,7 +302,9 @@ class Gate(ReversibleRouter):
         return self._app.get_handler_delegate(request, harden(handler), {"gate": self, **options})
 
     def _path_by_lane(self, request: HTTPServerRequest) -> str:
-        """The URL, below the lane, of the page that `request` names. It is relative, since a proxy may add a prefix."""
+        """The URL, below the lane, of the page that `request` names. The URL is relative, since a
+        proxy may add a prefix.
+        """
         here = request.path.removeprefix(self.prefix)
         known = self._routes.find_handler(request) is not None
         there = (
@@ -309,7 +321,9 @@ class Gate(ReversibleRouter):
     # -- credentials
 
     def _take_credentials(self, request: HTTPServerRequest) -> Credentials:
-        """Removes the credentials from `request`, and the lane from its path, and returns the credentials."""
+        """Removes the credentials from `request`, and the lane from the request's path. Returns the
+        credentials.
+        """
         sent_cookies = request.headers.get("Cookie", "")
         authorization = request.headers.get("Authorization", "")
         if not authorization and "X-Api-Key" in request.headers:  # as Anthropic's clients send it
@@ -329,9 +343,10 @@ class Gate(ReversibleRouter):
         )
 
     def _take_from_query(self, request: HTTPServerRequest, query: str) -> str:
-        """Removes secrets from the query of `request`, and returns the last token in it, or "".
+        """Removes secrets from the `query` of `request`. Returns the last token in the query, or
+        "".
 
-        `query` is the text of that query.
+        `query` is the query as text.
         """
         pairs = parse_qsl(query, keep_blank_values=True)
         kept = [(name, value) for name, value in pairs if name not in REMOVED_FROM_QUERY]
@@ -343,7 +358,9 @@ class Gate(ReversibleRouter):
         return tokens[-1] if tokens else ""
 
     def _take_lane(self, request: HTTPServerRequest, path: str) -> bool:
-        """Sets the path of `request` to `path` without the lane. Returns whether `path` has the lane."""
+        """Sets the path of `request` to `path` without the lane. Returns whether `path` contains
+        the lane.
+        """
         rest = path.removeprefix(self.prefix)
         by_lane = path.startswith(self.prefix) and rest.startswith(f"/{self.lane}/")
         request.path = self.prefix + rest[len(self.lane) + 1 :] if by_lane else path
@@ -352,7 +369,9 @@ class Gate(ReversibleRouter):
 
 
 def install(app: Any, rules: AccessRules, gate_class: type[Gate] = Gate) -> Gate:
-    """Returns the gate of the Tornado application `app`. If it has none yet, a new `gate_class` is installed."""
+    """Returns the gate of the Tornado application `app`. If `app` has no gate, a new `gate_class`
+    is installed.
+    """
     gate = app.settings.get(COOKIE)
     if gate is None:
         gate = app.settings[COOKIE] = gate_class(app, rules)
@@ -381,7 +400,9 @@ def peer_uid(request: HTTPServerRequest) -> int | None:
 
 @functools.cache
 def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
-    """A subclass of `handler`. The headers of its answers let a page load things from this server only."""
+    """A subclass of `handler`. The headers of its answers allow a page to load things only from
+    this server.
+    """
 
     def set_default_headers(self: RequestHandler) -> None:
         """Sets the headers that restrict the browser."""

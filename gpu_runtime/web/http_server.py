@@ -100,11 +100,12 @@ def run(
     read_only: bool = False,
     browser: bool = False,
 ) -> None:
-    """Serves `service` until it is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
+    """Serves `service` until it is interrupted, and prints the URL to open. Raises GpuError if no
+    address can be used.
 
-    `make_server` makes the server. The server listens on `socket_path`, else on `port` of `host`. Without a `port`, it
-    uses the service's default port; 0 takes any free port. With `read_only` no visitor may act. With `browser` a
-    browser opens the URL.
+    `make_server` makes the server. The server listens on `socket_path`, else on `port` of `host`.
+    Without a `port`, it uses the service's default port; 0 means any free port. With `read_only` no
+    visitor may act. With `browser` a browser opens the URL.
     """
     rules = access_rules(read_only=read_only)
     rules = replace(rules, cors=service.cors, key_visitor=service.key_visitor)
@@ -134,9 +135,11 @@ def run(
 
 
 def access_rules(*, read_only: bool = False) -> AccessRules:
-    """The access rules of the settings. If these have no operator's token, a new token is made.
+    """The access rules by the settings. If the settings have no operator's token, a new token is
+    made.
 
-    With `read_only`, or with the setting for it, no visitor may act. Raises GpuError for an invalid setting.
+    If `read_only` is true, or the setting for it, no visitor may act. Raises GpuError for an
+    invalid setting.
     """
     settings = Settings.load()
     operator = settings.gpu_console_token
@@ -154,7 +157,7 @@ def access_rules(*, read_only: bool = False) -> AccessRules:
 def url(host: str, port: int, prefix: str, token: str) -> str:
     """The URL of the server on this `host` and `port`, with its path `prefix` and the `token`.
 
-    A host that means every address is shown as this machine's name.
+    If `host` means every address, the URL has this machine's name.
 
     >>> url("127.0.0.1", 8211, "", "abc"), url("::1", 8211, "/gpu/console", "abc")
     ('http://127.0.0.1:8211/?token=abc', 'http://[::1]:8211/gpu/console?token=abc')
@@ -167,10 +170,11 @@ def url(host: str, port: int, prefix: str, token: str) -> str:
 
 
 def printable_address(address: str) -> tuple[str, Path | None]:
-    """The text to print for the URL `address`, which contains a token. Also a file to remove at the end, or None.
+    """The text to print for the URL `address`, which contains a token. Also a file to remove at the
+    end, or None.
 
-    Only on a terminal does the text contain the token. Output to a file or a pipe may be read by other people. In that
-    case the text names a file of mode 0600 that has the URL. Raises OSError.
+    The text contains the token only on a terminal. Output to a file or a pipe may be read by other
+    people. So in such output the text names a file of mode 0600 that has the URL. Raises OSError.
     """
     if sys.stdout.isatty():
         return address, None
@@ -205,7 +209,9 @@ class LineLimit(logging.Filter):
         self._omitted = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether the line of `record` is written. A written line tells how many lines before it were left out."""
+        """Whether the line of `record` is written. A written line includes how many lines before it
+        were left out.
+        """
         now = self._clock()
         self._left = min(LINES_AT_ONCE, self._left + (now - self._at) * LINES_A_SECOND)
         self._at = now
@@ -221,9 +227,11 @@ class LineLimit(logging.Filter):
 
 
 def open_browser(address: str) -> Path | None:
-    """Opens `address` in a browser, and returns the file that redirects there, or None if there is no screen.
+    """Opens `address` in a browser. Returns the file that redirects the browser, or None if there
+    is no screen.
 
-    The file has mode 0600. Without it, every user of this machine could read the token on the browser's command line.
+    The file has mode 0600. If the browser got the address directly, every user of this machine
+    could read the token on the browser's command line.
     """
     has_screen = os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY")
     if not has_screen and sys.platform != "darwin":
@@ -246,7 +254,7 @@ def bound(
     port: int | None,
     socket_path: str | None,
 ) -> tuple[WebServer, Address]:
-    """A server that listens, and its address. Without a `port`, or with 0, another free port may be taken.
+    """A server that listens, and its address. If `port` is None or 0, any free port may be taken.
 
     Raises GpuError if the server cannot listen.
     """
@@ -273,7 +281,9 @@ def _free_address(
 
 
 def _announce(service: Service, rules: AccessRules, address: Address) -> tuple[str, Path | None]:
-    """Prints where the server listens. Returns its URL, or "" on a Unix socket, and the file with the URL."""
+    """Prints the address of the server. Returns its URL, or "" on a Unix socket, and the file with
+    the URL.
+    """
     if address.socket_path is not None:
         print(
             f"{service.name} listens on {address.socket_path}, for {rules.user} alone.", flush=True
@@ -292,7 +302,7 @@ def _announce(service: Service, rules: AccessRules, address: Address) -> tuple[s
 
 
 def _handle_signals(loop: IOLoop, service: Service) -> None:
-    """Ends the `loop` at SIGTERM, after `service.drain`, and at once at a second SIGTERM.
+    """Ends the `loop` at SIGTERM, after `service.drain`. Ends it at once at a second SIGTERM.
 
     SIGHUP calls `service.reload`. On a terminal, SIGHUP ends the server as usual.
     """
@@ -329,7 +339,7 @@ async def _close(closing: Awaitable[None]) -> None:
 def _log_unless_browser_left(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Logs the error in `context`, unless a browser has disconnected during a write.
 
-    Such a disconnection is normal, but Bokeh would log a traceback.
+    Such a disconnection is normal, but without this function a traceback would be logged.
     """
     if not isinstance(context.get("exception"), WebSocketClosedError):
         loop.default_exception_handler(context)

@@ -42,14 +42,18 @@ class TokenChecker(Protocol):
     """The part of the gate that these handlers use."""
 
     def try_token(self, request: HTTPServerRequest, token: str) -> tuple[Role | None, float | None]:
-        """The role of the `token` typed in `request`, and the seconds that a wrong token waits."""
+        """The role of the `token` typed in `request`, and the seconds by which the answer to a
+        wrong token is delayed.
+        """
 
     def redirect_inside(self, handler: RequestHandler, role: Role) -> None:
         """Answers through `handler` with the cookie of `role` and a redirect to the requested page."""
 
 
 def page(text: str, *, form: bool) -> str:
-    """An HTML page with one sentence `text`, and with `form` a field for the token."""
+    """An HTML page with one sentence, `text`. If `form` is true, the page has a field for the
+    token.
+    """
     return f"""<!doctype html><html lang="en"><head><meta charset="utf-8"><title>GPU console</title>
 <meta name="viewport" content="width=device-width"><style>{_STYLE}</style></head>
 <body><main><h1>GPU console</h1><p>{html.escape(text)}</p>{_FORM if form else ""}</main></body></html>"""
@@ -67,7 +71,8 @@ class RefusalHandler(RequestHandler):
     def initialize(
         self, gate: TokenChecker, status: int, text: str, form: bool = False, wait: float = 0.0
     ) -> None:
-        """Sets the `status` and the `text` of the answer, which is sent after `wait` seconds to slow down guesses.
+        """Sets the `status` and the `text` of the answer. The answer is sent after `wait` seconds,
+        to slow down guesses.
 
         With `form` the page has a field for a token, which `gate` checks.
         """
@@ -78,7 +83,7 @@ class RefusalHandler(RequestHandler):
         self._wait = wait
 
     async def prepare(self) -> None:
-        """Refuses at once, unless the request may carry a typed token."""
+        """Refuses the request at once, unless it may carry a typed token."""
         if not (self._form and self.request.method == "POST"):
             await self._refuse(self._status, self._text, self._wait)
 
@@ -112,12 +117,15 @@ class RefusalHandler(RequestHandler):
 class TooLargeHandler(RefusalHandler):
     """Refuses a request that announces a too large body.
 
-    If the client sends the body without waiting for `100 Continue`, the server reads and discards it. If the server
-    closed the connection instead, the client would not read the reason.
+    If the client sends the body without waiting for `100 Continue`, the server reads and discards
+    the body. If the server closed the connection instead, the client would not read the reason of
+    the refusal.
     """
 
     async def prepare(self) -> None:
-        """Refuses before the body is sent, if the client waits for permission to send it."""
+        """Refuses the request before its body is sent, if the client waits for permission to send
+        the body.
+        """
         if self.request.headers.get("Expect", "").lower() == "100-continue":
             await super().prepare()
 
@@ -125,7 +133,7 @@ class TooLargeHandler(RefusalHandler):
         """Discards `chunk`."""
 
     async def post(self) -> None:
-        """Refuses after the whole body was received."""
+        """Refuses the request after its whole body was received."""
         await self._refuse(self._status, self._text, 0.0)
 
     get = head = put = patch = delete = options = post  # type: ignore[assignment]
@@ -135,7 +143,7 @@ class RedirectHandler(RequestHandler):
     """Redirects a request with a token in its URL to the same page without the token."""
 
     def initialize(self, gate: TokenChecker, role: Role) -> None:
-        """Sets the `gate` that redirects, and the `role` that the token gave."""
+        """Sets the `gate`, which makes the redirect, and the `role` that the token gave."""
         self._gate = gate
         self._role = role
 

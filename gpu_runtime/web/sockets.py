@@ -1,6 +1,7 @@
 """A Unix socket that only its owner can reach, and a free TCP port.
 
-A socket is only as private as the directories above it: a user who may rename such a directory can replace the socket.
+A socket is only as private as the directories above it: a user who may rename one of these
+directories can replace the socket.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ MAX_PATH_BYTES = 107  # the longest path of a Unix socket on Linux
 def prepare(path: str) -> Path:
     """Prepares the place for a socket, and returns the absolute `path`.
 
-    A missing directory is made with mode 0700, and the socket of a server that has ended is removed. Raises GpuError if
-    another user can enter the directory, or if anything else is at `path`.
+    A missing directory is made with mode 0700, and the socket of a server that has ended is
+    removed. Raises GpuError if another user can enter the directory, or if anything but such a
+    socket is at `path`.
     """
     place = Path(os.path.abspath(path))
     length = len(os.fsencode(place))
@@ -39,7 +41,8 @@ def prepare(path: str) -> Path:
 
 
 def free_port(host: str, port: int, tries: int, command: str = "gpu console") -> int:
-    """The first free port of `host` among `tries` ports, beginning with `port`. If `port` is 0, any free port.
+    """The first free port of `host` among `tries` ports, beginning with `port`. If `port` is 0, any
+    free port of `host`.
 
     Raises GpuError if none of these ports is free, or if this process cannot listen on `host`. The error advises the
     user to type `command` with another port.
@@ -59,7 +62,9 @@ def free_port(host: str, port: int, tries: int, command: str = "gpu console") ->
 
 
 def _try_to_bind(host: str, port: int) -> int:
-    """Binds `port` and releases it. Returns its number; if `port` is 0, the system chooses one. Raises OSError."""
+    """Binds `port` and releases it. Returns the port; if `port` is 0, the system chooses one.
+    Raises OSError.
+    """
     family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind) as trial:
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -81,7 +86,9 @@ def _check_directories(directory: Path) -> None:
 
 
 def _remove_old_socket(place: Path) -> None:
-    """Removes a socket that no server listens on. Raises GpuError if `place` is anything else."""
+    """Removes the socket at `place` if no server listens on it. Raises GpuError if `place` is
+    anything else.
+    """
     try:
         about = os.lstat(place)
     except FileNotFoundError:  # nothing to remove
