@@ -73,11 +73,12 @@ class GpuError(Exception):
         return rendered(self, report)
 
     def __reduce__(self) -> Any:
-        return _rebuild, (type(self), str(self), self.facts)
+        return rebuilt, (type(self), str(self), self.facts)
 
 
-def _rebuild(kind: type[GpuError], message: str, facts: dict[str, Any]) -> GpuError:
-    error = kind.__new__(kind)
+def rebuilt(kind: type[GpuError], message: str, facts: dict[str, Any]) -> GpuError:
+    """An error of this `kind` with this `message` and these `facts`."""
+    error = BaseException.__new__(kind)  # MemoryError.__new__ accepts no subclass of two errors
     GpuError.__init__(error, message, **facts)
     return error
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import sys
 import threading
 import weakref
-from typing import Any
+from typing import Any, cast
 
 from msgspec.structs import replace
 
@@ -26,7 +26,7 @@ from . import kernel_names, operations, release
 from .cell_room import CellRoom, forget_frames, make_room
 from .kernel_reading import Reading, bring_back
 from .kernel_resident import NAME, Bytes, KernelResident, governed_keys, governed_shares
-from .kernel_return import Return
+from .kernel_return import Return, interrupted, refusal
 from .pins import Anchor, AnchorRef, new_anchor
 from .resident import Place
 from .session import Session, log
@@ -62,7 +62,12 @@ class Kernel:
     @property
     def refused(self) -> str:
         """Why this thread's next cell must not run. Empty if the cell may run."""
-        return str(getattr(self._here, "refused", ""))
+        return str(self.refusal or "")
+
+    @property
+    def refusal(self) -> GpuError | None:
+        """The error with the reason `refused`."""
+        return getattr(self._here, "refusal", None)
 
     @property
     def resident(self) -> KernelResident | None:
@@ -87,14 +92,13 @@ class Kernel:
         memory returned, else an empty text. After the call, `self.refused` is the reason why the
         cell must not run, or empty.
         """
-        self._here.refused = ""
+        self._here.refusal = None
         if outermost:
             self._running.clear()
         is_first, resident = not self._running, self.resident
         self._running.append(new_anchor())  # so that no other thread counts the memory
         pin = weakref.ref(self._running[-1])
-        news = why = ""
-        stopped = False
+        news, why = "", cast(Exception | None, None)
         try:
             wanted = self._before(text) if is_first else {}
             if resident is None:
@@ -103,16 +107,15 @@ class Kernel:
             self._yield_turn(resident)
             news = self._obtain(resident, pin, wanted)
         except KeyboardInterrupt:
-            why, stopped = "Its wait was interrupted.", True
+            why = interrupted()
         except Exception as error:  # IPython would ignore it, and run the cell
-            why = str(error)
+            why = error
         # If the memory is on its card, the cell runs in spite of `why` (an unreadable ledger, say).
         if why and not (resident is None or resident.enter(pin)):
-            size = show_bytes(resident.lease.own_bytes)
-            away = f"{size} of this kernel is parked in host memory, so the cell did not run."
-            self._here.refused = f"{away} {why}"
-        elif stopped:
-            self._here.refused = f"The cell did not run. {why}"
+            self._here.refusal = refusal(why, resident.lease.own_bytes)
+        elif isinstance(why, WaitEnded):
+            self._here.refusal = refusal(why)
+        del why  # see pins.py
         return news
 
     def _before(self, text: str) -> Bytes:

@@ -1,9 +1,10 @@
-"""Makes the line that a notebook shows after its memory has come back from host memory."""
+"""Makes what a notebook shows about the return of its memory: a line, or an error."""
 
 from __future__ import annotations
 
 from msgspec.structs import replace
 
+from ..errors import GpuError, WaitEnded, rebuilt
 from ..facts import lease_title
 from ..units import show_bytes, show_seconds
 from .kernel_resident import NAME, KernelResident
@@ -59,3 +60,21 @@ class Return:
         owner = book.owner(largest.owner)
         named = owner is not None and owner.notebook  # its file, whatever it used the card for
         return lease_title(replace(largest, kind=NAME) if named else largest, owner)
+
+
+def interrupted() -> WaitEnded:
+    """The error of a cell whose wait the user has stopped."""
+    why = "You stopped the wait. To wait again, run the cell again."
+    return WaitEnded(why, name=NAME, by="you", because="")
+
+
+def refusal(why: Exception, parked_bytes: int = 0) -> GpuError:
+    """The error of a cell that must not run because of `why`, with the class of `why`.
+
+    `parked_bytes` are the bytes of the notebook's memory that are in host memory.
+    """
+    parked = f": {show_bytes(parked_bytes)} of its memory is parked in host memory"
+    message = f"the cell did not run{parked if parked_bytes else ''}. {why}"
+    if isinstance(why, GpuError):
+        return rebuilt(type(why), message, why.facts)
+    return GpuError(message)

@@ -32,6 +32,7 @@ from gpu_runtime.verb_arguments import (
 )
 
 from .completion import matcher_for
+from .log_lines import LogLines
 from .look_ahead import LookAhead
 from .namespace import NotebookNames
 from .parking import Parking
@@ -284,6 +285,7 @@ class _Loaded:
     def __init__(self, shell: Any) -> None:
         self.shell = shell
         self.opened: Any = None
+        self.wait_line: WaitLine | None = None
         self.magics = GpuMagics(shell, self.open)
         self.matcher = matcher_for(self.open)
         self._add_magics()
@@ -300,6 +302,7 @@ class _Loaded:
         kernel = getattr(shell, "kernel", None)
         can_park = hasattr(kernel, "pre_handler_hook")  # of ipykernel, not of a terminal or a test
         self.parking = Parking(shell, self.open, quiet_line) if can_park else None
+        self.log_lines = LogLines(kernel.log) if can_park else None
         if self.parking is not None:
             self.magics.make_room = self.parking.make_room_to_retry
 
@@ -328,6 +331,7 @@ class _Loaded:
             self.opened = rt
             line = WaitLine(hasattr(self.shell, "kernel"), rt.settings.gpu_progress_seconds)
             rt.tell_waits(line, line.arrival)
+            self.wait_line = line
             if self.rt is not None and self.shell.user_ns.get("rt") is self.rt:
                 self.shell.user_ns["rt"] = self.rt = rt
         return rt
@@ -345,6 +349,8 @@ class _Loaded:
     def after_cell(self, result: Any) -> None:
         """Records that a cell ended with IPython's `result`, and which variables the cell assigned."""
         activity.ended(result.info)
+        if self.wait_line is not None:
+            self.wait_line.cell_ended()
         self.names.after_cell(result.execution_count)
         self.look_ahead.after_cell(result)
         self._tell_of_waits()
@@ -371,6 +377,8 @@ class _Loaded:
         self.shell.events.unregister("post_run_cell", self.after_cell)
         if self.parking is not None:
             self.parking.remove()
+        if self.log_lines is not None:
+            self.log_lines.remove()
         activity.forget()
         if registered.front_end is self.names:
             registered.front_end = None

@@ -23,6 +23,7 @@ from IPython.core.error import InputRejected
 import gpu_runtime
 from gpu_runtime import GpuError
 from gpu_runtime.cell_keys import cell_key, is_remembered
+from gpu_runtime.errors import rebuilt
 from gpu_runtime.notebook import notebook_path
 from gpu_runtime.tracked_objects import instances
 from gpu_runtime.units import MIB
@@ -215,11 +216,11 @@ class Parking:
                 self._show(news)
 
     @property
-    def refused(self) -> str:
-        """The reason why the cell must not run, or "" if the cell may run."""
+    def refusal(self) -> GpuError | None:
+        """The error that says why the cell must not run, or None if the cell may run."""
         if self._lease is None or self._here.touches_nothing:
-            return ""
-        return self._lease.refused
+            return None
+        return self._lease.refusal
 
     # -- the protocol Stillness
 
@@ -297,16 +298,19 @@ class _Refusing(ast.NodeTransformer):
         self._parking = parking
 
     def visit(self, node: Any) -> Any:
-        if isinstance(node, ast.Module) and (why := self._parking.refused):
-            raise _Refused(why)
+        if isinstance(node, ast.Module) and (why := self._parking.refusal):
+            raise _rejecting(why)
         return node
 
 
-class _Refused(InputRejected):
-    """Raised when a cell did not run. IPython shows it as one sentence, without a traceback."""
+def _rejecting(why: GpuError) -> GpuError:
+    """The error `why` as one that IPython accepts from a transformer, under the same name.
 
-    def _render_traceback_(self) -> list[str]:
-        return [f"Refused: {self}"]
+    Any other error would remove the transformer, and the cell would run.
+    """
+    kind = type(why)
+    rejected = type(kind.__name__, (kind, InputRejected), {"__module__": kind.__module__})
+    return rebuilt(rejected, str(why), why.facts)
 
 
 class _Undisturbed:

@@ -63,7 +63,7 @@ def _is_constant(code: str) -> bool:
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
+        return False  # IPython may accept it; it gets its memory first
     return all(isinstance(node, CONSTANT) for node in ast.walk(tree))
 
 

@@ -21,7 +21,7 @@ from gpu_runtime.safe_text import lines
 from gpu_runtime.units import show_bytes, show_seconds
 
 QUIET_SECONDS = 1.0
-RESUMED_SECONDS = 0.5  # a wait for the same name that begins so soon is the same wait
+RESUMED_SECONDS = 0.5  # a wait of one cell for the same name that begins so soon is the same wait
 HOLDERS = "All holders, in a terminal:  gpu status"
 REDRAW_SECONDS = 0.2
 TOLD_AFTER_SECONDS = 5.0  # the holder of the memory does not hear of shorter waits
@@ -133,6 +133,10 @@ class WaitLine:
         elif now - self._began >= QUIET_SECONDS:
             self._line.show(sentence(name, wait, now - self._began))
 
+    def cell_ended(self) -> None:
+        """The next wait is one of another cell, and is counted from its own beginning."""
+        self._last = ("", 0.0, 0.0)
+
     def arrival(self, arrival: Any) -> None:
         """Shows that a load or a restore has begun, or has ended; see `owner/arrivals.py`."""
         if threading.current_thread() is not threading.main_thread():
@@ -145,7 +149,7 @@ class WaitLine:
             return
         if self._redrawing is not None:
             self._redrawing.stop()
-        self._last = ("", 0.0, 0.0)
+        self.cell_ended()
         self._redrawing, waited = None, self._waited[1]
         self._waited = ("", 0.0)
         if waited or self._line.visible or arrival.seconds >= self._progress_seconds:

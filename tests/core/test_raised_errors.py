@@ -5,9 +5,12 @@ cycle keeps the user's frames, with the tensors in them, until the next garbage 
 """
 
 import ast
+import pickle
 from pathlib import Path
 
 import pytest
+
+from gpu_runtime import errors
 
 ROOT = Path(__file__).parents[2]
 FILES = [
@@ -67,3 +70,15 @@ def test_no_error_is_raised_by_a_name_that_stays():
 )
 def test_such_a_line_is_found(body, lines):
     assert cycles(f"def f(found):\n{body}\n") == lines
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception)],
+    ids=lambda one: one.__name__,
+)
+def test_an_error_of_each_class_is_the_same_after_pickling(kind):
+    """`OutOfMemory`, which is a MemoryError too, could not be made again."""
+    error = errors.rebuilt(kind, "no room", {"cell": "In [7]"})
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again), again.cell) == (kind, "no room", "In [7]")

@@ -7,6 +7,7 @@ tests/stories/test_kernel_versions.py tests real kernels of two versions.
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import threading
 from concurrent.futures import ThreadPoolExecutor
@@ -17,10 +18,12 @@ import pytest
 from gpu import messages
 from gpu.obstacles import is_kernel_task
 from gpu.parking import Parking
+from IPython.core.error import InputRejected
 from IPython.core.events import EventManager, available_events
 from pyviz_comms import JupyterComm
 
 import gpu_runtime
+from gpu_runtime import Busy
 
 
 class Lease:
@@ -28,7 +31,7 @@ class Lease:
 
     def __init__(self) -> None:
         self.story: list[str] = []
-        self.reading, self.refused, self.away = self, "", False
+        self.reading, self.refusal, self.away = self, None, False
         self.raises: type[BaseException] | None = None
 
     def hold(self):
@@ -254,16 +257,31 @@ def test_a_click_on_our_own_console_does_not_bring_the_memory_back(follows, pack
 @pytest.mark.parametrize(("away", "cells"), [(True, []), (False, ["cell 1+1", "end"])])
 def test_a_cell_of_constants_leaves_a_parked_kernel_parked(follows, away, cells):
     """It also runs after a refused cell. A kernel on its card is in use while any cell runs."""
-    follows.lease.away, follows.lease.refused = away, "no room"
+    follows.lease.away, follows.lease.refusal = away, Busy("no room", name="kernel")
 
     def call():
         follows.shell.events.trigger("pre_execute")
-        assert bool(follows.parking.refused) is not away
+        assert bool(follows.parking.refusal) is not away
         follows.shell.events.trigger("post_execute")
-        assert follows.parking.refused == "no room"
+        assert str(follows.parking.refusal) == "no room"
 
     follows.kernel.handle("execute_request", call, code="1+1")
     assert follows.story == ["hook", "handled", *cells, "hook after"]
+
+
+def test_a_refused_cell_raises_the_public_error_and_stays_refused(follows):
+    """IPython accepts a refusal from a transformer only as an InputRejected. The notebook showed
+    the name of that class, `_Refused`.
+    """
+    [refusing] = follows.shell.ast_transformers
+    follows.lease.refusal = Busy("no room", name="kernel", waited_seconds=7.0)
+    for _ in range(2):
+        with pytest.raises(Busy, match="^no room$") as caught:
+            refusing.visit(ast.parse("x"))
+        assert isinstance(caught.value, InputRejected) and caught.value.waited_seconds == 7.0
+        assert caught.type.__name__ == "Busy" and caught.value.name == "kernel"
+        assert caught.value._render_traceback_()[0] == "Busy: no room"
+        assert caught.value._render_traceback_()[-1] == "More:  %gpu help Busy"
 
 
 def test_a_task_that_ipykernel_wraps_is_the_kernels_and_the_users_task_is_not():

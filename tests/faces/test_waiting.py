@@ -133,6 +133,10 @@ def test_a_wait_that_is_begun_again_goes_on_counting(line, now, shown):
     now[0] += 1.0
     line("kernel", WAIT)
     assert shown[-1].startswith("You have waited 4.1 s for")
+    line("kernel", None)
+    line.cell_ended()
+    wait(line, now, "kernel", 2.0)
+    assert shown[-2].startswith("You have waited 2.0 s for")
 
 
 def test_the_wait_of_another_model_is_not_added(line, now, shown):

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpu_runtime import GpuError, StillInUse
+from gpu_runtime import GpuError, OutOfMemory, StillInUse
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import kernel_reading
 from gpu_runtime.units import MIB, show_seconds
@@ -269,6 +269,7 @@ def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started
     card.squeeze(int(256 * MIB))
     cell(kernel)
     assert "did not run" in kernel.refused and "parked in host memory" in kernel.refused
+    assert type(kernel.refusal) is OutOfMemory and kernel.refusal.device == "sim:0"
     assert own(rt)[HOST] > 0 and torch.equal(kept, values)
     card.squeeze(0)
     cell(kernel)

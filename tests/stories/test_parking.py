@@ -211,7 +211,7 @@ def test_a_cell_whose_memory_cannot_return_does_not_run(two, rt):
         reply = parked.client.get_shell_msg(timeout=20)
         while reply["parent_header"].get("msg_id") != message:
             reply = parked.client.get_shell_msg(timeout=20)
-        assert reply["content"]["status"] == "error"
+        assert reply["content"]["status"] == "error" and reply["content"]["ename"] == "WaitEnded"
     rt.evict("big")
     rt.forget("big")
     assert "False 7500000.0" in parked.run("print(ran, float(x.double().sum()))")
