@@ -169,13 +169,21 @@ class Memory:
             return self._swept(), self.alloc_retries, self.ooms
 
     def empty_cache(self) -> int:
-        """Releases unused segments, and returns their bytes."""
+        """Releases unused segments, and returns their bytes.
+
+        The free pages of other segments return to the system too, unless a card's driver has locked
+        them. The segments keep their size.
+        """
         if not self.counted:
             return 0
         with self._lock:
             state = self._swept()
             after = simulated_allocator.emptied(state)
             self._settle(after)
+            for segment in () if self.pinned else after.segments:
+                region = self._regions.get(segment.id)
+                if region is not None:
+                    _return_free_pages(region, segment)
             return state.reserved - after.reserved
 
     def contains(self, address: int) -> bool:
@@ -258,6 +266,17 @@ class Memory:
 
 def _free_bytes(segment: simulated_allocator.Segment) -> int:
     return sum(run.size for run in segment.runs if run.key == simulated_allocator.FREE)
+
+
+def _return_free_pages(region: Region, segment: simulated_allocator.Segment) -> None:
+    """Returns the pages of free runs to the system. The next write to these runs gets new pages."""
+    at = 0
+    for run in segment.runs:
+        start = -(-at // mmap.PAGESIZE) * mmap.PAGESIZE
+        at += run.size
+        end = at // mmap.PAGESIZE * mmap.PAGESIZE
+        if run.key <= simulated_allocator.FREE and end > start:
+            region.madvise(mmap.MADV_DONTNEED, start, end - start)
 
 
 class Region(mmap.mmap):

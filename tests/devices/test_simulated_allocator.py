@@ -5,7 +5,9 @@ No byte is lost, free neighbours are joined, and a request for at most the free 
 
 from __future__ import annotations
 
+import ctypes
 import itertools
+import mmap
 
 import pytest
 from hypothesis import strategies as st
@@ -176,8 +178,6 @@ def test_pages_are_reused():
 
     Fresh pages would cost many times the time of a copy.
     """
-    import ctypes
-
     memory = Memory("host", 100 * MIB)
     first = ctypes.addressof(memory.allocate(40 * MIB).buffer())
     assert ctypes.addressof(memory.allocate(40 * MIB).buffer()) == first
@@ -201,3 +201,41 @@ def test_a_released_run_is_free_for_good_even_when_released_twice():
     del block
     assert memory.held_bytes() == MIB
     heir.free()
+
+
+def resident_pages(address: int, size: int) -> int:
+    """The number of the pages from `address` on that are in RAM."""
+    marks = (ctypes.c_ubyte * (size // mmap.PAGESIZE))()
+    start = address // mmap.PAGESIZE * mmap.PAGESIZE
+    assert ctypes.CDLL(None).mincore(ctypes.c_void_p(start), ctypes.c_size_t(size), marks) == 0
+    return sum(mark & 1 for mark in marks)
+
+
+def test_the_pages_of_freed_bytes_return_to_the_system_though_their_segment_is_in_use():
+    """After a part of a model had left a simulated card, its pages stayed in RAM."""
+    memory = Memory("sim:0", 100 * MIB)
+    left, stays = (block.buffer() for block in memory.allocate_row([24 * MIB, 24 * MIB]))
+    for buffer in (left, stays):
+        ctypes.memset(buffer, 7, len(buffer))
+    address = ctypes.addressof(left)
+    before = memory.map()
+    del left, buffer
+    assert memory.empty_cache() == 0
+    huge_page = 512  # the system may fill one page at the end again
+    assert resident_pages(address, 24 * MIB) <= huge_page
+    assert bytes(stays) == b"\x07" * len(stays)
+    assert memory.map().reserved_bytes == before.reserved_bytes
+    again = memory.allocate(24 * MIB).buffer()
+    assert ctypes.addressof(again) == address
+    ctypes.memset(again, 1, len(again))
+
+
+def test_page_locked_memory_keeps_its_pages():
+    """The card's driver copies from the pages that it has locked, so they must stay the same."""
+    memory = Memory("host", 100 * MIB, pinned=True)
+    left, stays = (block.buffer() for block in memory.allocate_row([24 * MIB, 24 * MIB]))
+    ctypes.memset(left, 7, len(left))
+    address = ctypes.addressof(left)
+    del left
+    memory.empty_cache()
+    assert resident_pages(address, 24 * MIB) == 24 * MIB // mmap.PAGESIZE
