@@ -72,7 +72,7 @@ def _require(condition: object) -> None:
 
 
 def plain(value: Any) -> Any:
-    """Converts `value` to an exact str, int or float if it is of a subclass, or a NumPy integer.
+    """Converts an object of a subclass of str, int or float, or a NumPy integer, to the plain type.
 
     Subclasses are converted because a subclass may define its own comparison and its own text. Any
     other value is returned unchanged.

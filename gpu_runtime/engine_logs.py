@@ -1,4 +1,4 @@
-"""The log files of engines that run as processes. They are in the state directory of this user.
+"""The log files of engines that run as processes. The logs are in this user's state directory.
 
 The name of a log has the model, the process that started the engine, and a number.
 """

@@ -66,7 +66,7 @@ class Namespace:
         return values_in(frames_named(name))
 
     def shared(self) -> list[Any]:
-        """Containers that belong to no single name. A search for memory does not look into them."""
+        """Containers that belong to no single name, which a search for memory does not enter."""
         return [self._variables]
 
     def variables(self) -> list[str]:

@@ -1,4 +1,4 @@
-"""The options of a model in one table: the keywords of `register` that are passed to its backend.
+"""The table of a model's options: the keywords of `register` that the model's backend gets.
 
 An option that a model's backend does not use is refused, and the error names the most similar
 option. If such options were ignored, a misspelled `context_length` would reserve nothing.

@@ -92,7 +92,7 @@ def start(work: Callable[[], None]) -> Running:
 
 
 class _Spare:
-    """A thread without work, which waits for the next work until it has waited for SPARE_SECONDS."""
+    """A thread without work, which waits at most SPARE_SECONDS for the next work and then ends."""
 
     def __init__(self) -> None:
         self.work: Callable[[], None] | None = None

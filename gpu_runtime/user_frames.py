@@ -1,4 +1,4 @@
-"""The lines of the user's own code that an error came through, for the notebook that shows it.
+"""Finds the lines of the user's own code that an error came through, for a notebook to show.
 
 Frames of this package, of IPython and of installed libraries are left out. `%tb` shows all frames.
 Nothing here imports IPython, because only IPython calls these functions.
@@ -57,7 +57,7 @@ def user_lines(error: BaseException) -> list[str]:
 
 
 def shorten_interrupt(error: KeyboardInterrupt, sentence: str) -> None:
-    """Lets IPython show `error` as the single line `sentence`. Does nothing for a second call."""
+    """Lets IPython show `error` as the line `sentence`. A second call for `error` does nothing."""
     if hasattr(error, "_render_traceback_"):
         return
 

@@ -167,7 +167,7 @@ def ledger(rt: Any, args: argparse.Namespace) -> Any:
 def keys(rt: Any, args: argparse.Namespace) -> str:
     """Adds or removes a key of `gpu serve`, or lists the keys, as `args` say. `rt` is not used.
 
-    A new key is only in the returned text. No file contains it.
+    A new key is only in the returned text. No file contains the key itself.
     """
     from pathlib import Path
 

@@ -124,7 +124,7 @@ def switch(flag: str, help: str) -> Argument:
 
 
 def importance(text: str) -> str | int:
-    """An importance, by its name or its number.
+    """The importance in `text`: the name of a class, or a number.
 
     Raises ArgumentTypeError if `text` is neither a name of IMPORTANCE nor a number above 0.
     """

@@ -177,7 +177,7 @@ def _answer(smi: Any, ask: Callable[[], Any]) -> Any:
 
 
 def _or_none(smi: Any, ask: Callable[[], Any]) -> Any:
-    """The result of `ask()`, or None if this card or driver does not support it."""
+    """The result of `ask()`; None if this card or driver does not support the call."""
     try:
         return ask()
     except smi.AmdSmiException:  # not supported by this card or driver

@@ -87,7 +87,7 @@ def _unified(gpu: Mapping[str, Any]) -> bool:
 
 
 def _memory(gpu: Mapping[str, Any]) -> int | None:
-    """The GPU's memory in bytes. The tool prints "GB" for GiB."""
+    """The GPU's memory in bytes. system_profiler prints "GB" for GiB."""
     size = str(gpu["spdisplays_vram"])
     try:
         return parse_bytes(size.replace("GB", "GiB").replace("MB", "MiB"))

@@ -1,9 +1,9 @@
 """The driver's checkpoint calls on another process: its state, lock, checkpoint, restore, unlock.
 
 The calls use `cuda.core.checkpoint`; they need the package cuda-core 1.0 and the driver 570, or
-later versions. A call can hang, and it loads CUDA. So each call runs with a time limit in a helper
-process, `python -m` this module. Nothing here decides whether the memory of a process may be moved
-to host memory.
+later versions. A call can hang, and a call loads CUDA. So each call runs with a time limit in a
+helper process, `python -m` this module. Nothing here decides whether the memory of a process may be
+moved to host memory.
 """
 
 from __future__ import annotations

@@ -166,7 +166,7 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
 
 
 def batch_tokens(config: Mapping[str, Any]) -> int | None:
-    """Tokens that the engine reads at once, from `config`; None if it reads a whole context."""
+    """The tokens that the engine reads at once, from `config`; None for a whole context."""
     return _number(config, "batch_tokens")
 
 
@@ -385,7 +385,7 @@ def _values_per_token(text: Mapping[str, Any], width: int) -> int:
 
 
 def _text(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The `config`, merged with its inner config of the language model, whose values win."""
+    """The `config`, in which values of the language model's inner config replace outer values."""
     for key in _NESTED:
         inner = config.get(key)
         if isinstance(inner, Mapping):

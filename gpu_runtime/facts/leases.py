@@ -218,7 +218,7 @@ class Lease(Value):
 
     @property
     def leaving_bytes(self) -> int:
-        """The model's own bytes that leave the cards: the bytes of `target`, or all without it."""
+        """The model's own bytes that leave the cards: all, or the bytes of `target` if given."""
         return sum([share.bytes for share in self.target]) if self.target else self.card_bytes
 
     def freed_by(self, target: Shares) -> Shares:

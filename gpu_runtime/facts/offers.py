@@ -25,7 +25,7 @@ class Offer(Value):
 
 
 class HostRoom(Value):
-    """The room of one host. A fleet uses it to choose the hosts on which it plans a model."""
+    """The room of one host. By such rooms, a fleet chooses the hosts on which to plan a model."""
 
     host: str
     here: bool = False  # whether the model is on a device of the host

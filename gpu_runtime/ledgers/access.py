@@ -135,7 +135,7 @@ def access_to(directory: Path) -> Access:
 
 
 def _shared_root(directory: Path) -> Path | None:
-    """The directory of the shared ledger that is or contains `directory`; None if it is private."""
+    """The directory of the shared ledger that is or contains `directory`; None if not shared."""
     for place in (directory, *directory.parents[: _LEVELS - 1]):
         try:
             mark = (place / MARK).lstat()

@@ -131,7 +131,7 @@ class SharedLedger:
         decide: Callable[[Book], tuple[Book, T]],
         paced: bool = False,
     ) -> T:
-        """Repeats `decide` until the book that it returns is written. Returns its second value.
+        """Repeats `decide` until the returned book is written. Returns the second returned value.
 
         `paced` is True for a transaction, which may have to queue.
         """

@@ -78,7 +78,7 @@ def lease_memory(
     importance: str | int,
     timeout: str | float | None,
 ) -> Held:
-    """A `with` block that holds `size` bytes for the caller's own code while it runs.
+    """A `with` block in which the caller's own code has `size` bytes of leased memory.
 
     Raises BadSize and BadSetting at once. Entering the block raises DoesNotFit and Busy.
     """

@@ -40,7 +40,7 @@ class CellRoom:
     def __init__(self, session: Session) -> None:
         """Keeps the peaks of the notebook of `session`: in a file, or only in memory.
 
-        Without a directory of the ledger, there is no file.
+        A ledger without a directory, such as a ledger in memory, has no such file.
         """
         self._session = session
         lasting = getattr(session.ledger, "directory", None) is not None

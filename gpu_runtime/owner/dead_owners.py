@@ -1,8 +1,8 @@
 """Owners that are proven dead: this process looks for them and removes them from the book.
 
 `ledgers/liveness.py` proves a death. `scheduler/transitions.reap` is the decision that removes the
-dead owner's leases, and `scheduler/ghosts.py` counts their bytes until the driver frees them.
-Owners whose death is not proven are in `unproven_owners.py`.
+dead owner's leases. `scheduler/ghosts.py` counts the bytes of the leases until the driver frees the
+memory. Owners whose death is not proven are in `unproven_owners.py`.
 """
 
 from __future__ import annotations

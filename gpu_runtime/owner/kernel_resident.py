@@ -82,7 +82,7 @@ class KernelResident(Resident):
         self._moving = False
 
     def carry(self, step: Any, shadow: bool = False) -> Shares:
-        """Performs the step. Raises StillInUse if the kernel is in use, or was used during it."""
+        """Performs the step. Raises StillInUse if the kernel is used before or during the step."""
         try:
             return super().carry(step)
         except NotStill as error:

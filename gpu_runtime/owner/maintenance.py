@@ -1,7 +1,7 @@
 """The monitor's tick: publishes, removes dead owners, obeys other owners, relieves pressure.
 
-The monitor is a thread of each runtime; a tick is one round of it. A ticket is the entry of a
-request in the book. A section is one owner's part of the book.
+The monitor is a thread of each runtime; a tick is one round of the monitor. A ticket is the entry
+of a request in the book. A section is one owner's part of the book.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ RECORD_AFTER_SECONDS = 5.0  # a runtime on simulated cards must live this long t
 def tick(session: Session, notebook: str = "") -> float:
     """Runs one round of the monitor. Returns the seconds until the next round is due.
 
-    `notebook` is the path of this process's notebook; empty while the front end has not told it.
+    `notebook` is the path of this process's notebook. It is empty until the front end publishes it.
     """
     session.notebook = notebook or session.notebook
     keep_helpers_alive(session)

@@ -1,11 +1,11 @@
 """One process as an owner in the ledger: its facts about itself, and its transactions.
 
-A `Session` belongs to one `Runtime`. It holds this process's models and blocks of code, publishes
-them in the owner's section (its part of the book), and runs one decision of the scheduler in one
-transaction of the ledger. The functions in `acquire`, `release`, `requests`, `maintenance` and
-other modules choose the decision; their first parameter is the session. Loads run in the caller's
-thread, so that tracebacks and the stop button work as usual. Moves and drops run in a thread that
-an interrupt cannot stop.
+A `Session` belongs to one `Runtime`. The session holds this process's models and blocks of code,
+publishes them in the owner's section (the owner's part of the book), and runs one decision of the
+scheduler in one transaction of the ledger. The functions in `acquire`, `release`, `requests`,
+`maintenance` and other modules choose the decision; their first parameter is the session. Loads run
+in the caller's thread, so that tracebacks and the stop button work as usual. Moves and drops run in
+a thread that an interrupt cannot stop.
 """
 
 from __future__ import annotations
@@ -320,7 +320,7 @@ class Session:
     # -- reading
 
     def read_book(self) -> Book:
-        """Reads the book. Gives this process's devices the book's names, if they hold no memory."""
+        """Reads the book. If this process holds no memory, its devices get the book's names."""
         book = self.ledger.read()
         try:
             self._require_equal_names(book)

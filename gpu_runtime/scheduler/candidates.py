@@ -24,7 +24,7 @@ def with_layout(
     world: World,
     never: Container[str],
 ) -> Request:
-    """The request with its layout decided: one card if any could ever hold it, else several."""
+    """The request with its layout decided: one card if any card could ever hold the whole model."""
     rules = request.placement
     if rules.layout not in ("auto", "whole"):
         return request

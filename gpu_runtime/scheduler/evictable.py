@@ -156,7 +156,7 @@ def why_not_moved(book: Book, lease: Lease) -> str:
 
 
 def leaves_in_words(lease: Lease) -> str:
-    """That this `lease` is leaving its card, as the rest of a sentence."""
+    """How this `lease` leaves its card now, as the end of a sentence."""
     return "is being moved to RAM" if lease.kind == "kernel" else "is being evicted"
 
 
@@ -241,7 +241,7 @@ def warm_pool_victims(
     owner: str = "",
     wanted: str = "",
 ) -> tuple[Lease, ...] | None:
-    """Leases to unload so that `shortage` bytes of host memory come free; None if they cannot.
+    """Leases to unload so that `shortage` bytes of host memory come free; None if too few may go.
 
     `rank` is the policy that orders the victims. All other parameters are as in `warm`.
     """

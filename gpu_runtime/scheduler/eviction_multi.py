@@ -149,7 +149,7 @@ class _Room:
         self.missing = -sum(self.free.values())  # above 0: the cards together have too few bytes
 
     def usable(self) -> Bytes:
-        """The usable bytes of each card, within the operator's cap. Callers must not change it."""
+        """The usable bytes of each card, within the operator's cap. Do not change the result."""
         if not self.cap_left:
             return self.free
         return {card: min(size, self.cap_left[card]) for card, size in self.free.items()}

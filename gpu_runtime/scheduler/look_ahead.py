@@ -53,7 +53,7 @@ def with_next_uses(rank: Policy, owner: str, uses: Mapping[str, int]) -> Policy:
         return rank
 
     def hinted(lease: Lease, world: World) -> float:
-        """The rank of `lease` in this `world`. It is higher the sooner the model is used."""
+        """The rank of `lease` in this `world`. Models that are used sooner have higher ranks."""
         if lease.owner == owner and lease.name in uses:
             return _SCHEDULED - uses[lease.name]
         return rank(lease, world)

@@ -154,7 +154,7 @@ def fitting(
     rules: PlacementRules,
     limits: Room,
 ) -> Holds:
-    """Returns a function. It takes the room, and returns whether the `footprint` fits over `cards`.
+    """Returns a function of the room: whether the `footprint` fits over these `cards`.
 
     Every card must get a part, as in `divide`. If a card without a part were accepted,
     `eviction_multi` would evict nothing from that card, and the model could still not be placed.
