@@ -1,4 +1,4 @@
-"""Carries out a confirmed action. The console and JupyterLab's panel use it; Panel is not imported."""
+"""Carries out a confirmed action. The console and JupyterLab's panel use this module. Panel is not imported."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ ANSWER_SECONDS = 30.0  # the longest wait for an owner's answer
 
 
 def attempt(rt: Any, proposal: Proposal, name: str) -> tuple[str, str]:
-    """Checks with the runtime `rt` that nothing has changed, and carries out `proposal`.
+    """Carries out `proposal` with the runtime `rt`, unless something has changed since the click.
 
     The journal records `name` as the person who acts. Returns `done` or `failed`, and a sentence. The call waits for
-    the answer of the model's process, so it should run in a thread.
+    the answer of the model's process, so call this function in a thread.
     """
     try:
         difference = changed(proposal, rt.status())
@@ -53,7 +53,7 @@ def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
 
 
 def _evict_idle(rt: Any, proposal: Proposal) -> Outcome:
-    """Evicts the idle models on a card, one after the other. A failure does not stop the others."""
+    """Evicts the idle models on a card, one after the other. If one model cannot be evicted, the next one is tried."""
     leases, failed, freed = idle_leases(rt.status(), proposal.name), [], 0
     for lease in leases:
         try:
@@ -82,7 +82,7 @@ _SPECIAL: dict[str, Callable[[Any, Proposal], Outcome]] = {
 
 
 def asked_process(proposal: Proposal, snapshot: Snapshot | None) -> str:
-    """The name in `snapshot` of the process that the `proposal` waits for."""
+    """The name of the process whose answer the `proposal` needs, as in `snapshot`."""
     if proposal.verb in ON_CARDS:
         return "the processes concerned"
     section = snapshot.sections.get(proposal.owner) if snapshot else None

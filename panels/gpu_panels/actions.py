@@ -1,8 +1,8 @@
 """The actions of one session, such as an eviction.
 
-A click calls `propose`, which opens a dialog. An action starts only after the visitor has confirmed
-it and nothing has changed since the click. The action runs in a thread of its own, so an owner that
-does not answer does not block the page. The next `update` shows the outcome.
+A click calls `propose`, which opens a dialog. An action starts only after the visitor has confirmed the dialog and
+nothing has changed since the click. Each action runs in its own thread, so an owner that does not answer does not block
+the page. The next call of `update` shows the outcome.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Actions:
     _wall, _start = staticmethod(time.time), staticmethod(threads.start)  # tests replace them
 
     def __init__(self, poller: Poller, visitor: Any) -> None:
-        """`visitor` has a name and `may_act`, which is read again before each action."""
+        """`visitor` has a name and the attribute `may_act`, which is read again before each action."""
         self.poller, self.visitor = poller, visitor
         self._numbers = itertools.count(1)
         self._asked: Proposal | None = None
@@ -86,9 +86,9 @@ class Actions:
         return bool(self.visitor.may_act)
 
     def propose(self, verb: str, target: str) -> None:
-        """Opens the dialog for `verb` on the lease `target`.
+        """Opens the dialog for `verb` on `target`, which is the id of a lease.
 
-        `target` is `owner id/name`, or `owner id/` for defrag.
+        The id has the form `owner id/name`. For defrag, `target` is `owner id/`.
         """
         snapshot = self.poller.result.snapshot
         if not self.may_act or snapshot is None or verb.partition(" ")[0] not in VERBS:
@@ -140,7 +140,7 @@ class Actions:
         return report
 
     def update(self, snapshot: Snapshot | None) -> None:
-        """Shows the outcomes. Names are from `snapshot`, or from the poller's last snapshot if it is None."""
+        """Shows the outcomes. If `snapshot` is None, the names of processes are from the poller's last snapshot."""
         while not self._finished.empty():
             finished = self._finished.get()
             self._reports = tuple(
@@ -160,7 +160,7 @@ class Actions:
 
 
 def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
-    """The newest of `reports`.
+    """The newest of `reports`, at most MOST_REPORTS.
 
     A report in progress is always kept, because its outcome must be shown later.
     """
@@ -172,9 +172,9 @@ def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
 
 
 def no_answer(report: ActionReport, snapshot: Snapshot | None) -> str:
-    """A sentence that says since when the process of `report` has not answered.
+    """A sentence with the time since which the process of `report` has not answered.
 
-    The sentence is empty if, by the `snapshot`, the process may still answer in time.
+    The sentence is empty if the process may still answer in time, by the `snapshot`.
     """
     if snapshot is None or report.state != "waiting":
         return ""

@@ -1,4 +1,4 @@
-"""The page of the console: a status bar and the tabs. Served pages and notebooks use the same page.
+"""The page of the console, which has a status bar and tabs. The server and notebooks show the same page.
 
 One `Console` is one session. It does not read the ledger, but shows the last result of its poller.
 """
@@ -102,9 +102,9 @@ class Console:
         chooser: Any = None,
         **status_bar: Any,
     ) -> None:
-        """`visitor` has a name and `may_act`; `status_bar` is passed on to the StatusBar.
+        """`visitor` has a name and the attribute `may_act`; `status_bar` is passed on to the StatusBar.
 
-        `address` is the query of the page's URL: the tab in front, and the choices in it. `chooser` is a
+        `address` is the query of the page's URL. It has the tab in front, and the choices in this tab. `chooser` is a
         HostChooser, which shows the hosts of a fleet above the tabs, or None.
 
         With `theme_toggle` the page has a button for the theme, and starts with the browser's theme.
@@ -183,10 +183,10 @@ class Console:
         self.poller.leave(self)
 
     def tick(self) -> None:
-        """Shows the changes since the last call. Without changes, it costs almost nothing.
+        """Shows the changes since the last call. If nothing has changed, the call costs almost nothing.
 
-        While the browser still draws the page, nothing is changed: a component that is drawn
-        during a change can miss the change. The first call afterwards shows the newest figures.
+        While the browser still draws the page, nothing is changed: a component that is drawn during a change can miss
+        the change. The first call after the drawing shows the newest figures.
         """
         result = self.poller.result
         if result.revision != self._shown and pn.state.loaded:
@@ -237,7 +237,7 @@ class Console:
             self._problems.param.update(rows=rows, visible=rows != "[]")
 
     def _update(self, snapshot: Snapshot) -> None:
-        """Updates the tab in front, and makes it if it was just opened for the first time.
+        """Updates the tab in front. If this tab was just opened for the first time, it is created.
 
         If the tab raises an error, the error is shown in place of the tab.
         """
@@ -271,7 +271,7 @@ class Console:
         self._show_address()
 
     def _show_address(self) -> None:
-        """Puts the name of the tab in front, and the choices in it, into the page's URL."""
+        """Puts the name of the tab in front, and the choices in this tab, into the page's URL."""
         title = self._titles[self._tabs.active]
         tab = self._made.get(title)
         shown = {"tab": title} if self._tabs.active else {}
@@ -280,7 +280,7 @@ class Console:
     def _theme_wanted(self, dark: bool) -> None:
         """Sets the theme that the browser wants, once Panel has loaded the page.
 
-        Before that, a change would not be sent to the browser.
+        A change before this moment would not be sent to the browser.
         """
         pn.state.onload(lambda: self.page.param.update(dark_theme=dark))
 
@@ -305,12 +305,12 @@ def _alert(text: str) -> str:
 
 
 def deliver_early_changes(document: Any) -> None:
-    """Makes Panel send the changes of `document` also before its browser has drawn the page.
+    """Makes Panel send the changes of `document` even before the browser has drawn the page.
 
-    Panel discards such changes, since it assumes that the document is sent afterwards. In fact the
-    browser fetches the document first, and on a slow machine draws it for seconds. The page then showed
-    the old value until the next change: 12 of 19 pages showed a wrong figure. Bokeh sends a change only
-    to browsers that are connected, and these keep the change until they have the document.
+    Panel discards such changes, since it assumes that the document is sent later. In fact the browser fetches the
+    document first, and on a slow machine draws it for seconds. The page then showed the old value until the next
+    change: 12 of 19 pages showed a wrong figure. Bokeh sends a change only to browsers that are connected, and these
+    browsers keep the change until they have the document.
     """
     pn.state._connected[document] = True
 
@@ -332,7 +332,7 @@ ICON = Path(__file__).with_name("icon.svg")
 
 @functools.cache
 def _template() -> Any:
-    """The HTML of a served page, with HEAD."""
+    """The HTML of a served page. HEAD is part of this HTML."""
     bundle = pmui.Page._render_esm(server=True)
     return BASE_TEMPLATE.environment.from_string(HEAD.replace("BUNDLE", bundle))
 
@@ -345,7 +345,7 @@ def query_of_page() -> dict[str, str]:
 
 
 def page(visitor: Any, poller: Poller, chooser: Any = None) -> pmui.Page:
-    """The page for the authenticated `visitor`, with the `chooser` of a fleet above the tabs.
+    """The page for the authenticated `visitor`. The `chooser` of a fleet, if given, is above the tabs.
 
     The page shows the results of `poller` while its session lives.
     """
@@ -361,7 +361,7 @@ def page(visitor: Any, poller: Poller, chooser: Any = None) -> pmui.Page:
     ticking = document.add_periodic_callback(console.tick, TICK_MILLISECONDS)
 
     def ended(_: Any) -> None:
-        """Closes the console and removes every reference to the session."""
+        """Closes the console and removes every reference to the page's session."""
         console.close()
         # The key of this entry is the document, so the entry would keep the whole session alive.
         pn.state._browsers.pop(document, None)

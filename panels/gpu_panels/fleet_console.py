@@ -1,7 +1,7 @@
 """The console of a fleet: a bar for each host above the tabs, and the tabs of the chosen host.
 
-The host is in the page's URL, and a session never changes its host. So an action can only reach the
-host that was on the page when its button was drawn.
+The page's URL contains the host, and a session never changes its host. So an action can only reach
+the host that was on the page when the button of the action was drawn.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class HostChooser:
         self.panel = Prose(margin=(12, 0, 0, 0))
 
     def update(self, poller: Poller, title: str) -> None:
-        """Shows the hosts as `poller` has read them. The links keep the tab `title` in front."""
+        """Shows the hosts as `poller` has read them. The links open the same tab, `title`."""
         found = poller.latest("hosts", HostRuntime.overview, READ_SECONDS) or Overview()
         key = f"hosts {self._host} {title}"
         self.panel.show(
@@ -40,7 +40,7 @@ class HostChooser:
 
 
 def page_of(fleet: Any) -> Any:
-    """A function that makes the page of a visitor, with the hosts of the `fleet`."""
+    """A function that makes the page of a visitor. The page shows the hosts of the `fleet`."""
     hosts = FleetHosts(fleet)
 
     def page(visitor: Visitor) -> Any:

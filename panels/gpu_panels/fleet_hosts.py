@@ -31,7 +31,7 @@ POLLED = ("status", "history", "catalog", "allocator_maps", "plan")
 
 
 class Overview(NamedTuple):
-    """The hosts of a fleet as they were read last."""
+    """The hosts of a fleet, as they were when they were last read."""
 
     hosts: tuple[Snapshot, ...] = ()  # by name; the last snapshot of a host that is silent
     silent: Mapping[str, float] = MappingProxyType({})  # host -> its last answer, in epoch seconds
@@ -40,8 +40,8 @@ class Overview(NamedTuple):
 class HostRuntime(FarRuntime):
     """The runtime of one host, for the poller of the sessions that chose this host.
 
-    It has at most one unanswered question for the snapshot of its host. So a frozen host is asked
-    once, and its answer is found when the host runs again.
+    At most one request for the host's snapshot is unanswered. So a frozen host gets one request, and its answer is
+    found when the host runs again.
     """
 
     def __init__(self, hosts: FleetHosts, host: str) -> None:
@@ -62,7 +62,7 @@ class HostRuntime(FarRuntime):
         return self._hosts.read()
 
     def status(self) -> Snapshot:
-        """A new snapshot of the host, as the console sees it. Raises FleetUnavailable."""
+        """A new snapshot of the host, changed by `seen_from_outside`. Raises FleetUnavailable."""
         try:
             return seen_from_outside(FarRuntime.__getattr__(self, "status")(), self.host)
         except (NodeLost, cluster.Gone):
@@ -71,7 +71,7 @@ class HostRuntime(FarRuntime):
     def last_status(self) -> Snapshot:
         """The last snapshot of the host, for the poller. Raises FleetUnavailable.
 
-        Waits for a new snapshot for BRIEF_SECONDS at most.
+        The call waits for a new snapshot for BRIEF_SECONDS at most.
         """
         self._hosts.question([self])
         if self.seen is None or self.is_silent():
@@ -81,7 +81,7 @@ class HostRuntime(FarRuntime):
     # -- the question; the caller has the lock of the hosts
 
     def ask(self, now: float) -> None:
-        """Asks the host for its snapshot, unless the host is dead or an answer is outstanding."""
+        """Requests the host's snapshot, unless the host is dead or an earlier request has no answer yet."""
         if self.alive and self.asked is None:
             try:
                 self.asked, self._asked_at = self._send("status", (), {}), now
@@ -89,11 +89,11 @@ class HostRuntime(FarRuntime):
                 self._failed = True
 
     def brief_left(self, now: float) -> float:
-        """The seconds for which a reader still waits for the answer."""
+        """The seconds for which a reader still waits for the answer to the last request."""
         return self._asked_at + BRIEF_SECONDS - now
 
     def take(self, now: float) -> None:
-        """Takes the answer, which has come. `now` is in epoch seconds."""
+        """Takes the answer to the last request, after it has arrived. `now` is in epoch seconds."""
         question, self.asked = self.asked, None
         try:
             self.seen, self.seen_at = replace(cluster.answer(question, 0.0), host=self.host), now
@@ -107,7 +107,7 @@ class HostRuntime(FarRuntime):
         return not self.alive or self._failed or self._unanswered(PATIENCE_SECONDS)
 
     def _unanswered(self, seconds: float) -> bool:
-        """Whether the host was asked at least `seconds` ago and has not answered."""
+        """Whether the host got a request at least `seconds` ago and has not answered."""
         return self.asked is not None and self._hosts.clock() - self._asked_at >= seconds
 
     def _silence(self) -> FleetUnavailable:
@@ -122,9 +122,9 @@ class HostRuntime(FarRuntime):
 
 
 def seen_from_outside(snapshot: Snapshot, host: str) -> Snapshot:
-    """The `snapshot` that the fleet's agent on `host` has read, changed for readers in other processes.
+    """The `snapshot` from the fleet's agent on `host`, changed for readers in other processes.
 
-    In the result the agent's process is called `agent of HOST`, and not `this process`.
+    In the result the agent's process is called `agent of HOST`, because `this process` would be wrong.
     """
     agent = snapshot.owner
     sections = dict(snapshot.sections)
@@ -146,7 +146,7 @@ class FleetHosts:
         clock: Callable[[], float] = time.monotonic,
         wall: Callable[[], float] = time.time,
     ) -> None:
-        """Reads no host yet. `clock` and `wall` return seconds."""
+        """Creates the object without reading a host. `clock` and `wall` return seconds."""
         self.fleet, self.last, self.clock = fleet, Overview(), clock
         self._wall = wall
         self._runtimes: dict[str, HostRuntime] = {}
@@ -155,9 +155,9 @@ class FleetHosts:
         self._lock = threading.Lock()
 
     def read(self) -> Overview:
-        """Every host, with its last figures. The hosts are asked once a second at most.
+        """Every host, with its last figures. Each host gets at most one request a second.
 
-        Waits for BRIEF_SECONDS at most after a question, so a silent host delays no other host. It
+        After a request, the call waits for BRIEF_SECONDS at most, so a silent host delays no other host. A silent host
         is listed until it answers, or until it leaves the fleet.
         """
         with self._lock:
@@ -174,9 +174,9 @@ class FleetHosts:
             return self.last
 
     def question(self, asked: Iterable[HostRuntime]) -> None:
-        """Asks these hosts for their snapshots, and collects the answers of all hosts.
+        """Requests the snapshots of the hosts `asked`, and collects the answers of all hosts.
 
-        Waits for BRIEF_SECONDS at most after a question was sent.
+        After a request was sent, the call waits for BRIEF_SECONDS at most.
         """
         with self._lock:
             self._collect()
@@ -210,9 +210,9 @@ class FleetHosts:
         return self._runtimes.setdefault(host, HostRuntime(self, host))
 
     def runtime(self, host: str) -> HostRuntime | None:
-        """The runtime of `host`, or of the first host if the fleet knows no such host.
+        """The runtime of `host`. If the fleet has no host of this name, the runtime of the first host.
 
-        The result is the same for each call. Without hosts it is None.
+        Each call returns the same object for a host. If the fleet has no hosts, the result is None.
         """
         if not self._listed:
             self.read()

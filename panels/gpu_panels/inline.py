@@ -1,8 +1,7 @@
 """The console inside a notebook: the same live page, with the data of the kernel's own runtime.
 
-A thread keeps the page up to date, also during a long cell if that cell lets other threads run.
-Clicks reach the kernel between cells. nbconvert, GitHub and terminals cannot show a live page, so
-they show a static status.
+A thread keeps the page up to date, also during a long cell, if the cell lets other threads run. Clicks reach the kernel
+between cells. nbconvert, GitHub and terminals cannot show a live page, so they show a static status.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class NotebookUser(NamedTuple):
 
 
 class Inline(pn.Column):
-    """The console as a Panel object. In a notebook it is live until its output is removed."""
+    """The console as a Panel object. In a notebook, the console is live until its output is removed."""
 
     def __init__(self, rt: Any) -> None:
         """`rt` is the kernel's runtime."""
@@ -85,7 +84,7 @@ class Inline(pn.Column):
         return {**data, "text/html": page, "text/plain": still["text/plain"]}, *meta
 
     def get_root(self, doc: Any = None, comm: Any = None, preprocess: bool = True) -> Any:
-        """Panel's own method; `doc`, `comm` and `preprocess` are passed on.
+        """Panel's own method. The arguments `doc`, `comm` and `preprocess` are passed on to Panel.
 
         Raises NotAllowed for a served document, since this console checks no token.
         """
@@ -103,7 +102,7 @@ class Inline(pn.Column):
         return super()._render_model(doc, comm)
 
     def _note_unsent(self, doc: Any, comm: Any, event: Any) -> None:
-        """Records a change of the document, which `_send` sends later.
+        """Records a change of the document. `_send` sends the change later.
 
         When the browser's next message arrives, Panel drops unsent changes of objects that are not
         Panel's own.
@@ -119,7 +118,7 @@ class Inline(pn.Column):
             self._send()
 
     def _held_back(self) -> Any:
-        """A context manager. Inside it, Panel sends nothing by itself if a browser is not ready yet."""
+        """A context manager in which Panel sends nothing by itself if a browser is not ready yet."""
         all_are_ready = self._ready >= set(self._models)
         return nullcontext() if all_are_ready else block_comm()
 
@@ -154,9 +153,9 @@ class Inline(pn.Column):
         self._driven = False
 
     def _settle(self, resources: inline_assets.Resources, refs: set[str]) -> None:
-        """Removes the `resources` from the output once the browser has them.
+        """Removes the `resources` from the output once the browsers of the views `refs` have them.
 
-        A browser that did not connect in time is dropped. The page in that browser shows the static status.
+        A browser that does not connect in time is dropped. The page in such a browser shows the static status.
         """
         pause, waited = threading.Event(), 0.0
         while waited < OPENING_SECONDS and self._unready(refs):
@@ -169,7 +168,7 @@ class Inline(pn.Column):
                 viewable._cleanup(root)
 
     def _unready(self, refs: set[str]) -> set[str]:
-        """The views in `refs` that are still shown and whose browser has not connected."""
+        """Those of the views `refs` that are still shown and whose browser has not connected."""
         return refs & set(self._models) - self._ready
 
     def _cleanup(self, root: Any = None) -> None:
@@ -180,11 +179,10 @@ class Inline(pn.Column):
 
 
 def _browser() -> Any:
-    """The IPython shell, if the cell was run from a browser, or None if no live page can be shown.
+    """The IPython shell, if the cell was run from a browser. None if no live page can be shown.
 
-    In requests from Jupyter's pages, the user's name in the header is empty. Programs that run
-    notebooks from Python (nbclient, nbconvert, nbval, papermill, qtconsole) send a name, and cannot
-    show Panel objects.
+    In requests from Jupyter's pages, the header has no user name. Programs that run notebooks from Python (nbclient,
+    nbconvert, nbval, papermill, qtconsole) send a user name, and cannot show Panel objects.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None

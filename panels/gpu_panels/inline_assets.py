@@ -1,11 +1,10 @@
-"""Sends scripts and long texts of a page to a notebook, without leaving them in the notebook's file.
+"""Sends the scripts and long texts of a page to a notebook, but does not leave them in the notebook's file.
 
-Panel puts 6 MB of scripts into the output of a cell and 1.4 MB more for every Material component on
-the page: 18 MB for the console. If the page contains a long text several times, this module sends the
-text only once, in a separate output. When the browser has these texts and the scripts, they are removed
-from the cell. Then the page in the notebook's file is a hundred times smaller, and readers of the file
-see the static status. Style sheets, which Panel would fetch from its CDN for later changes, are sent
-inline.
+Panel puts 6 MB of scripts into the output of a cell and 1.4 MB more for every Material component on the page: 18 MB for
+the console. If the page contains a long text several times, this module sends the text only once, in a separate output.
+When the browser has these texts and the scripts, they are removed from the cell. After this the page in the notebook's
+file is a hundred times smaller, and readers of the file see the static status. Style sheets, which Panel would fetch
+from its CDN for later changes, are sent inline.
 """
 
 from __future__ import annotations
@@ -33,9 +32,9 @@ SIGHT_TRIES = 36_000  # number of waits of 0.1 s each, until the cell is in view
 
 
 class LocalStyles(dict[str, ImportedStyleSheet]):
-    """Replaces Panel's cache of a document's style sheets, and has each sheet of Panel as text.
+    """Replaces Panel's cache of a document's style sheets. Here each style sheet of Panel is a text.
 
-    With Panel's own cache, the browser fetches the sheets from Panel's CDN at every change of an HTML pane.
+    With Panel's own cache, the browser fetches these sheets from Panel's CDN at every change of an HTML pane.
     """
 
     def __bool__(self) -> bool:
@@ -59,7 +58,7 @@ class LocalStyles(dict[str, ImportedStyleSheet]):
 
 
 def _local(url: str) -> Path | None:
-    """The file of one of Panel's style sheets, or None for any other URL."""
+    """The file of the style sheet at `url`, if this is one of Panel's style sheets. None for any other URL."""
     path = url.partition("?")[0]
     for root in (CDN_DIST, LOCAL_DIST):
         file = PANEL_DIR / "dist" / path[len(root) :]
@@ -72,19 +71,19 @@ class Resources:
     """Outputs of a cell that can be removed again."""
 
     def __init__(self, shell: Any) -> None:
-        """`shell` is the IPython shell that displays them."""
+        """`shell` is the IPython shell that displays the outputs."""
         self._shell = shell
         self._shown: list[str] = []
 
     def publish(self, work: Callable[[], Any]) -> None:
-        """Displays everything that `work()` displays, so that it can be removed later."""
+        """Displays everything that `work()` displays, as outputs that can be removed later."""
         with capture_output(stdout=False, stderr=False) as captured:
             work()
         for output in captured.outputs:
             self._publish(output.data, output.metadata)
 
     def publish_texts(self, texts: dict[str, str]) -> None:
-        """Sends the `texts`, which a page refers to by their keys."""
+        """Sends the `texts` to the browser. A page refers to each of these texts by its key."""
         script = f"window.gpuc = Object.assign(window.gpuc || {{}}, {_script(texts)})"
         self._publish({LOAD: script, "application/javascript": script})
 
@@ -109,10 +108,10 @@ class Resources:
 
 
 def split(page: str, still: str) -> tuple[str, dict[str, str]]:
-    """Panel's HTML `page` with references in place of its long texts, and a dict of these texts by key.
+    """The HTML `page` of Panel, in which references replace the long texts, and a dict of these texts by key.
 
-    The browser shows the HTML `still` until the texts arrive, or for ever if they never arrive. A page
-    that does not have the expected format is returned unchanged.
+    The browser shows the HTML `still` until the texts arrive, or for ever if they do not arrive. If `page` does not
+    have the expected format, it is returned unchanged.
     """
     at = page.find(_DOCUMENT)
     begin = page.find(_BEGIN)
@@ -137,15 +136,15 @@ def split(page: str, still: str) -> tuple[str, dict[str, str]]:
 
 
 def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
-    """The JSON value `document` with `@KEY@` in place of each long text, and a dict of the texts by key.
+    """The JSON value `document`, in which `@KEY@` replaces each long text, and a dict of these texts by key.
 
-    Keys begin with `name`.
+    All keys begin with `name`.
     """
     texts: dict[str, str] = {}
     keys: dict[str, str] = {}
 
     def shortened(value: Any) -> Any:
-        """The `value` with `@KEY@` in place of each long text."""
+        """The `value`, in which `@KEY@` replaces each long text."""
         if isinstance(value, dict):
             return {key: shortened(inner) for key, inner in value.items()}
         if isinstance(value, list):
@@ -162,7 +161,7 @@ def _without_long_texts(document: Any, name: str) -> tuple[Any, dict[str, str]]:
 def _gate(name: str, place: re.Match[str] | None) -> str:
     """The beginning of the page's script. It waits for the long texts of the page `name`.
 
-    `place` is the element in which the page is drawn, if it is known. The script waits for that element too.
+    `place` is the element in which the page is drawn, if this element is known. The script waits for the element too.
     """
     # JupyterLab removes cells that are out of view from its page. If our script drew at that time,
     # Bokeh would put our page over everything else.
@@ -179,5 +178,5 @@ def _gate(name: str, place: re.Match[str] | None) -> str:
 
 
 def _script(value: Any) -> str:
-    """The value as JavaScript that is safe inside a script element."""
+    """The `value` as JavaScript that is safe inside a script element."""
     return json.dumps(value, separators=(",", ":")).replace("</", "<\\/").replace("<!--", "<\\!--")

@@ -1,9 +1,9 @@
 """The console's tile in JupyterLab's launcher, which uses jupyter-server-proxy.
 
 The tile starts `gpu console` on a Unix socket, in a directory that the proxy makes for this process
-alone. Jupyter has checked its own token before a visitor reaches the proxy, and no other user of the
-machine can reach the socket. This module imports only small modules, because Jupyter imports it when
-it starts.
+alone. Jupyter has checked its own token before a visitor reaches the proxy, and no other user of
+the machine can reach the socket. This module imports only small modules, because Jupyter imports it
+when Jupyter starts.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import Any
 
 
 def tile() -> dict[str, Any]:
-    """The server's description for jupyter-server-proxy.
+    """The description of the server that jupyter-server-proxy starts for the tile.
 
-    The proxy reads it from the entry points of `jupyter_serverproxy_servers`.
+    The proxy finds this function through the entry points of `jupyter_serverproxy_servers`.
     """
     return {
         "command": [

@@ -1,8 +1,8 @@
 """The colours and the font of the console, and the style of each process.
 
-A lease has the neutral colour of its process. Saturated colours are for problems only. People with any
-kind of colour-blindness can distinguish the neutral colours on a dark and on a light page. Each area
-has a grey edge that is visible on both. Colour is never the only sign: a lease also has its name.
+A lease has the neutral colour of its process. Saturated colours are for problems only. People with any kind of
+colour-blindness can distinguish the neutral colours on a dark and on a light page. Each area has a grey edge that is
+visible on both pages. Colour is never the only sign: a lease also has its name.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class LeaseStyle(NamedTuple):
 
 
 def label(lease: Lease) -> str:
-    """The label of `lease`, such as `qwen@4121`, under which its style and its history are kept."""
+    """The label of `lease`, such as `qwen@4121`. The style and the history of the lease are stored under this label."""
     return label_of(lease.owner, lease.name)
 
 
 def label_of(owner_id: str, name: str) -> str:
-    """The label of the lease `name` of the process `owner_id`: `qwen@4121`."""
+    """The label of the lease called `name` of the process `owner_id`, such as `qwen@4121`."""
     pid = owner_id.partition(".")[0]
     return f"{name}@{pid}"
 
@@ -58,8 +58,8 @@ def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, in
     """A slot (the number of a style) for each of `labels`.
 
     `kept` has the slots assigned so far, with the most recently seen label last. A label keeps its old slot. A new
-    label gets a slot that no other shown or recently seen label has. If all slots are taken, it gets the least used
-    slot.
+    label gets a slot that no other shown or recently seen label has. If all slots are taken, the new label gets the
+    least used slot.
     """
     wanted = list(dict.fromkeys(labels))
     recent = list(kept)[-SLOTS:]
@@ -78,9 +78,9 @@ def assign_slots(kept: Mapping[str, int], labels: Iterable[str]) -> dict[str, in
 
 
 def _best_slot(slot_uses: Counter[int], colour_uses: Counter[int]) -> int:
-    """The least used slot. Among several such slots, that with the least used colour, then the lowest number.
+    """The least used slot. Among several such slots, the slot with the least used colour, then the lowest number.
 
-    Slots with low numbers have no texture and are most legible.
+    Slots with low numbers have no texture, so they are most legible.
     """
     return min(
         range(SLOTS), key=lambda slot: (slot_uses[slot], colour_uses[slot % len(COLOURS)], slot)
@@ -88,7 +88,7 @@ def _best_slot(slot_uses: Counter[int], colour_uses: Counter[int]) -> int:
 
 
 class Palette:
-    """Remembers the style of each process, so it keeps its colour over time and across tabs.
+    """Remembers the style of each process, so that the process keeps its colour over time and across tabs.
 
     It is thread-safe.
     """
@@ -98,7 +98,7 @@ class Palette:
         self._lock = threading.Lock()
 
     def styles(self, labels: Iterable[str]) -> dict[str, LeaseStyle]:
-        """Maps each of `labels` to the style of its process. A new process gets a style now."""
+        """Maps each of `labels` to the style of its process. A process without a style gets one in this call."""
         pids = {label: label.rpartition("@")[2] for label in labels}
         with self._lock:
             assigned = assign_slots(self._kept, pids.values())

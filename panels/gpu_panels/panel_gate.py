@@ -1,7 +1,7 @@
 """The gate of a server that Panel runs.
 
-This module adds what depends on Panel: its login with names, its URL prefix, and the owners of its websockets. The
-rules for every server are in `gpu_runtime.web.gate`.
+This module adds the parts that depend on Panel: its login with names, its URL prefix, and the owners of its websockets.
+The rules for every server are in `gpu_runtime.web.gate`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gpu_runtime.web.gate import Credentials, Gate
 
 
 def visitor() -> Visitor:
-    """The visitor of the page that Panel is making. Raises NotAllowed if the gate admitted nobody."""
+    """The visitor of the page that Panel is making. Raises NotAllowed if the gate did not admit the request."""
     context = getattr(pn.state.curdoc, "session_context", None)
     found = getattr(getattr(context, "request", None), "visitor", None)
     if not isinstance(found, Visitor):
@@ -40,7 +40,7 @@ def visitor() -> Visitor:
 class PanelGate(Gate):
     """The gate in front of one Bokeh application.
 
-    With Panel's own login, the name of a visitor gives the role, and tokens are ignored.
+    If Panel's own login is used, the name of a visitor decides the role, and tokens are ignored.
     """
 
     def __init__(self, app: Any, rules: AccessRules) -> None:
@@ -56,11 +56,11 @@ class PanelGate(Gate):
 
     @property
     def keeps_cookies(self) -> bool:  # type: ignore[override]
-        """True with Panel's login, which reads its own cookies."""
+        """Whether cookies stay in the request. This is needed for Panel's login, which reads its own cookies."""
         return self.login
 
     def cookie_base(self) -> str:
-        """The path that Panel's option sets for cookies, or the URL prefix without that option."""
+        """The path that Panel's option sets for cookies. If the option is not set, the URL prefix."""
         return (config.cookie_path or "/").rstrip("/") or self.prefix
 
     def allowed_origins(self) -> set[str]:
@@ -70,7 +70,7 @@ class PanelGate(Gate):
     def may_join(self, request: HTTPServerRequest, visitor: Visitor) -> bool:
         """Whether the session that `request` names was made for this `visitor`.
 
-        A page that joins another visitor's session could act with that visitor's rights.
+        If a page could join another visitor's session, it could act with the rights of this other visitor.
         """
         words = request.headers.get("Sec-WebSocket-Protocol", "").split(",")
         if len(words) != 2:
@@ -94,7 +94,7 @@ class PanelGate(Gate):
         return super()._admit(request, credentials)
 
     def _admit_by_name(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
-        """Admits a visitor whose name Panel's login proved and whose name has a role.
+        """Admits a visitor whose name was proved by Panel's login, if this name has a role.
 
         All other visitors get only the login page.
         """
@@ -134,7 +134,8 @@ class PanelGate(Gate):
     def _may_try_password(self, request: HTTPServerRequest) -> bool:
         """Whether Panel may check a password for the stranger who sent `request` now.
 
-        Panel checks passwords itself, so the gate does not know which ones are right. Every try counts as a guess.
+        Panel checks passwords itself, so the gate does not know which passwords are right. Therefore every try counts
+        as a guess.
         """
         limiter = self.guesses.of(self._stranger(request))
         if limiter.wait_seconds() != 0.0:

@@ -1,8 +1,7 @@
-"""The poller reads the runtime for all sessions, and the sessions show the poller's last result.
+"""The poller reads the runtime for all sessions, and each session shows the poller's last result.
 
-A session is one open page. Twenty sessions need only one read of the ledger. The poller has a thread
-of its own, so a ledger that does not answer does not block a page. The thread runs only while a session
-is open. Panel is not imported here.
+A session is one open page. Twenty sessions need only one read of the ledger. The poller has its own thread, so a ledger
+that does not answer does not block a page. The thread runs only while a session is open. Panel is not imported here.
 """
 
 from __future__ import annotations
@@ -54,7 +53,7 @@ class _Fetched:
     error: str = ""  # why the last fetch failed; empty if it did not
 
     def is_due(self, now: float) -> bool:
-        """Whether the value is old at the time `now`, and a session still requests it."""
+        """Whether the value is old at the time `now`, and some session still requests this value."""
         if self.fetched_at is None:
             return True
         is_old = now - self.fetched_at >= self.every
@@ -63,7 +62,7 @@ class _Fetched:
 
 
 class Poller:
-    """Polls one runtime for all sessions. `of` returns the poller of a runtime."""
+    """Polls one runtime for all sessions. Call the function `of` to get the poller of a runtime."""
 
     def __init__(
         self,
@@ -108,7 +107,7 @@ class Poller:
         self._start(self._run)
 
     def leave(self, session: Any) -> None:
-        """Removes `session`. When the last session is removed, the thread ends."""
+        """Removes `session`. When the last session is removed, the poller's thread ends."""
         self._sessions.discard(session)
         self.nudge()
 
@@ -126,8 +125,8 @@ class Poller:
     def latest(self, key: str, fetch: Callable[[Any], T], every: float) -> T | None:
         """The last value of `fetch(rt)`, or None before the first value. This method never waits.
 
-        All sessions share the value under `key`. While any session requests the value, it is fetched again
-        after `every` seconds. After a new value, the tabs are updated.
+        All sessions share the value under `key`. While any session requests this value, it is fetched again after
+        `every` seconds. After a new value has arrived, the tabs are updated.
         """
         with self._lock:
             fetched = self._fetched.get(key)
@@ -138,10 +137,9 @@ class Poller:
             return fetched.value
 
     def once(self, key: str, source: S, compute: Callable[[S], T]) -> T:
-        """`compute(source)`, computed once for all sessions until `source` is another object.
+        """The result of `compute(source)`. It is computed once for all sessions, until `source` is another object.
 
-        The result is kept under `key`, and the caller must not change it. `source` is usually a
-        snapshot.
+        The result is stored under `key`, and the caller must not change it. `source` is usually a snapshot.
         """
         known = self._once.get(key)
         if known is None or known[0] is not source:
@@ -162,7 +160,7 @@ class Poller:
         self._publish(snapshot, error or fetch_error, has_new_value)
 
     def _publish(self, snapshot: Snapshot | None, error: str, has_new_value: bool) -> None:
-        """Publishes the result for the sessions. Urgent changes are published at once, others once a second."""
+        """Publishes the result for the sessions. Urgent changes are published at once, other changes once a second."""
         now, old = self._clock(), self.result
         is_same = (
             error == old.error
@@ -221,9 +219,8 @@ class Poller:
 def _urgent_part(snapshot: Snapshot | None) -> Any:
     """The part of `snapshot` whose changes are published at once: holders, places, the queue, events.
 
-    Other changes are published in the next second, such as which models are in use and the measured
-    figures. On a busy machine these change all the time, and drawing them in twenty sessions is most
-    of the sessions' cost.
+    All other changes, such as the measured figures and which models are in use, are published in the next second. On a
+    busy machine these figures change all the time, and to draw them in twenty sessions is most of the sessions' cost.
     """
     if snapshot is None:
         return None
@@ -251,7 +248,7 @@ def _urgent_part_of_lease(lease: Lease) -> Any:
 
 
 def _error_text(failure: Exception) -> str:
-    """The text of the `failure`.
+    """The text of the `failure`, for the page.
 
     A `failure` that is neither a GpuError nor an OSError is a defect, and is logged with its traceback.
     """
@@ -265,7 +262,7 @@ _making = forks.freed(threading.Lock())
 
 
 def of(rt: Any, read: Callable[[], Snapshot] | None = None) -> Poller:
-    """The one poller of the runtime `rt`. Its first caller gives `read`; see `Poller`."""
+    """The one poller of the runtime `rt`. Only the first call for `rt` uses `read`; see `Poller`."""
     with _making:  # the key is id(rt); the poller holds the runtime, so the id stays unique
         found = _pollers.get(id(rt))
         if found is None or found.rt is not rt:

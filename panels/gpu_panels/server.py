@@ -1,7 +1,7 @@
 """Serves the console behind the gate: for `gpu console`, for `gpu serve`, or as the script of `panel serve`.
 
-`panel serve` runs a script only when the first page is requested (with `--warm`: at its start). So the first
-request installs the gate, and is redirected to the same URL.
+`panel serve` runs a script only when the first page is requested (with `--warm`: when it starts). So the first request
+installs the gate, and is redirected to the same URL.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class PanelServer(WebServer):
     """A server with a page at "/" and the routes of a service, made by Panel."""
 
     def __init__(self, page: Page, service: Service, rules: AccessRules, address: Address) -> None:
-        """Binds the `address` and installs the gate under these `rules`. Raises OSError if it cannot bind.
+        """Binds the `address` and installs the gate with these `rules`. Raises OSError if the address cannot be bound.
 
         `page` makes the console's page for a visitor; `service` has the other routes.
         """
@@ -101,10 +101,10 @@ def run(
     browser: bool = True,
     page: Page | None = None,
 ) -> None:
-    """Serves the console until it is interrupted, and prints the URL to open. Raises GpuError if it cannot listen.
+    """Serves the console until it is interrupted, and prints the URL. Raises GpuError if no address can be used.
 
     The server listens on `socket_path`, else on `port` of `host`, else on the first free port from 8211 on. With
-    `read_only` no visitor may act. With `browser` the URL is opened. `page` replaces the console's page.
+    `read_only` no visitor may act. With `browser` a browser opens the URL. `page` replaces the console's page.
     """
     make_server: MakeServer = partial(PanelServer, page) if page else _make_console_server
     http_server.run(
@@ -123,7 +123,7 @@ def with_console(rt: Any) -> MakeServer:
     from . import console, poller
 
     def make(service: Service, rules: AccessRules, address: Address) -> PanelServer:
-        """The server, whose page has the figures of `service`."""
+        """Makes the server. Its page shows the figures of `service`."""
         found = poller.of(rt)
         found.serving = service.figures
         return PanelServer(lambda visitor: console.page(visitor, found), service, rules, address)
@@ -163,7 +163,7 @@ def _make_console_server(service: Service, rules: AccessRules, address: Address)
 
 
 def _console_page(visitor: Visitor) -> Any:
-    """The console for `visitor`. A new page shows the ledger that is in use at that time."""
+    """The console for `visitor`. It shows the ledger that is in use when the page is opened."""
     from gpu_runtime import watching
 
     from . import console, poller
@@ -172,7 +172,7 @@ def _console_page(visitor: Visitor) -> Any:
 
 
 def _warm_up() -> None:
-    """Imports the parts of the first page now. Otherwise the first visitor would wait half a second for them."""
+    """Imports the parts of the first page now. Without this, the first visitor would wait half a second."""
     from gpu_runtime import Runtime  # noqa: F401
 
     from .tabs import registry
@@ -186,13 +186,13 @@ def _warm_up() -> None:
 def _servers() -> list[BaseServer]:
     """Bokeh's servers in this process.
 
-    The garbage collector finds them, since a session has no reference to its server.
+    The garbage collector is searched for them, since a session has no reference to its server.
     """
     return [thing for thing in gc.get_objects() if isinstance(thing, BaseServer)]
 
 
 def _server_of(application: Any) -> BaseServer:
-    """The server of a Bokeh application context. Raises GpuError if another web framework runs it."""
+    """The server of the Bokeh `application` context. Raises GpuError if another web framework runs the application."""
     for server in _servers():
         if application in server._tornado.applications.values():
             return server
@@ -207,9 +207,9 @@ def _install_gates(exit_when_closed: bool) -> None:
 
 
 def _install_gate(server: BaseServer) -> str:
-    """Installs the gate of `server`, and prints the URL, or the reason why the gate admits nobody.
+    """Installs the gate of `server`. Prints the URL, or the reason why the gate admits nobody.
 
-    Returns that reason, or "".
+    Returns this reason, or "" if there is none.
     """
     app = server._tornado
     _guarded.update(app.applications.values())
@@ -239,6 +239,6 @@ def _install_gate(server: BaseServer) -> str:
 
 
 def _same_url(request: Any) -> str:
-    """The URL of `request` as a relative URL, to which the browser can be redirected."""
+    """The URL of `request` in a relative form, for a redirect of the browser."""
     path, _, query = (request.uri or "/").partition("?")
     return f"./{path.rpartition('/')[2]}" + (f"?{query}" if query else "")

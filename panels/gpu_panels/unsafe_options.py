@@ -1,7 +1,7 @@
-"""Options of `panel serve` with which the gate cannot protect the console.
+"""Finds options of `panel serve` with which the gate cannot protect the console.
 
-The gate of `panel serve` exists only after the script has run. Routes that an option adds are open before that, and
-other options make the gate useless. A server with such an option shows no console; its error names the option.
+The gate of `panel serve` exists only after the script has run. Routes that an option adds are open before this time,
+and other options make the gate useless. A server with such an option shows no console; its error names the option.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SECRET_OPTIONS = {
 def objection(app: Any, rules: AccessRules) -> str:
     """The reason why the Bokeh application `app` must not serve the console under these `rules`.
 
-    The result has one or two sentences. It is empty if nothing is wrong.
+    The result has one or two sentences. It is empty if `app` may serve the console.
     """
     # sys.argv is not used, because Bokeh replaces it while a script runs.
     return next(_objections(app, rules, sys.orig_argv), "")

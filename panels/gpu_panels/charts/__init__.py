@@ -1,4 +1,4 @@
-"""Bokeh figures that are made once and then updated with the columns that `data/` computes.
+"""Bokeh figures that are made once. The columns that `data/` computes then update these figures.
 
 Tables, text and dialogs are in `widgets/`.
 """

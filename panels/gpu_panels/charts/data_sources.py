@@ -12,7 +12,7 @@ HATCHED = {**SIDES, "fill_color": "colour", "line_color": None, "hatch_pattern":
 
 
 def bring(source: Any, columns: Columns) -> bool:
-    """Puts `columns` in the Bokeh `source`, and returns whether `source` had other values before.
+    """Puts `columns` into the Bokeh `source`. Returns whether `source` had other values before.
 
     If the number of rows is unchanged, only the cells that differ are sent.
     """
@@ -35,7 +35,7 @@ def bring(source: Any, columns: Columns) -> bool:
 
 
 def _copied(columns: Columns) -> Columns:
-    """Copies of the columns for one source.
+    """Copies of the `columns` for one Bokeh source.
 
     A patch changes lists in place, and other sessions may use the same lists.
     """

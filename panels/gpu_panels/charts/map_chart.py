@@ -1,6 +1,6 @@
-"""An allocator's map: a Bokeh figure that is made once, and whose sources are updated.
+"""An allocator's map as a Bokeh figure. The figure is made once, and then its sources are updated.
 
-`gpu_runtime.rendering.allocator_map` computes the positions, also for notebooks and terminals.
+`gpu_runtime.rendering.allocator_map` computes the positions for this figure, for notebooks and for terminals.
 """
 
 from __future__ import annotations
@@ -123,7 +123,7 @@ class MapChart:
         return plot
 
     def show(self, picture: Picture) -> bool:
-        """Updates the map with `picture`, and returns whether the map has changed."""
+        """Updates the map with `picture`. Returns whether the map has changed."""
         rows = max(1, picture.rows)
         row_ticks = [-(row + 0.5) for row in range(rows)]
         if self._down.ticks != row_ticks:

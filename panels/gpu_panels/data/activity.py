@@ -1,4 +1,4 @@
-"""What happened: events as lines that open, their kinds for the filter, and a CSV file. Pure."""
+"""The events of a host: as lines that open, as kinds for the filter, and as a CSV file. This module is pure."""
 
 from __future__ import annotations
 
@@ -78,10 +78,10 @@ def _process(event: Event, snapshot: Snapshot) -> str:
 
 
 def merged(past: Iterable[Event], recent: Iterable[Event]) -> tuple[Event, ...]:
-    """All events without duplicates, with the newest first.
+    """The events in `past` and `recent` without duplicates. The newest event is first.
 
-    `past` events are from the journal and `recent` events from the snapshot. If an event is in both, the
-    journal's copy is returned, since only that copy has the candidates that were not chosen.
+    `past` events are from the journal and `recent` events from the snapshot. If an event is in both, the journal's copy
+    is returned, since only the journal's copy has the candidates that were not chosen.
     """
     known = {(event.wall, event.seq): event for event in (*recent, *past)}
     return tuple(sorted(known.values(), key=lambda event: (event.wall, event.seq), reverse=True))
@@ -131,7 +131,7 @@ def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
 
 
 def safe(text: str) -> str:
-    """The `text`, with an apostrophe in front if a spreadsheet would run the text as a formula.
+    """The `text`. If a spreadsheet would run the text as a formula, an apostrophe is put before it.
 
     Source: OWASP, CSV injection.
 

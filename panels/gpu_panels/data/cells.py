@@ -34,7 +34,7 @@ class Button(NamedTuple):
 
 
 class Row(NamedTuple):
-    """One row, with the id of the thing it shows."""
+    """One row of a table, with the id of the object that the row shows."""
 
     id: str
     cells: tuple[Cell, ...]
@@ -50,6 +50,6 @@ class Column(NamedTuple):
 
 
 def encoded(rows: Iterable[Row], buttons: bool = True) -> str:
-    """The `rows` as JSON for the browser. A viewer may not act, so `buttons` is False for a viewer."""
+    """The `rows` as JSON for the browser. `buttons` is False for a viewer, who may not act."""
     sent = [row if buttons else row._replace(buttons=()) for row in rows]
     return msgspec.json.encode(sent).decode()

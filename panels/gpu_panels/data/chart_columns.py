@@ -1,4 +1,4 @@
-"""Columns: the data of a chart in the form of Bokeh's data sources."""
+"""The data of a chart as columns, in the form of Bokeh's data sources."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Columns = dict[str, list[Any]]  # name -> one value for each row
 
 
 def as_columns(names: Sequence[str], rows: Sequence[tuple[Any, ...]]) -> Columns:
-    """The `rows` as columns: name -> list of values. Each row is as long as `names`.
+    """The `rows` as columns: name -> list of values. Each row has one value for each of the `names`.
 
     >>> as_columns(("x", "y"), [(1, 2), (3, 4)])
     {'x': [1, 3], 'y': [2, 4]}
@@ -25,9 +25,9 @@ def unit_of(total_bytes: int) -> tuple[int, str]:
 
 
 def interval(length: float) -> float:
-    """The step that gives four to eight ticks on an axis of that `length`.
+    """The step between the ticks of an axis with this `length`. It gives four to eight ticks.
 
-    The step is a power of two, as memory sizes are.
+    The step is a power of two, because memory sizes often are.
     """
     step = 1.0
     while length / step > 8:

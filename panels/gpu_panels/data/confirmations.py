@@ -1,8 +1,7 @@
-"""The question before an action, and the check that nothing has changed since the click.
+"""The question before an action, and the check whether something has changed since the click.
 
-This module is pure. A click becomes a Proposal at once, which names one lease of one owner. After
-the confirmation, `changed` compares the proposal with a new snapshot. If they differ, the action is
-not carried out.
+This module is pure. A click becomes a Proposal at once. A Proposal names one lease of one owner. After the
+confirmation, `changed` compares the proposal with a new snapshot. If they differ, the action is not carried out.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ NOTHING_DONE = "Nothing was done."
 
 
 class Proposal(NamedTuple):
-    """One action on one lease. The action `defrag` is on one process, and the actions in ON_CARDS on one card."""
+    """One action on one lease. The target of `defrag` is a process, and that of an action in ON_CARDS is a card."""
 
     verb: str
     target: str  # owner id / model name, as in the book; the name is empty for defrag
@@ -63,7 +62,7 @@ class Proposal(NamedTuple):
 
     @property
     def owner(self) -> str:
-        """The id of the process that gets the request."""
+        """The id of the process to which the request is sent."""
         return self.target.partition("/")[0]
 
     @property
@@ -73,7 +72,7 @@ class Proposal(NamedTuple):
 
     @property
     def subject(self) -> LeaseId | str:
-        """The argument for the runtime's methods.
+        """The argument of the runtime's method for this action.
 
         The result is the id of the lease, or the model's name if no process has the model.
         """
@@ -90,11 +89,11 @@ class Question(NamedTuple):
 
 
 def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
-    """The proposal for a click on `verb` in the row `target`.
+    """The proposal that a click on `verb` in the row `target` makes.
 
-    `target` is `OWNER_ID/MODEL`, or `/CARD` for an action on a card. For the verb `cancel` it is the key of a waiting
-    request. The verb `move` has the card as a second word, such as `move cuda:1`. `snapshot` gives the place and size
-    that the visitor saw.
+    `target` is `OWNER_ID/MODEL`, or `/CARD` for an action on a card. For the verb `cancel`, `target` is the key of a
+    waiting request. The verb `move` has the card as a second word, such as `move cuda:1`. `snapshot` gives the place
+    and size that the visitor saw.
     """
     verb, _, device = verb.partition(" ")
     if verb == "cancel":
@@ -123,14 +122,14 @@ def _propose_cancel(key: str, snapshot: Snapshot) -> Proposal:
 
 
 def ticket_title(ticket: Ticket, snapshot: Snapshot) -> str:
-    """The name of the model that waits for room, or of the notebook if the notebook's own code waits."""
+    """The name of the model that waits with `ticket`. If a notebook's own code waits, the name of the notebook."""
     section = snapshot.sections.get(ticket.owner)
     lease = section.lease(ticket.name) if section else None
     return clean(lease_title(lease, section.owner) if lease and section else ticket.name)
 
 
 def question(proposal: Proposal, snapshot: Snapshot) -> Question:
-    """The text to confirm `proposal`: the model, its bytes, its process, and what will happen.
+    """The text to confirm `proposal`: the model, its bytes, its process, and the effects of the action.
 
     `snapshot` gives the process and the use of the model.
     """
@@ -288,7 +287,7 @@ def _whereabouts(proposal: Proposal) -> str:
 
 
 def _use(lease: Lease | None, process: str, snapshot: Snapshot) -> str:
-    """A sentence on which process holds the model, and whether the model is in use."""
+    """A sentence about the process that holds the model, and whether the model is in use."""
     if lease is not None and lease.pins:
         seconds = snapshot.now - lease.pinned_since
         since = f" for {show_seconds(seconds)}" if lease.pinned_since else ""
@@ -300,7 +299,7 @@ def _use(lease: Lease | None, process: str, snapshot: Snapshot) -> str:
 
 
 def _after_eviction(lease: Lease | None) -> str:
-    """A sentence on where the model goes after its eviction, and how it returns.
+    """A sentence about the place of the model after its eviction, and how the model returns.
 
     The sentence is empty if the lease is gone.
     """
@@ -317,7 +316,7 @@ def _after_eviction(lease: Lease | None) -> str:
 
 
 def changed(proposal: Proposal, snapshot: Snapshot) -> str:
-    """A sentence that says what has changed in `snapshot` since the click.
+    """A sentence about the changes in `snapshot` since the click that made `proposal`.
 
     The sentence is empty if the `proposal` may be carried out.
     """
@@ -364,7 +363,7 @@ def _card_difference(proposal: Proposal, snapshot: Snapshot) -> str:
 
 
 def _lease_difference(proposal: Proposal, lease: Lease, process: str) -> str:
-    """A sentence that says what has changed about the lease, or "" if nothing has changed."""
+    """A sentence about what has changed in the `lease` since the click, or "" if nothing has changed."""
     name, verb = clean(proposal.title), proposal.verb
     if verb == "park" and lease.pins:
         return f"{process} runs a cell now."
@@ -392,7 +391,7 @@ def _lease(proposal: Proposal, snapshot: Snapshot) -> Lease | None:
 def _process(proposal: Proposal, snapshot: Snapshot) -> str:
     """The name of the process that holds the lease of `proposal`.
 
-    The words "this process" are not used, since a visitor is not in the server's process.
+    The words "this process" are not used, because a visitor of a served page is not in the server's process.
     """
     section = snapshot.sections.get(proposal.owner)
     return process_name(section) if section else "no process yet"

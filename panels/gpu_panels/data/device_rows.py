@@ -1,7 +1,7 @@
-"""The rows of the tab Now: one for each device, on one axis that all cards share.
+"""The rows of the tab Now: one row for each device, drawn on one axis that all cards share.
 
-Pure: a snapshot becomes values that `widgets/devices.js` draws. `device_totals.py` computes what a device holds,
-and `past_rows` the use of the last minutes. Positions are in percent of the axis.
+This module is pure. It turns a snapshot into values that `widgets/devices.js` draws. `device_totals.py` computes the
+bytes on each device, and `past_rows` the use of the last minutes. Positions are in percent of the axis.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PAST_STEPS = 300  # the resolution of the small history, over its whole width
 
 
 class Part(msgspec.Struct, frozen=True):
-    """One stretch of a bar (a piece with one colour), with its position."""
+    """One stretch of a bar (a piece with one colour), with its position on the axis."""
 
     key: str  # the same as long as the stretch is shown
     left: float
@@ -78,7 +78,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
 
 
 class Rows(msgspec.Struct, frozen=True):
-    """All rows, and the ticks of the axis of the cards."""
+    """The rows of all devices, and the ticks of the axis of the cards."""
 
     ticks: tuple[tuple[float, str], ...]
     rows: tuple[DeviceRow, ...]
@@ -92,8 +92,8 @@ def device_rows(
 ) -> Rows:
     """A row for each device of `snapshot`, whose bars are `drawn`.
 
-    `styles` maps the label of each lease to its style. Without `may_act`, no row has a button. The cards
-    share one axis; the host has an axis of its own, since it is much larger.
+    `styles` maps the label of each lease to its style. Without `may_act`, no row has a button. The cards share one
+    axis. The host has its own axis, since host memory is much larger.
     """
     cards = [bar.scale_bytes for bar in drawn if not bar.device.is_host]
     longest = max(cards, default=1)
@@ -111,7 +111,7 @@ Kept = Mapping[str, Sequence[tuple[Ticket, int]]]  # device -> see `reserved`
 
 
 class _Drawing(NamedTuple):
-    """What all parts of one row need."""
+    """The values that all parts of one row need."""
 
     scale_bytes: int
     styles: Mapping[str, LeaseStyle]
@@ -121,7 +121,7 @@ class _Drawing(NamedTuple):
     room: Mapping[str, int]  # see `room_after`
 
     def percent(self, size: int) -> float:
-        """The `size` in bytes as a part of the axis."""
+        """The `size` in bytes as a percentage of the axis."""
         return round(100 * size / self.scale_bytes, 2)
 
 
@@ -208,10 +208,10 @@ def _kept_parts(
 
 
 def reserved(snapshot: Snapshot, view: DeviceView) -> list[tuple[Ticket, int]]:
-    """For each waiting request, the free bytes of the device in `view` that are kept for it.
+    """For each waiting request, the free bytes of the device in `view` that are reserved for the request.
 
-    The requests are in the order of the queue. A request first gets the bytes that leaving models will free, as in
-    the scheduler. Free bytes are kept for the rest of its need.
+    The requests are in the order of the queue. A request first gets the bytes that leaving models will free, as in the
+    scheduler. Free bytes are reserved for the rest of the request's need.
     """
     id, left = view.device.id, max(0, view.room_bytes or 0)
     waiting = [ticket for ticket in snapshot.tickets if _is_awake_wait(ticket, snapshot)]
@@ -251,7 +251,7 @@ def _card_buttons(view: DeviceView) -> tuple[Button, ...]:
 def _buttons(
     snapshot: Snapshot, stretch: Stretch, lease: Lease, room: Mapping[str, int]
 ) -> tuple[Button, ...]:
-    """The buttons of a `stretch` of a bar: those of its `lease`, and those of its process."""
+    """The buttons of a `stretch` of a bar: the buttons of its `lease`, and the buttons of the lease's process."""
     owner = snapshot.sections[lease.owner].owner
     if stretch.kind == "arriving" or lease.kind not in ("model", KERNEL):
         return ()
@@ -279,10 +279,10 @@ def lease_buttons(lease: Lease, owner: Owner, room: Mapping[str, int]) -> Iterat
 
 
 def room_after(snapshot: Snapshot, kept: Kept) -> dict[str, int]:
-    """The free bytes of each card that takes new leases, without what is `kept` for requests.
+    """The free bytes of each card that takes new leases, without the bytes that are `kept` for requests.
 
-    The result is computed once for all leases. Computing it for each of 200 leases on 8 cards took 100 ms at
-    each change.
+    The result is computed once for all leases. To compute it for each of 200 leases on 8 cards took 100 ms at each
+    change.
     """
     return {
         view.device.id: view.room_bytes - sum(size for _, size in kept[view.device.id])
@@ -292,7 +292,7 @@ def room_after(snapshot: Snapshot, kept: Kept) -> dict[str, int]:
 
 
 def _targets(lease: Lease, room: Mapping[str, int]) -> list[str]:
-    """The cards with room for the model of `lease`, the one with the most room first."""
+    """The cards with room for the model of `lease`. The card with the most room is first."""
     if len(lease.shares) != 1 or not lease.on_device or not lease.movable:
         return []
     (share,) = lease.shares
@@ -313,7 +313,7 @@ class Past(msgspec.Struct, frozen=True):
 
 
 def past_rows(history: History, end: float) -> dict[str, Past]:
-    """The last minutes of each device, up to the epoch seconds `end`, for the small drawing in its row."""
+    """For each device, the last minutes up to `end` (epoch seconds), for the small drawing in the device's row."""
     devices = dict.fromkeys(moment.device for moment in history.moments)
     return {device: _past(history, device, end) for device in devices}
 
@@ -324,7 +324,7 @@ def _past(history: History, device: str, end: float) -> Past:
     total = max((moment.total_bytes for moment in moments), default=0) or 1
 
     def x(wall: float) -> float:
-        """The horizontal position of the epoch seconds `wall`. It is rounded to steps, so that little is sent."""
+        """The horizontal position of `wall` (epoch seconds). It is rounded to steps, so that little is sent."""
         part = min(1.0, max(0.0, (wall - start) / history.seconds))
         return round(100 * round(part * PAST_STEPS) / PAST_STEPS, 2)
 
@@ -356,5 +356,5 @@ def encoded(value: Rows | Mapping[str, Past]) -> str:
 
 
 def labels(drawn: Iterable[DeviceBar]) -> list[str]:
-    """The labels of all leases in the bars `drawn`, sorted, so that the palette gets them in a stable order."""
+    """The labels of all leases in the bars `drawn`, sorted. So the palette gets the labels in a stable order."""
     return sorted({one.label for bar in drawn for one in bar.stretches if one.label})

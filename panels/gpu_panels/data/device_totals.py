@@ -1,8 +1,8 @@
-"""What each device holds in total, as a stacked bar: which process holds how many bytes.
+"""The bytes on each device as a stacked bar, which shows how many bytes each process holds.
 
-This module is pure. It computes sizes and tooltips; `device_rows.py` computes positions. The first
-stretches of a bar are the claims in the book (all leases and requests of the host), exact to the byte.
-After them comes the measured memory outside all leases.
+This module is pure. It computes sizes and tooltips; `device_rows.py` computes positions. The first stretches of a bar
+are the claims in the book (all leases and requests of the host), exact to the byte. The last stretches are the measured
+memory outside all leases.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class DeviceBar(NamedTuple):
     def scale_bytes(self) -> int:
         """The bytes that the full length of the bar stands for.
 
-        The result is the size of the device, or the bytes in use if they are more.
+        The result is the size of the device, or the bytes in use if these are more.
         """
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 
@@ -118,7 +118,7 @@ def _stretches(snapshot: Snapshot, view: DeviceView) -> Iterator[Stretch]:
 
 
 def _lease_stretches(snapshot: Snapshot, device: str) -> list[Stretch]:
-    """A stretch for each lease on a device, including arriving leases. The largest is first."""
+    """A stretch for each lease on the `device`, including arriving leases. The largest stretch is first."""
     found = []
     for section in snapshot.sections.values():
         for lease in section.leases:
@@ -189,7 +189,7 @@ def _purpose(lease: Lease) -> str:
 
 
 def _use(lease: Lease, now: float, notebook: str) -> str:
-    """A text on how a lease is used.
+    """A text on how the `lease` is used, for a tooltip.
 
     The durations in the text change in steps of five seconds, so that a bar of idle models is not sent
     every second.
@@ -203,10 +203,9 @@ def _use(lease: Lease, now: float, notebook: str) -> str:
 
 
 def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
-    """The stretches `leases`, in which all stretches that are too thin are one stretch, such as `12 others`.
+    """The stretches `leases`. All stretches that are too thin are combined into one stretch, such as `12 others`.
 
-    `leases` are sorted with the largest first, and `scale` is the bytes of the whole bar. A single
-    thin lease keeps its own stretch.
+    The largest of `leases` is first. `scale` is the bytes of the whole bar. A single thin lease keeps its own stretch.
     """
     thin = {
         n
@@ -224,7 +223,7 @@ def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
 
 
 def _residue_stretch(snapshot: Snapshot, view: DeviceView) -> Stretch | None:
-    """The stretch of bytes that processes hold beyond their leases, or None if there are none."""
+    """The stretch of the bytes that processes hold beyond their leases. None if there are no such bytes."""
     held = sorted(
         (
             (section.residue.get(view.device.id, 0), process_name(section))
@@ -254,7 +253,7 @@ def _strangers_tooltip(snapshot: Snapshot, view: DeviceView, size: int) -> str:
 
 
 def _first(lines: Sequence[str]) -> list[str]:
-    """The first MOST_NAMED of `lines`, and a line with the number of the remaining lines."""
+    """The first MOST_NAMED of `lines`, and one more line with the number of the remaining lines."""
     more = len(lines) - MOST_NAMED
     counted = [f"and {more} more"] if more > 0 else []
     return [*lines[:MOST_NAMED], *counted]

@@ -1,7 +1,7 @@
 """The texts beside a device's bar: free memory, use, measurements, notices.
 
-This module computes no totals. The totals of a device are computed in `scheduler.pressure.views`
-and `scheduler.transitions.totals`. They reach the console through `owner.status.snapshot`.
+This module computes no totals. The totals of a device are computed in `scheduler.pressure.views` and
+`scheduler.transitions.totals`. The console reads them from `owner.status.snapshot`.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .confirmations import idle_leases
 def room_words(view: DeviceView, kept_bytes: int = 0) -> str:
     """A short text on the bytes that can still be leased on the device of `view`.
 
-    Of these, `kept_bytes` are reserved for requests that wait.
+    Of these bytes, `kept_bytes` are reserved for requests that wait.
     """
     if view.room_bytes is None:
         return f"free memory unknown: {view.blind}" if view.blind else "free memory unknown"
@@ -27,9 +27,9 @@ def room_words(view: DeviceView, kept_bytes: int = 0) -> str:
 
 
 def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
-    """Facts about the device of `view` for an operator, the most important first.
+    """Facts about the device of `view` for an operator. The most important fact is first.
 
-    `snapshot` gives the leases on it.
+    `snapshot` gives the leases on the device.
     """
     found = [room_words(view), f"{fill(view)} leased"]
     if view.device.is_host:
@@ -60,12 +60,12 @@ def figures(view: DeviceView) -> tuple[str, str, str]:
 
 
 def _idle_bytes(snapshot: Snapshot, device: str) -> int:
-    """The bytes on a device that could be evicted now."""
+    """The bytes on the `device` that could be evicted now."""
     return sum(lease.bytes_on(device) for lease in idle_leases(snapshot, device))
 
 
 def notices(snapshot: Snapshot, view: DeviceView) -> list[str]:
-    """Short texts on everything that is unusual about the device of `view` in `snapshot`."""
+    """Short texts on each unusual state of the device of `view` in `snapshot`."""
     found = []
     if view.drained is not None:
         since = show_seconds(max(0.0, snapshot.wall - view.drained.wall))

@@ -68,9 +68,9 @@ class ProcessMemory(NamedTuple):
 
 
 def process_memories(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> tuple[ProcessMemory, ...]:
-    """Every process of `snapshot` with memory on a card, once for each card.
+    """Every process of `snapshot` that has memory on a card. Each card of a process gives one entry.
 
-    The process with the most inactive bytes is first, and processes without a map in `maps` are last.
+    The entry with the most inactive bytes is first, and entries without a map in `maps` are last.
     """
     cards: dict[str, DeviceView] = {
         view.device.id: view for view in snapshot.devices if not view.device.is_host
@@ -98,10 +98,10 @@ def process_memories(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> tuple[
 def rows(
     memories: Iterable[ProcessMemory], snapshot: Snapshot, may_act: bool, chosen: str = ""
 ) -> tuple[Row, ...]:
-    """A row for each of `memories`, with a button to draw it.
+    """A row for each of `memories`, with a button that draws the map.
 
-    If the visitor `may_act`, there is also a button to defragment the process. `chosen` is the id of
-    the row whose map is drawn.
+    If the visitor `may_act`, there is also a button that defragments the process. `chosen` is the id of the row whose
+    map is drawn.
     """
     return tuple(
         Row(memory.id, _cells(memory, snapshot), _buttons(memory, snapshot, may_act, chosen))
@@ -154,7 +154,7 @@ def _buttons(
 
 
 def report(memory: ProcessMemory, snapshot: Snapshot) -> str:
-    """The text above the map of `memory` as HTML: its process in `snapshot`, and the verdict."""
+    """The text above the map of `memory` as HTML. It has the name of the process and the verdict."""
     section = snapshot.sections.get(memory.owner)
     process = (section.owner if section else snapshot.owner).label
     title = f'<div class="title">{esc(f"{clean(process)} on {memory.device}")}</div>'
@@ -185,7 +185,7 @@ class FetchedMaps:
         self._rows: dict[tuple[bool, str], str] = {}
 
     def memories(self, snapshot: Snapshot) -> tuple[ProcessMemory, ...]:
-        """Every process with memory on a card of `snapshot`."""
+        """Every process of `snapshot` that has memory on a card."""
         if snapshot is not self._snapshot:
             self._memories = process_memories(self.maps, snapshot)
             self._rows, self._snapshot = {}, snapshot
@@ -200,7 +200,7 @@ class FetchedMaps:
         return self._rows[key]
 
     def picture(self, map: AllocatorMap) -> allocator_map.Picture:
-        """The picture of `map`, which is one of the fetched maps."""
+        """The picture of `map`, which must be one of the fetched maps."""
         key = map.owner, map.device
         if key not in self._pictures:
             self._pictures[key] = allocator_map.picture(map)

@@ -1,6 +1,6 @@
-"""The history of a device: the time at which each moment ends, and the titles of recorded leases.
+"""The history of a device: the end of each moment, and the titles of the recorded leases.
 
-A moment is one record of a device's use, with the time at which it begins. This module is pure.
+A moment is one record of a device's use, with the time at which the record begins. This module is pure.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def spans_of(moments: Sequence[Moment], end: float) -> list[Span]:
 
 
 def devices_of(event: Event) -> set[str]:
-    """The devices of the bytes of `event`."""
+    """The devices on which the bytes of `event` are."""
     shares = event.shares or (Share(event.device, event.bytes),)
     return {share.device for share in shares}
 

@@ -1,4 +1,4 @@
-"""The variables of one notebook on the tab Leases, shown as the table and the sums of `%gpu who`."""
+"""The variables of one notebook on the tab Leases, shown as a table and sums like the result of `%gpu who`."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ HOLDERS = (
 
 
 class Variables(NamedTuple):
-    """The answer of a process to the request for its variables, or the request if it has no answer yet."""
+    """The answer of a process to the request for its variables. Without an answer yet, only the request."""
 
     owner: str  # the id of the process
     label: str
@@ -32,7 +32,7 @@ class Variables(NamedTuple):
 
 
 def heading(answer: Variables) -> str:
-    """The line of HTML above the table."""
+    """The line of HTML above the table of variables."""
     state = "" if answer.frame is not None or answer.trouble else "asking …"
     return (
         f'<div class="head"><span class="name">Variables of {esc(clean(answer.label))}</span>'
@@ -41,7 +41,7 @@ def heading(answer: Variables) -> str:
 
 
 def holders(answer: Variables) -> tuple[Row, ...]:
-    """A row for each name that holds memory. Without an answer there are no rows."""
+    """A row for each name that holds memory. If there is no answer yet, there are no rows."""
     if answer.frame is None:
         return ()
     records = answer.frame.to_dict("records")
@@ -62,9 +62,9 @@ def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
 
 
 def sums(answer: Variables) -> str:
-    """The sentences below the table as HTML.
+    """The sentences below the table of variables, as HTML.
 
-    The sentences say how many bytes the names in the table hold, or why there is no table.
+    The sentences state how many bytes the names in the table hold, or why there is no table.
     """
     if answer.trouble:
         return f'<div class="alarm">{esc(answer.trouble)}</div>'

@@ -1,4 +1,4 @@
-"""The rows of the tab Leases: which process holds how many bytes on which device.
+"""The rows of the tab Leases. They show how many bytes each process holds on each device.
 
 To add a column, add its name to LEASES and its value to the rows. The columns of `rt.leases()` are in
 `gpu_runtime/owner/dataframes.py`.
@@ -62,8 +62,8 @@ def leases(
 ) -> tuple[Row, ...]:
     """A row for each share of each lease in `snapshot`.
 
-    Further rows show bytes that processes hold beyond their leases, and memory without a lease.
-    `styles` has the style of each lease by its label.
+    Further rows show the bytes that processes hold beyond their leases, and memory without a lease. `styles` has the
+    style of each lease by its label.
     """
     rows: list[Row] = []
     for section in sorted(snapshot.sections.values(), key=_largest_first):
@@ -134,7 +134,7 @@ def _share_rows(
 
 
 def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
-    """The state of the memory of a notebook's own code, which has the `lease`, as a cell of the table.
+    """A cell with the state of the memory of a notebook's own code. `lease` is the lease of this memory.
 
     Examples are `parked` (moved to host memory) and `in use for 2 min`. If the memory could be moved to host memory
     but was not, the cell shows the reason.
@@ -151,9 +151,9 @@ def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
 
 
 def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
-    """Why the last attempt to move the memory of `lease` to host memory failed; "" if it is unknown.
+    """The reason why the last attempt to move the memory of `lease` to host memory failed; "" if unknown.
 
-    The `lease` holds the memory of a notebook's own code. The notebook's process recorded the reason in `events`.
+    `lease` is the lease of a notebook's own code. The notebook's process recorded the reason in `events`.
     """
     for event in reversed(events):
         if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
@@ -162,7 +162,7 @@ def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
 
 
 def kernel_buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
-    """The buttons for the memory of a notebook's own code. A button that cannot be pressed shows the reason."""
+    """The buttons for the memory of a notebook's own code. A button that cannot be pressed now shows the reason."""
     moving = "" if lease.phase is Phase.SETTLED else f"It is {lease.phase}"
     variables = Button("who", "Variables")
     if lease.on_host:
@@ -176,7 +176,7 @@ def kernel_buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
 
 
 def _residue_rows(section: Section, process: tuple[Cell, ...]) -> Iterator[Row]:
-    """A row for each device on which the process holds bytes beyond its leases."""
+    """A row for each device on which the process of `section` holds bytes beyond its leases."""
     for device, size in section.residue.items():
         if size:
             cells = (
@@ -202,7 +202,7 @@ def _stranger_row(stranger: Stranger) -> Row:
 
 
 def _unknown_stranger_rows(snapshot: Snapshot) -> Iterator[Row]:
-    """A row for each device with unleased memory in use whose process is not known."""
+    """A row for each device that has unleased memory in use, if no process is known to use this memory."""
     known = {stranger.device for stranger in snapshot.strangers}
     for view in snapshot.devices:
         if view.device.is_host or view.device.id in known:
@@ -234,7 +234,7 @@ _UNUSUAL_HINTS = {
 
 
 def kernel_cell(section: Section, now: float, presence: Presence | None = None) -> Cell:
-    """The state of a kernel: `busy 3 min`, `idle 12 min`, `no answer, 40 s` or `stopped`.
+    """A cell with the state of a kernel: `busy 3 min`, `idle 12 min`, `no answer, 40 s` or `stopped`.
 
     The cell is `–` if the process is not a kernel. `now` is a time of the snapshot's clock. `presence` is
     the state of the process, or None if it is unknown.

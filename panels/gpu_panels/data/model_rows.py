@@ -1,4 +1,4 @@
-"""The rows of the tab Models: every model that is held, registered or in the catalogue."""
+"""The rows of the tab Models: every model that has a lease, is registered or is in the catalogue."""
 
 from __future__ import annotations
 
@@ -45,7 +45,8 @@ def models(
     catalogue: Sequence[ModelSpec] = (),
     styles: Mapping[str, palette.LeaseStyle] | None = None,
 ) -> tuple[Row, ...]:
-    """A row for every model in `snapshot` or `catalogue`, grouped by where the model is, and sorted by name.
+    """A row for every model in `snapshot` or `catalogue`. The rows are grouped by the model's place, and sorted by
+    name.
 
     `styles` has the style of each lease by its label.
     """
@@ -74,7 +75,7 @@ def models(
 def _of_process(
     section: Section, snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle]
 ) -> Iterator[tuple[SortKey, Row]]:
-    """The models that one process holds, and the models that it could load."""
+    """The models that the process of `section` holds, and the models that this process could load."""
     held = {lease.name for lease in section.leases}
     for lease in section.leases:
         if lease.kind == "model":
@@ -132,7 +133,7 @@ def _why_not_evict(lease: Lease, owner: Owner) -> str:
 def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
     """The row of a model that `owner` has registered and not loaded.
 
-    Whether it is pinned is known only if `owner` is this process.
+    Whether the model is pinned is known only if `owner` is this process.
     """
     is_mine = owner == snapshot.owner
     spec = next((spec for spec in snapshot.specs if is_mine and spec.name == name), None)
@@ -153,7 +154,7 @@ def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
 
 
 def _unloaded_row(spec: ModelSpec, id: str, owner: str, state: str) -> Row:
-    """The row of a model of the catalogue, or of a model that is registered here and not yet published."""
+    """The row of a model of the catalogue, or of a model that is registered here but is not in the book yet."""
     why_not = "" if spec.enabled else "Its catalogue entry has enabled: false"
     cells = (
         Cell(clean(spec.name), hint=clean(spec.source)),

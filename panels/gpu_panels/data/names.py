@@ -1,7 +1,6 @@
-"""Names of processes, the same for every viewer of the page.
+"""Names of processes. Every viewer of the page gets the same names.
 
-`rendering.views.holder` returns "this process" for the current process. On a served page, the current
-process would be the server.
+`rendering.views.holder` returns "this process" for the current process. On a served page, this would be the server.
 """
 
 from __future__ import annotations
@@ -13,11 +12,11 @@ KERNEL = "kernel"  # the name and the kind of the lease of a notebook's own code
 
 
 def notebook_name(section: Section) -> str:
-    """The process of `section`: `train.ipynb`, or `pid 4121` if it has no notebook."""
+    """The name of the process of `section`: `train.ipynb`, or `pid 4121` if the process has no notebook."""
     owner = section.owner
     return clean(owner.file) if owner.notebook else f"pid {owner.pid}"
 
 
 def process_name(section: Section) -> str:
-    """The process of `section`: `train.ipynb (pid 4121), ann`."""
+    """The name of the process of `section`, such as `train.ipynb (pid 4121), ann`."""
     return clean(holder_label(section.owner))

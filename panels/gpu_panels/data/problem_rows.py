@@ -1,4 +1,4 @@
-"""The rows of the strip of problems: what is wrong, since when, how much memory it concerns."""
+"""The rows of the strip of problems. Each has the problem, its begin, and how much memory it concerns."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ NO_PROBLEMS = "No problems"
 def problem_rows(snapshot: Snapshot, first_seen: dict[str, float]) -> tuple[Row, ...]:
     """A row for each problem in `snapshot`.
 
-    `first_seen` maps the key of each problem to the epoch seconds at which a snapshot first had the
-    problem. This function updates `first_seen`. If the begin of a problem is unknown, this time is shown.
+    `first_seen` maps the key of each problem to the epoch seconds at which a snapshot first had the problem. This
+    function updates `first_seen`. If the begin of a problem is unknown, the time in `first_seen` is shown.
     """
     found = problems(snapshot)
     keys = [problem.key for problem in found]
@@ -54,7 +54,7 @@ def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
 
 
 def pressed(button: str) -> tuple[str, str]:
-    """The verb and the target of a pressed `button`, which comes from a browser and can be anything."""
+    """The verb and the target of a pressed `button`. `button` is a text from a browser and can be anything."""
     verb, _, target = button.partition(" ")
     return verb, target
 

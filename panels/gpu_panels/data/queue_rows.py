@@ -34,9 +34,9 @@ QUEUE = (
 
 
 def queue(snapshot: Snapshot) -> tuple[Row, ...]:
-    """The requests in `snapshot` that wait for memory, in order, each with its reason.
+    """The requests in `snapshot` that wait for memory, in the order of the queue, each with its reason.
 
-    Requests to other processes follow them.
+    The last rows are requests to other processes.
     """
     silent: dict[str, list[Unanswered]] = {}
     for one in snapshot.unanswered:
@@ -83,7 +83,7 @@ def _waiting_row(
 
 
 def end_wait(ticket: Ticket, snapshot: Snapshot) -> Button:
-    """The button that ends the wait of `ticket`. For a stopped process it says why the wait cannot end."""
+    """The button that ends the wait of `ticket`. If the process is stopped, the button shows why it cannot."""
     is_asleep = snapshot.now - ticket.refreshed > ASLEEP_SECONDS
     why_not = "Its process is stopped, and cannot end its wait" if is_asleep else ""
     return Button("cancel", VERBS["cancel"], why_not)

@@ -1,7 +1,7 @@
-"""Cells that several tables share: a process, a lease's place and state, sizes, durations.
+"""Cells that several tables share: for a process, for a lease's place and state, for sizes and durations.
 
-The shown durations change in steps of five seconds. So a table of idle models changes twelve times a
-minute and not sixty times.
+The shown durations change in steps of five seconds. So a table of idle models changes twelve times a minute instead of
+sixty times.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_ANSWER = (
 def place(lease: Lease) -> str:
     """The place of `lease`: its cards, such as `GPU: 0`, or `host` if it is on no card.
 
-    For a lease in parts, it is the bytes on the card and in host memory.
+    For a lease in parts, the result has the bytes on the card and in host memory.
     """
     if lease.in_parts:
         return place_label(lease)
@@ -45,7 +45,7 @@ def place(lease: Lease) -> str:
 
 
 def state_cell(lease: Lease, now: float) -> Cell:
-    """The state of `lease`, without its idle time, which has a column of its own.
+    """A cell with the state of `lease`, without its idle time, because the idle time has its own column.
 
     `now` is a time of the snapshot's clock.
     """
@@ -56,7 +56,7 @@ def state_cell(lease: Lease, now: float) -> Cell:
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:
-    """A sort key for `name` that compares the numbers in it by their value.
+    """A sort key for `name`. Numbers in the name are compared by their value.
 
     >>> sorted(["bge-10", "bge-2", "Ada"], key=natural)
     ['Ada', 'bge-2', 'bge-10']
@@ -77,7 +77,7 @@ def lasting(seconds: float) -> str:
 
 
 def stepped(seconds: float) -> float:
-    """The `seconds` rounded down to five seconds. From two minutes on they are rounded down to a minute."""
+    """The `seconds` rounded down to a multiple of five. From two minutes on, they are rounded down to full minutes."""
     step = 5 if seconds < 120 else 60
     return max(0.0, seconds - seconds % step)
 
@@ -85,8 +85,8 @@ def stepped(seconds: float) -> float:
 def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
     """The file name of the `owner`'s notebook. The path of the notebook is shown on hover.
 
-    Without a notebook, the cell is `this process` for the process that read the `snapshot`, and
-    `no notebook` for any other process.
+    If the owner has no notebook, the cell is `this process` for the process that read the `snapshot`, and `no notebook`
+    for any other process.
     """
     if owner.notebook:
         return Cell(clean(owner.file), None, clean(owner.notebook))
@@ -95,13 +95,15 @@ def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
 
 
 def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    """The label of the process `owner`. Its user is added if another user has read the `snapshot`."""
+    """A cell with the label of the process `owner`. If another user has read the `snapshot`, the label has the owner's
+    user.
+    """
     hint = f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"
     return Cell(clean(holder_label(owner, snapshot.owner)), None, clean(hint))
 
 
 def holder_cell(owner_id: str, snapshot: Snapshot) -> Cell:
-    """The process with the id `owner_id`, even if it is no longer in `snapshot`."""
+    """A cell with the label of the process `owner_id`, even if the process is no longer in `snapshot`."""
     section = snapshot.sections.get(owner_id)
     if section is not None:
         return owner_cell(section.owner, snapshot)
@@ -116,17 +118,17 @@ def lease_name_cell(lease: Lease, hint: str, styles: Mapping[str, palette.LeaseS
 
 
 def importance_cell(importance: int) -> Cell:
-    """A cell with the name of the `importance`. The table sorts the cell by the number."""
+    """A cell with the name of the `importance`. The table sorts such cells by their numbers."""
     return Cell(importance_name(importance), importance)
 
 
 def bytes_cell(size: int | None, otherwise: Cell) -> Cell:
-    """A cell with the `size`, which is in bytes. The result is `otherwise` if `size` is None."""
+    """A cell with the `size` in bytes. If `size` is None, the result is the cell `otherwise`."""
     return otherwise if size is None else Cell(show_bytes(size), size)
 
 
 def waited_cell(arrived: float, snapshot: Snapshot) -> Cell:
-    """How long a request has waited, with the time of day on hover.
+    """A cell with the time for which a request has waited. On hover, it shows the time of day.
 
     `arrived` is a time of the snapshot's clock.
     """

@@ -96,7 +96,7 @@ def _breaker(breaker: Any) -> Cell:
 
 
 def client_rows(served: Any) -> tuple[Row, ...]:
-    """A row for each client, the one with the most recent call first."""
+    """A row for each client. The client with the most recent call is first."""
     return tuple(
         _client_row(name, pattern, served.now)
         for name, pattern in reversed(served.state.clients.items())
@@ -121,7 +121,7 @@ def _client_row(name: str, pattern: Any, now: float) -> Row:
 
 
 def job_rows(served: Any) -> tuple[Row, ...]:
-    """A row for each job, the newest first. The id is not shown, because it permits to fetch the result."""
+    """A row for each job, the newest first. The id of a job is not shown, because it permits to fetch the result."""
     return tuple(_job_row(number, job) for number, job in enumerate(served.jobs))
 
 
@@ -139,7 +139,7 @@ def _job_row(number: int, job: Any) -> Row:
 
 
 def summary(served: Any) -> str:
-    """One line on the whole server: answered, failed and refused calls, and loads for calls."""
+    """One line about the whole server: the answered, failed and refused calls, and the loads for calls."""
     counts = served.state.counts
     refused = sum(number for name, number in counts.items() if name.startswith("refused"))
     parts = [f"{counts.get('answered', 0):,} answered"]

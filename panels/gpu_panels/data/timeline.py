@@ -1,4 +1,4 @@
-"""The timeline: which model was where and when, which model evicted which, and how busy the cards were.
+"""The timeline: the places of each model over time, the evictions, and the use of the cards.
 
 This module is pure. `widgets/timeline.js` draws the timeline. Times are rounded to thousandths of the
 shown range, so that values often stay equal. Equal values are not sent again.
@@ -36,7 +36,7 @@ class Range(NamedTuple):
     end: float
 
     def at(self, wall: float) -> float:
-        """The place of the epoch seconds `wall` in the drawing."""
+        """The position of `wall` (epoch seconds) in the drawing."""
         part = (wall - self.start) / max(self.end - self.start, 1e-9)
         return round(WHOLE * min(1.0, max(0.0, part)), 1)
 
@@ -70,7 +70,7 @@ class Arrow(msgspec.Struct, frozen=True):
 
 
 class Figures(msgspec.Struct, frozen=True):
-    """What the driver measured of one card over time. Unknown values are left out."""
+    """The driver's measurements of one card over time. Unknown values are left out."""
 
     device: str
     lines: dict[str, tuple[tuple[tuple[float, float], ...], ...]]  # unit -> pieces without a gap
@@ -79,7 +79,7 @@ class Figures(msgspec.Struct, frozen=True):
 
 
 class Drawing(msgspec.Struct, frozen=True):
-    """Everything that is drawn."""
+    """Everything that the timeline shows."""
 
     start: float
     end: float
@@ -92,7 +92,7 @@ class Drawing(msgspec.Struct, frozen=True):
 
 
 def timeline(history: History, snapshot: Snapshot, shown: Range) -> Drawing:
-    """The drawing of `history` within the range `shown`; `snapshot` names processes and devices."""
+    """The drawing of `history` within the range `shown`. `snapshot` gives the names of processes and devices."""
     moments = [moment for moment in history.moments if shown.start <= moment.wall <= shown.end]
     devices = sorted({moment.device for moment in moments}, key=natural)
     spans = {
@@ -130,7 +130,7 @@ def _empty_note(moments: Sequence[Moment]) -> str:
 
 
 def _held(spans: Mapping[str, Sequence[Span]]) -> Counter[str]:
-    """Maps the label of each lease to the sum of its bytes times the seconds for which it held them."""
+    """Maps the label of each lease to a sum over time: its bytes times the seconds for which it had these bytes."""
     held: Counter[str] = Counter()
     for of_device in spans.values():
         for moment, end in of_device:
@@ -157,7 +157,7 @@ def _row(label: str, title: str, spans: Mapping[str, Sequence[Span]], shown: Ran
 
 
 def _bars(label: str, device: str, spans: Sequence[Span], shown: Range) -> list[Bar]:
-    """The bars of the lease `label` on one `device`. Neighbouring spans with equal bytes are one bar."""
+    """The bars of the lease with the `label` on one `device`. Neighbouring spans with equal bytes become one bar."""
     found: list[tuple[float, float, int]] = []
     for moment, end in spans:
         size = moment.claims.get(label, 0)
@@ -194,9 +194,9 @@ def _gaps(spans: Mapping[str, Sequence[Span]], shown: Range) -> tuple[tuple[floa
 
 
 def arrows(events: Iterable[Event], labels: set[str], shown: Range) -> tuple[Arrow, ...]:
-    """An arrow for each eviction in the range `shown` of a lease in `labels` for another lease.
+    """An arrow for each eviction, within the range `shown`, of a lease in `labels` for another such lease.
 
-    Several evictions of the same two leases, each soon after the one before, are one arrow.
+    Several evictions of the same two leases, each soon after the last, become one arrow.
     """
     found: dict[tuple[str, str], list[list[Event]]] = {}
     for event in events:
@@ -214,7 +214,7 @@ def arrows(events: Iterable[Event], labels: set[str], shown: Range) -> tuple[Arr
 
 
 def _pair(event: Event, labels: set[str]) -> tuple[str, str] | None:
-    """The labels of the evicted lease and of the lease that needed its room."""
+    """The label of the lease that `event` evicted, and the label of the lease that needed the room. None if unknown."""
     victim = label_of(event.owner, event.model)
     needed_by = _FOR.search(event.because)
     if event.action not in MARKED or victim not in labels or HOST in devices_of(event):
@@ -250,7 +250,7 @@ def _figures(device: str, spans: Sequence[Span], shown: Range) -> Figures:
 def _pieces(
     spans: Sequence[Span], field: str, shown: Range
 ) -> tuple[tuple[tuple[float, float], ...], ...]:
-    """The values of one field over time, in pieces without a gap."""
+    """The values of one `field` over time. A gap in the record divides the values into pieces."""
     pieces: list[list[tuple[float, float]]] = []
     until = None
     for moment, end in spans:

@@ -1,4 +1,4 @@
-"""The contents of the tab What if: the snapshot after a plan's steps, and a description of the plan.
+"""The contents of the tab What if: the snapshot after the steps of a plan, and a description of the plan.
 
 This module is pure.
 """
@@ -34,17 +34,17 @@ from .names import process_name
 
 
 class PlanAnswer(NamedTuple):
-    """A plan, or the error because of which there is no plan."""
+    """A plan, or the error that explains why there is no plan."""
 
     plan: Plan | None = None
     error: str = ""
 
 
 def model_choices(snapshot: Snapshot) -> list[str]:
-    """The names of the models in `snapshot` that can be planned for, in alphabetical order.
+    """The names of the models in `snapshot` for which a plan can be made, in alphabetical order.
 
-    These models are registered here, can be loaded by another process, or are held. A name that
-    several processes have is listed once for each of them, as `qwen@4121`.
+    These models are registered here, can be loaded by another process, or have a lease. If several processes have the
+    same name, it is listed once for each process, as `qwen@4121`.
     """
     pids: dict[str, set[int]] = {spec.name: {snapshot.owner.pid} for spec in snapshot.specs}
     for id, section in snapshot.sections.items():
@@ -61,7 +61,7 @@ def model_choices(snapshot: Snapshot) -> list[str]:
 
 
 def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
-    """The `snapshot` as if the `steps` had been done.
+    """The `snapshot` as it would be if the `steps` had been done.
 
     Models that the steps load or move to a device are shown as arriving.
     """
@@ -81,7 +81,7 @@ def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
 
 
 def _after_step(lease: Lease, step: Step) -> Lease | None:
-    """The lease after one step, or None if the step unloads the lease."""
+    """The `lease` after one `step`, or None if the step unloads its model."""
     if isinstance(step, Drop):
         return None
     is_to_host = isinstance(step, Move) and all(share.device == HOST for share in step.shares)
@@ -104,9 +104,9 @@ def _claims(sections: Mapping[str, Section]) -> dict[str, int]:
 
 
 def _after_change(view: DeviceView, more: int) -> DeviceView:
-    """The device after `more` bytes were claimed on it. A negative number means fewer bytes.
+    """The device of `view` after `more` bytes were claimed on it. If `more` is negative, bytes were freed.
 
-    Unknown figures stay unknown.
+    Figures that are unknown in `view` stay unknown.
     """
     used = None if view.measured_bytes is None else max(0, view.measured_bytes + more)
     room = None if view.room_bytes is None else view.room_bytes - more
@@ -115,7 +115,7 @@ def _after_change(view: DeviceView, more: int) -> DeviceView:
 
 
 def touched(steps: Iterable[Step]) -> list[str]:
-    """The devices that `steps` change, in their order."""
+    """The devices that `steps` change, in the order of the steps."""
     devices = []
     for step in steps:
         shares = (*getattr(step, "source", ()), *getattr(step, "shares", ()))
@@ -153,7 +153,7 @@ def _eviction_words(snapshot: Snapshot, step: Move | Drop, is_asked: bool) -> st
 
 
 def _return_words(lease: Lease | None, step: Move | Drop) -> str:
-    """The end of a sentence, which says how long the model takes to return.
+    """The end of a sentence about an evicted model. It states how long the model takes to return.
 
     The result is empty if the time is unknown or 0.
     """
@@ -167,12 +167,12 @@ def _return_words(lease: Lease | None, step: Move | Drop) -> str:
 
 
 def places(shares: Shares) -> str:
-    """The devices of `shares`: `sim:0 + sim:1`."""
+    """The devices of `shares` as text, such as `sim:0 + sim:1`."""
     return " + ".join(share.device for share in shares)
 
 
 def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
-    """The verdict as HTML: whether the plan in `found` fits, why, and what it evicts.
+    """The verdict as HTML: whether the plan in `found` fits, the reason, and the models that it evicts.
 
     `snapshot` gives the names of processes.
     """
@@ -194,7 +194,7 @@ def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
 
 
 def verdict(plan: Plan) -> str:
-    """One line on when the model of `plan` fits: now, after evictions, after a wait, or never."""
+    """One line that states when the model of `plan` fits: now, after evictions, after a wait, or never."""
     leaving = len({step.lease for step in plan.steps if lease_name(step.lease) != plan.name})
     if plan.level is PlanLevel.NEVER:
         answer = "✗ Never, as things are"
@@ -208,7 +208,7 @@ def verdict(plan: Plan) -> str:
 
 
 def preload_target(subject: str, snapshot: Snapshot) -> str:
-    """The target of the button Preload, `OWNER_ID/MODEL`, for `subject`, which is one of `model_choices`."""
+    """The target of the button Preload, `OWNER_ID/MODEL`. `subject` is one of the `model_choices`."""
     bare, _, pid = subject.rpartition("@")
     name = bare if bare and pid.isdigit() else subject
     for id, section in snapshot.sections.items():
@@ -219,7 +219,7 @@ def preload_target(subject: str, snapshot: Snapshot) -> str:
 
 
 def host_choices(snapshot: Snapshot) -> tuple[int, int, int]:
-    """The sizes for a replay, in bytes: the largest card, the host memory for models now, and twice that memory."""
+    """The sizes for a replay, in bytes: the largest card, the present host memory for models, and twice this memory."""
     cards = [view.limit_bytes for view in snapshot.devices if not view.device.is_host]
     host = sum(view.limit_bytes for view in snapshot.devices if view.device.is_host)
     return max(cards, default=0), host, 2 * host
@@ -246,7 +246,7 @@ def ram_sentence(rows: Sequence[Mapping[str, Any]], days: float) -> str:
 
 
 def details(found: PlanAnswer, snapshot: Snapshot) -> str:
-    """The details of the plan in `found` as HTML: its steps, its needs, and the other places considered.
+    """The details of the plan in `found` as HTML: its steps, its needs, and the other places that were considered.
 
     `snapshot` gives the names of processes.
     """

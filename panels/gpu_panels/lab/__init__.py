@@ -1,8 +1,8 @@
 """GPU memory in JupyterLab: a status-bar item and a side panel, and the server's route for them.
 
-`view` decides what is shown, `reader` reads the ledgers for all browser tabs, `routes` answers the
-browser, and `browser/remoteEntry.js` draws. Jupyter Server imports this package when it starts, so
-it imports nothing large, and nothing of Panel.
+`view` decides which values are shown, `reader` reads the ledgers for all browser tabs, `routes`
+answers the browser, and `browser/remoteEntry.js` draws. Jupyter Server imports this package when it
+starts, so the package imports nothing large, and nothing of Panel.
 """
 
 from __future__ import annotations
@@ -14,12 +14,14 @@ from typing import Any
 
 
 def _jupyter_server_extension_points() -> list[dict[str, str]]:
-    """The module that Jupyter Server loads. The server calls this function."""
+    """The module that Jupyter Server loads as an extension. The server calls this function to find
+    it.
+    """
     return [{"module": "gpu_panels.lab"}]
 
 
 def _load_jupyter_server_extension(server: Any) -> None:
-    """Adds the routes to the running `server`. The server calls this function."""
+    """Adds the routes to the running `server`. Jupyter Server calls this function."""
     from . import routes
 
     make_command_found()
@@ -30,7 +32,7 @@ def make_command_found() -> None:
     """Lets terminals and notebooks of this server find the command `gpu`.
 
     If the server was started without activating its environment, PATH lacks the directory of `gpu`.
-    That directory is then added at the end of PATH.
+    In this case, this function adds the directory at the end of PATH.
     """
     directory = os.path.dirname(sys.executable)
     path = os.environ.get("PATH") or os.defpath

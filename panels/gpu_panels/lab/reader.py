@@ -1,7 +1,7 @@
 """Reads the ledgers for all browser tabs of one Jupyter server.
 
-A ledger is read at most once a second, however many tabs request it, and only while a tab requests it.
-All reading happens in threads, so a ledger that does not answer does not block Jupyter.
+A ledger is read at most once a second, however many tabs request its status, and only while a tab requests it. All
+reading happens in threads, so a ledger that does not answer does not block Jupyter.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ MOST_QUESTIONS = 100
 
 
 class Answer(NamedTuple):
-    """The body of a status answer, and its digest."""
+    """The body of the answer to a status request, and the digest of this body."""
 
     body: bytes
     digest: str
@@ -71,7 +71,7 @@ class Reader:
     # -- what the tabs show
 
     def status(self, kernels: Sequence[LabKernel], front: str = "") -> Answer:
-        """The answer for a tab. `front` is the id of the kernel of the notebook in front.
+        """The answer to a tab's status request. `front` is the id of the kernel of the notebook in front.
 
         Raises GpuError, OSError if the ledger cannot be opened or read.
         """
@@ -101,7 +101,7 @@ class Reader:
         return answer
 
     def _snapshot(self, read: _Read) -> Snapshot:
-        """The snapshot of a ledger, at most a second old."""
+        """The snapshot of the ledger of `read`, at most a second old."""
         with read.lock:
             now = self._clock()
             if read.snapshot is None or now - read.read_at >= READ_SECONDS:
@@ -116,13 +116,13 @@ class Reader:
     # -- which ledger
 
     def _of_tile(self) -> _Read:
-        """The ledger that the console shows if it is opened with its tile in JupyterLab's launcher."""
+        """The ledger that the console would show if it were opened by its tile in JupyterLab's launcher."""
         from gpu_runtime import watching  # loads the runtime; not needed until a tab asks
 
         return self._of(self._every(CHOOSE_SECONDS, "tile", watching.followed))
 
     def _ledgers(self, kernels: Sequence[LabKernel]) -> dict[str, tuple[Any, ...]]:
-        """The ledgers that each of the `kernels` has open, by the kernel's id."""
+        """The ledgers that each of the `kernels` has open, by the id of the kernel."""
         from gpu_runtime.ledgers import in_use
 
         def look() -> dict[str, tuple[Any, ...]]:
@@ -140,8 +140,8 @@ class Reader:
     def _shown_ledger(self, ledgers: Sequence[Any], tile: _Read) -> _Read:
         """The ledger to show for the notebook in front, which has the `ledgers` open.
 
-        The result is the ledger `tile` if the notebook has that ledger open, or has none open. In all other cases it is
-        the ledger that the notebook opened last.
+        The result is the ledger `tile` if the notebook has the ledger `tile` open, or has no ledger open. In all other
+        cases it is the ledger that the notebook opened last.
         """
         from gpu_runtime import watching
 
@@ -150,7 +150,7 @@ class Reader:
         return self._of(watching.guest(ledgers[-1]))
 
     def _active(self, ledgers: dict[str, tuple[Any, ...]], tile: _Read) -> list[LedgerName]:
-        """The ledgers that kernels of this server have open, and the ledger `tile` if it has leases."""
+        """The ledgers that kernels of this server have open. Also the ledger `tile`, if it has leases."""
         from gpu_runtime import watching
 
         found: dict[Path | None, str] = {}
@@ -162,7 +162,9 @@ class Reader:
         return [LedgerName(key_of(directory), title_of(url)) for directory, url in found.items()]
 
     def _every(self, seconds: float, key: str, make: Callable[[], Any]) -> Any:
-        """The last result of `make()`, kept under `key`. If it is older than `seconds`, `make` is called again."""
+        """The last result of `make()`, stored under `key`. If this result is older than `seconds`, `make` is called
+        again.
+        """
         with self._lock:
             now = self._clock()
             known = self._cached.get(key)
@@ -201,11 +203,11 @@ class Reader:
     # -- actions
 
     def ask(self, ledger: str, verb: str, target: str) -> dict[str, Any]:
-        """The dialog for `verb` on the lease `target` (`OWNER_ID/NAME`), or to cancel on the waiting
-        request with the key `target`. `ledger` is the key of the ledger.
+        """The dialog for `verb` on the lease `target` (`OWNER_ID/NAME`). For `cancel`, `target` is the key of a waiting
+        request. `ledger` is the key of the ledger.
 
-        The dialog's `question` is a number for `act`. If the verb is not possible any more,
-        `refused` has the reason. Raises GpuError for an unknown ledger or verb.
+        The dialog's `question` is a number for `act`. If the verb is not possible any more, `refused` has the reason.
+        Raises GpuError for an unknown ledger or verb.
         """
         from ..acting import asked_process
 
@@ -267,7 +269,7 @@ class Reader:
 
 
 def key_of(directory: Path | None) -> str:
-    """The key that requests use for the ledger with its files in `directory`. It does not reveal the URL."""
+    """The key by which requests name the ledger with its files in `directory`. The key does not show the URL."""
     return hashlib.sha256(str(directory).encode()).hexdigest()[:16]
 
 
@@ -286,7 +288,7 @@ def title_of(url: str) -> str:
 
 
 def user() -> str:
-    """The person whom the journal names for each action: JupyterHub's user, else the system's user."""
+    """The person whom the journal names for each action. This is JupyterHub's user, else the system's user."""
     hub = os.environ.get("JUPYTERHUB_USER")
     if hub:
         return hub

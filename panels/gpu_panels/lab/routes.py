@@ -1,7 +1,7 @@
 """The routes of Jupyter Server for the status bar and the side panel.
 
-Jupyter checks its own login and the XSRF cookie before a request arrives here. No answer contains a
-token or the URL of a ledger.
+Jupyter checks its own login and the XSRF cookie before a request reaches these routes. No answer contains a token or
+the URL of a ledger.
 """
 
 from __future__ import annotations
@@ -54,10 +54,9 @@ class LabService:
         return self._kernels
 
     async def status(self, handler: APIHandler, front: str) -> Answer:
-        """The answer for a tab with the kernel `front` in front. Raises GpuError, OSError.
+        """The answer for a tab. `front` is the kernel of the notebook in front. Raises GpuError, OSError.
 
-        Requests within a second get the same answer, without a thread, which would cost more than
-        the answer.
+        Requests within a second get the same answer. This needs no thread, which would cost more than the answer.
         """
         now = time.monotonic()
         self._answered = {
@@ -76,7 +75,7 @@ class LabService:
         self._answered.clear()
 
     async def run(self, threads: ThreadPoolExecutor, work: Callable[[], Any]) -> Any:
-        """The result of `work` in one of the `threads`. Raises its errors."""
+        """Runs `work` in one of the `threads`, and returns its result. Raises the errors of `work`."""
         return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
@@ -85,7 +84,7 @@ def _kernel_ids(handler: APIHandler) -> list[str]:
 
 
 def pid_of(manager: Any, kernel: str) -> int:
-    """The pid of a kernel; 0 if the kernel runs on another machine, or has just ended."""
+    """The pid of the kernel with the id `kernel`. 0 if the kernel runs on another machine, or has just ended."""
     try:
         found = manager.get_kernel(kernel)
     except (KeyError, web.HTTPError):  # it has ended
@@ -118,7 +117,7 @@ class _Handler(APIHandler):
         work: Callable[[], Any],
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sends the result of `work`, which runs in one of the `threads`; `after` runs after it."""
+        """Sends the result of `work`, which runs in one of the `threads`. Calls `after` when `work` has ended."""
         try:
             found = await self.service.run(threads, work)
             after()
@@ -128,7 +127,7 @@ class _Handler(APIHandler):
         self.finish(json.dumps(found))
 
     def body(self, *names: str) -> list[str]:
-        """The texts with these `names` in the request's body. Any other body is status 400."""
+        """The texts with these `names` in the request's body. If a text is missing, the answer has the status 400."""
         given = self.get_json_body()
         values = [given.get(name) for name in names] if isinstance(given, dict) else [None]
         if not all(isinstance(value, str) for value in values):
@@ -137,7 +136,7 @@ class _Handler(APIHandler):
 
 
 class StatusRoute(_Handler):
-    """`GET status?kernel=ID&seen=DIGEST`: the content of the page, or 204 if its digest is `seen`."""
+    """`GET status?kernel=ID&seen=DIGEST`: the content of the page. If the digest of this content is `seen`, 204."""
 
     @web.authenticated
     @authorized

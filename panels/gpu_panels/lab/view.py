@@ -1,8 +1,8 @@
-"""The content of JupyterLab's status bar and panel for one snapshot, as plain values for JSON. This
-module is pure.
+"""Computes the content of JupyterLab's status bar and panel from one snapshot, as plain values for JSON. This module is
+pure.
 
-Times are epoch seconds, so that the values stay equal while nothing happens. The browser computes
-durations from them.
+Times are epoch seconds, so that the values stay equal while nothing changes. The browser computes durations from these
+times.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ def shown(
 ) -> dict[str, Any]:
     """The content of the status bar and of the side panel for `snapshot`.
 
-    `kernels` are the kernels of this server. `ledger` is the ledger of the snapshot, and `others` are the
-    other active ledgers. `tile` is the ledger that the console's tile opens; None means `ledger`.
-    `first_seen` is kept for each ledger, and maps its problems to epoch seconds, as for `problem_rows`.
+    `kernels` are the kernels of this server. `ledger` is the ledger of the snapshot, and `others` are the other active
+    ledgers. `tile` is the ledger that the console's tile opens; None means `ledger`. `first_seen` is a dict for this
+    ledger, which the caller keeps. It maps problems to epoch seconds, as in `problem_rows`.
     """
     by_pid = {pid: kernel for kernel in kernels for pid in kernel.pids}
     found = [
@@ -97,7 +97,7 @@ def shown(
 
 
 def cards_text(snapshot: Snapshot) -> str:
-    """The cards of `snapshot` with used and usable memory, such as `GPU0 14/22 GiB`."""
+    """A text about the cards of `snapshot`, with used and usable memory, such as `GPU0 14/22 GiB`."""
     views = cards(snapshot)
     if not views:
         return "no GPU"
@@ -110,20 +110,18 @@ def cards_text(snapshot: Snapshot) -> str:
 
 
 def card_name(view: DeviceView) -> str:
-    """The short name of a device: `GPU0` for a card, and `RAM` for the host."""
+    """The short name of the device of `view`: `GPU0` for a card, and `RAM` for the host."""
     number = view.device.id.partition(":")[2]
     return "RAM" if view.device.is_host else f"GPU{number}"
 
 
 def used_bytes(view: DeviceView) -> int:
-    """The bytes of a device that are in use: the leased bytes, and those of programs without a
-    lease.
-    """
+    """The bytes of a device that are in use: the leased bytes, and the bytes of programs without a lease."""
     return view.claimed_bytes + strangers_bytes(view)
 
 
 def _of(used: int, limit: int) -> str:
-    """Two sizes in the unit of the second one: `14/22 GiB`.
+    """The sizes `used` and `limit` as one text, in the unit of `limit`: `14/22 GiB`.
 
     >>> _of(14 * GIB, 21.6 * GIB), _of(8.5 * GIB, 21.6 * GIB), _of(32 * MIB, 172.8 * MIB)
     ('14/22 GiB', '8.5/22 GiB', '32/173 MiB')
@@ -141,7 +139,7 @@ def _rounded(value: float) -> str:
 
 
 def _problem(row: Row) -> dict[str, Any]:
-    """What is wrong, since when, and the buttons that may help."""
+    """The problem in `row`, with its begin, and with the buttons that may help."""
     text, since, _ = row.cells
     actions = []
     for button in row.buttons:
@@ -151,7 +149,7 @@ def _problem(row: Row) -> dict[str, Any]:
 
 
 def groups(snapshot: Snapshot, kernels: Mapping[int, LabKernel]) -> list[dict[str, Any]]:
-    """The processes that hold memory, each with its rows; the largest on the cards is first.
+    """The processes that hold memory, each with its rows. The process with the most bytes on cards is first.
 
     `kernels` maps pids to the kernels of this server.
     """
@@ -200,14 +198,14 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
 
 
 def _sum_words(leases: Sequence[Lease], residue: int) -> str:
-    """The bytes of a process on the cards: `12.0 GiB`; if it has none there, `12.0 GiB in RAM`."""
+    """The bytes of a process on the cards: `12.0 GiB`. If all its bytes are in host memory: `12.0 GiB in RAM`."""
     on_cards = sum(lease.bytes for lease in leases if not lease.on_host) + residue
     in_ram = sum(lease.bytes for lease in leases if lease.on_host)
     return f"{show_bytes(in_ram)} in RAM" if in_ram and not on_cards else show_bytes(on_cards)
 
 
 def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
-    """The row of one lease: its name, place, size, state and the actions that are possible."""
+    """The row of one lease: its name, its place, its size, its state, and the possible actions."""
     is_kernel = lease.kind == KERNEL
     state = lease_state(lease, snapshot.now)
     is_idle = state.activity == "idle" and not (is_kernel and lease.on_host)
@@ -252,7 +250,7 @@ def _plain_row(id: str, name: str, size: int) -> dict[str, Any]:
 
 
 def _strangers(snapshot: Snapshot, unleased: int) -> dict[str, Any]:
-    """The group of programs that hold memory of a card without a lease."""
+    """The group of programs that hold memory of a card without a lease. `unleased` is the sum of their bytes."""
     rows = [
         _plain_row(
             f"stranger/{one.device}/{one.pid}",
@@ -291,7 +289,7 @@ def _device(view: DeviceView) -> dict[str, Any]:
 def _waiting(
     ticket: Ticket, snapshot: Snapshot, kernels: Mapping[int, LabKernel]
 ) -> dict[str, Any]:
-    """A waiting request, with the path of its notebook if the notebook is one of this server."""
+    """A waiting request. If its notebook has a kernel of this server, the path of the notebook is included."""
     section = snapshot.sections.get(ticket.owner)
     kernel = kernels.get(section.owner.pid) if section else None
     return {
@@ -307,12 +305,14 @@ def _waiting(
 
 
 def _epoch(stamp: float, snapshot: Snapshot) -> int | None:
-    """Converts `stamp`, a time on the snapshot's clock, to epoch seconds. 0 stands for an unknown time: None."""
+    """Converts `stamp`, a time of the snapshot's clock, to epoch seconds. The stamp 0 means unknown: the result is
+    None.
+    """
     return round(snapshot.wall - (snapshot.now - stamp)) if stamp else None
 
 
 def variables(frame: Any) -> dict[str, Any]:
-    """The names that hold a notebook's memory, the largest first, from the `frame` of its `rt.who`.
+    """The names that hold a notebook's memory, the largest first. `frame` is the result of `rt.who`.
 
     Models are left out, because the panel has separate rows for them.
     """

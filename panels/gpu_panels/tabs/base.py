@@ -1,4 +1,4 @@
-"""The base class of a tab, and when its methods are called.
+"""The base class of a tab. It defines the methods of a tab, and when these methods are called.
 
     class QueueTab(Tab):
         title = "Queue"
@@ -12,9 +12,9 @@
             rows = self.poller.once("queue", snapshot, queue_rows)  # computed once for all sessions
             ...                                    # patch what differs; never rebuild
 
-A session makes a tab when the tab is first opened, and updates only the tab in front. So a tab that is
-not open costs nothing. Each call holds the document's lock. `poller.latest` returns data that is not
-in the Snapshot, and never waits. `registry.py` lists the tabs in their order.
+A session makes a tab when the tab is first opened, and updates only the tab in front. So a tab that is not open costs
+nothing. Each call holds the document's lock. `poller.latest` returns data that the Snapshot does not have, and never
+waits. `registry.py` lists the tabs in their order.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ MOST_TYPED = 200  # characters of a text in the URL
 class Tab:
     """One tab in one session.
 
-    The buttons of a tab use `actions`, which requests a confirmation first. A viewer gets no buttons.
+    The buttons of a tab call `actions`, which first asks for a confirmation. A viewer gets no buttons.
     """
 
     title: ClassVar[str]
@@ -45,7 +45,7 @@ class Tab:
         self.address_changed: Callable[[], None] = lambda: None  # set by the console
 
     def in_address(self, **widgets: Any) -> None:
-        """Keeps the values of the `widgets` in the page's URL, under the names of the keywords.
+        """Stores the values of the `widgets` in the page's URL, under the names of the keywords.
 
         The URL changes while a person types in a text field. A default value is left out of the URL.
         """
@@ -55,7 +55,7 @@ class Tab:
             widget.param.watch(lambda _: self.address_changed(), parameter)
 
     def address(self) -> dict[str, str]:
-        """The part of the URL that opens the present view of the tab: the values of its widgets."""
+        """The part of the URL that opens the present view of the tab. It has the values of the tab's widgets."""
         found = {}
         for key, (widget, parameter, default) in self._addressed.items():
             value = getattr(widget, parameter)
@@ -66,7 +66,7 @@ class Tab:
         return found
 
     def visit(self, address: Mapping[str, str]) -> None:
-        """Sets the widgets to the values in `address`. It comes from a URL, so unknown values are ignored."""
+        """Sets the widgets to the values in `address`. Unknown values are ignored, because `address` is from a URL."""
         for key, (widget, parameter, _) in self._addressed.items():
             value = address.get(key, "")
             options = getattr(widget, "options", None)

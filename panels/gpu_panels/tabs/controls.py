@@ -1,4 +1,4 @@
-"""The look of buttons and selections, shared by the tabs."""
+"""The look of buttons and selections. All tabs use these settings."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The tab Fragmentation: a table of the processes' allocators, and the map of one of them."""
+"""The tab Fragmentation: a table of the processes' allocators, and the map of one of these allocators."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HINT = (
 class MapFetcher:
     """Fetches the maps of all allocators.
 
-    While no map has changed, a call returns the same object, so that nothing is drawn again.
+    As long as no map changes, each call returns the same object, so that nothing is drawn again.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class FragmentationTab(Tab):
         self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the table for `snapshot` and the chosen map. Before the first fetch it shows nothing."""
+        """Shows the table for `snapshot` and the chosen map. Before the first fetch the tab is empty."""
         fetched = self.poller.latest("maps", MapFetcher(), MAP_SECONDS)
         if fetched is None:
             return
@@ -100,7 +100,7 @@ class FragmentationTab(Tab):
             self._below[:] = parts
 
     def _pressed(self, verb: str, id: str) -> None:
-        """Handles a button of the row `id`.
+        """Handles a press of the button `verb` in the row `id`.
 
         The browser sends the id, so this method checks that the id names a process in the book.
         """

@@ -1,4 +1,4 @@
-"""The tab Leases: which process holds which memory, and the variables of one notebook that hold memory."""
+"""The tab Leases: the memory of each process, and the variables of one notebook that hold memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ EMPTY = "No variable or output holds memory on a device."
 
 
 class LeasesTab(TableTab):
-    """The tab with the table of leases. Below it are the variables of the notebook that was selected last."""
+    """The tab with the table of leases. Below the table are the variables of the last selected notebook."""
 
     title = "Leases"
     columns = LEASES
@@ -65,7 +65,7 @@ class LeasesTab(TableTab):
                 self._show(answer)
 
     def _pressed(self, verb: str, id: str) -> None:
-        """Handles a button of the row `id`.
+        """Handles a press of the button `verb` in the row `id`.
 
         The browser sends the id, so this method checks that the id names a process in the book.
         """
@@ -82,7 +82,7 @@ class LeasesTab(TableTab):
         threads.start(lambda: self._ask(rt, owner, name))
 
     def _ask(self, rt: Any, owner: str, name: str) -> None:
-        """Requests the variables of the process `owner` in a thread, since the answer may take seconds."""
+        """Requests the variables of the process `owner`, and waits for the answer. Call this method in a thread."""
         snapshot = self.poller.result.snapshot
         section = snapshot.sections.get(owner) if snapshot else None
         label = section.owner.label if section else ""

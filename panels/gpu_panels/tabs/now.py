@@ -1,4 +1,4 @@
-"""The tab Now: a row for each device, with its last 15 minutes, and below them the queue."""
+"""The tab Now: a row for each device, with the device's last 15 minutes, and the queue below the rows."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ NOBODY_WAITS = "No request is waiting."
 
 
 def shown_rows(snapshot: Snapshot, may_act: bool) -> str:
-    """The rows of all devices of `snapshot` as JSON; `may_act` decides whether they have buttons."""
+    """The rows of all devices of `snapshot` as JSON. If `may_act` is true, the rows have buttons."""
     drawn = bars(snapshot)
     styles = SHARED.styles(labels(drawn))
     return encoded_rows(device_rows(snapshot, drawn, styles, may_act))
 
 
 def notices_html(snapshot: Snapshot) -> str:
-    """A note that the governor of `snapshot` is off, and a hint if there is no GPU or no model, as HTML."""
+    """HTML with the note that the governor of `snapshot` is off, and a hint if there is no GPU or no model."""
     parts = [] if snapshot.governed else [f'<div class="alarm">{esc(GOVERNOR_OFF)}</div>']
     has_card = any(not view.device.is_host for view in snapshot.devices)
     if not has_card:
@@ -54,7 +54,7 @@ def notices_html(snapshot: Snapshot) -> str:
 
 
 class NowTab(Tab):
-    """The tab that shows how full each device is, which process holds what, and which requests wait."""
+    """The tab that shows the use of each device, the memory of each process, and the waiting requests."""
 
     title = "Now"
 

@@ -1,4 +1,6 @@
-"""The tabs of the console, in their order. A module is imported when its tab is first opened."""
+"""The tabs of the console, in their order. The module of a tab is imported when the tab is first
+opened.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ SERVING = "Serving"  # only on the page of a server that serves models
 
 
 def titles() -> list[str]:
-    """The titles of the tabs of every page, in their order."""
+    """The titles of the tabs that every page has, in their order."""
     return [title for title in TABS if title != SERVING]
 
 

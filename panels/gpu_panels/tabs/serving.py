@@ -23,7 +23,7 @@ def _heading(title: str) -> Prose:
 
 
 class ServingTab(Tab):
-    """The tab with the figures of `gpu serve` since it began."""
+    """The tab with the figures of `gpu serve` since the server began."""
 
     title = "Serving"
 
@@ -46,7 +46,7 @@ class ServingTab(Tab):
         )
 
     def update(self, snapshot: Snapshot) -> None:
-        """Shows the figures of the server. They are read once for each `snapshot`, for all sessions."""
+        """Shows the figures of the server. For each `snapshot`, the figures are read once for all sessions."""
         figures = self.poller.serving
         if figures is None:
             return

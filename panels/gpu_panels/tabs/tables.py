@@ -1,4 +1,6 @@
-"""The tab Models, and what tabs with one table share. A table is encoded once for all sessions."""
+"""The tab Models, and the base class of tabs with one table. A table is encoded once for all
+sessions.
+"""
 
 from __future__ import annotations
 
@@ -44,7 +46,7 @@ class TableTab(Tab):
 
 
 class ModelsTab(TableTab):
-    """The tab with every model that is held, registered or in the catalogue."""
+    """The tab with every model that has a lease, is registered or is in the catalogue."""
 
     title = "Models"
     columns = MODELS

@@ -1,6 +1,6 @@
-"""The tab Timeline: which model was where and when, which model evicted which, and all events.
+"""The tab Timeline: the place of each model over time, the evictions, and all events.
 
-The whole tab shows one range of time: one of WINDOWS, or a range that the visitor chose.
+The whole tab shows one range of time: one of WINDOWS, or a range that the visitor has chosen.
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class TimelineTab(Tab):
             self.window.value = FREE
 
     def shown(self, snapshot: Snapshot) -> Range:
-        """The range of time that is shown. An unusable free range counts as the last 15 minutes."""
+        """The range of time that the tab shows. A free range that cannot be used counts as the last
+        15 minutes.
+        """
         now = snapshot.wall
         seconds = WINDOWS.get(self.window.value)
         if seconds is None:
@@ -112,7 +114,7 @@ class TimelineTab(Tab):
         self.chart.show(drawing, found)
 
     def _past(self, snapshot: Snapshot) -> History | None:
-        """The record of the range, or None while it is read."""
+        """The record of the shown range, or None while this record is being read."""
         shown = self.shown(snapshot)
         length, back = shown.end - shown.start, snapshot.wall - shown.start
         points = int(min(MOST_POINTS, POINTS * max(1.0, back / length)))
@@ -127,13 +129,13 @@ class TimelineTab(Tab):
         return self.poller.latest(f"timeline {self.window.value} {self.span.value}", fetch, every)
 
     def _events(self, past: History | None, snapshot: Snapshot) -> list[Event]:
-        """All events of the range, the newest first."""
+        """All events of the shown range. The newest event is first."""
         shown = self.shown(snapshot)
         found = activity.merged(past.events if past else (), snapshot.events)
         return [event for event in found if shown.start <= event.wall <= shown.end]
 
     def _file(self) -> io.BytesIO:
-        """Every event of the range as a CSV file."""
+        """Every event of the shown range, as a CSV file."""
         snapshot = self.poller.result.snapshot
         if snapshot is None:
             return io.BytesIO()

@@ -1,4 +1,4 @@
-"""The tab What if: a dry run of using a model or leasing a size. It changes nothing."""
+"""The tab What if: a dry run of using a model or leasing a number of bytes. It changes nothing."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ HINT = (
 
 
 class Wish(NamedTuple):
-    """The model or size, and the options, for which a visitor wants a plan.
+    """A visitor's wish for a plan: the model or the size, and the options.
 
-    The texts come from a browser, and are checked in `request_plan`.
+    The texts are from a browser. `request_plan` checks them.
     """
 
     subject: str
@@ -58,10 +58,10 @@ class Wish(NamedTuple):
 
 
 def request_plan(rt: Any, wish: Wish, models: Collection[str]) -> PlanAnswer:
-    """The plan of the runtime `rt` for the `wish`: one of `models`, or a size such as `14 GiB`.
+    """The plan of the runtime `rt` for the `wish`, which names one of `models` or a size such as `14 GiB`.
 
-    Any other text is an error. The text is never used as the path of a file, since a visitor must not
-    make the server read files.
+    Any other text gives an error. The text is never used as the path of a file, since a visitor must not make the
+    server read files.
     """
     try:
         wanted = wish.subject if wish.subject in models else parse_room(wish.subject)
@@ -73,7 +73,7 @@ def request_plan(rt: Any, wish: Wish, models: Collection[str]) -> PlanAnswer:
 
 
 def replayed(rt: Any, snapshot: Snapshot) -> str:
-    """The sentence on more host memory, from a replay of the last days. It may take seconds."""
+    """A sentence about the effect of more host memory, from a replay of the last days. A replay may take seconds."""
     card, now, more = whatif.host_choices(snapshot)
     try:
         frame = rt.backtest(days=DAYS, policy="lru", device=f"{card}B", host=f"{now}B,{more}B")
@@ -87,7 +87,7 @@ def replayed(rt: Any, snapshot: Snapshot) -> str:
 
 
 def rows_after(snapshot: Snapshot, steps: Sequence[Step]) -> str:
-    """Rows, as JSON, of the devices that `steps` change: each device as it is now, and as it is after the steps."""
+    """Rows, as JSON, of the devices that `steps` change. Each device has a row for now and a row for the time after."""
     touched = whatif.touched(steps)
     then = whatif.after(snapshot, steps)
     drawn = {"now": bars(snapshot), "after": bars(then)}
@@ -200,13 +200,13 @@ class WhatIfTab(Tab):
         return models
 
     def _preload(self) -> None:
-        """Opens the dialog for the chosen model."""
+        """Opens the dialog for a preload of the chosen model."""
         snapshot, subject = self.poller.result.snapshot, self._subject()
         if snapshot is not None and subject in whatif.model_choices(snapshot):
             self.actions.propose("preload", whatif.preload_target(subject, snapshot))
 
     def _ask_replay(self) -> None:
-        """Replays the last days in a thread, since that may take seconds."""
+        """Replays the last days in a thread, since a replay may take seconds."""
         snapshot, rt = self.poller.result.snapshot, self.poller.rt
         if snapshot is None or self.more_ram.disabled:
             return
@@ -214,14 +214,14 @@ class WhatIfTab(Tab):
         self.replay.show('<p class="soft">Replaying the last days …</p>')
 
         def work() -> None:
-            """Replays, and has the answer shown."""
+            """Replays the last days, and puts the answer on the page."""
             self._replies.put(replayed(rt, snapshot))
             self.poller.nudge()
 
         threads.start(work)
 
     def _subject(self) -> str:
-        """The typed size or the chosen model, or "" if there is neither."""
+        """The typed size or the chosen model. The result is "" if the visitor has done neither."""
         size = (self.size.value or "").strip()
         if size:
             return size

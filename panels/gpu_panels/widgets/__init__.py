@@ -1,4 +1,5 @@
-"""Our own browser components. Each has a Python file, and JavaScript and CSS files of the same name.
+"""Our own browser components. Each component has a Python file, and JavaScript and CSS files of the
+same name.
 
-The components only show values. The tabs decide which values are shown.
+The components only display values. The tabs decide which values these are.
 """

@@ -12,7 +12,7 @@ from panel.custom import JSComponent
 class ConfirmationForm(JSComponent):
     """The contents of the dialog: a text and two buttons.
 
-    A press of a button calls `answered` with `confirm` or `cancel` and the question's number.
+    A press of a button calls `answered` with `confirm` or `cancel`, and with the number of the question.
     """
 
     lines = param.List([], doc="The text, one paragraph each.")

@@ -1,8 +1,8 @@
-"""The rows of the devices, as plain HTML elements and not as a drawing.
+"""The rows of the devices, built from plain HTML elements instead of a drawing.
 
-Each part of a row thus has a name for screen readers, and can be reached with the keyboard. The rows are encoded
-once for all sessions; see `data/device_rows.py`. A Bokeh chart for each device needed 25 Bokeh objects per
-device, and the page had to send, lay out and keep all of them.
+So each part of a row has a name for screen readers, and can be reached with the keyboard. The rows are encoded once for
+all sessions; see `data/device_rows.py`. A Bokeh chart for each device needed 25 Bokeh objects per device, and the page
+had to send, lay out and keep all of these objects.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Devices(JSComponent):
         self._pressed = pressed
 
     def show(self, rows: str, past: str = "{}") -> None:
-        """Shows the encoded `rows` and the encoded last minutes `past`. Unchanged text is not sent again."""
+        """Shows the encoded `rows` and `past`, the encoded last minutes. Unchanged text is not sent again."""
         changed = {"rows": rows, "past": past}
         changed = {name: new for name, new in changed.items() if new != getattr(self, name)}
         if changed:

@@ -48,7 +48,7 @@ class StatusBar(JSComponent):
 
 
 def status_html(snapshot: Snapshot, visitor: Any) -> str:
-    """The number of problems, devices, host and ledger of `snapshot`, and the `visitor`, as HTML."""
+    """HTML with the number of problems, devices, host and ledger of `snapshot`, and with the `visitor`."""
     problems = summary(snapshot)
     host = snapshot.host or snapshot.owner.host or "this host"
     simulated = snapshot.simulated

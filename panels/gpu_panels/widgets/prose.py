@@ -1,8 +1,8 @@
 """A piece of HTML on the page, in the console's own style.
 
-Panel's HTML pane loses a text that is set after the pane was made and before it is drawn, with an
-error in the browser. On a busy machine this happened on every second page. This component always
-draws its latest text.
+Panel's HTML pane loses a text that is set after the pane was made and before the browser has drawn
+the pane. The browser then reports an error. On a busy machine this happened on every second page.
+This component always draws its latest text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from panel.custom import JSComponent
 
 
 class Prose(JSComponent):
-    """Shows `html`. The caller escapes every name in it that comes from a person or a file."""
+    """Shows `html`. The caller must escape every name in `html` that is from a person or a file."""
 
     html = param.String("", doc="What is shown.")
 
@@ -25,6 +25,6 @@ class Prose(JSComponent):
         super().__init__(html=html, sizing_mode="stretch_width", **params)
 
     def show(self, html: str) -> None:
-        """Shows `html`. The call costs nothing if the same text is shown already."""
+        """Shows `html`. The call costs nothing if the page shows the same text already."""
         if html != self.html:
             self.html = html

@@ -1,4 +1,4 @@
-"""The timeline and the activity below it, as elements of the page. The browser filters the lines."""
+"""The timeline and the activity below it, as HTML elements of the page. The browser filters the lines."""
 
 from __future__ import annotations
 
