@@ -20,8 +20,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ..attribution import on_behalf_of
+from ..backends.processes import remote_calls
 from ..backends.processes.model_processes import ProcessBackend
-from ..backends.processes.remote_calls import Packed, uncopied
 from ..errors import FleetUnavailable, GpuError, NotAllowed, UnknownModel
 from ..facts import HOST, HostRoom, Lease, Offer, PlanLevel
 from ..private_paths import replace_file
@@ -225,9 +225,13 @@ class HostAgent:
         self.holds.enter(Hold(hold, job, name), timeout, importance)
         return True
 
-    def call(self, hold: str, path: tuple[str, ...], given: Packed) -> Packed:
-        """The packed result of a call on the model of the hold with the id `hold`; see `Holds.call`."""
-        return uncopied(self.holds.call(hold, path, given))
+    def call(self, message: Any) -> Any:
+        """The packed result of a call, as `remote_calls.message` forms it.
+
+        `message` has the packed arguments of `Holds.call`.
+        """
+        hold, path, given = remote_calls.unpack(remote_calls.packed_in(message))
+        return remote_calls.message(self.holds.call(hold, path, given))
 
     def leave(self, hold: str) -> None:
         """Ends the hold with the id `hold`. If there is no such hold, nothing happens."""

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
-from ..backends.processes.remote_calls import Packed, pack, uncopied, unpack
+from ..backends.processes import remote_calls
 from ..errors import EngineDied, NodeLost
 from . import cluster
 from .hosts import on
@@ -24,7 +24,7 @@ class _Made(NamedTuple):
     """A call, as it is sent."""
 
     path: tuple[str, ...]
-    given: Packed  # the arguments
+    given: remote_calls.Packed  # the arguments
 
 
 class Placer(Protocol):
@@ -143,17 +143,19 @@ class FleetUse:
         # The agent passes the parts on. Only the model's process and this one unpack them. A call
         # that may run again has copies of its arrays, because the caller may change them.
         dumps = cluster.ray().cloudpickle.dumps
-        made = _Made(path, pack((args, kwargs), dumps=dumps, share=not self._retry))
+        made = _Made(path, remote_calls.pack((args, kwargs), dumps=dumps, share=not self._retry))
         found = self._on_a_living_host(lambda: self._send(made))
         if self._retry:
             self._made.append(made)
             self._made_bytes += len(made.given[0])
         # Ray's memory is read-only, and it must be free again.
-        data, *buffers = found
-        return unpack((data, *map(bytearray, buffers)))
+        data, *buffers = remote_calls.packed_in(found)
+        return remote_calls.unpack((data, *map(bytearray, buffers)))
 
     def _send(self, made: _Made) -> Any:
-        return on(self._agent, "call", "calls", self._hold, made.path, uncopied(made.given))
+        order = self._hold, made.path, remote_calls.uncopied(made.given)
+        message = remote_calls.message(remote_calls.pack(order))
+        return on(self._agent, "call", "calls", message)
 
     def _on_a_living_host(self, send: Callable[[], Any]) -> Any:
         for attempt in range(1, MOST_HOSTS + 1):

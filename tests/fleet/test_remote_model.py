@@ -48,8 +48,9 @@ class World:
                 model.told.clear()
             if error is not None:
                 raise error
-            self.given.append(args[2])
-            return remote_calls.run(model, *args[1:])
+            _, path, given = remote_calls.unpack(remote_calls.packed_in(args[0]))
+            self.given.append(given)
+            return remote_calls.message(remote_calls.run(model, path, given))
 
         return answer
 

@@ -1,5 +1,4 @@
-"""Calls on a model that another process sends: the arguments arrive packed, and so does
-the result.
+"""Calls on a model that another process sends: the arguments arrive packed, and so does the result.
 
 A packed value is its pickle, followed by the large buffers in it. The processes between the caller
 and the model pass these parts on. They need not unpack the value, nor import torch.
@@ -37,6 +36,19 @@ def uncopied(packed: Packed) -> Packed:
         part if type(part) is bytes and len(part) < SMALL_BYTES else pickle.PickleBuffer(part)
         for part in packed
     )
+
+
+def message(packed: Packed) -> Any:
+    """The parts for Ray. A small part is sent alone: Ray takes 0.3 ms less for bytes than for a
+    tuple.
+    """
+    parts = uncopied(packed)
+    return parts[0] if len(parts) == 1 and type(parts[0]) is bytes else parts
+
+
+def packed_in(message: Any) -> Packed:
+    """The parts that `message` has."""
+    return message if isinstance(message, tuple) else (message,)
 
 
 def run(value: Any, path: tuple[str, ...], given: Packed) -> Packed:
