@@ -117,7 +117,7 @@ def _new_name(value: Any) -> str:
 
 
 def _text(value: Any) -> str:
-    """Returns `value` if it is text that can be stored as UTF-8 and passed to the operating system."""
+    """Returns `value` if it is text that is valid UTF-8 and that the operating system accepts."""
     text = plain(value)
     _require(isinstance(text, str) and len(text) <= LONGEST_TEXT and "\0" not in text)
     text.encode()  # raises for a lone surrogate

@@ -159,9 +159,9 @@ def _beside(directory: Path) -> Path:
 def state_in(ledger: Path) -> Path:
     """The directory for files that outlive a boot and that all members write.
 
-    `ledger` is the ledger's directory. A shared ledger has a separate directory for these files.
-    Any member must be able to replace such a file, and to remove the files that SQLite puts beside
-    it.
+    `ledger` is the ledger's directory. A shared ledger has a separate directory for files that
+    outlive a boot: any member must be able to replace such a file, and to remove the files that
+    SQLite puts beside it.
     """
     return ledger if access_to(ledger).group is None else ledger / "journal"
 

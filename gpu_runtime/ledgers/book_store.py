@@ -394,7 +394,7 @@ class BookStore:
             self._write_roster(draft.book, draft.packed, page.rev)
 
     def _restore_own_files(self) -> None:
-        """Makes this owner's deleted socket and lock file again. A held lock proves life."""
+        """Makes this owner's deleted lock file and socket again. A held lock proves its life."""
         if self.owner_file.in_place():
             return  # another thread of this process has made them
         old = self.owner_file

@@ -27,8 +27,8 @@ def request(
 ) -> Verdict:
     """Requests `verb` from the owner of the lease `target`. Returns the last verdict.
 
-    The call takes at most `timeout` seconds. If `wait` is false, the call returns at once, and the
-    request stays in the book until the owner answers; see `follow_up`.
+    The call takes at most `timeout` seconds. If `wait` is false, the call does not wait for the
+    answer, and the request stays in the book until the owner answers; see `follow_up`.
     """
     began = session.clock()
     deadline = None if timeout is None else began + timeout
