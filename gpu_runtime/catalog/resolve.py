@@ -44,8 +44,8 @@ class Catalogued:
         return self._here(spec) if spec else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """All models of the catalogue. If the catalogue cannot be read, this is logged once, and
-        there are none.
+        """All models of the catalogue. If it cannot be read, this is logged once and the result is
+        empty.
         """
         try:
             return self.catalog.specs()

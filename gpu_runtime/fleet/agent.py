@@ -48,9 +48,7 @@ VERBS = (  # methods of Runtime that others may call through the agent
 
 
 class HostAgent:
-    """The agent of one host, which clients and the controller call. Ray creates the agent on this host and restarts it
-    there.
-    """
+    """The agent of one host, which clients and the controller call. Ray creates it on its host."""
 
     def __init__(
         self, host: str, devices: str, ledger: str | None, theirs: Mapping[str, str]
@@ -317,9 +315,7 @@ class HostAgent:
                 log.debug("the head does not answer: %s", error)
 
     def _end_holds_of_the_dead(self) -> None:
-        """Ends the uses of jobs that have ended. Ray does not tell a detached actor that a client
-        ended.
-        """
+        """Ends the uses of jobs that have ended. Ray does not report the end of a client."""
         if count := self.holds.release_jobs(cluster.ended_jobs()):
             log.info("%s: ended %d uses of clients that have ended", self.host, count)
 

@@ -40,7 +40,7 @@ class Placer(Protocol):
 
 
 class RemoteModel:
-    """The model of a `with fleet.use(…)` block. Its attributes are those of the model on its host.
+    """The model of a `with fleet.use(…)` block. An attribute of this object is an attribute of the model on its host.
 
     `model.generate(**words)` runs on the model's host. Tensors are sent to the model's device, and results come back in
     host memory. `host` is the name of the host.

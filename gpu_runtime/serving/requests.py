@@ -347,9 +347,9 @@ _PLAIN_TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
 
 
 def check_numbers(body: Mapping[str, Any]) -> None:
-    """Checks the values of the fields in `body` that engines read. Raises Refused (400) for an invalid value.
+    """Checks the values of the fields in `body` that engines read, so that no engine fails on an invalid value.
 
-    So no engine fails on an invalid value.
+    Raises Refused (400) for an invalid value.
     """
     for name, (least, most) in _WHOLE_NUMBERS.items():
         value = body.get(name)

@@ -170,8 +170,8 @@ def run_app(
     """Serves an application until the process is interrupted.
 
     `make_app(gateway, store)` makes the application. `make_gateway(keys, store)` makes its gateway, at the first call
-    that needs the gateway. `where` has the arguments host, port and socket_path of `run`. The other arguments and the
-    errors are those of `run`.
+    that needs the gateway. `where` has the arguments host, port and socket_path of `run`. `run` describes the other
+    arguments and the errors.
     """
     read_serving_config(settings.gpu_tasks or default_file())  # so that a mistake is reported now
     origins = origins_of(settings.gpu_serve_cors)

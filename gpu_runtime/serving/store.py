@@ -60,8 +60,8 @@ class Store:
 
     @property
     def keeps_jobs(self) -> bool:
-        """Whether this server keeps its jobs in the file. The answer is no if another server of this user keeps jobs
-        there.
+        """Whether this server keeps its jobs in the file. False if another server of this user keeps its jobs in the
+        file.
         """
         return self._claim is not None
 

@@ -1,7 +1,8 @@
 """Lets pages of other origins send requests, if the operator allows these origins.
 
-Such a request needs a token in the header `Authorization` or `X-Api-Key`. A cookie, or a token in the URL, does not
-count. So a page of another origin can use only a token that it was given.
+A request of another origin needs a token in the header `Authorization` or `X-Api-Key`. A cookie, or
+a token in the URL, does not count. So a page of another origin can use only a token that it was
+given.
 """
 
 from __future__ import annotations
@@ -53,8 +54,9 @@ def set_headers(handler: RequestHandler, origin: str) -> None:
 
 
 class PreflightHandler(RequestHandler):
-    """Answers a browser's preflight request, which asks whether a page may send a request. It needs
-    no token.
+    """Answers a browser's preflight request, which asks whether a page may send a request.
+
+    A preflight request needs no token.
     """
 
     def initialize(self, gate: object) -> None:

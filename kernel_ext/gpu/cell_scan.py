@@ -262,8 +262,8 @@ class _Cell(ast.NodeVisitor):
     def _follow_code(self, function: types.FunctionType, given: list[Any], depth: int = 0) -> None:
         """Adds the models that the existing `function` uses when it is called.
 
-        These models are found among the constants of `function` and the arguments `given`. Nothing is
-        added if the function calls no method that uses models.
+        The models are found among the constants of `function` and the arguments `given`. Nothing is added if the
+        function calls no method that uses models.
         """
         codes = [function.__code__]
         for code in codes:

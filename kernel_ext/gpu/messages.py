@@ -33,7 +33,7 @@ DEBUGGER_READS = frozenset(
 def current(kernel: Any) -> tuple[str, dict[str, Any]]:
     """The type and the content of the message that `kernel` handles now.
 
-    Both are empty if the message cannot be read.
+    The type and the content are empty if the message cannot be read.
     """
     try:
         message = kernel.get_parent("shell")

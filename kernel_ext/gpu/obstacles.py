@@ -196,8 +196,8 @@ def _wakes(frame: Any) -> bool:
 def why_not_threads(main: int | None) -> str:
     """The reason if a thread prevents moving the kernel's memory, with the thread's name; else "".
 
-    Such a thread does not belong to the kernel, was not started by gpu_runtime, and runs or will run by itself, as a
-    `threading.Timer` does. `main` is the identifier of the main thread.
+    A thread prevents it if the thread does not belong to the kernel, was not started by gpu_runtime, and runs or will
+    run by itself, as a `threading.Timer` does. `main` is the identifier of the main thread.
     """
     known = {thread.ident: thread for thread in threading.enumerate()}
     for ident, found in _threads().items():

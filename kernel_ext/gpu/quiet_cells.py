@@ -1,7 +1,8 @@
 """Finds cells that touch no object of the user's. Such cells run at once while the notebook is parked.
 
-There are two kinds: cells of `%gpu` lines that only read, and cells of constants and operators. Before every other cell
-the notebook's memory returns to the card, because a name, a call or an import may run any code.
+Two kinds of cells touch no object of the user's: cells of `%gpu` lines that only read, and cells of constants and
+operators. Before every other cell the notebook's memory returns to the card, because a name, a call or an import may
+run any code.
 """
 
 from __future__ import annotations

@@ -218,7 +218,7 @@ class OthersWait:
     def news(self, snapshot: Snapshot) -> str:
         """A sentence about new requests in `snapshot` that wait for a card on which this process holds memory.
 
-        Empty if there are no such requests.
+        The result is empty if no new request waits.
         """
         me = snapshot.owner.id
         held = [one for one in snapshot.leases() if one.owner == me and one.on_device]
@@ -237,7 +237,8 @@ class OthersWait:
 def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int) -> str:
     """A sentence on the request `ticket`, which waits for the memory of the leases `held`.
 
-    It names the process that waits, and the command that frees the memory. `more` is the number of further requests.
+    The sentence names the process that waits, and the command that frees the memory. `more` is the number of further
+    requests.
     """
     section = snapshot.sections.get(ticket.owner)
     waiting = holder_label(section.owner, snapshot.owner) if section else "Another process"

@@ -90,7 +90,7 @@ def _best_slot(slot_uses: Counter[int], colour_uses: Counter[int]) -> int:
 class Palette:
     """Remembers the style of each process, so that the process keeps its colour over time and across tabs.
 
-    It is thread-safe.
+    A palette is thread-safe.
     """
 
     def __init__(self) -> None:

@@ -209,7 +209,7 @@ def _install_gates(exit_when_closed: bool) -> None:
 def _install_gate(server: BaseServer) -> str:
     """Installs the gate of `server`. Prints the URL, or the reason why the gate admits nobody.
 
-    Returns this reason, or "" if there is none.
+    Returns the reason why the gate admits nobody, or "" if the gate is open.
     """
     app = server._tornado
     _guarded.update(app.applications.values())

@@ -2,9 +2,9 @@
 
     IDLE → LOADING → READY → STOPPING → IDLE
 
-There are no other states; a failed load is also followed by STOPPING. A server that ends by itself
-is restarted on the same cards, at most three times. If the server ends once more, its model is
-lost. The recipe of each engine defines how the server is started.
+A server has no other states; a failed load is also followed by STOPPING. A server that ends by
+itself is restarted on the same cards, at most three times. If the server ends once more, its model
+is lost. The recipe of each engine defines how the server is started.
 """
 
 from __future__ import annotations

@@ -22,9 +22,9 @@ from ...errors import LoadFailed
 def untouched(paths: Iterable[str], name: str) -> Iterator[Callable[[], None]]:
     """A context manager in which no process can write to the files `paths` of the model `name`.
 
-    It yields a function that raises LoadFailed once a process waits to write. Call this function
-    every few seconds, because after /proc/sys/fs/lease-break-time (45 s) the operating system lets
-    the waiting process continue.
+    The context manager yields a function that raises LoadFailed once a process waits to write. Call
+    this function every few seconds, because after /proc/sys/fs/lease-break-time (45 s) the
+    operating system lets the waiting process continue.
     """
     leased = {path: file for path in paths if (file := _leased(path)) is not None}
 

@@ -148,7 +148,8 @@ def _of_pointers(path: Path) -> Evidence | None:
     """What the directory `path` shows about the model's size if it is a clone without Git LFS, else
     None.
 
-    Each file in such a clone is a small pointer file, which states the size of the real file.
+    In a clone without Git LFS, each file is a small pointer file, which states the size of the real
+    file.
     """
     size = _bytes_behind_pointers(sorted(path.glob("*.safetensors")))
     return Evidence(file_bytes=size, file_format="safetensors") if size else None

@@ -73,8 +73,8 @@ def _sums(rows: Tensor) -> Tensor:
 def _keys(device: torch.device) -> Tensor:
     """The random keys, [2, WORDS] int64. The keys are the same for every device until a reboot.
 
-    So processes can compare their digests of the same bytes. The keys are derived from the random
-    id of the boot and the user.
+    Because the keys are equal, processes can compare their digests of the same bytes. The keys are
+    derived from the random id of the boot and the user.
     """
     if device.type != "cpu":
         return _keys(torch.device("cpu")).to(device)

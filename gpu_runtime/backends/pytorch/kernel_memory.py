@@ -1,9 +1,9 @@
 """The memory that a notebook's own code holds: all its tensors that belong to no governed model.
 
-This memory leaves and returns as a whole. The bytes are copied while the kernel continues. Then one
-call into C exchanges the data pointers of all storages, at a moment when no thread of the process
-uses torch. Tensors, views, gradients, optimizer state and the saved tensors of graphs keep their
-identity and version.
+The memory of a notebook's own code leaves and returns as a whole. The bytes are copied while the
+kernel continues. Then one call into C exchanges the data pointers of all storages, at a moment when
+no thread of the process uses torch. Tensors, views, gradients, optimizer state and the saved
+tensors of graphs keep their identity and version.
 
 A card works asynchronously. So the copy waits until the card has finished its work, in both
 directions, and the exchange waits too. A card that does not finish within REST_SECONDS keeps its

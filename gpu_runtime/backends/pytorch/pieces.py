@@ -145,9 +145,9 @@ def _may_be_cut(module: nn.Module) -> bool:
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The parts of `module` that stay whole, in order, each with its path.
 
-    These parts are the modules that `_no_split_modules` names. If `module` has no such attribute,
-    they are the children of the root. A list of modules is always divided. A module with tensors of
-    its own is never divided.
+    The parts that stay whole are the modules that `_no_split_modules` names. If `module` has no
+    such attribute, they are the children of the root. A list of modules is always divided. A module
+    with tensors of its own is never divided.
     """
     names = frozenset(getattr(module, "_no_split_modules", None) or ())
 

@@ -64,8 +64,9 @@ class _Stored(msgspec.Struct, frozen=True):
 def content_id(checkpoint: Checkpoint, dtype: Any) -> str:
     """An id of the unchanged files of a model and of the form to which their weights are converted.
 
-    This form depends on the dtype and on the version of transformers. The keys of the digests are
-    part of the id too, because other processes compare their digests with the digests in the index.
+    The form of the weights depends on the dtype and on the version of transformers. The keys of the
+    digests are part of the id too, because other processes compare their digests with the digests
+    in the index.
     """
     keys = digest(torch.ones(4, dtype=torch.uint8)).tolist()
     text = repr((checkpoint.stamps, str(dtype), version("transformers"), keys))

@@ -161,7 +161,7 @@ def copied(
 
     `progress` is called after each part with bytes done and bytes in total. If `progress` raises an
     error, the move ends. `wait` returns once the cards have finished their work. Without `wait`,
-    there is no limit for the time of this wait. If the copies are freed `together`, small copies
+    the copies wait for the cards without a limit. If the copies are freed `together`, small copies
     share a block of memory. Raises the device's out-of-memory error. On any failure the copies are
     freed before the caller gets the error.
     """

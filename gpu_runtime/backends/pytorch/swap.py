@@ -112,6 +112,6 @@ class Exchange:
 def at_once(calls: Iterable[Callable[[], Any]]) -> None:
     """Makes all `calls`. Python runs no instruction between two of these calls.
 
-    So an interrupt takes effect before all of the calls or after all of them.
+    An interrupt therefore takes effect before the first of the `calls` or after the last one.
     """
     collections.deque(map(operator.call, calls), maxlen=0)

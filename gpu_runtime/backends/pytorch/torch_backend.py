@@ -306,7 +306,7 @@ class TorchBackend(Backend):
             return False
 
     def _require_same(self, model: TorchModel, held: nn.Module) -> None:
-        """Raises LoadFailed if `model` has other bytes than those with which `held` was loaded."""
+        """Raises LoadFailed if `model` does not have the bytes with which `held` was loaded."""
 
     def _refill(self, model: TorchModel, held: nn.Module) -> None:
         """Gives the bytes of the module of `model` to the object `held`, its new module."""

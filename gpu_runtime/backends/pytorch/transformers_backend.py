@@ -206,8 +206,8 @@ class TransformersBackend(TorchBackend):
         return model.shared
 
     def _compare(self, model: TorchModel) -> None:
-        """Raises TornCopy if the bytes of `model` differ from those that the index of the shared
-        pages describes.
+        """Raises TornCopy if the bytes of `model` differ from the digests in the shared pages'
+        index.
         """
         if isinstance(model, TransformersModel) and model.shared and not model.shared.is_new:
             model.given = model.shared.proven(st.grouped(st.slots(model.module)))

@@ -1,6 +1,6 @@
 """The second phase of a move, in which the storages of a model get the copies of their bytes.
 
-This module prepares the whole phase as calls into C for `swap.at_once`. In the first phase
+This module prepares the whole second phase as calls into C for `swap.at_once`. In the first phase
 `storages.copied` has made the copies.
 """
 

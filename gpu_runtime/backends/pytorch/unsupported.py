@@ -1,7 +1,7 @@
 """Finds modules that cannot be moved safely. Each kind of such modules is refused with its reason.
 
-Such a module has state outside its parameters, or other code stores the addresses of its tensors.
-After a move the module would no longer work.
+A module cannot be moved safely if it has state outside its parameters, or if other code stores the
+addresses of its tensors. After a move such a module would no longer work.
 """
 
 from __future__ import annotations

@@ -126,7 +126,7 @@ def _add_config_routes(app: FastAPI, gateway: Callable[[], Any], acts: Any) -> N
 class _RequireVisitor:
     """Refuses every request without a visitor.
 
-    A server without a gate therefore refuses every request, even those from this machine.
+    Without a gate no request has a visitor. So a server without a gate refuses every request, even from this machine.
     """
 
     def __init__(self, app: Any) -> None:
@@ -149,7 +149,7 @@ class _RequireVisitor:
 def _with_request_id(scope: Any, send: Send) -> Send:
     """A function like `send` that also adds the header `X-Request-Id` to the answer.
 
-    The id is the one that the client sent if that id is valid, else a new id.
+    If the client has sent a valid id, this id is used. If not, a new id is used.
     """
     sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
     id = sent if _REQUEST_ID.fullmatch(sent) else f"req-{uuid.uuid4().hex}"

@@ -1,4 +1,4 @@
-"""The routes that `gpu serve --fleet` has in place of those of one host: the health of all hosts, and slots."""
+"""The routes of `gpu serve --fleet` that replace routes of one host: the health of all hosts, and slots."""
 
 from __future__ import annotations
 

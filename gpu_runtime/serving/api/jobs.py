@@ -24,7 +24,9 @@ _STORED = ("id", "endpoint", "created", "client", "status", "ended", "result", "
 
 
 class Job:
-    """A call that runs in the background. Its id cannot be guessed, and any visitor who has it may fetch the result."""
+    """A call that runs in the background. Its id cannot be guessed, and any visitor who knows the id may fetch the
+    result.
+    """
 
     def __init__(self, endpoint: str, wall: float, client: str = "") -> None:
         """A job for this `endpoint`, created at `wall` (epoch seconds) by the visitor `client`."""

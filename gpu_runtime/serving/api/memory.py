@@ -149,7 +149,7 @@ def evictions(frame: DataFrame, kinds: Mapping[str, tuple[str, str]]) -> list[di
 def kinds(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     """The model type and quantization of each model in `snapshot`, by the model's name.
 
-    The models are those that are registered in this process and those that any process holds.
+    The models are registered in this process, or held by any process.
     """
     registered = {spec.name: (spec.model_type, spec.quantization) for spec in snapshot.specs}
     held = {lease.name: (lease.model_type, lease.quantization) for lease in snapshot.leases()}

@@ -1,6 +1,6 @@
 """The common part of the routes whose format is not OpenAI's.
 
-Such a route reads a chat from its format, and writes the answer in the same format.
+A route with another format than OpenAI's reads a chat from this format, and writes the answer in the same format.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """OpenAI's response format, made from the pieces that an engine writes.
 
-This module is pure. The names of fields and objects are those of OpenAI's API reference: Chat, Completions, Embeddings.
+This module is pure. The names of fields and objects are from OpenAI's API reference: Chat, Completions, Embeddings.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ async def stream_chunks(
 async def whole_answer(
     choices: Sequence[Callable[[], Pieces]], header: Header, echo: str = ""
 ) -> dict[str, Any]:
-    """The whole answer, made from the pieces of each choice. The arguments are those of `stream_chunks`."""
+    """The whole answer, made from the pieces of each choice. `stream_chunks` describes the arguments."""
     answers = []
     for choice in choices:
         texts, thoughts = [echo], []

@@ -1,4 +1,4 @@
-"""Evicts a model some time after its last call, to host memory if there is room there.
+"""Evicts a model some time after its last call, to host memory if host memory has room.
 
 This module does not reserve memory. A model is evicted earlier if another model needs the room.
 Source: Model Boss, InferenceQueue, per-category stay_warm.

@@ -51,7 +51,8 @@ class _Running:
 class LoadShared(Exception):
     """A model could not be pinned. Another call has already received the same `error`.
 
-    So the failure is counted only once, although several calls waited for the model.
+    This exception is not counted as a failure. So a failed load is counted only once, although several calls waited for
+    it.
     """
 
     def __init__(self, error: BaseException) -> None:

@@ -63,8 +63,8 @@ def shown(
     """The content of the status bar and of the side panel for `snapshot`.
 
     `kernels` are the kernels of this server. `ledger` is the ledger of the snapshot, and `others` are the other active
-    ledgers. `tile` is the ledger that the console's tile opens; None means `ledger`. `first_seen` is a dict for this
-    ledger, which the caller keeps. It maps problems to epoch seconds, as in `problem_rows`.
+    ledgers. `tile` is the ledger that the console's tile opens; None means `ledger`. `first_seen` is a dict that the
+    caller keeps for this ledger. The dict maps problems to epoch seconds, as in `problem_rows`.
     """
     by_pid = {pid: kernel for kernel in kernels for pid in kernel.pids}
     found = [

@@ -1,8 +1,8 @@
 """The rows of the devices, built from plain HTML elements instead of a drawing.
 
-So each part of a row has a name for screen readers, and can be reached with the keyboard. The rows are encoded once for
-all sessions; see `data/device_rows.py`. A Bokeh chart for each device needed 25 Bokeh objects per device, and the page
-had to send, lay out and keep all of these objects.
+With HTML elements, each part of a row has a name for screen readers, and can be reached with the keyboard. The rows are
+encoded once for all sessions; see `data/device_rows.py`. A Bokeh chart for each device needed 25 Bokeh objects per
+device, and the page had to send, lay out and keep all of these objects.
 """
 
 from __future__ import annotations
