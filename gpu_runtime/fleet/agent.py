@@ -224,9 +224,9 @@ class HostAgent:
         return True
 
     def call(self, message: Any) -> Any:
-        """The packed result of a call, as `remote_calls.message` forms it.
+        """Runs a call on a model. Returns the packed result as a message; see `remote_calls.message`.
 
-        `message` has the packed arguments of `Holds.call`.
+        `message` contains the packed arguments of `Holds.call`.
         """
         hold, path, given = remote_calls.unpack(remote_calls.packed_in(message))
         return remote_calls.message(self.holds.call(hold, path, given))

@@ -1,7 +1,8 @@
 """Models that clients of the fleet use on this host, with one thread for each use (a hold).
 
 A pin belongs to the thread that took it. So each hold has its own thread, which stays inside `with
-rt.use(model)` until the hold is released. The client's calls run in the threads that receive them.
+rt.use(model)` until the hold is released. Each call of a client runs in the thread that receives
+the call.
 """
 
 from __future__ import annotations

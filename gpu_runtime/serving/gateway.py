@@ -274,7 +274,7 @@ class Gateway:
     def _signed(
         self, reply: Reply, choice: Choice, failed: list[tuple[str, BaseException]]
     ) -> Reply:
-        """Adds to `reply` the model and the reason for this model, and counts the call as answered. Returns it."""
+        """Adds to `reply` the model and the reason for this model. Counts the call as answered. Returns the reply."""
         if choice.model != reply.asked:
             reply.because = why_this_model(choice, failed)
             self._counts["stood_in"] += bool(failed)

@@ -1,9 +1,8 @@
-"""Where the log lines of `gpu_runtime` appear in a notebook.
+"""Decides where the log lines of `gpu_runtime` appear in a notebook.
 
-Without a handler, Python writes warnings to the standard error stream, which a notebook shows under
-the cell that ran last. The lines of background threads are about the host and other notebooks. They go to
-the kernel's own log, which is the terminal or the log file of Jupyter. Lines of the user's own calls
-stay in the cell.
+Without a handler, Python writes warnings to the standard error stream. A notebook shows this stream under the cell that
+ran last. The lines of background threads are about the host and other notebooks. These lines go to the kernel's own
+log, which is the terminal or the log file of Jupyter. Lines of the user's own calls stay in the cell.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ class LogLines(logging.Handler):
         LOGGER.addHandler(self)
 
     def remove(self) -> None:
-        """Lines appear again where they appeared before."""
+        """Removes this handler. Log lines then appear again as they did before the handler was added."""
         LOGGER.removeHandler(self)
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Writes a line of the main thread to the cell, and all others to the kernel's log.
+        """Writes a line of the main thread to the cell, and a line of any other thread to the kernel's log.
 
-        If the user has set up logging, the user's handlers show the line, and the cell shows no other.
+        If the user has set up logging, only the user's handlers show the lines of the main thread.
         """
         if record.thread != threading.main_thread().ident:
             self._kernel_log.handle(record)

@@ -217,7 +217,7 @@ class Parking:
 
     @property
     def refusal(self) -> GpuError | None:
-        """The error that says why the cell must not run, or None if the cell may run."""
+        """The error with the reason why the cell must not run, or None if the cell may run."""
         if self._lease is None or self._here.touches_nothing:
             return None
         return self._lease.refusal
@@ -304,9 +304,9 @@ class _Refusing(ast.NodeTransformer):
 
 
 def _rejecting(why: GpuError) -> GpuError:
-    """The error `why` as one that IPython accepts from a transformer, under the same name.
+    """The error `why`, as an error of the same name that IPython accepts from a syntax-tree transformer.
 
-    Any other error would remove the transformer, and the cell would run.
+    After any other error IPython would remove the transformer, and run the cell.
     """
     kind = type(why)
     rejected = type(kind.__name__, (kind, InputRejected), {"__module__": kind.__module__})

@@ -171,7 +171,7 @@ class Console:
         return page
 
     def preview(self) -> str:
-        """The HTML with the first figures, until the browser has drawn the page. It is empty without figures."""
+        """HTML with the first figures, which is shown until the browser has drawn the page. Empty without figures."""
         title = self._titles[self._tabs.active]
         tab = self._made.get(title)
         if tab is None or self._chooser:

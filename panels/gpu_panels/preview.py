@@ -1,7 +1,7 @@
-"""The first figures inside the HTML of the page, until the browser has started Panel.
+"""Puts the first figures into the HTML of the page. They are shown until the browser has started Panel.
 
-The browser needs one to two seconds for Panel's scripts. The preview is drawn before them, by the
-scripts of the console's own widgets, so it looks like the page that replaces it. Its buttons do nothing.
+The browser needs one to two seconds for Panel's scripts. The preview is drawn before these scripts run, by the scripts
+of the console's own widgets. So the preview looks like the page that replaces it. Buttons of the preview do nothing.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _EXPORTED = re.compile(r"^export (?=function (\w+))", re.MULTILINE)
 def html(
     status_bar: StatusBar, problems: Table, tab: Any, titles: Sequence[str], front: str
 ) -> str:
-    """The preview of the page with these parts, as HTML; see `console.Console`.
+    """The preview of a page as HTML: its status bar, its strip of problems, its tabs, and the tab in front.
 
-    `tab` is the panel of the tab `front`, which is one of the tabs with the `titles`.
+    `tab` is the panel of the tab in front, whose title is `front`. `titles` are the titles of all tabs.
     """
     page = {
         "bar": _piece(status_bar, chooses=False, announces=False, silence="Connecting"),
@@ -57,7 +57,7 @@ def _widgets(part: Any) -> Iterator[JSComponent]:
 
 
 def _piece(widget: JSComponent, **instead: Any) -> dict[str, Any]:
-    """The values of `widget` for its script, with the values in `instead` in their place."""
+    """The values of `widget` for the widget's script. The values in `instead` replace the widget's own values."""
     names = set(type(widget).param) - set(JSComponent.param)
     values = {name: getattr(widget, name) for name in names}
     margin = widget.margin if isinstance(widget.margin, tuple) else (widget.margin,)

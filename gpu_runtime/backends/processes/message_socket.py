@@ -1,7 +1,7 @@
 """Messages between two processes over a socket, each a pickled object.
 
-Large buffers in a message follow the pickle as they are, so no process copies them into a pickle.
-Both processes trust one another.
+Large buffers in a message are sent after the pickle as they are, so no process copies them into a
+pickle. Each of the two processes trusts the other process.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ class MessageSocket:
         self._sending = threading.Lock()
 
     def send(self, message: Any) -> None:
-        """Sends the `message`. Raises OSError, and the errors of pickle before any byte is sent.
+        """Sends the `message`. Raises OSError. Errors of pickle are raised before any byte is sent.
 
-        The buffer of each `pickle.PickleBuffer` in it is sent as it is. The receiver gets a bytearray.
+        The buffer of each `pickle.PickleBuffer` in the message is not copied. The receiver gets a
+        bytearray.
         """
         buffers: list[pickle.PickleBuffer] = []
         data = pickle.dumps(message, 5, buffer_callback=buffers.append)
@@ -40,7 +41,7 @@ class MessageSocket:
                 self._socket.sendall(part)
 
     def receive(self) -> Any:
-        """Waits for a message, and returns it. Raises EOFError once the other end is closed, and
+        """Waits for a message, and returns it. Raises EOFError once the other end is closed. Raises
         OSError.
         """
         [count] = struct.unpack("<I", self._read(4))
@@ -55,7 +56,7 @@ class MessageSocket:
         return data
 
     def close(self) -> None:
-        """Closes this end, once no thread sends. Repeating is safe."""
+        """Closes this end, once no thread sends. A repeated call does nothing."""
         with self._sending:
             self._file.close()
             self._socket.close()

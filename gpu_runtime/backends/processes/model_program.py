@@ -1,10 +1,10 @@
 """The program of a process that runs one model for another process. See `model_processes.py`.
 
-The program answers requests, each a tuple (number, kind, arguments), with (number, "result" or
-"error", value). Before the result of "stream", the items are sent as (number, "item", value). The
-thread that receives a request runs it, after another thread has begun to wait for the next request.
-The socket connects this process with its owner only, so the owner may run any code in this process
-anyway.
+The program answers requests. A request is a tuple (number, kind, arguments), and its answer a tuple
+(number, "result" or "error", value). Before the result of "stream", the items are sent as (number,
+"item", value). The thread that receives a request also runs it, after another thread has begun to
+wait for the next request. The socket connects this process with its owner only, so the owner may
+run any code in this process anyway.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Model:
         return self._backend.unchanged(self._handle)
 
     def call(self, path: tuple[str, ...], given: remote_calls.Packed) -> remote_calls.Packed:
-        """The result of a call on the model; see `remote_calls.run`."""
+        """The packed result of a call on the model; see `remote_calls.run`."""
         value = self._backend.value(self._handle)
         return remote_calls.uncopied(remote_calls.run(value, path, given))
 
@@ -101,7 +101,7 @@ def main(number: int) -> None:
     cancelled: set[int] = set()  # numbers of streams whose reader has left
 
     def answer_one() -> None:
-        """Receives a request and answers it. Ends this process with the socket."""
+        """Receives a request and answers it. If the socket is closed, ends this process."""
         try:
             number, kind, args = messages.receive()
         except (EOFError, OSError):  # the owner has ended, or it wants this process no more

@@ -1,7 +1,9 @@
-"""Calls on a model that another process sends: the arguments arrive packed, and so does the result.
+"""Calls on a model that another process sends. The arguments arrive packed, and the result is sent
+packed.
 
-A packed value is its pickle, followed by the large buffers in it. The processes between the caller
-and the model pass these parts on. They need not unpack the value, nor import torch.
+A packed value is the pickle of the value, followed by the value's large buffers. The processes
+between the caller and the model pass these parts on. They need not unpack the value, nor import
+torch.
 """
 
 from __future__ import annotations
@@ -18,20 +20,23 @@ SMALL_BYTES = 1 << 14  # below this size a copy is cheaper than a part of its ow
 
 
 def pack(value: Any, *, dumps: Callable[..., bytes] = pickle.dumps, share: bool = True) -> Packed:
-    """The `value` packed. With `share`, its buffers (of arrays) are not copied. `dumps` pickles it."""
+    """The packed `value`, pickled by `dumps`. With `share`, the buffers of its arrays are not
+    copied.
+    """
     buffers: list[pickle.PickleBuffer] = []
     data = dumps(value, protocol=5, buffer_callback=buffers.append if share else None)
     return data, *buffers
 
 
 def unpack(packed: Packed) -> Any:
-    """The value. Its arrays use the memory of the buffers that `packed` has."""
+    """The value in `packed`. Its arrays use the memory of the buffers in `packed`."""
     data, *buffers = packed
     return pickle.loads(data, buffers=buffers)
 
 
 def uncopied(packed: Packed) -> Packed:
-    """The parts, for a message: pickle with protocol 5 does not copy the large ones."""
+    """The parts of `packed` in a form for messages: pickle with protocol 5 copies no large part.
+    """
     return tuple(
         part if type(part) is bytes and len(part) < SMALL_BYTES else pickle.PickleBuffer(part)
         for part in packed
@@ -39,15 +44,16 @@ def uncopied(packed: Packed) -> Packed:
 
 
 def message(packed: Packed) -> Any:
-    """The parts for Ray. A small part is sent alone: Ray takes 0.3 ms less for bytes than for a
-    tuple.
+    """The parts of `packed` in a form for Ray.
+
+    A single small part is sent alone: Ray takes 0.3 ms less for bytes than for a tuple.
     """
     parts = uncopied(packed)
     return parts[0] if len(parts) == 1 and type(parts[0]) is bytes else parts
 
 
 def packed_in(message: Any) -> Packed:
-    """The parts that `message` has."""
+    """The packed value in `message`, a result of the function `message`."""
     return message if isinstance(message, tuple) else (message,)
 
 

@@ -1,4 +1,4 @@
-"""The adapter of models that run in processes of their own. Each call goes to an adapter in the model's process."""
+"""The adapter of models that run in separate processes. Each call goes to an adapter in the model's process."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class Timing:
     """Measures one answer while it is made."""
 
     def __init__(self, costs: Costs, clock: Callable[[], float], model: str, call: Call) -> None:
-        """Starts the measurement of the answer of `model` to `call`, by `clock`. The results are added to `costs`."""
+        """Starts measuring the answer of `model` to `call`, by the `clock`. The results are added to `costs`."""
         self._costs = costs
         self._clock = clock
         self._model = model
