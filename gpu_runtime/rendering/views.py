@@ -243,8 +243,8 @@ def _measured_remark(view: DeviceView) -> list[str]:
 def holdings(snapshot: Snapshot) -> list[Holding]:
     """The rows of the table of holders for the `snapshot`.
 
-    First are the leases by device and size, then the bytes that owners hold beyond their leases,
-    then other programs.
+    The first rows are the leases by device and size. Then follow the bytes that owners hold beyond
+    their leases, and other programs.
     """
     order = {view.device.id: place for place, view in enumerate(snapshot.devices)}
 

@@ -1,6 +1,6 @@
 """Sentences about the queue, past events and plans, for text, HTML and the console.
 
-This module is pure. The labels that these sentences contain (state, holder, cards) are in
+This module is pure. The labels inside the sentences (state, holder, cards) are in
 `facts/labels.py`.
 """
 

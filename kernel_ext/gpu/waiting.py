@@ -134,8 +134,7 @@ class WaitLine:
             self._line.show(sentence(name, wait, now - self._began))
 
     def cell_ended(self) -> None:
-        """Called when a cell has ended. The next wait is of another cell, and is counted from its own beginning.
-        """
+        """Called when a cell has ended. The next wait is that of another cell, and is counted anew."""
         self._last = ("", 0.0, 0.0)
 
     def arrival(self, arrival: Any) -> None:

@@ -134,7 +134,7 @@ def _lock(path: Path) -> IO[bytes] | None:
 
 
 def _listened_on(number: int) -> bool:
-    """Whether another process already uses the port `number`, also without a claim."""
+    """Whether another process already uses the port `number`, even if no process has claimed it."""
     with socket.socket() as trial:
         # Servers set this option too. Without it, the port of a closed connection seems in use.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

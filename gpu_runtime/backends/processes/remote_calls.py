@@ -35,8 +35,7 @@ def unpack(packed: Packed) -> Any:
 
 
 def uncopied(packed: Packed) -> Packed:
-    """The parts of `packed` in a form for messages: pickle with protocol 5 copies no large part.
-    """
+    """The parts of `packed` in a form for messages: pickle (protocol 5) copies no large part."""
     return tuple(
         part if type(part) is bytes and len(part) < SMALL_BYTES else pickle.PickleBuffer(part)
         for part in packed

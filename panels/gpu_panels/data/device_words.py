@@ -16,7 +16,7 @@ from .confirmations import idle_leases
 def room_words(view: DeviceView, kept_bytes: int = 0) -> str:
     """A short text on the bytes that can still be leased on the device of `view`.
 
-    Of these bytes, `kept_bytes` are reserved for requests that wait.
+    Of the bytes that can be leased, `kept_bytes` are reserved for requests that wait.
     """
     if view.room_bytes is None:
         return f"free memory unknown: {view.blind}" if view.blind else "free memory unknown"
