@@ -229,6 +229,11 @@ def test_a_write_during_the_second_load_is_noticed(llama, monkeypatch):
     assert other.part is None
 
 
+def test_the_process_that_writes_the_pages_does_not_read_them_again(llama, monkeypatch):
+    monkeypatch.setattr(torch, "equal", lambda *tensors: pytest.fail("compared"))
+    kernel(llama)
+
+
 def test_a_buffer_that_is_built_with_other_bytes_is_not_replaced(llama, monkeypatch):
     """The second process computes a buffer that no file has, in another way than the first one."""
     first, one = kernel(llama)

@@ -175,7 +175,8 @@ class SharedCopy:
         self.map(host)
         found = [_tensor(self._arrays.get(_key(group.layout))) for group in going]
         self._arrays = {}  # the tensors hold them
-        for source, target in zip(sources, found, strict=True):
+        pairs = [] if self.is_new else zip(sources, found, strict=True)
+        for source, target in pairs:
             if source.data_ptr() != target.data_ptr() and not torch.equal(source, target):
                 raise TornCopy(self.content)
         self._adopted = True
