@@ -29,11 +29,11 @@ FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import t
 
 
 class Gone(Exception):
-    """The process that should answer is dead, or the machine of this process is dead."""
+    """Raised when the process that should answer is dead, or its machine is."""
 
 
 class Unreachable(Exception):
-    """The process that should answer did not. It may still live, and the call may have run."""
+    """Raised when a process did not answer. The process may still live, and the call may have run."""
 
 
 def ray() -> Any:

@@ -25,7 +25,7 @@ START_SECONDS = 60.0
 
 
 class HostServer(NamedTuple):
-    """Where the server of a host listens, and the token that it requires."""
+    """The address of the server of a host, and the token that this server requires."""
 
     url: str  # such as http://10.0.0.2:41234
     token: str

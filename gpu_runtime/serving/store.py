@@ -37,7 +37,7 @@ log = logging.getLogger("gpu_runtime")
 
 
 def default_file() -> Path:
-    """The path of the file, in the state directory."""
+    """The path of the file with usage and jobs, in the state directory."""
     return state_home() / "serving.sqlite"
 
 
@@ -70,7 +70,7 @@ class Store:
         self._write(_ADD, list(rows))
 
     def usage(self, since: str) -> list[UsageRow]:
-        """The usage from the day `since` (such as 2026-01-31) on."""
+        """The rows of usage from the day `since` on. A day has the form 2026-01-31."""
         with self._lock, closing(self._db.cursor()) as cursor:
             return cursor.execute("SELECT * FROM usage WHERE day >= ?", (since,)).fetchall()
 

@@ -2,8 +2,7 @@
 never trusted.
 
 Each file is copied into memory, and SQLite works on the copy. So the reader holds no lock for which
-a writer would wait. For the same reason, no file of another user can make SQLite write or wait in
-this process.
+a writer would wait. Nor can a file of another user make SQLite write or wait in this process.
 """
 
 from __future__ import annotations

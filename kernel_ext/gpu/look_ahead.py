@@ -101,8 +101,8 @@ def _read(scan: Scan, code: str, cell: str, running: bool = False) -> CellModels
 def _number_of_cell(shell: Any) -> int:
     """The number of the cell that begins. The output of the cell will show the same number.
 
-    Some versions of IPython raise `execution_count` before this function is called, and others
-    after it. All versions store the input later, so the stored inputs are counted.
+    Some versions of IPython increase `execution_count` before this function is called, and other versions after it. All
+    versions store the input later, so the stored inputs are counted.
     """
     history = shell.history_manager
     return len(history.input_hist_raw) if history else shell.execution_count

@@ -188,7 +188,7 @@ def _is_ours(frame: Any) -> bool:
 
 
 def _wakes(frame: Any) -> bool:
-    """Whether the thread of `frame` waits for another thread, and has a time limit."""
+    """Whether the thread of `frame` waits for another thread, and this wait has a time limit."""
     place = frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name
     return place == WAITING and frame.f_locals.get("timeout") is not None
 

@@ -186,7 +186,7 @@ def _warm_up() -> None:
 def _servers() -> list[BaseServer]:
     """Bokeh's servers in this process.
 
-    The garbage collector is searched for them, since a session has no reference to its server.
+    The servers are found among the objects of the garbage collector, since a session has no reference to its server.
     """
     return [thing for thing in gc.get_objects() if isinstance(thing, BaseServer)]
 

@@ -238,7 +238,8 @@ class Server(RestartedEngine):
     def _stop(self) -> None:
         """Ends the server and all its child processes.
 
-        The guard ends these processes. If the guard does not, the whole process group is killed.
+        The guard ends the server and its child processes. If the guard fails, the whole process
+        group is killed.
         """
         with self._changed:
             if self.state in (ServerState.IDLE, ServerState.STOPPING):

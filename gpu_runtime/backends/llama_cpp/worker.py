@@ -265,8 +265,8 @@ def _make_cancellable(model: Any) -> None:
     """Makes every computation of `model` end soon after its caller has left.
 
     Before each batch, `decode_if_wanted` checks whether the caller has left. A batch of a prompt
-    may take seconds on a CPU, so llama.cpp checks this within the batch too. A batch of one token
-    is short.
+    may take seconds on a CPU, so llama.cpp checks this within the batch too. For a batch of one
+    token, only the first check is made.
     """
     from llama_cpp import llama_cpp as lib
 

@@ -140,7 +140,7 @@ class EngineBackend(Backend, Generic[H, V]):
         )
 
     def _reused(self, into: Any, name: str) -> V:
-        """The object that `use` yields for the model `name`, taken from an earlier load or new.
+        """The object that `use` yields for the model `name`: that of an earlier load, or a new one.
 
         `into` is a handle of the earlier load, or the object itself.
         """

@@ -58,7 +58,7 @@ class EngineAdapter(Protocol):
 
 
 class EngineFailed(GpuError):
-    """An engine did not answer as it should. Attributes: name, why."""
+    """Raised when an engine does not answer as it should. Attributes: name, why."""
 
 
 def cannot(model: str, why: str, param: str | None = None) -> Refused:

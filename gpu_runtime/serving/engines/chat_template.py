@@ -24,7 +24,7 @@ _EXPECTED = "a Jinja template, or the path of a file that holds one"
 
 
 class BadConversation(ValueError):
-    """A template rejected the conversation, such as two user messages in a row."""
+    """Raised when a template rejects a conversation, for example one with two user messages in a row."""
 
 
 def override(options: Mapping[str, Any]) -> str | None:

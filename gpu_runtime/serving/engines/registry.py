@@ -18,7 +18,7 @@ class EchoAdapter(TextAdapter):
     LAST_MESSAGE = "{% for m in messages %}{{ m['content'] if loop.last else '' }}{% endfor %}"
 
     def template(self) -> str:
-        """A template that keeps the last message only."""
+        """A chat template whose prompt has only the last message."""
         return self.LAST_MESSAGE
 
     async def pieces(

@@ -38,7 +38,7 @@ class BreakerState(Value):
 
 
 class BreakerOpen(Exception):
-    """The model failed too often, and no call is made. After `retry_after` seconds, one call may try the model."""
+    """Raised when a model has failed too often, and gets no calls. After `retry_after` seconds, one call may try it."""
 
     def __init__(self, model: str, state: BreakerState) -> None:
         """`model` is the model that failed too often, and `state` the state of its breaker."""
@@ -203,7 +203,7 @@ class _Breaker:
 
 
 class _Failed(Exception):
-    """The exception by which pybreaker learns that a call failed."""
+    """Raised to report to pybreaker that a call failed."""
 
 
 def _first_line(error: BaseException) -> str:

@@ -81,7 +81,7 @@ class Hold:
 
 
 class Abandoned(Exception):
-    """The hold was released before the model was pinned."""
+    """Raised when a hold is released before its model is pinned."""
 
 
 class _Released(BaseException):

@@ -49,7 +49,7 @@ class _Running:
 
 
 class LoadShared(Exception):
-    """A model could not be pinned. Another call has already received the same `error`.
+    """Raised when a model could not be pinned, and another call has already received the same `error`.
 
     This exception is not counted as a failure. So a failed load is counted only once, although several calls waited for
     it.

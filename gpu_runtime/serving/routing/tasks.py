@@ -1,6 +1,6 @@
 """The content of `tasks.yaml`, and the choice of the candidates of a task. `tasks_file` reads the file.
 
-The file has tasks, clients' profiles and stand-ins:
+`tasks.yaml` has tasks, clients' profiles and stand-ins:
 
     tasks:                                  # addressed as  model: "task:classify"
       classify:

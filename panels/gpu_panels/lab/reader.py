@@ -73,7 +73,7 @@ class Reader:
     def status(self, kernels: Sequence[LabKernel], front: str = "") -> Answer:
         """The answer to a tab's status request. `front` is the id of the kernel of the notebook in front.
 
-        Raises GpuError, OSError if the ledger cannot be opened or read.
+        Raises GpuError or OSError if the ledger cannot be opened or read.
         """
         tile = self._of_tile()
         ledgers = self._ledgers(kernels)
