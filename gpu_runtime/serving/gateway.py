@@ -166,9 +166,7 @@ class Gateway:
                 return await self._first_answer(call, choices, stack)
 
     def models(self, client: str = "") -> list[dict[str, Any]]:
-        """The rows of `/v1/models` for the visitor `client`: the models of this process and of the catalogue, and the
-        tasks.
-        """
+        """The rows of `/v1/models` for `client`: the models of this process and of the catalogue, and the tasks."""
         rows, aliases = self._choices.models(), self.serving.aliases
         may_call = self._access.may_call
         return [row for row in rows if may_call(client, aliases.get(row["id"], row["id"]))]
