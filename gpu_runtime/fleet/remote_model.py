@@ -140,7 +140,7 @@ class FleetUse:
         `retry`, EngineDied and NodeLost are not raised. Instead the model is used again on another host or in a new
         process, and the calls of the `with` block run again on this new copy.
         """
-        # The agent passes the parts on. Only the model's process and this one unpack them. A call
+        # The agent passes the parts on. Only the model's process and this process unpack them. A call
         # that may run again has copies of its arrays, because the caller may change them.
         dumps = cluster.ray().cloudpickle.dumps
         made = _Made(path, remote_calls.pack((args, kwargs), dumps=dumps, share=not self._retry))

@@ -100,8 +100,9 @@ def run(
     read_only: bool = False,
     browser: bool = False,
 ) -> None:
-    """Serves `service` until it is interrupted, and prints the URL to open. Raises GpuError if no
-    address can be used.
+    """Serves `service` until the process is interrupted, and prints the URL to open.
+
+    Raises GpuError if the server cannot listen.
 
     `make_server` makes the server. The server listens on `socket_path`, else on `port` of `host`.
     Without a `port`, it uses the service's default port; 0 means any free port. With `read_only` no
@@ -254,7 +255,8 @@ def bound(
     port: int | None,
     socket_path: str | None,
 ) -> tuple[WebServer, Address]:
-    """A server that listens, and its address. If `port` is None or 0, any free port may be taken.
+    """A server that listens, and its address. If `port` is None or 0, another free port may be
+    taken.
 
     Raises GpuError if the server cannot listen.
     """

@@ -21,7 +21,7 @@ QUIET = frozenset(
 )  # fmt: skip
 READING = frozenset(("complete_request", "inspect_request"))
 # Requests to the debugger that show or set variables. The debugger answers them in another thread. At
-# `initialize` it runs a cell and blocks that thread: the memory must return before, as the cell cannot wait.
+# `initialize` the debugger runs a cell and blocks this thread. The cell cannot wait, so the memory returns before.
 DEBUGGER_READS = frozenset(
     (
         "initialize", "inspectVariables", "richInspectVariables", "variables", "evaluate",

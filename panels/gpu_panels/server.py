@@ -101,7 +101,9 @@ def run(
     browser: bool = True,
     page: Page | None = None,
 ) -> None:
-    """Serves the console until it is interrupted, and prints the URL. Raises GpuError if no address can be used.
+    """Serves the console until the process is interrupted, and prints the URL to open.
+
+    Raises GpuError if the server cannot listen.
 
     The server listens on `socket_path`, else on `port` of `host`, else on the first free port from 8211 on. With
     `read_only` no visitor may act. With `browser` a browser opens the URL. `page` replaces the console's page.

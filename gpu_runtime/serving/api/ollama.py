@@ -223,7 +223,7 @@ def _format(format: Any) -> dict[str, Any]:
 
 
 def _seconds(value: Any) -> float:
-    """The `value` of the field `keep_alive` in seconds, such as 300 or "5m". -1 means as long as possible.
+    """Converts the `value` of the field `keep_alive`, such as 300 or "5m", to seconds. -1 means as long as possible.
 
     >>> _seconds("5m"), _seconds(0), _seconds(-1), _seconds("250ms")
     (300.0, 0.0, 86400.0, 0.25)

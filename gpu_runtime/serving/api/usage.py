@@ -1,4 +1,4 @@
-"""The route `/usage`: the calls and tokens of each visitor, by model. The visitor of a key sees only its own row."""
+"""The route `/usage`: the calls and tokens of each visitor, by model. The visitor of a key sees only its own rows."""
 
 from __future__ import annotations
 

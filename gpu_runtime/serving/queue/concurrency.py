@@ -19,7 +19,8 @@ NATIVE_LLAMA_SERVER = "llama-server"  # the name of the backend, and of its comm
 def calls_at_once(spec: ModelSpec) -> int:
     """The number of calls that the model of `spec` runs at once.
 
-    Without the command `llama-server`, llama-cpp-python's server runs the models of its backend, one call at a time.
+    If the command `llama-server` is missing, llama-cpp-python's server runs the models of the backend `llama-server`,
+    one call at a time.
     """
     if spec.backend in SEQUENTIAL_BACKENDS:
         return 1

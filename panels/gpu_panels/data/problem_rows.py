@@ -1,4 +1,4 @@
-"""The rows of the strip of problems. Each has the problem, its begin, and how much memory it concerns."""
+"""The rows of the strip of problems. Each has the problem, its beginning, and how much memory it concerns."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def problem_rows(snapshot: Snapshot, first_seen: dict[str, float]) -> tuple[Row,
     """A row for each problem in `snapshot`.
 
     `first_seen` maps the key of each problem to the epoch seconds at which a snapshot first had the problem. This
-    function updates `first_seen`. If the begin of a problem is unknown, the time in `first_seen` is shown.
+    function updates `first_seen`. If the beginning of a problem is unknown, the time in `first_seen` is shown.
     """
     found = problems(snapshot)
     keys = [problem.key for problem in found]

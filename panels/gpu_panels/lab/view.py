@@ -139,7 +139,7 @@ def _rounded(value: float) -> str:
 
 
 def _problem(row: Row) -> dict[str, Any]:
-    """The problem in `row`, with its begin, and with the buttons that may help."""
+    """The problem in `row`, with its beginning, and with the buttons that may help."""
     text, since, _ = row.cells
     actions = []
     for button in row.buttons:
