@@ -23,9 +23,9 @@ PIECES = 40
 
 
 class FakeModel:
-    """A call of this object returns the arguments of the call.
+    """The object that `use` yields for a fake model. It has the model's name and place.
 
-    A call returns its arguments.
+    A call of this object returns the arguments of the call.
     """
 
     def __init__(self, name: str, hook: Hook | None) -> None:

@@ -178,7 +178,7 @@ class Jobs:
 
 
 def _checked_body(wanted: Any) -> dict[str, Any]:
-    """The body of the call that a job makes. Raises Refused, 400."""
+    """Checks `wanted`, the request for a job, and returns the body of the job's call. Raises Refused, 400."""
     if not isinstance(wanted, dict) or wanted.get("endpoint") not in ENDPOINTS:
         text = f"endpoint must be one of {', '.join(ENDPOINTS)}"
         raise Refused(400, "bad_endpoint", text, param="endpoint")

@@ -1,6 +1,7 @@
 """The route `/v1/responses`, in the format of OpenAI's newer clients: a translation of the chat route.
 
-Checks `wanted`, the request for a job, and returns the body of the job's call. Raises Refused, 400.
+The functions that translate are pure. Answers are not stored, so a field that needs a stored answer is refused with
+400. Source: OpenAI, Responses API.
 """
 
 from __future__ import annotations
