@@ -181,6 +181,10 @@ def test_a_phone_has_one_header_line_tabs_at_the_bottom_and_targets_for_fingers(
     row = seen.row("qwen", pid(kernel))
     row.wait_for()
     assert row.bounding_box()["height"] > 100, "a card"
+    title, swatch = row.locator("td").first, row.locator(".swatch").first.bounding_box()
+    assert title.bounding_box()["width"] > 300, "the title has the whole width of the card"
+    assert swatch["width"] >= 11, "a swatch is not squeezed"
+    assert row.locator(".act").first.bounding_box()["x"] == title.bounding_box()["x"]
     assert seen.page.locator("header").first.bounding_box()["height"] <= 72
     spoken = seen.page.locator("[role=status].spoken")
     assert "problem" in spoken.text_content() and "as of" not in spoken.text_content()

@@ -29,11 +29,10 @@ class ServingTab(Tab):
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
-        look = {"filters": False, "margin": (0, 10)}
         self._summary = Prose(margin=(6, 10, 0, 10))
-        self.models = Table(serving_rows.MODELS, empty="No model was called yet.", **look)
-        self.clients = Table(serving_rows.CLIENTS, empty="No client has called yet.", **look)
-        self.jobs = Table(serving_rows.JOBS, empty="No job is kept.", **look)
+        self.models = Table(serving_rows.MODELS, empty="No model was called yet.", filters=False)
+        self.clients = Table(serving_rows.CLIENTS, empty="No client has called yet.", filters=False)
+        self.jobs = Table(serving_rows.JOBS, empty="No job is kept.", filters=False)
         self.panel = pn.Column(
             self._summary,
             _heading("Models"),

@@ -251,6 +251,7 @@ export function render({model}) {
   function draw() {
     data = JSON.parse(model.rows)
     titles()
+    head.hidden = !data.rows.length
     keyed(list, rows, data.rows, makeRow, fillRow)
     root.classList.toggle("measured", data.rows.some(({busy, celsius}) => busy || celsius))
     root.classList.toggle("recorded", Boolean(model.past_title))

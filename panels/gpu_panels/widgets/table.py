@@ -36,7 +36,8 @@ class Table(JSComponent):
         **params: Any,
     ) -> None:
         encoded_columns = [list(column) for column in columns]
-        super().__init__(columns=encoded_columns, sizing_mode="stretch_width", **params)
+        look: dict[str, Any] = {"sizing_mode": "stretch_width", "margin": (0, 10)}
+        super().__init__(columns=encoded_columns, **look | params)
         self._pressed = pressed
 
     def show(self, rows: str) -> None:
