@@ -5,7 +5,7 @@ passes as a probe, and all others still fail at once. If the probe succeeds the 
 breaker stays open for another 30 s.
 
 The library pybreaker keeps the states and their changes (BSD-3, since 2010, typed, 1.4.1 of September 2025). pybreaker
-would hold its lock during a call. So this module makes the calls without pybreaker, and reports only their outcomes to
+would hold its lock during a call. So calls are made outside pybreaker, and this module reports only their outcomes to
 pybreaker. This module decides, by the given clock, when a probe is due and which call is the probe. The other
 libraries, circuitbreaker and purgatory, let every call pass while half open.
 """
