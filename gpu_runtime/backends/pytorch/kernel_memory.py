@@ -294,8 +294,9 @@ class KernelBackend(Backend):
         """Makes the exchange while no other thread runs. Raises NotStill if this is impossible;
         nothing has then changed.
 
-        After the exchange, `away` are the storages in host memory, and `noted` is the block that
-        counts the bytes on a simulated card. `mark` is from `Stillness.mark`, before the copies.
+        After the exchange, `away` are the storages of `model` in host memory, and `noted` is the
+        block that counts the bytes on a simulated card. `mark` is from `Stillness.mark`, before the
+        copies.
         """
 
         def act() -> None:

@@ -46,7 +46,10 @@ _SCHEMA = {
 
 
 def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
-    """Adds the route `/v1/messages`. `gateway()` returns the Gateway; `acts` admits visitors who may act."""
+    """Adds the route `/v1/messages` to `routes`.
+
+    `gateway()` returns the Gateway. `acts` admits visitors who may act.
+    """
 
     @routes.post(
         "/messages",

@@ -52,7 +52,10 @@ _SCHEMA = {
 
 
 def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
-    """Adds the route `/v1/responses`. `gateway()` returns the Gateway; `acts` admits visitors who may act."""
+    """Adds the route `/v1/responses` to `routes`.
+
+    `gateway()` returns the Gateway. `acts` admits visitors who may act.
+    """
 
     @routes.post(
         "/responses",

@@ -117,9 +117,10 @@ class HttpAdapter:
     def _prompt_fields(
         self, body: dict[str, Any], think: bool | None, spec: ModelSpec
     ) -> dict[str, Any]:
-        """The fields `messages` and `chat_template_kwargs` of the request, which the engine makes its prompt from.
+        """The fields `messages` and `chat_template_kwargs` that replace those fields of `body` in the request.
 
-        `chat_template_kwargs` is included only if `think` needs variables of the engine's chat template.
+        The engine makes its prompt from these fields. `chat_template_kwargs` is included only if `think` needs
+        variables of the engine's chat template.
         """
         template = getattr(self._handle, "chat_template", None)
         if template is None:

@@ -154,7 +154,7 @@ def _buttons(
 
 
 def report(memory: ProcessMemory, snapshot: Snapshot) -> str:
-    """The text above the map of `memory` as HTML. It has the name of the process and the verdict."""
+    """The text above the map of `memory` as HTML: the name of the process, from `snapshot`, and the verdict."""
     section = snapshot.sections.get(memory.owner)
     process = (section.owner if section else snapshot.owner).label
     title = f'<div class="title">{esc(f"{clean(process)} on {memory.device}")}</div>'

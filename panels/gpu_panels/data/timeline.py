@@ -214,7 +214,10 @@ def arrows(events: Iterable[Event], labels: set[str], shown: Range) -> tuple[Arr
 
 
 def _pair(event: Event, labels: set[str]) -> tuple[str, str] | None:
-    """The label of the lease that `event` evicted, and the label of the lease that needed the room. None if unknown."""
+    """The label of the lease that `event` evicted, and the label of the lease that needed the room.
+
+    The result is None if one of them is not in `labels`.
+    """
     victim = label_of(event.owner, event.model)
     needed_by = _FOR.search(event.because)
     if event.action not in MARKED or victim not in labels or HOST in devices_of(event):
