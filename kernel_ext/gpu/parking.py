@@ -314,7 +314,7 @@ def _rejecting(why: GpuError) -> GpuError:
 
 
 class _Undisturbed:
-    """Inside this `with` block no other thread runs Python, unless this thread releases the GIL."""
+    """A context manager in which no other thread runs Python, unless this thread releases the GIL."""
 
     def __enter__(self) -> None:
         self._usual = sys.getswitchinterval()
