@@ -63,10 +63,7 @@ class HostRuntime(FarRuntime):
 
     def status(self) -> Snapshot:
         """A new snapshot of the host, changed by `seen_from_outside`. Raises FleetUnavailable."""
-        try:
-            return seen_from_outside(FarRuntime.__getattr__(self, "status")(), self.host)
-        except (NodeLost, cluster.Gone):
-            raise self._silence() from None
+        return seen_from_outside(self.__getattr__("status")(), self.host)
 
     def last_status(self) -> Snapshot:
         """The last snapshot of the host, for the poller. Raises FleetUnavailable.
@@ -113,10 +110,24 @@ class HostRuntime(FarRuntime):
     def _silence(self) -> FleetUnavailable:
         return FleetUnavailable(f"{self.host} does not answer.", why="silent")
 
+    def __getattr__(self, verb: str) -> Any:
+        far = super().__getattr__(verb)
+        if verb not in POLLED:
+            return far
+
+        def polled(*args: Any, **kwargs: Any) -> Any:
+            """Calls the verb on the host, and returns the verb's result. Raises FleetUnavailable."""
+            try:
+                return far(*args, **kwargs)
+            except NodeLost:  # nothing was lost but this answer
+                raise self._silence() from None
+
+        return polled
+
     def _patience(self, verb: str) -> float | None:
         if verb not in POLLED:
             return None
-        if self.is_silent() or self._unanswered(BRIEF_SECONDS):
+        if self.is_silent():
             raise self._silence()
         return PATIENCE_SECONDS
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import contextvars
 from types import SimpleNamespace
 
@@ -195,7 +196,7 @@ def test_a_frozen_host_delays_no_figure_of_another_host(fleet, boxes, clock):
 
 
 def test_the_page_of_a_frozen_host_waits_for_it_once(fleet, clock):
-    """The poller of that page also draws the bars of all hosts, so it must not wait either."""
+    """The poller of that page also draws the bars of all hosts. It waits until the host is silent."""
     rt = FleetHosts(fleet, clock=clock).runtime("box2")
     last = rt.last_status()
     fleet.frozen.add("box2")
@@ -207,13 +208,26 @@ def test_the_page_of_a_frozen_host_waits_for_it_once(fleet, clock):
         rt.history()
     with pytest.raises(FleetUnavailable, match="box2 does not answer"):
         rt.status()
-    assert clock.now - began == pytest.approx(fleet_hosts.BRIEF_SECONDS)
-    clock.advance(fleet_hosts.PATIENCE_SECONDS)
+    waited = fleet_hosts.BRIEF_SECONDS + fleet_hosts.PATIENCE_SECONDS
+    assert clock.now - began == pytest.approx(waited)
     with pytest.raises(FleetUnavailable, match="box2 does not answer"):
         rt.last_status()
-    assert fleet.sent.count("box2") == 3, "two answers, and one question that has none"
+    assert clock.now - began == pytest.approx(waited)
+    assert fleet.sent.count("box2") == 4, "two answers, and two questions that have none"
     fleet.frozen.clear()
     assert rt.last_status().host == "box2"
+
+
+def test_an_action_on_a_busy_host_waits_for_its_answer(fleet, boxes, clock):
+    """The host is slow: the poller's question is older than BRIEF_SECONDS when a person acts."""
+    rt = FleetHosts(fleet, clock=clock).runtime("box2")
+    fleet.frozen.add("box2")
+    with contextlib.suppress(FleetUnavailable):
+        rt.last_status()
+    clock.advance(fleet_hosts.BRIEF_SECONDS)
+    fleet.frozen.clear()
+    assert attempt(rt, propose("evict", rt.status(), "qwen"))
+    assert where(boxes["box2"]) == ["host"]
 
 
 def test_a_host_that_never_answered_has_a_page_and_no_figures(fleet, clock):
