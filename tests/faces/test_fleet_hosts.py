@@ -226,7 +226,9 @@ def test_an_action_on_a_busy_host_waits_for_its_answer(fleet, boxes, clock):
         rt.last_status()
     clock.advance(fleet_hosts.BRIEF_SECONDS)
     fleet.frozen.clear()
-    assert attempt(rt, propose("evict", rt.status(), "qwen"))
+    snapshot = rt.status()
+    [lease] = snapshot.leases()
+    assert attempt(rt, propose("evict", f"{lease.owner}/qwen", snapshot), "ann")[0] == "done"
     assert where(boxes["box2"]) == ["host"]
 
 
