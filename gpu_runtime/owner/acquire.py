@@ -1,5 +1,4 @@
-"""Gets memory for a model or a block of code: requests it, waits, loads or restores, and settles
-the lease.
+"""Gets memory for a model or a block of code: requests it, waits, loads or restores, settles it.
 
 After any failure or interrupt, the book is as it was before the request. A shadow is a copy in host
 memory of a model that is on a card.
@@ -8,6 +7,7 @@ memory of a model that is on a card.
 from __future__ import annotations
 
 import logging
+import math
 import threading
 import time
 import traceback
@@ -73,9 +73,7 @@ class Use(Held):
     def __init__(self, session: Session, resident: Resident, *wishes: Any) -> None:
         """`wishes` are the arguments importance, timeout and keep_alive of `obtain`."""
         self._anchor = self._kept = None
-        self._session = session
-        self._resident = resident
-        self._wishes = wishes
+        self._session, self._resident, self._wishes = session, resident, wishes
 
     def _typed(self) -> tuple[str, str]:
         return f"rt.use({self._resident.spec.name!r})", "model"
@@ -91,6 +89,13 @@ class Use(Held):
         if session.dozing:
             session.wake_monitor()
         return resident.value
+
+    def _start_if_here(self, anchor: AnchorRef) -> tuple[Any, ...]:
+        if self._resident.shares_storages or not self._resident.enter(anchor):
+            return ()
+        if self._session.dozing:
+            self._session.wake_monitor()
+        return (self._resident.value,)
 
     def _release(self, anchor: AnchorRef) -> None:
         self._resident.pins.discard(anchor)
@@ -233,10 +238,9 @@ def _verdicts(
     """Yields each Grant that has steps. Also yields each Wait, just before the thread pauses."""
     began = session.clock()
     deadline = None if timeout is None else began + timeout
-    checked_for_dead = False
+    checked_for_dead, because = False, ""
     rung_at: dict[str, float] = {}  # owner -> when it was rung to publish its pins
     compared: tuple[Candidate, ...] = ()  # the last ways to make room that were compared
-    because = ""
     while not is_here():
         if key.ended_by:
             raise explain.wait_ended(wanted.name, key.ended_by, because, session.clock() - began)
@@ -273,17 +277,13 @@ def _verdicts(
 def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:
     """Notifies the owners of the blocking leases, so that they publish their pins now.
 
-    Without a notification, an owner publishes its pins within a second. `rung_at` has the time of
-    each owner's last notification; an owner is notified again only after POLL_SECONDS.
+    Otherwise, an owner publishes its pins within a second. `rung_at` has the time of each owner's
+    last notification; an owner is notified again only after POLL_SECONDS.
     """
     now = session.clock()
     owners = {id.partition("/")[0] for id in verdict.blockers}
-    due = set()
-    for owner in owners:
-        last = rung_at.get(owner)
-        if last is None or now - last >= POLL_SECONDS:
-            due.add(owner)
-            rung_at[owner] = now
+    due = {owner for owner in owners if now - rung_at.get(owner, -math.inf) >= POLL_SECONDS}
+    rung_at.update(dict.fromkeys(due, now))
     session.ledger.ring(due - {session.me})
 
 

@@ -109,6 +109,10 @@ class Held:
         """Starts the hold, which lasts until the anchor is deleted. Returns the value of the block."""
         raise NotImplementedError
 
+    def _start_if_here(self, anchor: AnchorRef) -> tuple[Any, ...]:
+        """Starts the hold if that needs no wait. Returns the value in a tuple, or an empty tuple."""
+        return ()
+
     def _release(self, anchor: AnchorRef) -> None:
         """Ends the hold of `anchor` while the anchor still exists. `_finish` is called next."""
 
@@ -139,16 +143,27 @@ class Held:
     def __enter__(self) -> Any:
         anchor, self._anchor = self._anchor, None
         if anchor is None or anchor() is None:  # no `with` statement holds an anchor
-            return self._enter_by_hand()
+            return self._enter_by_hand(self._start)
         return self._start(anchor)
 
-    def _enter_by_hand(self) -> Any:
+    def enter_if_here(self) -> tuple[Any, ...]:
+        """Enters the block if that needs no wait, and returns its value in a tuple.
+
+        The caller then ends the block by a call of `__exit__`, from any thread. The result is an
+        empty tuple if the model is not on its device. Then the block is not entered.
+        """
+        found = self._enter_by_hand(self._start_if_here)
+        if not found and self._kept:
+            self._kept.pop()
+        return found
+
+    def _enter_by_hand(self, start: Callable[[AnchorRef], Any]) -> Any:
         if self._kept is None:
             self._kept = []
         # The entry does not contain this object, which would be a cycle.
         self._kept.append(new_anchor())
         try:
-            return self._start(weakref.ref(self._kept[-1]))
+            return start(weakref.ref(self._kept[-1]))
         except BaseException:  # the caller does not call `__exit__` then
             self._kept.pop()
             raise

@@ -63,7 +63,8 @@ class Choices:
         if not self._known(call.model) and not is_configured_cloud(call.model, self._environment):
             raise self._unknown(call.model)
         stand_ins = self._config().stand_ins(call.model)
-        choices = chain(call.model, stand_ins, self._context, self._known, self._guard.allowed)
+        guard = self._guard
+        choices = chain(call.model, stand_ins, self._context, self._known, lambda: guard.allowed)
         warm, cost = self._rt.here, self._cost_of(call)
         fitting = tuple(choice for choice in choices if fits(choice, call.budget, warm, cost))
         if not fitting:

@@ -12,7 +12,7 @@ import json
 import logging
 import tempfile
 import threading
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, aclosing
 from pathlib import Path
 from types import SimpleNamespace
@@ -105,10 +105,9 @@ class FleetModels:
         """Whether a host has the model on a card, as last read."""
         return self.copies.get(name, 0) > 0
 
-    @contextlib.contextmanager
-    def use(self, name: str, *, importance: int | None = None) -> Iterator[FleetModel]:
+    def use(self, name: str, *, importance: int | None = None) -> FleetModel:
         """A context manager with the model `name` for calls of this `importance`. Each call chooses its host itself."""
-        yield FleetModel(self, name, importance)
+        return FleetModel(self, name, importance)
 
     def evict(self, name: str, **_: Any) -> Outcome:
         """Does nothing: each host evicts the model `name` by itself, as its own settings say."""
@@ -131,11 +130,21 @@ def _specs_of(wishes: Wishes) -> tuple[ModelSpec, ...]:
 
 
 class FleetModel:
-    """The object that `FleetModels.use` yields."""
+    """The block that `FleetModels.use` returns, and the object that it yields."""
 
     def __init__(self, models: FleetModels, name: str, importance: int | None) -> None:
         """The model `name`, for a call of this `importance`."""
         self.models, self.name, self.importance = models, name, importance
+
+    def __enter__(self) -> FleetModel:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        """Does nothing: each call of the model holds its host itself."""
+
+    def enter_if_here(self) -> tuple[FleetModel]:
+        """Enters the block at once; see `Held.enter_if_here`."""
+        return (self,)
 
 
 class _Place:

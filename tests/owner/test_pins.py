@@ -182,6 +182,28 @@ def test_a_failed_entry_by_hand_holds_nothing(rt, monkeypatch):
     assert in_use(rt) == 0
 
 
+def test_a_block_entered_without_waiting_is_held_until_its_exit(rt):
+    """The exit may be called by another thread."""
+    held = rt.use("m")
+    for count in (1, 2):
+        assert held.enter_if_here() == (rt._session.residents["m"].value,)
+        assert in_use(rt) == count
+    for count in (1, 0):
+        with ThreadPoolExecutor(1) as pool:
+            pool.submit(held.__exit__, None, None, None).result()
+        assert in_use(rt) == count
+
+
+@pytest.mark.parametrize("deed", DEEDS)
+def test_a_block_that_must_wait_is_not_entered(rt, deed):
+    """Neither memory is requested nor a model loaded."""
+    rt.evict("m")
+    book = rt._session.ledger.read()
+    assert DEEDS[deed](rt).enter_if_here() == ()
+    assert (in_use(rt), rt.here("m")) == (0, False)
+    assert rt._session.ledger.read() == book
+
+
 @pytest.mark.parametrize("way", WAYS)
 def test_a_pin_names_the_thread_that_entered(rt, way):
     resident = rt._session.residents["m"]

@@ -148,7 +148,7 @@ def test_the_chain_is_the_requested_model_then_small_contexts_then_clouds(
     others, allow_cloud, contexts
 ):
     """Each model is listed once. Local models with an unknown context come after those with a known context."""
-    found = chain("q", others, contexts.get, lambda name: ":" not in name, allow_cloud)
+    found = chain("q", others, contexts.get, lambda name: ":" not in name, lambda: allow_cloud)
     assert found[0] == Choice("q") and len({choice.model for choice in found}) == len(found)
     local = [contexts.get(choice.model, 99) for choice in found[1:] if not choice.cloud]
     assert local == sorted(local)

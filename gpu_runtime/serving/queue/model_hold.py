@@ -1,7 +1,8 @@
 """Pins a model exactly as long as its calls last. A hold is one such pin, or the wait for it.
 
-Getting a model may take minutes, and a pin belongs to the thread that took it. So each hold has its own thread, which
-stays inside `with rt.use(model)` until the hold is released. The event loop never waits for the ledger.
+A model on its device is pinned in the event loop, which takes a few microseconds. Getting any other model may take
+minutes. So its hold has a thread, which stays inside `with rt.use(model)` until the hold is released. The event loop
+never waits for the ledger.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
+from weakref import WeakSet
 
 from ...facts import Wait
 from ...threads import start_short
@@ -38,6 +40,18 @@ class Hold:
         self.waits_for: frozenset[str] = frozenset()  # models of this process that block it
         self._loop = loop
         self._release = threading.Event()
+        self._block: Any = None  # the block of a pin without a thread
+
+    def pin_if_here(self, block: Any) -> bool:
+        """Enters the `block` from `rt.use` if the model is on its device. Returns whether the model is pinned now.
+
+        The event loop calls this method.
+        """
+        found = block.enter_if_here()
+        if found:
+            self._block = block
+            self.ready.set_result(*found)
+        return bool(found)
 
     def release(self) -> None:
         """Ends the pin, or the wait for the pin.
@@ -45,6 +59,10 @@ class Hold:
         A load that has begun is completed, and the model then stays on its device unpinned.
         """
         self._release.set()
+        block, self._block = self._block, None
+        if block is not None:
+            block.__exit__(None, None, None)
+            self.ended.set_result(None)
 
     @property
     def released(self) -> bool:
@@ -92,7 +110,7 @@ class _Released(BaseException):
 
 
 class Holds:
-    """Pins models, each in its own thread."""
+    """Pins models."""
 
     def __init__(
         self,
@@ -112,24 +130,30 @@ class Holds:
         self._clock = clock
         self._own_prefix = f"{rt.status().owner.id}/"  # of our models' names in the ledger
         self._by_thread: dict[int, Hold] = {}
+        self._holds: WeakSet[Hold] = WeakSet()
         rt.tell_waits(self._on_wait)
 
     def take(self, model: str, importance: int) -> Hold:
         """Begins to pin `model` for a call of this `importance`, and returns the hold at once."""
         hold = Hold(model, importance, asyncio.get_running_loop())
+        self._holds.add(hold)
+        if self._rt.here(model):
+            use = self._rt.use(model, importance=importance)
+            if hold.pin_if_here(use):
+                return hold
         start_short(lambda: self._run(hold))
         return hold
 
     async def ended(self, model: str) -> None:
         """Waits until the threads of all released holds of `model` have ended their pins."""
-        holds = list(self._by_thread.values())
-        ending = [hold.ended for hold in holds if hold.model == model and hold.released]
+        holds = [hold for hold in self._holds if hold.model == model and hold.released]
+        ending = [hold.ended for hold in holds if not hold.ended.done()]
         if ending:
             await asyncio.wait(ending, timeout=CLOSING_SECONDS)
 
     async def close(self) -> None:
         """Releases all holds, and waits up to 10 s until their threads have ended."""
-        holds = list(self._by_thread.values())
+        holds = [hold for hold in self._holds if not hold.ended.done()]
         for hold in holds:
             hold.release()
         if holds:

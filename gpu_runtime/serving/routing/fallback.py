@@ -115,15 +115,17 @@ def chain(
     others: Iterable[str],
     context: Callable[[str], int | None],
     known: Callable[[str], bool],
-    allow_cloud: bool,
+    allow_cloud: Callable[[], bool],
 ) -> tuple[Choice, ...]:
     """The models that may answer a call of `asked`, in the order in which they are tried.
 
     `others` are the stand-ins of `tasks.yaml`. `context(name)` is a model's context length in tokens, and `known(name)`
-    is whether a name is a local model. Without `allow_cloud` no cloud stands in.
+    is whether a name is a local model. A cloud stands in only if `allow_cloud()` is true. This function reads a file,
+    so it is called only if a stand-in is a cloud.
 
     >>> contexts = {"big": 32768, "small": 4096}
-    >>> [c.model for c in chain("qwen", ["claude:haiku", "big", "small"], contexts.get, contexts.__contains__, True)]
+    >>> others = ["claude:haiku", "big", "small"]
+    >>> [c.model for c in chain("qwen", others, contexts.get, contexts.__contains__, lambda: True)]
     ['qwen', 'small', 'big', 'claude:haiku']
     """
     names = [name for name in dict.fromkeys(others) if name != asked]
@@ -134,7 +136,7 @@ def chain(
     choices = [Choice(asked, is_cloud(asked, known))]
     choices += [Choice(name, because=reason) for name in local]
     choices += [Choice(name, True, reason) for name in clouds]
-    return guarded(choices, allow_cloud)
+    return guarded(choices, not clouds or allow_cloud())
 
 
 def guard_file() -> Path:
