@@ -92,6 +92,8 @@ class Event(Value):
     # in the journal only, because the page must stay small.
     runners_up: tuple[str, ...] = ()
     seconds: float = NEVER  # duration of a load or a restore; 0: not measured
+    # After a load: the other models that were in use or arriving on the same cards at its end.
+    beside: tuple[str, ...] = ()
     # If a lease left a device or host memory: the times of the lease's last uses
     # (`facts.recent_uses`), and the digest of the model's source.
     uses: str = ""

@@ -21,6 +21,7 @@ from ..facts import (
     Level,
     Outcome,
     Plan,
+    PlanLevel,
     Quarantined,
     Replayed,
     Request,
@@ -32,6 +33,7 @@ from ..facts import (
 from ..scheduler import transitions as books
 from ..scheduler import unresponsive
 from ..scheduler.capacity import room_and_blind
+from ..scheduler.interference import MOST_LOADS, interference
 from ..scheduler.plan import plan as plan_request
 from ..scheduler.pressure import views
 from ..scheduler.queue import queue
@@ -345,6 +347,9 @@ def plan(
         command = " ".join(["".join(size.split()), *loading.flags(typed)])
     else:
         command = loading.command(str(name_or_size), source, typed)
+    if found.level in (PlanLevel.ROOM, PlanLevel.EVICT):
+        loads = recorded_events(session, MOST_LOADS, found.name, ("loaded",))
+        found = replace(found, because=f"{found.because} {interference(loads)}".rstrip())
     return replace(found, obstacle=subject.obstacle, command=command)
 
 

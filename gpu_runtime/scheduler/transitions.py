@@ -33,6 +33,7 @@ from ..facts import (
     World,
 )
 from .ghosts import ghosts_of, ghosts_of_unread
+from .interference import MOST_BESIDE
 
 # Actions of a lease that left its device or host memory: it was evicted, or lost with its engine.
 LEFT = ("offloaded", "unloaded", "lost")
@@ -67,12 +68,13 @@ def note(
     by: str = "",
     answers: str = "",
     seconds: float = 0.0,
+    beside: tuple[str, ...] = (),
 ) -> Book:
     """The book with one more event about `lease`. Also counts `action` for the lease's owner.
 
     `reason` is one word, and `because` a sentence. `size` is in bytes. `device` defaults to the
     lease's first device. `by` is the requester, and `answers` the key of an answered ticket.
-    `seconds` is the duration of a load.
+    `seconds` is the duration of a load, and `beside` are the models that were busy meanwhile.
     """
     event = Event(
         seq=book.seq + 1,
@@ -88,6 +90,7 @@ def note(
         shares=lease.shares if len(lease.shares) > 1 else (),
         answers=answers,
         seconds=round(seconds, 3) or NEVER,
+        beside=beside,
         uses=lease.recent_uses if action in ENDED_A_STAY else "",
         source=lease.source,
     )
@@ -146,16 +149,31 @@ def arrived(
     if lease.kind == "block":
         return book
     came = sum([share.bytes for share in lease.target])
+    how = _how_it_arrived(lease)
     return note(
         book,
         world,
         settled,
-        _how_it_arrived(lease),
+        how,
         "request",
         because or f"{name} is on {settled.where} now.",
         size=min(came, settled.bytes) if lease.in_parts else settled.bytes,
         seconds=0.0 if lease.in_parts else restore_seconds or reload_seconds,
+        beside=_busy_beside(book, settled) if how == "loaded" else (),
     )
+
+
+def _busy_beside(book: Book, lease: Lease) -> tuple[str, ...]:
+    """The names of the other models that are in use or arriving on the cards of `lease`."""
+    cards = {share.device for share in lease.shares}
+    busy = {
+        one.name
+        for one in book.leases()
+        if one.id != lease.id
+        and (one.pins or one.phase is Phase.ARRIVING)
+        and any(share.device in cards for share in (*one.shares, *one.target))
+    }
+    return tuple(sorted(busy)[:MOST_BESIDE])
 
 
 def _how_it_arrived(before: Lease) -> str:

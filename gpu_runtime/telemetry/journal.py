@@ -222,6 +222,7 @@ class Journal:
         db.execute(
             "CREATE TABLE IF NOT EXISTS events(id INTEGER PRIMARY KEY, wall REAL, model TEXT, body BLOB)"
         )
+        db.execute("CREATE INDEX IF NOT EXISTS events_of_model ON events(model)")
         return db
 
 
@@ -250,9 +251,12 @@ def _stored_events(db: sqlite3.Connection, model: str | None, since: float) -> I
     """The events in the file that are of `model` (None: any model) and not before `since`, newest
     first.
     """
+    # One condition for both cases, such as "? IS NULL OR model = ?", would not use the index. Without
+    # the index, the events of one model in a full journal take 7 ms.
+    of_model = "" if model is None else "model = :model AND"
     rows = db.execute(
-        "SELECT body FROM events WHERE (? IS NULL OR model = ?) AND wall >= ? ORDER BY id DESC",
-        (model, model, since),
+        f"SELECT body FROM events WHERE {of_model} wall >= :since ORDER BY id DESC",
+        {"model": model, "since": since},
     )
     return (_decode(row[0]) for row in rows)
 

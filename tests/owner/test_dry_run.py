@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from gpu_runtime.errors import (
 )
 from gpu_runtime.facts import Declared, Lease, Move
 from gpu_runtime.owner import dry_run
+from gpu_runtime.owner.resident import Resident
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
 
@@ -48,6 +50,29 @@ def test_a_path_is_planned_without_registering_it(rt, tmp_path):
     assert rt.specs() == () and not rt.plan("models/writer").obstacle
     rt.register("writer", "models/writer")
     assert rt.plan("writer").footprint == plan.footprint
+
+
+def test_a_plan_says_how_long_loads_took_alone_and_beside_other_models(rt, monkeypatch):
+    """The journal has both, so a person sees what another model costs."""
+    took = {"qwen": [4.0, 6.0], "llama": [1.0]}
+    load = Resident.load
+
+    def timed(resident, *args):
+        """Loads the model, and reports the seconds of this test."""
+        handle, shares, _ = load(resident, *args)
+        return handle, shares, took[resident.spec.name].pop(0)
+
+    monkeypatch.setattr(Resident, "load", timed)
+    fakes(rt, qwen="4GiB", llama="4GiB")
+    for beside in (False, True):
+        with rt.use("llama") if beside else contextlib.nullcontext():
+            rt.preload("qwen")
+        assert "Loads took" not in rt.plan("qwen").because, "nothing would be loaded"
+        rt.evict("qwen", drop=True)
+    words = "Loads took 4.0 s alone, and 6.0 s beside llama."
+    assert rt.plan("qwen").because.endswith(words)
+    rt.evict("llama", drop=True)
+    assert "Loads took" not in rt.plan("llama").because
 
 
 def test_a_name_with_a_size_can_be_planned_with_a_context(rt):
