@@ -49,9 +49,16 @@ def evict(seen: BrowserPage) -> None:
     seen.page.locator("[role=dialog]").get_by_text("frees").first.wait_for()
 
 
+def fragmentation(seen: BrowserPage) -> None:
+    """Shows the allocator map of the first process."""
+    seen.tab("Fragmentation")
+    seen.page.get_by_text("reserved are allocated").wait_for()
+
+
 PICTURES = {
     "console_now": (now, 560),
     "console_evict": (evict, 560),
+    "console_fragmentation": (fragmentation, 830),
 }  # file -> preparation, height in pixels
 
 

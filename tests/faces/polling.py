@@ -22,6 +22,7 @@ class FixedRuntime:
         self.snapshot = snapshot
         self.history = lambda seconds=900, points=600: History((), (), seconds)
         self.decisions = lambda limit=100: ()
+        self.allocator_maps = lambda: ()
         self.catalog = lambda: dataframes.catalog(())
         self.__dict__.update(answers)
 

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import random
+
 from msgspec.structs import replace
 
 from gpu_runtime.facts import (
     HOST,
+    AllocatorBlock,
+    AllocatorMap,
+    BlockState,
     Candidate,
     Device,
     DeviceView,
@@ -23,6 +28,7 @@ from gpu_runtime.facts import (
     Plan,
     Sample,
     Section,
+    SegmentMap,
     Share,
     Snapshot,
     Stranger,
@@ -32,7 +38,7 @@ from gpu_runtime.ledgers.process_state import Sight
 from gpu_runtime.owner.presence import presence
 from gpu_runtime.scheduler.unresponsive import unanswered
 
-GIB = 2**30
+GIB, MIB = 2**30, 2**20
 NOW, WALL = 5_000.0, 1_763_640_184.0  # 12:03:04 UTC
 ME = Owner("box", "boot", 4000, 10, user="ann", notebook="/home/ann/train.ipynb")
 BOB = Owner("box", "boot", 4121, 11, user="bob", notebook="/home/bob/analysis.ipynb")
@@ -277,3 +283,32 @@ refused = Plan(
     footprint=Footprint.of(40 * GIB),
     name="gemma",
 )
+
+
+def scattered() -> AllocatorMap:
+    """The map of a long training: free blocks between blocks in use, and segments without one in use."""
+    chance, segments = random.Random(7), []
+    for number in range(30):
+        state = BlockState.INACTIVE if number % 4 == 3 else BlockState.ALLOCATED
+        sizes = [chance.choice((8, 40, 160)) * MIB for _ in range(chance.randint(1, 5))]
+        blocks = [AllocatorBlock(size, state) for size in sizes]
+        if number % 5 == 2 and state is BlockState.ALLOCATED:
+            blocks.insert(1, AllocatorBlock(24 * MIB, BlockState.INACTIVE))
+        segments.append(
+            SegmentMap(number << 40, sum(block.bytes for block in blocks), "large", tuple(blocks))
+        )
+    blocks = [block for segment in segments for block in segment.blocks]
+    free = [block.bytes for block in blocks if block.state is BlockState.INACTIVE]
+    reserved = sum(block.bytes for block in blocks)
+    unused = [one for one in segments if all(b.state is BlockState.INACTIVE for b in one.blocks)]
+    return AllocatorMap(
+        ME.id,
+        "sim:0",
+        1.0,
+        allocated_bytes=reserved - sum(free),
+        reserved_bytes=reserved,
+        inactive_bytes=sum(free),
+        releasable_bytes=sum(segment.bytes for segment in unused),
+        largest_free_bytes=max(free),
+        segments=tuple(segments),
+    )

@@ -39,7 +39,8 @@ decisions = tuple(Event(n, samples.WALL - 100 * n, f"model-{n}", ("granted", "wa
                   for n in range(30))
 rt = FixedRuntime(samples.busy, history=lambda seconds, points=600: replace(
               day, moments=tuple(m for m in day.moments if m.wall >= samples.WALL - seconds), seconds=seconds),
-          decisions=lambda limit: decisions, plan=lambda words: samples.fits)
+          decisions=lambda limit: decisions, plan=lambda words: samples.fits,
+          allocator_maps=lambda maps=(samples.scattered(),): maps)
 if "serving" in sys.argv:  # as in `gpu serve`
     async def called():
         async with harness(qwen=4, scripts={"qwen": []}) as k:
@@ -134,6 +135,7 @@ def opened(browser, url, **context):
 
 SHOWN = {
     "Now": "18.0 of 21.6 GiB leased",
+    "Fragmentation": "reserved are allocated",
     "Timeline": "since this machine started",
     "What if": "Choose a model, or type a size such as",
     "Serving": "open, tried again in 30 s: CUDA error",
