@@ -71,7 +71,8 @@ def causal_lm(
 
     `shard="100KB"` splits the weights into files of 100 KB. If `tied` is true, input and output
     embeddings share their weights. `dtype` is the name of a torch dtype. `seed` determines the
-    weights. `shape` overrides fields of the LlamaConfig.
+    weights. `shape` overrides fields of the LlamaConfig. `generate` writes only printable
+    characters, and never an end token. So a text has exactly as many tokens as were requested.
     """
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -236,6 +237,14 @@ def _shape_for(size: str | int | None) -> dict[str, int]:
     )
 
 
+def _unprintable(words: Any) -> list[int]:
+    """The tokens of the tokenizer `words` that are not printable ASCII text, such as the end token."""
+    texts = [words.decode([id], skip_special_tokens=True).strip() for id in range(VOCABULARY)]
+    return [
+        id for id, text in enumerate(texts) if not (text and text.isascii() and text.isprintable())
+    ]
+
+
 def _save(
     kind: Any, config: Any, directory: str | Path, dtype: str, shard: str | None, seed: int
 ) -> Path:
@@ -251,5 +260,9 @@ def _save(
     logging.disable_progress_bar()
     options = {"max_shard_size": shard} if shard else {}
     model.save_pretrained(directory, **options)
-    tokenizer().save_pretrained(directory)
+    words = tokenizer()
+    words.save_pretrained(directory)
+    if getattr(model, "generation_config", None) is not None:
+        model.generation_config.suppress_tokens = _unprintable(words)
+        model.generation_config.save_pretrained(directory)
     return Path(directory)

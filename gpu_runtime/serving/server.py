@@ -27,7 +27,7 @@ from ..settings import Settings
 from ..version import VERSION
 from ..web import gate, http_server
 from ..web.asgi import Asgi
-from ..web.auth import AccessRules
+from ..web.auth import CALLS, AccessRules
 from ..web.connections import Connections
 from ..web.cors import origins_of
 from ..web.http_server import Address, MakeServer, Service, WebServer
@@ -42,7 +42,8 @@ from .store import Store
 from .store import default_file as default_store
 
 DEFAULT_PORT = 8210
-ROUTES = r"/(?:memory|v1|api|health|metrics|usage|docs|openapi\.json|static-offline-docs)(?:/.*)?"
+_WORDS = ("memory", "v1", "api", "health", "metrics", "usage", "docs", r"openapi\.json", *CALLS)
+ROUTES = rf"/(?:{'|'.join(_WORDS)}|static-offline-docs)(?:/.*)?"
 HOME = "/docs"  # the first page of a server without a console
 ANSWER_SECONDS = 0.5  # for waiting callers to get an answer when the server ends
 MAX_BODY_BYTES = 32 << 20  # bodies may contain images

@@ -211,6 +211,20 @@ def test_a_head_is_a_get_without_a_body(rt):
     assert http.head("/v1/models/nobody").status_code == 404
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/v1/v1/chat/completions", "/api/v1/models"])
+def test_a_base_url_without_v1_or_with_two_is_a_404_with_the_right_path(rt, path):
+    """The base URL of OpenAI's clients ends in /v1. People forget it, and got only "Not Found"."""
+    meant = "/v1/models" if path.endswith("models") else "/v1/chat/completions"
+    answer = client(rt).post(path, json=CHAT)
+    assert answer.status_code == 404
+    assert f"there is no {path}; did you mean {meant}?" in answer.json()["error"]["message"]
+
+
+def test_a_path_that_is_like_no_other_is_a_404_without_a_guess(rt):
+    text = client(rt).get("/v1/nothing").json()["error"]["message"]
+    assert text == "there is no /v1/nothing; GET /docs shows all paths"
+
+
 def test_a_visitor_lists_its_own_jobs(rt):
     """The list has no results, and no job of another visitor."""
     http = client(rt)

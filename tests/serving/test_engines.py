@@ -79,6 +79,7 @@ async def test_a_stream_has_the_text_and_the_counts_of_the_whole_answer(name, so
         assert text == answer_text(whole) and events[-1]["usage"] == whole.json["usage"]
         assert [event["choices"][0]["finish_reason"] for event in events[:-1]][-1] == "length"
         assert len(events) > 4, "it came piece by piece"
+        assert text.strip() and text.isascii() and text.isprintable(), "a person can see the answer"
 
 
 @both

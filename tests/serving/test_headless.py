@@ -85,6 +85,15 @@ def test_every_route_answers_with_the_token_and_refuses_without_it(server, path)
     assert server.get(path, Accept="application/json", **wrong).status in (401, 429)
 
 
+@pytest.mark.parametrize("path", ["/chat/completions", "/models"])
+def test_a_path_that_lacks_v1_gets_the_right_path_from_either_server(server, path):
+    """Without the token, the path is refused as every other path."""
+    answer = server.get(path, **TOKEN)
+    assert answer.status == 404
+    assert f"did you mean /v1{path}?" in json.loads(answer.body)["error"]["message"]
+    assert server.get(path, Accept="application/json").status == 401
+
+
 def test_the_token_is_also_taken_as_an_api_key(headless):
     """Anthropic's clients send the token as `X-Api-Key`. A wrong token is refused."""
     key = {"X-Api-Key": OPERATORS, "Accept": "application/json"}

@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from starlette.exceptions import HTTPException as StarletteError
+from starlette.routing import Match
 
 from ...errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ..request_log import request_id
@@ -216,8 +217,23 @@ async def _failed(request: Request, error: Any) -> Response:
 async def _http_error(request: Request, error: Any) -> Response:
     """The response for an HTTP `error`, in the same format as all other errors of this server."""
     kind = "invalid_request_error" if error.status_code < 500 else "server_error"
-    body = {**_error(str(error.detail), kind), "detail": error.detail}
+    text = _no_route(request) if error.detail == "Not Found" else str(error.detail)
+    body = {**_error(text, kind), "detail": error.detail}
     return JSONResponse(body, error.status_code, headers=error.headers)
+
+
+def _no_route(request: Request) -> str:
+    """What is wrong with the path of `request`, which has no route. It may lack /v1, or have /v1 twice."""
+    path = request.scope["path"]
+    for meant in (f"/v1{path}", path[path.rfind("/v1/") :]):
+        scope = {**request.scope, "path": meant}
+        routes = request.app.router.routes
+        if meant != path and any(route.matches(scope)[0] is not Match.NONE for route in routes):
+            return (
+                f"there is no {path[:64]}; did you mean {meant[:64]}? The base URL of OpenAI's clients ends in "
+                "/v1, the base URL of Anthropic's and Ollama's clients does not"
+            )
+    return f"there is no {path[:64]}; GET /docs shows all paths"
 
 
 def _error(message: str, kind: str) -> dict[str, Any]:

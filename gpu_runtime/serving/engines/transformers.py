@@ -129,10 +129,13 @@ class TransformersAdapter(TextAdapter):
         prompt_tokens = int(prompt["input_ids"].shape[1])
         streamer = _streamer(self.tokenizer, prompt_tokens, stop, emit)
         stopping = _stopping(stop, cancelled, forced)
+        # A model may suppress tokens that the schema requires. Then no token would be left.
+        more: dict[str, Any] = {"suppress_tokens": None} if forced else {}
         with _seeded(body.get("seed")):
             output = self.value.generate(
                 **self._on_device(prompt, without=("token_type_ids",)),
                 **_sampling(body),
+                **more,
                 max_new_tokens=limit,
                 stopping_criteria=StoppingCriteriaList([stopping]),
                 logits_processor=LogitsProcessorList([_forcing(forced)] if forced else []),
