@@ -48,6 +48,19 @@ def test_on_one_card_all_layers_go_to_it():
     }
 
 
+@pytest.mark.parametrize(
+    ("config", "added"),
+    [({}, {}), (CONFIG, {"pooling_type": 1}), (CONFIG | {"pooling_type": 0}, {"pooling_type": 1}),
+     (CONFIG | {"pooling_type": 3}, {})],
+    ids=["unknown", "none named", "none", "last"],
+)  # fmt: skip
+def test_a_model_for_embeddings_without_a_pooling_type_takes_the_mean(config, added):
+    """Without it, a text got a vector for each token, and a base64 answer failed."""
+    one = replace(spec(), model_type="embedding")
+    found = llama_arguments(one, shares(8), "/m/phi.gguf", config, None)
+    assert {key: found[key] for key in found if key == "pooling_type"} == added
+
+
 def test_over_several_cards_it_is_split_like_the_shares():
     """A worker sees only its own cards, so their numbers begin with 0."""
     found = arguments(9, 3, cards=(4, 6))

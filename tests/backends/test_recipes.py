@@ -274,6 +274,33 @@ def test_a_server_that_cannot_use_a_custom_template_is_not_started(nothing_insta
         )
 
 
+EMBEDDER = {"source": "/m/phi.gguf", "model_type": "embedding"}
+NO_POOLING, CLS_POOLING = {"num_hidden_layers": 2}, {"num_hidden_layers": 2, "pooling_type": 2}
+
+
+def test_a_text_has_one_vector_also_if_the_file_names_no_pooling_type(installed):
+    """llama-server refuses embeddings by such a file, and a file's own type is kept."""
+    words = (
+        recipe("llama-server").command(order("llama-server", config=NO_POOLING, **EMBEDDER)).words
+    )
+    assert words[words.index("--pooling") + 1] == "mean"
+    own = order("llama-server", config=CLS_POOLING, **EMBEDDER)
+    assert "--pooling" not in recipe("llama-server").command(own).words
+    chosen = {"runtime_args": ["--pooling", "last"]}
+    words = (
+        recipe("llama-server")
+        .command(order("llama-server", config=NO_POOLING, **EMBEDDER, **chosen))
+        .words
+    )
+    assert words.count("--pooling") == 1 and words[-1] == "last"
+
+
+def test_a_server_that_makes_a_vector_of_each_token_is_not_started(nothing_installed):
+    with pytest.raises(LoadFailed, match="the file names no pooling type"):
+        recipe("llama-server").command(order("llama-server", config=NO_POOLING, **EMBEDDER))
+    recipe("llama-server").command(order("llama-server", config=CLS_POOLING, **EMBEDDER))
+
+
 def test_the_template_for_switches_is_the_model_s_own(installed, tmp_path):
     file = samples.gguf_lm(tmp_path / "phi.gguf")
     assert "message" in recipe("llama-server").template(order("llama-server", source=str(file)))

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import importlib.util
 import json
+import math
 import struct
 import sys
 from collections.abc import AsyncIterator
@@ -43,7 +44,8 @@ async def with_models(
         for name in names:
             kind = {"embedder": "embedding", "ranker": "reranker"}.get(name, "llm")
             backend = "llama_cpp" if name == "gguf" else "transformers"
-            k.rt.register(name, sources[name], backend=backend, model_type=kind, **options)
+            given = {"backend": backend, "model_type": kind, **options}
+            k.rt.register(name, sources[name], **given)
         yield k
 
 
@@ -378,6 +380,20 @@ async def test_an_embedding_is_the_normalized_mean_of_the_last_layer(sources):
                 mean = module(input_ids=ids["input_ids"]).last_hidden_state[0].mean(dim=0)
             expected = torch.nn.functional.normalize(mean, dim=0).tolist()
         assert expected == pytest.approx(vector, abs=1e-6)
+
+
+@pytest.mark.processes
+@in_loop
+async def test_a_gguf_without_a_pooling_type_gives_one_vector_a_text(sources):
+    async with with_models(sources, "gguf", model_type="embedding") as k:
+        for form in ("float", "base64"):
+            body = {"model": "gguf", "input": ["a", "b b"], "encoding_format": form}
+            rows = (await k.gateway.answer("embeddings", body)).json["data"]
+            vectors = [row["embedding"] for row in rows]
+            if form == "base64":
+                vectors = [struct.unpack("<64f", base64.b64decode(one)) for one in vectors]
+            assert [len(one) for one in vectors] == [64, 64]
+            assert [math.hypot(*one) for one in vectors] == pytest.approx([1, 1], abs=1e-6)
 
 
 @in_loop

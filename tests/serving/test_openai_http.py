@@ -240,6 +240,29 @@ async def test_a_thinking_mode_that_cannot_be_set_is_refused(template, think):
         assert not there.requests
 
 
+TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("template", "sent"),
+    [("{{ messages }}", False), ("{{ tools }}", True), (None, True), ("", True)],
+    ids=["takes none", "takes tools", "unknown", "no template"],
+)
+@in_loop
+async def test_tools_that_the_engine_s_template_would_ignore_are_refused(template, sent):
+    """llama-server answered such a call as if it named no tools, even if it required a tool."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there, template)) as k:
+        there.answers = [completion("a")]
+        if sent:
+            await k.chat("qwen", "hi", tools=[TOOL])
+            assert there.requests[0][2]["tools"] == [TOOL]
+            return
+        with pytest.raises(Refused, match="its chat template takes no tools") as refused:
+            await k.chat("qwen", "hi", tools=[TOOL], tool_choice="required")
+        assert (refused.value.status, refused.value.facts["param"]) == (400, "tools")
+        assert not there.requests
+
+
 @in_loop
 async def test_other_kinds_use_their_own_paths():
     """Calls for embeddings, images and plain completions each use the path of their kind."""

@@ -107,6 +107,8 @@ def _native(order: LaunchOrder, executable: str) -> Command:
         words += ["--flash-attn", "on"]
     if arguments["embedding"]:
         words += ["--embedding"]
+        if "pooling_type" in arguments and not has_flag(own, "--pooling"):
+            words += ["--pooling", "mean"]
     # Without --jinja, llama-server knows only a few built-in templates, and no template switches.
     if not has_flag(own, "--jinja", "--no-jinja"):
         words += ["--jinja"]
@@ -117,17 +119,17 @@ def _native(order: LaunchOrder, executable: str) -> Command:
 
 
 def _python(order: LaunchOrder) -> Command:
-    """The command of llama-cpp-python's server. Raises LoadFailed for a custom chat template."""
-    if custom_template(order.spec):
-        why = "llama-cpp-python's server takes no chat template but the model's own"
-        raise LoadFailed(
-            f"{order.spec.name} cannot be loaded: {why}.\n"
-            f"  Install llama-server, or leave out its runtime: the backend llama_cpp accepts one.",
-            name=order.spec.name,
-            source=order.source,
-            why=why,
-        )
+    """The command of llama-cpp-python's server.
+
+    Raises LoadFailed for a custom chat template, and for embeddings by a file without a pooling type.
+    """
     arguments = _llama_arguments(order)
+    if custom_template(order.spec):
+        raise _only_native(order, "takes no chat template but the model's own")
+    if "pooling_type" in arguments:
+        raise _only_native(
+            order, "makes no single vector of a text: the file names no pooling type"
+        )
     words = ["--model", order.source, "--model_alias", order.spec.name]
     words += ["--host", "127.0.0.1", "--port", str(order.port)]
     for name in ("n_ctx", "n_gpu_layers", "main_gpu", "split_mode"):
@@ -144,6 +146,18 @@ def _python(order: LaunchOrder) -> Command:
     words += ["--interrupt_requests", "false"]
     program = (sys.executable, "-m", "llama_cpp.server")
     return Command((*program, *words), {"API_KEY": order.key})
+
+
+def _only_native(order: LaunchOrder, why: str) -> LoadFailed:
+    """The error if llama-cpp-python's server cannot serve the model of `order`, and `why`."""
+    why = f"llama-cpp-python's server {why}"
+    return LoadFailed(
+        f"{order.spec.name} cannot be loaded: {why}.\n"
+        f"  Install llama-server, or leave out its runtime: the backend llama_cpp can do it.",
+        name=order.spec.name,
+        source=order.source,
+        why=why,
+    )
 
 
 RECIPE = LlamaServer()

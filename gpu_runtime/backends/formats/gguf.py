@@ -326,6 +326,7 @@ _KEYS = {  # Hugging Face's name -> GGUF's name after the architecture
     "num_experts_per_tok": "expert_used_count",
     "moe_intermediate_size": "expert_feed_forward_length",
     "first_k_dense_replace": "leading_dense_block_count",
+    "pooling_type": "pooling_type",
 }
 BATCH_TOKENS = 512  # computed at once by llama.cpp unless n_ubatch is set
 _ENCODERS = ("bert", "t5encoder", "clip")

@@ -20,6 +20,7 @@ from ..formats import gguf, sources
 from ..missing import AbsentBackend
 
 IN_PROCESS = "llama_cpp"  # the backend that uses llama-cpp-python; the other is llama-server
+MEAN_POOLING = 1  # LLAMA_POOLING_TYPE_MEAN. Source: llama.cpp, include/llama.h
 CONTEXT_TOKENS = 4096  # default length, if the model supports as many
 CACHE_TYPES = {
     **dict.fromkeys(("float32", "f32"), 0),
@@ -179,6 +180,8 @@ def llama_arguments(
     dtype = spec.options.get("cache_dtype")
     if dtype is not None:
         arguments["type_k"] = arguments["type_v"] = CACHE_TYPES[str(dtype).lower()]
+    if arguments["embedding"] and config and not config.get("pooling_type"):
+        arguments["pooling_type"] = MEAN_POOLING  # without it, each token has a vector of its own
     passed_on = {name: spec.options[name] for name in PASSED_TO_LLAMA if name in spec.options}
     return arguments | passed_on
 

@@ -107,6 +107,12 @@ def require_room(call: Call, spec: ModelSpec) -> None:
         raise cannot(spec.name, why, "messages" if call.kind == "chat" else "prompt")
 
 
+def unit_vector(vector: list[float]) -> list[float]:
+    """The `vector`, scaled to length one. A vector of zeros stays as it is."""
+    length = math.hypot(*vector) or 1.0
+    return [part / length for part in vector]
+
+
 class TextAdapter:
     """The base class of adapters whose engine writes text piece by piece and computes embedding vectors."""
 
@@ -298,8 +304,7 @@ class TextAdapter:
         if vectors and size > len(vectors[0]):
             why = f"its embeddings have {len(vectors[0])} dimensions"
             raise cannot(self.spec.name, why, "dimensions")
-        parts = (vector[:size] for vector in vectors)
-        return [[x / (math.hypot(*part) or 1.0) for x in part] for part in parts]
+        return [unit_vector(vector[:size]) for vector in vectors]
 
     def _header(self, kind: str) -> Header:
         is_chat = kind == "chat"

@@ -15,7 +15,7 @@ from ...threads import Cancellation
 from ..fields import SAMPLING, sampling
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from ..requests import Refused
-from .base import TextAdapter, cannot
+from .base import TextAdapter, cannot, unit_vector
 from .json_answers import schema_of
 from .openai_format import TextPiece, max_tokens_of, stops_of
 from .tool_calls import tools_of
@@ -110,7 +110,7 @@ class LlamaCppAdapter(TextAdapter):
         return stream_from_thread(work)
 
     async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
-        """The library's embeddings of the `texts`, and the number of tokens read."""
+        """The library's embeddings of the `texts` with length one, and the number of tokens read."""
         if self.spec.model_type != "embedding":
             return await super().vectors(texts)
 
@@ -124,10 +124,11 @@ class LlamaCppAdapter(TextAdapter):
                     raise cannot(self.spec.name, why, "input")
                 known = isinstance(text, str)
                 plain.append(text if known else _text(self.value.detokenize(text)))
-            return self.value.create_embedding(plain, cancelled=cancelled)
+            answer = self.value.create_embedding(plain, cancelled=cancelled)
+            vectors = [unit_vector(row["embedding"]) for row in answer["data"]]
+            return vectors, answer["usage"]["prompt_tokens"]
 
-        answer = await in_thread_until(embed)
-        return [row["embedding"] for row in answer["data"]], answer["usage"]["prompt_tokens"]
+        return await in_thread_until(embed)
 
     async def tokenize(self, text: str, special: bool) -> list[int]:
         """The library's tokens of `text`. With `special`, the token that begins a sequence is added."""

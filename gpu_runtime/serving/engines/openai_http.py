@@ -15,6 +15,7 @@ from ..requests import Refused
 from ..routing.profiles import with_thinking
 from . import chat_template
 from .base import EngineFailed, cannot
+from .tool_calls import tools_of
 
 PATHS = {
     "chat": "/chat/completions",
@@ -26,6 +27,7 @@ PATHS = {
 # An engine may compute for long before its first token.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 POLL_SECONDS = 0.05
+UNKNOWN_TEMPLATE = "enable_thinking, tools"  # assumed to read both, as newer templates do
 TOO_MANY = 429
 BUSY_SECONDS = 5.0  # the time until a retry, if the engine names none
 _CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the request
@@ -120,14 +122,14 @@ class HttpAdapter:
         """The fields `messages` and `chat_template_kwargs` that replace those fields of `body` in the request.
 
         The engine makes its prompt from these fields. `chat_template_kwargs` is included only if `think` needs
-        variables of the engine's chat template.
+        variables of the engine's chat template. Raises Refused for tools that this template would ignore.
         """
         template = getattr(self._handle, "chat_template", None)
-        if template is None:
-            # An unknown template is assumed to read `enable_thinking`, as newer templates do.
-            template = "enable_thinking"
+        template = UNKNOWN_TEMPLATE if template is None else template
         if template:
             template = chat_template.override(spec.options) or template
+        if template and "tools" not in template and tools_of(body).tools:
+            raise cannot(self.name, "its chat template takes no tools", "tools")
         messages, switches = with_thinking(body["messages"], think, template, self.name)
         fields: dict[str, Any] = {"messages": messages}
         if switches:
