@@ -137,6 +137,8 @@ def clear(frames: Iterable[FrameType]) -> None:
     for frame in frames:
         try:
             frame.clear()
+            # A debugger has read `f_locals`, of which Python keeps a copy. Reading updates the copy.
+            _ = frame.f_locals
         except RuntimeError:  # the frame still runs; its variables end with the frame
             pass
 

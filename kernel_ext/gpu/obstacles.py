@@ -42,7 +42,7 @@ RESTING = frozenset(
     (
         ("selectors.py", "select"), WAITING, ("iostream.py", "_watch_pipe_fd"),
         ("__init__.py", "device"), ("parentpoller.py", "run"), ("_monitor.py", "run"),
-        ("queue.py", "get"), ("thread.py", "_worker"),
+        ("queue.py", "get"), ("thread.py", "_worker"), ("pydevd_comm.py", "_read_line"),
     )
 )  # fmt: skip
 # A foreign thread may wait here: a worker with an empty queue, and two threads without a known name.
@@ -199,7 +199,8 @@ def why_not_threads(main: int | None) -> str:
     A thread prevents it if the thread does not belong to the kernel, was not started by gpu_runtime, and runs or will
     run by itself, as a `threading.Timer` does. `main` is the identifier of the main thread.
     """
-    known = {thread.ident: thread for thread in threading.enumerate()}
+    # debugpy replaces `threading.enumerate`: it hides its own threads and those of the kernel.
+    known: dict[int, threading.Thread] = dict(threading._active)  # type: ignore[attr-defined]
     for ident, found in _threads().items():
         if ident in (main, threading.get_ident()) or found.is_idle or found.is_ours:
             continue

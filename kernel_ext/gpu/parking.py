@@ -102,7 +102,9 @@ class Parking:
     async def on_debug_request(self, stream: Any, ident: Any, message: Any) -> None:
         """Handles a message to the debugger, in the thread of the control channel."""
         held = None
-        if message["content"].get("command") in messages.DEBUGGER_READS:
+        # A cell that has stopped at a breakpoint keeps the memory here. The debugger may have stopped
+        # all other threads too, so that none could answer.
+        if not self._cells and message["content"].get("command") in messages.DEBUGGER_READS:
             held = await messages.in_thread(self._hold)
         try:
             await self._debug(stream, ident, message)

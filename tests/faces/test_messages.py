@@ -215,6 +215,18 @@ def test_the_memory_is_there_while_the_debugger_shows_variables(follows, command
     assert follows.story == story
 
 
+def test_a_debugger_at_a_breakpoint_requests_nothing(follows):
+    """The cell keeps the memory. The debugger may have stopped the thread that would request it, and
+    then "evaluate" got no answer.
+    """
+    follows.shell.events.trigger("pre_execute")
+    follows.story.clear()
+    message = {"content": {"command": "evaluate"}}
+    asyncio.run(follows.kernel.control_handlers["debug_request"](None, None, message))
+    assert follows.story == ["handled"]
+    follows.shell.events.trigger("post_execute")
+
+
 def test_a_comm_whose_callback_failed_is_over_with_its_message(follows):
     """IPython calls `post_execute` only if the callback of a comm succeeded. If nothing else ended
     the message, the kernel would never be idle again.

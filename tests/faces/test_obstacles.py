@@ -191,7 +191,9 @@ def test_an_idle_pool_does_not_prevent_parking():
         assert why_not_threads_but(before, None) == ""
 
 
-def test_a_thread_of_the_debugger_does_not_prevent_parking():
+def test_a_thread_of_the_debugger_does_not_prevent_parking(monkeypatch):
+    """debugpy hides these threads. A notebook whose debugger was on could not be parked."""
+    monkeypatch.setattr(threading, "enumerate", list)
     over = threading.Event()
     thread = threading.Thread(target=over.wait, args=(600,))
     thread.is_pydev_daemon_thread = True

@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import weakref
 
 import pandas
 import pytest
@@ -17,7 +18,7 @@ import torch
 from IPython.utils.capture import capture_output
 
 import gpu_runtime
-from gpu_runtime import errors
+from gpu_runtime import errors, names
 from gpu_runtime.names import registered
 from gpu_runtime.rendering import holders
 from gpu_runtime.units import MIB
@@ -390,3 +391,21 @@ def test_a_script_s_variables_are_listed_without_a_shell():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout == "['inner()', 'x'] 4.0 MiB came free\n", done.stderr
+
+
+def test_the_variables_of_a_frame_that_a_debugger_has_shown_are_released():
+    """`%debug` reads `f_locals`. Python keeps that dict, with the tensors, after the frame is cleared."""
+    held = []
+
+    def f():
+        tensor = torch.zeros(1)
+        held.append(weakref.ref(tensor))
+        return tensor.nope
+
+    with pytest.raises(AttributeError) as caught:
+        f()
+    frame = caught.traceback[-1].frame.raw
+    assert "tensor" in frame.f_locals and held[0]() is not None
+    caught.value.__traceback__ = caught.value.obj = None
+    names.clear([frame])
+    assert held[0]() is None

@@ -225,6 +225,10 @@ def test_the_debugger_starts_in_a_parked_kernel(kernel):
         notebook.client, "initialize", linesStartAt1=True, columnsStartAt1=True, **arguments
     )
     assert reply["success"], reply
+    assert debugger(notebook.client, "attach")["success"]
+    park(notebook, rt)  # debugpy hides the kernel's threads, which were taken for the user's
+    assert "5000000.0" in notebook.run("print(float(x.sum()))")
+    debugger(notebook.client, "disconnect", restart=False, terminateDebuggee=False)
 
 
 def test_the_cells_that_wait_are_seen_and_run_in_their_order(kernel):

@@ -217,6 +217,37 @@ def test_a_cell_whose_memory_cannot_return_does_not_run(two, rt):
     assert "False 7500000.0" in parked.run("print(ran, float(x.double().sum()))")
 
 
+def test_the_prompt_of_the_debugger_has_the_memory_and_keeps_it(two, rt):
+    """`%debug` in a parked notebook shows tensors of the failed frame. The notebook is not parked while
+    the prompt waits for the user.
+    """
+    failed = two[0]
+    failed.run("import torch\ndef f():\n    y = torch.ones(5_000_000)\n    raise ValueError(1)")
+    assert "ValueError" in failed.run("f()")
+    until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 10)
+    until(lambda: parks(rt, "one.ipynb") and places(rt)["one.ipynb"] == {HOST}, 20)
+    typed, seen, shown = ["p float(y.sum())", "q"], [], []
+
+    def answer(message):
+        seen.append((places(rt)["one.ipynb"], parks(rt, "one.ipynb")))
+        failed.client.input(typed.pop(0))
+
+    failed.client.execute_interactive(
+        "%debug", allow_stdin=True, stdin_hook=answer, output_hook=shown.append, timeout=90
+    )
+    texts = [one["content"]["text"] for one in shown if one["msg_type"] == "stream"]
+    assert seen == [({"sim:0"}, False)] * 2 and "5000000.0" in "".join(texts)
+    failed.run("%gpu free")  # the frames of the last error
+
+
+def parks(rt, name: str) -> bool:
+    """Whether the request to park the notebook `name` succeeds."""
+    try:
+        return rt.park(name).done
+    except GpuError:  # a cell runs there
+        return False
+
+
 def test_cells_that_were_sent_together_leave_the_card_at_the_end_of_a_turn(two, rt):
     """ "Run All" sends every cell at once, so the kernel is never idle. The other notebook waits for
     one turn.
