@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from gpu_panels.console import Console
 from gpu_panels.poller import Poller
+from gpu_panels.widgets.prose import Prose
 
 from gpu_runtime.web.auth import Visitor
 
@@ -62,5 +64,9 @@ def test_the_preview_of_a_viewer_has_no_button():
     assert '"evict"' not in json.dumps(values(console_of(world, VIEWER))).replace("\\", "")
 
 
-def test_there_is_no_preview_without_figures():
+def test_there_is_no_preview_without_figures_and_none_of_a_fleet():
+    """The hosts of a fleet are above the tabs, and the preview does not draw them."""
     assert console_of(None).preview() == ""
+    chooser = SimpleNamespace(panel=Prose("box1, box2"), update=lambda poller, title: None)
+    world = samples.snapshot(samples.lease("qwen", 14))
+    assert console_of(world, chooser=chooser).preview() == ""
