@@ -10,7 +10,7 @@ import argparse
 import datetime
 import os
 import platform
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -435,6 +435,27 @@ def http() -> Iterator[Row]:
     )
 
 
+def _http_engine(told: Mapping[str, float]) -> Iterator[Row]:
+    """The rows of llama-server; none if it is not installed."""
+    if "HTTP engine, one token, direct" not in told:
+        return
+    direct = told["HTTP engine, one token, direct"]
+    one = told["HTTP engine, one token, served"] / direct
+    yield Row(
+        f"a chat with one token through `gpu serve`, against llama-server called directly ({direct * 1e3:.1f} ms)",
+        f"{one:.2f}×",
+        "≤ 1.6×",
+        one <= 1.6,
+    )
+    many = told["HTTP engine, clients, served"] / told["HTTP engine, clients, direct"]
+    yield Row(
+        f"calls a second of {bench_served.CONNECTIONS} clients, against llama-server alone",
+        f"{many:.2f}×",
+        "≥ 0.85×",
+        many >= 0.85,
+    )
+
+
 def served() -> Iterator[Row]:
     told = bench_served.figures()
     one = told["one token, served"] / told["one token, direct"]
@@ -467,6 +488,7 @@ def served() -> Iterator[Row]:
         "≤ 1.2×",
         batched <= 1.2,
     )
+    yield from _http_engine(told)
     free, job = told["hang-up"], told["job"]
     yield Row(
         "from a client that leaves its stream to another client's token; cancel of a job",

@@ -5,18 +5,24 @@ Each figure is compared with the same engine called directly. The two are measur
 
 from __future__ import annotations
 
+import contextlib
 import http.client
 import json
+import shutil
 import statistics
+import subprocess
 import tempfile
 import time
+import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any
 
+import psutil
+
 from gpu_runtime import Runtime, samples
-from tests.bench.bench_http import MESSAGES, Server, serving
+from tests.bench.bench_http import MESSAGES, Server, free_port, serving
 
 CONNECTIONS = 32
 TEXTS = [" ".join(["one two"] * (1 + n % 5)) for n in range(256)]
@@ -27,14 +33,19 @@ def figures() -> dict[str, float]:
     """All figures, by name. Seconds are medians."""
     with tempfile.TemporaryDirectory() as directory:
         bge = str(samples.embedder(f"{directory}/bge", size="12 MiB"))
-        entry = {"path": bge, "type": "embedding"}
-        with serving(directory, {"bge": entry}) as server, _direct(directory) as writer:
+        models = {
+            "bge": {"path": bge, "type": "embedding"},
+            "native": {"path": "writer.gguf", "type": "llm", "context_length": 512}
+            | {"backend": "llama-server", "sequences": CONNECTIONS},
+        }
+        with serving(directory, models) as server, _direct(directory) as writer:
             return {
                 **embeddings(server, bge),
                 **one_token(server, writer),
                 **stream_gap(server, writer),
                 **many_clients(server, writer),
                 **hang_up(server),
+                **http_engine(server, directory),
             }
 
 
@@ -115,6 +126,69 @@ def many_clients(server: Server, writer: Any, calls: int = 64) -> dict[str, floa
 
     alone, served = _alternately(3, direct, through)
     return {"clients, direct": calls / alone, "clients, served": calls / served}
+
+
+def http_engine(server: Server, directory: str) -> dict[str, float]:
+    """The same for llama-server: one token, and calls a second of CONNECTIONS clients. Empty without llama-server."""
+    program = shutil.which("llama-server")
+    if program is None:
+        return {}
+    port = free_port()
+    words = [program, "--model", f"{directory}/writer.gguf", "--port", str(port), "--jinja"]
+    words += ["--ctx-size", str(512 * CONNECTIONS), "--parallel", str(CONNECTIONS)]
+    quiet = subprocess.DEVNULL
+    with subprocess.Popen(words, stdout=quiet, stderr=quiet) as process:
+        alone = Server(f"127.0.0.1:{port}", "", psutil.Process(process.pid))
+        try:
+            _wait_until_ready(port)
+            return _one_token_and_clients(server, alone)
+        finally:
+            process.terminate()
+
+
+def _wait_until_ready(port: int) -> None:
+    for _ in range(600):
+        with contextlib.suppress(OSError):  # HTTP 503 while it loads
+            urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5).close()
+            return
+        time.sleep(0.1)
+    raise TimeoutError("llama-server is not ready after a minute")
+
+
+def _one_token_and_clients(server: Server, alone: Server) -> dict[str, float]:
+    def one_by(place: Server) -> Callable[[], None]:
+        connection = http.client.HTTPConnection(place.address)
+        body = {"model": "native", "max_tokens": 1, "temperature": 0}
+
+        def one() -> None:
+            place.call(connection, **body).read()
+
+        return one
+
+    def clients_of(place: Server) -> Callable[[], None]:
+        def client(many: int) -> None:
+            connection = http.client.HTTPConnection(place.address)
+            for _ in range(many):
+                place.call(connection, model="native", max_tokens=8, temperature=0).read()
+
+        def calls() -> None:
+            with ThreadPoolExecutor(CONNECTIONS) as pool:
+                list(pool.map(client, [4] * CONNECTIONS))
+
+        return calls
+
+    ways = one_by(alone), one_by(server)
+    _alternately(3, *ways)
+    direct, served = _alternately(100, *ways)
+    crowds = clients_of(alone), clients_of(server)
+    _alternately(1, *crowds)
+    many, many_served = _alternately(5, *crowds)
+    return {
+        "HTTP engine, one token, direct": direct,
+        "HTTP engine, one token, served": served,
+        "HTTP engine, clients, direct": 4 * CONNECTIONS / many,
+        "HTTP engine, clients, served": 4 * CONNECTIONS / many_served,
+    }
 
 
 def embeddings(server: Server, source: str) -> dict[str, float]:
