@@ -254,7 +254,7 @@ class FleetAdapter:
         """Returns if the call may run again after this `error`, because a host was lost. Else raises an error."""
         lost = isinstance(error, NodeLost) or isinstance(error.__cause__, httpx.HTTPError)
         if not lost:
-            raise error
+            raise
         log.info("%s was lost on %s: attempt %d", self._value.name, place.host, attempt)
         if attempt == MOST_HOSTS:
             why = f"{attempt} hosts were lost under this call"

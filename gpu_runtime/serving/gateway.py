@@ -46,7 +46,7 @@ from .replies import (
     add_origin,
     attempts,
     count_refusals,
-    final_refusal,
+    raise_if_final,
     server_ending,
     why_this_model,
 )
@@ -252,24 +252,25 @@ class Gateway:
         """The answer of the first of the `choices` that can give one. `outer` is released at the end of the answer."""
         failed: list[tuple[str, BaseException]] = []
         deadline = None if call.budget is None else asyncio.get_running_loop().time() + call.budget
-        for choice in attempts(choices, failed):
-            try:
-                async with asyncio.timeout_at(deadline) as limit:
-                    reply = await self._answer_with(choice, call, outer, deadline)
-            except TimeoutError as error:
-                if limit.expired():
-                    raise self._out_of_time(call, choice) from None
-                failed.append((choice.model, error))
-            except Exception as error:
-                refused = final_refusal(error, choice, choices)
-                if refused is not None:
-                    raise refused from error
-                failed.append((choice.model, error))
-                log.info("%s could not answer: %s", choice.model, first_line(error))
-            else:
-                return self._signed(reply, choice, failed)
-        self._counts["failed"] += 1
-        raise no_answer(call.model, failed)
+        try:
+            for choice in attempts(choices, failed):
+                try:
+                    async with asyncio.timeout_at(deadline) as limit:
+                        reply = await self._answer_with(choice, call, outer, deadline)
+                except TimeoutError as error:
+                    if limit.expired():
+                        raise self._out_of_time(call, choice) from None
+                    failed.append((choice.model, error))
+                except Exception as error:
+                    raise_if_final(error, choice, choices)
+                    failed.append((choice.model, error))
+                    log.info("%s could not answer: %s", choice.model, first_line(error))
+                else:
+                    return self._signed(reply, choice, failed)
+            self._counts["failed"] += 1
+            raise no_answer(call.model, failed)
+        finally:
+            failed.clear()  # the traceback of each of these errors has this frame
 
     def _signed(
         self, reply: Reply, choice: Choice, failed: list[tuple[str, BaseException]]

@@ -71,6 +71,10 @@ class Streamed:
             return event
         if self._over:
             raise StopAsyncIteration
+        if self._aborted_because is not None:
+            self._ended(self._aborted_because)
+            await self.aclose()
+            return _error_event(self._aborted_because)
         self._reader = asyncio.current_task()
         try:
             return await self._next()
@@ -95,8 +99,6 @@ class Streamed:
             self._reader = None
 
     async def _next(self) -> dict[str, Any]:
-        if self._aborted_because is not None:
-            raise self._aborted_because
         if self._deadline is None:
             return await anext(self._events)
         async with asyncio.timeout_at(self._deadline):
@@ -128,18 +130,22 @@ def attempts(
     yield from [choice for choice in choices if choice.model in died][:1]
 
 
-def final_refusal(error: Exception, choice: Choice, choices: tuple[Choice, ...]) -> Refused | None:
-    """The refusal that ends the call after this `error` of `choice`, or None if the next model is tried.
+def raise_if_final(error: Exception, choice: Choice, choices: tuple[Choice, ...]) -> None:
+    """Raises Refused if the call ends with this `error` of `choice`. Else the next model is tried.
 
     If the requested model refuses the call because of a mistake in the call, no other model is tried. If a stand-in
     refuses the call, for example because the prompt is too long, the next stand-in is tried.
     """
     cause, refused = blame(error, choice.model)
     if refused is None:
-        return None
+        return
     is_callers_mistake = choice is choices[0] and cause is Blame.CALLER
     is_final = len(choices) == 1 or is_callers_mistake or refused.code == "queue_full"
-    return refused if is_final else None
+    try:
+        if is_final:
+            raise refused from (error.__cause__ if refused is error else error)
+    finally:
+        del refused, error  # else the traceback would lead back to them
 
 
 def why_this_model(choice: Choice, failed: Sequence[tuple[str, BaseException]]) -> str:

@@ -14,10 +14,7 @@ from gpu_runtime import errors
 
 ROOT = Path(__file__).parents[2]
 FILES = [
-    path
-    for part in ("gpu_runtime", "kernel_ext")
-    for path in sorted((ROOT / part).rglob("*.py"))
-    if "serving" not in path.parts  # a server has no frames of a user's
+    path for part in ("gpu_runtime", "kernel_ext") for path in sorted((ROOT / part).rglob("*.py"))
 ]
 
 

@@ -137,6 +137,7 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
             if not unfinished.done():
                 unfinished.cancel()
                 await asyncio.gather(unfinished, return_exceptions=True)
+        del task, unfinished  # the task has the error, whose traceback has this frame
 
 
 async def events(reply: Reply) -> AsyncIterator[bytes]:

@@ -113,6 +113,7 @@ class Queue:
         finally:
             turn.value = None
             self._leave(turn)
+            del turn  # its future has the error, whose traceback has this frame
 
     def advance(self) -> None:
         """Starts every call and every load that can start now.
@@ -168,16 +169,19 @@ class Queue:
         """If the queue is full, refuses one of the waiting calls or the `new` call. Raises Refused for the new call."""
         if len(self._waiting) < self.limit:
             return
-        seconds = self.retry_after()
-        text = f"{len(self._waiting)} calls wait already, and no more can. Try again in {seconds:.0f} s."
-        refusal = Refused(503, "queue_full", text, seconds, depth=len(self._waiting))
         refused = call_to_refuse((turn.waiting for turn in self._waiting.values()), new)
         if refused is new:
-            raise refusal
-        turn = self._waiting.pop(refused.key)
+            raise self._full()
+        turn = self._waiting[refused.key]
         turn.refused = True
         if not turn.started.done():  # the call's task may have been cancelled already
-            turn.started.set_exception(refusal)
+            turn.started.set_exception(self._full())
+        del self._waiting[refused.key]
+
+    def _full(self) -> Refused:
+        seconds, depth = self.retry_after(), len(self._waiting)
+        text = f"{depth} calls wait already, and no more can. Try again in {seconds:.0f} s."
+        return Refused(503, "queue_full", text, seconds, depth=depth)
 
     async def _value_of(self, hold: Hold) -> Any:
         """The object that `hold` pins.
@@ -195,6 +199,8 @@ class Queue:
                 raise LoadShared(error) from error
             hold.error_reported = True
             raise
+        finally:
+            del hold  # its future has the error, whose traceback has this frame
 
     def _leave(self, turn: Turn) -> None:
         still_waiting = self._waiting.pop(turn.waiting.key, None) is not None

@@ -70,6 +70,7 @@ async def stream_from_thread(
                 yield value
     finally:
         cancelled.set()
+        error = None  # else its traceback would lead back to it
         await ended.wait()
 
 
