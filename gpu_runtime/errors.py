@@ -165,8 +165,9 @@ def _nearest(name: str, known: Collection[str]) -> str:
     """`Did you mean qwen? `, or an empty text if no name is similar."""
     import difflib
 
-    close = difflib.get_close_matches(name[:MOST_QUOTED], known, n=1)
-    return f"Did you mean {close[0]}? " if close else ""
+    names = {text: one for one in known for text in (one, one.partition("@")[0])}
+    close = difflib.get_close_matches(name[:MOST_QUOTED], names, n=1)
+    return f"Did you mean {names[close[0]]}? " if close else ""
 
 
 def _listed(names: Collection[str]) -> str:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -132,19 +131,22 @@ def of_lease(
 
 
 def unregistered(
-    words: str, known: Iterable[str], session: Session, given: dict[str, Any]
+    words: str,
+    known: tuple[str, ...],
+    all_names: tuple[str, ...],
+    session: Session,
+    given: dict[str, Any],
 ) -> Resident:
     """A model that is not registered, made from `words`: a path, a hub id or a name with a size.
 
     `given` are the options of the model. If `words` are close to one of the names `known`, they
     count as a typing mistake, even with a size. Raises UnknownModel for a mistake, and for words
-    without a size.
+    without a size. The error suggests one of `all_names`, with the models of other owners.
     """
-    known = tuple(known)
     if not _is_path(words):
         mistyped = difflib.get_close_matches(words, known, n=1)
         if mistyped or from_name(words) is None:
-            raise UnknownModel(words, known)
+            raise UnknownModel(words, all_names)
     is_gguf = words.endswith(".gguf")
     kind = "llama_cpp" if is_gguf else "transformers"
     wishes, options = loading.split(given)

@@ -338,7 +338,7 @@ def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> Le
         raise AmbiguousName(bare, _addresses(bare, found))
     spec = session.catalogue.spec(bare) if not pid else None
     if spec is None:
-        raise UnknownModel(name, _all_addresses(session, book))
+        raise UnknownModel(name, addresses(session, book))
     if session.guest:
         require_loadable(spec)
         raise NotLoaded(spec.name)
@@ -363,7 +363,7 @@ def _exact(session: Session, id: LeaseId) -> LeaseId:
         return id
     section = session.ledger.read().sections.get(id.owner)
     if section is None or not (section.lease(id.name) or _can_load(session, id)):
-        raise UnknownModel(id.name, known_names(session))
+        raise UnknownModel(id.name, addresses(session))
     return id
 
 
@@ -401,15 +401,15 @@ def _addresses(name: str, owners: list[Owner]) -> tuple[str, ...]:
     return tuple(f"{name}@{id}" for id in (pids if unique else ids))
 
 
-def _all_addresses(session: Session, book: Book) -> tuple[str, ...]:
-    others = [section for section in book.sections.values() if section.owner.id != session.me]
-    foreign = {
-        f"{lease.name}@{section.owner.pid}"
-        for section in others
-        for lease in section.leases
-        if lease.kind == "model"
-    }
-    return tuple({*known_names(session), *foreign})
+def addresses(session: Session, book: Book | None = None) -> tuple[str, ...]:
+    """The `known_names`, and the addresses of the models that other owners hold or can load."""
+    loadable = session.ledger.names()
+    found = set(known_names(session))
+    for id, section in (book or session.ledger.read()).sections.items():
+        if id != session.me:
+            held = [lease.name for lease in section.leases if lease.kind == "model"]
+            found |= {f"{name}@{section.owner.pid}" for name in (*held, *loadable.get(id, ()))}
+    return tuple(sorted(found))
 
 
 def in_use_error(session: Session, resident: Resident) -> GpuError:

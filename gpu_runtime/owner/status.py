@@ -301,7 +301,7 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
     try:
         owner, kernel = kernel_names.find(session, who)
     except GpuError:
-        raise UnknownModel(who, registry.known_names(session)) from None
+        raise UnknownModel(who, registry.addresses(session)) from None
     of_all = recorded_events(session, model=kernel)
     found = [event for event in of_all if event.owner == owner]
     return tuple(found[-20:])
@@ -316,7 +316,7 @@ def replays(session: Session, name: str) -> tuple[Replayed, ...]:
     resident = registry.by_key(session, bare)
     found = recorded.again(session, resident.spec.name if resident else bare)
     if not found and resident is None and session.catalogue.spec(bare) is None:
-        raise UnknownModel(bare, registry.known_names(session))
+        raise UnknownModel(bare, registry.addresses(session))
     return found
 
 
@@ -371,8 +371,9 @@ def _subject(
         declared = session.ledger.names().get(target.owner, {}).get(target.name)
         return dry_run.of_lease(lease, section.owner, given, declared)
     except (UnknownModel, KeyError):  # the answer lists the known names
-        known = registry.known_names(session)
-        return dry_run.of_nobody(dry_run.unregistered(name, known, session, given), session)
+        known, all_names = registry.known_names(session), registry.addresses(session)
+        found = dry_run.unregistered(name, known, all_names, session, given)
+        return dry_run.of_nobody(found, session)
 
 
 # -- the catalogue

@@ -134,7 +134,8 @@ def alarms(snapshot: Snapshot) -> list[str]:
     found = [] if snapshot.governed else [GOVERNOR_OFF]
     for problem in problems(snapshot):
         since = f" Since {clock(problem.wall)}." if problem.wall else ""
-        found.append(clean(problem) + since)
+        text = clean(problem)
+        found.append(f"{text.rstrip('.')}.{since}" if since else text)
     return found
 
 

@@ -12,7 +12,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drain, Event, Health, Level, Outcome, Share, Wait
 from gpu_runtime.presets import preset
-from gpu_runtime.rendering import html, plain, render, text, views
+from gpu_runtime.rendering import html, plain, render, text, views, words
 from gpu_runtime.settings import Settings
 
 from . import samples
@@ -337,3 +337,11 @@ def test_json_has_every_field_and_plain_values():
         "because": "",
     }
     assert plain.plain(Share(HOST, 1)) == {"device": HOST, "bytes": 1}
+
+
+def test_the_beginning_of_a_problem_is_a_sentence_of_its_own():
+    event = Event(9, samples.busy.wall, "giant", "refused", "request", "giant needs 50.0 GiB")
+    owner = next(iter(samples.busy.sections))
+    seen = replace(samples.busy, events=(replace(event, owner=owner),))
+    (alarm,) = words.alarms(seen)
+    assert alarm.startswith("giant was refused: giant needs 50.0 GiB. Since ")

@@ -149,6 +149,16 @@ def test_a_slip_in_a_known_name_is_no_guess(rt):
         rt.plan("qwem-7B")
 
 
+def test_a_name_with_a_size_is_planned_though_another_process_has_a_similar_one(
+    runtime, shared_book
+):
+    """Another person's models must not stop a plan that is possible without them."""
+    a, b = (runtime(ledger=shared_book) for _ in "ab")
+    fakes(a, **{"llama-8B": "14GiB"})
+    a.preload("llama-8B")
+    assert b.plan("llama-7B").footprint.bytes
+
+
 def test_a_path_that_is_not_there_tells_both_readings(rt, tmp_path):
     """A text with one slash may be a path or a hub id, so the error names both. A text with two
     slashes can only be a path.

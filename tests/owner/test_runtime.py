@@ -756,6 +756,21 @@ def test_a_name_that_several_hold_is_ambiguous_and_an_unknown_one_is_named(runti
         c.evict("nobody@1")
 
 
+def test_a_slip_in_the_name_of_another_process_s_model_gets_its_address(runtime, shared_book):
+    """A suggestion is the address of the model, which works as it stands."""
+    a, b = (runtime(ledger=shared_book) for _ in "ab")
+    fakes(a, qwen="3GiB", gemma="3GiB")
+    a.preload("qwen")
+    address = f"qwen@{os.getpid()}"
+    for ask in (b.evict, b.pin, b.plan, b.why, lambda name: b.why(name, replay=True)):
+        with pytest.raises(UnknownModel, match=f"Did you mean {address}"):
+            ask("qwem")
+    with pytest.raises(UnknownModel, match=f"Did you mean gemma@{os.getpid()}"):
+        b.plan("gema")
+    assert b.plan(address).name == "qwen"
+    assert [event.model for event in b.why(address)]
+
+
 def test_a_name_that_two_runtimes_of_one_process_hold_is_named_by_the_owner(runtime, shared_book):
     """Both runtimes have the same process id, so `qwen@PID` names neither model."""
     a, b, c = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "abc")
