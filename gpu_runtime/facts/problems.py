@@ -267,7 +267,11 @@ def _settled(seen: Snapshot, event: Event) -> Lease | None:
 
 
 def _refusals(seen: Snapshot) -> Iterator[Problem]:
-    """Yields the newest refusal of each model, unless the model was granted room later."""
+    """Yields the newest refusal of each model, unless the model was granted room later.
+
+    A block of code that requests more than all cards have is a mistake of its caller, who was told.
+    """
+    all_cards = sum(view.limit_bytes for view in seen.devices if not view.device.is_host)
     latest: dict[tuple[str, str], Event] = {}
     for event in seen.events:
         if event.action == "refused":
@@ -276,6 +280,9 @@ def _refusals(seen: Snapshot) -> Iterator[Problem]:
             latest.pop((event.owner, event.model), None)
     for event in latest.values():
         if seen.wall - event.wall > REFUSED_SECONDS or event.owner not in seen.sections:
+            continue
+        is_model = event.model in seen.names.get(event.owner, ())
+        if event.bytes > all_cards and not is_model:
             continue
         subject = f"{event.owner}/{event.model}"
         text = f"{event.model} was refused: {event.because}"

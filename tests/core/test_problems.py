@@ -90,6 +90,15 @@ def test_a_refusal_is_a_problem_until_the_model_is_granted_room():
     assert kinds(snapshot(events=[replace(refused, wall=WALL - 601)])) == []
 
 
+def test_a_block_of_code_larger_than_all_cards_is_no_problem_of_the_host():
+    """A typing mistake, `%%gpu 900GiB`, made the host unhealthy for ten minutes."""
+    typed = event(1, "train.ipynb#1", "refused", "the largest budget is 24 GiB", 900 * GIB)
+    assert kinds(snapshot(events=[typed])) == []
+    assert kinds(snapshot(events=[replace(typed, bytes=8 * GIB)])) == ["refused"]
+    catalogued = replace(snapshot(events=[typed]), names={typed.owner: (typed.model,)})
+    assert kinds(catalogued) == ["refused"], "a model that never fits is the operator's matter"
+
+
 def test_memory_without_a_lease_names_its_programs():
     seen = snapshot(simulated=False, strangers=2.0, processes={999: 2 * GIB})
     [found] = problems(with_views(seen, stranger_bytes=2 * GIB))
