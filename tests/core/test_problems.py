@@ -84,7 +84,7 @@ def test_two_models_that_evict_one_another_in_turn_are_a_problem():
 
 
 def test_a_refusal_is_a_problem_until_the_model_is_granted_room():
-    refused = event(1, "giant", "refused", "it needs 80.0 GiB", 80)
+    refused = event(1, "giant", "refused", "it needs 20.0 GiB", 20)
     assert kinds(snapshot(events=[refused])) == ["refused"]
     assert kinds(snapshot(events=[refused, event(2, "giant", "granted", "", 8)])) == []
     assert kinds(snapshot(events=[replace(refused, wall=WALL - 601)])) == []
@@ -92,7 +92,7 @@ def test_a_refusal_is_a_problem_until_the_model_is_granted_room():
 
 def test_a_block_of_code_larger_than_all_cards_is_no_problem_of_the_host():
     """A typing mistake, `%%gpu 900GiB`, made the host unhealthy for ten minutes."""
-    typed = event(1, "train.ipynb#1", "refused", "the largest budget is 24 GiB", 900 * GIB)
+    typed = event(1, "train.ipynb#1", "refused", "the largest budget is 24 GiB", 900)
     assert kinds(snapshot(events=[typed])) == []
     assert kinds(snapshot(events=[replace(typed, bytes=8 * GIB)])) == ["refused"]
     catalogued = replace(snapshot(events=[typed]), names={typed.owner: (typed.model,)})
