@@ -82,7 +82,7 @@ class HostRuntime(FarRuntime):
         if self.alive and self.asked is None:
             try:
                 self.asked, self._asked_at = self._send("status", (), {}), now
-            except cluster.Gone:
+            except cluster.Gone:  # it is shown as silent
                 self._failed = True
 
     def brief_left(self, now: float) -> float:

@@ -63,11 +63,13 @@ async def test_a_call_of_a_model_on_its_device_pins_it_without_a_thread(monkeypa
     """The pin lasts as long as the call. Starting a thread at each call took an eighth of the gateway's time."""
     async with harness(qwen=4) as k:
         await k.chat("qwen")
+        await until(lambda: not k.pins())  # the thread of the load releases the model
         monkeypatch.setattr(model_hold, "start_short", None)
         reply = await k.chat("qwen", stream=True)
         with pytest.raises(StillInUse):
             await in_thread(lambda: k.rt.evict("qwen", timeout=0.0))
         assert await stream_text(reply) == "one two three"
+        await until(lambda: not k.pins())
         assert k.rt.evict("qwen", timeout=0.0).done, "an idle model can be evicted at once"
 
 
