@@ -17,6 +17,8 @@ from gpu_runtime.facts import LeaseId
 from gpu_runtime.owner import permissions, waits
 from gpu_runtime.scheduler import recall
 
+from tests.nvml_driver import until
+
 from .conftest import fakes
 
 PID = os.getpid()
@@ -71,7 +73,13 @@ def test_another_process_ends_a_wait_and_the_waiter_is_told_by_whom(two):
     assert "ended the wait for llama after" in str(error) and "qwen" in error.because
     book = console._session.ledger.read()
     assert book.tickets == () and book.lease(waiter._session.me, "llama") is None
-    [ended] = [event for event in book.events if event.action == "cancel"]
+
+    def journaled():
+        """The waiter's process writes this event after it has ended the wait."""
+        return [e for e in console._session.ledger.read().events if e.action == "cancel"]
+
+    until(journaled)
+    [ended] = journaled()
     assert (ended.model, ended.by) == ("llama", error.by)
 
 
