@@ -16,7 +16,6 @@ from gpu_runtime import AmbiguousName, GpuError, WaitEnded
 from gpu_runtime.facts import LeaseId
 from gpu_runtime.owner import permissions, waits
 from gpu_runtime.scheduler import recall
-
 from tests.nvml_driver import until
 
 from .conftest import fakes
