@@ -94,6 +94,7 @@ class Event(Value):
     seconds: float = NEVER  # duration of a load or a restore; 0: not measured
     # After a load: the other models that were in use or arriving on the same cards at its end.
     beside: tuple[str, ...] = ()
+    notebook: str = ""  # of the memory of a notebook's own code: the notebook's path
     # If a lease left a device or host memory: the times of the lease's last uses
     # (`facts.recent_uses`), and the digest of the model's source.
     uses: str = ""

@@ -5,6 +5,7 @@ The functions here only read, except `delete`, which changes the catalogue.
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -297,12 +298,18 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
 
 
 def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
-    """The last decisions on the kernel `who`; see `kernel_names.find`. Raises UnknownModel."""
+    """The last decisions on the kernel `who`; see `kernel_names.find`. Raises UnknownModel.
+
+    If `who` is a notebook whose kernel has ended, the result has the decisions on its last kernel.
+    """
+    of_all = recorded_events(session, model=kernel_names.NAME)
     try:
-        owner, kernel = kernel_names.find(session, who)
+        owner = kernel_names.find(session, who).owner
     except GpuError:
-        raise UnknownModel(who, registry.addresses(session)) from None
-    of_all = recorded_events(session, model=kernel)
+        owners = [one.owner for one in of_all if who in (one.notebook, Path(one.notebook).name)]
+        if not who or not owners:
+            raise UnknownModel(who, registry.addresses(session)) from None
+        owner = owners[-1]
     found = [event for event in of_all if event.owner == owner]
     return tuple(found[-20:])
 

@@ -76,6 +76,7 @@ def note(
     lease's first device. `by` is the requester, and `answers` the key of an answered ticket.
     `seconds` is the duration of a load, and `beside` are the models that were busy meanwhile.
     """
+    owner = book.owner(lease.owner) if lease.kind == "kernel" else None
     event = Event(
         seq=book.seq + 1,
         wall=world.wall,
@@ -91,6 +92,7 @@ def note(
         answers=answers,
         seconds=round(seconds, 3) or NEVER,
         beside=beside,
+        notebook=owner.notebook if owner else "",
         uses=lease.recent_uses if action in ENDED_A_STAY else "",
         source=lease.source,
     )

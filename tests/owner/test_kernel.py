@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpu_runtime import GpuError, OutOfMemory, StillInUse
+from gpu_runtime import GpuError, OutOfMemory, StillInUse, UnknownModel
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import kernel_reading
 from gpu_runtime.units import MIB, show_seconds
@@ -542,6 +542,30 @@ def test_a_notebook_or_process_is_parked_by_its_name(started, runtime, shared_bo
         other.park("evel.ipynb")
     with pytest.raises(GpuError, match="%load_ext gpu"):
         other.park()
+    del kept
+
+
+def test_the_decisions_on_a_notebook_are_found_after_its_kernel_has_ended(
+    started, runtime, shared_book
+):
+    """Another notebook's kernel, which has the same name in the ledger, is not mixed in."""
+    devices = "sim:1GiB,host:4GiB"
+    rt, kernel = started(devices=devices, ledger=shared_book, monitor=True)
+    rt._session.notebook = "/work/train.ipynb"
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+    rt.tick()
+    other = runtime(devices=devices, ledger=shared_book)
+    assert other.park("train.ipynb").done
+    before = other.why("train.ipynb")
+    rt.close()
+    for name in ("train.ipynb", "/work/train.ipynb"):
+        after = other.why(name)
+        assert {event.owner for event in after} == {before[0].owner}
+        assert {event.action for event in before} <= {event.action for event in after}
+    for unknown in ("evel.ipynb", "rain.ipynb", ""):
+        with pytest.raises(UnknownModel):
+            other.why(unknown or "/")
     del kept
 
 
