@@ -1,0 +1,117 @@
+"""Connections to engines are used again, and none is shared by two requests at a time."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from gpu_runtime.serving.engines import connections
+from gpu_runtime.serving.engines.connections import Connections
+from tests.serving.loops import in_loop, until
+
+CLOSES = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"
+KEEPS = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
+
+
+class Engine:
+    """A server that answers each request with `answer`, after `gate` if that is set."""
+
+    def __init__(self) -> None:
+        self.answer, self.gate = KEEPS, None
+        self.opened = self.ended = 0
+        self.writers = []
+
+    async def serve(self, reader, writer) -> None:
+        self.opened += 1
+        self.writers.append(writer)
+        try:
+            while await reader.readuntil(b"\r\n\r\n"):
+                if self.gate:
+                    await self.gate.wait()
+                writer.write(self.answer)
+                await writer.drain()
+        except (ConnectionError, asyncio.IncompleteReadError):
+            self.ended += 1
+        finally:
+            writer.close()
+
+
+@asynccontextmanager
+async def engine() -> AsyncIterator[tuple[Engine, httpx.AsyncClient, str]]:
+    one = Engine()
+    server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
+    url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
+    async with server, httpx.AsyncClient(transport=Connections(), timeout=20) as client:
+        yield one, client, url
+
+
+@in_loop
+async def test_calls_one_after_the_other_share_a_connection():
+    async with engine() as (one, client, url):
+        for _ in range(5):
+            assert (await client.get(url)).text == "ok"
+        assert one.opened == 1
+
+
+@in_loop
+async def test_calls_at_the_same_time_have_a_connection_each_and_few_stay_open(monkeypatch):
+    monkeypatch.setattr(connections, "MOST_FREE", 3)
+    async with engine() as (one, client, url):
+        one.gate = asyncio.Event()
+        calls = [asyncio.ensure_future(client.get(url)) for _ in range(8)]
+        await until(lambda: one.opened == 8)
+        one.gate.set()
+        assert [(await call).text for call in calls] == ["ok"] * 8
+        await until(lambda: one.ended == 5)
+        assert (await client.get(url)).text == "ok" and one.opened == 8
+
+
+@pytest.mark.parametrize("how", ["answer", "later"])
+@in_loop
+async def test_a_connection_that_the_engine_closed_is_not_used_again(how):
+    async with engine() as (one, client, url):
+        one.answer = CLOSES if how == "answer" else KEEPS
+        assert (await client.get(url)).text == "ok"
+        if how == "later":
+            one.writers[0].close()
+            await one.writers[0].wait_closed()
+            await asyncio.sleep(0)
+        assert (await client.get(url)).text == "ok"
+        assert one.opened == 2
+
+
+@in_loop
+async def test_a_call_that_is_cancelled_ends_its_connection():
+    async with engine() as (one, client, url):
+        one.gate = asyncio.Event()
+        call = asyncio.ensure_future(client.get(url))
+        await until(lambda: one.opened == 1)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        one.gate.set()
+        await until(lambda: one.ended == 1)
+        assert (await client.get(url)).text == "ok" and one.opened == 2
+
+
+@in_loop
+async def test_a_stream_that_is_left_ends_its_connection():
+    async with engine() as (one, client, url):
+        one.answer = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok"
+        async with client.stream("GET", url):
+            pass
+        await until(lambda: one.ended == 1)
+        one.answer = KEEPS
+        assert (await client.get(url)).text == "ok" and one.opened == 2
+
+
+@in_loop
+async def test_the_end_of_the_client_closes_the_free_connections():
+    async with engine() as (one, client, url):
+        await client.get(url)
+        await client.aclose()
+        await until(lambda: one.ended == 1)
