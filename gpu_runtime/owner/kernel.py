@@ -412,7 +412,7 @@ def park(session: Session, who: str = "") -> Outcome:
     target = kernel_names.find(session, who)
     if (parked := kernel_names.in_ram(session, target)) is not None:
         return kernel_names.in_ram_already(session, "park", who, [parked])
-    return replace(operations.evict(session, target, timeout=None), verb="park")
+    return replace(operations.evict(session, target, timeout=None), verb="park", name=who)
 
 
 def unpark(session: Session, who: str = "") -> Outcome:
@@ -421,7 +421,8 @@ def unpark(session: Session, who: str = "") -> Outcome:
     if not who and _own(session).resident is None:
         because = "nothing of this kernel is parked"
         return Outcome(verb="unpark", name=NAME, done=True, because=because, bytes=0)
-    return replace(operations.preload(session, target), verb="unpark")
+    outcome = operations.preload(session, target)
+    return replace(outcome, verb="unpark", name=who or outcome.name)
 
 
 def _own(session: Session) -> Kernel:

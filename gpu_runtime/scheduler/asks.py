@@ -163,7 +163,7 @@ def _known_result(
     """The verdict that follows from the book alone; None if the owner has to act first."""
     lease = section.lease(name)
     if asked.verb in ("preload", "restore"):
-        return _result_of_load(lease)
+        return _result_of_load(lease, section.owner)
     if asked.verb in ("defrag", "who"):
         return None
     if asked.verb == "cancel":
@@ -178,30 +178,31 @@ def _known_result(
             return Grant(Lease(section.owner.id, name), (), f"{name} is on no device")
         stays = lease.on_host and lease.phase is Phase.SETTLED
         if stays and not (DISK in asked.places and lease.droppable):
-            return Grant(lease, (), f"{name} is in host memory")
+            return Grant(lease, (), f"{lease_title(lease, section.owner)} is in host memory")
     if lease is None:
         return Refuse(f"{section.owner.label} does not hold {name}", kind="unknown")
+    title = lease_title(lease, section.owner)
     if asked.verb in ("pin", "unpin"):
-        return _result_of_pin(lease, keep=asked.verb == "pin")
+        return _result_of_pin(lease, title, keep=asked.verb == "pin")
     if asked.verb == "move" and {share.device for share in lease.shares} == set(asked.places):
-        return Grant(lease, (), f"{name} is on {lease.where}")
+        return Grant(lease, (), f"{title} is on {lease.where}")
     refusal = _refusal_to_leave(book, lease, section.owner, world)
     if refusal and refusal.kind == "failed" and asked.verb == "move":
         return None  # the owner tries at once, and answers
     return refusal
 
 
-def _result_of_load(lease: Lease | None) -> Verdict | None:
+def _result_of_load(lease: Lease | None, owner: Owner) -> Verdict | None:
     if lease and lease.all_on_device and lease.phase is Phase.SETTLED:
-        return Grant(lease, (), f"{lease.name} is on {lease.where}")
+        return Grant(lease, (), f"{lease_title(lease, owner)} is on {lease.where}")
     return None
 
 
-def _result_of_pin(lease: Lease, *, keep: bool) -> Verdict | None:
+def _result_of_pin(lease: Lease, title: str, *, keep: bool) -> Verdict | None:
     if lease.keep != keep:
         return None
     state = "kept" if keep else "not kept on its device"
-    return Grant(lease, (), f"{lease.name} is {state}")
+    return Grant(lease, (), f"{title} is {state}")
 
 
 def _result_of_cancel(book: Book, asked: Ask, section: Section, name: str) -> Verdict | None:
