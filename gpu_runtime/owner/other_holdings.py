@@ -102,7 +102,13 @@ def answer(session: Session, order: Order) -> Outcome:
     found = _shortened(found)
     session.ledger.publish_answer(order.asker, found, private=own_user)
     because = f"{show_bytes(found.held_bytes)} on devices, {show_bytes(found.parked_bytes)} parked"
-    return Outcome(verb="who", name="", done=True, because=because, bytes=0)
+    return Outcome(
+        verb="who",
+        name="",
+        done=True,
+        because=because,
+        bytes=0,
+    )
 
 
 def _listed(session: Session) -> Holdings:

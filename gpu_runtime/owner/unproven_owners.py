@@ -36,7 +36,12 @@ def evict(session: Session, process: str, *, force: bool) -> Outcome:
             f"nothing proves that it has ended, or that it lives. {holds}. "
             f"If you know that it has ended:  %gpu evict {process} --lost --force"
         )
-        return Outcome(verb="evict", name=process, done=False, because=because)
+        return Outcome(
+            verb="evict",
+            name=process,
+            done=False,
+            because=because,
+        )
     for section in lost:
         _require_allowed(session, section)
     ids = [section.owner.id for section in lost]
@@ -44,7 +49,13 @@ def evict(session: Session, process: str, *, force: bool) -> Outcome:
     said_by = requests.person(session) or session.owner.user
     session.decide(lambda book, world: (_without(session, book, ids, world, said_by), None))
     because = f"its leases were ended; {show_bytes(freed)} came free. {holds}"
-    return Outcome(verb="evict", name=process, done=True, because=because, bytes=freed)
+    return Outcome(
+        verb="evict",
+        name=process,
+        done=True,
+        because=because,
+        bytes=freed,
+    )
 
 
 def _without(session: Session, book: Book, ids: list[str], world: World, said_by: str) -> Book:

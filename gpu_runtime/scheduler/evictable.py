@@ -276,7 +276,14 @@ def worth_less(
     moved = replace(lease, shares=(Share(HOST, lease.own_bytes),), target=(), filled=())
     worth = (-lease.importance, rank(moved, world))
     pool = []
-    able = warm(book, world, asker=asker, importance=importance, owner=owner, wanted=wanted)
+    able = warm(
+        book,
+        world,
+        asker=asker,
+        importance=importance,
+        owner=owner,
+        wanted=wanted,
+    )
     for other in able:
         if not other.on_host or other.id == lease.id:
             continue

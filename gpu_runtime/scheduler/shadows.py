@@ -135,7 +135,13 @@ def reserve(
         return book, False
     if any(ticket.shadows for ticket in book.tickets):
         return book, False
-    reserved = replace(lease, shadow_bytes=size, copy=copy, copy_bytes=shared, copied_bytes=shared)
+    reserved = replace(
+        lease,
+        shadow_bytes=size,
+        copy=copy,
+        copy_bytes=shared,
+        copied_bytes=shared,
+    )
     after = book.with_lease(reserved)
     extra = size - shared + max(0, shared - _largest(book, copy))
     if room(book, world).get(HOST, 0) < extra:
