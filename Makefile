@@ -71,11 +71,11 @@ check-models: $(STAMP)
 check-rest: $(STAMP)
 	$(BIN)/python -m pytest -q $(LEAN) $(CHECK) $(addprefix --ignore=,$(MODELS)) tests
 
-# One run for all. Four workers on two cores: the tests with processes wait for half of their time.
+# One run for all. Five workers on two cores: the tests with processes wait for half of their time.
 test:
 	@$(MAKE) --no-print-directory -j2 $(STAMP) packages
 	@$(MAKE) --no-print-directory lint
-	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 4 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
+	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 5 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
 
 soak: $(STAMP) packages
 	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
