@@ -13,6 +13,7 @@ from functools import partial
 from .. import threads
 from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel
 from ..facts import Book, Drop, LeaseId, Level, Move, Outcome, Shed, World
+from ..ledgers.book_store import TICKS_A_SECOND
 from ..scheduler import drain, explain, quotas, recall, relief
 from ..scheduler import transitions as books
 from ..scheduler.pressure import views
@@ -36,8 +37,7 @@ from .session import NEAR_SECONDS, POLL_SECONDS, Session
 
 log = logging.getLogger("gpu_runtime")
 
-LOOKS_PER_SECOND = 12  # by all idle kernels together; up to 12 kernels look once a second
-DOZE_SECONDS = 6.0  # longest sleep with many kernels; unnotified changes are noticed this late
+DOZE_SECONDS = 12.0  # longest sleep with many kernels; unnotified changes are noticed this late
 RECORD_AFTER_SECONDS = 5.0  # a runtime on simulated cards must live this long to get a helper
 
 
@@ -132,7 +132,7 @@ def _doze(session: Session, owners: int) -> float:
     A long sleep is harmless: other owners also watch for dead processes, and a use or a
     notification ends the sleep.
     """
-    seconds = min(DOZE_SECONDS, max(POLL_SECONDS, owners / LOOKS_PER_SECOND))
+    seconds = min(DOZE_SECONDS, max(POLL_SECONDS, owners / TICKS_A_SECOND))
     session.dozing = seconds > POLL_SECONDS
     # Check for uses again after the flag is set. A use that began after the first check has either
     # seen the flag, or is noticed by this second check.

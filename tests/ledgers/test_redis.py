@@ -179,7 +179,7 @@ def test_a_write_that_is_taken_back_waits_until_grants_continue(new_owner_here, 
     assert emptied and names(ledger) == []
 
 
-@pytest.mark.parametrize(("owners", "seconds"), [(1, 2.0), (60, 10.0)])
+@pytest.mark.parametrize(("owners", "seconds"), [(1, 2.0), (60, 20.0)])
 def test_the_closed_period_of_a_page_made_again_grows_with_its_owners(
     new_owner_here, redis, owners, seconds
 ):

@@ -11,12 +11,12 @@ import pytest
 from gpu_runtime.facts import Ticket
 from gpu_runtime.kernel_activity import Activity
 from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers.book_store import TICKS_A_SECOND
 from gpu_runtime.owner import dead_owners, maintenance
-from gpu_runtime.owner.maintenance import LOOKS_PER_SECOND
 from gpu_runtime.owner.monitor import promptly
 from tests.owner.conftest import claims, fakes, where
 
-LONG = 64 / LOOKS_PER_SECOND  # seconds between two reads of the book with 64 kernels
+LONG = 64 / TICKS_A_SECOND  # seconds between two reads of the book with 64 kernels
 
 
 @pytest.fixture
