@@ -14,6 +14,7 @@ from gpu_runtime.facts import (
     Load,
     Part,
     Plan,
+    PlanLevel,
     Snapshot,
     Step,
     Ticket,
@@ -174,6 +175,8 @@ def host_title(snapshot: Snapshot) -> str:
 def verdict(plan: Plan) -> str:
     """The verdict of the `plan` in a few words."""
     name = _plan_subject(plan)
+    if plan.level is PlanLevel.NEVER:
+        return f"{name} does not fit, even after a wait"
     if not plan.granted:
         return f"{name} does not fit now"
     if not plan.steps:

@@ -26,6 +26,7 @@ from gpu_runtime.facts import (
     Part,
     Phase,
     Plan,
+    PlanLevel,
     Sample,
     Section,
     SegmentMap,
@@ -282,6 +283,7 @@ refused = Plan(
     "gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)",
     footprint=Footprint.of(40 * GIB),
     name="gemma",
+    level=PlanLevel.NEVER,
 )
 
 

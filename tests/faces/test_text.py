@@ -150,7 +150,7 @@ def test_a_refusal_is_a_plan_too():
     assert (
         text.plan(samples.refused, samples.busy)
         == """\
-gemma does not fit now · simulated
+gemma does not fit, even after a wait · simulated
 gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)
 Needs 40.0 GiB (declared)"""
     )

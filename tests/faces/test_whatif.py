@@ -91,7 +91,7 @@ def test_the_answer_shows_verdict_reason_and_evicted_models():
 
 def test_a_refusal_is_shown_without_bars():
     assert words(answer(PlanAnswer(samples.refused), samples.busy)).startswith(
-        "◷ It waits · gemma does not fit now"
+        "✗ Never, as things are · gemma does not fit, even after a wait"
     )
     assert whatif.touched(samples.refused.steps) == []
 
@@ -180,7 +180,7 @@ def test_a_typed_size_replaces_the_chosen_model_and_the_other_way_round():
     tab.size.value = "3 GiB"
     refresh(tab)
     assert tab.model.value == NO_MODEL and planned[-1] == 3 * GIB
-    assert not tab.devices.visible and "does not fit now" in tab.answer.html
+    assert not tab.devices.visible and "does not fit, even after a wait" in tab.answer.html
     tab.model.value = "llama"
     assert tab.size.value == ""
 
