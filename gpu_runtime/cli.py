@@ -111,10 +111,11 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
     assert verb.act is not None  # only the verbs in SERVERS have no `act`
     if not verb.needs_runtime:
         return _print(verb, args, verb.act(None, args), None)
-    import gpu_runtime
+    from . import watching
 
-    rt = gpu_runtime.runtime()
-    rt.guest = True
+    rt = watching.followed()
+    if elsewhere := watching.elsewhere(rt):
+        print(f"gpu: {elsewhere}", file=sys.stderr)
     try:
         if verb.name == "status" and args.watch:
             return watch(rt)
@@ -123,7 +124,8 @@ def _act(verb: Verb, args: argparse.Namespace) -> int:
             value = verb.act(rt, args)
         return _print(verb, args, value, rt)
     finally:
-        rt.close()
+        watching.close(rt)
+        watching.default().close()
 
 
 def watch(rt: Any, stream: TextIO | None = None, wait: Callable[[float], None] = time.sleep) -> int:

@@ -1,4 +1,4 @@
-"""Chooses the ledger that a program opens if it only watches, such as a console.
+"""Chooses the ledger that a program opens if it only watches, such as a console or `gpu status`.
 
 The person who starts the program may not have the environment variables of the notebooks. An
 example is a JupyterLab that was started from a desktop. The program opens the first of these:
@@ -100,6 +100,15 @@ def guest(ledger: OpenLedger) -> Runtime:
             known = _guests[ledger.directory] = Runtime(ledger=ledger.url)
             known.guest = True
         return known
+
+
+def elsewhere(rt: Runtime) -> str:
+    """A sentence that names the ledger of `rt`; empty if it is the default ledger."""
+    own = default()
+    if rt is own:
+        return ""
+    ledger, unused = rt._opened.ledger.url, own._opened.ledger.url
+    return f"this is the ledger in use, {ledger}. No process uses the default one, {unused}."
 
 
 def close(rt: Runtime) -> None:

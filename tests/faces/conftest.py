@@ -18,6 +18,7 @@ sys.path[:0] = OURS  # this checkout's `gpu` and `gpu_panels`, installed or not
 FOUND_BY_CHILDREN = os.pathsep.join(filter(None, (str(ROOT), *OURS, os.environ.get("PYTHONPATH"))))
 
 import gpu_runtime  # noqa: E402
+from gpu_runtime import watching  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -27,6 +28,12 @@ def utc(monkeypatch):
     yield
     monkeypatch.undo()
     time.tzset()
+
+
+@pytest.fixture(autouse=True)
+def no_other_ledgers(monkeypatch):
+    """A console or a command in a test does not follow the ledger of another test's processes."""
+    monkeypatch.setattr(watching.in_use, "processes_of_this_user", lambda: [])
 
 
 @pytest.fixture

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import gpu_runtime
-from gpu_runtime import watching
+from gpu_runtime import cli, watching
 
 OWNER = """
 import sys, gpu_runtime
@@ -89,3 +90,15 @@ def test_a_process_that_only_watches_is_no_use(default, owner, monkeypatch):
         assert watching.directory_of(rt) == directory
     finally:
         watching.close(rt)
+
+
+@pytest.mark.processes
+def test_a_command_shows_the_ledger_in_use_and_names_it(default, owner, capsys):
+    """A terminal may not have the environment of the notebooks. A command that opened the default
+    ledger would show nothing.
+    """
+    assert cli.main(["status"]) == 0
+    shown = capsys.readouterr()
+    assert re.search(r"qwen +4\.0 GiB", shown.out)
+    assert shown.err.startswith(f"gpu: this is the ledger in use, {owner}. ")
+    assert default._closed
