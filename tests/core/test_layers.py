@@ -72,7 +72,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "watching": f"__init__ runtime ledgers {GROUND}",
     "gpu_panels": f"__init__ runtime watching ledgers.in_use rendering web fleet {GROUND}",
     "gpu": f"__init__ runtime rendering verbs verb_arguments {GROUND}",
-    "cli": f"__init__ runtime rendering verbs verb_arguments serving gpu_panels {GROUND}",
+    "cli": f"__init__ runtime watching rendering verbs verb_arguments serving gpu_panels {GROUND}",
 }
 # A decision depends only on its arguments: no clock, device, environment, log or random numbers.
 NOT_IN_DECISIONS = {
