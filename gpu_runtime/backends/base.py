@@ -1,7 +1,6 @@
-"""The base of backends, and two tests that all backends share: `looks_like_hub_id` and
-`is_out_of_memory`.
+"""`Backend`, the base of all backends, and two checks that several modules use.
 
-`registry.py` opens backends by name.
+The checks are `looks_like_hub_id` and `is_out_of_memory`. `registry.py` opens backends by name.
 """
 
 from __future__ import annotations
@@ -19,13 +18,14 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STA
 
 
 class NotStill(Exception):
-    """Raised when the kernel's memory was not moved, because it was used meanwhile or running code
-    may use it.
+    """Raised when the kernel's memory was not moved. The text is the reason.
+
+    For example, a cell runs, the kernel was used during the copy, or this torch has no guards.
     """
 
 
 class Stillness(Protocol):
-    """Reports whether code that may touch a tensor runs in this process."""
+    """Reports whether running code may touch the kernel's tensors, and makes a change if not."""
 
     def why_not(self) -> str:
         """The reason why the kernel's memory must not be moved now; empty if it may be moved."""
@@ -36,8 +36,8 @@ class Stillness(Protocol):
     def change(self, mark: object, act: Callable[[], None]) -> str:
         """Calls `act` while no other thread of the process runs, and returns an empty text.
 
-        If the kernel was used since `mark`, or if code runs, `act` is not called. In this case the
-        result is the reason.
+        `mark` is an earlier result of the method `mark`. If the kernel was used since then, or if
+        code runs now, `act` is not called, and the result is the reason.
         """
 
 
@@ -50,7 +50,7 @@ class Backend:
     name: str
     can_move = True  # False: a Move becomes Drop + Load
     can_split = True  # False: a model stays on one device, whatever its layout says
-    layout = "auto"  # the layout of its models that have none
+    layout = "auto"  # the layout of a model whose spec sets none
     shares = False  # whether processes share the copies of its models in host memory
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
@@ -64,12 +64,11 @@ class Backend:
         raise NotImplementedError
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
-        """The relative sizes of the consecutive pieces of the model of `spec`, which may be cut
-        between two pieces.
+        """The relative sizes of the pieces of the model of `spec`, in order.
 
-        A model with one piece must stay whole. If the result is empty, the model may be cut at any
-        byte. A loaded `model` gives exact sizes. Without `model`, the sizes are read from `origin`
-        or from the source.
+        A model on several cards is cut between two pieces. A model with one piece must stay whole.
+        If the result is empty, the model may be cut at any byte. A loaded `model` gives exact
+        sizes. Without `model`, the sizes are read from `origin` or from the source.
         """
         return ()
 
@@ -84,42 +83,44 @@ class Backend:
     ) -> Any:
         """Loads the model of `spec` onto its `shares`. Returns a handle for the other methods.
 
-        `origin` is the live Python object with which the model was registered (a factory callable).
-        `progress` is called with bytes done and bytes in total. `into` is a handle, or a value, of
-        an earlier load. This object is refilled in place, so references to it stay valid.
+        `origin` is the live Python object with which the model was registered: a module, or a
+        callable that returns one. `progress` is called with bytes done and bytes in total. `into`
+        is the handle or the value of an earlier load. The value is refilled in place, so
+        references to it stay valid.
 
-        On any failure, an interrupt included, nothing stays allocated. Raises LoadFailed,
-        CannotGovern, or the device's own out-of-memory error (see `is_out_of_memory`).
+        On any failure, an interrupt included, nothing stays allocated. Raises BadSetting,
+        NotAModel, LoadFailed, CannotGovern, or the device's own out-of-memory error (see
+        `is_out_of_memory`).
         """
         raise NotImplementedError
 
     def value(self, model: Any) -> Any:
-        """The object that `use` yields for the handle `model`. For torch it is the nn.Module."""
+        """The object that `use` yields for the handle `model`, such as a torch module."""
         return model
 
     def move(self, model: Any, shares: Shares) -> None:
-        """Moves all bytes of `model` to new `shares`. If the move fails, no byte has moved.
+        """Moves the bytes of `model` to `shares`. If the move fails, no byte has moved.
 
         The Python objects stay the same.
         """
         raise NotImplementedError
 
     def drop(self, model: Any) -> None:
-        """Frees the bytes of `model`, even if user code still has the object. A repeated call does
-        nothing.
+        """Frees the bytes of `model` that its source can restore. A repeated call does nothing.
 
-        Bytes of `model` that exist nowhere else stay with an object that user code has. These bytes
-        are freed with that object.
+        They are freed even if user code still has the value of `model`. Bytes that exist nowhere
+        else stay with this value, and are freed with it.
         """
         raise NotImplementedError
 
     def measure(self, model: Any) -> Shares:
-        """The bytes of `model`'s storages on each device. Empty for a dropped model."""
+        """The bytes that `model` holds on each device. Empty for a dropped model."""
         raise NotImplementedError
 
     def elsewhere(self, model: Any) -> tuple[str, ...]:
-        """The tensors of `model` that are not on its shares, each as `NAME on DEVICE`. Normally
-        empty.
+        """The tensors of `model` that are not on its shares, each as `NAME on DEVICE`.
+
+        User code moved them; normally the result is empty.
         """
         return ()
 
@@ -128,8 +129,9 @@ class Backend:
         return False
 
     def unchanged(self, model: Any) -> bool:
-        """Whether it is proven that `model` and its source are unchanged since the load. Checked
-        before a drop.
+        """Whether a comparison proves that `model` and its source are unchanged since the load.
+
+        The owner checks this before a drop.
         """
         return self.droppable(model)
 
@@ -143,18 +145,18 @@ class Backend:
         return 0
 
     def must_return_to(self, model: Any) -> dict[str, int]:
-        """The devices to which `model` can return, each mapped to 0: no number of bytes is fixed.
+        """The devices to which the bytes of `model` must return, each with a number of bytes.
 
-        The result is empty if the model can return to any device.
+        The number is 0 if any number of bytes may return to the device. The result is empty if the
+        model can return to any device.
         """
         return {}
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
-        """Whether a copy of the model of `spec` may stay in host memory while the model is on a
-        card.
+        """Whether this backend can keep a copy of the model in host memory beside its card.
 
-        If the result is true, `load` and `move` take the argument `shadow`, and `free_shadow` frees
-        the copy.
+        `spec` describes the model. If the result is true, `load` and `move` take the argument
+        `shadow`, and `free_shadow` frees the copy.
         """
         return False
 
@@ -178,8 +180,8 @@ def looks_like_hub_id(text: str) -> bool:
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether `error` means that a device ran out of memory.
 
-    True for this package's error, torch's error, Python's MemoryError, and the texts of CUDA
-    libraries.
+    True for OutOfMemory of this package, torch's OutOfMemoryError and Python's MemoryError. Also
+    true for a RuntimeError with the text that a CUDA library uses for this.
     """
     if isinstance(error, (OutOfMemory, MemoryError)):
         return True

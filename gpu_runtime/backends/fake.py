@@ -1,6 +1,6 @@
-"""Models that hold their declared bytes and nothing else, for drills, runbooks and tests.
+"""Fake models for drills, runbooks and tests. They claim their declared bytes and have no weights.
 
-On a simulated device and on the host, the bytes are counted and no memory page is used. On a real
+On a simulated device and on the host, the bytes are counted, but no memory page is used. On a real
 card nothing is allocated.
 """
 
@@ -25,7 +25,7 @@ PIECES = 40
 class FakeModel:
     """The object that `use` yields for a fake model. It has the model's name and place.
 
-    A call of this object returns the arguments of the call.
+    Calling this object returns the argument, or a tuple of several arguments.
     """
 
     def __init__(self, name: str, hook: Hook | None) -> None:
@@ -34,7 +34,7 @@ class FakeModel:
         """
         self.name, self.hook = name, hook
         self.place: tuple[Shares, tuple[Block, ...]] = ((), ())
-        self.pieces = 0  # equal pieces that can leave a card alone; 0: it leaves as a whole
+        self.pieces = 0  # number of equal pieces; some can leave a card. 0: it leaves as a whole
         self.shadow: tuple[Block, ...] = ()  # its copy in host memory, while it is on a card
 
     @property
@@ -52,12 +52,14 @@ class FakeModel:
 class FakeBackend(Backend):
     """Loads, moves and drops fake models.
 
-    For drills, `origin` may be a callable. It is called with "load" or "move" as soon as the bytes
-    are held, before anything else happens. If it raises an error, the step fails with that error.
+    For drills, the `origin` of a load may be a callable. Each load calls it with "load", and each
+    move with "move", right after the new bytes are claimed. If it raises an error, the load or move
+    fails with that error.
+
     `options={"fails": True}` makes every load fail. With `options={"shadow": True}`, a copy of the
     model stays in host memory, as for a model from disk (`GPU_SHADOWS`). With `options={"pieces":
-    40}`, the model has 40 equal pieces, and some of the pieces can leave a card alone. A model of
-    32 GiB or more has 40 pieces by default.
+    40}`, the model has 40 equal pieces. Some of them can leave a card while the others stay. A
+    model of 32 GiB or more has 40 pieces by default.
     """
 
     name = "fake"
@@ -80,12 +82,12 @@ class FakeBackend(Backend):
         into: Any = None,
         shadow: bool = False,
     ) -> FakeModel:
-        """The fake model of `spec`, which holds the bytes of `shares`. If `into` is given, `into`
-        is this model.
+        """The fake model of `spec`, which holds the bytes of `shares`.
 
-        `progress` is called at 0, half and all of the bytes. With `shadow`, a copy stays in host
-        memory. Raises what a callable `origin`
-        raises, LoadFailed for `options={"fails": True}`, and OutOfMemory.
+        If `into` is the fake model of an earlier load, this object is used again, with its earlier
+        hook. `progress` is called at 0, half and all of the bytes. With `shadow`, a copy stays in
+        host memory if it fits there. Raises what a callable `origin` raises, LoadFailed for
+        `options={"fails": True}`, and OutOfMemory.
         """
         if isinstance(into, FakeModel):
             model = into
@@ -95,7 +97,6 @@ class FakeBackend(Backend):
         model.pieces = spec.options.get("pieces", PIECES if total >= LARGE_BYTES else 0)
 
         def arrive() -> None:
-            """Calls the hook, and fails if the options require it."""
             if model.hook:
                 model.hook("load")
             if spec.options.get("fails"):
@@ -115,9 +116,7 @@ class FakeBackend(Backend):
         return model
 
     def piece_bytes(self, model: FakeModel) -> int:
-        """Bytes of a piece of `model` that can leave its card alone; 0 if `model` leaves its card
-        as a whole.
-        """
+        """Bytes of one piece of `model`; 0 if `model` leaves its card only as a whole."""
         cards = {share.device for share in model.place[0]} - {HOST}
         if not model.pieces or len(cards) > 1:
             return 0
@@ -126,9 +125,9 @@ class FakeBackend(Backend):
     def move(self, model: FakeModel, shares: Shares, shadow: bool = False) -> None:
         """Allocates `shares`, calls the hook of `model` with "move", then frees the old bytes.
 
-        On a move to the host, a copy that is already on the host becomes the model's bytes. On a
-        move back, `shadow` keeps the bytes on the host as a copy. If some bytes stay on their
-        device, only the missing bytes are allocated.
+        On a move to the host, a full copy that is already there becomes the model's bytes. On a
+        move back, `shadow` keeps the bytes on the host as a copy. If only some pieces move, only
+        the bytes that are missing on their new device are allocated.
         """
         in_parts = [one for one in (model.place[0], shares) if len(one) == 2]
         if model.pieces and any(one[1].device == HOST for one in in_parts):
@@ -148,7 +147,7 @@ class FakeBackend(Backend):
                 model.shadow = ()
 
     def _shift(self, model: FakeModel, shares: Shares, shadow: bool) -> None:
-        """Moves a part of `model`, so that its bytes become `shares`.
+        """Moves some pieces of `model`, so that the model holds `shares`.
 
         Allocates the missing bytes, calls the hook, then frees the bytes that are no longer needed.
         """
@@ -178,9 +177,7 @@ class FakeBackend(Backend):
             raise
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
-        """Whether a copy of the model of `spec` stays in host memory. The options of `spec` decide
-        this.
-        """
+        """Whether the options of `spec` require a copy of the model in host memory."""
         return bool(spec.options.get("shadow"))
 
     def free_shadow(self, model: FakeModel) -> None:
@@ -211,8 +208,8 @@ class FakeBackend(Backend):
     ) -> tuple[Block, ...]:
         """Allocates `shares`, calls `arrive`, then makes these shares the place of `model`.
 
-        Returns the blocks of memory of the old place, which the caller frees. If `ready` has
-        blocks, they already hold the bytes of `shares`, and nothing is allocated.
+        Returns the blocks of the old place, which the caller frees. If `ready` has blocks, they
+        already hold the bytes of `shares`, and nothing is allocated.
         """
         held: list[Block] = list(ready)
         try:
@@ -231,10 +228,11 @@ class FakeBackend(Backend):
 def _copy_after(
     model: FakeModel, before: Mapping[str, int], after: Mapping[str, int], keep: bool
 ) -> int:
-    """The bytes of the copy in host memory after a move of a part of `model`.
+    """The bytes of the copy in host memory after some pieces of `model` have moved.
 
     `before` and `after` are the bytes on each device. With `keep`, bytes that return to the card
-    stay in host memory as a copy. A copy of all bytes on the card becomes the host's share.
+    stay in host memory as a copy. If the copy has all bytes of the card, the pieces that go to the
+    host take their bytes from the copy. If all bytes of the card go, no copy is left.
     """
     copy = model.shadow_bytes
     going = after.get(HOST, 0) - before.get(HOST, 0)

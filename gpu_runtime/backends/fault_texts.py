@@ -1,7 +1,7 @@
-"""Recognises faults by the text of an error or a log: out of memory, driver reset, lost context.
+"""Recognises faults by the text of an error or a log, such as out of memory or a driver reset.
 
-Pure: the input is a text, the result a `Fault`. These errors have no class of their own. torch
-raises RuntimeError for most of them, llama.cpp prints a line and aborts, and servers answer 500. So
+Pure: no clock, device, file or log is read. Most of these faults have no error class of their own.
+torch raises RuntimeError for them, llama.cpp prints a line and aborts, and servers answer 500. So
 the faults are recognised by their texts.
 
 Sources: Kitchen Brigade, GPU Allocation Semantics, sections 3 and 6; NVIDIA, CUDA Runtime API,
@@ -49,7 +49,7 @@ class Fault(NamedTuple):
         return self.loses_context or self.kind is Kind.DRIVER_RESET
 
 
-# The order is that of precedence. A lost context is reported before the errors that it causes.
+# If a text fits several kinds, the first kind here counts. A lost context causes other errors.
 _TEXTS: tuple[tuple[Kind, str], ...] = (
     (Kind.ASSERT, r"device-side assert|cudaErrorAssert\b|CUDA_ERROR_ASSERT\b"),
     (
@@ -106,8 +106,10 @@ def recognise(text: str) -> Fault | None:
 
 
 def decode_failures(before: int, fault: Fault | None) -> int:
-    """The number of decode failures in a row, after `before` such failures and then the event
-    `fault`.
+    """The number of decode failures in a row after one more call.
+
+    `before` is the number before that call. `fault` is the fault of the call, or None. Any result
+    other than a decode failure sets the number back to 0.
 
     >>> decode_failures(2, Fault(Kind.DECODE, "")), decode_failures(2, None)
     (3, 0)

@@ -1,7 +1,7 @@
-"""A stand-in for a backend that this version lacks, or that a dry run does not need to open.
+"""A backend that reads the size of a model from its source, and never loads a model.
 
-The size of a model can be read through the stand-in, but no model can be loaded. This module
-imports no torch.
+It stands in for a backend that this version lacks. Dry runs, and the backends of engines, use it to
+read a source without opening another backend. This module imports no torch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,9 @@ class AbsentBackend(Backend):
         self.name = name
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What the local files of `spec` show about the model's size; without files, what the
-        model's name shows.
+        """What the local files of `spec` show about the model's size. `origin` is ignored.
 
-        `origin` is ignored.
+        If there are no local files, the evidence has the model's name and the reason.
         """
         is_local = os.path.exists(os.path.expanduser(spec.source))
         if not is_local and not looks_like_hub_id(spec.source):
@@ -42,7 +41,7 @@ class AbsentBackend(Backend):
             return Evidence(name=spec.source, why_unknown=reason)
 
     def load(self, spec: ModelSpec, *_: Any, **__: Any) -> NoReturn:
-        """Always raises LoadFailed with the name of the model of `spec` and of its backend."""
+        """Always raises LoadFailed. The message names the model of `spec` and its backend."""
         raise LoadFailed(
             f"{spec.name} cannot be loaded: its backend {self.name} is not part of this version.",
             name=spec.name,

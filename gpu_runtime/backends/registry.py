@@ -1,7 +1,6 @@
-"""The registry of backends: their names, how a backend is opened, and which backend loads a given
-source.
+"""The registry of backends: opens a backend by its name, and finds the backend for a source.
 
-To add a backend, add its module in this folder, and one line in `_MODULES`.
+To add a backend, add its module to this folder or a subfolder, and one line to `_MODULES`.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ def backend_names() -> tuple[str, ...]:
 def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> Backend:
     """The backend called `name`, on the devices of `probe`. Raises BadSetting for an unknown name.
 
-    Only backends that start servers use `settings`. They read the range of ports and the time-out
-    of a start.
+    Only backends that start servers use `settings`: the range of ports, and the time-out of a
+    start.
     """
     if name not in _MODULES:
         raise BadSetting("backend", name, "one of " + ", ".join(sorted(_MODULES)))
@@ -55,7 +54,7 @@ def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> B
 
 
 def missing(name: str) -> str:
-    """A sentence about what the backend `name` needs and what is not installed, or ""."""
+    """A sentence about what is not installed that the backend `name` needs; else empty."""
     if name in RECIPES:
         return recipe(name).missing()
     if name == "llama_cpp" and importlib.util.find_spec("llama_cpp") is None:
@@ -73,9 +72,9 @@ def runs_here(spec: ModelSpec) -> bool:
 def backend_for(source: Any, requested: str = "auto") -> str:
     """The name of the backend that loads `source`.
 
-    `source` is live Python, a GGUF file, a model directory or a hub id. If `requested` names a
-    backend, that name is returned, and the source is not read. Raises BadSetting for an unknown
-    backend, and NotAModel for an unusable source.
+    `source` is a module or another callable, a GGUF file, a model directory or a hub id. If
+    `requested` is the name of a backend and not "auto", it is returned, and the source is not read.
+    Raises BadSetting for an unknown backend, and NotAModel for an unusable source.
     """
     if requested != "auto":
         if requested not in _MODULES:

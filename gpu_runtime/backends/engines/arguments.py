@@ -1,6 +1,6 @@
 """Parses and filters the command-line arguments that users add to an engine (`runtime_args`).
 
-The recipe of an engine builds the whole command line. The catalogue checks manifests with the same
+The recipe of an engine adds them to its own arguments. The catalogue checks manifests with the same
 parser.
 """
 
@@ -26,8 +26,7 @@ _VALUE = re.compile(r"(?!-)|-\d")  # the next word is a value unless it looks li
 
 
 def group_flags(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple[str, ...]]]:
-    """For each flag in `words`: the flag, its value or None, and the words that form the flag and
-    the value.
+    """For each flag in `words`: the flag, its value or None, and the words of both together.
 
     >>> list(group_flags(("--seed", "1", "-ngl", "-1")))
     [('--seed', '1', ('--seed', '1')), ('-ngl', '-1', ('-ngl', '-1'))]
@@ -51,7 +50,7 @@ def group_flags(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple
 
 
 def is_placeholder(value: str | None) -> bool:
-    """Whether the `value` of a flag is known only once the model has its cards.
+    """Whether the `value` of a flag has a placeholder, which a number replaces at the start.
 
     >>> is_placeholder("{tensor_parallel}"), is_placeholder('{"image": 10}')
     (True, False)
@@ -62,8 +61,9 @@ def is_placeholder(value: str | None) -> bool:
 def user_arguments(spec: ModelSpec, values: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """The `runtime_args` of `spec`, without the flags whose values the lease decides.
 
-    Placeholders are replaced by their `values`: `{tensor_parallel}` (the number of cards),
-    `{gpu_memory_utilization}` (the part of each card) and `{port}`.
+    `values` replace the placeholders `{tensor_parallel}` (the number of cards),
+    `{gpu_memory_utilization}` (the part of each card) and `{port}`. A placeholder without a value
+    stays.
 
     >>> words = ["--tp={tensor_parallel}"]
     >>> user_arguments(ModelSpec("a", "vllm", options={"runtime_args": words}), {"tensor_parallel": "2"})
@@ -84,7 +84,7 @@ def user_arguments(spec: ModelSpec, values: Mapping[str, str] | None = None) -> 
 
 
 def has_flag(words: tuple[str, ...], *flags: str) -> bool:
-    """Whether one of the `flags` is in `words`. If so, the recipe leaves out its own flag.
+    """Whether one of the `flags` is in the user's `words`. If so, the recipe leaves out its own.
 
     >>> has_flag(("--ctx-size=512",), "--ctx-size", "-c")
     True

@@ -1,8 +1,7 @@
-"""The backend for engines that are HTTP servers, and `Served`, the object that `use` yields for
-such a model.
+"""The backend for engines that are HTTP servers, and `Served`, the object that `use` yields.
 
-The backend also counts the bytes of these models. `server.py` has the lifecycle of a server. The
-recipe of each engine defines how the engine is started.
+The backend also counts the bytes of the models that these servers load. `server.py` has the
+lifecycle of a server. The recipe of each engine defines how the engine is started.
 """
 
 from __future__ import annotations
@@ -30,12 +29,11 @@ PORTS, START_SECONDS = "8300-8399", 600.0  # defaults without settings
 
 
 class Served(EngineModel[Server]):
-    """The object that `use` yields for a server. It has the address, the model's name in requests,
-    and the key.
+    """The object that `use` yields for a server: its address, its key, and the model's name there.
 
     `base_url` ends in `/v1`. Pass `base_url` and `api_key` to an OpenAI client. Both are valid
-    inside `with rt.use(…)`. A restart of the server may change both, so reading one of them waits
-    until the restart has ended.
+    inside `with rt.use(…)`. A restart of the server may change both. Reading one of them during a
+    restart waits until the restart has ended.
     """
 
     def __init__(self, name: str) -> None:
@@ -70,9 +68,7 @@ class Served(EngineModel[Server]):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process ids of the server. The first process is the guard, which ends the other
-        processes.
-        """
+        """The process ids of the server. The first is that of the guard, which ends the others."""
         return self._engine.pids if self._engine else ()
 
     @property
@@ -94,10 +90,10 @@ class Served(EngineModel[Server]):
         return self._engine is not None and self._engine.listens()
 
     def _listening_server(self) -> Server:
-        """The server, if its port reaches its own processes. If not, raises NotResident or
-        EngineDied.
+        """The server, after a check that its port reaches the server's own processes.
 
-        Without this check, a process of another user could receive the key.
+        Without this check, a process of another user could receive the key. Raises NotResident,
+        EngineDied.
         """
         server = self._running_server()
         if server.listens():
@@ -121,8 +117,8 @@ ServerHandle = EngineHandle[Server, Served]
 class ServerBackend(EngineBackend[ServerHandle, Served]):
     """Loads models into servers of one engine.
 
-    The options of a model are context_length, sequences, runtime_args and the options of the
-    recipe.
+    The options of a model are context_length, sequences, runtime_args, start_seconds and the
+    options that the recipe reads.
     """
 
     model_type = Served
@@ -130,7 +126,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
     def __init__(self, probe: Probe, name: str, settings: Settings | None = None) -> None:
         """The backend of the engine `name` on the devices of `probe`.
 
-        `settings` give the range of ports and the time-out of a start.
+        The range of ports and the time-out of a start are read from `settings`.
         """
         self.probe, self.recipe = probe, recipe(name)
         self.name = self.engine_name = name
@@ -139,10 +135,9 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
         self._start_seconds = settings.gpu_engine_start_seconds if settings else START_SECONDS
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What the local files of `spec` show about its size. An engine takes all its memory when
-        it starts.
+        """What the local files of `spec` show about the model's size. `origin` is ignored.
 
-        `origin` is ignored.
+        An engine takes all its memory when it starts, so its context counts too.
         """
         return self.recipe.evidence(spec)
 
@@ -158,8 +153,8 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
         """Starts a server for `spec` on the cards of `shares`, and returns its handle.
 
         `progress` is called at the start and at the end. `into` is a handle or a Served of an
-        earlier load; the new server is put into this object. `origin` is ignored. Raises
-        LoadFailed, and the device's out-of-memory error.
+        earlier load; its Served gets the new server. `origin` is ignored. Raises LoadFailed, and
+        the device's out-of-memory error.
         """
         missing = self.recipe.missing()
         if missing:
@@ -185,7 +180,9 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
             raise
 
     def _server(self, spec: ModelSpec, shares: Shares) -> Server:
-        """A server for `spec` that sees only the cards of `shares`. It is not started yet."""
+        """A server for `spec`, not started yet. It sees only the cards of `shares`, or no card if
+        the model runs on the CPU.
+        """
         config = self.evidence(spec).config
         source = self.recipe.source(spec)
         totals = {device.id: device.total_bytes for device in self.probe.devices}

@@ -25,8 +25,8 @@ class Diffusers(Recipe):
     def evidence(self, spec: ModelSpec) -> Evidence:
         """The total size of the weight files of the pipeline of `spec`.
 
-        A pipeline has one directory for each part. If the pipeline is not on this machine, its size
-        is estimated from its name. Raises NotAModel.
+        A pipeline has one directory for each part. If the pipeline is not on this machine, the
+        evidence has only its name. Raises NotAModel for a path that is no pipeline.
         """
         path = Path(spec.source).expanduser()
         if (path / "model_index.json").is_file():

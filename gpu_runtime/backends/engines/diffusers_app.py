@@ -119,7 +119,7 @@ def parsed_size(size: Any) -> dict[str, int]:
 
 
 class Painter:
-    """Runs the pipeline for one request at a time, because there is one card."""
+    """Runs the pipeline for one request at a time."""
 
     def __init__(self, pipeline: Any) -> None:
         """A painter for `pipeline`."""
@@ -128,8 +128,9 @@ class Painter:
         self._turn = threading.Lock()
 
     async def paint_while_connected(self, parameters: dict[str, Any], request: Any) -> list[str]:
-        """The pictures for `parameters`, as base64 of PNG. Empty if the client of `request` has
-        left.
+        """The pictures for `parameters`, as base64 of PNG.
+
+        If the client of `request` leaves, the painting is cancelled; see `paint`.
         """
         import asyncio
 
@@ -146,7 +147,8 @@ class Painter:
     def paint(self, parameters: dict[str, Any], cancelled: threading.Event) -> list[str]:
         """The pictures for `parameters` as base64 of PNG.
 
-        Once `cancelled` is set, the pipeline stops between two steps, and the result is empty.
+        If `cancelled` is set before the start, or between two steps of a pipeline that has step
+        callbacks, the result is empty.
         """
         import torch
 
@@ -179,10 +181,10 @@ def base64_png(picture: Any) -> str:
 
 
 def load(model: str, device: str, dtype: str, balanced: bool) -> Any:
-    """The pipeline from the local safetensors files of `model`, on its `device`.
+    """The pipeline from the local safetensors files of `model`, on the torch device `device`.
 
-    `dtype` is a name of torch, or "auto", which means bfloat16 on CUDA and the stored type
-    elsewhere. With `balanced` the pipeline is spread over all visible cards.
+    `dtype` is the name of a torch dtype, or "auto": bfloat16 on CUDA, diffusers' default elsewhere.
+    With `balanced` the pipeline is spread over all visible cards.
     """
     import torch
     from diffusers import DiffusionPipeline
@@ -198,7 +200,7 @@ def load(model: str, device: str, dtype: str, balanced: bool) -> Any:
 
 
 def main() -> None:
-    """Serves the pipeline that the command line names. The environment holds the key."""
+    """Serves the pipeline that the command line names. The key is in the environment."""
     import uvicorn
 
     parser = argparse.ArgumentParser(prog="diffusers_app")

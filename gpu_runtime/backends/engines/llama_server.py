@@ -1,7 +1,6 @@
-"""Starts llama.cpp's own server, `llama-server`, or llama-cpp-python's server if `llama-server` is
-missing.
+"""llama.cpp: its own server, `llama-server`, or else the server of llama-cpp-python.
 
-llama-cpp-python's server is started by `python -m llama_cpp.server`.
+The second is started by `python -m llama_cpp.server` if the command `llama-server` is missing.
 
 Sources: llama.cpp, tools/server/README; llama-cpp-python, server/settings.
 """
@@ -56,9 +55,9 @@ class LlamaServer(Recipe):
     def health_path(self) -> str:
         """The path that shows whether the server is ready.
 
-        llama-server answers 503 at this path while it loads, but some versions answer 200 at other
-        paths. llama-cpp-python's server has no such path. That server listens only once the model
-        is loaded, so any path that needs no key serves.
+        llama-server answers 503 at `/health` while it loads; at other paths some versions answer
+        200. llama-cpp-python's server has no `/health`. It listens only once the model is loaded,
+        so any path that needs no key will do.
         """
         return "/health" if shutil.which("llama-server") else "/openapi.json"
 
@@ -68,9 +67,9 @@ class LlamaServer(Recipe):
         return _native(order, native) if native else _python(order)
 
     def template(self, order: LaunchOrder) -> str:
-        """The chat template in the model file of `order`. Empty for llama-cpp-python's server.
+        """The chat template in the model file of `order`; empty if the file has none.
 
-        A request to llama-cpp-python's server cannot change the switches of a template.
+        Also empty for llama-cpp-python's server, whose requests cannot set a template's switches.
         """
         if not shutil.which("llama-server"):
             return ""
@@ -84,7 +83,7 @@ def _llama_arguments(order: LaunchOrder) -> dict[str, Any]:
 
 
 def _native(order: LaunchOrder, executable: str) -> Command:
-    """The command of `llama-server`. Flags that the user's own arguments set are left out."""
+    """The command of `llama-server`. A flag is left out if the user's own arguments set it."""
     spec, own = order.spec, user_arguments(order.spec, placeholders(order))
     layers = gpu_layers(spec)
     words = ["--model", order.source, "--alias", spec.name]
@@ -149,7 +148,7 @@ def _python(order: LaunchOrder) -> Command:
 
 
 def _only_native(order: LaunchOrder, why: str) -> LoadFailed:
-    """The error if llama-cpp-python's server cannot serve the model of `order`, and `why`."""
+    """The error that only llama-server can serve the model of `order`. `why` is the reason."""
     why = f"llama-cpp-python's server {why}"
     return LoadFailed(
         f"{order.spec.name} cannot be loaded: {why}.\n"

@@ -1,8 +1,8 @@
 """Ollama: the server `ollama serve`. Each model has its own server, which keeps the model loaded.
 
 Ollama decides how much of a model is put on the card. So the placement is read from `/api/ps`, and
-the server is restarted if a part of the model is not on the card. The user must pull models first,
-because this module downloads nothing. Ollama has no key, so every user of this machine can send it
+the server is restarted if a part of the model is not on the card. This module downloads nothing, so
+the user must pull models first. Ollama has no key, so every user of this machine can send it
 requests.
 
 Sources: Ollama, docs/api and envconfig/config.go; Helix, Multi-GPU Scheduling, 5.3.
@@ -27,7 +27,7 @@ class Ollama(Recipe):
     KEYED = False
 
     def health_path(self) -> str:
-        """A path that answers once the server runs. `prepare` loads the model after this."""
+        """A path at which the server answers once it runs. `prepare` then loads the model."""
         return "/api/version"
 
     def missing(self) -> str:
@@ -41,8 +41,8 @@ class Ollama(Recipe):
         return order.source
 
     def command(self, order: LaunchOrder) -> Command:
-        """The command that starts the server for `order`. The options are in the environment of the
-        command.
+        """The command that starts the server for `order`. Options are environment variables, except
+        `gpu_layers`, which `prepare` sends.
         """
         options = order.spec.options
         environment = {
@@ -85,10 +85,10 @@ class Ollama(Recipe):
             )
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
-        """The reason if a part of the model of `order` is not on the card; empty if all of it is on
-        the card.
+        """Says that a part of the model of `order` is not on the card; empty if all of it is there.
 
-        `send` reads the placement from the server. A model with a set number of `gpu_layers` is not checked.
+        `send` reads the placement from the server. The check is left out on simulated cards, and
+        for a model with a set number of `gpu_layers`.
         """
         layers = order.spec.options.get("gpu_layers")
         if order.simulated or (layers is not None and layers >= 0):

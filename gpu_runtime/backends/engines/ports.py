@@ -4,8 +4,8 @@ Each server claims a port from a range. Its claim ends with the server.
 
 A claim is a lock on a file in a directory that only this user can enter, so no other user can hold
 the claim. A guard process starts each engine. The guard inherits the open file, so the lock lasts
-as long as the engine. Engines of two users may choose the same port at the same moment. One of the
-engines then cannot listen on this port, and gets the next port.
+as long as the engine. Engines of two users may choose the same port at the same moment. One of
+these engines then cannot listen on the port, and is started again on the next port.
 """
 
 from __future__ import annotations
@@ -31,17 +31,15 @@ class Port:
         self._bound: socket.socket | None = None
 
     def fileno(self) -> int:
-        """The descriptor of the locked file. A child process that inherits the descriptor keeps the
-        lock.
-        """
+        """The descriptor of the locked file. A child process that inherits it keeps the lock."""
         return self._claim.fileno()
 
     def bind(self) -> int:
         """The descriptor of a socket bound to the port. The engine can inherit this socket and
         listen on it.
 
-        After this call no other process can listen on the port. Raises OSError if a process already
-        listens on it.
+        After this call no other process can listen on the port. Raises OSError if the port is in
+        use.
         """
         # SO_REUSEADDR is not set. If two processes set it, both could bind the port, and the other
         # process could listen first.
@@ -122,7 +120,7 @@ def _claims_directory(name: str) -> Path:
 
 
 def _lock(path: Path) -> IO[bytes] | None:
-    """The open file `path` with a lock on it, or None if another process holds the lock."""
+    """The open file `path` with a lock on it, or None if it is locked already."""
     flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
     file = open(os.open(path, flags, 0o600), "r+b", buffering=0)
     try:
@@ -134,7 +132,7 @@ def _lock(path: Path) -> IO[bytes] | None:
 
 
 def _listened_on(number: int) -> bool:
-    """Whether another process already uses the port `number`, even if no process has claimed it."""
+    """Whether the port `number` is in use. A process may use a port without a claim."""
     with socket.socket() as trial:
         # Servers set this option too. Without it, the port of a closed connection seems in use.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

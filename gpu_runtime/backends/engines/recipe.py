@@ -1,8 +1,8 @@
 """The base of recipes. A recipe defines how an engine's server is started for a lease.
 
 A recipe also defines when the server is ready, and how requests name the model. It starts no
-process. `server.py` starts the server, and has the code that all engines share: ports, health,
-restarts, logs and the end.
+process. `server.py` starts the servers, checks their health, restarts them and ends them, in the
+same way for all engines.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ USUAL_CONTEXT = 8192  # tokens, unless the options set a length or the model sup
 
 LEAST, MOST = 0.01, 0.99  # bounds of the part of a card that an engine may take
 
-# Sends a request with method, path and JSON body. Returns the status (0: no answer) and the JSON.
+# Sends a request with method, path and JSON body. Returns the status (0: no answer) and the body of
+# the answer: the value if it is JSON, else the text.
 SendRequest = Callable[[str, str, Any], tuple[int, Any]]
 
 
@@ -30,10 +31,10 @@ class LaunchOrder(NamedTuple):
 
     spec: ModelSpec
     shares: Shares
-    totals: Mapping[str, int]  # total bytes of each of its cards
+    totals: Mapping[str, int]  # total bytes of each device
     source: str  # the file or directory, or the engine's own name for the model
     port: int
-    simulated: bool  # True: its cards are simulated, so it computes on the CPU
+    simulated: bool  # True: the cards are simulated, so the server computes on the CPU
     # Requests must carry this key. It is passed in the environment, because every user of the
     # machine can read command lines.
     key: str
@@ -43,7 +44,7 @@ class LaunchOrder(NamedTuple):
 
 
 class Command(NamedTuple):
-    """A command line, and the variables to add to this process's environment."""
+    """A command line, and more environment variables for the process that it starts."""
 
     words: tuple[str, ...]
     environment: dict[str, str] = {}
@@ -60,16 +61,17 @@ class Recipe:
     KEYED = True  # whether the server rejects requests without the key
 
     def health_path(self) -> str:
-        """A path that needs no key. The server answers 200 at this path only once the model is
-        loaded.
+        """A path that needs no key. The server answers 200 at this path once it is ready.
+
+        For most engines the model is then loaded. For the others, `prepare` loads the model.
         """
         return "/health"
 
     def evidence(self, spec: ModelSpec) -> Evidence:
-        """What the source of `spec` shows about the model's size on this machine. Raises NotAModel,
-        LoadFailed.
+        """What the source of `spec` shows about the model's size.
 
-        The size includes the context that the engine reserves when it starts.
+        The size includes the context that the engine reserves when it starts, if its length is
+        known. Raises NotAModel, LoadFailed.
         """
         found = AbsentBackend(spec.backend).evidence(spec)
         all_fields = {**found.config, **(found.config.get("text_config") or {})}
@@ -101,25 +103,24 @@ class Recipe:
         return order.spec.name
 
     def template(self, order: LaunchOrder) -> str | None:
-        """The model's own chat template, if requests may change its switches.
+        """The model's own chat template, if requests to the server of `order` may set its switches.
 
-        Requests change the switches of the template by `chat_template_kwargs`. The result is empty
-        if the server of `order` ignores this field. It is None if this process does not know the
-        template.
+        A request sets the switches in its field `chat_template_kwargs`. The result is empty if the
+        server ignores this field. It is None if this process does not know the template.
         """
         return ""
 
     def prepare(self, order: LaunchOrder, send: SendRequest) -> None:
-        """Does the work that remains once the server of `order` answers, such as loading the model.
+        """Does the work that remains once the server of `order` is ready, such as a load.
 
         `send` sends a request to the server. Raises LoadFailed.
         """
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
-        """The reason if the model is not where `order` puts it; empty if the model is in the right
-        place.
+        """Says how the model's place differs from the cards of `order`; empty if it does not.
 
-        `send` sends a request to the server. Most engines use the cards that they get, or fail.
+        `send` sends a request to the server. The default is empty, because most engines use the
+        cards that they get, or fail.
         """
         return ""
 
@@ -127,8 +128,8 @@ class Recipe:
 def utilization(order: LaunchOrder) -> float:
     """The part of each card of `order` that an engine may take, from 0.01 to 0.99.
 
-    vLLM takes the same part of every card, so the smallest share decides. The part is rounded down,
-    so that vLLM takes no more than its share.
+    vLLM takes the same part of every card, so the card with the smallest part decides. This part is
+    rounded down, so that vLLM takes no more than its share.
     """
     part = min(share.bytes / order.totals[share.device] for share in order.shares)
     rounded_down = math.floor(part * 10_000) / 10_000
@@ -136,7 +137,7 @@ def utilization(order: LaunchOrder) -> float:
 
 
 def placeholders(order: LaunchOrder) -> dict[str, str]:
-    """The values of the placeholders in `runtime_args` that are known once `order` is placed."""
+    """The values that replace the placeholders in `runtime_args` of the model of `order`."""
     return {
         "tensor_parallel": str(len(order.shares)),
         "gpu_memory_utilization": f"{utilization(order):g}",
@@ -145,9 +146,8 @@ def placeholders(order: LaunchOrder) -> dict[str, str]:
 
 
 def custom_template(spec: ModelSpec) -> str | None:
-    """The chat template in the options of `spec`, which replaces the model's own template; None if
-    not set.
+    """The chat template in the options of `spec`: a text or a path; None if not set.
 
-    The template is a text or a path.
+    It replaces the model's own template.
     """
     return spec.options.get("chat_template") or None

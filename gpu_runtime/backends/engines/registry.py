@@ -1,8 +1,7 @@
-"""The engines that have a recipe, and the name of the module with each engine's RECIPE.
+"""The names of the engines that have a recipe, each with the module that defines its RECIPE.
 
 To add an engine, write a module with its RECIPE (see `recipe.Recipe`) and add one line to
-`RECIPES`. The name of the engine also belongs in these tables, because the modules of these tables
-cannot import this module:
+`RECIPES`. Also add the name of the engine to these tables:
 
 - `_SERVERS` in `gpu_runtime/options.py`: `register` accepts the option `start_seconds`;
 - `BACKENDS` in `gpu_runtime/catalog/schema.py`: the words that a manifest may use for the engine;

@@ -3,7 +3,7 @@
     IDLE → LOADING → READY → STOPPING → IDLE
 
 A server has no other states; a failed load is also followed by STOPPING. A server that ends by
-itself is restarted on the same cards, at most three times. If the server ends once more, its model
+itself is restarted on the same cards, at most three times. If the server then ends again, its model
 is lost. The recipe of each engine defines how the server is started.
 """
 
@@ -29,11 +29,11 @@ from ..processes.processes import MOST_RESTARTS, STOP_SECONDS, Child, guarded, i
 from .ports import Port, claim
 from .recipe import LaunchOrder, Recipe, SendRequest
 
-MOST_PORTS = 5  # tried, if a process that makes no claims keeps taking the port first
+MOST_PORTS = 5  # tried for one start; a process without a claim may take a port first
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0
 READY_STATUS = 200  # of the health check
-LOAD_ANSWER_SECONDS = 3600.0  # limit of a request that is answered after the model was loaded
+LOAD_ANSWER_SECONDS = 3600.0  # time-out of the request that loads the model
 
 
 class ServerState(enum.StrEnum):
@@ -69,8 +69,7 @@ class Server(RestartedEngine):
         port_range: range,
         start_seconds: float,
     ) -> None:
-        """A server for `spec`, which is not started yet. `recipe` describes how the method `start`
-        starts the server.
+        """A server for `spec`, which is not started yet. `recipe` makes its command line.
 
         `order_for` makes the launch order from a port and a key. `env` is the environment of the
         process. The port is one of `port_range`. Each start may take `start_seconds`.
@@ -112,7 +111,9 @@ class Server(RestartedEngine):
 
     @property
     def starting(self) -> bool:
-        """Whether the server is starting or being restarted. Each start has a time-out."""
+        """Whether the server is not ready yet, or not ready again after its end. A start has a
+        time-out.
+        """
         return self._wanted and self.error is None and self.state is not ServerState.READY
 
     def healthy(self) -> bool:
@@ -122,7 +123,7 @@ class Server(RestartedEngine):
         return self._answers_health_check()
 
     def listens(self) -> bool:
-        """Whether the server's port reaches its own processes, and not another process."""
+        """Whether only the server's own processes listen on its port now."""
         if self.order is None or self.state in (ServerState.IDLE, ServerState.STOPPING):
             return False
         found = listeners(self.order.port)
@@ -134,7 +135,7 @@ class Server(RestartedEngine):
         return bool(found)
 
     def launch_order(self) -> LaunchOrder:
-        """The launch order of the latest start. Call this only for a server that was started."""
+        """The launch order of the latest start. The server must have been started."""
         assert self.order is not None
         return self.order
 
@@ -148,8 +149,9 @@ class Server(RestartedEngine):
     def start(self) -> None:
         """Starts the server, and waits until it is ready and its model is on the ordered devices.
 
+        If the model is on other devices, the server is started again, up to MOST_RESTARTS times.
         Raises LoadFailed, and the device's out-of-memory error. After any failure, an interrupt
-        included, no process and no port stays in use.
+        included, the caller calls `end`.
         """
         self._start_on_free_port()
         while why := self.recipe.misplaced(self.launch_order(), self._sender(ANSWER_SECONDS)):
@@ -212,10 +214,10 @@ class Server(RestartedEngine):
             port.release_socket()
 
     def _wait_until_ready(self) -> None:
-        """Polls the health check until it succeeds, then prepares the model as the recipe requires.
+        """Polls the health check until it succeeds, then calls `prepare` of the recipe.
 
         Raises LoadFailed or the device's out-of-memory error if the server ends, if it takes too
-        long, or if another user listens on its port.
+        long, if another user listens on its port, or if `prepare` fails.
         """
         child = self._child
         assert child is not None
@@ -238,8 +240,8 @@ class Server(RestartedEngine):
     def _stop(self) -> None:
         """Ends the server and all its child processes.
 
-        The guard ends the server and its child processes. If the guard fails, the whole process
-        group is killed.
+        The guard does this once its socket is closed. If the guard fails, the whole process group
+        is killed.
         """
         with self._changed:
             if self.state in (ServerState.IDLE, ServerState.STOPPING):
@@ -286,12 +288,11 @@ class Server(RestartedEngine):
         """A function that sends one request to the server's port, with a time-out of `seconds`.
 
         The function sends nothing to a process that is not the server's own. It never sends the
-        key, because no recipe needs the key.
+        key, because health checks and the requests of recipes need none.
         """
         order = self.launch_order()
 
         def send(method: str, path: str, body: Any) -> tuple[int, Any]:
-            """Sends one request to the server. Returns status (0: no answer) and JSON."""
             connection = http.client.HTTPConnection("127.0.0.1", order.port, timeout=seconds)
             data = None if body is None else json.dumps(body)
             try:

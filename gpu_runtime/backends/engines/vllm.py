@@ -35,7 +35,7 @@ class Vllm(Recipe):
         return "there is no command vllm here.\n  Install it:  pip install vllm"
 
     def command(self, order: LaunchOrder) -> Command:
-        """The command line for `order`. Flags that the user's own arguments set are left out."""
+        """The command for `order`. A flag is left out if the user's own arguments set it."""
         own = user_arguments(order.spec, placeholders(order))
         options = {"context_length": order.config.get("context_at_load"), **order.spec.options}
         words = ["serve", order.source, "--host", "127.0.0.1", "--port", str(order.port)]
@@ -56,11 +56,10 @@ class Vllm(Recipe):
         return Command((executable, *words, *own), {"VLLM_API_KEY": order.key})
 
     def template(self, order: LaunchOrder) -> str | None:
-        """The chat template in the source directory of `order`, in the form in which transformers
-        saves it.
+        """The model's chat template, read from the source directory of `order`.
 
-        The template is in a separate file, or in the tokenizer's config. The result is None if the
-        template cannot be read.
+        transformers saves it in a separate file or in the tokenizer's config. The result is None if
+        the template is missing or cannot be read.
         """
         own_file = Path(order.source, "chat_template.jinja")
         config_file = Path(order.source, "tokenizer_config.json")

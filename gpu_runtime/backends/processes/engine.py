@@ -1,4 +1,7 @@
-"""The program or thread that runs one model: its end, its restarts, and the errors about both."""
+"""The base of engines: the end of an engine, its restarts, and the errors about both.
+
+An engine is the program or thread that runs one model.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,10 @@ OnLoss = Callable[[str, str], None]  # called with kind and because
 
 
 class Engine:
-    """The program or thread that runs one model. The end of the engine is reported once."""
+    """The program or thread that runs one model. If the engine is lost, this is reported once.
+
+    An engine is lost if it ended by itself and is not restarted.
+    """
 
     def __init__(self) -> None:
         """An engine without a watcher; see `watch`."""
@@ -36,7 +42,7 @@ class Engine:
         raise NotImplementedError
 
     def watch(self, on_loss: OnLoss) -> None:
-        """Calls `on_loss(kind, because)` once if the engine ends for good, or has already ended."""
+        """Calls `on_loss(kind, because)` once the engine is lost; at once if it is lost already."""
         with self._changed:
             self._on_loss = on_loss
         self._report_loss()
@@ -54,8 +60,9 @@ class Engine:
             self._reporting = False
 
     def require(self) -> None:
-        """Raises the error with which the engine ended, if it ended. Each caller gets its own
-        traceback.
+        """Raises the error of the engine's end, if the engine is gone for good.
+
+        Each caller gets a new error object, with its own traceback.
         """
         if self.error is not None:
             raise type(self.error)(str(self.error), **self.error.facts)
@@ -64,7 +71,7 @@ class Engine:
 class RestartedEngine(Engine):
     """An engine in separate processes, which are restarted at most MOST_RESTARTS times."""
 
-    title: str  # of the engine in messages
+    title: str  # what messages call the engine: "server" or "process"
 
     def __init__(self, spec: ModelSpec) -> None:
         """The engine of the model `spec`. The engine's output is appended to the file `log`."""
@@ -74,8 +81,7 @@ class RestartedEngine(Engine):
         self._pid: int | None = None  # named in errors
 
     def _wait_for_end(self) -> tuple[int, str] | None:
-        """Waits until the processes have ended by themselves. Returns their exit status and their
-        output.
+        """Waits for the end of the processes. Returns their exit status and the end of their log.
 
         Returns None if the processes were ended on purpose.
         """
@@ -86,7 +92,7 @@ class RestartedEngine(Engine):
         raise NotImplementedError
 
     def _supervise(self) -> None:
-        """Restarts the processes when they end by themselves. This runs in a separate thread."""
+        """Restarts the processes whenever they end by themselves. Runs in a separate thread."""
         while ended := self._wait_for_end():
             status, output = ended
             fault = recognise(output)
@@ -102,7 +108,7 @@ class RestartedEngine(Engine):
                 return self._give_up(kind, f"{why}; the restart failed: {first_line}", status)
 
     def _give_up(self, kind: Kind, why: str, status: int) -> None:
-        """Records that the processes will not be restarted again, and reports the loss."""
+        """Records that the engine is lost, reports the loss, then wakes the waiting callers."""
         name = self.spec.name
         times = "once" if self.restarts == 1 else f"{self.restarts} times"
         text = (
@@ -112,15 +118,16 @@ class RestartedEngine(Engine):
         with self._changed:
             self.error = self.died(kind, text, why, status, self._pid)
         self._report_loss()
-        with self._changed:  # callers see the loss after the book shows it
+        with self._changed:  # wake the callers last: by now the book shows the loss
             self._changed.notify_all()
 
     def died(
         self, kind: Kind, text: str, why: str, status: int | None = None, pid: int | None = None
     ) -> EngineDied:
-        """The error for the end of the process `pid` with the exit `status`.
+        """The error for an engine that ended, as the process `pid` with the exit `status`.
 
-        `text` is the message. `why` is the reason in a few words.
+        `text` is the message, to which the path of the log is added. `why` is the reason in a few
+        words.
         """
         return EngineDied(
             f"{text}\n  Its log:  {self.log}",
@@ -133,8 +140,10 @@ class RestartedEngine(Engine):
         )
 
     def _load_error(self, why: str, output: str) -> GpuError:
-        """The error for a load that failed because of `why`, with the line of the `output` that
-        explains it.
+        """The error for a load that failed because of `why`.
+
+        It quotes the line of `output` that explains the failure. If this line shows that a device
+        had no room, the result is an out-of-memory error, else LoadFailed.
         """
         fault = recognise(output)
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:

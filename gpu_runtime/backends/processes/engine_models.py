@@ -1,8 +1,8 @@
-"""The common part of backends whose engines place a model when they load the model, and never move
-it.
+"""The common part of backends whose models run in an engine: a server, a worker or a thread.
 
-The engine is a server, a worker process or a thread. This module counts the bytes of its model.
-No code here changes the weights, so an evicted model is dropped and loaded again later.
+This module counts the bytes of the engine's model. Engines place a model when they load it, and by
+default they never move it or change its weights. So an evicted model is dropped and loaded again
+later. `model_processes.py` overrides this.
 """
 
 from __future__ import annotations
@@ -23,21 +23,18 @@ E = TypeVar("E", bound=Engine)
 
 
 class EngineModel(Generic[E]):
-    """The base of the object that `use` yields. It has the model's name, and its engine while it is
-    loaded.
-    """
+    """The base of the object that `use` yields: the model's name and, while loaded, its engine."""
 
     def __init__(self, name: str) -> None:
         """The object for the model `name`, which is not loaded yet."""
         self.name = name
         self._engine: E | None = None
         self._where = ""
-        self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext  # pins the model
+        # Each call runs in this context. `owner/governed_calls.py` sets one that pins the model.
+        self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def _loaded_engine(self, hint: str = "Call it inside:  with rt.use({!r}) as model:") -> E:
-        """The engine of the model. Raises NotResident, with the `hint`, while the model is not
-        loaded.
-        """
+        """The engine of the model. Raises NotResident, with the `hint`, if it is not loaded."""
         if self._engine is None:
             text = f"{self.name} is not loaded.\n  {hint.format(self.name)}"
             raise NotResident(text, name=self.name, where="not loaded")
@@ -51,7 +48,7 @@ class EngineHandle(Generic[E, V]):
     """An engine with its model, and the record of the model's bytes on each device."""
 
     def __init__(self, engine: E, value: V) -> None:
-        """`engine` ends when this handle is garbage-collected. Users have the object `value`."""
+        """A handle of `engine`, which ends when the handle is freed. Users have only `value`."""
         self.engine, self.value = engine, value
         self.shares: Shares = ()
         self.blocks: list[Block] = []
@@ -63,11 +60,11 @@ class EngineHandle(Generic[E, V]):
         return self.engine.pids
 
     def watch(self, on_loss: OnLoss) -> None:
-        """Calls `on_loss(kind, because)` once if the engine ends by itself."""
+        """Calls `on_loss(kind, because)` once if the engine is lost; see `Engine.watch`."""
         self.engine.watch(on_loss)
 
     def loaded(self, shares: Shares, probe: Probe) -> None:
-        """Counts the bytes of `shares` on the devices of `probe`, and lets users reach the engine.
+        """Counts the bytes of `shares` on the devices of `probe`. Gives the engine to `value`.
 
         Raises the device's out-of-memory error.
         """
@@ -116,13 +113,14 @@ class EngineBackend(Backend, Generic[H, V]):
         model.end()
 
     def measure(self, model: H) -> Shares:
-        """The bytes of `model` on each device, measured after its load. Empty once `model` is
-        dropped.
+        """The bytes of `model` on each device, as measured by the last load or move.
+
+        Empty once `model` is dropped.
         """
         return model.shares
 
     def droppable(self, model: H) -> bool:
-        """Always True, because the weights of `model` never change."""
+        """Always True, because the engine of `model` never changes its weights."""
         return True
 
     def _charged(self, pids: Iterable[int], shares: Shares) -> Shares:
@@ -142,7 +140,8 @@ class EngineBackend(Backend, Generic[H, V]):
     def _reused(self, into: Any, name: str) -> V:
         """The object that `use` yields for the model `name`: that of an earlier load, or a new one.
 
-        `into` is a handle of the earlier load, or the object itself.
+        `into` is the handle or the object of the earlier load. A new object is made for any other
+        value.
         """
         kept = getattr(into, "value", into)
         value = kept if isinstance(kept, self.model_type) else self.model_type(name)

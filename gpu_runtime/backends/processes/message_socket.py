@@ -1,7 +1,7 @@
-"""Messages between two processes over a socket, each a pickled object.
+"""Messages between two processes over a socket. Each message is a pickled object.
 
-Large buffers in a message are sent after the pickle as they are, so no process copies them into a
-pickle. Each of the two processes trusts the other process.
+Large buffers of a message are sent after its pickle, so they are not copied into the pickle. Each
+of the two processes trusts the other, because a pickle can run any code.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ READ_BYTES = 1 << 16  # read at once, so that a small message needs one system c
 
 
 class MessageSocket:
-    """One end of the connection. Several threads may send, and one at a time may receive."""
+    """One end of the connection. Several threads may send at once; only one thread may receive."""
 
     def __init__(self, connected: socket.socket) -> None:
         """Takes over the `connected` socket."""
@@ -27,8 +27,8 @@ class MessageSocket:
     def send(self, message: Any) -> None:
         """Sends the `message`. Raises OSError. Errors of pickle are raised before any byte is sent.
 
-        The buffer of each `pickle.PickleBuffer` in the message is not copied. The receiver gets a
-        bytearray.
+        A `pickle.PickleBuffer` in the message is sent without a copy. The receiver gets a bytearray
+        in its place.
         """
         buffers: list[pickle.PickleBuffer] = []
         data = pickle.dumps(message, 5, buffer_callback=buffers.append)
@@ -41,7 +41,7 @@ class MessageSocket:
                 self._socket.sendall(part)
 
     def receive(self) -> Any:
-        """Waits for a message, and returns it. Raises EOFError once the other end is closed. Raises
+        """Waits for a message, and returns it. Raises EOFError once the other end is closed, and
         OSError.
         """
         [count] = struct.unpack("<I", self._read(4))

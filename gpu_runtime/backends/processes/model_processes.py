@@ -1,5 +1,4 @@
-"""Models of other backends, each in a child process. If the child process ends by itself, it is
-restarted.
+"""Models of other backends, each in a child process, which is restarted if it ends by itself.
 
 The lease of the model belongs to this process, not to the child. So the lease stays while the child
 is restarted on the same cards, and no waiting request can get the cards in between. A guard (see
@@ -75,8 +74,9 @@ class ModelProcess(RestartedEngine):
             raise
 
     def _install(self, program: Program, shares: Shares) -> None:
-        """Makes the started `program` answer the requests. Ends `program` if `end` was called
-        meanwhile.
+        """Makes the started `program` answer the requests.
+
+        If `end` was called during its start, `program` is ended instead.
         """
         with self._changed:
             if self._wanted:
@@ -111,11 +111,11 @@ class ModelProcess(RestartedEngine):
     # -- requests
 
     def request(self, kind: str, *args: Any) -> Any:
-        """The result of a request. While the process is restarted, this method waits for the new
-        process.
+        """The result of a request. During a restart, this method waits for the new process.
 
-        Raises the error of the request. Raises EngineDied if the process ends before its answer, or
-        is gone for good.
+        `kind` is the name of a method of `model_program.Model`, and `args` are its arguments.
+        Raises the error of the request. Raises EngineDied if the process ends before its answer, if
+        it is gone for good, and if the model was unloaded.
         """
         program = self._running()
         try:
@@ -126,8 +126,8 @@ class ModelProcess(RestartedEngine):
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
         """Yields the items of `function(value, *args)`, which runs in the process of the model.
 
-        `value` is the model, as an object in its process. `function` is of a module that the
-        process can import. Raises the errors of `request`.
+        `value` is the model's object in that process, which must be able to import the module of
+        `function`. Raises the errors of `request`.
         """
         program = self._running()
         try:
@@ -155,7 +155,10 @@ class ModelProcess(RestartedEngine):
 
 
 class ProcessModel(EngineModel[ModelProcess]):
-    """The object that `use` yields for a model in a separate process. `run_there` calls it."""
+    """The object that `use` yields for a model in a separate process.
+
+    `run_there` calls the model. `stream` runs a function on the model.
+    """
 
     def run_there(self, path: tuple[str, ...], given: Packed) -> Packed:
         """The packed result of a call on the model; see `remote_calls.run`.
@@ -184,15 +187,13 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
     model_type = ProcessModel
 
     def __init__(self, name: str, devices: str, probe: Probe) -> None:
-        """Loads the models of the backend `name`. `devices` is the value of GPU_DEVICES for
-        `probe`.
-        """
+        """Loads the models of the backend `name`. `probe` was opened with GPU_DEVICES=`devices`."""
         self.name = self.engine_name = name
         self.probe, self._devices = probe, devices
 
     @functools.cached_property
     def inner(self) -> Backend:
-        """The backend that the processes use. Here it only reads the sources of models."""
+        """The backend that the processes use. This process uses it only to read sources."""
         return open_backend(self.name, self.probe)
 
     @property
@@ -225,10 +226,10 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
         """Starts a process that loads the model of `spec` onto `shares`, and returns its handle.
 
         `progress` is called with bytes done and bytes in total. `into` is a handle or a
-        ProcessModel of an earlier load; the new process is put into this object. `origin` is
-        ignored. Raises LoadFailed, and the errors of the backend in the process.
+        ProcessModel of an earlier load; its ProcessModel gets the new process. `origin` is ignored.
+        Raises LoadFailed, and the errors of the backend in the process.
         """
-        if self.name == "llama_cpp":  # the process is the model's own already
+        if self.name == "llama_cpp":  # the model needs no second process
             spec = replace(spec, options={**spec.options, "isolated": False})
         process = ModelProcess(self.name, self._devices, self.probe, spec)
         handle = ProcessHandle(process, self._reused(into, spec.name))
@@ -241,7 +242,7 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
             raise
 
     def move(self, model: ProcessHandle, shares: Shares) -> None:  # type: ignore[override]
-        """Moves all bytes of the handle's model to `shares`. If the move fails, no byte moves."""
+        """Moves all bytes of `model` to `shares`. If the move fails, no byte has moved."""
         held: list[Block] = []
         try:
             for share in shares:
@@ -268,10 +269,11 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
         return self._holds(model, "unchanged")
 
     def _holds(self, model: ProcessHandle, kind: str) -> bool:
-        """The answer of the process of `model`. True if the process is gone, since no weights are
-        left to lose.
+        """The answer of the process of `model` to the request `kind`.
+
+        True if the process is gone, because no changed weights can be lost then.
         """
         try:
             return model.engine.request(kind)
-        except EngineDied:  # nothing is left to lose
+        except EngineDied:
             return True

@@ -2,9 +2,11 @@
 
 The program answers requests. A request is a tuple (number, kind, arguments), and its answer a tuple
 (number, "result" or "error", value). Before the result of "stream", the items are sent as (number,
-"item", value). The thread that receives a request also runs it, after another thread has begun to
-wait for the next request. The socket connects this process with its owner only, so the owner may
-run any code in this process anyway.
+"item", value). A request of the kind "cancel" ends a stream and has no answer. The thread that
+receives a request starts another thread, which waits for the next request, and then runs its own.
+
+Requests are pickles, which can run any code. The socket connects this process with its owner only,
+and the owner may run any code here.
 """
 
 from __future__ import annotations
@@ -35,9 +37,7 @@ class Model:
     """The model of this process. Its methods are the kinds of requests."""
 
     def __init__(self, report: Callable[[int, int], None]) -> None:
-        """A process without a loaded model. `report` is called during a load, with bytes done and
-        bytes in total.
-        """
+        """No model is loaded yet. During a load, `report` gets the bytes done and in total."""
         self._report = report
         self._backend: Any = None
         self._handle: Any = None
@@ -47,8 +47,8 @@ class Model:
     ) -> Shares:
         """Loads the model of `spec` onto its `shares` and returns the measured shares.
 
-        `backend` is the name of the backend. `devices` is the setting GPU_DEVICES of the owner, and
-        `ids` are the names that the owner has for these devices, in their order.
+        `backend` is the name of the backend. `devices` is the owner's setting GPU_DEVICES. `ids`
+        are the owner's names of these devices, in the same order.
         """
         probe = open_probe(devices)
         probe.rename({mine.id: id for mine, id in zip(probe.devices, ids, strict=True)})
@@ -127,7 +127,7 @@ def _answer(
     cancelled: set[int],
     send: Callable[..., None],
 ) -> None:
-    """Runs one request and sends the answer. Ends this process if it can no longer use its card."""
+    """Runs one request and sends its answers. If the card is lost, ends this process."""
     try:
         if kind not in KINDS:
             raise GpuError(f"{kind} is no request of a model; these are: {', '.join(KINDS)}.")

@@ -1,10 +1,9 @@
-"""A guard process between an owner and its server. When the owner has ended, the guard ends the
-server.
+"""The guard: a small process that ends a server once the server's owner has ended.
 
-A server does not watch its owner, and it may start processes in other sessions. The guard, a small
-process, leads the server's process group. It waits until the server ends or the socket to the owner
-closes. The operating system closes this socket when the owner dies. The guard then ends all its
-descendants. If the server ended by itself, the guard returns the server's exit status.
+A server does not watch its owner, and it may start processes in other sessions. So the guard starts
+the server, and leads its process group. The guard waits until the server ends or the socket to the
+owner closes. The operating system closes this socket when the owner dies. The guard then ends all
+its descendants. If the server ended by itself, the guard returns the server's exit status.
 
 The guard runs as a separate program and uses only the standard library.
 """
@@ -25,8 +24,8 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: 0
 def descendants(pid: int) -> list[int]:
     """The process ids of all descendants of the process `pid`.
 
-    If `pid` is a subreaper, as a guard is, its orphaned descendants are included, because the
-    operating system makes them its children.
+    Orphans are included if `pid` is a subreaper, as a guard is: the operating system makes them its
+    children.
     """
     found: list[int] = []
     try:
@@ -47,8 +46,8 @@ def descendants(pid: int) -> list[int]:
 def end_all(patience: float, server: int | None) -> None:
     """Ends all descendants of this process.
 
-    If `server` still runs, it first receives SIGTERM. After at most `patience` seconds every
-    remaining process is killed.
+    `server` is the process id of the server, or None if the server has ended. The server first
+    receives SIGTERM. After at most `patience` seconds every remaining process is killed.
     """
     if server is not None:
         _signal(server, signal.SIGTERM)
@@ -82,7 +81,8 @@ def main(line: int, owner: int, patience: float, command: list[str]) -> int:
     """Starts `command` as the server, guards the server, and returns its exit code.
 
     `line` is the file descriptor of the socket to the process `owner`. When this socket closes, the
-    server gets `patience` seconds to end normally.
+    server gets `patience` seconds to end normally, and the result is 0. If a signal killed the
+    server, this process ends by the same signal.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # only the closed socket ends this guard

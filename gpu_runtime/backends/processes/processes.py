@@ -1,11 +1,10 @@
-"""Child processes for engines. Each child runs in its own session, writes a log, and ends with its
-group.
+"""Child processes for engines. Each child has its own session and process group, and a log.
 
 The kernel's stop button does not reach these processes. Jupyter signals the kernel's whole process
-group, and the child processes are in other groups. They end with their owner in two ways: by a
-socket that the system closes, and by a signal when their parent dies. The system sends this signal
-when the *thread* that started the child ends. So one thread that never ends starts all child
-processes.
+group, and the child processes are in other groups. They end with their owner in two ways. The
+system closes their socket to the owner, and it sends them a signal when their parent dies. It sends
+this signal even if only the *thread* that started the child ends. So one thread that never ends
+starts all child processes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from . import orphan_guard
 
 MOST_RESTARTS = 3  # of a process that ended by itself; then its model is lost
 TAIL_BYTES = 8192
-STOP_SECONDS = 3.0  # for the orderly end of a guarded process
+STOP_SECONDS = 3.0  # that a guarded process has to end after SIGTERM
 _POLL_SECONDS = 0.01
 _lock = threading.Lock()
 _jobs: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] | None = None
@@ -42,9 +41,7 @@ os.register_at_fork(after_in_child=_forget_starter)  # a forked child has no suc
 
 
 def _in_starter_thread(work: Callable[[], Any]) -> Any:
-    """Runs `work()` in the thread that never ends. Returns the result of `work()`, or raises its
-    error.
-    """
+    """Runs `work()` in the thread that never ends, and returns its result or raises its error."""
     global _jobs
     with _lock:
         if _jobs is None:
@@ -103,11 +100,10 @@ class Child:
         self._ending = threading.Lock()
 
     def wait(self, seconds: float | None = None) -> bool:
-        """Waits up to `seconds` for the end of the process. None means no limit. Returns whether
-        the process has ended.
+        """Waits up to `seconds` for the end of the process, and returns whether it has ended.
 
-        The process is not reaped before `end`. So its number is not given to another process before
-        `end`.
+        None means no limit. This method does not reap the process; `end` does. Until then no other
+        process can get its number.
         """
         if self._popen.returncode is not None:
             return True
@@ -161,7 +157,7 @@ class Child:
 
 
 def in_words(status: int) -> str:
-    """How a process with the exit `status` ended, as part of a sentence in an error message.
+    """How a process ended, by its exit `status`, as part of a sentence in an error message.
 
     >>> in_words(-9), in_words(3)
     ('it was killed by SIGKILL', 'it ended with code 3')
@@ -175,7 +171,7 @@ def in_words(status: int) -> str:
 
 
 def python_file(file: Path) -> list[str]:
-    """The command that runs the Python `file` of this package as a program, without the package.
+    """The command that runs the Python `file` as a program, without importing its package.
 
     The option `-P` keeps the file's directory off `sys.path`, because modules in that directory may
     have the names of libraries.
@@ -186,11 +182,10 @@ def python_file(file: Path) -> list[str]:
 def guarded(
     words: Sequence[str], log: Path, env: dict[str, str], fds: Sequence[int]
 ) -> tuple[Child, socket.socket]:
-    """Starts the command `words` under a guard. The guard ends the command when the returned socket
-    closes.
+    """Starts a guard, which starts the command `words`. Returns the guard and a socket to it.
 
-    The output of the command is appended to the file `log`. The command inherits the file
-    descriptors `fds`.
+    When the socket closes, the guard ends the command. The output of both is appended to the file
+    `log`. `env` is their environment. They inherit the file descriptors `fds`.
     """
     line, guard_end = socket.socketpair()
     guard = python_file(Path(orphan_guard.__file__))

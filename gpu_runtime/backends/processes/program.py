@@ -1,6 +1,6 @@
-"""One start of the program that runs a model: the process, and requests to the process.
+"""`Program`: a process that runs one model, and the requests to this process.
 
-`model_program.py` is the program. `model_processes.py` starts a new program if one ends.
+The process runs `model_program.py`. If it ends, `model_processes.py` starts a new one.
 """
 
 from __future__ import annotations
@@ -27,11 +27,10 @@ class Ended(Exception):
 
 
 class Program:
-    """One start of the program that runs a model: the process, and requests to the process."""
+    """A process that runs `model_program.py`, and the requests to it."""
 
     def __init__(self, log: Path, progress: Progress | None) -> None:
-        """Starts the process under a guard. The output of the process is appended to the file
-        `log`.
+        """Starts the process under a guard. Its output is appended to the file `log`.
 
         `progress` is called during the load, with bytes done and bytes in total.
         """
@@ -49,7 +48,7 @@ class Program:
         self.reading = threads.start(self._read)
 
     def request(self, kind: str, *args: Any) -> Any:
-        """Sends a request and returns its result.
+        """Sends a request of this `kind` with the arguments `args`, and returns its result.
 
         Raises the error of the request, or Ended if the process ends before it answers.
         """
@@ -63,10 +62,10 @@ class Program:
             del value  # else the error's traceback leads back to it until the next collection
 
     def stream(self, *args: Any) -> Iterator[Any]:
-        """Yields the items of a request "stream" with `args`. Raises the error of the request, and
-        Ended.
+        """Sends a request "stream" with the arguments `args`, and yields its items.
 
-        If the iterator is closed before its end, the program ends the stream after its next item.
+        If the iterator is closed before its end, the process ends the stream after its next item.
+        Raises the error of the request, or Ended.
         """
         with self._answers("stream", args) as answers:
             while True:
@@ -82,9 +81,10 @@ class Program:
 
     @contextlib.contextmanager
     def _answers(self, kind: str, args: tuple[Any, ...]) -> Iterator[queue.SimpleQueue[Any]]:
-        """A context manager: sends a request, and yields the queue of its answers.
+        """A context manager that sends a request, and yields the queue of its answers.
 
-        The last answer is the request's result or its error.
+        The last answer is the request's result or its error. If a stream is left before this
+        answer, the process gets a request to cancel it.
         """
         answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
         number = next(self._numbers)
@@ -104,15 +104,16 @@ class Program:
                 self._pending[number] = answers
         try:
             self._messages.send((number, kind, args))
-        except OSError:  # it has just ended; the reading thread answers
+        except OSError:  # the process has just ended; the reading thread answers
             pass
-        except BaseException:  # it cannot be pickled
+        except BaseException:  # the request cannot be pickled
             self._pending.pop(number, None)
             raise
 
     def _read(self) -> None:
-        """Puts each answer into the queue of its request, until the process ends. Runs in a
-        separate thread.
+        """Puts each answer into the queue of its request, until the process ends.
+
+        Runs in a separate thread.
         """
         try:
             while True:
@@ -124,7 +125,7 @@ class Program:
                 known = self._pending.get if what == "item" else self._pending.pop
                 if answers := known(number, None):
                     answers.put((what, value))
-        except (EOFError, OSError):  # the process has ended; `finally` ends its calls
+        except (EOFError, OSError):  # the process has ended; `finally` answers its requests
             pass
         finally:
             with self._lock:
@@ -135,8 +136,9 @@ class Program:
                 answers.put(("error", Ended()))
 
     def end(self) -> int:
-        """Ends the process and everything that it started. Returns its exit status. A repeated call
-        does nothing.
+        """Ends the process and everything that it started. Returns the exit status of its guard.
+
+        A repeated call only returns this status.
         """
         self._line.close()
         self.child.wait(STOP_SECONDS + 1.0)

@@ -1,9 +1,7 @@
-"""Calls on a model that another process sends. The arguments arrive packed, and the result is sent
-packed.
+"""Calls on a model in another process: how arguments and results are packed, and how a call runs.
 
 A packed value is the pickle of the value, followed by the value's large buffers. The processes
-between the caller and the model pass these parts on. They need not unpack the value, nor import
-torch.
+between the caller and the model pass these parts on without unpacking them or importing torch.
 """
 
 from __future__ import annotations
@@ -16,26 +14,24 @@ from ...errors import BadCall
 from ...threads import imported
 
 Packed = tuple[Any, ...]  # the pickle as bytes, and the buffers
-SMALL_BYTES = 1 << 14  # below this size a copy is cheaper than a part of its own
+SMALL_BYTES = 1 << 14  # below this size a copy is cheaper than a separate buffer
 
 
 def pack(value: Any, *, dumps: Callable[..., bytes] = pickle.dumps, share: bool = True) -> Packed:
-    """The packed `value`, pickled by `dumps`. With `share`, the buffers of its arrays are not
-    copied.
-    """
+    """The packed `value`, pickled by `dumps`. With `share`, its large buffers are not copied."""
     buffers: list[pickle.PickleBuffer] = []
     data = dumps(value, protocol=5, buffer_callback=buffers.append if share else None)
     return data, *buffers
 
 
 def unpack(packed: Packed) -> Any:
-    """The value in `packed`. Its arrays use the memory of the buffers in `packed`."""
+    """The value in `packed`. Its arrays use the buffers of `packed` as their memory."""
     data, *buffers = packed
     return pickle.loads(data, buffers=buffers)
 
 
 def uncopied(packed: Packed) -> Packed:
-    """The parts of `packed` in a form for messages: pickle (protocol 5) copies no large part."""
+    """The parts of `packed` in a form from which pickle (protocol 5) copies no large part."""
     return tuple(
         part if type(part) is bytes and len(part) < SMALL_BYTES else pickle.PickleBuffer(part)
         for part in packed
@@ -57,11 +53,11 @@ def packed_in(message: Any) -> Packed:
 
 
 def run(value: Any, path: tuple[str, ...], given: Packed) -> Packed:
-    """The packed result of a call on the model `value`, with tensors in host memory.
+    """Calls the model `value`, or an object in it. Returns the packed result.
 
     `path` has the names of the attributes that lead from the model to the called object; an empty
     `path` calls the model itself. `given` is the packed pair of arguments and keyword arguments.
-    Tensors in the arguments are moved to the model's device.
+    Tensors in the arguments are moved to the model's device, and those in the result to the CPU.
 
     Raises the errors of the call, and BadCall for a result that cannot be sent.
     """
@@ -92,7 +88,10 @@ def _mover(value: Any) -> Callable[[Any], Any]:
 
 
 def _each_tensor(value: Any, change: Callable[[Any], Any]) -> Any:
-    """The `value` with `change` applied to every tensor in it; unchanged without torch."""
+    """The `value` with `change` applied to its tensors, also in lists, tuples, sets and dicts.
+
+    If torch is not imported, the `value` is returned as it is.
+    """
     torch = imported("torch")
     if torch is None:
         return value
@@ -107,7 +106,10 @@ def _each_tensor(value: Any, change: Callable[[Any], Any]) -> Any:
 
 
 def _same_kind(value: Any, changed: dict[Any, Any]) -> Any:
-    """The items of `changed` in a mapping of the class of `value`, such as a model's output."""
+    """The items of `changed` in an object of the class of `value`, such as a model's output.
+
+    If the class does not take them as keywords, the result is the dict `changed`.
+    """
     try:
         return type(value)(**changed)
     except TypeError:

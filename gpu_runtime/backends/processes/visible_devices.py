@@ -1,6 +1,4 @@
-"""The environment variables that decide which cards a child process sees. They follow a lease's
-shares.
-"""
+"""The environment variables that limit a child process to the cards of its lease."""
 
 from __future__ import annotations
 
@@ -11,12 +9,11 @@ _VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
 
 
 def card_environment(probe: Probe, shares: Shares) -> dict[str, str]:
-    """Variables with which a process sees exactly the cards of `shares`, in their order, and no
-    others.
+    """Variables with which a process sees only the cards of `shares`, in their order.
 
-    The `probe` has the facts about each device. A CUDA card is named by UUID if the driver reports
-    one, since its number differs between processes that see different cards. A simulated card is
-    not a real card, so a process on it sees no card.
+    `probe` knows the devices. A CUDA card is named by UUID if the driver reports one, because its
+    number differs between processes that see different cards. For simulated cards the process sees
+    no card.
     """
     devices = {device.id: device for device in probe.devices}
     visible: dict[str, list[str]] = {"CUDA_VISIBLE_DEVICES": [], "HIP_VISIBLE_DEVICES": []}
