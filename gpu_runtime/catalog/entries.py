@@ -207,7 +207,19 @@ def state(spec: ModelSpec) -> str:
         return "disabled"
     if spec.backend not in backend_names():
         return f"no backend {spec.backend} here"
-    return f"{spec.backend} is not installed" if cannot_load(spec) else "ready"
+    if cannot_load(spec):
+        return f"{spec.backend} is not installed"
+    return "not found" if source_absent(spec) else "ready"
+
+
+def source_absent(spec: ModelSpec) -> str:
+    """A clause that the file or directory of the model of `spec` does not exist; empty if it does.
+
+    The clause is also empty for a source that is no absolute path, such as a hub id.
+    """
+    if os.path.isabs(spec.source) and not os.path.exists(spec.source):
+        return f"there is no {spec.source}"
+    return ""
 
 
 # -- notes for the person who applies a file -----------------------------------------------------

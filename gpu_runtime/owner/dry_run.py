@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from ..arguments import RULES, read
 from ..backends.missing import AbsentBackend
 from ..backends.registry import open_backend
-from ..catalog.entries import obstacle
+from ..catalog.entries import obstacle, source_absent
 from ..errors import BadSetting, BadSize, NotAModel, UnknownModel, UnknownSize
 from ..estimation.footprint import from_name
 from ..facts import NORMAL, Declared, Footprint, Lease, ModelSpec, Owner, Part, PlacementRules
@@ -92,7 +92,10 @@ def of_resident(resident: Resident, session: Session) -> Subject:
     rules = demand.placement(session, resident)
     footprint = session.sizing.footprint(resident, rules.devices)
     wanted = demand.wanted_lease(session, resident)
-    return Subject(wanted, footprint, rules, obstacle(resident.spec))
+    why_not = obstacle(resident.spec)
+    if not why_not and resident.handle is None:
+        why_not = source_absent(resident.spec)
+    return Subject(wanted, footprint, rules, why_not)
 
 
 def of_nobody(resident: Resident, session: Session) -> Subject:

@@ -674,3 +674,14 @@ def test_any_name_is_an_error_or_a_lawful_book(runtime, tmp_path, name):
     with pytest.raises(BadDocument) as error:
         runtime(catalog=str(tmp_path / "catalog")).apply(file)
     assert len(str(error.value)) <= 1500
+
+
+def test_a_model_whose_file_does_not_exist_is_not_ready(shelf, tmp_path):
+    """`gpu catalog` called it ready, and the plan gave a command that would have failed."""
+    weights = tmp_path / "weights.gguf"
+    rt = shelf(f"models: {{gone: {{path: {weights}, size: 1GiB}}}}\n")
+    assert rt.catalog()["state"].tolist() == ["not found"]
+    plan = rt.plan("gone")
+    assert plan.granted and plan.obstacle == f"there is no {weights}"
+    weights.touch()
+    assert rt.catalog()["state"].tolist() == ["ready"]
