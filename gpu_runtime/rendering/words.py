@@ -189,14 +189,14 @@ def verdict(plan: Plan) -> str:
 
 
 def _plan_subject(plan: Plan) -> str:
-    if _is_size(plan):
+    if _is_size(plan.name):
         return plan.name[:1].upper() + plan.name[1:]
     return plan.name or "It"
 
 
-def _is_size(plan: Plan) -> bool:
-    """Whether the plan is for a number of bytes, with a name such as `a lease of 2.0 GiB`."""
-    return plan.name.startswith("a lease")
+def _is_size(name: str) -> bool:
+    """Whether a plan's `name` stands for a number of bytes, such as `a lease of 2.0 GiB`."""
+    return name.startswith("a lease of ")
 
 
 def how_to_do_it(plan: Plan, prompt: str) -> str:
@@ -212,7 +212,7 @@ def how_to_do_it(plan: Plan, prompt: str) -> str:
         return ""
     if command.startswith("rt."):
         return f"Do it in Python:  {command}"
-    if _is_size(plan):
+    if _is_size(plan.name):
         return f"Do it for a cell:  %%gpu {command}" if prompt == "%gpu" else ""
     if command.startswith("load ") and prompt != "%gpu":  # a command cannot hold a model
         return f"Do it, in a notebook:  %gpu {command}"
@@ -235,7 +235,11 @@ def step_sentence(snapshot: Snapshot, step: Step) -> str:
     source = " + ".join(share.device for share in before)
     target = " + ".join(share.device for share in after)
     if isinstance(step, Load):
-        return f"load {name} ({size}) on {target}"
+        return (
+            f"load {name} ({size}) on {target}"
+            if not _is_size(name)
+            else f"lease {size} on {target}"
+        )
     if after:
         return f"move {name} ({size}){of_holder} from {source} to {target}"
     return f"drop {name} ({size}){of_holder} from {source}"

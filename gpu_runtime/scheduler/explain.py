@@ -37,6 +37,7 @@ from ..facts import (
     Wait,
     World,
     lease_state,
+    lease_title,
     where,
 )
 from ..units import MIB, show_bytes, show_seconds
@@ -226,22 +227,23 @@ def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> Gpu
     the name of the lease's owner, and `world` the time.
     """
     holder = _holder(book, me, lease)
+    title = lease_title(lease, book.owner(lease.owner))
     facts: dict[str, Any] = dict(name=lease.name, lease=lease.id, owner=holder)
     if why == "in use":
         since = world.now - lease.pinned_since if lease.pinned_since else 0.0
+        use = "runs a cell" if lease.kind == "kernel" else f"is in use by {holder}"
         return StillInUse(
-            f"{lease.name} ({show_bytes(lease.bytes)}, {lease.where}) is in use by {holder} "
-            f"for {show_seconds(since)}.\n"
+            f"{title} ({show_bytes(lease.bytes)}, {lease.where}) {use} for {show_seconds(since)}.\n"
             "  It can leave when that cell has ended: type it again then. Watch:  %gpu status",
             since_seconds=since,
             **facts,
         )
     if why == "kept":
         return StillInUse(
-            f"{lease.name} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}",
+            f"{title} is pinned to its device.\n  Unpin it first:  %gpu unpin {lease.name}",
             **facts,
         )
-    return StillInUse(f"{lease.name} cannot leave now: it is {why}. Try again.", **facts)
+    return StillInUse(f"{title} cannot leave now: it is {why}. Try again.", **facts)
 
 
 def _holder(book: Book, me: str, lease: Lease) -> str:
@@ -337,7 +339,7 @@ def _holder_line(lease: Lease, book: Book, world: World, me: str) -> str:
         state += ", pinned"
     owner = book.owner(lease.owner)
     by = f"  {owner.label}" if owner and lease.owner != me else ""
-    return _line(lease.bytes, lease.where, f"{lease.name}, {state}{by}")
+    return _line(lease.bytes, lease.where, f"{lease_title(lease, owner)}, {state}{by}")
 
 
 def _unleased_lines(book: Book, world: World) -> Iterator[str]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from msgspec.structs import replace
+
 from gpu_runtime.facts import Candidate, Event, Grant, Lease, PlacementRules, Refuse, Share, Wait
-from gpu_runtime.scheduler.explain import MOST_RUNNERS_UP, alternatives, with_runners_up
+from gpu_runtime.scheduler.explain import MOST_RUNNERS_UP, alternatives, still_here, with_runners_up
 from gpu_runtime.units import GIB
 from tests.worlds import book, decide, lease, request, world
 
@@ -62,3 +64,15 @@ def test_runners_up_are_stored_with_the_event_of_their_decision_only():
         (),
         ("sim:0: is full.",),
     ]
+
+
+def test_a_notebook_that_cannot_leave_is_called_by_its_name():
+    """Its lease is called `kernel` in the book, which says nothing to a person."""
+    kernel = lease("kernel", sim0=3, pins=1, kind="kernel", by=2)
+    page = book(kernel)
+    section = page.sections[kernel.owner]
+    page = page.with_section(
+        replace(section, owner=replace(section.owner, notebook="a/train.ipynb"))
+    )
+    error = still_here(page, "1", kernel, "in use", world(sim0=20))
+    assert str(error).startswith("train.ipynb (3.0 GiB, sim:0) runs a cell for ")
