@@ -1,10 +1,10 @@
 """Keeps the files of a model unchanged while a load has them mapped into memory.
 
 A process that reads a mapped page beyond the end of a file is killed (SIGBUS), and with it the
-whole notebook. So a load holds a read lease of the operating system on each file. If another
-process opens such a file for writing, or truncates it, that process waits until the load has ended.
-The load fails once it notices the waiting process. The system grants a lease to the owner of a file
-and to root, on local file systems. If the system grants no lease, the files are unprotected.
+whole notebook. So a load holds a read lease of the operating system (fcntl) on each file. If
+another process opens such a file for writing, or truncates it, that process waits until the load
+has ended. The load fails once it notices the waiting process. The system grants a lease to the
+owner of a file and to root, on local file systems. A file without a lease is unprotected.
 """
 
 from __future__ import annotations
@@ -20,16 +20,15 @@ from ...errors import LoadFailed
 
 @contextlib.contextmanager
 def untouched(paths: Iterable[str], name: str) -> Iterator[Callable[[], None]]:
-    """A context manager in which no process can write to the files `paths` of the model `name`.
+    """A context manager that keeps the files `paths` of the model `name` unchanged.
 
-    The context manager yields a function that raises LoadFailed once a process waits to write. Call
+    It yields a function that raises LoadFailed once a process waits to write one of the files. Call
     this function every few seconds, because after /proc/sys/fs/lease-break-time (45 s) the
     operating system lets the waiting process continue.
     """
     leased = {path: file for path in paths if (file := _leased(path)) is not None}
 
     def check() -> None:
-        """Raises LoadFailed if a process waits to write one of the files."""
         for path, file in leased.items():
             if fcntl.fcntl(file, fcntl.F_GETLEASE) != fcntl.F_RDLCK:
                 raise LoadFailed(

@@ -2,7 +2,7 @@
 
 No weight is read. Token strings are skipped, so a vocabulary of 400,000 strings takes a hundredth
 of a second. Every declared size is checked against the file's size. So a truncated or hostile file
-costs one clear error and no memory.
+causes one clear error, and takes no memory.
 
 The format is: `GGUF`, a version, the number of tensors and of metadata pairs, the pairs, a row for
 each tensor (name, dimensions, type, offset), padding, and the data. All numbers are little-endian.
@@ -79,7 +79,7 @@ _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 class GgufHeader(NamedTuple):
     """What the header of a file declares, or the headers of all parts of a split model."""
 
-    metadata: dict[str, Any]  # scalars, and arrays of numbers with one number per layer
+    metadata: dict[str, Any]  # scalars, texts, short arrays of numbers, and StringCounts
     weight_bytes: int | None  # None: this reader does not know the file's version or a type in it
     file_bytes: int
 
@@ -102,8 +102,8 @@ class _Unreadable(Exception):
 
 
 def files(path: Path, name: str) -> list[Path]:
-    """The files of the model that the file `path` belongs to: the file itself, or all parts of a
-    split model.
+    """The files of the model to which the file `path` belongs: this file, or all parts of a split
+    model.
 
     Parts are named like `m-00001-of-00003.gguf`. Raises LoadFailed for the model `name` if a part is
     missing.
@@ -128,7 +128,7 @@ def part_of(path: Path) -> int:
 
 
 def read(path: Path, name: str) -> GgufHeader:
-    """The header of the model in the file `path`, all its parts together.
+    """The header of the model in the file `path`. The headers of all its parts are combined.
 
     Raises LoadFailed for the model `name`, with the file and what is wrong with it.
     """
@@ -196,9 +196,8 @@ def _tensor_row(data: _Reader) -> _TensorRow:
 def _weight_bytes(rows: list[_TensorRow], data_bytes: int) -> int | None:
     """The bytes of the tensors in `rows`, computed from the block sizes of their types.
 
-    None if this reader does not know the type of a tensor.
-
-    Raises ValueError if the tensors do not fit into the `data_bytes` of the file.
+    None if this reader does not know the type of a tensor. Raises ValueError if the tensors do not
+    fit into the `data_bytes` of the file, or if they overlap.
     """
     total = 0
     for row in rows:
@@ -229,8 +228,9 @@ class _Reader:
         self._data, self.position = b"", 0
 
     def _need(self, count: int) -> None:
-        """Reads the file until `count` bytes follow the current position. Raises ValueError past
-        the limit.
+        """Reads the file until `count` bytes after the current position are in memory.
+
+        Raises ValueError if the file or the longest header ends before.
         """
         end = self.position + count
         have = len(self._data)
@@ -259,8 +259,8 @@ class _Reader:
     def value(self, kind: int) -> Any:
         """A metadata value of type `kind`: a scalar, a string, or an array.
 
-        A short array of numbers becomes a list, and a longer array becomes None. An array of
-        strings becomes a StringCount.
+        An array of numbers becomes a list, or None if it is longer than _LONGEST_LIST. An array of
+        strings becomes a StringCount. Raises _Unreadable for an unknown type.
         """
         if kind == _STRING:
             return self.string()
@@ -286,7 +286,7 @@ class _Reader:
         return list(struct.unpack(f"<{count}{form[1]}", raw))
 
     def _skip_strings(self, count: int) -> None:
-        """Skips `count` strings. There may be half a million, so each step makes only one call."""
+        """Skips `count` strings. There may be half a million: one call each, to be fast."""
         unpack, left = struct.Struct("<Q").unpack_from, count
         while left:
             data, at = self._data, self.position

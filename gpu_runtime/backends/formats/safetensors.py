@@ -1,8 +1,8 @@
 """Finds the files of safetensors checkpoints on disk, and reads their headers.
 
 Only the length and the JSON header of each file are read, never a weight. Every declared size is
-checked against the file's size. A truncated file that is mapped into memory would end the process,
-and not just the load.
+checked against the file's size, because a load maps the file into memory. There a truncated file
+would end the whole process.
 """
 
 from __future__ import annotations
@@ -87,9 +87,7 @@ class Checkpoint(NamedTuple):
         return total
 
     def _is_tied(self, name: str, entry: TensorEntry) -> bool:
-        """Whether the tensor `name` is an output head that shares the storage of the input
-        embeddings.
-        """
+        """Whether the tensor `name` is an output head that is tied to the input embeddings."""
         if not name.endswith("lm_head.weight"):
             return False
         if not self.config.get("tie_word_embeddings", False):
@@ -100,13 +98,12 @@ class Checkpoint(NamedTuple):
         )
 
     def pieces(self) -> tuple[int, ...]:
-        """Bytes of the consecutive pieces: before the layers, each layer, and after the layers.
+        """Bytes of the pieces in order: before the layers, each layer, and after the layers.
 
-        Pieces of 0 bytes are left out.
-
-        The result is empty if no single list of layers holds most of the model, because the names
-        of tensors do not show the order of several lists. Only names are used:
-        `model.layers.7.mlp.up_proj.weight` belongs to the list `model.layers` at place 7.
+        Pieces of 0 bytes are left out. Only the names of tensors are used:
+        `model.layers.7.mlp.up_proj.weight` belongs to the list `model.layers` at place 7. Names do
+        not show the order of several lists. So the result is empty unless one list holds at least
+        half of the model, and no other list more than 5 %.
         """
         total = self.weight_bytes()
         lists = self._layer_lists()
@@ -127,9 +124,7 @@ class Checkpoint(NamedTuple):
         return tuple(size for size in consecutive if size)
 
     def _layer_lists(self) -> dict[str, dict[int, int]]:
-        """The bytes of each layer, by the name of the list of layers and the layer's place in the
-        list.
-        """
+        """List of layers -> place of a layer in the list -> the bytes of this layer."""
         lists: dict[str, dict[int, int]] = {}
         for name, entry in self.tensors.items():
             found = _LAYER.match(name)
@@ -145,9 +140,7 @@ class Checkpoint(NamedTuple):
         return tuple(stamp.path for stamp in self.stamps if stamp.path.endswith(".safetensors"))
 
     def unchanged(self) -> bool:
-        """Whether each file still has the size, the times of change and the inode that it had when
-        it was read.
-        """
+        """Whether each file has the same size, times of change and inode as when it was read."""
         try:
             return all(Stamp.of(Path(stamp.path)) == stamp for stamp in self.stamps)
         except OSError:  # a file that was deleted has changed
@@ -155,9 +148,6 @@ class Checkpoint(NamedTuple):
 
 
 def _is_single_trunk(sizes: dict[str, int], trunk: str, total: int) -> bool:
-    """Whether the list of layers `trunk` holds at least half of `total`, and no other list more
-    than 5 %.
-    """
     if sizes.get(trunk, 0) * 2 < total:
         return False
     return all(size * 20 <= total for prefix, size in sizes.items() if prefix != trunk)
@@ -219,8 +209,9 @@ def read_header(path: Path, name: str) -> dict[str, TensorEntry]:
 
 
 def _span_fault(spans: Iterable[tuple[int, int]], start: int, size: int) -> str:
-    """The reason if the sorted `spans` do not fill a file of `size` bytes exactly from `start`;
-    else empty.
+    """Says how the sorted `spans` of tensors fail to fill the file; empty if they fill it.
+
+    The data begins at the byte `start`, and the file has `size` bytes.
     """
     end = 0
     for begin, until in spans:
@@ -249,9 +240,10 @@ def _entry(fields: dict[str, Any]) -> TensorEntry:
 
 
 def _weight_files(directory: Path, name: str) -> list[Path]:
-    """The files with weights: a single file, or the files that an index lists.
+    """The files with weights in `directory`: a single file, or the files that an index lists.
 
-    Raises NotAModel or LoadFailed if `directory` has no such file.
+    Raises NotAModel if there are no weights. Raises LoadFailed if there are only pickled weights,
+    and for a damaged index.
     """
     single = directory / "model.safetensors"
     if single.is_file():
@@ -277,9 +269,7 @@ def _weight_files(directory: Path, name: str) -> list[Path]:
 
 
 def _shards(index: Path, name: str) -> list[Path]:
-    """The files that the `index` lists. Raises LoadFailed if a file is not in the directory of
-    `index`.
-    """
+    """The files that the `index` lists. Raises LoadFailed if one is not in the same directory."""
     weight_map = _json_object(index, index.read_bytes(), name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _damaged(name, index, "it has no weight_map")

@@ -1,8 +1,7 @@
-"""Finds what a path, a file or a hub id shows about a model's size, whichever backend may load the
-model.
+"""Finds what a path, a file or a hub id shows about a model's size, for every backend.
 
-`plan` uses this module for models that are not registered, and backends use it for their sources.
-The module imports no torch and loads nothing.
+`rt.plan` uses this module for models that are not registered, and backends use it for their
+sources. The module imports no torch and loads nothing.
 """
 
 from __future__ import annotations
@@ -36,7 +35,8 @@ def evidence(source: str, name: str, options: dict[str, Any] | None = None) -> E
     """What the `source` of the model `name` shows about its size.
 
     Only the `options` `dtype` (or `torch_dtype`) and `revision` are used. Raises NotAModel if the
-    source is not a model, and LoadFailed for a damaged source.
+    source is not a model. Raises LoadFailed for a damaged source, and for a hub id that was not
+    downloaded.
     """
     options = options or {}
     dtype = str(options.get("dtype", options.get("torch_dtype")))
@@ -57,10 +57,11 @@ def evidence(source: str, name: str, options: dict[str, Any] | None = None) -> E
 
 
 def directory(source: str, name: str, revision: str | None = None) -> Path:
-    """The local path of the model `name`. This is `source` itself, or the `revision` of `source` in
-    the hub's cache.
+    """The local path of the model `name`: `source` itself, or a hub id's directory in the hub's
+    cache.
 
-    Nothing is downloaded. Raises LoadFailed if `source` is a hub id that is not in the cache.
+    `revision` selects the version of a hub id. Nothing is downloaded. Raises LoadFailed if `source`
+    is a hub id that is not in the cache.
     """
     path = Path(source).expanduser()
     if path.exists() or not looks_like_hub_id(source):
@@ -93,10 +94,9 @@ def of_checkpoint(checkpoint: Checkpoint, item_bytes: int | None = None) -> Evid
 
 
 def of_gguf(path: Path, name: str) -> Evidence:
-    """What the GGUF file `path` of the model `name` shows about the model's size, all parts
-    included.
+    """What the GGUF file `path` of the model `name` shows about the model's size.
 
-    Raises LoadFailed for a damaged file.
+    All parts of a split model count. Raises LoadFailed for a damaged file.
     """
     files = gguf.files(path, name)
     pointed_bytes = _bytes_behind_pointers(files)
@@ -145,11 +145,9 @@ def _of_one_file(path: Path, name: str, item_bytes: int | None) -> Evidence:
 
 
 def _of_pointers(path: Path) -> Evidence | None:
-    """What the directory `path` shows about the model's size if it is a clone without Git LFS, else
-    None.
+    """The size of the weights if the directory `path` is a clone without Git LFS, else None.
 
-    In a clone without Git LFS, each file is a small pointer file, which states the size of the real
-    file.
+    There, each file of weights is a small pointer, which states the size of the real file.
     """
     size = _bytes_behind_pointers(sorted(path.glob("*.safetensors")))
     return Evidence(file_bytes=size, file_format="safetensors") if size else None
@@ -186,9 +184,7 @@ def _pointed_bytes(file: Path) -> int | None:
 
 
 def _fingerprint(stamps: Iterable[Stamp]) -> str:
-    """A digest of `stamps`, which identify versions of files. It differs once a file is changed or
-    replaced.
-    """
+    """A digest of `stamps`. It differs once one of their files is changed or replaced."""
     identities = []
     for stamp in stamps:
         folder, file_name = os.path.split(stamp.path)

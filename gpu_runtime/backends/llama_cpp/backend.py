@@ -29,10 +29,9 @@ class LlamaModel(EngineModel[LlamaEngine]):
     """The object that `use` yields: a proxy with the methods of `llama_cpp.Llama`.
 
     `create_chat_completion(messages, stream=True)` returns an iterator; closing the iterator ends
-    the generation. If the model is evicted and this process governs it, a call first restores the
-    model. If this process does not govern the evicted model, the call raises NotResident. So a call
-    never reaches a closed model. Every method also takes `cancelled`, a `threads.Cancellation`:
-    setting `cancelled`, in any thread, ends the call at once.
+    the generation. A call of an evicted model first loads the model again, if this process manages
+    it; else the call raises NotResident. So a call never reaches a closed model. Every method also
+    takes `cancelled`, a `threads.Cancellation`. Setting it, in any thread, ends the call at once.
     """
 
     def __repr__(self) -> str:
@@ -78,7 +77,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     """Loads GGUF files.
 
     The options of a model are context_length, sequences, cache_dtype, flash_attn, gpu_layers,
-    main_gpu, split_mode, isolated, and the options in `options.PASSED_TO_LLAMA`.
+    main_gpu, split_mode, embedding, revision, isolated, and those in `options.PASSED_TO_LLAMA`.
     """
 
     name, engine_name = "llama_cpp", "llama.cpp"
@@ -89,11 +88,10 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         self.probe = probe
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """The weights of `spec` that are loaded to the card, read from the file's header. `origin`
-        is ignored.
+        """What the GGUF file of `spec` shows about the memory that llama.cpp takes on the card.
 
         llama.cpp allocates cache and work space when it loads. So both count even if no context was
-        requested.
+        requested. `origin` is ignored.
         """
         return gguf_evidence(spec)
 
@@ -109,7 +107,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         """Loads the model of `spec` to the cards of `shares`, and returns its handle.
 
         `origin` is ignored. `progress` is called with bytes done and bytes in total. `into` is a
-        handle or a LlamaModel of an earlier load; the new engine is put into this object. Raises
+        handle or a LlamaModel of an earlier load; its LlamaModel gets the new engine. Raises
         BadSetting, NotAModel, LoadFailed, and the device's out-of-memory error.
         """
         found = self.evidence(spec)
@@ -149,8 +147,9 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     def _open_channel(
         self, spec: ModelSpec, shares: Shares, isolated: bool
     ) -> tuple[Channel, Path]:
-        """A new channel to a worker process or to a thread, and the path of its log. `isolated`
-        selects the process.
+        """A new channel to a worker, and the path of the worker's log.
+
+        The worker is a process if `isolated` is true, else a thread.
         """
         log = new_log(spec.name)
         if isolated:
@@ -164,10 +163,10 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         return ThreadChannel(append_to_log), log
 
     def _charged(self, pid: int | None, shares: Shares) -> dict[str, int]:
-        """The bytes on each device that the driver charges to the worker `pid`, its CUDA context
-        included.
+        """The bytes that the driver reports for the worker `pid` on each device of `shares`.
 
-        The result is empty without a worker, and if the driver does not report the bytes.
+        They include the worker's CUDA context. The result is empty without a worker process, and if
+        the driver reports no bytes.
         """
         if pid is None:
             return {}

@@ -22,14 +22,14 @@ STOP_SECONDS = 10.0  # for a thread to notice that it should end
 
 
 class Channel:
-    """Messages to and from an engine."""
+    """The base of channels: messages to and from one worker."""
 
     child: Child | None = None  # the worker process, if there is one
 
     def send(self, message: dict[str, Any]) -> None:
         """Sends `message`. Raises TypeError if `message` cannot be sent.
 
-        If the engine has ended, this method does not fail; `receive` then returns None.
+        If the worker has ended, this method does not fail, and `receive` returns None.
         """
         raise NotImplementedError
 
@@ -38,19 +38,15 @@ class Channel:
         raise NotImplementedError
 
     def close(self) -> None:
-        """Ends the engine, and wakes the thread that waits in `receive`."""
+        """Ends the worker, and wakes the thread that waits in `receive`."""
         raise NotImplementedError
 
 
 class ProcessChannel(Channel):
-    """A channel to a worker process: lines of JSON over a socket that only this process and the
-    worker can use.
-    """
+    """A channel to a worker process: lines of JSON over a socket that no other process has."""
 
     def __init__(self, log: Path, env: dict[str, str]) -> None:
-        """Starts the worker with the environment `env`. The worker's output is written to the file
-        `log`.
-        """
+        """Starts the worker with the environment `env`. Its output goes to the file `log`."""
         self._socket, worker_end = socket.socketpair()
         with worker_end:
             program = python_file(Path(worker.__file__))
@@ -115,6 +111,6 @@ class ThreadChannel(Channel):
         return self._answers.get()
 
     def close(self) -> None:
-        """Requests that the thread ends, and waits for this up to STOP_SECONDS."""
+        """Requests the end of the thread, and waits for it up to STOP_SECONDS."""
         self._inbox.take(None)
         self._running.wait(STOP_SECONDS)

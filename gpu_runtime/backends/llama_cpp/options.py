@@ -1,6 +1,6 @@
 """Checks the options of a GGUF model, and turns them into arguments of `llama_cpp.Llama`.
 
-This module also computes what the file shows about the size, and counts a loaded model's bytes
+This module also reads a model's size from its file, and counts the bytes of a loaded model
 (`taken`). Nothing here starts a process or imports llama_cpp. The backend `llama_cpp` and the
 recipe of `llama-server` share these functions.
 """
@@ -100,18 +100,17 @@ def check(spec: ModelSpec) -> None:
 def gpu_layers(spec: ModelSpec) -> int:
     """The number of layers of the model `spec` that are put on the card. -1 means all layers.
 
-    If the model does not set its own number, the options of `spec` have the value of the setting
-    INFERENCE_GPU_LAYERS.
+    `register` puts the setting INFERENCE_GPU_LAYERS into the options if the user gives no number.
     """
     layers = spec.options.get("gpu_layers")
     return -1 if layers is None else layers
 
 
 def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
-    """The part of the model that is on the card, from 0 to 1. `config` is the config of the model's
-    file.
+    """The part of the model that is on the card, from 0 to 1.
 
-    The layers of `spec` on the card are divided by all layers. The output counts as one more layer.
+    This is the number of layers of `spec` on the card, divided by the number of layers in `config`,
+    the config of the file. The output counts as one more layer.
     """
     layers = gpu_layers(spec)
     all_layers = config.get("all_layers", config.get("num_hidden_layers"))
@@ -126,7 +125,8 @@ def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
     """The number of tokens in the contexts of all sequences of `spec` together.
 
     The default for each sequence is the length that the model supports by its `config`, at most
-    CONTEXT_TOKENS. llama-cpp-python computes one sequence after the other in one context.
+    CONTEXT_TOKENS. The backend llama_cpp has one context, because it computes one sequence after
+    the other.
     """
     supported = config.get("max_position_embeddings")
     usual = CONTEXT_TOKENS
@@ -137,10 +137,9 @@ def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
 
 
 def flash_attention(spec: ModelSpec) -> bool:
-    """Whether `spec` uses flash attention, because its options require it or because its cache is
-    quantised.
+    """Whether the model of `spec` uses flash attention. Its option `flash_attn` decides.
 
-    A quantised cache needs flash attention.
+    Without this option, the result is true for a quantised cache, which needs flash attention.
     """
     cache_type = CACHE_TYPES.get(str(spec.options.get("cache_dtype")).lower(), 1)
     return bool(spec.options.get("flash_attn", cache_type not in _UNQUANTISED))
@@ -155,9 +154,9 @@ def llama_arguments(
 ) -> dict[str, Any]:
     """The arguments of `Llama` that load the file `path` of `spec`, split over its `shares`.
 
-    `config` is the config of the file. `cards` are the numbers of the shares' cards in a process
-    that also sees other cards. `cards` is None if the cards are simulated. A worker sees only its
-    own cards, so it counts them from 0 in the order of the shares.
+    `config` is the config of the file. `cards` are the numbers that the cards of the shares have in
+    this process. `cards` is None if the cards are simulated, or if a server loads the file. Workers
+    and servers see only their own cards. So they count them from 0, in the order of the shares.
     """
     isolated = spec.options.get("isolated", True)
     numbers = tuple(range(len(shares))) if isolated or cards is None else cards
@@ -187,8 +186,9 @@ def llama_arguments(
 
 
 def _tensor_split(numbers: tuple[int, ...], shares: Shares) -> list[float]:
-    """The part of the model on each card, in the order of the cards' `numbers`. A card without a
-    share has 0.
+    """The part of the model on each card that the process sees, by the card's number.
+
+    `numbers` are those of the cards of `shares`. A card without a share gets 0.
     """
     split = [0.0] * (max(numbers, default=0) + 1)
     for number, share in zip(numbers, shares, strict=True):
@@ -200,11 +200,10 @@ def _tensor_split(numbers: tuple[int, ...], shares: Shares) -> list[float]:
 def taken(facts: dict[str, Any], shares: Shares, part: float, charged: dict[str, int]) -> Shares:
     """The bytes that a loaded model holds on the devices of its `shares`.
 
-    `facts` are the worker's report of a load, with the buffers that llama.cpp allocated. On real
-    cards the buffers are named by the cards' order (CUDA0, CUDA1). If the driver's figure in
-    `charged` is larger, the driver's figure counts. If there are no buffers on cards, the model
-    computes on the CPU. In this case the simulated cards hold `part` of all its bytes, in
-    proportion to the shares.
+    `facts` are the worker's report of a load, with the buffers that llama.cpp allocated. The names
+    of buffers on real cards have the cards' order (CUDA0, CUDA1). If the driver's figure in
+    `charged` is larger, the driver's figure counts. Without buffers on cards, the model computes on
+    the CPU. In this case the shares hold `part` of all its bytes, in proportion to their size.
     """
     buffers = facts["buffers"]
     on_cards = {name: sizes for name, sizes in buffers.items() if name[-1:].isdigit()}

@@ -1,8 +1,7 @@
-"""Calls to a llama.cpp model in a worker process or a thread: requests, answers, streams,
-cancellation.
+"""Calls to a llama.cpp model in a worker process or a thread: requests, answers, streams, cancels.
 
-When an engine ends, for any reason, it reports its end once to its watcher, before any caller gets
-the error. So when a caller gets the error, the lease is already returned.
+If an engine ends by itself, it reports this once to its watcher, before any caller gets the error.
+So when a caller gets the error, the lease is already returned.
 """
 
 from __future__ import annotations
@@ -81,9 +80,7 @@ class LlamaEngine(Engine):
     def load(
         self, arguments: dict[str, Any], progress: Callable[[float], None] | None
     ) -> dict[str, Any]:
-        """Loads the model with these `arguments` of Llama.
-
-        Returns the worker's facts about the model.
+        """Loads the model with these `arguments` of Llama. Returns the worker's facts about it.
 
         `progress` is called with the finished part of the load, from 0 to 1. After any failure, an
         interrupt included, the engine ends. Raises LoadFailed, and the device's out-of-memory
@@ -105,9 +102,7 @@ class LlamaEngine(Engine):
             raise
 
     def _load_error(self, failure: dict[str, str]) -> GpuError:
-        """The error for a `failure` that the worker reported. Its message includes the command that
-        helps.
-        """
+        """The error for a load whose `failure` the worker reported."""
         kind, text = failure["type"], failure["text"]
         if kind == "NoOffload":
             return self._no_gpu_support(text)
@@ -168,9 +163,7 @@ class LlamaEngine(Engine):
         )
 
     def _close(self, error: GpuError) -> None:
-        """Ends the engine. Waiting calls raise `error`. If the engine ended earlier, they raise the
-        earlier error.
-        """
+        """Ends the engine. Waiting calls raise `error`, or the error of an earlier end."""
         with self._changed:
             # Set the error first: the reading thread then finds the channel closed, and would
             # record another error.
@@ -178,9 +171,8 @@ class LlamaEngine(Engine):
         self._channel.close()
         self._report_loss()
         if self._reporting:
-            # The watcher called this method while it reported the loss. The outer call of this
-            # method wakes the waiting callers, after the watcher has updated the book (the host's
-            # leases).
+            # An outer call of this method reports the loss now, and the watcher has called `end`.
+            # The outer call wakes the waiting callers, after the watcher has updated the book.
             return
         with self._changed:
             waiting, self._pending = list(self._pending.values()), {}
@@ -189,8 +181,9 @@ class LlamaEngine(Engine):
             answers.put({"over": True})
 
     def _read(self) -> None:
-        """Runs in a separate thread: passes each message to the caller that waits for it, until the
-        channel ends.
+        """Passes each message to the caller that waits for it, until the channel ends.
+
+        Runs in a separate thread.
         """
         while (message := self._channel.receive()) is not None:
             number = message.get("id")
@@ -235,8 +228,8 @@ class LlamaEngine(Engine):
     ) -> Any:
         """The result of the model's `method`, called with `args` and `kwargs`.
 
-        Setting `cancelled` cancels the call, and the result is then None.
-        Raises BadCall, EngineDied, EngineFault, ProcessLost, and the device's out-of-memory error.
+        Setting `cancelled` cancels the call, and the result is then None. Raises BadCall,
+        EngineDied, EngineFault, ProcessLost, and the device's out-of-memory error.
         """
         number, answers = self._send_call(method, args, kwargs)
         if cancelled is not None:
@@ -279,7 +272,7 @@ class LlamaEngine(Engine):
     def cancel(self, number: int) -> None:
         """Cancels the call with this `number`, because its answer is no longer wanted.
 
-        A thread that waits for the answer gets an empty answer at once.
+        A thread that waits for the answer gets None at once.
         """
         with self._changed:
             answers = self._pending.pop(number, None)
@@ -312,8 +305,8 @@ class LlamaEngine(Engine):
         return number, answers
 
     def _outcome(self, method: str, message: dict[str, Any]) -> Any:
-        """The result in `message`, the last message of a call. If `message` contains an error,
-        raises the error.
+        """The result in `message`, the last message of a call of `method`. Raises its error, if
+        any.
         """
         if "over" in message:
             self.require()  # raises: the engine has ended

@@ -1,10 +1,9 @@
-"""The computing side of a llama.cpp model: it loads one model, then answers calls one after the
-other.
+"""The worker that computes a llama.cpp model: loads one model, then answers one call after another.
 
 As a program, this module is the process of an isolated model. JSON lines are sent over a socket,
-whose file descriptor is the program's argument. For a model in this process, a thread runs `work`.
-The module imports only the standard library and llama_cpp, because every load waits for its
-imports.
+whose file descriptor is the program's first argument. If a model is not isolated, a thread of the
+notebook's process runs `work`. The module imports only the standard library and llama_cpp, because
+every load waits for its imports.
 
 Messages to the worker: {"load": arguments of Llama}, {"id", "call", "args", "kwargs"}, {"cancel":
 id}. Messages from the worker: {"progress": 0 to 1}, {"loaded": facts} or {"failed": error}. After
@@ -47,7 +46,7 @@ METHODS = (  # the methods of Llama that callers may use
 OUR_METHODS = ("write", "drill")  # the methods of `_OurMethods` below
 LONGEST_LINE = 256 << 20
 PIECE_CHARACTERS = 32_768  # a prompt is first counted in pieces of this length
-CUT_TOKENS = 16  # a cut inside a token, such as a special one, adds fewer
+CUT_TOKENS = 16  # a cut between two such pieces adds fewer tokens than this
 PR_SET_PDEATHSIG = 1
 _BUFFER = re.compile(
     r"([A-Za-z]+\d*)(?:_\w+)?\s+(model|KV|RS|output|compute) buffer size\s*=\s*([\d.]+) MiB"
@@ -178,16 +177,16 @@ class _OurMethods:
         stream: bool = True,
         **given: Any,
     ) -> Iterator[dict[str, Any]]:
-        """Continues a prompt in one round trip.
+        """Continues `prompt` in one round trip, by at most `most` tokens.
 
-        Yields texts, then the reason of the end and the token counts.
+        With `by_piece`, each piece of the new text is an item; else the last item has all of it.
+        The last item also has the reason of the end and the token counts. If the prompt and `most`
+        tokens do not fit into the context, the only item is {"too_long": tokens of the prompt}.
 
         A chat template writes the beginning-of-sequence token itself. For a plain prompt, use
-        `add_bos`: it adds this token, and no text of the prompt is read as a special token. A
-        prompt that is too long for the context gives one item {"too_long": tokens}. At most `most`
-        tokens are written. With `by_piece`, each piece of text is a separate item. Only the proxy
-        in the caller's process reads `stream`; with `stream`, the proxy returns the items one by
-        one.
+        `add_bos`: it adds this token, and no text of the prompt is read as a special token. `given`
+        are other arguments of `create_completion`. Callers pass `stream=True`, which only the proxy
+        in their process reads: it then returns the items one by one.
         """
         too_many = self._tokens_if_too_many(prompt, special=not add_bos)
         if too_many:
@@ -215,10 +214,10 @@ class _OurMethods:
         }
 
     def _tokens_if_too_many(self, prompt: str, special: bool) -> int:
-        """A lower bound of the number of tokens in `prompt` if it exceeds the context; else 0.
+        """0 if `prompt` fits into the context; else a lower bound of its number of tokens.
 
-        The prompt is counted in pieces. A huge prompt would keep the model busy although it cannot
-        fit.
+        The prompt is counted in pieces, and no further than needed. Otherwise a huge prompt would
+        keep the model busy although it cannot fit.
         """
         counted = 0
         for number, at in enumerate(range(0, len(prompt), PIECE_CHARACTERS)):
@@ -264,9 +263,9 @@ def _model_class(inbox: Inbox) -> Any:
 def _make_cancellable(model: Any) -> None:
     """Makes every computation of `model` end soon after its caller has left.
 
-    Before each batch, `decode_if_wanted` checks whether the caller has left. A batch of a prompt
-    may take seconds on a CPU, so llama.cpp checks this within the batch too. For a batch of one
-    token, only the first check is made.
+    Before each batch, `decode_if_wanted` checks whether the caller has left, and raises Cancelled.
+    A batch of a prompt may take seconds on a CPU, so llama.cpp makes this check within the batch
+    too. For a batch of one token, only the first check is made.
     """
     from llama_cpp import llama_cpp as lib
 
@@ -279,7 +278,6 @@ def _make_cancellable(model: Any) -> None:
     decode = context.decode
 
     def decode_if_wanted(batch: Any) -> None:
-        """Decodes the `batch`. Raises what `require_wanted` raises if nobody waits for the answer."""
         model.require_wanted()
         is_long = batch.n_tokens() > 1
         if is_long:
@@ -308,9 +306,10 @@ def _set_template(model: Any, template: str) -> None:
 
 
 def _facts(model: Any, buffers: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Facts about a loaded `model`: the exact bytes of its weights, and llama.cpp's `buffers`.
+    """Facts about a loaded `model`, such as the exact bytes of its weights and its `buffers`.
 
-    The `buffers` map a device (CPU, CUDA0, …) to bytes by use (model, KV, compute, …).
+    `buffers` are what llama.cpp has allocated: device (CPU, CUDA0, …) -> use (model, KV, compute,
+    …) -> bytes.
     """
     from llama_cpp import llama_cpp as lib
 
@@ -356,7 +355,7 @@ def _answer(
 
 
 def _with_grammar(kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The `kwargs` of a call, in which a grammar (a text or a `json_schema`) is a LlamaGrammar."""
+    """The `kwargs` of a call. A `grammar` text or a `json_schema` becomes a LlamaGrammar."""
     if "json_schema" in kwargs:
         from llama_cpp import LlamaGrammar
 
@@ -378,7 +377,9 @@ def _described(error: BaseException) -> dict[str, str]:
 
 
 def to_line(message: dict[str, Any]) -> bytes:
-    """The `message` as a line of JSON, with bytes as base64. Raises TypeError for other objects.
+    """The `message` as a line of JSON, with bytes as base64.
+
+    Raises TypeError for an object that JSON cannot hold.
 
     >>> from_line(to_line({"id": 1, "args": [b"hi"]}))
     {'id': 1, 'args': [b'hi']}
@@ -417,7 +418,7 @@ def main(number: int, owner: int) -> None:
 
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the owner handles the stop button
     if sys.platform == "linux":
-        # Kills this process when the thread that started it ends.
+        # The system kills this process when the thread that started it ends.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != owner:  # the owner died before that
             os._exit(1)
