@@ -24,6 +24,9 @@ _LIBRARIES = _RUNNERS | frozenset(
 )
 
 
+_PLAIN = (str, bytes, int, float, type(None))
+
+
 class Name(NamedTuple):
     """One name of this process, without the object that it refers to."""
 
@@ -60,7 +63,8 @@ class Namespace:
         An object is in the list once for each reference that ends when the name is deleted.
         """
         if name.kind == ERROR:
-            return values_in(frames_of(self._errors()))
+            errors = self._errors()
+            return [*values_in(frames_of(errors)), *objects_of(errors)]
         if name.kind == VARIABLE:
             return [self._variables[name.name]] if name.name in self._variables else []
         return values_in(frames_named(name))
@@ -76,7 +80,7 @@ class Namespace:
     def release(self, names: Sequence[Name]) -> None:
         """Releases the outputs and the last error that are among `names`."""
         if any(name.kind == ERROR for name in names):
-            clear(frames_of(self._errors()))
+            clear(self._errors())
 
     def delete(self, variable: str) -> None:
         """Deletes a `variable`, and the outputs that refer to the same object."""
@@ -114,16 +118,34 @@ def last_errors(more: Iterable[Any] = ()) -> list[BaseException]:
 def frames_of(errors: Iterable[BaseException]) -> list[FrameType]:
     """The user's frames in the tracebacks of `errors` and of their causes, each once."""
     frames = [frame for frame, _ in traceback.walk_tb(getattr(sys, "last_traceback", None))]
-    pending: list[BaseException | None] = list(errors)
-    seen: set[int] = set()
-    while pending:
-        error = pending.pop()
-        if error is None or id(error) in seen:
-            continue
-        seen.add(id(error))
-        pending += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+    for error in _with_causes(errors):
         frames += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     return [frame for frame in {id(frame): frame for frame in frames}.values() if _is_users(frame)]
+
+
+def objects_of(errors: Iterable[BaseException]) -> list[Any]:
+    """The objects to which `errors` and their causes refer, with one entry for each reference.
+
+    After `tensor.typo`, the AttributeError refers to the tensor.
+    """
+    found: list[Any] = []
+    for error in _with_causes(errors):
+        found += error.args
+        if isinstance(error, AttributeError):
+            found.append(error.obj)
+    return found
+
+
+def _with_causes(errors: Iterable[BaseException]) -> list[BaseException]:
+    pending: list[BaseException | None] = list(errors)
+    found: dict[int, BaseException] = {}
+    while pending:
+        error = pending.pop()
+        if error is None or id(error) in found:
+            continue
+        found[id(error)] = error
+        pending += [error.__cause__, error.__context__, *getattr(error, "exceptions", ())]
+    return list(found.values())
 
 
 def functions_of(errors: Iterable[BaseException]) -> str:
@@ -132,15 +154,27 @@ def functions_of(errors: Iterable[BaseException]) -> str:
     return ", ".join(dict.fromkeys(names))
 
 
-def clear(frames: Iterable[FrameType]) -> None:
-    """Clears the local variables of all `frames` that no longer run."""
-    for frame in frames:
+def clear(errors: Iterable[BaseException]) -> None:
+    """Removes the references that `errors` and their causes have to the user's objects.
+
+    Clears the local variables of all frames that no longer run. In the arguments of an error, an
+    object that is not plain is replaced by the name of its class.
+    """
+    errors = _with_causes(errors)
+    for frame in frames_of(errors):
         try:
             frame.clear()
             # A debugger has read `f_locals`, of which Python keeps a copy. Reading updates the copy.
             _ = frame.f_locals
         except RuntimeError:  # the frame still runs; its variables end with the frame
             pass
+    for error in errors:
+        if isinstance(error, AttributeError):
+            error.obj = None
+        if not all(isinstance(one, _PLAIN) for one in error.args):
+            error.args = tuple(
+                one if isinstance(one, _PLAIN) else describe(one) for one in error.args
+            )
 
 
 # -- frames that run -------------------------------------------------------------------------------

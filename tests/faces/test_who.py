@@ -125,6 +125,17 @@ def test_the_last_error_is_listed(notebook, rt):
     assert (row["bytes"], row["alone_bytes"]) == (3 * MIB, 3 * MIB)
 
 
+@pytest.mark.parametrize("cell", ["x.typo", "raise ValueError('bad', x)"])
+def test_the_object_that_an_error_names_is_listed_and_released(notebook, rt, cell):
+    """After a typing mistake such as `x.typo`, the error keeps `x`, also after `del x`."""
+    run(notebook, "x = mib(3)")
+    fails(notebook, cell)
+    run(notebook, "del x")
+    (row,) = rt.who().to_dict("records")
+    assert (row["name"], row["bytes"], row["alone_bytes"]) == ("the last error", 3 * MIB, 3 * MIB)
+    assert rt.free().bytes == 3 * MIB and table(rt) == {}
+
+
 def test_closures_generators_and_classes_are_listed_by_their_variable(notebook, rt):
     run(notebook, "f = (lambda b: lambda: b)(mib(2))")
     run(notebook, "g = (t for t in [mib(3), 0]); _x = next(g); del _x")
@@ -406,6 +417,6 @@ def test_the_variables_of_a_frame_that_a_debugger_has_shown_are_released():
         f()
     frame = caught.traceback[-1].frame.raw
     assert "tensor" in frame.f_locals and held[0]() is not None
-    caught.value.__traceback__ = caught.value.obj = None
-    names.clear([frame])
+    assert frame in names.frames_of([caught.value])
+    names.clear([caught.value])
     assert held[0]() is None
