@@ -1,5 +1,4 @@
-"""The hooks that run a module over several cards. The hooks are accelerate's; we install and remove
-them.
+"""Installs and removes accelerate's hooks, which run a module over several cards.
 
 The weights are already on their cards, so accelerate's `dispatch_model` moves no weights. The
 changes that `dispatch_model` makes to the root module are undone, so the model keeps the `forward`
@@ -24,7 +23,7 @@ class Dispatch:
         """Installs the hooks: each part of `module` runs on its device in `device_map`.
 
         `device_map` maps the paths of modules to torch devices; inputs move to the first device.
-        The paths cover all weights. So no other card gets any weights, and accelerate plans no
+        The paths must cover all weights. So no other card gets weights, and accelerate plans no
         memory.
         """
         from accelerate import dispatch_model
@@ -64,8 +63,9 @@ class Dispatch:
         }
 
     def _restore_root(self, own: Mapping[str, Any]) -> None:
-        """Restores the attributes `own` of the root module. `hf_device_map` stays, as transformers
-        expects it.
+        """Restores the attributes `own` of the root module, and removes new ones.
+
+        `hf_device_map` stays, because transformers expects it.
         """
         for name in vars(self.module).keys() - own.keys() - {"hf_device_map"}:
             delattr(self.module, name)
@@ -129,8 +129,9 @@ class _Transfer:
 
 
 def _arguments_left_in_place(module: nn.Module) -> list[str] | None:
-    """The names of arguments of `module` whose tensors are on several cards, such as a key/value
-    cache.
+    """The names of arguments of `module` that no hook moves, such as a key/value cache.
+
+    The tensors of such an argument are on several cards.
     """
     names = getattr(module, "_skip_keys_device_placement", None)
     if isinstance(names, str):

@@ -1,9 +1,8 @@
-"""Shadows of models on a card. A shadow is a copy in host memory of the unchanged bytes of a
-storage.
+"""Shadows of models on a card. A shadow is a copy of a storage's bytes in host memory.
 
-If the digest of a storage equals the digest of its shadow, the storage leaves its card without a
-copy: the shadow becomes its bytes. The digest of a shadow is only valid while nothing has written
-the shadow's bytes.
+When a storage with a shadow leaves its card, its bytes are compared with the shadow's digest. If
+they are equal, nothing is copied: the shadow becomes the storage's bytes. A digest is valid only
+while nothing has written the shadow's bytes.
 """
 
 from __future__ import annotations
@@ -25,10 +24,10 @@ from .torch_model import TorchModel
 def ready(
     model: TorchModel, going: Sequence[st.Group], places: Sequence[Memory]
 ) -> dict[int, Tensor]:
-    """The shadows of the storages in `going` that move to the host unchanged, by their index in
-    `going`.
+    """The shadows of those storages in `going` that move to the host unchanged.
 
-    If a storage has changed, its shadow is freed, because the shadow's place is needed.
+    The keys are indices of `going`, and `places` has the target of each storage. If a storage has
+    changed, its shadow is freed, because the shadow's place is needed.
     """
     found: dict[int, Tensor] = {}
     leaving = [i for i, memory in enumerate(places) if memory.device == HOST]
@@ -61,8 +60,9 @@ def _unchanged(model: TorchModel, group: st.Group, shadow: Tensor) -> bool:
 def copied(
     shadows: dict[int, Tensor], sources: list[Tensor], places: Sequence[Memory], host: Memory
 ) -> list[Tensor]:
-    """The new bytes of each of `sources`: the shadow of the source, or else a copy; see
-    `storages.copied`.
+    """The new bytes of each of `sources`: its shadow if it has one, else a copy in its place.
+
+    `shadows` is the result of `ready`. See `storages.copied` for the other parameters.
     """
     rest = [i for i in range(len(sources)) if i not in shadows]
     copies = st.copied([sources[i] for i in rest], [places[i] for i in rest], host)
@@ -78,11 +78,11 @@ def staying(
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],
 ) -> dict[int, Tensor]:
-    """The shadows that stay on the host when the storages `going` move to cards, by the key of the
-    storage.
+    """The shadows that stay on the host when the storages `going` move to cards.
 
-    `sources` are the bytes of these storages now, and `targets` the copies on the cards. The second
-    phase of the move exchanges `sources` with `targets`.
+    `sources` are the bytes of these storages now, and `targets` the copies on the cards. The keys
+    are those that the storages have after the second phase of the move. If this phase exchanges the
+    bytes of source and target, the target is the shadow.
     """
     found: dict[int, Tensor] = {}
     for group, memory, source, target in zip(going, places, sources, targets, strict=True):
@@ -112,12 +112,10 @@ def digests(
     places: Sequence[Memory],
     unchanged: Mapping[int, Tensor],
 ) -> dict[int, Tensor]:
-    """The digests of storages that are still valid after the move.
+    """The digests of the storages of `model` that are still valid after a move.
 
-    If a storage is copied to the host, its digest is left out.
-
-    The reason is that such a digest describes other bytes than the new copy. `unchanged` is the
-    result of `ready`.
+    If a storage is copied to the host, its digest is left out, because the copy may have other
+    bytes. `unchanged` is the result of `ready`.
     """
     copied = set()
     for index, memory in enumerate(places):

@@ -1,11 +1,11 @@
-"""Copies of models in host memory. All processes of a user share these copies.
+"""Copies of models in host memory that the processes of a user share.
 
 Processes that load the same unchanged files share one copy.
 
 The shared pages contain a first page, the content of each storage, and an index with the digest of
-each storage. The first page is written last, so pages that were not completed are not used. If
-nothing wrote to the pages since, their content needs no comparison. Otherwise the process that
-loads the model from the pages compares the digests of the loaded bytes.
+each storage. The first page is written last, so incomplete pages are not used. If nothing wrote to
+the pages after this, their content needs no comparison. Otherwise a process that loads the model
+from the pages compares the digests of the loaded bytes.
 """
 
 from __future__ import annotations
@@ -45,13 +45,11 @@ class _First(msgspec.Struct, frozen=True):
     magic: str
     index_at: int
     index_bytes: int
-    content: str  # last, as the zeros after the page's content are cut off
+    content: str  # last: text at the end stays whole when the zeros after it are cut off
 
 
 class _Stored(msgspec.Struct, frozen=True):
-    """An entry of the index for one storage: digest of the layout, place, digest of the content,
-    tensors.
-    """
+    """The entry of one storage in the index. `layout` is a digest of the storage's layout."""
 
     layout: str
     at: int
@@ -82,7 +80,7 @@ class Part(NamedTuple):
 
     @property
     def claim(self) -> dict[str, Any]:
-        """The fields of a lease with the number of the model's bytes in the shared pages."""
+        """The fields of a lease about the shared pages: their name, size and bytes in use."""
         pages = self.pages()
         used = pages.used_bytes() if pages is not None else 0
         name, size = (self.name, self.bytes) if used else ("", 0)
@@ -90,17 +88,15 @@ class Part(NamedTuple):
 
 
 def name_of(content: str, pages: SharedPages) -> str:
-    """The id of `pages`, which contain the model files with the id `content`.
+    """The name of `pages`, which hold the files with the id `content` (see `content_id`).
 
-    Two copies of the same files have different ids.
+    Two copies of the same files have different names.
     """
     return f"{content[:16]}.{pages.inode}"
 
 
 class SharedCopy:
-    """The shared pages of one model. They are complete pages that were found, or new pages still to
-    be written.
-    """
+    """The shared pages of one model: complete pages that were found, or new pages to be written."""
 
     def __init__(self, pages: SharedPages, content: str, index: tuple[_Stored, ...] = ()) -> None:
         """`index` describes the content of complete pages. New pages have no index."""
@@ -114,9 +110,9 @@ class SharedCopy:
 
     @classmethod
     def found(cls, pids: Iterable[int], content: str) -> SharedCopy | None:
-        """The complete copy of the model `content` that one of the processes `pids` has.
+        """The complete copy with the id `content` that one of the processes `pids` has.
 
-        None if no process has a copy.
+        None if no process has such a copy.
         """
         for pages in held_by(pids):
             index = _read(pages, content)
@@ -126,8 +122,9 @@ class SharedCopy:
 
     @classmethod
     def new(cls, groups: Sequence[st.Group], content: str) -> SharedCopy | None:
-        """New pages for a copy of the storages `groups`; None if /dev/shm has no room for the
-        pages.
+        """New pages for a copy of the storages `groups`.
+
+        None for a model below LEAST_BYTES, and if /dev/shm has no room for the pages.
         """
         size = st.nbytes(groups)
         if size < LEAST_BYTES:
@@ -228,7 +225,8 @@ class SharedCopy:
     def complete(self, given: Mapping[Layout, Tensor]) -> None:
         """Writes the index of new pages, so that other processes can use them.
 
-        `given` has the digest of each storage, by the layout of the storage. Raises OSError.
+        `given` has the digest of each storage, by the layout of the storage. If it lacks a storage
+        of the pages, or if the index has no room, nothing is written. Raises OSError.
         """
         index = tuple(
             _Stored(key, *self._places[key], given[layout].numpy().tobytes(), _tensors(layout))
@@ -245,11 +243,10 @@ class SharedCopy:
         self.pages.seal()
 
     def proven(self, groups: Sequence[st.Group]) -> dict[Layout, Tensor]:
-        """The digests in the index for the storages `groups` of the model, which got the bytes of
-        the pages.
+        """The digests of the storages `groups` of the model, as the index has them.
 
-        The result is empty if the model may have other bytes than the pages. In that case the
-        digests must be compared.
+        The result is empty if the model may have other bytes than the index describes. In that case
+        the caller must compare digests.
         """
         if self.is_new or not self._adopted or not self.pages.untouched:
             return {}
@@ -260,9 +257,7 @@ class SharedCopy:
         }
 
     def require_same(self, given: Mapping[Layout, Tensor]) -> None:
-        """Raises TornCopy if the digests `given` differ from the digests in the index of complete
-        pages.
-        """
+        """Raises TornCopy if the digests `given` differ from those in the index."""
         for layout, sums in given.items():
             stored = self.index.get(_key(layout))
             if stored is None or stored.digest != sums.numpy().tobytes():
@@ -286,9 +281,7 @@ def _read(pages: SharedPages, content: str) -> tuple[_Stored, ...]:
 
 
 def _tensor(array: Any) -> Tensor:
-    """The bytes of `array`, [n] uint8, in a storage of its own. If `array` is None, the tensor is
-    empty.
-    """
+    """The bytes of `array` as a tensor [n] of uint8; an empty tensor if `array` is None."""
     if array is None:
         return torch.empty(0, dtype=torch.uint8)
     return torch.frombuffer(array, dtype=torch.uint8)

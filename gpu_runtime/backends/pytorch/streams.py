@@ -1,10 +1,10 @@
-"""The streams and the allocator of a card. They are read from torch's module for the card's kind,
-such as `torch.cuda`.
+"""Reads and uses the streams and the allocator of a card, through torch's module for its kind.
 
-The allocator gives a freed block of memory to the next request on the same stream, without waiting
-for other streams. If bytes returned to a block of another stream, correct side-stream code would
-find its memory overwritten too early. So bytes return to a block of the stream on which they were
-allocated, and all other known streams are recorded for this block.
+Such a module is `torch.cuda`. The allocator gives a freed block of memory to the next request on
+the same stream, without waiting for other streams. If offloaded bytes returned to a block of
+another stream, that stream could reuse the block too early, while user code still reads it. So
+bytes return to a block of the stream on which they were allocated. All other known streams are
+recorded for this block.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ Segments = Sequence[Mapping[str, Any]]
 
 
 def module_of(device: torch.device | str) -> Any:
-    """torch's module for the kind of `device`. None for the CPU, and if this process has not used
-    the module.
-    """
+    """torch's module for the kind of `device`; None for the CPU, and if it is not initialised."""
     kind = torch.device(device).type
     module = None if kind in ("cpu", "meta") else getattr(torch, kind, None)
     if module is None or not getattr(module, "is_initialized", bool)():
@@ -38,9 +36,8 @@ def module_of(device: torch.device | str) -> Any:
 def current_card(name: str) -> contextlib.AbstractContextManager[Any]:
     """A context in which the card called `name` by torch is torch's current card.
 
-    If the process has not used a card yet, the card stays torch's current card afterwards. A CUDA
-    context takes about 400 MB of a card. A context that is created implicitly is on the current
-    card, which is card 0 by default.
+    If the process has not used a card yet, this card stays the current card afterwards. Otherwise
+    later calls of torch could create a CUDA context on card 0, which takes about 400 MB.
     """
     device = torch.device(name)
     if device.type != "cuda":
@@ -51,9 +48,7 @@ def current_card(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def segments(device: torch.device | str) -> Segments:
-    """The segments of the allocator for the kind of `device`. The result has the segments of all
-    cards.
-    """
+    """The segments of torch's allocator, of all cards of the same kind as `device`."""
     snapshot = getattr(module_of(device), "memory_snapshot", None)
     return snapshot() if snapshot is not None else ()
 
@@ -100,9 +95,7 @@ def empty_cache(device: torch.device | str) -> None:
 
 
 def homes(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> list[int | None]:
-    """For each address, the stream on which its segment was allocated.
-
-    The entry is None for an address that is in no segment.
+    """For each address, the stream on which its segment was allocated; None if it is in no segment.
 
     `segments` have the format of `torch.cuda.memory_snapshot()`.
 
@@ -114,8 +107,7 @@ def homes(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> li
 
 
 def private(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> bool:
-    """Whether one of the `addresses` is in a private pool. The blocks of such a pool must keep
-    their place.
+    """Whether one of the `addresses` is in a private pool, whose blocks must keep their place.
 
     >>> private([520], [{"address": 512, "total_size": 512, "segment_pool_id": (0, 1)}])
     True
@@ -154,8 +146,9 @@ def stream_at(device: torch.device, stream: int) -> Any:
 
 
 def on_stream(device: torch.device, stream: int | None) -> contextlib.AbstractContextManager[Any]:
-    """A context in which torch allocates on `device` for the stream number `stream`. None: the
-    current stream.
+    """A context in which torch allocates on `device` for the stream with the number `stream`.
+
+    None means the current stream.
     """
     module = module_of(device)
     if module is None or stream is None:
@@ -164,11 +157,10 @@ def on_stream(device: torch.device, stream: int | None) -> contextlib.AbstractCo
 
 
 def record(tensor: torch.Tensor, home: int | None, streams: Collection[int]) -> None:
-    """Records that the block of memory of `tensor`, which belongs to the stream `home`, is used on
-    all `streams`.
+    """Records that all `streams`, and the current stream, use the block of memory of `tensor`.
 
-    When the block is freed, it is used again only after all work that these streams had at that
-    moment. The work of the stream that copies into the block counts too.
+    When the block is freed, the allocator reuses it only after the work that these streams have at
+    that moment. `home` is the stream to which the block belongs; it needs no record.
     """
     module = module_of(tensor.device)
     if module is None:
@@ -183,15 +175,15 @@ def record(tensor: torch.Tensor, home: int | None, streams: Collection[int]) -> 
 
 # -- rest ------------------------------------------------------------------------------------------
 
-_waiting: dict[torch.device, threads.Running] = {}  # a wait whose card has not come to rest yet
+_waiting: dict[torch.device, threads.Running] = {}  # the wait for each card that still works
 
 
 def not_at_rest(devices: Iterable[torch.device], seconds: float) -> str:
     """Waits until the cards `devices` have finished all their work. Returns an empty text.
 
-    If a card has not finished after `seconds`, returns the reason. torch has no wait with a limit,
-    so a separate thread waits for each card. If a card never finishes, its thread stays, and the
-    next wait for this card starts no other thread.
+    If a card has not finished after `seconds`, returns a sentence about it. torch has no wait with
+    a limit, so a separate thread waits for each card. If a card never finishes, its thread stays,
+    and the next wait for this card starts no other thread.
     """
     for device in devices:
         module = module_of(device)

@@ -1,5 +1,4 @@
-"""Moves the bytes of a storage away and back, or drops the bytes, by an exchange of the storage's
-data pointer.
+"""Exchanges the data pointers of storages, so that their bytes leave, return or are dropped.
 
 A storage (c10::StorageImpl) is the object that a weight shares with its views, with tied weights,
 and with autograd graphs that saved the weight. Only the pointer changes, so all these objects stay
@@ -25,7 +24,7 @@ _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
 
 
 def _mark() -> Callable[[int, str], None] | None:
-    """torch's function that makes each access of a storage raise an error with a given text.
+    """torch's function that makes each access to a storage raise an error with a given text.
 
     None if this build of torch has no such function. CPU builds have none.
     """
@@ -64,11 +63,10 @@ def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorag
 
 
 class Exchange:
-    """An exchange of the bytes of several storages. Either all of the storages change, or none of
-    them.
+    """An exchange of the bytes of several storages, which can be undone.
 
-    The caller prepares the exchange with `put` and `take`. `at_once` then makes its `calls`, and
-    `undo` reverts the calls that were made. The old bytes are freed with this object.
+    The caller prepares the exchange with `put` and `take`, and passes its `calls` to `at_once`. If
+    a call fails, `undo` reverts the calls before it. The old bytes are freed with this object.
     """
 
     def __init__(self) -> None:
@@ -77,7 +75,10 @@ class Exchange:
         self._made: list[Callable[[], Any]] = []  # each exchange is its own inverse
 
     def put(self, storage: torch.UntypedStorage, content: torch.UntypedStorage) -> None:
-        """Prepares that `storage` gets the bytes of `content`, which has the same device and size."""
+        """Prepares the exchange of the bytes of `storage` and `content`.
+
+        Raises ValueError if they differ in device or size.
+        """
         if storage.device != content.device or storage.nbytes() != content.nbytes():
             raise ValueError(
                 f"{storage.nbytes()} bytes on {storage.device} cannot be exchanged with "
@@ -88,10 +89,9 @@ class Exchange:
         self._calls += [exchange, partial(self._made.append, exchange)]
 
     def take(self, storage: torch.UntypedStorage, sentence: str) -> None:
-        """Prepares that the bytes of `storage` leave. After the exchange any access raises an
-        error; see `guard`.
+        """Prepares the exchange of the bytes of `storage` and a guard with this `sentence`.
 
-        `sentence` is the text of this error.
+        After the exchange, an access raises an error; see `guard`.
         """
         device = storage.device
         self.put(storage, guard(storage.nbytes(), device, sentence))
@@ -101,7 +101,7 @@ class Exchange:
 
     @property
     def calls(self) -> list[Callable[[], Any]]:
-        """The exchanges as calls for `at_once`."""
+        """The prepared exchanges, as calls for `at_once`."""
         return list(self._calls)
 
     def undo(self) -> None:

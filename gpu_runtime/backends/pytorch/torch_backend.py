@@ -1,10 +1,10 @@
 """The backend for modules from live Python: modules that a factory returns, and adopted modules.
 
-Every storage moves exactly once: tied weights, views, gradients and optimizer state included. The
-Python objects stay the same. Over several cards a module is cut between its pieces (`pieces.py`)
-and runs with accelerate's hooks (`device_hooks.py`). On a simulated card the tensors stay CPU
-tensors, in memory that is charged to the card. No model of this backend is ever emptied, because a
-module that was made in Python exists nowhere else.
+A move moves every storage of a module once: weights, also tied ones, views, gradients and optimizer
+state. The Python objects stay the same. Over several cards a module is cut between its pieces
+(`pieces.py`) and runs with accelerate's hooks (`device_hooks.py`). On a simulated card the tensors
+stay CPU tensors, in memory that is charged to the card. This backend never drops the bytes of a
+module, because a module that was made in Python exists nowhere else.
 
 While a model is in host memory, its tensors still name their card as device. A guard (`swap.py`)
 replaces their bytes, and an access raises an error. If torch has no guards, the tensors are rebound
@@ -33,7 +33,7 @@ from .shared_copies import SharedCopy
 from .torch_model import Destination, TorchModel, destination
 from .two_phases import Move, assignments, nowhere
 
-# The models that were placed on the devices of a probe, by all backends.
+# Maps a probe to the models that all PyTorch backends have placed on its devices.
 _models_of: weakref.WeakKeyDictionary[Probe, weakref.WeakSet[TorchModel]] = (
     weakref.WeakKeyDictionary()
 )
@@ -54,11 +54,10 @@ class TorchBackend(Backend):
         }
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """The size of the model of `spec`. If `origin` is a module, this is the size of its
-        storages.
+        """The size of the module `origin`, or of the module that the factory `origin` builds.
 
-        If `origin` is a factory, it is called on torch's meta device, which builds the module
-        without data.
+        A factory is called on torch's meta device, where the module has no data. If it fails there,
+        the size is unknown.
         """
         if isinstance(origin, nn.Module):
             size = st.nbytes(TorchModel(spec, origin).groups())
@@ -87,9 +86,9 @@ class TorchBackend(Backend):
         """Puts the module of `spec` on its `shares`: `origin`, or the result of the factory
         `origin`.
 
-        `progress` is called with bytes done and bytes in total. `into` is a handle or a module of
-        an earlier load; the weights are put into this module. Raises LoadFailed, CannotGovern, the
-        errors of the factory, and the device's out-of-memory error.
+        `progress` is called with bytes done and bytes in total. `into` is the handle or the module
+        of an earlier load: the module of that load gets the weights of the factory's module. Raises
+        LoadFailed, CannotGovern, the errors of the factory, and the device's out-of-memory error.
         """
         if isinstance(origin, nn.Module):
             model = self.adopt(spec, origin)
@@ -107,9 +106,9 @@ class TorchBackend(Backend):
     def adopt(
         self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> TorchModel:
-        """A handle of `spec` for an existing `module`, which stays on its device until it is moved.
+        """A handle for an existing `module` as the model of `spec`. The module stays on its device.
 
-        The state of the module in `optimizer` moves with the module. Raises CannotGovern, with the
+        When the module moves, its state in `optimizer` moves too. Raises CannotGovern, with the
         reason, and UnknownDevice for a card that is not governed.
         """
         model = TorchModel(spec, module, optimizer)
@@ -131,7 +130,7 @@ class TorchBackend(Backend):
             raise CannotGovern(f"{spec.name} cannot be governed: {why}.", name=spec.name, why=why)
         device = devices.pop()
         memory = self._by_torch_device.get(device) or self.probe.place(self.probe.named(device))
-        if not groups and model.bases:  # a part of another model: it is where that one is
+        if not groups and model.bases:  # a part of another model: it is where that model is
             memory = next(iter(model.bases)).memories[0]
         model.memories = (memory,)
         self._models.add(model)
@@ -145,8 +144,8 @@ class TorchBackend(Backend):
     def move(self, model: TorchModel, shares: Shares, shadow: bool = False) -> None:
         """Moves all storages of `model` to `shares`. If the move fails, no storage has moved.
 
-        With `shadow`, the bytes in host memory of storages that return to a card stay in host
-        memory. Raises CannotGovern, and the device's out-of-memory error.
+        With `shadow`, storages that return to a card leave a copy of their bytes in host memory.
+        Raises CannotGovern, and the device's out-of-memory error.
         """
         left = model.memories
         try:
@@ -157,14 +156,14 @@ class TorchBackend(Backend):
         release_cached(left)
 
     def piece_bytes(self, model: TorchModel) -> int:
-        """Bytes of the largest piece of `model` that can leave its card alone, or 0."""
+        """Bytes of the largest piece of `model`; 0 if the model can only leave as a whole."""
         return model.piece_bytes()
 
     def drop(self, model: TorchModel) -> None:
-        """Releases the module. Its bytes exist nowhere else, so they are freed when the module is
-        freed.
+        """Releases the module of `model`. A repeated call does nothing.
 
-        The user may have the module and continue to use it. A repeated call does nothing.
+        The module keeps its bytes, because they exist nowhere else. The user may have the module
+        and continue to use it. Its bytes are freed with it.
         """
         if not model.memories:
             return
@@ -205,8 +204,9 @@ class TorchBackend(Backend):
     ) -> tuple[int, ...]:
         """The bytes of the pieces of `model`, or of the module from `origin` if `model` is None.
 
-        If `origin` is a factory, it builds the module without data. If the factory fails, the
-        result is one piece. With a single card the result is empty, and nothing is built.
+        Without `model` and with a single card, the result is empty, and nothing is built. If
+        `origin` is a factory, it builds the module without data. If the factory fails, the result
+        is one piece.
         """
         cards = sum(not device.is_host for device in self.probe.devices)
         if not model and cards < 2:
@@ -235,7 +235,7 @@ class TorchBackend(Backend):
         return tuple(wrong)
 
     def must_return_to(self, model: TorchModel) -> dict[str, int]:
-        """The devices to which `model` can return, each mapped to 0: no number of bytes is fixed.
+        """The cards to which `model` must return, each mapped to 0: any number of bytes may return.
 
         The result is empty if the model can return to any device.
         """
@@ -263,10 +263,8 @@ class TorchBackend(Backend):
     ) -> TorchModel:
         """Puts the new `model` on the devices of `shares`, and returns it.
 
-        With `shadow`, the bytes are first copied to host memory, and this copy stays in host
-        memory.
-
-        If `into`, an object of an earlier load, is given, this object gets the model's bytes.
+        With `shadow`, the bytes are first copied to host memory, and this copy stays there. `into`
+        is the handle or module of an earlier load, or None. Its module gets the model's bytes.
         """
         try:
             self._check(model)
@@ -291,7 +289,7 @@ class TorchBackend(Backend):
         return None
 
     def _compare(self, model: TorchModel) -> None:
-        """Compares the bytes of a new `model` with the digests of its shared pages."""
+        """Does nothing. A subclass compares the bytes of a new `model` with its shared pages."""
 
     def _is_on_host(self, model: TorchModel, progress: Progress | None) -> bool:
         """Copies the bytes of a new `model` to host memory. Returns False if there is no room."""
@@ -306,10 +304,13 @@ class TorchBackend(Backend):
             return False
 
     def _require_same(self, model: TorchModel, held: nn.Module) -> None:
-        """Raises LoadFailed if `model` does not have the bytes with which `held` was loaded."""
+        """Does nothing. A subclass raises LoadFailed if `held` was loaded with other bytes."""
 
     def _refill(self, model: TorchModel, held: nn.Module) -> None:
-        """Gives the bytes of the module of `model` to the object `held`, its new module."""
+        """Gives the bytes of `model` to the module `held`, which becomes the module of `model`.
+
+        Raises LoadFailed if `held` has other tensors.
+        """
         exchange = swap.Exchange()
         calls = st.refilling(held, model.module, exchange)
         if calls is None:
@@ -342,8 +343,7 @@ class TorchBackend(Backend):
         shadow: bool = False,
         shared: SharedCopy | None = None,
     ) -> None:
-        """Moves all storages of `model` that are not on `shares` yet. If this fails, none has
-        moved.
+        """Moves all storages of `model` that are not on `shares` yet. If it fails, none has moved.
 
         The old bytes are freed last. With `shadow`, old bytes in host memory stay. If `shared`
         pages are given, the new bytes are in these pages. Raises CannotGovern, and the device's
@@ -392,9 +392,9 @@ class TorchBackend(Backend):
     def _commit(
         self, model: TorchModel, move: Move, goal: Destination, more: dict[str, Any]
     ) -> None:
-        """Makes the copies the bytes of `model`. If this fails, the model has its old bytes again.
+        """Runs the second phase of `move`. If it fails, `model` has its old bytes again.
 
-        `more` are other attributes of the model after the move.
+        `goal` is the new place, and `more` are other attributes of the model after the move.
         """
         before = {name: getattr(model, name) for name in nowhere() if name != "dispatch"}
         after = {"memories": goal.memories, "noted": {}, "layout": goal.layout}
@@ -419,7 +419,7 @@ class TorchBackend(Backend):
 
 
 def _note_foreign(model: TorchModel, memory: Memory, size: int) -> None:
-    """Records that torch has allocated `size` bytes of the model in `memory`."""
+    """Records that torch has allocated `size` bytes of `model` in `memory`."""
     known = model.noted.get(memory)
     if size == (known.size if known else 0):
         return
@@ -436,6 +436,6 @@ def _config(module: nn.Module) -> dict[str, Any]:
 
 
 def release_cached(memories: Sequence[Memory]) -> None:
-    """Returns freed memory of the cards to the driver, since other processes wait for it."""
+    """Returns freed memory of the cards to the driver, since other processes may wait for it."""
     for memory in memories:
         streams.empty_cache(memory.torch)

@@ -22,12 +22,12 @@ from .device_hooks import Dispatch
 from .pieces import cut, holder, pieces
 from .swap import can_guard
 
-# A smaller model leaves as a whole: what a move costs beside the copy is more than the copy.
+# A smaller model leaves as a whole: the other work of a move takes longer than the copy.
 LEAST_BYTES_IN_PARTS = 256 * MIB
 
 
 class TorchModel:
-    """A module and the places of its bytes. This object is the handle of the backend.
+    """A module and the places of its bytes. The PyTorch backends use it as their handle.
 
     Users have the module itself, not this handle.
     """
@@ -35,9 +35,7 @@ class TorchModel:
     def __init__(
         self, spec: ModelSpec, module: nn.Module, optimizer: torch.optim.Optimizer | None = None
     ) -> None:
-        """The handle of `module`, the model of `spec`. `optimizer` has the optimizer state of
-        `module`, if any.
-        """
+        """The handle of `module`, the model of `spec`. `optimizer` may have state of the module."""
         self.spec, self.module, self.optimizer = spec, module, optimizer
         self.former: Callable[[], nn.Module | None] = weakref.ref(module)
         self.memories: tuple[Memory, ...] = ()  # empty: not placed yet, or dropped
@@ -51,21 +49,21 @@ class TorchModel:
         self.digests: dict[int, torch.Tensor] = {}
         self.dispatch: Dispatch | None = None  # its hooks while it runs on several torch devices
         # Two models may share storages, such as the parts of one pipeline. A shared storage moves
-        # only with the model that was placed first. Of this model, `bases` has the models that were
-        # placed before it, and `sharers` those that were placed after it.
+        # only with the model that was placed first. `bases` are the models that share storages with
+        # this model and were placed before it; `sharers` were placed after it.
         self.bases: weakref.WeakSet[TorchModel] = weakref.WeakSet()
         self.sharers: weakref.WeakSet[TorchModel] = weakref.WeakSet()
 
     @property
     def shadow_bytes(self) -> int:
-        """The bytes in host memory that are copies of storages on a card."""
+        """The bytes in host memory that are copies of the model's storages on a card."""
         return sum(shadow.nbytes for shadow in self.shadow.values())
 
     def groups(self) -> list[st.Group]:
         """The storages that move with this model.
 
-        Optimizers keep step counters and similar tensors on the CPU; these tensors do not move. A
-        storage that another model shares has the tensors of both models.
+        Optimizers keep step counters and similar tensors on the CPU; these tensors do not move. The
+        group of a storage that another model shares has the tensors of both models.
         """
         mine = self._own_groups()
         return [self._with_sharers(group) for group in mine] if self.is_shared else mine
@@ -105,10 +103,7 @@ class TorchModel:
                 other.sharers.add(self)
 
     def hand_over(self) -> None:
-        """Gives the ownership of shared storages to the other models that share them.
-
-        After the call this model no longer owns these storages.
-        """
+        """Copies the entries of `own` to the models in `sharers`, before this model is dropped."""
         for group in self.groups():
             away = self.away.get(group.storage._cdata)
             storage = group.storage if away is None else away.untyped_storage()
@@ -130,10 +125,10 @@ class TorchModel:
         return group.bytes if away is None else away
 
     def piece_bytes(self) -> int:
-        """Bytes of the largest piece of the model that can leave the model's card alone.
+        """Bytes of the largest piece of the model that can leave its card without the others.
 
         The result is 0 for a model on several cards, for a model that shares storages with another
-        model, and for a model that is too small.
+        model, for a model of one piece, and for a model that is too small.
         """
         cards = [memory for memory in self.memories if memory.device != HOST]
         if len(cards) > 1 or self.bases or self.is_shared:
@@ -152,8 +147,9 @@ class TorchModel:
         )
 
     def moves_in_training(self) -> bool:
-        """Whether the storages can move unchanged, including storages that an autograd graph refers
-        to.
+        """Whether the storages can move while an autograd graph refers to them.
+
+        For this, a guard must be able to replace their bytes.
         """
         parts = self.module.modules()
         tensors = (p for part in parts for p in part._parameters.values() if p is not None)
@@ -164,8 +160,10 @@ class TorchModel:
         return bool(self.away) and tensor.untyped_storage()._cdata in self.away
 
     def cards_to_return_to(self) -> tuple[str, ...]:
-        """Torch devices to which the model must return, because views or a live graph refer to its
-        storages.
+        """The torch devices to which the model must return; empty if it can return to any device.
+
+        If a view or a live graph refers to an offloaded storage, the storage must return to its
+        device.
         """
         away = [group for group in self.groups() if group.storage._cdata in self.away]
         held = [str(group.storage.device) for group in away if group.referenced_elsewhere]
@@ -202,11 +200,10 @@ def destination(
     wanted: Mapping[Memory, int],
     now: Sequence[Memory] = (),
 ) -> Destination:
-    """The memories to which the storages `groups` of `model` go, if each memory gets its bytes in
-    `wanted`.
+    """The memories to which the storages `groups` of `model` go.
 
-    `now` are the memories in which the storages are. Raises CannotGovern if the module cannot be
-    cut in this way.
+    `wanted` has the bytes that each memory should get. `now` are the memories in which the storages
+    are. Raises CannotGovern if the module cannot be cut in this way.
     """
     memories = tuple(wanted)
     if len(memories) == 1:
@@ -239,10 +236,10 @@ def _in_parts(
     wanted: Mapping[Memory, int],
     now: Sequence[Memory],
 ) -> Destination:
-    """The destination of a model of which some whole pieces leave the card for host memory.
+    """The destination of a model if some whole pieces leave its card for host memory.
 
-    As many pieces leave as fit into the bytes of the host in `wanted`. The last pieces leave first,
-    and all other pieces stay.
+    As many pieces leave as fit into the bytes that `wanted` has for the host. The last pieces leave
+    first, and all other pieces stay.
     """
     [host] = [memory for memory in wanted if memory.device == HOST]
     cards = [memory for memory in wanted if memory is not host]

@@ -4,8 +4,8 @@ The backend reads safetensors only and uses no network. A model from disk may be
 again, since its source has its weights. Before a drop, the backend proves that no weight was
 changed in place. After a reload, it proves that the source has the same weights. Between drop and
 reload, guards (see `swap.py`) replace the bytes, and the module keeps its hooks, modes and
-settings. Users get the transformers module. The module has `.tokenizer` or `.processor` if the
-directory has files for them.
+settings. Users get the transformers module. It has `.tokenizer` or `.processor` if the directory
+has files for them.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class TransformersModel(TorchModel):
     # Layout of a storage -> the digest of its bytes after the load.
     given: dict[tuple[Any, ...], torch.Tensor] = {}
     files = ""  # the id of its unchanged files, if other processes may share its copy
-    shared: SharedCopy | None = None  # that copy, during the load
-    part: Part | None = None  # what the model has of the pages that other processes share
+    shared: SharedCopy | None = None  # the copy that other processes share, during the load
+    part: Part | None = None  # the model's part of the pages that other processes share
     # The next `drop` may free the bytes: `unchanged` has just compared them.
     proven = False
 
@@ -60,7 +60,7 @@ class TransformersBackend(TorchBackend):
     """
 
     name = "transformers"
-    shares = True  # the copies in host memory with other processes
+    shares = True  # copies in host memory are shared with other processes
 
     def __init__(self, probe: Probe) -> None:
         """Moves models between the devices of `probe`."""
@@ -99,11 +99,11 @@ class TransformersBackend(TorchBackend):
     ) -> TransformersModel:
         """Loads the model of `spec` onto its `shares`. `origin` is ignored.
 
-        `progress` is called with bytes done and bytes in total. `into` is a handle or a module of
-        an earlier load; the weights are put into this module. With `shadow`, a copy stays in host
-        memory. `copies` are pids of processes that may share this copy: if one of these processes
-        has a copy already, that copy is used. With `found_only`, no copy stays if none of these
-        processes has a copy. Raises BadSetting, NotAModel, LoadFailed, CannotGovern, and the
+        `progress` is called with bytes done and bytes in total. `into` is the handle or the module
+        of an earlier load: the module of that load gets the weights. With `shadow`, a copy stays in
+        host memory. `copies` are pids of processes that may share this copy: if one of these
+        processes has a copy already, that copy is used. With `found_only`, no copy stays if none of
+        these processes has a copy. Raises BadSetting, NotAModel, LoadFailed, CannotGovern, and the
         device's out-of-memory error.
         """
         given: dict[str, Any] = {"progress": progress, "into": into}
@@ -152,9 +152,7 @@ class TransformersBackend(TorchBackend):
         return model
 
     def files_of(self, spec: ModelSpec) -> str:
-        """The id of the files of `spec`. Shared copies of these files have the same id. Empty if
-        the id is unknown.
-        """
+        """The id of the files of `spec`, which is in each shared copy of them; empty if unknown."""
         try:
             return content_id(self._known(spec), dtype_of(spec))
         except (GpuError, OSError):  # the load reports the error
@@ -174,8 +172,9 @@ class TransformersBackend(TorchBackend):
     def _of_shared(
         self, spec: ModelSpec, checkpoint: Checkpoint, copies: Collection[int]
     ) -> TransformersModel | None:
-        """The model of `spec`, made from a copy that one of the processes `copies` has. None if
-        there is no copy.
+        """The model of `spec`, made from a copy that one of the processes `copies` has.
+
+        None if there is no copy, or if the copy cannot be used.
         """
         found = SharedCopy.found(copies, content_id(checkpoint, dtype_of(spec)))
         if found is None:
@@ -198,7 +197,7 @@ class TransformersBackend(TorchBackend):
         return model
 
     def _shared(self, model: TorchModel) -> SharedCopy | None:
-        """The shared pages in which `model` was found, or new shared pages for `model`, or None."""
+        """The shared pages from which `model` was made, or new pages for it, or None."""
         if not isinstance(model, TransformersModel):
             return None
         if model.shared is None and model.files:
@@ -206,9 +205,7 @@ class TransformersBackend(TorchBackend):
         return model.shared
 
     def _compare(self, model: TorchModel) -> None:
-        """Raises TornCopy if the bytes of `model` differ from the digests in the shared pages'
-        index.
-        """
+        """Raises TornCopy if `model` was made from shared pages and differs from their index."""
         if isinstance(model, TransformersModel) and model.shared and not model.shared.is_new:
             model.given = model.shared.proven(st.grouped(st.slots(model.module)))
             if not model.given:
@@ -216,14 +213,11 @@ class TransformersBackend(TorchBackend):
                 model.shared.require_same(model.given)
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
-        """Whether a copy of the model of `spec` may stay in host memory. This torch must be able to
-        swap storages.
-        """
+        """Whether this torch can swap storages, so that copies may stay in host memory."""
         return swap.can_swap()
 
     def move(self, model: TransformersModel, shares: Shares, shadow: bool = False) -> None:
-        """Moves all storages of `model`. If the move fails, no storage has moved; see
-        `TorchBackend.move`.
+        """Moves all storages of `model` to `shares`; see `TorchBackend.move`.
 
         With `shadow`, only bytes that are unchanged since the load stay in host memory. Changed
         bytes must be copied again anyway when the model leaves.
@@ -234,15 +228,14 @@ class TransformersBackend(TorchBackend):
             model.shadow = {storage: model.shadow[storage] for storage in known}
 
     def free_shadow(self, model: TransformersModel) -> None:
-        """Frees the copies in host memory of all storages of `model` that are on a card."""
+        """Frees the copies in host memory of storages of `model` that are on a card."""
         model.shadow = {}
 
     def drop(self, model: TransformersModel) -> None:
-        """Frees the bytes of `model`, even if user code has the module. A later access raises an
-        error.
+        """Frees the bytes of `model`, even if user code has the module.
 
-        Only weights that the source has are freed. Other weights stay with the module. A repeated
-        call does nothing.
+        A later access to the weights raises an error. If a weight was changed since the load, all
+        weights stay with the module instead; see `TorchBackend.drop`. A repeated call does nothing.
         """
         proven, model.proven = model.proven, False
         if not model.memories or _ending.is_set() or not (proven or self.unchanged(model)):
@@ -288,8 +281,7 @@ class TransformersBackend(TorchBackend):
     def pieces(
         self, spec: ModelSpec, origin: Any = None, model: TransformersModel | None = None
     ) -> tuple[int, ...]:
-        """The bytes of the pieces of `model`. If `model` is None, the bytes of the pieces of the
-        model of `spec`.
+        """The bytes of the pieces of `model`, or of the source of `spec` if `model` is None.
 
         `origin` is ignored. Before a load the sizes are read from the headers, if the tensors'
         names show the order of the pieces. If not, the module is built without data to get the
@@ -304,9 +296,9 @@ class TransformersBackend(TorchBackend):
         return checkpoint.pieces() or super().pieces(spec, partial(without_data, spec, checkpoint))
 
     def droppable(self, model: TransformersModel) -> bool:
-        """Whether `model` has the same tensors as after its load, has no gradients, and its source
-        is unchanged.
+        """Whether `model` has the same tensors as after its load, and its source is unchanged.
 
+        False for a model with gradients, and for a model that shares storages with another model.
         The bytes of the tensors are not compared here; `unchanged` compares them.
         """
         if not model.memories or not model.reproducible or not model.checkpoint.unchanged():
@@ -317,10 +309,8 @@ class TransformersBackend(TorchBackend):
         return layouts == model.given.keys()
 
     def unchanged(self, model: TransformersModel) -> bool:
-        """Whether every storage of `model` has the digest of the bytes that were loaded from the
-        source.
+        """Whether `model` is droppable, and every storage still has the digest of its loaded bytes.
 
-        The source's files must still have their size, inode and times of change.
         `fingerprint.digest` states what equal digests prove. After one difference, the model is
         never droppable again.
         """
@@ -332,7 +322,7 @@ class TransformersBackend(TorchBackend):
         return model.reproducible
 
 
-# Set when the interpreter ends. Then no code reads the weights, and comparing them takes seconds.
+# Set when the interpreter ends. A drop then compares no weights: it would take seconds for nothing.
 _ending = threading.Event()
 atexit.register(_ending.set)
 
@@ -343,7 +333,7 @@ def _read(spec: ModelSpec) -> Checkpoint:
 
 
 def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raises BadSetting for options that gpu-console decides, and CannotGovern for a quantised
+    """Raises BadSetting for an option that gpu-console decides. Raises CannotGovern for a quantised
     model.
     """
     require_none(spec.options, REFUSED_FOR_TRANSFORMERS)
@@ -360,10 +350,9 @@ def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
 
 
 def _leg(check: Callable[[], None], progress: Progress | None, done: int, total: int) -> None:
-    """Reports `progress` and calls `check`, which may raise.
+    """The progress callback of each load: calls `check`, which may raise, and then `progress`.
 
-    If a progress callback is given, a load is made in parts, so that it can be interrupted between
-    two parts.
+    A load with a callback is made in parts, so it can be interrupted between two parts.
     """
     check()
     if progress:

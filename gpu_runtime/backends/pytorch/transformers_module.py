@@ -55,7 +55,11 @@ def dtype_of(spec: ModelSpec) -> torch.dtype | None:
 
 
 def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
-    """The class of the module: the class for its task, or its saved class, or a default class."""
+    """The class of the module. Raises BadSetting for an unknown task.
+
+    This is the class in `config` if no task is set and the class fits the model type. Otherwise it
+    is the class for the task or the model type, or a default.
+    """
     import transformers
 
     task = spec.options.get("task")
@@ -71,8 +75,9 @@ def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
 
 
 def _auto_class_in(config: dict[str, Any]) -> str:
-    """The class that the code in the model's repository registers, by `config`. If there is no such
-    class, AutoModel.
+    """The name of the Auto class for which `config` registers the repository's own code.
+
+    AutoModel if there is none.
     """
     for name in config.get("auto_map", {}):
         if name.startswith("AutoModel"):
@@ -97,7 +102,7 @@ def _serves(architecture: str, model_type: str) -> bool:
 def built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
     """The module on the CPU, and whether all its weights came from the source. Raises LoadFailed.
 
-    If the dtype is not converted, the weights are pages of the mapped files.
+    If no dtype is converted, the weights are pages of the mapped files.
     """
     options = {key: spec.options[key] for key in _PASSED_ON if key in spec.options}
     options.pop("revision", None)  # the directory is of that revision already
@@ -128,8 +133,7 @@ def built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
 def built_from(
     spec: ModelSpec, checkpoint: Checkpoint, weights: dict[str, torch.Tensor]
 ) -> nn.Module | None:
-    """The module of `spec` on the CPU, made from the tensors `weights`. The weight files are not
-    read.
+    """The module of `spec` on the CPU, made from the tensors `weights`, without the weight files.
 
     The result is None if the model cannot be built in this way.
     """
