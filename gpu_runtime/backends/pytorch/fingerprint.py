@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 WORDS = 65536  # 32-bit words in a row
-# Torch converts more words than this with several threads, which then wait for one another in each
-# row. On two busy cores, a digest took 30 times as long as with one thread.
+# torch converts a longer list of words with several threads, which wait for one another in each
+# row. On two busy cores, a digest then took 30 times as long as with one thread.
 _WORDS_OF_ONE_THREAD = 16384
 _ROWS_ON_A_CARD = 24  # 6 MiB of words at a time, so the scratch is 24 MiB
 
 
 def digest(content: Tensor) -> Tensor:
-    """The fingerprint of `content`, which is [n] uint8. The fingerprint has two sums for each row
-    of 256 KiB.
+    """The fingerprint of `content`, [n] uint8: two sums for each row of 256 KiB.
 
     The result is [rows, 2] int64 on the CPU. Only the sums leave the card. Each sum is Σ wordᵢ·keyᵢ
-    modulo 2⁶⁴ over 32-bit words. Every place in a row has a random 64-bit key, which is drawn once
-    per boot and user.
+    modulo 2⁶⁴ over the 32-bit words of a row. Every place in a row has two random 64-bit keys, one
+    for each sum, which are drawn once per boot and user.
 
     If two rows differ, at least one word differs, by an odd multiple of a power of two that is at
-    most 2³¹. For random keys one sum of both rows is then equal with probability 2⁻³³ at most, and
-    both sums with 2⁻⁶⁶. This is true for any change made without knowledge of the keys: sign flips,
-    swaps, permutations, a single bit. The sums of a row are at the row's place, so an exchange of
-    rows is detected too. The digest is no defence against code that reads the keys in this process.
+    most 2³¹. For random keys, the first sums of the two rows are then equal with probability 2⁻³³
+    at most, and both sums with 2⁻⁶⁶ at most. This is true for any change made without knowledge of
+    the keys: sign flips, swaps, permutations, a single bit. The sums of a row are at the row's
+    place, so an exchange of rows is detected too. The digest is no defence against code that reads
+    the keys in this process.
 
     Measured: 1.8 GB/s on a CPU core (blake2b: 1.4 GB/s).
 
@@ -71,10 +71,10 @@ def _sums(rows: Tensor) -> Tensor:
 
 @functools.cache
 def _keys(device: torch.device) -> Tensor:
-    """The random keys, [2, WORDS] int64. The keys are the same for every device until a reboot.
+    """The random keys on `device`, [2, WORDS] int64.
 
-    Because the keys are equal, processes can compare their digests of the same bytes. The keys are
-    derived from the random id of the boot and the user.
+    They are derived from the user and the random id of the boot. So all processes of a user have
+    the same keys until a reboot, and can compare their digests.
     """
     if device.type != "cpu":
         return _keys(torch.device("cpu")).to(device)

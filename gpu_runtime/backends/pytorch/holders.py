@@ -1,9 +1,9 @@
-"""Which names reach which storages, and which storages become free if one name is deleted.
+"""Finds the storages that a name reaches, and those that become free if the name is deleted.
 
 `reached` follows references forward from a name, also through autograd graphs. Trial deletion, the
 method of Python's garbage collector, then finds the storages that become free. An object stays if
-it is referenced by an object that the name does not reach. An object also stays if C++ code or a
-library refers to it in a way that Python does not see.
+an object that the name does not reach refers to it. An object also stays if C++ code or a library
+refers to it in a way that Python does not see.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _LEAVES = frozenset(
         *(torch.dtype, torch.device, torch.layout, torch.memory_format),
     )
 )
-_LOOK_EVERY = 4096  # objects between two looks at the clock
+_LOOK_EVERY = 4096  # objects between two checks of the time limit
 _STEPS_UP = 8  # the longest path from a storage that no name reaches to an object with a name
 GARBAGE = "garbage in a reference cycle, or C++ code"
 UNKNOWN = "something without a name"
@@ -42,9 +42,9 @@ class Reach(NamedTuple):
     """The storages that one name reaches, by their keys (`storage._cdata`)."""
 
     direct: frozenset[int]
-    saved: frozenset[int]  # storages that only autograd graphs on the way refer to
+    saved: frozenset[int]  # storages that the name reaches only through autograd graphs
     alone: frozenset[int]  # storages that become free if the name is deleted; empty if not whole
-    whole: bool  # False: the time was over before the end
+    whole: bool  # False: the limit ended the walk early
 
 
 class Graphs:
@@ -65,10 +65,11 @@ class Graphs:
 def reached(
     held: list[Any], graphs: Graphs, *, shared: Collection[int] = (), limit: Limit | None = None
 ) -> Reach:
-    """The storages that the objects `held` reach. The call empties the list `held`.
+    """The storages that a name reaches, which refers to the objects `held`.
 
-    `held` has one entry for each reference that the name has. The caller must keep no reference to
-    the objects. `shared` are the ids of containers at which the search ends.
+    `held` has one entry for each reference that the name has. The call empties this list, and the
+    caller must keep no other reference to the objects. `shared` are the ids of containers whose
+    content is not followed, such as the notebook's namespace. The walk ends early at `limit`.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         walk = _Walk(graphs, frozenset(shared), limit or Limit())
@@ -81,9 +82,7 @@ def reached(
 
 
 def storages_of(handle: Any) -> frozenset[int]:
-    """The keys of the storages of the governed model with this `handle`. Empty for models of other
-    backends.
-    """
+    """The keys of the storages of the model with this `handle`; empty if it is no torch model."""
     if not isinstance(handle, TorchModel):
         return frozenset()
     return frozenset(group.storage._cdata for group in handle.groups())
@@ -92,8 +91,8 @@ def storages_of(handle: Any) -> frozenset[int]:
 class _Walk:
     """The objects that one name reaches, and the references among them.
 
-    Nodes of autograd graphs are followed last. So the objects that are found after this have
-    references only from nodes.
+    Nodes of autograd graphs are followed last. So the objects that are first found then are reached
+    only through nodes.
     """
 
     def __init__(self, graphs: Graphs, shared: Collection[int], limit: Limit) -> None:
@@ -111,8 +110,9 @@ class _Walk:
         return {one._cdata for one in every if type(one) is torch.UntypedStorage}
 
     def follow(self, pending: list[Any]) -> None:
-        """Follows all references from the objects in `pending`, and empties `pending`. Nodes are
-        put into `later`.
+        """Follows all references from the objects in `pending`, and empties this list.
+
+        Nodes of graphs that are found are put into `later`.
         """
         if pending is not self.later:
             self._given.update(map(id, pending))
@@ -139,9 +139,7 @@ class _Walk:
         return issubclass(kind, types.ModuleType)
 
     def _children(self, one: Any) -> list[Any]:
-        """The objects to which the object `one` refers, in Python and in C++. Each reference gives
-        one entry.
-        """
+        """The objects to which `one` refers, in Python and in C++, with an entry per reference."""
         kind = type(one)
         if kind is torch.UntypedStorage:
             return []
@@ -200,8 +198,8 @@ def _of_tensor(tensor: Tensor) -> list[Any]:
 class _Kinds:
     """Finds out whether the objects of a class are nodes of autograd graphs.
 
-    During one search, this object remembers classes by their ids. A reference to a class of the
-    notebook would keep this class alive.
+    The results are kept by the ids of classes, for one walk. References to classes of the notebook
+    would keep these classes alive.
     """
 
     def __init__(self) -> None:
@@ -220,7 +218,7 @@ class _Kinds:
 
 
 def _references(objects: Mapping[int, Any], graphs: Graphs, kinds: _Kinds) -> dict[int, int]:
-    """The number of references to each of `objects`. References from this module do not count."""
+    """The number of references to each of `objects`, without those of this module."""
     ours = _counts({0: object()})[0]
     counts = _counts(objects)
     for key, one in objects.items():
@@ -240,10 +238,10 @@ def _counts(objects: Mapping[int, Any]) -> dict[int, int]:
 
 
 def _in_cpp(uses: int) -> int:
-    """The number of references to a C++ object, except the reference that its Python object has.
+    """The number of references to a C++ object that Python does not count, by its number of `uses`.
 
-    One of the `uses` is the reference of the Python object. If there are other uses, they keep the
-    Python object alive, which counts as one reference from Python.
+    One of the `uses` is the reference of the Python object. In newer versions of torch, other uses
+    keep the Python object alive, and Python counts this as one reference.
     """
     others = uses - 1
     return others - 1 if others > 0 and _cpp_keeps_python() else others
@@ -272,10 +270,11 @@ def _references_to_node() -> int:
 
 
 def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
-    """The name of the module, class or cache that refers to a `storage` which no name reaches.
+    """The name of the module, class or cache that refers to a `storage` which no variable reaches.
 
-    Empty if no referrer is found. `ignored` are the ids of objects of the search itself. Each step
-    from an object to its referrers checks all objects.
+    GARBAGE if nothing refers to it. UNKNOWN if no named referrer is found within `limit` and
+    _STEPS_UP steps. Each step from objects to their referrers checks all objects of the process.
+    `ignored` are the ids of objects of the search itself.
     """
     level: list[Any] = [storage.storage, *storage.tensors]
     seen = {*ignored, id(storage), id(storage.tensors), *map(id, level)}

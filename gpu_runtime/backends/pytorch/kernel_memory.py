@@ -1,13 +1,12 @@
 """The memory that a notebook's own code holds: all its tensors that belong to no governed model.
 
-The memory of a notebook's own code leaves and returns as a whole. The bytes are copied while the
-kernel continues. Then one call into C exchanges the data pointers of all storages, at a moment when
-no thread of the process uses torch. Tensors, views, gradients, optimizer state and the saved
-tensors of graphs keep their identity and version.
+This memory leaves and returns as a whole. The bytes are copied while the kernel continues. Then one
+call into C exchanges the data pointers of all storages, at a moment when no thread of the process
+uses torch. Tensors, views, gradients, optimizer state and the saved tensors of graphs keep their
+identity and version.
 
-A card works asynchronously. So the copy waits until the card has finished its work, in both
-directions, and the exchange waits too. A card that does not finish within REST_SECONDS keeps its
-memory.
+A card works asynchronously. So in both directions the copy waits until the card has finished its
+work, and so does the exchange. If a card does not finish within REST_SECONDS, nothing moves.
 
 On a simulated card the storages are CPU tensors of at least 1 MiB. There, offloaded bytes count as
 host memory and stay readable. On a real card a guard replaces offloaded bytes: memory without
@@ -35,7 +34,7 @@ from . import streams, swap
 from .search import Found, Place, counted_on, search
 
 SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
-_NEVER = 2**31 - 1  # new objects that start a search for garbage: more than there can be
+_NEVER = 2**31 - 1  # a threshold of new objects that no process reaches, so no collection starts
 _usual_threshold = [*gc.get_threshold()]
 REST_SECONDS = 10.0  # how long the work of a card may take to end
 
@@ -49,18 +48,16 @@ class Away(NamedTuple):
 
 
 class Governed(NamedTuple):
-    """The models that this process governs. Their memory is not part of the memory of the kernel's
-    own code.
+    """The models that this process governs. The memory of the kernel's own code does not include
+    their memory.
     """
 
-    keys: Callable[[], Iterable[int]]  # of their storages (`storage._cdata`)
-    shares: Callable[[], Iterable[Share]] = tuple  # their bytes, on whatever device
+    keys: Callable[[], Iterable[int]]  # returns the keys of their storages (`storage._cdata`)
+    shares: Callable[[], Iterable[Share]] = tuple  # returns their bytes on all devices
 
 
 class KernelMemory:
-    """The handle of KernelBackend. It records where the kernel's bytes are, and which of them are
-    in host memory.
-    """
+    """The handle of KernelBackend: it records where the bytes of the kernel's own code are."""
 
     def __init__(
         self,
@@ -68,16 +65,17 @@ class KernelMemory:
         stillness: Stillness,
         governed: Governed,
     ) -> None:
-        """`memories` are the cards on which the tensors of the kernel count. `governed` are the
-        governed models.
+        """`memories` are the cards on which the tensors of the kernel count.
+
+        `stillness` reports whether code runs. `governed` are the governed models.
         """
         self.memories, self.stillness, self.governed = tuple(memories), stillness, governed
         self.on_swapped: Callable[[], None] = lambda: None  # called at once after the exchange
         self.noted: Block | None = None  # the account of bytes that torch allocated
         self.away: tuple[Away, ...] = ()
-        self.streams: dict[torch.device, set[int]] = {}  # those known when the bytes left
-        self.last: Shares = ()  # as last counted
-        self.governed_bytes: dict[str, int] = {}  # by card, when the peaks were last reset
+        self.streams: dict[torch.device, set[int]] = {}  # of each card, when the bytes left
+        self.last: Shares = ()  # the result of the last count
+        self.governed_bytes: dict[str, int] = {}  # by card, at the last `watch_peaks`
         self.exchanges = 0  # the number of times that the bytes have left or returned
         self.gate = threading.Lock()  # held while a count is recorded, or bytes are exchanged
 
@@ -93,7 +91,7 @@ class KernelMemory:
 
     @property
     def away_bytes(self) -> int:
-        """The bytes of this kernel that are in host memory now."""
+        """The offloaded bytes, which are in host memory now."""
         return sum(one.storage.nbytes() for one in self.away)
 
 
@@ -113,9 +111,9 @@ class KernelBackend(Backend):
         keys: Callable[[], Iterable[int]],
         shares: Callable[[], Iterable[Share]] = tuple,
     ) -> KernelMemory:
-        """The handle of the memory that this process holds on its cards.
+        """The handle of the memory that the kernel's own code holds on the cards.
 
-        `keys` and `shares` are the fields of Governed.
+        `stillness` reports whether code runs. `keys` and `shares` are the fields of Governed.
         """
         cards = [self.probe.place(one.id) for one in self.probe.devices if not one.is_host]
         own = cards[:1] if cards[0].counted else cards
@@ -146,8 +144,10 @@ class KernelBackend(Backend):
         """Returns None, because `use` yields no object for a kernel."""
 
     def measure(self, model: KernelMemory) -> Shares:
-        """The kernel's bytes on each device now. On a simulated card the bytes are also recorded as
-        allocated.
+        """The kernel's bytes on each device now. The result is also recorded as `last` of `model`.
+
+        On a simulated card the bytes are also recorded as allocated. While the bytes are in host
+        memory, nothing is recorded.
         """
         while True:
             exchanges = model.exchanges
@@ -166,8 +166,8 @@ class KernelBackend(Backend):
     def count(self, model: KernelMemory) -> dict[str, int]:
         """The bytes on each card that the process of `model` holds beyond its governed models.
 
-        On a real card the bytes are read from the allocator. On a simulated card all tensors are
-        searched.
+        On a real card they are read from torch's allocator. On a simulated card all storages are
+        searched, and those that cannot be moved do not count.
         """
         if model.memory.counted:
             found, _ = self._found(model)
@@ -177,7 +177,7 @@ class KernelBackend(Backend):
         return {card: max(0, size - governed.get(card, 0)) for card, size in held.items()}
 
     def watch_peaks(self, model: KernelMemory) -> None:
-        """Starts to measure the most bytes that torch allocates on each card."""
+        """Starts to measure the peak of torch's bytes on each card; see `peaks`."""
         if model.memory.counted:
             return
         model.governed_bytes = _by_card(model.governed.shares())
@@ -187,8 +187,9 @@ class KernelBackend(Backend):
     def peaks(self, model: KernelMemory, *, counted: bool = True) -> Shares | None:
         """The most bytes on each card since `watch_peaks`, without the governed models.
 
-        A simulated card records no peak. On such a card the result is the last count, or None if
-        the bytes were not `counted` since `watch_peaks`.
+        `counted` says whether `measure` was called since then; if so, its result counts too. A
+        simulated card records no peak. There, and while the bytes are in host memory, the result is
+        that of `measure`, or None without `counted`.
         """
         if model.away or model.memory.counted:
             return model.last if counted else None
@@ -203,7 +204,7 @@ class KernelBackend(Backend):
     def move(self, model: KernelMemory, shares: Shares) -> None:
         """Moves all bytes of the kernel to `shares`. If the move fails, no byte has moved.
 
-        Raises NotStill if the kernel is in use, and the device's out-of-memory error.
+        Raises NotStill if the bytes cannot be moved now, and the device's out-of-memory error.
         """
         to_host = all(share.device == HOST for share in shares)
         with _without_collections():
@@ -243,7 +244,7 @@ class KernelBackend(Backend):
         del here, found, copies
         self._exchange(model, mark, exchange, tuple(away), None)
         model.streams = _streams(known, away, cards)
-        del exchange  # the last reference to the old memory
+        del exchange  # this frees the old memory
         for card in cards:
             streams.release_cached(card)
 
@@ -270,7 +271,10 @@ class KernelBackend(Backend):
     def _fill(
         self, model: KernelMemory, fresh: list[torch.Tensor], exchange: swap.Exchange
     ) -> None:
-        """Starts the copies of all bytes that are away into `fresh` tensors, for `exchange`."""
+        """Starts the copies of all offloaded bytes to the cards, and prepares `exchange`.
+
+        The new tensors are put into the list `fresh`.
+        """
         for one in model.away:
             size, device = one.storage.nbytes(), one.storage.device
             with streams.on_stream(device, one.stream):
@@ -291,16 +295,14 @@ class KernelBackend(Backend):
         away: tuple[Away, ...],
         noted: Block | None,
     ) -> None:
-        """Makes the exchange while no other thread runs. Raises NotStill if this is impossible;
-        nothing has then changed.
+        """Makes the exchange while no other thread runs.
 
-        After the exchange, `away` are the storages of `model` in host memory, and `noted` is the
-        block that counts the bytes on a simulated card. `mark` is from `Stillness.mark`, before the
-        copies.
+        Then records in `model` the offloaded storages `away`, and the block `noted`, which counts
+        the bytes on a simulated card. `mark` is the result of `Stillness.mark` before the copies.
+        Raises NotStill if the exchange is impossible; nothing has changed then.
         """
 
         def act() -> None:
-            """Makes all exchanges, or none."""
             if model.gate.locked():  # a wait would let other threads run
                 raise NotStill("its memory is being counted")
             with model.gate:
@@ -317,20 +319,18 @@ class KernelBackend(Backend):
             raise NotStill(why)
 
     def drop(self, model: KernelMemory) -> None:
-        """Returns offloaded bytes to their card, because these bytes exist nowhere else.
+        """Returns offloaded bytes to their card, because they exist nowhere else.
 
-        A repeated call does nothing.
+        On a simulated card they stay where they are, readable, and only the count ends. A repeated
+        call does nothing.
         """
         if model.away and not model.memory.counted:
             self._return(model)
-        # On a simulated card the bytes stay readable where they are.
         model.away = ()
         model.noted = None
 
     def must_return_to(self, model: KernelMemory) -> dict[str, int]:
-        """The number of bytes that return to each card. A tensor always returns to the card on
-        which it was.
-        """
+        """The offloaded bytes of each card. Each tensor returns to the card where it was."""
         cards = {torch.device(one.torch): one.device for one in model.memories}
         sizes: dict[str, int] = {}
         for one in model.away:
@@ -344,8 +344,8 @@ class KernelBackend(Backend):
         return counted_on([self.probe.place(device.id) for device in self.probe.devices])
 
     def _found(self, model: KernelMemory) -> tuple[list[Found], tuple[torch.Stream, ...]]:
-        """The storages on the cards of `model` that belong to no governed model, and all streams of
-        the process.
+        """The storages on the cards of `model` that belong to no governed model, and all streams
+        that Python knows.
         """
         governed = frozenset(model.governed.keys())
         seen = search(self._place(), governed=governed)
@@ -380,8 +380,9 @@ def _rest(cards: Iterable[torch.device]) -> None:
 
 
 def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | None]:
-    """For each storage of `found`, the stream of its block of memory. Raises NotStill if a block is
-    in a private pool.
+    """For each storage of `found`, the stream of its block of memory; None on a simulated card.
+
+    Raises NotStill if a block is in the private pool of a CUDA graph.
     """
     kinds = {card.type: card for card in cards}
     segments = [segment for card in kinds.values() for segment in streams.segments(card)]
@@ -396,8 +397,9 @@ def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | 
 def _streams(
     known: Iterable[torch.Stream], away: Iterable[Away], cards: Iterable[torch.device]
 ) -> dict[torch.device, set[int]]:
-    """The streams of each card: the streams that Python knows, the streams of the blocks of memory,
-    and the default stream.
+    """The streams of each card, by number.
+
+    They are the streams `known` to Python, those of the blocks of `away`, and the default stream.
     """
     found = {card: {streams.DEFAULT} for card in cards}
     for stream in known:

@@ -1,9 +1,9 @@
 """Divides a module into pieces, and assigns the pieces to several cards.
 
-A piece is a part that must stay together: a layer, the embeddings, the head. Pieces are consecutive
-in the order of the module tree, and each card gets consecutive pieces. So a forward pass changes
-from one card to the next only once. Parts that share a storage (tied weights, shared buffers) are
-one piece, at the place of the first part, because a storage is on one card only.
+A piece is a part that must stay together: a layer, the embeddings, the head. Pieces have the order
+of the module tree, and each card gets consecutive pieces. So a forward pass changes from each card
+to the next only once. Parts that share a storage (tied weights, shared buffers) are one piece, at
+the place of the first part, because a storage is on one card only.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LISTS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 class Piece(NamedTuple):
     """Parts of a module that go to the same card."""
 
-    modules: tuple[str, ...]  # their paths, in order; the path of the root is empty
+    modules: tuple[str, ...]  # the paths of the parts, in order; the path of the root is empty
     groups: tuple[Group, ...]
 
     @property
@@ -51,8 +51,8 @@ class _Sets:
 def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> tuple[Piece, ...]:
     """The pieces of `module`, in order, each with its storages of `groups`.
 
-    A single piece means that the module cannot be cut. `runs=False` is for a module that no code
-    calls while its pieces are apart. Such a module may also be cut where hooks could not run it.
+    A single piece means that the module cannot be cut. `runs=False` means that no code calls the
+    module while its pieces are apart. It may then also be cut where hooks could not run it.
     """
     leaves = list(_leaves(module)) if _may_be_cut(module) or not runs else []
     if not leaves:
@@ -85,10 +85,10 @@ def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> 
 def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
     """For each piece, the number of the share that gets the piece.
 
-    `sizes` are the bytes of the pieces, `shares` the bytes of the shares. Pieces stay consecutive.
-    Each cut is at the place where the running sums of pieces and shares differ least. Only the
-    proportions of the shares matter, so the shares may be larger than the pieces. Every share gets
-    a piece. Raises ValueError if there are fewer pieces than shares.
+    `sizes` are the bytes of the pieces, and `shares` those of the shares. Each share gets at least
+    one piece, and its pieces are consecutive. Each cut is where the running sums of pieces and
+    shares differ least. Only the proportions of the shares matter, so the shares may be larger than
+    the pieces. Raises ValueError if there are fewer pieces than shares.
 
     >>> cut([4, 2, 2, 2, 2], [60, 60])
     [0, 0, 1, 1, 1]
@@ -113,11 +113,10 @@ def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
 
 
 def holder(name: str, table: Mapping[str, T]) -> T:
-    """The entry of `table` for the module of the tensor called `name`. `table` maps module paths to
-    entries.
+    """The entry of `table`, by module path, for the innermost module with the tensor `name`.
 
-    A gradient or an optimizer state gets the entry of its parameter. A tensor of no module in the
-    table gets the first entry.
+    A gradient or an optimizer state gets the entry of its parameter. If no module in the table has
+    the tensor, the result is the first entry.
 
     >>> holder("layers.1.norm.weight:exp_avg", {"embed": "cuda:0", "layers.1": "cuda:1"})
     'cuda:1'
@@ -131,9 +130,9 @@ def holder(name: str, table: Mapping[str, T]) -> T:
 def _may_be_cut(module: nn.Module) -> bool:
     """Whether hooks can run `module` in pieces.
 
-    The result is False if weights are at the module's root, since no hook moves weights of the root
-    between cards. It is also False for a transformers model whose authors do not declare which of
-    its modules stay whole.
+    The result is False if weights are at the module's root, because no hook moves these between
+    cards. It is also False for a transformers model that does not declare which of its modules stay
+    whole.
     """
     tensors = (*module._parameters.items(), *module._buffers.items())
     at_root = {name for name, tensor in tensors if tensor is not None}
@@ -145,14 +144,13 @@ def _may_be_cut(module: nn.Module) -> bool:
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The parts of `module` that stay whole, in order, each with its path.
 
-    The parts that stay whole are the modules that `_no_split_modules` names. If `module` has no
-    such attribute, they are the children of the root. A list of modules is always divided. A module
-    with tensors of its own is never divided.
+    These are the modules whose class `_no_split_modules` names. If `module` has no such attribute,
+    they are the children of the root. A list of modules is always divided. A module with tensors of
+    its own is never divided.
     """
     names = frozenset(getattr(module, "_no_split_modules", None) or ())
 
     def below(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        """The indivisible parts below `parent`, each with its path, in order."""
         # named_children is not used, because it lists a module that is used twice only once.
         for name, child in parent._modules.items():
             if child is None or next(_tensors(child), None) is None:

@@ -1,5 +1,4 @@
-"""Finds every storage that this process has on its devices, and the reason if a storage cannot be
-moved.
+"""Finds every storage that this process has on its devices, and whether each can be moved.
 
 torch has no list of its storages. So the search uses Python's garbage collector and the autograd
 graphs. The collector alone finds 3 % of a live LSTM graph. No unpack hook runs, because the hook of
@@ -25,7 +24,7 @@ from ...tracked_objects import instances
 from ...units import MIB
 from .time_limit import Limit
 
-Place = Callable[[torch.UntypedStorage], str]  # the id of the device it counts on; "" for none
+Place = Callable[[torch.UntypedStorage], str]  # returns the device of a storage; "" for none
 
 SIMULATED_BYTES = MIB  # smaller CPU storages do not count as lying on a simulated card
 FOREIGN = "NumPy, DLPack, a file or another library uses the same memory"
@@ -47,15 +46,13 @@ _PARTS_OF_LAYOUT = {
 
 
 class Found(NamedTuple):
-    """A storage on a device. This object keeps the storage alive, so keep it only for a short time."""
+    """A storage on a device. A Found keeps its storage alive, so keep it only for a short time."""
 
-    storage: (
-        torch.UntypedStorage
-    )  # the only Python object of this storage, as long as the storage lives
+    storage: torch.UntypedStorage  # torch makes one Python object for each storage: this one
     device: str
     bytes: int
-    tensors: tuple[Tensor, ...]  # in this storage, as far as they can be found
-    stays: str  # why it cannot be moved; empty: it can
+    tensors: tuple[Tensor, ...]  # those in this storage that can be found
+    stays: str  # why the storage cannot be moved; empty: it can
 
     @property
     def key(self) -> int:
@@ -71,7 +68,7 @@ class Search(NamedTuple):
     streams: tuple[torch.Stream, ...]  # of any device
     nodes: int  # the number of nodes of autograd graphs
     seconds: float
-    whole: bool  # False: the time was over before the end
+    whole: bool  # False: the limit ended the search early
 
     @property
     def bytes(self) -> int:
@@ -91,12 +88,12 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
 
     `place(storage)` returns the id of the device on which a storage counts (see `counted_on`). It
     returns "" for a storage to leave out, such as a storage of the meta device. `governed` are the
-    keys (`storage._cdata`) of further storages to leave out, such as the storages of models. The
-    search ends at `limit`; if it ends early, `whole` of the result is false.
+    keys (`storage._cdata`) of further storages to leave out, such as the storages of models. If
+    `limit` ends the search early, `whole` of the result is false.
 
     The search holds the interpreter for about 0.15 s for each million objects. It changes no tensor
     and runs no code of the user: no unpack hook, no `__torch_function__`, no mode. An object that
-    `gc.freeze()` hid is found only if a module leads to it.
+    `gc.freeze()` hid is found only if a Python module refers to it, directly or not.
     """
     limit = limit or Limit()
     with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -116,11 +113,11 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
 
 
 def counted_on(memories: Sequence[Memory]) -> Place:
-    """A function that returns the device of a storage, by the `memories` of this process.
+    """A function that returns the id of the device on which a storage counts.
 
-    `memories` are the governed devices. On a real card the result is the card of the storage. If
-    the cards are simulated, CPU storages of SIMULATED_BYTES and more count as if they were on the
-    first card.
+    `memories` are the governed devices. A storage on a real card counts on this card. If the cards
+    are simulated, CPU storages of SIMULATED_BYTES and more count on the first card. Other storages
+    count on no device.
     """
     by_torch = {
         torch.device(memory.torch): memory.device for memory in memories if memory.torch != "cpu"
@@ -143,16 +140,19 @@ def counted_on(memories: Sequence[Memory]) -> Place:
 
 
 class Tracked(NamedTuple):
-    """The objects that the garbage collector tracks, of the classes that a search needs."""
+    """The tensors, storages and streams that Python's garbage collector tracks."""
 
     tensors: list[Tensor]
     bare: list[torch.UntypedStorage]  # the storages that have a Python object
     streams: list[torch.Stream]
-    whole: bool  # there was time for all of them
+    whole: bool  # False: the limit was reached before the search, and nothing was listed
 
 
 def tracked(limit: Limit) -> Tracked:
-    """The tensors, storages and streams that the garbage collector tracks."""
+    """The objects that the garbage collector tracks; see `Tracked`.
+
+    The parameters and buffers of TorchScript modules are added.
+    """
     kinds, streams = subclasses(Tensor), subclasses(torch.Stream)
     scripted = _scripted_classes()
     interesting = kinds | streams | {torch.UntypedStorage} | scripted
@@ -227,17 +227,16 @@ def _storages(
     governed: Collection[int],
     limit: Limit,
 ) -> tuple[list[_Entry], list[Tensor]]:
-    """The storages on a device, and the tensors that have no storage. `bare` are storages without a
-    known tensor.
+    """The storages on a device, and those of `tensors` that have no storage.
+
+    `bare` are further storages, with or without tensors.
     """
     by_key: dict[int, _Entry] = {}
     elsewhere = set(governed)
     opaque: list[Tensor] = []
 
     def entry(storage: torch.UntypedStorage) -> _Entry | None:
-        """The entry of `storage`, created when the storage is first seen. None if the storage is
-        left out.
-        """
+        """The entry of `storage`, made at its first call. None if the storage is left out."""
         key = storage._cdata
         if (known := by_key.get(key)) is not None:
             return known
@@ -272,10 +271,10 @@ def _storages(
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The strided tensors of which `tensor` consists: `tensor` itself, or the parts of a sparse or
-    wrapping tensor.
+    """The strided tensors of which `tensor` consists.
 
-    Tensors without bytes (fake and meta tensors, lazy parameters) have no strided tensor.
+    This is `tensor` itself, or the parts of a sparse or wrapping tensor. Fake tensors and lazy
+    parameters have no bytes, so they yield nothing.
     """
     kind = type(tensor)
     if kind not in _PLAIN:
@@ -307,7 +306,7 @@ def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def gradient(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of `tensor`, or nothing. A gradient has no Python object before this read."""
+    """The gradient of `tensor`, if any. It may have no Python object before this read."""
     try:
         if not tensor.requires_grad or not (tensor.is_leaf or tensor.retains_grad):
             return ()
@@ -377,9 +376,9 @@ def _saved(node: Any, name: str) -> Iterator[Any]:
 
 
 def _judged(entries: list[_Entry]) -> list[Found]:
-    """The storages in `entries`, each with the reason why it cannot be moved, if there is a reason.
+    """The storages in `entries`, each with the reason if it cannot be moved.
 
-    Storages that have no memory of their own are left out.
+    Storages without memory of their own are left out.
     """
     sent = _sent_to_others()
     spans: dict[torch.device, list[tuple[int, int, int]]] = {}  # address, bytes, place in the list
@@ -400,7 +399,7 @@ def _judged(entries: list[_Entry]) -> list[Found]:
 def _reason(
     storage: torch.UntypedStorage, tensors: list[Tensor], sent: Collection[int]
 ) -> tuple[str, int]:
-    """The reason if a `storage` cannot be moved, and the address of the storage (0: unknown)."""
+    """The reason if `storage` cannot be moved, else "", and its address (0: none or unknown)."""
     if torch._C._is_cow_tensor(tensors[0] if tensors else _view(storage)):
         return COPY_ON_WRITE, 0  # data_ptr() would copy it
     try:
@@ -424,9 +423,7 @@ def _view(storage: torch.UntypedStorage) -> Tensor:
 
 
 def _sent_to_others() -> frozenset[int]:
-    """The keys of the storages on cards that torch has sent to another process or received from
-    another process.
-    """
+    """The keys of the storages that torch has sent to another process, or received from one."""
     reductions = sys.modules.get("torch.multiprocessing.reductions")
     if reductions is None:
         return frozenset()

@@ -5,9 +5,9 @@ move once.
 
 A move has two phases. The first phase copies everything. If the first phase fails or is
 interrupted, the copies are freed and nothing has changed. The second phase is one call into C,
-which no signal handler can interrupt. This call makes the copies the content of the tensors: it
-exchanges data pointers (`swap.py`), or rebinds every tensor if the storage itself cannot stay. The
-Python objects, Parameters included, stay the same.
+which no signal handler can interrupt. It makes the copies the content of the tensors: it exchanges
+data pointers (`swap.py`), or rebinds the tensors of a storage whose pointer cannot be exchanged.
+The Python objects, Parameters included, stay the same.
 """
 
 from __future__ import annotations
@@ -60,16 +60,17 @@ class Group(NamedTuple):
 
     @property
     def referenced_elsewhere(self) -> bool:
-        """Whether another object refers to the storage: a view, or a tensor that a live graph
-        saved.
+        """Whether an object other than `slots` refers to the storage, such as a view or a live
+        graph.
         """
         known = len(self.slots) + 1  # each tensor, and the storage's own Python object
         return torch._C._storage_Use_Count(self.storage._cdata) > known
 
     @property
     def layout(self) -> tuple[tuple[Any, ...], ...]:
-        """Name, kind and place of each tensor in the storage. Two loads of one source give equal
-        layouts.
+        """Name, kind, dtype and place of each tensor in the storage.
+
+        Two loads of one source give equal layouts.
         """
         return tuple(
             (
@@ -151,19 +152,18 @@ def copied(
     wait: Callable[[], None] | None = None,
     together: bool = False,
 ) -> list[Tensor]:
-    """The first phase: a copy of each source, [nbytes] uint8, in its target memory and in its own
-    storage.
+    """The first phase of a move: a copy of each of `sources`, [nbytes] uint8, in its new memory.
 
-    `memories` has the target of each of `sources`. All targets are allocated before the first byte
-    is copied. `host` is the host's memory, whose page-locked memory speeds up copies to a card. The
-    copies are few large calls: while the main thread was busy, 300 separate copies took 1,785 ms,
-    and one call took 18.
+    `memories` has the new memory of each source. Each copy has a storage of its own. All copies are
+    allocated before the first byte is copied. `host` is the host's memory, whose page-locked memory
+    speeds up copies to a card. The copies are made by few large calls: while the main thread was
+    busy, 300 separate copies took 1,785 ms, and one call took 18.
 
     `progress` is called after each part with bytes done and bytes in total. If `progress` raises an
-    error, the move ends. `wait` returns once the cards have finished their work. Without `wait`,
-    the copies wait for the cards without a limit. If the copies are freed `together`, small copies
-    share a block of memory. Raises the device's out-of-memory error. On any failure the copies are
-    freed before the caller gets the error.
+    error, the move ends. `wait` is called before and after the copying, and returns once the cards
+    have finished their work. By default the wait has no limit. `together` means that all copies
+    will be freed together; small copies may then share a block of memory. Raises the device's
+    out-of-memory error. On any failure the copies are freed before the caller gets the error.
     """
     targets: list[Tensor] = []
     made: dict[int, Tensor] = {}
@@ -196,8 +196,7 @@ def _copy_all(
 ) -> None:
     """Copies each source to its target, with one call for each pair of devices.
 
-    If `progress` is given, the copies are made in parts of about LEG_BYTES, so that progress can be
-    reported.
+    With `progress`, there is one call for each part of about LEG_BYTES instead.
     """
     done, total = 0, sum(source.nbytes for source in sources)
     if progress:
@@ -214,8 +213,9 @@ def _copy_all(
 
 
 def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
-    """Makes the copies and empties both lists. Otherwise a traceback would keep the tensors of the
-    lists alive.
+    """Copies `sources` to `targets`, and empties both lists.
+
+    Otherwise a traceback would keep their tensors alive.
     """
     try:
         if not targets:
@@ -231,10 +231,10 @@ def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
 
 
 def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) -> None:
-    """Copies through page-locked memory of the host.
+    """Copies `sources` to page-locked memory of the host, and from there to `targets` on a card.
 
-    A card copies from page-locked memory at the bus's speed, and from other memory at a fifth of
-    this speed.
+    A card copies from page-locked memory at the speed of its bus, and from other memory at a fifth
+    of this speed.
     """
     for leg in _legs(sources):
         locked = _empty([sources[i].nbytes for i in leg], host)
@@ -244,7 +244,7 @@ def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) ->
 
 
 def _locked(host: Memory, tensors: Sequence[Tensor]) -> bool:
-    """Whether the `tensors` are in page-locked memory already, or `host` has no such memory."""
+    """Whether the detour through page-locked memory of `host` is not needed, or not possible."""
     if not host.pinned:
         return True
     return all(host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)
@@ -265,8 +265,7 @@ def _empty(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
 
 
 def _empty_together(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
-    """Like `_empty`, for tensors that are freed at the same time. Small tensors share one block of
-    memory.
+    """Like `_empty`, but small tensors share one block of memory, which is freed with the last.
 
     When each of 10,000 small tensors had its own block, they took a third longer to leave their
     card.
@@ -285,7 +284,7 @@ def _empty_together(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
 
 
 def _places_of_equal(items: Sequence[Hashable]) -> list[list[int]]:
-    """For each distinct item of `items`, the indices of the item."""
+    """A list of indices for each distinct item of `items`: all places of this item."""
     places: dict[Hashable, list[int]] = {}
     for place, item in enumerate(items):
         places.setdefault(item, []).append(place)
@@ -293,9 +292,7 @@ def _places_of_equal(items: Sequence[Hashable]) -> list[list[int]]:
 
 
 def _legs(tensors: Sequence[Tensor]) -> Iterator[range]:
-    """Ranges of consecutive indices of `tensors`. The tensors of each range have about LEG_BYTES
-    together.
-    """
+    """The indices of `tensors` in ranges. The tensors of a range have about LEG_BYTES together."""
     start = size = 0
     for index, tensor in enumerate(tensors):
         size += tensor.nbytes
@@ -322,8 +319,7 @@ def synchronise(cards: set[torch.device]) -> None:
 
 
 def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callable[[], Any]]:
-    """The prepared second phase: calls for `at_once`. They make every tensor a view of the tensor's
-    new storage.
+    """Calls for `at_once` that make each tensor of `groups` a view of its new storage.
 
     `targets` has the new content of each of `groups`.
     """
@@ -334,11 +330,9 @@ def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callab
 
 
 def emptying(found: Iterable[Slot]) -> list[Callable[[], Any]]:
-    """Calls for `at_once` that remove all bytes from the tensors `found`, and the gradients from
-    parameters.
+    """Calls for `at_once` that leave the tensors `found` without elements, and without gradients.
 
-    After these calls the tensors have no elements. Use this function only for devices where no
-    guard can replace the bytes.
+    Use this function only for devices where no guard can replace the bytes.
     """
     calls: list[Callable[[], Any]] = []
     for slot in found:
@@ -354,9 +348,9 @@ def refilling(
 ) -> list[Callable[[], Any]] | None:
     """Calls for `at_once` that give the module `held` the bytes of the module `fresh`.
 
-    If two storages are on the same device and have the same tensors, the pair is added to
-    `exchange`. All other tensors are rebound. The result is None if the modules no longer have the
-    same tensors.
+    If a storage of `held` and one of `fresh` have the same device and the same tensors, the pair is
+    added to `exchange` instead. The calls rebind all other tensors. The result is None if the
+    modules do not have tensors of the same names and dtypes.
     """
     old, new = _weights(held), _weights(fresh)
     if old.keys() != new.keys() or any(old[name].dtype != new[name].dtype for name in new):
@@ -383,9 +377,9 @@ def _weight_slots(module: nn.Module) -> Iterator[Slot]:
 def _rebinding(tensor: Tensor, other: Tensor) -> Callable[[], Any]:
     """A call into C that gives `tensor` the bytes of `other`. The Python object stays the same.
 
-    An accelerator that registered itself with torch has tensors of another implementation than the
-    CPU's. On such a device the two tensors are swapped, as in `nn.Module.to`. torch refuses a swap
-    for tensors that an autograd graph still references.
+    A third-party accelerator may implement tensors differently than the CPU. If so, the two tensors
+    are swapped, as in `nn.Module.to`. torch refuses to swap a tensor that an autograd graph still
+    references.
     """
     if torch._has_compatible_shallow_copy_type(tensor, other):
         return partial(_set_data, tensor, other)
@@ -404,11 +398,10 @@ def _view(tensor: Tensor, target: Tensor) -> Tensor:
 
 
 def let_go(error: BaseException) -> None:
-    """Clears the local variables of finished frames in `error`'s tracebacks. The frames are ours
-    and transformers'.
+    """Clears the local variables of our own finished frames in the tracebacks of `error`.
 
-    A notebook keeps its last traceback until the next error, and with the traceback every tensor in
-    these frames.
+    Frames of transformers and safetensors are cleared too. A notebook keeps its last traceback
+    until the next error, and the traceback would keep every tensor in these frames.
     """
     seen: set[int] = set()
     pending: list[BaseException | None] = [error]

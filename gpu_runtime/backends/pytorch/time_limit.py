@@ -1,4 +1,4 @@
-"""A time limit for work. If the limit is reached, the work ends early with a part of its result."""
+"""A time limit for searches. A search that reaches its limit returns what it has found so far."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The second phase of a move, in which the storages of a model get the copies of their bytes.
+"""The second phase of a move: the storages of a model get the bytes that the first phase copied.
 
-This module prepares the whole second phase as calls into C for `swap.at_once`. In the first phase
-`storages.copied` has made the copies.
+This module prepares the whole second phase as calls into C for `swap.at_once`. In the first phase,
+`storages.copied` makes the copies.
 """
 
 from __future__ import annotations
@@ -24,12 +24,11 @@ T = TypeVar("T")
 
 
 class Move:
-    """Calls that give the storages of a model the copies of their bytes, and calls that undo this
-    change.
+    """The calls of the second phase of one move, and a way to undo them.
 
-    A storage on the target's device exchanges its bytes with the copy. If the bytes of a storage
-    leave a card for host memory, a guard replaces them, and the copy is recorded as `away`. Any
-    other storage keeps its bytes, and its tensors are rebound to the copy.
+    There are three cases. A storage that is on the device of its copy exchanges bytes with it. If
+    the bytes of a storage leave a card for host memory, a guard replaces them, and the copy is
+    recorded in `away`. Any other storage keeps its bytes, and its tensors are rebound to the copy.
     """
 
     def __init__(
@@ -40,12 +39,10 @@ class Move:
         places: Sequence[Memory],
         targets: list[Tensor],
     ) -> None:
-        """Prepares the calls for a move. Those of the storages `groups` that are in `going` move to
-        `places`.
+        """Prepares the calls for a move of the storages `going` to the memories `places`.
 
-        `targets` are the copies of the bytes of the storages in `going`, in the same order.
-
-        The list `targets` is emptied. Otherwise a traceback that contains the caller would keep the
+        `groups` are all storages of `model`. `targets` are the copies for `going`, in the same
+        order. This list is emptied. Otherwise a traceback with the caller's frame would keep the
         copies alive.
         """
         self.exchange = swap.Exchange()
@@ -72,7 +69,7 @@ class Move:
         targets.clear()
 
     def _require_returnable(self, model: TorchModel, group: st.Group, memory: Memory) -> None:
-        """Raises CannotGovern if a graph or a view needs the bytes of `group` on another card."""
+        """Raises CannotGovern if a graph or a view needs the bytes of `group` on their old card."""
         if group.storage._cdata not in model.away or not group.referenced_elsewhere:
             return
         name, card = model.spec.name, str(group.storage.device)
@@ -89,7 +86,7 @@ class Move:
         self.exchange.undo()
         self.calls[:] = st.rebinding(self.rebound, [group.bytes for group in self.rebound])
         while self.calls:
-            # If a tensor refuses the reverse change, the change was not made.
+            # torch refuses the reverse change only if the first change was not made.
             with contextlib.suppress(RuntimeError):
                 self.calls.pop()()
 
@@ -120,7 +117,7 @@ def dropped_sentence(name: str) -> str:
 
 
 def nowhere() -> dict[str, Any]:
-    """The attributes that the handle of a model has while the model is on no device, as new
+    """The attributes of a model's handle while the model is on no device. Each call makes new
     objects.
     """
     return {

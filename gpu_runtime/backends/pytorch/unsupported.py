@@ -1,7 +1,7 @@
-"""Finds modules that cannot be moved safely. Each kind of such modules is refused with its reason.
+"""Refuses modules that cannot be moved safely, each with the reason.
 
-A module cannot be moved safely if it has state outside its parameters, or if other code stores the
-addresses of its tensors. After a move such a module would no longer work.
+A module cannot be moved safely if it has state outside its parameters and buffers, or if other code
+stores the addresses of its tensors. After a move such a module would no longer work.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def check(
     """Raises CannotGovern, with the reason, if the model `name` cannot be moved safely.
 
     `found` are the tensors of `module`. `device_types` are the torch device types that are
-    governed. `is_ours(part)` is true for a part whose accelerate hook this package installed.
+    governed. `is_ours(part)` returns whether this package installed the accelerate hook of `part`.
     """
     why = _of_modules(module, is_ours)
     why = why or _of_tensors(found, device_types) or _of_storages(grouped(found))
@@ -58,7 +58,7 @@ def _of_modules(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -> str 
 
 
 def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> str | None:
-    """The reason why the `part` of a module cannot be moved, or None. `at` is its path."""
+    """The reason why the `part` of a module cannot be moved, or None. `at` names its path."""
     classes = type(part).__mro__
     for kind in classes:
         if kind.__name__ in _WRAPPERS:
@@ -114,10 +114,10 @@ def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str 
 
 
 def _of_storages(groups: list[Group]) -> str | None:
-    """The reason why storages of `groups` cannot be moved, or None.
+    """The reason if two storages of `groups` overlap, such as two from_numpy() of one array.
 
-    Two storages that overlap cannot be moved, such as two from_numpy() of one array. torch does not
-    know that they share bytes, so after a move a change of one storage would not change the other.
+    None if none overlap. torch does not know that such storages share bytes. After a move, a change
+    of one would not change the other.
     """
     spans = sorted(
         (
