@@ -25,7 +25,7 @@ class NotStill(Exception):
 
 
 class Stillness(Protocol):
-    """Reports whether running code may touch the kernel's tensors, and makes a change if not."""
+    """Knows whether running code may touch the kernel's tensors. Makes a change while none can."""
 
     def why_not(self) -> str:
         """The reason why the kernel's memory must not be moved now; empty if it may be moved."""
@@ -120,7 +120,7 @@ class Backend:
     def elsewhere(self, model: Any) -> tuple[str, ...]:
         """The tensors of `model` that are not on its shares, each as `NAME on DEVICE`.
 
-        User code moved them; normally the result is empty.
+        Normally the result is empty.
         """
         return ()
 
@@ -153,10 +153,10 @@ class Backend:
         return {}
 
     def keeps_shadow(self, spec: ModelSpec) -> bool:
-        """Whether this backend can keep a copy of the model in host memory beside its card.
+        """Whether the model of `spec` may have a copy in host memory while it is on a card.
 
-        `spec` describes the model. If the result is true, `load` and `move` take the argument
-        `shadow`, and `free_shadow` frees the copy.
+        If the result is true, `load` and `move` take the argument `shadow`, and `free_shadow` frees
+        the copy.
         """
         return False
 

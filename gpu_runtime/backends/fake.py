@@ -165,7 +165,7 @@ class FakeBackend(Backend):
                     more.append(self.probe.place(device).allocate(missing))
             if model.hook:
                 model.hook("move")
-            # No device gets more than it has now, so its capacity cannot be exceeded.
+            # The new blocks take no more than those freed here, so no capacity is exceeded.
             _free((*blocks, *model.shadow, *more))
             kept = [self.probe.place(one).allocate(after[one], force=True) for one in after]
             host = self.probe.place(HOST)

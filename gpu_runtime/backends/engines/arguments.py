@@ -50,7 +50,7 @@ def group_flags(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple
 
 
 def is_placeholder(value: str | None) -> bool:
-    """Whether the `value` of a flag has a placeholder, which a number replaces at the start.
+    """Whether the `value` of a flag has a placeholder, so that it is known only at a start.
 
     >>> is_placeholder("{tensor_parallel}"), is_placeholder('{"image": 10}')
     (True, False)

@@ -101,7 +101,7 @@ def claim(among: range, name: str, but: frozenset[int] = frozenset()) -> Port:
 def _claims_directory(name: str) -> Path:
     """The directory of the claims. A missing directory is created with mode 0700.
 
-    Raises LoadFailed for the model `name`.
+    Raises LoadFailed for the model `name` if other users can change the directory.
     """
     directory = local_state() / "ports"
     try:

@@ -104,14 +104,14 @@ class Server(RestartedEngine):
 
     @property
     def headers(self) -> dict[str, str]:
-        """The headers that a request must carry. Send a request only while `listens` is true."""
+        """The headers that a request must carry. Send them only while `listens` is true."""
         if self.order is None or not self.recipe.KEYED:
             return {}
         return {"Authorization": f"Bearer {self.order.key}"}
 
     @property
     def starting(self) -> bool:
-        """Whether the server is not ready yet, or not ready again after its end. A start has a
+        """Whether the server is being started, or restarted after its end. Each start has a
         time-out.
         """
         return self._wanted and self.error is None and self.state is not ServerState.READY

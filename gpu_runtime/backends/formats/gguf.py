@@ -286,7 +286,7 @@ class _Reader:
         return list(struct.unpack(f"<{count}{form[1]}", raw))
 
     def _skip_strings(self, count: int) -> None:
-        """Skips `count` strings. There may be half a million: one call each, to be fast."""
+        """Skips `count` strings, with one call for each, because there may be half a million."""
         unpack, left = struct.Struct("<Q").unpack_from, count
         while left:
             data, at = self._data, self.position

@@ -1,4 +1,4 @@
-"""Calls to a llama.cpp model in a worker process or a thread: requests, answers, streams, cancels.
+"""Calls to a llama.cpp model in a worker: requests, answers, streams and cancellation.
 
 If an engine ends by itself, it reports this once to its watcher, before any caller gets the error.
 So when a caller gets the error, the lease is already returned.

@@ -237,7 +237,7 @@ class _OurMethods:
         return len(self.tokenize(text.encode(), add_bos=False, special=False))
 
     def drill(self, words: str) -> None:
-        """Fails with the text `words`, as a driver would. Runbooks and tests call this method."""
+        """Raises RuntimeError with the text `words`, as a failing driver does. For drills."""
         raise RuntimeError(words)
 
 

@@ -42,7 +42,7 @@ class Engine:
         raise NotImplementedError
 
     def watch(self, on_loss: OnLoss) -> None:
-        """Calls `on_loss(kind, because)` once the engine is lost; at once if it is lost already."""
+        """Calls `on_loss(kind, because)` one time: when the engine is lost, or now if it is."""
         with self._changed:
             self._on_loss = on_loss
         self._report_loss()
@@ -92,7 +92,10 @@ class RestartedEngine(Engine):
         raise NotImplementedError
 
     def _supervise(self) -> None:
-        """Restarts the processes whenever they end by themselves. Runs in a separate thread."""
+        """Restarts the processes if they end by themselves, at most MOST_RESTARTS times.
+
+        Runs in a separate thread.
+        """
         while ended := self._wait_for_end():
             status, output = ended
             fault = recognise(output)

@@ -60,7 +60,7 @@ class EngineHandle(Generic[E, V]):
         return self.engine.pids
 
     def watch(self, on_loss: OnLoss) -> None:
-        """Calls `on_loss(kind, because)` once if the engine is lost; see `Engine.watch`."""
+        """Calls `on_loss(kind, because)` one time if the engine is lost; see `Engine.watch`."""
         self.engine.watch(on_loss)
 
     def loaded(self, shares: Shares, probe: Probe) -> None:

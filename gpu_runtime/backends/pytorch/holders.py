@@ -65,11 +65,12 @@ class Graphs:
 def reached(
     held: list[Any], graphs: Graphs, *, shared: Collection[int] = (), limit: Limit | None = None
 ) -> Reach:
-    """The storages that a name reaches, which refers to the objects `held`.
+    """The storages that one name reaches.
 
-    `held` has one entry for each reference that the name has. The call empties this list, and the
-    caller must keep no other reference to the objects. `shared` are the ids of containers whose
-    content is not followed, such as the notebook's namespace. The walk ends early at `limit`.
+    `held` has the objects to which the name refers, with one entry for each reference. The call
+    empties this list, and the caller must keep no other reference to the objects. `shared` are the
+    ids of containers whose content is not followed, such as the notebook's namespace. The walk ends
+    early at `limit`.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         walk = _Walk(graphs, frozenset(shared), limit or Limit())

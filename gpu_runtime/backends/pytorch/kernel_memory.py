@@ -48,9 +48,7 @@ class Away(NamedTuple):
 
 
 class Governed(NamedTuple):
-    """The models that this process governs. The memory of the kernel's own code does not include
-    their memory.
-    """
+    """Functions that report the models of this process, whose memory is not the kernel's own."""
 
     keys: Callable[[], Iterable[int]]  # returns the keys of their storages (`storage._cdata`)
     shares: Callable[[], Iterable[Share]] = tuple  # returns their bytes on all devices
@@ -67,7 +65,7 @@ class KernelMemory:
     ) -> None:
         """`memories` are the cards on which the tensors of the kernel count.
 
-        `stillness` reports whether code runs. `governed` are the governed models.
+        `stillness` reports whether code runs. `governed` reports the governed models.
         """
         self.memories, self.stillness, self.governed = tuple(memories), stillness, governed
         self.on_swapped: Callable[[], None] = lambda: None  # called at once after the exchange

@@ -236,7 +236,7 @@ def _storages(
     opaque: list[Tensor] = []
 
     def entry(storage: torch.UntypedStorage) -> _Entry | None:
-        """The entry of `storage`, made at its first call. None if the storage is left out."""
+        """The entry of `storage`, made if it is new. None if the storage is left out."""
         key = storage._cdata
         if (known := by_key.get(key)) is not None:
             return known
@@ -431,10 +431,10 @@ def _sent_to_others() -> frozenset[int]:
 
 
 def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
-    """The indices of storages that overlap in memory, as two `from_numpy()` of one array do.
+    """The numbers of storages that overlap in memory, as two `from_numpy()` of one array do.
 
-    `spans` are the spans of one device. torch does not know that two storages share bytes. After a
-    move, a change of one storage would not change the other storage.
+    `spans` has the address, bytes and number of each storage on one device. torch does not know
+    that two storages share bytes. After a move, a change of one would not change the other.
     """
     overlapping: set[int] = set()
     end, last = 0, -1

@@ -265,7 +265,7 @@ class SharedCopy:
 
 
 def _read(pages: SharedPages, content: str) -> tuple[_Stored, ...]:
-    """The index of complete `pages` with the model `content`; empty for other pages."""
+    """The index of `pages` if they are complete and have the id `content`; else empty."""
     try:
         decoder = msgspec.msgpack.Decoder(_First)
         page = pages.read(0, PAGE_BYTES).rstrip(b"\0")

@@ -244,7 +244,7 @@ def _copy_through(host: Memory, targets: list[Tensor], sources: list[Tensor]) ->
 
 
 def _locked(host: Memory, tensors: Sequence[Tensor]) -> bool:
-    """Whether the detour through page-locked memory of `host` is not needed, or not possible."""
+    """Whether the `tensors` are in page-locked memory already, or `host` has no such memory."""
     if not host.pinned:
         return True
     return all(host.contains(tensor.data_ptr()) for tensor in tensors if tensor.nbytes)
@@ -292,7 +292,7 @@ def _places_of_equal(items: Sequence[Hashable]) -> list[list[int]]:
 
 
 def _legs(tensors: Sequence[Tensor]) -> Iterator[range]:
-    """The indices of `tensors` in ranges. The tensors of a range have about LEG_BYTES together."""
+    """Consecutive ranges of the indices of `tensors`, each with about LEG_BYTES of content."""
     start = size = 0
     for index, tensor in enumerate(tensors):
         size += tensor.nbytes

@@ -3,10 +3,9 @@
 A storage (c10::StorageImpl) is the object that a weight shares with its views, with tied weights,
 and with autograd graphs that saved the weight. Only the pointer changes, so all these objects stay
 valid. If the bytes leave, a guard replaces them: memory of the same size without content. Shape,
-dtype and device stay, and an access raises an error.
+dtype and device stay. An access raises an error; only a plain read on the CPU gets zeros.
 
-Nothing is searched or copied in this module. The caller passes the storages, and has copied their
-bytes.
+This module searches and copies nothing. The caller passes the storages, and has copied their bytes.
 """
 
 from __future__ import annotations
@@ -91,7 +90,7 @@ class Exchange:
     def take(self, storage: torch.UntypedStorage, sentence: str) -> None:
         """Prepares the exchange of the bytes of `storage` and a guard with this `sentence`.
 
-        After the exchange, an access raises an error; see `guard`.
+        After the exchange, most accesses raise an error; see `guard`.
         """
         device = storage.device
         self.put(storage, guard(storage.nbytes(), device, sentence))

@@ -392,7 +392,7 @@ class TorchBackend(Backend):
     def _commit(
         self, model: TorchModel, move: Move, goal: Destination, more: dict[str, Any]
     ) -> None:
-        """Runs the second phase of `move`. If it fails, `model` has its old bytes again.
+        """Makes the calls of `move`. If one fails, `model` has its old bytes again.
 
         `goal` is the new place, and `more` are other attributes of the model after the move.
         """
