@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import json
+import random
 import shutil
 import statistics
 import subprocess
@@ -26,6 +27,10 @@ from tests.bench.bench_http import MESSAGES, Server, free_port, serving
 
 CONNECTIONS = 32
 TEXTS = [" ".join(["one two"] * (1 + n % 5)) for n in range(256)]
+# The answers of this model take as long as those of a small model in use. The model "writer" only shows the cost of
+# the server: one token of it takes less than a millisecond.
+LARGER, LARGER_SIZE = "larger", "400 MiB"
+MODELS = ("writer", LARGER)
 LONG = {"model": "writer", "stream": True, "max_tokens": 400, "temperature": 0}
 
 
@@ -33,29 +38,46 @@ def figures() -> dict[str, float]:
     """All figures, by name. Seconds are medians."""
     with tempfile.TemporaryDirectory() as directory:
         bge = str(samples.embedder(f"{directory}/bge", size="12 MiB"))
+        samples.gguf_lm(f"{directory}/{LARGER}.gguf", size=LARGER_SIZE)
         models = {
             "bge": {"path": bge, "type": "embedding"},
-            "native": {"path": "writer.gguf", "type": "llm", "context_length": 512}
-            | {"backend": "llama-server", "sequences": CONNECTIONS},
+            LARGER: {"path": f"{LARGER}.gguf", "type": "llm", "context_length": 512},
         }
-        with serving(directory, models) as server, _direct(directory) as writer:
+        for name in MODELS:
+            native = {"path": f"{name}.gguf", "type": "llm", "context_length": 512}
+            models[f"native-{name}"] = native | {
+                "backend": "llama-server",
+                "sequences": CONNECTIONS,
+            }
+
+        with serving(directory, models) as server, _direct(directory) as (writer, larger):
             return {
                 **embeddings(server, bge),
-                **one_token(server, writer),
+                **one_token(server, "writer", writer),
+                **one_token(server, LARGER, larger, rounds=30),
                 **stream_gap(server, writer),
-                **many_clients(server, writer),
+                **many_clients(server, "writer", writer),
+                **many_clients(server, LARGER, larger),
                 **hang_up(server),
-                **http_engine(server, directory),
+                **http_engine(server, directory, "writer", crowds=5),
+                **http_engine(server, directory, LARGER, crowds=2),
             }
 
 
 @contextmanager
-def _direct(directory: str) -> Iterator[Any]:
-    """The same engine in a worker of this process, without a server."""
+def _direct(directory: str) -> Iterator[tuple[Any, Any]]:
+    """Both models in workers of this process, without a server."""
     with Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:") as rt:
-        rt.register("writer", f"{directory}/writer.gguf", context_length=512)
-        with rt.use("writer") as writer:
-            yield writer
+        for name in MODELS:
+            rt.register(name, f"{directory}/{name}.gguf", context_length=512)
+        with rt.use("writer") as writer, rt.use(LARGER) as larger:
+            yield writer, larger
+
+
+def _messages() -> list[dict[str, str]]:
+    """A short prompt, different at each call. For an equal prompt, llama.cpp would not run the model."""
+    words = random.choices(("one", "two", "three", "four", "five"), k=8)
+    return [{"role": "user", "content": " ".join(words)}]
 
 
 def _alternately(rounds: int, *ways: Callable[[], float | None]) -> list[float]:
@@ -69,20 +91,20 @@ def _alternately(rounds: int, *ways: Callable[[], float | None]) -> list[float]:
     return [statistics.median(seconds) for seconds in taken]
 
 
-def one_token(server: Server, writer: Any) -> dict[str, float]:
-    """The seconds of a chat with one token."""
+def one_token(server: Server, name: str, model: Any, rounds: int = 100) -> dict[str, float]:
+    """The seconds of a chat with one token of the model `name`; `model` is the same engine, called directly."""
     connection = http.client.HTTPConnection(server.address)
-    body = {"model": "writer", "max_tokens": 1, "temperature": 0}
+    body = {"model": name, "max_tokens": 1, "temperature": 0}
 
     def through() -> None:
-        server.call(connection, **body).read()
+        server.call(connection, messages=_messages(), **body).read()
 
     def direct() -> None:
-        writer.create_chat_completion(MESSAGES, max_tokens=1, temperature=0)
+        model.create_chat_completion(_messages(), max_tokens=1, temperature=0)
 
     _alternately(3, direct, through)
-    alone, served = _alternately(100, direct, through)
-    return {"one token, direct": alone, "one token, served": served}
+    alone, served = _alternately(rounds, direct, through)
+    return {f"{name}, one token, direct": alone, f"{name}, one token, served": served}
 
 
 def stream_gap(server: Server, writer: Any) -> dict[str, float]:
@@ -108,13 +130,15 @@ def stream_gap(server: Server, writer: Any) -> dict[str, float]:
     return {"gap, direct": alone, "gap, served": served}
 
 
-def many_clients(server: Server, writer: Any, calls: int = 64) -> dict[str, float]:
+def many_clients(server: Server, name: str, model: Any, calls: int = 64) -> dict[str, float]:
     """The calls a second of CONNECTIONS clients with 8 tokens each, and of the engine alone."""
 
     def client(many: int) -> None:
         connection = http.client.HTTPConnection(server.address)
         for _ in range(many):
-            server.call(connection, model="writer", max_tokens=8, temperature=0).read()
+            server.call(
+                connection, messages=_messages(), model=name, max_tokens=8, temperature=0
+            ).read()
 
     def through() -> None:
         with ThreadPoolExecutor(CONNECTIONS) as pool:
@@ -122,26 +146,29 @@ def many_clients(server: Server, writer: Any, calls: int = 64) -> dict[str, floa
 
     def direct() -> None:
         for _ in range(calls):
-            writer.create_chat_completion(MESSAGES, max_tokens=8, temperature=0)
+            model.create_chat_completion(_messages(), max_tokens=8, temperature=0)
 
     alone, served = _alternately(3, direct, through)
-    return {"clients, direct": calls / alone, "clients, served": calls / served}
+    return {f"{name}, clients, direct": calls / alone, f"{name}, clients, served": calls / served}
 
 
-def http_engine(server: Server, directory: str) -> dict[str, float]:
-    """The same for llama-server: one token, and calls a second of CONNECTIONS clients. Empty without llama-server."""
+def http_engine(server: Server, directory: str, name: str, crowds: int) -> dict[str, float]:
+    """The same for llama-server with the model `name`: one token, and calls a second of CONNECTIONS clients.
+
+    The calls a second are the median of `crowds` runs. The result is empty without llama-server.
+    """
     program = shutil.which("llama-server")
     if program is None:
         return {}
     port = free_port()
-    words = [program, "--model", f"{directory}/writer.gguf", "--port", str(port), "--jinja"]
+    words = [program, "--model", f"{directory}/{name}.gguf", "--port", str(port), "--jinja"]
     words += ["--ctx-size", str(512 * CONNECTIONS), "--parallel", str(CONNECTIONS)]
     quiet = subprocess.DEVNULL
     with subprocess.Popen(words, stdout=quiet, stderr=quiet) as process:
         alone = Server(f"127.0.0.1:{port}", "", psutil.Process(process.pid))
         try:
             _wait_until_ready(port)
-            return _one_token_and_clients(server, alone)
+            return _one_token_and_clients(server, alone, name, crowds)
         finally:
             process.terminate()
 
@@ -155,13 +182,15 @@ def _wait_until_ready(port: int) -> None:
     raise TimeoutError("llama-server is not ready after a minute")
 
 
-def _one_token_and_clients(server: Server, alone: Server) -> dict[str, float]:
+def _one_token_and_clients(
+    server: Server, alone: Server, name: str, rounds: int
+) -> dict[str, float]:
     def one_by(place: Server) -> Callable[[], None]:
         connection = http.client.HTTPConnection(place.address)
-        body = {"model": "native", "max_tokens": 1, "temperature": 0}
+        body = {"model": f"native-{name}", "max_tokens": 1, "temperature": 0}
 
         def one() -> None:
-            place.call(connection, **body).read()
+            place.call(connection, messages=_messages(), **body).read()
 
         return one
 
@@ -169,7 +198,13 @@ def _one_token_and_clients(server: Server, alone: Server) -> dict[str, float]:
         def client(many: int) -> None:
             connection = http.client.HTTPConnection(place.address)
             for _ in range(many):
-                place.call(connection, model="native", max_tokens=8, temperature=0).read()
+                place.call(
+                    connection,
+                    messages=_messages(),
+                    model=f"native-{name}",
+                    max_tokens=8,
+                    temperature=0,
+                ).read()
 
         def calls() -> None:
             with ThreadPoolExecutor(CONNECTIONS) as pool:
@@ -179,15 +214,15 @@ def _one_token_and_clients(server: Server, alone: Server) -> dict[str, float]:
 
     ways = one_by(alone), one_by(server)
     _alternately(3, *ways)
-    direct, served = _alternately(100, *ways)
+    direct, served = _alternately(20 * rounds, *ways)
     crowds = clients_of(alone), clients_of(server)
     _alternately(1, *crowds)
-    many, many_served = _alternately(5, *crowds)
+    many, many_served = _alternately(rounds, *crowds)
     return {
-        "HTTP engine, one token, direct": direct,
-        "HTTP engine, one token, served": served,
-        "HTTP engine, clients, direct": 4 * CONNECTIONS / many,
-        "HTTP engine, clients, served": 4 * CONNECTIONS / many_served,
+        f"HTTP engine, {name}, one token, direct": direct,
+        f"HTTP engine, {name}, one token, served": served,
+        f"HTTP engine, {name}, clients, direct": 4 * CONNECTIONS / many,
+        f"HTTP engine, {name}, clients, served": 4 * CONNECTIONS / many_served,
     }
 
 

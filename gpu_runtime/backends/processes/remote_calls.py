@@ -20,8 +20,63 @@ SMALL_BYTES = 1 << 14  # below this size a copy is cheaper than a separate buffe
 def pack(value: Any, *, dumps: Callable[..., bytes] = pickle.dumps, share: bool = True) -> Packed:
     """The packed `value`, pickled by `dumps`. With `share`, its large buffers are not copied."""
     buffers: list[pickle.PickleBuffer] = []
-    data = dumps(value, protocol=5, buffer_callback=buffers.append if share else None)
+    light = _each_tensor(value, _Tensors().lightened)
+    data = dumps(light, protocol=5, buffer_callback=buffers.append if share else None)
     return data, *buffers
+
+
+class _LightTensor:
+    """A tensor that is pickled as an array, so that its bytes can be a buffer of the packed value.
+
+    Torch's own pickle of a tensor takes 0.3 ms more at each end, and copies the bytes.
+    """
+
+    def __init__(self, array: Any, dtype: str) -> None:
+        self._parts = array, dtype
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _tensor, self._parts
+
+
+def _array(tensor: Any) -> Any:
+    """The bytes of `tensor` as a NumPy array. A dtype that NumPy lacks becomes an integer of the same width."""
+    import torch
+
+    try:
+        return tensor.numpy()
+    except TypeError:  # such as bfloat16
+        return tensor.view(getattr(torch, f"int{8 * tensor.element_size()}")).numpy()
+
+
+def _tensor(array: Any, dtype: str) -> Any:
+    """The tensor with the bytes of `array`. `dtype` is the name of a torch dtype of the same width."""
+    import torch
+
+    writable = array if array.flags.writeable else array.copy()
+    return torch.from_numpy(writable).view(getattr(torch, dtype))
+
+
+class _Tensors:
+    """The tensors of one value that have been made light. A tensor that occurs twice is sent once."""
+
+    def __init__(self) -> None:
+        self._known: dict[int, tuple[Any, _LightTensor]] = {}
+
+    def lightened(self, tensor: Any) -> Any:
+        """`tensor` in a form that is quick to pickle; the tensor itself if torch must pickle it."""
+        import torch
+
+        is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
+        is_plain = is_plain and tensor.device.type == "cpu" and not tensor.requires_grad
+        if not is_plain or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
+            return tensor
+        if id(tensor) not in self._known:
+            light = _LightTensor(_array(tensor.contiguous()), str(tensor.dtype).split(".")[1])
+            self._known[id(tensor)] = (
+                tensor,
+                light,
+            )  # the tensor is kept, so that its id stays its own
+        return self._known[id(tensor)][1]
 
 
 def unpack(packed: Packed) -> Any:
