@@ -120,9 +120,11 @@ def nothing_yet(prompt: str, registered: Sequence[str] = ()) -> str:
             f"Nothing is loaded. Registered here: {clean(', '.join(registered))}. Load one:  "
             f"{prompt} preload {clean(registered[0])}"
         )
-    first = "" if prompt == "%gpu" else "%load_ext gpu  and  "
-    where = "" if prompt == "%gpu" else ", in a notebook"
-    return f"Nothing is loaded yet. Load a model{where}:  {first}%gpu load NAME PATH"
+    if prompt == "%gpu":
+        torch = "Tensors of plain torch code appear here by themselves. Load a model:"
+    else:
+        torch = "In a notebook, type  %load_ext gpu  and run torch code, or load a model:"
+    return f"Nothing is loaded yet. {torch}  %gpu load NAME PATH"
 
 
 def size(count: int | None) -> str:

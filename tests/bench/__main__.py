@@ -503,12 +503,31 @@ def served() -> Iterator[Row]:
 
 
 def console() -> Iterator[Row]:
-    first, later, live = bench_console.paint()
+    first, later, warm, slow = bench_console.paint()
     yield Row(
         "the served page, from its request to the figures of the first card, in a browser with an empty cache",
-        f"{later:,.0f} ms (of a server that has just started {first:,.0f}); buttons act after {live:,.0f} ms",
+        f"{later.figures:,.0f} ms (of a server that has just started {first.figures:,.0f}); buttons act after "
+        f"{later.live:,.0f} ms",
         "≤ 2,000 ms",
-        max(first, later) <= 2000,
+        max(first.figures, later.figures) <= 2000,
+    )
+    yield Row(
+        "the same in a browser that was there before",
+        f"{warm.figures:,.0f} ms; buttons act after {warm.live:,.0f} ms",
+        "≤ 1,000 ms",
+        warm.figures <= 1000,
+    )
+    yield Row(
+        "the same with an empty cache over a line of 1.6 Mbit/s and 150 ms: something to read; figures",
+        f"{slow.read:,.0f} ms; {slow.figures:,.0f} ms; buttons act after {slow.live:,.0f} ms",
+        "≤ 2,000 ms; ≤ 12,000 ms",
+        slow.read <= 2000 and slow.figures <= 12000,
+    )
+    yield Row(
+        "bytes of a first visit",
+        f"{later.bytes / 1e6:.2f} MB",
+        "≤ 1.3 MB",
+        later.bytes <= 1.3e6,
     )
     seen = bench_console.effect()
     yield Row(

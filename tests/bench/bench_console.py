@@ -133,27 +133,60 @@ SEEN = """(words => {
 })"""
 
 
-class Paint(NamedTuple):
-    """Milliseconds from the request of the page to the frame that shows how full the first card is."""
+# A line with 1.6 Mbit/s and 150 ms, in the words of Chromium's protocol. Rates are in bytes a second.
+SLOW_LINE = {"offline": False, "latency": 150, "downloadThroughput": 2e5, "uploadThroughput": 9.4e4}
 
-    first: float  # for the first visitor after the server's start
-    later: float  # the median for later visitors; each browser has an empty cache
-    live: float  # until the live page replaces the preview; the median for later visitors
+
+class Visit(NamedTuple):
+    """One visit of the page. All times are milliseconds since its request."""
+
+    read: float  # until there is something to read
+    figures: float  # until a frame shows how full the first card is
+    live: float  # until the live page replaces the preview, so that buttons act
+    bytes: float  # that arrived, as they were compressed
+
+
+class Paint(NamedTuple):
+    """The first visit after the server's start, and the medians of later visits."""
+
+    first: Visit
+    later: Visit  # each browser has an empty cache
+    warm: Visit  # the second visits of these browsers
+    slow: Visit  # over SLOW_LINE, with an empty cache
 
 
 def paint(visits: int = 5) -> Paint:
     with box(kernels=((0, 2, 4, 0.0),)) as (served, _), running() as browser:
-        taken, live = [], []
-        for _ in range(1 + visits):
-            context = browser.new_context(viewport={"width": 1400, "height": 900})
-            page = context.new_page()
-            page.add_init_script(f"{SEEN}({json.dumps('13.6 GiB free')})")
-            page.goto(entrance(served), wait_until="commit")
-            page.wait_for_function("window.live", polling=100, timeout=WAIT_MS)
-            taken.append(page.evaluate("window.seenAt"))
-            live.append(page.evaluate("window.live"))
-            context.close()
-    return Paint(taken[0], statistics.median(taken[1:]), statistics.median(live[1:]))
+        found: dict[str, list[Visit]] = {"cold": [], "warm": [], "slow": []}
+        for number in range(1 + visits):
+            for line, names in ((None, ("cold", "warm")), (SLOW_LINE, ("slow",))):
+                context = browser.new_context(viewport={"width": 1400, "height": 900})
+                for name in names if number else names[:1]:
+                    found[name].append(_visit(context.new_page(), served, line))
+                context.close()
+    first, *cold = found["cold"]
+    later = [_medians(visits) for visits in (cold, found["warm"], found["slow"])]
+    return Paint(first, *later)
+
+
+def _medians(visits: list[Visit]) -> Visit:
+    return Visit(*map(statistics.median, zip(*visits, strict=True)))
+
+
+def _visit(page: Any, served: Served, line: dict[str, Any] | None) -> Visit:
+    """Opens the console in `page`, over a `line` if given."""
+    arrived = []
+    protocol = page.context.new_cdp_session(page)
+    protocol.send("Network.enable")
+    protocol.on("Network.loadingFinished", lambda end: arrived.append(end["encodedDataLength"]))
+    if line:
+        protocol.send("Network.emulateNetworkConditions", line)
+    page.add_init_script(f"{SEEN}({json.dumps('13.6 GiB free')})")
+    page.goto(entrance(served), wait_until="commit")
+    page.wait_for_function("window.live", polling=100, timeout=WAIT_MS)
+    read = "performance.getEntriesByName('first-contentful-paint')[0].startTime"
+    times = [page.evaluate(value) for value in (read, "window.seenAt", "window.live")]
+    return Visit(*times, sum(arrived))
 
 
 # -- a click and its effect -------------------------------------------------------------------------------------------

@@ -78,7 +78,12 @@ def test_status_lists_the_queue():
 @pytest.mark.parametrize(
     ("seen", "prompt", "hint"),
     [
-        (samples.empty, "%gpu", "Nothing is loaded yet. Load a model:  %gpu load NAME PATH"),
+        (
+            samples.empty,
+            "%gpu",
+            "Nothing is loaded yet. Tensors of plain torch code appear here by themselves. "
+            "Load a model:  %gpu load NAME PATH",
+        ),
         (
             samples.registered,
             "%gpu",
@@ -87,7 +92,8 @@ def test_status_lists_the_queue():
         (
             samples.empty,
             "gpu",
-            "Nothing is loaded yet. Load a model, in a notebook:  %load_ext gpu  and  %gpu load NAME PATH",
+            "Nothing is loaded yet. In a notebook, type  %load_ext gpu  and run torch code, "
+            "or load a model:  %gpu load NAME PATH",
         ),
     ],
 )

@@ -46,9 +46,8 @@ def notices_html(snapshot: Snapshot) -> str:
     has_lease = any(True for _ in snapshot.leases())
     if not has_lease:
         parts.append(
-            '<div class="hint">No model holds memory yet. In a notebook: '
-            "<code>%load_ext gpu</code>, then <code>%gpu load NAME PATH</code>, and to use it: "
-            '<code>with rt.use("NAME") as model:</code></div>'
+            '<div class="hint">Nothing holds memory yet. In a notebook, type <code>%load_ext gpu</code> and run torch '
+            "code, or load a model: <code>%gpu load NAME PATH</code></div>"
         )
     return "".join(parts)
 
