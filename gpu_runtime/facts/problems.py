@@ -271,7 +271,7 @@ def _refusals(seen: Snapshot) -> Iterator[Problem]:
 
     A block of code that requests more than all cards have is a mistake of its caller, who was told.
     """
-    all_cards = sum(view.limit_bytes for view in seen.devices if not view.device.is_host)
+    cards = {view.device.id: view.limit_bytes for view in seen.devices if not view.device.is_host}
     latest: dict[tuple[str, str], Event] = {}
     for event in seen.events:
         if event.action == "refused":
@@ -282,11 +282,13 @@ def _refusals(seen: Snapshot) -> Iterator[Problem]:
         if seen.wall - event.wall > REFUSED_SECONDS or event.owner not in seen.sections:
             continue
         is_model = event.model in seen.names.get(event.owner, ())
-        if event.bytes > all_cards and not is_model:
+        if event.bytes > sum(cards.values()) and not is_model:
             continue
         subject = f"{event.owner}/{event.model}"
         text = f"{event.model} was refused: {event.because}"
-        yield Problem(ProblemKind.REFUSED, subject, text, event.bytes, event.wall)
+        large = {id for id, limit in cards.items() if limit >= event.bytes}
+        kept = _kept(seen, large)
+        yield Problem(ProblemKind.REFUSED, subject, text, event.bytes, event.wall, kept)
 
 
 # -- actions -------------------------------------------------------------------------------------

@@ -90,6 +90,20 @@ def test_a_refusal_is_a_problem_until_the_model_is_granted_room():
     assert kinds(snapshot(events=[replace(refused, wall=WALL - 601)])) == []
 
 
+def test_a_refusal_beside_pinned_models_offers_to_unpin_them():
+    refused = event(1, "giant", "refused", "it needs 20.0 GiB", 20)
+    pinned = lease("qwen", 14, keep=True)
+    [found] = problems(snapshot(pinned, lease("llama", 4), events=[refused]))
+    assert found.actions == (("unpin", pinned.id),)
+    [larger_than_any_card] = problems(
+        replace(
+            snapshot(pinned, events=[replace(refused, bytes=900 * GIB)]),
+            names={refused.owner: ("giant",)},
+        )
+    )
+    assert larger_than_any_card.actions == ()
+
+
 def test_a_block_of_code_larger_than_all_cards_is_no_problem_of_the_host():
     """A typing mistake, `%%gpu 900GiB`, made the host unhealthy for ten minutes."""
     typed = event(1, "train.ipynb#1", "refused", "the largest budget is 24 GiB", 900)
