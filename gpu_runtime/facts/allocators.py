@@ -38,7 +38,10 @@ class SegmentMap(Value, array_like=True):
 
     @property
     def in_use(self) -> bool:
-        """Whether a part of the segment is allocated, so that the segment cannot be given back."""
+        """Whether the segment has a block that is neither inactive nor released.
+
+        Such a segment cannot be given back to the driver.
+        """
         free = (BlockState.INACTIVE, BlockState.RELEASED)
         return any(block.state not in free for block in self.blocks)
 
@@ -72,9 +75,9 @@ class AllocatorMap(Value):
     def largest_request_bytes(self, view: DeviceView) -> int | None:
         """The largest piece of memory that this process could allocate now; None if unknown.
 
-        `view` is the card, whose budget bounds the result. torch uses its largest free block. If
-        this block is too small, torch releases the segments that are entirely unused, and takes new
-        memory. On a simulated card only allocated bytes are claimed, so all free room can be used.
+        `view` is the card, whose budget bounds the new memory. torch uses its largest free block.
+        If this block is too small, torch releases the segments that are entirely unused, and takes
+        new memory. On a simulated card only allocated bytes are claimed, so all free room can be used.
         """
         if view.room_bytes is None or self.largest_free_bytes is None:
             return None

@@ -59,9 +59,9 @@ class Quarantined(Value):
     promised: dict[str, int]  # the part of the claims that was still arriving
     settled_at: float  # when the owner's newest lease settled
     entries: int  # leases and tickets
-    why: str  # why the part cannot be read
-    entry: bytes = b""  # its index entry in the page, unchanged
-    content: bytes = b""  # its part of the page, unchanged
+    why: str  # why the section cannot be read
+    entry: bytes = b""  # the section's index entry in the page, unchanged
+    content: bytes = b""  # the section's bytes in the page, unchanged
 
     def __str__(self) -> str:
         held = [f"{show_bytes(size)} on {device}" for device, size in self.held.items()]

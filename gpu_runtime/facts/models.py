@@ -55,9 +55,9 @@ class Footprint(Value):
 
     @property
     def working_bytes(self) -> int:
-        """The bytes for caches and activations, which stay claimed while the model is on a device.
+        """The bytes of the parts `for_use`, which stay claimed while the model is on a device.
 
-        The result is 0 if caches and activations are allocated with the weights (`at_load`).
+        The result is 0 if these parts are allocated with the weights (`at_load`).
         """
         if self.at_load:
             return 0

@@ -25,11 +25,11 @@ class Offer(Value):
 
 
 class HostRoom(Value):
-    """The room of one host. By such rooms, a fleet chooses the hosts on which to plan a model."""
+    """The room of one host for a model. A fleet uses it to choose the hosts that plan the model."""
 
     host: str
     here: bool = False  # whether the model is on a device of the host
-    warm: bool = False  # whether it is in the host's memory
+    warm: bool = False  # whether the model is in the host's memory
     drained: bool = False  # whether the host takes no new models
     need_bytes: int = 0  # the size of the model; 0: unknown
     may_split: bool = False  # whether the model may use several cards

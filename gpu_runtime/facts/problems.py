@@ -43,7 +43,7 @@ class ProblemKind(enum.StrEnum):
 
 
 class Problem(Value):
-    """One problem, as long as it exists."""
+    """One problem that the host has at the time of a snapshot."""
 
     kind: ProblemKind
     subject: str  # the device, process, model or request, as an id that stays the same
@@ -112,7 +112,7 @@ def _low_host_memory(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _pressure(seen: Snapshot) -> Iterator[Problem]:
-    """Yields a problem for each card over its budget.
+    """Yields a problem for each card over its budget, unless the governor is off.
 
     With `GPU_RELIEF=always`, a card at the level CRITICAL is a problem too.
     """

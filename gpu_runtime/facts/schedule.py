@@ -1,4 +1,4 @@
-"""The schedule of a notebook: the next cells, the models that they use, and the models' places."""
+"""The schedule of a notebook: the running and the waiting cells, and the models that they use."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class ScheduledModel(Value):
 
 
 class Schedule(Value):
-    """The models that waiting cells will need, and the models that were loaded ahead."""
+    """The models of the running cell and the waiting cells, and counts of models loaded ahead."""
 
     mode: str = "auto"  # the setting GPU_PREFETCH
     cells: tuple[CellModels, ...] = ()  # the running cell and the waiting ones, in order
