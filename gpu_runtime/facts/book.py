@@ -292,7 +292,7 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
     the limit already, only bytes above the old claims count. This function checks laws 1 and 2 in
     docs/architecture.md. Measured bytes may exceed the limit: residue, or a lease that settled
     larger than requested. Newly *promised* bytes (targets of loads and moves) may not exceed the
-    limit.
+    limit. Devices that share the machine's RAM also have one joint entry, such as `cuda:0+host`.
     """
     # An unchanged section promises nothing new, and most writes change one section of many.
     changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]
@@ -343,7 +343,7 @@ def _claims_after(
 
 
 def _promised(sections: Iterable[Section]) -> dict[str, int]:
-    """Bytes on each device that are reserved for leases still arriving."""
+    """Bytes on each device that are reserved for leases still arriving or moving."""
     sums: dict[str, int] = {}
     for section in sections:
         for device, size in section.promises().items():

@@ -20,7 +20,7 @@ class Device(Value):
     total_bytes: int
     name: str = ""
     uuid: str = ""
-    # The number in the id. For an instance of a divided card, this is the number of the card.
+    # The number in the id. For an instance of a partitioned card, this is the number of the card.
     # torch's own number for the card may differ from process to process.
     index: int = 0
     simulated: bool = False

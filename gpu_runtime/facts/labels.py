@@ -26,7 +26,7 @@ class LeaseState(NamedTuple):
 
     activity: str  # "arriving", "leaving", "in use", "idle" or "never used"
     seconds: float = 0.0  # how long it has been in use, or idle; 0: not known
-    warm: bool = False  # whether the lease is idle in host memory
+    warm: bool = False  # whether the lease is settled and unused in host memory
 
     @property
     def word(self) -> str:

@@ -214,7 +214,7 @@ _ARRIVED = ("granted", "loaded", "restored")
 
 
 def _swapping(seen: Snapshot) -> Iterator[Problem]:
-    """Yields a problem if two models evicted each other from a card four times in five minutes."""
+    """Yields a problem if two models left a card by turns four times in the last five minutes."""
     recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
     for view in seen.devices:
         if view.device.is_host:
@@ -239,10 +239,7 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _was_evicted(event: Event, device: str) -> bool:
-    """Whether a model left the `device` to make room for another model.
-
-    An eviction that a person requested does not count.
-    """
+    """Whether a model left the `device`, and the reason is neither `evict` nor `owner`."""
     return (
         event.action in _LEFT and event.device == device and event.reason not in ("evict", "owner")
     )
@@ -269,7 +266,8 @@ def _settled(seen: Snapshot, event: Event) -> Lease | None:
 def _refusals(seen: Snapshot) -> Iterator[Problem]:
     """Yields the newest refusal of each model, unless the model was granted room later.
 
-    A block of code that requests more than all cards have is a mistake of its caller, who was told.
+    Refusals older than ten minutes, and refusals of owners that have left the book, are left out. A
+    block of code that requests more than all cards have is left out too: its caller got an error.
     """
     cards = {view.device.id: view.limit_bytes for view in seen.devices if not view.device.is_host}
     latest: dict[tuple[str, str], Event] = {}

@@ -59,7 +59,7 @@ class MapFiles:
             try:
                 maps = _decode(os.read(fd, MOST_BYTES))
             except (msgspec.MsgspecError, UnicodeDecodeError):
-                return None  # the file is being written; the next read finds it complete
+                return None  # another version wrote it, or it is damaged
             own = tuple(map for map in maps if map.owner == id)
             seen = (stamp, own)
             self._seen[id] = seen

@@ -18,7 +18,7 @@ from .liveness import boot_id
 from .location import split_redis_url
 
 PROC = Path("/proc")
-_MOST_CHILDREN = 64  # processes of one tree that are looked at
+_MOST_CHILDREN = 64  # after so many processes of one tree, no further children are read
 
 
 class OpenLedger(NamedTuple):
@@ -88,7 +88,7 @@ def _open_files(pid: int, proc: Path) -> Iterator[str]:
     directory = proc / f"{pid}/fd"
     try:
         names = os.listdir(directory)
-    except OSError:  # the process has ended, or another user's
+    except OSError:  # the process has ended, or belongs to another user
         return
     for name in sorted(names, key=int):
         try:
@@ -101,8 +101,8 @@ def _ledger(pid: int, directory: Path, proc: Path) -> OpenLedger | None:
     """The ledger whose files of this boot are in `directory`.
 
     The files of a ledger in Redis do not contain the ledger's URL, since the URL may have a
-    password. So the URL is read from the environment of the process `pid`. If the URL in the
-    environment does not lead to `directory`, the result is None.
+    password. So the URL is read from the environment of the process `pid`. The result is
+    None if the environment has no URL of Redis, or if its URL does not lead to `directory`.
     """
     if (directory / "CURRENT").exists():
         return OpenLedger(f"sqlite://{directory.parent}", directory)

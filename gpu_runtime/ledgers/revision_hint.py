@@ -62,7 +62,7 @@ class RevisionHint:
         """Records that the book named `book` has been written at the revision `rev`."""
         entry = _ENTRY.pack(_checksum(book), rev)
         checksum = _SUM.pack(zlib.crc32(entry))
-        with contextlib.suppress(OSError):  # the disk is full; the hint is optional
+        with contextlib.suppress(OSError):  # no file, or a full disk; the hint is optional
             os.pwrite(self._fd, entry + checksum, 0)
 
 
