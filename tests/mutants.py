@@ -390,6 +390,12 @@ FAULTS = [
         "(0, rank(last, world))",
     ),
     Fault(
+        "worth forgotten across cards",
+        "scheduler/eviction",
+        "(most_important, highest_rank, rounded_seconds, cards, leases, order)",
+        "(most_important, rounded_seconds, cards, leases, highest_rank, order)",
+    ),
+    Fault(
         "ageing displaces",
         "scheduler/eviction",
         "    asker, importance = request.lease.owner, request.lease.importance\n    recalled",

@@ -132,6 +132,7 @@ class Candidate(Value):
     victims: tuple[str, ...] = ()
     cost_seconds: float = 0.0  # time to reload the models that it displaces
     filled: Shares = ()  # the model's own bytes, if the shares claim more than these
+    worth: float = 0.0  # the eviction policy's number of the displaced model that is worth most
 
 
 class Request(Value):

@@ -46,6 +46,7 @@ class Way(NamedTuple):
     shadows: tuple[Lease, ...] = ()  # leases whose shadows are freed for those that leave
     seconds: float = 0.0  # time to load the evicted leases again
     others: tuple[Way, ...] = ()  # ways that were not chosen, the cheapest first
+    worth: float = 0.0  # the eviction policy's number of the lease in `leaving` that is worth most
 
 
 class _Priced(NamedTuple):
@@ -58,6 +59,7 @@ class _Priced(NamedTuple):
     candidate: Candidate
     leaving: tuple[Lease, ...]
     seconds: float
+    worth: float
 
 
 def cheapest_way(
@@ -135,7 +137,13 @@ def _cheapest(
         unloaded,
         freed,
         best.seconds,
-        tuple([Way(one.candidate, one.leaving, seconds=one.seconds) for one in others]),
+        tuple(
+            [
+                Way(one.candidate, one.leaving, seconds=one.seconds, worth=one.worth)
+                for one in others
+            ]
+        ),
+        best.worth,
     )
 
 
@@ -237,11 +245,15 @@ def _priced(
 ) -> _Priced:
     """The way to make room for `candidate` by evicting the leases `leaving`, with its cost.
 
-    Costs are compared in this order: the highest importance of an evicted lease, the seconds of
-    loading the leases again, the number of cards, the number of leases, and the rank that the
-    eviction policy gives. With the placement policy `fewest-evictions`, the number of leases is
-    compared before the seconds. `order`, the way's position in the search, decides between ways
-    that are equal in all of these.
+    Costs are compared in this order: the highest importance of an evicted lease, the rank that the
+    eviction policy gives to the evicted lease that is worth most, the seconds of loading the leases
+    again, the number of cards, and the number of leases. With the placement policy
+    `fewest-evictions`, the number of leases is compared before the rank. `order`, the way's
+    position in the search, decides between ways that are equal in all of these.
+
+    (When the seconds were compared before the rank, small models in use all day left again and
+    again: on a simulated week over 8 cards without host memory, the loads took 2.2 to 3.1 times as
+    long. See tests/bench/bench_week.py.)
     """
     most_important, highest_rank = _most_precious(leaving, world, rank)
     seconds = sum([_seconds_to_return(lease) for lease in leaving])
@@ -249,11 +261,10 @@ def _priced(
     rounded_seconds = round(seconds, 1)
     cards, leases = len(candidate.shares), len(leaving)
     if request.placement.policy == "fewest-evictions":
-        size: tuple[float, float, float] = (leases, rounded_seconds, cards)
+        cost = (most_important, leases, highest_rank, rounded_seconds, cards, order)
     else:
-        size = (rounded_seconds, cards, leases)
-    cost = (most_important, *size, highest_rank, order)
-    return _Priced(cost, candidate, leaving, seconds)
+        cost = (most_important, highest_rank, rounded_seconds, cards, leases, order)
+    return _Priced(cost, candidate, leaving, seconds, highest_rank)
 
 
 def _seconds_to_return(lease: Lease) -> float:

@@ -271,4 +271,5 @@ def _with_cost(way: Way) -> Candidate:
         tuple([lease.id for lease in way.leaving]),
         way.seconds,
         candidate.filled,
+        way.worth,
     )

@@ -210,7 +210,7 @@ def _why_not(
     rules: PlacementRules,
 ) -> str:
     if other.victims:
-        return _why_not_evict(other, chosen)
+        return _why_not_evict(other, chosen, rules)
     if not other.fits:
         return other.because
     if len(other.shares) > len(chosen.shares):
@@ -224,12 +224,15 @@ def _why_not(
     return f"{room}, more than {chosen_device}"
 
 
-def _why_not_evict(other: Candidate, chosen: Candidate) -> str:
+def _why_not_evict(other: Candidate, chosen: Candidate, rules: PlacementRules) -> str:
     """Why `chosen` is better than the candidate `other`, which evicts leases."""
     names = ", ".join(id.partition("/")[2] for id in other.victims)
     head = f"{names} would be evicted"
     if not chosen.victims:
         return head
+    fewest = rules.policy == "fewest-evictions" and len(other.victims) > len(chosen.victims)
+    if other.worth > chosen.worth and not fewest:
+        return f"{head}, and should stay longer"
     other_seconds, chosen_seconds = other.cost_seconds, chosen.cost_seconds
     shown, shown_chosen = show_seconds(other_seconds), show_seconds(chosen_seconds)
     if other_seconds > chosen_seconds + 0.1 and shown != shown_chosen:

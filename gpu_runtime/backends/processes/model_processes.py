@@ -269,11 +269,8 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
         return self._holds(model, "unchanged")
 
     def _holds(self, model: ProcessHandle, kind: str) -> bool:
-        """The answer of the process of `model` to the request `kind`.
-
-        True if the process is gone, because no changed weights can be lost then.
-        """
+        """The answer of the process of `model` to the request `kind`; True if the process is gone."""
         try:
             return model.engine.request(kind)
-        except EngineDied:
+        except EngineDied:  # no changed weights can be lost any more
             return True
