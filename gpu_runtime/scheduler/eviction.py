@@ -261,7 +261,14 @@ def _priced(
     rounded_seconds = round(seconds, 1)
     cards, leases = len(candidate.shares), len(leaving)
     if request.placement.policy == "fewest-evictions":
-        cost = (most_important, leases, highest_rank, rounded_seconds, cards, order)
+        cost: tuple[float, ...] = (
+            most_important,
+            leases,
+            highest_rank,
+            rounded_seconds,
+            cards,
+            order,
+        )
     else:
         cost = (most_important, highest_rank, rounded_seconds, cards, leases, order)
     return _Priced(cost, candidate, leaving, seconds, highest_rank)
