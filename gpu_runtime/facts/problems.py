@@ -239,10 +239,8 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
 
 
 def _was_evicted(event: Event, device: str) -> bool:
-    """Whether a model left the `device`, and the reason is neither `evict` nor `owner`."""
-    return (
-        event.action in _LEFT and event.device == device and event.reason not in ("evict", "owner")
-    )
+    """Whether a model left the `device` to make room for another model."""
+    return event.action in _LEFT and event.device == device and event.reason == "request"
 
 
 def _turns(left: list[Event]) -> list[Event]:

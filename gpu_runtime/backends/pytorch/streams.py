@@ -18,7 +18,6 @@ import torch
 
 from ... import threads
 
-PRIVATE = "it is in a private pool of a CUDA graph"  # why a block cannot leave
 DEFAULT = 0  # the stream that every card has
 
 Segments = Sequence[Mapping[str, Any]]
