@@ -606,9 +606,9 @@ class Runtime:
         """Replays a history, and shows how long users wait with each policy, card and RAM.
 
         The history is in the CSV files `requests` and `models`. Without files, the history is the
-        journal of the last `days` days. Each choice is a list of words, or one string with commas.
-        The words of `device` and `host` are sizes such as "80GB", or percents of the bytes of all
-        models. Raises BadSetting.
+        journal of the last `days` days. `policy`, `engine`, `device` and `host` are lists of words,
+        or strings of words with commas. A word of `device` or `host` is a size such as "80GB", or a
+        percentage of the bytes of all models, such as "50%". Raises BadSetting.
         """
         choices: dict[str, Any] = {"days": days, "policy": policy, "engine": engine}
         choices |= {"device": device, "host": host}

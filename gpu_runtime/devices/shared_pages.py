@@ -118,7 +118,8 @@ def _array(region: Region, at: int, block: Block) -> Any:
 def held_by(pids: Iterable[int]) -> Iterator[SharedPages]:
     """The shared pages that the processes `pids` hold, if they are processes of this user.
 
-    A file counts only if this user owns it, if no other user may open it, and if it has no name.
+    An open file of a process counts only if this user owns the file, if no other user may open it,
+    and if it has no name.
     """
     for pid in pids:
         directory = f"/proc/{pid}/fd"

@@ -187,7 +187,10 @@ def _cut(
     runs: tuple[Run, ...],
     need: int,
 ) -> Segments:
-    """The state with these `runs` at the start of the free run at the position `spot`."""
+    """Returns the state after `runs` are placed at the start of the free run at `spot`.
+
+    The `runs` take `need` bytes there. The rest stays free.
+    """
     segments = []
     for segment in state.segments:
         if segment.id == spot.segment:

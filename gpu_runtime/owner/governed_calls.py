@@ -55,8 +55,8 @@ _loading = threading.local()  # the model that this thread loads for a change of
 def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
     """Makes calls of the module `value`, and of its parts, pin `resident`.
 
-    `dropped` is true if the model's tensors hold no bytes. An access to a tensor of such a model
-    also restores the model.
+    `dropped` is true if the model's tensors hold no bytes. Such a model is loaded by a call, and
+    also by an access to one of its tensors.
 
     The module gets a subclass of its class. An attribute on the instance would be simpler. But a
     deep copy of the module would copy the attribute, and a call of the copy would use the

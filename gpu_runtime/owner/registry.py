@@ -117,7 +117,8 @@ def adoption_options(
 ) -> dict[str, Any]:
     """The `options` of `register` that `adopt` accepts too. Raises BadSetting for other options.
 
-    A module is governed as it is and where it is. So all other arguments must have their defaults.
+    `adopt` takes a module as it is and where it is. So `size`, `layout`, `quantization` and
+    `devices` must have the defaults of `register`, and `backend` must be "auto" or "torch".
     """
     for name, value in options.items():
         if name != "optimizer":

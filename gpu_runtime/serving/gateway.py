@@ -228,7 +228,10 @@ class Gateway:
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """A context manager that refuses its call (503) if the gateway is closed while the call waits or runs."""
+        """A context manager around the handling of one call.
+
+        If the gateway is closed, or closes before the block ends, the call is refused with 503.
+        """
         task = asyncio.current_task()
         assert task is not None
         self.require_open()

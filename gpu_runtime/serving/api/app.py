@@ -68,7 +68,7 @@ def application(
 def fleet_application(
     models: Any, gateway: Callable[[], Any], version: str, store: Store | None = None
 ) -> FastAPI:
-    """The application in front of a fleet, whose models `models` reads. See `application`."""
+    """The application of `gpu serve --fleet`. `models` reads the models of the fleet's hosts. See `application`."""
     app = _application(gateway, version, store)
     app.include_router(fleet.router(models, ACTS))
     add_metrics(app, FleetMetrics(models, gateway))
