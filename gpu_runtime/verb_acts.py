@@ -1,7 +1,5 @@
 """The functions that carry out verbs of the magics and of the command. They are called acts.
 
-A verb without an act here only calls one method of the runtime.
-
 `rt` is the runtime. `rt` is None if no runtime is open and the verb needs no runtime. `args` are
 the parsed arguments. An act returns data and prints nothing.
 """

@@ -228,10 +228,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """A context manager around the handling of one call.
-
-        If the gateway is closed, or closes before the block ends, the call is refused with 503.
-        """
+        """Refuses the call in its `with` block with 503 if the gateway closes before the block ends."""
         task = asyncio.current_task()
         assert task is not None
         self.require_open()

@@ -92,7 +92,7 @@ class Drawing(msgspec.Struct, frozen=True):
 
 
 def timeline(history: History, snapshot: Snapshot, shown: Range) -> Drawing:
-    """The drawing of `history` within the range `shown`. The titles of its rows have the notebooks' names in `snapshot`."""
+    """The drawing of `history` within the range `shown`. `snapshot` has the notebooks' names for the rows."""
     moments = [moment for moment in history.moments if shown.start <= moment.wall <= shown.end]
     devices = sorted({moment.device for moment in moments}, key=natural)
     spans = {
