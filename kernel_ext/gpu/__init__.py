@@ -17,7 +17,7 @@ def load_ipython_extension(shell: Any) -> None:
 
 
 def unload_ipython_extension(shell: Any) -> None:
-    """Removes the magics from the `shell`; IPython calls this for `%unload_ext gpu`."""
+    """Removes what `load_ipython_extension` added to the `shell`; IPython calls this for `%unload_ext gpu`."""
     from .magics import unload
 
     unload(shell)

@@ -69,7 +69,7 @@ class Compiled:
         return code
 
     def run(self) -> None:
-        """Runs the cell. If the cell raises an error, the traceback shows only the user's own lines."""
+        """Runs the cell. If the cell raises an error, the traceback begins at the cell's own line."""
         try:
             for code in self._code:
                 exec(code, self._shell.user_ns)
@@ -82,7 +82,7 @@ class Compiled:
 def _show_own_lines(
     shell: InteractiveShell, error: BaseException, codes: tuple[CodeType, ...]
 ) -> None:
-    """Removes the frames of this package from the traceback that IPython shows."""
+    """Removes the frames before the cell's own frame from the traceback that IPython shows."""
 
     def render() -> list[str]:
         """The lines of the traceback, from the cell's own frame on."""

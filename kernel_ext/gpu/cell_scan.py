@@ -64,7 +64,10 @@ class Scan:
         self.functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
 
     def read(self, code: str) -> Reading:
-        """The models of the cell with the text `code`. A cell that is not Python has no models."""
+        """The models of the cell with the text `code`.
+
+        A text that is not Python, is too long, or is nested too deeply has no models.
+        """
         if len(code) > MOST_CHARACTERS:
             return Reading()
         tree, cell = _parsed(code), _Cell(self)
@@ -77,7 +80,10 @@ class Scan:
         return Reading(tuple(cell.uses), frozenset([*cell.mentions, *cell.uses]))
 
     def values(self, node: ast.AST | None) -> Iterator[Any]:
-        """Yields the constants that may be the value of the expression `node`, as far as the text of the cell shows."""
+        """Yields the constants that may be the value of the expression `node`.
+
+        They are known from the texts of the cells and from the values of the notebook's variables.
+        """
         if isinstance(node, ast.Constant):
             yield node.value
         elif isinstance(node, ast.Name):
@@ -122,7 +128,7 @@ class Scan:
 
 
 class _Cell(ast.NodeVisitor):
-    """The models of one cell, in the order in which they appear."""
+    """The models of one cell: `uses` in the order in which they appear, and `mentions`."""
 
     def __init__(self, scan: Scan) -> None:
         self.scan = scan
@@ -137,7 +143,7 @@ class _Cell(ast.NodeVisitor):
                 self.uses.append(name)
 
     def mention(self, names: Iterable[Any]) -> None:
-        """Adds each model among `names` to the models that the cell only mentions, not to the models that it uses."""
+        """Adds each model among `names` to the models that the cell mentions. A used model may be among them."""
         self.mentions |= {name for name in names if type(name) is str and name in self.scan.known}
 
     # -- assignments
@@ -262,8 +268,8 @@ class _Cell(ast.NodeVisitor):
     def _follow_code(self, function: types.FunctionType, given: list[Any], depth: int = 0) -> None:
         """Adds the models that the existing `function` uses when it is called.
 
-        The models are found among the constants of `function` and the arguments `given`. Nothing is added if the
-        function calls no method that uses models.
+        If the function calls a method that uses models, the models are found among the constants of `function`, the
+        arguments `given` and the variables that it reads. The functions that it calls are followed too.
         """
         codes = [function.__code__]
         for code in codes:

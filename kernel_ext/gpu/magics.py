@@ -325,7 +325,7 @@ class _Loaded:
             )
 
     def open(self) -> Any:
-        """The runtime of this process. The first call also assigns it to the notebook's `rt`."""
+        """The runtime of this process. The notebook's `rt` refers to it, unless the user has set `rt`."""
         rt = gpu_runtime.runtime()
         if rt is not self.opened:
             self.opened = rt
@@ -337,7 +337,7 @@ class _Loaded:
         return rt
 
     def before_cell(self, info: Any) -> None:
-        """Records that a cell runs, from IPython's `info`. Opens the runtime if the cell's text contains `rt`."""
+        """Records that a cell runs, from IPython's `info`. The first cell with `rt` in its text opens the runtime."""
         activity.began(info)
         names_rt = re.search(r"\brt\b", info.raw_cell or "")
         if self.opened is None and self.rt is not None and names_rt:

@@ -1,8 +1,8 @@
 """Predicts the next cells of a notebook from the notebook's file.
 
-Some front ends send the next cell only when the last cell has ended: papermill, nbconvert, nbclient and VS Code. For
-these front ends, the order of the cells is read from the notebook's file. For other front ends the file is used only
-while cells follow each other faster than a person could start them.
+Some front ends send the next cell only when the last cell has ended, so the order of the cells is read from the
+notebook's file. For papermill, nbconvert and nbclient the file is always used. For other front ends, such as VS Code,
+the file is used only while cells follow each other faster than a person could start them.
 """
 
 from __future__ import annotations
@@ -86,9 +86,9 @@ class Position:
         """The cells that will run after the cell with this `code` and `cell_id`.
 
         `cells` are the notebook's code cells and `now` is the time in seconds. With `by_program` the result has all
-        later cells. Without `by_program`, the result has the later cells only in one case: the cell that ran before is
-        directly before this cell in the file, and this cell began at once after it. In all other cases the result is
-        empty.
+        later cells. Without `by_program`, the result has the later cells only if this cell began at once after the last
+        cell, and if the last cell is directly before this cell in the file, or not in the file. Otherwise the result
+        is empty.
         """
         here = self._find(cells, code, cell_id)
         if here is None:
@@ -108,7 +108,10 @@ class Position:
         self._ended_at = None
 
     def _find(self, cells: list[FileCell], code: str, cell_id: str) -> int | None:
-        """The index of the cell with this `cell_id`. Without an id, the index of the next cell with the text `code`."""
+        """The index of the cell with this `cell_id`.
+
+        Without an id, the index of the next cell with the text `code`; if there is no later cell, of the first one.
+        """
         if cell_id:
             return next((i for i, cell in enumerate(cells) if cell.id == cell_id), None)
         same = [i for i, cell in enumerate(cells) if cell.code.strip() == code.strip()]

@@ -53,7 +53,7 @@ OURS = "gpu_runtime."  # modules whose threads touch no tensor except through th
 
 
 def why_not_modules() -> str:
-    """The reason if a loaded library may keep addresses of the kernel's tensors, else ""."""
+    """The reason if a loaded library or an open process group may keep addresses of the kernel's tensors, else ""."""
     for name in OTHER_LIBRARIES:
         if name in sys.modules:
             return f"{name} is loaded, which may keep addresses of its own"
@@ -65,7 +65,7 @@ def why_not_modules() -> str:
 
 
 def why_not_loop(kernel: Any) -> str:
-    """The reason if code of the user waits in the event loop of the `kernel`, else ""."""
+    """The reason if code of the user waits in an event loop or a subshell of the `kernel`, else ""."""
     if getattr(kernel, "eventloop", None) is not None:
         return "a GUI event loop runs its callbacks (%gui)"
     loop = getattr(kernel.io_loop, "asyncio_loop", None)
@@ -115,7 +115,7 @@ def is_kernel_task(task: asyncio.Task[Any]) -> bool:
 
 
 def _is_kernels(*values: Any) -> bool:
-    """Whether all functions among the `values` belong to the kernel's own packages."""
+    """Whether all functions among the `values` belong to the packages of the kernel and of its widgets."""
     functions = (function for value in values for function in _functions(value))
     return all(package(function) in CALLBACK_PACKAGES for function in functions)
 

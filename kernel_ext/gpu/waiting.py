@@ -3,7 +3,7 @@
 While the model waits, the line names the holder of the memory, how long the holder has used the memory,
 and how many requests are ahead in the queue. While the model is loaded, the line shows the progress.
 Then one line stays, such as `qwen: waited 12 s, loaded in 20 s (2.1 GB/s)`. A wait of less than a
-second, and a load of less than half a second, show nothing.
+second shows nothing, and so does a load of less than half a second (GPU_PROGRESS_SECONDS) without such a wait.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TOLD_AFTER_SECONDS = 5.0  # the holder of the memory does not hear of shorter wa
 
 
 def sentence(name: str, wait: Wait, seconds: float) -> str:
-    """Sentences about the `wait` of the model `name`, which has lasted `seconds`.
+    """Sentences about the `wait` of the model `name` or of this notebook's own memory (`kernel`), `seconds` long.
 
     For example `You have waited 7 s for qwen (12.0 GiB on cuda:0). llama (14.0 GiB on cuda:0) is in use
     by train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. All holders, in a terminal:  gpu status`.
@@ -218,7 +218,7 @@ class OthersWait:
     def news(self, snapshot: Snapshot) -> str:
         """A sentence about new requests in `snapshot` that wait for a card on which this process holds memory.
 
-        The result is empty if no new request waits.
+        A request counts after a wait of 5 s. The result is empty if no new request waits.
         """
         me = snapshot.owner.id
         held = [one for one in snapshot.leases() if one.owner == me and one.on_device]
@@ -237,8 +237,8 @@ class OthersWait:
 def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int) -> str:
     """A sentence on the request `ticket`, which waits for the memory of the leases `held`.
 
-    The sentence names the process that waits, and the command that frees the memory. `more` is the number of further
-    requests.
+    The sentence names the process that waits. It also names the command that frees the memory, unless a running block
+    of code leases most of the memory. `more` is the number of further requests.
     """
     section = snapshot.sections.get(ticket.owner)
     waiting = holder_label(section.owner, snapshot.owner) if section else "Another process"
