@@ -28,6 +28,7 @@ SCHEDULER = [
     f"tests/scheduler/test_{name}.py"
     for name in (
         "admission",
+        "eviction_cards",
         "eviction_policy",
         "placement",
         "pressure",

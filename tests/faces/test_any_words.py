@@ -134,8 +134,8 @@ def parsed_only(words: tuple[str, ...]) -> None:
         require_sentence(str(error))
 
 
-# An ordinary run tries every fifth word after an option.
-each_word = pytest.mark.parametrize("stride", [5, pytest.param(1, marks=pytest.mark.soak)])
+# An ordinary run tries every tenth word after an option.
+each_word = pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.soak)])
 
 
 @pytest.mark.thorough
