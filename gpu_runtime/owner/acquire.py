@@ -1,7 +1,7 @@
 """Gets memory for a model or a block of code: requests it, waits, loads or restores, settles it.
 
-After any failure or interrupt, the book is as it was before the request. A shadow is a copy in host
-memory of a model that is on a card.
+If a request fails or is interrupted before its model is installed, its grant is removed from the
+book. A shadow is a copy in host memory of a model that is on a card.
 """
 
 from __future__ import annotations
@@ -235,7 +235,7 @@ def _verdicts(
     timeout: float | None,
     is_here: Callable[[], bool],
 ) -> Iterator[Grant | Wait]:
-    """Yields each Grant that has steps. Also yields each Wait, just before the thread pauses."""
+    """Yields each Grant that has steps, and each Wait for which the thread is about to pause."""
     began = session.clock()
     deadline = None if timeout is None else began + timeout
     checked_for_dead, because = False, ""
@@ -275,7 +275,7 @@ def _verdicts(
 
 
 def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:
-    """Notifies the owners of the blocking leases, so that they publish their pins now.
+    """Notifies the other owners of the blocking leases, so that they publish their pins now.
 
     Otherwise, an owner publishes its pins within a second. `rung_at` has the time of each owner's
     last notification; an owner is notified again only after POLL_SECONDS.
@@ -353,7 +353,7 @@ def _load(
 
 
 def _remember_uses(session: Session, resident: Resident) -> None:
-    """Reads from the journal when the model was used before this process first loaded it."""
+    """Takes over the uses of the model's last stay from the journal, if its content is the same."""
     if resident.content and not resident.recent_uses:
         for event in session.journal.tail(1, resident.spec.name, books.ENDED_A_STAY):
             if event.source == resident.content:

@@ -1,8 +1,8 @@
 """Publishes the maps of this process's memory allocator, and reads the maps of all owners.
 
 A map lists the blocks of an allocator. The files of the maps are beside the book. Making a map of
-thousands of blocks takes milliseconds in which the kernel's own code cannot run. So a map is made
-only after a change, and for at most 1 % of the time.
+thousands of blocks takes milliseconds in which the kernel's own code cannot run. So maps are
+published only after a change, and for at most 1 % of the time.
 """
 
 from __future__ import annotations
