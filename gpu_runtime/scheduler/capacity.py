@@ -112,7 +112,7 @@ def _left_of_one_memory(
     claims: Bytes,
     unseen: Bytes,
 ) -> int:
-    """Bytes left of one memory that the host and the cards `shared` use together.
+    """The bytes left of one memory, which the devices `shared` (the host and cards) have in common.
 
     The result is the largest of the devices' budgets, less all claims on these devices. If the
     measured free bytes are fewer, the result is the measured free bytes.

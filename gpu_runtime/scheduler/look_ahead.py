@@ -115,7 +115,7 @@ def _granted(
 def _guarded(
     book: Book, request: Request, uses: Mapping[str, int], spared: Collection[str]
 ) -> Book:
-    """The book in which each model that may not leave for a load ahead is marked as in use."""
+    """The book for a load ahead of its use: leases that must stay are marked as in use."""
     owner, own_use = request.lease.owner, uses.get(request.lease.name, len(uses))
 
     def may_leave(lease: Lease) -> bool:
