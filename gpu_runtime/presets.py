@@ -1,6 +1,7 @@
 """The settings that are recommended for a card of a given size.
 
-Source: Semantik, Recommended Configurations by VRAM Size.
+Source: the documentation of Semantik, a memory manager whose features this project continues,
+"Recommended Configurations by VRAM Size".
 """
 
 from __future__ import annotations

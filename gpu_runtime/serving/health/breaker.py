@@ -94,7 +94,7 @@ class Breakers:
         failures: int = FAILURES,
         open_seconds: float = OPEN_SECONDS,
     ) -> None:
-        """A breaker opens after so many `failures` in a row, for `open_seconds`. `clock` returns seconds."""
+        """A breaker opens for `open_seconds` after `failures` failures in a row. `clock` returns seconds."""
         self._clock = clock
         self._failures = failures
         self._open_seconds = open_seconds
