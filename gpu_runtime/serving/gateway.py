@@ -228,7 +228,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """Refuses the call in its `with` block with 503 if the gateway closes before the block ends."""
+        """Refuses the call of its `with` block (503) if the gateway is draining at first, or closes until the end."""
         task = asyncio.current_task()
         assert task is not None
         self.require_open()
