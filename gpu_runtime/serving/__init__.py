@@ -1,17 +1,22 @@
 """Serves models over HTTP: reads calls, orders them, chooses a model, and calls its engine.
 
-    requests    a request's body -> a Call, or the reason why it is refused
-    fields      which fields of a body each backend serves
-    gateway     answers calls, over one Runtime
-    choices     which models may answer a call
-    replies     answers on their way to the caller
-    request_log  one line of JSON for each call
-    server      `gpu serve`: one port, behind the gate
-    api/        the HTTP routes
-    routing/    tasks, fallbacks, profiles (pure)
-    queue/      the order of calls, when each may run, and the pin of its model meanwhile
-    health/     circuit breakers, measured durations, clients, and the cause of each error
-    engines/    adapters: one way to call every kind of engine
+    requests      reads a request's body into a Call, or refuses it
+    fields        which fields of a body each backend serves
+    prompt_size   whether a prompt is too long
+    gateway       answers calls, over one Runtime
+    access        what each visitor's key allows
+    choices       which models may answer a call
+    replies       prepares answers for the caller
+    request_log   one line of JSON for each call
+    usage, store  the calls and tokens of each visitor; the file that keeps them, and the jobs
+    served        figures of a server, for a console's page
+    server        `gpu serve`: one port, behind the gate; `at_start` loads models when it starts
+    fleet_server  `gpu serve --fleet`; `fleet_calls` passes each call to the `host_server` of a host
+    api/          the HTTP routes
+    routing/      tasks, stand-ins, profiles
+    queue/        the order of calls, when each may run, and the pin of its model meanwhile
+    health/       circuit breakers, limits of keys, measured durations, clients, and the cause of each error
+    engines/      adapters: one way to call every kind of engine
 
-`gpu_runtime.owner` gets the memory for a model; the gate and the tokens are in `gpu_runtime.web`.
+`gpu_runtime.owner` gets the memory for a model. The gate and the tokens are in `gpu_runtime.web`.
 """

@@ -24,7 +24,7 @@ from .usage import Usage
 
 BEGIN = "key:"  # a visitor's name begins with this if the visitor has a key
 _WRITTEN = ("chat", "completions")
-_TIME_OUT = 504  # the engine has worked for a call with this status, so its tokens count
+_TIME_OUT = 504  # after this status the call's tokens count: an engine may have worked for it
 
 
 def visitor_of(keys: Keys, offered: str, *, read_only: bool) -> Visitor | None:
@@ -55,9 +55,10 @@ class Access:
 
     @contextmanager
     def admitted(self, call: Call, visitor: str) -> Iterator[Call]:
-        """A context manager in which the `call` of this `visitor` runs, as the visitor's key allows.
+        """A context manager in which the `call` of this `visitor` runs. Yields the call, limited by the visitor's key.
 
-        Raises Refused with 403 for a model that is not allowed, and with 429 if a limit is reached.
+        Raises Refused with 403 for a model that is not allowed, and with 429 if a limit is reached. At the end, adds
+        the call's tokens to the usage.
         """
         key = self._key(visitor)
         record = current()
@@ -75,7 +76,7 @@ class Access:
     def _of_key(
         self, key: AccessKey, call: Call, visitor: str, record: CallRecord
     ) -> Iterator[Call]:
-        """A context manager in which the `call` of a `key` runs. See `admitted`."""
+        """The context manager of `admitted` for a visitor with a `key`."""
         if not key.may_call(call.model):
             text = f"the key {visitor.removeprefix(BEGIN)} may not call {call.model[:64]!r}"
             raise Refused(403, "model_not_allowed", text, param="model")
@@ -100,8 +101,9 @@ class Access:
                     grant.used = facts["prompt_tokens"] + facts["completion_tokens"]
 
     def allowed(self, choices: tuple[Choice, ...], call: Call, visitor: str) -> tuple[Choice, ...]:
-        """The `choices` whose models the key of `visitor` allows. A call of a task keeps all its choices, because the
-        key allows the task by its name.
+        """The `choices` whose models the key of `visitor` allows.
+
+        A call of a task keeps all its choices, because the key allows the task by its name.
 
         Raises Refused (403) if no choice is left.
         """
@@ -125,7 +127,7 @@ class Access:
 
 
 def _limited(call: Call, most: int) -> Call:
-    """The `call`, changed so that each choice of its answer has at most `most` tokens."""
+    """The `call`, changed so that each of the `n` texts of its answer has at most `most` tokens."""
     name = "max_completion_tokens" if "max_completion_tokens" in call.body else "max_tokens"
     most = min(most, call.body.get(name) or most)
     return replace(call, body={**call.body, name: most})

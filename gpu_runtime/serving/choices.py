@@ -46,12 +46,14 @@ class Choices:
         self._guard = guard
         self._costs = costs
         self._environment = environment
-        self._began = int(time.time())  # the time that the list of models shows for each model
+        self._began = int(time.time())  # `/v1/models` shows it as the creation time of each model
         # Returns how many calls of a model wait or run.
         self.calls_of: Callable[[str], int] = lambda model: 0
 
     def of(self, call: Call) -> tuple[tuple[Choice, ...], Call]:
-        """The models that may answer `call`, in order, and the `call` with the budget of its task.
+        """The models that may answer `call`, in the order in which they are tried, and the `call` itself.
+
+        If the call is of a task and has no budget, the returned call has the task's budget.
 
         Raises Refused with 404 for an unknown model, and with 504 if the budget is too short for all models.
         """

@@ -1,8 +1,8 @@
 """Which fields of a request each kind of engine can serve.
 
 This module is pure. No field is ignored silently: if a field has an effect that the engine cannot serve, the call is
-refused with 400. The ranges of values are checked for all engines in `requests`. Engines that are servers, and
-clouds, get every field and check it themselves.
+refused with 400. `requests` checks the ranges of values for all engines. Engines that are servers, and clouds, get
+every field. They check the fields themselves.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ CHECKED_BACKENDS = (LLAMA, TORCH)
 _TEXT = ("chat", "completions")
 _BOTH = (LLAMA, TORCH)
 _NOTHING = (None, "", [], {})
-# Fields that decide how the next token is chosen, and that every engine calls as OpenAI does.
+# Fields that decide how the next token is chosen. Every engine uses the same names as a request.
 SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p")}
 
 
@@ -76,7 +76,7 @@ FIELDS: dict[str, Field] = {
     "encoding_format": Field(("embeddings",)),
     "dimensions": Field(("embeddings",)),
 }
-# These fields name the caller or the caller's records. They have no effect on an answer.
+# These fields label the caller or the call, or control OpenAI's prompt cache. They have no effect on an answer.
 WITHOUT_EFFECT = (
     "user",
     "metadata",

@@ -37,9 +37,9 @@ from .queue.thread_stream import in_thread, in_thread_until
 from .store import Store
 
 log = logging.getLogger("gpu_runtime")
-LOOK_SECONDS = 1.0  # how often the hosts and their models are read
-ALIVE_SECONDS = 0.2  # how often a call that waits looks whether its host is still there
-MOST_HOSTS = 3  # that may die under one call: a call that kills its host must not kill all
+LOOK_SECONDS = 1.0  # between two reads of the hosts and their models
+ALIVE_SECONDS = 0.2  # between two checks of a waiting call whether its host is alive
+MOST_HOSTS = 3  # hosts tried for one call: a call that kills its host must not kill all hosts
 
 
 class FleetModels:
@@ -61,7 +61,7 @@ class FleetModels:
         self._closed.set()
 
     def look(self) -> None:
-        """Reads the hosts, the wishes, and for each model the hosts that have it on a card."""
+        """Reads the living hosts, the models that the fleet should hold, and on how many hosts each is on a card."""
         wishes = self.fleet._wishes()
         if wishes.revision != self._revision:
             self._specs = {spec.name: spec for spec in _specs_of(wishes)}
@@ -161,7 +161,7 @@ class _Place:
 class FleetAdapter:
     """Sends a body to the `gpu serve` of the best host. See `EngineAdapter`."""
 
-    counts_tokens = False  # some engines of the hosts do not know the field
+    counts_tokens = False  # some engines on the hosts do not know the field `stream_options`
 
     def __init__(self, value: FleetModel, spec: ModelSpec, http: httpx.AsyncClient) -> None:
         """The adapter of `value`, which is the model of `spec`. `http` is the client for hosts."""
@@ -215,11 +215,14 @@ class FleetAdapter:
                     self._again(error, place, attempt)
 
     async def _on_a_host(self, stack: AsyncExitStack) -> tuple[_Place, HttpAdapter]:
-        """Uses the model on the best host until the end of `stack`. Raises the errors of `fleet.use`."""
+        """The best host's server, and the adapter for it. The model is in use there until the end of `stack`.
+
+        Raises the errors of `fleet.use`.
+        """
         name, fleet = self._value.name, self._value.models.fleet
 
         def enter(cancelled: Cancellation) -> tuple[Any, HostServer]:
-            """Enters the use of the model, and reads the address of the host's server."""
+            """Begins the use of the model on a host. Returns the use, and the address of the host's server."""
             use = fleet.use(name, importance=self._value.importance, retry=True)
             cancelled.then(use.withdraw)
             use.__enter__()
@@ -251,7 +254,10 @@ class FleetAdapter:
                 await asyncio.wait([task])
 
     def _again(self, error: Exception, place: _Place, attempt: int) -> None:
-        """Returns if the call may run again after this `error`, because a host was lost. Else raises an error."""
+        """Returns if the host of `place` was lost, so that the call may run again. Otherwise raises an error.
+
+        `attempt` is the number of hosts that were tried. If it is MOST_HOSTS, raises EngineFailed.
+        """
         lost = isinstance(error, NodeLost) or isinstance(error.__cause__, httpx.HTTPError)
         if not lost:
             raise

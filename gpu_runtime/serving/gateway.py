@@ -1,7 +1,7 @@
 """The gateway: takes a request's body, and returns an answer with the name of the model and the reason for it.
 
-The gateway connects all parts of serving, over one Runtime and in one event loop. Pure modules make the decisions. Work
-on the ledger or with an engine runs in threads.
+The gateway connects all parts of serving, over one Runtime and in one event loop. Pure modules make the decisions.
+Work that blocks, on the ledger or with an engine, runs in threads.
 """
 
 from __future__ import annotations
@@ -75,8 +75,9 @@ class GatewayState(Value):
     waiting: dict[str, int]  # calls, by model
     running: dict[str, int]  # calls, by model
     breakers: dict[str, BreakerState]
-    counts: dict[str, int]  # answered, streamed, failed, refused_STATUS, stood_in, cancelled
-    loads: int  # begun, for calls whose model was not on its device
+    # Keys: answered, streamed, failed, refused_STATUS, stood_in, cancelled, reloads.
+    counts: dict[str, int]
+    loads: int  # loads begun, for calls whose model was not on its device
     clients: dict[str, Pattern]
     allow_cloud: bool
 
@@ -99,11 +100,10 @@ class Gateway:
     ) -> None:
         """The gateway over the runtime `rt`. Without `settings`, the settings of `rt` apply.
 
-        `serving` replaces the content of `tasks.yaml`, and `guard` the cloud guard. `clock` returns monotonic
-        seconds. `environment` has the addresses of the clouds and the keys for them. `keys()` returns the keys of
-        programs that use this server. `store` keeps the usage. `make_adapter` makes the adapter of a
-        pinned model.
-        Raises BadDocument for a mistake in `tasks.yaml`.
+        `serving` replaces the content of `tasks.yaml`. `guard` replaces the cloud guard of the settings. `clock`
+        returns monotonic seconds. `environment` has the addresses of the clouds and the keys for them. `keys()` returns
+        the keys of programs that use this server. `store` keeps the usage. `make_adapter` makes the adapter of a
+        pinned model. Raises BadDocument for a mistake in `tasks.yaml`.
         """
         settings = settings or rt.settings
         self.rt = rt
@@ -137,9 +137,9 @@ class Gateway:
         )
         self._choices.calls_of = self.queue.calls_of
         self._counts: Counter[str] = Counter()
-        self._decode_failures: Counter[str] = Counter()  # in a row, by model
-        self._counts_at_once = asyncio.Semaphore(MOST_AT_ONCE)  # of the tokens of long prompts
-        self._http_clients: dict[bool, httpx.AsyncClient] = {}  # by whether they use proxies
+        self._decode_failures: Counter[str] = Counter()  # model -> failures in a row
+        self._counts_at_once = asyncio.Semaphore(MOST_AT_ONCE)  # for counting long prompts
+        self._http_clients: dict[bool, httpx.AsyncClient] = {}  # key: whether proxies are used
         self._calls: set[asyncio.Task[Any]] = set()
         self._streams: WeakSet[Streamed] = WeakSet()
         self._closed = self._draining = False
@@ -147,9 +147,9 @@ class Gateway:
     async def answer(self, kind: str, body: Any, client: str = "") -> Reply:
         """The answer to a call of this `kind` with this `body`, for the visitor `client`. Raises Refused.
 
-        If the task is cancelled, nothing of the call remains. A streamed reply is returned after its first event
-        arrived. So an error before that event becomes an HTTP status, or another model answers if `tasks.yaml` names
-        one.
+        If the asyncio task is cancelled, everything that the call holds is released. A streamed reply is returned
+        after its first event arrived. So an error before that event becomes an HTTP status, or a stand-in from
+        `tasks.yaml` answers.
         """
         record = CallRecord(self._clock, kind, client)
         with record.until_answered(), count_refusals(self._counts), self._until_closed():
@@ -166,7 +166,7 @@ class Gateway:
                 return await self._first_answer(call, choices, stack)
 
     def models(self, client: str = "") -> list[dict[str, Any]]:
-        """The rows of `/v1/models` for `client`: the models of this process and of the catalogue, and the tasks."""
+        """The rows of `/v1/models` for `client`: the models, tasks and aliases that this visitor may call."""
         rows, aliases = self._choices.models(), self.serving.aliases
         may_call = self._access.may_call
         return [row for row in rows if may_call(client, aliases.get(row["id"], row["id"]))]
@@ -228,7 +228,7 @@ class Gateway:
 
     @contextlib.contextmanager
     def _until_closed(self) -> Iterator[None]:
-        """Refuses the call of its `with` block (503) if the gateway is draining at first, or closes until the end."""
+        """A context manager for one call. Raises Refused (503) if the gateway drains, or closes during the call."""
         task = asyncio.current_task()
         assert task is not None
         self.require_open()
@@ -249,7 +249,7 @@ class Gateway:
     async def _first_answer(
         self, call: Call, choices: tuple[Choice, ...], outer: AsyncExitStack
     ) -> Reply:
-        """The answer of the first of the `choices` that can give one. `outer` is released at the end of the answer."""
+        """The answer of the first of the `choices` that can give one. A stream releases `outer` when it ends."""
         failed: list[tuple[str, BaseException]] = []
         deadline = None if call.budget is None else asyncio.get_running_loop().time() + call.budget
         try:
@@ -270,7 +270,7 @@ class Gateway:
             self._counts["failed"] += 1
             raise no_answer(call.model, failed)
         finally:
-            failed.clear()  # the traceback of each of these errors has this frame
+            failed.clear()  # else a cycle: error -> traceback -> this frame -> error
 
     def _signed(
         self, reply: Reply, choice: Choice, failed: list[tuple[str, BaseException]]
@@ -286,7 +286,7 @@ class Gateway:
     async def _answer_with(
         self, choice: Choice, call: Call, outer: AsyncExitStack, deadline: float | None
     ) -> Reply:
-        """The answer of `choice` to `call`. At the answer's end, `outer` releases the turn, pin and stream."""
+        """The answer of `choice` to `call`. Its end releases the turn and the pin; of a stream, also `outer`."""
         record = current()
         async with AsyncExitStack() as stack:
             permit = self.breakers.enter(choice.model)

@@ -32,9 +32,9 @@ class HostServer(NamedTuple):
 
 
 def serve(rt: Any, host: str) -> HostServer:
-    """Starts the server of the runtime `rt` on a free port of the address `host`, in a thread. Returns its address.
+    """Starts the server of the runtime `rt` on a free port of the address `host`, in a thread.
 
-    The server runs until this process ends. Raises GpuError if it does not start.
+    Returns the server's URL and token. The server runs until this process ends. Raises GpuError if it does not start.
     """
     listens = threading.Event()
     found: list[HostServer] = []

@@ -11,9 +11,9 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 MOST_CHARACTERS = 4_000_000  # of all texts of one request: about a million tokens
-LONGEST_TOKEN = 256  # characters; usual vocabularies have runs of up to 128 spaces
+LONGEST_TOKEN = 256  # characters; in usual vocabularies, the longest is a run of 128 spaces
 PIECE_CHARACTERS = 32_768
-CUT_TOKENS = 16  # a cut inside a token, such as a special one, adds fewer
+CUT_TOKENS = 16  # a cut inside a token (also a special one) adds fewer tokens to the count
 
 
 def characters(body: Mapping[str, Any]) -> int:

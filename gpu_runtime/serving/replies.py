@@ -53,7 +53,7 @@ class Streamed:
 
     @property
     def over(self) -> bool:
-        """Whether the stream has ended, and has released its model."""
+        """Whether the stream has ended, and has released its model or is about to release it."""
         return self._over
 
     @property
@@ -133,8 +133,8 @@ def attempts(
 def raise_if_final(error: Exception, choice: Choice, choices: tuple[Choice, ...]) -> None:
     """Raises Refused if the call ends with this `error` of `choice`. Else the next model is tried.
 
-    If the requested model refuses the call because of a mistake in the call, no other model is tried. If a stand-in
-    refuses the call, for example because the prompt is too long, the next stand-in is tried.
+    A refusal ends the call if the queue is full, if there is only one choice, or if the requested model refuses because
+    of a mistake in the call. If a stand-in refuses, for example because the prompt is too long, the next one is tried.
     """
     cause, refused = blame(error, choice.model)
     if refused is None:
@@ -145,11 +145,11 @@ def raise_if_final(error: Exception, choice: Choice, choices: tuple[Choice, ...]
         if is_final:
             raise refused from (error.__cause__ if refused is error else error)
     finally:
-        del refused, error  # else the traceback would lead back to them
+        del refused, error  # else a cycle: error -> traceback -> this frame -> error
 
 
 def why_this_model(choice: Choice, failed: Sequence[tuple[str, BaseException]]) -> str:
-    """A sentence on why the model of `choice` answers. It has the errors of the models that `failed` before."""
+    """A sentence on why the model of `choice` answers: the errors of the models that `failed` before, if any did."""
     if not failed:
         return choice.because
     return "; ".join(f"{model} could not answer: {first_line(error)}" for model, error in failed)
@@ -167,7 +167,7 @@ def add_origin(reply: Reply) -> None:
 
 @contextlib.contextmanager
 def count_refusals(counts: Any) -> Any:
-    """A context manager that counts the refusals raised inside it, by status, and the callers that disconnected."""
+    """A context manager that adds to `counts` each refusal raised inside it, by status, and each cancelled call."""
     try:
         yield
     except Refused as refused:

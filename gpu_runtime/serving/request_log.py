@@ -58,7 +58,10 @@ class CallRecord:
 
     @contextlib.contextmanager
     def until_answered(self) -> Iterator[None]:
-        """A context manager in which the answer is made. It writes the line at its end, or at the end of a stream."""
+        """A context manager in which the answer is made. At its end the line is written.
+
+        The line of a stream is written later: its sender calls `write` when the stream ends.
+        """
         token = _current.set(self)
         try:
             yield
@@ -91,7 +94,7 @@ def current() -> CallRecord:
 def open_log(target: str | None) -> None:
     """Writes the log's lines to the file `target`; to standard error if `target` is "-"; nowhere if it is None.
 
-    Raises OSError.
+    Raises OSError if the file cannot be opened.
     """
     if target is None:
         return

@@ -32,7 +32,8 @@ class Refused(Exception):
     """Raised when a call gets no answer.
 
     `status` is the HTTP status, `code` a word for programs. `retry_after` is the number of seconds after which a retry
-    may succeed; None means that a retry would be refused as well. `facts` holds the figures of the message.
+    may succeed; None means that a retry would be refused too. `facts` holds the figures of the message, and `param`,
+    the field of the body that is wrong.
     """
 
     def __init__(
@@ -73,9 +74,9 @@ class Call(Value):
     profile: str = ""  # the program's own name alone (x_client_id)
     importance: int | None = None  # None: the profile's, else the model's
     highest: int = 1  # the highest importance that the visitor's key allows; a lower number is a higher importance
-    stay_warm: float | None = None  # seconds that the model stays on its device; None: by its type
+    stay_warm: float | None = None  # seconds that the model stays on its device; None: a default
     cooldown: float = 0.0  # seconds after this call in which this client's calls are refused
-    thinking: bool | None = None
+    thinking: bool | None = None  # on or off; None: the profile, the model or its template decides
     budget: float | None = None  # seconds for the whole answer
 
 
@@ -111,9 +112,8 @@ class Reply:
 def read_call(kind: str, body: Any, client: str = "") -> Call:
     """The call that is described by a request's `body`. `client` is the visitor's name.
 
-    `kind` is the kind of the endpoint.
-
-    Raises Refused, status 400, which names the invalid field and what it must be.
+    `kind` is the kind of the endpoint, one of KINDS. Raises Refused with 400 for an invalid field, which the message
+    names, and with 413 if the prompt is too long.
     """
     if kind not in KINDS:
         raise bad("kind", kind, f"one of {', '.join(KINDS)}")
@@ -160,7 +160,7 @@ def bad(param: str, value: Any, expected: str) -> Refused:
 
 
 def _split(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two dicts: our own fields of `body` under their normal names, and all other fields."""
+    """Two dicts: our own fields of `body`, with names such as `x_client_id`, and all other fields."""
     own = {}
     plain = {}
     for name, value in body.items():

@@ -38,7 +38,7 @@ class Served(Value):
     state: GatewayState
     models: dict[str, ModelCalls]
     jobs: tuple[JobFigures, ...]  # the newest first
-    now: float  # by the clock of the clients' cooldowns
+    now: float  # by the gateway's clock, as are the times in `state.clients`
 
 
 def served(gateway: Gateway, jobs: Any, now: float) -> Served:

@@ -60,8 +60,9 @@ class Store:
 
     @property
     def keeps_jobs(self) -> bool:
-        """Whether this server keeps its jobs in the file. False if another server of this user keeps its jobs in the
-        file.
+        """Whether this server keeps its jobs in the file.
+
+        False if another server of this user does so already, or if the file cannot be used.
         """
         return self._claim is not None
 

@@ -37,7 +37,7 @@ class Usage:
             self._writing = asyncio.ensure_future(self._write_soon())
 
     def of(self, days: int, client: str | None = None) -> list[dict[str, Any]]:
-        """The calls and tokens of the last `days` for each client and model; with `client`, only for that client."""
+        """Rows with the calls and tokens of each client and model in the last `days`; with `client`, only its rows."""
         since = self._day(days - 1)
         rows = self._store.usage(since) if self._store is not None else []
         sums: dict[tuple[str, str], list[int]] = {}
@@ -52,7 +52,7 @@ class Usage:
         ]
 
     async def close(self) -> None:
-        """Writes what was counted."""
+        """Writes the counts that are not in the store yet."""
         if self._writing is not None:
             self._writing.cancel()
             await asyncio.gather(self._writing, return_exceptions=True)
