@@ -11,7 +11,7 @@ from ...facts import ModelSpec
 # The number of calls at once if the model's `sequences` is not set. For all other backends it is 1.
 CONCURRENCY = {"vllm": 256, "fake": 256}
 # These backends run one call at a time, whatever `sequences` is. llama-cpp-python computes one sequence after another.
-# Two `generate` of transformers side by side are not batched, and share the random numbers that a seed sets.
+# Transformers does not batch two `generate` calls that run at once. They would share the random numbers of a seed.
 SEQUENTIAL_BACKENDS = ("llama_cpp", "transformers")
 NATIVE_LLAMA_SERVER = "llama-server"  # the name of the backend, and of its command
 

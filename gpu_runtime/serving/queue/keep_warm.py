@@ -11,7 +11,7 @@ from collections.abc import Awaitable, Callable
 
 STAY_WARM_SECONDS = {"diffusion": 900.0, "llm": 300.0, "vision": 60.0}
 DEFAULT_SECONDS = 300.0  # for all other types
-RETRY_SECONDS = 5.0  # until a model that was in use is tried again
+RETRY_SECONDS = 5.0  # until the next try to evict a model that was in use
 
 
 def stay_warm_seconds(seconds: float | None, model_type: str) -> float:
@@ -39,10 +39,9 @@ class KeepWarm:
         self._closed = False
 
     def keep(self, model: str, seconds: float) -> None:
-        """Keeps `model` for so many `seconds` from now. The caller calls this method at the end of each call of the
-        model.
+        """Sets the eviction of `model` to `seconds` from now, unless an earlier call set a later time.
 
-        If an earlier call set a later time, the later time stays.
+        The caller calls this method at the end of each call of the model. After `evict_soon` the eviction is due now.
         """
         now = self._clock()
         until = max(self._until.get(model, 0.0), now + seconds)
@@ -50,8 +49,9 @@ class KeepWarm:
         self._schedule()
 
     def evict_soon(self, model: str) -> None:
-        """Evicts `model` as soon as no call holds it, even if its keep-warm time is not over. The next call loads it
-        again.
+        """Evicts `model` as soon as no call holds it, even if its keep-warm time is not over.
+
+        The next call brings the model back to its device.
         """
         self._evict_soon.add(model)
         self._until[model] = self._clock()

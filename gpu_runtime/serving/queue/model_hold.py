@@ -1,8 +1,8 @@
 """Pins a model exactly as long as its calls last. A hold is one such pin, or the wait for it.
 
-A model on its device is pinned in the event loop, which takes a few microseconds. Getting any other model may take
-minutes. So its hold has a thread, which stays inside `with rt.use(model)` until the hold is released. The event loop
-never waits for the ledger.
+A model on its device is pinned in the event loop, which takes a few microseconds. Bringing any other model to its
+device may take minutes. So the hold of such a model has a thread, which stays inside `with rt.use(model)` until the
+hold is released. The event loop never waits for the ledger.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from ...runtime import Runtime
 
 
-CLOSING_SECONDS = 10.0
+CLOSING_SECONDS = 10.0  # the longest wait until the threads of released holds have ended
 
 
 class Hold:
@@ -35,15 +35,15 @@ class Hold:
         # Becomes the object that `rt.use` yields, or the error that it raises.
         self.ready: asyncio.Future[Any] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()  # done when the pin is gone
-        self.began = 0.0
-        self.waits = False  # whether its request waits in the ledger
+        self.began = 0.0  # by the clock; until the memory is granted, set at each wait
+        self.waits = False  # whether its request had to wait in the ledger; stays true
         self.waits_for: frozenset[str] = frozenset()  # models of this process that block it
         self._loop = loop
         self._release = threading.Event()
-        self._block: Any = None  # the block of a pin without a thread
+        self._block: Any = None  # the `with` block of a pin that has no thread
 
     def pin_if_here(self, block: Any) -> bool:
-        """Enters the `block` from `rt.use` if the model is on its device. Returns whether the model is pinned now.
+        """Enters `block`, the result of `rt.use`, if the model is on its device. Returns whether the model is pinned.
 
         The event loop calls this method.
         """
@@ -103,7 +103,7 @@ class Abandoned(Exception):
 
 
 class _Released(BaseException):
-    """Raised in a thread that waits in the ledger, once the hold of that thread was released.
+    """Raised in the thread of a hold that was released while the thread waits in the ledger.
 
     This class is no subclass of Exception, so that no `except Exception` between the wait and `Holds` catches it.
     """
@@ -145,7 +145,7 @@ class Holds:
         return hold
 
     async def ended(self, model: str) -> None:
-        """Waits until the threads of all released holds of `model` have ended their pins."""
+        """Waits up to 10 s until the threads of all released holds of `model` have ended their pins."""
         holds = [hold for hold in self._holds if hold.model == model and hold.released]
         ending = [hold.ended for hold in holds if not hold.ended.done()]
         if ending:
@@ -198,7 +198,7 @@ class Holds:
             return
         if hold.released:
             raise _Released
-        hold.began = self._clock()  # its memory is not granted yet
+        hold.began = self._clock()  # the memory is not granted yet, so the load has not begun
         prefix = self._own_prefix
         blockers = frozenset(
             id.removeprefix(prefix) for id in wait.blockers if id.startswith(prefix)

@@ -3,7 +3,7 @@
 This module is pure. It takes the waiting calls, the state of each engine and the time, and returns the calls to start
 and the models to load. Calls are sorted by their class of importance. In a class, calls of warm models are first,
 then the clients take turns, then the arrival decides. The client whose last call started longest ago has the next
-turn. After every 30 s of waiting, a call is in the next more important class.
+turn. For every 30 s that a call waits, it moves up by one class.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from ...facts import IMPORTANCE, NORMAL, Value
 
 AGEING_SECONDS = 30.0
-MAX_LOADS = 16  # at once; each waits for its memory in its own thread
+MAX_LOADS = 16  # loads at once; each waits for its memory in its own thread
 _CLASSES = sorted(IMPORTANCE.values())
 _NO_TURNS: Mapping[str, int] = {}
 
@@ -44,8 +44,8 @@ class Engine(Value):
     """What one model is doing now."""
 
     state: ModelState = ModelState.COLD
-    active: int = 0  # calls that it runs
-    concurrency: int = 1  # calls that it can run at once
+    active: int = 0  # calls that the model runs
+    concurrency: int = 1  # calls that the model can run at once
     # The models that must be evicted before this model can be loaded. Their calls must end first.
     waits_for: frozenset[str] = frozenset()
 
@@ -142,10 +142,10 @@ def next_steps(
     4. But if a load waits until another model is evicted, later calls of that other model do not start.
 
     Without rule 4, a steady stream of calls of a warm model would delay a cold model for ever. With rule 4, calls of
-    the warm model in the same class start first, until the call of the cold model has waited 30 s longer. So models
-    change seldom.
+    the warm model in the same class still start first, until the call of the cold model has waited 30 s longer. So
+    models are exchanged seldom.
 
-    If rule 3 applies to every call, the calls are not sorted: under overload, most decisions are of this kind.
+    If rule 3 applies to every call, the calls are not sorted. This saves time, because it is usual under overload.
     """
     calls = list(waiting)
     if all(_must_wait(engines.get(model, _UNKNOWN)) for model in {call.model for call in calls}):
@@ -176,9 +176,9 @@ def _must_wait(engine: Engine) -> bool:
 
 
 def _blocked_by_started_calls(engines: Iterable[Engine]) -> set[str]:
-    """The models on which no call may start now, because a load waits for their eviction.
+    """The models of which no call may start now, because a load waits for their eviction.
 
-    A load counts only while its own model still runs calls. These calls started before the model was evicted.
+    Only loads of models that still run calls count. Such calls started before their own model was evicted.
     """
     blocked: set[str] = set()
     for engine in engines:

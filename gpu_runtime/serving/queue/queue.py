@@ -19,7 +19,7 @@ from .model_hold import Hold
 from .order import Engine, ModelState, NextSteps, Waiting, call_to_refuse, next_steps
 
 ENDS_KEPT = 64  # ends of calls from which the speed of the queue is computed
-MOST_CLIENTS = 1024  # whose turns are remembered
+MOST_CLIENTS = 1024  # the most clients whose last turn is remembered
 MAX_RETRY_SECONDS = 60.0
 
 
@@ -27,7 +27,7 @@ class Turn:
     """The time during which one call may use its model. `value` is the object that `rt.use` yields."""
 
     def __init__(self, waiting: Waiting, started: asyncio.Future[Any]) -> None:
-        """The turn of the call `waiting`. The future `started` receives the model's pin when the call may start."""
+        """The turn of the call `waiting`. The future `started` receives the model's Hold when the call may start."""
         self.waiting = waiting
         self.started = started
         self.value: Any = None
@@ -73,11 +73,10 @@ class Queue:
         clock: Callable[[], float],
         limit: int = 256,
     ) -> None:
-        """At most `limit` calls wait. If more calls arrive, `call_to_refuse` chooses the refused call. `clock` returns
-        seconds.
+        """At most `limit` calls wait. If more calls arrive, `call_to_refuse` chooses the refused call.
 
-        `take(model, importance)` begins to pin a model, `here(model)` returns whether the model is on its device, and
-        `concurrency(model)` the number of calls that the model can run at once.
+        `take(model, importance)` begins to pin a model. `here(model)` returns whether the model is on its device, and
+        `concurrency(model)` the number of calls that the model can run at once. `clock` returns seconds.
         """
         self._take = take
         self._here = here
@@ -87,9 +86,9 @@ class Queue:
         self._keys = itertools.count(1)
         self._waiting: dict[int, Turn] = {}
         self._models: dict[str, _Running] = {}
-        self._turns: dict[str, int] = {}  # by client; the newest is last
+        self._turns: dict[str, int] = {}  # client -> number of its last turn; the newest is last
         self._ends: deque[float] = deque(maxlen=ENDS_KEPT)
-        self.closed = False  # no call starts and no load begins any more
+        self.closed = False  # if true, no call starts and no load begins
         self.loads = 0  # loads begun, of models that were not on their device
 
     @asynccontextmanager
@@ -113,7 +112,7 @@ class Queue:
         finally:
             turn.value = None
             self._leave(turn)
-            del turn  # its future has the error, whose traceback has this frame
+            del turn  # else a cycle: turn -> future -> error -> traceback -> this frame
 
     def advance(self) -> None:
         """Starts every call and every load that can start now.
@@ -121,7 +120,7 @@ class Queue:
         The queue calls this method whenever a call arrives or ends, and whenever a load ends or begins to wait.
         """
         again = True
-        while again:  # waiting calls may take a model that was just released
+        while again:  # after the release of a model, calls that wait for it may start
             if self._waiting and not self.closed:
                 waiting = [turn.waiting for turn in self._waiting.values()]
                 now = self._clock()
@@ -142,8 +141,8 @@ class Queue:
     def retry_after(self) -> float:
         """The seconds after which a refused caller should try again, from 1 to 60.
 
-        The estimate is the time in which as many calls ended lately as wait now. The result is 1 if fewer than two
-        calls have ended.
+        The estimate is the number of waiting calls times the mean time between the ends of recent calls. The result is
+        1 if fewer than two calls have ended.
         """
         if len(self._ends) < 2:
             return 1.0
@@ -200,7 +199,7 @@ class Queue:
             hold.error_reported = True
             raise
         finally:
-            del hold  # its future has the error, whose traceback has this frame
+            del hold  # else a cycle: hold -> future -> error -> traceback -> this frame
 
     def _leave(self, turn: Turn) -> None:
         still_waiting = self._waiting.pop(turn.waiting.key, None) is not None
@@ -244,8 +243,9 @@ class Queue:
             self._pin(model, self._most_important(model))
 
     def _start(self, turn: Turn, running: _Running, hold: Hold | None) -> None:
-        """Starts the call of `turn`, which counts as running until `_leave`, even if its task is cancelled at this
-        moment.
+        """Starts the call of `turn`, which receives `hold`.
+
+        The call counts as running until `_leave`, even if its task is cancelled at this moment.
         """
         del self._waiting[turn.waiting.key]
         self._note_turn(turn.waiting.client)
@@ -308,7 +308,7 @@ class Queue:
         return True
 
     def _raise_importance(self, model: str, running: _Running, hold: Hold) -> None:
-        """If the load of `model` waits in the ledger, and a more important call now waits for it, requests it again."""
+        """Requests `model` again if `hold` had to wait in the ledger and a more important call now waits for `model`."""
         importance = self._most_important(model)
         if hold.waits and importance < hold.importance:
             hold.release()

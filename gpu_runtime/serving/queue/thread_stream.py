@@ -25,7 +25,7 @@ async def stream_from_thread(
     cancelled = Cancellation()
     ended = asyncio.Event()
     arrived = asyncio.Event()
-    wake_pending = False  # the loop will look at `results` anyway: no further wake is needed
+    wake_pending = False  # whether a wake of the loop is under way, so that no other is needed
 
     def emit(value: Any = None, error: BaseException | None = None, last: bool = False) -> None:
         """Queues a value or an error, and wakes the event loop."""
@@ -70,7 +70,7 @@ async def stream_from_thread(
                 yield value
     finally:
         cancelled.set()
-        error = None  # else its traceback would lead back to it
+        error = None  # else a cycle: error -> traceback -> this frame -> error
         await ended.wait()
 
 

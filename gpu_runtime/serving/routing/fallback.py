@@ -27,7 +27,7 @@ _PROVIDER = re.compile(r"([a-z][a-z0-9_-]{0,31}):(?=.)")
 
 
 class Choice(Value):
-    """A model that may answer a call. If the model was not requested, `because` is the reason for the caller."""
+    """A model that may answer a call. If it is not the requested model, `because` tells the caller why it answers."""
 
     model: str
     cloud: bool = False
@@ -40,7 +40,7 @@ class Cloud(Value):
     provider: str
     base_url: str
     key: str
-    model: str  # the provider's own name for it
+    model: str  # the provider's own name of the model
 
     @property
     def headers(self) -> dict[str, str]:
@@ -120,7 +120,7 @@ def chain(
     """The models that may answer a call of `asked`, in the order in which they are tried.
 
     `others` are the stand-ins of `tasks.yaml`. `context(name)` is a model's context length in tokens, and `known(name)`
-    is whether a name is a local model. A cloud stands in only if `allow_cloud()` is true. This function reads a file,
+    is whether a name is a local model. A cloud stands in only if `allow_cloud()` is true. `allow_cloud` reads a file,
     so it is called only if a stand-in is a cloud.
 
     >>> contexts = {"big": 32768, "small": 4096}
@@ -160,7 +160,7 @@ class CloudGuard:
     def allowed(self) -> bool:
         """Whether a cloud may stand in for a local model.
 
-        If the file exists and cannot be read, the result is False, so that no data leaves this machine.
+        If the file exists but has no readable value, the result is False, so that no data leaves this machine.
         """
         if self._path is None:
             return self._seed if self._in_memory is None else self._in_memory

@@ -1,4 +1,4 @@
-"""Changes the prompt before an engine sees it, by the client's profile and by the thinking mode.
+"""Changes a call before an engine sees it, by the client's profile, the aliases and the thinking mode.
 
 This module is pure. A field of the body overrides the profile, and the profile overrides the model's entry in the
 catalogue.
@@ -20,7 +20,10 @@ SWITCHES = {True: "/think", False: "/no_think"}
 
 
 def apply_profile(call: Call, profile: Profile | None) -> Call:
-    """The `call`, in which each missing value is taken from the client's `profile`."""
+    """The `call`, in which each missing value is taken from the client's `profile`.
+
+    The profile's system text is always added to the prompt. Of two cooldowns the longer one applies.
+    """
     if profile is None:
         return call
     body = {**profile.defaults, **call.body}
@@ -45,7 +48,7 @@ def apply_profile(call: Call, profile: Profile | None) -> Call:
 
 
 def with_alias(call: Call, aliases: Mapping[str, str]) -> Call:
-    """The `call` after an alias was replaced by the model's real name. `aliases` are the aliases of `tasks.yaml`."""
+    """The `call`, in which an alias is replaced by its model or task. `aliases` are the aliases of `tasks.yaml`."""
     model = aliases.get(call.model)
     return call if model is None else replace(call, model=model, body={**call.body, "model": model})
 
@@ -80,13 +83,13 @@ def wants_thinking(call: Call, options: Mapping[str, Any]) -> bool | None:
 def with_thinking(
     messages: list[dict[str, Any]], think: bool | None, template: str, model: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Turns the thoughts of a model on or off, as `think` says.
+    """Turns the thoughts of a model on or off, as `think` says. If `think` is None, nothing is changed.
 
-    Returns `messages`, possibly with a word added, and the variables for the chat `template`.
+    Returns the messages and the variables for the chat `template`. A template that reads `enable_thinking` gets that
+    variable. If the template reads `/think` or `/no_think`, the word for `think` is added to the last user message.
 
-    A template that reads `enable_thinking` gets that variable. For a template that reads `/think` or `/no_think`, the
-    word is added to the last user message. Raises Refused (400) if the template of `model` has no such switch, unless
-    thinking is off and the template shows no thoughts.
+    Raises Refused (400) if the template of `model` has no such switch. Nothing is raised if `think` is false and the
+    template has no `<think>`, because such a model shows no thoughts.
 
     >>> with_thinking([{"role": "user", "content": "hi"}], False, "{% if enable_thinking %}…", "qwen")
     ([{'role': 'user', 'content': 'hi'}], {'enable_thinking': False})

@@ -10,12 +10,12 @@
         budget_s: 10                        # seconds for the whole answer
     clients:                                # by x_client_id
       bot: {system: "Be brief.", importance: low, thinking: false, defaults: {temperature: 0.2}, cooldown_s: 5}
-    fallback:                               # which models answer when one cannot; "*" for all others
+    fallback:                               # which models answer when one cannot; "*": for any other model
       qwen-32b: [qwen-4b, claude:sonnet]
     aliases: {gpt-4o: qwen-32b}             # further names of models and tasks
     preload: [qwen-4b]                      # loaded when the server starts
 
-The best candidate is chosen by which models are warm, and by how long their loads and answers have taken so far. This
+Candidates are chosen by which models are warm, and by how long the loads and answers of each model took before. This
 module is pure.
 """
 
@@ -40,7 +40,7 @@ class Task(Value, forbid_unknown_fields=True):
     keep_alive_s: Seconds | None = None
     pin_primary: bool = False
     budget_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
-    replicas: bool = False  # the candidates are equal: the shortest queue goes first
+    replicas: bool = False  # if true, the candidates are equal: the shortest queue goes first
 
 
 class Profile(Value, forbid_unknown_fields=True):
@@ -52,7 +52,7 @@ class Profile(Value, forbid_unknown_fields=True):
     thinking: bool | None = None
     stay_warm_s: Seconds | None = None
     cooldown_s: Seconds = 0.0
-    defaults: dict[str, Any] = {}  # of the body's fields, such as temperature
+    defaults: dict[str, Any] = {}  # values of other fields of the body, such as temperature
 
 
 class ServingConfig(Value, forbid_unknown_fields=True):
@@ -89,14 +89,15 @@ def candidates(
 ) -> tuple[Choice, ...]:
     """The candidates of the `task` called `name`, in the order in which they are tried.
 
-    1. Without `allow_cloud`, clouds are removed from all places but the first.
+    1. If `allow_cloud` is false, clouds are removed from all places but the first.
     2. Models that are expected to take longer than the budget are removed. If no model is left, Refused is raised with
-       both numbers.
+       the budget and the expected times.
     3. With `pin_primary` the order is that of the file. With `replicas` the model with the fewest calls comes first.
-       Without both, and among replicas with equally many calls, warm models come first, in the order of the file.
+       Without both, and among replicas with equally many calls, warm models come first, in the order of the file. A
+       cloud counts as warm only if it is the first candidate.
 
-    `warm(model)`, `known(model)` and `cost(model)` describe a model, and `load(model)` is the number of its calls that
-    wait or run. `budget` (seconds) overrides the task's own budget.
+    `warm(model)` is whether a model is on its device, `known(model)` whether a name is a local model, and `load(model)`
+    the number of a model's calls that wait or run. `budget` (seconds) overrides the task's own budget.
     """
     first = task.candidates[0]
     names = dict.fromkeys(task.candidates)
@@ -129,8 +130,8 @@ def candidates(
 def expected_seconds(is_warm: bool, cost: Cost) -> float | None:
     """The expected seconds until a call of a model is answered. If `is_warm` is false, they include the model's load.
 
-    A part of `cost` that was never measured counts as nothing, so the call may take longer. The result is None if no
-    part was measured.
+    A part of `cost` that was never measured counts as 0 s, so the call may take longer. The result is None if no part
+    was measured.
 
     >>> expected_seconds(False, Cost(load=40.0)), expected_seconds(True, Cost(load=40.0))
     (40.0, None)
@@ -143,9 +144,9 @@ def expected_seconds(is_warm: bool, cost: Cost) -> float | None:
 def fits(
     choice: Choice, budget: float | None, warm: Callable[[str], bool], cost: Callable[[str], Cost]
 ) -> bool:
-    """Whether `choice` is expected to answer within the `budget` (seconds). A model that was never measured fits.
+    """Whether `choice` is expected to answer within the `budget` (seconds; None means no limit).
 
-    `warm(model)` and `cost(model)` describe a model.
+    A cloud fits, and so does a model that was never measured. `warm(model)` is whether the model is on its device.
     """
     if budget is None or choice.cloud:
         return True
@@ -160,9 +161,9 @@ def too_short(
     warm: Callable[[str], bool],
     cost: Callable[[str], Cost],
 ) -> Refused:
-    """The refusal (504) of a call of `asked` whose `budget` is too short for all `choices`, with both numbers.
+    """The refusal (504) of a call of `asked` whose `budget` (seconds) is too short for all `choices`.
 
-    `warm(model)` and `cost(model)` describe a model.
+    The message has the budget and the expected time of each choice. `warm(model)` is whether a model is on its device.
     """
     estimates = []
     shortest = None

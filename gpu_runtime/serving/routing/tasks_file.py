@@ -24,7 +24,7 @@ from .tasks import Profile, ServingConfig, Task
 
 MAX_FILE_BYTES = 1 << 20
 CHECK_SECONDS = 1.0  # the time between two checks of the file
-FIELDS_OF_CALLS = ("model", "messages", "prompt", "input", "stream")  # no profile may set them
+FIELDS_OF_CALLS = ("model", "messages", "prompt", "input", "stream")  # a profile may not set them
 _SECTIONS: dict[str, Any] = {
     "tasks": Task,
     "clients": Profile,
@@ -42,8 +42,9 @@ def default_file() -> Path:
 
 
 class TasksFile:
-    """The content of one file, which is read again after each change of the file. After a change with a mistake, the
-    earlier content stays.
+    """The content of one file, which is read again after each change of the file.
+
+    After a change with a mistake, the earlier content stays.
     """
 
     def __init__(self, path: str | os.PathLike[str] | None, clock: Callable[[], float]) -> None:
@@ -58,7 +59,10 @@ class TasksFile:
         self._content = read_serving_config(path)
 
     def content(self) -> ServingConfig:
-        """The content of the file. The file is checked for a change at most once a second."""
+        """The content of the file, which is checked for a change at most once a second.
+
+        After the file was removed, the content stays until `reload` is called.
+        """
         if self._clock() - self._checked_at >= CHECK_SECONDS:
             self._checked_at = self._clock()
             stamp = _stamp(self.path)
@@ -89,7 +93,7 @@ def _stamp(path: str | os.PathLike[str] | None) -> tuple[int, int, int] | None:
 
 
 def read_serving_config(path: str | os.PathLike[str] | None) -> ServingConfig:
-    """The content of the file `path`. If the file does not exist, the result has no tasks, clients and stand-ins.
+    """The content of the file `path`. If the file does not exist, the result is empty.
 
     Raises BadDocument, which names the file, the line and the field.
     """
@@ -195,8 +199,9 @@ class _Reader:
         return BadDocument(self._name, self._line(place), shown.lstrip("."), problem)
 
     def _line(self, place: tuple[Any, ...]) -> int:
-        """The line of `place` in the file. If the file has no such place, the line of the nearest place that contains
-        it.
+        """The line of `place` in the file, counted from 1.
+
+        If the file has no such place, the line of the innermost existing place that should contain it.
         """
         node = self._lines
         line = node.start_mark.line if node else 0
