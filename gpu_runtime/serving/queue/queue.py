@@ -308,7 +308,7 @@ class Queue:
         return True
 
     def _raise_importance(self, model: str, running: _Running, hold: Hold) -> None:
-        """Requests `model` again if `hold` had to wait in the ledger and a more important call now waits for `model`."""
+        """Requests `model` again if `hold` had to wait in the ledger and a more important call now waits for it."""
         importance = self._most_important(model)
         if hold.waits and importance < hold.importance:
             hold.release()
