@@ -1,4 +1,4 @@
-"""The HTTP routes: `/memory/*`, `/v1/*`, `/api/v1/config`, `/health` and `/metrics`, with their descriptions.
+"""The HTTP routes: `/memory/*`, `/v1/*`, `/api/*`, `/usage`, `/health` and `/metrics`, with their descriptions.
 
-Nothing here checks a token (the gate does), or chooses a model (the gateway does).
+The gate checks the tokens, and the gateway chooses the models. Nothing here does.
 """

@@ -1,7 +1,7 @@
 """The route `/v1/messages`, in the format of Anthropic's clients: a translation of the chat route.
 
-The functions that translate are pure. A field that a chat does not have is refused with 400. Source:
-Anthropic, Messages API.
+The functions that translate are pure. A field that cannot be translated is refused with 400, unless it has no effect
+on an answer. Source: Anthropic, Messages API.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ _SCHEMA = {
 def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
     """Adds the route `/v1/messages` to `routes`.
 
-    `gateway()` returns the Gateway. `acts` admits visitors who may act.
+    `gateway()` returns the Gateway. `acts` is the dependency that admits visitors who may call models.
     """
 
     @routes.post(
@@ -238,7 +238,7 @@ class _Writer(Writer):
     def __init__(self) -> None:
         super().__init__()
         self._blocks = 0
-        self._run = ""  # the type of the block that has begun: thinking or text; empty: none has
+        self._run = ""  # the type of the open block: thinking or text; empty: no block is open
 
     def begin(self, chunk: dict[str, Any]) -> list[bytes]:
         message = {**_message(self.model), "content": [], "stop_reason": None}

@@ -1,9 +1,10 @@
-"""The HTTP API as one application: `/memory/*`, `/v1/*`, `/api/v1/config`, `/health`, `/metrics`, and its description.
+"""The HTTP API as one application: the routes of all modules in this folder, and their description.
 
-To add a route, add it to a router beside this file and to the routers that are included here.
+To add a route, add it to a router in this folder. If the router is new, also include it here.
 
 The gate of the server puts the visitor into `scope["state"]["visitor"]`. The application refuses every request
-without a visitor. Every visitor may read. Any method but GET needs a visitor who may act.
+without a visitor. Every visitor may read, except the logs of engines. A call of a model needs a visitor who may call
+models. Every other action needs a visitor who may act.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Send = Callable[[Any], Awaitable[None]]
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 ANTHROPIC_PATH = "/v1/messages"
 READS = ("GET", "HEAD", "OPTIONS")
-# The status of an error is that of the first class here that matches, and 503 for all other errors.
+# An error gets the HTTP status of the first class here that matches. All other errors get 503.
 _STATUSES = ((UnknownModel, 404), (NotAllowed, 403), (DoesNotFit, 507))
 
 
@@ -49,7 +50,7 @@ def application(
 ) -> FastAPI:
     """The application over the runtime `rt`; its description shows the `version`.
 
-    `gateway()` returns the Gateway, which is made at the first call. `store` keeps the jobs.
+    The first call of `gateway()` makes the Gateway; each call returns it. `store` keeps the jobs.
     """
     app = _application(gateway, version, store)
     app.include_router(memory.router(rt, ACTS))
@@ -76,7 +77,7 @@ def fleet_application(
 
 
 def _application(gateway: Callable[[], Any], version: str, store: Store | None) -> FastAPI:
-    """The routes that call models, which one host and a fleet have in common."""
+    """The application with the routes that one host and a fleet share: calls, jobs, usage and settings."""
     app = FastAPIOffline(
         title="gpu-console",
         version=version,
@@ -125,7 +126,7 @@ def _add_config_routes(app: FastAPI, gateway: Callable[[], Any], acts: Any) -> N
 
 
 class _RequireVisitor:
-    """Refuses every request without a visitor.
+    """Refuses every request without a visitor. Also adds a request id to each answer, and answers HEAD requests.
 
     Without a gate no request has a visitor. So a server without a gate refuses every request, even from this machine.
     """
@@ -150,7 +151,7 @@ class _RequireVisitor:
 def _with_request_id(scope: Any, send: Send) -> Send:
     """A function like `send` that also adds the header `X-Request-Id` to the answer.
 
-    If the client has sent a valid id, this id is used. If not, a new id is used.
+    The id is the one that the client has sent, if it is valid, or else a new one. The request log also gets it.
     """
     sent = dict(scope["headers"]).get(b"x-request-id", b"").decode("latin-1")
     id = sent if _REQUEST_ID.fullmatch(sent) else f"req-{uuid.uuid4().hex}"
@@ -170,7 +171,7 @@ def _with_request_id(scope: Any, send: Send) -> Send:
 
 
 def _without_body(send: Send) -> Send:
-    """A `send` that leaves out the bodies of answers."""
+    """A function like `send` that leaves out the bodies of answers."""
 
     async def send_headers(message: Any) -> None:
         if message["type"] == "http.response.body":
@@ -223,7 +224,7 @@ async def _http_error(request: Request, error: Any) -> Response:
 
 
 def _no_route(request: Request) -> str:
-    """What is wrong with the path of `request`, which has no route. It may lack /v1, or have /v1 twice."""
+    """A message about the path of `request`, which has no route. Suggests a path if /v1 is missing or twice in it."""
     path = request.scope["path"]
     for meant in (f"/v1{path}", path[path.rfind("/v1/") :]):
         scope = {**request.scope, "path": meant}

@@ -22,7 +22,7 @@ class NewSlot(BaseModel):
 
 
 def router(models: Any, acts: Any) -> APIRouter:
-    """The routes over the fleet of `models`. `acts` admits visitors who may act."""
+    """The routes over the fleet of `models`. `acts` is the dependency that admits visitors who may act."""
     routes = APIRouter()
 
     @routes.get("/health", tags=["server"])

@@ -28,11 +28,11 @@ class FleetMetrics:
         return exposition(self.registry, accepts)
 
     def describe(self) -> list[Any]:
-        """An empty list. Without this method, the registry would ask all hosts only to learn the names."""
+        """An empty list. Without this method, the registry would ask all hosts only for the names of the metrics."""
         return []
 
     def collect(self) -> Iterator[Any]:
-        """The figures that each scrape reads anew. The registry calls it."""
+        """Yields the figures, which are read anew. The registry calls this method at each scrape."""
         snapshots = {snapshot.host: snapshot for snapshot in self._models.fleet.status()}
         yield GaugeMetricFamily("gpu_hosts", "Hosts that answer", len(snapshots))
         yield from devices((((host,), one) for host, one in snapshots.items()), ("host",))

@@ -18,14 +18,15 @@ ENDPOINTS = {
     "/v1/embeddings": "embeddings",
     "/v1/images/generations": "images",
 }
-MAX_JOBS = 256  # with their results; the oldest results are dropped first
+MAX_JOBS = 256  # running and ended; to start another job, the oldest result is dropped
 KEPT_SECONDS = 3600.0  # how long a result is kept
 _STORED = ("id", "endpoint", "created", "client", "status", "ended", "result", "error")
 
 
 class Job:
-    """A call that runs in the background. Its id cannot be guessed, and any visitor who knows the id may fetch the
-    result.
+    """A call that runs in the background.
+
+    The job's id cannot be guessed. Any visitor who knows the id may fetch the result.
     """
 
     def __init__(self, endpoint: str, wall: float, client: str = "") -> None:
@@ -34,7 +35,7 @@ class Job:
         self.id = f"job-{uuid.uuid4().hex}"
         self.endpoint = endpoint
         self.created = wall
-        self.status = "running"  # or waiting in the queue; then succeeded, failed or cancelled
+        self.status = "running"  # also in the queue; later: succeeded, failed or cancelled
         self.ended = 0.0
         self.result: Any = None
         self.error: dict[str, Any] | None = None
@@ -42,7 +43,7 @@ class Job:
 
     @staticmethod
     def of(row: dict[str, Any]) -> Job:
-        """The job that an earlier server stored as `row`. A job that was running when that server ended has failed."""
+        """The job that an earlier server stored as `row`. If the job had not ended, it counts as failed."""
         job = Job(row["endpoint"], row["created"], row["client"])
         for name in _STORED:
             setattr(job, name, row[name])
@@ -78,7 +79,7 @@ class Job:
 
 
 class Jobs:
-    """The jobs of one server, in its event loop. With a store, they survive a restart of the server."""
+    """The jobs of one server, in its event loop. With a store, the results survive a restart of the server."""
 
     def __init__(self, wall: Callable[[], float] = time.time, store: Store | None = None) -> None:
         """`wall` returns epoch seconds. `store` has the jobs of the earlier server."""
@@ -90,8 +91,8 @@ class Jobs:
     def start(self, gateway: Any, wanted: Any, client: str) -> Job:
         """Makes the call in `wanted` through `gateway`, in the background, for the visitor `client`.
 
-        `wanted` has `endpoint` and `body`. Raises Refused with 400 if `wanted` is invalid, and with 503 if there are
-        too many jobs.
+        `wanted` has `endpoint` and `body`. Raises Refused with 400 if `wanted` is invalid, and with 503 if MAX_JOBS
+        jobs are running already.
         """
         body = _checked_body(wanted)
         self._drop_old_results()
@@ -120,7 +121,7 @@ class Jobs:
         return list(self._jobs.values())
 
     async def end(self, id: str) -> Job:
-        """Cancels the job with this `id` if it still runs, and forgets it. Raises Refused, 404."""
+        """Cancels the job with this `id` if it still runs, forgets the job, and returns it. Raises Refused, 404."""
         job = self.find(id)
         if job.task and not job.task.done():
             job.task.cancel()
@@ -168,7 +169,7 @@ class Jobs:
             job.ended = self._wall()
 
     def _drop_old_results(self) -> None:
-        """Forgets results that are too old, and the oldest ones if there are too many jobs."""
+        """Forgets the results that are too old, and further old results until there is room for one more job."""
         done = sorted((job for job in self._jobs.values() if job.ended), key=lambda job: job.ended)
         oldest_kept = self._wall() - KEPT_SECONDS
         excess = len(self._jobs) - MAX_JOBS + 1

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 ModelType = Literal["llm", "embedding", "reranker", "vision", "diffusion", "other"]
 TYPES: tuple[str, ...] = ModelType.__args__  # type: ignore[attr-defined]
 MAX_ROWS = 1000
-PRELOAD_SECONDS = 60.0  # the longest load of one model
+PRELOAD_SECONDS = 60.0  # the longest wait of one model for its memory
 
 
 def _lower(word: Any) -> Any:
@@ -37,7 +37,7 @@ class Wanted(BaseModel):
     """A model to load."""
 
     name: str = Field(min_length=1, max_length=256)
-    model_type: Annotated[ModelType, BeforeValidator(_lower)] = "other"  # other: of any type
+    model_type: Annotated[ModelType, BeforeValidator(_lower)] = "other"  # other: any type
     quantization: str = Field("", max_length=64)  # empty: any
 
 
@@ -126,7 +126,7 @@ def _model_row(lease: Lease, owner: str, now: float) -> dict[str, Any]:
 def evictions(frame: DataFrame, kinds: Mapping[str, tuple[str, str]]) -> list[dict[str, Any]]:
     """The answer to `GET /memory/evictions`, from the eviction events in `frame`, the newest last.
 
-    `kinds` has the model type and quantization of each known name.
+    `kinds` has the model type and the quantization of each known model, by the model's name.
     """
     rows = []
     for event in frame.itertuples():
@@ -221,11 +221,11 @@ def key(lease: Lease) -> str:
 
 
 def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]]:
-    """The status and the answer of `POST /memory/evict/{model_type}`. Blocks until the owners have answered.
+    """The HTTP status and the answer of `POST /memory/evict/{model_type}`. Blocks until the owners have answered.
 
-    If `wanted` is a model type, every idle model of that type is evicted from its card, whichever process owns it.
-    Otherwise `wanted` is the name of one model or its `type:name:quantization`. `rt` is the runtime that requests
-    the evictions.
+    If `wanted` is a model type, every idle model of that type is evicted from its card, whichever process owns it. `*`
+    selects all idle models without `keep`. Otherwise `wanted` is the name of one model, `name@pid` or
+    `type:name:quantization`. With `drop`, models leave host memory too. `rt` requests the evictions.
     """
     found = _held(rt, wanted, drop)
     if found is None:
@@ -258,7 +258,7 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
 
 
 def _held(rt: Any, wanted: str, in_host: bool) -> list[tuple[int, str]] | None:
-    """The pairs (pid, name) of the models on a card, or also in host memory, that `wanted` selects.
+    """The pairs (pid, name) of the models on a card that `wanted` selects. With `in_host`, also those in host memory.
 
     The result is None if `wanted` is neither a model type nor the name of a known model.
     """
@@ -285,10 +285,10 @@ def _held(rt: Any, wanted: str, in_host: bool) -> list[tuple[int, str]] | None:
 
 
 def preload(rt: Any, wanted: Preload) -> dict[str, Any]:
-    """The answer to `POST /memory/preload`, which loads each model in `wanted` with `rt`. Blocks until they are loaded.
+    """Loads each model in `wanted` with the runtime `rt`, and returns the answer to `POST /memory/preload`.
 
-    For each model the answer has whether it was loaded, and the reason if it was not. A model of another type or
-    quantization than the wanted one is not loaded.
+    The answer has for each model whether it was loaded and, if known, the reason why it was not. A model of another
+    type or quantization than the wanted one is not loaded. Blocks until all models are loaded.
     """
     results = {}
     errors = {}
@@ -326,7 +326,7 @@ def _difference(wanted: Wanted, spec: ModelSpec) -> str:
 def router(rt: Any, acts: Any) -> APIRouter:
     """The routes below `/memory`, over the runtime `rt`.
 
-    `acts` is the dependency that admits visitors who may act, and returns their name.
+    `acts` is the dependency that admits visitors who may act, and returns the visitor's name.
     """
     routes = APIRouter(prefix="/memory", tags=["memory"])
     _add_reads(routes, rt)
@@ -369,7 +369,7 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
 
 def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
     async def act_as(actor: str, work: Callable[[], Any]) -> Any:
-        """The result of `work` in a thread, recorded in the journal under the actor's name."""
+        """Runs `work` in a thread, and returns its result. The journal names `actor` as the cause."""
 
         def act() -> Any:
             with rt.on_behalf_of(f"{actor}, HTTP"):

@@ -1,8 +1,8 @@
 """The route `/metrics`: the figures for alerts, in Prometheus' format.
 
 Gauges are read from one Snapshot at each scrape. Counters from the host's book may restart from 0 when the host boots;
-Prometheus expects that counters can restart. Counters by reason, and durations, count the events that the journal
-records after the start of this server.
+Prometheus expects that counters can restart. Counters by reason, and histograms of durations, count only the events
+that the journal records after the start of this server.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class Metrics:
         return exposition(self.registry, accepts)
 
     def collect(self) -> Iterator[Any]:
-        """The figures that each scrape reads anew. The registry calls it."""
+        """Yields the figures that are read anew. The registry calls this method at each scrape."""
         snapshot: Snapshot = self._rt.status()
         yield from devices([((), snapshot)])
         for name, text in TOTALS.items():
@@ -88,7 +88,7 @@ class Metrics:
         yield from self._figures()
 
     def describe(self) -> list[Any]:
-        """An empty list. Without this method, the registry would read the book only to learn the names."""
+        """An empty list. Without this method, the registry would read the book only for the names of the metrics."""
         return []
 
     def _histogram(self, name: str) -> Histogram:
@@ -141,7 +141,8 @@ def _problems(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
 def calls(state: Any) -> Iterator[Any]:
     """Yields the figures of the gateway.
 
-    A model without calls gets a sample with the value 0. Otherwise Prometheus could not compute sums over models.
+    A model that has a breaker but no call now gets a sample with the value 0. Otherwise Prometheus could not compute
+    sums over models.
     """
     waiting = {**dict.fromkeys(state.breakers, 0), **state.waiting}
     yield gauge("gpu_queue_depth", "Calls that wait for a model", ["model"], waiting.items())
@@ -196,9 +197,10 @@ _DEVICE_FIGURES: dict[str, tuple[str, Callable[[Any], Any]]] = {
 def devices(
     snapshots: Iterable[tuple[tuple[str, ...], Snapshot]], labels: tuple[str, ...] = ()
 ) -> Iterator[GaugeMetricFamily]:
-    """Yields the figures of each device of `snapshots`, which are pairs of label values and a snapshot.
+    """Yields the figures of each device of `snapshots`.
 
-    `labels` are the names of these label values, in the same order.
+    Each of `snapshots` is a pair: the values of the additional labels, and a snapshot. `labels` are the names of these
+    labels, in the same order.
 
     A figure that the driver does not report has no sample, since a sample of 0 would be wrong.
     """

@@ -1,7 +1,7 @@
 """The routes `/api/*`, in the format of Ollama's clients: translations of the routes for chats and embeddings.
 
-The functions that translate are pure. A field that OpenAI's format does not have is refused with 400. A field with
-the value null counts as left out. Source: Ollama, docs/api.
+The functions that translate are pure. A field that cannot be translated is refused with 400, unless its value is empty.
+A field with the value null counts as left out. Source: Ollama, docs/api.
 """
 
 from __future__ import annotations
@@ -39,11 +39,12 @@ _SCHEMA = {
     "properties": {"model": {"type": "string"}, "stream": {"type": "boolean"}},
     "additionalProperties": True,
 }
+# Takes a body in Ollama's format. Returns the kind of the call and the body in OpenAI's format.
 Translate = Callable[[Any], tuple[str, dict[str, Any]]]
 
 
 def router(gateway: Any, version: str, acts: Any) -> APIRouter:
-    """The routes below `/api`. `gateway()` returns the Gateway; `acts` admits visitors who may act."""
+    """The routes below `/api`. `gateway()` returns the Gateway. `acts` admits visitors who may call models."""
     routes = APIRouter(prefix="/api", tags=["models"])
 
     @routes.get("/version")
@@ -141,7 +142,7 @@ def chat_of(body: Any) -> tuple[str, dict[str, Any]]:
         raise bad("messages", messages, "a list of messages")
     made["messages"] = [_message(f"messages[{at}]", one) for at, one in enumerate(messages)]
     results = 0
-    for message in made["messages"]:  # the results of tools have the order of the calls, and no ids
+    for message in made["messages"]:  # results of tools have no ids, but the order of the calls
         results = results + 1 if message["role"] == "tool" else 0
         if results:
             message["tool_call_id"] = f"call{results - 1}"
@@ -223,7 +224,9 @@ def _format(format: Any) -> dict[str, Any]:
 
 
 def _seconds(value: Any) -> float:
-    """Converts the `value` of the field `keep_alive`, such as 300 or "5m", to seconds. -1 means as long as possible.
+    """Converts the `value` of the field `keep_alive`, such as 300 or "5m", to seconds.
+
+    A negative number means as long as possible.
 
     >>> _seconds("5m"), _seconds(0), _seconds(-1), _seconds("250ms")
     (300.0, 0.0, 86400.0, 0.25)
@@ -271,7 +274,7 @@ def _message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole(answer: dict[str, Any], part: Any) -> dict[str, Any]:
-    """The answer to a call that is not streamed. `part(text, calls, thought)` makes the field with the text."""
+    """Translates the whole `answer` to a call. `part(text, calls, thought)` makes the fields with its content."""
     choice = answer["choices"][0]
     message = choice.get("message") or {"content": choice.get("text")}
     thought = message.get("reasoning_content") or ""
@@ -281,14 +284,14 @@ def whole(answer: dict[str, Any], part: Any) -> dict[str, Any]:
 
 
 def embedded(answer: dict[str, Any]) -> dict[str, Any]:
-    """The answer of `/api/embed`."""
+    """Translates the `answer` to a call for embeddings into the answer of `/api/embed`."""
     count = (answer.get("usage") or {}).get("prompt_tokens", 0)
     vectors = [row["embedding"] for row in answer["data"]]
     return {"model": answer["model"], "embeddings": vectors, "prompt_eval_count": count}
 
 
 class _Writer(Writer):
-    """Turns the chunks of one call into lines of JSON. `part(text, calls, thought)` makes the field with the text."""
+    """Turns the chunks of one call into lines of JSON. `part` is the same function as in `whole`."""
 
     def __init__(self, part: Any) -> None:
         super().__init__()

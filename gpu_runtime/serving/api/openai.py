@@ -137,11 +137,11 @@ async def unless_gone(request: Request, work: Awaitable[T]) -> T:
             if not unfinished.done():
                 unfinished.cancel()
                 await asyncio.gather(unfinished, return_exceptions=True)
-        del task, unfinished  # the task has the error, whose traceback has this frame
+        del task, unfinished  # else a cycle: task -> error -> traceback -> this frame
 
 
 async def events(reply: Reply) -> AsyncIterator[bytes]:
-    """Yields the `reply` as server-sent events. An error in a started stream is the last event, as with OpenAI."""
+    """Yields the `reply` as server-sent events. An error after the start is the last event, as in OpenAI's streams."""
     try:
         assert reply.events is not None
         async for chunk in reply.events:
@@ -181,7 +181,8 @@ class Sent(StreamingResponse):
 def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
     """The routes below `/v1`, with the `jobs` of this server.
 
-    `gateway()` returns the Gateway. `acts` is the dependency that admits visitors who may act, and returns their name.
+    `gateway()` returns the Gateway. `acts` is the dependency that admits visitors who may call models, and returns the
+    visitor's name.
     """
     routes = APIRouter(prefix="/v1")
 

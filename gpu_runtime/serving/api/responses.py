@@ -34,7 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "background": (False,),
     "truncation": ("disabled",),
-    # Thoughts are sent as plain text, and accepted as plain text.
+    # `reasoning.encrypted_content` has no effect: thoughts are sent and accepted as plain text.
     "include": ([], ["reasoning.encrypted_content"]),
     "stream_options": ({}, {"include_obfuscation": False}),
 }
@@ -54,7 +54,7 @@ _SCHEMA = {
 def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
     """Adds the route `/v1/responses` to `routes`.
 
-    `gateway()` returns the Gateway. `acts` admits visitors who may act.
+    `gateway()` returns the Gateway. `acts` is the dependency that admits visitors who may call models.
     """
 
     @routes.post(
@@ -257,7 +257,7 @@ class _Writer(Writer):
         self._body = body
         self._response: dict[str, Any] = {}
         self._output: list[dict[str, Any]] = []  # the items that have ended
-        self._run = ""  # the type of the item that has begun: reasoning or message
+        self._run = ""  # the type of the open item: reasoning or message; empty: no item is open
         self._item: dict[str, Any] = {}
         self._texts: list[str] = []
         self._events = 0

@@ -1,6 +1,6 @@
 """The common part of the routes whose format is not OpenAI's.
 
-A route with another format than OpenAI's reads a chat from this format, and writes the answer in the same format.
+Such a route translates the request into a chat in OpenAI's format, and the answer back into the route's own format.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ def require_object(body: Any) -> None:
 def functions(
     tools: Any, function: Callable[[str, Any], dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
-    """The field `tools` of a chat, with the result of `function(place, tool)` for each of `tools`.
+    """A dict with the field `tools` of a chat. `function(place, tool)` translates each of the given `tools`.
 
-    The result is an empty dict if there are no tools.
+    `place` names the tool in messages, such as `tools[0]`. The dict is empty if there are no tools.
     """
     if not isinstance(tools or [], list):
         raise bad("tools", tools, "a list of tools")
@@ -54,12 +54,13 @@ class Writer:
         raise NotImplementedError
 
     def error(self, error: dict[str, Any]) -> bytes:
-        """The last event of a stream that ends with this `error` in OpenAI's format."""
+        """The last event of a stream that ends with this `error`. The `error` is in OpenAI's format."""
         raise NotImplementedError
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
-        """Yields a streamed `reply` as events. If an error occurs after the stream has started, the error is the last
-        event.
+        """Yields a streamed `reply` as events.
+
+        If an error occurs after the stream has started, the error is the last event.
         """
         assert reply.events is not None
         try:
