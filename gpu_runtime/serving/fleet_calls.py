@@ -117,7 +117,7 @@ class FleetModels:
         """Does nothing, because a use in a fleet does not wait in this process."""
 
     def status(self) -> Any:
-        """The parts of a snapshot that the gateway reads: the owner, and the rules, which contain no cap in a fleet."""
+        """The parts of a snapshot that the gateway reads: the owner, and rules without the operator's cap."""
         return SimpleNamespace(owner=SimpleNamespace(id="fleet"), rules=SimpleNamespace(cap=None))
 
 

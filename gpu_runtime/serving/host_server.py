@@ -1,6 +1,6 @@
 """The `gpu serve` of one host of a fleet. It runs in the agent of the host, over the runtime of the agent.
 
-The agent passes its URL and its token to the fleet's own `gpu serve`, which sends the calls.
+The agent passes the server's URL and token to `gpu serve --fleet`, which sends the calls to this server.
 """
 
 from __future__ import annotations

@@ -98,7 +98,7 @@ class Reply:
 
     model: str  # the model that answered
     asked: str  # the model that was requested
-    because: str  # why another model answered; empty if it is the requested one
+    because: str  # why another model answered; empty if the requested model answered
     json: dict[str, Any] | None = None
     events: Events | None = None
     headers: dict[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""The usage of each visitor: calls and tokens by model and day. It is written to the store about once a second."""
+"""The usage of each visitor: calls and tokens by model and day. New usage is written to the store within a second."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ _NO_TURNS: Mapping[str, int] = {}
 class Waiting(Value):
     """A call that has not started yet."""
 
-    key: int  # in the order of arrival
+    key: int  # unique; larger for a later arrival
     model: str
     importance: int = NORMAL
     arrived: float = 0.0
