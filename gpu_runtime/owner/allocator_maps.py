@@ -22,7 +22,7 @@ from ..ledgers.base import Ledger
 log = logging.getLogger("gpu_runtime")
 
 PACE_SECONDS = 2.0  # shortest time between two maps
-CALM = 100  # the pause before the next map, as a multiple of the time that the last one took
+CALM = 100  # a pause lasts this many times the processor time that the last publication took
 
 
 class Maps:
@@ -36,8 +36,9 @@ class Maps:
         self._probe = probe
         self._clock = clock
         self._wall = wall
+        # A pulse is a value that changes when the maps change.
         self._pulse: object = None  # the probe's pulse when the maps were last published
-        self._drawn_at: object = None  # the probe's pulse when they were last drawn
+        self._drawn_at: object = None  # the probe's pulse when the maps were last made
         self._drawn: tuple[AllocatorMap, ...] = ()
         self._published = False  # an owner whose allocators were never used publishes nothing
         self._rest_until = float("-inf")

@@ -47,7 +47,8 @@ def shown(
     """A `with` block around the load or restore. It yields the function to which a load reports its
     progress.
 
-    The session's front end is called twice: when the arrival begins, and when it has ended.
+    Calls the session's front end twice: when the load or restore begins, and when it has ended. If
+    the caller passes `progress`, or there is no front end, the block only yields `progress`.
     """
     told = session.on_arrival
     if told is None or progress is not None:

@@ -43,8 +43,8 @@ def backtest(
 ) -> DataFrame:
     """A table of the waiting that each choice of policy, engine, card and host memory would cause.
 
-    The history is read from the CSV files `requests` and `models`. Without these files, it is the
-    journal of the last `days` days. `policy`, `engine`, `device` and `host` are each a list of
+    The history is read from the CSV files `requests` and `models`; without them, from the journal
+    of the last `days` days. `policy`, `engine`, `device` and `host` are each a list of
     words, or one string of words with commas. The words of `device` and `host` are sizes such as
     `80GB`, or percents of the bytes of all models. The columns of the table are the fields of
     `backtest.Row`. Raises BadSetting.

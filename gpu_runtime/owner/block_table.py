@@ -18,7 +18,7 @@ class Blocks(dict[str, tuple[Lease, AnchorRef]]):
     def __init__(self) -> None:
         super().__init__()
         self._numbers = itertools.count(1)
-        self.leased_bytes = 0  # by all blocks until now, those that have ended included
+        self.leased_bytes = 0  # the sum over all blocks until now, including ended blocks
 
     def new_number(self) -> int:
         """The number of the next block."""

@@ -28,7 +28,7 @@ class LeasedBlock:
     """
 
     def __init__(self, lease: Lease, device: Device, torch: str = "") -> None:
-        """`torch` is torch's name of the device in this process, such as cuda:0."""
+        """`torch` is torch's name of the device in this process, such as cuda:0, or empty."""
         self.lease = lease
         self.device = device
         self._torch = torch
@@ -80,6 +80,9 @@ def lease_memory(
 ) -> Held:
     """A `with` block in which the caller's own code has `size` bytes of leased memory.
 
+    If `size` is None, the block leases nothing and only measures. `timeout` limits the wait for the
+    memory; None means no limit.
+
     Raises BadSize and BadSetting at once. Entering the block raises DoesNotFit and Busy.
     """
     wanted_bytes = 0 if size is None else parse_room(size)
@@ -96,7 +99,7 @@ class _Block(Held):
     __slots__ = ("_session", "_name", "_wanted", "_running")
 
     def __init__(self, session: Session, name: str, *wanted: Any) -> None:
-        """`wanted` are the bytes, the importance and the timeout in seconds or None."""
+        """`wanted` has three values: bytes, importance, and the timeout in seconds or None."""
         super().__init__()
         self._session = session
         self._name = name
@@ -125,15 +128,12 @@ class _Block(Held):
 
 
 class RoomForProcess(Held):
-    """A `with` block that reserves room on one card for another process.
-
-    The other process is about to use the room.
-    """
+    """A `with` block that holds room on one card, which another process is about to use."""
 
     __slots__ = ("_session", "_name", "_wanted")
 
     def __init__(self, session: Session, pid: int, device: str, size: int, seconds: float) -> None:
-        """Reserves `size` bytes on `device` for the process `pid`.
+        """Entering the block reserves `size` bytes on `device` for the process `pid`.
 
         The process is expected to take the bytes within `seconds` of the grant.
         """
@@ -167,7 +167,7 @@ def _lease_block(
     """
     wanted = Lease(session.me, name, kind="block", importance=importance, movable=False)
     rules = PlacementRules(devices, policy=session.settings.gpu_placement)
-    granted = False  # a grant removes our ticket
+    granted = False  # whether the request was granted: a grant removes our ticket from the book
 
     def is_here() -> bool:
         return name in session.blocks
@@ -178,8 +178,8 @@ def _lease_block(
             session, key, wanted, Footprint.of(size), rules, timeout, is_here
         )
         for verdict in granted_steps:
-            # Nothing is loaded, so no write settles the lease. The monitor or the block's end
-            # publishes it.
+            # Nothing is loaded, so no load settles the lease: it is settled here. The monitor or
+            # the block's end publishes the settled lease.
             lease = replace(
                 verdict.lease,
                 shares=verdict.lease.target,

@@ -29,8 +29,8 @@ from .pins import AnchorRef
 from .resident import Place
 from .session import Session, log
 
-LEAST_BYTES = 8 * MIB  # for less than this, nobody is asked
-WAIT_TURNS = 2  # a cell waits for room as long as so many turns of other notebooks
+LEAST_BYTES = 8 * MIB  # fewer bytes are not requested
+WAIT_TURNS = 2  # the longest wait of a cell for room, in turns of other notebooks
 CHANGED = 0.01  # a peak that differs by a smaller fraction is not written again
 
 
@@ -38,20 +38,22 @@ class CellRoom:
     """The peaks of this notebook's cells, and the requests for room for these peaks."""
 
     def __init__(self, session: Session) -> None:
-        """Keeps the peaks of the notebook of `session`: in a file, or only in memory.
+        """Keeps the peaks of the notebook of `session` in a file.
 
-        A ledger without a directory, such as a ledger in memory, has no such file.
+        If the ledger has no directory (a ledger in memory, for example), the peaks are only kept
+        in memory.
         """
         self._session = session
         lasting = getattr(session.ledger, "directory", None) is not None
         self._peaks = peaks_of_this_user() if lasting else Measurements()
-        self._leased_bytes = 0  # by blocks of code, before this cell
-        self._block: str | None = None  # the name of the room of a kernel without a lease
+        self._leased_bytes = 0  # bytes that blocks of code had leased before this cell
+        self._block: str | None = None  # the name of this cell's room, if the kernel has no lease
 
     def wanted(self, text: str) -> Bytes:
-        """The bytes that the last run of the cell took of each card at its peak; empty if unknown.
+        """The bytes that the last run of the cell took of each card at its peak.
 
-        `text` is the source of the cell.
+        `text` is the source of the cell. The result is empty if the peak is unknown or above a
+        card's limit, or if the memory governor is off.
         """
         self._leased_bytes = self._session.blocks.leased_bytes
         key = cell_key(notebook_path(), text)
@@ -88,7 +90,7 @@ class CellRoom:
         during the wait.
         """
         session = self._session
-        if self._block is not None:  # a cell that runs another one has its room already
+        if self._block is not None:  # another cell runs this cell, and has its room already
             return
         more = {}
         for card, size in wanted.items():
@@ -183,7 +185,8 @@ class Freed(NamedTuple):
 def make_room(session: Session, error: BaseException) -> Freed:
     """Evicts idle leases until there is room for the bytes that the out-of-memory `error` names.
 
-    Models of this process that left at the end of the cell's `with` block count as freed memory.
+    If `error` names no size, evicts all idle leases. Models of this process that left at the end of
+    the cell's `with` block count as freed memory.
     """
     gone: tuple[Lease, ...] = getattr(error, "left", ())
     wanted = bytes_wanted(error)

@@ -1,8 +1,8 @@
 """Parks a process that cannot cooperate, by the driver's checkpoint calls. A person types the pid.
 
 A process cannot cooperate if it has not loaded the extension, or if another framework holds its
-memory. The driver copies its memory to RAM, and all its CUDA calls wait until the memory returns.
-No call is automatic. A call that has begun is completed: half done, it leaves the process locked.
+memory. The driver copies the memory to RAM, and the process's CUDA calls wait until the memory
+returns. No call is automatic. Every call is completed: cut off, it would leave the process locked.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from .parked_processes import ParkedProcess
 from .session import Session
 
 LEAST_DRIVER = 570
-LOCK_SECONDS = 10.0  # the lock waits so long for the work that runs on the card
-CALL_SECONDS = 60.0  # for a call, besides the time for the bytes
-SECONDS_A_GIB = 4.0  # a checkpoint copies at about 15 % of the bus; this is a tenth of that
+LOCK_SECONDS = 10.0  # the longest time that the lock waits for the work that runs on the card
+CALL_SECONDS = 60.0  # the time limit of a call that copies nothing
+SECONDS_A_GIB = 4.0  # ten times the usual time, at about 15 % of the speed of the bus
 ENDING = (
     "Before you end it, park it again: on driver 595.71 the end of a process that had returned hung "
     "the machine"
@@ -185,7 +185,7 @@ def _require_allowed(session: Session, target: Target) -> None:
 
 
 def _require_foreign(session: Session, target: Target) -> None:
-    """Raises GpuError if `target` has leases: such a process can move its memory itself, safely."""
+    """Raises GpuError if `target` has leases or is an engine: it needs no checkpoint to move."""
     for section in session.ledger.read().sections.values():
         pid = target.pid
         if pid in section.engines:
@@ -307,7 +307,7 @@ def _hazards(target: Target, held: tuple[Share, ...], driver: str) -> str:
 
 
 def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
-    """Locks the process, moves its memory to RAM, returns the bytes. A failure unlocks it again."""
+    """Locks the process and moves its memory to RAM; unlocks it on failure. Returns the bytes."""
     _call("lock", target, lock_seconds=LOCK_SECONDS)
     try:
         held = _held(session, target)  # measured again: under the lock it can take no more
@@ -317,7 +317,7 @@ def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
         _call("checkpoint", target, size=sum(share.bytes for share in held))
     except GpuError as error:
         raise _unlocked(target, error) from None
-    session.world(fresh=True)  # the helper's figures: other processes decide by them
+    session.world(fresh=True)  # renews the helper's figures, by which other processes decide
     return held
 
 

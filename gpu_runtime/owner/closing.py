@@ -58,7 +58,10 @@ def remembered_until_exit() -> weakref.WeakSet[Any]:
             runtime._forked()
 
     def at_exit() -> None:
-        """At the end of the process: closes the runtimes, after the work of interrupted callers."""
+        """Runs at the end of the process: closes the runtimes.
+
+        First waits for work that goes on although its caller was interrupted.
+        """
         threads.finish()
         for runtime in list(runtimes):
             runtime.close()

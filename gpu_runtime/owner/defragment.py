@@ -1,4 +1,4 @@
-"""`defrag`: this process frees its allocator's cache, and requests the same of other processes."""
+"""`defrag`: frees the allocator's cache in this process, and requests this of other processes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .session import Session
 def defrag(session: Session, process: str, timeout: str | float | None) -> Outcome:
     """Frees cached memory in `process`, or in all processes to which this user may send requests.
 
-    `timeout` is the limit in seconds for all processes together. A process that has not answered
-    within `timeout` frees its cache once its kernel runs again. Raises the errors of
-    Runtime.defrag.
+    `timeout` is the limit in seconds for all processes together; None means no limit. A process
+    that has not answered within `timeout` frees its cache once its kernel runs again. Raises the
+    errors of Runtime.defrag.
     """
     book = session.ledger.read()
     me = session.me

@@ -48,7 +48,7 @@ def placement(session: Session, resident: Resident) -> PlacementRules:
     splits = resident.backend.can_split and len(resident.pieces()) != 1
     layout = resident.spec.layout if splits else "single"
     if layout == "auto":
-        layout = resident.backend.layout  # an engine may require one
+        layout = resident.backend.layout  # an engine may require a layout
     devices = allowed_devices(session, resident)
     rules = replace(session.settings.placement(), devices=devices, layout=layout)
     rules = replace(rules, **resident.spec.placement)
@@ -58,8 +58,9 @@ def placement(session: Session, resident: Resident) -> PlacementRules:
 def _bound_to(cards: Mapping[str, int], rules: PlacementRules) -> PlacementRules:
     """Returns the `rules`, changed so that each card gives exactly the bytes that `cards` names.
 
-    `cards` maps ids of cards to bytes. Memory that left several cards for host memory returns in
-    the same parts. With less than two cards, or with unknown bytes, the rules are unchanged.
+    `cards` maps ids of cards to bytes. Memory that left several cards for host memory returns to
+    each card with the bytes that it had there. With less than two cards, or with unknown bytes, the
+    rules are unchanged.
     """
     if len(cards) < 2 or not all(cards.values()):
         return rules

@@ -140,7 +140,7 @@ def _build_of(torch: Any) -> str:
 
 
 def _drivers() -> Rows:
-    """A row for each kind of card: the driver that was asked about it, and the driver's answer."""
+    """A row for each driver with its answer, then a row for each of VARIABLES that is set."""
     rows: Rows = []
     for name in drivers.SOURCES:
         source = drivers.source(name)

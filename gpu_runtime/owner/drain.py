@@ -11,7 +11,7 @@ from ..units import parse_seconds, show_bytes, show_seconds
 from . import maintenance, permissions
 from .session import Session
 
-LOOK_SECONDS = 0.1  # between two checks which leases are still on the card
+LOOK_SECONDS = 0.1  # the pause between two checks which leases are still on the card
 
 
 def drain(
@@ -19,8 +19,8 @@ def drain(
 ) -> Outcome:
     """Drains the card `name`. With `undo`, the card takes leases again.
 
-    Waits at most `timeout` seconds for idle models to leave. Raises UnknownDevice, NotAllowed,
-    LedgerUnavailable.
+    Waits at most `timeout` seconds for idle models to leave; None means no wait. Raises
+    UnknownDevice, NotAllowed, LedgerUnavailable.
     """
     seconds = 0.0 if timeout is None else parse_seconds(timeout)
     book = session.read_book()
@@ -73,7 +73,8 @@ def _card(name: str, book: Book, world: World) -> Device:
 def _wait_until_left(session: Session, device: Device, timeout: float) -> list[tuple[Lease, str]]:
     """Waits at most `timeout` seconds until all leases that may leave have left the device.
 
-    Returns the leases that are still on the device, each with the reason.
+    Returns the leases that are still on the device, each with the reason why it stays. The reason
+    is empty for a lease that may leave and has not left yet.
     """
     deadline = session.clock() + timeout
     while True:

@@ -28,7 +28,7 @@ from .session import Session
 
 # A number of parameters such as 7B in the name of a model. It does not mean seven bytes.
 _PARAMETERS = re.compile(r"(\d+x)?\d+(\.\d+)?[bB]")
-PLACED = ("devices", "layout")  # options of a size that only a model can have
+PLACED = ("devices", "layout")  # if given with a size, the size is placed like a model
 _LIKE_A_SIZE = re.compile(r"\s*[-+]?[\d._,]+\s*[a-zA-Z]{0,3}\s*$")
 
 
@@ -38,11 +38,14 @@ class Subject(NamedTuple):
     wanted: Lease
     footprint: Footprint
     rules: PlacementRules
-    obstacle: str = ""  # why it could not be loaded even if there were room
+    obstacle: str = ""  # why the model could not be loaded even if there were room
 
 
 def size_in(words: str | int) -> int | None:
-    """The bytes that `words` name; None if `words` are no size. Raises BadSize for zero or less."""
+    """The bytes that `words` name; None if `words` are no size.
+
+    Raises BadSize for zero or less, and for a mistyped size.
+    """
     if isinstance(words, str) and _PARAMETERS.fullmatch(words.strip()):
         return None
     try:
@@ -116,8 +119,9 @@ def of_lease(
 ) -> Subject:
     """The request for a model of another owner, with the size that the owner measured.
 
-    `given` are the options of the dry run. If the model is not loaded, the request has the size and
-    the importance that the owner `declared`. Raises UnknownSize if no size is known.
+    `given` are the options of the dry run, which only the model's owner could set: they become the
+    obstacle. If the model is not loaded, the request has the size and the importance that the owner
+    `declared`. Raises UnknownSize if no size is known.
     """
     size = lease.bytes
     source = "measured"
@@ -142,9 +146,9 @@ def unregistered(
 ) -> Resident:
     """A model that is not registered, made from `words`: a path, a hub id or a name with a size.
 
-    `given` are the options of the model. If `words` are close to one of the names `known`, they
-    count as a typing mistake, even with a size. Raises UnknownModel for a mistake, and for words
-    without a size. The error suggests one of `all_names`, with the models of other owners.
+    `given` are the options of the model. A path is always accepted. Other words raise UnknownModel
+    if they are close to one of the names `known` (a typing mistake), or if they contain no size,
+    such as 7B. The error suggests one of `all_names`, which include the models of other owners.
     """
     if not _is_path(words):
         mistyped = difflib.get_close_matches(words, known, n=1)

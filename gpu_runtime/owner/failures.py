@@ -35,7 +35,8 @@ LEAVE_SECONDS = 5.0  # time for another owner to evict an idle model after an ou
 def record_loss(session: Session, resident: Resident, kind: str, because: str) -> None:
     """Writes into the book that the model is lost, and ends its lease.
 
-    Never raises GpuError. If the book cannot be written, the monitor publishes the loss later.
+    `kind` is the kind of failure. Never raises GpuError. If the book cannot be written, the monitor
+    publishes the loss later.
     """
     lease = resident.lease
     log.warning("%s", because)
@@ -61,7 +62,8 @@ def driver_failure(
 ) -> GpuError | None:
     """Removes a model whose driver failed, and returns the error to raise instead of `error`.
 
-    Returns None if `error` is no failure of a driver, or if the model does not run in this process.
+    If the driver no longer serves this process, removes all models that run in it. Returns None if
+    `error` is no failure of a driver, or if the model does not run in this process.
     """
     if not isinstance(error, RuntimeError) or isinstance(error, GpuError):
         return None
@@ -99,7 +101,7 @@ def _put_away(session: Session, resident: Resident, fault: Fault) -> None:
 
 
 def require_served(session: Session, resident: Resident) -> None:
-    """Raises ProcessLost if the model would run in this process and the driver no longer serves it."""
+    """If the driver no longer serves this process, raises ProcessLost for a model that runs here."""
     if session.process_lost and runs_here(resident.spec):
         name, _, why = session.process_lost.partition(": ")
         raise _process_lost(name, "", why)
@@ -204,7 +206,8 @@ def load_error(
     fault = recognise(str(error))
     driver_failed = fault is not None and fault.clears_model
     failed = explain.load_failed(name, resident.spec.source, error, driver_failed=driver_failed)
-    failed.places = tuple(user_lines(error))  # the error would keep the bytes of the load
+    # Only the lines are kept: a reference to the error would keep the bytes of the load.
+    failed.places = tuple(user_lines(error))
     return failed
 
 

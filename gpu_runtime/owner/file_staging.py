@@ -21,9 +21,10 @@ WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 
 
 def stage(spec: ModelSpec, budget_bytes: int, stopped: Callable[[], bool]) -> int:
-    """Reads the weights of `spec`, at most `budget_bytes`. Stops early once `stopped()` is true.
+    """Reads the files with the weights of `spec`. Returns the number of bytes that were read.
 
-    Returns the number of bytes that were read.
+    Stops before the first file with which the sum would exceed `budget_bytes`, and once `stopped()`
+    is true.
     """
     done = 0
     piece = bytearray(PIECE_BYTES)

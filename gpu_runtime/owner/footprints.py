@@ -37,8 +37,9 @@ class Sizing:
     def footprint(self, resident: Resident, places: tuple[str, ...] = ()) -> Footprint:
         """The bytes that the model needs on a device: measured if it is loaded, else estimated.
 
-        `places` are ids of the cards on which the model may be placed; empty means any card. Raises
-        UnknownSize, NotAModel, LoadFailed, BadSetting.
+        The estimate uses the measurement of an earlier load, if there is one. `places` are ids of
+        the cards on which the model may be placed; empty means any card. Raises UnknownSize,
+        NotAModel, LoadFailed, BadSetting.
         """
         spec = resident.spec
         loaded = resident.handle is not None

@@ -1,8 +1,9 @@
-"""A call of a governed module pins its model while the call runs, and restores it first if needed.
+"""A call of a governed module pins the module's model, and first restores it if it is away.
 
-Calls of the module's parts do the same. Methods that read or replace all weights also do the same:
-a copy or a file of a model that is away would else contain no weights. A governed module is a torch
-module whose memory this package manages. A resident is the object for one managed model.
+A governed module is a torch module whose memory this package manages. A resident is the object for
+one managed model. The pin ends with the call. Calls of the module's parts pin the model too. So do
+methods that read or replace all weights: otherwise, a copy or a file of a model that is away would
+contain no weights.
 """
 
 from __future__ import annotations
@@ -49,14 +50,14 @@ class Governed(Protocol):
 
 
 _governed: weakref.WeakKeyDictionary[Any, Governed] = weakref.WeakKeyDictionary()
-_loading = threading.local()  # the model that this thread loads for a change of its parts
+_loading = threading.local()  # its `resident` is the model that `_load_for_change` is loading
 
 
 def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
     """Makes calls of the module `value`, and of its parts, pin `resident`.
 
     `dropped` is true if the model's tensors hold no bytes. Such a model is loaded by a call, and
-    also by an access to one of its tensors.
+    before one of its tensors or parts is replaced or deleted; on simulated cards, also by a read.
 
     The module gets a subclass of its class. An attribute on the instance would be simpler. But a
     deep copy of the module would copy the attribute, and a call of the copy would use the
@@ -155,7 +156,7 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
         if resident is None or resident.called_by(threading.get_ident()):
             return original(self, *args, **kwargs)
         if not noted and resident.pinned_by(threading.get_ident()):
-            return original(self, *args, **kwargs)  # reading it inside a block is no use of its own
+            return original(self, *args, **kwargs)  # a block of this thread pins the model already
         with resident.calling():
             result = original(self, *args, **kwargs)
             if noted:
@@ -169,9 +170,9 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
 def _dropped_class(base: type) -> type:
     """The subclass of `base` for a module whose tensors hold no bytes.
 
-    The class is slow, because each access to a tensor runs a check. Without the check, the tensors
-    of such a module would read as zeros on simulated cards. On real cards a read raises an error;
-    see `backends/pytorch/swap.py`.
+    The class is slow, because each access to a tensor runs a check. Simulated cards need the check:
+    the module's tensors are CPU tensors there, and would read as zeros. On real cards the check of
+    a read does nothing, and the read raises an error; see `backends/pytorch/swap.py`.
     """
     governed: Any = _governed_class(base)
 
@@ -203,7 +204,7 @@ def _dropped_class(base: type) -> type:
 
 
 def _load_for_read(module: Any) -> None:
-    """Loads the dropped model of `module` if its tensors would read as zeros."""
+    """Loads the dropped model of `module` if its tensors would read as zeros, as CPU tensors do."""
     resident = _governed.get(module)
     if resident is not None and resident.is_dropped() and _lies_on_cpu(module):
         with resident.calling():
@@ -246,7 +247,7 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clears the gradients of the pinned model, and reports the end of the step."""
+        """Clears the gradients (in a script, of the pinned model), and reports the step's end."""
         resident = _governed.get(self)
         if resident is None:
             return original(self, *args, **kwargs)

@@ -18,8 +18,8 @@ def recorded_events(
 ) -> tuple[Event, ...]:
     """Events of the journal, and events of the book that the journal lacks; the newest is last.
 
-    `limit` is the largest number of events. `model` and `actions` select events; empty selects all.
-    `since` is in epoch seconds.
+    `limit` is the largest number of events; None means no limit. `model` and `actions` select
+    events; None or an empty collection selects all. `since` is in epoch seconds.
     """
     journaled = session.journal.tail(limit, model, actions, since)
     try:

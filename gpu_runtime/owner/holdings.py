@@ -24,7 +24,7 @@ from .resident import Place, Resident
 from .session import Session
 
 SECONDS = 3.0  # a search that takes longer is partial
-MOST_REFERRERS = 8  # storages without a name whose referrer is looked for
+MOST_REFERRERS = 8  # the most storages without a name for which a referrer is searched
 
 
 class _Storage(NamedTuple):
@@ -124,7 +124,9 @@ def _summed(
 ) -> Holdings:
     """The result of `who`: the sorted rows, and sums.
 
-    The rows are sorted by the bytes that deleting only the row's name would free.
+    The rows are sorted by the bytes that deleting only the row's name would free. `explained` and
+    `saved` are keys of `storages`: those whose holder is known, and those that only autograd graphs
+    hold. `of_others` are the bytes of models whose storages are not in this process.
     """
     known_bytes = sum(storages[key].bytes for key in explained) + of_others
     graph_bytes = sum(storages[key].bytes for key in saved)
@@ -272,7 +274,8 @@ def _elsewhere(
 ) -> tuple[list[Holder], frozenset[int]]:
     """One row for each object that refers to some of the storages `left`.
 
-    Also returns the keys of the storages whose referrer is known.
+    The storages without a known referrer share one row. Also returns the keys of the storages whose
+    referrer is known.
     """
     from ..backends.pytorch.holders import UNKNOWN, referrer
 
@@ -320,7 +323,7 @@ def free(session: Session, variable: str | None) -> Outcome:
         said = _release(session, namespace)
         gc.collect()
     else:
-        gc.collect()  # first: older garbage and cached blocks are not what the variable held
+        gc.collect()  # first: older garbage and cached blocks must not count as the variable's
         session.probe.empty_cache()
         before = _held_bytes(session)
         said = _delete(session, namespace, variable)

@@ -33,10 +33,11 @@ from .session import Session, log
 
 LEAST_BYTES = MIB  # a kernel that holds less has no lease
 LONGEST_COUNT_SECONDS = 0.05
-COUNT_SHARE = 20  # the next count follows a slow one after so many times its duration
+COUNT_SHARE = 20  # after a slow count, the next one waits this many times the count's duration
 PARK_AGAIN_SECONDS = 60.0  # an idle kernel that could not be parked is tried again after this time
 SWAPS_A_TURN = 5  # a turn lasts at least this many times what leaving and returning takes
-NEVER, ASKED = "never", "asked"  # instead of a notebook: this one is exempt, or is so no longer
+# In `park`, these words stand in place of a notebook: they forbid or allow parking this kernel.
+NEVER, ASKED = "never", "asked"
 
 
 class Kernel:
@@ -51,7 +52,7 @@ class Kernel:
         self._cell = ""  # the text of the last cell
         self._handle: Any = None
         self._running: list[Anchor] = []  # one for each cell that runs; they pin the lease
-        self._park_next = False  # `park` was called by a cell; done at the cell's end
+        self._park_next = False  # True after a cell called `park`: the cell's end parks the kernel
         self._turn_began = session.clock()
         self._count_again_at = 0.0
         self._uncounted = False
@@ -66,7 +67,7 @@ class Kernel:
 
     @property
     def refusal(self) -> GpuError | None:
-        """The error with the reason `refused`."""
+        """The error whose text is `refused`; None if the cell may run."""
         return getattr(self._here, "refusal", None)
 
     @property
@@ -85,8 +86,8 @@ class Kernel:
     def begin(self, text: str = "", outermost: bool = True) -> str:
         """Called before the cell `text`: brings the kernel's memory back and pins it for the cell.
 
-        `outermost` is false for a cell that another cell runs. Pins that remain at an outermost
-        cell belong to earlier cells whose end was interrupted.
+        `outermost` is false for a cell that another cell runs. Pins that an outermost cell finds
+        belong to earlier cells whose end was interrupted; such pins are dropped.
 
         Also requests, for a bounded time, room for the cell's last peak. Returns a sentence if
         memory returned, else an empty text. After the call, `self.refused` is the reason why the
@@ -119,7 +120,7 @@ class Kernel:
         return news
 
     def _before(self, text: str) -> Bytes:
-        """The bytes that the cell `text` took the last time. Starts to measure the cell's peak."""
+        """The bytes that the cell `text` took at its last peak. Starts to measure the new peak."""
         self._cell = text
         if self._handle is not None:
             self._session.backend(NAME).watch_peaks(self._handle)  # type: ignore[attr-defined]
@@ -142,7 +143,7 @@ class Kernel:
         except GpuError as error:
             if not wanted or isinstance(error, WaitEnded):
                 raise
-            resident.claim({})  # it returns without the room
+            resident.claim({})  # the memory returns without room for the cell's peak
             bring_back(session, resident, pin)
         self._begin_turn()
         return returning.news()
@@ -165,13 +166,16 @@ class Kernel:
         self.count_when_due(idle=False)
         self._learn(self._cell)
         if claimed_more:
-            self._session.publish()  # others may wait for it
+            self._session.publish()  # other processes may wait for the bytes
         if self._park_next:
             self._park_next = False
             threads.start(lambda: self.park_quietly("It was parked by hand."))
 
     def _learn(self, text: str) -> None:
-        """Remembers the peak bytes of the cell `text`, unless only a count can tell them."""
+        """Remembers the peak bytes of the cell `text`, if they are known.
+
+        They are unknown if the count was skipped and the cards record no peak, as simulated cards.
+        """
         if text and self._handle is not None:
             backend: Any = self._session.backend(NAME)
             peak = backend.peaks(self._handle, counted=not self._uncounted)
@@ -182,7 +186,7 @@ class Kernel:
         """Leaves the card before a cell if another process waits and this kernel's turn is over.
 
         A turn is the time for which a kernel may keep a card that others need. Turns matter with
-        Run All: each cell follows the last at once, so the kernel is never idle.
+        Run All: each cell follows the cell before at once, so the kernel is never idle.
         """
         session = self._session
         if resident.place is not Place.HERE or resident.pins or not self._is_needed(resident):
@@ -366,7 +370,11 @@ def attach(session: Session, stillness: Stillness) -> Kernel:
 
 
 def look_after(session: Session) -> None:
-    """Makes a skipped count. Parks the kernel if it was idle for the time in the settings."""
+    """Makes a skipped count, and parks the kernel in two cases.
+
+    The kernel is parked if its card is over the limit and the scheduler chooses this kernel, or if
+    it was idle for the time in the settings.
+    """
     settings, kernel = session.settings, session.kernel
     if kernel is None:
         return

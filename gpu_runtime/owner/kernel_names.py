@@ -14,7 +14,8 @@ from .session import Session
 def find(session: Session, who: str) -> LeaseId:
     """The lease of the kernel `who`: a notebook's file name, a process id or an owner's id.
 
-    Raises GpuError with the names of the kernels that hold memory.
+    Raises GpuError if no kernel or several kernels have the name. The error lists the kernels that
+    hold memory.
     """
     book = session.ledger.read()
     kernels = [section.owner for section in book.sections.values() if section.lease(NAME)]

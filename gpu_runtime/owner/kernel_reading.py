@@ -18,10 +18,10 @@ from .kernel_resident import NAME, KernelResident
 from .pins import Anchor, AnchorRef, new_anchor
 from .session import Session, log
 
-WAIT_SECONDS = 5.0  # the longest wait for room; cells that were sent later wait behind it
+WAIT_SECONDS = 5.0  # the longest wait for room; cells that are sent meanwhile wait too
 ATTEMPTS = 40  # the most attempts while another thread prevents the return
 AGAIN_SECONDS = 0.05  # the pause between two attempts
-PAUSE_SECONDS = 60.0  # after a wait that came to nothing, messages are handled at once for so long
+PAUSE_SECONDS = 60.0  # after a failed wait, messages are handled without a wait for this time
 
 
 def bring_back(
@@ -53,7 +53,8 @@ class Reading:
     def hold(self) -> Anchor | None:
         """Returns an object. The memory stays on its cards until the caller drops the object.
 
-        The result is None if the kernel has no lease, or if its memory did not return in time.
+        The result is None if the kernel has no lease, or if its memory did not return in time, now
+        or at an attempt in the last PAUSE_SECONDS.
         """
         resident = self._session.residents.get(NAME)
         if not isinstance(resident, KernelResident):

@@ -58,7 +58,8 @@ class Return:
             return ""
         largest = max(found, key=lambda lease: lease.bytes)
         owner = book.owner(largest.owner)
-        named = owner is not None and owner.notebook  # its file, whatever it used the card for
+        # A notebook is named by its file, also if the lease is a model's.
+        named = owner is not None and owner.notebook
         return lease_title(replace(largest, kind=NAME) if named else largest, owner)
 
 

@@ -116,7 +116,7 @@ def described(session: Session, name: str, source: Any, given: Given) -> Describ
 
 
 def _is_source_of(known: Resident, source: Any) -> bool:
-    """Whether the model `known` was registered from `source`, which is None if it was not given."""
+    """Whether the model `known` was registered from `source`. True if no `source` is given."""
     if source is None:
         return True
     if isinstance(source, str):

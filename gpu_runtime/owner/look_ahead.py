@@ -36,10 +36,10 @@ from .session import Key, Session
 
 log = logging.getLogger("gpu_runtime")
 
-PAUSE_SECONDS = 0.25  # between two looks while a model waits for room
-SETTLE_SECONDS = 0.05  # before the cells are read: Run All sends many at once
+PAUSE_SECONDS = 0.25  # between two attempts while a model waits for room
+SETTLE_SECONDS = 0.05  # the rest before the cells are read: Run All sends many at once
 LONGEST_SETTLE_SECONDS = 1.0
-REST = 20  # this thread rests so many times as long as it reads, so that the cell is not slowed
+REST = 20  # the rest is this many times the last reading's time, so that the cell is not slowed
 MOST_ROUNDS = 8  # attempts to make room for one load
 WHERE = {Place.AWAY: HOST, Place.GONE: "disk", Place.MOVING: "moving"}
 
@@ -48,7 +48,7 @@ class _Guess(NamedTuple):
     """A model that was loaded ahead of its use, and was not used since the load."""
 
     cell: str
-    uses: int  # the number of uses of the model before
+    uses: int  # the number of uses of the model before the load
 
 
 class LookAhead:
@@ -59,12 +59,13 @@ class LookAhead:
         self._session = session
         self._lock = threading.Lock()  # protects the start and the end of the thread
         self._changed = threading.Event()
-        self._never = threading.Event()  # a rest here is one of the waits that parking knows
+        # Never set. The thread rests by a wait for this event: that does not prevent parking.
+        self._never = threading.Event()
         self._works = False  # whether the thread runs
         self._guesses: dict[str, _Guess] = {}
         self._ahead: set[str] = set()  # models on their device that were loaded ahead
         self._failed: set[str] = set()  # models that could not be loaded, until the cells change
-        self._staged: set[str] = set()
+        self._staged: set[str] = set()  # models whose files were read
         self._loading = ""  # the model that is being loaded ahead now
         self._why: dict[str, str] = {}  # model -> why it is not loaded now
         self.loaded = self.used = self.unused = 0
@@ -186,7 +187,10 @@ class LookAhead:
     # -- one load
 
     def load_next(self, cells: tuple[CellModels, ...]) -> bool:
-        """Loads the next model that a waiting cell uses. Returns False if none may be loaded."""
+        """Loads the next model that a waiting cell uses, or reads its files if it has no room yet.
+
+        Returns whether it did one of the two. A load that failed counts too.
+        """
         running = [cell for cell in cells if cell.running]
         needed = {name for cell in running for name in cell.uses}
         missing = sorted(name for name in needed if not self._is_here(name))
@@ -277,7 +281,8 @@ class LookAhead:
             self._guesses[name] = _Guess(cell, uses)
             self._ahead.add(name)
             self.loaded += 1
-        if resident.uses == uses:  # it has no grace: a real request may have its room at once
+        # A model that no cell has used yet gets no grace: a real request may evict it at once.
+        if resident.uses == uses:
             resident.last_used -= session.rules.grace_seconds
 
     def _stage(self, resident: Resident) -> bool:

@@ -15,7 +15,8 @@ from . import kernel_names, kernel_resident, operations, registry
 from .session import Session
 
 ALL_IDLE = "*"  # in place of a name: every idle model
-EVICTED = ("model", "kernel")  # kinds of leases; a block of code keeps its bytes until it ends
+# The kinds of leases that are evicted. A block of code keeps its bytes until it ends.
+EVICTED = ("model", "kernel")
 
 
 def evict(

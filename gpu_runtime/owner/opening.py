@@ -44,7 +44,8 @@ def open_session(
     except BaseException:
         ledger.close()
         raise
-    directory = getattr(ledger, "directory", None)  # of this boot; the state beside it survives
+    # The ledger's directory is for this boot. Its parent has the state that survives a reboot.
+    directory = getattr(ledger, "directory", None)
     state = directory.parent if directory else None
     probe.follow(directory, url)
     recording = None

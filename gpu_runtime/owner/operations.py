@@ -144,7 +144,7 @@ def evict(
 
 
 def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
-    """The verb "pin" keeps a model on its device. The verb "unpin" allows its eviction again."""
+    """Keeps a model on its device if `verb` is "pin"; allows its eviction if `verb` is "unpin"."""
     target = registry.resolve(session, name, loadable=True)
     if target.owner != session.me:
         return ask_owner(session, verb, target, ASK_SECONDS)
@@ -186,6 +186,9 @@ def ask_owner(
     places: tuple[str, ...] = (),
 ) -> Outcome:
     """Requests `verb` from the owner of `target`, and returns the outcome.
+
+    `places` are the cards for a move. For an eviction, DISK means that the bytes are dropped. If
+    `wait` is false, the function does not wait for the owner's answer.
 
     If `must` is true, a refusal or a time-out raises NotAllowed, StillInUse, Busy or GpuError. If
     `must` is false, the function returns an Outcome that is not done. A request that this user may

@@ -112,7 +112,7 @@ def answer(session: Session, order: Order) -> Outcome:
 
 
 def _listed(session: Session) -> Holdings:
-    """What this process holds. A kernel that runs no cell is listed by variable, else by lease."""
+    """What this process holds: by variable in a kernel that runs no cell, else by lease."""
     activity = session.activity
     if not activity.state.idle_since:
         return replace(holdings.of_leases(session), note=BUSY if activity.running else SCRIPT)
@@ -124,7 +124,10 @@ def _listed(session: Session) -> Holdings:
 
 
 def own(session: Session, stop: Callable[[], bool] | None = None) -> Holdings:
-    """What this process holds, by name, also while its kernel is parked. `stop` ends the search."""
+    """What this process holds, by name, also while its kernel is parked.
+
+    The search ends early once `stop` returns True.
+    """
     found = holdings.who(session, stop=stop)
     kernel = session.residents.get("kernel")
     if kernel is None or kernel.place is Place.HERE:

@@ -26,7 +26,8 @@ def restore_seconds(before: Lease, seconds: float) -> float:
     """Seconds that a restore of the whole lease takes, if its last restore took `seconds`.
 
     `before` is the lease before the last restore. A part takes less time than the whole. So if the
-    last restore returned only a part, the result is the time that `before` already has.
+    last restore returned only a part, the result is the time that `before` already has. If it has
+    none, the result is computed from the bytes of the part and of the whole.
     """
     if not before.in_parts:
         return seconds

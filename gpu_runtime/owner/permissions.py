@@ -33,7 +33,7 @@ def asker(session: Session, user: str) -> Asker:
 
 
 def askers(session: Session, book: Book) -> dict[str, Asker]:
-    """Maps ticket keys to users: for each request to this owner, the user who wrote the ticket.
+    """The requests to this owner: maps each ticket's key to the rights of the user who wrote it.
 
     A ticket is left out if the ledger cannot prove that the ticket's owner wrote it.
     """

@@ -114,10 +114,10 @@ class Held:
         return ()
 
     def _release(self, anchor: AnchorRef) -> None:
-        """Ends the hold of `anchor` while the anchor still exists. `_finish` is called next."""
+        """Ends the hold of `anchor` while the anchor still exists. Called after `_finish`."""
 
     def _finish(self, error: BaseException | None) -> None:
-        """Does optional work at the end of the block. After an interrupt, it may not be called."""
+        """Does optional work at the end of the block. An interrupt can skip this call."""
 
     def _typed(self) -> tuple[str, str]:
         """The text of this call, and a name for its value, such as `rt.use('qwen')` and `model`."""
@@ -149,8 +149,8 @@ class Held:
     def enter_if_here(self) -> tuple[Any, ...]:
         """Enters the block if that needs no wait, and returns its value in a tuple.
 
-        The caller then ends the block by a call of `__exit__`, from any thread. The result is an
-        empty tuple if the model is not on its device. Then the block is not entered.
+        The caller then ends the block by a call of `__exit__`, from any thread. If the model is not
+        on its device, the block is not entered and the result is an empty tuple.
         """
         found = self._enter_by_hand(self._start_if_here)
         if not found and self._kept:
@@ -160,7 +160,7 @@ class Held:
     def _enter_by_hand(self, start: Callable[[AnchorRef], Any]) -> Any:
         if self._kept is None:
             self._kept = []
-        # The entry does not contain this object, which would be a cycle.
+        # The anchor's list does not contain this object. Otherwise the two would form a cycle.
         self._kept.append(new_anchor())
         try:
             return start(weakref.ref(self._kept[-1]))
