@@ -1,8 +1,8 @@
 """The common part of all adapters: they take a body in OpenAI's format and return dicts in OpenAI's format.
 
-The object that `rt.use` yields decides the adapter. An object with a `base_url` is called over HTTP. A proxy with
-llama.cpp's methods is called in a thread. A transformers module is called by `generate`. A fake model answers with
-its prompt.
+The object that `rt.use` yields decides the adapter. A model in a process of its own is called by an adapter in that
+process. An object with a `base_url` is called over HTTP. A proxy with llama.cpp's methods is called in a thread. A
+transformers module is called by `generate`. A fake model answers with its prompt.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ TYPES_WITHOUT_TEXT = ("embedding", "reranker", "diffusion")
 class EngineAdapter(Protocol):
     """Serves one call with one model.
 
-    Raises Refused (400) for a call that the model cannot serve. Raises EngineFailed or the engine's own error if the
-    engine fails.
+    Raises Refused if the model cannot serve the call (400), or if the engine refuses the call. Raises EngineFailed or
+    the engine's own error if the engine fails.
     """
 
-    counts_tokens: bool  # whether a stream can always end with the counts of its tokens
+    counts_tokens: bool  # whether a stream ends with the counts of its tokens, if the body asks
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         """The whole answer to a call of this `kind` with this `body`; `think` turns thinking on or off."""
@@ -62,7 +62,7 @@ class EngineFailed(GpuError):
 
 
 def cannot(model: str, why: str, param: str | None = None) -> Refused:
-    """The refusal (400) of a call that `model` cannot serve for any caller. `why` is the reason.
+    """The refusal (400) of a call that `model` cannot serve. `why` is the reason, and does not depend on the caller.
 
     `param` is the field of the request that the model cannot serve.
     """
@@ -96,7 +96,7 @@ def no_embeddings(spec: ModelSpec) -> Refused:
 def require_room(call: Call, spec: ModelSpec) -> None:
     """Refuses (400) a `call` whose prompt cannot fit the context of `spec`. The check runs before the call is queued.
 
-    Only the characters are counted here. The tokens are counted by the engine.
+    Only the characters are counted here. The tokens are counted later: by `long_prompts`, or when the model is called.
     """
     context = spec.options.get("context_length")
     if not isinstance(context, int) or call.kind not in ("chat", "completions"):
@@ -129,9 +129,9 @@ class TextAdapter:
     def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncGenerator[TextPiece]:
-        """The pieces of the answer to `prompt(kind, body, think)`.
+        """The pieces of the answer to `prompt(kind, body, think)`. This base class refuses the call.
 
-        Making the prompt may take a while, so it is done in the engine's thread.
+        Making the prompt may take a while. So the adapters of real models make it in the thread that writes the answer.
         """
         raise cannot(self.spec.name, f"{self.kind} writes no text")
 
@@ -167,7 +167,7 @@ class TextAdapter:
         return None
 
     def tokens(self) -> dict[str, str]:
-        """The texts of the tokens that begin and end a sequence: `bos_token`, `eos_token`."""
+        """The texts of the tokens that begin and end a sequence, by the names `bos_token` and `eos_token`."""
         return {}
 
     async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
@@ -249,7 +249,8 @@ class TextAdapter:
     async def _with_thoughts(self, pieces: Pieces, is_json: bool) -> Pieces:
         """Yields the `pieces` with the thoughts moved from the text to the field `thought`.
 
-        If `is_json` is true, a grammar forces the answer to be JSON. Such an answer has no thoughts.
+        If `is_json` is true, a grammar forces the answer to be JSON. Such an answer begins without thoughts, even if
+        the prompt ends with the tag that begins them.
         """
         reader, begun = None, False
         async with aclosing(pieces) as source:

@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...errors import BadSetting
 
-MAX_LETTERS = 1 << 20
+MAX_LETTERS = 1 << 20  # of a template's file; the text after them is ignored
 _EXPECTED = "a Jinja template, or the path of a file that holds one"
 
 
@@ -30,7 +30,8 @@ class BadConversation(ValueError):
 def override(options: Mapping[str, Any]) -> str | None:
     """The chat template in a model's catalogue `options`, or None if the options have no template.
 
-    The option is the template itself or the path of a file with the template. Raises BadSetting.
+    The option is the template itself or the path of a file with the template. Raises BadSetting if the option is no
+    text, or if the file cannot be read.
     """
     value = options.get("chat_template")
     if not value:
@@ -99,7 +100,7 @@ def _with_plain_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """The tool `call` with its arguments as an object. In OpenAI's format, the arguments are a text."""
+    """The tool `call` with its arguments as an object. In OpenAI's format, the arguments are JSON in a string."""
     function = call["function"]
     arguments = function.get("arguments")
     if isinstance(arguments, str):

@@ -1,7 +1,8 @@
 """Connections to engines. A request takes the connection that became free last, or makes a new one.
 
-The pool of httpcore looks at each of its connections for each request. With 32 clients, that took a third of the
-server's processor time (py-spy, a llama-server with 32 slots, 635 samples). Here each transport has one connection.
+httpx sends requests through the connection pool of httpcore. This pool looks at each of its connections for each
+request. With 32 clients, that took a third of the server's processor time (py-spy, a llama-server with 32 slots, 635
+samples). So this module makes pools (httpx calls them transports) of one connection each, and chooses among them.
 """
 
 from __future__ import annotations
@@ -17,13 +18,13 @@ Address = tuple[bytes, bytes, int | None]  # scheme, host and port
 
 
 class Connections(httpx.AsyncBaseTransport):
-    """A transport of httpx without proxies."""
+    """The transport for a client of httpx. It uses no proxies, and sends each request through a free connection."""
 
     def __init__(self) -> None:
         self._free: dict[Address, list[httpx.AsyncHTTPTransport]] = {}
         self._context = (
             httpx.create_ssl_context()
-        )  # one for all, since reading the certificates takes long
+        )  # one context for all connections, since reading the certificates takes long
         self._closed = False
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -47,7 +48,11 @@ class Connections(httpx.AsyncBaseTransport):
     def _keep(
         self, address: Address, one: httpx.AsyncHTTPTransport
     ) -> httpx.AsyncHTTPTransport | None:
-        """Keeps the free transport `one`. Returns the transport that the caller has to close, or None."""
+        """Keeps the transport `one`, which is free now. Returns a transport that the caller has to close, or None.
+
+        The result is `one` itself after `aclose`. If more than MOST_FREE transports to this `address` are free, the
+        result is the one that has been free the longest.
+        """
         free = self._free.setdefault(address, [])
         if self._closed:
             return one
@@ -64,7 +69,10 @@ class Connections(httpx.AsyncBaseTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    """The body of a response. At its end, `keep` returns a transport to close, or None."""
+    """The body of a response. When the body is closed, it calls `keep`, which keeps the response's transport.
+
+    `keep` returns a transport to close, or None.
+    """
 
     def __init__(
         self, body: httpx.AsyncByteStream, keep: Callable[[], httpx.AsyncHTTPTransport | None]

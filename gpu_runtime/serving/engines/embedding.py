@@ -42,7 +42,7 @@ def batches(lengths: list[int]) -> Iterator[list[int]]:
     """
     batch: list[int] = []
     for index in sorted(range(len(lengths)), key=lengths.__getitem__):
-        size = lengths[index]  # the longest text of the batch until now
+        size = lengths[index]  # the lengths ascend, so this text is the longest of its batch
         is_longer = batch and size > 2 * lengths[batch[0]] and size > TEXTS_AT_ONCE
         is_full = len(batch) == TEXTS_AT_ONCE or (len(batch) + 1) * size > TOKENS_AT_ONCE
         if batch and (is_full or is_longer):
@@ -58,7 +58,8 @@ def embed_in_batches(
 ) -> list[list[float]]:
     """An embedding by `module` of each of the `texts`, which are lists of tokens. Each vector has length one.
 
-    `pooling` is a result of `pooling_of`. The computation ends early once `cancelled()` is true.
+    `pooling` is a result of `pooling_of`. Once `cancelled()` is true, no further batch is computed; the texts that are
+    left have empty vectors.
     """
     import torch
 
@@ -79,10 +80,11 @@ def embed_in_batches(
 def rank_in_batches(
     module: Any, pairs: list[Any], model: str, cancelled: Callable[[], bool]
 ) -> list[float]:
-    """The score of each of the `pairs` of a query and a document, from 0 to 1, by the `module` of `model`.
+    """A score from 0 to 1 for each of the `pairs`, computed by the `module` of `model`.
 
-    A pair is the tokenizer's output. The computation ends early once `cancelled()` is true. Raises Refused if the
-    module gives more than two figures for a pair.
+    A pair is the tokenizer's output for a query and a document. Once `cancelled()` is true, no further batch is
+    computed; the pairs that are left have the score 0. Raises Refused if the module gives more than two figures for a
+    pair.
     """
     import torch
 
@@ -119,7 +121,10 @@ def padded(texts: list[list[int]]) -> tuple[Any, Any]:
 
 
 def _pooled(states: Any, mask: Any, pooling: str) -> Any:
-    """One vector for each text, from the `states` of the text's tokens."""
+    """One vector for each text, made by `pooling` (see `pooling_of`) from the `states` of the text's tokens.
+
+    `mask` is the mask that `padded` returned.
+    """
     if pooling == FIRST:
         return states[:, 0]
     if pooling == LAST:

@@ -36,7 +36,7 @@ async def until_ended(
     """Yields the `events` of a streamed answer of `model`. Before each event, calls `note` with the event.
 
     With `hides_usage`, an event that has only the usage is left out, because the caller did not ask for the usage.
-    Raises EngineFailed after the last event if a choice was cut off.
+    Raises EngineFailed after the last event if a choice was cut off, or if there was no choice.
     """
     begun: set[int] = set()
     ended: set[int] = set()

@@ -16,8 +16,10 @@ from .base import cannot
 from .tool_calls import Tools
 
 FORMATS = "of type text, json_object or json_schema"
-# One way to write a value. Otherwise a model may write white space up to its limit of tokens.
+# The answer may have no other white space between values. Otherwise a model may write white space up to its limit of
+# tokens.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
+# Tokenizer -> the tokens that end an answer -> the vocabulary in llguidance's form.
 _vocabularies: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = (
     weakref.WeakKeyDictionary()
 )
@@ -82,8 +84,9 @@ class ForcedTokens:
 
 
 def _vocabulary(tokenizer: Any, ends: list[int], model: str) -> Any:
-    """The vocabulary of `tokenizer` in llguidance's form. Reading takes about a second, so the result is kept with the
-    tokenizer.
+    """The vocabulary of `tokenizer` in llguidance's form. `ends` are the tokens that end an answer of `model`.
+
+    Converting a vocabulary takes about a second, so the result is kept as long as the tokenizer exists.
     """
     from llguidance.hf import from_tokenizer
 

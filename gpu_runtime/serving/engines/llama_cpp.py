@@ -1,7 +1,8 @@
 """The adapter of llama.cpp models: it calls the methods of `llama_cpp.Llama` in a thread.
 
-This module makes the prompt from the model's own chat template. Therefore thinking mode and a template of the
-catalogue work, the prompt's tokens can be counted, and an answer can be ended early.
+This module makes the prompt from the chat template, and does not leave this to llama.cpp's library. Therefore thinking
+can be turned on and off, and the catalogue can set another template. Also, the prompt's tokens can be counted, and an
+answer can be ended early.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class ModelFacts(Value):
 
     template: str | None
     tokens: dict[str, str]
-    context: int
+    context: int  # in tokens
 
 
 _Known = tuple[ModelSpec, ModelFacts]
@@ -49,9 +50,9 @@ class LlamaCppAdapter(TextAdapter):
 
     @property
     def facts(self) -> ModelFacts:
-        """The model's template, tokens and context length."""
+        """The model's chat template, its tokens that begin and end a sequence, and its context length."""
         spec, facts = _known_facts.get(self.value, (None, None))
-        if facts is None or spec != self.spec:  # the catalogue may have changed its context
+        if facts is None or spec != self.spec:  # the catalogue may have changed the model's context
             facts = self._read_facts()
             _known_facts[self.value] = self.spec, facts
         return facts
@@ -84,7 +85,7 @@ class LlamaCppAdapter(TextAdapter):
         schema = schema_of(body, tools_of(body)) if kind == "chat" else None
 
         def work(emit: Emit, cancelled: Cancellation) -> None:
-            """Writes the answer in the engine's thread, and emits its pieces."""
+            """Requests the answer from the model, in a thread, and emits the pieces of the answer."""
             limit = max_tokens_of(body)
             if body.get("logit_bias"):
                 self.require_known(body, self.value.n_vocab())
@@ -110,7 +111,7 @@ class LlamaCppAdapter(TextAdapter):
         return stream_from_thread(work)
 
     async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
-        """The library's embeddings of the `texts` with length one, and the number of tokens read."""
+        """The library's embedding of each of the `texts`, scaled to length one, and the number of tokens read."""
         if self.spec.model_type != "embedding":
             return await super().vectors(texts)
 
@@ -142,8 +143,9 @@ class LlamaCppAdapter(TextAdapter):
         """The library's text of `tokens`. Raises Refused for a number that is no token."""
 
         def work(cancelled: Cancellation) -> str:
-            """Turns the tokens into text. For an invalid token, the library would read memory outside its table, so
-            tokens are checked.
+            """Checks the tokens, and turns them into text.
+
+            Without the check, the library would read memory outside its table for an invalid token.
             """
             size = self.value.n_vocab()
             if max(tokens) >= size:
@@ -155,9 +157,9 @@ class LlamaCppAdapter(TextAdapter):
 
 
 def too_long(model: str, prompt: int, limit: int | None, context: int) -> Refused:
-    """The refusal of a call whose `prompt` and answer `limit` do not fit the `context` of `model`.
+    """The refusal of a call whose `prompt` and answer do not fit the `context` of `model`.
 
-    All three figures are in tokens.
+    `limit` is the largest answer that the call allows, or None. All three figures are in tokens.
     """
     wanted = ", which leaves no room for an answer"
     if limit:
@@ -167,7 +169,7 @@ def too_long(model: str, prompt: int, limit: int | None, context: int) -> Refuse
 
 
 def _read(chunks: Any, emit: Emit, cancelled: Cancellation) -> None:
-    """Emits each of the `chunks`, until `cancelled` is set. Closing `chunks` ends the generation."""
+    """Emits each of the `chunks`, until `cancelled` is set. At the end, closes `chunks`, which ends the generation."""
     try:
         for chunk in chunks:
             if cancelled.is_set():

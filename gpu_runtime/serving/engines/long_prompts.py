@@ -1,8 +1,8 @@
 """Counts the tokens of a long prompt before its call waits for the model.
 
-If the tokens were counted while the call uses the model, other calls would wait for the count too. A model's tokenizer
-is known from its first call until the model is gone. If the tokenizer is not known, or is in another process, the
-tokens are counted piece by piece while the call uses the model (see prompt_size.py).
+If the tokens were counted while the call uses the model, other calls would wait for the count too. This module knows a
+model's tokenizer from the model's first call until the model is gone. If the tokenizer is not known, or is in another
+process, the tokens are counted piece by piece while the call uses the model (see prompt_size.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..requests import Call
 from .llama_cpp import too_long
 from .openai_format import max_tokens_of
 
-MOST_AT_ONCE = 2  # counts, each in a thread that computes without pause
+MOST_AT_ONCE = 2  # counts that run at the same time, each in a thread that computes without pause
 
 _Known = tuple[ModelSpec, Callable[[], Any], int]
 _known: dict[
@@ -38,8 +38,8 @@ def remember(spec: ModelSpec, tokenizer: Any, context: int) -> None:
 async def require_tokens(call: Call, spec: ModelSpec, free: asyncio.Semaphore) -> None:
     """Refuses (400) a `call` with a long prompt that has more tokens than the context of `spec`.
 
-    `free` limits how many prompts are counted at once. Counting ends as soon as the result is known, or when the call
-    is cancelled.
+    A short prompt is not counted, and neither is any prompt if the tokenizer is not known. `free` limits how many
+    prompts are counted at once. Counting ends as soon as the result is known, or when the call is cancelled.
     """
     known_spec, tokenizer_of, context = _known.get(spec.name, (None, lambda: None, 0))
     tokenizer = tokenizer_of() if known_spec == spec else None

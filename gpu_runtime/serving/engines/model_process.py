@@ -21,8 +21,8 @@ class ProcessAdapter:
     def __init__(self, value: Any, spec: ModelSpec, make_adapter: MakeAdapter) -> None:
         """The adapter of `value`, which is the model of `spec` in a process of its own.
 
-        `make_adapter(value, spec, http)` makes the model's adapter in that process. It must be a module-level function,
-        so that the other process can import it.
+        `make_adapter(value, spec, http)` makes the model's adapter in that process, where `http` is None. It must be a
+        module-level function, so that the model's process can import it.
         """
         self._value, self._given = value, (make_adapter, spec)
 
@@ -55,14 +55,17 @@ class ProcessAdapter:
 def _whole(
     value: Any, make_adapter: MakeAdapter, spec: ModelSpec, *call: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yields the whole answer to `call`: kind, body and think. Runs in the process of the model."""
+    """Yields one item, the whole answer to a call. Runs in the process of the model.
+
+    `call` has the arguments of `EngineAdapter.answer`: the kind, the body, and whether to think.
+    """
     yield asyncio.run(make_adapter(value, spec, None).answer(*call))
 
 
 def _chunks(
     value: Any, make_adapter: MakeAdapter, spec: ModelSpec, *call: Any
 ) -> Iterator[dict[str, Any]]:
-    """Yields the chunks of the answer to `call`. Runs in the process of the model."""
+    """Yields the chunks of the answer to a call. Runs in the process of the model. For `call` see `_whole`."""
     with asyncio.Runner() as runner:
         chunks: AsyncGenerator[dict[str, Any]] = make_adapter(value, spec, None).stream(*call)
         try:

@@ -115,15 +115,18 @@ Pieces = AsyncGenerator[TextPiece]
 async def stream_chunks(
     choices: Sequence[Callable[[], Pieces]], header: Header, body: dict[str, Any], echo: str = ""
 ) -> AsyncIterator[dict[str, Any]]:
-    """The chunks of a streamed answer, made from the pieces of each choice and the fields of `header`.
+    """Yields the chunks of a streamed answer. Each of the `choices` is a function that returns the choice's pieces.
 
-    The choices are written one after the other, and each begins with `echo`. With `stream_options.include_usage` in
-    `body` the last chunk has the usage and no choice. No chunk is sent before the first piece. So an error before the
-    first piece can become an HTTP status, or another model can answer.
+    All chunks have the fields of `header`. The choices are written one after the other, and the text of each choice
+    begins with `echo`. With `stream_options.include_usage` in `body` the last chunk has the usage and no choice. No
+    chunk is sent before the first piece. So an error before the first piece can become an HTTP status, or another model
+    can answer.
     """
     lasts = []
     for index, choice in enumerate(choices):
-        last = TextPiece()  # without a finish, the gateway takes the answer for cut off
+        last = (
+            TextPiece()
+        )  # without a piece that has `finish`, the gateway reports a cut-off answer
         begun = False
         async with aclosing(choice()) as pieces:
             async for piece in pieces:
@@ -151,7 +154,9 @@ async def whole_answer(
     answers = []
     for choice in choices:
         texts, thoughts = [echo], []
-        last = TextPiece()  # without a finish, the gateway takes the answer for cut off
+        last = (
+            TextPiece()
+        )  # without a piece that has `finish`, the gateway reports a cut-off answer
         async with aclosing(choice()) as pieces:
             async for piece in pieces:
                 texts.append(piece.text)
@@ -168,7 +173,7 @@ def embeddings(
     """The answer with these `vectors` of `model`; `tokens` is the number of tokens that were read.
 
     With the `encoding` "base64" each vector is the base64 of little-endian float32s. OpenAI's own client requests
-    this. With any other `encoding` each vector is a list of numbers.
+    base64. With any other `encoding` each vector is a list of numbers.
     """
     data = [
         {"object": "embedding", "index": at, "embedding": _encoded(vector, encoding)}
@@ -224,7 +229,7 @@ class StopText:
         """`stops` are the stop strings."""
         self._stops = stops
         self._held = ""  # an end of the text that may begin a stop string
-        self.hit = False
+        self.hit = False  # whether a stop string was found
 
     def feed(self, text: str) -> str:
         """Adds `text`, and returns the new part of the whole text that may be sent now.

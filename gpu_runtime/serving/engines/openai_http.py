@@ -28,9 +28,10 @@ PATHS = {
 # An engine may compute for long before its first token.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 POLL_SECONDS = 0.05
-UNKNOWN_TEMPLATE = "enable_thinking, tools"  # assumed to read both, as newer templates do
+# Stands for a template that is not known. Newer templates read these two variables, so this one is said to read both.
+UNKNOWN_TEMPLATE = "enable_thinking, tools"
 TOO_MANY = 429
-BUSY_SECONDS = 5.0  # the time until a retry, if the engine names none
+BUSY_SECONDS = 5.0  # until the caller may retry, if a busy engine names no time
 _CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the request
 
 
@@ -58,8 +59,9 @@ class HttpAdapter:
     ) -> None:
         """An adapter for the model `name`. It sends requests through the client `http`. A cloud's model has no `spec`.
 
-        `handle` has `base_url`, `model` and `headers`. Two further attributes are optional: `starting` is whether a
-        call must wait, and `chat_template` is the template of the engine.
+        `handle` has `base_url`, `model` and `headers`. Three further attributes are optional: `starting` is whether the
+        engine restarts now, `chat_template` is the engine's template, and `listens()` is whether the port of
+        `base_url` reaches the engine.
         """
         self.name = name
         self._handle = handle
@@ -91,7 +93,7 @@ class HttpAdapter:
                 yield {**event, "model": self.name}
 
     async def _request(self, kind: str, body: dict[str, Any], think: bool | None) -> httpx.Request:
-        # A restart is short. Failing calls would open the circuit breaker, so the call waits.
+        # The call waits while the engine restarts, which is short. Calls that fail would open the circuit breaker.
         while getattr(self._handle, "starting", False):
             await asyncio.sleep(POLL_SECONDS)
         if kind not in PATHS:
@@ -196,16 +198,14 @@ class HttpAdapter:
 
 
 def _seconds(header: str | None) -> float:
-    """The seconds in the header `Retry-After`, at most an hour. If the `header` is missing or a date, a default number
-    of seconds.
-    """
+    """The seconds in `header`, a header `Retry-After`, at most an hour. BUSY_SECONDS if it is missing or a date."""
     if header and header.isascii() and header.isdigit():
         return min(3600.0, float(header))
     return BUSY_SECONDS
 
 
 def _error_of_body(text: str) -> str:
-    """The message in `text`, the body of an error. If the body has an unknown format, the result is `text`."""
+    """The message in `text`, which is the body of an error. The result is the whole `text` if its format is unknown."""
     try:
         body = json.loads(text)
         return _error_text(body.get("error") or body["detail"])  # FastAPI writes "detail"

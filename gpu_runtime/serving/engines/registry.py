@@ -24,7 +24,7 @@ class EchoAdapter(TextAdapter):
     async def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncGenerator[TextPiece]:
-        """The words of `prompt(kind, body, think)`, up to the limit of tokens in `body`."""
+        """Yields the words of the model's answer to `prompt(kind, body, think)`, at most as many as `body` allows."""
         words = str(self.value(self.prompt(kind, body, think))).split(" ")
         limit = body.get("max_completion_tokens") or body.get("max_tokens") or len(words)
         written = words[:limit]
@@ -38,13 +38,17 @@ class EchoAdapter(TextAdapter):
         )
 
     async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
-        """A vector [length, 1] for each of the `texts`, and the number of words or tokens in all of them."""
+        """A vector [length, 1] for each of the `texts`, and the number of words or tokens in all of them.
+
+        The length of a text is in characters; the length of a list of tokens is in tokens.
+        """
         words = sum(len(text.split() if isinstance(text, str) else text) for text in texts)
         return [[float(len(text)), 1.0] for text in texts], words
 
     async def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
-        """For each of the `documents`, the part of the query's words that the document has; and the number of words
-        read.
+        """A score for each of the `documents`, and the number of words read.
+
+        The score is the part of the query's words that the document has, from 0 to 1.
         """
         wanted = set(query.split())
         found = []

@@ -32,8 +32,10 @@ class Thoughts:
         """The thoughts are between the `tags`. If `begun`, the prompt ends with the first tag."""
         self._opens, self._closes = tags
         self._held = ""
-        self._thinks: bool | None = True if begun else None  # None: not known yet
-        self._at_start = True  # where spaces are left out: at the start of thoughts or answer
+        self._thinks: bool | None = (
+            True if begun else None
+        )  # False: it answers; None: not known yet
+        self._at_start = True  # of the thoughts or of the answer, where spaces are left out
 
     def feed(self, text: str) -> tuple[str, str]:
         """Adds `text`, and returns the new part of the thoughts and of the answer."""
@@ -74,9 +76,7 @@ class Thoughts:
         return self._without_spaces(safe)
 
     def _without_spaces(self, text: str) -> str:
-        """The `text`. Spaces at its beginning are left out if they would be the first text of the thoughts or of the
-        answer.
-        """
+        """The `text`. If it is at the start of the thoughts or of the answer, its first spaces are left out."""
         if self._at_start:
             text = text.lstrip()
             self._at_start = not text

@@ -37,7 +37,7 @@ class Tools(Value):
         return frozenset(tool["function"]["name"] for tool in self.tools)
 
     def schema(self) -> dict[str, Any]:
-        """The JSON schema of a forced call."""
+        """The JSON schema of an answer that is a call of one of the tools in `forced`."""
         choices = []
         for tool in self.tools:
             function = tool["function"]
@@ -58,7 +58,10 @@ class Tools(Value):
 
 
 def tools_of(body: dict[str, Any]) -> Tools:
-    """The tools of the chat in `body`; none if `tool_choice` is "none". Raises Refused (400)."""
+    """The tools of the chat in `body`; none if `tool_choice` is "none".
+
+    Raises Refused (400) if `tools` or `tool_choice` is not valid.
+    """
     tools = tuple(body.get("tools") or ())
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
@@ -87,7 +90,7 @@ class Format(Value):
     begins_answer: tuple[str, ...]  # texts with which calls begin at the start of the answer only
     parse: Callable[
         [str], Iterator[tuple[str, Any]]
-    ]  # yields name and arguments. Raises ValueError.
+    ]  # yields the name and the arguments of each call. Raises ValueError.
 
 
 def _objects(text: str) -> Iterator[tuple[str, Any]]:
@@ -126,7 +129,7 @@ FORMATS = {
     "mistral": Format("[TOOL_CALLS]", ("[TOOL_CALLS]",), ("[{",), _mistral),
     "llama3": Format("<|python_tag|>", ("<|python_tag|>",), ("{",), _llama),
 }
-FORCED = Format("", (), ("{",), _objects)
+FORCED = Format("", (), ("{",), _objects)  # of an answer that a JSON schema forces to be a call
 
 
 def format_of(template: str) -> Format:
@@ -150,7 +153,7 @@ class Reader:
         self._tools = tools
         self._held = ""
         self._calling = False
-        self._at_start = True  # whether only white space was written until now
+        self._at_start = True  # whether `feed` has returned nothing but white space until now
 
     def feed(self, text: str) -> str:
         """Adds `text`, and returns the new part of the answer that cannot belong to a tool call."""
@@ -168,7 +171,10 @@ class Reader:
         return ready
 
     def end(self) -> tuple[str, tuple[dict[str, Any], ...]]:
-        """The rest of the text, and the calls in OpenAI's format. A call that is not valid stays text."""
+        """The text that was held back, and the calls in OpenAI's format. If one call is not valid, all stay text.
+
+        Call this when no more text follows.
+        """
         try:
             found = list(self._format.parse(self._held)) if self._calling else []
         except ValueError:  # the call is not valid: the client gets its text

@@ -25,7 +25,7 @@ from .tool_calls import tools_of
 DEFAULT_TOKENS = 512  # of an answer, if neither the caller nor the model sets a limit
 _PENALTIES = ("repeat_penalty", "repetition_penalty")
 _SAMPLING_FIELDS = SAMPLING | dict.fromkeys(_PENALTIES, "repetition_penalty")
-_NO_LIMIT = (("typical_p", 1.0), ("typical_p", 0.0))  # refused by the library
+_NO_LIMIT = (("typical_p", 1.0), ("typical_p", 0.0))  # mean no limit, but the library refuses them
 
 
 class TransformersAdapter(TextAdapter):
@@ -129,7 +129,8 @@ class TransformersAdapter(TextAdapter):
         prompt_tokens = int(prompt["input_ids"].shape[1])
         streamer = _streamer(self.tokenizer, prompt_tokens, stop, emit)
         stopping = _stopping(stop, cancelled, forced)
-        # A model may suppress tokens that the schema requires. Then no token would be left.
+        # A model's settings may suppress tokens that the schema requires. Then no token would be left, so none is
+        # suppressed.
         more: dict[str, Any] = {"suppress_tokens": None} if forced else {}
         with _seeded(body.get("seed")):
             output = self.value.generate(
@@ -208,10 +209,12 @@ class TransformersAdapter(TextAdapter):
         return await in_thread_until(lambda cancelled: self.tokenizer.decode(tokens))
 
     def _tokens_of(self, text: str | list[int]) -> list[int]:
-        """The tokens of a `text`. A string is cut off at the end of the context. Raises Refused."""
+        """The tokens of a `text`, at most as many as fit the context. Raises Refused if a token is unknown, or if there
+        is none.
+        """
         limit = getattr(self.value.config, "max_position_embeddings", None)
         if isinstance(text, str):
-            # The end of a long text would be cut off later, so only the beginning is tokenised.
+            # The tokenizer would drop all tokens after the context, so the text after it is not tokenised at all.
             kept = text if limit is None else text[: limit * LONGEST_TOKEN]
             found = self.tokenizer(kept, truncation=limit is not None, max_length=limit)
             tokens = list(found["input_ids"])
@@ -235,7 +238,7 @@ def _streamer(tokenizer: Any, prompt_tokens: int, stop: StopText, emit: Emit) ->
     from transformers import TextStreamer
 
     class CountingStreamer(TextStreamer):
-        written = -prompt_tokens  # `generate` puts the prompt first
+        written = -prompt_tokens  # the first call of `put` by `generate` has the prompt
 
         def put(self, value: Any) -> None:
             self.written += value.numel()
@@ -295,7 +298,7 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
     If `body` sets no such argument, the result is empty, and the model's own values apply.
     """
     fields = sampling(body, _SAMPLING_FIELDS)
-    # The library accepts no whole number where it expects another, and no limit of tokens below 0.
+    # The library accepts no int where it expects a float, and no `top_k` below 0.
     fields = {
         name: max(0, value) if name == "top_k" else float(value) for name, value in fields.items()
     }
@@ -315,9 +318,8 @@ def _sampling(body: dict[str, Any]) -> dict[str, Any]:
 def _seeded(seed: int | None) -> Any:
     """A context manager in which torch's random numbers start from `seed`. Its end restores the earlier random state.
 
-    If `seed` is None, the context manager changes nothing.
-
-    All threads share torch's random state.
+    If `seed` is None, the context manager changes nothing. All threads share torch's random state. So another thread
+    that draws random numbers meanwhile changes the numbers here.
     """
     import torch
 

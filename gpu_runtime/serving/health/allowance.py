@@ -14,11 +14,14 @@ from ...access_keys import AccessKey
 from ..requests import Refused
 
 WINDOW_SECONDS = 60.0
-UNSAID_TOKENS = 1024  # if the caller sets no limit, so many tokens are reserved, and the answer has at most so many
+UNSAID_TOKENS = 1024  # of an answer for which the caller sets no limit: so many are reserved, and no more are written
 
 
 class Grant:
-    """The tokens of one running call. `used` is set when the call ends."""
+    """The tokens of one running call. The `with` block of `granted` sets `used` to the counted tokens.
+
+    If `used` is still None at the end of the call, `reserved` counts in its place.
+    """
 
     def __init__(self, prompt: int, answer: int | None) -> None:
         """The tokens of a call that reads `prompt` tokens and writes at most `answer` tokens; None means no limit."""
@@ -28,10 +31,10 @@ class Grant:
 
 
 class _Recent:
-    """The calls of one key that ended in the last minute, and the calls of the key that run now."""
+    """The calls of one key that began or ended in the last minute, and the calls of the key that run now."""
 
     def __init__(self) -> None:
-        self.begun: deque[float] = deque()
+        self.begun: deque[float] = deque()  # the time of the start
         self.ended: deque[tuple[float, int]] = deque()  # the time of the end, and the tokens
         self.running: set[Grant] = set()
 
@@ -48,11 +51,14 @@ class Allowance:
     def granted(
         self, name: str, key: AccessKey, prompt: int, asked: int | None, least: int = 1
     ) -> Iterator[Grant]:
-        """A context manager in which a call of the `key` called `name` runs. Raises Refused (429).
+        """A context manager in which a call of the `key` called `name` runs.
 
         The prompt has about `prompt` tokens, and the caller allows at most `asked` tokens in the answer. If `asked` is
-        None, the answer may use all tokens that the key has left. The call is refused if fewer than `least` tokens are
-        left.
+        None, the key's limit also limits the answer: to UNSAID_TOKENS, or to `least` if that is more, but never to more
+        tokens than the key has left.
+
+        Raises Refused (429) if the key has too few requests left, or fewer tokens than the prompt and `asked` (or
+        `least`) need. Raises Refused (400) if the call needs more tokens than the key may use in a minute.
         """
         recent = self._recent.setdefault(name, _Recent())
         now = self._clock()

@@ -80,7 +80,7 @@ def is_decode_failure(error: BaseException) -> bool:
 
 
 def no_answer(asked: str, failed: Sequence[tuple[str, BaseException]]) -> Refused:
-    """The refusal (503) of a call of `asked`, with the error of each model that `failed`."""
+    """The refusal (503) of a call of `asked`, the name in the call. It has the error of each model that `failed`."""
     reasons = list(dict.fromkeys(f"{model}: {first_line(error)}" for model, error in failed))
     waits = [error.retry_after for _, error in failed if isinstance(error, BreakerOpen)]
     code = "breaker_open" if len(waits) == len(failed) else "no_answer"

@@ -170,7 +170,7 @@ class _Breaker:
         if call is self._probe:
             self._probe = None
         elif self._circuit.current_state != pybreaker.STATE_CLOSED:
-            return  # it began before the breaker opened; only the probe shows the present state
+            return  # the call began before the breaker opened; only the probe shows the present state
         if not counts:
             return
         if error is None:

@@ -11,7 +11,8 @@ from prometheus_client.metrics_core import Metric
 SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 TOKEN_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.075, 0.1, 0.25, 0.5, 1.0)
 TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
-MOST_MODELS = 500  # with figures; callers choose the names of clouds' models
+# The number of models that have figures. Callers can invent any number of names of clouds' models.
+MOST_MODELS = 500
 _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
     "gpu_call_queue_seconds": ("Seconds that an answered call waited for its model", SECONDS),
     "gpu_call_first_token_seconds": (
@@ -53,7 +54,7 @@ class CallFigures:
 
 
 def _values(facts: Mapping[str, Any]) -> dict[str, float]:
-    """The figures of one call. Unknown figures are left out.
+    """The figures of one call, by the names of the histograms without `gpu_call_`. Unknown figures are left out.
 
     >>> _values({"queue_seconds": 1.0, "first_seconds": 0.5, "answer_seconds": 2.5, "completion_tokens": 5})
     {'queue_seconds': 1.0, 'answer_tokens': 5, 'first_token_seconds': 1.5, 'token_seconds': 0.5}

@@ -24,7 +24,8 @@ ANSWERS_KEPT = (
 )
 CHARACTERS_PER_TOKEN = 4
 SHORTEST_PROMPT = 64  # in tokens; a shorter prompt takes the same time as one of this length
-PROMPT_PART = 0.1  # of the time of a token in the answer, for a token in the prompt, until a stream has measured it
+# Until a stream has measured the time of a prompt, a token of the prompt counts as this part of a token of the answer.
+PROMPT_PART = 0.1
 
 
 class Answered(Value):
@@ -71,7 +72,8 @@ class Costs:
         """The expected seconds of a load of `model`, and of the model's answer to `call`.
 
         The expected load is the slowest of the recent loads. A part of the result is None if it was never measured. The
-        expected number of tokens is the call's limit, but at most the number in the longest recent answer.
+        expected length of the answer is the call's limit, but at most the length of the longest recent answer. If
+        recent answers were requested by the same name as `call`, only these count.
         """
         loads = self._loads.get(model)
         answers = self._answers.get((model, call.kind), ())
@@ -144,7 +146,7 @@ def prompt_tokens(call: Call) -> int:
 
 
 def _counted(kind: str, prompt: int) -> int:
-    """The length of a `prompt` in the estimate of its time. A prompt for an image has the length 0."""
+    """The length in tokens by which the time of a `prompt` is estimated: at least SHORTEST_PROMPT; 0 for an image."""
     return 0 if kind == "images" else max(SHORTEST_PROMPT, prompt)
 
 
