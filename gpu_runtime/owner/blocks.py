@@ -94,7 +94,7 @@ def lease_memory(
 
 
 class _Block(Held):
-    """The `with` block of `lease_memory`. Its measured use stays readable after the block's end."""
+    """The `with` block of `lease_memory`. It yields a LeasedBlock, which outlives the block."""
 
     __slots__ = ("_session", "_name", "_wanted", "_running")
 
@@ -194,7 +194,7 @@ def _lease_block(
             return lease
         return session.blocks[name][0]
     finally:
-        session.done_with(key.note)  # first, as in `acquire.obtain`
+        session.done_with(key.note)  # the key is released first, as in `acquire.obtain`
         if not granted:
             session.withdraw(key)
 

@@ -33,7 +33,7 @@ from .session import Session
 LEAST_DRIVER = 570
 LOCK_SECONDS = 10.0  # the longest time that the lock waits for the work that runs on the card
 CALL_SECONDS = 60.0  # the time limit of a call that copies nothing
-SECONDS_A_GIB = 4.0  # ten times the usual time, at about 15 % of the speed of the bus
+SECONDS_A_GIB = 4.0  # ten times the usual time: a checkpoint copies at about 15 % of the bus
 ENDING = (
     "Before you end it, park it again: on driver 595.71 the end of a process that had returned hung "
     "the machine"

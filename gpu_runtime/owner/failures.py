@@ -101,7 +101,7 @@ def _put_away(session: Session, resident: Resident, fault: Fault) -> None:
 
 
 def require_served(session: Session, resident: Resident) -> None:
-    """If the driver no longer serves this process, raises ProcessLost for a model that runs here."""
+    """Raises ProcessLost for a model that runs here if the driver no longer serves this process."""
     if session.process_lost and runs_here(resident.spec):
         name, _, why = session.process_lost.partition(": ")
         raise _process_lost(name, "", why)

@@ -115,7 +115,7 @@ def adoption_options(
     quantization: str,
     devices: str | tuple[str, ...],
 ) -> dict[str, Any]:
-    """The `options` of `register` that `adopt` accepts too. Raises BadSetting for other options.
+    """Returns `options` if `adopt` accepts all arguments. Raises BadSetting if it does not.
 
     `adopt` takes a module as it is and where it is. So `size`, `layout`, `quantization` and
     `devices` must have the defaults of `register`, and `backend` must be "auto" or "torch".

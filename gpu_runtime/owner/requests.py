@@ -70,7 +70,8 @@ def request(
 def _prevented_by_caller(session: Session, target: LeaseId) -> str:
     """Why `target` cannot return while the calling thread keeps its pins; empty if it can return.
 
-    A cell that waits for a return which its own pins prevent would wait for its own end.
+    The pins end with the calling cell. If the cell waited for a return that its pins prevent, it
+    would wait for its own end.
     """
     pinned = held_by(list(session.residents.values()), threading.get_ident())
     if not pinned:

@@ -1,8 +1,8 @@
 """One process as an owner in the ledger: its facts about itself, and its transactions.
 
 A `Session` belongs to one `Runtime`. The session holds this process's models and blocks of code,
-publishes them in the owner's section (the owner's part of the book), and runs one decision of the
-scheduler in one transaction of the ledger. The functions in `acquire`, `release`, `requests`,
+publishes them in the owner's section (the owner's part of the book), and runs each decision of the
+scheduler in a transaction of the ledger. The functions in `acquire`, `release`, `requests`,
 `maintenance` and other modules choose the decision; their first parameter is the session. Loads run
 in the caller's thread, so that tracebacks and the stop button work as usual. Moves and drops run in
 a thread that an interrupt cannot stop.
@@ -103,12 +103,12 @@ class Session:
         self.blocks = Blocks()
         self.backends: dict[str, Backend] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
-        self.lock = threading.Lock()  # protects residents and the monitor's start, never a load
+        self.lock = threading.Lock()  # protects residents and the monitor's start; no load holds it
         self.guest = False  # True for a command that sends requests and holds no model itself
-        self.notebook = ""  # its path, if it became known after the ledger was opened
+        self.notebook = ""  # the notebook's path, if it became known after the ledger was opened
         self.process_lost = ""  # why the driver no longer serves this process; empty if it does
         self.on_wait: Callable[[str, Wait | None], None] | None = None
-        self.on_arrival: Callable[[Any], None] | None = None  # of an arrivals.Arrival
+        self.on_arrival: Callable[[Any], None] | None = None  # takes an arrivals.Arrival
         self.keys = Keys(self.me)
         self.new_key, self.done_with = self.keys.new, self.keys.done_with
         self.uninterrupted = self.keys.uninterrupted
@@ -116,7 +116,7 @@ class Session:
         self.users: dict[str, Asker] = {}  # what each user may request of this process
         self._torch_limits: dict[str, float] = {}  # card -> fraction that torch may allocate here
         self._named: tuple[Device, ...] = ()  # the book's devices when the names last agreed
-        self.kernel: Any = None  # of a notebook, see kernel.py
+        self.kernel: Any = None  # the Kernel of a notebook, see kernel.py; None in a script
         self.look_ahead: Any = None
         self.monitor: Monitor | None = None
         self.monitor_started = self.dozing = self.closed = False
@@ -189,7 +189,7 @@ class Session:
         return bool(self.blocks) or any(resident.handle is not None for resident in residents)
 
     def in_use(self) -> bool:
-        """Whether a model is in use, or a block of code or a cell runs: changes follow soon."""
+        """Whether changes follow soon: a model is in use, or a block of code or a cell runs."""
         busy = self.blocks or self.activity.running
         return bool(busy) or any(resident.in_use() for resident in list(self.residents.values()))
 
@@ -242,7 +242,7 @@ class Session:
 
         answer, before, after = self.ledger.transact(deciding)
         if after is not before:
-            self._notify(before, after)  # first: the journal's file costs the others 3 ms
+            self._notify(before, after)  # first: the others need not wait 3 ms for the journal
             events = [event for event in after.events if event.seq > before.seq]
             if in_full and events:
                 events = in_full(events, answer)

@@ -1,4 +1,7 @@
-"""Shadows of this process: copies in host memory of models that are on a card (`GPU_SHADOWS`)."""
+"""Shadows of this process: copies in host memory of models that are on a card (`GPU_SHADOWS`).
+
+A user's processes that load the same files can share one copy, in shared pages of host memory.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +15,9 @@ from .session import Session
 
 Copies = dict[str, tuple[int, ...]]  # the id of shared pages -> the pids of their holders
 
-COPY_DIGITS = 16  # of the id of files in the id of shared pages with them
-MOST_SECONDS = 600.0  # that a load waits for the load of the same files in another process
-POLL_SECONDS = 0.2  # between two looks at that other load
+COPY_DIGITS = 16  # the id of shared pages begins with so many digits of the id of their files
+MOST_SECONDS = 600.0  # the longest wait for the load of the same files in another process
+POLL_SECONDS = 0.2  # the pause between two checks of that other load
 
 
 def wanted(session: Session, resident: Resident) -> bool:
@@ -27,9 +30,9 @@ def wanted(session: Session, resident: Resident) -> bool:
 def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, Any]:
     """Reserves host memory for the shadow of a model that is loaded onto `shares`.
 
-    Returns the options with which the backend keeps the shadow, or no options if the host has no
-    room. If another process loads the same files now, this function first waits for the end of the
-    other load, so that the files are read once.
+    Returns the options with which the backend keeps the shadow. Without room on the host, or if no
+    shadow is wanted, returns no options. If another process loads the same files now, first waits
+    for the end of the other load, so that the files are read once.
     """
     if not wanted(session, resident):
         return {}
@@ -50,6 +53,7 @@ def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, A
         after, done = shadows.reserve(book, session.me, name, size, world, copy, shared)
         return after, (done, copies, None)
 
+    # Once `patient` is false, `decide` ignores the other load.
     patient, until = True, session.clock() + MOST_SECONDS
     done, copies, loader = session.decide(decide)
     while loader is not None:

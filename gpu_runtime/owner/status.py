@@ -175,7 +175,10 @@ def _of_page(session: Session, page: HostPage) -> Snapshot:
 
 
 def health(found: Snapshot) -> Health:
-    """One line on the gravest problem in the snapshot `found`, or else on the fullest card."""
+    """The health of the snapshot `found`. Its message is the gravest problem, if there is one.
+
+    Without a problem, the message describes the fullest card.
+    """
     cards = [view for view in found.devices if not view.device.is_host]
     fullest = max(cards, key=lambda view: view.pressure)
     used = [view.measured_bytes for view in cards]

@@ -21,7 +21,7 @@ from ..facts import NEVER
 from ..kernel_activity import Activity, activity
 from .pins import AnchorRef, Held, new_anchor
 
-_MOST_NODES = 64  # the values of a result that are searched for graphs
+_MOST_NODES = 64  # at most so many values of a result are searched for graphs
 _KEY = "gpu_runtime"  # in the metadata of an autograd node
 
 
@@ -41,10 +41,10 @@ class Training:
     def __init__(self, pins: set[AnchorRef], kernel: Activity = activity) -> None:
         """`pins` are the pins of the model. `kernel` records which cells run."""
         self.pins, self.kernel = pins, kernel
-        self.graphs: set[AnchorRef] = set()  # the graphs that still exist
+        self.graphs: set[AnchorRef] = set()  # an anchor's reference for each graph that exists
         self._graph_pins: set[AnchorRef] = set()
         self._awaits_step = self._waived = False
-        self.measure_due = False  # the next step measures the model
+        self.measure_due = False  # whether the next step measures the model
 
     def forwarded(self, result: Any) -> None:
         """Notes the autograd graphs in the `result` of a `forward`.
@@ -125,7 +125,8 @@ class Training:
 
         The thread that trains a model uses this block when it evicts the model.
         """
-        # Another thread could move the model during the main thread's backward pass.
+        # True only in the main thread. Another thread could move the model during the main thread's
+        # backward pass.
         self._waived = threading.current_thread() is threading.main_thread()
         try:
             yield
@@ -208,8 +209,8 @@ def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
 def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
     """From now on, `optimizer.zero_grad` releases the pins that a `forward` of `model` took.
 
-    The model is pinned while its gradients are cleared. Without this pin, the monitor measured the
-    model during the clearing, and the process ended with a segmentation fault.
+    In a script, the model is pinned while its gradients are cleared. Without this pin, the monitor
+    measured the model during the clearing, and the process ended with a segmentation fault.
     """
     original = optimizer.zero_grad
     of = weakref.ref(model)

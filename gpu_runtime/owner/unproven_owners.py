@@ -2,8 +2,8 @@
 
 Nothing proves an owner alive or dead if its lock file is missing or was replaced, and its process
 runs in another container or is hidden. No process removes the owner automatically, because the
-owner's memory may be in use. Messages call its process lost. Owners that are proven dead are
-removed by `dead_owners.reap_neighbours` with `scheduler/transitions.reap`.
+owner's memory may be in use. Messages call the owner's process lost. Owners that are proven dead
+are removed by `dead_owners.reap_neighbours` with `scheduler/transitions.reap`.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Ends a wait for memory. To end a wait of another process, sends a request to that process.
 
-A thread whose wait was ended raises WaitEnded when it decides next. It withdraws its ticket itself.
+A thread whose wait was ended raises WaitEnded when it decides next, and withdraws its own ticket.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def obey(session: Session, order: Order) -> Outcome:
 def end(session: Session, name: str, by: str, before: float | None = None) -> Outcome:
     """Ends this process's waits for `name`. With `before`, only waits that began by that time.
 
-    `by` is the person or the process that ends the waits. The waiting threads raise WaitEnded.
+    `by` is the person or the process that ends the waits. The waiting threads raise WaitEnded. This
+    function raises GpuError if there is no such wait.
     """
     ended = 0
     for ticket in _uses(session, session.me):
