@@ -32,6 +32,15 @@ OBJECT_STORE_BYTES = 80 << 20
 MOST_STARTS = 3  # of a node: Ray gives its processes 15 s, which is short on a busy machine
 
 
+def _default_directory() -> Path:
+    """Ray's default directory. `Cluster` writes a file into it, also if it uses another directory.
+
+    Ray itself makes it only in a cluster that uses it, so on a new machine it is missing.
+    """
+    parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
+    return Path(parent) / "ray"
+
+
 class Drill:
     """Hosts of one cluster on this machine, by name. Call `close` at the end."""
 
@@ -70,6 +79,7 @@ class Drill:
         if self._ray_directory:
             node["temp_dir"] = self._ray_directory
         node["include_dashboard"] = False
+        _default_directory().mkdir(parents=True, exist_ok=True)
         self.cluster = Cluster(initialize_head=True, head_node_args=node)
         self.nodes[name] = self.cluster.head_node
 

@@ -10,6 +10,7 @@ import pytest
 import gpu_runtime
 from gpu_runtime import FleetUnavailable, cli
 from gpu_runtime.fleet import cluster
+from gpu_runtime.fleet.drill import Drill
 
 
 def test_without_the_extra_the_error_names_what_to_install(monkeypatch, capsys):
@@ -74,3 +75,25 @@ def test_slow_hosts_are_awaited_only_if_no_other_can_serve(monkeypatch, delays, 
     assert (tuple(got.values()), ray.now) == (found, ended)
     assert set(missing.values()) <= {"it does not answer"}
     assert {*got, *missing} == {*references}
+
+
+def test_a_drill_starts_on_a_machine_where_ray_never_ran(monkeypatch, tmp_path):
+    """Ray writes the address of a cluster into its default directory, which it does not make."""
+    pytest.importorskip("ray")
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path))
+    monkeypatch.delenv("TMPDIR", raising=False)
+
+    class Head:
+        node_id = "head"
+
+    class Cluster:
+        address, head_node = "127.0.0.1:1", Head()
+
+        def __init__(self, **_: object) -> None:
+            write_ray_address("127.0.0.1:1")
+
+    from ray._private.utils import write_ray_address
+
+    monkeypatch.setattr("ray.cluster_utils.Cluster", Cluster)
+    Drill(tmp_path, f"{tmp_path}/elsewhere").add("one", "sim:24GiB")
+    assert (tmp_path / "ray" / "ray_current_cluster").read_text() == "127.0.0.1:1"
