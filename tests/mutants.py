@@ -40,6 +40,7 @@ SCHEDULER = [
     )
 ]
 PARTS = ["tests/scheduler/test_parts.py"]
+DUPLEX = ["tests/scheduler/test_duplex.py", "tests/owner/test_duplex.py"]
 QUARANTINE = ["tests/ledgers/test_quarantine.py", "tests/ledgers/test_pages.py"]
 LEDGER = ["tests/ledgers/test_contract.py", "tests/ledgers/test_sqlite.py"]
 CATALOGUE = [
@@ -463,8 +464,8 @@ FAULTS = [
     Fault(
         "unheard steps are forgotten",
         "scheduler/admission",
-        "    steps = unfinished_steps(book, request.lease.owner, request.key)\n",
-        "    steps = ()\n",
+        "    decided = unfinished_steps(book, request.lease.owner, request.key)\n",
+        "    decided = ()\n",
     ),
     Fault(
         "a full page evicts",
@@ -729,8 +730,51 @@ FAULTS = [
         OWNER,
     ),
     Fault(
-        "a failed load keeps its bytes",
+        "duplex: a part takes bytes that have not left yet",
+        "scheduler/duplex",
+        "    free = context.free()[card] - context.held.get(card, 0)\n",
+        "    free = context.room_later[card]\n",
+        DUPLEX,
+    ),
+    Fault(
+        "duplex: nobody waits for the rest of the room",
+        "scheduler/duplex",
+        "    return (Share(share.device, share.bytes - part),)\n",
+        "    return (Share(share.device, 0),)\n",
+        DUPLEX,
+    ),
+    Fault(
+        "duplex: a stage frees more than has left",
+        "scheduler/duplex",
+        "    rest = lease.leaving_bytes - (in_host - lease.bytes_on(HOST))\n",
+        "    rest = lease.leaving_bytes - in_host\n",
+        DUPLEX,
+    ),
+    Fault(
+        "duplex: a model leaves at once",
+        "scheduler/duplex",
+        "    return stage if size >= 2 * stage else 0\n",
+        "    return 0\n",
+        DUPLEX,
+    ),
+    Fault(
+        "duplex: the own departures are waited for",
         "owner/acquire",
+        "            departures.start(step, wait=not (returns and returns.piece_bytes))\n",
+        "            departures.start(step, wait=True)\n",
+        DUPLEX,
+    ),
+    Fault(
+        "duplex: a part in use that cannot be used",
+        "owner/granted",
+        "        resident.settle_at(settled)\n        _settle(session, resident, step.because)\n",
+        "        resident.settle_at(replace(settled, pins=1, keep=True))\n"
+        "        _settle(session, resident, step.because)\n",
+        DUPLEX,
+    ),
+    Fault(
+        "a failed load keeps its bytes",
+        "owner/granted",
         "                resident.backend.drop(handle)\n",
         "                pass\n",
         OWNER,

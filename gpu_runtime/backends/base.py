@@ -139,8 +139,8 @@ class Backend:
         """Bytes of the largest piece of `model` that can leave a card while the other pieces stay.
 
         The result is 0 if the model moves as a whole. If `move` gets a share on the model's card
-        and a share on the host, `move` copies as many whole pieces to the host as fit into the
-        host's share.
+        and a share on the host, `move` copies as many whole pieces as fit: to the host, or back to
+        the card if the card's share is larger than the bytes there now.
         """
         return 0
 

@@ -146,6 +146,11 @@ class Request(Value):
     held: tuple[str, ...] = ()  # lease ids that the requesting thread pins
     wait: bool = True  # False: leave no ticket
     users: int = 1  # callers that wait for the model with this request
+    # The least bytes of a part that may return from host memory while the room for the rest is
+    # still being made; 0: the model returns as a whole.
+    stage_bytes: int = 0
+    # Ids of the requester's leases that are leaving for this request now, in other threads.
+    under_way: tuple[str, ...] = ()
 
 
 class Load(Value, tag=True):

@@ -246,12 +246,14 @@ class Lease(Value):
         (Share(device='sim:0', bytes=3), Share(device='host', bytes=6))
         """
         moved = sum(share.bytes for share in target)
-        if any(share.device != HOST for share in target):
-            if not self.in_parts or moved >= self.bytes:
-                return target
-            [card] = [share for share in self.shares if share.device != HOST]
-            return (Share(card.device, card.bytes + moved),)
         in_host = self.bytes_on(HOST)
+        if any(share.device != HOST for share in target):
+            returns_in_part = self.piece_bytes and moved < in_host and len(target) == 1
+            if not (self.in_parts or returns_in_part) or moved >= self.bytes:
+                return target
+            id = target[0].device
+            there = Share(id, self.bytes_on(id) + moved)
+            return (there, Share(HOST, in_host - moved)) if returns_in_part else (there,)
         staying = self.card_bytes - moved
         if staying <= 0 or not self.piece_bytes:
             return (Share(HOST, in_host + moved),)

@@ -1,7 +1,6 @@
-"""Gets memory for a model or a block of code: requests it, waits, loads or restores, settles it.
+"""Gets memory for a model or a block of code: requests it, and waits for the grant.
 
-If a request fails or is interrupted before its model is installed, its grant is removed from the
-book. A shadow is a copy in host memory of a model that is on a card.
+The module `granted` loads or restores the model then.
 """
 
 from __future__ import annotations
@@ -9,48 +8,38 @@ from __future__ import annotations
 import logging
 import math
 import threading
-import time
-import traceback
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
-from msgspec.structs import replace
-
+from .. import threads
 from ..backends.base import Progress, is_out_of_memory
 from ..catalog.entries import require_loadable
-from ..errors import LoadFailed, NotResident
+from ..errors import NotResident
 from ..facts import (
-    Book,
     Candidate,
     Footprint,
     Grant,
     Lease,
-    Load,
-    Move,
     PlacementRules,
     Refuse,
     Request,
-    Share,
+    Step,
     Wait,
-    World,
     parse_importance,
 )
-from ..scheduler import explain
-from ..scheduler import transitions as books
-from ..scheduler.shadows import kept
+from ..scheduler import duplex, explain
 from ..units import parse_seconds
 from . import (
-    arrivals,
     demand,
     failures,
+    granted,
     interrupts,
     parts,
     presence,
     release,
     replays,
     requests,
-    shadows,
     ungoverned,
 )
 from .pins import AnchorRef, Held
@@ -167,7 +156,7 @@ def _obtain_governed(
     timeout: float | None,
     progress: Progress | None,
 ) -> None:
-    attempts = 0
+    attempts = returned = 0
     wanted = demand.wanted_lease(session, resident, importance, keep_alive)
     footprint = resident.footprint()
     rules = demand.placement(session, resident)
@@ -178,11 +167,17 @@ def _obtain_governed(
     # The key is made last. An interrupt before the `try` then leaves nothing to release.
     key = session.new_key(f"use {resident.spec.name}")
     try:
-        for verdict in grants(session, key, wanted, footprint, rules, timeout, is_here):
+        stage = parts.STAGE_BYTES
+        for verdict in grants(session, key, wanted, footprint, rules, timeout, is_here, stage):
             step = verdict.steps[0]
             attempts += 1
             try:
-                return perform(session, resident, verdict, anchor, key, progress)
+                returned = granted.perform(
+                    session, resident, verdict, anchor, key, progress, returned
+                )
+                if not returned:
+                    return
+                attempts = 0
             except Exception as error:
                 if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
                     # Without a name for the report: see pins.py.
@@ -206,17 +201,23 @@ def grants(
     rules: PlacementRules,
     timeout: float | None,
     is_here: Callable[[], bool],
+    stage_bytes: int = 0,
 ) -> Iterator[Grant]:
     """Yields grants that have steps to perform. Ends as soon as `is_here()` returns true.
 
-    The caller performs the steps of each grant. Taking a further item means that the steps failed:
-    the request is decided again. Raises Busy, and the errors of `explain.refusal`.
+    The caller performs the steps of each grant. Taking a further item means that the steps failed,
+    or that only a part of the model has returned: the request is decided again. Parts of at least
+    `stage_bytes` return while room is made for the rest; 0 means that no part returns alone. Raises
+    Busy, and the errors of `explain.refusal`.
     """
     reported = False
     try:
-        for verdict in _verdicts(session, key, wanted, footprint, rules, timeout, is_here):
+        for verdict in _verdicts(
+            session, key, wanted, footprint, rules, timeout, is_here, stage_bytes
+        ):
             wait = verdict if isinstance(verdict, Wait) else None
-            if session.on_wait and (wait or reported):
+            whole = isinstance(verdict, Grant) and not duplex.is_part(verdict.lease)
+            if session.on_wait and (wait or (reported and whole)):
                 reported = wait is not None
                 session.on_wait(wanted.name, wait)
             if isinstance(verdict, Grant):
@@ -234,6 +235,7 @@ def _verdicts(
     rules: PlacementRules,
     timeout: float | None,
     is_here: Callable[[], bool],
+    stage_bytes: int,
 ) -> Iterator[Grant | Wait]:
     """Yields each Grant that has steps, and each Wait for which the thread is about to pause."""
     began = session.clock()
@@ -241,11 +243,21 @@ def _verdicts(
     checked_for_dead, because = False, ""
     rung_at: dict[str, float] = {}  # owner -> when it was rung to publish its pins
     compared: tuple[Candidate, ...] = ()  # the last ways to make room that were compared
+    departures = _Departures(session, key)
     while not is_here():
         if key.ended_by:
             raise explain.wait_ended(wanted.name, key.ended_by, because, session.clock() - began)
         held = held_by(list(session.residents.values()), threading.get_ident())
-        request = Request(key.text, wanted, footprint, began, rules, held)
+        request = Request(
+            key.text,
+            wanted,
+            footprint,
+            began,
+            rules,
+            held,
+            stage_bytes=stage_bytes,
+            under_way=departures.under_way(),
+        )
         verdict = replays.admitted(session, request, compared)
         if isinstance(verdict, Grant):
             if verdict.steps:
@@ -259,8 +271,9 @@ def _verdicts(
                 continue
         if isinstance(verdict, Refuse):
             raise explain.refusal(wanted.name, verdict)
+        returns = stage_bytes and session.ledger.read().lease(session.me, wanted.name)
         for step in verdict.steps:
-            session.uninterrupted(key, partial(release.step_aside, session, step, key))
+            departures.start(step, wait=not (returns and returns.piece_bytes))
         if verdict.steps:
             continue
         verdict = presence.explained(session, verdict)
@@ -274,6 +287,38 @@ def _verdicts(
         checked_for_dead = False
 
 
+class _Departures:
+    """The leases of this process that leave for one request."""
+
+    def __init__(self, session: Session, key: Key) -> None:
+        self._session, self._key = session, key
+        self._threads: dict[str, threads.Running] = {}  # by lease id
+
+    def under_way(self) -> tuple[str, ...]:
+        """The ids of the leases that are leaving in other threads now."""
+        return tuple([id for id, thread in self._threads.items() if not thread.wait(0)])
+
+    def start(self, step: Step, wait: bool) -> None:
+        """Performs the `step`. Returns at its end, or at once if `wait` is false.
+
+        A step that leaves in one stage is always waited for. No part can return meanwhile.
+        """
+        session, key = self._session, self._key
+        resident = session.residents.get(step.lease.partition("/")[2])
+        act = partial(release.step_aside, session, step, key)
+        if wait or resident is None or not release.leaves_in_stages(resident, step):
+            session.uninterrupted(key, act)
+            return
+        self._threads[step.lease] = threads.start(partial(self._leave, step.lease, act))
+
+    def _leave(self, lease_id: str, act: Callable[[], bool]) -> None:
+        """Calls `act` in a thread of its own. An error is logged; the request is decided again."""
+        try:
+            self._session.uninterrupted(self._key, act)
+        except Exception as error:  # the request thread meets the same ledger, and raises
+            log.warning("%s did not leave: %s", lease_id, explain.first_line(error))
+
+
 def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:
     """Notifies the other owners of the blocking leases, so that they publish their pins now.
 
@@ -285,166 +330,3 @@ def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -
     due = {owner for owner in owners if now - rung_at.get(owner, -math.inf) >= POLL_SECONDS}
     rung_at.update(dict.fromkeys(due, now))
     session.ledger.ring(due - {session.me})
-
-
-# -- performing a grant
-
-
-def perform(
-    session: Session,
-    resident: Resident,
-    verdict: Grant,
-    anchor: AnchorRef | None,
-    key: Key,
-    progress: Progress | None = None,
-) -> None:
-    """Loads or restores the model as granted in `verdict`, and settles its lease.
-
-    If `anchor` is given, `anchor` pins the model. `key` is the key of the decision. If the load or
-    the restore raises, the grant is abandoned and the error is raised.
-    """
-    step = verdict.steps[0]
-    assert isinstance(step, (Load, Move))  # the step of a grant is always a load or a move
-    with arrivals.shown(session, resident, step, progress) as progress:
-        if isinstance(step, Load):
-            _load(session, resident, verdict.lease, step, anchor, key, progress)
-        else:
-            restore = partial(_restore, session, resident, verdict.lease, step, anchor, key)
-            session.uninterrupted(key, restore)
-
-
-def _load(
-    session: Session,
-    resident: Resident,
-    lease: Lease,
-    step: Load,
-    anchor: AnchorRef | None,
-    key: Key,
-    progress: Progress | None,
-) -> None:
-    """Loads the model, installs it, and settles its lease with the measured bytes."""
-    handle = None
-    try:
-        session.probe.watch_peaks()
-        more = shadows.reserve(session, resident, step.shares)
-        handle, shares, seconds = resident.load(step.shares, progress, more)
-        settled = replace(
-            lease.holding(shares),
-            pins=0,
-            droppable=resident.backend.droppable(handle),
-            reload_seconds=seconds,
-            settled_at=session.clock(),
-        )
-        resident.install(handle, settled, anchor)
-    except BaseException as error:
-        if not isinstance(error, Exception):
-            # A notebook keeps the traceback of an interrupt, whose frames would keep the bytes.
-            traceback.clear_frames(error.__traceback__)
-        installed = handle is not None and resident.handle is handle
-        if not installed:
-            if handle is not None:
-                resident.backend.drop(handle)
-            _abandon(session, resident.spec.name, key, error)
-        raise
-    session.sizing.learn(resident, shares)
-    _remember_uses(session, resident)
-    _settle(session, resident, step.because, reload_seconds=seconds)
-    _report_misplaced(session, resident, handle)
-
-
-def _remember_uses(session: Session, resident: Resident) -> None:
-    """Takes over the uses of the model's last stay from the journal, if its content is the same."""
-    if resident.content and not resident.recent_uses:
-        for event in session.journal.tail(1, resident.spec.name, books.ENDED_A_STAY):
-            if event.source == resident.content:
-                resident.note_uses(event.uses)
-
-
-def _report_misplaced(session: Session, resident: Resident, handle: Any) -> None:
-    """Logs and journals if the model's bytes are on other devices than the granted devices."""
-    if elsewhere := resident.backend.elsewhere(handle):
-        lease = resident.lease
-        because = explain.elsewhere(resident.spec.name, lease.where, elsewhere)
-        log.warning("%s", because)
-        session.note(lease, "misplaced", "load", because)
-
-
-def _restore(
-    session: Session,
-    resident: Resident,
-    lease: Lease,
-    step: Move,
-    anchor: AnchorRef | None,
-    key: Key,
-) -> None:
-    """Moves the model back from host memory, and settles its lease with the measured bytes."""
-    began = time.perf_counter()
-    try:
-        shares = _move_back(resident, step, shadows.wanted(session, resident))
-    except BaseException as error:
-        _abandon(session, resident.spec.name, key, error)
-        raise
-    seconds = parts.restore_seconds(resident.lease, time.perf_counter() - began)
-    arriving = replace(
-        resident.lease,
-        target=lease.target,
-        filled=lease.filled,
-        working_bytes=lease.working_bytes,
-    )
-    settled = replace(
-        arriving.holding(shares),
-        restore_seconds=seconds,
-        settled_at=session.clock(),
-        away_since=0.0,
-        importance=lease.importance,
-        keep_alive=lease.keep_alive,
-    )
-    resident.settle_at(settled, anchor)
-    session.probe.watch_peaks()
-    _settle(session, resident, step.because, restore_seconds=seconds)
-
-
-def _move_back(resident: Resident, step: Move, shadow: bool) -> tuple[Share, ...]:
-    if not resident.begin_moving():
-        name = resident.spec.name
-        raise LoadFailed(
-            f"{name} is being moved by another thread.", name=name, source=resident.spec.source
-        )
-    try:
-        return resident.carry(step, shadow)
-    except BaseException:
-        resident.stay()
-        raise
-
-
-def _settle(session: Session, resident: Resident, because: str, **seconds: float) -> None:
-    """Writes the measured bytes of the arrived model, and its number of pins, into the book."""
-    lease = resident.lease
-
-    def settle(book: Book, world: World) -> tuple[Book, bool]:
-        """The book with the measured lease, and whether host memory has room for the shadow."""
-        book = books.arrived(
-            book,
-            session.me,
-            lease.name,
-            lease.shares,
-            world,
-            because=because,
-            droppable=lease.droppable,
-            filled=lease.filled,
-            **seconds,
-        )
-        book = books.publish(book, session.truth(), world)
-        return kept(book, session.me, lease.name, world)
-
-    if not session.decide(settle, fresh=True):
-        shadows.free(resident)
-
-
-def _abandon(session: Session, name: str, key: Key, error: BaseException) -> None:
-    if isinstance(error, KeyboardInterrupt):
-        because = "interrupted"
-    else:
-        because = f"{type(error).__name__}: {explain.first_line(error)}"
-    abandon = partial(books.abandon, because=because)
-    session.decide(lambda book, world: (abandon(book, session.me, name, key.text, world), None))

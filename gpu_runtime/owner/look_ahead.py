@@ -30,7 +30,7 @@ from ..scheduler import transitions as books
 from ..scheduler.capacity import room
 from ..scheduler.eviction_policy import policy
 from ..upcoming_cells import upcoming
-from . import acquire, demand, file_staging, registry, release
+from . import demand, file_staging, granted, registry, release
 from .resident import Place, Resident
 from .session import Key, Session
 
@@ -273,7 +273,7 @@ class LookAhead:
         uses = resident.uses
         self._loading = name
         try:
-            acquire.perform(session, resident, verdict, None, key)
+            granted.perform(session, resident, verdict, None, key)
         finally:
             self._loading = ""
         self._why.pop(name, None)

@@ -10,12 +10,25 @@ import logging
 from msgspec.structs import replace
 
 from ..errors import DoesNotFit, GpuError, StillInUse
-from ..facts import HOST, Book, Drop, Grant, Lease, LeaseId, Move, Shares, Shed, Step, World
-from ..scheduler import evictable, explain, shadows
+from ..facts import (
+    HOST,
+    Book,
+    Drop,
+    Grant,
+    Lease,
+    LeaseId,
+    Move,
+    Share,
+    Shares,
+    Shed,
+    Step,
+    World,
+)
+from ..scheduler import duplex, evictable, explain, shadows
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room
 from ..units import show_bytes
-from . import requests
+from . import parts, requests
 from . import shadows as own_shadows
 from .resident import Place, Resident, Stays
 from .session import Key, Session
@@ -180,7 +193,7 @@ def _leave_now(
             resident.remeasure()
         ):  # the reserved room may be too small for the new size: decide again
             raise Stays("its bytes have changed since they were counted")
-        step, shares = _carry(resident, step, may_drop)
+        step, shares = _leave_in_stages(session, resident, step, may_drop)
     except BaseException as error:
         try:
             because = _stays(session, resident, error)
@@ -203,6 +216,45 @@ def _leave_now(
         lambda book, world: (books.left(book, step, shares, world, by), None), fresh=True
     )
     return None
+
+
+def leaves_in_stages(resident: Resident, step: Step) -> bool:
+    """Whether the step is an offload that is so large that its bytes leave in stages."""
+    return bool(_stage_bytes(resident, step))
+
+
+def _stage_bytes(resident: Resident, step: Step) -> int:
+    if not isinstance(step, Move):
+        return 0
+    return duplex.departure_stages(resident.lease, step.shares, parts.STAGE_BYTES)
+
+
+def _leave_in_stages(
+    session: Session, resident: Resident, step: Move | Drop, may_drop: bool
+) -> tuple[Move | Drop, Shares]:
+    """Performs the step, a large offload in stages. Waiting requests use the bytes of each stage.
+
+    Returns the performed step, and the shares measured afterwards.
+    """
+    rest, stage = step, _stage_bytes(resident, step)
+    while stage and isinstance(rest, Move) and (left := rest.shares[0].bytes) >= 2 * stage:
+        before = resident.lease.bytes_on(HOST)
+        _leave_part(session, resident, rest, stage)
+        moved = resident.lease.bytes_on(HOST) - before
+        rest = replace(rest, shares=(Share(HOST, left - moved),))
+    performed, shares = _carry(resident, rest, may_drop)
+    return step if performed is rest else performed, shares
+
+
+def _leave_part(session: Session, resident: Resident, step: Move, size: int) -> None:
+    """Copies pieces of at most `size` bytes to host memory, and writes their room into the book."""
+    shares = resident.carry(replace(step, shares=(Share(HOST, size),)))
+    now = session.clock()
+    resident.lease = replace(resident.lease.holding(shares), settled_at=now, away_since=now)
+    session.probe.empty_cache()
+    session.decide(
+        lambda book, world: (duplex.part_left(book, step, shares, world), None), fresh=True
+    )
 
 
 def _carry(resident: Resident, step: Move | Drop, may_drop: bool) -> tuple[Move | Drop, Shares]:

@@ -45,7 +45,7 @@ from ..facts import (
     lease_title,
 )
 from ..units import show_bytes
-from . import quotas
+from . import duplex, quotas
 from .candidates import candidates_for, not_on, waiting_candidates, with_layout, without_hopeless
 from .context import Context
 from .deadlock import deadlocked
@@ -125,11 +125,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 # -- the parts of the tree -------------------------------------------------------------------------
 
 
-def _unreceived(
-    book: Book,
-    request: Request,
-    lease: Lease | None,
-) -> Verdict | None:
+def _unreceived(book: Book, request: Request, lease: Lease | None) -> Verdict | None:
     """The verdict that an earlier call wrote for this request's key; None if there is no verdict.
 
     The caller may not have received the earlier verdict: the call was interrupted, or the ledger's
@@ -137,7 +133,8 @@ def _unreceived(
     """
     if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:
         return Grant(lease, (_arrival(lease),), "granted before")
-    steps = unfinished_steps(book, request.lease.owner, request.key)
+    decided = unfinished_steps(book, request.lease.owner, request.key)
+    steps = tuple([step for step in decided if step.lease not in request.under_way])
     if not steps:
         return None
     because = "; ".join(f"{_name(step.lease)} is still to be evicted" for step in steps)
@@ -205,7 +202,12 @@ def _evict(
     if way is None:
         return None
     emptier, wait = make_room(book, request, world, rank, context, way)
-    return _enqueue(emptier, request, world, wait, context.missing(way.candidate.shares))
+    need = context.missing(way.candidate.shares)
+    part = 0 if way.leaving else duplex.returning_part(book, request, context, need)
+    queued, verdict = _enqueue(emptier, request, world, wait, duplex.without(need, part))
+    if part and isinstance(verdict, Wait):
+        return duplex.grant_part(queued, request, world, need, part, wait.because)
+    return queued, verdict
 
 
 def _take_free_room(

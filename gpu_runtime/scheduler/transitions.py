@@ -124,17 +124,20 @@ def arrived(
     restore_seconds: float = 0.0,
     droppable: bool = False,
     filled: Shares = (),
+    earlier_bytes: int = 0,
 ) -> Book:
     """The book with the lease `name` of `owner` settled on a device.
 
     `shares` are the claimed bytes. `filled` are the measured bytes, if more bytes are claimed than
     measured. `because` is the event's sentence. `reload_seconds` or `restore_seconds` is how long
     the arrival took; 0 keeps the old value. `droppable` is True if the model's source is proven to
-    have the same bytes.
+    have the same bytes. `earlier_bytes` are bytes that the same request has returned already. While
+    a part is still in host memory, no event is noted.
     """
     lease = book.lease(owner, name)
     if lease is None:
         return book
+    whole = all([share.device != HOST for share in shares])
     settled = replace(
         lease,
         shares=shares,
@@ -142,15 +145,15 @@ def arrived(
         filled=filled,
         phase=Phase.SETTLED,
         settled_at=world.now,
-        away_since=0.0,
+        away_since=0.0 if whole else lease.away_since,
         droppable=droppable,
         reload_seconds=reload_seconds or lease.reload_seconds,
         restore_seconds=restore_seconds or lease.restore_seconds,
     )
     book = book.with_lease(settled)
-    if lease.kind == "block":
+    if lease.kind == "block" or not whole:
         return book
-    came = sum([share.bytes for share in lease.target])
+    came = earlier_bytes + sum([share.bytes for share in lease.target])
     how = _how_it_arrived(lease)
     return note(
         book,
@@ -211,7 +214,8 @@ def left(book: Book, step: Move | Drop | Shed, shares: Shares, world: World, by:
         )
         book = book.with_lease(settled)
         action = "offloaded" if to_host else "moved"
-    freed = lease.freed_by(step.shares if isinstance(step, Move) else ())
+    in_stages = isinstance(step, Move) and lease.in_parts and lease.phase is Phase.LEAVING
+    freed = step.source if in_stages else lease.freed_by(getattr(step, "shares", ()))
     return note(
         book,
         world,

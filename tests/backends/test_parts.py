@@ -105,6 +105,29 @@ def test_as_many_pieces_leave_as_fit_and_the_others_stay_where_they_are(backend)
     assert same(module, before)
 
 
+def test_as_many_pieces_return_as_fit_and_the_first_come_first(backend):
+    """The pieces that leave last return first, so that the pieces on the card are consecutive."""
+    backend, kind = backend
+    card = f"{kind}:0"
+    module = Net().eval()
+    model = backend.adopt(SPEC, module)
+    move(backend, model, card, 0)
+    before, held = values(module), total(backend, model)
+    backend.move(model, (Share(HOST, held),))
+    first = backend.piece_bytes(model)
+    for wanted, here in ((first + 5, first), (first + 2 * LAYER + 5, first + 2 * LAYER)):
+        move(backend, model, card, held - wanted)
+        assert on(backend, model, card) == here, "never more than was granted"
+    stays = module.layers[1].weight.untyped_storage().data_ptr()
+    move(backend, model, card, held - first - 3 * LAYER)
+    assert module.layers[1].weight.untyped_storage().data_ptr() == stays, "it was not copied again"
+    with pytest.raises(CannotGovern, match="partly in host memory"):
+        move(backend, model, card, on(backend, model, HOST) - 100)
+    move(backend, model, card, 0)
+    assert backend.measure(model) == (Share(card, held),)
+    assert same(module, before)
+
+
 def test_a_part_may_leave_for_the_host_or_return_to_another_card(backend):
     backend, kind = backend
     module = Net().eval()
@@ -119,6 +142,29 @@ def test_a_part_may_leave_for_the_host_or_return_to_another_card(backend):
     assert [share.device for share in backend.measure(model)] == [HOST]
     move(backend, model, f"{kind}:0", 0)
     assert same(module, before)
+
+
+def test_copies_out_have_a_stream_of_their_own(monkeypatch):
+    """The bus of a card copies in both directions at once, but the work of one stream is in order."""
+    backend, kind = opened("simgpu")
+    model = backend.adopt(SPEC, Net().eval())
+    module, used = torch.simgpu, {"cpu": set(), kind: set()}
+    copy_all = torch._foreach_copy_
+
+    def copied(targets: Any, *rest: Any, **words: Any) -> None:
+        used[targets[0].device.type].add(module.current_stream(0).stream_id)
+        copy_all(targets, *rest, **words)
+
+    monkeypatch.setattr(torch, "_foreach_copy_", copied)
+    before = values(model.module)
+    with simgpu.late():
+        for _ in range(2):
+            move(backend, model, f"{kind}:0", 0)
+            move(backend, model, f"{kind}:0", 3 * LAYER)
+    current = module.current_stream(0).stream_id
+    assert used[kind] == {current} and used["cpu"] and current not in used["cpu"]
+    move(backend, model, f"{kind}:0", 0)
+    assert same(model.module, before)
 
 
 def test_a_part_that_is_smaller_than_every_piece_does_not_leave(backend):
@@ -175,14 +221,12 @@ def test_random_journeys_of_pieces_change_no_bit(kind, seed, steps):
     card = f"{kind}:0"
     move(backend, model, card, 0)
     for _ in range(steps):
-        held = total(backend, model)
-        part = choice.choice([0, 0, choice.randrange(backend.piece_bytes(model), held + 1)])
+        held, piece = total(backend, model), backend.piece_bytes(model)
+        part = choice.choice([0, 0, choice.randrange(piece, held + 1)])
         if choice.random() < 0.2:
             card = f"{kind}:{choice.randrange(2)}"
             part = 0
-        if part and on(backend, model, card) == 0:
-            part = 0
-        if part and part < on(backend, model, HOST) + backend.piece_bytes(model):
+        if abs(part - on(backend, model, HOST)) < piece:  # no piece may fit
             part = 0
         move(backend, model, card, part)
         assert total(backend, model) == held

@@ -223,6 +223,9 @@ def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
         to_card = targets[0].is_cuda and sources[0].device.type == "cpu"
         if to_card and not _locked(host, sources):
             _copy_through(host, targets, sources)
+        elif targets[0].device.type == "cpu":
+            with streams.copying_out(sources[0].device):
+                torch._foreach_copy_(targets, sources, non_blocking=True)
         else:
             torch._foreach_copy_(targets, sources, non_blocking=True)
     finally:

@@ -155,6 +155,18 @@ def on_stream(device: torch.device, stream: int | None) -> contextlib.AbstractCo
     return module.stream(stream_at(device, stream))
 
 
+def copying_out(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """A context in which copies from `device` use a stream of their own.
+
+    The bus copies in both directions at once, but only for two streams: copies back to the card use
+    the current stream. The caller waits for the whole device before and after the copies.
+    """
+    module = module_of(device)
+    if module is None:
+        return contextlib.nullcontext()
+    return module.stream(module.Stream(device))
+
+
 def record(tensor: torch.Tensor, home: int | None, streams: Collection[int]) -> None:
     """Records that all `streams`, and the current stream, use the block of memory of `tensor`.
 

@@ -125,19 +125,27 @@ class TorchModel:
         return group.bytes if away is None else away
 
     def piece_bytes(self) -> int:
-        """Bytes of the largest piece of the model that can leave its card without the others.
+        """Bytes of the largest piece of the model that can move without the others.
 
         The result is 0 for a model on several cards, for a model that shares storages with another
-        model, for a model of one piece, and for a model that is too small.
+        model, for a model of one piece, and for a model that is too small. It is also 0 for a model
+        in host memory whose storages torch has allocated.
         """
         cards = [memory for memory in self.memories if memory.device != HOST]
         if len(cards) > 1 or self.bases or self.is_shared:
             return 0
         groups = self.groups()
-        if st.nbytes(groups) < LEAST_BYTES_IN_PARTS:
+        if st.nbytes(groups) < LEAST_BYTES_IN_PARTS or (not cards and self._foreign(groups)):
             return 0
         found = pieces(self.module, groups, runs=False)
         return max((piece.bytes for piece in found), default=0) if len(found) > 1 else 0
+
+    def _foreign(self, groups: Sequence[st.Group]) -> bool:
+        """Whether torch has allocated some of the storages `groups`.
+
+        Such a storage counts where its module is, so it cannot stay while other pieces move.
+        """
+        return any(group.storage._cdata not in self.own for group in groups)
 
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""
@@ -236,29 +244,42 @@ def _in_parts(
     wanted: Mapping[Memory, int],
     now: Sequence[Memory],
 ) -> Destination:
-    """The destination of a model if some whole pieces leave its card for host memory.
+    """The destination of a model if some whole pieces move between its card and host memory.
 
-    As many pieces leave as fit into the bytes that `wanted` has for the host. The last pieces leave
-    first, and all other pieces stay.
+    If `wanted` has more bytes for the card than the model has there now, the first pieces in host
+    memory return. Else the last pieces on the card leave. As many pieces move as fit into the
+    wanted bytes, and all other pieces stay.
     """
     [host] = [memory for memory in wanted if memory.device == HOST]
     cards = [memory for memory in wanted if memory is not host]
     places = dict(zip((group.storage._cdata for group in groups), now, strict=False))
-    left = wanted[host]
-    left -= sum(group.nbytes for group in groups if places.get(group.storage._cdata) is host)
+    sizes = {host: 0, cards[0]: 0}
+    for group in groups:
+        memory = places.get(group.storage._cdata, cards[0])
+        sizes[memory] = sizes.get(memory, 0) + group.nbytes
+    returns = wanted[cards[0]] > sizes[cards[0]]
+    if returns and model._foreign([g for g in groups if places.get(g.storage._cdata) is host]):
+        raise CannotGovern(
+            f"{model.spec.name} cannot be partly in host memory: torch has allocated some of it.",
+            name=model.spec.name,
+            why="partly in host memory",
+        )
+    source, target = (host, cards[0]) if returns else (cards[0], host)
+    left = wanted[target] - sizes[target]
+    ordered = pieces(model.module, groups, runs=False)
     moved = False
-    for piece in reversed(pieces(model.module, groups, runs=False)):
-        going = [group for group in piece.groups if places.get(group.storage._cdata) is cards[0]]
+    for piece in ordered if returns else reversed(ordered):
+        going = [group for group in piece.groups if places.get(group.storage._cdata) is source]
         size = sum(group.nbytes for group in going)
         if 0 < size <= left:
-            places |= {group.storage._cdata: host for group in going}
+            places |= {group.storage._cdata: target for group in going}
             left -= size
             moved = True
     at_home = set(places.values()) <= {host, cards[0]} and len(cards) == 1
     if not (moved and at_home):
         name, why = model.spec.name, "partly in host memory"
         raise CannotGovern(
-            f"{name} cannot be {why}: no piece of it on {cards[0].device} fits into "
+            f"{name} cannot be {why}: no piece of it on {source.device} fits into "
             f"{show_bytes(max(0, left))}.",
             name=name,
             why=why,

@@ -1,0 +1,136 @@
+"""Overlaps a model's return from host memory with the departures that make its room.
+
+Pure. A departure copies bytes from a card to host memory, and a return copies bytes from host
+memory to a card. The bus does both at once. So a large model leaves in stages: after each stage,
+the bytes of that stage are free, and the book shows it. A waiting model returns in parts, each no
+larger than the bytes that are free now. No part spends bytes that are not free yet.
+"""
+
+from __future__ import annotations
+
+from msgspec.structs import replace
+
+from ..facts import (
+    HOST,
+    Book,
+    Grant,
+    Lease,
+    Move,
+    Phase,
+    Request,
+    Share,
+    Shares,
+    World,
+)
+from ..units import show_bytes
+from .context import Context
+
+MOST_STAGES = 8  # of one departure or return; each stage costs a transaction
+
+
+def stage_bytes(size: int, piece_bytes: int, least_bytes: int) -> int:
+    """The bytes of a stage of a copy of `size` bytes. A stage has room for at least one piece.
+
+    >>> stage_bytes(4000, 100, 50), stage_bytes(4000, 700, 50), stage_bytes(4000, 100, 900)
+    (500, 700, 900)
+    """
+    return max(least_bytes, piece_bytes, -(-size // MOST_STAGES))
+
+
+def departure_stages(lease: Lease, target: Shares, least_bytes: int) -> int:
+    """The bytes of a stage in which `lease` leaves its card for `target`; 0: it leaves at once.
+
+    A lease leaves at once if it has no pieces, if its bytes are in host memory already and are not
+    copied, or if there would be one stage only. A stage has at least `least_bytes`.
+    """
+    size = sum([share.bytes for share in target])
+    copied = not (lease.shadow_bytes or lease.copy)
+    if not (lease.piece_bytes and copied and least_bytes):
+        return 0
+    if any([share.device != HOST for share in target]):
+        return 0
+    stage = stage_bytes(size, lease.piece_bytes, least_bytes)
+    return stage if size >= 2 * stage else 0
+
+
+def part_left(book: Book, step: Move, shares: Shares, world: World) -> Book:
+    """The book after the first bytes of a leaving lease have left; the rest is still leaving.
+
+    `step` is the whole departure, and `shares` are the places of the lease's own bytes now. Waiting
+    requests may use the freed bytes at once. The event is noted when the last bytes have left.
+    """
+    lease = book.find(step.lease)
+    if lease is None or lease.phase is not Phase.LEAVING:
+        return book
+    in_host = sum([share.bytes for share in shares if share.device == HOST])
+    rest = lease.leaving_bytes - (in_host - lease.bytes_on(HOST))
+    leaving = replace(
+        lease.holding(shares),
+        target=(Share(HOST, rest),),
+        phase=Phase.LEAVING,
+        settled_at=world.now,
+        away_since=world.now,
+    )
+    return book.with_lease(leaving)
+
+
+def returning_part(book: Book, request: Request, context: Context, need: Shares) -> int:
+    """The bytes of the requested model that may return now; 0 if no part may return.
+
+    `need` is the room that is being made. The part is smaller than the bytes in host memory: their
+    last bytes return with the grant of the whole model, which also has the working memory.
+    """
+    lease = book.lease(request.lease.owner, request.lease.name)
+    if lease is None or not (request.stage_bytes and request.wait and lease.piece_bytes):
+        return 0
+    if len(need) != 1 or lease.phase is not Phase.SETTLED:
+        return 0
+    card = need[0].device
+    here = lease.bytes_on(card)
+    if lease.on_device and here != context.held.get(card):
+        return 0  # its other part is on another card
+    in_host = lease.bytes_on(HOST)
+    free = context.free()[card] - context.held.get(card, 0)
+    least = stage_bytes(lease.own_bytes, lease.piece_bytes, request.stage_bytes)
+    part = min(free, in_host - lease.piece_bytes)
+    return part if part >= least else 0
+
+
+def is_part(lease: Lease) -> bool:
+    """Whether only a part of this arriving `lease` returns, and the rest stays in host memory."""
+    coming = sum([share.bytes for share in lease.filled or lease.target])
+    return bool(lease.target) and coming < lease.bytes_on(HOST)
+
+
+def without(need: Shares, part: int) -> Shares:
+    """The room `need` without the first `part` bytes, which a part of the model takes now."""
+    if not part:
+        return need
+    [share] = need
+    return (Share(share.device, share.bytes - part),)
+
+
+def grant_part(
+    book: Book, request: Request, world: World, need: Shares, part: int, because: str
+) -> tuple[Book, Grant]:
+    """Grants the return of `part` bytes. The request's ticket stays and waits for the rest.
+
+    `need` is the room for the whole model. `because` says for which departures the request waits.
+    """
+    lease = book.lease(request.lease.owner, request.lease.name)
+    assert lease is not None  # a part returns only from host memory
+    target = (Share(need[0].device, part),)
+    arriving = replace(
+        lease,
+        key=request.key,
+        target=target,
+        filled=(),
+        phase=Phase.ARRIVING,
+        pins=1,
+        pinned_since=world.now,
+        last_used=world.now,
+        importance=request.lease.importance,
+    )
+    because = f"{because} {show_bytes(part)} of {lease.name} return meanwhile."
+    step = Move(lease.id, (Share(HOST, part),), target, because)
+    return book.with_lease(arriving), Grant(arriving, (step,), because)

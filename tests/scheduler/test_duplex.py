@@ -1,0 +1,181 @@
+"""A model returns in parts while other leases leave in stages to make its room."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpu_runtime.facts import HOST, Book, Drop, Grant, Move, Phase, Share, Wait
+from gpu_runtime.ledgers.invariants import refuse_unlawful
+from gpu_runtime.scheduler import duplex
+from gpu_runtime.scheduler import transitions as books
+from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.recall import obey
+from tests.worlds import at, book, lease, owner, request, size, world
+
+GIB = 2**30
+
+
+def wanted(total: float, **fields: Any) -> Any:
+    """A request for "new", which may return in parts of at least 1 GiB."""
+    return replace(request("new", total), stage_bytes=GIB, **fields)
+
+
+def new(**fields: Any) -> Any:
+    return lease("new", **{"piece_bytes": GIB, **fields})
+
+
+def leaving(page: Book, gib: float) -> Book:
+    """The book after `gib` more of the lease "old" have left its card."""
+    old = page.find(at(1, "old"))
+    step = Move(old.id, old.shares, (Share(HOST, size(gib)),))
+    return duplex.part_left(page, step, old.after(step.shares), world(sim0=40, host=99))
+
+
+def crossing(**fields: Any) -> tuple[Book, Any]:
+    """A book in which "old" (40 GiB) leaves for "new" (40 GiB in host memory), and its world."""
+    there = world(sim0=40, host=99)
+    page = book(new(host=40, **fields), lease("old", sim0=40, piece_bytes=GIB), owners=(1, 2))
+    page, wait = admit(page, wanted(40), there, lru)
+    assert [step.lease for step in wait.steps] == [at(1, "old")]
+    return page, there
+
+
+def test_a_stage_frees_its_bytes_and_the_rest_is_still_leaving():
+    page, _ = crossing()
+    after = leaving(page, 5)
+    old = after.find(at(1, "old"))
+    assert old.phase is Phase.LEAVING and old.target == (Share(HOST, size(35)),)
+    assert old.shares == (Share("sim:0", size(35)), Share(HOST, size(5)))
+    assert after.claims() == {"sim:0": size(35), HOST: size(80)}
+    assert not after.events[len(page.events) :], "the departure is noted at its end"
+
+
+def test_a_part_takes_the_free_bytes_and_the_ticket_waits_for_the_rest():
+    page, there = crossing()
+    page = leaving(page, 5)
+    after, grant = admit(page, wanted(40, under_way=(at(1, "old"),)), there, lru)
+    assert isinstance(grant, Grant) and duplex.is_part(grant.lease)
+    [step] = grant.steps
+    assert step.shares == (Share("sim:0", size(5)),)
+    [ticket] = after.tickets
+    assert ticket.need == (Share("sim:0", size(35)),)
+    assert after.claims()["sim:0"] == size(40)
+    assert "5.0 GiB of new return meanwhile" in grant.because
+
+
+@pytest.mark.parametrize(
+    ("words", "fields"),
+    [
+        ("whole", {"piece_bytes": 0}),
+        ("on request", {}),
+        ("less than a piece", {"piece_bytes": 6 * GIB}),
+    ],
+)
+def test_otherwise_it_waits(words, fields):
+    page, there = crossing(**fields)
+    page = leaving(page, 5)
+    asked = wanted(40, under_way=(at(1, "old"),))
+    if words == "on request":
+        asked = replace(asked, stage_bytes=0)
+    _, verdict = admit(page, asked, there, lru)
+    assert isinstance(verdict, Wait) and not verdict.steps
+
+
+def test_the_steps_of_others_threads_are_not_returned_again():
+    """Without `under_way`, the owner has not received the steps of its own departures."""
+    page, there = crossing()
+    _, verdict = admit(page, wanted(40), there, lru)
+    assert [step.lease for step in verdict.steps] == [at(1, "old")]
+    _, verdict = admit(page, wanted(40, under_way=(at(1, "old"),)), there, lru)
+    assert isinstance(verdict, Wait) and not verdict.steps
+
+
+def test_nobody_else_takes_the_room_of_a_part():
+    """The part and the ticket together keep the room that the whole model needs."""
+    page, there = crossing()
+    page = leaving(page, 5)
+    page, grant = admit(page, wanted(40, under_way=(at(1, "old"),)), there, lru)
+    page = books.perform(page, grant.steps[0], there)
+    page = leaving(page, 5)
+    _, verdict = admit(page, request("rival", 3, by=2, importance="batch"), there, lru)
+    assert isinstance(verdict, Wait) and not verdict.asked and not verdict.steps
+
+
+@settings(deadline=None)
+@given(
+    total=st.integers(6, 16),
+    piece=st.integers(1, 2),
+    olds=st.lists(
+        st.tuples(st.integers(2, 12), st.integers(0, 2), st.booleans()), min_size=1, max_size=4
+    ),
+    host=st.integers(4, 40),
+    stage=st.integers(1, 2),
+    choices=st.lists(st.integers(0, 7), max_size=30),
+)
+def test_a_crossing_never_overcommits_and_always_ends(total, piece, olds, host, stage, choices):
+    """The stages of several owners end in any order, and some fail. No write breaks a law.
+
+    At the end the model is whole on its card, or waits because nothing can leave.
+    """
+    tiny = 2**-30
+    there = world(sim0=16 * tiny, host=(host + total) * tiny)
+    leases, used = [new(host=total * tiny, piece_bytes=piece)], 0
+    for n, (bytes, cut, own) in enumerate(olds):
+        if used + bytes > 16:
+            continue
+        used += bytes
+        by = 1 if own else 2
+        leases.append(lease(f"old{n}", by=by, sim0=bytes * tiny, piece_bytes=min(cut, bytes)))
+    page = book(*leases, owners=(1, 2), limits=there.limits)
+    before = {one.id: one.bytes for one in page.leases()}
+    asked = replace(request("new", total * tiny), stage_bytes=stage)
+
+    def write(after: Book, by: int = 1) -> Book:
+        refuse_unlawful(page, after, owner(by).id, lambda _: frozenset())
+        claims = after.claims()
+        assert all(claims.get(id, 0) <= limit for id, limit in there.limits.items())
+        for one in after.leases():
+            assert one.bytes == before[one.id], "bytes are neither lost nor made"
+        return after
+
+    for choice in (*choices, *(1, 0) * 100):  # at the end, without failures
+        there = replace(there, now=there.now + 0.5)
+        going = [one for one in page.leases() if one.phase is Phase.LEAVING]
+        if going and choice:
+            one = going[choice % len(going)]
+            by = 1 if one.owner == owner(1).id else 2
+            step = Move(one.id, one.freed_by(one.target), one.target)
+            size_of_stage = duplex.departure_stages(one, one.target, stage)
+            if choice == 7:
+                page = write(books.abandon(page, one.owner, one.name, one.key, there), by)
+            elif size_of_stage and one.target:
+                part = one.after((Share(HOST, size_of_stage),))
+                page = write(duplex.part_left(page, step, part, there), by)
+            elif one.target:
+                page = write(books.perform(page, step, there), by)
+            else:
+                page = books.perform(page, Drop(one.id, one.shares), there)
+            continue
+        page, _, _ = obey(page, owner(2).id, there, f"obey{there.now}", None, lru)
+        under_way = tuple(one.id for one in going if one.owner == owner(1).id)
+        here = page.lease(owner(1).id, "new")
+        if here.phase is Phase.ARRIVING:
+            step = Move(here.id, (), here.filled or here.target)
+            after = books.perform(page, step, there)
+            done = replace(after.lease(owner(1).id, "new"), pins=0)
+            page = write(after.with_lease(done))
+            if done.all_on_device:
+                break
+            continue
+        after, _ = admit(page, replace(asked, under_way=under_way), there, lru)
+        page = write(after)
+    here = page.lease(owner(1).id, "new")
+    assert here.bytes == total
+    if used + total <= 16 or used <= host:
+        assert here.all_on_device
