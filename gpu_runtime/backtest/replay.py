@@ -3,7 +3,8 @@
 The replayed machine has one card and host memory. Requests for the same model run at the same time.
 A model in use is never evicted. Each granted transfer takes the seconds that the history has for
 it. A lane is a path for transfers, such as from the disk to the card, or from the card to host
-memory. Each lane does one transfer at a time.
+memory. Each lane does one transfer at a time. With stages, a large model leaves the card in stages,
+and a waiting model returns in parts meanwhile, as in `scheduler.duplex`.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from ..facts import (
     Request,
     Rules,
     Section,
+    Share,
     Shed,
     Step,
     Ticket,
@@ -40,7 +42,7 @@ from ..facts import (
     encode_uses,
     merged_uses,
 )
-from ..scheduler import shadows
+from ..scheduler import duplex, shadows
 from ..scheduler.admission import admit
 from ..scheduler.queue import load_seconds, queue
 from ..scheduler.transitions import perform
@@ -61,6 +63,7 @@ class Engine(NamedTuple):
     patience_seconds: float  # as in Rules; 0: loads in the order of arrival
     parts: bool = False  # a part of a model can leave the card
     shadows: bool = False  # copies stay in host memory while their models are on the card
+    stage_bytes: int = 0  # the least bytes of a stage of a departure or return; 0: no stages
 
 
 ENGINES = {
@@ -71,6 +74,7 @@ ENGINES = {
         patience_seconds=Rules().patience_seconds,
         parts=True,
         shadows=True,
+        stage_bytes=LEAST_PIECE_BYTES,
     ),
 }
 
@@ -258,10 +262,50 @@ class _Replay:
             return False
         if isinstance(verdict.steps[0], Load) and self.engine.shadows:
             self._reserve_shadow(model)
-        seconds = sum(self._seconds(step) for step in verdict.steps)
         self.busy.add(lane)
-        self._after(seconds, partial(self._done, lane, verdict.steps))
+        self._start_steps(lane, deque(verdict.steps))
         return True
+
+    def _start_steps(self, lane: str, steps: deque[Step]) -> None:
+        """Starts the `steps` in this `lane`: all together, or the next one in stages."""
+        stage = self._stage_bytes(steps[0])
+        if stage:
+            self._start_stage(lane, steps, stage)
+            return
+        now = [steps.popleft()]
+        while steps and not self._stage_bytes(steps[0]):
+            now.append(steps.popleft())
+        seconds = sum(self._seconds(step) for step in now)
+        self._after(seconds, partial(self._done, lane, tuple(now), steps))
+
+    def _stage_bytes(self, step: Step) -> int:
+        lease = self.book.find(step.lease)
+        if not isinstance(step, Move) or lease is None:
+            return 0
+        return duplex.departure_stages(lease, step.shares, self.engine.stage_bytes)
+
+    def _start_stage(self, lane: str, steps: deque[Step], stage: int) -> None:
+        """Starts the next stage of the first of the `steps`, a departure."""
+        step = steps[0]
+        lease = self.book.find(step.lease)
+        assert isinstance(step, Move) and lease is not None  # else it has no stages
+        left = lease.leaving_bytes
+        if left < 2 * stage:
+            steps.popleft()
+            rest = replace(step, shares=lease.target)
+            self._after(self._seconds(rest), partial(self._done, lane, (rest,), steps))
+            return
+        part = replace(step, shares=(Share(HOST, stage),))
+        ended = partial(self._stage_done, lane, steps, part, stage)
+        self._after(self._seconds(part), ended)
+
+    def _stage_done(self, lane: str, steps: deque[Step], part: Move, stage: int) -> None:
+        """Ends a stage: its bytes are free now. Starts the next stage."""
+        lease = self.book.find(part.lease)
+        assert lease is not None  # it is leaving
+        self.book = duplex.part_left(self.book, part, lease.after(part.shares), self.world)
+        self._start_stage(lane, steps, stage)
+        self._decide()
 
     def _reserve_shadow(self, model: str) -> None:
         """Reserves host memory for a copy of the `model` that is being loaded, if the host has
@@ -304,8 +348,16 @@ class _Replay:
             droppable=True,
             piece_bytes=self._piece_bytes(costs.bytes),
         )
-        footprint = Footprint.of(costs.bytes)
-        return Request(model, wanted, footprint, waiting[0].seconds, users=len(waiting))
+        leaving = [lease.id for lease in self.book.leases() if lease.phase is Phase.LEAVING]
+        return Request(
+            model,
+            wanted,
+            Footprint.of(costs.bytes),
+            waiting[0].seconds,
+            users=len(waiting),
+            stage_bytes=self.engine.stage_bytes,
+            under_way=tuple(leaving) if self.engine.stage_bytes else (),
+        )
 
     def _piece_bytes(self, size: int) -> int:
         """The bytes of a piece of a model of `size` bytes; 0 if models leave the card whole."""
@@ -331,16 +383,17 @@ class _Replay:
             return costs.offload_seconds * moved / costs.bytes
         moved = sum(share.bytes for share in step.shares)
         self.moved_bytes += moved
-        self.restores += 1
+        self.restores += not duplex.is_part(lease)
         return costs.restore_seconds * moved / costs.bytes
 
-    def _done(self, lane: str, steps: tuple[Step, ...]) -> None:
-        """Ends the `steps` of the transfer in `lane`.
+    def _done(self, lane: str, steps: tuple[Step, ...], more: deque[Step]) -> None:
+        """Ends the `steps` of the transfer in `lane`, and starts the steps `more`.
 
         After the call, the leases are at their destinations, and the waiting users of loaded models
         have started.
         """
-        self.busy.discard(lane)
+        if not more:
+            self.busy.discard(lane)
         for step in steps:
             before = self.book.find(step.lease)
             self.book = perform(self.book, step, self.world)
@@ -348,7 +401,8 @@ class _Replay:
             lease = self.book.lease(OWNER.id, name)
             if lease is None or before is None or before.phase is not Phase.ARRIVING:
                 continue
-            stays = before.bytes_on(HOST) if self.engine.shadows else 0
+            came = before.bytes_on(HOST) - lease.bytes_on(HOST)
+            stays = came if self.engine.shadows else 0
             idle = replace(
                 lease,
                 pins=0,
@@ -357,6 +411,10 @@ class _Replay:
                 shadow_bytes=lease.shadow_bytes + stays,
             )
             self.book = self.book.with_lease(idle)
+            if not lease.all_on_device:
+                continue
             for request in self.waiting.pop(name, ()):
                 self._start(request)
+        if more:
+            self._start_steps(lane, more)
         self._decide()
