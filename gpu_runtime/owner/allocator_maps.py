@@ -1,7 +1,7 @@
 """Publishes the maps of this process's memory allocator, and reads the maps of all owners.
 
 A map lists the blocks of an allocator. The files of the maps are beside the book. Making a map of
-thousands of blocks takes milliseconds in which the kernel's own code cannot run. So maps are
+thousands of blocks takes milliseconds in which the notebook's code cannot run. So maps are
 published only after a change, and for at most 1 % of the time.
 """
 

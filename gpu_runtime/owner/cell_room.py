@@ -85,7 +85,7 @@ class CellRoom:
     def request(self, resident: KernelResident | None, pin: AnchorRef, wanted: Bytes) -> None:
         """Requests the bytes of `wanted` that the kernel does not hold yet, and pins the kernel.
 
-        `wanted` has the bytes that the cell needs of each card; `pin` refers to the pin. Returns
+        `wanted` has the bytes that the cell needs of each card; `pin` is the pin to set. Returns
         without the room when the time limit is over, or when the kernel's memory had to leave
         during the wait.
         """

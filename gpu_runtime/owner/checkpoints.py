@@ -310,7 +310,7 @@ def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
     """Locks the process and moves its memory to RAM; unlocks it on failure. Returns the bytes."""
     _call("lock", target, lock_seconds=LOCK_SECONDS)
     try:
-        held = _held(session, target)  # measured again: under the lock it can take no more
+        held = _held(session, target)  # measured again: the locked process can take no more
         uuids = {device.id: device.key for device in session.probe.devices}
         cards = {uuids[share.device]: share.bytes for share in held}
         parked_processes.note(ParkedProcess(target.pid, target.started, cards))

@@ -257,7 +257,10 @@ def _may_be_evicted_for(session: Session, resident: Resident, lease: Lease, worl
 
 
 def evict_anywhere(session: Session, lease: Lease, because: str) -> bool:
-    """Evicts the model of `lease`, or requests this of its owner. Returns whether it has left."""
+    """Evicts the model of `lease`, or requests the eviction if another owner has the model.
+
+    Returns whether the model has left its device.
+    """
     try:
         if lease.owner != session.me:
             target = LeaseId(lease.owner, lease.name)

@@ -267,7 +267,7 @@ def _reduce_as_base(self: Any, protocol: int) -> Any:
     governed: Any = next(base for base in kind.__mro__ if "_gpu_base" in vars(base))
     made, args, *rest = governed._gpu_base.__reduce_ex__(self, protocol)
     if args and args[0] is kind is governed and made is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # pickle requires the object's own class there, so rebuild without `__newobj__`.
+        # With `__newobj__`, pickle requires the object's own class. So use another constructor.
         made = copyreg._reconstructor  # type: ignore[attr-defined]
         args = (governed._gpu_base, object, None)
     return made, args, *rest

@@ -304,7 +304,7 @@ def _elsewhere(
 
 
 def free(session: Session, variable: str | None) -> Outcome:
-    """Deletes `variable`; if it is None, releases outputs, the last error, garbage and caches.
+    """Deletes `variable`. If None, releases outputs, the last error, garbage and caches instead.
 
     Raises GpuError if there is no variable with the name `variable`.
     """
@@ -409,8 +409,8 @@ def _listed(names: list[str]) -> str:
 def _held_bytes(session: Session) -> int:
     """This process's device memory: what its allocators reserve.
 
-    On simulated cards the tensors are searched now, because a simulated card's account has only the
-    bytes of the last count.
+    On simulated cards, this function searches the tensors, because the account of a simulated card
+    has only the bytes of the last count.
     """
     allocated, reserved = _allocated(session)
     if not session.probe.simulated or "torch" not in sys.modules:

@@ -3,8 +3,9 @@
 Memory of governed models is not part of the lease. The lease is opened automatically, is counted
 after each cell and is never droppable. It is in use while a cell runs. When another process needs
 the card, the memory of an idle kernel is parked in host memory. The memory returns before the next
-cell runs, by the same request as a model's. If it cannot return, the cell is refused and no line of
-it runs. The `Stillness` of the front end says when a kernel may be parked.
+cell runs, by the same kind of request as for a model. If the memory cannot return, the cell is
+refused and no line of the cell runs. The `Stillness` of the front end says when a kernel may be
+parked.
 """
 
 from __future__ import annotations
@@ -239,7 +240,7 @@ class Kernel:
         text = self._cell
         if self._uncounted and not self._running:
             self.count_when_due(idle=True)
-            if not self._running and self._cell is text:  # else another cell began during the count
+            if not self._running and self._cell is text:  # no other cell began during the count
                 self._learn(text)
 
     def count(self) -> None:

@@ -1,4 +1,4 @@
-"""The memory of a notebook's kernel for a message that may read it although no cell runs.
+"""Brings a kernel's parked memory back for a message that may read it although no cell runs.
 
 Completion, inspection and a debugger's view of variables read tensors. For such a message, the
 memory returns by the same request as for a cell. But the wait is short, because the message has no

@@ -187,9 +187,9 @@ class LookAhead:
     # -- one load
 
     def load_next(self, cells: tuple[CellModels, ...]) -> bool:
-        """Loads the next model that a waiting cell uses, or reads its files if it has no room yet.
+        """Loads the next model that a waiting cell uses. Without room, reads the model's files.
 
-        Returns whether it did one of the two. A load that failed counts too.
+        Returns whether a model was loaded or bytes were read. A load that failed counts too.
         """
         running = [cell for cell in cells if cell.running]
         needed = {name for cell in running for name in cell.uses}

@@ -21,8 +21,9 @@ def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) ->
 
     The result is 0 if the model cannot leave in parts.
 
-    A model that claims more than its own bytes and its working memory, such as a whole card, leaves
-    as a whole. While a `lease` is in parts, the size of its pieces does not change.
+    A model that claims more than its own bytes and its working memory (a whole card, for example)
+    leaves as a whole. While the `lease` is in parts, the size of its pieces does not change. So the
+    size that the lease already has is returned if the backend has none.
     """
     claims_more = lease.bytes > lease.own_bytes + lease.working_bytes
     if not backend.can_move or claims_more or spec.layout == "whole":

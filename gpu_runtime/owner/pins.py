@@ -160,7 +160,8 @@ class Held:
     def _enter_by_hand(self, start: Callable[[AnchorRef], Any]) -> Any:
         if self._kept is None:
             self._kept = []
-        # The anchor's list does not contain this object. Otherwise the two would form a cycle.
+        # The anchor's list does not contain this object. Otherwise the two would form a cycle, and
+        # a deleted object would keep its pin until the next garbage collection.
         self._kept.append(new_anchor())
         try:
             return start(weakref.ref(self._kept[-1]))

@@ -58,7 +58,7 @@ def presence(section: Section, sight: Sight, silent_since: float | None = None) 
 
 
 def _last_sign(section: Section) -> float:
-    """The newest time stamp in the section, which its process has written; 0 if there is none."""
+    """The newest time that the process has written into its `section`; 0 if there is none."""
     stamps = [section.busy_since, section.idle_since]
     for lease in section.leases:
         stamps += [lease.last_used, lease.settled_at, lease.pinned_since]

@@ -59,7 +59,7 @@ def specified(
     devices: str | tuple[str, ...],
     options: dict[str, Any],
 ) -> tuple[ModelSpec, Any]:
-    """The specification of the model that `register` got as arguments, and its factory or None."""
+    """The model's specification, made from the arguments of `register`, and its factory or None."""
     chosen = backend_for(source, backend)
     text = os.fspath(source) if isinstance(source, (str, os.PathLike)) else ""
     spec = ModelSpec(

@@ -13,7 +13,7 @@ from . import presence
 from .resident import held_by
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
-MOST_RECHECKS = 4  # times that an owner is rung to publish its pins before "in use" is believed
+MOST_RECHECKS = 4  # times that an owner is notified to publish its pins before "in use" is final
 
 
 def request(
@@ -41,7 +41,7 @@ def request(
             verdict = _ask_once(session, ask)
             refusal = verdict.kind if isinstance(verdict, Refuse) else ""
             if refusal == "in use" and rechecks < MOST_RECHECKS:
-                rechecks += 1  # pins may be a second old: ring the owner to publish them now
+                rechecks += 1  # pins may be a second old: notify the owner to publish them now
                 session.ledger.ring([target.owner])
                 session.ledger.wait(NEAR_SECONDS)
                 continue
@@ -120,9 +120,9 @@ def decline(session: Session, verb: str, target: LeaseId, because: str) -> None:
 
 
 def note_action(session: Session, verb: str, name: str, because: str, size: int = 0) -> None:
-    """Journals an action of this process on its own model that another person has caused.
+    """Journals an action of this process on its own model, if another person caused the action.
 
-    Does nothing if this process's own user has caused the action. `size` is in bytes.
+    Does nothing if this process's own user caused the action. `size` is in bytes.
     """
     by = person(session)
     if not by:

@@ -199,7 +199,7 @@ def specs(session: Session) -> tuple[Any, ...]:
     return tuple(resident.spec for resident in residents if resident.lease.kind == "model")
 
 
-# -- tables; pandas is imported by the first one
+# -- tables; the first table imports pandas
 
 
 def models(session: Session) -> DataFrame:

@@ -169,7 +169,7 @@ class _Arguments(tuple):
     """The arguments of `step`, with the `with` blocks that pin the models during the step.
 
     torch keeps the arguments in the frame of the step. So the blocks end when the frame ends,
-    whether it returns or raises.
+    whether the step returns or raises.
     """
 
     blocks: list[Held]

@@ -1,4 +1,4 @@
-"""Owners that nothing proves alive or dead. A person can remove such an owner after its end.
+"""Owners that nothing proves alive or dead. A person who knows that one has ended can remove it.
 
 Nothing proves an owner alive or dead if its lock file is missing or was replaced, and its process
 runs in another container or is hidden. No process removes the owner automatically, because the
