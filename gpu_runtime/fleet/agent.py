@@ -34,7 +34,7 @@ from .holds import Hold, Holds
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
 
-# Threads of each kind of call. A client that waits for a model occupies one of the loads.
+# The number of threads for each kind of call. A client that waits for a model occupies a thread of "loads".
 GROUPS = {"offers": 8, "loads": 64, "calls": 64, "verbs": 8}
 WATCH_SECONDS = 0.3  # how often the jobs of clients are checked
 NODE_TURNS = 3  # after so many of these checks, the agent also checks its own node
@@ -60,8 +60,8 @@ class HostAgent:
         """
         self.host = host
         self._revision = -1
-        self._wished: tuple[str, ...] = ()  # the models of the wishes that were read last
-        self._removed: tuple[str, ...] = ()  # models that were wished, and are not now
+        self._wished: tuple[str, ...] = ()  # the models in the wishes, as last read
+        self._removed: tuple[str, ...] = ()  # models that were wished earlier, and no longer are
         self._drained = False
         self._learning, self._serving = threading.Lock(), threading.Lock()
         self._served: Any = None
@@ -74,7 +74,7 @@ class HostAgent:
             self._trouble = error
 
     def _open(self, devices: str, ledger: str | None) -> None:
-        # Each start gets a new directory, because the wishes are read from the head again.
+        # Each start makes a new directory for the catalogue, because the wishes are read from the head again.
         self._catalogue = Path(tempfile.mkdtemp(prefix="gpu-fleet-"))
         self._file = self._catalogue / "fleet.json"
         self.rt = Runtime(devices=devices, ledger=ledger, catalog=str(self._catalogue))
@@ -102,7 +102,10 @@ class HostAgent:
     # -- what this host would take -----------------------------------------------------------------
 
     def learn(self, revision: int) -> wishes.Wishes | None:
-        """Reads the wishes from Ray's head node, unless the agent knows this `revision` already."""
+        """Reads the wishes from Ray's head node, applies them, and returns them.
+
+        Does nothing and returns None if the agent knows this `revision` already.
+        """
         if revision <= self._revision:
             return None
         with self._learning:
@@ -211,7 +214,8 @@ class HostAgent:
         """Pins the model `name` on its device, under the id `hold`, for a client of the Ray job
         `job`.
 
-        If `only_here` is true and the model is not on its device, the result is False. Raises the errors of `rt.use`.
+        Returns True when the model is pinned. If `only_here` is true and the model is not on its device, returns False.
+        Raises NotAllowed if the host is drained, and the errors of `rt.use`.
         """
         self.learn(revision)
         if only_here and not self.rt.here(name):
@@ -247,8 +251,8 @@ class HostAgent:
     def place(self, name: str, devices: tuple[str, ...], revision: int, timeout: float) -> str:
         """Loads the model `name` on exactly these `devices`, and returns their names.
 
-        If the model is on other cards, the model is evicted from these cards first. Raises StillInUse, DoesNotFit,
-        Busy, UnknownDevice.
+        If the model is on other cards, it is first evicted from those other cards. Raises StillInUse, DoesNotFit, Busy,
+        UnknownDevice.
         """
         self.learn(revision)
         lease = self._leases().get(name)
@@ -275,7 +279,7 @@ class HostAgent:
         if name not in VERBS:
             raise GpuError(f"{name} is no verb of a host; these are: {', '.join(VERBS)}.")
         if name == "plan" and args:
-            self.learn(self._revision + 1)  # whatever the revision at the head is
+            self.learn(self._revision + 1)  # reads the wishes, even if they have not changed
             self._require_wish(args[0])
         with on_behalf_of(person):
             return getattr(self.rt, name)(*args, **kwargs)

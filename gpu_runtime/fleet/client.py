@@ -113,7 +113,7 @@ class Fleet:
                 return served.host, self._agent(served.host)
             for host in served.gone:
                 self._forget(host)
-            if offers:  # a fleet without hosts is reported first
+            if offers:  # without offers, the error below reports that the fleet has no hosts
                 self._require_known(name)
             waited = time.monotonic() - began
             error = placing.refusal(name, offers, served, waited)
@@ -123,7 +123,7 @@ class Fleet:
             finally:
                 del error  # else its traceback would lead back to it, and keep the caller's frames
             if served.gone or not all(offer.answered for offer in offers):
-                time.sleep(ASK_AGAIN_SECONDS)  # an agent is restarted
+                time.sleep(ASK_AGAIN_SECONDS)  # perhaps an agent is being restarted
 
     def _remember(self, name: str, host: str, offers: tuple[Offer, ...]) -> None:
         """Remembers `host`, so that the next use of the model `name` tries it first, unless other hosts have copies.
@@ -164,7 +164,7 @@ class Fleet:
         return self._ask_controller("wishes")
 
     def _holdings(self) -> dict[str, dict[str, tuple[str, int]]]:
-        """The models that the agents hold, by host. Each model has its device and its bytes."""
+        """For each host the models that its agent holds, each with its device and its bytes."""
         return self._hosts.ask("holdings", group="offers")[0]
 
     def _require_known(self, name: str) -> None:
@@ -204,7 +204,7 @@ class Fleet:
                 self._last.pop(name, None)
 
     def _withdraw(self, hold: str) -> None:
-        """Ends the hold with the id `hold` on every host, since the request for the hold was interrupted."""
+        """Ends the hold with the id `hold` on every host, because the host of an interrupted request is not known."""
         for host in self._hosts.names():
             on(self._hosts.agent(host), "leave", "verbs", hold)
 

@@ -72,7 +72,7 @@ def connect(address: str = "auto") -> None:
     if importlib.util.find_spec("ray") is not None:
         require_token()  # must precede the import of Ray, because Ray reads this setting only once
     module = ray()
-    # Ray prints the last lines of a killed node's log into the output of whatever runs then.
+    # Without this, Ray prints the last lines of a killed node's log into the output of the code that runs then.
     module._private.worker.print_to_stdstream = lambda *_, **__: None
     if module.is_initialized():
         return
@@ -253,8 +253,8 @@ def answers(
     """The values of the calls that answered, and the reasons of the other calls, each by its key.
 
     All calls together get `timeout` seconds. If `enough(values)` is false after this time, the
-    calls that have not answered get up to `longest` seconds in total. A call that fails does not
-    stop the others.
+    other calls get more time: until `enough(values)` is true, but at most `longest` seconds from
+    the beginning. A call that fails does not stop the others.
     """
     keys = {reference: key for key, reference in references.items()}
     pending = list(keys)

@@ -40,7 +40,7 @@ class Controller:
         self._lock = threading.Lock()
         self._hosts = Hosts()
         self._silent: dict[str, float] = {}  # host without an answer -> end of its exclusion
-        self._loading: set[str] = set()  # names of wished models that are being loaded
+        self._loading: set[str] = set()  # models (names) and slots (ids) that are being loaded
         self._filling: defaultdict[str, threading.Lock] = defaultdict(threading.Lock)  # by model
         self._hosts.refresh()
         start(self._watch)
@@ -91,8 +91,8 @@ class Controller:
     def create_slot(self, slot: wishes.Slot) -> str:
         """Stores `slot`, and loads its model on its cards. Returns the cards on which the model is.
 
-        If the model cannot be loaded on these cards, the slot is not kept. Raises the error of the
-        load.
+        If the model cannot be loaded on these cards, the slot is not kept, and an earlier slot of
+        the model on this host is wished again. Raises the error of the load.
         """
         before = self._wishes
         self._change(lambda old: wishes.with_slot(old, slot))
@@ -134,10 +134,10 @@ class Controller:
     def choose(self, name: str, without: Iterable[str] = ()) -> tuple[tuple[Offer, ...], int]:
         """The offers for the model `name`, the best offer first, and the revision of the wishes.
 
-        Drained hosts and the hosts in `without` make no offer. A host that did not answer lately is
-        not asked, unless no host answered lately. A host without an answer is listed with `answered`
-        False. With more than eight hosts, all hosts first report their room. Then only the best
-        eight hosts make a plan.
+        The hosts in `without` are left out. A drained host is listed with an offer of the level
+        `never`. A host that did not answer lately is not asked, unless no host answered lately. A
+        host without an answer is listed with `answered` False. With more than eight hosts, all
+        hosts first report their room. Then only the best eight hosts make a plan.
         """
         without = set(without)
         drained = set(self._wishes.drained)
@@ -163,8 +163,8 @@ class Controller:
     def _ask(
         self, method: str, hosts: list[str], *args: Any
     ) -> tuple[dict[str, Any], dict[str, str]]:
-        """Calls `method` of the agents of `hosts`. A host that does not answer in time is left out
-        for a while.
+        """The answers of the agents of `hosts` to `method`, and the reasons of hosts without an
+        answer. A host without an answer is left out for CHECK_SECONDS.
         """
         found, missing = self._hosts.ask(
             method,
@@ -217,7 +217,7 @@ class Controller:
         return ", ".join(sorted(has)) or f"not loaded ({why or 'no host'})"
 
     def _place(self, name: str, has: set[str], dedicated: bool) -> placing.Served:
-        """Loads one more copy of a wished model on a host that does not have it."""
+        """Loads one more copy of the wished model `name`, on a host that is not in `has`."""
         offers, revision = self.choose(name, has)
         allowed = [offer for offer in offers if self._may_evict(offer, dedicated)]
         if has:  # copies are spread: of equal offers, the host with the most free memory is first
@@ -232,11 +232,12 @@ class Controller:
         return placing.attempts(name, allowed, load)
 
     def _may_evict(self, offer: Offer, dedicated: bool) -> bool:
-        """Whether a wished model may be loaded by this `offer`.
+        """Whether a wished model may be loaded by this `offer`. `dedicated` is whether the model belongs
+        to the dedicated set.
 
-        An offer that must wait is never taken. A `use` may evict any idle model. A wish takes free
-        room, or evicts models that nobody wished. A wish of the `dedicated` set may also evict
-        wished models outside that set.
+        An offer that must wait is never taken. Unlike a `use`, which may evict any idle model, a wish
+        takes free room, or evicts models that nobody wished. A wish of the dedicated set may also
+        evict wished models outside that set.
         """
         if offer.level is PlanLevel.WAIT:
             return False
@@ -265,7 +266,7 @@ class Controller:
             log.info("%s stays on %s: %s", name, host, error)
 
     def _fill_all_later(self) -> None:
-        """Loads all missing copies, the largest models first, each in a task of its own."""
+        """Loads all missing copies, the largest models first, each model in a thread of its own."""
         held = self._holdings()
         drained = set(self._wishes.drained)
         sizes = {name: size for models in held.values() for name, (_, size) in models.items()}
@@ -284,7 +285,7 @@ class Controller:
             self._in_background(name, partial(self._fill, name))
 
     def _in_background(self, name: str, fill: Callable[[], str]) -> None:
-        """Calls `fill` in a separate task, unless such a task for the model `name` already runs."""
+        """Calls `fill` in a new thread. Until `fill` ends, `name` (a model or a slot) is in `_loading`."""
         self._loading.add(name)
         start(partial(self._fill_in_background, name, fill))
 
@@ -317,7 +318,7 @@ class Controller:
 
 
 def _can_serve(found: Iterable[Any]) -> bool:
-    """Whether one of the answers in `found` is an offer to serve. If so, slower hosts need not be
-    awaited.
+    """Whether one of the answers in `found` is an offer to serve, or the room of a host. If so,
+    slower hosts need not be awaited.
     """
     return any(getattr(one, "level", None) is not PlanLevel.NEVER for one in found)

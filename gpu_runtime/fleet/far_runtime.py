@@ -27,7 +27,9 @@ class FarRuntime:
         return attribution.on_behalf_of(name)
 
     def _patience(self, verb: str) -> float | None:
-        """The longest wait for the answer of `verb`, in seconds. None waits without limit."""
+        """The longest wait for the answer of `verb`, in seconds. None waits without limit. A
+        subclass may set a limit.
+        """
         return None
 
     def _send(self, verb: str, args: Any, kwargs: Any) -> Any:

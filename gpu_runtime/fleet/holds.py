@@ -138,7 +138,9 @@ class Holds:
             hold.released.set()
 
     def _on_wait(self, model: str, wait: Any) -> None:
-        """Called in the thread of a hold each time the ledger decides that the hold's request must
+        """Ends the wait for a hold that was released, by raising _Released.
+
+        Called in the thread of a hold each time the ledger decides that the hold's request must
         wait.
         """
         hold = self._by_thread.get(_thread.get_ident())

@@ -13,7 +13,7 @@ class Hosts:
     """The hosts whose nodes are alive, with the handles of their agents."""
 
     def __init__(self) -> None:
-        # host -> (node and serial, handle)
+        # Host -> (the id of its node and the serial number of its join, the handle of its agent).
         self._handles: dict[str, tuple[tuple[str, str], Any]] = {}
         self._lock = threading.Lock()
 

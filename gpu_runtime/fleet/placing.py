@@ -16,7 +16,7 @@ from .cluster import Gone, Unreachable
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
 
-NEXT_HOST = (  # after such an answer, the next host is tried
+NEXT_HOST = (  # after such an error, the next host is tried
     Busy,
     DoesNotFit,
     Deadlock,
@@ -35,7 +35,7 @@ class Served(NamedTuple):
     answer: object
     reasons: dict[str, str]  # host -> why it did not serve the model
     gone: tuple[str, ...]  # hosts that died or did not answer meanwhile
-    errors: tuple[Exception, ...] = ()  # what the hosts that were tried answered
+    errors: tuple[Exception, ...] = ()  # if no host served the model, the errors of those tried
 
 
 def attempts(
@@ -67,7 +67,7 @@ def attempts(
 
 
 def refusal(name: str, offers: Iterable[Offer], served: Served, waited: float) -> Exception:
-    """The error for a model that no host served. The error names every host with its reason.
+    """The error for a model that no host served, after `waited` seconds. It names every host with its reason.
 
     The error is Busy if a later attempt may succeed, or if a host has not answered. In all other cases the error is
     LoadFailed if a host had room and could not load the model, else DoesNotFit.

@@ -17,7 +17,8 @@ from .hosts import on
 log = logging.getLogger("gpu_runtime")
 PING_SECONDS = 1.0
 MOST_HOSTS = 4  # that may be lost under one call: a call that kills its host must not kill all
-MOST_CALLS, MOST_BYTES = 1000, 256 << 20  # of a block, to run them again on another host
+# The calls of a `with` block, and the bytes of their arguments. If a block has more, its calls do not run again.
+MOST_CALLS, MOST_BYTES = 1000, 256 << 20
 
 
 class _Made(NamedTuple):
@@ -97,9 +98,9 @@ class FleetUse:
         self.host = ""
         self._hold = ""
         self._agent: Any = None
-        self._made: list[_Made] = []  # the calls of the block that were answered, with `retry`
+        self._made: list[_Made] = []  # with `retry`, the calls of the block that were answered
         self._made_bytes = 0
-        self._copy = 0  # the number of the copy of the model that has seen the calls
+        self._copy = 0  # the number of the model's copy that the block uses now, from 0
         self._moving = threading.RLock()  # held while the model is obtained on another host
 
     def __enter__(self) -> RemoteModel:
@@ -140,15 +141,15 @@ class FleetUse:
         `retry`, EngineDied and NodeLost are not raised. Instead the model is used again on another host or in a new
         process, and the calls of the `with` block run again on this new copy.
         """
-        # The agent passes the parts on. Only the model's process and this process unpack them. A call
-        # that may run again has copies of its arrays, because the caller may change them.
+        # The agent passes the packed arguments on. Only the model's process and this process unpack
+        # values. A call that may run again has copies of its arrays, because the caller may change them.
         dumps = cluster.ray().cloudpickle.dumps
         made = _Made(path, remote_calls.pack((args, kwargs), dumps=dumps, share=not self._retry))
         found = self._on_a_living_host(lambda: self._send(made))
         if self._retry:
             self._made.append(made)
             self._made_bytes += len(made.given[0])
-        # Ray's memory is read-only, and it must be free again.
+        # The buffers are copied: Ray's memory is read-only, and must be freed.
         data, *buffers = remote_calls.packed_in(found)
         return remote_calls.unpack((data, *map(bytearray, buffers)))
 

@@ -1,4 +1,4 @@
-"""The wishes of the fleet: the models with the number of their copies, and the drained hosts.
+"""The wishes of the fleet: the models with the number of their copies, the slots, and the drained hosts.
 
 This module is pure. The controller stores only wishes. The agents know where the models are.
 """
@@ -43,7 +43,7 @@ class Wishes(Value):
     revision: int = 0
     models: tuple[Wish, ...] = ()  # sorted by name
     drained: tuple[str, ...] = ()  # names of hosts that take no models
-    slots: tuple[Slot, ...] = ()  # sorted by model and host; at most one for both
+    slots: tuple[Slot, ...] = ()  # sorted by model and host; at most one for each such pair
 
     def find(self, name: str) -> Wish | None:
         """The wish for the model `name`, or None."""

@@ -69,7 +69,7 @@ class Asgi(RequestHandler):
             "method": request.method,
             "scheme": request.protocol,
             "path": unquote(path),
-            # The prefix includes the lane, so that links in a page of the application include it too.
+            # The prefix includes the lane (see gate.py), so that links in a page of the application include it too.
             "root_path": f"/{self.settings[COOKIE].lane}" if by_lane else "",
             "raw_path": path.encode("latin-1", "replace"),
             "query_string": query.encode("latin-1", "replace"),
@@ -95,7 +95,8 @@ class Asgi(RequestHandler):
             await self._until_written(self.flush() if message.get("more_body") else self.finish())
 
     def _start_answer(self, message: Message) -> None:
-        # Otherwise the system holds the second part of a stream back for up to 40 ms. Tornado resets this at each end.
+        # Without TCP_NODELAY, the system holds back the second part of a stream for up to 40 ms. Tornado unsets this
+        # option at the end of each answer.
         self._stream().set_nodelay(True)
         self.set_status(message["status"])
         self.clear_header("Content-Type")

@@ -31,7 +31,7 @@ class Visitor:
 
     name: str  # is written to the journal and shown on the page, where it must be escaped
     may_act: bool
-    may_call: bool = False  # whether models may be called, by a visitor who may not act otherwise
+    may_call: bool = False  # whether a visitor without `may_act` may nevertheless call models
     api_only: bool = False  # whether only the paths of API_PATHS are admitted
 
 

@@ -1,4 +1,6 @@
-"""Compresses every text answer of a server with gzip, if the client accepts gzip.
+"""Compresses the text answers of a server with gzip, if the client accepts gzip.
+
+Streams of events are not compressed, nor are answers of less than a kilobyte.
 
 Compressed files are kept in memory, so that the scripts of the console are compressed once for all
 visitors. Without compression, the first page of the console transferred 4.6 MB.
@@ -12,7 +14,7 @@ from tornado.httputil import HTTPHeaders, HTTPServerRequest
 from tornado.web import GZipContentEncoding
 
 MOST_KEPT_BYTES = 16 * 2**20  # compressed files in memory; the scripts of the console are 1.2 MB
-EVENT_STREAM = "text/event-stream"  # its events must not wait for others
+EVENT_STREAM = "text/event-stream"  # not compressed: an event must not wait for the next ones
 
 _kept: OrderedDict[str, bytes] = OrderedDict()  # etag of a file -> its compressed content
 
@@ -23,7 +25,7 @@ class Compression(GZipContentEncoding):
     def __init__(self, request: HTTPServerRequest) -> None:
         super().__init__(request)
         self._gzipping = self._gzipping and request.method != "HEAD"
-        self._etag = ""  # of the file that is being compressed; empty: it is not kept
+        self._etag = ""  # of the file that is being compressed; empty: the result is not kept
         self._parts: list[bytes] = []
         self._from_memory = False
 

@@ -1,8 +1,9 @@
 """Limits the open connections of strangers to a server, and closes connections that stay idle for
 long.
 
-A stranger is a user of this machine, or an address of another machine, whose request the gate has not yet admitted.
-On a shared machine all users have the same address, so the operating system is asked which user opened a connection.
+A stranger is a user of this machine, or an address of another machine. A connection counts as the stranger's until the
+gate has admitted a request on it. On a shared machine all users have the same address, so the operating system is asked
+which user opened a connection.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ BODY_SECONDS = 120.0  # for the body of a request
 MOST_OF_A_STRANGER = 256  # open connections
 WANTED_FILES = 65_536  # open files of this process, if the hard limit allows it
 RESERVED_FILES = 128  # for the ledger, engines and everything else
-MOST_ACCEPTED = 128  # at once, before other work continues
-PAUSE_SECONDS = 0.5  # without accepting, once the process or the machine has no file left
+MOST_ACCEPTED = 128  # connections, before other work of the event loop continues
+PAUSE_SECONDS = 0.5  # without accepting, once the process or the machine can open no more files
 _NO_FILES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 log = logging.getLogger("gpu_runtime")
@@ -45,8 +46,8 @@ class Connections:
         """
         self._http = http
         self._most = max(1, raise_file_limit() - RESERVED_FILES)
-        self._strangers: dict[IOStream, str] = {}  # open connections, and whose they are
-        self._unadmitted: Counter[str] = Counter()
+        self._strangers: dict[IOStream, str] = {}  # each open connection, and who opened it
+        self._unadmitted: Counter[str] = Counter()  # open connections that are not admitted
         self._admitted: set[IOStream] = set()
         http.conn_params.header_timeout = HEADER_SECONDS
         http.conn_params.body_timeout = BODY_SECONDS
@@ -104,12 +105,12 @@ class Connections:
         """Starts to accept connections on the socket `listening`. Returns a function that stops
         accepting.
 
-        Tornado's own function raises an error when this process can open no more files. The loop
-        then calls this function again at once, and logs each error. This took 83 % of a core and
-        wrote 3.8 MB of log a second.
+        Tornado's own function for this raises an error when this process can open no more files.
+        The event loop then logs the error and calls Tornado's function again at once. That took
+        83 % of a core and wrote 3.8 MB of log a second.
         """
         loop = IOLoop.current()
-        paused: list[object] = []  # the timer that continues
+        paused: list[object] = []  # during a pause, the timer that ends it
 
         def accept(fd: Any, events: int) -> None:
             """Accepts the connections that wait; pauses if this process can open no more files."""
@@ -166,10 +167,10 @@ class PerStranger(Generic[Kept]):
 
 
 def stranger_of(connection: socket.socket, address: Any) -> str:
-    """The stranger who opened `connection`: a user of this machine as `uid 1000`, or the network of the `address`.
+    """The stranger who opened `connection`: a user of this machine as `uid 1000`, or the host in `address`.
 
-    One machine may have all addresses of an IPv6 network of 64 bits, so all addresses of such a
-    network count as one stranger.
+    `address` is the address of the client. An IPv6 address is returned as its network of 64 bits: one
+    machine may have all addresses of such a network, so they count as one stranger.
     """
     uid = user_of_client(connection)
     if uid is not None:

@@ -1,4 +1,4 @@
-"""The gate of a server. Every request passes the gate before its route is looked up.
+"""The gate of a server. The gate checks every request before the request's route is looked up.
 
 The gate removes the credentials from the request, so no handler, page or log sees them. It admits
 or refuses the request, and stores the visitor in `request.visitor`. This module depends only on
@@ -47,7 +47,7 @@ DISCARDED_BODY_BYTES = 1 << 30
 HEADERS = {
     "Referrer-Policy": "no-referrer",  # the browser sends the lane to no other server
     "X-Content-Type-Options": "nosniff",
-    # JupyterLab shows its tile in a frame of the same origin. Panel compiles its components in the page (eval, blob).
+    # JupyterLab shows the page in a frame of the same origin. Panel compiles its components in the page (eval, blob).
     "Content-Security-Policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; object-src 'none'; "
     "base-uri 'self'; form-action 'self'; frame-ancestors 'self'",
 }
@@ -79,7 +79,7 @@ class Gate(ReversibleRouter):
 
     prefix = ""  # the first part of all paths of the application
     home = "/"  # path of the page that an unknown path is redirected to
-    keeps_cookies = False  # whether handlers may read the other cookies of the request
+    keeps_cookies = False  # whether the header Cookie stays in the request, for the handlers
 
     def __init__(
         self, app: Any, rules: AccessRules, clock: Callable[[], float] = time.monotonic
@@ -90,7 +90,7 @@ class Gate(ReversibleRouter):
         self.rules = rules
         self.closed_because = ""  # why every request is refused; empty: the gate is open
         self.lane = _derived(rules.operator_token, "lane")[:22]
-        self.connections: Connections | None = None  # of the server, once it limits them
+        self.connections: Connections | None = None  # set by a server that limits its connections
         self.guesses = PerStranger(lambda: GuessLimiter(clock))
         # The limits for requests without a token, such as the first requests of a browser.
         self.refusals = PerStranger(
@@ -99,7 +99,7 @@ class Gate(ReversibleRouter):
         self.max_body_bytes = DISCARDED_BODY_BYTES  # a server may set its own limit here
         self._app = app
         self._routes = app.default_router
-        # A cookie has a value from which nobody can learn the token. It is worthless under another token.
+        # Nobody can learn a token from the value of a cookie. The cookie is worthless once the server has a new token.
         self._cookie_rules = replace(
             rules,
             operator_token=_derived(rules.operator_token, "operator"),
@@ -236,8 +236,8 @@ class Gate(ReversibleRouter):
     def _has_allowed_origin(self, request: HTTPServerRequest) -> bool:
         """Whether `request` may be answered: no web page sent it, or a page whose origin is allowed.
 
-        Removes the headers that name the origin. Without these headers Bokeh does not check the
-        origin again; Bokeh's own list of hosts has no SSH tunnels or proxies. Sets
+        Removes the headers that name the origin, so that Bokeh does not check the origin again:
+        Bokeh's own list of hosts lacks the addresses of SSH tunnels and proxies. Sets
         `request.cors_origin` to the page's origin if GPU_SERVE_CORS is the only reason why the page
         is allowed, else to "".
         """
@@ -309,7 +309,7 @@ class Gate(ReversibleRouter):
         known = self._routes.find_handler(request) is not None
         there = (
             here if known else self.home
-        )  # unknown paths include those by the lane of an earlier start
+        )  # a path with the lane of an earlier token is also unknown
         if not here:  # the request's path is the prefix without its slash
             up = posixpath.basename(self.prefix) + "/"
         else:
@@ -369,8 +369,8 @@ class Gate(ReversibleRouter):
 
 
 def install(app: Any, rules: AccessRules, gate_class: type[Gate] = Gate) -> Gate:
-    """Returns the gate of the Tornado application `app`. If `app` has no gate, a new `gate_class`
-    is installed.
+    """Returns the gate of the Tornado application `app`. If `app` has no gate, installs a new gate
+    of the class `gate_class`.
     """
     gate = app.settings.get(COOKIE)
     if gate is None:
@@ -426,7 +426,8 @@ def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
 def _derived(token: str, purpose: str) -> str:
     """A text of 43 characters for this `purpose`, from which the `token` cannot be found.
 
-    A token may be as short as 16 characters, so each guess costs 16 MiB and some 50 ms (RFC 7914).
+    A token may be as short as 16 characters. So scrypt makes each guess of a token cost 16 MiB and
+    some 50 ms (RFC 7914).
     """
     salt = f"gpu-console {purpose}".encode()
     key = hashlib.scrypt(token.encode(), salt=salt, n=2**14, r=8, p=1, dklen=32)

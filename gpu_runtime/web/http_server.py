@@ -35,8 +35,8 @@ from . import sockets
 from .auth import AccessRules, Visitor
 
 MASKED_LOGS = ("tornado.access", "tornado.application", "tornado.general")
-LIMITED_LOGS = (*MASKED_LOGS, "asyncio")  # what strangers do is logged there
-LINES_AT_ONCE, LINES_A_SECOND = 100, 2.0  # the limits of each of these logs
+LIMITED_LOGS = (*MASKED_LOGS, "asyncio")  # strangers can cause lines in these logs
+LINES_AT_ONCE, LINES_A_SECOND = 100, 2.0  # the limits of each of LIMITED_LOGS
 BIND_ATTEMPTS = 5  # several servers that start at the same time find the same free port
 CANCEL_SECONDS = 5.0  # the longest wait until cancelled tasks have ended
 
@@ -54,8 +54,10 @@ class Service:
     cors: frozenset[str] = frozenset()  # origins of pages that may send requests with a token
     key_visitor: Callable[[str], Visitor | None] | None = None  # see AccessRules
     start: Callable[[], Awaitable[None]] | None = None  # runs once the server listens, in its loop
-    figures: Callable[[], Any] | None = None  # what the service did, for a page; in the event loop
-    # Runs after SIGTERM, in the server's event loop, while the server still listens. A second SIGTERM ends it.
+    # Returns what the service did, for a page. Called in the event loop.
+    figures: Callable[[], Any] | None = None
+    # Runs after SIGTERM, in the server's event loop, while the server still listens. A second SIGTERM ends the server
+    # without waiting for this function.
     drain: Callable[[], Awaitable[None]] | None = None
     reload: Callable[[], None] | None = None  # runs after SIGHUP, in the server's event loop
     close: Callable[[], Awaitable[None]] | None = (
@@ -136,11 +138,11 @@ def run(
 
 
 def access_rules(*, read_only: bool = False) -> AccessRules:
-    """The access rules by the settings. If the settings have no operator's token, a new token is
+    """The access rules from the settings. If the settings have no operator's token, a new token is
     made.
 
-    If `read_only` is true, or the setting for it, no visitor may act. Raises GpuError for an
-    invalid setting.
+    No visitor may act if `read_only` or the setting GPU_CONSOLE_READ_ONLY is true. Raises GpuError
+    for an invalid setting.
     """
     settings = Settings.load()
     operator = settings.gpu_console_token
@@ -171,11 +173,11 @@ def url(host: str, port: int, prefix: str, token: str) -> str:
 
 
 def printable_address(address: str) -> tuple[str, Path | None]:
-    """The text to print for the URL `address`, which contains a token. Also a file to remove at the
-    end, or None.
+    """Returns the text to print for the URL `address`, and a file to remove at the end, or None.
 
-    The text contains the token only on a terminal. Output to a file or a pipe may be read by other
-    people. So in such output the text names a file of mode 0600 that has the URL. Raises OSError.
+    `address` contains a token. The text contains the token only on a terminal. Output to a file or
+    a pipe may be read by other people. So in such output the text names a file of mode 0600 that
+    has the URL. Raises OSError.
     """
     if sys.stdout.isatty():
         return address, None
@@ -189,7 +191,10 @@ def printable_address(address: str) -> tuple[str, Path | None]:
 
 
 def mask_logs() -> None:
-    """Masks tokens in Tornado's logs, for requests that did not reach the gate, and limits their lines."""
+    """Masks tokens in Tornado's logs, and limits the lines of LIMITED_LOGS.
+
+    Without the mask, a request that did not reach the gate would be logged with its token.
+    """
     for name in LIMITED_LOGS:
         log = logging.getLogger(name)
         if any(isinstance(known, LineLimit) for known in log.filters):
@@ -203,7 +208,7 @@ class LineLimit(logging.Filter):
     """Leaves out lines of a log once there are too many, so that no stranger can fill a disk."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """A limit that starts with LINES_AT_ONCE. `clock` returns seconds."""
+        """Allows LINES_AT_ONCE lines at once, then LINES_A_SECOND. `clock` returns seconds."""
         super().__init__()
         self._clock = clock
         self._left, self._at = float(LINES_AT_ONCE), clock()
@@ -283,8 +288,8 @@ def _free_address(
 
 
 def _announce(service: Service, rules: AccessRules, address: Address) -> tuple[str, Path | None]:
-    """Prints the address of the server. Returns its URL, or "" on a Unix socket, and the file with
-    the URL.
+    """Prints the address of the server. Returns its URL ("" on a Unix socket), and the file that has
+    the URL, or None.
     """
     if address.socket_path is not None:
         print(

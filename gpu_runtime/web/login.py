@@ -105,7 +105,7 @@ class RefusalHandler(RequestHandler):
             await asyncio.sleep(wait)
         is_program = "text/html" not in self.request.headers.get("Accept", "text/html")
         if is_program and status == 403 and self._form:
-            status = 401  # the visitor may type a token
+            status = 401  # the same request with a token may be admitted
             self.set_header("WWW-Authenticate", "Bearer")
         self.set_status(status)
         if status == 429:

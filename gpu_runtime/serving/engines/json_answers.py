@@ -61,7 +61,7 @@ class ForcedTokens:
     """Computes which tokens may follow in an answer that must match a JSON schema."""
 
     def __init__(self, schema: dict[str, Any], tokenizer: Any, ends: list[int], model: str) -> None:
-        """Computes the tokens of one answer of `model`, which must match the JSON `schema`.
+        """Starts at the first token of an answer of `model`. The answer must match the JSON `schema`.
 
         `ends` are the tokens that end an answer. Raises Refused if the schema or the `tokenizer` cannot be used.
         """

@@ -124,9 +124,7 @@ async def stream_chunks(
     """
     lasts = []
     for index, choice in enumerate(choices):
-        last = (
-            TextPiece()
-        )  # without a piece that has `finish`, the gateway reports a cut-off answer
+        last = TextPiece()  # if no piece has `finish`, the gateway reports a cut-off answer
         begun = False
         async with aclosing(choice()) as pieces:
             async for piece in pieces:
@@ -154,9 +152,7 @@ async def whole_answer(
     answers = []
     for choice in choices:
         texts, thoughts = [echo], []
-        last = (
-            TextPiece()
-        )  # without a piece that has `finish`, the gateway reports a cut-off answer
+        last = TextPiece()  # if no piece has `finish`, the gateway reports a cut-off answer
         async with aclosing(choice()) as pieces:
             async for piece in pieces:
                 texts.append(piece.text)

@@ -32,9 +32,8 @@ class Thoughts:
         """The thoughts are between the `tags`. If `begun`, the prompt ends with the first tag."""
         self._opens, self._closes = tags
         self._held = ""
-        self._thinks: bool | None = (
-            True if begun else None
-        )  # False: it answers; None: not known yet
+        # True: the text belongs to the thoughts. False: it belongs to the answer. None: this is not known yet.
+        self._thinks: bool | None = True if begun else None
         self._at_start = True  # of the thoughts or of the answer, where spaces are left out
 
     def feed(self, text: str) -> tuple[str, str]:

@@ -1,7 +1,8 @@
 """The limits of each key: requests and tokens in any minute.
 
 A call reserves its tokens before it starts, so that simultaneous calls together stay within a limit. At the end of
-the call, the counted tokens replace the reserved tokens. All calls of a key are counted in one event loop.
+the call, the counted tokens replace the reserved tokens. All calls of a key are counted in one event loop, so no lock
+is needed.
 """
 
 from __future__ import annotations

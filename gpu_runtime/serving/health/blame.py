@@ -50,7 +50,7 @@ class Blame(enum.Enum):
 def blame(error: BaseException, model: str) -> tuple[Blame, Refused | None]:
     """The cause of an `error` of `model`, and the refusal with which the call is answered.
 
-    The refusal is None if `no_answer` makes it, from the errors of all models that were tried.
+    The refusal is None if `no_answer` makes it later, from the errors of all models that were tried.
     """
     if isinstance(error, Refused):
         return (Blame.CALLER if error.status < 500 else Blame.NOBODY), error
