@@ -305,7 +305,7 @@ class HostAgent:
     # -- clients and nodes that ended --------------------------------------------------------------
 
     def _watch(self) -> None:
-        """Repeatedly ends the uses of ended clients. Ends this process if Ray declared its node dead."""
+        """Repeatedly ends the uses of clients that have ended. Ends this process if Ray declared its node dead."""
         turn = 0
         while not self.rt._closed:
             time.sleep(WATCH_SECONDS)

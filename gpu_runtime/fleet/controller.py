@@ -164,7 +164,7 @@ class Controller:
         self, method: str, hosts: list[str], *args: Any
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The answers of the agents of `hosts` to `method`, and the reasons of hosts without an
-        answer. A host without an answer is left out for CHECK_SECONDS.
+        answer. A host without an answer is excluded for CHECK_SECONDS.
         """
         found, missing = self._hosts.ask(
             method,
@@ -180,7 +180,7 @@ class Controller:
         return found, missing
 
     def _answering(self, hosts: list[str]) -> list[str]:
-        """Those of `hosts` that answered lately; all `hosts` if none of them did."""
+        """The `hosts` without those that `_ask` has excluded for a while; all `hosts` if none is left."""
         now = time.monotonic()
         answering = [host for host in hosts if self._silent.get(host, 0.0) < now]
         return answering or hosts
@@ -192,8 +192,8 @@ class Controller:
         return self._hosts.ask("holdings", group="offers", timeout=cluster.OFFER_SECONDS)[0]
 
     def _fill(self, name: str) -> str:
-        """Loads the missing copies of the wished model `name`. Returns its hosts, or the reason why
-        no host has it.
+        """Loads the missing copies of the wished model `name`. Returns the hosts that have the model,
+        or the reason why no host has it.
 
         Only one thread at a time loads copies of a model, since two threads would load too many.
         """

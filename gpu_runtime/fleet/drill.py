@@ -33,9 +33,9 @@ MOST_STARTS = 3  # of a node: Ray gives its processes 15 s, which is short on a 
 
 
 def _default_directory() -> Path:
-    """Ray's default directory. `Cluster` writes a file into it, also if it uses another directory.
+    """Ray's default directory. `Cluster` writes a file there, even if the cluster uses another directory.
 
-    Ray itself makes it only in a cluster that uses it, so on a new machine it is missing.
+    Ray makes the default directory only for a cluster that uses it. So on a new machine it is missing.
     """
     parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return Path(parent) / "ray"

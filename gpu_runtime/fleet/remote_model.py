@@ -199,7 +199,7 @@ class FleetUse:
                 self._on_a_living_host(partial(self._send, made))
 
     def _why_lost(self) -> str:
-        """The reason why the call has no answer: the host is dead, or its connection broke."""
+        """The reason why a call has no answer: the host is gone, it is silent, or only the connection broke."""
         try:
             cluster.answer(on(self._agent, "ready", "offers"), PING_SECONDS)
         except cluster.Gone:

@@ -116,7 +116,7 @@ def unit_vector(vector: list[float]) -> list[float]:
 class TextAdapter:
     """The base class of adapters whose engine writes text piece by piece and computes embedding vectors."""
 
-    kind = "a model"  # for messages
+    kind = "a model"  # what error messages call the model
     counts_tokens = True
     can_force_calls = False  # whether the engine can force the answer to be a tool call
 

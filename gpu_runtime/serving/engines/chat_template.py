@@ -19,7 +19,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ...errors import BadSetting
 
-MAX_LETTERS = 1 << 20  # of a template's file; the text after them is ignored
+MAX_LETTERS = 1 << 20  # of a template's file; the rest of a longer file is ignored
 _EXPECTED = "a Jinja template, or the path of a file that holds one"
 
 

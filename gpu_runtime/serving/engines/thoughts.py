@@ -37,7 +37,7 @@ class Thoughts:
         self._at_start = True  # of the thoughts or of the answer, where spaces are left out
 
     def feed(self, text: str) -> tuple[str, str]:
-        """Adds `text`, and returns the new part of the thoughts and of the answer."""
+        """Adds `text`. Returns the new part of the thoughts, and the new part of the answer."""
         self._held += text
         if self._thinks is None:
             self._look_for_beginning()
@@ -48,7 +48,7 @@ class Thoughts:
         return thought, answer
 
     def rest(self) -> tuple[str, str]:
-        """The part of the thoughts and of the answer that was held back. Call this when no more text follows."""
+        """The held-back part of the thoughts, and that of the answer. Call this when no more text follows."""
         held, self._held = self._held, ""
         return (held.rstrip(), "") if self._thinks else ("", held)
 
@@ -63,7 +63,7 @@ class Thoughts:
             self._thinks = self._at_start = False
 
     def _take_thought(self) -> str:
-        """The new part of the thoughts. Spaces at its end, and text that may begin the last tag, are held back."""
+        """The new part of the thoughts. Spaces at its end, and text that may begin the closing tag, are held back."""
         at = self._held.find(self._closes)
         if at >= 0:
             thought = self._without_spaces(self._held[:at].rstrip())

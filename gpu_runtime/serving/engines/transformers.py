@@ -209,8 +209,9 @@ class TransformersAdapter(TextAdapter):
         return await in_thread_until(lambda cancelled: self.tokenizer.decode(tokens))
 
     def _tokens_of(self, text: str | list[int]) -> list[int]:
-        """The tokens of a `text`, at most as many as fit the context. Raises Refused if a token is unknown, or if there
-        is none.
+        """The tokens of a `text`, at most as many as fit the context.
+
+        Raises Refused if a token is not in the vocabulary, or if the text has no tokens.
         """
         limit = getattr(self.value.config, "max_position_embeddings", None)
         if isinstance(text, str):

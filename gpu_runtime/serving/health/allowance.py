@@ -15,7 +15,8 @@ from ...access_keys import AccessKey
 from ..requests import Refused
 
 WINDOW_SECONDS = 60.0
-UNSAID_TOKENS = 1024  # of an answer for which the caller sets no limit: so many are reserved, and no more are written
+# If the caller sets no limit, this number of tokens is reserved for the answer, which then has at most this many.
+UNSAID_TOKENS = 1024
 
 
 class Grant:

@@ -38,7 +38,7 @@ class BreakerState(Value):
 
 
 class BreakerOpen(Exception):
-    """Raised when a model has failed too often, and gets no calls. After `retry_after` seconds, one call may try it."""
+    """Raised for a call of a model that has failed too often. After `retry_after` seconds, one call may pass."""
 
     def __init__(self, model: str, state: BreakerState) -> None:
         """`model` is the model that failed too often, and `state` the state of its breaker."""

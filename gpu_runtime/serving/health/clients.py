@@ -12,7 +12,8 @@ from typing import Any
 from ...facts import Value
 from ..requests import Refused
 
-MAX_CLIENTS = 1000  # remembered; of those without a running call, the client whose last call is oldest is forgotten
+# Beyond this number, the client whose last call is the oldest is forgotten, unless one of its calls still runs.
+MAX_CLIENTS = 1000
 MAX_MODELS = 20  # remembered for each client
 _NEWEST_WEIGHT = 0.2  # the weight of the newest interval in the moving average
 

@@ -101,7 +101,7 @@ class Timing:
         self._prompt = prompt_tokens(call)
 
     def note(self, event: dict[str, Any]) -> None:
-        """Counts one `event` of a stream. If the event has the usage, its exact counts replace the counted ones."""
+        """Counts an `event` of a stream as one token if it has choices. The counts in a usage replace this count."""
         if self._first is None:
             self._first = self._clock() - self._began
         self._pieces += bool(event.get("choices"))
