@@ -39,7 +39,8 @@ class Compiled:
         self._shell = shell
         # An empty line replaces the magic's line, so that tracebacks have the notebook's line numbers.
         source = "\n" + shell.transform_cell(cell)
-        # The shell counts this cell before it runs, or afterwards: this depends on its version.
+        # Some versions of the shell increase `execution_count` before a cell runs, others after it. So the
+        # number is taken from the name of the running cell.
         number = running_cell(shell.execution_count)
         name = shell.compile.cache(source, number, raw_code="%%gpu\n" + cell)
         try:

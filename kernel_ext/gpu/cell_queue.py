@@ -37,7 +37,7 @@ class CellQueue:
     """The requests that wait in one kernel, in the order in which they will run."""
 
     def __init__(self, kernel: Any, changed: Callable[[], None]) -> None:
-        """Watches `kernel`. When a request has arrived, calls `changed`, in any thread."""
+        """Watches `kernel`. With ipykernel 7, `changed` is called in any thread when a request has arrived."""
         self._kernel, self._changed = kernel, changed
         self._seen: dict[str, WaitingCell] = {}
         self._lock = threading.Lock()

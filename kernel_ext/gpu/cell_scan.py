@@ -25,6 +25,7 @@ METHODS = (
 VERBS = ("load", "preload", "restore")  # the verbs of `%gpu` that do the same
 MAGICS = ("gpu", "gpuctl")
 RUN_THEIR_TEXT = ("time", "timeit", "prun", "capture")  # magics whose text is Python
+# Functions that return the items of their arguments.
 PASS_ON = ("enumerate", "list", "reversed", "sorted", "tuple", "zip", "set")
 MOST_CHARACTERS = 100_000  # a longer cell is data, and is not read
 MOST_PARSED = 512  # cells whose trees are kept
@@ -149,7 +150,7 @@ class _Cell(ast.NodeVisitor):
     # -- assignments
 
     def bind(self, target: ast.AST, value: ast.AST | None) -> None:
-        """Records that the names in `target` may have the constants of `value`."""
+        """Records that each name in `target` may now have one of the constants of `value`."""
         parts = target.elts if isinstance(target, (ast.Tuple, ast.List)) else None
         given = value.elts if isinstance(value, (ast.Tuple, ast.List)) else None
         if parts is not None and given is not None and len(parts) == len(given):
@@ -269,7 +270,8 @@ class _Cell(ast.NodeVisitor):
         """Adds the models that the existing `function` uses when it is called.
 
         If the function calls a method that uses models, the models are found among the constants of `function`, the
-        arguments `given` and the variables that it reads. The functions that it calls are followed too.
+        arguments `given` and the variables that it reads. The functions that it calls are followed too. `depth` is the
+        number of calls that were followed to `function`, at most DEEPEST_CALL.
         """
         codes = [function.__code__]
         for code in codes:

@@ -112,7 +112,10 @@ def _positionals_typed(words: list[str], options: dict[str, Argument]) -> int:
 
 
 def values(argument: Argument, runtime: Callable[[], Any]) -> Iterable[str] | None:
-    """The values of an `argument`. `runtime()` returns the runtime with the models and devices."""
+    """The possible values of `argument`; None if it is the path of a file, which another matcher completes.
+
+    `runtime()` returns the runtime with the models and devices.
+    """
     if argument.completes == "files":
         return None
     if argument.completes == "models":

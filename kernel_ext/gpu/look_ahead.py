@@ -79,8 +79,8 @@ class LookAhead:
     def read(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
         """The running cell and the waiting cells, each with its models.
 
-        `known` are the names of models. `governed(value)` returns the name of the model that `value` is. The runtime
-        calls this method through the protocol in `upcoming`.
+        `known` are the names of models. `governed(value)` returns the name of the model that `value` is, or "".
+        The runtime calls this method through `upcoming`.
         """
         assert self._queue is not None
         scan = Scan(known, self._shell.user_ns, governed)
@@ -102,7 +102,7 @@ def _number_of_cell(shell: Any) -> int:
     """The number of the cell that begins. The output of the cell will show the same number.
 
     Some versions of IPython increase `execution_count` before this function is called, and other versions after it. All
-    versions store the input later, so the stored inputs are counted.
+    versions store the cell's input after this call, so the inputs that are stored already give the number.
     """
     history = shell.history_manager
     return len(history.input_hist_raw) if history else shell.execution_count

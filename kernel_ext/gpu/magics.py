@@ -166,8 +166,8 @@ class GpuMagics(Magics):
     def cell(self, words: list[str], body: str) -> None:
         """Runs the cell `body` with the lease and the model that `words` request.
 
-        At the end, shows the memory that the lease used. With `--retry` the cell runs once more after an out-of-memory
-        error, if room was made for the cell. Raises UsageError for bad syntax.
+        At the end, shows the memory that the lease used, if a lease was requested. With `--retry` the cell runs once
+        more after an out-of-memory error, if room was made for the cell. Raises UsageError for bad syntax.
         """
         from gpu_runtime.rendering import render
 

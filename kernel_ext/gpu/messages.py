@@ -20,8 +20,9 @@ QUIET = frozenset(
     )
 )  # fmt: skip
 READING = frozenset(("complete_request", "inspect_request"))
-# Requests to the debugger that show or set variables. The debugger answers them in another thread. At
-# `initialize` the debugger runs a cell and blocks this thread. The cell cannot wait, so the memory returns before.
+# Requests to the debugger that show or set variables. The debugger answers them in another thread. For
+# `initialize` the debugger runs a cell and blocks that thread until the cell ends. This cell must not wait for
+# the memory, so the memory returns before it.
 DEBUGGER_READS = frozenset(
     (
         "initialize", "inspectVariables", "richInspectVariables", "variables", "evaluate",
@@ -46,7 +47,7 @@ def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
     """Whether a message of the type `kind` with this `content` may read the memory of `kernel` without a call of
     `pre_execute`.
     """
-    if kind == "execute_request":  # IPython skips an empty cell, and not its expressions
+    if kind == "execute_request":  # an empty cell is not run, but its expressions are evaluated
         return bool(content.get("user_expressions")) and not content.get("code", "").strip()
     if kind in ("comm_open", "comm_close"):
         callback = _comm_callback(kernel, kind, content)
@@ -62,7 +63,7 @@ def is_for_console(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
 async def in_thread(work: Callable[[], Any]) -> Any:
     """Calls `work` in a thread of `gpu_runtime.threads` and returns its result; None if `work` raises.
 
-    The kernel's memory could not be moved while any other thread ran (see `obstacles.py`).
+    While a thread of another kind ran, the kernel's memory could not be moved (see `obstacles.py`).
     """
     loop = asyncio.get_running_loop()
     result = loop.create_future()
@@ -73,7 +74,8 @@ async def in_thread(work: Callable[[], Any]) -> Any:
         try:
             done[0] = work()
         finally:  # without a result the caller would wait for ever
-            # The lists are emptied: the thread may end later, and must not keep the result alive.
+            # `pop` empties both lists: the thread may end after the caller continues, and must not keep the
+            # result alive.
             loop.call_soon_threadsafe(lambda: waiting.pop().set_result(done.pop()))
 
     threads.start(run)

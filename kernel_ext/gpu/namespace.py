@@ -75,7 +75,7 @@ class NotebookNames(Namespace):
         return super().held(name)
 
     def shared(self) -> list[Any]:
-        """The shell, its namespaces, and IPython's other objects that refer to all of them."""
+        """Objects through which all names can be reached: the shell, its namespaces, and other objects of IPython."""
         shell = self._shell
         found = [shell, shell.user_ns, shell.user_ns_hidden, shell.displayhook, self]
         return [
@@ -138,7 +138,7 @@ class NotebookNames(Namespace):
         for container in (values, hidden):
             for name in list(container):
                 if name in _RECENT or re.fullmatch(r"_\d+", name):
-                    # The user deleted this output, but the hidden name `_7` still keeps the object.
+                    # A hidden name has no label. It may keep an output that the user has deleted.
                     yield _Reference(name if container is values else "", container, name)
         for name in _RECENT:
             if hasattr(shell.displayhook, name):

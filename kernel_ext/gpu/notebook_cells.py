@@ -1,6 +1,6 @@
 """Predicts the next cells of a notebook from the notebook's file.
 
-Some front ends send the next cell only when the last cell has ended, so the order of the cells is read from the
+Some front ends send the next cell only when the running cell has ended, so the order of the cells is read from the
 notebook's file. For papermill, nbconvert and nbclient the file is always used. For other front ends, such as VS Code,
 the file is used only while cells follow each other faster than a person could start them.
 """
@@ -12,7 +12,7 @@ import os
 from pathlib import Path
 from typing import Any, NamedTuple
 
-PEOPLE_SECONDS = 0.2  # a cell that begins sooner after the last one was not started by a person
+PEOPLE_SECONDS = 0.2  # a person cannot start the next cell sooner than this after a cell's end
 MOST_BYTES = 50 << 20  # the largest file of a notebook that is read
 EXECUTORS = ("papermill", "nbconvert", "nbclient", "jupyter-execute", "jupyter-nbconvert")
 
@@ -70,11 +70,11 @@ def code_cells(path: str) -> list[FileCell]:
                 found.append(FileCell(str(cell.get("id") or ""), code))
         return found
     except (OSError, ValueError, TypeError, KeyError, AttributeError):
-        return []  # it is not in the format of a notebook
+        return []  # the file cannot be read, or is no notebook
 
 
 class Position:
-    """The place of the running cell in a notebook, and whether the notebook's next cells will follow this cell."""
+    """Follows the running cell's place in a notebook's file, and predicts which cells will run after it."""
 
     def __init__(self) -> None:
         self._last = -1
@@ -86,9 +86,9 @@ class Position:
         """The cells that will run after the cell with this `code` and `cell_id`.
 
         `cells` are the notebook's code cells and `now` is the time in seconds. With `by_program` the result has all
-        later cells. Without `by_program`, the result has the later cells only if this cell began at once after the last
-        cell, and if the last cell is directly before this cell in the file, or not in the file. Otherwise the result
-        is empty.
+        later cells. Without `by_program`, it has them only if this cell began within PEOPLE_SECONDS after the end of
+        the previous cell. Also, the last cell that was found in the file must be directly before this cell, or none was
+        found yet. Otherwise, and if this cell is not in the file, the result is empty.
         """
         here = self._find(cells, code, cell_id)
         if here is None:
@@ -104,13 +104,14 @@ class Position:
         self._ended_at = now
 
     def failed(self) -> None:
-        """Called when a cell failed. No cell is then expected to follow."""
+        """Called when a cell failed. The next cell then does not count as begun at once."""
         self._ended_at = None
 
     def _find(self, cells: list[FileCell], code: str, cell_id: str) -> int | None:
-        """The index of the cell with this `cell_id`.
+        """The index in `cells` of the cell with this `cell_id`; None if there is no such cell.
 
-        Without an id, the index of the next cell with the text `code`; if there is no later cell, of the first one.
+        If `cell_id` is empty, the cell is found by its text `code`. Of several cells with this text, the first one
+        after the last found cell is chosen; if there is none, the first one in the file.
         """
         if cell_id:
             return next((i for i, cell in enumerate(cells) if cell.id == cell_id), None)

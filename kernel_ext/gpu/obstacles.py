@@ -36,7 +36,8 @@ KERNEL_TASKS = frozenset(
 CALLBACK_PACKAGES = frozenset(
     ("ipykernel", "tornado", "zmq", "asyncio", "jupyter_client", "panel", "bokeh")
 )
-# The places where the kernel's own threads wait: the file and the function of the innermost frame.
+# A place is the file and the function of a thread's innermost frame. RESTING has the places where the
+# kernel's own threads wait.
 WAITING = ("threading.py", "wait")
 RESTING = frozenset(
     (
@@ -45,11 +46,12 @@ RESTING = frozenset(
         ("queue.py", "get"), ("thread.py", "_worker"), ("pydevd_comm.py", "_read_line"),
     )
 )  # fmt: skip
-# A foreign thread may wait here: a worker with an empty queue, and two threads without a known name.
+# At these places a thread may wait that is not the kernel's: a worker with an empty queue, and two threads
+# whose names are not known.
 IDLE = frozenset(
     (("thread.py", "_worker"), ("iostream.py", "_watch_pipe_fd"), ("_monitor.py", "run"))
 )
-OURS = "gpu_runtime."  # modules whose threads touch no tensor except through this exchange
+OURS = "gpu_runtime."  # the threads of these modules touch the kernel's tensors only to move them
 
 
 def why_not_modules() -> str:
@@ -65,7 +67,7 @@ def why_not_modules() -> str:
 
 
 def why_not_loop(kernel: Any) -> str:
-    """The reason if code of the user waits in an event loop or a subshell of the `kernel`, else ""."""
+    """The reason if the user's code waits in an event loop of the `kernel`, or a subshell is open; else ""."""
     if getattr(kernel, "eventloop", None) is not None:
         return "a GUI event loop runs its callbacks (%gui)"
     loop = getattr(kernel.io_loop, "asyncio_loop", None)
@@ -121,9 +123,9 @@ def _is_kernels(*values: Any) -> bool:
 
 
 def _functions(value: Any) -> Iterator[Any]:
-    """The functions that a callback or one of its arguments calls.
+    """The functions that `value` calls; `value` is a callback or one of its arguments.
 
-    tornado and Panel wrap the user's function into one of their methods.
+    tornado and Panel wrap the user's function in a `partial` or a `PeriodicCallback`, which are unwrapped here.
     """
     if isinstance(value, functools.partial):
         for part in (value.func, *value.args, *value.keywords.values()):
@@ -135,7 +137,7 @@ def _functions(value: Any) -> Iterator[Any]:
 
 
 def package(function: Any) -> str:
-    """The name of the package in which `function` is defined."""
+    """The name of the top-level package in which `function` is defined."""
     if isinstance(function, MethodType):
         function = function.__func__
     of_type = isinstance(function, BuiltinMethodType) and function.__self__ is not None
@@ -180,7 +182,7 @@ def _threads() -> dict[int, _Thread]:
 
 def _is_ours(frame: Any) -> bool:
     """Whether gpu_runtime started the thread of `frame`. If so, the thread's outermost frame is in the module
-    `threads`.
+    `gpu_runtime.threads`.
     """
     while frame.f_back is not None:
         frame = frame.f_back
@@ -199,7 +201,8 @@ def why_not_threads(main: int | None) -> str:
     A thread prevents it if the thread does not belong to the kernel, was not started by gpu_runtime, and runs or will
     run by itself, as a `threading.Timer` does. `main` is the identifier of the main thread.
     """
-    # debugpy replaces `threading.enumerate`: it hides its own threads and those of the kernel.
+    # `threading.enumerate` is not used: debugpy replaces it by a function that leaves out the threads of
+    # debugpy and of the kernel.
     known: dict[int, threading.Thread] = dict(threading._active)  # type: ignore[attr-defined]
     for ident, found in _threads().items():
         if ident in (main, threading.get_ident()) or found.is_idle or found.is_ours:
@@ -221,7 +224,7 @@ def _is_kernel_thread(thread: threading.Thread) -> bool:
 def not_at_rest(but: set[int]) -> str:
     """The function in which a thread runs instead of waiting, or "" if all threads wait.
 
-    The threads in `but` are not examined.
+    The threads whose identifiers are in `but` are not examined. A thread that gpu_runtime started may run.
     """
     for ident, found in _threads().items():
         if ident not in but and not found.rests and not found.is_ours:

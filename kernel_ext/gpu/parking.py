@@ -31,7 +31,7 @@ from gpu_runtime.units import MIB
 from . import messages, obstacles, quiet_cells
 
 LOOP_SECONDS = 10.0  # the longest wait until the kernel's loop begins the exchange
-UNDISTURBED_SECONDS = 60.0  # the switch interval meanwhile: no other thread gets the interpreter
+UNDISTURBED_SECONDS = 60.0  # the switch interval during the exchange, so that no other thread runs
 DEBUG = "debug_request"  # the type of a message to the debugger
 
 
@@ -47,7 +47,7 @@ class Parking:
         self._mark = 0
         self._cells_of: dict[int, int] = {}  # how many cells run now, by the thread that runs them
         self._here = _Here()
-        self._text = ""  # of the outermost cell
+        self._text = ""  # the text of the outermost cell
         self._in_hooks: set[int] = set()  # the threads that wait for the memory before a message
         self._main = threading.main_thread().ident
         self._refusing = _Refusing(self)
@@ -87,7 +87,7 @@ class Parking:
             self._mark += 1
         self._here.cells_before = self._cells_of.get(threading.get_ident(), 0)
         try:
-            return self._hook()  # after this call an interrupt ends a wait
+            return self._hook()  # from this call on, the stop button raises KeyboardInterrupt
         finally:
             if not self._cells and messages.may_read(self._kernel, kind, content):
                 self._held = self._hold()
@@ -102,8 +102,8 @@ class Parking:
     async def on_debug_request(self, stream: Any, ident: Any, message: Any) -> None:
         """Handles a message to the debugger, in the thread of the control channel."""
         held = None
-        # A cell that has stopped at a breakpoint keeps the memory here. The debugger may have stopped
-        # all other threads too, so that none could answer.
+        # While a cell is stopped at a breakpoint, its memory is on the card anyway. The debugger may have
+        # stopped all other threads too, so no thread could bring memory back.
         if not self._cells and message["content"].get("command") in messages.DEBUGGER_READS:
             held = await messages.in_thread(self._hold)
         try:
@@ -158,7 +158,7 @@ class Parking:
         if self._cells == 1:
             self._text = text
         if self._lease is None and text and _took_memory(text):
-            self._attach()  # the kernel was restarted: the peak of this cell is known
+            self._attach()  # the cell's peak is known from a run before the kernel's restart
         if self._lease is None:
             return
         with self._waiting():
@@ -178,7 +178,7 @@ class Parking:
         else:
             self._cells_of.pop(thread, None)
         if self._runtime is not None and gpu_runtime._opened() is None:
-            self._lease = None  # the user has closed it, and may change its settings
+            self._lease = None  # the user has closed the runtime, and may change its settings
             return
         if self._lease is None and not _holds_memory():
             return
@@ -285,12 +285,10 @@ class Parking:
 
 
 class _Here(threading.local):
-    """The state of the message that this thread handles now. Subshells handle messages beside the main thread."""
+    """The state of the message that this thread handles now. Each subshell handles messages in its own thread."""
 
-    cells_before = 0  # the number of its cells that ran when its current message arrived
-    touches_nothing = (
-        False  # whether what runs touches no object of the user's, and needs no memory
-    )
+    cells_before = 0  # how many cells of this thread ran when its current message arrived
+    touches_nothing = False  # whether the running cell or callback touches no object of the user's
 
 
 class _Refusing(ast.NodeTransformer):
@@ -332,7 +330,7 @@ def _took_memory(text: str) -> bool:
 
 
 def _holds_memory() -> bool:
-    """Whether torch has a CUDA context, or holds a tensor that counts on a simulated card."""
+    """Whether torch has a CUDA context, or has a CPU tensor of 1 MiB or more, which counts on a simulated card."""
     torch = sys.modules.get("torch")
     if torch is None or not hasattr(torch, "UntypedStorage"):  # it is not imported completely
         return False

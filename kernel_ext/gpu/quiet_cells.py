@@ -15,7 +15,7 @@ from typing import Any
 from . import obstacles
 from .cell_scan import MAGICS
 
-# These verbs read. They call no function of the user's, and bind no name.
+# These verbs only read. They call no function of the user's, and bind no name.
 READS = frozenset(
     (
         "status", "models", "leases", "evictions", "fragmentation", "health", "plan", "backtest",
@@ -64,7 +64,7 @@ def _is_constant(code: str) -> bool:
     try:
         tree = ast.parse(code)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False  # IPython may accept it; it gets its memory first
+        return False  # IPython may still accept the cell, so the memory returns before it runs
     return all(isinstance(node, CONSTANT) for node in ast.walk(tree))
 
 

@@ -3,7 +3,8 @@
 While the model waits, the line names the holder of the memory, how long the holder has used the memory,
 and how many requests are ahead in the queue. While the model is loaded, the line shows the progress.
 Then one line stays, such as `qwen: waited 12 s, loaded in 20 s (2.1 GB/s)`. A wait of less than a
-second shows nothing, and so does a load of less than half a second (GPU_PROGRESS_SECONDS) without such a wait.
+second shows nothing. A load of less than half a second (GPU_PROGRESS_SECONDS) shows nothing either, unless a wait was
+shown before it.
 """
 
 from __future__ import annotations
@@ -21,14 +22,16 @@ from gpu_runtime.safe_text import lines
 from gpu_runtime.units import show_bytes, show_seconds
 
 QUIET_SECONDS = 1.0
-RESUMED_SECONDS = 0.5  # a wait of one cell for the same name that begins so soon is the same wait
+RESUMED_SECONDS = 0.5  # a cell's next wait for the same name within this time continues the last
 HOLDERS = "All holders, in a terminal:  gpu status"
 REDRAW_SECONDS = 0.2
-TOLD_AFTER_SECONDS = 5.0  # the holder of the memory does not hear of shorter waits
+TOLD_AFTER_SECONDS = 5.0  # the notebook that holds the memory shows nothing about shorter waits
 
 
 def sentence(name: str, wait: Wait, seconds: float) -> str:
-    """Sentences about the `wait` of the model `name` or of this notebook's own memory (`kernel`), `seconds` long.
+    """Sentences about the `wait` for the model `name`, or for this notebook's own memory if `name` is `kernel`.
+
+    `seconds` is how long the wait has lasted.
 
     For example `You have waited 7 s for qwen (12.0 GiB on cuda:0). llama (14.0 GiB on cuda:0) is in use
     by train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. All holders, in a terminal:  gpu status`.
@@ -52,7 +55,7 @@ def _ordinal(number: int) -> str:
 class Line:
     """One line above the output of a cell. Its text is changed in place."""
 
-    count = 0  # lines made so far, for their ids, which are not saved in the notebook
+    count = 0  # lines made in this process, for their display ids; a notebook's file has no such id
 
     def __init__(self, notebook: bool) -> None:
         """A line in a notebook if `notebook` is true, else in a terminal."""
@@ -107,14 +110,14 @@ class WaitLine:
         """
         self._notebook, self._clock = notebook, clock
         self._progress_seconds = progress_seconds
-        self._began: float | None = None  # of the wait
+        self._began: float | None = None  # when the present wait began; None without a wait
         self._last = ("", 0.0, 0.0)  # the name, the beginning and the end of the last wait
         self._waited = ("", 0.0)  # the name and the seconds of a visible wait that has just ended
         self._line = Line(notebook)
         self._redrawing: _Redrawing | None = None
 
     def __call__(self, name: str, wait: Wait | None) -> None:
-        """Shows that the model `name` waits. If `wait` is None, the wait is over."""
+        """Shows the `wait` for the model `name`; None: the wait is over. Does nothing outside the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         now = self._clock()
@@ -134,7 +137,7 @@ class WaitLine:
             self._line.show(sentence(name, wait, now - self._began))
 
     def cell_ended(self) -> None:
-        """Called when a cell has ended. The next wait is that of another cell, and is counted anew."""
+        """Called when a cell or a load has ended. The seconds of the next wait are counted from zero."""
         self._last = ("", 0.0, 0.0)
 
     def arrival(self, arrival: Any) -> None:
@@ -142,7 +145,7 @@ class WaitLine:
         if threading.current_thread() is not threading.main_thread():
             return
         if not arrival.ended:
-            if self._waited[0] != arrival.name:  # the line of another wait is not used again
+            if self._waited[0] != arrival.name:  # another model's line is not used again
                 self._waited, self._line = ("", 0.0), Line(self._notebook)
             self._redrawing = _Redrawing(arrival, self._line, self._notebook, self._clock)
             self._redrawing.start(self._progress_seconds)
@@ -177,7 +180,7 @@ class _Redrawing:
         self._ended, self._drawing = threading.Event(), threading.Lock()
 
     def start(self, after_seconds: float) -> None:
-        """Starts the drawing. The first drawing is made after `after_seconds`; most loads have ended by this time."""
+        """Starts the drawing. Nothing is drawn in the first `after_seconds`, because most loads end sooner."""
 
         def draw_again() -> None:
             """Draws until the arrival has ended."""
@@ -237,8 +240,9 @@ class OthersWait:
 def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int) -> str:
     """A sentence on the request `ticket`, which waits for the memory of the leases `held`.
 
-    The sentence names the process that waits. It also names the command that frees the memory, unless a running block
-    of code leases most of the memory. `more` is the number of further requests.
+    The sentence names the process that waits, and the largest of these leases on the same card. It also names the
+    command that frees this lease, unless it is the lease of a running block of code. `more` is the number of further
+    requests.
     """
     section = snapshot.sections.get(ticket.owner)
     waiting = holder_label(section.owner, snapshot.owner) if section else "Another process"
