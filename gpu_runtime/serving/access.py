@@ -25,6 +25,7 @@ from .usage import Usage
 BEGIN = "key:"  # a visitor's name begins with this if the visitor has a key
 _WRITTEN = ("chat", "completions")
 _TIME_OUT = 504  # after this status the call's tokens count: an engine may have worked for it
+_NOT_BEGUN = "budget_too_short"  # with this code of a time-out, no engine was asked
 
 
 def visitor_of(keys: Keys, offered: str, *, read_only: bool) -> Visitor | None:
@@ -92,7 +93,7 @@ class Access:
             try:
                 yield call
             except Refused as refused:
-                if refused.status != _TIME_OUT:
+                if refused.status != _TIME_OUT or refused.code == _NOT_BEGUN:
                     grant.used = 0
                 raise
             finally:

@@ -132,6 +132,19 @@ async def test_a_refused_call_uses_no_tokens():
         assert (await call(k, max_tokens=90)).model == "qwen"
 
 
+@in_loop
+async def test_a_budget_that_is_too_short_uses_no_tokens():
+    """This refusal is a time-out, but no engine was asked."""
+    keys = bot(tokens_a_minute=100)
+    async with harness(qwen=4, keys=lambda: keys) as k:
+        k.gateway.costs.add_load("qwen", 47.0)
+        for _ in range(5):
+            with pytest.raises(Refused) as refused:
+                await call(k, max_tokens=90, x_budget=3)
+            assert (refused.value.status, refused.value.code) == (504, "budget_too_short")
+        assert (await call(k, max_tokens=90)).model == "qwen"
+
+
 @given(
     calls=st.lists(
         st.tuples(st.integers(0, 40), st.integers(0, 60), st.integers(0, 90)), max_size=40
