@@ -144,11 +144,13 @@ async def test_jobs_survive_a_restart(path):
     await until(lambda: len(store.jobs()) == 2)
     await jobs.close()
     store.close()
+    wall[0] += 3000.0
     store = Store(path)
     later = Jobs(lambda: wall[0], store)
     assert later.find(done.id).as_json() == done.as_json() and done.result
     lost = later.find(running.id)
     assert (lost.status, lost.error["code"]) == ("failed", "ended")
+    assert lost.ended == wall[0], "its client has the usual time to read why"
     assert [row["id"] for row in later.of("ann")] == [running.id, done.id]
     with pytest.raises(Refused):
         later.find(dropped.id)

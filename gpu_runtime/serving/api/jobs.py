@@ -42,13 +42,16 @@ class Job:
         self.task: asyncio.Task[None] | None = None
 
     @staticmethod
-    def of(row: dict[str, Any]) -> Job:
-        """The job that an earlier server stored as `row`. If the job had not ended, it counts as failed."""
+    def of(row: dict[str, Any], wall: float) -> Job:
+        """The job that an earlier server stored as `row`.
+
+        If the job had not ended, it counts as failed at `wall` (epoch seconds), so that its client can read why.
+        """
         job = Job(row["endpoint"], row["created"], row["client"])
         for name in _STORED:
             setattr(job, name, row[name])
         if not job.ended:
-            job.fail(job.created, "the server ended while this job ran", "ended")
+            job.fail(wall, "the server ended while this job ran", "ended")
         return job
 
     def fail(self, wall: float, message: str, code: str) -> None:
@@ -85,7 +88,7 @@ class Jobs:
         """`wall` returns epoch seconds. `store` has the jobs of the earlier server."""
         self._wall = wall
         self._store = store
-        known = (Job.of(row) for row in (store.jobs() if store is not None else ()))
+        known = (Job.of(row, wall()) for row in (store.jobs() if store is not None else ()))
         self._jobs = {job.id: job for job in sorted(known, key=lambda job: job.created)}
 
     def start(self, gateway: Any, wanted: Any, client: str) -> Job:
