@@ -59,7 +59,7 @@ class Gateway:
         return SimpleNamespace(
             waiting={"echo": 2},
             running={"echo": 1},
-            counts={"answered": 3},
+            counts={"answered": 3, "streamed": 2},
             breakers={
                 "echo": SimpleNamespace(state="open"),
                 "idle": SimpleNamespace(state="closed"),

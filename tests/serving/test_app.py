@@ -363,6 +363,9 @@ def test_metrics_contain_devices_book_and_queue(rt):
     assert figures["gpu_queue_depth", "idle"] == figures["gpu_active_calls", "idle"] == 0, (
         "none is a figure too"
     )
+    ends = {key: count for key, count in figures.items() if key[0] == "gpu_calls_total"}
+    assert ends == {("gpu_calls_total", "answered"): 3}, "each call counts once"
+    assert figures["gpu_streamed_total",] == 2 and figures["gpu_stood_in_total",] == 0
     assert not any(name == "gpu_device_power_watts" for name, *_ in figures), (
         "what no driver tells has no sample"
     )

@@ -138,6 +138,14 @@ def _problems(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
     yield gauge("gpu_problem_bytes", "Memory in these problems", ["kind"], sizes.items())
 
 
+# Counts of the gateway that are no ends of calls: such a call also counts by its end.
+_NO_ENDS = {
+    "streamed": "Calls that were answered as a stream",
+    "stood_in": "Calls that another model answered, because the first one failed",
+    "reloads": "Models that were reloaded because their engine could not decode",
+}
+
+
 def calls(state: Any) -> Iterator[Any]:
     """Yields the figures of the gateway.
 
@@ -154,8 +162,11 @@ def calls(state: Any) -> Iterator[Any]:
         "gpu_calls", "Calls by how they ended, since this server began", labels=["ended"]
     )
     for ended, count in state.counts.items():
-        ends.add_metric([ended], count)
+        if ended not in _NO_ENDS:
+            ends.add_metric([ended], count)
     yield ends
+    for name, text in _NO_ENDS.items():
+        yield CounterMetricFamily(f"gpu_{name}", text, value=state.counts.get(name, 0))
 
 
 def _breaker_values(breakers: Mapping[str, Any]) -> dict[str, int]:
