@@ -62,7 +62,7 @@ class Actions:
         """`visitor` has a name and the attribute `may_act`, which is read again before each action."""
         self.poller, self.visitor = poller, visitor
         self._numbers = itertools.count(1)
-        self._asked: Proposal | None = None
+        self._asked: Proposal | None = None  # the action that the open dialog is about
         self._reports: tuple[ActionReport, ...] = ()  # the newest report is last
         self._finished: SimpleQueue[ActionReport] = SimpleQueue()  # from the threads that act
         self._form = ConfirmationForm(self._answered)
@@ -88,7 +88,7 @@ class Actions:
     def propose(self, verb: str, target: str) -> None:
         """Opens the dialog for `verb` on `target`, which is the id of a lease.
 
-        The id has the form `owner id/name`. For defrag, `target` is `owner id/`.
+        The id has the form `owner id/name`. `data.confirmations.propose` describes the targets of other actions.
         """
         snapshot = self.poller.result.snapshot
         if not self.may_act or snapshot is None or verb.partition(" ")[0] not in VERBS:
@@ -140,7 +140,7 @@ class Actions:
         return report
 
     def update(self, snapshot: Snapshot | None) -> None:
-        """Shows the outcomes. If `snapshot` is None, the names of processes are from the poller's last snapshot."""
+        """Shows the outcomes, and which processes do not answer by `snapshot`; None: by the poller's last snapshot."""
         while not self._finished.empty():
             finished = self._finished.get()
             self._reports = tuple(
@@ -160,9 +160,9 @@ class Actions:
 
 
 def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
-    """The newest of `reports`, at most MOST_REPORTS.
+    """The newest of `reports`: at most MOST_REPORTS, or more if more actions are in progress.
 
-    A report in progress is always kept, because its outcome must be shown later.
+    The report of an action in progress is always kept, because the outcome must be shown later.
     """
     found = list(reports)
     finished = [report for report in found if report.state != "waiting"]
@@ -174,7 +174,7 @@ def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
 def no_answer(report: ActionReport, snapshot: Snapshot | None) -> str:
     """A sentence with the time since which the process of `report` has not answered.
 
-    The sentence is empty if the process may still answer in time, by the `snapshot`.
+    The sentence is empty if the action is not in progress, or if `snapshot` does not list its request as unanswered.
     """
     if snapshot is None or report.state != "waiting":
         return ""

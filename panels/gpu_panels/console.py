@@ -48,7 +48,7 @@ MARGIN = (0, 20)  # between the page's edge and its contents
 FINGER = {"@media (pointer: coarse)": {"minWidth": 44, "minHeight": 44}}  # pixels
 FINGER_IN_FIELD = {
     "@media (pointer: coarse)": {"minHeight": "27px !important"}
-}  # and a padding of 17
+}  # 44 with the padding of 17
 # On a phone the tabs are at the bottom, where a thumb reaches them.
 TABS = {
     "@media (max-width: 700px)": {
@@ -77,7 +77,7 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
         "typography": {"fontFamily": palette.FONT, "button": {"textTransform": "none"}},
         "components": {
             "MuiAppBar": {"styleOverrides": {"root": app_bar, "colorPrimary": app_bar}},
-            # Material draws it although no busy indicator is wanted, and it has no name.
+            # Material draws this bar although `busy_indicator` is None. Screen readers find no name for it.
             "MuiLinearProgress": {"styleOverrides": {"root": {"display": "none"}}},
             "MuiIconButton": {"styleOverrides": {"root": FINGER}},
             "MuiOutlinedInput": {"styleOverrides": {"input": FINGER_IN_FIELD}},
@@ -85,8 +85,8 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
     }
 
 
-# Under JupyterLab's dark theme, the console's light theme may be on a dark page, where it is legible
-# too. The text of the bar is white.
+# Under JupyterLab's dark theme, the console's light theme may be on a dark page. It is legible there
+# too. The text of the status bar is white in both themes.
 THEME = {"light": _theme(*palette.LIGHT), "dark": _theme(*palette.DARK)}
 
 
@@ -171,7 +171,10 @@ class Console:
         return page
 
     def preview(self) -> str:
-        """HTML with the first figures, which is shown until the browser has drawn the page. Empty without figures."""
+        """HTML that shows the first figures until the browser has drawn the page.
+
+        Empty if there are no figures yet, or if the page shows a fleet.
+        """
         title = self._titles[self._tabs.active]
         tab = self._made.get(title)
         if tab is None or self._chooser:
@@ -205,7 +208,7 @@ class Console:
             trouble = f"No new figures since {clock(result.since)}: {result.error}"
         if _alert(trouble) != self._banner.object:
             self._banner.param.update(visible=bool(trouble), object=_alert(trouble))
-        if self._chooser:  # the poller still reads the other hosts
+        if self._chooser:  # of a fleet: other hosts may still have new figures
             self._chooser.update(self.poller, self._titles[self._tabs.active])
             self._tabs.styles = OLD_FIGURES if trouble else {}
             self._problems.styles = OLD_FIGURES if trouble else {}
@@ -365,8 +368,8 @@ def page(visitor: Any, poller: Poller, chooser: Any = None) -> pmui.Page:
         console.close()
         # The key of this entry is the document, so the entry would keep the whole session alive.
         pn.state._browsers.pop(document, None)
-        # If the server has destroyed the document already, there is no session that has the
-        # callback.
+        # If the server has destroyed the document already, its callbacks are gone, and this call
+        # raises AttributeError.
         with suppress(AttributeError):
             document.remove_periodic_callback(ticking)
 

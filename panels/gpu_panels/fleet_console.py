@@ -29,7 +29,7 @@ class HostChooser:
         self.panel = Prose(margin=(12, 0, 0, 0))
 
     def update(self, poller: Poller, title: str) -> None:
-        """Shows the hosts as `poller` has read them. The links open the same tab, `title`."""
+        """Shows the hosts as `poller` has read them. The links to other hosts open the tab `title`."""
         found = poller.latest("hosts", HostRuntime.overview, READ_SECONDS) or Overview()
         key = f"hosts {self._host} {title}"
         self.panel.show(

@@ -21,9 +21,9 @@ from gpu_runtime.fleet.far_runtime import FarRuntime
 
 log = logging.getLogger("gpu_runtime")
 
-READ_SECONDS = 1.0  # between two questions to all hosts
+READ_SECONDS = 1.0  # between two requests to all hosts
 HOSTS_A_SECOND = 20  # a larger fleet is read less often
-# A reader waits for so long after a question was sent. A later answer is found by a later reading.
+# A call waits for so long after it has sent a request. If the answer arrives later, a later call takes it.
 BRIEF_SECONDS = 0.2
 PATIENCE_SECONDS = 3.0  # a host that does not answer for so long is shown as silent
 # The poller calls these verbs. They must not block it, so they wait for a short time only.
@@ -50,9 +50,9 @@ class HostRuntime(FarRuntime):
         self.seen: Snapshot | None = None  # the last answer
         self.seen_at = 0.0  # in epoch seconds
         self.alive = True  # whether the fleet lists the host
-        self.asked: Any = None  # the question that has no answer yet
-        self._asked_at = 0.0  # on the clock of the hosts
-        self._failed = False  # whether the last question ended with an error
+        self.asked: Any = None  # the request that has no answer yet
+        self._asked_at = 0.0  # by the clock of FleetHosts
+        self._failed = False  # whether the last request ended with an error
 
     def reap(self) -> None:
         """Does nothing: the host's agent removes dead owners."""
@@ -75,7 +75,7 @@ class HostRuntime(FarRuntime):
             raise self._silence()
         return seen_from_outside(self.seen, self.host)
 
-    # -- the question; the caller has the lock of the hosts
+    # -- the request; `FleetHosts` calls `ask` and `take` while it holds its lock
 
     def ask(self, now: float) -> None:
         """Requests the host's snapshot, unless the host is dead or an earlier request has no answer yet."""
@@ -100,7 +100,7 @@ class HostRuntime(FarRuntime):
             self._failed = True
 
     def is_silent(self) -> bool:
-        """Whether the host is dead, or did not answer for PATIENCE_SECONDS."""
+        """Whether the host is dead, its last answer was an error, or it did not answer for PATIENCE_SECONDS."""
         return not self.alive or self._failed or self._unanswered(PATIENCE_SECONDS)
 
     def _unanswered(self, seconds: float) -> bool:
@@ -142,7 +142,8 @@ def seen_from_outside(snapshot: Snapshot, host: str) -> Snapshot:
     if agent.id in sections:
         named = replace(agent, notebook=f"agent of {host}")
         sections[agent.id] = replace(sections[agent.id], owner=named)
-    # The models of the agent's section are listed in its `names`, and `specs` are the reader's own.
+    # The reader's id must differ from the agent's. `specs` would be the models that the reader has
+    # registered, so it is empty; the agent's own models are in `names`.
     reader = replace(agent, serial=-1)
     return replace(snapshot, host=host, owner=reader, sections=sections, specs=())
 
@@ -166,7 +167,7 @@ class FleetHosts:
         self._lock = threading.Lock()
 
     def read(self) -> Overview:
-        """Every host, with its last figures. Each host gets at most one request a second.
+        """Every host, with its last figures. This method requests the figures at most once a second.
 
         After a request, the call waits for BRIEF_SECONDS at most, so a silent host delays no other host. A silent host
         is listed until it answers, or until it leaves the fleet.

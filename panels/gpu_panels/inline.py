@@ -84,7 +84,7 @@ class Inline(pn.Column):
         return {**data, "text/html": page, "text/plain": still["text/plain"]}, *meta
 
     def get_root(self, doc: Any = None, comm: Any = None, preprocess: bool = True) -> Any:
-        """Panel's own method. The arguments `doc`, `comm` and `preprocess` are passed on to Panel.
+        """The root model of the page. Panel's own method makes it from `doc`, `comm` and `preprocess`.
 
         Raises NotAllowed for a served document, since this console checks no token.
         """
@@ -102,7 +102,7 @@ class Inline(pn.Column):
         return super()._render_model(doc, comm)
 
     def _note_unsent(self, doc: Any, comm: Any, event: Any) -> None:
-        """Records a change of the document. `_send` sends the change later.
+        """Records the change `event` of `doc`, unless it came from the browser of `comm`. `_send` sends it later.
 
         When the browser's next message arrives, Panel drops unsent changes of objects that are not
         Panel's own.
@@ -181,8 +181,8 @@ class Inline(pn.Column):
 def _browser() -> Any:
     """The IPython shell, if the cell was run from a browser. None if no live page can be shown.
 
-    In requests from Jupyter's pages, the header has no user name. Programs that run notebooks from Python (nbclient,
-    nbconvert, nbval, papermill, qtconsole) send a user name, and cannot show Panel objects.
+    In requests from Jupyter's pages, the user name in the header is empty. Programs that run notebooks from Python
+    (nbclient, nbconvert, nbval, papermill, qtconsole) send a user name, and cannot show Panel objects.
     """
     ipython = sys.modules.get("IPython")
     shell = ipython.get_ipython() if ipython else None

@@ -1,10 +1,10 @@
 """Sends the scripts and long texts of a page to a notebook, but does not leave them in the notebook's file.
 
 Panel puts 6 MB of scripts into the output of a cell and 1.4 MB more for every Material component on the page: 18 MB for
-the console. If the page contains a long text several times, this module sends the text only once, in a separate output.
-When the browser has these texts and the scripts, they are removed from the cell. After this the page in the notebook's
-file is a hundred times smaller, and readers of the file see the static status. Style sheets, which Panel would fetch
-from its CDN for later changes, are sent inline.
+the console. This module sends the scripts and the long texts in separate outputs, each text only once. When the browser
+has received them, these outputs are removed from the cell. After this the page in the notebook's file is a hundred
+times smaller, and readers of the file see the static status. Style sheets, which Panel would fetch from its CDN for
+later changes, are sent inline.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ from panel.io.resources import CDN_DIST, LOCAL_DIST, PANEL_DIR
 # Panel's extension of JupyterLab runs a script of this type, and does not show it.
 LOAD = "application/vnd.holoviews_load.v0+json"
 LONG = 1000  # characters; a longer text is sent in an output of its own
+# `split` looks for these places in Panel's HTML: the page's objects, its script, and its element.
 _DOCUMENT = "docs_json = "
 _BEGIN = "(function(root) {"
 _PLACE = re.compile(r'<div id="([^"]+)" data-root-id=')
@@ -32,7 +33,7 @@ SIGHT_TRIES = 36_000  # number of waits of 0.1 s each, until the cell is in view
 
 
 class LocalStyles(dict[str, ImportedStyleSheet]):
-    """Replaces Panel's cache of a document's style sheets. Here each style sheet of Panel is a text.
+    """Replaces Panel's cache of a document's style sheets. Here each of Panel's style sheets has its text in its URL.
 
     With Panel's own cache, the browser fetches these sheets from Panel's CDN at every change of an HTML pane.
     """
@@ -48,7 +49,7 @@ class LocalStyles(dict[str, ImportedStyleSheet]):
         if file is None:
             raise KeyError(url)
         canonical = (
-            f"{CDN_DIST}{file.relative_to(PANEL_DIR / 'dist')}"  # Panel uses two names for it
+            f"{CDN_DIST}{file.relative_to(PANEL_DIR / 'dist')}"  # Panel has two URLs for a sheet
         )
         if url != canonical:
             return self[canonical]

@@ -14,7 +14,8 @@ from typing import NamedTuple
 
 from gpu_runtime.facts import Lease
 
-# The nearest two differ by eleven times the just noticeable difference, for any colour-blindness.
+# Even the two most similar colours differ by eleven times the just noticeable difference, for any
+# kind of colour-blindness.
 COLOURS = ("#b5b7b0", "#748db1", "#9dd4ef", "#998a65", "#f0deb6", "#878d88", "#d7e2e3")
 INK = "#000000"  # the colour of text on each of these colours
 EDGE = "#808080"  # its contrast with a white and with a dark page is at least 3 : 1

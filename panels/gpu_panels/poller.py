@@ -53,7 +53,7 @@ class _Fetched:
     error: str = ""  # why the last fetch failed; empty if it did not
 
     def is_due(self, now: float) -> bool:
-        """Whether the value is old at the time `now`, and some session still requests this value."""
+        """Whether to fetch at the time `now`: never fetched yet, or old and still requested by some session."""
         if self.fetched_at is None:
             return True
         is_old = now - self.fetched_at >= self.every

@@ -41,7 +41,7 @@ def html(
         "front": front,
         "parts": [_piece(widget) for widget in _widgets(tab)],
     }
-    # Within a script, HTML's parser looks for the end tag only.
+    # Within a script, HTML's parser looks for the end tag only, so no `<` may be left in the text.
     text = json.dumps(page).replace("<", "\\u003c")
     return f'<style>{_style()}</style><div id="preview" inert></div><script>{_script()}({text}, widgets)</script>'
 

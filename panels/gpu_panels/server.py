@@ -1,7 +1,7 @@
 """Serves the console behind the gate: for `gpu console`, for `gpu serve`, or as the script of `panel serve`.
 
-`panel serve` runs a script only when the first page is requested (with `--warm`: when it starts). So the first request
-installs the gate, and is redirected to the same URL.
+`panel serve` runs a script only when the first page is requested (with `--warm`: when the server starts). So the first
+request runs before the gate exists: it installs the gate, and is then redirected to the same URL.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ CONSOLE = Service("The GPU console", command="gpu console", default_port=8211, p
 if "bokeh-gl" in Resources._default_components:
     Resources._default_components.remove("bokeh-gl")
 
-# Panel reads attributes that its models lack. For each of them Bokeh searched similar names, 3 % of the server's time.
+# Panel reads attributes that its models lack. At each such read Bokeh searched for similar names, which took
+# 3 % of the server's time.
 settings.perform_error_diagnostics = False
 
 Page = Callable[[Visitor], Any]  # makes the page of one visitor
@@ -70,8 +71,8 @@ class PanelServer(WebServer):
             server_id=gate.COOKIE,
             **where,
         )
-        # For a server in this list, Panel makes the relative URLs of a page absolute (Location._sync_pathname). Then
-        # the URLs would lack the lane, the private part of the path (`web/gate.py`).
+        # For a server in `_servers`, Panel makes the relative URLs of a page absolute (Location._sync_pathname). Such
+        # URLs would lack the lane, the private part of the path (`web/gate.py`). So the server is removed.
         del pn.state._servers[gate.COOKIE]
         installed = gate.install(self._server._tornado, rules, PanelGate)
         installed.max_body_bytes = service.max_body_bytes
@@ -148,7 +149,7 @@ def serve_page(page: Page | None = None) -> None:
         had_gate = gate.COOKIE in server._tornado.settings
         _install_gate(server)
         if not had_gate:
-            # The callback is set for this session only.
+            # This request came before the gate. The callback, set for this session only, redirects it.
             pn.config.authorize_callback = lambda user, path: _same_url(context.request)
             return
     try:

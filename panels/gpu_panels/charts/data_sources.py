@@ -14,7 +14,7 @@ HATCHED = {**SIDES, "fill_color": "colour", "line_color": None, "hatch_pattern":
 def bring(source: Any, columns: Columns) -> bool:
     """Puts `columns` into the Bokeh `source`. Returns whether `source` had other values before.
 
-    If the number of rows is unchanged, only the cells that differ are sent.
+    If the number of rows is unchanged and at most half of the cells differ, only the differing cells are sent.
     """
     old = source.data
     rows = len(next(iter(columns.values()), ()))

@@ -1,4 +1,4 @@
-"""The events of a host: as lines that open, as kinds for the filter, and as a CSV file. This module is pure."""
+"""The events of a host: as lines that a click opens, as kinds for the filter, and as a CSV file. Pure."""
 
 from __future__ import annotations
 

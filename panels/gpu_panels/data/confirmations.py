@@ -37,7 +37,7 @@ VERBS = {
     "park": "Park",
     "unpark": "Unpark",
     "cancel": "End wait",  # the target is the key of a waiting request
-    # The target of these is a card.
+    # The target of the verbs below is a card; see ON_CARDS.
     "drain": "Drain",
     "undrain": "End the drain",
     "compact": "Compact",
@@ -49,10 +49,10 @@ NOTHING_DONE = "Nothing was done."
 
 
 class Proposal(NamedTuple):
-    """One action on one lease. The target of `defrag` is a process, and that of an action in ON_CARDS is a card."""
+    """One action on one lease. `defrag` acts on a process instead, and a verb in ON_CARDS acts on a card."""
 
     verb: str
-    target: str  # owner id / model name, as in the book; the name is empty for defrag
+    target: str  # owner id / model name, as in the book; `owner id/` for defrag, `/CARD` for a card
     where: str = ""  # where the model was at the click
     bytes: int = 0
     pid: int = 0  # pid of the process; 0 if no process had published the model
@@ -67,7 +67,7 @@ class Proposal(NamedTuple):
 
     @property
     def name(self) -> str:
-        """The name of the model."""
+        """The name of the model, or of the card for a verb in ON_CARDS."""
         return self.target.partition("/")[2]
 
     @property
@@ -210,7 +210,7 @@ def is_idle(lease: Lease) -> bool:
 def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
     lease = _lease(proposal, snapshot)
     size, place = show_bytes(proposal.bytes), proposal.where
-    if lease is not None and lease.in_parts:  # the rest of it is in host memory already
+    if lease is not None and lease.in_parts:  # its other bytes are in host memory already
         size = show_bytes(lease.card_bytes)
         place = where(tuple(share for share in lease.shares if share.device != HOST))
     verb, name = VERBS[proposal.verb], clean(proposal.name)

@@ -1,4 +1,4 @@
-"""The rows of the tab Now: one row for each device, drawn on one axis that all cards share.
+"""The rows of the devices on the tabs Now and What if. All cards share one axis.
 
 This module is pure. It turns a snapshot into values that `widgets/devices.js` draws. `device_totals.py` computes the
 bytes on each device, and `past_rows` the use of the last minutes. Positions are in percent of the axis.
@@ -46,10 +46,10 @@ class Part(msgspec.Struct, frozen=True):
     key: str  # the same as long as the stretch is shown
     left: float
     width: float
-    kind: str  # the kinds of `bars.Stretch`, and `kept`: reserved for a waiting request
+    kind: str  # as in `device_totals.Stretch`; or `kept`: free, but reserved for a waiting request
     title: str
     notebook: str = ""
-    lines: str = ""  # what it is, one fact a line
+    lines: str = ""  # the tooltip, one fact a line
     colour: str = ""
     texture: str = ""
     id: str = ""  # of the lease, for the buttons
@@ -113,7 +113,7 @@ Kept = Mapping[str, Sequence[tuple[Ticket, int]]]  # device -> see `reserved`
 class _Drawing(NamedTuple):
     """The values that all parts of one row need."""
 
-    scale_bytes: int
+    scale_bytes: int  # the bytes of the whole axis
     styles: Mapping[str, LeaseStyle]
     may_act: bool
     leases: Mapping[str, Lease]  # by label
@@ -268,7 +268,7 @@ def lease_buttons(lease: Lease, owner: Owner, room: Mapping[str, int]) -> Iterat
     common = {button.verb: button for button in model_buttons(lease, owner)}
     evict = common.get("evict")
     if lease.keep and lease.on_device and not lease.pins and lease.phase is Phase.SETTLED:
-        del common["evict"]  # it could not be pressed
+        del common["evict"]  # a pinned model cannot be evicted
         yield Button("unpin_evict", "Unpin and evict")
     yield from common.values()
     why_not = evict.why_not if evict else ""
@@ -304,11 +304,14 @@ def _targets(lease: Lease, room: Mapping[str, int]) -> list[str]:
 
 
 class Past(msgspec.Struct, frozen=True):
-    """The use of one device in the last minutes, for a drawing that is 100 wide and 100 high."""
+    """The use of one device in the last minutes, for a drawing that is 100 wide and 100 high.
 
-    spans: tuple[tuple[float, float, float], ...]  # start, end, bytes in use; gaps stay gaps
-    limit: float
-    marks: tuple[float, ...]  # evictions
+    The height of a span is the part of the device that was in use. A gap in the record has no span.
+    """
+
+    spans: tuple[tuple[float, float, float], ...]  # start, end, height
+    limit: float  # the height of the budget
+    marks: tuple[float, ...]  # the positions of the evictions
     words: str
 
 

@@ -70,7 +70,7 @@ class DeviceBar(NamedTuple):
     def scale_bytes(self) -> int:
         """The bytes that the full length of the bar stands for.
 
-        The result is the size of the device, or the bytes in use if these are more.
+        The result is the largest of three: the size of the device, its bytes in use, and its budget.
         """
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 

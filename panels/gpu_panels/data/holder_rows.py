@@ -23,7 +23,7 @@ HOLDERS = (
 
 
 class Variables(NamedTuple):
-    """The answer of a process to the request for its variables. Without an answer yet, only the request."""
+    """The answer of a process to the request for its variables. Until it answers, `frame` is None, `trouble` empty."""
 
     owner: str  # the id of the process
     label: str
@@ -70,5 +70,5 @@ def sums(answer: Variables) -> str:
         return f'<div class="alarm">{esc(answer.trouble)}</div>'
     if answer.frame is None:
         return ""
-    known = {**answer.frame.attrs, "process": ""}  # the heading names it
+    known = {**answer.frame.attrs, "process": ""}  # the heading names the process already
     return "".join(f'<div class="soft">{esc(line)}</div>' for line in table.sentences(known))

@@ -118,7 +118,7 @@ def _share_rows(
             state,
         )
         yield Row(f"{lease.id}/{share.device}", process + cells, buttons)
-        buttons = ()  # they are on the first row of a lease
+        buttons = ()  # only the first row of a lease has the buttons
     for share in lease.target:
         cells = (
             name,
@@ -136,8 +136,8 @@ def _share_rows(
 def kernel_state(lease: Lease, snapshot: Snapshot) -> Cell:
     """A cell with the state of the memory of a notebook's own code. `lease` is the lease of this memory.
 
-    Examples are `parked` (moved to host memory) and `in use for 2 min`. If the memory could be moved to host memory
-    but was not, the cell shows the reason.
+    Examples are `parked` (moved to host memory) and `in use for 2 min`. If an attempt to park the notebook has failed,
+    the cell shows the reason until the next attempt is due.
     """
     if lease.on_host and lease.phase is Phase.SETTLED:
         since = f" since {clock(snapshot.wall - (snapshot.now - lease.away_since))}"
@@ -236,8 +236,8 @@ _UNUSUAL_HINTS = {
 def kernel_cell(section: Section, now: float, presence: Presence | None = None) -> Cell:
     """A cell with the state of a kernel: `busy 3 min`, `idle 12 min`, `no answer, 40 s` or `stopped`.
 
-    The cell is `–` if the process is not a kernel. `now` is a time of the snapshot's clock. `presence` is
-    the state of the process, or None if it is unknown.
+    The cell is `–` if the process is no kernel, or has run no cell yet. `now` is a time of the snapshot's clock.
+    `presence` is the state of the process, or None if it is unknown.
     """
     if presence is not None and presence.state in UNUSUAL:
         seconds = now - presence.since if presence.since else 0.0

@@ -75,7 +75,7 @@ def models(
 def _of_process(
     section: Section, snapshot: Snapshot, styles: Mapping[str, palette.LeaseStyle]
 ) -> Iterator[tuple[SortKey, Row]]:
-    """The models that the process of `section` holds, and the models that this process could load."""
+    """The rows of the models that the process of `section` holds, and of the models that it could load."""
     held = {lease.name for lease in section.leases}
     for lease in section.leases:
         if lease.kind == "model":

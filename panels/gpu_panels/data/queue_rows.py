@@ -1,4 +1,4 @@
-"""The rows of the tab Queue: requests that wait for memory, and requests to other processes."""
+"""The rows of the queue on the tab Now: requests that wait for memory, and requests to other processes."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ def _waiting_row(
 
 
 def end_wait(ticket: Ticket, snapshot: Snapshot) -> Button:
-    """The button that ends the wait of `ticket`. If the process is stopped, the button shows why it cannot."""
+    """The button that ends the wait of `ticket`. If the process is stopped, the button is disabled and shows why."""
     is_asleep = snapshot.now - ticket.refreshed > ASLEEP_SECONDS
     why_not = "Its process is stopped, and cannot end its wait" if is_asleep else ""
     return Button("cancel", VERBS["cancel"], why_not)

@@ -95,8 +95,8 @@ def notebook_cell(owner: Owner, snapshot: Snapshot) -> Cell:
 
 
 def owner_cell(owner: Owner, snapshot: Snapshot) -> Cell:
-    """A cell with the label of the process `owner`. If another user has read the `snapshot`, the label has the owner's
-    user.
+    """A cell with the label of the process `owner`. If the `snapshot` was read by a process of another user, the
+    label has the name of the owner's user.
     """
     hint = f"{owner.notebook or 'no notebook'}, pid {owner.pid}, {owner.user}"
     return Cell(clean(holder_label(owner, snapshot.owner)), None, clean(hint))
@@ -128,7 +128,7 @@ def bytes_cell(size: int | None, otherwise: Cell) -> Cell:
 
 
 def waited_cell(arrived: float, snapshot: Snapshot) -> Cell:
-    """A cell with the time for which a request has waited. On hover, it shows the time of day.
+    """A cell with the time for which a request has waited. On hover, it shows the time of day at which the wait began.
 
     `arrived` is a time of the snapshot's clock.
     """

@@ -25,7 +25,8 @@ WHOLE = 1000  # the length of the range in the drawing
 MOST_ROWS = 30  # models with a row; those that held the most for the longest time
 FOLDED_PART = (
     1 / 12
-)  # arrows of the same two models that are closer than this part of the range are one
+)  # arrows between the same two models become one if closer than this part of the range
+# In an event's reason, the name of the model that needed the room.
 _FOR = re.compile(r"(?:^|; )([^;]+?) needs ")
 
 
@@ -86,7 +87,7 @@ class Drawing(msgspec.Struct, frozen=True):
     rows: tuple[ModelRow, ...] = ()
     arrows: tuple[Arrow, ...] = ()
     figures: tuple[Figures, ...] = ()
-    gaps: tuple[tuple[float, float], ...] = ()  # nothing was recorded
+    gaps: tuple[tuple[float, float], ...] = ()  # times in which nothing was recorded
     colours: dict[str, str] = {}  # of the devices; the host has none and is hatched
     note: str = ""
 
@@ -196,7 +197,7 @@ def _gaps(spans: Mapping[str, Sequence[Span]], shown: Range) -> tuple[tuple[floa
 def arrows(events: Iterable[Event], labels: set[str], shown: Range) -> tuple[Arrow, ...]:
     """An arrow for each eviction, within the range `shown`, of a lease in `labels` for another such lease.
 
-    Several evictions of the same two leases, each soon after the last, become one arrow.
+    Several evictions of the same two leases, each soon after the previous one, become one arrow.
     """
     found: dict[tuple[str, str], list[list[Event]]] = {}
     for event in events:
@@ -216,7 +217,8 @@ def arrows(events: Iterable[Event], labels: set[str], shown: Range) -> tuple[Arr
 def _pair(event: Event, labels: set[str]) -> tuple[str, str] | None:
     """The label of the lease that `event` evicted, and the label of the lease that needed the room.
 
-    The result is None if one of them is not in `labels`.
+    The result is None if one of them is not in `labels`, or if both are the same. It is also None if `event` is not an
+    eviction from a card.
     """
     victim = label_of(event.owner, event.model)
     needed_by = _FOR.search(event.because)

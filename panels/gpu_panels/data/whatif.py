@@ -44,7 +44,7 @@ def model_choices(snapshot: Snapshot) -> list[str]:
     """The names of the models in `snapshot` for which a plan can be made, in alphabetical order.
 
     A plan can be made for a model that is registered here, that another process can load, or that has a lease. If
-    several processes have the same name, it is listed once for each process, as `qwen@4121`.
+    several processes have a model of this name, it is listed once for each process, as `qwen@4121`.
     """
     pids: dict[str, set[int]] = {spec.name: {snapshot.owner.pid} for spec in snapshot.specs}
     for id, section in snapshot.sections.items():

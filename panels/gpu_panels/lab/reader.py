@@ -25,10 +25,10 @@ from ..data.confirmations import Proposal, changed, propose, question
 from . import view
 from .view import LabKernel, LedgerName
 
-READ_SECONDS = 1.0  # the age of a snapshot before it is read again
-LOOK_SECONDS = 3.0  # between two looks at which ledgers this server's kernels have open
-CHOOSE_SECONDS = 30.0  # between two looks at all processes of the user, for the tile's ledger
-REAP_SECONDS = 2.0
+READ_SECONDS = 1.0  # an older snapshot is read again
+LOOK_SECONDS = 3.0  # for so long the list of ledgers that each kernel has open is used again
+CHOOSE_SECONDS = 30.0  # for so long the tile's ledger is kept; choosing it reads all processes
+REAP_SECONDS = 2.0  # between two checks of one ledger for dead processes
 MOST_LEDGERS = 8  # ledgers that this reader keeps open at the same time
 MOST_QUESTIONS = 100
 
@@ -206,8 +206,9 @@ class Reader:
         """The dialog for `verb` on the lease `target` (`OWNER_ID/NAME`). For `cancel`, `target` is the key of a waiting
         request. `ledger` is the key of the ledger.
 
-        The dialog's `question` is a number for `act`. If the verb is not possible any more, `refused` has the reason.
-        Raises GpuError for an unknown ledger or verb.
+        The dialog's `question` is the text that `act` expects. The dialog for `interrupt` has none, because Jupyter
+        interrupts the kernel. If the verb is not possible any more, `refused` has the reason. Raises GpuError for an
+        unknown ledger or verb.
         """
         from ..acting import asked_process
 
@@ -235,9 +236,9 @@ class Reader:
         return {**text._asdict(), "lines": lines, "question": number, "process": process}
 
     def act(self, number: str) -> dict[str, Any]:
-        """Carries out the action of the question `number` once. Returns a sentence on the result.
+        """Carries out the action of the question `number`. Returns whether it is `done`, and a sentence (`because`).
 
-        Raises GpuError if there is no such question.
+        Each question can be answered once. Raises GpuError if there is no such question.
         """
         from ..acting import attempt
 

@@ -24,7 +24,7 @@ from .reader import READ_SECONDS, Answer, Reader
 from .view import LabKernel
 
 ROOT = "api/gpu-console"
-SESSIONS_SECONDS = 3.0  # between two looks at which notebook belongs to which kernel
+SESSIONS_SECONDS = 3.0  # for so long the list of kernels and their notebooks is used again
 READERS, ACTORS = 2, 4  # numbers of threads; an action may wait half a minute for its process
 
 
@@ -56,7 +56,8 @@ class LabService:
     async def status(self, handler: APIHandler, front: str) -> Answer:
         """The answer for a tab. `front` is the kernel of the notebook in front. Raises GpuError, OSError.
 
-        Requests within a second get the same answer. This needs no thread, which would cost more than the answer.
+        Requests for the same `front` within a second get the same answer. It is stored here, because a call of the
+        reader in a thread would cost more than the answer itself.
         """
         now = time.monotonic()
         self._answered = {
@@ -117,7 +118,7 @@ class _Handler(APIHandler):
         work: Callable[[], Any],
         after: Callable[[], None] = lambda: None,
     ) -> None:
-        """Sends the result of `work`, which runs in one of the `threads`. Calls `after` when `work` has ended."""
+        """Sends the result of `work`, which runs in one of the `threads`. Calls `after` if `work` raised no error."""
         try:
             found = await self.service.run(threads, work)
             after()
@@ -127,7 +128,7 @@ class _Handler(APIHandler):
         self.finish(json.dumps(found))
 
     def body(self, *names: str) -> list[str]:
-        """The texts with these `names` in the request's body. If a text is missing, the answer has the status 400."""
+        """The texts with these `names` in the request's body. If one is missing, raises HTTPError with status 400."""
         given = self.get_json_body()
         values = [given.get(name) for name in names] if isinstance(given, dict) else [None]
         if not all(isinstance(value, str) for value in values):
@@ -136,7 +137,10 @@ class _Handler(APIHandler):
 
 
 class StatusRoute(_Handler):
-    """`GET status?kernel=ID&seen=DIGEST`: the content of the page. If the digest of this content is `seen`, 204."""
+    """`GET status?kernel=ID&seen=DIGEST`: what the status bar and the side panel show.
+
+    If its digest is equal to `seen`, the browser has it already, and the answer is empty, with status 204.
+    """
 
     @web.authenticated
     @authorized

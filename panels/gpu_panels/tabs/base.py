@@ -13,8 +13,8 @@
             ...                                    # patch what differs; never rebuild
 
 A session makes a tab when the tab is first opened, and updates only the tab in front. So a tab that is not open costs
-nothing. Each call holds the document's lock. `poller.latest` returns data that the Snapshot does not have, and never
-waits. `registry.py` lists the tabs in their order.
+nothing. The document's lock is held during each call of a tab, so a tab must not wait. `poller.latest` returns data
+that the Snapshot does not have, and never waits. `registry.py` lists the tabs in their order.
 """
 
 from __future__ import annotations

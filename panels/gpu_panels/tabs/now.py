@@ -23,6 +23,7 @@ from ..widgets.prose import Prose
 from ..widgets.table import Table
 from .base import Tab
 
+# The length of the small history, its points for each device, and the seconds between two reads.
 PAST_SECONDS, PAST_POINTS, PAST_EVERY = 900.0, 120, 5.0
 NOBODY_WAITS = "No request is waiting."
 

@@ -61,7 +61,7 @@ class ModelsTab(TableTab):
 
     def update(self, snapshot: Snapshot) -> None:
         """Shows the rows for `snapshot` and the catalogue."""
-        self._catalogue()  # each session that shows the tab requests it, so that it stays fresh
+        self._catalogue()  # while a session requests the catalogue, the poller reads it again
         super().update(snapshot)
 
     def _catalogue(self) -> tuple[ModelSpec, ...]:

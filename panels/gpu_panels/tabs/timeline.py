@@ -30,7 +30,7 @@ FREE = "free"
 POINTS, MOST_POINTS = (
     240,
     5_000,
-)  # moments of each device in the range; moments that are read at most
+)  # moments of each device in the shown range; the most that are read
 
 
 def encoded(value: Any) -> str:
@@ -60,7 +60,7 @@ class TimelineTab(Tab):
             margin=(5, 10),
             **NO_CAPITALS,
         )
-        self.save.variant = "outlined"  # as an argument it warns of one that nobody gave
+        self.save.variant = "outlined"  # as an argument above it warns about `button_style`
         self.panel = pn.Column(
             self._counters,
             pn.FlexBox(self.window, self.save, align_items="center", sizing_mode="stretch_width"),

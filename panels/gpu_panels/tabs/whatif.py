@@ -28,7 +28,7 @@ from ..widgets.prose import Prose
 from .base import Tab
 from .controls import BUTTONS, SELECT
 
-FETCH_SECONDS = 2.0
+FETCH_SECONDS = 2.0  # between two computations of the shown plan
 NO_MODEL = "choose …"
 ANY, USUAL = "any card", "as registered"
 LAYOUTS = (USUAL, "single", "balanced", "proportional", "whole")
@@ -103,7 +103,7 @@ def rows_after(snapshot: Snapshot, steps: Sequence[Step]) -> str:
         if row.id in touched
     ]
     has_card = any(device != HOST for device in touched)
-    ticks = both["now"].ticks if has_card else ()  # the axis is that of the cards
+    ticks = both["now"].ticks if has_card else ()  # the ticks belong to the axis of the cards
     return encoded(Rows(ticks, tuple(rows)))
 
 
