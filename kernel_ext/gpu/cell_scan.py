@@ -36,8 +36,8 @@ DEEPEST_CALL = 3  # calls within calls that are followed
 class Reading(NamedTuple):
     """The models of one cell."""
 
-    uses: tuple[str, ...] = ()  # the models that it brings onto a device, in order
-    mentions: frozenset[str] = frozenset()  # every known model that it names in any way
+    uses: tuple[str, ...] = ()  # the models that the cell brings onto a device, in order
+    mentions: frozenset[str] = frozenset()  # every known model that the cell names in any way
 
 
 class Scan:

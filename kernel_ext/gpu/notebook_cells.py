@@ -85,10 +85,10 @@ class Position:
     ) -> list[FileCell]:
         """The cells that will run after the cell with this `code` and `cell_id`.
 
-        `cells` are the notebook's code cells and `now` is the time in seconds. With `by_program` the result has all
-        later cells. Without `by_program`, it has them only if this cell began within PEOPLE_SECONDS after the end of
-        the previous cell. Also, the last cell that was found in the file must be directly before this cell, or none was
-        found yet. Otherwise, and if this cell is not in the file, the result is empty.
+        `cells` are the notebook's code cells and `now` is the time in seconds. The result has all later cells of the
+        file; it is empty if this cell is not in the file. Without `by_program`, two more conditions must hold, else
+        the result is empty. This cell must have begun within PEOPLE_SECONDS after the end of the previous cell. And
+        the last cell that was found in the file, if there is one, must be directly before this cell.
         """
         here = self._find(cells, code, cell_id)
         if here is None:
@@ -104,7 +104,7 @@ class Position:
         self._ended_at = now
 
     def failed(self) -> None:
-        """Called when a cell failed. The next cell then does not count as begun at once."""
+        """Called when a cell failed. The next cell then counts as started by a person."""
         self._ended_at = None
 
     def _find(self, cells: list[FileCell], code: str, cell_id: str) -> int | None:

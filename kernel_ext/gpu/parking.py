@@ -209,7 +209,7 @@ class Parking:
     def after_error(self, error: BaseException) -> None:
         """Called after a cell that failed. If the cell ran out of memory, idle notebooks and models are evicted."""
         # The notebook may have failed before it held any memory. So any error that mentions memory
-        # opens the runtime. Its `make_room` then recognises out-of-memory errors exactly.
+        # opens the runtime. The runtime then recognises out-of-memory errors exactly.
         about_memory = "memory" in f"{type(error).__name__} {error}".lower()
         if self._lease is None and not (about_memory and self._attach()):
             return
@@ -240,7 +240,7 @@ class Parking:
         )
 
     def mark(self) -> object:
-        """A value that changes with every message that the kernel handles."""
+        """A value that changes with every message to the kernel, except those in `messages.QUIET`."""
         return self._mark
 
     def change(self, mark: object, act: Callable[[], None]) -> str:

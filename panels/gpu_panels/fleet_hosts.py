@@ -33,8 +33,8 @@ POLLED = ("status", "history", "catalog", "allocator_maps", "plan")
 class Overview(NamedTuple):
     """The hosts of a fleet, as they were when they were last read."""
 
-    hosts: tuple[Snapshot, ...] = ()  # by name; the last snapshot of a host that is silent
-    silent: Mapping[str, float] = MappingProxyType({})  # host -> its last answer, in epoch seconds
+    hosts: tuple[Snapshot, ...] = ()  # sorted by name; of a silent host its last snapshot
+    silent: Mapping[str, float] = MappingProxyType({})  # host -> epoch seconds of its last answer
 
 
 class HostRuntime(FarRuntime):

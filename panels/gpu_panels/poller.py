@@ -36,7 +36,7 @@ class PollResult(NamedTuple):
     """The last snapshot, and whether the ledger still answers."""
 
     snapshot: Snapshot | None = None  # None if no snapshot has been read yet
-    error: str = ""  # why there is no newer snapshot; empty if there is no problem
+    error: str = ""  # why the snapshot or other data is not new; empty if all is new
     since: float = 0.0  # when the error began, in epoch seconds
     revision: int = 0  # changes whenever the result changes
 
@@ -79,7 +79,7 @@ class Poller:
         """
         self.rt, self._read = rt, read or (lambda: rt.status())
         self.result = PollResult()
-        # When a problem was first seen, in epoch seconds by its key; all sessions show the same time.
+        # The key of a problem -> when it was first seen (epoch seconds). All sessions show this time.
         self.first_seen: dict[str, float] = {}
         # If the server of the page serves models: a function that returns its figures. It is called in
         # the event loop.

@@ -16,7 +16,7 @@ from gpu_runtime.units import show_seconds
 
 from .names import process_name
 
-MOST = 500  # the number of newest lines; the CSV file has all events
+MOST = 500  # lines on the page: the newest events; the CSV file has all events
 KINDS = {  # kind -> mark, actions
     "grant": ("✓", ("granted", "loaded", "restored", "preload", "restore")),
     "wait": ("◷", ("waiting", "refused")),

@@ -60,7 +60,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
     """One device."""
 
     id: str
-    name: str  # its size, and its name if it is a real card
+    name: str  # the size, and the product name of a real card
     notices: tuple[str, ...]
     is_drained: bool
     is_over: bool  # over its budget, or not measured: a problem

@@ -1,4 +1,4 @@
-"""The rows of the strip of problems. Each has the problem, its beginning, and how much memory it concerns."""
+"""The rows of the strip of problems. A row shows the problem, its beginning, and how much memory it concerns."""
 
 from __future__ import annotations
 

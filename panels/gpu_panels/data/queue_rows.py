@@ -20,7 +20,7 @@ from .row_parts import (
     waited_cell,
 )
 
-ASLEEP_SECONDS = 2.0  # other requests overtake one that was not refreshed for longer than this
+ASLEEP_SECONDS = 2.0  # a request that was not refreshed for longer is overtaken by others
 
 QUEUE = (
     Column("#", True, "Place in the queue"),

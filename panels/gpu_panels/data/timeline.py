@@ -66,7 +66,7 @@ class Arrow(msgspec.Struct, frozen=True):
     at: float
     victim: str  # keys of rows
     heir: str
-    label: str  # such as `6× in 2 min`; empty for a single one
+    label: str  # such as `6× in 2 min`; empty for a single eviction
     hint: str
 
 

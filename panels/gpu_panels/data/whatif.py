@@ -63,7 +63,7 @@ def model_choices(snapshot: Snapshot) -> list[str]:
 def after(snapshot: Snapshot, steps: Iterable[Step]) -> Snapshot:
     """The `snapshot` as it would be if the `steps` had been done.
 
-    Models that the steps load or move to a device are shown as arriving.
+    Models that the steps load, or move to a card, are shown as arriving. A move to host memory is shown as done.
     """
     sections = dict(snapshot.sections)
     for step in steps:

@@ -1,8 +1,8 @@
-"""GPU memory in JupyterLab: a status-bar item and a side panel, and the server's route for them.
+"""GPU memory in JupyterLab: a status-bar item and a side panel, and the server's routes for them.
 
 `view` decides which values are shown, `reader` reads the ledgers for all browser tabs, `routes`
-answers the browser, and `browser/remoteEntry.js` draws. Jupyter Server imports this package when it
-starts, so the package imports nothing large, and nothing of Panel.
+answers the browser, and `browser/static/remoteEntry.js` draws. Jupyter Server imports this package
+when it starts, so the package imports nothing large, and nothing of Panel.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ def shown_rows(snapshot: Snapshot, may_act: bool) -> str:
 
 
 def notices_html(snapshot: Snapshot) -> str:
-    """HTML with the note that the governor of `snapshot` is off, and a hint if there is no GPU or no model."""
+    """HTML with a note if the governor is off in `snapshot`, and hints if there is no GPU or no lease."""
     parts = [] if snapshot.governed else [f'<div class="alarm">{esc(GOVERNOR_OFF)}</div>']
     has_card = any(not view.device.is_host for view in snapshot.devices)
     if not has_card:

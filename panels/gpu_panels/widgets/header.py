@@ -48,7 +48,7 @@ class StatusBar(JSComponent):
 
 
 def status_html(snapshot: Snapshot, visitor: Any) -> str:
-    """HTML with the number of problems, devices, host and ledger of `snapshot`, and with the `visitor`."""
+    """HTML with the number of problems, the devices, the host and the ledger of `snapshot`, and the `visitor`."""
     problems = summary(snapshot)
     host = snapshot.host or snapshot.owner.host or "this host"
     simulated = snapshot.simulated
