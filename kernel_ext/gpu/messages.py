@@ -63,7 +63,7 @@ def is_for_console(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
 async def in_thread(work: Callable[[], Any]) -> Any:
     """Calls `work` in a thread of `gpu_runtime.threads` and returns its result; None if `work` raises.
 
-    While a thread of another kind ran, the kernel's memory could not be moved (see `obstacles.py`).
+    A thread that gpu_runtime did not start would prevent a move of the kernel's memory; see `obstacles.py`.
     """
     loop = asyncio.get_running_loop()
     result = loop.create_future()

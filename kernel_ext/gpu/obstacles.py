@@ -117,7 +117,7 @@ def is_kernel_task(task: asyncio.Task[Any]) -> bool:
 
 
 def _is_kernels(*values: Any) -> bool:
-    """Whether all functions among the `values` belong to the packages of the kernel and of its widgets."""
+    """Whether all functions among the `values` (a callback and its arguments) belong to CALLBACK_PACKAGES."""
     functions = (function for value in values for function in _functions(value))
     return all(package(function) in CALLBACK_PACKAGES for function in functions)
 

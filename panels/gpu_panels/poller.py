@@ -219,8 +219,8 @@ class Poller:
 def _urgent_part(snapshot: Snapshot | None) -> Any:
     """The part of `snapshot` whose changes are published at once: holders, places, the queue, events.
 
-    All other changes, such as the measured figures and which models are in use, are published in the next second. On a
-    busy machine these figures change all the time, and to draw them in twenty sessions is most of the sessions' cost.
+    All other changes, such as the measured figures and which models are in use, are published within a second. On a
+    busy machine these figures change all the time. To draw them in twenty sessions is most of the sessions' cost.
     """
     if snapshot is None:
         return None

@@ -210,8 +210,8 @@ def _kept_parts(
 def reserved(snapshot: Snapshot, view: DeviceView) -> list[tuple[Ticket, int]]:
     """For each waiting request, the free bytes of the device in `view` that are reserved for the request.
 
-    The requests are in the order of the queue. A request first gets the bytes that leaving models will free, as in the
-    scheduler. Free bytes are reserved for the rest of the request's need.
+    The requests are in the order of the queue. As in the scheduler, a request first gets the bytes that leaving or
+    recalled leases will free. Free bytes are reserved only for what the request needs beyond these bytes.
     """
     id, left = view.device.id, max(0, view.room_bytes or 0)
     waiting = [ticket for ticket in snapshot.tickets if _is_awake_wait(ticket, snapshot)]
