@@ -1,4 +1,4 @@
-"""What a server did and does now, for a console's page: calls of each model, clients, jobs and breakers."""
+"""What a server did and does now, for a console's page: calls of each model, clients, usage, jobs and breakers."""
 
 from __future__ import annotations
 
@@ -39,6 +39,7 @@ class Served(Value):
     models: dict[str, ModelCalls]
     jobs: tuple[JobFigures, ...]  # the newest first
     now: float  # by the gateway's clock, as are the times in `state.clients`
+    usage: tuple[dict[str, Any], ...] = ()  # of the last 30 days; the rows of `Usage.of`
 
 
 def served(gateway: Gateway, jobs: Any, now: float) -> Served:
@@ -51,7 +52,8 @@ def served(gateway: Gateway, jobs: Any, now: float) -> Served:
         for job in jobs.all()
     ]
     found.sort(key=lambda job: -job.created)
-    return Served(gateway.state(), _models(gateway), tuple(found), now)
+    usage = tuple(gateway.usage.recent())
+    return Served(gateway.state(), _models(gateway), tuple(found), now, usage)
 
 
 def _models(gateway: Gateway) -> dict[str, ModelCalls]:

@@ -14,6 +14,8 @@ from .store import Store, UsageRow
 
 WRITE_SECONDS = 1.0  # the longest time for which calls are in memory only
 MOST_DAYS = 400
+RECENT_DAYS = 30
+RECENT_SECONDS = 5.0  # how long `recent` returns the same rows
 _Place = tuple[str, str, str]  # day, client, model
 
 
@@ -26,6 +28,8 @@ class Usage:
         self._wall = wall
         self._new: Counter[tuple[_Place, str]] = Counter()
         self._writing: asyncio.Task[None] | None = None
+        self._recent: list[dict[str, Any]] = []
+        self._recent_until = 0.0  # epoch seconds
 
     def add(self, client: str, facts: dict[str, Any]) -> None:
         """Counts one call of the visitor `client`. `facts` are the facts of the call in the request log."""
@@ -50,6 +54,12 @@ class Usage:
             {"client": who, "model": model, **dict(zip(names, counts, strict=True))}
             for (who, model), counts in sorted(sums.items())
         ]
+
+    def recent(self) -> list[dict[str, Any]]:
+        """The rows of the last RECENT_DAYS for all clients. They may be RECENT_SECONDS old."""
+        if self._wall() >= self._recent_until:
+            self._recent, self._recent_until = self.of(RECENT_DAYS), self._wall() + RECENT_SECONDS
+        return self._recent
 
     async def close(self) -> None:
         """Writes the counts that are not in the store yet."""

@@ -34,6 +34,7 @@ class FixedRuntime:
 
 
 VIEWER = SimpleNamespace(may_act=False, propose=lambda verb, id: None)
+OPERATOR = SimpleNamespace(may_act=True, propose=lambda verb, id: None)
 
 
 def opened(kind: Any, snapshot: Any, *, dark: bool = False, **answers: Any) -> Any:

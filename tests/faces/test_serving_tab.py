@@ -7,11 +7,12 @@ import time
 from types import SimpleNamespace
 
 from gpu_panels.console import Console
-from gpu_panels.data.serving_rows import client_rows, job_rows, model_rows, summary
+from gpu_panels.data.serving_rows import client_rows, job_rows, model_rows, summary, usage_rows
 from gpu_panels.poller import Poller
 from gpu_panels.tabs.serving import ServingTab
 from msgspec.structs import replace
 
+from gpu_runtime.engine_logs import new_log
 from gpu_runtime.serving.api.jobs import Job, Jobs
 from gpu_runtime.serving.health.breaker import BreakerState
 from gpu_runtime.serving.served import served
@@ -20,7 +21,7 @@ from tests.serving.harness import chat, harness
 from tests.serving.loops import in_loop
 
 from . import samples
-from .polling import VIEWER, FixedRuntime
+from .polling import OPERATOR, VIEWER, FixedRuntime
 
 
 def texts(rows):
@@ -76,7 +77,11 @@ def test_jobs_are_shown_without_their_ids():
     """A visitor who knows the id of a job may fetch its result."""
     old, new = Job("/v1/embeddings", 10.0, "ann"), Job("/v1/chat/completions", 20.0, "bob")
     old.status, old.ended = "succeeded", 12.5
-    gateway = SimpleNamespace(state=lambda: None, figures=SimpleNamespace(collect=lambda: ()))
+    gateway = SimpleNamespace(
+        state=lambda: None,
+        figures=SimpleNamespace(collect=lambda: ()),
+        usage=SimpleNamespace(recent=lambda: []),
+    )
     found = served(gateway, SimpleNamespace(all=lambda: [old, new]), 0.0)
     first, second = job_rows(found)
     assert [cell.text for cell in first.cells[1:]] == [
@@ -112,3 +117,43 @@ async def test_only_a_server_that_serves_models_has_the_tab():
         tab = ServingTab(poller, VIEWER)
         tab.update(poller.result.snapshot)
     assert [row[0] for row in json.loads(tab.models.rows)] == ["qwen"] and asked == [1]
+
+
+@in_loop
+async def test_the_usage_of_each_visitor_and_model_is_shown():
+    """The largest answers are first. The rows of an earlier server count too."""
+    async with harness(qwen=4, phi=1, scripts={"qwen": [], "phi": []}) as k:
+        await k.gateway.answer("chat", chat("phi", "one"), "ann")
+        for _ in range(2):
+            await k.gateway.answer("chat", chat("qwen", "one two three"), "bob")
+        found = served(k.gateway, Jobs(), time.monotonic())
+    first, second = usage_rows(found)
+    assert [cell.text for cell in first.cells[:3]] == ["bob", "qwen", "2"]
+    assert [cell.text for cell in second.cells[:3]] == ["ann", "phi", "1"]
+
+
+@in_loop
+async def test_the_log_of_an_engine_is_shown_live_to_operators_only(monkeypatch, tmp_path):
+    """A log may contain texts of calls. Its lines are shown as text, whatever they contain."""
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    log = new_log("qwen")
+    log.write_text("loading\n<b>ready</b>\x1b[31m\n")
+    async with harness(qwen=4, scripts={"qwen": []}) as k:
+        await k.gateway.answer("chat", chat("qwen", "hi"), "ann")
+        found = served(k.gateway, Jobs(), 0.0)
+    poller = polled(lambda: found)
+    tab = ServingTab(poller, OPERATOR)
+    tab.update(poller.result.snapshot)
+    assert tab.engine.options == ["none", "qwen"] and not tab.log.html
+    tab.engine.value = "qwen"
+    assert "loading\n&lt;b&gt;ready" in tab.log.html and "\x1b" not in tab.log.html
+    log.write_text("".join(f"line {n}\n" for n in range(100)))
+    tab.update(poller.result.snapshot)
+    assert "line 99" in tab.log.html and "line 50\n" not in tab.log.html
+    log.unlink()
+    tab.update(poller.result.snapshot)
+    assert not tab.log.html
+    viewer = ServingTab(poller, VIEWER)
+    viewer.update(poller.result.snapshot)
+    viewer.engine.value = "qwen"
+    assert not viewer.log.html and not viewer.logs.visible

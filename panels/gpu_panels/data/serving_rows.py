@@ -1,4 +1,4 @@
-"""The rows of the tab Serving: models with their calls and breakers, clients, and jobs. Pure."""
+"""The rows of the tab Serving: models with their calls and breakers, clients, usage, and jobs. Pure."""
 
 from __future__ import annotations
 
@@ -30,6 +30,13 @@ CLIENTS = (
     Column("Refused", True, "Calls during a cooldown"),
     Column("Cooldown", True, "How long the client is not served, as it requested"),
     Column("Models"),
+)
+USAGE = (
+    Column("Visitor", hint="A user, or key:NAME for a key of the file of keys"),
+    Column("Model"),
+    Column("Calls", True),
+    Column("Prompt tokens", True),
+    Column("Answer tokens", True),
 )
 JOBS = (
     Column("Begun"),
@@ -118,6 +125,18 @@ def _client_row(name: str, pattern: Any, now: float) -> Row:
         Cell(named + more),
     )
     return Row(name or "?", cells)
+
+
+def usage_rows(served: Any) -> tuple[Row, ...]:
+    """A row for each visitor and model of the last 30 days. The most answer tokens are first."""
+    ordered = sorted(served.usage, key=lambda row: (-row["answer_tokens"], -row["calls"]))
+    return tuple(_usage_row(row) for row in ordered)
+
+
+def _usage_row(row: dict[str, Any]) -> Row:
+    counts = [_count(row[name]) for name in ("calls", "prompt_tokens", "answer_tokens")]
+    cells = (Cell(clean(row["client"]), kind="strong"), Cell(clean(row["model"])), *counts)
+    return Row(f"{row['client']} {row['model']}", cells)
 
 
 def job_rows(served: Any) -> tuple[Row, ...]:
