@@ -206,12 +206,14 @@ class Console:
         trouble = ""
         if result.error:
             trouble = f"No new figures since {clock(result.since)}: {result.error}"
+        elif result.missing:
+            trouble = f"Some data of this page could not be read: {result.missing}"
         if _alert(trouble) != self._banner.object:
             self._banner.param.update(visible=bool(trouble), object=_alert(trouble))
         if self._chooser:  # of a fleet: other hosts may still have new figures
             self._chooser.update(self.poller, self._titles[self._tabs.active])
-            self._tabs.styles = OLD_FIGURES if trouble else {}
-            self._problems.styles = OLD_FIGURES if trouble else {}
+            self._tabs.styles = OLD_FIGURES if result.error else {}
+            self._problems.styles = OLD_FIGURES if result.error else {}
         snapshot = result.snapshot
         if snapshot is None:
             return

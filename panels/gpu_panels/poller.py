@@ -36,9 +36,10 @@ class PollResult(NamedTuple):
     """The last snapshot, and whether the ledger still answers."""
 
     snapshot: Snapshot | None = None  # None if no snapshot has been read yet
-    error: str = ""  # why the snapshot or other data is not new; empty if all is new
+    error: str = ""  # why the snapshot is not new; empty if it is new
     since: float = 0.0  # when the error began, in epoch seconds
     revision: int = 0  # changes whenever the result changes
+    missing: str = ""  # why other data, such as the catalogue, is not new; empty if it is new
 
 
 @dataclass
@@ -157,13 +158,15 @@ class Poller:
         except Exception as failure:  # any error of the ledger is shown; the page must not fail
             snapshot, error = self.result.snapshot, _error_text(failure)
         has_new_value, fetch_error = self._fetch_due()
-        self._publish(snapshot, error or fetch_error, has_new_value)
+        self._publish(snapshot, error, fetch_error, has_new_value)
 
-    def _publish(self, snapshot: Snapshot | None, error: str, has_new_value: bool) -> None:
+    def _publish(
+        self, snapshot: Snapshot | None, error: str, missing: str, has_new_value: bool
+    ) -> None:
         """Publishes the result for the sessions. Urgent changes are published at once, other changes once a second."""
         now, old = self._clock(), self.result
         is_same = (
-            error == old.error
+            (error, missing) == (old.error, old.missing)
             and not has_new_value
             and _urgent_part(snapshot) == _urgent_part(old.snapshot)
         )
@@ -173,7 +176,7 @@ class Poller:
         since = 0.0
         if error:
             since = old.since if old.error else self._wall()
-        self.result = PollResult(snapshot, error, since, old.revision + 1)
+        self.result = PollResult(snapshot, error, since, old.revision + 1, missing)
 
     def _reap(self) -> None:
         now = self._clock()

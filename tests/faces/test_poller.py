@@ -190,7 +190,8 @@ def test_a_failed_fetch_is_reported_and_the_last_value_stays(poller, clock):
     for clock.now in (0.0, 5.0, 6.0):  # the last poll fetches nothing and forgets nothing
         poller.latest("x", fetch, every=5.0)
         poller.poll()
-    assert poller.latest("x", fetch, every=5.0) == 7 and poller.result.error == "no such file"
+    assert poller.latest("x", fetch, every=5.0) == 7
+    assert (poller.result.missing, poller.result.error) == ("no such file", "")
 
 
 def test_a_value_is_computed_once_for_all_sessions(poller):
