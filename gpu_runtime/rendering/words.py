@@ -23,7 +23,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.units import show_bytes, show_seconds
 
-from .views import clean, clock, holder, lease_name
+from .views import clean, clock, holder
 
 KERNEL = "kernel"  # the name of the lease for a notebook's own memory
 QUIET_SECONDS = 10.0  # a host is shown as quiet after so long without an update by any owner
@@ -181,10 +181,9 @@ def verdict(plan: Plan) -> str:
         return f"{name} does not fit now"
     if not plan.steps:
         return f"{name} is loaded already"
-    evicted = {step.lease for step in plan.steps if lease_name(step.lease) != plan.name}
-    if not evicted:
+    if not plan.victims:
         return f"{name} fits in the free memory"
-    others = "1 other is" if len(evicted) == 1 else f"{len(evicted)} others are"
+    others = "1 other is" if len(plan.victims) == 1 else f"{len(plan.victims)} others are"
     return f"{name} fits once {others} evicted"
 
 

@@ -275,7 +275,10 @@ fits = Plan(
     Footprint((Part("weights", 11 * GIB, "header"), Part("activations", GIB, "declared"))),
     "gemma",
     command="preload gemma",
+    victims=(f"{ME.id}/qwen",),
 )
+
+
 refused = Plan(
     False,
     (),

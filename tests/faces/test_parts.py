@@ -72,7 +72,7 @@ def test_only_the_part_that_leaves_is_hatched():
 def test_what_if_shows_the_part_that_would_leave():
     whole = samples.snapshot(replace(BIG, shares=(Share("sim:0", 40 * GIB),)), gib=40.0)
     out = Move(BIG.id, (Share("sim:0", 3 * GIB),), (Share(HOST, 3 * GIB),))
-    plan = replace(samples.fits, steps=(out,), name="new")
+    plan = replace(samples.fits, steps=(out,), name="new", victims=(BIG.id,))
     then = whatif.after(whole, plan.steps)
     [lease] = then.leases()
     assert lease.shares == (Share("sim:0", 37 * GIB), Share(HOST, 3 * GIB))

@@ -104,6 +104,16 @@ def test_names_are_escaped():
     assert "<i>" not in answer(PlanAnswer(error="<i>"), samples.busy)
 
 
+def test_another_process_may_lose_a_model_of_the_same_name():
+    """Models are equal if their ids are, not their names."""
+    step, load = samples.fits.steps
+    own = replace(load, lease=f"{samples.ME.id}/qwen")
+    other = replace(step, lease=f"{samples.BOB.id}/qwen")
+    plan = replace(samples.fits, steps=(other, own), name="qwen", victims=(other.lease,))
+    assert len(evicted(plan, samples.busy)) == 1
+    assert whatif.verdict(plan) == "✓ After 1 model left · qwen fits once 1 other is evicted"
+
+
 # -- asking ----------------------------------------------------------------------------------------
 
 

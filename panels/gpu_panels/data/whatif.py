@@ -15,7 +15,6 @@ from gpu_runtime.facts import (
     DeviceView,
     Drop,
     Lease,
-    Load,
     Move,
     Phase,
     Plan,
@@ -27,7 +26,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.rendering import words
 from gpu_runtime.rendering.elements import esc
-from gpu_runtime.rendering.views import clean, lease_name
+from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes, show_seconds
 
 from .names import process_name
@@ -131,7 +130,7 @@ def evicted(plan: Plan, snapshot: Snapshot) -> list[str]:
     return [
         _eviction_words(snapshot, step, step.lease in plan.asked)
         for step in plan.steps
-        if not isinstance(step, Load) and lease_name(step.lease) != plan.name
+        if isinstance(step, (Move, Drop)) and step.lease in plan.victims
     ]
 
 
@@ -195,7 +194,7 @@ def answer(found: PlanAnswer, snapshot: Snapshot) -> str:
 
 def verdict(plan: Plan) -> str:
     """One line that states when the model of `plan` fits: now, after evictions, after a wait, or never."""
-    leaving = len({step.lease for step in plan.steps if lease_name(step.lease) != plan.name})
+    leaving = len(plan.victims)
     if plan.level is PlanLevel.NEVER:
         answer = "✗ Never, as things are"
     elif not plan.granted:
