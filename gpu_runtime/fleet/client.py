@@ -346,17 +346,27 @@ class Fleet:
         self._require_known(name)
         return ranked(self._choose(name, set())[0])
 
-    def status(self, *, timeout: str | float = cluster.ANSWER_SECONDS) -> tuple[Snapshot, ...]:
+    def status(self, *, timeout: str | float = cluster.READ_SECONDS) -> tuple[Snapshot, ...]:
         """A snapshot of each host, by name.
 
-        Hosts that do not answer within `timeout` (seconds or "30s") are left out.
+        Hosts that do not answer within `timeout` (seconds or "30s") are left out, and a warning
+        names them. As long as no host has answered, the wait takes up to a minute.
         """
         from msgspec.structs import replace
 
-        self._hosts.refresh()
-        seconds = parse_seconds(timeout)
-        found, _ = self._hosts.ask("verb", "status", (), {}, timeout=seconds)
+        found = self._read("status", seconds=parse_seconds(timeout))
         return tuple(replace(found[host], host=host) for host in sorted(found))
+
+    def _read(self, verb: str, *args: Any, seconds: float = cluster.READ_SECONDS) -> dict[str, Any]:
+        """What `rt.VERB(*args)` returns on each host. Silent hosts are left out, with a warning."""
+        self._hosts.refresh()
+        longest = max(seconds, cluster.ANSWER_SECONDS)
+        found, missing = self._hosts.ask(
+            "verb", verb, args, {}, timeout=seconds, longest=longest, enough=bool
+        )
+        for host, why in sorted(missing.items()):
+            log.warning("%s is left out of %s: %s", host, verb, why)
+        return found
 
     def hosts(self) -> tuple[str, ...]:
         """The names of the hosts that have joined and whose nodes are alive."""
@@ -378,16 +388,14 @@ class Fleet:
     def _table(self, verb: str) -> DataFrame:
         import pandas
 
-        self._hosts.refresh()
-        found, _ = self._hosts.ask("verb", verb, (), {})
+        found = self._read(verb)
         frames = [found[host].assign(host=host) for host in sorted(found)]
         return pandas.concat(frames, ignore_index=True) if frames else pandas.DataFrame()
 
     def why(self, name: str) -> dict[str, tuple[Any, ...]]:
         """The last decisions on the model `name` by host, the newest first. Raises UnknownModel."""
         self._require_known(name)
-        self._hosts.refresh()
-        found, _ = self._hosts.ask("verb", "why", (name,), {})
+        found = self._read("why", name)
         return {host: events for host, events in sorted(found.items()) if events}
 
     def close(self) -> None:

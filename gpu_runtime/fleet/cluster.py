@@ -23,6 +23,9 @@ AGENT = "agent:"  # followed by the id of the node
 WISHES = b"wishes"
 HOSTS = b"host:"  # followed by the id of the node; the value is the host's name
 ANSWER_SECONDS = 60.0  # for an answer that needs no model
+READ_SECONDS = (
+    5.0  # a host that does not answer a reading for so long is left out, if another answers
+)
 OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out, if another can serve
 SILENT, GONE = "it does not answer", "it is gone"  # why a host gave no answer
 FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import transformers

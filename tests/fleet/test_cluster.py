@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
+from types import SimpleNamespace
 
+import pandas
 import pytest
 
 import gpu_runtime
 from gpu_runtime import FleetUnavailable, cli
 from gpu_runtime.fleet import cluster
+from gpu_runtime.fleet.client import Fleet
 from gpu_runtime.fleet.drill import Drill
 
 
@@ -75,6 +78,24 @@ def test_slow_hosts_are_awaited_only_if_no_other_can_serve(monkeypatch, delays, 
     assert (tuple(got.values()), ray.now) == (found, ended)
     assert set(missing.values()) <= {"it does not answer"}
     assert {*got, *missing} == {*references}
+
+
+def test_a_reading_waits_five_seconds_for_a_frozen_host_and_names_it(monkeypatch, caplog):
+    """It took up to a minute. As long as no host has answered, it still may."""
+    ray = FakeRay()
+    monkeypatch.setattr(cluster, "ray", lambda: ray)
+    monkeypatch.setattr(cluster, "answer", lambda reference, timeout: pandas.DataFrame({"n": [1]}))
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: ray.now)
+    fleet = Fleet.__new__(Fleet)
+    delays = {"box1": 0.2, "box2": 90.0}
+    fleet._hosts = SimpleNamespace(
+        refresh=lambda: None, ask=lambda *_, **words: cluster.answers(delays, **words)
+    )
+    assert list(fleet.models()["host"]) == ["box1"] and ray.now == 5.0
+    assert "box2 is left out of models: it does not answer" in caplog.text
+    delays["box1"] = 20.0
+    ray.now = 0.0
+    assert list(fleet.models()["host"]) == ["box1"] and ray.now == 20.0
 
 
 def test_a_drill_starts_on_a_machine_where_ray_never_ran(monkeypatch, tmp_path):
