@@ -311,7 +311,8 @@ def _stillness(value: Any) -> Any:
     return value
 
 
-RULES: dict[str, Rule] = {  # parameter, or method.parameter where it means something else -> rule
+# The keys are names of parameters. `METHOD.PARAMETER` is for one method with another rule.
+RULES: dict[str, Rule] = {
     "name": MODEL,
     "register.name": NEW_NAME,
     "adopt.name": NEW_NAME,

@@ -52,7 +52,7 @@ MOST_PROBLEMS = 9  # further errors of one file that are listed after the first
 class GpuError(Exception):
     """A failure, explained in a sentence for the user. Its `facts` are also attributes."""
 
-    places: tuple[str, ...] = ()  # the user's lines of an error that is not kept
+    places: tuple[str, ...] = ()  # the user's lines, noted here if the traceback is dropped
 
     def __init__(self, message: str, **facts: Any) -> None:
         """`message` is the sentence. Each of the `facts` becomes an attribute.

@@ -35,7 +35,6 @@ def preset(name: str) -> dict[str, str]:
 
     A card larger than 24 GB gets the variables of the preset 24GB. Raises BadSetting for any other
     size without a preset.
-    Source: Semantik, Recommended Configurations by VRAM Size.
 
     >>> preset("8gb")["GPU_MEMORY_MAX_PERCENT"], preset("80GB") == preset("24GB+")
     ('0.85', True)

@@ -11,9 +11,13 @@ from typing import Any
 
 
 class _Frozen:
-    """The objects of some classes that `gc.freeze()` hid, as found by the last search."""
+    """Frozen objects that were searched for: for each set of classes, weak references to its objects.
 
-    count = 0  # of all frozen objects: a smaller count means only that some were released
+    Frozen objects are objects that `gc.freeze()` has hidden. The references are kept until more
+    objects are frozen, or until none is.
+    """
+
+    count = 0  # number of frozen objects at the last search; releasing objects reduces it
     found: dict[frozenset[int], list[Callable[[], Any]]] = {}  # noqa: RUF012  # by ids of classes
 
 

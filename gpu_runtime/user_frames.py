@@ -39,7 +39,7 @@ def user_lines(error: BaseException) -> list[str]:
     the lines of the cause are used. An example is an out-of-memory report at the end of a `with`
     block.
     """
-    at: dict[FrameType, int] = {}  # in a frame of both errors, the line of the cause is wanted
+    at: dict[FrameType, int] = {}  # frame -> line; if two errors share a frame, the cause's line
     link: BaseException | None = error
     for _ in range(MOST_LINES):  # a chain may be a cycle
         if link is None:
@@ -48,7 +48,7 @@ def user_lines(error: BaseException) -> list[str]:
         at |= {frame: line for frame, line in frames if _is_users(frame)}
         link = link.__cause__
     lines = [_line(frame, number) for frame, number in at.items()]
-    # Above a line of a cell's text, the line of its magic says nothing more.
+    # The line of a cell's magic, such as `%%gpu`, is needed only if it is the line that failed.
     lines = [line for line in lines[:-1] if ": %%" not in line] + lines[-1:]
     if len(lines) <= MOST_LINES:
         return lines
@@ -63,7 +63,7 @@ def shorten_interrupt(error: KeyboardInterrupt, sentence: str) -> None:
 
     def render() -> list[str]:
         """The sentence as a single line, or every frame if the user typed `%tb`."""
-        # `error` of the closure is not used: the two would refer to each other.
+        # This function does not use `error`. Else the error and the function would refer to each other.
         shown = sys.exc_info()[1] or getattr(sys, "last_value", None)
         return [sentence] if shown is None else rendered(shown, [sentence])
 
@@ -84,7 +84,7 @@ def _cell(path: str) -> str:
 
 
 def running_cell(most: int = 0) -> int:
-    """The number of the running cell, as in `In[7]`. The result is `most` without IPython."""
+    """The number of the running cell, as in `In[7]`. If no cell called this function, `most`."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         cell = _cell(frame.f_code.co_filename)

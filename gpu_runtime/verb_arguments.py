@@ -120,7 +120,7 @@ def switch(flag: str, help: str) -> Argument:
     return Argument((flag,), {"action": "store_true", "help": help})
 
 
-# -- conversion: text that a person typed to a value ---------------------------------------------
+# -- functions that convert typed text into values ------------------------------------------------
 
 
 def importance(text: str) -> str | int:

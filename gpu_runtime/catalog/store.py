@@ -387,7 +387,10 @@ def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
 
 
 def _entry(manifest: Manifest, file: Path, base: str = "") -> CatalogEntry:
-    """The entry of `manifest`, with absolute paths, since the stored `file` is elsewhere."""
+    """The entry of `manifest`. Relative paths become absolute: against `base`, else the folder of `file`.
+
+    The catalogue stores the entry in a folder of its own, from which relative paths would be wrong.
+    """
     spec = dict(manifest.body["spec"])
     base = base or str(file.parent)
     if spec.get("path"):

@@ -309,7 +309,7 @@ class Kernel:
     def make_room_to_retry(self, error: BaseException) -> str:
         """Makes room after the out-of-memory `error` of a cell that the user allows to run again.
 
-        Returns a sentence if a lease left. Returns an empty text if no lease left, or if `error` is
+        Returns a sentence if a lease was evicted. Returns an empty text if none was, or if `error` is
         no out-of-memory error.
         """
         if not is_out_of_memory(error):

@@ -300,7 +300,10 @@ class Resident:
         self.report_loss(kind, because)
 
     def lose(self) -> None:
-        """Releases a gone or unusable model. Kept references work again after the next load."""
+        """Releases a model that is gone or unusable.
+
+        References to the model that user code has kept work again after the next load.
+        """
         self._drop()
 
     def begin_moving(self) -> bool:

@@ -19,7 +19,7 @@ from ..units import GIB
 
 GB = 10**9
 YOUNGEST_SECONDS = 20.0  # added to the age of a use, so that the newest use does not outweigh all
-LEAST_SECONDS = 0.1  # shorter times of loading are equal: they differ by chance
+LEAST_SECONDS = 0.1  # a shorter time counts as this: such times differ by chance
 DISK_BYTES_PER_SECOND = 1 * GB  # of a load that was never measured
 HOST_BYTES_PER_SECOND = 10 * GB  # of a restore that was never measured
 

@@ -238,7 +238,10 @@ def precious_bytes(leases: Iterable[Lease]) -> int:
 
 
 def freed_bytes(leaving: Lease) -> int:
-    """The bytes of cards that the lease `leaving` frees: the bytes of its target, or all bytes."""
+    """How many bytes become free on cards when the lease `leaving` leaves.
+
+    If the lease has a target, only the bytes in the target leave; else all its bytes.
+    """
     freed = leaving.freed_by(leaving.target)
     return sum([share.bytes for share in freed if share.device != HOST])
 
