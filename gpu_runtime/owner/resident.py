@@ -300,10 +300,7 @@ class Resident:
         self.report_loss(kind, because)
 
     def lose(self) -> None:
-        """Releases a model that is gone or unusable.
-
-        References to the model that user code has kept work again after the next load.
-        """
+        """Releases a gone or unusable model. The user's references work again after a reload."""
         self._drop()
 
     def begin_moving(self) -> bool:
