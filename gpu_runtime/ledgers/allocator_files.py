@@ -18,7 +18,7 @@ from .liveness import Life, life
 from .owner_files import Beside
 
 # Bytes of one owner's file. A larger file was not written by gpu-console: a map of 8,192 blocks
-# takes at most half of this.
+# takes at most half of MOST_BYTES.
 MOST_BYTES = 1 << 20
 _encode = msgspec.json.Encoder().encode
 _decode = msgspec.json.Decoder(tuple[AllocatorMap, ...]).decode
@@ -35,7 +35,7 @@ class MapFiles:
         self._seen: dict[str, tuple[_Stamp, Maps]] = {}
 
     def publish(self, id: str, maps: Maps) -> None:
-        """Replaces the maps of the owner `id` by `maps`. Raises OSError."""
+        """Writes `maps` as the only maps of the owner `id`. Raises OSError."""
         os.close(self._files.replace(id, _encode(maps)))
 
     def withdraw(self, id: str) -> None:
@@ -43,7 +43,7 @@ class MapFiles:
         self._files.withdraw(id)
 
     def read(self) -> dict[str, Maps]:
-        """The maps of the living owners, by owner id. An unchanged file is not read again."""
+        """The maps of the living owners, by owner id. A file is decoded again only if it changed."""
         found = {}
         for id in self._files.ids():
             maps = self._files.read(id, MOST_BYTES, partial(self._new, id))

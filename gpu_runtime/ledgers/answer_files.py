@@ -18,7 +18,7 @@ from ..facts import Holdings
 from .owner_files import Beside
 
 MOST_BYTES = 512 << 10  # a larger file was not written by gpu-console
-MOST_ASKERS = 8  # a file keeps the last answer to so many askers
+MOST_ASKERS = 8  # a file has the answers to the 8 processes that were answered last
 
 Answers = dict[str, Holdings]  # the id of the asking owner -> its last answer
 _encode = msgspec.json.Encoder().encode
@@ -50,7 +50,7 @@ class AnswerFiles:
             os.close(files.replace(id, _encode(given)))
 
     def read(self, id: str, asker: str) -> Holdings | None:
-        """The last answer of the owner `id` for `asker`; None if this user can read no answer."""
+        """An answer of the owner `id` for `asker`, private before public; None if none is readable."""
         for files in (self._private, self._public):
             answers = files.read(id, MOST_BYTES, lambda fd, _: _read(fd))
             if answers is not None and asker in answers:

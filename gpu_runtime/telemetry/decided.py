@@ -52,7 +52,7 @@ def pack(decided: Decided) -> bytes:
 
 
 def unpack(content: bytes) -> Decided | None:
-    """The decision in `content`. None if another version wrote the decision in another format."""
+    """The decision in `content`. None if it is damaged or was written in another format."""
     if content[:1] != FORMAT:
         return None
     try:
@@ -67,7 +67,7 @@ def is_small(decided: Decided) -> bool:
 
 
 def insert(db: sqlite3.Connection, decisions: Iterable[Decided]) -> None:
-    """Writes `decisions` into the journal's file `db`, and removes the oldest decisions."""
+    """Writes `decisions` into the journal's file `db`, and keeps only the newest `KEPT` there."""
     db.execute(_TABLE)
     for decided in decisions:
         row = (decided.model, pack(decided))

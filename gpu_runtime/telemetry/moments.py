@@ -46,8 +46,8 @@ def _moment(view: DeviceView, claims: dict[str, int], wall: float) -> Moment:
 def alike(one: Moment, other: Moment) -> bool:
     """Whether `one` and `other` look the same in a chart.
 
-    Two moments look the same if their claims are equal and the driver's figures differ only by
-    noise.
+    Two moments look the same if their total, limit, level and claims are equal, and the measured
+    figures differ only by noise.
     """
     if _exact(one) != _exact(other):
         return False

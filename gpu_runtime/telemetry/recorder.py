@@ -46,7 +46,7 @@ class Recorder:
         self._book: Peek | None = None
 
     def turn(self, figures: Figures) -> None:
-        """Reads the book once and combines it with the measured `figures`. Raises GpuError."""
+        """Records the book and the measured `figures`, and writes if it is time. Raises GpuError."""
         if self._book is None:
             self._book = peek(self._url, self._directory)
         book = self._book.look()
@@ -71,8 +71,8 @@ class Recorder:
 
 
 def now_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[Moment, ...]:
-    """A moment of each device of `book`. The measured `figures` are the figures of the real
-    devices.
+    """A moment of each device of `book` that has a limit. The measured `figures` are used only for
+    real devices.
 
     Both `now` (seconds since the boot) and `wall` (epoch seconds) are the time of the moments.
     """
