@@ -27,9 +27,10 @@ def part_of(book: Book, owner_id: str) -> Book:
 
 
 def union(parts: list[Book]) -> Book:
-    """One book made from the `parts` of its owners. The newest part is last.
+    """One book made from `parts`, the parts of several owners, with the newest part last.
 
-    The newest part that has a section decides which cards are drained.
+    For devices and limits the first part that names a device wins. The drained cards are those of
+    the last part that has a section.
     """
     devices: dict[str, Device] = {}
     limits: dict[str, int] = {}

@@ -1,7 +1,7 @@
 """Finds the ledgers that processes have open, from the open files that /proc lists.
 
-No register is needed, which could be out of date: the operating system lists the open files of a
-living process. Only processes of this user are seen. A ledger in memory has no files and is not
+A register of ledgers could be out of date. The operating system's list of a living process's open
+files cannot. Only processes of this user are seen. A ledger in memory has no files and is not
 found. Nothing here opens a ledger.
 """
 
@@ -18,7 +18,7 @@ from .liveness import boot_id
 from .location import split_redis_url
 
 PROC = Path("/proc")
-_MOST_CHILDREN = 64  # after so many processes of one tree, no further children are read
+_MOST_CHILDREN = 64  # once a tree has this many processes, no further children are read
 
 
 class OpenLedger(NamedTuple):
@@ -29,7 +29,7 @@ class OpenLedger(NamedTuple):
 
 
 def of_process(pid: int, proc: Path = PROC) -> tuple[OpenLedger, ...]:
-    """The ledgers that the process `pid` has open, the first opened first.
+    """The ledgers that the process `pid` has open, in the order of its file descriptors.
 
     The result is empty if the process has ended or belongs to another user.
     """

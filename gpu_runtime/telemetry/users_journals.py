@@ -1,8 +1,8 @@
 """Reads the journals that other users of a shared ledger wrote. The content of these journals is
 never trusted.
 
-Each file is copied into memory, and SQLite works on the copy. So the reader holds no lock for which
-a writer would wait. Nor can a file of another user make SQLite write or wait in this process.
+Each file is copied into memory, and SQLite works on the copy. So the reader holds no lock, and the
+writer never waits for it. A file of another user cannot make SQLite write or wait in this process.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..private_paths import read_plain
 MOST_EVENTS = 10_000
 MOST_BYTES = 64 << 20  # a journal of 10,000 events has about 5 MiB
 MOST_STEPS = (
-    5_000_000  # steps of SQLite for one file, about 0.1 s, because its tables may be anything
+    5_000_000  # steps of SQLite for one file, about 0.1 s, as another user chose its tables
 )
 STEPS_AT_ONCE = 100_000
 ATTEMPTS = 3  # the other user may write the file while it is copied
@@ -30,7 +30,7 @@ ATTEMPTS = 3  # the other user may write the file while it is copied
 log = logging.getLogger("gpu_runtime")
 _decode = msgspec.json.Decoder(Event).decode
 _complained: set[Path] = set()
-_endless: dict[Path, int] = {}  # files in which a query did not end, and when they were written
+_endless: dict[Path, int] = {}  # files whose query took too many steps -> their write time
 
 
 def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
