@@ -1,7 +1,7 @@
 """Finds the ledgers that processes have open, from the open files that /proc lists.
 
-A register of ledgers could be out of date. The operating system's list of a living process's open
-files cannot. Only processes of this user are seen. A ledger in memory has no files and is not
+A register of ledgers could be out of date. The operating system's list of a process's open files
+is always current. Only processes of this user are seen. A ledger in memory has no files and is not
 found. Nothing here opens a ledger.
 """
 
