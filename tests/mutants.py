@@ -746,7 +746,7 @@ FAULTS = [
     Fault(
         "duplex: a stage frees more than has left",
         "scheduler/duplex",
-        "    rest = lease.leaving_bytes - (in_host - lease.bytes_on(HOST))\n",
+        "    rest = lease.leaving_bytes - moved\n",
         "    rest = lease.leaving_bytes - in_host\n",
         DUPLEX,
     ),

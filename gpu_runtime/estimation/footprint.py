@@ -1,8 +1,8 @@
 """The bytes that a model needs on a device, part by part, with the source of each number.
 
-Pure. `Evidence` from the source, the declared size and earlier measurements go in; a `Footprint`
-comes out. Nothing is loaded. The size of the weights is taken from the first known source in this
-list:
+Pure. There are three inputs: the declared size, earlier measurements, and the `Evidence` that the
+source gives. The result is a `Footprint`. Nothing is loaded. The size of the weights is taken from
+the first known source in this list:
     declared size > measured before > header of the files > module without data > size of the files
     > the name
 

@@ -214,7 +214,10 @@ _ARRIVED = ("granted", "loaded", "restored")
 
 
 def _swapping(seen: Snapshot) -> Iterator[Problem]:
-    """Yields a problem if two models left a card by turns four times in the last five minutes."""
+    """Yields a problem if two models left a card alternately, such as A, B, A, B.
+
+    There must be at least LEAST_TURNS such evictions in the last five minutes.
+    """
     recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
     for view in seen.devices:
         if view.device.is_host:

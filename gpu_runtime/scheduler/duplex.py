@@ -45,7 +45,9 @@ def departure_stages(lease: Lease, target: Shares, least_bytes: int) -> int:
     """
     size = sum([share.bytes for share in target])
     copied = not (lease.shadow_bytes or lease.copy)
-    if not (lease.piece_bytes and copied and least_bytes):
+    if not copied or not lease.piece_bytes:
+        return 0
+    if not least_bytes:
         return 0
     if any([share.device != HOST for share in target]):
         return 0
@@ -63,7 +65,8 @@ def part_left(book: Book, step: Move, shares: Shares, world: World) -> Book:
     if lease is None or lease.phase is not Phase.LEAVING:
         return book
     in_host = sum([share.bytes for share in shares if share.device == HOST])
-    rest = lease.leaving_bytes - (in_host - lease.bytes_on(HOST))
+    moved = in_host - lease.bytes_on(HOST)
+    rest = lease.leaving_bytes - moved
     leaving = replace(
         lease.holding(shares),
         target=(Share(HOST, rest),),
@@ -81,9 +84,11 @@ def returning_part(book: Book, request: Request, context: Context, need: Shares)
     last bytes return with the grant of the whole model, which also has the working memory.
     """
     lease = book.lease(request.lease.owner, request.lease.name)
-    if lease is None or not (request.stage_bytes and request.wait and lease.piece_bytes):
+    if not request.stage_bytes or not request.wait:
         return 0
-    if len(need) != 1 or lease.phase is not Phase.SETTLED:
+    if lease is None or lease.phase is not Phase.SETTLED:
+        return 0
+    if not lease.piece_bytes or len(need) != 1:
         return 0
     card = need[0].device
     here = lease.bytes_on(card)
@@ -98,8 +103,11 @@ def returning_part(book: Book, request: Request, context: Context, need: Shares)
 
 def is_part(lease: Lease) -> bool:
     """Whether only a part of this arriving `lease` returns, and the rest stays in host memory."""
-    coming = sum([share.bytes for share in lease.filled or lease.target])
-    return bool(lease.target) and coming < lease.bytes_on(HOST)
+    if not lease.target:
+        return False
+    shares = lease.filled or lease.target
+    coming = sum([share.bytes for share in shares])
+    return coming < lease.bytes_on(HOST)
 
 
 def without(need: Shares, part: int) -> Shares:

@@ -1,6 +1,6 @@
 """Makes the verdict on a request for which leases are evicted.
 
-The verdict has the steps of this owner, the recalls of other owners' leases, and sentences. Pure. A
+The verdict has the requester's own steps, the recalls of other owners' leases, and sentences. Pure. A
 recall is a request to another owner to evict its lease. Bytes are free only after the evicted lease
 has left. So a request that makes room waits, and its ticket keeps its place in the queue.
 `evictable` decides which leases may be evicted. A shadow is an unchanged copy in host memory of a
@@ -44,7 +44,7 @@ def make_room(
     context: Context,
     way: Way,
 ) -> tuple[Book, Wait]:
-    """The `book` with this owner's victims marked as leaving, and a Wait with steps and recalls.
+    """The `book` with the requester's own victims marked as leaving, and a Wait with steps and recalls.
 
     `way` is the result of `cheapest_way`, which was called with the same `request`, `world`, `rank`
     and `context`. Other owners see the recall on the ticket of the request.
@@ -135,7 +135,7 @@ class _Eviction:
         self.sentences: list[str] = []
 
     def free_shadow(self, lease: Lease) -> None:
-        """Frees the shadow of a `lease` of this owner, or recalls the shadow from another owner."""
+        """Frees the shadow of `lease`, or asks its owner to free it if another owner has the lease."""
         self.spared.add(lease.id)
         self.freed_soon += lease.shadow_bytes
         copy = f"the copy of {lease.name} in host memory"
@@ -152,7 +152,7 @@ class _Eviction:
         return lease_title(lease, self.book.owner(lease.owner))
 
     def unload_from_warm_pool(self, lease: Lease) -> None:
-        """Drops a `lease` of this owner in host memory, or recalls a lease of another owner."""
+        """Drops `lease` in host memory, or recalls it if another owner than the requester has it."""
         if lease.owner != self.request.lease.owner:
             self.recalled.append(lease.id)
             self.recalled_bytes.append(0)
@@ -167,7 +167,7 @@ class _Eviction:
         self.sentences.append(f"{self._title(lease)} is unloaded from the warm pool.")
 
     def evict(self, lease: Lease) -> None:
-        """Moves or drops a `lease` of this owner on a device, or recalls another owner's lease."""
+        """Moves or drops `lease` on a device, or recalls it if another owner has it."""
         name, title = self._title(self.request.lease), self._title(lease)
         size = show_bytes(self.request.footprint.bytes)
         idle = show_seconds(lease.idle_seconds(self.world.now))

@@ -63,7 +63,8 @@ class Recipe:
     def health_path(self) -> str:
         """A path that needs no key. The server answers 200 at this path once it is ready.
 
-        For most engines the model is then loaded. For the others, `prepare` loads the model.
+        Most engines are ready only after they have loaded the model. The others are ready before,
+        and `prepare` loads the model.
         """
         return "/health"
 
