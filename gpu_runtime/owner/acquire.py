@@ -316,7 +316,8 @@ class _Departures:
         try:
             self._session.uninterrupted(self._key, act)
         except Exception as error:  # the request thread meets the same ledger, and raises
-            log.warning("%s did not leave: %s", lease_id, explain.first_line(error))
+            level = logging.DEBUG if self._session.closed else logging.WARNING
+            log.log(level, "%s did not leave: %s", lease_id, explain.first_line(error))
 
 
 def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:

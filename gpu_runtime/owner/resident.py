@@ -337,6 +337,8 @@ class Resident:
         If a drop would lose weights that exist nowhere else, this raises Stays and drops nothing.
         """
         with self._working():
+            if self.handle is None:
+                raise Stays("it was released meanwhile")
             if isinstance(step, Drop):
                 if not self.backend.unchanged(self.handle):
                     raise Stays("its weights differ from their source, so they exist nowhere else")

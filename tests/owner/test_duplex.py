@@ -188,3 +188,80 @@ def test_modules_that_cross_keep_every_bit(runtime, monkeypatch):
         with rt.use(name, timeout=60):
             state, expected = module.state_dict(), twins[name].state_dict()
             assert all(torch.equal(state[key], expected[key]) for key in expected)
+
+
+@pytest.mark.parametrize("end", ["close", "forget"])
+def test_the_end_of_a_leaving_model_is_no_failed_move(runtime, caplog, end):
+    """A user may forget the model between two of its stages, or close the runtime."""
+    rt = runtime(**BOX)
+    hooks = crossing(rt, rt)
+    ended, outcome = threading.Event(), []
+
+    def pause(verb: str) -> None:
+        """Lets the test end the model after the second stage."""
+        if verb == "move" and hooks.armed:
+            hooks.stages += 1
+            if hooks.stages == 2:
+                ended.set()
+
+    rt._session.residents["old"].handle.hook = pause
+
+    def use() -> None:
+        try:
+            with rt.use("new", timeout=30):
+                outcome.append("used")
+        except Exception as error:
+            outcome.append(type(error).__name__)
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    assert ended.wait(30)
+    if end == "close":
+        rt.close()
+    else:
+        rt.forget("old")
+    thread.join(60)
+    assert outcome == ["used"] or end == "close"
+    assert "AttributeError" not in caplog.text and "did not leave" not in caplog.text
+
+
+@pytest.mark.thorough
+def test_models_of_two_processes_cross_in_four_threads(runtime, shared_book, monkeypatch):
+    """Each thread uses its model on cards that hold two of the four. No weight is lost, and all end."""
+    monkeypatch.setattr(torch_model, "LEAST_BYTES_IN_PARTS", 1)
+    monkeypatch.setattr(parts, "STAGE_BYTES", 1)
+    gc.collect()
+    modules = {f"m{n}": Net().eval().requires_grad_(False) for n in range(4)}
+    twins = copy.deepcopy(modules)
+    size = sum(p.nbytes for p in modules["m0"].parameters())
+    box = {**BOX, "devices": f"sim:{size * 22 // 10}B,host:256MiB", "ledger": shared_book}
+    owners = [runtime(**box), runtime(**box)]
+    crossed = {"part_left": 0, "grant_part": 0}
+    for name in crossed:
+        monkeypatch.setattr(duplex, name, counting(crossed, name))
+    ended = []
+
+    def work(rt: Any, name: str) -> None:
+        for turn in range(150):
+            with rt.use(name, timeout=60):
+                for pair in (modules, twins):
+                    for weight in pair[name].parameters():
+                        weight.add_(turn)
+        ended.append(name)
+
+    for n, (name, module) in enumerate(modules.items()):
+        owners[n % 2].adopt(name, module)
+    threads = [
+        threading.Thread(target=work, args=(owners[n % 2], name)) for n, name in enumerate(modules)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(120)
+    assert sorted(ended) == list(modules)
+    assert crossed["part_left"], "they left whole"
+    for n, (name, module) in enumerate(modules.items()):
+        with owners[n % 2].use(name, timeout=60):
+            state, expected = module.state_dict(), twins[name].state_dict()
+            assert all(torch.equal(state[key], expected[key]) for key in expected)
+    assert not owners[0]._session.ledger.read().tickets
