@@ -77,7 +77,10 @@ def preload(rt: Any, args: argparse.Namespace) -> Outcome:
 def evictions(rt: Any, args: argparse.Namespace) -> Any:
     """A DataFrame from `rt` of the evictions, or with `--all` in `args` of all events."""
     read = rt.events if args.all else rt.evictions
-    return read(**given(args, "limit"))
+    frame = read(**given(args, "limit"))
+    sections = rt.status().sections
+    frame.attrs["owners"] = {id: section.owner.label for id, section in sections.items()}
+    return frame
 
 
 def doctor(rt: Any, args: argparse.Namespace) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..errors import GpuError
-from ..facts import Book, LeaseId, Outcome
+from ..facts import Book, LeaseId, Outcome, Owner
 from ..units import parse_seconds, show_bytes
 from . import operations, permissions, registry, requests
 from .session import Session
@@ -42,8 +42,7 @@ def defrag(session: Session, process: str, timeout: str | float | None) -> Outco
         )
         freed += answer.bytes
         done = done and (answer.done or not process)
-        pending = "" if answer.done else ", and has not answered yet"
-        sentences.append(f"{owner.label}: {answer.because}{pending}")
+        sentences.append(_sentence(owner, answer))
     return Outcome(
         verb="defrag",
         name=process,
@@ -51,6 +50,15 @@ def defrag(session: Session, process: str, timeout: str | float | None) -> Outco
         because="; ".join(sentences),
         bytes=freed,
     )
+
+
+def _sentence(owner: Owner, answer: Outcome) -> str:
+    """What `owner` freed, or why its process has not answered."""
+    if answer.done:
+        return f"{show_bytes(answer.bytes)} came free in {owner.label}"
+    # The sentences after the first one describe the process, for example that it is stopped.
+    _, _, about = answer.because.partition(". ")
+    return about.rstrip(".") or f"{owner.label} has not answered yet"
 
 
 def empty_cache(session: Session) -> int:

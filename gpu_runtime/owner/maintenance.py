@@ -312,8 +312,7 @@ def carry_out_order(session: Session, order: Order) -> None:
         return
     try:
         outcome = _perform(session, order)
-        requested = f", as {order.who} requested" if order.who else ""
-        action, because, size = order.verb, outcome.because + requested, outcome.bytes
+        action, because, size = order.verb, outcome.because, outcome.bytes
     except Exception as error:  # every error is answered, else the requester waits for ever
         action, because, size = "failed", explain.first_line(error), 0
     try:

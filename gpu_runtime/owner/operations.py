@@ -15,7 +15,7 @@ from ..errors import Busy, GpuError, NotAllowed, StillInUse
 from ..facts import Grant, LeaseId, Move, Outcome, Refuse, Wait
 from ..scheduler.asks import DISK
 from ..units import parse_seconds, show_bytes, show_seconds
-from . import acquire, interrupts, migrate, permissions, registry, release, requests
+from . import acquire, interrupts, migrate, permissions, presence, registry, release, requests
 from .resident import Place, Resident
 from .session import Session, log
 
@@ -216,7 +216,7 @@ def ask_owner(
             where=where,
         )
     if must and isinstance(verdict, Refuse):
-        raise _refused(target, verdict)
+        raise _refused(session, target, verdict)
     if must and wait and isinstance(verdict, Wait):
         raise _unanswered(target, verdict, seconds)
     return Outcome(
@@ -227,9 +227,10 @@ def ask_owner(
     )
 
 
-def _refused(target: LeaseId, verdict: Refuse) -> GpuError:
+def _refused(session: Session, target: LeaseId, verdict: Refuse) -> GpuError:
     because = verdict.because.rstrip(".") + "."
     if verdict.kind in ("in use", "kept"):
+        because += presence.if_stopped(session, target.owner)
         return StillInUse(because, name=target.name, lease=str(target), owner=target.owner)
     return GpuError(because, name=target.name)
 

@@ -88,5 +88,6 @@ def _rows(frame: Any) -> tuple[list[str], list[list[str]], int]:
     if more:
         half = MOST_SHOWN // 2
         records = [*records[:half], *records[-half:]]
-    rows = [[text.cell(name, record[name]) for name in columns] for record in records]
+    owners = frame.attrs.get("owners")
+    rows = [[text.cell(name, record[name], owners) for name in columns] for record in records]
     return columns, rows, more

@@ -113,7 +113,7 @@ def _past(snapshot: Snapshot) -> str:
         parts.append(
             line(
                 f'<span class="g-soft">Last decision, {clock(event.wall)}:</span>',
-                f"<b>{esc(event.model)}</b>",
+                f"<b>{esc(words.event_subject(event, snapshot))}</b>",
                 esc(words.event_sentence(event)),
             )
         )
@@ -129,7 +129,8 @@ def health(found: Health) -> str:
     """The health `found`, as one line."""
     used = ""
     if found.used_percent is not None:
-        used = f'<span class="g-soft">{found.used_percent:.0f} % used</span>'
+        fullest = f" (fullest: {found.fullest})" if found.fullest else ""
+        used = f'<span class="g-soft">{found.used_percent:.0f} % used{esc(fullest)}</span>'
     state = "healthy" if found.healthy else "not healthy"
     return page(line(pill(found.pressure), f"<b>{state}</b>", used, esc(found.message)))
 

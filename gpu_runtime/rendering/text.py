@@ -103,8 +103,9 @@ def _past(snapshot: Snapshot) -> list[str]:
     lines = []
     if snapshot.events:
         last = snapshot.events[-1]
+        subject = clean(words.event_subject(last, snapshot))
         sentence = clean(words.event_sentence(last))
-        lines.append(f"Last decision  {clock(last.wall)}  {clean(last.model)} {sentence}")
+        lines.append(f"Last decision  {clock(last.wall)}  {subject} {sentence}")
     if any(snapshot.totals.values()):
         lines.append(words.counters(snapshot))
     return lines
@@ -236,8 +237,11 @@ def is_number(column: str) -> bool:
     return column.endswith(("bytes", "_seconds", "uses", "pins", "pid", "percent", "_s"))
 
 
-def cell(column: str, value: Any) -> str:
-    """The text for a `value` of a DataFrame. The name of the `column` gives the unit of the value."""
+def cell(column: str, value: Any, owners: Mapping[str, str] | None = None) -> str:
+    """The text for a `value` of a DataFrame. The name of the `column` gives the unit of the value.
+
+    `owners` has the labels of known processes by their owner's id.
+    """
     is_missing = value is None or type(value).__name__ in ("NAType", "NaTType")
     if is_missing or value != value:  # NaN differs from itself
         return "unknown" if column.endswith("bytes") else ""
@@ -250,7 +254,8 @@ def cell(column: str, value: Any) -> str:
     if column == "importance" and isinstance(value, int):
         return importance_name(value).removeprefix("importance ")
     if column == "owner" and _OWNER_ID.fullmatch(str(value)):
-        return f"pid {str(value).partition('.')[0]}"
+        known = (owners or {}).get(str(value))
+        return clean(known) if known else f"pid {str(value).partition('.')[0]}"
     if isinstance(value, bool) or type(value).__name__ == "bool":  # also NumPy's bool
         return "yes" if value else ""
     return str(value)
@@ -263,7 +268,8 @@ def health(found: Health) -> str:
     """The health `found`, in one line."""
     used = "unknown" if found.used_percent is None else f"{found.used_percent:.0f} %"
     state = "healthy" if found.healthy else "NOT healthy"
-    return f"{state} · pressure {found.pressure} · used {used} · {found.message}"
+    fullest = f" (fullest: {found.fullest})" if found.fullest else ""
+    return f"{state} · pressure {found.pressure} · used {used}{fullest} · {found.message}"
 
 
 def outcome(done: Outcome) -> str:

@@ -75,7 +75,7 @@ _EVENT_PHRASES = {
     "drained": "was drained",
     "undrained": "accepts leases again",
     "restore": "was restored for another process",
-    "defrag": "was requested to release its cache",
+    "defrag": "released its allocator's cache",
     "who": "listed what its variables hold",
     "cancel": "no longer waits for memory",
     "asked": "received a request",
@@ -104,6 +104,16 @@ def event_sentence(event: Event) -> str:
     requested = f"{_requester_prefix(event)} {event.by}" if event.by else ""
     reason = f": {because}" if because else ""
     return f"{event_phrase(event)}{requested}{reason}."
+
+
+def event_subject(event: Event, snapshot: Snapshot) -> str:
+    """The name that goes before the sentence about `event`: the model's name or the process.
+
+    An event without a model is about its process, and so is an event of a notebook's own memory.
+    """
+    if event.model and event.model != KERNEL:
+        return event.model
+    return holder(snapshot, event.owner)
 
 
 def _requester_prefix(event: Event) -> str:

@@ -186,7 +186,17 @@ def test_every_verb_is_tested_here():
 
 def test_evictions_lists_evictions_and_with_all_every_event(shell, models):
     assert set(run(shell, "%gpu evictions").action) == {"offloaded"}
-    assert "loaded" in set(run(shell, "%gpu evictions --all").action)
+    answer = run(shell, "%gpu evictions --all")
+    assert "loaded" in set(answer.action)
+    assert set(answer.owner) == {models._session.me}  # code still reads the owner's id
+
+
+def test_evictions_shows_a_living_process_by_its_notebook(shell, models, monkeypatch):
+    frame = run(shell, "%gpu evictions --all")
+    me = next(iter(frame.attrs["owners"]))
+    assert frame.attrs["owners"] == {me: models.status().owner.label}
+    frame.attrs["owners"][me] = "train.ipynb (pid 7)"
+    assert "train.ipynb (pid 7)" in repr(frame) and "train.ipynb (pid 7)" in frame._repr_html_()
 
 
 def test_gpuctl_is_a_second_name_for_the_magic(shell, models):
@@ -296,6 +306,8 @@ def test_a_typo_suggests_the_nearest_verb(shell, typed, nearest):
         ("rm qwen", "forget or evict"),
         ("abort qwen", "cancel or evict"),
         ("ps", "status or models"),
+        ("events", "evictions or why"),
+        ("processes", "leases or status"),
     ],
 )
 def test_a_word_of_another_tool_suggests_the_verbs_of_that_meaning(shell, rt, typed, meant):

@@ -202,6 +202,24 @@ def test_health_is_one_line():
         text.health(Health(False, Level.CRITICAL, None, "x"))
         == "NOT healthy · pressure CRITICAL · used unknown · x"
     )
+    assert (
+        text.health(Health(True, Level.MODERATE, 42.0, "Memory usage moderate", "sim:1 79 %"))
+        == "healthy · pressure MODERATE · used 42 % (fullest: sim:1 79 %) · Memory usage moderate"
+    )
+
+
+def test_an_event_without_a_model_names_its_process():
+    """A cache is released by a process, not by a model. A notebook's own memory has no name."""
+    [other] = [id for id in samples.busy.sections if id != samples.busy.owner.id]
+    released = Event(9, 0.0, "", "defrag", "defrag", "0 B came free", owner=other, by="root, pid 7")
+    stepped_aside = Event(9, 0.0, "kernel", "offloaded", "evict", "", 8 * GIB, "sim:0", other)
+    for event, sentence in (
+        (released, "released its allocator's cache, requested by root, pid 7: 0 B came free."),
+        (stepped_aside, "was offloaded from sim:0, freeing 8.0 GiB."),
+    ):
+        shown = replace(samples.busy, events=(event,))
+        assert f"analysis.ipynb (pid 4121), bob {sentence}" in text.status(shown)
+        assert "<b>analysis.ipynb (pid 4121), bob</b>" in html.status(shown)
 
 
 def test_a_preset_is_lines_for_a_shell():

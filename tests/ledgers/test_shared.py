@@ -494,12 +494,10 @@ def test_operators_may_request_everything(box):
     ann, ops = box.kernel(ANN, writer="5GiB"), box.kernel(OPS)
     ann.run("rt.preload('writer')")
     assert ops.run("rt.pin('writer').done") == "True"
-    expected, deadline = (
-        f"writer is kept on its device, as {OPS}, pid {ops.pid} requested",
-        time.monotonic() + 10,
-    )
+    expected = f"('writer is kept on its device', '{OPS}, pid {ops.pid}')"
+    deadline = time.monotonic() + 10
     # The answer is written after the action.
-    while expected not in ann.run("[e.because for e in rt.status().events]"):
+    while expected not in ann.run("[(e.because, e.by) for e in rt.status().events]"):
         assert time.monotonic() < deadline
     assert ops.run("rt.unpin('writer').done") == "True"
 

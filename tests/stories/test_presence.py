@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runtime import Busy, Runtime
+from gpu_runtime import Busy, Runtime, StillInUse
 from gpu_runtime.facts import ProcessState
 from gpu_runtime.rendering import text
 from tests.nvml_driver import until
@@ -75,6 +75,20 @@ def test_who_waits_for_a_stopped_process_learns_why(kernel, console):
     console.register("llama", backend="fake", size="14GiB")
     with pytest.raises(Busy, match=rf"pid {kernel.process.pid} is stopped, and keeps its memory"):
         console.preload("llama", timeout=0.1)
+
+
+def test_an_eviction_from_a_stopped_process_says_what_to_type(kernel, console):
+    """The model is in use and never leaves by itself, because the process does not run."""
+    kernel.tell("held = rt.use('qwen'); held.__enter__()")
+    pid = kernel.process.pid
+    until(lambda: any(lease.pins for lease in console.status().leases()), 10.0)
+    with pytest.raises(StillInUse) as running:
+        console.evict("qwen", timeout=5)
+    assert "stopped" not in str(running.value)
+    kernel.signal(signal.SIGSTOP)
+    until(lambda: state(console, kernel) is ProcessState.STOPPED, 10.0)
+    with pytest.raises(StillInUse, match=rf"pid {pid} is stopped.\n  Let .* kill -CONT {pid}"):
+        console.evict("qwen", timeout=5)
 
 
 @pytest.mark.soak
