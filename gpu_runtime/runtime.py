@@ -20,7 +20,6 @@ from .backends.base import Progress, Stillness
 from .catalog.resolve import Catalogued
 from .catalog.store import Catalog
 from .devices.probe import Probe, open_probe
-from .errors import LedgerUnavailable
 from .facts import (
     AllocatorMap,
     Applied,
@@ -56,6 +55,7 @@ from .owner import (
     operations,
     registry,
     status,
+    stopped,
     unproven_owners,
     waits,
 )
@@ -148,12 +148,7 @@ class Runtime:
                 self._open()
                 self._is_inherited = False
         if self._opened.closed:
-            url = self._opened.ledger.url
-            raise LedgerUnavailable(
-                f"this runtime was closed, and its ledger {url} with it.\n"
-                "  Open another:  rt = gpu_runtime.runtime()",
-                path=url,
-            )
+            raise closing.closed_error(self._opened)
         return self._opened
 
     @property
@@ -440,6 +435,11 @@ class Runtime:
         return checkpoints.unpark(self._session, who, checkpoint)
 
     @checked
+    def resume(self, process: str) -> Outcome:
+        """Continues a stopped `process`: a pid or a notebook's file name. Raises NotAllowed."""
+        return stopped.resume(self._session, process)
+
+    @checked
     def attach_kernel(self, stillness: Stillness) -> Kernel:
         """This process's kernel, for the front end that runs its cells; see owner/kernel.py."""
         return kernel.attach(self._session, stillness)
@@ -553,8 +553,7 @@ class Runtime:
     def allocator_maps(self) -> tuple[AllocatorMap, ...]:
         """The maps of the allocators of all processes, with their segments and blocks.
 
-        The map of this process is made now. Other processes publish their maps, usually within 2 s
-        of a change.
+        Another process usually publishes its map within 2 s of a change.
         """
         return status.allocator_maps(self._session)
 

@@ -50,7 +50,8 @@ class Problem(Value):
     text: str  # what is wrong, and what a person can do
     bytes: int = 0  # the memory that the problem holds or needs; 0: none, or unknown
     wall: float = 0.0  # since when, in epoch seconds; 0: unknown
-    # Actions that may help: the verb, and the lease's id or, to cancel, the request's key.
+    # Actions that may help: the verb and the lease's id; the request's key to
+    # cancel, and `OWNER_ID/` to resume.
     actions: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -154,7 +155,7 @@ def _programs(seen: Snapshot, view: DeviceView) -> str:
 _STATES = {
     ProcessState.STOPPED: (
         ProblemKind.STOPPED,
-        "{who} is stopped and holds {size}. To continue it: kill -CONT {pid}. To end it: kill {pid}.",
+        "{who} is stopped and holds {size}. To continue it: kill -CONT {pid}. To end it: kill -9 {pid}.",
     ),
     ProcessState.DUMPING: (
         ProblemKind.STOPPED,
@@ -177,7 +178,9 @@ def _processes(seen: Snapshot) -> Iterator[Problem]:
         kind, text = _STATES[presence.state]
         owner = section.owner
         words = text.format(who=owner.label, size=show_bytes(size), pid=owner.pid)
-        yield Problem(kind, id, words, size, _wall(seen, presence.since))
+        can_continue = presence.state is ProcessState.STOPPED
+        actions = (("resume", f"{id}/"),) if can_continue else ()
+        yield Problem(kind, id, words, size, _wall(seen, presence.since), actions)
 
 
 # -- requests ------------------------------------------------------------------------------------

@@ -42,7 +42,7 @@ NODE_TURNS = 3  # after so many of these checks, the agent also checks its own n
 IN_PROCESSES = ("fake", "llama_cpp", "transformers")
 VERBS = (  # methods of Runtime that others may call through the agent
     "status models leases events evictions history decisions fragmentation health plan why doctor "
-    "schedule preload evict restore move pin unpin drain defrag specs "
+    "schedule preload evict restore move pin unpin resume drain defrag specs "
     "who catalog allocator_maps backtest cancel"
 ).split()
 

@@ -11,7 +11,7 @@ import weakref
 from typing import Any
 
 from .. import threads
-from ..errors import GpuError
+from ..errors import GpuError, LedgerUnavailable
 from ..scheduler import transitions as books
 from .governed_calls import release_calls
 from .session import Session, log
@@ -42,6 +42,16 @@ def close(session: Session) -> None:
         log.debug("the book could not be left in order: %s", error)
     session.journal.flush()
     session.ledger.close()
+
+
+def closed_error(session: Session) -> LedgerUnavailable:
+    """The error of a call on a runtime whose `session` is closed."""
+    url = session.ledger.url
+    return LedgerUnavailable(
+        f"this runtime was closed, and its ledger {url} with it.\n"
+        "  Open another:  rt = gpu_runtime.runtime()",
+        path=url,
+    )
 
 
 def remembered_until_exit() -> weakref.WeakSet[Any]:

@@ -15,7 +15,7 @@ from ..errors import Busy, GpuError, NotAllowed, StillInUse
 from ..facts import Grant, LeaseId, Move, Outcome, Refuse, Wait
 from ..scheduler.asks import DISK
 from ..units import parse_seconds, show_bytes, show_seconds
-from . import acquire, interrupts, migrate, permissions, presence, registry, release, requests
+from . import acquire, interrupts, migrate, permissions, registry, release, requests, stopped
 from .resident import Place, Resident
 from .session import Session, log
 
@@ -230,7 +230,7 @@ def ask_owner(
 def _refused(session: Session, target: LeaseId, verdict: Refuse) -> GpuError:
     because = verdict.because.rstrip(".") + "."
     if verdict.kind in ("in use", "kept"):
-        because += presence.if_stopped(session, target.owner)
+        because += stopped.hint(session, target.owner)
         return StillInUse(because, name=target.name, lease=str(target), owner=target.owner)
     return GpuError(because, name=target.name)
 

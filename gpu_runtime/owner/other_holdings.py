@@ -13,12 +13,11 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from ..errors import Busy, GpuError
-from ..facts import HOST, Book, Holder, Holdings, LeaseId, Outcome
-from ..ledgers.liveness import Sight
+from ..facts import HOST, Book, Holder, Holdings, LeaseId, Outcome, Owner
 from ..names import MODEL
 from ..scheduler.recall import Order
 from ..units import show_bytes
-from . import holdings, operations
+from . import holdings, operations, stopped
 from .resident import Place, Resident
 from .session import Session
 
@@ -40,53 +39,36 @@ def who(session: Session, process: str, seconds: float = ANSWER_SECONDS) -> Hold
     Raises GpuError, NotAllowed, Busy.
     """
     book = session.ledger.read()
-    id = _found(book, process)
-    if id == session.me:
+    owner = stopped.owner_named(book, process)
+    if owner.id == session.me:
         in_cell = threading.current_thread() is threading.main_thread()
         return own(session) if in_cell else _listed(session)
-    label = book.sections[id].owner.label
-    _require_running(session, book, id)
+    _require_running(session, book, owner)
     try:
-        operations.ask_owner(session, "who", LeaseId(id, ""), seconds)
+        operations.ask_owner(session, "who", LeaseId(owner.id, ""), seconds)
     except Busy as error:
-        _require_running(session, book, id)  # it may have been stopped meanwhile
+        _require_running(session, book, owner)  # it may have been stopped meanwhile
         raise Busy(
-            f"{label} has not answered for {seconds:.0f} s. Its interpreter is blocked, or its "
+            f"{owner.label} has not answered for {seconds:.0f} s. Its interpreter is blocked, or its "
             "version of gpu-console is too old to answer.",
             name="",
             waited_seconds=seconds,
             because=str(error),
         ) from None
-    answer = session.ledger.answer(id)
+    answer = session.ledger.answer(owner.id)
     if answer is None:
-        raise GpuError(f"{label} answered, but its answer cannot be read from here.")
-    return replace(answer, process=label)
+        raise GpuError(f"{owner.label} answered, but its answer cannot be read from here.")
+    return replace(answer, process=owner.label)
 
 
-def _require_running(session: Session, book: Book, id: str) -> None:
-    """Raises GpuError if the process with the owner's `id` is stopped."""
-    if session.ledger.sights(book, [id]).get(id) is Sight.STOPPED:
-        owner = book.sections[id].owner
+def _require_running(session: Session, book: Book, owner: Owner) -> None:
+    """Raises GpuError if the process of `owner` is stopped."""
+    if stopped.is_stopped(session, book, owner.id):
         raise GpuError(
             f"{owner.label} is stopped, so it cannot answer.\n"
             f"  Let it continue:  kill -CONT {owner.pid}",
             process=owner.label,
         )
-
-
-def _found(book: Book, process: str) -> str:
-    """The id of the owner that `process` names. Raises GpuError for an unknown `process`."""
-    owners = [section.owner for section in book.sections.values()]
-    found = [owner.id for owner in owners if process in owner.names]
-    if len(found) == 1:
-        return found[0]
-    labels = ", ".join(sorted(owner.label for owner in owners))
-    if found:
-        raise GpuError(f"{process} is the name of {len(found)} processes: {labels}.\n  Use a pid.")
-    raise GpuError(
-        f"no process {process!r} shares this ledger. Those that do: {labels or 'none'}.",
-        process=process,
-    )
 
 
 # -- the answering side ----------------------------------------------------------------------------

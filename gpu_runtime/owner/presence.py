@@ -65,18 +65,6 @@ def _last_sign(section: Section) -> float:
     return max(stamps)
 
 
-def if_stopped(session: Session, owner: str) -> str:
-    """Two lines with what to type if the process with the id `owner` is stopped; else empty."""
-    book = session.ledger.read()
-    if session.ledger.sights(book, [owner]).get(owner) is not Sight.STOPPED:
-        return ""
-    stopped = book.sections[owner].owner
-    return (
-        f"\n  {stopped.label} is stopped."
-        f"\n  Let it continue:  kill -CONT {stopped.pid}      or end it:  kill {stopped.pid}"
-    )
-
-
 def explained(session: Session, wait: Wait) -> Wait:
     """Returns `wait` with a sentence for each blocking process that is stopped or has crashed."""
     leases = (*wait.blockers, *wait.asked)

@@ -14,6 +14,17 @@ from . import elements, text
 
 Show = Callable[[Any], str]  # a DataFrame -> what is shown
 MOST_SHOWN = 60  # rows; of a longer table the first and the last rows are shown
+# Columns of the table of allocators that repeat other columns, or that few people need. They are
+# not shown, because about eight columns fit into a notebook. The DataFrame has them.
+_NOT_SHOWN = {
+    "user",
+    "pid",
+    "notebook",
+    "fragmentation_bytes",
+    "fragmentation_percent",
+    "alloc_retries",
+    "ooms",
+}
 
 
 def for_people(frame: Any) -> Any:
@@ -82,7 +93,9 @@ def _rows(frame: Any) -> tuple[list[str], list[list[str]], int]:
     """The names of the columns, the cells of the shown rows, and the number of rows that are not
     shown.
     """
-    columns = list(frame.columns)
+    is_of_allocators = "reserved_bytes" in frame.columns
+    hidden = _NOT_SHOWN if is_of_allocators else ()
+    columns = [name for name in frame.columns if name not in hidden]
     more = max(0, len(frame) - MOST_SHOWN)
     records = frame.to_dict("records")
     if more:

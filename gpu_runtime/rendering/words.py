@@ -76,6 +76,7 @@ _EVENT_PHRASES = {
     "undrained": "accepts leases again",
     "restore": "was restored for another process",
     "defrag": "released its allocator's cache",
+    "resume": "continued a stopped process",
     "who": "listed what its variables hold",
     "cancel": "no longer waits for memory",
     "asked": "received a request",

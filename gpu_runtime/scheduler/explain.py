@@ -180,7 +180,7 @@ def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:
     pids = _pids(book, wait.silent)
     if pids:
         hint = (
-            f"If it was stopped, let it continue:  kill -CONT {pids}      or end it:  kill {pids}\n"
+            f"If it was stopped, let it continue:  kill -CONT {pids}      or end it:  kill -9 {pids}\n"
             "  Its memory is freed when it responds, or ends."
         )
     waited = show_seconds(waited_seconds)

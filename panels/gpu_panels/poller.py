@@ -18,6 +18,8 @@ from gpu_runtime import forks, threads
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Lease, Snapshot
 
+from .data.problem_rows import FirstSeen
+
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
 S = TypeVar("S")
@@ -80,8 +82,7 @@ class Poller:
         """
         self.rt, self._read = rt, read or (lambda: rt.status())
         self.result = PollResult()
-        # The key of a problem -> when it was first seen (epoch seconds). All sessions show this time.
-        self.first_seen: dict[str, float] = {}
+        self.first_seen = FirstSeen()  # all sessions show these times of problems
         # If the server of the page serves models: a function that returns its figures. It is called in
         # the event loop.
         self.serving: Callable[[], Any] | None = None

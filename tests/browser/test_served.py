@@ -440,6 +440,20 @@ def test_an_owner_that_does_not_answer_is_shown_with_the_time(opened, kernel):
     assert where(kernel) == "host"
 
 
+def test_a_stopped_process_is_continued_from_its_problem(opened, kernel):
+    kernel.tell("held = rt.use('qwen'); held.__enter__()")
+    kernel.signal(signal.SIGSTOP)
+    try:
+        seen = opened()
+        seen.row(f"pid {pid(kernel)} is stopped").locator("button", has_text="Continue").click()
+        seen.page.locator("[role=dialog] button", has_text="Continue").click()
+        seen.page.locator(".outcome.done", has_text="runs again").wait_for()
+        seen.row(f"pid {pid(kernel)} is stopped").wait_for(state="detached")
+    finally:
+        kernel.signal(signal.SIGCONT)
+    assert kernel.tell("held.__exit__(None, None, None)") == "done"
+
+
 def test_a_table_is_filtered_and_sorted_in_the_browser(opened, kernel):
     assert (
         kernel.tell(

@@ -52,6 +52,8 @@ def test_a_stopped_process_is_a_problem_while_it_holds_memory():
         (ProblemKind.SILENT, BOB.id, 2 * GIB, WALL - 9),
     ]
     assert "kill -CONT 4000" in found[0].text
+    assert "kill -9 4000" in found[0].text, "SIGTERM waits until the process continues"
+    assert [p.actions for p in found] == [(("resume", f"{ME.id}/"),), ()]
     assert kinds(replace(snapshot(), presences=stopped)) == []
 
 

@@ -4,12 +4,15 @@ changes since the click.
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 from gpu_panels.acting import attempt
 from gpu_panels.data.confirmations import Proposal, changed, propose, question
 from msgspec.structs import replace
 
-from gpu_runtime.facts import Declared, LeaseId, Phase
+from gpu_runtime.facts import Declared, LeaseId, Outcome, Phase, Presence, ProcessState
 
 from .samples import BOB, HOST, ME, NOW, drained, lease, snapshot
 
@@ -131,6 +134,24 @@ def test_a_change_since_the_click_is_reported_and_nothing_is_done(verb, then, wo
     """In the last case another owner has a model of that name. The visitor did not mean that model."""
     difference = changed(propose(verb, at(), idle()), then)
     assert words in difference and difference.endswith("Nothing was done.")
+
+
+def test_a_stopped_process_is_continued_only_while_it_is_stopped():
+    stopped = replace(idle(), presences={ME.id: Presence(ProcessState.STOPPED)})
+    proposal = propose("resume", at(""), stopped)
+    text = question(proposal, stopped)
+    assert (text.title, text.confirm) == ("Continue train.ipynb (pid 4000), ann?", "Continue")
+    assert "SIGCONT" in text.lines[0] and not text.grave
+    assert changed(proposal, stopped) == ""
+    assert changed(proposal, idle()).startswith("train.ipynb (pid 4000) is not stopped any more.")
+    assert "has ended" in changed(proposal, replace(stopped, sections={}))
+    done = Outcome("resume", ME.id, True, "train.ipynb (pid 4000) runs again")
+    rt = SimpleNamespace(
+        status=lambda: stopped,
+        on_behalf_of=lambda name: nullcontext(),
+        resume={ME.id: done}.__getitem__,
+    )
+    assert attempt(rt, proposal, "ann") == ("done", done.because)
 
 
 def test_unpin_and_evict_is_one_step_whose_question_says_both():

@@ -21,7 +21,7 @@ from gpu_panels import console
 from gpu_panels.actions import DONE_SECONDS, MOST_REPORTS
 from gpu_panels.console import Console
 from gpu_panels.data.confirmations import propose
-from gpu_panels.data.problem_rows import problem_rows
+from gpu_panels.data.problem_rows import FirstSeen, problem_rows
 from gpu_panels.poller import Poller
 from gpu_panels.tabs import registry
 from gpu_panels.tabs.base import Tab
@@ -340,12 +340,23 @@ def test_a_button_of_a_problem_opens_the_dialog_of_its_lease(page, poller):
 
 def test_a_problem_without_a_known_begin_is_shown_since_it_was_first_seen():
     seen = samples.overdraft
-    first: dict[str, float] = {}
+    first = FirstSeen()
     rows = problem_rows(seen, first)
     later = problem_rows(replace(seen, wall=seen.wall + 60), first)
-    assert [row.cells[1].value for row in rows] == [row.cells[1].value for row in later]
+    assert [row.cells[1] for row in rows] == [row.cells[1] for row in later]
     problem_rows(samples.empty, first)
-    assert first == {}, "a problem that is over is forgotten"
+    assert first.times == {}, "a problem that is over is forgotten"
+
+
+@pytest.mark.parametrize(
+    ("seconds_before", "word"), [(None, "before"), (3600.0, "before"), (2.0, "")]
+)
+def test_a_beginning_that_no_snapshot_saw_is_shown_as_before(seconds_before, word):
+    """The page may be opened an hour after a process was stopped."""
+    seen, first = samples.overdraft, FirstSeen()
+    if seconds_before is not None:
+        problem_rows(replace(samples.empty, wall=seen.wall - seconds_before), first)
+    assert {row.cells[1].text for row in problem_rows(seen, first)} == {word}
 
 
 def test_names_in_the_status_bar_are_escaped():

@@ -6,6 +6,7 @@ import json
 from types import SimpleNamespace
 
 import pytest
+from gpu_panels.data.problem_rows import FirstSeen
 from gpu_panels.lab import view
 from gpu_panels.lab.view import LabKernel, LedgerName
 from msgspec.structs import replace
@@ -97,7 +98,10 @@ def test_a_stopped_process_with_memory_is_a_problem():
     found = shown(replace(world, presences=stopped))
     [problem] = found["problems"]
     assert problem["text"].startswith("train.ipynb (pid 4000) is stopped and holds 14.0 GiB.")
-    assert problem["since"] == WALL, "the time of the first snapshot with it"
+    assert (problem["since"], problem["before"]) == (WALL, True), "the first snapshot with it"
+    assert problem["actions"] == [
+        {"verb": "resume", "target": f"{ME.id}/", "label": "Continue"},
+    ]
     assert found["status"].endswith("1 problem") and found["groups"][0]["trouble"] == "stopped"
     assert shown(replace(snapshot(), presences=stopped))["problems"] == []
 
@@ -106,7 +110,7 @@ def test_a_problem_keeps_its_begin_and_has_the_buttons_that_may_help():
     """A long wait can be ended, and the pinned model that blocks it can be unpinned."""
     world = snapshot(lease("qwen", 14, keep=True), tickets=[ticket(waited=400.0)])
     [problem] = shown(world)["problems"]
-    assert problem["since"] == WALL - 400
+    assert (problem["since"], problem["before"]) == (WALL - 400, False)
     assert [(one["verb"], one["target"], one["label"]) for one in problem["actions"]] == [
         ("unpin", f"{ME.id}/qwen", "Unpin qwen"),
         ("cancel", "k", "End wait"),
@@ -114,7 +118,7 @@ def test_a_problem_keeps_its_begin_and_has_the_buttons_that_may_help():
     stopped = replace(
         snapshot(lease("qwen", 14)), presences={ME.id: Presence(ProcessState.STOPPED)}
     )
-    first_seen: dict[str, float] = {}
+    first_seen = FirstSeen()
     found = [
         shown(replace(stopped, wall=WALL + later), first_seen=first_seen)["problems"][0]["since"]
         for later in (0.0, 60.0)

@@ -10,6 +10,7 @@ fails here.
 from __future__ import annotations
 
 import inspect
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -138,6 +139,7 @@ PLAIN: dict[str, dict[str, Any]] = {
     "unpark": {},
     "attach_kernel": {"stillness": Still()},
     "defrag": {},
+    "resume": {"process": str(os.getpid())},
     "free": {},
     "who": {},
     "drain": {"device": "sim:0"},

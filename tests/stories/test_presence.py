@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runtime import Busy, Runtime, StillInUse
-from gpu_runtime.facts import ProcessState
+from gpu_runtime import Busy, GpuError, NotAllowed, Runtime, StillInUse
+from gpu_runtime.facts import ProcessState, problems
 from gpu_runtime.rendering import text
 from tests.nvml_driver import until
 from tests.stories.test_processes import DEVICES, Kernel
@@ -89,6 +89,38 @@ def test_an_eviction_from_a_stopped_process_says_what_to_type(kernel, console):
     until(lambda: state(console, kernel) is ProcessState.STOPPED, 10.0)
     with pytest.raises(StillInUse, match=rf"pid {pid} is stopped.\n  Let .* kill -CONT {pid}"):
         console.evict("qwen", timeout=5)
+
+
+def test_a_stopped_process_can_be_continued(kernel, console):
+    """The problem offers it. The signal goes to the process that the ledger knows."""
+    pid = kernel.process.pid
+    assert console.resume(str(pid)).because == f"pid {pid} is not stopped"
+    kernel.signal(signal.SIGSTOP)
+    until(lambda: state(console, kernel) is ProcessState.STOPPED, 10.0)
+    [problem] = problems(console.status())
+    [(verb, target)] = problem.actions
+    assert (verb, f"kill -9 {pid}" in problem.text) == ("resume", True)
+    done = console.resume(target.removesuffix("/"))
+    assert done.done and done.because == f"pid {pid} runs again"
+    assert state(console, kernel) is ProcessState.RUNNING and not problems(console.status())
+    [event] = [event for event in console.status().events if event.action == "resume"]
+    assert event.because == done.because
+    with pytest.raises(GpuError, match="no process '99999999' shares this ledger"):
+        console.resume("99999999")
+
+
+def test_a_process_of_another_user_is_not_continued(kernel, console, monkeypatch):
+    """The operating system decides. The error names who may do it, and the command."""
+    kernel.signal(signal.SIGSTOP)
+    until(lambda: state(console, kernel) is ProcessState.STOPPED, 10.0)
+
+    def forbidden(fd: int, number: int) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(signal, "pidfd_send_signal", forbidden)
+    with pytest.raises(NotAllowed, match=rf"and root may .*\n.* kill -CONT {kernel.process.pid}"):
+        console.resume(str(kernel.process.pid))
+    assert state(console, kernel) is ProcessState.STOPPED
 
 
 @pytest.mark.soak

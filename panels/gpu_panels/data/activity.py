@@ -24,7 +24,10 @@ KINDS = {  # kind -> mark, actions
     "ended": ("○", ("released", "reaped", "lost", "left", "ended")),
     "operator": (
         "☞",
-        ("asked", "declined", "pin", "unpin", "drained", "undrained", "defrag", "who", "cancel"),
+        (
+            *("asked", "declined", "pin", "unpin", "drained", "undrained"),
+            *("defrag", "resume", "who", "cancel"),
+        ),
     ),
 }
 _KIND_OF = {action: kind for kind, (_, actions) in KINDS.items() for action in actions}

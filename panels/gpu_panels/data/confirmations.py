@@ -13,6 +13,7 @@ from gpu_runtime.facts import (
     Lease,
     LeaseId,
     Phase,
+    ProcessState,
     Snapshot,
     Ticket,
     lease_title,
@@ -34,6 +35,7 @@ VERBS = {
     "pin": "Pin",
     "unpin": "Unpin",
     "defrag": "Compact",
+    "resume": "Continue",  # a stopped process
     "park": "Park",
     "unpark": "Unpark",
     "cancel": "End wait",  # the target is the key of a waiting request
@@ -49,10 +51,12 @@ NOTHING_DONE = "Nothing was done."
 
 
 class Proposal(NamedTuple):
-    """One action on one lease. `defrag` acts on a process instead, and a verb in ON_CARDS acts on a card."""
+    """One action on one lease. `defrag` and `resume` act on a process, and a verb in ON_CARDS acts on a card."""
 
     verb: str
-    target: str  # owner id / model name, as in the book; `owner id/` for defrag, `/CARD` for a card
+    target: (
+        str  # owner id / model name, as in the book; `owner id/` for a process, `/CARD` for a card
+    )
     where: str = ""  # where the model was at the click
     bytes: int = 0
     pid: int = 0  # pid of the process; 0 if no process had published the model
@@ -104,6 +108,8 @@ def propose(verb: str, target: str, snapshot: Snapshot) -> Proposal:
     if section is None:
         return proposal
     proposal = proposal._replace(pid=section.owner.pid)
+    if verb == "resume":
+        return proposal._replace(title=section.owner.label)
     lease = section.lease(proposal.name)
     if lease is None:
         declared = snapshot.declared.get(proposal.owner, {}).get(proposal.name)
@@ -165,6 +171,12 @@ def question(proposal: Proposal, snapshot: Snapshot) -> Question:
             "other models need the memory."
         )
         return Question(f"Unpin {name}?", (effect, held_by), label)
+    if proposal.verb == "resume":
+        lines = (
+            "It gets the signal SIGCONT, and runs on from where it was stopped.",
+            "It keeps its memory. What is idle can then be evicted.",
+        )
+        return Question(f"Continue {process}?", lines, label)
     lines = (
         "Its allocator returns cached blocks that are not in use to the device.",
         "Models stay where they are. Code that runs there can be slower for a moment, until the "
@@ -339,6 +351,10 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
         return f"The process that held {name or 'it'} has ended." if had_process else ""
     if proposal.verb == "defrag":
         return ""
+    if proposal.verb == "resume":
+        presence = snapshot.presences.get(proposal.owner)
+        is_stopped = presence is not None and presence.state is ProcessState.STOPPED
+        return "" if is_stopped else f"{section.owner.label} is not stopped any more."
     lease = section.lease(proposal.name)
     if lease is None:
         is_still_loadable = (

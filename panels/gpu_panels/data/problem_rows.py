@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import NamedTuple
+
 from gpu_runtime.facts import Problem, Snapshot, lease_title, problems
 from gpu_runtime.rendering.views import clean
 
@@ -12,27 +15,47 @@ from .row_parts import NOTHING, bytes_cell
 PROBLEMS = (Column("Problem"), Column("Since"), Column("Memory", True))
 
 NO_PROBLEMS = "No problems"
+GAP_SECONDS = (
+    10.0  # between two snapshots; after a longer gap, the beginning of a new problem is unknown
+)
 
 
-def problem_rows(snapshot: Snapshot, first_seen: dict[str, float]) -> tuple[Row, ...]:
-    """A row for each problem in `snapshot`.
+class Since(NamedTuple):
+    """The beginning of a problem."""
 
-    `first_seen` maps the key of each problem to the epoch seconds at which a snapshot first had the problem. This
-    function updates `first_seen`. If the beginning of a problem is unknown, the time in `first_seen` is shown.
+    wall: float  # epoch seconds
+    is_before: bool  # whether it began at an unknown time before `wall`
+
+
+class FirstSeen:
+    """When each problem was first seen. It is for problems whose beginning the snapshot does not give.
+
+    If no snapshot was read shortly before, the problem began at an unknown time before it was first seen.
     """
+
+    def __init__(self) -> None:
+        self.times: dict[str, Since] = {}  # by the key of the problem
+        self._read_wall = float("-inf")  # of the last snapshot, in epoch seconds
+
+    def update(self, keys: Iterable[str], wall: float) -> None:
+        """Adds new problems with these `keys` in the snapshot of `wall` (epoch seconds), and removes ended ones."""
+        now = Since(wall, wall - self._read_wall > GAP_SECONDS)
+        self.times = {key: self.times.get(key, now) for key in keys}
+        self._read_wall = wall
+
+
+def problem_rows(snapshot: Snapshot, first_seen: FirstSeen) -> tuple[Row, ...]:
+    """A row for each problem in `snapshot`. `first_seen` has the times of earlier snapshots, and is updated."""
     found = problems(snapshot)
-    keys = [problem.key for problem in found]
-    for key in [key for key in first_seen if key not in keys]:
-        del first_seen[key]
-    for key in keys:
-        first_seen.setdefault(key, snapshot.wall)
-    return tuple(_row(problem, snapshot, first_seen[problem.key]) for problem in found)
+    first_seen.update([problem.key for problem in found], snapshot.wall)
+    return tuple(_row(problem, snapshot, first_seen.times[problem.key]) for problem in found)
 
 
-def _row(problem: Problem, snapshot: Snapshot, seen_wall: float) -> Row:
+def _row(problem: Problem, snapshot: Snapshot, seen: Since) -> Row:
+    since = Since(problem.wall, False) if problem.wall else seen
     cells = (
         Cell(clean(problem.text), kind="prose alarm"),
-        Cell("", problem.wall or seen_wall, kind="time"),
+        Cell("before" if since.is_before else "", since.wall, kind="time"),
         bytes_cell(problem.bytes or None, NOTHING),
     )
     buttons = [_button(verb, target, snapshot) for verb, target in problem.actions]
@@ -40,11 +63,11 @@ def _row(problem: Problem, snapshot: Snapshot, seen_wall: float) -> Row:
 
 
 def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
-    """The button for `verb` on the lease or the waiting request `target`.
+    """The button for `verb` on the lease, the waiting request or the process `target`.
 
     A press of the button sends the text `VERB TARGET`, which `pressed` reads.
     """
-    if verb == "cancel":
+    if verb in ("cancel", "resume"):
         return Button(f"{verb} {target}", VERBS[verb])
     owner_id, _, name = target.partition("/")
     section = snapshot.sections.get(owner_id)

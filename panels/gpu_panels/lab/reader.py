@@ -22,6 +22,7 @@ from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Snapshot
 
 from ..data.confirmations import Proposal, changed, propose, question
+from ..data.problem_rows import FirstSeen
 from . import view
 from .view import LabKernel, LedgerName
 
@@ -53,7 +54,7 @@ class _Read:
         self.lock = threading.Lock()
         self.snapshot: Snapshot | None = None
         self.read_at = self.reaped_at = float("-inf")
-        self.first_seen: dict[str, float] = {}  # problem -> epoch seconds
+        self.first_seen = FirstSeen()
         self.answers: dict[Any, Answer] = {}  # of the last snapshot only
 
 

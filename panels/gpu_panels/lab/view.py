@@ -28,13 +28,13 @@ from ..data.lease_rows import kernel_buttons, kernel_state
 from ..data.model_rows import buttons as model_buttons
 from ..data.model_rows import model_kind
 from ..data.names import KERNEL, notebook_name
-from ..data.problem_rows import pressed, problem_rows
+from ..data.problem_rows import FirstSeen, pressed, problem_rows
 from ..data.queue_rows import end_wait
 from ..data.row_parts import place
 
 MOST_CARDS = 3  # cards that the status bar lists one by one; more are added up
 ROW_VERBS = ("evict", "restore", "park", "unpark", "unpin")
-PANEL_VERBS = (*ROW_VERBS, "pin", "cancel")  # a problem may offer Pin
+PANEL_VERBS = (*ROW_VERBS, "pin", "cancel", "resume")  # problems may offer the last three
 
 
 class LabKernel(NamedTuple):
@@ -58,18 +58,16 @@ def shown(
     ledger: LedgerName,
     others: Sequence[LedgerName] = (),
     tile: LedgerName | None = None,
-    first_seen: dict[str, float] | None = None,
+    first_seen: FirstSeen | None = None,
 ) -> dict[str, Any]:
     """The content of the status bar and of the side panel for `snapshot`.
 
     `kernels` are the kernels of this server. `ledger` is the ledger of the snapshot, and `others` are the other active
-    ledgers. `tile` is the ledger that the console's tile opens; None means `ledger`. `first_seen` is a dict that the
-    caller keeps for this ledger. The dict maps problems to epoch seconds, as in `problem_rows`.
+    ledgers. `tile` is the ledger that the console's tile opens; None means `ledger`. The caller
+    keeps `first_seen` for this ledger. It has the times at which problems were first seen.
     """
     by_pid = {pid: kernel for kernel in kernels for pid in kernel.pids}
-    found = [
-        _problem(row) for row in problem_rows(snapshot, {} if first_seen is None else first_seen)
-    ]
+    found = [_problem(row) for row in problem_rows(snapshot, first_seen or FirstSeen())]
     is_tile_elsewhere = tile is not None and tile.key != ledger.key
     several = f"{len(others) + 1} ledgers are active" if is_tile_elsewhere and others else ""
     waiting = [ticket for ticket in snapshot.tickets if ticket.verb == "use"]
@@ -145,7 +143,9 @@ def _problem(row: Row) -> dict[str, Any]:
     for button in row.buttons:
         verb, target = pressed(button.verb)
         actions.append({"verb": verb, "target": target, "label": button.label})
-    return {"text": text.text, "since": round(since.value or 0), "actions": actions}
+    is_before = bool(since.text)  # it began at an unknown time before
+    began = {"since": round(since.value or 0), "before": is_before}
+    return {"text": text.text, **began, "actions": actions}
 
 
 def groups(snapshot: Snapshot, kernels: Mapping[int, LabKernel]) -> list[dict[str, Any]]:

@@ -20,8 +20,9 @@ function clock(cell, td) {  // in the viewer's time zone, in 24 hours as every o
   const date = new Date(1000 * cell[VALUE])
   td.title = date.toLocaleString()
   const time = date.toLocaleTimeString(undefined, HOURS)
-  if (date.toDateString() === new Date().toDateString()) return time
-  return `${date.toLocaleDateString(undefined, {dateStyle: "short"})} ${time}`
+  const isToday = date.toDateString() === new Date().toDateString()
+  const day = isToday ? "" : date.toLocaleDateString(undefined, {dateStyle: "short"})
+  return [cell[TEXT], day, time].filter(Boolean).join(" ")  // the text is a word such as "before"
 }
 
 function fill(td, cell, [title, numeric]) {

@@ -85,6 +85,10 @@
   }
 
   // A text with a duration, which `tick` keeps up to date.
+  function began(found) {
+    return found.before ? `since before ${clock(found.since)}, over` : `since ${clock(found.since)},`
+  }
+
   function lasting(words, since) {
     const made = make('span', {'data-since': since, 'data-words': words}, `${words} ${duration(since)}`)
     return made
@@ -187,7 +191,7 @@
     problem(found) {
       const buttons = found.actions.map(({verb, target, label}) => this.button(`problem ${target} ${verb}`, label,
         `${label}: ${found.text}`, () => this.act(verb, target, label)))
-      return make('div', {class: 'gpu-alarm'}, make('p', {}, found.text), make('div', {class: 'gpu-soft'}, lasting(`since ${clock(found.since)},`, found.since)),
+      return make('div', {class: 'gpu-alarm'}, make('p', {}, found.text), make('div', {class: 'gpu-soft'}, lasting(began(found), found.since)),
         buttons.length ? make('div', {class: 'gpu-buttons'}, ...buttons) : null)
     }
 
