@@ -32,12 +32,13 @@ WORDS = {
     RELEASABLE: "inactive, released by defrag",
     RELEASED: "released",
 }
-# The colours of Okabe and Ito, as in all other views. A kind without a colour is drawn as a pattern.
+# Neutral colours, and a saturated one for the problem: memory that nobody can use. A kind without a
+# colour is drawn as a pattern.
 COLOURS = {
-    ALLOCATED: "#0072b2",
-    PENDING: "#cc79a7",
+    ALLOCATED: "#748db1",
+    PENDING: "#9dd4ef",
     STUCK: "#d55e00",
-    RELEASABLE: "#f0e442",
+    RELEASABLE: "#f0deb6",
     RELEASED: "",
 }
 # The kinds in the order of drawing. Bytes in use are drawn last and on top, because a small block
