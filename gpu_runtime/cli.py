@@ -42,7 +42,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     words = with_sizes_joined(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)
-    except (_NotUnderstood, UnknownVerb) as error:
+    except UnknownVerb as error:  # the lines after the first one describe the suggested verbs
+        return _report_failure(str(error).partition("\n")[0], NOT_UNDERSTOOD)
+    except _NotUnderstood as error:
         return _report_failure(error, NOT_UNDERSTOOD)
     except GpuError as error:
         return _report_failure(verbs.typed_in(CLI, " ".join(str(error).split())), FAILED)

@@ -141,7 +141,7 @@ class UnknownModel(GpuError, LookupError):
         name: str,
         known: tuple[str, ...] = (),
         *,
-        none: str = "This process has registered no model.",
+        none: str = "No model is registered yet.",
         advice: str = "",
     ) -> None:
         """`known` are the existing names. Without names, the message has the sentence `none`.

@@ -607,7 +607,7 @@ class Runtime:
         The history is in the CSV files `requests` and `models`. Without files, the history is the
         journal of the last `days` days. `policy`, `engine`, `device` and `host` are lists of words,
         or strings of words with commas. A word of `device` or `host` is a size such as "80GB", or a
-        percentage of the bytes of all models, such as "50%". Raises BadSetting.
+        percentage of the bytes of all models, such as "50%". Raises BadSetting, GpuError.
         """
         choices: dict[str, Any] = {"days": days, "policy": policy, "engine": engine}
         choices |= {"device": device, "host": host}

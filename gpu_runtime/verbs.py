@@ -332,7 +332,7 @@ _TABLE = (
         "autoload",
         "lets every new kernel of this environment load gpu by itself",
         verb_acts.autoload,
-        (switch("--remove", "no longer"),),
+        (switch("--remove", "new kernels no longer load it"),),
         places=(CLI,),
         needs_runtime=False,
     ),

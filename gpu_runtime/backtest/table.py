@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import product
 from typing import NamedTuple
 
-from ..errors import BadSetting, BadSize
+from ..errors import BadSetting, BadSize, GpuError
 from ..facts import Lease, Policy, World
 from ..scheduler.eviction_policy import policy
 from ..units import parse_bytes
@@ -55,10 +55,13 @@ def compare(
     A card that is given in percent has at least the bytes of the largest model.
 
     Raises BadSetting for an unknown policy or engine, for a size that cannot be read, for a card
-    that is smaller than the largest model, and for an empty `history`.
+    that is smaller than the largest model. Raises GpuError for an empty `history`.
     """
     if not history.requests:
-        raise BadSetting("the history", "no requests", "at least one use of a model")
+        raise GpuError(
+            "there is nothing to replay: the history has no use of a model.\n"
+            "  Replay a trace:  gpu backtest --requests FILE --models FILE"
+        )
     for name in policies:
         if name != CLAIRVOYANT:
             policy(name)

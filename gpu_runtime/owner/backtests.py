@@ -17,7 +17,7 @@ from ..backtest import (
     read_history,
     split_words,
 )
-from ..errors import BadSetting
+from ..errors import GpuError
 from .history import recorded_events
 from .session import Session
 
@@ -47,12 +47,15 @@ def backtest(
     of the last `days` days. `policy`, `engine`, `device` and `host` are each a list of
     words, or one string of words with commas. The words of `device` and `host` are sizes such as
     `80GB`, or percents of the bytes of all models. The columns of the table are the fields of
-    `backtest.Row`. Raises BadSetting.
+    `backtest.Row`. Raises BadSetting, GpuError.
     """
     from pandas import DataFrame
 
     if (requests is None) != (models is None):
-        raise BadSetting("backtest", "one file", "both files: requests and models, or neither")
+        raise GpuError(
+            "a trace has two files, and only one was given.\n"
+            "  Type both:  gpu backtest --requests FILE --models FILE"
+        )
     if requests is not None and models is not None:
         history = read_history(os.fspath(requests), os.fspath(models))
         note = ""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_runtime.backtest import CLAIRVOYANT, History, compare, split_words
-from gpu_runtime.errors import BadSetting
+from gpu_runtime.errors import BadSetting, GpuError
 from gpu_runtime.owner.backtests import backtest
 from tests.backtest.test_replay import history
 from tests.owner.conftest import runtime  # noqa: F401
@@ -53,7 +53,7 @@ def test_a_wrong_choice_is_one_sentence(choices, message):
 
 
 def test_an_empty_history_is_refused():
-    with pytest.raises(BadSetting, match="at least one use"):
+    with pytest.raises(GpuError, match="nothing to replay"):
         list(compare(History({}, ())))
 
 
@@ -62,7 +62,7 @@ def test_words_are_separated_by_commas():
 
 
 def test_one_file_alone_is_refused(tmp_path):
-    with pytest.raises(BadSetting, match="both files"):
+    with pytest.raises(GpuError, match="has two files"):
         backtest(None, tmp_path / "r.csv")
 
 
