@@ -72,10 +72,11 @@ class FilePeek:
         version = (name, stat.st_ino, stat.st_mtime_ns)
         if self._seen is not None and self._seen[0] == version:
             return self._seen[1]
-        book = self._read(name)
         # Two writes within a few milliseconds can have the same time. So the time of a very recent
-        # write does not yet identify a version.
+        # write does not yet identify a version. The second write may come while the book is read:
+        # a slow read would end with an old book and a time that by then is no longer recent.
         settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NANOSECONDS
+        book = self._read(name)
         self._seen = (version, book) if settled else None
         return book
 

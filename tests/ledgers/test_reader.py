@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 import pytest
@@ -59,6 +60,31 @@ def test_an_unchanged_book_is_not_read_again(tmp_path, monkeypatch):
     first = looker.look()
     monkeypatch.setattr(looker, "_read", None)
     assert looker.look() is first
+    ledger.close()
+
+
+def test_a_second_write_with_the_same_time_is_seen_after_a_slow_read(tmp_path, monkeypatch):
+    """The reader stops after it has read, until the first write is no longer recent. Meanwhile a
+    second write gets the same time, as two writes within a few milliseconds do.
+    """
+    ledger = open_ledger(f"sqlite://{tmp_path}/ledger")
+    write(ledger, 1)
+    looker = peek(ledger.url, ledger.directory)
+    now, read = os.stat(ledger.path).st_mtime_ns, looker._read
+
+    def slow(name):
+        nonlocal now
+        book, stat = read(name), os.stat(ledger.path)
+        write(ledger, 2)
+        os.utime(ledger.path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+        now += 10**9
+        return book
+
+    monkeypatch.setattr(time, "time_ns", lambda: now)
+    monkeypatch.setattr(looker, "_read", slow)
+    assert looker.look().counts == {"loaded": 1}
+    monkeypatch.setattr(looker, "_read", read)
+    assert looker.look().counts == {"loaded": 2}
     ledger.close()
 
 
