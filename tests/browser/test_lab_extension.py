@@ -5,8 +5,10 @@ All tests share one JupyterLab, one browser and two notebooks.
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
+import signal
 import urllib.error
 import urllib.request
 
@@ -90,6 +92,32 @@ def test_evict_from_the_panel_asks_first_and_then_evicts(train):
     page.get_by_role("button", name="Evict, freeing 14.0 GiB").click()
     page.locator(".gpu-panel [role=status]").get_by_text("✓ Evict qwen:").wait_for()
     page.get_by_role("button", name="Restore qwen: train.ipynb").wait_for()
+    status(train, "GPU0 0/22 GiB")
+
+
+def test_a_stopped_kernel_is_continued_from_the_panel(train, home):
+    page = train.page
+    restore = page.get_by_role("button", name="Restore qwen: train.ipynb")
+    restore.click()
+    page.locator(".jp-Dialog").get_by_role("button", name="Restore").click()
+    status(train, "GPU0 14/22 GiB")
+    with Runtime(ledger=f"sqlite://{home}/ledger", monitor=False) as rt:
+        [lease] = rt.status().leases()
+        pid = int(lease.owner.partition(".")[0])
+    os.kill(pid, signal.SIGSTOP)
+    try:
+        panel = page.get_by_role("region", name="GPU memory")
+        panel.get_by_text(f"train.ipynb (pid {pid}) is stopped and holds 14.0 GiB.").wait_for()
+        status(train, "GPU0 14/22 GiB · 1 problem")
+        panel.get_by_role("button", name="Continue").click()
+        page.locator(".jp-Dialog").get_by_text("SIGCONT").wait_for()
+        page.locator(".jp-Dialog").get_by_role("button", name="Continue").click()
+        panel.get_by_text("runs again").wait_for()
+        status(train, "GPU0 14/22 GiB")
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    page.get_by_role("button", name="Evict qwen: train.ipynb").click()
+    page.get_by_role("button", name="Evict, freeing 14.0 GiB").click()
     status(train, "GPU0 0/22 GiB")
 
 
