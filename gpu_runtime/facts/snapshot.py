@@ -86,7 +86,7 @@ class Health(Value):
     pressure: Level
     used_percent: float | None  # measured, all cards together; None: unknown
     message: str
-    fullest: str = ""  # of several cards: the fullest card, such as `sim:1 79 %`
+    fullest: str = ""  # of several cards, above LOW: the fullest card, such as `sim:1 79 %`
 
     def __str__(self) -> str:
         return lines(f"{self.pressure}: {self.message}")

@@ -190,7 +190,8 @@ def health(found: Snapshot) -> Health:
     message = wrong[0] if wrong else HEALTH_MESSAGES[level]
     if len(wrong) > 1:
         message += f" ({len(wrong) - 1} more)"
-    one = f"{fullest.device.id} {100 * fullest.pressure:.0f} %" if len(cards) > 1 else ""
+    is_worth_naming = len(cards) > 1 and fullest.level is not Level.LOW
+    one = f"{fullest.device.id} {100 * fullest.pressure:.0f} %" if is_worth_naming else ""
     return Health(not wrong, level, percent, found.degraded or message, one)
 
 

@@ -59,6 +59,8 @@ def _ticket_sentence(snapshot: Snapshot, ticket: Ticket) -> str:
 
 _EVENT_PHRASES = {
     "granted": "was granted {bytes} on {device}",
+    "adopted": "got a lease of {bytes} on {device}",
+    "grown": "was granted {bytes} more on {device}",
     "loaded": "was loaded, {bytes} on {device}",
     "offloaded": "was offloaded from {device}, freeing {bytes}",
     "restored": "was restored, {bytes} on {device}",
@@ -68,6 +70,8 @@ _EVENT_PHRASES = {
     "waiting": "had to wait",
     "failed": "failed",
     "reaped": "was removed because its process ended, freeing {bytes}",
+    "lost": "was lost, freeing {bytes}",
+    "misplaced": "is not on the devices that were granted",
     "stays": "stays where it is",
     "pin": "was pinned",
     "unpin": "was unpinned",

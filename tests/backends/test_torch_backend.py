@@ -276,7 +276,7 @@ def test_an_adopted_module_counts_where_it_is(backend, probe):
 def test_a_module_in_training_needs_its_optimizer(backend):
     with pytest.raises(
         CannotGovern,
-        match=r"rt.adopt\('net', module, optimizer=opt\) .* if it is done:  module.eval",
+        match=r"rt.adopt\('net', module, optimizer=opt\) .* if it is not trained:  module.eval",
     ):
         backend.adopt(SPEC, nn.Linear(2, 2))
     backend.adopt(SPEC, nn.Linear(2, 2), torch.optim.SGD(nn.Linear(2, 2).parameters()))

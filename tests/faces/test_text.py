@@ -216,6 +216,8 @@ def test_an_event_without_a_model_names_its_process():
     for event, sentence in (
         (released, "released its allocator's cache, requested by root, pid 7: 0 B came free."),
         (stepped_aside, "was offloaded from sim:0, freeing 8.0 GiB."),
+        (replace(stepped_aside, action="adopted"), "got a lease of 8.0 GiB on sim:0."),
+        (replace(stepped_aside, action="grown"), "was granted 8.0 GiB more on sim:0."),
     ):
         shown = replace(samples.busy, events=(event,))
         assert f"analysis.ipynb (pid 4121), bob {sentence}" in text.status(shown)

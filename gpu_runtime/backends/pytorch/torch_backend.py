@@ -117,9 +117,9 @@ class TorchBackend(Backend):
         trains = module.training and any(p.requires_grad for p in module.parameters())
         if optimizer is None and trains:
             raise CannotGovern(
-                f"{spec.name} is in training, and its optimizer's state must move with it.\n"
+                f"{spec.name} is in train mode, and its optimizer's state must move with it.\n"
                 f"  Pass it:  rt.adopt({spec.name!r}, module, optimizer=opt)      "
-                f"or, if it is done:  module.eval()",
+                f"or, if it is not trained:  module.eval()",
                 name=spec.name,
                 why="it is in training without its optimizer",
             )
