@@ -20,12 +20,16 @@ _OUT_OF_MEMORY = re.compile(r"out of memory|CUBLAS_STATUS_ALLOC_FAILED|CUDNN_STA
 class NotStill(Exception):
     """Raised when the kernel's memory was not moved. The text is the reason.
 
-    For example, a cell runs, the kernel was used during the copy, or this torch has no guards.
+    For example, a cell runs, the kernel was used during the copy, or this version of torch cannot
+    protect tensors whose bytes are away.
     """
 
 
 class Stillness(Protocol):
-    """Knows whether running code may touch the kernel's tensors. Makes a change while none can."""
+    """Knows whether running code may touch the kernel's tensors.
+
+    Its method `change` makes a change at a moment when no code can touch them.
+    """
 
     def why_not(self) -> str:
         """The reason why the kernel's memory must not be moved now; empty if it may be moved."""

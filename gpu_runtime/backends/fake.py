@@ -18,7 +18,7 @@ from ..units import GIB
 from .base import Backend, Progress
 
 Hook = Callable[[str], Any]
-LARGE_BYTES = 32 * GIB  # a fake model of this size has pieces, as a large model has layers
+LARGE_BYTES = 32 * GIB  # from this size on, a fake model has pieces, as a large model has layers
 PIECES = 40
 
 
@@ -34,7 +34,7 @@ class FakeModel:
         """
         self.name, self.hook = name, hook
         self.place: tuple[Shares, tuple[Block, ...]] = ((), ())
-        self.pieces = 0  # number of equal pieces; some can leave a card. 0: it leaves as a whole
+        self.pieces = 0  # number of equal pieces that can leave a card one by one; 0: none
         self.shadow: tuple[Block, ...] = ()  # its copy in host memory, while it is on a card
 
     @property
@@ -116,7 +116,7 @@ class FakeBackend(Backend):
         return model
 
     def piece_bytes(self, model: FakeModel) -> int:
-        """Bytes of one piece of `model`; 0 if `model` leaves its card only as a whole."""
+        """Bytes of one piece of `model`; 0 if the model has no pieces or is on several cards."""
         cards = {share.device for share in model.place[0]} - {HOST}
         if not model.pieces or len(cards) > 1:
             return 0
@@ -218,7 +218,8 @@ class FakeBackend(Backend):
             arrive()
             (_, old), model.place = model.place, (shares, tuple(held))
         except BaseException:
-            # A notebook keeps its last traceback, and so this frame. So free the blocks now.
+            # A notebook keeps its last traceback, and with it this frame and `held`. So free the
+            # blocks now.
             if model.place[0] is not shares and not ready:
                 _free(held)
             raise

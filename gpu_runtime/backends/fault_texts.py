@@ -36,7 +36,7 @@ class Fault(NamedTuple):
     """A recognised fault."""
 
     kind: Kind
-    line: str  # the line that identifies it, at most 300 characters
+    line: str  # the line of the text that shows the fault, at most 300 characters
 
     @property
     def loses_context(self) -> bool:
@@ -49,7 +49,8 @@ class Fault(NamedTuple):
         return self.loses_context or self.kind is Kind.DRIVER_RESET
 
 
-# If a text fits several kinds, the first kind here counts. A lost context causes other errors.
+# If a text fits several kinds, the first kind in this list counts. The kinds that lose the context
+# come first, because a lost context causes errors of the other kinds.
 _TEXTS: tuple[tuple[Kind, str], ...] = (
     (Kind.ASSERT, r"device-side assert|cudaErrorAssert\b|CUDA_ERROR_ASSERT\b"),
     (

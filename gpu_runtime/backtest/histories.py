@@ -17,9 +17,9 @@ from ..errors import BadSetting
 from ..facts import NORMAL, Event, Lease, decode_uses, parse_importance
 
 GB = 10**9
-USE_SECONDS = 1.0  # of a use in the journal, which knows only when it was
-DISK_BYTES_PER_SECOND = 1 * GB  # of a load that the journal has not measured
-HOST_BYTES_PER_SECOND = 10 * GB  # of a move to or from host memory that it has not measured
+USE_SECONDS = 1.0  # assumed for each use in the journal, which records only when the use began
+DISK_BYTES_PER_SECOND = 1 * GB  # assumed for a load whose duration the journal does not have
+HOST_BYTES_PER_SECOND = 10 * GB  # assumed for an offload, and for a restore without a duration
 REQUEST_FIELDS = ("t_s", "model", "service_s", "importance")
 MODEL_FIELDS = ("model", "size_gb", "load_s", "restore_s", "offload_s")
 
@@ -113,7 +113,7 @@ class _Seen:
     def __init__(self, name: str) -> None:
         self.name, self.bytes = name, 0
         self.uses: set[int] = set()  # epoch seconds
-        self.seconds: dict[str, float] = {}  # action -> the newest duration
+        self.seconds: dict[str, float] = {}  # "loaded" or "restored" -> the newest duration
 
     def saw(self, event: Event) -> None:
         """Updates the model's uses, bytes and durations from `event`."""

@@ -126,8 +126,9 @@ class _Replay:
         rules = Rules(refresh_seconds=float("inf"), patience_seconds=engine.patience_seconds)
         self.world = World(0.0, 0.0, devices, limits, rules=rules)
         self.book = Book(devices=devices, limits=limits).with_section(Section(OWNER))
-        self.used: dict[str, tuple[int, float, str]] = {}  # model -> users, last use, last uses
-        self.stale = False  # whether the book has not got `used` yet
+        self.used: dict[str, tuple[int, float, str]] = {}
+        # model -> number of users, time of the last use, encoded times of recent uses
+        self.stale = False  # True: `used` has changed since `_publish` wrote it into the book
         self.waiting: dict[str, list[HistoryRequest]] = {}
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.serial = 0
@@ -136,7 +137,7 @@ class _Replay:
         self.loads = self.restores = self.moved_bytes = 0
 
     def run(self) -> Result:
-        """Replays all requests, until the last request has started."""
+        """Replays all requests, until the last request has ended. Returns the measured result."""
         arrivals = deque(self.requests)
         while arrivals or self.events:
             if not self.events or (arrivals and arrivals[0].seconds < self.events[0][0]):
@@ -203,7 +204,10 @@ class _Replay:
             self._decide()
 
     def _use(self, model: str, change: int) -> None:
-        """Adds `change` (1 or -1) to the users of `model`, and records the time of this use."""
+        """Adds `change` (1 or -1) to the users of `model`, and sets the time of its last use to now.
+
+        If a use starts (1), the time is also added to the recent uses.
+        """
         users, _, uses = self.used.get(model, (0, 0.0, ""))
         now = self.world.now
         if change > 0:
@@ -246,10 +250,10 @@ class _Replay:
         return [ticket.name for ticket in order if ticket.name not in moving]
 
     def _try(self, model: str) -> bool:
-        """Requests room for `model` from the scheduler. Returns False if nothing can be done now."""
+        """Requests room for `model` from the scheduler. Returns whether a transfer was started."""
         arrival = self._lane_of_arrival(model)
         if arrival in self.busy and (arrival != "host" or "out" in self.busy):
-            return False  # nothing is dropped for a load that cannot start yet
+            return False  # else models would be evicted for a load that cannot start yet
         request = self._request(model)
         book, verdict = admit(self.book, request, self.world, self.rank)
         if isinstance(verdict, Refuse):
@@ -267,7 +271,11 @@ class _Replay:
         return True
 
     def _start_steps(self, lane: str, steps: deque[Step]) -> None:
-        """Starts the `steps` in this `lane`: all together, or the next one in stages."""
+        """Starts the first of the `steps` in this `lane`.
+
+        A large model leaves in stages, so if the first step is such a departure, its first stage
+        starts. Else all steps up to the next such departure start as one transfer.
+        """
         stage = self._stage_bytes(steps[0])
         if stage:
             self._start_stage(lane, steps, stage)
@@ -285,7 +293,11 @@ class _Replay:
         return duplex.departure_stages(lease, step.shares, self.engine.stage_bytes)
 
     def _start_stage(self, lane: str, steps: deque[Step], stage: int) -> None:
-        """Starts the next stage of the first of the `steps`, a departure."""
+        """Starts the next stage of the departure that is the first of the `steps`.
+
+        A stage moves `stage` bytes to host memory. The last stage moves all bytes that are left,
+        fewer than two stages.
+        """
         step = steps[0]
         lease = self.book.find(step.lease)
         assert isinstance(step, Move) and lease is not None  # else it has no stages
@@ -389,8 +401,8 @@ class _Replay:
     def _done(self, lane: str, steps: tuple[Step, ...], more: deque[Step]) -> None:
         """Ends the `steps` of the transfer in `lane`, and starts the steps `more`.
 
-        After the call, the leases are at their destinations, and the waiting users of loaded models
-        have started.
+        After the call, the leases are at their destinations, and the waiting users of models that
+        are now wholly on the card have started.
         """
         if not more:
             self.busy.discard(lane)

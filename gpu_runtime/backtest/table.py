@@ -1,6 +1,6 @@
-"""Replays a history for every choice of policy, card, host memory and engine.
+"""Replays a history for every combination of policy, card, host memory and engine.
 
-The policy `lru` with the plain engine is always replayed as the reference. The policy `clairvoyant`
+Two policies are always replayed too, with the plain engine. `lru` is the reference. `clairvoyant`
 knows when each model is used next, so it shows the most that a better policy could gain.
 """
 
@@ -143,7 +143,10 @@ def _clairvoyant(history: History) -> Policy:
         times.setdefault(request.model, []).append(request.seconds)
 
     def next_use(lease: Lease, world: World) -> float:
-        """The negated seconds until the next use of `lease`; the lowest rank is evicted first."""
+        """The rank of `lease`; the lowest rank is evicted first.
+
+        The rank is the negated seconds until the next use, or -inf if there is no later use.
+        """
         uses: list[float] = times[lease.name]
         later = bisect_right(uses, world.now)
         return -(uses[later] - world.now) if later < len(uses) else float("-inf")

@@ -50,7 +50,7 @@ def group_flags(words: tuple[str, ...]) -> Iterator[tuple[str, str | None, tuple
 
 
 def is_placeholder(value: str | None) -> bool:
-    """Whether the `value` of a flag has a placeholder, so that it is known only at a start.
+    """Whether the `value` of a flag has a placeholder, which is replaced when the engine starts.
 
     >>> is_placeholder("{tensor_parallel}"), is_placeholder('{"image": 10}')
     (True, False)
@@ -84,7 +84,7 @@ def user_arguments(spec: ModelSpec, values: Mapping[str, str] | None = None) -> 
 
 
 def has_flag(words: tuple[str, ...], *flags: str) -> bool:
-    """Whether one of the `flags` is in the user's `words`. If so, the recipe leaves out its own.
+    """Whether one of the `flags` is in the user's `words`. If so, the recipe leaves out its own flag.
 
     >>> has_flag(("--ctx-size=512",), "--ctx-size", "-c")
     True

@@ -29,7 +29,7 @@ PORTS, START_SECONDS = "8300-8399", 600.0  # defaults without settings
 
 
 class Served(EngineModel[Server]):
-    """The object that `use` yields for a server: its address, its key, and the model's name there.
+    """The object that `use` yields for a server: its address, its key, and the model's name in requests.
 
     `base_url` ends in `/v1`. Pass `base_url` and `api_key` to an OpenAI client. Both are valid
     inside `with rt.use(…)`. A restart of the server may change both. Reading one of them during a
@@ -137,7 +137,8 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """What the local files of `spec` show about the model's size. `origin` is ignored.
 
-        An engine takes all its memory when it starts, so its context counts too.
+        An engine takes all its memory when it starts, so the size includes the memory of the
+        context.
         """
         return self.recipe.evidence(spec)
 

@@ -1,6 +1,7 @@
 """llama.cpp: its own server, `llama-server`, or else the server of llama-cpp-python.
 
-The second is started by `python -m llama_cpp.server` if the command `llama-server` is missing.
+If the command `llama-server` is missing, `python -m llama_cpp.server` starts the server of
+llama-cpp-python.
 
 Sources: llama.cpp, tools/server/README; llama-cpp-python, server/settings.
 """
@@ -120,7 +121,8 @@ def _native(order: LaunchOrder, executable: str) -> Command:
 def _python(order: LaunchOrder) -> Command:
     """The command of llama-cpp-python's server.
 
-    Raises LoadFailed for a custom chat template, and for embeddings by a file without a pooling type.
+    Raises LoadFailed for a custom chat template. Also raises LoadFailed for a model that shall make
+    embeddings but whose file names no pooling type.
     """
     arguments = _llama_arguments(order)
     if custom_template(order.spec):

@@ -132,7 +132,7 @@ def _lock(path: Path) -> IO[bytes] | None:
 
 
 def _listened_on(number: int) -> bool:
-    """Whether the port `number` is in use. A process may use a port without a claim."""
+    """Whether a process uses the port `number`, with or without a claim."""
     with socket.socket() as trial:
         # Servers set this option too. Without it, the port of a closed connection seems in use.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

@@ -19,7 +19,7 @@ from ..missing import AbsentBackend
 
 USUAL_CONTEXT = 8192  # tokens, unless the options set a length or the model supports fewer
 
-LEAST, MOST = 0.01, 0.99  # bounds of the part of a card that an engine may take
+LEAST, MOST = 0.01, 0.99  # bounds of the fraction of a card that an engine may take
 
 # Sends a request with method, path and JSON body. Returns the status (0: no answer) and the body of
 # the answer: the value if it is JSON, else the text.
@@ -71,8 +71,8 @@ class Recipe:
     def evidence(self, spec: ModelSpec) -> Evidence:
         """What the source of `spec` shows about the model's size.
 
-        The size includes the context that the engine reserves when it starts, if its length is
-        known. Raises NotAModel, LoadFailed.
+        The engine reserves memory for the context when it starts. The size includes this memory if
+        the length of the context is known. Raises NotAModel, LoadFailed.
         """
         found = AbsentBackend(spec.backend).evidence(spec)
         all_fields = {**found.config, **(found.config.get("text_config") or {})}
@@ -104,10 +104,11 @@ class Recipe:
         return order.spec.name
 
     def template(self, order: LaunchOrder) -> str | None:
-        """The model's own chat template, if requests to the server of `order` may set its switches.
+        """The model's own chat template, for a server whose requests may set the template's switches.
 
-        A request sets the switches in its field `chat_template_kwargs`. The result is empty if the
-        server ignores this field. It is None if this process does not know the template.
+        A request sets switches, such as one for thinking, in its field `chat_template_kwargs`. If
+        the server of `order` ignores this field, the result is empty. If this process cannot find
+        out the template, the result is None.
         """
         return ""
 

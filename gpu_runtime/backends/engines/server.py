@@ -81,7 +81,7 @@ class Server(RestartedEngine):
         self._order_for, self._env = order_for, env
         self._port_range, self._start_seconds = port_range, start_seconds
         self._child: Child | None = None
-        self._line: socket.socket | None = None  # its guard ends the server when this closes
+        self._line: socket.socket | None = None  # when it closes, the guard ends the server
         self._port: Port | None = None
         self._known_listeners: frozenset[Listener] = frozenset()  # sockets of its own processes
 
@@ -111,8 +111,9 @@ class Server(RestartedEngine):
 
     @property
     def starting(self) -> bool:
-        """Whether the server is being started, or restarted after its end. Each start has a
-        time-out.
+        """Whether the server is not ready yet, but is going to be: at its first start or a restart.
+
+        It does not stay true for ever, because each start has a time-out.
         """
         return self._wanted and self.error is None and self.state is not ServerState.READY
 
@@ -123,7 +124,7 @@ class Server(RestartedEngine):
         return self._answers_health_check()
 
     def listens(self) -> bool:
-        """Whether only the server's own processes listen on its port now."""
+        """Whether the server's own processes, and no others, listen on its port now."""
         if self.order is None or self.state in (ServerState.IDLE, ServerState.STOPPING):
             return False
         found = listeners(self.order.port)

@@ -26,7 +26,7 @@ class Engine:
 
     def __init__(self) -> None:
         """An engine without a watcher; see `watch`."""
-        self.error: GpuError | None = None  # why it is gone for good
+        self.error: GpuError | None = None  # why the engine is lost; None: it is not
         self._wanted = True  # False: it was ended on purpose
         self._on_loss: OnLoss | None = None
         self._loss_reported = self._reporting = False
@@ -42,7 +42,7 @@ class Engine:
         raise NotImplementedError
 
     def watch(self, on_loss: OnLoss) -> None:
-        """Calls `on_loss(kind, because)` one time: when the engine is lost, or now if it is."""
+        """Calls `on_loss(kind, because)` once: when the engine is lost, or now if it is lost already."""
         with self._changed:
             self._on_loss = on_loss
         self._report_loss()
@@ -127,7 +127,7 @@ class RestartedEngine(Engine):
     def died(
         self, kind: Kind, text: str, why: str, status: int | None = None, pid: int | None = None
     ) -> EngineDied:
-        """The error for an engine that ended, as the process `pid` with the exit `status`.
+        """The error for an engine that ended. `pid` was its process, `status` is the exit status.
 
         `text` is the message, to which the path of the log is added. `why` is the reason in a few
         words.

@@ -11,9 +11,9 @@ _VARIABLES = {"cuda": "CUDA_VISIBLE_DEVICES", "rocm": "HIP_VISIBLE_DEVICES"}
 def card_environment(probe: Probe, shares: Shares) -> dict[str, str]:
     """Variables with which a process sees only the cards of `shares`, in their order.
 
-    `probe` knows the devices. A CUDA card is named by UUID if the driver reports one, because its
-    number differs between processes that see different cards. For simulated cards the process sees
-    no card.
+    `probe` knows the devices. A CUDA card is named by UUID if the driver reports one, because the
+    number of a card differs between processes that see different cards. If all cards of `shares`
+    are simulated, the process sees no card.
     """
     devices = {device.id: device for device in probe.devices}
     visible: dict[str, list[str]] = {"CUDA_VISIBLE_DEVICES": [], "HIP_VISIBLE_DEVICES": []}
