@@ -42,7 +42,7 @@ def untouched(paths: Iterable[str], name: str) -> Iterator[Callable[[], None]]:
         yield check
     finally:
         for file in leased.values():
-            # A forked child may have inherited the file. Then closing it does not end the lease.
+            # Closing the file does not end the lease if a forked child has inherited the file.
             fcntl.fcntl(file, fcntl.F_SETLEASE, fcntl.F_UNLCK)
             os.close(file)
 

@@ -71,7 +71,9 @@ _SCALARS = {  # metadata type -> format of struct
     12: "<d",
 }
 _STRING, _ARRAY = 8, 9
-_LONGEST_LIST = 10_000  # numbers in an array that is kept (one per layer); longer ones are skipped
+_LONGEST_LIST = (
+    10_000  # numbers in an array that is kept (one per layer); longer arrays are skipped
+)
 _MOST_DIMENSIONS = 8
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -230,7 +232,7 @@ class _Reader:
     def _need(self, count: int) -> None:
         """Reads the file until `count` bytes after the current position are in memory.
 
-        Raises ValueError if the file or the longest header ends before.
+        Raises ValueError if the file ends before, or if the header is longer than _LONGEST_HEADER.
         """
         end = self.position + count
         have = len(self._data)
@@ -286,7 +288,10 @@ class _Reader:
         return list(struct.unpack(f"<{count}{form[1]}", raw))
 
     def _skip_strings(self, count: int) -> None:
-        """Skips `count` strings, with one call for each, because there may be half a million."""
+        """Skips `count` strings.
+
+        There may be half a million, so the loop makes only one call for each string.
+        """
         unpack, left = struct.Struct("<Q").unpack_from, count
         while left:
             data, at = self._data, self.position

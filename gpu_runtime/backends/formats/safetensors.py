@@ -1,8 +1,8 @@
 """Finds the files of safetensors checkpoints on disk, and reads their headers.
 
 Only the length and the JSON header of each file are read, never a weight. Every declared size is
-checked against the file's size, because a load maps the file into memory. There a truncated file
-would end the whole process.
+checked against the file's size, because a load maps the file into memory. A read beyond the end of
+a truncated file would end the whole process.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from ...errors import LoadFailed, NotAModel
 from ...units import MIB
 
-ITEM_BITS = {
+ITEM_BITS = {  # dtype -> bits of an element
     **dict.fromkeys(
         ("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0", "F8_E4M3FNUZ", "F8_E5M2FNUZ"), 8
     ),
@@ -100,7 +100,7 @@ class Checkpoint(NamedTuple):
     def pieces(self) -> tuple[int, ...]:
         """Bytes of the pieces in order: before the layers, each layer, and after the layers.
 
-        Pieces of 0 bytes are left out. Only the names of tensors are used:
+        Pieces of 0 bytes are left out. The name of a tensor decides to which piece it belongs:
         `model.layers.7.mlp.up_proj.weight` belongs to the list `model.layers` at place 7. Names do
         not show the order of several lists. So the result is empty unless one list holds at least
         half of the model, and no other list more than 5 %.
@@ -140,7 +140,7 @@ class Checkpoint(NamedTuple):
         return tuple(stamp.path for stamp in self.stamps if stamp.path.endswith(".safetensors"))
 
     def unchanged(self) -> bool:
-        """Whether each file has the same size, times of change and inode as when it was read."""
+        """Whether each file has the stamp that it had when it was read."""
         try:
             return all(Stamp.of(Path(stamp.path)) == stamp for stamp in self.stamps)
         except OSError:  # a file that was deleted has changed
@@ -269,7 +269,7 @@ def _weight_files(directory: Path, name: str) -> list[Path]:
 
 
 def _shards(index: Path, name: str) -> list[Path]:
-    """The files that the `index` lists. Raises LoadFailed if one is not in the same directory."""
+    """The files that the `index` lists. Raises LoadFailed if one is not beside the `index`."""
     weight_map = _json_object(index, index.read_bytes(), name).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise _damaged(name, index, "it has no weight_map")

@@ -48,7 +48,7 @@ class LlamaModel(EngineModel[LlamaEngine]):
 
     @property
     def pid(self) -> int | None:
-        """The process id of the model's worker. None without a worker or while it is not loaded."""
+        """The process id of the worker. None if the model runs in this process or is not loaded."""
         return self._engine.pid if self._engine else None
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:

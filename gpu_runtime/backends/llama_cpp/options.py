@@ -32,7 +32,7 @@ CACHE_TYPES = {
     "q8_0": 8,
     "iq4_nl": 20,
     **dict.fromkeys(("bfloat16", "bf16"), 30),
-}  # Source: ggml.h, enum ggml_type
+}  # value of the option cache_dtype -> ggml_type. Source: ggml.h, enum ggml_type
 _UNQUANTISED = (0, 1, 30)
 SPLIT_MODES = {"layer": 1, "row": 2}  # Source: llama.h, llama_split_mode
 
@@ -60,8 +60,8 @@ def gguf_file(spec: ModelSpec) -> Path:
 def gguf_evidence(spec: ModelSpec) -> Evidence:
     """What the GGUF file of `spec` shows about the memory that llama.cpp takes on the card.
 
-    llama.cpp allocates cache and work space when it loads. So the default context counts as if it
-    were requested. Raises BadSetting, NotAModel, LoadFailed.
+    llama.cpp allocates cache and work space when it loads. So the context counts. Without the
+    option `context_length`, its default length counts. Raises BadSetting, NotAModel, LoadFailed.
     """
     check(spec)
     if os.path.exists(os.path.expanduser(spec.source)):
@@ -124,9 +124,9 @@ def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
 def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
     """The number of tokens in the contexts of all sequences of `spec` together.
 
-    The default for each sequence is the length that the model supports by its `config`, at most
-    CONTEXT_TOKENS. The backend llama_cpp has one context, because it computes one sequence after
-    the other.
+    Each sequence has the option `context_length`, or by default the length that the model supports
+    by its `config`, at most CONTEXT_TOKENS. The backend llama_cpp has one context, because it
+    computes one sequence after the other.
     """
     supported = config.get("max_position_embeddings")
     usual = CONTEXT_TOKENS
@@ -200,10 +200,12 @@ def _tensor_split(numbers: tuple[int, ...], shares: Shares) -> list[float]:
 def taken(facts: dict[str, Any], shares: Shares, part: float, charged: dict[str, int]) -> Shares:
     """The bytes that a loaded model holds on the devices of its `shares`.
 
-    `facts` are the worker's report of a load, with the buffers that llama.cpp allocated. The names
-    of buffers on real cards have the cards' order (CUDA0, CUDA1). If the driver's figure in
-    `charged` is larger, the driver's figure counts. Without buffers on cards, the model computes on
-    the CPU. In this case the shares hold `part` of all its bytes, in proportion to their size.
+    `facts` are the worker's report of a load, with the buffers that llama.cpp allocated. The number
+    in the name of a card's buffer (CUDA0, CUDA1) is taken as the place of the card in `shares`. For
+    each card, the buffers' bytes count, or the driver's figure in `charged` if it is larger.
+
+    If no buffer is on a card, the model computes on the CPU. Its bytes times `part` (see
+    `offloaded`) are then divided among the shares in proportion to their size.
     """
     buffers = facts["buffers"]
     on_cards = {name: sizes for name, sizes in buffers.items() if name[-1:].isdigit()}

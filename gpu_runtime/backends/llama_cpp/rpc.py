@@ -27,7 +27,7 @@ from ..processes.engine import Engine
 from ..processes.processes import in_words
 from .channels import Channel
 
-_CALLER_ERRORS = (  # errors that the caller caused, not the engine
+_CALLER_ERRORS = (  # classes of the errors that the caller caused, not the engine
     "ValueError",
     "TypeError",
     "KeyError",
@@ -328,7 +328,10 @@ class LlamaEngine(Engine):
         raise self._fault_error(fault, text)
 
     def _fault_error(self, fault: Fault | None, text: str) -> EngineFault | ProcessLost:
-        """The error for a fault of the engine. Closes the engine if the model must be loaded again."""
+        """The error for a fault of the engine, whose message is `text`. `fault` is None if unknown.
+
+        Closes the engine if the model must be loaded again, or if this process has lost the GPU.
+        """
         kind = fault.kind.value if fault else "error"
         line = (fault.line if fault else text).strip().rstrip(".")
         if fault is not None and fault.loses_context and self.pid is None:

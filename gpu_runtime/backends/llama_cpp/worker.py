@@ -152,7 +152,7 @@ def _load(
             model = _model_class(inbox)(**arguments)
         finally:
             lib.llama_model_default_params = defaults
-    model.kept = (on_log, on_progress)  # C code holds their addresses
+    model.kept = (on_log, on_progress)  # keeps both alive: C code has their addresses
     _make_cancellable(model)
     model.model_path = name  # its answers carry this name
     if template:
@@ -177,7 +177,7 @@ class _OurMethods:
         stream: bool = True,
         **given: Any,
     ) -> Iterator[dict[str, Any]]:
-        """Continues `prompt` in one round trip, by at most `most` tokens.
+        """Continues `prompt` by at most `most` tokens (None: as many as fit into the context).
 
         With `by_piece`, each piece of the new text is an item; else the last item has all of it.
         The last item also has the reason of the end and the token counts. If the prompt and `most`

@@ -48,7 +48,7 @@ class EngineHandle(Generic[E, V]):
     """An engine with its model, and the record of the model's bytes on each device."""
 
     def __init__(self, engine: E, value: V) -> None:
-        """A handle of `engine`, which ends when the handle is freed. Users have only `value`."""
+        """A handle of `engine`, which ends when the handle is freed. `use` yields only `value`."""
         self.engine, self.value = engine, value
         self.shares: Shares = ()
         self.blocks: list[Block] = []

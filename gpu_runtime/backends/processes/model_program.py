@@ -2,8 +2,9 @@
 
 The program answers requests. A request is a tuple (number, kind, arguments), and its answer a tuple
 (number, "result" or "error", value). Before the result of "stream", the items are sent as (number,
-"item", value). A request of the kind "cancel" ends a stream and has no answer. The thread that
-receives a request starts another thread, which waits for the next request, and then runs its own.
+"item", value). A load also sends (0, "progress", (bytes done, bytes in total)). A request of the kind
+"cancel" ends a stream and has no answer. One thread at a time waits for a request. When it has
+received a request, it starts another thread that waits for the next one, and runs the request.
 
 Requests are pickles, which can run any code. The socket connects this process with its owner only,
 and the owner may run any code here.
@@ -154,10 +155,10 @@ def _answer(
 
 
 def _send(messages: MessageSocket, number: int, what: str, value: Any) -> None:
-    """Sends an answer. An error that cannot be sent becomes a GpuError with its text."""
+    """Sends an answer. If `value` cannot be sent, a GpuError that describes `value` is sent instead."""
     try:
         if what == "error":
-            pickle.loads(pickle.dumps(value))  # some errors can be written, and not be read
+            pickle.loads(pickle.dumps(value))  # some errors can be pickled, but not unpickled
         messages.send((number, what, value))
     except OSError:  # the owner has ended
         os._exit(0)

@@ -24,8 +24,8 @@ _prctl = ctypes.CDLL(None).prctl if sys.platform == "linux" else lambda *_: 0
 def descendants(pid: int) -> list[int]:
     """The process ids of all descendants of the process `pid`.
 
-    Orphans are included if `pid` is a subreaper, as a guard is: the operating system makes them its
-    children.
+    Orphans are included if `pid` is a subreaper, as a guard is: the operating system makes the
+    subreaper the parent of an orphan.
     """
     found: list[int] = []
     try:
@@ -85,7 +85,7 @@ def main(line: int, owner: int, patience: float, command: list[str]) -> int:
     server, this process ends by the same signal.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # only the closed socket ends this guard
+        signal.signal(number, signal.SIG_IGN)  # it ends with the server, or when the socket closes
     _prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != owner:  # the owner died before this line
         return 1

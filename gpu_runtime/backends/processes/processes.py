@@ -1,10 +1,10 @@
 """Child processes for engines. Each child has its own session and process group, and a log.
 
 The kernel's stop button does not reach these processes. Jupyter signals the kernel's whole process
-group, and the child processes are in other groups. They end with their owner in two ways. The
-system closes their socket to the owner, and it sends them a signal when their parent dies. It sends
-this signal even if only the *thread* that started the child ends. So one thread that never ends
-starts all child processes.
+group, and the child processes are in other groups. Two things end a child process when its owner
+dies: its socket to the owner closes, and the system sends it a signal because its parent has died.
+The system sends this signal even if only the *thread* that started the child ends. So one thread
+that never ends starts all child processes.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _forget_starter() -> None:
     _jobs, _lock = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_forget_starter)  # a forked child has no such thread
+os.register_at_fork(after_in_child=_forget_starter)  # a forked child has no starter thread
 
 
 def _in_starter_thread(work: Callable[[], Any]) -> Any:
@@ -55,7 +55,7 @@ def _in_starter_thread(work: Callable[[], Any]) -> Any:
             raise error
         return result
     finally:
-        del error  # else its traceback would lead back to it until the next collection
+        del error  # else error and traceback keep each other alive until the next collection
 
 
 def _run_jobs(jobs: queue.SimpleQueue[Any]) -> None:
@@ -102,8 +102,8 @@ class Child:
     def wait(self, seconds: float | None = None) -> bool:
         """Waits up to `seconds` for the end of the process, and returns whether it has ended.
 
-        None means no limit. This method does not reap the process; `end` does. Until then no other
-        process can get its number.
+        None means no limit. This method does not reap the process; `end` does. Until it is reaped, no
+        other process can get its process id.
         """
         if self._popen.returncode is not None:
             return True

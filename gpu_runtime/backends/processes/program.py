@@ -59,7 +59,7 @@ class Program:
         try:
             raise value
         finally:
-            del value  # else the error's traceback leads back to it until the next collection
+            del value  # else error and traceback keep each other alive until the next collection
 
     def stream(self, *args: Any) -> Iterator[Any]:
         """Sends a request "stream" with the arguments `args`, and yields its items.
