@@ -20,7 +20,7 @@ LAST_ERROR = "the last error"
 # Every cell runs inside frames of these libraries. They hold no objects of the user.
 _RUNNERS = frozenset("IPython ipykernel runpy _pytest".split())  # they call the user's code
 _LIBRARIES = _RUNNERS | frozenset(
-    "traitlets tornado asyncio gpu gpu_runtime zmq threading pluggy".split()
+    "traitlets tornado asyncio selectors concurrent gpu gpu_runtime zmq threading pluggy".split()
 )
 
 

@@ -97,7 +97,7 @@ _TABLE = (
     ),
     Verb(
         "backtest",
-        "replays a history with other policies, cards and RAM: who would have waited how long",
+        "replays a history with other policies, cards and RAM",
         verb_acts.backtest,
         HISTORY,
         needs_runtime=False,
@@ -274,7 +274,7 @@ _TABLE = (
     ),
     Verb(
         "doctor",
-        "one report to paste: versions, drivers, devices, ledger, settings, last refusals",
+        "one report to paste: versions, drivers, devices, settings",
         verb_acts.doctor,
         needs_runtime=False,
     ),

@@ -328,14 +328,16 @@ class Kernel:
             resident = self.resident
         if resident is None:
             because = "this kernel's own code holds nothing on a card"
-            return Outcome(verb="park", name=NAME, done=True, because=because, bytes=0)
+            return Outcome(verb="park", name="", done=True, because=because, bytes=0)
         if self._running:
             self._park_next = True
             because = f"{show_bytes(resident.lease.bytes)} leaves when this cell has ended"
-            return Outcome(verb="park", name=NAME, done=False, because=because, bytes=0)
+            return Outcome(verb="park", name="", done=True, because=because, bytes=0)
         if self.away:
             return kernel_names.in_ram_already(self._session, "park", "", [resident.lease])
-        return replace(operations.evict(self._session, self._id(), timeout=None), verb="park")
+        return replace(
+            operations.evict(self._session, self._id(), timeout=None), verb="park", name=""
+        )
 
     def exempt(self, never: bool) -> Outcome:
         """Allows parking this kernel; if `never`, brings back its memory and forbids parking."""
@@ -347,7 +349,7 @@ class Kernel:
             resident.settle_at(replace(resident.lease, movable=self._may_leave))
             self._session.publish()
         because = f"this notebook is {'never parked' if never else 'parked when asked'}"
-        return Outcome(verb="park", name=NAME, done=True, because=because, bytes=0)
+        return Outcome(verb="park", name="", done=True, because=because, bytes=0)
 
     def park_quietly(self, because: str) -> None:
         """Parks the kernel, unless a recent attempt failed. A failure is logged and not raised."""

@@ -4,6 +4,7 @@ what becomes free without them.
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import json
 import re
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import threading
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 
 import pandas
 import pytest
@@ -161,6 +163,22 @@ def test_a_background_thread_is_listed(notebook, rt):
         stop.set()
         thread.join()
     assert table(rt) == {}
+
+
+def test_threads_that_wait_in_a_library_are_not_listed():
+    """A kernel has such threads. From them every variable can be reached, so `%gpu free` named them."""
+    loop = asyncio.new_event_loop()
+    thread = threading.Thread(target=loop.run_forever, name="IOPub")
+    thread.start()
+    with ThreadPoolExecutor(1, thread_name_prefix="pool") as pool:
+        pool.submit(int).result()
+        try:
+            asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop).result()
+            assert not [name for name in names.frame_names() if name.kind == names.THREAD]
+        finally:
+            loop.call_soon_threadsafe(loop.stop)
+            thread.join()
+    loop.close()
 
 
 def test_a_running_function_is_listed(notebook, rt):

@@ -577,7 +577,7 @@ def test_a_cell_that_parks_its_own_kernel_parks_it_at_its_end(started):
     cell(kernel)
     told = []
     cell(kernel, lambda: told.append(rt.park()))
-    assert not told[0].done and "when this cell has ended" in told[0].because
+    assert told[0].done and "when this cell has ended" in told[0].because
     from tests.nvml_driver import until
 
     until(lambda: HOST in own(rt), 10.0)
