@@ -55,7 +55,7 @@ class Backend:
     can_move = True  # False: a Move becomes Drop + Load
     can_split = True  # False: a model stays on one device, whatever its layout says
     layout = "auto"  # the layout of a model whose spec sets none
-    shares = False  # whether processes share the copies of its models in host memory
+    shares = False  # True: processes share one copy of a model in host memory
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """What the source of `spec` shows about the model's size. Nothing is loaded.

@@ -175,7 +175,7 @@ class _Replay:
     def _queue(self, model: str) -> None:
         """Writes a ticket (a waiting request in the book) for the users that wait for `model`.
 
-        If a transfer already loads the model, no ticket is written.
+        If a transfer already loads or restores the model, no ticket is written.
         """
         lease = self.book.lease(OWNER.id, model)
         if lease is not None and lease.phase is Phase.ARRIVING:
@@ -219,7 +219,8 @@ class _Replay:
         """Writes the users and the last uses of all models into the book, which the scheduler
         reads.
 
-        A real process also does this before each of its decisions.
+        A model that is arriving keeps its values. A real process also does this before each of its
+        decisions.
         """
         if not self.stale:
             return
@@ -334,8 +335,10 @@ class _Replay:
         return "host" if lease is not None and not lease.all_on_device else "disk"
 
     def _lane(self, steps: tuple[Step, ...]) -> str:
-        """The lane for `steps`. These are the arrival of a model, or departures that make room for
-        a model.
+        """The lane for `steps`, which bring a model to the card or take models off the card.
+
+        The first step decides: the lane is `disk` for a load, `host` for a restore, else `out`. An
+        engine with one lane uses it for all steps.
         """
         if len(self.engine.lanes) == 1 or not steps:
             return self.engine.lanes[0]
@@ -376,7 +379,7 @@ class _Replay:
         return max(LEAST_PIECE_BYTES, -(-size // MOST_PIECES)) if self.engine.parts else 0
 
     def _seconds(self, step: Step) -> float:
-        """Returns the seconds that `step` takes. Also adds the step to the counters of the result.
+        """The seconds that `step` takes. The call also adds the step to the counters of the result.
 
         If a step copies only some bytes of a model, its time is reduced in proportion.
         """

@@ -85,7 +85,7 @@ class Ollama(Recipe):
             )
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
-        """Says that a part of the model of `order` is not on the card; empty if all of it is there.
+        """How much of the model of `order` is on the card, in words; empty if all of it is there.
 
         `send` reads the placement from the server. The check is left out on simulated cards, and
         for a model with a set number of `gpu_layers`.

@@ -119,7 +119,7 @@ class Recipe:
         """
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
-        """Says how the model's place differs from the cards of `order`; empty if it does not.
+        """How the model's place differs from the cards of `order`, in words; empty if it does not.
 
         `send` sends a request to the server. The default is empty, because most engines use the
         cards that they get, or fail.

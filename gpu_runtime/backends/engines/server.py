@@ -29,7 +29,7 @@ from ..processes.processes import MOST_RESTARTS, STOP_SECONDS, Child, guarded, i
 from .ports import Port, claim
 from .recipe import LaunchOrder, Recipe, SendRequest
 
-MOST_PORTS = 5  # tried for one start; a process without a claim may take a port first
+MOST_PORTS = 5  # tried for one start, since a process without a claim may take a port
 POLL_SECONDS = 0.05
 ANSWER_SECONDS = 2.0
 READY_STATUS = 200  # of the health check
@@ -170,7 +170,7 @@ class Server(RestartedEngine):
         threads.start(self._supervise)
 
     def _start_on_free_port(self) -> None:
-        """Starts the server. If another process takes the port first, tries another port."""
+        """Starts the server, and waits until it is ready. If its port is taken, tries another port."""
         tried: set[int] = set()
         while True:
             port = claim(self._port_range, self.spec.name, frozenset(tried))

@@ -209,7 +209,7 @@ def read_header(path: Path, name: str) -> dict[str, TensorEntry]:
 
 
 def _span_fault(spans: Iterable[tuple[int, int]], start: int, size: int) -> str:
-    """Says how the sorted `spans` of tensors fail to fill the file; empty if they fill it.
+    """How the sorted `spans` of tensors fail to fill the file, in words; empty if they fill it.
 
     The data begins at the byte `start`, and the file has `size` bytes.
     """

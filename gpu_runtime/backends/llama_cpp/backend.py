@@ -29,8 +29,8 @@ class LlamaModel(EngineModel[LlamaEngine]):
     """The object that `use` yields: a proxy with the methods of `llama_cpp.Llama`.
 
     `create_chat_completion(messages, stream=True)` returns an iterator; closing the iterator ends
-    the generation. A call of an evicted model first loads the model again, if this process manages
-    it; else the call raises NotResident. So a call never reaches a closed model. Every method also
+    the generation. If the model was evicted, a call first loads it again. If no runtime manages the
+    model, the call raises NotResident. So a call never reaches a closed model. Every method also
     takes `cancelled`, a `threads.Cancellation`. Setting it, in any thread, ends the call at once.
     """
 
