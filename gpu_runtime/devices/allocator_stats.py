@@ -210,7 +210,7 @@ def _coarse(segment: SegmentMap, most: int) -> tuple[AllocatorBlock, ...]:
     If there are too many blocks, neighbours are joined into groups of at most `step` bytes; a
     larger block stays alone. A group of several blocks becomes one block of mixed state. Any two
     consecutive groups are together larger than `step`. So there are at most 2 * bytes / step + 1
-    groups.
+    groups, and `step` is chosen so that this number is `most`.
     """
     if len(segment.blocks) <= most:
         return segment.blocks

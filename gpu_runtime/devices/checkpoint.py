@@ -37,8 +37,8 @@ class NoAnswer(CallFailed):
 def call(action: str, pid: int, *, seconds: float, lock_seconds: float = 0.0) -> str:
     """Performs the `action`, one of ACTIONS. Returns the new state of the CUDA process `pid`.
 
-    `seconds` is the time limit of the call. The action `lock` gives up after `lock_seconds`. Raises
-    NotAvailable, NoAnswer, CallFailed.
+    `seconds` is the time limit of the driver's call; the helper's start gets START_SECONDS more.
+    The action `lock` gives up after `lock_seconds`. Raises NotAvailable, NoAnswer, CallFailed.
     """
     words = [sys.executable, "-m", __name__, action, str(pid), str(int(lock_seconds * 1000))]
     package = str(Path(__file__).parents[2])
@@ -81,7 +81,8 @@ def _state_in(ended: subprocess.CompletedProcess[str]) -> str:
 def perform(action: str, pid: int, lock_ms: int) -> dict[str, str]:
     """Makes one checkpoint call. The result has one key, with a text as its value.
 
-    The key is `state` after a success, `missing` without checkpoint calls, `failed` after an error.
+    The key is `state` after a success, and `failed` after an error. The key is `missing` if
+    this machine has no checkpoint calls.
     """
     try:
         checkpoint = importlib.import_module("cuda.core").checkpoint

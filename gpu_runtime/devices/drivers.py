@@ -138,7 +138,7 @@ def visible_cards(
     environment: Mapping[str, str] = os.environ,
     kind: str = "",
 ) -> Listing | None:
-    """The cards that this process may use, in torch's order; None if there is no driver.
+    """The cards that this process may use, in torch's order; None if the machine has no card.
 
     The cards are of the given `kind`. Without a `kind`, the cards are of the first kind that has
     cards. `environment` holds variables such as CUDA_VISIBLE_DEVICES.
@@ -205,9 +205,10 @@ def named_by(
 ) -> tuple[Card, ...]:
     """The `cards` that a variable such as CUDA_VISIBLE_DEVICES names, as CUDA and HIP read it.
 
-    `variable` is the value of the variable; None if the variable is not set. The value lists
-    indices into `cards`, UUIDs or their unique beginnings, and UUIDs of instances. The first wrong
-    entry ends the list. If a card is named twice, no card is visible. If the selected cards include
+    `variable` is the value of the variable; None if the variable is not set, which selects every
+    card. The value lists indices of physical cards, UUIDs or their unique beginnings, and UUIDs of
+    instances. An index selects the first instance of a partitioned card. The first wrong entry ends
+    the list. If a card is named twice, no card is visible. If the selected cards include
     instances of partitioned cards, only the first instance is visible, and no other card. The
     result has the names `TORCH:0`, `TORCH:1`, …, where TORCH is the argument `torch`.
 
@@ -319,7 +320,7 @@ def with_time_limit(device: str, ask: Callable[[], T]) -> T:
     """The result of `ask()`, run in the driver's thread, within ANSWER_SECONDS.
 
     Raises ProbeFailed, which names the `device`, if the driver hangs. While an earlier call still
-    hangs, ProbeFailed is raised at once.
+    hangs, ProbeFailed is raised at once. An error that `ask` raises is raised here too.
     """
     global _driver_thread
     if _driver_thread is None or _driver_thread.pid != os.getpid():

@@ -35,7 +35,7 @@ class Note(weakref.ref):
     The callback is a deque's `append`. It is C code, so an interrupt cannot stop it halfway.
     """
 
-    key = simulated_allocator.FREE  # replaced by a key of its own when the block is allocated
+    key = simulated_allocator.FREE  # replaced by a unique key when the block is made (`_watch`)
 
 
 class Block:
@@ -69,8 +69,8 @@ class Block:
 class Memory:
     """The bytes that this process holds on one device. Thread-safe.
 
-    When a Block is garbage-collected, its `Note` is queued. Every method reads the queue before it
-    computes its result, so no caller has to report that a block is gone.
+    When a Block is garbage-collected, its `Note` is queued. A method whose result depends on the
+    blocks reads the queue first. So no caller has to report that a block is gone.
 
     `device` is the device's id. Without `capacity_bytes`, the device is a real card: torch manages
     its memory, so nothing is counted here. `pinned` locks real pages in memory for a card's copy
@@ -94,7 +94,7 @@ class Memory:
         self._state = simulated_allocator.Segments()
         self._regions: dict[int, Region] = {}
         self._sizes: dict[int, int] = {}  # segment id -> bytes, for the segment's region
-        # Pages that other processes share, which no segment has.
+        # Pages shared with other processes (`add_region`). They belong to no segment.
         self._shared: weakref.WeakSet[Region] = weakref.WeakSet()
         self._freed: collections.deque[Note] = collections.deque()
         self._notes: dict[int, Note] = {}  # key -> note of an existing block
@@ -284,7 +284,7 @@ class Region(mmap.mmap):
 
     start = 0  # the region's address
     pinned = False
-    pages: Any = None  # the shared pages that it maps, which it keeps open
+    pages: Any = None  # the object whose shared pages are mapped; the region keeps it open
 
     def __del__(self) -> None:
         torch = sys.modules.get("torch") if self.pinned else None
@@ -326,7 +326,8 @@ def _map_pages(memory: Memory, size: int) -> Region:
 def pinned(region: Region, *, touched: bool = False) -> None:
     """Locks the pages in memory for the card's copy engine.
 
-    If `touched` is false, the content of the pages is undefined after the call.
+    If `touched` is true, the pages were written before and keep their content. If `touched` is
+    false, this function may overwrite the pages with zeros.
 
     Without the lock, copies reach a fifth of the bus speed. Nothing is locked if this process does
     not use CUDA. torch's own pinned memory is not used, because torch rounds up to powers of two:

@@ -37,7 +37,7 @@ from ..private_paths import read_plain
 from ..units import show_seconds
 
 HANG_SECONDS = 5.0  # a helper hangs if no card has answered for this long
-START_SECONDS = 30.0  # limit for the first answer; an idle driver may need it to wake eight cards
+START_SECONDS = 30.0  # limit for the first answer; an idle driver wakes eight cards so slowly
 START_AGAIN_SECONDS = 3.0
 FRESH_SECONDS = 0.25  # how long a decision waits for new figures
 LOOK_SECONDS = 0.5  # how often one reader checks the helper
@@ -155,8 +155,8 @@ class Sampling:
     def fresh(self) -> Figures | None:
         """Figures measured after this call; or the last figures if the helper does not answer.
 
-        Only the first caller waits for a helper that does not answer. Until the helper answers
-        again, the next callers do not wait.
+        A call waits at most FRESH_SECONDS. If the helper does not answer one call, later calls of
+        this process do not wait until the helper answers again.
         """
         requested_at = boot_seconds()
         last = self.figures()
@@ -176,7 +176,10 @@ class Sampling:
             pause = min(pause * 1.5, 0.005)
 
     def first(self, seconds: float) -> None:
-        """Waits at most this number of `seconds` for the first figures on this host."""
+        """Waits at most `seconds` for figures that are at most LATE_SECONDS old at this call.
+
+        Starts a helper if none runs. Returns nothing, also if there are no such figures in time.
+        """
         began = boot_seconds()
         self.look_after()
         while True:
@@ -316,7 +319,7 @@ class Sampling:
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
-            start_new_session=True,  # else the stop button would interrupt the helper too,
+            start_new_session=True,  # else the stop button would interrupt the helper too
         )
 
     def _last_error(self) -> str:

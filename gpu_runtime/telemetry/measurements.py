@@ -2,8 +2,9 @@
 
 The key of a measurement consists of the source, the fingerprint of its files, the options (such as
 the dtype) and the backend. If the files change on disk, the fingerprint changes, and the old
-measurement is no longer used. Nothing depends on the file of the measurements. If this file is
-damaged or cannot be written, the failure is logged once, and estimates use file headers again.
+measurement is no longer used. If the file of the measurements is damaged, this is logged, and
+estimates use file headers again. If the file cannot be read or written, this is logged too, and new
+measurements stay in this process.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from ..facts import Evidence, Measurement, ModelSpec, Value
 from ..ledgers.access import access_to, state_in
 from ..private_paths import read_plain, replace_file
 
-KEPT = 1000  # models, and cells; the oldest measurement is dropped first
+KEPT = 1000  # models, and as many cells; the oldest measurement is dropped first
 LONGEST = 1 << 20  # bytes; a larger file is not read
 PATIENCE_SECONDS = 0.2  # longest wait for the lock, which a stopped process may hold
 # Options for the use of a model. They do not change which bytes are loaded.

@@ -4,8 +4,8 @@ driver.
 GPU_LEDGER=URL python -m gpu_runtime.telemetry.sampler [--simulated] DIRECTORY
 
 The helper measures the cards and the machine's memory. While the figures change, it measures once a
-second, else every other second. A notification makes the helper measure at once. It publishes the
-figures in the ledger's directory (`devices/sampler_client.py`).
+second, else every other second. A notification makes the helper measure at once. The helper
+publishes the figures in the ledger's directory (`devices/sampler_client.py`).
 
 The helper ends if another process is the helper, if no process uses the ledger any more, or if the
 helper's lock file is gone. It also ends if no card answers for some seconds: after a driver was
@@ -14,7 +14,7 @@ hangs does not stop the measuring of other cards. If no card is measured any mor
 that read the figures end the helper and start another helper.
 
 A separate thread records how the devices are used (`recorder.py`). With simulated devices, only the
-machine's memory is measured.
+machine's memory is measured. These figures are not published; only the history uses them.
 """
 
 from __future__ import annotations
@@ -302,7 +302,9 @@ class HistoryThread:
 
 
 def serve(files: HelperFiles, rounds: CardRounds | SimulatedRounds, history: HistoryThread) -> None:
-    """Measures with `rounds` and publishes the figures to `files` and `history`.
+    """Measures with `rounds`, and gives the figures to `history`.
+
+    The figures of real cards are also published in `files`.
 
     Returns when this process should no longer be the helper (see the module's docstring). Raises
     OSError if the figures cannot be published.

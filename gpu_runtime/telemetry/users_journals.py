@@ -22,7 +22,7 @@ from ..private_paths import read_plain
 MOST_EVENTS = 10_000
 MOST_BYTES = 64 << 20  # a journal of 10,000 events has about 5 MiB
 MOST_STEPS = (
-    5_000_000  # steps of SQLite for one file, about 0.1 s, as another user chose its tables
+    5_000_000  # SQLite's steps for one file, about 0.1 s; a hostile file could need endless steps
 )
 STEPS_AT_ONCE = 100_000
 ATTEMPTS = 3  # the other user may write the file while it is copied
