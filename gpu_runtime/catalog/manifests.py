@@ -126,9 +126,9 @@ def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
     `value` is a document of the first format.
     """
     if value.get("apiVersion") != API_VERSION:
-        return ("apiVersion",), (
-            f"{quoted(value.get('apiVersion'))} is not supported; it must be {API_VERSION}"
-        )
+        version = value.get("apiVersion")
+        problem = "it is missing" if version is None else f"{quoted(version)} is not supported"
+        return ("apiVersion",), f"{problem}; it must be {API_VERSION}"
     if value.get("kind") not in KINDS:
         return ("kind",), (
             f"{quoted(value.get('kind'))} is not supported; it must be {', '.join(KINDS[:-1])} "

@@ -49,12 +49,17 @@ class Fleet:
 
     def __init__(self, address: str = "auto") -> None:
         """Connects to the cluster at `address`. Raises FleetUnavailable."""
+        self._address = address
         cluster.connect(address)
         self._controller = joining.controller()
         cluster.answer(self._controller.ready.remote(cluster.versions()))
         self._hosts = Hosts()
         # Model -> the host that has its only copy, and the time at which this entry expires.
         self._last: dict[str, tuple[str, float]] = {}
+
+    def __repr__(self) -> str:
+        hosts = ", ".join(self._hosts.names()) or "not read yet"
+        return f"<Fleet at {self._address}; hosts: {hosts}>"
 
     # -- using -------------------------------------------------------------------------------------
 
@@ -252,7 +257,7 @@ class Fleet:
         Raises AmbiguousName, UnknownModel, StillInUse, Busy.
         """
         bare, _, host = name.partition("@")
-        return self.host(host or self._only_holder(bare)).evict(bare, timeout=timeout)
+        return FarRuntime(self, host or self._only_holder(bare)).evict(bare, timeout=timeout)
 
     def _only_holder(self, name: str) -> str:
         self._hosts.refresh()
@@ -286,7 +291,7 @@ class Fleet:
         """
         self._require_host(host)
         cards = _cards(devices)
-        self.host(host).require_cards(cards)
+        FarRuntime(self, host).require_cards(cards)
         slot = Slot(model, host, cards)
         where = self._ask_controller("create_slot", slot)
         return Outcome("slot", slot.id, True, f"{model} is on {where} of {host}", where=where)
@@ -333,7 +338,11 @@ class Fleet:
             )
 
     def host(self, name: str) -> FarRuntime:
-        """The runtime of the host `name`, with the same methods as `rt`. Raises NodeLost."""
+        """The runtime of the host `name`, with the same methods as `rt`.
+
+        Raises FleetUnavailable if no living host has this name. The methods also raise NodeLost.
+        """
+        self._require_host(name)
         return FarRuntime(self, name)
 
     # -- reading -----------------------------------------------------------------------------------

@@ -20,6 +20,9 @@ class FarRuntime:
         """The runtime of `host` in the `fleet`."""
         self._fleet, self.host = fleet, host
 
+    def __repr__(self) -> str:
+        return f"<Runtime of {self.host}>"
+
     def on_behalf_of(self, name: str) -> AbstractContextManager[None]:
         """`with far.on_behalf_of("ann"):` — the host's journal names `name` for the actions of this
         thread.
@@ -46,7 +49,9 @@ class FarRuntime:
 
     def __getattr__(self, verb: str) -> Any:
         if verb not in VERBS:
-            raise AttributeError(verb)
+            raise AttributeError(
+                f"the runtime of {self.host} has no {verb!r} here. It has: {', '.join(VERBS)}"
+            )
 
         def far(*args: Any, **kwargs: Any) -> Any:
             """Calls the verb on the host, and returns the verb's result."""

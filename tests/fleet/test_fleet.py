@@ -235,6 +235,15 @@ def test_a_host_does_not_plan_a_model_whose_wish_was_removed(empty, hosts):
     assert empty.host("box1").plan("small").level is PlanLevel.HERE
 
 
+def test_a_host_is_known_at_once_and_its_methods_are_listed(empty):
+    with pytest.raises(FleetUnavailable, match="no host is called 'nohost'. The fleet has box1,"):
+        empty.host("nohost")
+    far = empty.host("box1")
+    assert repr(far) == "<Runtime of box1>" and "hosts: box1, box2" in repr(empty)
+    with pytest.raises(AttributeError, match="box1 has no 'register' here. It has: status,"):
+        far.register("qwen")
+
+
 # -- slots -----------------------------------------------------------------------------------------
 
 
