@@ -164,8 +164,9 @@ class Probe:
         return "; ".join(dict.fromkeys(troubles))
 
     def check(self, now: float, stale_seconds: float) -> None:
-        """Raises ProbeFailed if no card can be measured.
+        """Raises ProbeFailed if the host's helper measures no card.
 
+        If this process measures by itself, one card that fails is enough for the error.
         `now` is as in `samples`, and `stale_seconds` as in `trouble`.
         """
         if not self._sampling:
@@ -242,9 +243,10 @@ class Probe:
         return cuda.max_memory_allocated(index) - cuda.memory_allocated(index)
 
     def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
-        """Maps each of `devices` to the bytes that the driver reports for the process `pid`.
+        """Maps each real card of `devices` to the bytes that the driver reports for process `pid`.
 
-        The bytes include the process's CUDA context. The value is 0 if the driver reports no bytes.
+        Other devices are left out. The bytes include the process's CUDA context. The value is 0 if
+        the driver reports no bytes.
         """
         return {id: self._charged(self._cards[id], pid) for id in devices if id in self._cards}
 

@@ -118,8 +118,8 @@ def _array(region: Region, at: int, block: Block) -> Any:
 def held_by(pids: Iterable[int]) -> Iterator[SharedPages]:
     """The shared pages that the processes `pids` hold, if they are processes of this user.
 
-    An open file of a process counts only if this user owns the file, if no other user may open it,
-    and if it has no name.
+    An open file of a process counts only if this user owns the file, no other user may open the
+    file, and the file is in /dev/shm without a name.
     """
     for pid in pids:
         directory = f"/proc/{pid}/fd"

@@ -22,7 +22,8 @@ from typing import NamedTuple
 from ..units import MIB
 
 STEP = 512
-FREE, HOLE = 0, -1  # keys of runs without an allocation: reserved but free; given back
+# Keys of runs without an allocation. FREE bytes stay reserved; HOLE bytes were released.
+FREE, HOLE = 0, -1
 
 
 class Run(NamedTuple):
@@ -168,7 +169,10 @@ def _best_fit(
     need: int,
     small: bool,
 ) -> Spot | None:
-    """The position of the smallest free run with at least `need` bytes; None without such a run."""
+    """The position of the smallest free run with at least `need` bytes; None without such a run.
+
+    If `small` is true, only segments for small requests are searched, else only the others.
+    """
     best: tuple[int, Spot] | None = None
     for segment in state.segments:
         if segment.small != small:

@@ -14,7 +14,7 @@ NOTHING = "No host has joined the fleet. On each host:  gpu fleet join"
 
 
 def as_text(hosts: Sequence[Snapshot]) -> str:
-    """Text with one bar for each of the `hosts`, with the host's models and requests."""
+    """Text with one bar for each of the `hosts`, its models, and its number of waiting requests."""
     if not hosts:
         return NOTHING
     width = max(len(views.clean(one.host)) for one in hosts)
@@ -31,7 +31,7 @@ def as_text(hosts: Sequence[Snapshot]) -> str:
 
 
 def as_html(hosts: Sequence[Snapshot]) -> str:
-    """HTML with one bar for each of the `hosts`, with the host's models and requests."""
+    """HTML with one bar for each of the `hosts`, its models, and its number of waiting requests."""
     if not hosts:
         return elements.page(elements.line(elements.with_code(NOTHING)))
     rows = [
@@ -97,7 +97,7 @@ def _fill(snapshot: Snapshot) -> str:
 
 
 def _notes(snapshot: Snapshot) -> str:
-    """The number of cards of the host, and sentences about unusual states of the host."""
+    """The number of cards of the host, its number of waiting requests, and its unusual states."""
     cards = views.cards(snapshot)
     notes = [f"{len(cards)} card{'s' if len(cards) != 1 else ''}"]
     if snapshot.simulated:

@@ -89,8 +89,9 @@ def _used(rows: list[list[str]]) -> list[int]:
 
 
 def sentences(sums: Mapping[str, Any]) -> list[str]:
-    """Sentences that explain `sums`. If the search was incomplete, one of the sentences states
-    this.
+    """Sentences under the table, made from `sums`, the attributes of the DataFrame of `rt.who()`.
+
+    If the search was incomplete, one of the sentences states this.
     """
     if not sums:
         return []

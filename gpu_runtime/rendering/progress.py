@@ -24,7 +24,7 @@ def subject(name: str) -> str:
 def running(arrival: Arrival, seconds: float, stop: str) -> str:
     """The line of an `arrival` (a load or restore) after `seconds`: bar, bytes, rate, time left.
 
-    `stop` is how the user can stop it.
+    `stop` is the text that names the way to stop the load, such as STOP_IN_TERMINAL.
     """
     title = f"{arrival.verb} {subject(arrival.name)}"
     filled = "█" * round(_part(arrival, seconds) * text.BAR_CELLS)
@@ -66,7 +66,7 @@ def seconds_left(arrival: Arrival, seconds: float) -> float | None:
 
 
 def _part(arrival: Arrival, seconds: float) -> float:
-    """The part of the `arrival` that is done, from 0 to 1."""
+    """The part of the `arrival` that is done, from 0 to 1. Estimated from time, at most 0.95."""
     if arrival.done_bytes and arrival.all_bytes:
         return min(1.0, arrival.done_bytes / arrival.all_bytes)
     return min(0.95, seconds / arrival.expected_seconds) if arrival.expected_seconds else 0.0

@@ -76,7 +76,7 @@ class Bar(NamedTuple):
     def scale_bytes(self) -> int:
         """The bytes that the full length of the bar stands for.
 
-        The result is the size of the device, or the bytes in use if these are more.
+        The result is the largest of the device's size, the bytes of all segments, and the limit.
         """
         return max(self.device.total_bytes, self.used_bytes, self.limit_bytes, 1)
 
@@ -153,7 +153,7 @@ def strangers_bytes(view: DeviceView) -> int:
 
 
 def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
-    """The bars after the `steps`, for the devices of the `snapshot` that change."""
+    """The bars as they would be after the `steps`, only for devices that the steps change."""
     before = bars(snapshot)
     after: dict[str, list[BarSegment]] = {bar.device.id: list(bar.segments) for bar in before}
     changed: set[str] = set()
@@ -184,7 +184,7 @@ def cards(snapshot: Snapshot) -> list[DeviceView]:
 
 
 def worst_level(snapshot: Snapshot) -> Level:
-    """The pressure level of the fullest card in the `snapshot`, or UNKNOWN without cards."""
+    """The highest pressure level of any card in the `snapshot`, or UNKNOWN without cards."""
     return max((view.level for view in cards(snapshot)), key=_LEVELS.index, default=Level.UNKNOWN)
 
 
@@ -227,8 +227,9 @@ def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
 
 
 def _measured_remark(view: DeviceView) -> list[str]:
-    """The measured bytes of the device in `view`, if they differ from the claimed bytes on a real
-    device.
+    """The remark `measured 14.0 GiB`, if a real device's measured and claimed bytes differ.
+
+    For a card whose use is unknown, the remark is `not measured`. Else the list is empty.
     """
     if view.measured_bytes is None:
         return [] if view.device.is_host else ["not measured"]

@@ -1,7 +1,8 @@
 """The live terminal view of `gpu status --watch`: first the problems, then the devices, then the
 holders by bytes.
 
-This module is pure: it turns a Snapshot into the lines of a screen, with colours. `cli.py` redraws it.
+This module is pure: it turns a Snapshot into the lines of a screen, with colours. `cli.py` redraws
+the screen.
 """
 
 from __future__ import annotations

@@ -260,7 +260,7 @@ def step_sentence(snapshot: Snapshot, step: Step) -> str:
 
 
 def others_considered(plan: Plan) -> list[tuple[str, str]]:
-    """The best alternatives of the `plan`: for each, the place and the reason against it."""
+    """The best placements that the `plan` did not choose, each with the reason against it."""
     chosen = [share.device for share in plan.shares]
     found = []
     for option in plan.considered[: MOST_CONSIDERED + 1]:

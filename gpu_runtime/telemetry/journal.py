@@ -70,10 +70,10 @@ class Journal:
         self._unwritten: deque[Event] = deque(maxlen=KEPT)
         # Decisions that are not in the file: all of them if there is no file.
         self._decided: deque[Decided] = deque(maxlen=decisions.KEPT)
-        self._numbered = 0  # decisions of this process
+        self._numbered = 0  # how many decisions this process has recorded
         self._written_at = float("-inf")
         self._lock = forks.awaited(threading.Lock())
-        self._reading_others = forks.awaited(threading.Lock())  # so that no writer waits for it
+        self._reading_others = forks.awaited(threading.Lock())  # no writer waits for it
         self._broken = False
 
     def append(self, events: Iterable[Event]) -> None:

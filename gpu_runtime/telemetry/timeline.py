@@ -29,10 +29,8 @@ from ..ledgers.sqlite import after_fork
 from .journal import opened
 
 DAY = 86400.0
-THINNED = (
-    (1800.0, 15.0),
-    (10800.0, 60.0),
-)  # (age, stretch) in seconds: after `age`, one moment per `stretch`
+# (age, stretch) in seconds. Of the moments older than `age`, one of each `stretch` is kept.
+THINNED = ((1800.0, 15.0), (10800.0, 60.0))
 AHEAD_SECONDS = 60.0  # a moment later than now + this was written while the clock was wrong
 MOST_ROW_BYTES = 1 << 20
 
