@@ -209,7 +209,7 @@ def _report() -> SmiReport:
             _last = began, result
         result = _last[1]
         if isinstance(result, NoAnswer):
-            raise NoAnswer(*result.args)  # without the frames of those that asked before
+            raise NoAnswer(*result.args)  # a new error, without the traceback of earlier callers
         return result
 
 

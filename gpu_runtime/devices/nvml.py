@@ -153,9 +153,9 @@ def _uses_machine_memory(
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
     """The cards that CUDA shows to a process with this `environment`, in CUDA's order.
 
-    The order is unknown if the `listing` has cards of several models, or if some cards cannot be
-    listed. In these cases a child process gets the order from CUDA. Raises NoAnswer if the child
-    does not answer.
+    The order is unknown if the `listing` has cards of several models and CUDA_DEVICE_ORDER is not
+    PCI_BUS_ID, or if some cards cannot be listed. In these cases a child process gets the order from
+    CUDA, unless a card is partitioned. Raises NoAnswer if the child does not answer.
     """
     cards = listing.cards
     several_kinds = len({card.device.name for card in cards}) > 1

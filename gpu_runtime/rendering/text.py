@@ -51,8 +51,8 @@ def status(snapshot: Snapshot, prompt: str = "%gpu") -> str:
 
 
 def host(snapshot: Snapshot, prompt: str = "%gpu") -> str:
-    """The `snapshot` of one of several hosts, under the host's name. Commands in it begin with
-    `prompt`.
+    """The `snapshot` of one of several hosts, under the host's name. Commands in the text begin
+    with `prompt`.
     """
     return f"── {words.host_title(snapshot)} ──\n{status(snapshot, prompt)}"
 
