@@ -7,13 +7,14 @@ import socket
 import time
 from typing import Any
 
-from ..errors import FleetUnavailable, GpuError
+from ..errors import BadSetting, FleetUnavailable, GpuError
 from ..facts import Outcome
 from . import cluster
 from .agent import GROUPS, HostAgent
 from .controller import Controller
 from .hosts import on
 
+CARDS_HERE = "cuda"
 JOIN_SECONDS = 120.0  # the agent's process starts, and its runtime opens
 
 
@@ -61,6 +62,15 @@ def join(
     agent = _start_agent(host, node, cards, devices, ledger)
     try:
         cluster.answer(on(agent, "ready", "offers"), JOIN_SECONDS)
+    except BadSetting as error:
+        module.kill(agent)
+        if devices != CARDS_HERE:
+            raise
+        raise FleetUnavailable(
+            f"{host} has no CUDA card that is visible here, so it has nothing to share.\n"
+            "  For a drill with simulated cards:  gpu fleet join --devices sim:24GiB",
+            why=str(error),
+        ) from None
     except GpuError:
         module.kill(agent)
         raise
@@ -106,7 +116,7 @@ def _devices_here() -> str:
     card, so the value is `cuda` in place of `auto`.
     """
     given = os.environ.get("GPU_DEVICES", "")
-    return given if given not in ("", "auto") else "cuda"
+    return given if given not in ("", "auto") else CARDS_HERE
 
 
 def _free_name(wanted: str, node: str) -> str:

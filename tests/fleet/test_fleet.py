@@ -294,7 +294,7 @@ def test_a_host_leaves_and_joins_again(empty, hosts, capsys):
     assert gpu("leave") == 0
     assert empty.hosts() == ("box2", "box3")
     assert gpu("join", "--name", "box1", "--devices", "cuda") == 1
-    assert "no CUDA card is visible" in capsys.readouterr().err
+    assert "no CUDA card that is visible here" in capsys.readouterr().err
     devices, _ = HOSTS["box1"]
     words = ("--name", "box1", "--devices", devices, "--ledger", hosts.ledger("box1"))
     assert gpu("join", *words) == 0
