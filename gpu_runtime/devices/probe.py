@@ -228,19 +228,18 @@ class Probe:
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             return
-        for card in self._cards.values():
-            cuda.reset_peak_memory_stats(card.device.index)
+        for _, number in self._numbered():
+            cuda.reset_peak_memory_stats(number)
 
     def beyond_now(self, device: str) -> int | None:
         """Torch's peak on the `device` since `watch_peaks`, less the bytes that torch holds now.
 
         The result is None if the peak is unknown.
         """
-        cuda, card = _started_cuda(), self._cards.get(device)
-        if cuda is None or card is None:
+        cuda, number = _started_cuda(), dict(self._numbered()).get(device)
+        if cuda is None or number is None:
             return None
-        index = card.device.index
-        return cuda.max_memory_allocated(index) - cuda.memory_allocated(index)
+        return cuda.max_memory_allocated(number) - cuda.memory_allocated(number)
 
     def charged(self, pid: int, devices: tuple[str, ...]) -> dict[str, int]:
         """Maps each real card of `devices` to the bytes that the driver reports for process `pid`.

@@ -346,6 +346,7 @@ class FakeCuda:
 
     def __init__(self, *snapshot: dict) -> None:
         self.snapshot, self.stats = list(snapshot), {"num_ooms": 3, "allocation.all.allocated": 1}
+        self.reset: list[int] = []
 
     def memory_snapshot(self, mempool_id=None, include_traces=True):
         assert not include_traces, "somebody may record a hundred thousand of them"
@@ -353,6 +354,15 @@ class FakeCuda:
 
     def memory_stats(self, number):
         return self.stats
+
+    def reset_peak_memory_stats(self, number):
+        self.reset.append(number)
+
+    def max_memory_allocated(self, number):
+        return {0: 5 * GIB, 1: 9 * GIB}[number]
+
+    def memory_allocated(self, number):
+        return {0: 4 * GIB, 1: 2 * GIB}[number]
 
 
 @pytest.fixture
@@ -383,3 +393,26 @@ def test_on_real_cards_torch_is_asked_by_its_own_numbers(on_cuda):
     before = probe.pulse()
     cuda.stats = {**cuda.stats, "allocation.all.allocated": 2}
     assert probe.pulse() != before
+
+
+def test_peaks_are_of_the_cards_by_torchs_numbers(on_cuda):
+    """With CUDA_VISIBLE_DEVICES=2 torch has only the number 0, and an error for any other number."""
+    cuda = FakeCuda()
+    probe = on_cuda(cuda)
+    probe.watch_peaks()
+    assert sorted(cuda.reset) == [0, 1]
+    assert (probe.beyond_now("cuda:0"), probe.beyond_now("cuda:1")) == (7 * GIB, GIB)
+
+
+def test_a_card_that_torch_does_not_see_has_no_peak(monkeypatch):
+    cuda = FakeCuda()
+    monkeypatch.setattr("gpu_runtime.devices.probe._started_cuda", lambda: cuda)
+    cards = (
+        Card(Device("cuda:0", 24 * GIB, uuid="hidden", index=0), None, torch=""),
+        Card(Device("cuda:2", 24 * GIB, uuid="seen", index=2), None, torch="cuda:0"),
+    )
+    devices = (*(card.device for card in cards), Device("host", GIB))
+    probe = Probe(devices, Listing(nvml, cards))
+    probe.watch_peaks()
+    assert cuda.reset == [0]
+    assert (probe.beyond_now("cuda:0"), probe.beyond_now("cuda:2")) == (None, GIB)
