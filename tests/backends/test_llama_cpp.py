@@ -159,6 +159,9 @@ def test_on_real_cards_its_bytes_are_the_reported_buffers():
     both = shares(1, 1)
     assert taken(facts, both, 1.0, {}) == (Share("cuda:0", 8 * MIB), Share("cuda:1", 4 * MIB))
     assert taken(facts, both, 1.0, {"cuda:0": 500 * MIB})[0] == Share("cuda:0", 500 * MIB)
+    # A worker in this process sees all cards of this process, so its second card is its CUDA1.
+    second = (Share("cuda:1", MIB),)
+    assert taken(facts, second, 1.0, {}, (1,)) == (Share("cuda:1", 4 * MIB),)
 
 
 def test_on_simulated_cards_its_bytes_are_those_a_real_card_would_hold():

@@ -129,7 +129,9 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
             facts = engine.load(arguments, report)
             part = offloaded(spec, found.config)
             charged = self._charged(engine.pid, shares)
-            handle.loaded(taken(facts, shares, part, charged), self.probe)
+            in_this_process = engine.pid is None
+            numbers = self._card_numbers(shares) if in_this_process else None
+            handle.loaded(taken(facts, shares, part, charged, numbers), self.probe)
             if progress:
                 progress(total, total)
             return handle

@@ -8,6 +8,7 @@ recipe of `llama-server` share these functions.
 from __future__ import annotations
 
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -197,12 +198,20 @@ def _tensor_split(numbers: tuple[int, ...], shares: Shares) -> list[float]:
     return [round(part / total, 6) for part in split]
 
 
-def taken(facts: dict[str, Any], shares: Shares, part: float, charged: dict[str, int]) -> Shares:
+def taken(
+    facts: dict[str, Any],
+    shares: Shares,
+    part: float,
+    charged: dict[str, int],
+    numbers: Sequence[int] | None = None,
+) -> Shares:
     """The bytes that a loaded model holds on the devices of its `shares`.
 
-    `facts` are the worker's report of a load, with the buffers that llama.cpp allocated. The number
-    in the name of a card's buffer (CUDA0, CUDA1) is taken as the place of the card in `shares`. For
+    `facts` are the worker's report of a load, with the buffers that llama.cpp allocated. For
     each card, the buffers' bytes count, or the driver's figure in `charged` if it is larger.
+
+    `numbers` are llama.cpp's numbers of the cards, as in the names of their buffers (CUDA0, CUDA1).
+    None stands for 0, 1 and so on: a worker process sees only the cards in `shares`, in their order.
 
     If no buffer is on a card, the model computes on the CPU. Its bytes times `part` (see
     `offloaded`) are then divided among the shares in proportion to their size.
@@ -213,7 +222,7 @@ def taken(facts: dict[str, Any], shares: Shares, part: float, charged: dict[str,
         by_number = {_card_number(name): sum(sizes.values()) for name, sizes in on_cards.items()}
         return tuple(
             Share(share.device, max(by_number.get(number, 0), charged.get(share.device, 0)))
-            for number, share in enumerate(shares)
+            for number, share in zip(numbers or range(len(shares)), shares, strict=True)
         )
     beside_weights = sum(
         size for sizes in buffers.values() for use, size in sizes.items() if use != "model"
