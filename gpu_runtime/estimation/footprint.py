@@ -184,8 +184,8 @@ def _beyond_weights(
 ) -> tuple[Part, ...]:
     """The parts for cache and activations; a margin if these cannot be calculated."""
     if evidence.at_load:
-        # An engine's cache is measured together with its weights. If no weights are on the card,
-        # the cache is not on the card either.
+        # A measurement of an engine includes its cache. If the engine puts no weights on the card,
+        # its cache is not on the card either.
         if measured is not None or evidence.weight_bytes == 0:
             return ()
     if use and weights.source == "name" and kv_cache.cache_layers(evidence.config) is None:
@@ -242,9 +242,10 @@ def _room(
 
 
 def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
-    """The margin for cache and activations, if only the size of the files or the name is known.
+    """The margin for cache and activations; empty if the weights are known more exactly.
 
-    The margin is a fraction of the weights. The fraction depends on the file format.
+    A margin is needed if only the size of the files or the name is known. The margin is a fraction
+    of the weights. The fraction depends on the file format.
     """
     if weights.source not in ("file size", "name"):
         return ()

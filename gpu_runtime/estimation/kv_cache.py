@@ -166,7 +166,7 @@ def longest_context(config: Mapping[str, Any]) -> int | None:
 
 
 def batch_tokens(config: Mapping[str, Any]) -> int | None:
-    """The tokens that the engine reads at once, from `config`; None for a whole context."""
+    """The tokens that the engine reads at once; None if it reads the whole context at once."""
     return _number(config, "batch_tokens")
 
 
@@ -333,14 +333,14 @@ def activation_bytes(config: Mapping[str, Any], use: PlannedUse) -> int | None:
 
     The peak is where the feed-forward layer multiplies its two halves. At the peak, each token
     needs three vectors of the layer's inner width and four vectors of the model's width. With
-    experts, each expert that a token uses needs these vectors. The scores of the last token are
-    added. Attention that stores its scores (`attn_implementation="eager"`) holds a matrix of scores
-    for each head, twice.
+    experts, each expert that a token uses needs these vectors. The logits of the last token (one
+    score for each word of the vocabulary) are added. Attention that stores its scores
+    (`attn_implementation="eager"`) holds a matrix of attention scores for each head, twice.
 
     If the engine reads the context in batches, `batch_tokens` in `config` is the size of a batch.
-    An example is llama.cpp: 512 tokens, in float32, with the scores of all 512 tokens. An engine
-    with batches reuses one buffer. If the engine stores attention scores, it also holds the whole
-    matrix of each head and a mask.
+    An example is llama.cpp with 512 tokens. Its values are float32. The logits of all tokens of the
+    batch share one buffer with the other values, so the larger of the two counts. If the engine
+    stores attention scores, it also holds the whole matrix of each head and a mask.
 
     `tests/backends/test_estimates.py` compares the result with a forward pass of transformers.
     """
@@ -416,7 +416,7 @@ def _number(config: Mapping[str, Any], *names: str) -> int | None:
 
 
 def _at(config: Mapping[str, Any], index: int, *names: str) -> int | None:
-    """The first value of `config` under one of `names` that is a whole number from 0, or None.
+    """The first value of `config` under one of `names` that is an integer of at least 0; else None.
 
     If a value is a list, its number for the layer `index` counts.
     """

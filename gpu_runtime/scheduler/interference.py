@@ -8,15 +8,16 @@ from statistics import median
 from ..facts import Event
 from ..units import show_seconds
 
-MOST_LOADS = 50  # the newest loads of a model that are compared
+MOST_LOADS = 50  # at most this many loads of a model are compared, the newest
 MOST_BESIDE = 8  # names of other models that are recorded with a load, and named in a plan
 
 
 def interference(loads: Sequence[Event]) -> str:
-    """A sentence with the median seconds of these `loads` alone and beside other models.
+    """A sentence that compares the median seconds of `loads` alone and beside other models.
 
-    `loads` are the events of one model, the newest last. Loads from another source than that of the
-    newest load are left out. The result is empty unless loads of both kinds were measured.
+    `loads` are the load events of one model, the newest last. A load counts only if its source is
+    the source of the newest load. The result is empty unless a load alone and a load beside other
+    models were measured.
     """
     measured = [one for one in loads if one.seconds and one.source == loads[-1].source]
     alone = [one.seconds for one in measured if not one.beside]

@@ -27,8 +27,8 @@ from ..facts import (
 from .admission import admit
 from .evictable import mark_leaving
 
-# The rank of a model that a waiting cell uses is this number, less the model's place in the order
-# of use. The number is far above the ranks of every policy.
+# The rank of a model that the running cell or a waiting cell uses: this number, less the model's
+# place in the order of use. The number is far above the ranks of every policy.
 _SCHEDULED = 1e15
 
 

@@ -50,7 +50,8 @@ def move(
     The step is None if the lease is on exactly these cards already. A Refuse leaves the book
     unchanged. A Refuse has one of these reasons:
 
-    - The lease is on no card or in parts, in use, kept, a block of code, or cannot be moved.
+    - The lease is not entirely on cards, is arriving or leaving, or is a block of code.
+    - The lease is in use or kept, its last move failed just now, or its backend cannot move it.
     - A card has no room, is drained, capped, or cannot be measured.
     - The model cannot be divided over exactly these cards.
     """
@@ -144,7 +145,7 @@ def _holders(book: Book, cards: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def parse_cards(text: str) -> tuple[str, ...]:
-    """The cards that `text` names: one card, or several cards of the same kind.
+    """The cards in `text`, separated by commas. A bare number has the kind of the card before it.
 
     >>> parse_cards("cuda:1"), parse_cards("cuda:0,1"), parse_cards("sim:0, sim:2")
     (('cuda:1',), ('cuda:0', 'cuda:1'), ('sim:0', 'sim:2'))

@@ -45,9 +45,9 @@ def wait_for_obstacles(
 ) -> Wait:
     """A Wait that names the leases in the way on the nearest card, the first of the `candidates`.
 
-    The Wait's field `retry_at` is the time at which a lease on any of the `candidates` may become
-    evictable without an event. `book`, `request`, `world` and `context` are the inputs of this
-    decision.
+    The Wait's field `retry_at` is the earliest time at which a lease on any of the `candidates` may
+    become evictable without an event, or at which a new measurement may change the verdict. `book`,
+    `request`, `world` and `context` are the inputs of this decision.
     """
     ahead = len(context.elders)
     if context.twin:
@@ -98,7 +98,7 @@ class _InTheWay(NamedTuple):
     blockers: list[str]  # ids of the leases that are in use or arriving
     sentences: list[str]
     retry: list[float]  # times at which a lease may be evicted, if nothing uses it until then
-    leased: bool  # whether a lease is the reason to wait; else it is memory outside the leases
+    leased: bool  # True: a lease is the reason to wait; False: memory outside the leases is
 
 
 def _leases_in_the_way(
@@ -119,7 +119,7 @@ def _leases_in_the_way(
     leased = False
     for lease in context.leases:
         if lease.id == wanted.id:
-            continue  # the lease is in parts, and waits for its other bytes
+            continue  # the requested model itself, which is in parts and waits for its other bytes
         devices = {share.device for share in lease.claims()}
         why = reason_to_stay(lease, world, asker=wanted.owner, importance=wanted.importance)
         if why in ("just used", "kept alive") and not devices.isdisjoint(all_cards):
@@ -133,7 +133,7 @@ def _leases_in_the_way(
             blockers.append(lease.id)
         if why or not lease.droppable:
             leased = True
-        if len(sentences) > MOST_TOLD:  # it is only counted
+        if len(sentences) > MOST_TOLD:  # this lease is counted, but not named
             sentences.append("")
             continue
         held = f"{show_bytes(lease.bytes)} on {first_card}"
@@ -192,7 +192,10 @@ def _ahead_in_words(ahead: int) -> str:
 
 
 def _shortened(sentences: list[str]) -> str:
-    """The first MOST_TOLD sentences, since on a crowded card sixty leases may be in the way."""
+    """The `sentences` as one text. On a crowded card, sixty leases may be in the way.
+
+    If there are two or more beyond MOST_TOLD, the text only counts those: `and 56 more`.
+    """
     more = len(sentences) - MOST_TOLD
     if more >= 2:
         sentences = [*sentences[:MOST_TOLD], f"and {more} more"]

@@ -47,12 +47,12 @@ def offer_of(plan: Plan, host: str, users: int = 0) -> Offer:
 def ranked(offers: Iterable[Offer]) -> tuple[Offer, ...]:
     """The `offers`, the best first.
 
-    Offers are compared by effort (the offer's level, in the order of PlanLevel), then by the number
-    of users of the model on the host. Further criteria are the importance of the victims, the
-    seconds, the best fit (the fewest bytes left), and the name of the host.
+    Offers are compared by these criteria, in this order: the level (in the order of PlanLevel), the
+    fewest users of the model on the host, the least important victims, the fewest seconds, the best
+    fit (the fewest bytes left), and the name of the host.
 
-    Seconds count as equal if they are close to the fewest seconds of all offers that are not ranked
-    yet. So small differences between two measurements do not change the order.
+    Seconds count as equal if they are close to the seconds of the fastest offer with the same
+    level, users and victims. So small differences between two measurements do not change the order.
     """
     listed = sorted(offers, key=lambda offer: (_effort(offer), offer.seconds))
     found: list[Offer] = []
@@ -66,7 +66,8 @@ def ranked(offers: Iterable[Offer]) -> tuple[Offer, ...]:
 
 
 def _effort(offer: Offer) -> tuple[int, int, int]:
-    # A lower number is more important, so the sign is changed. No victim is the best.
+    # Lower results are better. The number of an important victim is low, so its sign is changed. An
+    # offer without victims is the best.
     victims = -offer.victims_importance if offer.victims else -(10**9)
     return offer.level.order, offer.users, victims
 
@@ -103,11 +104,12 @@ def room_of(
 
 
 def shortlist(rooms: Iterable[HostRoom], most: int = MOST_PLANNED) -> tuple[str, ...]:
-    """The names of the `most` hosts that are worth a plan, the likeliest first.
+    """The names of at most `most` hosts that should make a plan, the likeliest first.
 
     The order is: hosts with the model on a device, hosts with the model in host memory, hosts with
-    free room (the best fit first), and hosts that would have to evict (the least important idle
-    models first). Last are hosts that are too small or drained, so that a refusal can name them.
+    free room (the best fit first), hosts that would have to evict (the least important idle models
+    first), and hosts whose idle models are too few. Hosts that are too small or drained are last.
+    They are listed so that a refusal can name them.
     """
     return tuple(room.host for room in sorted(rooms, key=_promise)[:most])
 

@@ -1,8 +1,8 @@
 """Makes room for one more lease in the book's page, by evicting an idle lease.
 
 Pure. The page is the stored form of the book. The page has a limited number of entries, which are
-leases and requests. RESERVED entries are reserved for requests that wait, and as many entries for
-requests to owners. So a full page can always be emptied.
+leases and requests. RESERVED entries are kept free of leases for requests that wait, and another
+RESERVED entries for requests to owners. So even a full page can take the requests that empty it.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def needs_entry(book: Book, request: Request) -> bool:
     """Whether the page has no room for the lease that the `request` would get."""
     if book.lease(request.lease.owner, request.lease.name):
         return False
-    own = book.ticket(request.key) is not None  # its ticket becomes the lease
+    own = book.ticket(request.key) is not None  # the request's own ticket becomes the lease
     return book.entries - own >= MOST_LEASES
 
 

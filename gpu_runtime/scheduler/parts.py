@@ -149,7 +149,10 @@ def _cut(
 
 
 def _least_ends(sums: Sequence[int], most: Sequence[int]) -> list[int]:
-    """For each card, the lowest boundary at which the cards after it can still hold the rest."""
+    """For each card, the lowest boundary (a number of pieces) at which its part may end.
+
+    With a lower boundary, the cards after it could not hold all remaining pieces.
+    """
     left = len(sums)
     ends = [left] * len(most)
     for index in range(len(most) - 1, 0, -1):

@@ -46,11 +46,11 @@ def place(
     """The candidates for the `footprint`: first candidates that fit, then candidates that do not.
 
     Each group starts with its best candidate. Several cards are tried only if no single card has
-    the room.
+    the room, or if `rules` require several cards.
 
     `room` is the bytes that may be granted, by device id. The order of `room` decides between equal
-    devices. `limits` are the devices' budgets, which are the size of a whole card; without
-    `limits`, `room` is used. The `rules` name the policy, the layout and the allowed devices.
+    devices. `limits` are the devices' budgets in bytes; a claim on a whole card has this size. If
+    `limits` is None, `room` is used. The `rules` name the policy, layout and allowed devices.
     """
     limits = room if limits is None else limits
     alone = on_one_card(footprint, room, rules, limits) if may_use_one_card(rules) else ()
@@ -137,10 +137,11 @@ def claim(
 ) -> int:
     """Bytes that the `footprint` claims of one card with the budget `limit`, in bytes.
 
-    A result above `limit` means that the model cannot fit. Without a factor in the `rules`, the
-    claim is the estimate, in which the KV cache and the rest are named parts. With a factor, NDIF's
-    rule applies: the claim is the weights times the factor. If this product is at least the
-    fraction of the card that `rules` name, the claim is the whole card.
+    A result above `limit` means that the model cannot fit. With the layout `whole`, the claim is
+    the whole card. Without a factor in the `rules`, the claim is the estimate in `footprint`. With
+    a factor, NDIF's rule applies: the claim is the weights times `rules.factor`. If this product is
+    at least `rules.largest_fraction` of the card, the claim is the whole card. The claim is never
+    below the estimate.
 
     >>> rules = PlacementRules(factor=3.0, largest_fraction=0.8)
     >>> [claim(Footprint.of(size), rules, 80) for size in (10, 21, 22, 90)]
@@ -184,8 +185,9 @@ def runners_up(
 ) -> tuple[Candidate, ...]:
     """The `considered` candidates: the chosen candidate first, then all others with a reason.
 
-    The reason is a sentence on why the candidate was not chosen. `taken` are the chosen shares.
-    `rules` are the rules of the choice.
+    The reason is a sentence on why the candidate was not chosen. `taken` are the chosen shares. If
+    no candidate is on the cards of `taken`, the candidates are returned as they are. `rules` are
+    the rules of the choice.
     """
     listed = list(considered)
     cards = _cards(taken)

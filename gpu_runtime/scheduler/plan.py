@@ -177,7 +177,7 @@ def _steps_of_others(
     verdict: Wait,
     world: World,
 ) -> list[Step]:
-    """The steps of other owners that evict the leases, and free the shadows, of `verdict`."""
+    """The steps by which other owners do what `verdict` requests: evict leases, free shadows."""
     host_room = room(book, world).get(HOST, 0)
     parts = dict(zip(verdict.asked, verdict.asked_bytes, strict=False))
     leases = [lease for id in verdict.asked if (lease := book.find(id))]

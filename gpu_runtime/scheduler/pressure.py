@@ -59,9 +59,10 @@ def pressure(claimed: int, limit: int, used: int | None, total: int) -> float:
 
 
 def sample_of(device: Device, book: Book, world: World) -> Sample | None:
-    """The newer measurement of `device`: this owner's, in `world`, or the measurement in the book.
+    """The newest known measurement of `device`.
 
-    The result is None for a simulated device, which nothing measures.
+    This owner's own measurements are in `world`, and shared measurements are in `book`. The result
+    is None if neither has this device. A simulated device is never measured.
     """
     mine = world.samples.get(device.id)
     theirs = book.samples.get(device.id)

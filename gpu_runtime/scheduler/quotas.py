@@ -98,9 +98,10 @@ def capped_cards(book: Book, request: Request, world: World) -> dict[str, Refuse
 
 
 def at_most(book: Book, world: World) -> dict[str, int]:
-    """Bytes that the user may take on each card, once all leases of the user that can leave left.
+    """The most bytes that the user could still take on each card after evicting own leases.
 
-    The result is empty if the user has no cap.
+    Only the user's leases that cannot leave count as held. The result is empty if the user's bytes
+    are not capped.
     """
     cap = world.rules.cap
     if cap is None:

@@ -1,4 +1,4 @@
-"""An owner's side of requests: evicts models that other owners recall, and carries out orders.
+"""An owner's side of requests: decides which recalled models leave, and collects the orders.
 
 Pure. The module `asks` has the requester's side: it writes the request on a ticket (an entry in the
 book) and reads the answer. Every owner follows the same rules: a model in use is never moved, and a
@@ -69,7 +69,7 @@ def obey(
     askers: Mapping[str, Asker] | None = None,
     rank: Policy = lru,
 ) -> tuple[Book, tuple[Move | Drop | Shed, ...], tuple[Order, ...]]:
-    """The book in which recalled leases of `owner` leave, the steps of the leases, and the orders.
+    """The book in which recalled leases of `owner` leave, the steps for that, and the orders.
 
     A recalled lease leaves if its grace period is over and the rules allow its eviction for a
     request with the ticket's importance. A lease that may not leave stays, and its pins in the book
@@ -77,8 +77,9 @@ def obey(
     leases in host memory are worth less than a recalled lease.
 
     `askers` maps the key of a ticket to the user who wrote the ticket. If `askers` is None, all
-    tickets are trusted. A ticket whose key is missing in `askers` was forged, and is ignored. A
-    user without the right to command this owner can only have idle models evicted.
+    tickets are trusted; the tickets of `owner` itself always are. A ticket of another owner whose
+    key is missing in `askers` was forged, and is ignored. A user without the right to command this
+    owner can only have idle models evicted; other orders of this user are returned as refused.
     """
     steps: list[Move | Drop | Shed] = []
     orders: list[Order] = []
@@ -169,8 +170,8 @@ def _steps_for(
 ) -> tuple[Move | Drop | Shed, ...]:
     """The steps that evict this lease for the ticket; empty if the lease stays.
 
-    If host memory is full, the steps unload other leases from host memory. This lease is moved by a
-    later call.
+    If host memory has no room for this lease, the steps may make room there instead: they free
+    shadows and unload other leases. In this case a later call moves this lease.
     """
     person = ticket.verb == "evict"
     # A person's "evict" also applies within the grace period. A program's request does not.

@@ -48,9 +48,10 @@ def relieve(
     `world.rules.relief` is one of these:
 
     - `always`: a model leaves once it has been idle for the time in the table of `pressure`.
-    - `auto`: models leave only while requests wait, or while memory outside the leases grows on the
-      card. Eviction stops once the level has fallen; bytes that are already leaving count as gone.
-      At every level, models are offloaded if host memory has room.
+    - `auto`: models leave a device only while a request waits for room there, or while its level is
+      HIGH or CRITICAL and it holds memory outside the leases. Eviction stops at the level LOW;
+      bytes that are already leaving count as gone. At every level, models are offloaded if host
+      memory has room.
     - `never`: nothing leaves.
     """
     rules = world.rules
@@ -85,12 +86,13 @@ def relieve(
 def park_kernels(
     book: Book, owner: str, world: World, rank: Policy, key: str
 ) -> tuple[Book, tuple[Move | Drop | Shed, ...]]:
-    """The book in which the kernel of `owner` leaves an overfull card, and the step that moves it.
+    """The book in which the kernel of `owner` leaves an overfull card, and the step that evicts it.
 
     The kernel is the lease on the memory of a notebook's own code. A notebook's code takes memory
     without a request to the ledger. So a card may hold more than its limit, until idle kernels have
     left. As many kernels leave as needed, in the order of `rank`, but each owner evicts only its
-    own kernel. `key` is stored in the leaving lease.
+    own kernel. If host memory is too full for the kernel, the steps free shadows instead, and a
+    later call evicts the kernel. `key` is stored in the leaving lease.
     """
     if world.rules.relief == "never" or owner not in book.sections:
         return book, ()
@@ -149,7 +151,10 @@ def _steps(
     world: World,
     rank: Policy,
 ) -> tuple[Move | Drop | Shed, ...]:
-    """The steps by which this lease leaves the card at the level `at`; empty if it stays."""
+    """The step by which this lease leaves the device at the level `at`; empty if the lease stays.
+
+    If host memory is too full, the steps free shadows instead. `freed` bytes are leaving already.
+    """
     demand = relief(at, world.rules)
     assert demand is not None
     # These evictions serve no request, so they respect the grace period and `keep_alive` of every
@@ -253,7 +258,10 @@ def _leaving_bytes(leases: Iterable[Lease], device: str) -> int:
 
 
 def _helps(book: Book, view: DeviceView) -> bool:
-    """Whether room on this card is needed: a request waits for it, or unleased memory grows."""
+    """Whether room on this device is needed.
+
+    Either a request waits for room on it, or it is nearly full and holds memory outside the leases.
+    """
     for ticket in book.tickets:
         if ticket.verb == "use" and any(share.device == view.device.id for share in ticket.need):
             return True

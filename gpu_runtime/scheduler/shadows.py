@@ -1,7 +1,7 @@
 """Shadows: unchanged copies in host memory of models that are on a card.
 
-Pure. The eviction of a model with a shadow copies nothing. A shadow never displaces a lease.
-Shadows are the first memory of the host that is freed.
+Pure. The eviction of a model with a shadow copies nothing. A shadow never displaces a lease. When
+host memory is short, shadows are freed before any lease is unloaded.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def total(leases: Iterable[Lease]) -> int:
 
 
 def enough(leases: Iterable[Lease], shortage: int, world: World, rank: Policy) -> list[Lease]:
-    """The leases whose shadows are freed to get `shortage` bytes; all `leases` if all are too few.
+    """The leases whose shadows are freed to get `shortage` bytes; all if all are too few.
 
     The shadows of leases in use are freed first. The shadows of idle leases follow, in the reverse
     of the order (importance, then `rank`) in which the leases would leave their cards. So a lease
@@ -124,9 +124,11 @@ def reserve(
 ) -> tuple[Book, bool]:
     """The book with `size` bytes of the host reserved for the shadow of a lease that is arriving.
 
+    Also returns True. If no shadow may be reserved, returns the same book and False: the lease is
+    not arriving or cannot be offloaded, the host has no room, or a request waits for host memory.
+
     If `copy`, the id of shared pages, is given, the shadow will be in these pages. `shared` bytes
-    of the pages exist and are counted already, by other leases that share them. Also returns True.
-    Returns the same book and False if the host has no room, or if a request waits for host memory.
+    of the pages exist and are counted already, by other leases that share the pages.
     """
     lease = book.lease(owner, name)
     if lease is None or lease.phase is not Phase.ARRIVING or lease.shares or size <= 0:

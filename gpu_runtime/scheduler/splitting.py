@@ -20,7 +20,9 @@ from ..facts import Candidate, Footprint, PlacementRules, Share, where
 from ..units import show_bytes
 from .parts import can_cut, equal_parts, parts_in_proportion, running_sums
 
-MOST_TRIED = 300  # up to this many sets of cards, all are tried; else the first and the largest
+# Up to this many sets of cards, all are tried, if the model has pieces. Otherwise only two sets are
+# tried: the first cards with enough room, and the cards with the most room.
+MOST_TRIED = 300
 
 Room = Mapping[str, int]  # bytes by device id
 Holds = Callable[[Room], bool]
@@ -154,7 +156,7 @@ def fitting(
     rules: PlacementRules,
     limits: Room,
 ) -> Holds:
-    """Returns a function of the room: whether the `footprint` fits over these `cards`.
+    """Returns a function that takes the room, and returns whether the `footprint` fits on `cards`.
 
     Every card must get a part, as in `divide`. If a card without a part were accepted,
     `eviction_multi` would evict nothing from that card, and the model could still not be placed.

@@ -56,11 +56,11 @@ def stuck_leases(
 
 
 def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
-    """Sets of precious leases that may have to stay on their cards, the smallest sets first.
+    """Sets of precious leases that may have to stay on their cards; sets of few leases are first.
 
-    The host may not have room for all precious leases in `stuck`. If there are too many leases to
-    try every set, the result is one empty set. With an empty set, the request waits instead of
-    being refused.
+    For each set, the host has room for the precious leases outside the set. If the host has room
+    for all precious leases in `stuck`, or if they are too many to try every set, the result is one
+    empty set: then these leases are no reason to refuse the request.
     """
     by_id = {}
     for leases in stuck.precious.values():

@@ -26,7 +26,7 @@ def bounds(
 
     The bound is the whole card less other owners' claims in `book`, and less the CUDA context,
     which torch does not count (`contexts`: card -> bytes). The bound is never below the owner's own
-    leases on the card.
+    leases on the card, except that it is at most 99 % of the card.
 
     A card that is missing in the result has no bound, for one of three reasons: the owner has
     nothing on the card, one of the owner's models is split over this card and other cards, or a

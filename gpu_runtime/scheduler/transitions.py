@@ -37,7 +37,7 @@ from .interference import MOST_BESIDE
 
 # Actions of a lease that left its device or host memory: it was evicted, or lost with its engine.
 LEFT = ("offloaded", "unloaded", "lost")
-# The event of such an action records when the lease was used.
+# The event of each of these actions records when the lease was used.
 ENDED_A_STAY = (*LEFT, "reaped")
 DECISIONS = ("granted", "waiting", "refused")
 COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
@@ -131,8 +131,8 @@ def arrived(
     `shares` are the claimed bytes. `filled` are the measured bytes, if more bytes are claimed than
     measured. `because` is the event's sentence. `reload_seconds` or `restore_seconds` is how long
     the arrival took; 0 keeps the old value. `droppable` is True if the model's source is proven to
-    have the same bytes. `earlier_bytes` are bytes that the same request has returned already. While
-    a part is still in host memory, no event is noted.
+    have the same bytes. `earlier_bytes` are bytes that this request has restored before. No event
+    is noted for a block of code, or while a part of the lease is still in host memory.
     """
     lease = book.lease(owner, name)
     if lease is None:
@@ -264,8 +264,8 @@ def abandon(
     """The book without the decision `key` about the lease `name` of `owner`.
 
     A lease that was loading is removed. A lease that was being restored is back where it was. A
-    lease that was leaving stays. `because` is the sentence of the event; if `because` is empty, no
-    event is noted.
+    lease that was leaving stays where it is. If the lease has no such decision, the same book is
+    returned. `because` is the sentence of the event; if `because` is empty, no event is noted.
     """
     lease = book.lease(owner, name)
     if lease is None or lease.key != key or lease.phase is Phase.SETTLED:
@@ -298,9 +298,9 @@ def withdraw(book: Book, key: str) -> Book:
 def publish(book: Book, truth: Truth, world: World) -> Book:
     """The book with this owner's section rewritten from `truth`; the same book if nothing changed.
 
-    A lease that is arriving or leaving has the key of its decision. The lease is not changed if the
-    owner knows this key. If the owner does not know the key, an interrupt left the lease behind. In
-    this case the decision is withdrawn, and everything that it had reserved is released.
+    A lease that is arriving or leaving has the key of its decision. If `truth.keys` has this key,
+    the lease keeps its shares and phase. If not, an interrupt left the lease behind: the decision
+    is withdrawn, and its reserved bytes are released. The same holds for the owner's tickets.
     """
     me = truth.owner.id
     if me not in book.sections:

@@ -56,7 +56,7 @@ def _seen_of(section: Section, device: str, taken_at: float) -> int:
 def strangers(
     book: Book, world: World, people: Mapping[int, tuple[str, str]]
 ) -> tuple[Stranger, ...]:
-    """Processes that the driver lists on real cards of `world`, but that are no owner in `book`.
+    """Processes that the driver lists on real cards of `world`, without those in `book`.
 
     The largest process is first. `people` maps pid -> (user, command), as far as known. In a
     container, the driver's pids differ from the pids in the book. So an owner may be listed here

@@ -16,7 +16,8 @@ def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
     """Each owner in `seen` that does not respond, with the request. The longest silence is first.
 
     An owner has responded if it has published that the model is in use, has begun the work, or
-    waits for room to restore the model. `rules` has the longest times that count as a response.
+    waits for room to restore the model. `rules.answer_seconds` is the time that an owner has to
+    respond. A `use` that its requester has not refreshed for `rules.refresh_seconds` is skipped.
     """
     found = []
     for ticket in seen.tickets:

@@ -126,10 +126,11 @@ def _fits_in(gain: Gain, surplus: Gain) -> bool:
 
 
 def _spared(chosen: Gains, surplus: Gain) -> set[int]:
-    """Indices of the leases that need not leave: of all such sets, the costliest to load again.
+    """Indices of the `chosen` leases that need not leave.
 
-    If two sets cost the same, the set with the later leases is returned, because later leases are
-    worth more.
+    Of all sets that `surplus` allows to stay, the set that takes longest to load again is returned.
+    Between equally long sets, most bytes decide, then the later leases, which are worth more. If
+    more than MOST_TRIED leases might stay, leases are spared one by one instead, the last first.
     """
     last_first = range(len(chosen) - 1, -1, -1)
     if len(surplus) == 1:  # one device, which is the usual case
@@ -250,8 +251,8 @@ def part_of(lease: Lease, need: int) -> Lease:
     """The `lease` with a `target` of as few pieces as free `need` bytes of its card.
 
     Returns `lease` itself if it cannot be cut, or if all its pieces must leave. At least one piece
-    leaves, even if the lease's working memory alone is enough: only a lease with bytes in host
-    memory claims no working memory.
+    leaves, even if the lease's working memory alone is enough: a lease gives its working memory up
+    only if some of its bytes are in host memory.
     """
     piece = lease.piece_bytes
     if not piece or lease.on_host:

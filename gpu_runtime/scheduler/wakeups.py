@@ -21,7 +21,7 @@ def affects_waiters(before: Book, after: Book) -> bool:
     if before.limits != after.limits or before.sections.keys() != after.sections.keys():
         return True
     if any(event.answers for event in after.events if event.seq > before.seq):
-        return True  # an answer such as that to `defrag` changes nothing else in the book
+        return True  # the answer to `defrag`, for example, changes nothing else in the book
     return _tickets_differ(before, after) or _leases_differ(before, after)
 
 
