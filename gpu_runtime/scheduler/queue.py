@@ -67,14 +67,19 @@ def elders(
     seconds = load_seconds(book, request)
     own = _position(wanted.importance, request.arrived, request.key, users[model], seconds, world)
     own_importance = own[0]
+    now, rules = world.now, world.rules
     found = []
     for ticket in book.tickets:
-        if ticket.verb != "use" or ticket.key == request.key or not awake(ticket, world):
+        if ticket.verb != "use" or ticket.key == request.key:
+            continue
+        if now - ticket.refreshed > rules.refresh_seconds:  # as `awake`, without a call
             continue
         # The importance usually decides, so the rest of the position is computed only if it is equal.
         importance = ticket.importance
         if importance >= own_importance:
-            importance = aged(importance, world.now - ticket.arrived, world)
+            waited_seconds = now - ticket.arrived
+            if waited_seconds >= rules.ageing_seconds:
+                importance = aged(importance, waited_seconds, world)
             if importance > own_importance:
                 continue
         if importance < own_importance or _ticket_position(ticket, users, world) < own:
