@@ -1,6 +1,6 @@
 """Computes how full a device is, in four levels, and which idle models each level evicts.
 
-Pure. The levels and the table of idle times come from the Semantik governor. `relief.py` decides
+Pure. The levels and the table of idle times come from Semantik (see `presets.py`). `relief.py` decides
 when the table is applied (`GPU_RELIEF`).
 """
 

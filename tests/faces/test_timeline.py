@@ -93,6 +93,22 @@ def test_an_eviction_for_another_model_is_an_arrow_from_the_victim():
 
 
 @pytest.mark.parametrize(
+    ("by", "because", "heir"),
+    [
+        ("", "qwen needs 8.0 GiB on sim:0; llama was idle", "qwen@1"),
+        ("eval.ipynb (pid 9)", "eval.ipynb (pid 9) needs room for qwen.", "qwen@9"),
+        ("ann, pid 9", "pid 9 needs room for qwen2.5:7b.", "qwen2.5:7b@9"),
+        ("ann, pid 7", "pid 7 needs room for qwen.", None),
+    ],
+)
+def test_the_arrow_leads_to_the_process_that_requested_the_room(by, because, heir):
+    """Two processes have a model of this name. The requester is in the event."""
+    labels = {"llama@1", "qwen@1", "qwen@9", "qwen2.5:7b@9"}
+    found = arrows([evicted(50, because=because, by=by)], labels, Range(0, 100))
+    assert [arrow.heir for arrow in found] == ([heir] if heir else [])
+
+
+@pytest.mark.parametrize(
     "event",
     [
         evicted(50, because="llama was evicted by hand."),

@@ -26,8 +26,11 @@ MOST_ROWS = 30  # models with a row; those that held the most for the longest ti
 FOLDED_PART = (
     1 / 12
 )  # arrows between the same two models become one if closer than this part of the range
-# In an event's reason, the name of the model that needed the room.
+# In an event's reason, the name of the model that needed the room. A recall names the process first:
+# "eval.ipynb (pid 9) needs room for qwen."
+_RECALLED_FOR = re.compile(r" needs room for (.+?)\.?$")
 _FOR = re.compile(r"(?:^|; )([^;]+?) needs ")
+_PID = re.compile(r"pid (\d+)")  # in the requester of an event
 
 
 class Range(NamedTuple):
@@ -221,11 +224,15 @@ def _pair(event: Event, labels: set[str]) -> tuple[str, str] | None:
     eviction from a card.
     """
     victim = label_of(event.owner, event.model)
-    needed_by = _FOR.search(event.because)
+    needed_by = _RECALLED_FOR.search(event.because) or _FOR.search(event.because)
     if event.action not in MARKED or victim not in labels or HOST in devices_of(event):
         return None
     name = needed_by[1] if needed_by else ""
-    heirs = sorted(label for label in labels if label.rpartition("@")[0] == name)
+    requester = _PID.search(event.by)  # without a requester, the process made room for itself
+    pid = requester[1] if requester else event.owner.partition(".")[0]
+    heirs = [label for label in labels if label.rpartition("@")[0] == name]
+    if len(heirs) > 1:  # several processes have a model of this name
+        heirs = [label for label in heirs if label == f"{name}@{pid}"]
     return (victim, heirs[0]) if heirs and heirs[0] != victim else None
 
 
