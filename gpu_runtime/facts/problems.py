@@ -213,6 +213,7 @@ def _requested(seen: Snapshot, ticket: Ticket) -> str:
 
 
 _LEFT = ("offloaded", "unloaded")
+_FOR_ANOTHER = ("request", "recall")  # a model of the same process, or of another process
 _ARRIVED = ("granted", "loaded", "restored")
 
 
@@ -246,7 +247,7 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
 
 def _was_evicted(event: Event, device: str) -> bool:
     """Whether a model left the `device` to make room for another model."""
-    return event.action in _LEFT and event.device == device and event.reason == "request"
+    return event.action in _LEFT and event.device == device and event.reason in _FOR_ANOTHER
 
 
 def _turns(left: list[Event]) -> list[Event]:

@@ -162,3 +162,24 @@ def test_a_real_runtime_that_swaps_two_models_has_that_problem():
     assert (found.kind, found.subject) == (ProblemKind.SWAPPING, "sim:0 a b")
     assert rt.health().message == found.text
     rt.close()
+
+
+def test_two_processes_that_swap_their_models_are_that_problem_too():
+    """An eviction for another process is a recall. Such evictions were not counted."""
+    settings = {"ledger": "memory:swapping", "eviction_grace_seconds": 0}
+    devices = "sim:24GiB,host:64GiB"
+    with Runtime(devices=devices, **settings) as one, Runtime(devices=devices, **settings) as other:
+        for name, rt in (("a", one), ("b", other)):
+            rt.register(name, backend="fake", size="14GiB")
+        for _ in range(2):
+            for name, rt in (("a", one), ("b", other)):
+                with rt.use(name, timeout=30):
+                    pass
+        assert problems(one.status()) == ()
+        with one.use("a", timeout=30):
+            pass
+        [found] = problems(one.status())
+        assert (found.kind, found.subject) == (ProblemKind.SWAPPING, "sim:0 a b")
+        pins = {f"{one._session.me}/a", f"{other._session.me}/b"}
+        assert found.actions and {verb for verb, _ in found.actions} == {"pin"}
+        assert {target for _, target in found.actions} <= pins
