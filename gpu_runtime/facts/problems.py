@@ -231,15 +231,16 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
         if len(turns) < LEAST_TURNS:
             continue
         one, other = turns[-2], turns[-1]
+        advice = "Move one to another card, or pin one."
+        if one.notebook and other.notebook:
+            advice = "Move one to another card, or run them one after the other."
         text = (
-            f"{one.model} and {other.model} evict one another on {view.device.id}: {len(turns)} × in "
-            "turn. Move one to another card, or pin one."
+            f"{_title(one)} and {_title(other)} evict one another on {view.device.id}: "
+            f"{len(turns)} × in turn. {advice}"
         )
-        subject = f"{view.device.id} {' '.join(sorted((one.model, other.model)))}"
+        subject = f"{view.device.id} {' '.join(sorted((_lease_of(one), _lease_of(other))))}"
         pins = tuple(
-            ("pin", f"{event.owner}/{event.model}")
-            for event in (one, other)
-            if _settled(seen, event) is not None
+            ("pin", _lease_of(event)) for event in (one, other) if _settled(seen, event) is not None
         )
         size = one.bytes + other.bytes
         yield Problem(ProblemKind.SWAPPING, subject, text, size, turns[0].wall, pins)
@@ -251,21 +252,33 @@ def _was_evicted(event: Event, device: str) -> bool:
 
 
 def _turns(left: list[Event]) -> list[Event]:
-    """The newest events of `left` in which the same two models leave by turns."""
+    """The newest events of `left` in which the same two leases leave by turns."""
     turns: list[Event] = []
     for event in left:
-        if turns and event.model == turns[-1].model:
+        if turns and _lease_of(event) == _lease_of(turns[-1]):
             turns = turns[-1:]
-        elif len(turns) >= 2 and event.model != turns[-2].model:
+        elif len(turns) >= 2 and _lease_of(event) != _lease_of(turns[-2]):
             turns = turns[-1:]
         turns.append(event)
     return turns
 
 
+def _lease_of(event: Event) -> str:
+    """The id of the lease that the `event` is about. Two processes may have models of one name."""
+    return f"{event.owner}/{event.model}"
+
+
+def _title(event: Event) -> str:
+    """The name of the model, or of the notebook whose own memory the `event` is about."""
+    return event.notebook.rpartition("/")[2] or event.model
+
+
 def _settled(seen: Snapshot, event: Event) -> Lease | None:
     section = seen.sections.get(event.owner)
     lease = section.lease(event.model) if section else None
-    return lease if lease and lease.phase is Phase.SETTLED and not lease.keep else None
+    if lease is None or lease.kind != "model" or lease.keep or lease.phase is not Phase.SETTLED:
+        return None  # a person can pin models only
+    return lease
 
 
 def _refusals(seen: Snapshot) -> Iterator[Problem]:
@@ -287,8 +300,8 @@ def _refusals(seen: Snapshot) -> Iterator[Problem]:
         is_model = event.model in seen.names.get(event.owner, ())
         if event.bytes > sum(cards.values()) and not is_model:
             continue
-        subject = f"{event.owner}/{event.model}"
-        text = f"{event.model} was refused: {event.because}"
+        subject = _lease_of(event)
+        text = f"{_title(event)} was refused: {event.because}"
         large = {id for id, limit in cards.items() if limit >= event.bytes}
         kept = _kept(seen, large)
         yield Problem(ProblemKind.REFUSED, subject, text, event.bytes, event.wall, kept)

@@ -77,7 +77,7 @@ def left(*models):
 
 def test_two_models_that_evict_one_another_in_turn_are_a_problem():
     found = problems(snapshot(lease("a", 8), events=left("c", "a", "b", "a", "b")))
-    assert [problem.subject for problem in found] == ["sim:0 a b"]
+    assert [problem.subject for problem in found] == [f"sim:0 {ME.id}/a {ME.id}/b"]
     assert "4 × in turn" in found[0].text and found[0].actions == (("pin", f"{ME.id}/a"),)
     for harmless in (left("a", "b", "a"), left("a", "b", "c", "a"), left("a", "a", "b", "b")):
         assert problems(snapshot(events=harmless)) == ()
@@ -159,7 +159,8 @@ def test_a_real_runtime_that_swaps_two_models_has_that_problem():
         with rt.use(name):
             pass
     [found] = problems(rt.status())
-    assert (found.kind, found.subject) == (ProblemKind.SWAPPING, "sim:0 a b")
+    me = rt._session.me
+    assert (found.kind, found.subject) == (ProblemKind.SWAPPING, f"sim:0 {me}/a {me}/b")
     assert rt.health().message == found.text
     rt.close()
 
@@ -179,7 +180,25 @@ def test_two_processes_that_swap_their_models_are_that_problem_too():
         with one.use("a", timeout=30):
             pass
         [found] = problems(one.status())
-        assert (found.kind, found.subject) == (ProblemKind.SWAPPING, "sim:0 a b")
+        assert found.kind is ProblemKind.SWAPPING and "evict one another" in found.text
         pins = {f"{one._session.me}/a", f"{other._session.me}/b"}
         assert found.actions and {verb for verb, _ in found.actions} == {"pin"}
         assert {target for _, target in found.actions} <= pins
+
+
+def test_two_notebooks_of_plain_code_that_evict_one_another_are_named():
+    """The memory of each notebook's own code has the same lease name, so owners tell them apart."""
+
+    def parked(seq, notebook, owner):
+        one = event(seq, "kernel", "offloaded", "pid 9 needs room for kernel.", 14)
+        return replace(one, reason="recall", notebook=notebook, owner=owner)
+
+    ours, theirs = ("/home/ann/train.ipynb", ME.id), ("/home/bob/tune.ipynb", BOB.id)
+    turns = [parked(seq, *(ours if seq % 2 else theirs)) for seq in range(4)]
+    [found] = problems(snapshot(events=turns))
+    assert found.text.startswith(
+        "tune.ipynb and train.ipynb evict one another on sim:0: 4 × in turn"
+    )
+    assert found.actions == () and "pin" not in found.text
+    same = [parked(seq, *ours) for seq in range(8)]
+    assert problems(snapshot(events=same)) == ()
