@@ -12,6 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..facts import ModelSpec, Value
+from .engines.logprobs import count_of
 from .requests import KINDS, Call, Refused
 
 LLAMA, TORCH = "llama_cpp", "transformers"
@@ -71,8 +72,8 @@ FIELDS: dict[str, Field] = {
     "best_of": Field(("completions",), (), neutral=(1,)),
     "echo": Field(("completions",), neutral=(False,)),
     "suffix": Field(("completions",), ()),
-    "logprobs": Field(backends=(), neutral=(False,)),
-    "top_logprobs": Field(("chat",), (), neutral=(0,)),
+    "logprobs": Field(neutral=(False,)),
+    "top_logprobs": Field(("chat",), neutral=(0,)),
     "encoding_format": Field(("embeddings",)),
     "dimensions": Field(("embeddings",)),
 }
@@ -99,6 +100,11 @@ def require_fields(call: Call, spec: ModelSpec) -> None:
         if _is_empty(value) or _serves(spec.backend, call.kind, name, value):
             continue
         raise _refusal(spec, call.kind, name, value)
+    if call.body.get("echo") and count_of(call.body) is not None:
+        why = "logprobs cannot be combined with echo: the prompt's tokens have no probabilities"
+        raise Refused(
+            400, "not_supported", f"{spec.name} cannot be asked this: {why}", param="logprobs"
+        )
 
 
 def serves(backend: str, kind: str, name: str) -> bool:

@@ -21,6 +21,7 @@ KINDS = ("chat", "completions", "embeddings", "images", "rerank", "tokenize", "d
 MAX_TOKENS = 1_000_000  # a larger number for one answer is a mistake for any model
 MAX_MESSAGES = 10_000
 MAX_TEXTS = 2048  # the most texts of one call for embeddings
+MOST_LOGPROBS = 20  # the most tokens whose probabilities are given in place of one token
 MAX_SECONDS = 86_400.0  # largest duration that a client may set: a day
 MAX_NAME_LENGTH = 256
 MAX_CLIENT_LENGTH = 128
@@ -215,6 +216,11 @@ def _check_chat(body: Mapping[str, Any]) -> None:
         raise bad("messages", messages, expected)
     for at, message in enumerate(messages):
         _check_message(f"messages[{at}]", message)
+    wants_logprobs = body.get("logprobs")
+    if wants_logprobs is not None and not isinstance(wants_logprobs, bool):
+        raise bad("logprobs", wants_logprobs, "true or false; top_logprobs has the number")
+    if body.get("top_logprobs") and not wants_logprobs:
+        raise bad("top_logprobs", body["top_logprobs"], "used together with logprobs: true")
 
 
 def _check_message(place: str, message: Any) -> None:
@@ -233,6 +239,10 @@ def _check_message(place: str, message: Any) -> None:
 def _check_completions(body: Mapping[str, Any]) -> None:
     if not isinstance(body.get("prompt"), str):
         raise bad("prompt", body.get("prompt"), "text")
+    count = body.get("logprobs")
+    is_count = type(count) is int and 0 <= count <= MOST_LOGPROBS
+    if count is not None and count is not False and not is_count:
+        raise bad("logprobs", count, f"a whole number from 0 to {MOST_LOGPROBS}")
 
 
 def _check_embeddings(body: Mapping[str, Any]) -> None:
@@ -319,7 +329,7 @@ _WHOLE_NUMBERS = {
     "best_of": (1, 128),
     "seed": (-(2**63), 2**63 - 1),
     "top_k": (-1, MAX_TOKENS),  # -1 and 0: all tokens
-    "top_logprobs": (0, 20),
+    "top_logprobs": (0, MOST_LOGPROBS),
     "mirostat_mode": (0, 2),
     "dimensions": (1, 65_536),
     "top_n": (1, MAX_TEXTS),

@@ -61,8 +61,15 @@ VALUES: dict[str, Any] = {
     "top_n": 1,
     "return_documents": True,
 }
+_OTHERS = {("completions", "logprobs"): {"logprobs": 3}}  # VALUES has the value for a chat
+_TOGETHER = {"top_logprobs": {"logprobs": True}}
 NEEDED = ("model", *(name for body in BODIES.values() for name in body))
 OPTIONAL = [name for name in FIELDS if name not in NEEDED]
+
+
+def fields_for(kind: str, name: str) -> dict[str, Any]:
+    """The field `name` with its value for a call of this `kind`, and the fields that it needs."""
+    return _OTHERS.get((kind, name)) or {name: VALUES[name], **_TOGETHER.get(name, {})}
 
 
 def call(kind: str, **fields: Any) -> Any:
@@ -80,7 +87,7 @@ def test_a_field_is_served_or_refused(backend, name):
         require_fields(call(kind, **{name: None}), spec)
         for neutral in FIELDS[name].neutral if has_field else ():
             require_fields(call(kind, **{name: neutral}), spec)
-        asked = call(kind, **{name: VALUES[name]}) if has_field else None
+        asked = call(kind, **fields_for(kind, name)) if has_field else None
         if asked is None:
             continue
         if serves(backend, kind, name):

@@ -25,23 +25,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 METHODS = (  # the methods of Llama that callers may use
-    "create_chat_completion",
-    "create_completion",
-    "__call__",
-    "create_embedding",
-    "embed",
-    "tokenize",
-    "detokenize",
-    "n_ctx",
-    "n_vocab",
-    "n_embd",
-    "token_bos",
-    "token_eos",
-    "token_nl",
-    "metadata",
-    "chat_format",
-    "reset",
-    "set_seed",
+    *("create_chat_completion", "create_completion", "__call__", "create_embedding", "embed"),
+    *("tokenize", "detokenize", "n_ctx", "n_vocab", "n_embd", "token_bos", "token_eos", "token_nl"),
+    *("metadata", "chat_format", "reset", "set_seed"),
 )
 OUR_METHODS = ("write", "drill")  # the methods of `_OurMethods` below
 LONGEST_LINE = 256 << 20
@@ -166,6 +152,8 @@ class _OurMethods:
     n_ctx: Callable[..., int]
     tokenize: Callable[..., list[int]]
     create_completion: Callable[..., Any]
+    written: list[Any]  # the tokens of the newest answer; see `_scored`
+    top_logprobs: int | None  # the number of most probable tokens that `_scored` has for each token
     require_wanted: Callable[[], None]  # raises Cancelled if the caller has left
 
     def write(
@@ -175,6 +163,7 @@ class _OurMethods:
         most: int | None,
         by_piece: bool,
         stream: bool = True,
+        top_logprobs: int | None = None,
         **given: Any,
     ) -> Iterator[dict[str, Any]]:
         """Continues `prompt` by at most `most` tokens (None: as many as fit into the context).
@@ -182,14 +171,14 @@ class _OurMethods:
         With `by_piece`, each piece of the new text is an item; else the last item has all of it.
         The last item also has the reason of the end and the token counts. If the prompt and `most`
         tokens do not fit into the context, the only item is {"too_long": tokens of the prompt}.
+        Unless `top_logprobs` is None, each item has the tokens that `_scored` makes.
 
         A chat template writes the beginning-of-sequence token itself. For a plain prompt, use
         `add_bos`: it adds this token, and no text of the prompt is read as a special token. `given`
         are other arguments of `create_completion`. Callers pass `stream=True`, which only the proxy
         in their process reads: it then returns the items one by one.
         """
-        too_many = self._tokens_if_too_many(prompt, special=not add_bos)
-        if too_many:
+        if too_many := self._tokens_if_too_many(prompt, special=not add_bos):
             yield {"too_long": too_many}
             return
         tokens = self.tokenize(prompt.encode(), add_bos=add_bos, special=not add_bos)
@@ -198,20 +187,30 @@ class _OurMethods:
             yield {"too_long": len(tokens)}
             return
         pieces, finish = [], ""  # empty: the library ended the text without a reason
+        self.written, self.top_logprobs, sent = [], top_logprobs, 0
         for chunk in self.create_completion(tokens, stream=True, max_tokens=most or room, **given):
             choice = chunk["choices"][0]
             finish = choice.get("finish_reason") or finish
-            if choice["text"]:
+            if choice["text"] and by_piece:
+                yield {"text": choice["text"], **self._scored(sent)}
+                sent = len(self.written)
+            else:
                 pieces.append(choice["text"])
-                if by_piece:
-                    yield {"text": choice["text"]}
-        text = "".join(pieces)
         yield {
-            "text": "" if by_piece else text,
+            "text": "".join(pieces),
             "finish": finish,
             "prompt_tokens": len(tokens),
-            "completion_tokens": self._tokens_written(text, most, finish),
+            "completion_tokens": len(self.written),
+            **self._scored(sent),
         }
+
+    def _scored(self, sent: int) -> dict[str, Any]:
+        """{"tokens": all but the first `sent` tokens} if `top_logprobs` is set, else an empty dict.
+
+        A token is [its bytes, the natural logarithm of its probability, most probable tokens in its
+        place]. Each of these most probable tokens is [its bytes, its logarithm].
+        """
+        return {} if self.top_logprobs is None else {"tokens": self.written[sent:]}
 
     def _tokens_if_too_many(self, prompt: str, special: bool) -> int:
         """0 if `prompt` fits into the context; else a lower bound of its number of tokens.
@@ -228,14 +227,6 @@ class _OurMethods:
                 return counted - number * CUT_TOKENS
         return 0
 
-    def _tokens_written(self, text: str, most: int | None, finish: str) -> int:
-        # The library counts no tokens while it streams. So count the tokens of the written text.
-        if most and finish == "length":
-            return most
-        if not text:
-            return 0
-        return len(self.tokenize(text.encode(), add_bos=False, special=False))
-
     def drill(self, words: str) -> None:
         """Raises RuntimeError with the text `words`, as a failing driver does. For drills."""
         raise RuntimeError(words)
@@ -244,9 +235,28 @@ class _OurMethods:
 def _model_class(inbox: Inbox) -> Any:
     """`llama_cpp.Llama` with cancellation and the methods of OUR_METHODS."""
     import llama_cpp
+    from numpy.ctypeslib import as_array
 
     class Model(_OurMethods, llama_cpp.Llama):
-        job = -1
+        job, top_logprobs = -1, None
+
+        def generate(self, *args: Any, **given: Any) -> Iterator[int]:
+            """The tokens of `Llama.generate`. All but those that end a text are in `written`."""
+            self.written = []
+            for token in super().generate(*args, **given):
+                if not llama_cpp.llama_vocab_is_eog(self._model.vocab, token):
+                    self.written.append(self._scores_of(token))
+                yield token
+
+        def _scores_of(self, token: int) -> Any:
+            if self.top_logprobs is None:
+                return token
+            logits = as_array(self._ctx.get_logits_ith(-1), shape=(self.n_vocab(),))
+            logprobs = self.logits_to_logprobs(logits)
+            best = (-logprobs).argpartition(self.top_logprobs)[: self.top_logprobs].tolist()
+            tokens = [token, *sorted(best, key=lambda one: -logprobs[one])]
+            own, *top = [[self._model.detokenize([one]), float(logprobs[one])] for one in tokens]
+            return [*own, top]
 
         def wanted(self) -> bool:
             """Whether the caller still waits."""
@@ -306,10 +316,9 @@ def _set_template(model: Any, template: str) -> None:
 
 
 def _facts(model: Any, buffers: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Facts about a loaded `model`, such as the exact bytes of its weights and its `buffers`.
+    """Facts about a loaded `model`, such as the exact bytes of its weights.
 
-    `buffers` are what llama.cpp has allocated: device (CPU, CUDA0, …) -> use (model, KV, compute,
-    …) -> bytes.
+    `buffers` are llama.cpp's: device (CPU, CUDA0, …) -> use (model, KV, compute, …) -> bytes.
     """
     from llama_cpp import llama_cpp as lib
 
@@ -328,16 +337,15 @@ def _answer(
 ) -> None:
     """Runs one call and sends its items, then its result or its error."""
     number = model.job = job["id"]
+    model.top_logprobs = None
     try:
         if number in inbox.cancelled:
             raise Cancelled
         if job["call"] not in METHODS + OUR_METHODS:
             raise AttributeError(f"there is no {job['call']}")
-        member = getattr(model, job["call"])
-        if callable(member):
-            result = member(*job["args"], **_with_grammar(job["kwargs"]))
-        else:
-            result = member
+        result = getattr(model, job["call"])
+        if callable(result):
+            result = result(*job["args"], **_with_grammar(job["kwargs"]))
         if hasattr(result, "__next__"):
             for item in result:
                 if number in inbox.cancelled:
@@ -356,24 +364,19 @@ def _answer(
 
 def _with_grammar(kwargs: dict[str, Any]) -> dict[str, Any]:
     """The `kwargs` of a call. A `grammar` text or a `json_schema` becomes a LlamaGrammar."""
-    if "json_schema" in kwargs:
-        from llama_cpp import LlamaGrammar
-
-        schema = json.dumps(kwargs["json_schema"])
-        rest = {name: value for name, value in kwargs.items() if name != "json_schema"}
-        return {**rest, "grammar": LlamaGrammar.from_json_schema(schema, verbose=False)}
-    if not isinstance(kwargs.get("grammar"), str):
-        return kwargs
     from llama_cpp import LlamaGrammar
 
-    return {**kwargs, "grammar": LlamaGrammar.from_string(kwargs["grammar"], verbose=False)}
+    given = dict(kwargs)
+    if "json_schema" in given:
+        schema = json.dumps(given.pop("json_schema"))
+        given["grammar"] = LlamaGrammar.from_json_schema(schema, verbose=False)
+    elif isinstance(given.get("grammar"), str):
+        given["grammar"] = LlamaGrammar.from_string(given["grammar"], verbose=False)
+    return given
 
 
 def _described(error: BaseException) -> dict[str, str]:
     return {"type": type(error).__name__, "text": str(error) or type(error).__name__}
-
-
-# -- messages as lines of JSON ---------------------------------------------------------------------
 
 
 def to_line(message: dict[str, Any]) -> bytes:
@@ -438,12 +441,8 @@ def main(number: int, owner: int) -> None:
         with lock:
             connection.sendall(to_line(message))
 
-    def log(text: str) -> None:
-        sys.stderr.write(text)
-        sys.stderr.flush()
-
     threading.Thread(target=read, daemon=True).start()
-    work(inbox, send, log)
+    work(inbox, send, lambda text: print(text, end="", file=sys.stderr, flush=True))
 
 
 if __name__ == "__main__":

@@ -21,7 +21,7 @@ from .translation import Writer, functions, require_object
 
 # Fields of both formats.
 _SAME = (
-    *("model", "stream", "temperature", "top_p", "top_logprobs", "parallel_tool_calls"),
+    *("model", "stream", "temperature", "top_p", "parallel_tool_calls"),
     *("top_k", "min_p", "seed", "stop", "presence_penalty", "frequency_penalty", "logit_bias"),
     *("user", "metadata", "safety_identifier", "service_tier"),
     *("prompt_cache_key", "prompt_cache_retention"),
@@ -34,6 +34,7 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "background": (False,),
     "truncation": ("disabled",),
+    "top_logprobs": (0,),
     # `reasoning.encrypted_content` has no effect: thoughts are sent and accepted as plain text.
     "include": ([], ["reasoning.encrypted_content"]),
     "stream_options": ({}, {"include_obfuscation": False}),

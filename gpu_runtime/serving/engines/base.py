@@ -267,7 +267,7 @@ class TextAdapter:
                 if piece.finish:
                     last_thought, last_text = reader.rest()
                     thought, text = thought + last_thought, text + last_text
-                if thought or text or piece.finish:
+                if thought or text or piece.finish or piece.tokens:
                     yield replace(piece, thought=thought, text=text)
 
     async def _with_calls(self, pieces: Pieces, tools: Tools) -> Pieces:
@@ -279,7 +279,7 @@ class TextAdapter:
                     reader = Reader(FORCED if tools.forced else self._format(), tools)
                 text = reader.feed(piece.text)
                 if not piece.finish:
-                    if text or piece.thought:
+                    if text or piece.thought or piece.tokens:
                         yield replace(piece, text=text)
                     continue
                 rest, calls = reader.end()

@@ -18,6 +18,7 @@ from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from ..requests import Refused
 from .base import TextAdapter, cannot, unit_vector
 from .json_answers import schema_of
+from .logprobs import Token, Unsent, count_of
 from .openai_format import TextPiece, max_tokens_of, stops_of
 from .tool_calls import tools_of
 
@@ -97,14 +98,22 @@ class LlamaCppAdapter(TextAdapter):
                 stop=stops_of(body),
                 stream=True,
                 cancelled=cancelled,
+                top_logprobs=count_of(body),
                 **sampling(body, _SAMPLING_FIELDS),
                 **({} if schema is None else {"json_schema": schema}),
             )
 
+            unsent = Unsent()
+
             def emit_part(part: dict[str, Any]) -> None:
                 if "too_long" in part:
                     raise too_long(self.spec.name, part["too_long"], limit, self.facts.context)
-                emit(TextPiece(**part))
+                for data, logprob, top in part.pop("tokens", ()):
+                    unsent.add(Token(data, logprob, tuple(map(tuple, top))))
+                tokens = unsent.take(part["text"])
+                if part.get("finish") and not stops_of(body):
+                    tokens += unsent.take_rest()
+                emit(TextPiece(**part, tokens=tokens))
 
             _read(parts, emit_part, cancelled)
 

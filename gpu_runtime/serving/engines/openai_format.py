@@ -15,6 +15,8 @@ from typing import Any
 from msgspec.structs import replace
 
 from ...facts import Value
+from . import logprobs
+from .logprobs import Token
 
 
 class TextPiece(Value):
@@ -26,6 +28,9 @@ class TextPiece(Value):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     calls: tuple[dict[str, Any], ...] = ()
+    tokens: tuple[
+        Token, ...
+    ] = ()  # of the text and the thought, if the call requests their probabilities
 
 
 class Header(Value):
@@ -50,12 +55,13 @@ class Header(Value):
         first: bool = False,
         thought: str = "",
         calls: Sequence[dict[str, Any]] = (),
+        scores: dict[str, Any] | None = None,
     ) -> dict[str, Any]:
         """One chunk of the choice `index` with this `text`, this `thought` and these tool `calls`.
 
-        The last chunk has `finish`. The `first` chunk of a chat has the role.
+        The last chunk has `finish`. The `first` chunk of a chat has the role. `scores` is the field `logprobs`.
         """
-        end = {"finish_reason": finish, "logprobs": None}
+        end = {"finish_reason": finish, "logprobs": scores}
         if not self.chat:
             return self.chunk([{"index": index, "text": text or "", **end}])
         delta: dict[str, Any] = {"role": "assistant"} if first else {}
@@ -67,10 +73,11 @@ class Header(Value):
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
         return self.chunk([{"index": index, "delta": delta, **end}])
 
-    def whole(self, answers: Sequence[tuple[str, TextPiece]]) -> dict[str, Any]:
+    def whole(self, answers: Sequence[tuple[str, TextPiece]], echo: str = "") -> dict[str, Any]:
         """The whole answer, with one choice for each of the `answers`.
 
-        Each of the `answers` is a pair: the text of the choice, and its last piece, which has all thoughts.
+        Each of the `answers` is a pair: the text of the choice, which begins with `echo`, and its last piece, which has
+        all thoughts and all tokens.
         """
         choices = []
         for index, (text, last) in enumerate(answers):
@@ -82,7 +89,8 @@ class Header(Value):
                 if last.calls:
                     message |= {"content": text or None, "tool_calls": list(last.calls)}
                 content = {"message": message}
-            end = {"finish_reason": last.finish, "logprobs": None}
+            scores = logprobs.Writer(self.chat, len(echo)).field(last.tokens)
+            end = {"finish_reason": last.finish, "logprobs": scores}
             choices.append({"index": index, **content, **end})
         kind = "chat.completion" if self.chat else "text_completion"
         counts = usage([last for _, last in answers])
@@ -126,15 +134,18 @@ async def stream_chunks(
     for index, choice in enumerate(choices):
         last = TextPiece()  # if no piece has `finish`, the gateway reports a cut-off answer
         begun = False
+        writer = logprobs.Writer(header.chat, len(echo))
         async with aclosing(choice()) as pieces:
             async for piece in pieces:
                 if not begun and (header.chat or echo):
                     yield header.part(echo, index=index, first=True)
                 begun = True
+                scores = writer.field(piece.tokens)
                 if piece.thought:
-                    yield header.part(None, index=index, thought=piece.thought)
-                if piece.text:
-                    yield header.part(piece.text, index=index)
+                    yield header.part(None, index=index, thought=piece.thought, scores=scores)
+                    scores = None
+                if piece.text or scores:
+                    yield header.part(piece.text, index=index, scores=scores)
                 if piece.finish:
                     last = piece
         if last.calls:
@@ -151,16 +162,18 @@ async def whole_answer(
     """The whole answer, made from the pieces of each choice. `stream_chunks` describes the arguments."""
     answers = []
     for choice in choices:
-        texts, thoughts = [echo], []
+        texts, thoughts, tokens = [echo], [], []
         last = TextPiece()  # if no piece has `finish`, the gateway reports a cut-off answer
         async with aclosing(choice()) as pieces:
             async for piece in pieces:
                 texts.append(piece.text)
                 thoughts.append(piece.thought)
+                tokens += piece.tokens
                 if piece.finish:
                     last = piece
-        answers.append(("".join(texts), replace(last, thought="".join(thoughts))))
-    return header.whole(answers)
+        last = replace(last, thought="".join(thoughts), tokens=tuple(tokens))
+        answers.append(("".join(texts), last))
+    return header.whole(answers, echo)
 
 
 def embeddings(

@@ -18,8 +18,10 @@ from .base import TextAdapter, cannot
 from .embedding import embed_in_batches, pooling_of, rank_in_batches
 from .json_answers import ForcedTokens, require_library, schema_of
 from .llama_cpp import too_long
+from .logprobs import count_of
 from .long_prompts import remember
 from .openai_format import StopText, TextPiece, max_tokens_of, stops_of
+from .scored_tokens import ScoredTokens
 from .tool_calls import tools_of
 
 DEFAULT_TOKENS = 512  # of an answer, if neither the caller nor the model sets a limit
@@ -127,12 +129,15 @@ class TransformersAdapter(TextAdapter):
 
         stop = StopText(stops_of(body))
         prompt_tokens = int(prompt["input_ids"].shape[1])
-        streamer = _streamer(self.tokenizer, prompt_tokens, stop, emit)
+        count = count_of(body)
+        scored = None if count is None else ScoredTokens(self.tokenizer, count)
+        streamer = _streamer(self.tokenizer, prompt_tokens, stop, scored, emit)
         stopping = _stopping(stop, cancelled, forced)
         # A model's settings may suppress tokens that the schema requires. Then no token would be left, so none is
         # suppressed.
         more: dict[str, Any] = {"suppress_tokens": None} if forced else {}
-        with _seeded(body.get("seed")):
+        reading = scored.reading(self.value) if scored else contextlib.nullcontext()
+        with _seeded(body.get("seed")), reading:
             output = self.value.generate(
                 **self._on_device(prompt, without=("token_type_ids",)),
                 **_sampling(body),
@@ -149,6 +154,7 @@ class TransformersAdapter(TextAdapter):
                 finish="stop" if ended else "length",
                 prompt_tokens=prompt_tokens,
                 completion_tokens=streamer.written,
+                tokens=scored.unsent.take_rest() if scored and not stop.hit else (),
             )
         )
 
@@ -234,15 +240,23 @@ class TransformersAdapter(TextAdapter):
         return {name: tensor.to(device) for name, tensor in inputs.items() if name not in without}
 
 
-def _streamer(tokenizer: Any, prompt_tokens: int, stop: StopText, emit: Emit) -> Any:
-    """A streamer that emits text up to a stop string. Its attribute `written` counts the written tokens."""
+def _streamer(
+    tokenizer: Any, prompt_tokens: int, stop: StopText, scored: ScoredTokens | None, emit: Emit
+) -> Any:
+    """A streamer that emits text up to a stop string. Its attribute `written` counts the written tokens.
+
+    If `scored` is given, each piece of the text has its tokens with their probabilities.
+    """
     from transformers import TextStreamer
 
     class CountingStreamer(TextStreamer):
         written = -prompt_tokens  # the first call of `put` by `generate` has the prompt
 
         def put(self, value: Any) -> None:
+            is_prompt = self.written < 0
             self.written += value.numel()
+            if scored and not is_prompt:
+                scored.add(int(value))
             super().put(value)
 
         def on_finalized_text(self, text: str, stream_end: bool = False) -> None:
@@ -251,7 +265,7 @@ def _streamer(tokenizer: Any, prompt_tokens: int, stop: StopText, emit: Emit) ->
             if stream_end and not stop.hit:
                 safe += stop.rest()
             if safe:
-                emit(TextPiece(safe))
+                emit(TextPiece(safe, tokens=scored.unsent.take(safe) if scored else ()))
 
     return CountingStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
 

@@ -1,0 +1,141 @@
+"""The probabilities of an answer's tokens, in the formats of OpenAI's Chat and Completions. This module is pure.
+
+A probability is what the model computed for a token, before temperature, penalties, biases and grammars change it. It
+is given as its natural logarithm.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+from ...facts import Value
+
+LEAST = -9999.0  # stands for a probability of zero, because JSON has no infinity
+Scored = tuple[bytes, float]  # the bytes of a token, and the logarithm of its probability
+
+
+class Token(Value):
+    """A token that the model wrote. Its bytes may be only a part of a character."""
+
+    data: bytes
+    logprob: float
+    top: tuple[
+        Scored, ...
+    ] = ()  # the tokens that were most probable in its place, the most probable first
+
+
+def count_of(body: Mapping[str, Any]) -> int | None:
+    """How many of the most probable tokens `body` requests for each token; None if it requests no probabilities.
+
+    >>> count_of({"logprobs": True}), count_of({"logprobs": True, "top_logprobs": 2})  # Chat
+    (0, 2)
+    >>> count_of({"logprobs": 3}), count_of({}), count_of({"logprobs": False})  # the first: Completions
+    (3, None, None)
+    """
+    wanted = body.get("logprobs")
+    if wanted is None or wanted is False:
+        return None
+    return (body.get("top_logprobs") or 0) if wanted is True else wanted
+
+
+class Unsent:
+    """Tokens that the model wrote, until the text with their first byte is sent to the caller.
+
+    Text is held back where a stop string may begin, so it may be sent later than its tokens are written.
+
+    >>> unsent = Unsent()
+    >>> for data in (b"Hel", b"lo", b" EN", b"D"):
+    ...     unsent.add(Token(data, -0.5))
+    >>> [token.data for token in unsent.take("Hello")]
+    [b'Hel', b'lo']
+    >>> [token.data for token in unsent.take_rest()]
+    [b' EN', b'D']
+    """
+
+    def __init__(self) -> None:
+        """There are no tokens and no text yet."""
+        self._tokens: list[Token] = []
+        self._begin = 0  # where the first of the tokens begins, in bytes of the answer
+        self._sent = 0  # bytes of the answer
+
+    def add(self, token: Token) -> None:
+        """Adds the next `token` that the model wrote."""
+        self._tokens.append(token)
+
+    def take(self, text: str) -> tuple[Token, ...]:
+        """Removes and returns the tokens that begin in `text`, which is the next part of the answer."""
+        self._sent += len(text.encode())
+        taken = []
+        while self._tokens and self._begin < self._sent:
+            token = self._tokens.pop(0)
+            self._begin += len(token.data)
+            taken.append(token)
+        return tuple(taken)
+
+    def take_rest(self) -> tuple[Token, ...]:
+        """Removes and returns all tokens. Call this at the end, unless a stop string cut the text."""
+        rest, self._tokens = tuple(self._tokens), []
+        return rest
+
+
+class Writer:
+    """Writes the field `logprobs` of one choice, whole or chunk by chunk."""
+
+    def __init__(self, chat: bool, offset: int = 0) -> None:
+        """Writes the format of Chat if `chat` is true, else that of Completions, whose text begins at `offset`."""
+        self._chat = chat
+        self._offset = offset  # in characters of the text of Completions
+
+    def field(self, tokens: Iterable[Token]) -> dict[str, Any] | None:
+        """The field for the next `tokens`; None if there are none."""
+        found = list(tokens)
+        if not found:
+            return None
+        if self._chat:
+            return {"content": [_entry(token) for token in found], "refusal": None}
+        offsets = []
+        for token in found:
+            offsets.append(self._offset)
+            self._offset += len(_text(token.data))
+        return {
+            "tokens": [_name(token.data) for token in found],
+            "token_logprobs": [_finite(token.logprob) for token in found],
+            "top_logprobs": [_top(token) for token in found],
+            "text_offset": offsets,
+        }
+
+
+def _entry(token: Token) -> dict[str, Any]:
+    top = [_described(data, logprob) for data, logprob in token.top]
+    return {**_described(token.data, token.logprob), "top_logprobs": top}
+
+
+def _described(data: bytes, logprob: float) -> dict[str, Any]:
+    return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
+
+
+def _top(token: Token) -> dict[str, float]:
+    """The most probable tokens and the written `token`, with the logarithms of their probabilities."""
+    pairs = (*token.top, (token.data, token.logprob))
+    return {_name(data): _finite(logprob) for data, logprob in pairs}
+
+
+def _name(data: bytes) -> str:
+    r"""The text of a token; for a part of a character its bytes, as in OpenAI's Completions.
+
+    >>> _name(b"fox"), _name(b"\xe2\x80")
+    ('fox', 'bytes:\\xe2\\x80')
+    """
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "replace")
+
+
+def _finite(logprob: float) -> float:
+    return max(logprob, LEAST)

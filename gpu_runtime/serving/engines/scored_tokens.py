@@ -1,0 +1,91 @@
+"""The probabilities of the tokens that a transformers module writes."""
+
+from __future__ import annotations
+
+import contextlib
+import re
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+from .logprobs import Token, Unsent
+
+_ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte as SentencePiece writes it
+_SPACE = "▁"  # a space as SentencePiece writes it
+
+
+class ScoredTokens:
+    """Reads a module's logits while it writes an answer, and makes a `Token` of each written token."""
+
+    def __init__(self, tokenizer: Any, count: int) -> None:
+        """Each token gets the `count` most probable tokens in its place. Tokens are read with the `tokenizer`."""
+        self.unsent = Unsent()
+        self._count = count
+        self._vocabulary = Vocabulary(tokenizer)
+        self._logits: Any = None  # of the newest token, a float tensor of the shape (vocabulary,)
+
+    @contextlib.contextmanager
+    def reading(self, module: Any) -> Iterator[None]:
+        """A context manager in which the logits of `module` are read.
+
+        Other threads may run the module at the same time. Their logits are left out.
+        """
+        thread = threading.get_ident()
+
+        def read(_: Any, __: Any, output: Any) -> None:
+            if threading.get_ident() == thread:
+                self._logits = output.logits[0, -1]
+
+        hook = module.register_forward_hook(read)
+        try:
+            yield
+        finally:
+            hook.remove()
+
+    def add(self, number: int) -> None:
+        """Adds the token with this `number`, which was chosen after the newest logits, to the unsent tokens.
+
+        A special token, such as the one that ends an answer, is left out.
+        """
+        if self._vocabulary.is_special(number):
+            return
+        import torch
+
+        logprobs = torch.log_softmax(self._logits.detach().float(), dim=-1)
+        values, numbers = logprobs.topk(self._count)
+        top = zip(map(self._vocabulary.data, numbers.tolist()), values.tolist(), strict=True)
+        logprob = float(logprobs[number])
+        self.unsent.add(Token(self._vocabulary.data(number), logprob, tuple(top)))
+
+
+class Vocabulary:
+    """The bytes of a tokenizer's tokens."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Reads the tokens of `tokenizer`."""
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+        self._tokenizer = tokenizer
+        self._special = frozenset(tokenizer.all_special_ids)
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
+        # Tokenizers of this kind write each byte as one character.
+        is_by_byte = "ByteLevel" in str(decoder)
+        self._bytes = (
+            {text: byte for byte, text in bytes_to_unicode().items()} if is_by_byte else {}
+        )
+
+    def is_special(self, number: int) -> bool:
+        """Whether the token with this `number` is a special token, which is no part of the text."""
+        return number in self._special
+
+    def data(self, number: int) -> bytes:
+        """The bytes of the token with this `number`; empty for a number without a token."""
+        token = self._tokenizer.convert_ids_to_tokens(number)
+        if token is None:  # a model may have more logits than its tokenizer has tokens
+            return b""
+        if self._bytes and all(letter in self._bytes for letter in token):
+            return bytes(self._bytes[letter] for letter in token)
+        one = _ONE_BYTE.fullmatch(token)
+        if one:
+            return bytes.fromhex(one[1])
+        return token.replace(_SPACE, " ").encode()

@@ -1,0 +1,174 @@
+"""The probabilities of the tokens that real small models write, against the models' own figures."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+from openai.types.chat import ChatCompletion
+
+from gpu_runtime.serving.engines.logprobs import LEAST, Token, Unsent, Writer
+from gpu_runtime.serving.requests import Refused, read_call
+from tests.serving.loops import in_loop
+from tests.serving.test_engines import both, sources, with_models  # noqa: F401 - a fixture
+
+GREEDY = {"max_tokens": 8, "temperature": 0}
+
+
+@both
+@in_loop
+async def test_a_chat_has_the_probability_of_each_token(name, sources):  # noqa: F811
+    """The tokens' bytes make the text. At temperature zero llama.cpp writes the most probable tokens.
+
+    The configuration of the other model suppresses tokens that are no letters, however probable they are.
+    """
+    wanted = {**GREEDY, "logprobs": True, "top_logprobs": 3}
+    async with with_models(sources, name) as k:
+        [plain] = (await k.chat(name, "hello", **GREEDY)).json["choices"]
+        answer = (await k.chat(name, "hello", **wanted)).json
+        [read] = ChatCompletion.model_validate(answer).choices  # as OpenAI's client reads it
+        [choice] = answer["choices"]
+        assert read.logprobs.content[0].top_logprobs[2].bytes is not None
+        assert plain["logprobs"] is None and plain["message"] == choice["message"]
+        tokens = choice["logprobs"]["content"]
+        assert _text(tokens) == choice["message"]["content"] and len(tokens) <= 8
+        for token in tokens:
+            top = token["top_logprobs"]
+            assert token["logprob"] == top[0]["logprob"] or name == "writer"
+            assert token["logprob"] <= top[0]["logprob"]
+            logs = [one["logprob"] for one in top]
+            assert len(top) == 3 and logs == sorted(logs, reverse=True)
+            assert sum(map(math.exp, logs)) <= 1 + 1e-5
+        reply = await k.chat(name, "hello", stream=True, **wanted)
+        streamed: list[Any] = []
+        async for event in reply.events:
+            for part in event["choices"]:
+                streamed += (part["logprobs"] or {"content": []})["content"]
+        assert streamed == tokens
+        [none] = (await k.chat(name, "hello", **GREEDY, logprobs=True)).json["choices"]
+        assert [token["top_logprobs"] for token in none["logprobs"]["content"]] == [[]] * len(
+            tokens
+        )
+
+
+@both
+@in_loop
+async def test_a_completion_has_the_probabilities_in_its_own_format(name, sources):  # noqa: F811
+    body = {"model": name, "prompt": "the quick", **GREEDY, "logprobs": 2, "n": 2}
+    async with with_models(sources, name) as k:
+        choices = (await k.gateway.answer("completions", body)).json["choices"]
+        for choice in choices:
+            found = choice["logprobs"]
+            assert "".join(found["tokens"]) == choice["text"]
+            for text, offset in zip(found["tokens"], found["text_offset"], strict=True):
+                assert choice["text"][offset : offset + len(text)] == text
+            for text, logprob, top in zip(
+                found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
+            ):
+                assert top[text] == logprob and len(top) in (2, 3)
+        for refused in ({"echo": True}, {"logprobs": 21}, {"logprobs": True}):
+            with pytest.raises(Refused, match="logprobs"):
+                await k.gateway.answer("completions", {**body, **refused})
+
+
+@both
+@in_loop
+async def test_penalties_and_biases_change_no_probability(name, sources):  # noqa: F811
+    """A forced token has the probability that the model itself computed for it."""
+    wanted = {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20}
+    async with with_models(sources, name) as k:
+        word = {"model": name, "prompt": "the"}
+        [number, *_] = (await k.gateway.answer("tokenize", word)).json["tokens"]
+        bias = {"logit_bias": {str(number): 100}, "repetition_penalty": 1.7}
+        found = []
+        for more in ({}, bias):
+            [choice] = (await k.chat(name, **wanted, **more)).json["choices"]
+            found += choice["logprobs"]["content"]
+        free, forced = found
+        assert forced["token"] != free["token"]
+        assert forced["top_logprobs"] == free["top_logprobs"]
+        assert forced["logprob"] < free["top_logprobs"][0]["logprob"]
+
+
+@both
+@in_loop
+async def test_a_stop_string_has_no_tokens(name, sources):  # noqa: F811
+    """The tokens of an answer that ends at a stop string begin in the text before the stop string."""
+    async with with_models(sources, name) as k:
+        full = (await k.chat(name, **GREEDY | {"max_tokens": 16})).json["choices"][0]
+        text = full["message"]["content"]
+        stop = {"stop": [text[5:7]], "logprobs": True, **GREEDY, "max_tokens": 16}
+        [cut] = (await k.chat(name, **stop)).json["choices"]
+        kept = cut["message"]["content"]
+        tokens = cut["logprobs"]["content"]
+        assert kept == text[: text.index(text[5:7])] and _text(tokens).startswith(kept)
+        assert _text(tokens[:-1]) != kept
+
+
+@in_loop
+async def test_the_figures_of_a_module_are_those_of_its_own_logits(sources):  # noqa: F811
+    import torch
+
+    body = {"model": "writer", "prompt": "the quick", **GREEDY, "logprobs": 0}
+    async with with_models(sources, "writer") as k:
+        [choice] = (await k.gateway.answer("completions", body)).json["choices"]
+        with k.rt.use("writer") as module, torch.no_grad():
+            prompt = module.tokenizer("the quick")["input_ids"]
+            written = module.generate(
+                torch.tensor([prompt]), max_new_tokens=8, do_sample=False, top_k=None
+            )[0]
+            logs = module(written[None, :-1]).logits[0].log_softmax(-1)[len(prompt) - 1 :]
+            expected = [
+                float(row[number]) for row, number in zip(logs, written[len(prompt) :], strict=True)
+            ]
+            assert not module._forward_hooks, "the hook that reads the logits is removed"
+        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+@pytest.mark.processes
+@in_loop
+async def test_the_figures_of_a_gguf_are_those_of_the_library(sources):  # noqa: F811
+    from llama_cpp import Llama
+
+    body = {"model": "gguf", "prompt": "the quick", **GREEDY, "logprobs": 4}
+    async with with_models(sources, "gguf") as k:
+        [choice] = (await k.gateway.answer("completions", body)).json["choices"]
+    model = Llama(str(sources["gguf"]), logits_all=True, verbose=False, n_ctx=256)
+    [own] = model.create_completion("the quick", **GREEDY, logprobs=4)["choices"]
+    model.close()
+    assert (
+        choice["text"] == own["text"] and choice["logprobs"]["tokens"] == own["logprobs"]["tokens"]
+    )
+    for ours, theirs in zip(
+        choice["logprobs"]["token_logprobs"], own["logprobs"]["token_logprobs"], strict=True
+    ):
+        assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+@pytest.mark.parametrize(
+    "body", [{"logprobs": 2}, {"logprobs": True, "top_logprobs": 21}, {"top_logprobs": 2}]
+)
+def test_a_chat_that_requests_probabilities_wrongly_is_refused(body):
+    chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
+    with pytest.raises(Refused, match="logprobs") as refused:
+        read_call("chat", {**chat, **body})
+    assert refused.value.status == 400
+
+
+def test_a_character_of_several_tokens_is_kept_as_bytes():
+    """The text of such a token is the replacement character. JSON has no infinity."""
+    tokens = (Token("é".encode()[:1], -0.5), Token("é".encode()[1:], -math.inf))
+    unsent = Unsent()
+    for token in tokens:
+        unsent.add(token)
+    assert unsent.take("é") == tokens and unsent.take_rest() == ()
+    plain = Writer(chat=False).field(tokens) or {}
+    assert plain["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"] and plain["text_offset"] == [0, 1]
+    entries = (Writer(chat=True).field(tokens) or {})["content"]
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "é"
+    assert entries[0]["token"] == "\ufffd" and entries[1]["logprob"] == LEAST
+
+
+def _text(tokens: list[dict[str, Any]]) -> str:
+    return bytes(byte for token in tokens for byte in token["bytes"]).decode()
