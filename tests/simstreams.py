@@ -103,7 +103,11 @@ class Module(backend_registration._DummyBackendModule):
         pass
 
     def ExternalStream(self, stream_ptr: int, device: Any = None) -> Stream:  # noqa: N802
-        return Stream(device, stream_ptr)
+        """The stream with the number `stream_ptr`. As in torch, 0 gives a new stream.
+
+        Source: pytorch/pytorch#182960.
+        """
+        return Stream(device, stream_ptr or None)
 
     def current_stream(self, device: Any = None) -> Stream:
         return Stream(device, mode.streams[_index(device)])

@@ -140,8 +140,15 @@ def pointer(stream: Any) -> int:
 
 
 def stream_at(device: torch.device, stream: int) -> Any:
-    """The stream with the number `stream` on `device`; see `pointer`."""
-    return module_of(device).ExternalStream(stream, device=device)
+    """The stream with the number `stream` on `device`; see `pointer`.
+
+    torch's `ExternalStream(0)` is no default stream: it returns a new stream, a different one for
+    each call. Source: pytorch/pytorch#182960.
+    """
+    module = module_of(device)
+    if stream == DEFAULT:
+        return module.default_stream(device)
+    return module.ExternalStream(stream, device=device)
 
 
 def on_stream(device: torch.device, stream: int | None) -> contextlib.AbstractContextManager[Any]:
