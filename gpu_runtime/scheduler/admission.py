@@ -6,14 +6,15 @@ decision can be made twice, or replayed in a test.
 
 Parts of the decision have modules of their own:
 
-- `capacity` computes the free bytes, and `queue` the order of the requests.
+- `capacity` computes the free bytes, `candidates` the usable cards, `queue` the order of requests.
 - `evictable` decides which leases may be evicted, and `eviction` how room is made.
 - `feasibility` and `deadlock` find requests that can never be served.
+- `quotas` applies the operator's caps, and `drain` keeps leases off drained cards.
 - `obstacles` explains why a request waits.
 - `page_entries` limits the number of entries in the page, which is the stored form of the book.
 
 `transitions` changes the book after a step is done. A lease is settled while it is neither arriving
-on its device nor leaving it.
+on its device nor leaving it. A ticket is the book's entry of a waiting request.
 """
 
 from __future__ import annotations
@@ -64,24 +65,25 @@ from .transitions import note
 def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Book, Verdict]:
     """Decides the `request`. Returns the new book, and the verdict: a Grant, a Wait or a Refuse.
 
-    1. The lease is settled here already → Grant, no steps
+    1. The lease is settled on its device already → Grant, no steps
     2. The lease is arriving on its device or leaving it → Wait
-    3. The request is hopeless, or beyond the operator's caps → Refuse; nothing is evicted
+    3. The request can never fit, or exceeds the operator's caps → Refuse; nothing is evicted
     4. It fits into the free bytes that no elder (a request ahead in the queue) needs → Grant: Load,
-       or Move back from host. If the page is full → Wait until an idle lease has left the page
-    5. It fits once idle leases have left → Wait; own leases leave now, others are recalled
-    6. It is deadlocked → Refuse the youngest request, and name the cycle
-    7. Otherwise → Wait behind the elders
+       or Move back from host. If the page is full → Wait until a lease has left it, else Refuse
+    5. It fits once idle leases have left → Wait: own leases leave now, leases of other owners are
+       recalled. If a part of the model can return from host meanwhile → Grant of this part
+    6. It is the youngest of several deadlocked requests → Refuse, and name these requests
+    7. Otherwise → Wait
 
-    A Grant is a reservation: the lease is in the book and pinned, and its bytes count from now on.
-    The caller publishes the owner's section of the book first. `rank` is the policy that orders the
-    evictions.
+    A Grant with steps is a reservation: the lease is in the book and pinned, and its bytes count
+    from now on. If steps of an earlier call with this key are not done, they are returned again.
+    The caller publishes the owner's section before the call. `rank` orders the evictions.
     """
     lease = book.lease(request.lease.owner, request.lease.name)
     if unreceived := _unreceived(book, request, lease):
         return book, unreceived
 
-    # 1. The lease is settled here already.
+    # 1. The lease is settled on its device already.
     if lease and lease.phase is Phase.SETTLED and (lease.all_on_device or lease.kind == "block"):
         return _here_already(book, request, lease)
 
@@ -89,7 +91,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     if lease and lease.phase is not Phase.SETTLED:
         return _wait_for_arrival_or_end(book, request, world, lease)
 
-    # 3. The request is hopeless, or beyond the operator's caps.
+    # 3. The request can never fit, or exceeds the operator's caps.
     request = _as_measured(request, lease) if lease else request
     out = _drained_for(book, request, world)
     # The bytes that the lease already has on a card are no obstacle to its own request.
@@ -112,7 +114,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     if evicting := _evict(book, request, world, rank, context, measured):
         return evicting
 
-    # 6. It is deadlocked.
+    # 6. It is the youngest of several deadlocked requests.
     queued, verdict = _wait(book, request, world, context, possible, candidates)
     cycle = _cycle_to_break(queued, request, world, verdict)
     if cycle:
@@ -126,10 +128,10 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
 
 def _unreceived(book: Book, request: Request, lease: Lease | None) -> Verdict | None:
-    """The verdict that an earlier call wrote for this request's key; None if there is no verdict.
+    """The verdict of an earlier call with this request's key, if its steps are not done; else None.
 
-    The caller may not have received the earlier verdict: the call was interrupted, or the ledger's
-    reply was lost.
+    The caller may not have received that verdict: the call was interrupted, or the ledger's reply
+    was lost. Steps that the caller carries out already (`request.under_way`) are left out.
     """
     if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:
         return Grant(lease, (_arrival(lease),), "granted before")
@@ -162,7 +164,7 @@ def _as_measured(request: Request, lease: Lease) -> Request:
 
 
 def _drained_for(book: Book, request: Request, world: World) -> Mapping[str, str]:
-    """The drained cards that the request may not use, each with a sentence that names the user.
+    """The drained cards that the request may not use, each with a sentence on who drained it.
 
     A model whose tensors all belong to another model claims 0 bytes, and may use a drained card.
     """
@@ -190,10 +192,11 @@ def _evict(
     context: Context,
     candidates: tuple[Candidate, ...],
 ) -> tuple[Book, Verdict] | None:
-    """Evicts idle leases: returns the book and a Wait; None if evictions cannot make the room.
+    """Evicts idle leases, and returns the book and a Wait; None if evictions cannot make the room.
 
-    A ticket is the entry of a waiting request. Nothing is evicted if the page has no room for the
-    request's ticket, or if an earlier ticket already makes room for the same model.
+    If a part of the model can return from host memory meanwhile, the verdict is a Grant of this
+    part. The result is also None if the page has no room for the request's ticket, or if an earlier
+    ticket of the same process makes room for the same model already.
     """
     if full_for_waiting(book, request) or context.twin:
         return None
@@ -233,7 +236,7 @@ def _free_an_entry(
     context: Context,
     chosen: Candidate,
 ) -> tuple[Book, Verdict]:
-    """Returns a Wait while an idle lease leaves the full page; a Refuse if no lease can leave."""
+    """Returns a Wait while an idle lease leaves the full page; a Refuse if no entry can be freed."""
     freeing = None
     if not request.wait or not full_for_waiting(book, request):
         freeing = free_an_entry(book, request, world, rank, context)
@@ -368,7 +371,7 @@ def _enqueue(
     wait: Wait,
     need: Shares,
 ) -> tuple[Book, Verdict]:
-    """The book with the request's ticket, and the Wait. The request waits for the room `need`."""
+    """The book with a ticket for the room `need`, and the Wait; a Refuse if the page is full."""
     if not request.wait:
         return book, wait
     if full_for_waiting(book, request):
@@ -376,7 +379,7 @@ def _enqueue(
     old = book.ticket(request.key)
     ticket = _ticket(request, world, wait, need, old, load_seconds(book, request))
     noted = old and old.because
-    # One event is written for each wait; none is written while leases are leaving to make the room.
+    # A wait gets one event. A Wait with steps gets none, since its evictions have their own events.
     if ticket.because and not noted:
         book = _note_waiting(book, request, world, wait)
     return book.with_ticket(ticket), wait
@@ -404,7 +407,7 @@ def _ticket(
 ) -> Ticket:
     """The ticket of a waiting request; `old` is the earlier ticket of the same request, if any.
 
-    `need` is the room for which the request waits. `seconds` is how long the load will take.
+    `need` is the room for which the request waits. `seconds` is the duration of the load.
     """
     now = world.now
     recalls = (wait.asked, wait.shadows)

@@ -55,7 +55,9 @@ class Ask(Value):
     key: str
     owner: str  # the id of the requesting owner
     verb: str
-    target: str  # a lease id; for preload, `owner id/model name`
+    # `OWNER/NAME`, a lease id. For a preload, the model may have no lease yet. If the request
+    # concerns the whole process (who, defrag), the name is empty.
+    target: str
     arrived: float
     by: str = ""  # the user of the requesting process
     places: tuple[str, ...] = ()  # the cards to move to, for a move
@@ -65,8 +67,9 @@ class Ask(Value):
 def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
     """Returns the book with the request `asked` on a ticket, and the state of the request.
 
-    The state is Grant (done), Wait (under way) or Refuse. A call with the same key returns the
-    current state, so the requester repeats the call until the request is done.
+    The state is Grant (done), Wait (under way) or Refuse. A repeated call with the same key returns
+    the state at that time. So the requester repeats the call until the state is Grant or Refuse.
+    The book has no ticket then.
     """
     owner_id, _, name = asked.target.partition("/")
     section, owner = book.sections.get(owner_id), book.owner(owner_id)
@@ -93,7 +96,7 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
 
 
 def declined(book: Book, asked: Ask, world: World, because: str) -> Book:
-    """The book with an event on the failed request `asked`; `because` says why it failed."""
+    """The book with an event that the request `asked` was declined, for the reason `because`."""
     return _log(book, asked, world, "declined", because)
 
 
@@ -188,7 +191,7 @@ def _known_result(
         return Grant(lease, (), f"{title} is on {lease.where}")
     refusal = _refusal_to_leave(book, lease, section.owner, world)
     if refusal and refusal.kind == "failed" and asked.verb == "move":
-        return None  # the owner tries at once, and answers
+        return None  # the owner tries the move again at once, and answers
     return refusal
 
 
@@ -254,9 +257,10 @@ def _can_leave_for_a_person(book: Book, lease: Lease, world: World) -> bool:
 
 
 def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tuple[Lease, ...]:
-    """The models of the lease's owner to drop from host memory, so that `lease` fits into it.
+    """Models of the lease's owner to drop from host memory, so that the host has room for `lease`.
 
-    `lease` itself cannot be dropped.
+    `host_room` is the host's free bytes. The result is empty if these bytes are enough already, if
+    `lease` cannot be offloaded, or if no set of such models makes the room.
     """
     if not (lease.movable and world.rules.offload):
         return ()

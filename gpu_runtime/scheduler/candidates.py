@@ -1,4 +1,4 @@
-"""The cards, or sets of cards, that a request may use now.
+"""The candidates for a request: cards, and sets of cards, each with whether it has the room now.
 
 Pure. The first candidate is the best; the order is that of `placement` and `splitting`. `admission`
 decides which candidate gets the request, and `eviction` whether room is made on a card.
@@ -24,7 +24,11 @@ def with_layout(
     world: World,
     never: Container[str],
 ) -> Request:
-    """The request with its layout decided: one card if any card could ever hold the whole model."""
+    """The request with its layout `auto` or `whole` decided. Any other layout stays as it is.
+
+    The model gets one card if the rules allow this, and if any allowed card could ever hold the
+    whole model. `never` has the cards that can never hold the request alone.
+    """
     rules = request.placement
     if rules.layout not in ("auto", "whole"):
         return request
@@ -56,9 +60,9 @@ def candidates_for(
     context: Context,
     out: Mapping[str, str],
 ) -> tuple[Candidate, ...]:
-    """The cards, or sets of cards, that the request may use now.
+    """The cards, or sets of cards, for the request, each with whether it has the room now.
 
-    The best candidate is first. Drained cards are last.
+    The best candidate is first. Drained cards are last; `out` maps each of them to the reason.
     """
     rules, free = request.placement, context.free()
     if out:
@@ -101,7 +105,7 @@ def _splits_within(
 
 
 def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candidate, ...]:
-    """The drained cards that the request may use, each with the reason."""
+    """The drained cards of `out` that `request` allows, as candidates that do not fit."""
     allowed, size = request.placement.devices, request.footprint.bytes
     found = []
     for device, because in out.items():

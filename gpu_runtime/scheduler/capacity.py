@@ -1,8 +1,8 @@
-"""Free bytes that a grant may spend on each device.
+"""Computes the free bytes that a grant may spend on each device.
 
-Pure. The smaller of two numbers counts: the bytes that the book (all leases and requests of a host)
-has not promised, and the bytes that the driver measured as free. The module `queue` decides which
-request may spend the free bytes first.
+Pure. The smaller of two numbers counts: the bytes of the budget that no lease in the book claims,
+and the bytes that the driver measured as free. The book is all leases and requests of a host. The
+module `queue` decides which request may spend the free bytes first.
 
 A sample is one measurement of a device. A ghost is the memory that a dead process held and that the
 driver may not have freed yet.
@@ -37,7 +37,7 @@ def room(book: Book, world: World) -> dict[str, int]:
     The room is the smaller of two numbers. The first is the device's limit less the claims in the
     `book`. The second is the measured free bytes, less the reserve, and less the claimed bytes that
     the measurement cannot have counted. A simulated device has no measurement, so only the first
-    number counts.
+    number counts. The same holds for a device whose measurement is missing or too old.
     """
     return room_and_blind(book, world)[0]
 
@@ -114,8 +114,9 @@ def _left_of_one_memory(
 ) -> int:
     """The bytes left of one memory, which the devices `shared` (the host and cards) have in common.
 
-    The result is the largest of the devices' budgets, less all claims on these devices. If the
-    measured free bytes are fewer, the result is the measured free bytes.
+    The result is the smaller of two numbers. The first is the largest of the devices' budgets, less
+    all claims on these devices. The second is the measured free bytes, less the reserve and the
+    `unseen` bytes. The second number is left out if no device has been measured.
     """
     largest_budget = max(limit_of(book, world, id) for id in shared)
     left = largest_budget - sum(claims.get(id, 0) for id in shared)
@@ -133,9 +134,9 @@ def _left_of_one_memory(
 def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Bytes, Bytes]:
     """Bytes claimed on each device, and claimed bytes that the device's sample cannot have counted.
 
-    `taken_at` is the time at which each device was sampled. A sample cannot have counted leases
-    that settled later. The bytes of leases that are still arriving are not counted either, because
-    these bytes may appear at any moment.
+    `taken_at` maps each device to the time of its sample. A sample cannot have counted the bytes of
+    a lease that settled later. The targets of leases that are arriving or moving are taken as not
+    counted either, because their bytes may appear at any moment.
     """
     claims = book.claims()
     unseen: Bytes = {}
@@ -178,8 +179,8 @@ def _add_unseen(lease: Lease, taken_at: Mapping[str, float], unseen: Bytes) -> N
 def freed_since(book: Book, world: World) -> dict[str, int]:
     """Bytes that leases freed on each device after its sample, plus bytes of dead processes.
 
-    A sample does not yet show such bytes as free, so no grant spends them. The bytes will be free
-    soon, so no other lease is evicted to replace them. `book` holds the events and the dead
+    The sample does not yet show these bytes as free, so no grant spends them. These bytes will be
+    free soon, so no other lease is evicted to replace them. `book` holds the events and the dead
     processes' bytes, `world` the samples.
     """
     freed: Bytes = {}

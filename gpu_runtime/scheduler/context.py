@@ -1,7 +1,8 @@
 """The inputs of one decision, computed once.
 
-Pure. `admission`, `eviction` and `migration` read these inputs; nothing here decides. A ticket is
-the entry of a waiting request. A recall is a request to an owner to evict its lease.
+Pure. Nothing here decides; the modules that decide (such as `admission`, `eviction` and
+`migration`) read these inputs. A ticket is the entry of a waiting request. A recall is a request to
+an owner to evict its lease. A shadow is an unchanged copy in host memory of a model on a card.
 """
 
 from __future__ import annotations
@@ -26,7 +27,9 @@ class Context(NamedTuple):
 
     leases: tuple[Lease, ...]
     room_now: Bytes
-    room_later: Bytes  # once the elders are served and all leaving leases have left
+    # Once the blocking elders are served, and all leaving and recalled leases have left. Bytes that
+    # were freed after the last sample count as free.
+    room_later: Bytes
     leaving: Mapping[str, Lease]  # device -> a lease that is leaving it
     blind: Mapping[str, str]  # device -> why no grant can be made on it
     elders: tuple[Ticket, ...]  # requests ahead in the queue
@@ -129,8 +132,9 @@ def _later(
 ) -> tuple[dict[str, int], dict[str, Lease]]:
     """The room after all decided steps; and for each device a lease that leaves it.
 
-    `returning` is the id of the requested lease if the lease is in parts. The bytes of this lease
-    do not count as free.
+    `blocking` are the tickets of the elders. `freed` is the result of `freed_since`. `returning` is
+    the id of the requested lease if the lease is in parts. If an elder has recalled this lease, the
+    bytes of the lease do not count as free.
     """
     room = dict(room_now)
     leaving: dict[str, Lease] = {}

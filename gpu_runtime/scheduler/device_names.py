@@ -17,9 +17,9 @@ from ..facts import Book, Device
 def names(mine: Iterable[Device], book: Book) -> dict[str, str]:
     """Maps this process's name of a card to the book's name, for each card where the two differ.
 
-    `mine` are the devices of this process. A card that the `book` does not contain keeps its name
-    if no other card has this name. If another card has the name, the new card gets the next free
-    number.
+    `mine` are the devices of this process. A card that the `book` does not contain keeps its name,
+    unless a card of the book has the same name. In this case the new card gets the number after the
+    highest number in use. Simulated cards are left out.
     """
     known = {device.uuid: device.id for device in book.devices if _is_card(device)}
     cards = [device for device in mine if _is_card(device) and not device.simulated]
@@ -42,9 +42,10 @@ def _is_card(device: Device) -> bool:
 
 
 def _next(id: str, taken: set[str]) -> str:
-    """The next free name after `id`, such as `cuda:2` if cuda:0 and cuda:1 are taken.
+    """The name `id` with the number after the highest number in `taken`.
 
-    The name of a part of a divided card may have several numbers; only the last number is raised.
+    The result is `cuda:3` for `cuda:0` if cuda:0 and cuda:2 are taken. The name of an instance of a
+    partitioned card has two numbers, as in `cuda:0.1`. In this case only the last number is raised.
     """
     stem_before_number = re.match(r".*?(?=\d+$)", id)
     stem = stem_before_number[0] if stem_before_number else f"{id}."

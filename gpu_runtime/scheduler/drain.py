@@ -2,8 +2,8 @@
 
 Pure. The mark of a drained card is stored in the book (all leases and requests of a host) under the
 card's UUID. The mark belongs to no owner. So the drain continues after the terminal in which the
-operator typed the command is closed. The runtime checks whether a user may drain a card. Each owner
-moves its own tensors.
+operator typed the command is closed. `owner/drain.py` checks whether a user may drain a card. Each
+owner moves its own tensors.
 """
 
 from __future__ import annotations
@@ -113,8 +113,10 @@ def vacate(
 ) -> tuple[Book, tuple[Step, ...]]:
     """The book in which idle models of `owner` leave drained cards, and the steps of these models.
 
-    A model in use leaves once it is idle, and a kept model once it is unpinned. `key` identifies
-    this decision and is stored in the leaving leases.
+    A model in use leaves at a later call, once it is idle; a kept model, once it is unpinned. If
+    host memory is too full for a model, the steps may free shadows (copies in host memory of models
+    on a card). Then the model leaves at a later call. `key` identifies this decision and is stored
+    in the leaving leases.
     """
     cards = drained(book, world)
     section = book.sections.get(owner)
@@ -134,7 +136,7 @@ def vacate(
             reason="drain",
         )
         copies: tuple[Step, ...] = ()
-        if not isinstance(step, Move):  # this lease leaves at a later call
+        if not isinstance(step, Move):  # if shadows are freed, this lease leaves at a later call
             copies = shadows.steps_for(
                 book, lease, host_room, world, lru, f"{cards[card]}.", "drain"
             )
@@ -179,7 +181,7 @@ def _why_it_stays(lease: Lease, host_room: int, world: World) -> str:
 
 
 def _those_that_need_the_host_first(leases: Iterable[Lease]) -> list[Lease]:
-    """The `leases` in order. Leases that cannot be dropped are first, as they need host memory."""
+    """The `leases`; those that cannot be dropped are first, because they need host memory."""
     return sorted(leases, key=lambda lease: lease.droppable)
 
 

@@ -2,8 +2,8 @@
 
 Pure. A departure copies bytes from a card to host memory, and a return copies bytes from host
 memory to a card. The bus does both at once. So a large model leaves in stages: after each stage,
-the bytes of that stage are free, and the book shows it. A waiting model returns in parts, each no
-larger than the bytes that are free now. No part spends bytes that are not free yet.
+the book shows the bytes of that stage as free. A waiting model returns in parts. No part is larger
+than the bytes that are free now.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ MOST_STAGES = 8  # of one departure or return; each stage costs a transaction
 
 
 def stage_bytes(size: int, piece_bytes: int, least_bytes: int) -> int:
-    """The bytes of a stage of a copy of `size` bytes. A stage has room for at least one piece.
+    """The bytes of a stage of a copy of `size` bytes, so that the copy has at most MOST_STAGES.
+
+    A stage has at least `least_bytes`, and at least `piece_bytes`, the bytes of the largest piece.
 
     >>> stage_bytes(4000, 100, 50), stage_bytes(4000, 700, 50), stage_bytes(4000, 100, 900)
     (500, 700, 900)
@@ -38,10 +40,11 @@ def stage_bytes(size: int, piece_bytes: int, least_bytes: int) -> int:
 
 
 def departure_stages(lease: Lease, target: Shares, least_bytes: int) -> int:
-    """The bytes of a stage in which `lease` leaves its card for `target`; 0: it leaves at once.
+    """The bytes of each stage in which `lease` leaves its card for `target`; 0: it leaves at once.
 
-    A lease leaves at once if it has no pieces, if its bytes are in host memory already and are not
-    copied, or if there would be one stage only. A stage has at least `least_bytes`.
+    A lease leaves in stages only if its pieces are copied to host memory. It leaves at once if host
+    memory has a copy of its bytes already, if there would be only one stage, or if `least_bytes`,
+    the least bytes of a stage, is 0.
     """
     size = sum([share.bytes for share in target])
     copied = not (lease.shadow_bytes or lease.copy)
@@ -80,8 +83,8 @@ def part_left(book: Book, step: Move, shares: Shares, world: World) -> Book:
 def returning_part(book: Book, request: Request, context: Context, need: Shares) -> int:
     """The bytes of the requested model that may return now; 0 if no part may return.
 
-    `need` is the room that is being made. The part is smaller than the bytes in host memory: their
-    last bytes return with the grant of the whole model, which also has the working memory.
+    `need` is the room that is being made. At least one piece stays in host memory: the last pieces
+    return with the grant of the whole model, which also reserves the working memory.
     """
     lease = book.lease(request.lease.owner, request.lease.name)
     if not request.stage_bytes or not request.wait:
@@ -93,7 +96,7 @@ def returning_part(book: Book, request: Request, context: Context, need: Shares)
     card = need[0].device
     here = lease.bytes_on(card)
     if lease.on_device and here != context.held.get(card):
-        return 0  # its other part is on another card
+        return 0  # the other part of the model is on another card
     in_host = lease.bytes_on(HOST)
     free = context.free()[card] - context.held.get(card, 0)
     least = stage_bytes(lease.own_bytes, lease.piece_bytes, request.stage_bytes)
@@ -123,7 +126,8 @@ def grant_part(
 ) -> tuple[Book, Grant]:
     """Grants the return of `part` bytes. The request's ticket stays and waits for the rest.
 
-    `need` is the room for the whole model. `because` says for which departures the request waits.
+    `need` is the room that the request still needs, on one card. `because` is the reason of the
+    request's Wait, in sentences.
     """
     lease = book.lease(request.lease.owner, request.lease.name)
     assert lease is not None  # a part returns only from host memory
