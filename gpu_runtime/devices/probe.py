@@ -395,12 +395,13 @@ def _hidden(listing: Listing, environment: Mapping[str, str]) -> str:
 
 
 def _started_cuda():
-    """torch.cuda if this process already uses CUDA, else None. This function never starts CUDA."""
-    torch = sys.modules.get("torch")
-    cuda = getattr(torch, "cuda", None)
-    if cuda is None or not cuda.is_available() or not cuda.is_initialized():
-        return None
-    return cuda
+    """torch.cuda if this process already uses CUDA, else None. This function never starts CUDA.
+
+    So `torch.cuda.is_available()` is not called: it starts the driver, and after that no forked
+    child of this process can use CUDA.
+    """
+    cuda = getattr(sys.modules.get("torch"), "cuda", None)
+    return cuda if cuda is not None and cuda.is_initialized() else None
 
 
 def _torch_reserved(card: Card) -> int:

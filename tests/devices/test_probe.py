@@ -259,6 +259,25 @@ def test_bytes_that_the_driver_charges_to_this_process_count_as_used(driver):
     assert open_probe("cuda").used()["cuda:0"] == 3 * GIB
 
 
+def test_looking_at_the_cards_leaves_them_usable_for_forked_children(driver, monkeypatch):
+    """`torch.cuda.is_available()` starts the driver; after it, no child of a fork can use CUDA.
+
+    Source: torch/cuda/__init__.py, `is_available`; PyTorch's notes on CUDA in multiprocessing.
+    """
+    started = []
+    cuda = types.SimpleNamespace(
+        is_initialized=lambda: False, is_available=lambda: started.append(1) or True
+    )
+    monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+    driver(card("GPU-aaaa"))
+    probe = open_probe("cuda")
+    probe.watch_peaks()
+    assert probe.used() == {"cuda:0": 0, "host": 0} and probe.contexts() == {"cuda:0": 0}
+    assert (probe.maps(), probe.pulse(), probe.empty_cache()) == ((), (), 0)
+    assert not probe.bound("cuda:0", 0.5) and probe.beyond_now("cuda:0") is None
+    assert not started
+
+
 @pytest.mark.parametrize("value", ["", "-1", "9"])
 def test_hidden_cards_are_reported(driver, caplog, value):
     """If a setting hides all cards, the process gets simulated cards, and a log line says so.
