@@ -6,6 +6,7 @@ such a card, the measured figures are unknown; they are never reported as zero.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from typing import Any
@@ -36,7 +37,8 @@ class LeasedBlock:
         self.peak_bytes: int | None = None
         self.delta_bytes: int | None = None
         self._before = 0
-        self._cuda = _started_cuda(torch)
+        # A cap needs CUDA, so a block that leases bytes starts CUDA if no code has started it.
+        self._cuda = _cuda_of(torch, start=bool(self.bytes))
         if self._cuda:
             self._before = self._cuda.memory_allocated(self._torch)
             self._cuda.reset_peak_memory_stats(self._torch)
@@ -52,10 +54,12 @@ class LeasedBlock:
 
     def end(self) -> None:
         """Measures the block's use of memory for the last time and lifts the cap on torch."""
-        if self._cuda:
-            self.peak_bytes = self._cuda.max_memory_allocated(self._torch) - self._before
-            self.delta_bytes = self._cuda.memory_allocated(self._torch) - self._before
-            self._cuda.set_per_process_memory_fraction(1.0, self._torch)
+        # The block may have started CUDA. A child that was forked in the block has no CUDA.
+        cuda = _cuda_of(self._torch)
+        if cuda:
+            self.peak_bytes = cuda.max_memory_allocated(self._torch) - self._before
+            self.delta_bytes = cuda.memory_allocated(self._torch) - self._before
+            cuda.set_per_process_memory_fraction(1.0, self._torch)
 
     def __repr__(self) -> str:
         peak = "unknown" if self.peak_bytes is None else show_bytes(self.peak_bytes)
@@ -63,12 +67,20 @@ class LeasedBlock:
         return f"<{leased} on {self.device.id}; peak {peak}>"
 
 
-def _started_cuda(name: str) -> Any:
-    """torch.cuda if torch is imported and `name` is a card that torch can use, else None."""
+def _cuda_of(name: str, *, start: bool = False) -> Any:
+    """torch.cuda if torch already uses CUDA and `name` is torch's name of a card, else None.
+
+    If `start` is true, CUDA is started if torch can start it. Before CUDA has started,
+    `reset_peak_memory_stats` raises an error.
+    """
     torch = sys.modules.get("torch")
-    if torch is None or not name.startswith("cuda") or not torch.cuda.is_available():
+    if torch is None or not name.startswith("cuda"):
         return None
-    return torch.cuda
+    cuda = torch.cuda
+    if start and not cuda.is_initialized() and cuda.is_available():
+        with contextlib.suppress(RuntimeError):  # this process is a fork of one that used CUDA
+            cuda.init()
+    return cuda if cuda.is_initialized() else None
 
 
 def lease_memory(

@@ -1,0 +1,120 @@
+"""A leased block on a real card, with a stand-in for torch.cuda: the cap, and the measured use."""
+
+from __future__ import annotations
+
+import sys
+import types
+
+import pytest
+
+from gpu_runtime.facts import Device, Lease, Share
+from gpu_runtime.owner.blocks import LeasedBlock
+from gpu_runtime.units import GIB
+
+CARD = Device("cuda:3", 80 * GIB, "H200", "GPU-aaaa", 3)
+
+
+class FakeCuda:
+    """The part of torch.cuda that a block needs. It refuses what torch refuses.
+
+    Source: torch/cuda/memory.py; c10/cuda/CUDACachingAllocator.cpp, `assertValidDevice`.
+    """
+
+    def __init__(self, *, started: bool = True, forked: bool = False) -> None:
+        self.started, self.forked = started, forked
+        self.allocated = self.peak = 0
+        self.fractions: list[float] = []
+
+    def is_available(self) -> bool:
+        return True
+
+    def is_initialized(self) -> bool:
+        return self.started
+
+    def init(self) -> None:
+        if self.forked:
+            raise RuntimeError("Cannot re-initialize CUDA in forked subprocess.")
+        self.started = True
+
+    def allocate(self, size: int) -> None:
+        """Code of the user takes or frees memory. This starts CUDA."""
+        self.init()
+        self.allocated += size
+        self.peak = max(self.peak, self.allocated)
+
+    def memory_allocated(self, name: str) -> int:
+        return self.allocated
+
+    memory_reserved = memory_allocated
+
+    def max_memory_allocated(self, name: str) -> int:
+        return self.peak
+
+    def reset_peak_memory_stats(self, name: str) -> None:
+        if not self.started:
+            raise RuntimeError("Invalid device argument 0: did you call init?")
+        self.peak = self.allocated
+
+    def set_per_process_memory_fraction(self, fraction: float, name: str) -> None:
+        if not self.started:
+            self.init()
+        self.fractions.append(fraction)
+
+
+@pytest.fixture
+def block(monkeypatch):
+    """Makes a block of `size` bytes on a card that torch calls cuda:0, with `cuda` as torch.cuda."""
+
+    def make(cuda: FakeCuda, size: int) -> LeasedBlock:
+        monkeypatch.setitem(sys.modules, "torch", types.SimpleNamespace(cuda=cuda))
+        return LeasedBlock(Lease("1.2.3", "b", shares=(Share(CARD.id, size),)), CARD, "cuda:0")
+
+    return make
+
+
+@pytest.mark.parametrize("started", [True, False])
+def test_a_block_is_capped_and_measured(block, started):
+    """The block may be the first code of its process that uses the card."""
+    cuda = FakeCuda(started=started)
+    if started:
+        cuda.allocate(4 * GIB)
+    before = cuda.allocated
+    leased = block(cuda, 8 * GIB)
+    assert cuda.fractions == [(before + 8 * GIB) / CARD.total_bytes]
+    cuda.allocate(6 * GIB)
+    cuda.allocate(-5 * GIB)
+    leased.end()
+    assert (leased.peak_bytes, leased.delta_bytes) == (6 * GIB, GIB)
+    assert cuda.fractions[1:] == [1.0]
+
+
+def test_a_block_that_only_measures_starts_nothing(block):
+    """A bare %%gpu in a notebook that imported torch leaves CUDA unused."""
+    cuda = FakeCuda(started=False)
+    leased = block(cuda, 0)
+    leased.end()
+    assert not cuda.started and leased.peak_bytes is None
+
+
+def test_a_block_that_only_measures_counts_what_its_own_code_started(block):
+    cuda = FakeCuda(started=False)
+    leased = block(cuda, 0)
+    cuda.allocate(2 * GIB)
+    leased.end()
+    assert (leased.peak_bytes, leased.delta_bytes) == (2 * GIB, 2 * GIB)
+
+
+def test_in_a_forked_child_of_a_process_with_cuda_a_block_is_not_measured(block):
+    """torch cannot use the card there, but another library's code in the block may."""
+    leased = block(FakeCuda(started=False, forked=True), 8 * GIB)
+    leased.end()
+    assert leased.peak_bytes is None
+
+
+def test_a_child_that_is_forked_in_a_block_ends_the_block(block):
+    """In the child torch says that CUDA is not initialised, and refuses to initialise it."""
+    cuda = FakeCuda()
+    leased = block(cuda, 8 * GIB)
+    cuda.started, cuda.forked = False, True
+    leased.end()
+    assert leased.peak_bytes is None
