@@ -163,7 +163,7 @@ class Settings(BaseSettings):
     )
     gpu_relief: Literal["auto", "always", "never"] = Field(
         "auto",
-        description="When pressure evicts idle models: auto (while requests wait or unleased memory grows), "
+        description="When pressure evicts idle models: auto (while requests wait, or unleased memory fills a GPU), "
         "always or never.",
     )
     gpu_prefetch: Literal["auto", "never"] = Field(

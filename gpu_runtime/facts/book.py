@@ -100,8 +100,13 @@ class Event(Value):
     uses: str = ""
     source: str = ""
 
+    @property
+    def title(self) -> str:
+        """The model's name, or the file name of the notebook whose own memory the event is about."""
+        return self.notebook.rpartition("/")[2] or self.model
+
     def __str__(self) -> str:
-        return lines(f"{self.model} {self.action}: {self.because}")
+        return lines(f"{self.title} {self.action}: {self.because}")
 
 
 class Book(Value):

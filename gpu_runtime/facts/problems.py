@@ -235,7 +235,7 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
         if one.notebook and other.notebook:
             advice = "Move one to another card, or run them one after the other."
         text = (
-            f"{_title(one)} and {_title(other)} evict one another on {view.device.id}: "
+            f"{one.title} and {other.title} evict one another on {view.device.id}: "
             f"{len(turns)} × in turn. {advice}"
         )
         subject = f"{view.device.id} {' '.join(sorted((_lease_of(one), _lease_of(other))))}"
@@ -268,11 +268,6 @@ def _lease_of(event: Event) -> str:
     return f"{event.owner}/{event.model}"
 
 
-def _title(event: Event) -> str:
-    """The name of the model, or of the notebook whose own memory the `event` is about."""
-    return event.notebook.rpartition("/")[2] or event.model
-
-
 def _settled(seen: Snapshot, event: Event) -> Lease | None:
     section = seen.sections.get(event.owner)
     lease = section.lease(event.model) if section else None
@@ -301,7 +296,7 @@ def _refusals(seen: Snapshot) -> Iterator[Problem]:
         if event.bytes > sum(cards.values()) and not is_model:
             continue
         subject = _lease_of(event)
-        text = f"{_title(event)} was refused: {event.because}"
+        text = f"{event.title} was refused: {event.because}"
         large = {id for id, limit in cards.items() if limit >= event.bytes}
         kept = _kept(seen, large)
         yield Problem(ProblemKind.REFUSED, subject, text, event.bytes, event.wall, kept)

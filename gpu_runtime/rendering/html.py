@@ -239,7 +239,7 @@ def _replay_row(one: Replayed) -> tuple[str, ...]:
 
 
 def _event_row(event: Event) -> tuple[str, str]:
-    sentence = f"<b>{esc(event.model)}</b> {esc(words.event_sentence(event))}"
+    sentence = f"<b>{esc(event.title)}</b> {esc(words.event_sentence(event))}"
     return td(clock(event.wall), "g-soft"), table_cell("td", sentence, "g-wrap")
 
 

@@ -365,7 +365,7 @@ def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
         command = f"{prompt} plan {clean(name)}"
         return f"No decision about {clean(name)} is recorded. What would happen:  {command}"
     return "\n".join(
-        f"{clock(event.wall)}  {clean(event.model)} {clean(words.event_sentence(event))}"
+        f"{clock(event.wall)}  {clean(event.title)} {clean(words.event_sentence(event))}"
         for event in words.events_to_show(events)
     )
 

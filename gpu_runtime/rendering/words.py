@@ -112,12 +112,13 @@ def event_sentence(event: Event) -> str:
 
 
 def event_subject(event: Event, snapshot: Snapshot) -> str:
-    """The name that goes before the sentence about `event`: the model's name or the process.
+    """The name that goes before the sentence about `event`: its title, or the process.
 
-    An event without a model is about its process, and so is an event of a notebook's own memory.
+    An event without a model is about its process, and so is one of the own memory of a kernel
+    without a known notebook.
     """
-    if event.model and event.model != KERNEL:
-        return event.model
+    if event.title and event.title != KERNEL:
+        return event.title
     return holder(snapshot, event.owner)
 
 

@@ -1,7 +1,7 @@
 """Computes how full a device is, in four levels, and which idle models each level evicts.
 
-Pure. The levels and the table of idle times come from Semantik (see `presets.py`). `relief.py` decides
-when the table is applied (`GPU_RELIEF`).
+Pure. The levels and the table of idle times come from Semantik (see `gpu_runtime.presets`). `relief.py`
+decides when the table is applied (`GPU_RELIEF`).
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ def _line(event: Event, snapshot: Snapshot) -> Line:
         event.wall,
         KINDS[kind][0] if kind else OTHER_MARK,
         tuple(sorted(kinds)),
-        clean(event.model),
+        clean(event.title),
         clean(event_phrase(event)),
         _process(event, snapshot),
         event.action in ("refused", "failed", "lost"),

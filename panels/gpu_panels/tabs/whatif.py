@@ -11,7 +11,7 @@ import panel as pn
 import panel_material_ui as pmui
 
 from gpu_runtime import threads
-from gpu_runtime.errors import BadSetting, BadSize, GpuError
+from gpu_runtime.errors import BadSize, GpuError
 from gpu_runtime.facts import HOST, IMPORTANCE, PlanLevel, Snapshot, Step
 from gpu_runtime.rendering.elements import esc
 from gpu_runtime.units import parse_room
@@ -78,12 +78,9 @@ def replayed(rt: Any, snapshot: Snapshot) -> str:
     try:
         frame = rt.backtest(days=DAYS, policy="lru", device=f"{card}B", host=f"{now}B,{more}B")
         return whatif.ram_sentence(frame.to_dict("records"), DAYS)
-    except BadSetting:
-        return (
-            f"The journal of the last {DAYS:g} days has no use of a model that could be replayed."
-        )
-    except GpuError as error:
-        return str(error)
+    except GpuError as error:  # the lines after the first one name commands of a terminal
+        [text, *_] = str(error).splitlines()
+        return text[:1].upper() + text[1:]
 
 
 def rows_after(snapshot: Snapshot, steps: Sequence[Step]) -> str:
