@@ -1,8 +1,8 @@
 """Installs and removes accelerate's hooks, which run a module over several cards.
 
 The weights are already on their cards, so accelerate's `dispatch_model` moves no weights. The
-changes that `dispatch_model` makes to the root module are undone, so the model keeps the `forward`
-of its class. Therefore a call pins the model before anything else happens (see
+changes that `dispatch_model` makes to the root module are undone, except `hf_device_map`. So the
+model keeps the `forward` of its class: a call pins the model before anything else happens (see
 `owner/governed_calls.py`), and a deep copy shares nothing with the original.
 """
 
@@ -23,8 +23,8 @@ class Dispatch:
         """Installs the hooks: each part of `module` runs on its device in `device_map`.
 
         `device_map` maps the paths of modules to torch devices; inputs move to the first device.
-        The paths must cover all weights. So no other card gets weights, and accelerate plans no
-        memory.
+        The paths must cover all weights, otherwise accelerate raises ValueError. With a complete
+        map, accelerate uses no other card and plans no memory.
         """
         from accelerate import dispatch_model
 

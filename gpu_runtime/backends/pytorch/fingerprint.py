@@ -57,7 +57,7 @@ def _sums(rows: Tensor) -> Tensor:
     if rows.device.type == "cpu":
         words = torch.empty(rows.shape[1], dtype=torch.int64)
         parts = words.split(_WORDS_OF_ONE_THREAD)
-        for index in range(len(rows)):  # row by row: it stays in the processor's cache
+        for index in range(len(rows)):  # one row at a time fits into the processor's cache
             for part, content in zip(parts, rows[index].split(_WORDS_OF_ONE_THREAD), strict=True):
                 part.copy_(content)
             torch.mv(keys, words, out=sums[index])

@@ -48,7 +48,11 @@ class Reach(NamedTuple):
 
 
 class Graphs:
-    """All autograd graphs of this process, with the number of references to each node."""
+    """The nodes of all autograd graphs of this process, each with its number of C++ references.
+
+    `holders` has the numbers: for each node, the tensors that it made and the nodes that refer to
+    it. This object keeps the nodes alive.
+    """
 
     def __init__(self, limit: Limit) -> None:
         with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -135,7 +139,7 @@ class _Walk:
         kind = type(one)
         if kind in _LEAVES or id(one) in self._shared:
             return True
-        if issubclass(kind, type):  # a class: only the notebook's own
+        if issubclass(kind, type):  # a class: only classes of the notebook are followed
             return getattr(one, "__module__", "") != "__main__"
         return issubclass(kind, types.ModuleType)
 
@@ -145,7 +149,7 @@ class _Walk:
         if kind is torch.UntypedStorage:
             return []
         below = gc.get_referents(one)
-        if kind is types.FunctionType:  # its globals are everybody's
+        if kind is types.FunctionType:  # all functions of a module share its globals: not followed
             own = (one.__globals__, one.__builtins__)
             return [child for child in below if not any(child is names for names in own)]
         if self._kinds.is_node(kind):
@@ -189,7 +193,7 @@ def _of_tensor(tensor: Tensor) -> list[Any]:
                 below.append(part.untyped_storage())
             elif part._use_count() > 1:
                 below.append(part)
-            else:  # a view that was made for us: the tensor itself refers to its storage
+            else:  # torch made this object for the call above: `tensor` refers to the storage itself
                 below += (part, part.untyped_storage())
     except Exception:  # an opaque tensor, or code of another library
         pass
@@ -219,7 +223,10 @@ class _Kinds:
 
 
 def _references(objects: Mapping[int, Any], graphs: Graphs, kinds: _Kinds) -> dict[int, int]:
-    """The number of references to each of `objects`, without those of this module."""
+    """The number of references to each of `objects`, without those that this module holds.
+
+    References from C++ are included.
+    """
     ours = _counts({0: object()})[0]
     counts = _counts(objects)
     for key, one in objects.items():
@@ -259,7 +266,11 @@ def _cpp_keeps_python() -> bool:
 
 @functools.cache
 def _references_to_node() -> int:
-    """The number of references to the Python object of a node while no code holds that object."""
+    """The references to a node's Python object that `Graphs.holders` and torch hold.
+
+    If the object has more references, user code holds them. To measure the number, the code builds
+    one node and a Counter with it.
+    """
     with torch.enable_grad():
         result = torch.ones(1, requires_grad=True) * 2
     objects: dict[int, Any] = {0: result.grad_fn}
@@ -273,9 +284,10 @@ def _references_to_node() -> int:
 def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
     """The name of the module, class or cache that refers to a `storage` which no variable reaches.
 
-    GARBAGE if nothing refers to it. UNKNOWN if no named referrer is found within `limit` and
-    _STEPS_UP steps. Each step from objects to their referrers checks all objects of the process.
-    `ignored` are the ids of objects of the search itself.
+    The result is GARBAGE if only its own reference cycle, or no Python object, refers to it. It is
+    UNKNOWN if no named referrer is found within `limit` and _STEPS_UP steps. Each step from objects
+    to their referrers checks all objects of the process. `ignored` are the ids of objects of the
+    search itself.
     """
     level: list[Any] = [storage.storage, *storage.tensors]
     seen = {*ignored, id(storage), id(storage.tensors), *map(id, level)}

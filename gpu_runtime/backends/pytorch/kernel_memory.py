@@ -8,7 +8,7 @@ identity and version.
 A card works asynchronously. So in both directions the copy waits until the card has finished its
 work, and so does the exchange. If a card does not finish within REST_SECONDS, nothing moves.
 
-On a simulated card the storages are CPU tensors of at least 1 MiB. There, offloaded bytes count as
+On a simulated card the storages are CPU storages of at least 1 MiB. Their offloaded bytes count as
 host memory and stay readable. On a real card a guard replaces offloaded bytes: memory without
 content, where every access raises an error (see `swap.py`).
 """
@@ -185,9 +185,9 @@ class KernelBackend(Backend):
     def peaks(self, model: KernelMemory, *, counted: bool = True) -> Shares | None:
         """The most bytes on each card since `watch_peaks`, without the governed models.
 
-        `counted` says whether `measure` was called since then; if so, its result counts too. A
-        simulated card records no peak. There, and while the bytes are in host memory, the result is
-        that of `measure`, or None without `counted`.
+        `counted` is True if `measure` was called since then; its result then counts too. A
+        simulated card records no peak. For a simulated card, and while the bytes are in host
+        memory, the result is the last count on the cards, or None if `counted` is False.
         """
         if model.away or model.memory.counted:
             return model.last if counted else None
@@ -319,8 +319,8 @@ class KernelBackend(Backend):
     def drop(self, model: KernelMemory) -> None:
         """Returns offloaded bytes to their card, because they exist nowhere else.
 
-        On a simulated card they stay where they are, readable, and only the count ends. A repeated
-        call does nothing.
+        On a simulated card the bytes stay where they are, readable, and are no longer counted. A
+        repeated call does nothing. Raises NotStill, and the device's out-of-memory error.
         """
         if model.away and not model.memory.counted:
             self._return(model)
@@ -343,7 +343,7 @@ class KernelBackend(Backend):
 
     def _found(self, model: KernelMemory) -> tuple[list[Found], tuple[torch.Stream, ...]]:
         """The storages on the cards of `model` that belong to no governed model, and all streams
-        that Python knows.
+        that have a Python object.
         """
         governed = frozenset(model.governed.keys())
         seen = search(self._place(), governed=governed)
@@ -397,7 +397,7 @@ def _streams(
 ) -> dict[torch.device, set[int]]:
     """The streams of each card, by number.
 
-    They are the streams `known` to Python, those of the blocks of `away`, and the default stream.
+    They are the streams in `known`, those of the blocks of `away`, and the default stream.
     """
     found = {card: {streams.DEFAULT} for card in cards}
     for stream in known:
@@ -431,7 +431,7 @@ def _bytes(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
 
 
 def _note(model: KernelMemory, size: int) -> None:
-    """Records that torch holds `size` bytes on the simulated card."""
+    """Records that the kernel's own code holds `size` bytes on the simulated card."""
     if size == (model.noted.size if model.noted else 0):
         return
     model.noted = None  # freed first: both together may exceed the capacity

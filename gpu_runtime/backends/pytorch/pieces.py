@@ -130,9 +130,9 @@ def holder(name: str, table: Mapping[str, T]) -> T:
 def _may_be_cut(module: nn.Module) -> bool:
     """Whether hooks can run `module` in pieces.
 
-    The result is False if weights are at the module's root, because no hook moves these between
-    cards. It is also False for a transformers model that does not declare which of its modules stay
-    whole.
+    The result is False if the root itself has parameters or persistent buffers, because no hook
+    moves these between cards. It is also False for a transformers model that does not declare which
+    of its modules stay whole.
     """
     tensors = (*module._parameters.items(), *module._buffers.items())
     at_root = {name for name, tensor in tensors if tensor is not None}
@@ -144,9 +144,10 @@ def _may_be_cut(module: nn.Module) -> bool:
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The parts of `module` that stay whole, in order, each with its path.
 
-    These are the modules whose class `_no_split_modules` names. If `module` has no such attribute,
-    they are the children of the root. A list of modules is always divided. A module with tensors of
-    its own is never divided.
+    The root is divided into its children. If `module` has `_no_split_modules`, each child is
+    divided further until its class is in that list. A list of modules is always divided. A module
+    with tensors of its own, or without children, is never divided. Modules without tensors are left
+    out.
     """
     names = frozenset(getattr(module, "_no_split_modules", None) or ())
 

@@ -26,7 +26,7 @@ from .time_limit import Limit
 
 Place = Callable[[torch.UntypedStorage], str]  # returns the device of a storage; "" for none
 
-SIMULATED_BYTES = MIB  # smaller CPU storages do not count as lying on a simulated card
+SIMULATED_BYTES = MIB  # smaller CPU storages do not count on a simulated card
 FOREIGN = "NumPy, DLPack, a file or another library uses the same memory"
 SHARED = "other processes share its memory (share_memory_)"
 SENT = "another process maps it (CUDA IPC)"
@@ -64,7 +64,7 @@ class Search(NamedTuple):
     """The storages that a search found, and the duration of the search."""
 
     found: tuple[Found, ...]
-    opaque: tuple[Tensor, ...]  # tensors on a device that have no storage, such as mkldnn's
+    opaque: tuple[Tensor, ...]  # tensors of any device that have no storage, such as mkldnn's
     streams: tuple[torch.Stream, ...]  # of any device
     nodes: int  # the number of nodes of autograd graphs
     seconds: float
@@ -236,7 +236,7 @@ def _storages(
     opaque: list[Tensor] = []
 
     def entry(storage: torch.UntypedStorage) -> _Entry | None:
-        """The entry of `storage`, made if it is new. None if the storage is left out."""
+        """The entry of `storage`; a new one for a new storage. None if the storage is left out."""
         key = storage._cdata
         if (known := by_key.get(key)) is not None:
             return known
@@ -378,7 +378,7 @@ def _saved(node: Any, name: str) -> Iterator[Any]:
 def _judged(entries: list[_Entry]) -> list[Found]:
     """The storages in `entries`, each with the reason if it cannot be moved.
 
-    Storages without memory of their own are left out.
+    Storages that have no memory yet (address 0) are left out.
     """
     sent = _sent_to_others()
     spans: dict[torch.device, list[tuple[int, int, int]]] = {}  # address, bytes, place in the list

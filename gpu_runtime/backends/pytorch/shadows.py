@@ -82,7 +82,8 @@ def staying(
 
     `sources` are the bytes of these storages now, and `targets` the copies on the cards. The keys
     are those that the storages have after the second phase of the move. If this phase exchanges the
-    bytes of source and target, the target is the shadow.
+    bytes of a source and its target, the tensor of the target then has the old bytes, so it is the
+    shadow.
     """
     found: dict[int, Tensor] = {}
     for group, memory, source, target in zip(going, places, sources, targets, strict=True):

@@ -45,7 +45,8 @@ class _First(msgspec.Struct, frozen=True):
     magic: str
     index_at: int
     index_bytes: int
-    content: str  # last: text at the end stays whole when the zeros after it are cut off
+    # The last field is a text, because `_read` cuts off the zero bytes at the end of the page.
+    content: str
 
 
 class _Stored(msgspec.Struct, frozen=True):

@@ -5,9 +5,9 @@ move once.
 
 A move has two phases. The first phase copies everything. If the first phase fails or is
 interrupted, the copies are freed and nothing has changed. The second phase is one call into C,
-which no signal handler can interrupt. It makes the copies the content of the tensors: it exchanges
-data pointers (`swap.py`), or rebinds the tensors of a storage whose pointer cannot be exchanged.
-The Python objects, Parameters included, stay the same.
+which no signal handler can interrupt. This call makes the copies the content of the tensors: it
+exchanges data pointers (`swap.py`). If the pointer of a storage cannot be exchanged, the call
+rebinds the tensors of the storage. The Python objects, Parameters included, stay the same.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ...units import MIB
 from . import streams
 from .swap import Exchange, can_swap
 
-LEG_BYTES = 64 * MIB  # a load reports its progress, and can be interrupted, this often
+LEG_BYTES = 64 * MIB  # after each part of this size, a load reports progress and can be interrupted
 SMALL_BYTES = 64 * 1024
-ALIGNED_BYTES = 64  # as torch aligns a tensor of its own
+ALIGNED_BYTES = 64  # torch aligns the memory of a CPU tensor to as many bytes
 _LIBRARIES = ("gpu_runtime", "transformers", "safetensors")  # `let_go` clears their frames
 _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
@@ -159,11 +159,13 @@ def copied(
     speeds up copies to a card. The copies are made by few large calls: while the main thread was
     busy, 300 separate copies took 1,785 ms, and one call took 18.
 
-    `progress` is called after each part with bytes done and bytes in total. If `progress` raises an
-    error, the move ends. `wait` is called before and after the copying, and returns once the cards
-    have finished their work. By default the wait has no limit. `together` means that all copies
-    will be freed together; small copies may then share a block of memory. Raises the device's
-    out-of-memory error. On any failure the copies are freed before the caller gets the error.
+    `progress` is called at the start and after each part, with bytes done and bytes in total. If
+    `progress` raises an error, the move ends. `wait` is called before and after the copying, and
+    returns once the cards have finished their work. By default the wait has no limit. `together`
+    means that all copies will be freed together; small copies may then share a block of memory.
+
+    Raises the device's out-of-memory error. On any failure the copies are freed, and `sources` is
+    emptied, before the caller gets the error.
     """
     targets: list[Tensor] = []
     made: dict[int, Tensor] = {}
@@ -351,9 +353,9 @@ def refilling(
 ) -> list[Callable[[], Any]] | None:
     """Calls for `at_once` that give the module `held` the bytes of the module `fresh`.
 
-    If a storage of `held` and one of `fresh` have the same device and the same tensors, the pair is
-    added to `exchange` instead. The calls rebind all other tensors. The result is None if the
-    modules do not have tensors of the same names and dtypes.
+    If a storage of `held` and one of `fresh` have the same device and layout, the pair is added to
+    `exchange` instead. The calls rebind all other tensors. The result is None if the tensors of the
+    two modules differ in their names or dtypes.
     """
     old, new = _weights(held), _weights(fresh)
     if old.keys() != new.keys() or any(old[name].dtype != new[name].dtype for name in new):
@@ -419,5 +421,5 @@ def let_go(error: BaseException) -> None:
                 continue
             try:
                 frame.clear()
-            except RuntimeError:  # it still runs; its variables end with it
+            except RuntimeError:  # the frame still runs; its variables are freed when it ends
                 pass

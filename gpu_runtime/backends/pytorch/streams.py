@@ -24,7 +24,9 @@ Segments = Sequence[Mapping[str, Any]]
 
 
 def module_of(device: torch.device | str) -> Any:
-    """torch's module for the kind of `device`; None for the CPU, and if it is not initialised."""
+    """torch's module for the kind of `device`; None for the CPU, and for a module that is not
+    initialised.
+    """
     kind = torch.device(device).type
     module = None if kind in ("cpu", "meta") else getattr(torch, kind, None)
     if module is None or not getattr(module, "is_initialized", bool)():
@@ -199,9 +201,10 @@ _waiting: dict[torch.device, threads.Running] = {}  # the wait for each card tha
 def not_at_rest(devices: Iterable[torch.device], seconds: float) -> str:
     """Waits until the cards `devices` have finished all their work. Returns an empty text.
 
-    If a card has not finished after `seconds`, returns a sentence about it. torch has no wait with
-    a limit, so a separate thread waits for each card. If a card never finishes, its thread stays,
-    and the next wait for this card starts no other thread.
+    Waits at most `seconds` for each card, one card after another. If a card has not finished by
+    then, returns a sentence about it. torch has no wait with a limit, so a separate thread waits
+    for the card. If a card never finishes, its thread stays, and the next wait for this card starts
+    no other thread.
     """
     for device in devices:
         module = module_of(device)

@@ -6,9 +6,10 @@ state. The Python objects stay the same. Over several cards a module is cut betw
 stay CPU tensors, in memory that is charged to the card. This backend never drops the bytes of a
 module, because a module that was made in Python exists nowhere else.
 
-While a model is in host memory, its tensors still name their card as device. A guard (`swap.py`)
-replaces their bytes, and an access raises an error. If torch has no guards, the tensors are rebound
-to the copies instead.
+While a model is offloaded from a real card, its tensors still name that card as their device. A
+guard (`swap.py`) replaces their bytes, and an access raises an error. If torch has no guards, the
+tensors are rebound to the copies and become CPU tensors. Tensors that leave a simulated card stay
+readable.
 """
 
 from __future__ import annotations
@@ -235,9 +236,9 @@ class TorchBackend(Backend):
         return tuple(wrong)
 
     def must_return_to(self, model: TorchModel) -> dict[str, int]:
-        """The cards to which `model` must return, each mapped to 0: any number of bytes may return.
+        """The cards to which `model` must return. The result is empty if it can return to any device.
 
-        The result is empty if the model can return to any device.
+        Each card is mapped to 0, which means that any number of bytes may return to it.
         """
         cards = model.cards_to_return_to()
         return {self._by_torch_device[card].device: 0 for card in cards}
@@ -292,7 +293,10 @@ class TorchBackend(Backend):
         """Does nothing. A subclass compares the bytes of a new `model` with its shared pages."""
 
     def _is_on_host(self, model: TorchModel, progress: Progress | None) -> bool:
-        """Copies the bytes of a new `model` to host memory. Returns False if there is no room."""
+        """Copies the bytes of a new `model` to host memory. Returns whether this succeeded.
+
+        The result is False if the host has no room, or if the shared pages raise an OSError.
+        """
         try:
             there = (Share(HOST, st.nbytes(model.groups())),)
             self._place(model, there, progress, shared=self._shared(model))
@@ -347,7 +351,7 @@ class TorchBackend(Backend):
 
         The old bytes are freed last. With `shadow`, old bytes in host memory stay. If `shared`
         pages are given, the new bytes are in these pages. Raises CannotGovern, and the device's
-        out-of-memory error.
+        out-of-memory error. With `shared` pages it also raises OSError and TornCopy.
         """
         self._check(model)
         groups = model.groups()
@@ -392,7 +396,7 @@ class TorchBackend(Backend):
     def _commit(
         self, model: TorchModel, move: Move, goal: Destination, more: dict[str, Any]
     ) -> None:
-        """Makes the calls of `move`. If one fails, `model` has its old bytes again.
+        """Makes the calls of `move`. If one fails, the old bytes and attributes of `model` return.
 
         `goal` is the new place, and `more` are other attributes of the model after the move.
         """

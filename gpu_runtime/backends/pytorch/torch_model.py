@@ -1,6 +1,6 @@
 """`TorchModel`: the data that the PyTorch backends keep about one governed `nn.Module`.
 
-A TorchModel knows the place of each storage of the model. The code here copies and allocates
+A TorchModel records the place of each storage of the model. The code here copies and allocates
 nothing; `torch_backend.py` and `storages.py` copy and allocate.
 """
 
@@ -44,9 +44,9 @@ class TorchModel:
         self.away: dict[int, torch.Tensor] = {}
         self.noted: dict[Memory, Block] = {}  # the account of the storages that torch allocated
         self.layout: dict[str, Memory] = {}  # path of a module -> its memory; empty on one device
-        # On a card: storage -> its unchanged bytes in host memory, and the digests of such bytes.
+        # storage on a card -> a copy in host memory of the bytes that it had when it moved there
         self.shadow: dict[int, torch.Tensor] = {}
-        self.digests: dict[int, torch.Tensor] = {}
+        self.digests: dict[int, torch.Tensor] = {}  # storage -> the digest of its loaded bytes
         self.dispatch: Dispatch | None = None  # its hooks while it runs on several torch devices
         # Two models may share storages, such as the parts of one pipeline. A shared storage moves
         # only with the model that was placed first. `bases` are the models that share storages with
@@ -128,8 +128,9 @@ class TorchModel:
         """Bytes of the largest piece of the model that can move without the others.
 
         The result is 0 for a model on several cards, for a model that shares storages with another
-        model, for a model of one piece, and for a model that is too small. It is also 0 for a model
-        in host memory whose storages torch has allocated.
+        model, and for a model of one piece. It is also 0 for a model smaller than
+        LEAST_BYTES_IN_PARTS, and for a model in host memory if torch has allocated one of its
+        storages.
         """
         cards = [memory for memory in self.memories if memory.device != HOST]
         if len(cards) > 1 or self.bases or self.is_shared:

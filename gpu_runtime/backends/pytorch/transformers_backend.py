@@ -234,8 +234,9 @@ class TransformersBackend(TorchBackend):
     def drop(self, model: TransformersModel) -> None:
         """Frees the bytes of `model`, even if user code has the module.
 
-        A later access to the weights raises an error. If a weight was changed since the load, all
-        weights stay with the module instead; see `TorchBackend.drop`. A repeated call does nothing.
+        A later access to the weights raises an error. If `unchanged` is False, or if the
+        interpreter ends, all weights stay with the module instead; see `TorchBackend.drop`. A
+        repeated call does nothing.
         """
         proven, model.proven = model.proven, False
         if not model.memories or _ending.is_set() or not (proven or self.unchanged(model)):
@@ -285,7 +286,7 @@ class TransformersBackend(TorchBackend):
 
         `origin` is ignored. Before a load the sizes are read from the headers, if the tensors'
         names show the order of the pieces. If not, the module is built without data to get the
-        sizes.
+        sizes. The result is empty if the source cannot be read.
         """
         if model:
             return super().pieces(spec, origin, model)
@@ -333,8 +334,8 @@ def _read(spec: ModelSpec) -> Checkpoint:
 
 
 def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
-    """Raises BadSetting for an option that gpu-console decides. Raises CannotGovern for a quantised
-    model.
+    """Raises BadSetting for an option that gpu-console itself sets. Raises CannotGovern for a
+    quantised model.
     """
     require_none(spec.options, REFUSED_FOR_TRANSFORMERS)
     if "quantization_config" in checkpoint.config:

@@ -206,7 +206,7 @@ _loads_lock = forks.freed(threading.Lock())
 
 @contextlib.contextmanager
 def _silence() -> Iterator[None]:
-    """A context manager in which transformers shows no progress bars and writes no messages.
+    """A context manager in which transformers shows no progress bars and logs only errors.
 
     After the last of several simultaneous loads, the user's settings are restored.
     """

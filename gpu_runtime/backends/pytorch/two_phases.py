@@ -26,9 +26,10 @@ T = TypeVar("T")
 class Move:
     """The calls of the second phase of one move, and a way to undo them.
 
-    There are three cases. A storage that is on the device of its copy exchanges bytes with it. If
-    the bytes of a storage leave a card for host memory, a guard replaces them, and the copy is
-    recorded in `away`. Any other storage keeps its bytes, and its tensors are rebound to the copy.
+    There are three cases. A storage on the same device as its copy exchanges bytes with the copy.
+    If the bytes of a storage leave a card for host memory, a guard replaces them, and the copy is
+    recorded in `away`. In all other cases, also if this torch can exchange no data pointers, the
+    storage keeps its bytes, and its tensors are rebound to the copy.
     """
 
     def __init__(
