@@ -16,15 +16,18 @@ from .victims import victims
 
 EXEMPT = "is exempt from parking"  # `%gpu park never`, or GPU_PARK=never
 MOVE_FAILED = "waiting after a failed move"  # a reason to stay
-MOST_TRIED = 12  # up to this many leases, every combination is tried; with more, largest first
+MOST_TRIED = 12  # every combination of so many leases is tried; further leases one after the other
 
 
 def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -> str:
     """Why this `lease` may not be evicted now; empty if the lease may be evicted.
 
-    A lease in use always stays. `asker` is the id of the owner that needs the room, and
-    `importance` is the importance of the asker's request. The grace period and `keep_alive` are
-    measured at `world.now`.
+    The reason is a few words, such as `in use`, or the phase of a lease that is not settled.
+    `asker` is the id of the owner that needs the room. `importance` is the importance of the
+    asker's request; lower numbers are more important.
+
+    After the last use, the grace period protects a lease from other owners. `keep_alive` protects
+    it from requests that are not more important than the lease. Both are measured at `world.now`.
     """
     if lease.pins:
         return "in use"
@@ -114,8 +117,8 @@ def permanent_reason_to_stay(
 ) -> str:
     """Why this `lease` never leaves its device, however long a request waits.
 
-    The result is empty if the lease may leave at some time. `held` are the ids of the leases that
-    the requesting thread itself pins. `world` holds the host's limit.
+    The result is the end of a sentence, and empty if the lease may leave at some time. `held` are
+    the ids of the leases that the requesting thread itself pins. `world` holds the host's limit.
     """
     if lease.id in held:
         return "is held by the block that makes the request"
@@ -135,7 +138,7 @@ def permanent_reason_to_stay(
 
 
 def needs_host_room(lease: Lease) -> str:
-    """Why this `lease`, whose weights exist nowhere else, cannot leave its card.
+    """Why this `lease`, whose weights exist nowhere else, cannot leave its card; ends a sentence.
 
     Either the host has no room, or the lease is a notebook's memory that may not be moved.
     """
@@ -293,7 +296,7 @@ def worth_less(
 
 
 def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:
-    """The set of `leases` that uses most of `host_bytes` without exceeding it.
+    """The set of `leases` whose offload uses most of `host_bytes` without exceeding it.
 
     With more than MOST_TRIED leases, the result may not be the best possible set.
     """
@@ -301,7 +304,7 @@ def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease
     small.sort(key=lambda lease: -lease.offload_bytes)
     if sum(lease.offload_bytes for lease in small) <= host_bytes:
         return tuple(small)
-    sets: dict[int, tuple[Lease, ...]] = {0: ()}  # bytes -> a set of that many
+    sets: dict[int, tuple[Lease, ...]] = {0: ()}  # bytes -> a set of leases that needs these bytes
     for tried, lease in enumerate(small):
         with_it = {}
         for size, chosen in sets.items():

@@ -1,4 +1,4 @@
-"""Finds the leases whose eviction makes room on a card at the least cost.
+"""Finds the leases whose eviction makes room on a card, or on several cards, at the least cost.
 
 Pure. `evictable` decides which leases may be evicted. `eviction_verdict` makes the steps and the
 sentences from the result. A shadow is an unchanged copy in host memory of a model on a card.
@@ -28,7 +28,7 @@ from .victims import (
     victims_in_order,
 )
 
-MOST_OTHERS = 8  # other ways that are reported with the chosen one
+MOST_OTHERS = 8  # ways that are reported besides the chosen way; a dry run reports all ways
 
 Bytes = Mapping[str, int]  # by device id
 Enough = Callable[[Bytes, Iterable[Lease], PartsRoom | None], tuple[Lease, ...] | None]
@@ -72,9 +72,10 @@ def cheapest_way(
 ) -> Way | None:
     """The way that makes room for the `request` at the least cost; None if no way makes the room.
 
-    `candidates` are cards that may hold the request alone. `context` and `world` are the inputs of
-    this decision, and `rank` is the eviction policy. Leases of owners that do not answer are
-    recalled only if all other leases together cannot make the room.
+    `candidates` are cards that may hold the request alone; sets of cards are tried too if the model
+    may be divided. `context` and `world` are the inputs of this decision, and `rank` is the
+    eviction policy. Leases of owners that do not answer are recalled only if all other leases
+    together cannot make the room.
     """
     rank = with_uses_of_equal_models(rank, context.leases)
     if context.silent:
@@ -130,7 +131,7 @@ def _cheapest(
     freed, unloaded = _leaving_the_host(
         book, request, world, rank, best.leaving, shadowed, host_room
     )
-    others = found[1 : MOST_OTHERS + 1] if request.wait else found[1:]  # a plan shows all ways
+    others = found[1 : MOST_OTHERS + 1] if request.wait else found[1:]  # a dry run shows all ways
     return Way(
         best.candidate,
         best.leaving,
@@ -148,7 +149,7 @@ def _cheapest(
 
 
 def _warm_pool_bytes(book: Book, request: Request, world: World) -> int:
-    """Counts the bytes of models in host memory that may be unloaded for the `request`."""
+    """The bytes in host memory of the models that may be unloaded from there for the `request`."""
     wanted = request.lease
     pool = warm(
         book,
@@ -288,7 +289,7 @@ def _most_precious(
     world: World,
     rank: Policy,
 ) -> tuple[float, float]:
-    """The importance and the rank of the last lease in `leaving`, which is worth most.
+    """The negative importance, and the rank, of the last lease in `leaving`, which is worth most.
 
     The leases are in the order of their worth. In both numbers, a larger number means more worth.
     """
@@ -366,9 +367,9 @@ def _victims(
     enough: Enough,
     host: PartsRoom | None,
 ) -> tuple[Lease, ...] | None:
-    """The `idle` leases to evict so that the bytes in `need` are free; None if all are not enough.
+    """The `idle` leases to evict so that the bytes in `need` are free; None if all are too few.
 
-    Weights that exist nowhere else leave only if the host can hold them.
+    Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory.
     """
     chosen = enough(need, idle, host)
     if chosen is None or precious_bytes(chosen) <= host_bytes:
@@ -396,7 +397,8 @@ def _victims_under_cap(
 ) -> tuple[Lease, ...] | None:
     """The leases to evict for the share `wanted`; None if the bytes in `need` cannot be freed.
 
-    If the request exceeds the operator's cap on its user, the user's own leases are evicted first.
+    If `wanted` exceeds what the operator's cap leaves to the user, leases of this user's processes
+    are evicted first.
     """
     allowed = context.cap_left_later.get(wanted.device, wanted.bytes)
     over_cap = {wanted.device: wanted.bytes - allowed}

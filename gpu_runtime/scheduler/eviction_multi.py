@@ -32,12 +32,13 @@ def multi_card_ways(
     limits: Bytes,
     host: PartsRoom | None = None,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
-    """Yields each possible division of the `request` over cards, with the leases to evict for it.
+    """Yields a division of the `request` for each set of cards, with the leases to evict for it.
 
-    `idle` are the leases that may leave, in order. `context` holds the free bytes. `host_bytes` is
-    the host memory available for weights that exist nowhere else. `limits` are the budgets of the
-    cards that may be used. `host` is the host memory for parts of leases; if it is given, a lease
-    may leave in part.
+    Sets of cards that cannot be emptied enough are left out. `idle` are the leases that may leave,
+    in the order of `victims.eviction_order`. `context` holds the free bytes. `host_bytes` is the
+    host memory available for weights that exist nowhere else. `limits` are the budgets of the cards
+    that may be used. `host` is the host memory for parts of leases; if it is given, a lease may
+    leave in part.
     """
     footprint, rules = request.footprint, request.placement
     for cards in _sets(request, context, idle, limits):
@@ -74,9 +75,9 @@ def _victims_within_host(
     host_bytes: int,
     rules: PlacementRules,
 ) -> tuple[Lease, ...] | None:
-    """The leases in `idle` to evict; None if all of `idle` cannot make the room.
+    """The leases in `idle` to evict; None if all of `idle` together cannot make the room.
 
-    Weights that exist nowhere else leave only if the host can hold them.
+    Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory.
     """
     fewest = rules.policy == "fewest-evictions"
     chosen = _victims(idle, room, enough, fewest=fewest)
@@ -187,7 +188,11 @@ class _Room:
         return gained
 
     def _raise_limits(self, lease: Lease, times: int) -> None:
-        """Adds the bytes of the evicted `lease` to the bytes that the caps of owners leave."""
+        """Adds the bytes of the evicted `lease` to `cap_left` and `own_left`, where they count.
+
+        `cap_left` grows if the operator's cap counts the lease's owner; `own_left` grows if the
+        requester owns the lease.
+        """
         if self.cap_left and lease.owner in self.cap_owners:
             for share in lease.freed_by(lease.target) if lease.target else lease.shares:
                 if share.device in self.free:
@@ -213,7 +218,7 @@ def _victims(
     *,
     fewest: bool,
 ) -> tuple[Lease, ...] | None:
-    """The leases of `pool` to evict, and no needless lease; None if the whole pool is not enough.
+    """The leases of `pool` to evict, and no needless lease; None if the whole pool is too small.
 
     The `room` is the same before and after the call.
     """
@@ -237,8 +242,8 @@ def _first_enough(
 ) -> tuple[Lease, ...] | None:
     """The first leases of `order` that make the `room` enough, and no needless lease among them.
 
-    None if all leases are not enough. After the call, the bytes of the returned leases are free in
-    the room.
+    The result is None if all leases together are too few. After the call, the bytes of the returned
+    leases are free in the room.
     """
     gone: list[tuple[Lease, int]] = []
     for lease in order:
@@ -306,9 +311,10 @@ def _fewer(
     enough: Callable[[], bool],
     than: int,
 ) -> tuple[Lease, ...] | None:
-    """A set of fewer than `than` leases that makes the `room` enough.
+    """The smallest set of leases that makes the `room` enough, if it has fewer than `than` leases.
 
-    The result is None if no set is enough, or if more than MOST_SETS sets would have to be tried.
+    Of several smallest sets, the set with the fewest bytes is returned. The result is None if no
+    set is enough, or if more than MOST_SETS sets would have to be tried.
     """
     tried = 0
     for count in range(1, than):

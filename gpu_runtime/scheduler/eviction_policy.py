@@ -18,8 +18,9 @@ from ..facts import HOST, Lease, Policy, World, expected_use, merged_uses
 from ..units import GIB
 
 GB = 10**9
-YOUNGEST_SECONDS = 20.0  # added to the age of a use, so that the newest use does not outweigh all
-LEAST_SECONDS = 0.1  # a shorter time counts as this: such times differ by chance
+# Added to the age of each use, so that one use a moment ago does not outweigh all other uses.
+YOUNGEST_SECONDS = 20.0
+LEAST_SECONDS = 0.1  # a shorter load counts as this long: shorter times differ by chance
 DISK_BYTES_PER_SECOND = 1 * GB  # of a load that was never measured
 HOST_BYTES_PER_SECOND = 10 * GB  # of a restore that was never measured
 
@@ -35,9 +36,9 @@ def lru(lease: Lease, world: World) -> float:
 def cost_aware(lease: Lease, world: World) -> float:
     """The cost of evicting this `lease`; the lease with the lowest cost leaves first.
 
-    The cost is the seconds of loading the lease again, divided by the GiB that an eviction frees.
-    The cost is also divided by 1 + the seconds of idle time at `world.now`: a model that was idle
-    for an hour is unlikely to be used in the next minute.
+    The cost is the seconds of the last restore (else of the last load, else 1 s), divided by the
+    lease's GiB. The cost is also divided by 1 + the seconds of idle time at `world.now`: a model
+    that was idle for an hour is unlikely to be used in the next minute.
 
     Source: GreedyDual-Size-Frequency, Cherkasova 1998 (HPL-98-69R1), with idle time instead of
     frequency.
@@ -51,9 +52,12 @@ def keep_score(lease: Lease, world: World) -> float:
     """The waiting time that keeping this `lease` saves for each GB.
 
     The lease with the lowest number leaves first. The sum of 1 / (age + 20 s) over the lease's last
-    32 uses estimates how soon the lease is used again. The sum is multiplied by the seconds that
-    the next use would wait after an eviction, and divided by the lease's size in GB. `world` holds
-    the time, and the limit that says whether host memory could hold the lease.
+    32 uses estimates how soon the lease is used again. The sum is multiplied by the seconds that an
+    eviction adds to the next use, and divided by the lease's size in GB.
+
+    An eviction from a card adds a restore if host memory could hold the lease, else a load. An
+    eviction from host memory adds the difference between a load and a restore. `world` holds the
+    time, the offload setting and the limit of host memory.
 
     Source: hyperbolic caching, Blankstein et al. 2017 (USENIX ATC), with the cost and size of
     GreedyDual-Size, Cao and Irani 1997.
@@ -81,7 +85,10 @@ def seconds_to_load(lease: Lease, size: int) -> float:
 
 
 def seconds_to_restore(lease: Lease, size: int) -> float:
-    """Seconds that restoring `size` bytes from host memory takes, estimated if not measured."""
+    """Seconds that restoring `size` bytes from host memory takes, estimated if not measured.
+
+    A restore never counts as longer than a load.
+    """
     measured = lease.restore_seconds or size / HOST_BYTES_PER_SECOND
     return max(min(measured, seconds_to_load(lease, size)), LEAST_SECONDS)
 

@@ -135,7 +135,7 @@ class _Eviction:
         self.sentences: list[str] = []
 
     def free_shadow(self, lease: Lease) -> None:
-        """Frees the shadow of `lease`, or asks its owner to free it if another owner has the lease."""
+        """Frees the shadow of `lease`; recalls the shadow if the requester does not own `lease`."""
         self.spared.add(lease.id)
         self.freed_soon += lease.shadow_bytes
         copy = f"the copy of {lease.name} in host memory"
@@ -152,7 +152,7 @@ class _Eviction:
         return lease_title(lease, self.book.owner(lease.owner))
 
     def unload_from_warm_pool(self, lease: Lease) -> None:
-        """Drops `lease` in host memory, or recalls it if another owner than the requester has it."""
+        """Drops `lease` from host memory; recalls it if the requester does not own it."""
         if lease.owner != self.request.lease.owner:
             self.recalled.append(lease.id)
             self.recalled_bytes.append(0)
@@ -167,7 +167,11 @@ class _Eviction:
         self.sentences.append(f"{self._title(lease)} is unloaded from the warm pool.")
 
     def evict(self, lease: Lease) -> None:
-        """Moves or drops `lease` on a device, or recalls it if another owner has it."""
+        """Moves or drops `lease`, which is on a card; recalls it if the requester does not own it.
+
+        If other bytes must leave host memory before `lease`, only these bytes leave now. A later
+        decision evicts `lease`.
+        """
         name, title = self._title(self.request.lease), self._title(lease)
         size = show_bytes(self.request.footprint.bytes)
         idle = show_seconds(lease.idle_seconds(self.world.now))
@@ -192,9 +196,10 @@ class _Eviction:
             self.sentences.append(f"{described} is {done}.")
 
     def _free_host_memory(self, lease: Lease) -> bool:
-        """Frees shadows, and unloads leases that are worth less in host memory than this `lease`.
+        """Makes room for this `lease` in host memory. Returns whether that is possible.
 
-        If all shadows and such leases together are too few, returns False and frees nothing.
+        Frees shadows first, then unloads leases that are worth less in host memory than this
+        `lease`. If all of these together are too few, frees nothing.
         """
         reach = self.host_room + self.freed_soon
         part = lease.leaving_bytes if lease.target else 0
@@ -226,9 +231,12 @@ class _Eviction:
         self.host_room -= max(0, size) - freed
 
     def _worth_less(self, lease: Lease, host_room: int) -> tuple[Lease, ...]:
-        """The leases to unload from host memory for this `lease`, each worth less than `lease`."""
+        """The leases to unload from host memory for this `lease`, each worth less than `lease`.
+
+        The result is empty if such leases are too few, or if one of their owners does not answer.
+        """
         asker = self.request.lease.owner
-        if lease.owner != asker:  # its owner renews the warm pool
+        if lease.owner != asker:  # the owner that is recalled chooses what it unloads for its lease
             return ()
         less = worth_less(
             self.book,
