@@ -212,6 +212,23 @@ async def test_equal_seeds_give_equal_texts(name, sources):
 
 @both
 @in_loop
+async def test_penalties_keep_a_model_from_repeating_itself(name, sources):
+    """The bias makes a model write one token again and again. A penalty is larger after each time."""
+    async with with_models(sources, name) as k:
+        body = {"model": name, "prompt": "the fox"}
+        [token, *_] = (await k.gateway.answer("tokenize", body)).json["tokens"]
+
+        async def repeats(**more: Any) -> int:
+            bias = {"logit_bias": {str(token): 3}, "temperature": 0, "max_tokens": 8, "logprobs": 0}
+            reply = (await k.gateway.answer("completions", {**body, **bias, **more})).json
+            tokens = reply["choices"][0]["logprobs"]["tokens"]
+            return max(map(tokens.count, tokens))
+
+        assert await repeats(frequency_penalty=2, presence_penalty=2) < await repeats()
+
+
+@both
+@in_loop
 async def test_a_biased_token_is_written(name, sources):
     """A bias can force a token. A bias for a token outside the vocabulary is refused, and is no
     fault of the model.

@@ -133,6 +133,12 @@ class TransformersAdapter(TextAdapter):
         scored = None if count is None else ScoredTokens(self.tokenizer, count)
         streamer = _streamer(self.tokenizer, prompt_tokens, stop, scored, emit)
         stopping = _stopping(stop, cancelled, forced)
+        processors = [] if forced is None else [_forcing(forced)]
+        presence, frequency = (
+            body.get(f"{name}_penalty") or 0.0 for name in ("presence", "frequency")
+        )
+        if presence or frequency:
+            processors.append(_penalties(prompt_tokens, presence, frequency))
         # A model's settings may suppress tokens that the schema requires. Then no token would be left, so none is
         # suppressed.
         more: dict[str, Any] = {"suppress_tokens": None} if forced else {}
@@ -144,7 +150,7 @@ class TransformersAdapter(TextAdapter):
                 **more,
                 max_new_tokens=limit,
                 stopping_criteria=StoppingCriteriaList([stopping]),
-                logits_processor=LogitsProcessorList([_forcing(forced)] if forced else []),
+                logits_processor=LogitsProcessorList(processors),
                 streamer=streamer,
             )
         ended = stop.hit or stopping.complete or streamer.written < limit
@@ -305,6 +311,25 @@ def _forcing(forced: ForcedTokens) -> Any:
             return kept
 
     return OnlyAllowed()
+
+
+def _penalties(prompt_tokens: int, presence: float, frequency: float) -> Any:
+    """A processor for `generate`, which lowers the scores of tokens that the answer already has.
+
+    Each such token loses `presence`, and `frequency` for each time that it was written. The first `prompt_tokens`
+    tokens belong to the prompt and do not count. Source: OpenAI, "Presence and frequency penalties".
+    """
+    import torch
+    from transformers import LogitsProcessor
+
+    class Penalties(LogitsProcessor):
+        def __call__(self, ids: Any, scores: Any) -> Any:
+            written = ids[:, prompt_tokens:]
+            ones = torch.ones_like(written, dtype=scores.dtype)
+            counts = torch.zeros_like(scores).scatter_add_(1, written, ones)
+            return scores - frequency * counts - presence * (counts > 0)
+
+    return Penalties()
 
 
 def _sampling(body: dict[str, Any]) -> dict[str, Any]:
