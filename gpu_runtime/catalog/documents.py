@@ -1,10 +1,9 @@
-"""Reads YAML or JSON text as plain values, each with its line number. Also writes plain values as
-YAML.
+"""Reads YAML or JSON text as plain values with line numbers. Also writes plain values as YAML.
 
-The values are text, numbers, true or false, lists and mappings. A YAML tag never creates an object,
-and a timestamp remains text. These are errors: a field that appears twice, and a file that is too
-large, is nested too deep, or becomes too large when its YAML aliases are expanded. The module
-`schema` gives the values their meaning.
+The values are text, numbers, true, false, null, lists and mappings. A YAML tag never creates an
+object, and a timestamp remains text. A field that appears twice is an error. A file is refused if
+it is too large, is nested too deep, or has too many values after its YAML aliases are expanded. The
+module `schema` gives the values their meaning.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ Path = tuple[str | int, ...]  # ("models", 0, "memory"), from the top of a docum
 _Loader: Any = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
 _MERGE, _MAP, _SEQ = "tag:yaml.org,2002:merge", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"
 _SCALARS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null"))
-# JSON has neither of these types. In a manifest, such values are read as text.
+# JSON has no type for a timestamp, nor for the YAML value `=`. Both are read as text.
 _AS_TEXT = ("tag:yaml.org,2002:timestamp", "tag:yaml.org,2002:value")
 _TOO_DEEP = f"this is nested deeper than {DEEPEST} levels"
 
@@ -43,8 +42,9 @@ class Document(NamedTuple):
     file: str
 
     def line(self, path: Path) -> int:
-        """The line number, from 1, of the value at `path`. If there is no such value, the line of
-        the nearest value that contains `path`.
+        """The line number, from 1, of the value at `path`.
+
+        If there is no value at `path`, the result is the line of the nearest value around it.
         """
         while path and path not in self.lines:
             path = path[:-1]
@@ -77,8 +77,9 @@ def read(data: bytes, file: str) -> tuple[Document, ...]:
     if file.endswith(".json"):
         return tuple(_json(text, file))
     if text.lstrip()[:1] == "{":
-        # JSON is also valid YAML, except for tabs and a few numbers. A file may have several JSON
-        # documents, one after the other.
+        # YAML cannot read all JSON: tabs, some numbers, and several JSON documents in a row. So the
+        # text is read as JSON first. If it is not JSON, it may still be a YAML mapping in braces. A
+        # field that appears twice is an error in both.
         try:
             return tuple(_json(text, file))
         except BadDocument as refused:
@@ -185,8 +186,9 @@ class _Builder:
         return {**merged, **own}
 
     def _merged(self, node: Any, path: Path, line: int) -> dict[str, Any]:
-        """The fields of `node`, the value of the YAML key `<<`: one mapping, or a list of mappings
-        in order.
+        """The fields of `node`, the value of the YAML key `<<`: a mapping, or a list of mappings.
+
+        If several mappings of the list have a field, the first of them counts.
         """
         merged: dict[str, Any] = {}
         for part in node.value if isinstance(node, yaml.SequenceNode) else (node,):
@@ -245,7 +247,10 @@ def _short(text: str) -> str:
 
 
 def _json(text: str, file: str) -> Iterator[Document]:
-    """Yields the JSON documents in `text`. It may have several documents in a row, as for `jq`."""
+    """Yields the JSON documents in `text`, which may have several documents in a row, as for `jq`.
+
+    Raises BadDocument.
+    """
     decoder = json.JSONDecoder(object_pairs_hook=_Pairs, parse_constant=_no_constant)
     at = _skip(text, 0)
     while at < len(text):
@@ -334,9 +339,10 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
 
 
 class _Dumper(yaml.SafeDumper):
-    """PyYAML's dumper, changed to write rare line breaks in text as escapes.
+    """PyYAML's dumper, changed to write text with unprintable characters in double quotes.
 
-    PyYAML itself would replace these line breaks by spaces.
+    In double quotes, these characters are written as escapes. Without this change, the rare line
+    break U+0085 would be read back as a space.
     """
 
 

@@ -34,7 +34,7 @@ class Context(NamedTuple):
     blind: Mapping[str, str]  # device -> why no grant can be made on it
     elders: tuple[Ticket, ...]  # requests ahead in the queue
     blocking_elders: tuple[Ticket, ...]  # the elders that this request must not pass
-    twin: Ticket | None  # the blocking elder of the same process for the same model
+    twin: Ticket | None  # the blocking elder of the same process for the same model, if any
     recalled: frozenset[str]  # ids of the leases that the blocking elders have recalled
     own_left: int | None  # bytes left under this owner's own limit; None: no limit
     own_left_later: int | None  # the same once its leaving models have left

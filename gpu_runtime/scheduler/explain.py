@@ -45,7 +45,7 @@ from .evictable import EXEMPT
 from .placement import runners_up
 from .pressure import views
 
-MOST_HOLDERS = 8  # leases in a report, one a line
+MOST_HOLDERS = 8  # leases in a report, each on a line of its own
 MOST_RUNNERS_UP = 8  # alternatives that are recorded with a decision, one sentence each
 SMALLEST_STRANGER = 64 * MIB  # less unleased memory than this is not reported
 
@@ -174,7 +174,7 @@ def _hint(verdict: Refuse, plan: str) -> str:
 def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:
     """The error for a request for `name` that timed out after `waited_seconds`.
 
-    `wait` is the last verdict of the request. `book` names the owners that do not respond.
+    `wait` is the last verdict of the request. `book` gives the pids of owners that do not respond.
     """
     hint = "Watch:  %gpu status      or set a larger timeout"
     pids = _pids(book, wait.silent)

@@ -43,8 +43,9 @@ Bytes = Mapping[str, int]  # by device id
 def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse]) -> Refuse | None:
     """Why the `request` can never fit, even after all possible evictions; None for a possible fit.
 
-    `book` and `world` hold the leases and devices. `never` is the result of `hopeless_cards`: each
-    card that can never hold the request alone, with the refusal.
+    `book` and `world` hold the leases and devices. `never` maps each card that cannot hold the
+    request alone to the refusal: the cards of `hopeless_cards`, drained cards and capped cards. If
+    the model may not be divided, the result is the refusal of the card with the largest budget.
     """
     rules = request.placement
     cards = _cards(request, world)
@@ -91,6 +92,7 @@ def _all_drained(
 def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refuse]:
     """Cards of the `world` that can never hold the `request` alone, each with the refusal.
 
+    A card is too small for the request, or too small beside the leases that cannot leave the card.
     Three kinds of leases of the `book` cannot leave: kept leases, leases that the requesting thread
     itself pins, and leases whose weights exist nowhere else and do not fit into host memory. The
     host may have room for some of several leases of the third kind.
@@ -338,9 +340,9 @@ def _holders_in_words(stuck: Iterable[tuple[Lease, str]], titles: Mapping[str, s
 def _kind(stuck: Sequence[Lease], request: Request) -> str:
     """The kind of the refusal, which selects the advice to the user.
 
-    The kind is "nested" if the requesting block of code itself holds the lease in the way. It is
-    "kept" if a user can unpin the lease. It is "precious" if the lease has weights that exist
-    nowhere else, so that more host memory would help.
+    The kind is "nested" if the requesting thread itself pins one of the leases in the way. It is
+    "kept" if one of these leases is kept, so that a user can unpin the lease. Otherwise it is
+    "precious": the weights of these leases exist nowhere else, and the host cannot take them.
     """
     if any(lease.id in request.held for lease in stuck):
         return "nested"
@@ -359,7 +361,11 @@ def _card_bytes(lease: Lease) -> int:
 
 
 def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Refuse | None:
-    """The refusal if the new model and the staying leases exceed INFERENCE_MEMORY_LIMIT_GB."""
+    """The refusal if the new model does not fit into INFERENCE_MEMORY_LIMIT_GB; else None.
+
+    `size` is the bytes of the new model. The owner's models that are in use, or that never leave
+    their cards, count against the limit.
+    """
     limit = world.rules.limit_bytes
     if limit is None or request.lease.kind != "model":
         return None
@@ -388,9 +394,11 @@ def _beside_what_remains(
     left: int,
     mine: list[Lease],
 ) -> bool:
-    """Whether the request fits beside the leases that stay: on the cards and in the owner's limit.
+    """Whether the request fits on the cards and into the owner's limit, beside leases that stay.
 
-    `left` is the bytes left of the owner's limit, and `mine` are the owner's leases.
+    If the host cannot take all leases whose weights exist nowhere else, several sets of them may
+    stay. It is enough if the request fits beside one of these sets. `left` is the bytes left of the
+    owner's limit, and `mine` are the owner's leases.
     """
     stuck = stuck_leases(book, request, world)
     choices = sets_that_stay(stuck)

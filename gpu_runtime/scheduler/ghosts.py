@@ -14,8 +14,9 @@ from ..facts import Book, Ghost, Quarantined, Sample, Section, World
 def measure(book: Book, world: World) -> Book:
     """The book with the newer samples of `world`, and without ghosts whose memory has been freed.
 
-    A sample in the book is replaced only once it is older than half of `stale_seconds`. If every
-    new sample were written, every kernel would write the book every second.
+    A sample in the book is replaced only if the new sample is more than half of `stale_seconds`
+    newer, or if it shows the end of a ghost's process. If every new sample were written, every
+    kernel would write the book every second.
     """
     fresh = _fresh_samples(book, world)
     if book.ghosts:
@@ -26,7 +27,7 @@ def measure(book: Book, world: World) -> Book:
 
 
 def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
-    """Samples of the world for devices of which the book has no sample, or only an old sample."""
+    """Samples of the world for devices of which the book has no sample, or only a far older one."""
     getting_old = world.rules.stale_seconds / 2
     fresh = {}
     for id, sample in world.samples.items():
@@ -37,7 +38,10 @@ def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
 
 
 def _proofs(book: Book, world: World) -> dict[str, Sample]:
-    """Samples that show the end of a ghost's process. The caller puts them into the book."""
+    """Newer samples of the world in which a ghost's process is gone; the book does not have them.
+
+    With these samples, `_without_ended` finds that the ghost has ended.
+    """
     proofs = {}
     for ghost in book.ghosts:
         sample = world.samples.get(ghost.device)
@@ -73,9 +77,9 @@ def _real_cards(book: Book, world: World) -> set[str]:
 
 
 def ghosts_of_unread(book: Book, unread: Quarantined, world: World) -> list[Ghost]:
-    """A ghost for each real card on which a dead owner held memory.
+    """A ghost for each real card on which a dead owner held or reserved memory.
 
-    `unread` is the owner's part of the book, which cannot be read.
+    `unread` is the dead owner's section. It cannot be read, so the bytes are from the page's index.
     """
     owner = unread.owner
     found = []
