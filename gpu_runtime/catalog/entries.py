@@ -1,7 +1,7 @@
-"""One model of the catalogue: its entry, stored as written, and the ModelSpec made from the entry.
+"""One model of the catalogue: its entry, and the ModelSpec that is made from the entry.
 
-The entry is stored unchanged. Its ModelSpec depends on the settings of the process, and on the
-backends of this version.
+The entry is stored with the fields as a person wrote them; only relative paths are replaced by
+absolute paths. Its ModelSpec depends on the settings of the process.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ _BY_CATEGORY = {"diffusion": "diffusers"}
 
 
 class CatalogEntry(Value):
-    """A model of the catalogue, as it was written.
+    """A model of the catalogue, with the fields as a person wrote them and with absolute paths.
 
-    `body` is a document with apiVersion, kind, metadata and spec.
+    `body` is a document of the first format of `manifests`: apiVersion, kind, metadata and spec.
     """
 
     name: str
     body: dict[str, Any]
-    file: str = ""  # the file that it is in
+    file: str = ""  # the catalogue's file that has the entry
 
     @property
     def id(self) -> str:
@@ -116,7 +116,7 @@ def _placement(fields: Fields, most_cards: int | None) -> dict[str, Any]:
 
 
 def _template(given: str) -> str:
-    """The text of a chat template: the text in the file `given`, or `given` itself.
+    """The text of a chat template: `given` itself if it has a brace, else the text of this file.
 
     If the file cannot be read, its name is returned. A later use of the template then raises an
     error.
@@ -131,8 +131,9 @@ def _template(given: str) -> str:
 
 
 def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -> str:
-    """The backend that the entry names, else that of the setting INFERENCE_BACKEND, else the
-    source's default.
+    """The backend of the entry, else of the setting INFERENCE_BACKEND, else a default.
+
+    The default depends on the source (a GGUF file) and on the type of the model.
     """
     named = fields.runtime or fields.backend
     if named:
@@ -202,7 +203,11 @@ def cannot_load(spec: ModelSpec) -> str:
 
 
 def state(spec: ModelSpec) -> str:
-    """The state of the model of `spec` in the catalogue: `ready`, `disabled` or a missing part."""
+    """The state of the model of `spec` in the catalogue.
+
+    The state is `ready`, `disabled`, `not found` (there is no such file), or a clause that the
+    backend is missing.
+    """
     if not spec.enabled:
         return "disabled"
     if spec.backend not in backend_names():
@@ -213,7 +218,7 @@ def state(spec: ModelSpec) -> str:
 
 
 def source_absent(spec: ModelSpec) -> str:
-    """A clause that the file or directory of the model of `spec` does not exist; empty if it does.
+    """A clause that the file or directory of the model of `spec` is missing; empty if it exists.
 
     The clause is also empty for a source that is no absolute path, such as a hub id.
     """
@@ -226,7 +231,11 @@ def source_absent(spec: ModelSpec) -> str:
 
 
 def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
-    """Sentences about fields of the `entry` that are stored but have no effect in this process."""
+    """Sentences for the person who applies the `entry`.
+
+    They name the fields that are stored but have no effect in this process, and the reason why the
+    model could not be loaded now.
+    """
     spec = spec_of(entry, settings)
     fields = Fields.model_validate(entry.body["spec"])
     found = []
@@ -242,7 +251,7 @@ def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
 
 
 def _argument_notes(fields: Fields) -> list[str]:
-    """Notes on an engine's arguments that are stored, and that this process does not use."""
+    """Notes on the engine's arguments that the placement replaces, or that only the engine reads."""
     flags = [(flag, field) for flag, field, _ in read_arguments(fields.runtime_args or ())]
     placed = [flag for flag, _ in flags if flag in RESERVED_FLAGS]
     for_engine = [

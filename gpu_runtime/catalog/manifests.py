@@ -8,8 +8,9 @@ A file may mix the formats, in YAML or JSON:
     spec: {memory: 10GB, runtime: ollama}          gpu_layers: -1        runtime: ollama
 
 From left to right: the first format is a resource as in Kubernetes. The second is a mapping from
-the models' names to their fields. The third is a mapping of fields that includes the name; it may
-be alone or in a list. All models are converted to the first format.
+the models' names to their fields. In the third format, each model is a mapping of fields that
+includes its name (or its id); such a mapping may also be a whole document, or be in a list at the
+top. All models are converted to the first format.
 
 Sources: Helix, Multi-GPU Scheduling, appendix B; Kitchen Brigade, GPU Allocation Semantics, section
 4.
@@ -53,9 +54,9 @@ Found = Manifest | BadDocument  # a model, or the error if it cannot be read
 
 
 def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...]:
-    """Every model of the `documents` of a `file`, after a check.
+    """Every model of the `documents` of a `file`, after a check of its fields.
 
-    Raises BadDocument with all errors, in the order of their lines.
+    Raises BadDocument with all errors, in the order of their lines; also if there is no model.
     """
     found: list[Manifest] = []
     errors: list[BadDocument] = []
@@ -120,10 +121,9 @@ def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
 
 
 def _resource_problem(value: dict[str, Any]) -> tuple[Path, str]:
-    """The path of the first wrong field in `value`, and the problem. Both are empty if `value` is
-    valid.
+    """The path of the first wrong field in `value`, and the problem; both are empty if it is valid.
 
-    `value` is a document of the first format.
+    `value` is a document of the first format. The fields inside its spec are not checked here.
     """
     if value.get("apiVersion") != API_VERSION:
         version = value.get("apiVersion")
@@ -175,7 +175,7 @@ def _under_name(document: Document, name: Any, part: Any, path: Path) -> Found:
 
 
 def _named(document: Document, part: Any, path: Path) -> Found:
-    """The model in the mapping `part`, which has its name. Without a name, its id is the name."""
+    """The model in the mapping `part`. Its name is the field `name`, or `id` without a `name`."""
     if not isinstance(part, dict):
         return document.wrong(path, "it must be a mapping of fields, with a name")
     key = "name" if "name" in part else "id"
@@ -197,7 +197,10 @@ def _body(name: str, spec: dict[str, Any]) -> dict[str, Any]:
 
 
 def complaints(manifest: Manifest) -> list[BadDocument]:
-    """An error for each wrong field of the `manifest`."""
+    """An error for each wrong field of the `manifest`, and for each contradiction between fields.
+
+    Contradictions are found only if every field is valid on its own.
+    """
     errors = [
         manifest.wrong(
             f"{unknown} is not a known field; did you mean {nearest}? (Fields of your own are kept "

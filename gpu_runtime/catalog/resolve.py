@@ -20,9 +20,7 @@ log = logging.getLogger("gpu_runtime")
 
 
 class Catalogued:
-    """The models of a catalogue. The cards that a model names are given by their device ids on this
-    machine.
-    """
+    """The models of a `catalog`, as this machine uses them."""
 
     def __init__(self, catalog: Catalog, devices: Callable[[], tuple[Device, ...]]) -> None:
         """Reads the `catalog`. `devices` returns the devices of this machine."""
@@ -35,7 +33,7 @@ class Catalogued:
         return tuple(device for device in self._devices() if not device.is_host)
 
     def spec(self, name: str) -> ModelSpec | None:
-        """The model called `name`, or None.
+        """The model called `name`, with the device ids of this machine's cards; None if unknown.
 
         Raises CatalogUnavailable and BadDocument. Raises UnknownDevice if the model names a card
         that this machine does not have.
@@ -44,8 +42,10 @@ class Catalogued:
         return self._here(spec) if spec else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """All models of the catalogue. If it cannot be read, this is logged once and the result is
-        empty.
+        """All models of the catalogue, with cards as the catalogue's files name them.
+
+        If the catalogue cannot be read, the result is empty, and the error is logged. The same
+        error is not logged twice in a row.
         """
         try:
             return self.catalog.specs()
@@ -60,7 +60,7 @@ class Catalogued:
         return tuple(spec.name for spec in self.specs())
 
     def _here(self, spec: ModelSpec) -> ModelSpec:
-        """The `spec`, in which each card is given by its device id on this machine."""
+        """The `spec` with each card as its device id. A limit for all cards is set for each card."""
         placement: dict[str, Any] = dict(spec.placement)
         most = placement.get("card_bytes")
         if isinstance(most, dict):

@@ -128,7 +128,7 @@ _WHICH_GPUS = "it must be how many GPUs, such as 2, or which, such as [0, 1] or 
 
 
 def _gpus(value: Any) -> int | tuple[str, ...]:
-    """The number of cards, or the ids of the chosen cards, from the field's `value`."""
+    """The number of cards, or the chosen cards (index, id or UUID, as text)."""
     if isinstance(value, list):
         named = [isinstance(card, (int, str)) and not isinstance(card, bool) for card in value]
         if not value or not all(named):
@@ -163,7 +163,11 @@ def _is_argument(word: Any) -> bool:
 
 
 def _flag_words(flags: Mapping[str, Any]) -> list[Any]:
-    """The words of a mapping of flags. True is a flag without a value. False is left out."""
+    """The words of a mapping of flags to values.
+
+    If the value is True, the flag gets no value. If the value is False or None, the flag is left
+    out.
+    """
     words: list[Any] = []
     for flag, value in flags.items():
         if value is False or value is None:
@@ -179,9 +183,7 @@ def _flag(name: str) -> str:
 
 
 def _by(rule: Rule) -> Callable[[Any], Any]:
-    """Returns a function that checks and converts a value by `rule`, with the same checks as
-    `rt.register`.
-    """
+    """Returns a function that checks and converts a value by `rule`, as `rt.register` does."""
 
     def read(value: Any) -> Any:
         """The value as the rule reads it. Raises ValueError."""
@@ -325,8 +327,9 @@ SYNONYMS = (  # fields with the same meaning
 
 
 def misspelled_fields(spec: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Unknown fields of the `spec` that look like a known field. Each is paired with the known
-    field.
+    """Pairs of a field of the `spec` that looks misspelled, and the known field that it looks like.
+
+    Fields whose names start with `x-` are left out.
 
     >>> misspelled_fields({"memroy": 1, "colour": "red", "x-memroy": 2})
     [('memroy', 'memory')]
@@ -369,7 +372,10 @@ def in_words(complaint: Any) -> str:
 
 
 def _tokens(text: str) -> int:
-    """A number of tokens as vLLM accepts it: 32768, 32k (thousands), or 32K (1024 each)."""
+    """A number of tokens as vLLM accepts it: 32768, 32k (times 1000), or 32K (times 1024).
+
+    The letters m and M stand for 1000² and 1024². Raises ValueError.
+    """
     match = re.fullmatch(r"([0-9]{1,12})([kKmM]?)", text)
     if match is None:
         raise ValueError(f"{text!r} is not a number of tokens")
@@ -401,7 +407,10 @@ TRUST = "--trust-remote-code"
 
 
 def read_arguments(words: tuple[str, ...]) -> Iterator[tuple[str, str, Any]]:
-    """Yields each flag of `words` with its field (empty for an unknown flag) and its value.
+    """Yields each flag of `words` with its field and its value.
+
+    The field is empty for an unknown flag, and for a value that is a placeholder such as `{port}`.
+    The value is None for a flag without a value.
 
     >>> list(read_arguments(("--max-model-len", "32k", "--trust-remote-code", "--seed=1")))
     [('--max-model-len', 'context_length', 32000), ('--trust-remote-code', '', None), ('--seed', '', '1')]

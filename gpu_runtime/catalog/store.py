@@ -1,4 +1,4 @@
-"""The catalogue's files. All processes read them; `apply` and `delete` write to one file only.
+"""The catalogue's files. All processes read them; `apply` and `delete` write only one of them.
 
     CATALOG/                  GPU_CATALOG, or gpu-console/catalog in the state directory
         catalog.json          what `apply` wrote: replaced whole, under catalog.lock
@@ -6,8 +6,8 @@
         *.yaml *.yml *.json   written by hand: read as well, never written
 
 GPU_CATALOG may also name one file, which a person or `apply` wrote. An entry (the description of
-one model) is stored as it was written. `entries.py` makes a ModelSpec from an entry, and
-`manifests.py` reads the formats of files.
+one model) keeps the fields that a person wrote, with absolute paths. `entries.py` makes a ModelSpec
+from an entry, and `manifests.py` reads the formats of files.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ def default_place() -> Path:
 class Catalog:
     """The catalogue that the settings name.
 
-    Threads may share this object, and processes may share the catalogue. After a change of its
-    files, they are read again.
+    Threads may share this object, and processes may share the catalogue. If a file of the catalogue
+    has changed, the next call reads all files again.
     """
 
     def __init__(self, settings: Settings) -> None:
@@ -95,7 +95,7 @@ class Catalog:
         return known[1]
 
     def entry(self, name: str) -> CatalogEntry | None:
-        """The entry of the model `name`, else of the only model with the id `name`, or None.
+        """The entry of the model `name`, else of the only model with the id `name`; else None.
 
         Raises the errors of `entries`.
         """
@@ -118,8 +118,8 @@ class Catalog:
     def inspect(self, name: str, format: str = "") -> Any:
         """The entry of the model `name`, as a document that `apply` accepts.
 
-        The result is a dict, or text if `format` is yaml or json. Raises UnknownModel, BadSetting,
-        CatalogUnavailable.
+        The result is a dict, or text if `format` is yaml or json. Raises UnknownModel, BadSetting
+        and the errors of `entries`.
         """
         body = self._require(name).body
         if format in ("", None):
@@ -227,7 +227,7 @@ class Catalog:
 
     @checked
     def apply(self, file: str | os.PathLike[str]) -> Applied:
-        """Adds or changes all models of a `file`, or none of them. Returns what was done.
+        """Adds or changes all models of a `file`, or none of them. Returns what was changed.
 
         Raises BadDocument with the file, line and field of a mistake, and CatalogUnavailable.
         """
@@ -260,7 +260,10 @@ class Catalog:
             yield f"{', '.join(names)}: {note}"
 
     def delete(self, name: str) -> CatalogEntry:
-        """Removes the model `name`, and returns its entry. Raises UnknownModel, CatalogUnavailable."""
+        """Removes the model `name`, and returns its entry.
+
+        Raises UnknownModel, BadDocument, and CatalogUnavailable (also for a hand-written file).
+        """
         with self._locked():
             entry = self._require(name)
             if entry.file != str(self.file) or self._by_hand():
@@ -275,9 +278,7 @@ class Catalog:
         return entry
 
     def _locked(self) -> Any:
-        """Acquires and returns the catalogue's lock. Raises CatalogUnavailable after
-        PATIENCE_SECONDS.
-        """
+        """The acquired lock of the catalogue. Raises CatalogUnavailable after PATIENCE_SECONDS."""
         try:
             self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
             mode = self.directory.stat().st_mode & 0o666  # users who may write here may lock
@@ -296,7 +297,7 @@ class Catalog:
             raise self._unwritable(error) from error
 
     def _for_writing(self) -> tuple[Mapping[str, CatalogEntry], str]:
-        """The entries. A damaged file is renamed; the second result is its new name, or ""."""
+        """The entries, and the new name of a damaged file, which is renamed; "" if none is damaged."""
         try:
             return self.entries(), ""
         except _Damaged:
@@ -310,7 +311,7 @@ class Catalog:
         return data is not None and not _is_ours(data)
 
     def _require_ours(self, new: Iterable[CatalogEntry], known: Mapping[str, CatalogEntry]) -> None:
-        """Raises CatalogUnavailable if a `new` entry would change a file that a person wrote."""
+        """Raises CatalogUnavailable if a person wrote `self.file` or the file of a `new` model."""
         if self._by_hand():
             raise CatalogUnavailable(
                 f"the catalogue {self.file} was written by hand, and is not overwritten.\n"
@@ -387,7 +388,7 @@ def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
 
 
 def _entry(manifest: Manifest, file: Path, base: str = "") -> CatalogEntry:
-    """The entry of `manifest`. Relative paths become absolute: against `base`, else the folder of `file`.
+    """The entry of `manifest`, with relative paths made absolute from `base`, else from the folder of `file`.
 
     The catalogue stores the entry in a folder of its own, from which relative paths would be wrong.
     """
