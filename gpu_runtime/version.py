@@ -4,4 +4,4 @@ A runtime records the version with each decision. Because the version is a const
 package metadata has to be read.
 """
 
-VERSION = "0.1.0"
+VERSION = "0.2.0"
