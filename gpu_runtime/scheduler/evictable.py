@@ -150,9 +150,11 @@ def needs_host_room(lease: Lease) -> str:
 def why_not_moved(book: Book, lease: Lease) -> str:
     """The owner's reason for the last failed move of `lease`, as the text `: reason`.
 
-    The text is empty if the book has no failed move of `lease`.
+    The text is empty if the book has no failed move of `lease`. Answers to orders are skipped.
     """
     for event in reversed(book.events):
+        if event.answers:  # the answer to an order, such as a pin by a user without the right
+            continue
         if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
             return ": " + event.because.partition(": ")[2].rstrip(".")
     return ""

@@ -94,6 +94,11 @@ def test_a_notebook_that_could_not_be_parked_says_why():
     stuck = kernel(moves_again_at=NOW + 5)
     (row,) = leases(snapshot(stuck, events=(failed,)))
     assert row.cells[-1].text == "idle; it was not parked: a thread of its own runs (worker)"
+    refused = replace(
+        event(10, "kernel", "failed", "only ann may: not bob"), owner=BOB.id, answers="k"
+    )
+    (row,) = leases(snapshot(stuck, events=(failed, refused)))
+    assert row.cells[-1].text == "idle; it was not parked: a thread of its own runs (worker)"
     (row,) = leases(snapshot(stuck))
     assert row.cells[-1].text == "idle; it was not parked"
     (row,) = leases(snapshot(kernel(moves_again_at=NOW - 1), events=(failed,)))

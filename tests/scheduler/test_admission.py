@@ -27,7 +27,7 @@ from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.page_entries import MOST_LEASES, MOST_WAITING
 from gpu_runtime.scheduler.plan import plan
-from gpu_runtime.scheduler.recall import obey
+from gpu_runtime.scheduler.recall import Order, answer, obey
 from gpu_runtime.scheduler.transitions import left
 from gpu_runtime.units import show_seconds
 from tests.worlds import (
@@ -470,6 +470,23 @@ def test_a_lease_whose_last_move_failed_is_no_victim_until_its_time():
     page = book(failed, lease("next", sim0=14, last_used=2))
     _, verdict = decide(page, request("qwen", 14), world(sim0=34))
     assert [step.lease for step in verdict.steps] == [lease("next").id]
+
+
+def test_a_refused_order_is_not_the_reason_of_a_failed_move():
+    """The answer to an order is a `failed` event too, such as the answer to a pin by a user without
+    the right. It does not explain why the lease could not be moved.
+    """
+    stuck = lease("stuck", sim0=14, last_used=1, moves_again_at=NOW + 8)
+    because = "stuck stays where it is: a thread of its own runs (loader)."
+    event = Event(1, WALL, "stuck", "failed", "abandoned", because, owner=stuck.owner)
+    page = replace(book(stuck), events=(event,))
+    order = Order("a pin", "pin", "stuck")
+    page = answer(page, world(), stuck.owner, order, "failed", "bob may not pin it: only ann may")
+    _, verdict = decide(page, request("qwen", 14), world(sim0=20))
+    assert verdict.because == (
+        "stuck (14.0 GiB on sim:0) could not be moved: a thread of its own runs (loader); "
+        "its process tries again"
+    )
 
 
 def test_a_request_never_displaces_a_more_important_lease():

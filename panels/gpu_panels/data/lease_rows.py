@@ -156,6 +156,8 @@ def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
     `lease` is the lease of a notebook's own code. The notebook's process recorded the reason in `events`.
     """
     for event in reversed(events):
+        if event.answers:  # the answer to an order, which may fail for another reason
+            continue
         if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
             return clean(event.because.partition(": ")[2].rstrip("."))
     return ""
