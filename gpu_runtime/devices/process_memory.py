@@ -9,9 +9,11 @@ own bytes, as on a card. A real card's memory is managed by torch, not here.
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import itertools
 import mmap
+import os
 import sys
 import threading
 import weakref
@@ -290,7 +292,29 @@ class Region(mmap.mmap):
         torch = sys.modules.get("torch") if self.pinned else None
         # When the process ends, torch may already be gone. Then the driver unlocks the pages.
         if torch is not None:
-            torch.cuda.cudart().cudaHostUnregister(self.start)
+            with _used_card(torch):
+                torch.cuda.cudart().cudaHostUnregister(self.start)
+
+    def leave_out_of_forks(self) -> None:
+        """Unmaps the pages in each forked child, because a card may write them.
+
+        The region itself exists in the child, and is kept for ever there. Its end would unmap its
+        addresses, where the child may have other memory by then.
+        """
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self.madvise(mmap.MADV_DONTFORK)
+            _left_out.add(self)
+
+
+_left_out: weakref.WeakSet[Region] = weakref.WeakSet()
+
+
+def _keep_left_out() -> None:
+    for region in _left_out:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(region))
+
+
+os.register_at_fork(after_in_child=_keep_left_out)
 
 
 def _map_pages(memory: Memory, size: int) -> Region:
@@ -317,8 +341,7 @@ def _map_pages(memory: Memory, size: int) -> Region:
             pass  # this kernel has no huge pages, so the first copy is slower
     region.start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))
     if memory.pinned:
-        if hasattr(mmap, "MADV_DONTFORK"):  # a fork must not copy pages that a card may write
-            region.madvise(mmap.MADV_DONTFORK)
+        region.leave_out_of_forks()
         pinned(region)
     return region
 
@@ -333,8 +356,8 @@ def pinned(region: Region, *, touched: bool = False) -> None:
     not use CUDA. torch's own pinned memory is not used, because torch rounds up to powers of two:
     for a request of 6 GiB it locked 10 GiB.
     """
-    cuda = sys.modules["torch"].cuda if "torch" in sys.modules else None
-    if cuda is None or not cuda.is_initialized():
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
         return
     pieces = []
     for at in range(0, 0 if touched else len(region), _TOUCH_BYTES):
@@ -342,8 +365,38 @@ def pinned(region: Region, *, touched: bool = False) -> None:
     # Locking untouched pages is slow, so they are touched first. ctypes releases the GIL meanwhile.
     with ThreadPoolExecutor(8) as threads:
         list(threads.map(lambda piece: ctypes.memset(piece[0], 0, piece[1]), pieces))
-    if int(cuda.cudart().cudaHostRegister(region.start, len(region), 0)) == 0:
-        region.pinned = True
+    with _used_card(torch):
+        error = torch.cuda.cudart().cudaHostRegister(region.start, len(region), 0)
+        region.pinned = int(error) == 0
+        if not region.pinned:
+            _clear_error(torch)
+
+
+def _used_card(torch: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which torch's current card is one that this process uses already.
+
+    Locked pages are valid for all cards. In a new thread the current card is card 0, and the call
+    would create a CUDA context there, which takes about 400 MB.
+
+    Source: pytorch/pytorch#21081.
+    """
+    cuda = torch.cuda
+    used = [card for card in range(cuda.device_count()) if torch._C._cuda_hasPrimaryContext(card)]
+    if not used or cuda.current_device() in used:
+        return contextlib.nullcontext()
+    return cuda.device(used[0])
+
+
+def _clear_error(torch: Any) -> None:
+    """Clears the error that a failed call of the CUDA runtime leaves in this thread.
+
+    torch checks for such an error after it starts a kernel, so the next kernel of the user's code
+    would fail with it. torch has no function that clears the error. So a kernel is started here.
+
+    Source: c10/cuda/CUDAException.h, C10_CUDA_ERROR_HANDLED and C10_CUDA_KERNEL_LAUNCH_CHECK.
+    """
+    with contextlib.suppress(RuntimeError):
+        torch.ones(1, device="cuda")
 
 
 def out_of_memory(message: str, **facts: Any) -> OutOfMemory:

@@ -100,7 +100,7 @@ class SharedPages:
         region.start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))
         region.pages = self
         if memory.pinned:
-            region.madvise(mmap.MADV_DONTFORK)
+            region.leave_out_of_forks()
             pinned(region, touched=True)
             _libc.mprotect(
                 ctypes.c_void_p(region.start), ctypes.c_size_t(self.size), mmap.PROT_READ
