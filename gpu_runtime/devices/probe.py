@@ -318,15 +318,18 @@ class Probe:
         Returns the released bytes.
         """
         released = sum(memory.empty_cache() for memory in self._memories.values())
-        cuda = _started_cuda() if self._cards else None
-        if cuda is not None:
-            before = self._torch_reserved_bytes()
-            cuda.empty_cache()
-            released += before - self._torch_reserved_bytes()
+        cuda, before = _started_cuda(), self._torch_reserved()
+        if cuda is not None and before:
+            # torch empties the caches of all cards, but needs a CUDA context on its current card.
+            with cuda.device(next(iter(before))):
+                cuda.empty_cache()
+            released += sum(before.values()) - sum(self._torch_reserved().values())
         return released
 
-    def _torch_reserved_bytes(self) -> int:
-        return sum(_torch_reserved(card) for card in self._cards.values())
+    def _torch_reserved(self) -> dict[str, int]:
+        """The bytes that torch's allocator has reserved, by torch's names of the cards."""
+        reserved = {card.torch: _torch_reserved(card) for card in self._cards.values()}
+        return {name: size for name, size in reserved.items() if size}
 
 
 def _renamed(device: Device, names: Mapping[str, str]) -> Device:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+
 import msgspec
 import pytest
 from hypothesis import given
@@ -347,6 +349,8 @@ class FakeCuda:
     def __init__(self, *snapshot: dict) -> None:
         self.snapshot, self.stats = list(snapshot), {"num_ooms": 3, "allocation.all.allocated": 1}
         self.reset: list[int] = []
+        self.reserved = {"cuda:0": 0, "cuda:1": 0}
+        self.current, self.emptied_on = 0, list[int]()
 
     def memory_snapshot(self, mempool_id=None, include_traces=True):
         assert not include_traces, "somebody may record a hundred thousand of them"
@@ -363,6 +367,19 @@ class FakeCuda:
 
     def memory_allocated(self, number):
         return {0: 4 * GIB, 1: 2 * GIB}[number]
+
+    def memory_reserved(self, name):
+        return self.reserved[name]
+
+    @contextlib.contextmanager
+    def device(self, card):
+        before, self.current = self.current, card
+        yield
+        self.current = before
+
+    def empty_cache(self):
+        self.emptied_on.append(self.current)
+        self.reserved = dict.fromkeys(self.reserved, 0)
 
 
 @pytest.fixture
@@ -416,3 +433,17 @@ def test_a_card_that_torch_does_not_see_has_no_peak(monkeypatch):
     probe.watch_peaks()
     assert cuda.reset == [0]
     assert (probe.beyond_now("cuda:0"), probe.beyond_now("cuda:2")) == (None, GIB)
+
+
+def test_the_cache_is_emptied_on_a_card_that_has_memory(on_cuda):
+    """torch releases the cache of all cards, and needs a CUDA context on its current card.
+
+    In a new thread this is card 0, where a context would take about 400 MB.
+    Source: pytorch/pytorch#144025.
+    """
+    cuda = FakeCuda()
+    probe = on_cuda(cuda)
+    assert (probe.empty_cache(), cuda.emptied_on) == (0, [])
+    cuda.reserved = {"cuda:0": 0, "cuda:1": 3 * GIB}
+    assert probe.empty_cache() == 3 * GIB
+    assert (cuda.emptied_on, cuda.current) == (["cuda:1"], 0)
