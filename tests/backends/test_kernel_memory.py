@@ -7,6 +7,7 @@ on the bytes is done, or the bytes return to a block that another stream still u
 
 from __future__ import annotations
 
+import contextlib
 import gc
 from collections.abc import Callable
 
@@ -253,6 +254,36 @@ def test_a_card_that_is_full_on_the_return_changes_nothing(kernel, full):
         one.cpu()
     kernel.unpark()
     assert (one.cpu()[0], two.cpu()[0]) == (1, 2)
+
+
+def test_a_stream_is_entered_while_its_card_is_the_current_card(kernel, monkeypatch):
+    """Otherwise torch makes the earlier card current again at the end, with a call that creates a
+    CUDA context there. In a new thread this is card 0.
+
+    Source: torch/cuda/__init__.py, `StreamContext`; torch/csrc/cuda/Module.cpp, `setStream`.
+    """
+    tensor = floats(2.0, card=1)
+    current, contexts = [0], set()
+    enter = torch.simgpu.stream
+
+    @contextlib.contextmanager
+    def device(card):
+        before, current[0] = current[0], torch.device(card).index
+        yield
+        current[0] = before
+
+    @contextlib.contextmanager
+    def stream(one):
+        with enter(one):
+            yield
+        if one.device_index != current[0]:
+            contexts.add(current[0])
+
+    monkeypatch.setattr(torch.simgpu, "device", device)
+    monkeypatch.setattr(torch.simgpu, "stream", stream)
+    kernel.park()
+    kernel.unpark()
+    assert tensor.cpu()[0] == 2 and not contexts
 
 
 def test_a_return_without_an_exchange_keeps_no_blocks_on_the_card(kernel):

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import bisect
 import contextlib
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -161,7 +161,18 @@ def on_stream(device: torch.device, stream: int | None) -> contextlib.AbstractCo
     module = module_of(device)
     if module is None or stream is None:
         return contextlib.nullcontext()
-    return module.stream(stream_at(device, stream))
+    return _current(module, device, stream_at(device, stream))
+
+
+@contextlib.contextmanager
+def _current(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
+    """A context in which `device` is the current card, and `stream` the current stream.
+
+    If only the stream were entered, torch would return to the earlier card with a call that creates
+    a CUDA context there. In a new thread the earlier card is card 0.
+    """
+    with module.device(device), module.stream(stream):
+        yield
 
 
 def copying_out(device: torch.device) -> contextlib.AbstractContextManager[Any]:
@@ -173,7 +184,7 @@ def copying_out(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     module = module_of(device)
     if module is None:
         return contextlib.nullcontext()
-    return module.stream(module.Stream(device))
+    return _current(module, device, module.Stream(device))
 
 
 def record(tensor: torch.Tensor, home: int | None, streams: Collection[int]) -> None:
