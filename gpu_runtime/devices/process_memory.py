@@ -395,7 +395,7 @@ def _clear_error(torch: Any) -> None:
 
     Source: c10/cuda/CUDAException.h, C10_CUDA_ERROR_HANDLED and C10_CUDA_KERNEL_LAUNCH_CHECK.
     """
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RuntimeError):  # torch raises the error here, and so clears it
         torch.ones(1, device="cuda")
 
 
