@@ -1,8 +1,8 @@
 """Computes the free bytes that a grant may spend on each device.
 
-Pure. The smaller of two numbers counts: the bytes of the budget that no lease in the book claims,
-and the bytes that the driver measured as free. The book is all leases and requests of a host. The
-module `queue` decides which request may spend the free bytes first.
+Pure. The smaller of two numbers counts: the budget less all claims in the book, and the bytes that
+the driver measured as free. The book is all leases and requests of a host. The module `queue`
+decides which request may spend the free bytes first.
 
 A sample is one measurement of a device. A ghost is the memory that a dead process held and that the
 driver may not have freed yet.

@@ -38,11 +38,12 @@ class Way(NamedTuple):
     """A way to make room: leases that leave the card, and leases that first leave host memory.
 
     If only some pieces of a lease leave the card, the lease's `target` has the bytes of the pieces.
+    The ways in `others` are only reported, so they have no `warm`, `shadows` and `others`.
     """
 
     candidate: Candidate
     leaving: tuple[Lease, ...]
-    warm: tuple[Lease, ...] = ()
+    warm: tuple[Lease, ...] = ()  # leases that are unloaded from host memory for those that leave
     shadows: tuple[Lease, ...] = ()  # leases whose shadows are freed for those that leave
     seconds: float = 0.0  # time to load the evicted leases again
     others: tuple[Way, ...] = ()  # ways that were not chosen, the cheapest first
