@@ -236,7 +236,7 @@ def _empty_cards(_small_collections: None) -> Iterator[None]:
     if simgpu is not None and any(map(simgpu.used_bytes, range(simgpu.CARDS))):
         from gpu_runtime.backends.pytorch import fingerprint
 
-        fingerprint._keys.cache_clear()  # it keeps 1 MiB on each card that it was used on
+        fingerprint._on_cards.clear()  # it keeps 1 MiB on each card that it was used on
         gc.unfreeze()  # garbage that was frozen while it was in use is never collected
         gc.collect()
         left = simgpu.leftovers()

@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from gpu_runtime.backends.base import NotStill
-from gpu_runtime.backends.pytorch import kernel_memory, search, streams
+from gpu_runtime.backends.pytorch import fingerprint, kernel_memory, search, streams
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.facts import HOST, Share
 from gpu_runtime.units import MIB
@@ -353,3 +353,22 @@ def test_accounts_go_to_zero_and_return_exactly(kernel):
         kernel.unpark()
         assert simgpu.used_bytes(0) == held == kernel.bytes["simgpu:0"]
     assert [t.cpu()[0] for t in tensors] == [*map(float, range(8)), *map(float, range(4))]
+
+
+def test_the_keys_of_digests_stay_on_their_card(kernel):
+    """A model of the same process may leave while the notebook's own memory is parked. Its digest
+    is computed on the card.
+    """
+    fingerprint._on_cards.clear()
+    own, model = floats(1.0, count=MIB), floats(2.0, count=MIB)
+    key = model.untyped_storage()._cdata
+    kernel.handle.governed = kernel_memory.Governed(lambda: [key])
+    try:
+        before = fingerprint.digest(model.view(torch.uint8))
+        assert kernel.bytes["simgpu:0"] == 8 * MIB
+        kernel.park()
+        assert torch.equal(fingerprint.digest(model.view(torch.uint8)), before)
+        kernel.unpark()
+        assert own.cpu()[0] == 1
+    finally:
+        fingerprint._on_cards.clear()

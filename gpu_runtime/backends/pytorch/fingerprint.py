@@ -69,15 +69,30 @@ def _sums(rows: Tensor) -> Tensor:
     return sums
 
 
-@functools.cache
+_on_cards: dict[torch.device, Tensor] = {}
+
+
+def keys_on_cards() -> tuple[Tensor, ...]:
+    """The keys that `digest` keeps on cards. They must stay there, readable, for later digests."""
+    return tuple(_on_cards.values())
+
+
 def _keys(device: torch.device) -> Tensor:
-    """The random keys on `device`, [2, WORDS] int64.
+    """The random keys on `device`, [2, WORDS] int64."""
+    if device.type == "cpu":
+        return _host_keys()
+    if device not in _on_cards:
+        _on_cards[device] = _host_keys().to(device)
+    return _on_cards[device]
+
+
+@functools.cache
+def _host_keys() -> Tensor:
+    """The random keys on the CPU, [2, WORDS] int64.
 
     They are derived from the user and the random id of the boot. So all processes of a user have
     the same keys until a reboot, and can compare their digests.
     """
-    if device.type != "cpu":
-        return _keys(torch.device("cpu")).to(device)
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()
     except OSError:  # the digests of this process are not comparable

@@ -31,6 +31,7 @@ from ...facts import HOST, Evidence, ModelSpec, Share, Shares
 from ..base import Backend, NotStill, Progress, Stillness
 from . import storages as st
 from . import streams, swap
+from .fingerprint import keys_on_cards
 from .search import Found, Place, counted_on, search
 
 SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
@@ -171,14 +172,14 @@ class KernelBackend(Backend):
             found, _ = self._found(model)
             return {model.memory.device: sum(one.bytes for one in found if not one.stays)}
         held = {card.device: streams.allocated_bytes(card.torch) for card in model.memories}
-        governed = _by_card(model.governed.shares()) if any(held.values()) else {}
+        governed = _governed_bytes(model) if any(held.values()) else {}
         return {card: max(0, size - governed.get(card, 0)) for card, size in held.items()}
 
     def watch_peaks(self, model: KernelMemory) -> None:
         """Starts to measure the peak of torch's bytes on each card; see `peaks`."""
         if model.memory.counted:
             return
-        model.governed_bytes = _by_card(model.governed.shares())
+        model.governed_bytes = _governed_bytes(model)
         for card in model.memories:
             streams.reset_peak(card.torch)
 
@@ -192,7 +193,7 @@ class KernelBackend(Backend):
         if model.away or model.memory.counted:
             return model.last if counted else None
         peak = {share.device: share.bytes for share in model.last if counted}
-        before, now = model.governed_bytes, _by_card(model.governed.shares())
+        before, now = model.governed_bytes, _governed_bytes(model)
         for card in model.memories:
             governed = max(before.get(card.device, 0), now.get(card.device, 0))
             own = streams.allocated_bytes(card.torch, peak=True) - governed
@@ -345,7 +346,8 @@ class KernelBackend(Backend):
         """The storages on the cards of `model` that belong to no governed model, and all streams
         that have a Python object.
         """
-        governed = frozenset(model.governed.keys())
+        keys = (one.untyped_storage()._cdata for one in keys_on_cards())
+        governed = frozenset((*model.governed.keys(), *keys))
         seen = search(self._place(), governed=governed)
         cards = {one.device for one in model.memories}
         return [one for one in seen.found if one.device in cards], seen.streams
@@ -409,9 +411,13 @@ def _streams(
     return found
 
 
-def _by_card(shares: Iterable[Share]) -> dict[str, int]:
+def _governed_bytes(model: KernelMemory) -> dict[str, int]:
+    """The bytes on each card of the governed models, and of the keys of their digests."""
+    cards = {torch.device(one.torch): one.device for one in model.memories}
+    keys = [one for one in keys_on_cards() if one.device in cards]
+    shares = [Share(cards[one.device], one.nbytes) for one in keys]
     total: dict[str, int] = {}
-    for share in shares:
+    for share in (*model.governed.shares(), *shares):
         total[share.device] = total.get(share.device, 0) + share.bytes
     return total
 
