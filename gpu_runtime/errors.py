@@ -121,9 +121,9 @@ class Deadlock(GpuError):
 
 
 class OutOfMemory(GpuError, MemoryError):
-    """A device ran out of memory while a model was in use.
+    """A device ran out of memory while a model was loaded or used.
 
-    Attributes: device, asked_bytes, holders, report. `left` are the leases of this process's idle
+    Attributes: device, asked_bytes (0 if not known), holders, report. `left` are the leases of this process's idle
     models that were evicted when the `with` block ended.
     """
 

@@ -228,8 +228,8 @@ class Refuse(Value, tag=True):
     """The request cannot be served as things are. Nothing was changed."""
 
     because: str
-    # One of hopeless, nested, kept, precious (a lease that cannot leave), limit, cap, deadlock,
-    # full, drained.
+    # Of a request: hopeless, nested, kept, precious (a lease that cannot leave), limit, cap,
+    # deadlock, full or drained. Of an order: gone, unknown, stays, in use, away, fixed or failed.
     kind: str = "hopeless"
     need_bytes: int = 0
     budget_bytes: int = 0

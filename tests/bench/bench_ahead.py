@@ -5,12 +5,14 @@ python -m tests.bench.bench_ahead [hidden slowdown]
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
 import statistics
+import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,17 @@ def spin():
         total += number
     return time.perf_counter() - began - (queued() - waited)
 """
+# The same load, in a process of its own, for as long as its standard input is open.
+BESIDE = """
+import sys, threading, torch
+from safetensors.torch import load_file
+torch.set_num_threads(1)
+threading.Thread(target=lambda: (sys.stdin.read(), __import__("os")._exit(0)), daemon=True).start()
+print("ready", flush=True)
+while True:
+    layers = [torch.nn.Linear(2048, 2048, bias=False) for _ in range({layers})]
+    torch.nn.Sequential(*layers).load_state_dict(load_file({file!r}))
+"""
 USE = """
 with rt.use("model"):
     print("end", [seconds, rt.schedule().loaded_ahead])
@@ -62,22 +75,39 @@ def hidden_share() -> float:
     return statistics.median(shares)
 
 
+@contextlib.contextmanager
+def loading_beside(file: str) -> Iterator[None]:
+    """A context manager in which another process loads the model of `file`, again and again."""
+    code = BESIDE.format(layers=LAYERS, file=file)
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+    with subprocess.Popen([sys.executable, "-c", code], **pipes) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        yield
+
+
 def slowdown() -> dict[str, float]:
     """The least seconds of a cell that computes in pure Python, with and without a load beside it.
 
-    The load reads a file and builds a model in another thread. Both ways are measured alternately.
-    The time in which the cell's thread waits for a processor is left out: other programs cause it.
+    The load reads a file and builds a model: `auto` in another thread of the kernel, `beside` in another process,
+    again and again. `beside` shows what two busy processors of this machine cost one another. All ways are measured in
+    turn. The time in which the cell's thread waits for a processor is left out: other programs cause it.
     """
-    taken: dict[str, list[float]] = {"never": [], "auto": []}
+    taken: dict[str, list[float]] = {"never": [], "auto": [], "beside": []}
     with tempfile.TemporaryDirectory() as directory:
         file = str(Path(directory, "weights.safetensors"))
         for number in range(ROUNDS):
             for mode, times in taken.items():
                 setup = SETUP.format(
-                    mode=mode, layers=LAYERS, file=file, new=not number and mode == "never"
+                    mode="auto" if mode == "auto" else "never",
+                    layers=LAYERS,
+                    file=file,
+                    new=not number and mode == "never",
                 )
-                with running_kernel() as (_, client):
+                with running_kernel() as (_, client), contextlib.ExitStack() as stack:
                     run_all(client, [setup])
+                    if mode == "beside":
+                        stack.enter_context(loading_beside(file))
                     printed = run_all(client, ["seconds = spin()", USE])[-1][1]
                 found = re.search(r"end (.*)", printed)
                 assert found, printed
