@@ -355,6 +355,20 @@ def test_accounts_go_to_zero_and_return_exactly(kernel):
     assert [t.cpu()[0] for t in tensors] == [*map(float, range(8)), *map(float, range(4))]
 
 
+def test_a_workspace_is_released_on_each_used_card_without_any_tensor(kernel, monkeypatch):
+    """On a card cuBLAS keeps 8 to 32 MiB for each process that multiplied matrices there. These
+    bytes count as the kernel's own, and no tensor of them can be found.
+    """
+    workspace = simgpu.cards[1].allocate(8 * MIB)
+    clear = simgpu.cards[1].free
+    monkeypatch.setattr(
+        streams, "release_cached", lambda card: card == "simgpu:1" and clear(workspace)
+    )
+    assert kernel.bytes == {"simgpu:1": 8 * MIB}
+    kernel.park()
+    assert simgpu.used_bytes(1) == 0 and not kernel.handle.away
+
+
 def test_the_keys_of_digests_stay_on_their_card(kernel):
     """A model of the same process may leave while the notebook's own memory is parked. Its digest
     is computed on the card.

@@ -221,6 +221,7 @@ class KernelBackend(Backend):
         here, known = self._found(model)
         found = [one for one in here if not one.stays]
         cards = {one.storage.device for one in found}
+        used = [one.torch for one in model.memories if streams.allocated_bytes(one.torch)]
         homes = _homes(found, cards)
         _rest(cards)
         host = self.probe.place(HOST)
@@ -244,7 +245,7 @@ class KernelBackend(Backend):
         self._exchange(model, mark, exchange, tuple(away), None)
         model.streams = _streams(known, away, cards)
         del exchange  # this frees the old memory
-        for card in cards:
+        for card in used:  # a card without tensors can still have a workspace of cuBLAS
             streams.release_cached(card)
 
     def _return(self, model: KernelMemory) -> None:
