@@ -1,7 +1,7 @@
 """The file of the keys with which programs call `gpu serve`: names, hashes and rights of the keys.
 
-A key has 256 random bits, so its SHA-256 reveals nothing, and no slow hash is needed. The keys'
-file has hashes only, and only its owner may read it.
+A key has 256 random bits, so its SHA-256 reveals nothing, and no slow hash is needed. The file
+contains the hash of each key and never the key itself. Only the file's owner may read it.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def default_file() -> Path:
 def read(path: Path) -> Keys:
     """The keys in the file `path`, by name; empty if the file does not exist.
 
-    Raises BadDocument for a mistake in the file, or if another user may read or replace the file.
+    Raises BadDocument for a mistake in the file, for a file that cannot be read or is too large,
+    and if another user may read or replace the file.
     """
     try:
         handle = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK)
@@ -84,7 +85,10 @@ def read(path: Path) -> Keys:
 
 
 def _require_private(path: Path, found: os.stat_result) -> None:
-    """Raises BadDocument unless only this user can use the file `path` with the status `found`."""
+    """Raises BadDocument unless only this user can use the file `path` with the status `found`.
+
+    BadDocument is also raised if the file has more than MOST_BYTES.
+    """
     if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
         raise _bad(path, "it is not a file of this user")
     if found.st_mode & 0o077:

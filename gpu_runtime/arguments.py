@@ -1,8 +1,8 @@
 """The arguments of the public methods: a table of the allowed values, and the advice in errors.
 
 `checked` applies the table before a method runs. So the runtime, and the book that all processes
-read, get only plain values within their bounds. This module does not know which names or devices
-exist.
+read, get only plain values within their bounds. This module does not check whether a name or a
+device exists.
 """
 
 from __future__ import annotations

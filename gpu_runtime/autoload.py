@@ -16,7 +16,7 @@ from .errors import GpuError
 from .facts import Outcome
 
 FILE = "ipython_kernel_config.py"  # read by kernels, not by IPython in a terminal
-TEXT: Any = {"encoding": "utf-8", "errors": "surrogateescape"}  # every byte of the file stays
+TEXT: Any = {"encoding": "utf-8", "errors": "surrogateescape"}  # bytes that are not UTF-8 stay
 BEGIN, END = "# >>> gpu-console", "# <<< gpu-console"
 BLOCK = f"""{BEGIN}: written by `gpu autoload`, removed by `gpu autoload --remove`
 get_config().InteractiveShellApp.extensions.append("gpu")
@@ -67,7 +67,8 @@ def _without_block(text: str, path: Path) -> str:
 
 
 def _write(path: Path, text: str) -> None:
-    """Replaces the content of the file `path` by `text`, in one step. An empty file is removed.
+    """Replaces the content of the file `path` by `text`, in one step. If `text` is empty, removes
+    the file.
 
     A new file and its directory are readable for the kernels of all users, even if the operator's
     umask is 077. An existing file keeps its mode.

@@ -13,7 +13,7 @@
     ├── NeedsWith                  `rt.use(…)` without `with`; also AttributeError and TypeError
     ├── BadSize, BadSetting        also ValueError
     │   └── UnknownSize            … because nothing shows how large the model is
-    ├── BadDocument                a file of models has an error; also ValueError
+    ├── BadDocument                a file of models, tasks or keys has an error; also ValueError
     ├── CatalogUnavailable         the model catalogue cannot be read or written
     ├── ModelDisabled              its entry in the catalogue has `enabled: false`
     ├── LoadFailed                 the source could not be loaded
@@ -22,7 +22,7 @@
     ├── EngineDied                 an engine's process ended; the next use loads it again
     ├── EngineFault                an engine failed and was unloaded; the next use loads it again
     ├── ProcessLost                the driver no longer serves this process; restart it
-    ├── CannotGovern               a module that cannot be moved safely, refused by name
+    ├── CannotGovern               a module that cannot be moved safely; also TypeError
     ├── NotLoaded                  in the catalogue, but loaded by no process
     ├── NotResident                called while away, with automatic restore switched off
     ├── ProbeFailed                a device did not respond
@@ -146,7 +146,7 @@ class UnknownModel(GpuError, LookupError):
     ) -> None:
         """`known` are the existing names. Without names, the message has the sentence `none`.
 
-        `advice` says what to type. By default it says how to register the model `name`.
+        `advice` is the last line, with a command to type: by default, one that registers `name`.
         """
         if not advice:
             short = printable(name, MOST_QUOTED)
@@ -279,7 +279,7 @@ class BadSetting(GpuError, ValueError):
 
 
 class BadDocument(GpuError, ValueError):
-    """A file of models has an error.
+    """A file of models, tasks or keys has an error.
 
     Attributes: file, line, field, problem, and `others`, the further errors in the file.
     """

@@ -45,9 +45,10 @@ def freed(lock: threading.Lock) -> threading.Lock:
 
 
 def is_clean() -> bool:
-    """Whether every lock that was passed to `awaited` was free when this process was forked.
+    """Whether the fork that made this process got every lock that was passed to `awaited`.
 
-    The result is also True in a process that was not forked.
+    A fork waits at most WAIT_SECONDS for these locks. The forks that made the parent and its
+    ancestors count too. In a process that was not forked, the result is True.
     """
     return _clean
 

@@ -1,7 +1,7 @@
-"""The names in this process that a front end knows: variables, outputs, the last error, threads.
+"""The names in this process that can hold memory: variables, outputs, the last error, threads.
 
 The IPython extension registers its namespace in this module. A script has the variables of
-`__main__`. `backends/pytorch/holders.py` computes the memory that a name holds.
+`__main__`. `backends/pytorch/holders.py` finds the storages that a name reaches.
 """
 
 from __future__ import annotations
@@ -116,7 +116,10 @@ def last_errors(more: Iterable[Any] = ()) -> list[BaseException]:
 
 
 def frames_of(errors: Iterable[BaseException]) -> list[FrameType]:
-    """The user's frames in the tracebacks of `errors` and of their causes, each once."""
+    """The user's frames in the tracebacks of `errors` and of their causes, each once.
+
+    The frames of the last traceback that Python keeps are added.
+    """
     frames = [frame for frame, _ in traceback.walk_tb(getattr(sys, "last_traceback", None))]
     for error in _with_causes(errors):
         frames += [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -157,14 +160,14 @@ def functions_of(errors: Iterable[BaseException]) -> str:
 def clear(errors: Iterable[BaseException]) -> None:
     """Removes the references that `errors` and their causes have to the user's objects.
 
-    Clears the local variables of all frames that no longer run. In the arguments of an error, an
-    object that is not plain is replaced by the name of its class.
+    Clears the local variables of the user's frames that no longer run. In the arguments of an
+    error, an object that is not plain is replaced by the name of its class.
     """
     errors = _with_causes(errors)
     for frame in frames_of(errors):
         try:
             frame.clear()
-            # A debugger has read `f_locals`, of which Python keeps a copy. Reading updates the copy.
+            # A debugger may have read `f_locals`. Python keeps a copy of it, which a read updates.
             _ = frame.f_locals
         except RuntimeError:  # the frame still runs; its variables end with the frame
             pass
@@ -204,7 +207,7 @@ def frames_named(name: Name) -> list[FrameType]:
 
 
 def _stack(thread: int | None) -> list[FrameType]:
-    """The user's functions that run in a thread, the innermost first."""
+    """The frames of the user's functions that run in a `thread`, the innermost first."""
     frame = sys._current_frames().get(thread) if thread is not None else None
     frames = []
     while frame is not None and _library(frame) not in _RUNNERS:
@@ -215,7 +218,7 @@ def _stack(thread: int | None) -> list[FrameType]:
 
 
 def _is_users(frame: FrameType) -> bool:
-    """Whether `frame` belongs to a function that is not part of a library that runs cells."""
+    """Whether `frame` belongs to a function, and not to one of the libraries that run cells."""
     is_function = bool(frame.f_code.co_flags & 1)  # CO_OPTIMIZED
     return is_function and _library(frame) not in _LIBRARIES
 

@@ -74,8 +74,9 @@ def weak_step(path: Path, *, may_be_writable: bool = False) -> str:
 
     An example is `/var/tmp/x belongs to uid 1001`. The result is empty if only root and this user
     can change the way. `path` itself is checked too. A directory that does not exist yet is not
-    checked. If `may_be_writable` is true, only the owners of the directories are checked. Raises
-    OSError.
+    checked. Other users may write to a directory with the sticky bit, such as /tmp, because they
+    cannot replace the entries of this user. If `may_be_writable` is true, only the owners of the
+    directories are checked. Raises OSError.
     """
     trusted = (0, os.geteuid())
     for step, found in _steps(path.absolute()):
@@ -105,7 +106,7 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
         step = place / part
         try:
             found = os.lstat(step)
-        except FileNotFoundError:  # what does not exist yet has no links
+        except FileNotFoundError:  # below a missing directory there are no links
             return
         yield step, found
         if not stat.S_ISLNK(found.st_mode):

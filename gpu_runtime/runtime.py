@@ -118,7 +118,7 @@ class Runtime:
         self._wall = wall
         self._catalogue = Catalogued(Catalog(self.settings), lambda: self.probe.devices)
         self._closing = threading.Lock()
-        self._is_inherited = False  # whether this is a forked child that has not used it yet
+        self._is_inherited = False  # True in a forked child that has not used this runtime yet
         self._wants_monitor = monitor
         self._open()
         _runtimes.add(self)
@@ -138,10 +138,10 @@ class Runtime:
         return self._opened
 
     def _reopened(self) -> Session:
-        """Opens a new owner that holds no memory, also for a forked child at its first use.
+        """This process as a new owner, at the first use of the runtime in a forked child.
 
-        The parent's models stay in the child as plain objects. Raises LedgerUnavailable, also after
-        the runtime was closed.
+        The new owner holds no memory. The parent's models stay in the child as plain objects.
+        Raises LedgerUnavailable if the ledger cannot be opened, or if the runtime was closed.
         """
         with self._closing:
             if self._is_inherited:
@@ -240,8 +240,8 @@ class Runtime:
 
     @checked
     def forget(self, name: str) -> None:
-        """Frees the model `name` and its name. An adopted module stays in place, as your object.
-        Raises UnknownModel, StillInUse.
+        """Frees the memory of the model `name`, and its name. An adopted module stays in place, as
+        your object. Raises UnknownModel, StillInUse.
         """
         registry.forget(self._session, name)
 
@@ -368,8 +368,7 @@ class Runtime:
         lost: bool = False,
         force: bool = False,
     ) -> Outcome:
-        """Evicts the model to host memory. If host memory has no room, the model is unloaded.
-
+        """Evicts the model to host memory, or unloads it if host memory has no room.
         `qwen@4121` or a LeaseId names another process's model. `train.ipynb` names all memory of a
         notebook, also of its own code. `*` names all idle models. With `drop`, a model that can be
         loaded again leaves host memory too. Another process gets a request, and has `timeout`
@@ -377,7 +376,7 @@ class Runtime:
         process that may have ended, and the outcome lists the process's memory. `force` also ends
         the process's leases; use `force` only if you know that the process has ended.
 
-        Raises StillInUse, UnknownModel, AmbiguousName, Busy, NotAllowed, GpuError.
+        Raises DoesNotFit if neither is possible, StillInUse, UnknownModel, AmbiguousName, Busy, NotAllowed, GpuError.
         """
         if lost:
             return unproven_owners.evict(self._session, str(name), force=force)
@@ -478,9 +477,10 @@ class Runtime:
         told: Callable[[str, Wait | None], None] | None,
         arrived: Callable[[Any], None] | None = None,
     ) -> None:
-        """Calls `told(name, wait)` in a waiting thread after each decision; finally with None.
+        """Sets `told(name, wait)`, which a waiting thread calls after each decision; None: no call.
 
-        Calls `arrived` with an `Arrival` when a load or a restore begins, and when it has ended.
+        `wait` is None when the wait has ended. `arrived` is called with an `Arrival` when a load or
+        a restore begins, and when it has ended.
         """
         self._session.on_wait, self._session.on_arrival = told, arrived
 
@@ -494,7 +494,7 @@ class Runtime:
     def reap(self) -> int:
         """Removes owners that are proven dead, and returns the number of these owners.
 
-        A process with a model calls `reap` once a second. A process that only reads can call it.
+        The monitor of each process checks only two owners in a round. This method checks all owners.
         """
         return self._session.reap()
 
@@ -672,7 +672,7 @@ class Runtime:
         return maintenance.tick(self._session, notebook_path())
 
     def close(self) -> None:
-        """Frees all models and leaves the book. Adopted modules stay, as plain modules."""
+        """Frees all models, and this runtime's entry in the book. Adopted modules stay usable."""
         with self._closing:
             self._is_inherited = False
             if self._opened.closed:

@@ -31,7 +31,10 @@ _SHAPE = dict(
 
 
 def tokenizer() -> Any:
-    """A byte-level BPE tokenizer of 512 entries with a chat template."""
+    """A byte-level BPE tokenizer with a chat template.
+
+    It has 312 entries, because its training text is short. At most VOCABULARY are possible.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 

@@ -113,11 +113,11 @@ def user_of_client(connection: socket.socket) -> int | None:
         )
         ends = [socket.inet_pton(connection.family, one) for one in (host, own_host)]
         if ends[0] != ends[1] and not host.startswith("127."):
-            return None  # if both ends are on this machine, they have the same address
+            return None  # a client on this machine has the same address as this end
         ports = [one.to_bytes(2, "big") for one in (port, own_port)]
         found = next(_ask(_ONE, connection.family, _STATE_ANY, *ports, *ends), None)
         return found[2] if found else None
-    except OSError:  # it has hung up, or a sandbox forbids the question
+    except OSError:  # the client has disconnected, or a sandbox forbids netlink sockets
         return None
 
 

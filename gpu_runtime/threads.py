@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 MOST_SECONDS = 60.0  # the longest time that the interpreter waits at its end for unfinished work
-SPARE_SECONDS = 10.0  # for which a thread without work stays
+SPARE_SECONDS = 10.0  # how long a thread without work waits for work before it ends
 _unfinished: set[object] = set()
 _spare: list[Any] = []  # the threads that wait for work, see `start_short`
 os.register_at_fork(after_in_child=_unfinished.clear)  # the parent continues that work
@@ -103,7 +103,7 @@ class _Spare:
         """Calls the given work, waits for further work, and calls it too."""
         while self.work is not None:
             self.work()
-            self.work = None  # it may hold a model
+            self.work = None  # the function may refer to a model
             _spare.append(self)
             if self.given.acquire(timeout=SPARE_SECONDS):
                 continue
@@ -180,7 +180,9 @@ def uninterrupted(work: Callable[[], Any]) -> Any:
             raise error
         return result
     finally:
-        del error  # else its traceback would lead back to it, and keep the caller's frames
+        # The traceback of `error` refers to this frame. Without this line the frame would refer to
+        # `error`: a reference cycle, which would keep the caller's frames alive.
+        del error
 
 
 def imported(name: str) -> Any:

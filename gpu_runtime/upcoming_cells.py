@@ -1,6 +1,6 @@
 """The cells that this process's kernel runs now and will run next, with the models they use.
 
-The IPython extension knows the cells, and runtimes load models ahead for the cells. This module
+The IPython extension reads the cells, and runtimes load models ahead for the cells. This module
 connects the extension and the runtimes, since neither may import the other. A script has no cells.
 """
 

@@ -1,7 +1,7 @@
 """Finds the lines of the user's own code that an error came through, for a notebook to show.
 
 Frames of this package, of IPython and of installed libraries are left out. `%tb` shows all frames.
-Nothing here imports IPython, because only IPython calls these functions.
+Nothing here imports IPython. If IPython is not loaded, there are no cells.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def user_lines(error: BaseException) -> list[str]:
     """The user's lines that `error` came through, such as `Cell In[7], line 10: c = step(model, 3)`.
 
     The line that failed is the last. If `error` has a cause (the error from which it was raised),
-    the lines of the cause are used. An example is an out-of-memory report at the end of a `with`
-    block.
+    the lines of the cause are added. In a frame that both errors came through, the line of the
+    cause is shown. An example is an out-of-memory report at the end of a `with` block.
     """
     at: dict[FrameType, int] = {}  # frame -> line; if two errors share a frame, the cause's line
     link: BaseException | None = error

@@ -49,7 +49,10 @@ def forget(rt: Any, args: argparse.Namespace) -> Outcome:
 
 
 def evict(rt: Any, args: argparse.Namespace) -> Outcome:
-    """Evicts what `args` names, or every idle model. Raises GpuError if nothing is named."""
+    """Evicts what `args` names, or with `--all-idle` every idle model.
+
+    Raises GpuError if `args` have neither a name nor `--all-idle`, or both.
+    """
     if args.all_idle == bool(args.name):
         raise GpuError("type one of the two: a NAME, or --all-idle.")
     return rt.evict(args.name or "*", **given(args, "timeout", "drop", "lost", "force"))

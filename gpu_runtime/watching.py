@@ -51,7 +51,8 @@ def active_ledgers() -> list[ActiveLedger]:
 def _last_use(ledger: OpenLedger, processes: frozenset[int]) -> float | None:
     """The time when any of `processes` last used memory of the `ledger`.
 
-    The result is None if no process holds memory of the ledger or waits for memory.
+    The result is None if no process holds memory of the ledger or waits for memory. It is 0.0 if
+    the processes hold only memory without a lease.
     """
     try:
         book = peek(ledger.url, ledger.directory).look()

@@ -32,8 +32,8 @@ WORDS = {
     RELEASABLE: "inactive, released by defrag",
     RELEASED: "released",
 }
-# Neutral colours, and a saturated one for the problem: memory that nobody can use. A kind without a
-# colour is drawn as a pattern.
+# Neutral colours, and a saturated one for the problem: memory that is not in use and that defrag
+# cannot release. A kind without a colour is drawn as a pattern.
 COLOURS = {
     ALLOCATED: "#748db1",
     PENDING: "#9dd4ef",
@@ -121,7 +121,7 @@ class _Stretch(NamedTuple):
 
 
 def picture(map: AllocatorMap, cells: int = CELLS) -> Picture:
-    """The `map` as at most 16 rows of `cells` pieces each. An empty map has no rows.
+    """The `map` as at most 16 rows, each wide enough for `cells` pieces. An empty map has no rows.
 
     A row stands for 20 MiB, which is the middle one of torch's segment sizes. If this would give
     more than 16 rows, a row stands for 32 MiB, 64 MiB, and so on.
@@ -203,6 +203,7 @@ def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
     """
     whole = not segment.in_use and segment.kind != "private"
     for block in segment.blocks:
+        # Defrag releases an expandable segment page by page. A block of two pages has a whole page.
         pages = segment.kind == "expandable" and block.bytes >= 2 * MIDDLING
         inactive = RELEASABLE if whole or pages else STUCK
         sizes = dict.fromkeys(KINDS, 0)
@@ -214,10 +215,9 @@ def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
 def _stretches(segments: Iterable[SegmentMap], least: float) -> Iterator[_Stretch]:
     """Yields the stretches of all `segments`.
 
-    A stretch is a single block of memory, or several neighbouring blocks that together have less
-    than `least` bytes.
-
-    Blocks of a large segment are not joined with blocks of another segment.
+    A stretch is a single block of memory, or several neighbouring blocks that together have at most
+    `least` bytes. Blocks of a segment of 2 * `least` bytes or more are not joined with blocks of
+    another segment.
     """
     pending: _Stretch | None = None
     start = 0
@@ -248,8 +248,9 @@ def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[MapPiece]:
     """Yields the pieces of `stretch`, which is cut at the ends of rows. The kinds of bytes are
     stacked.
 
-    Bytes in use are drawn at least `least` bytes wide, since a few bytes in use can keep a whole
-    segment from being released.
+    If the whole stretch is in use, it is drawn at least `least` bytes wide, but not beyond the end
+    of its row. A few bytes in use can keep a whole segment from being released, so they must be
+    visible.
     """
     title = _title(stretch)
     start, end = stretch.start, stretch.start + stretch.bytes

@@ -5,8 +5,8 @@ the same colour everywhere. Nothing here is random, so that executed notebooks c
 Every name given by a person or a file is escaped.
 
 JupyterLab removes the style sheet from a notebook that the user does not trust yet, but keeps
-inline styles. So colours, widths and alignment are inline, and the sheet has only optional rules.
-If a frontend removes both, the reader still sees plain tables.
+inline styles. So the colours and widths of bars are inline, and the sheet has only optional rules,
+such as the alignment of cells. If a frontend removes both, the reader still sees plain tables.
 
 Source: Okabe & Ito 2008, Color Universal Design.
 """
@@ -115,9 +115,7 @@ def pre(lines: str) -> str:
 
 
 def with_code(sentence: str) -> str:
-    """The `sentence` as escaped HTML. If the sentence contains `: `, the command after it is shown
-    as code.
-    """
+    """The `sentence` as escaped HTML. The command after a colon and two spaces is shown as code."""
     text, colon, typed = sentence.partition(":  ")
     return f"{esc(text)}: {code(typed)}" if colon else esc(sentence)
 
@@ -192,7 +190,7 @@ def stretch(
     `classes` are class names of style.css.
     """
     hover = f' title="{esc(title)}"' if title else ""
-    # A segment that is too short for its label has an empty one, which gives it its height.
+    # A segment that is too short for its label contains a space, which gives the segment its height.
     text = "&nbsp;" if ink == "transparent" else esc(label)
     colours = f"background-color:{colour}"
     if ink not in ("transparent", "#000"):  # black is the rule in style.css
@@ -203,7 +201,7 @@ def stretch(
 
 
 def swatch(row: views.Holding) -> str:
-    """A square in the colour of the model in `row`."""
+    """A square in the colour of the model in `row`; a grey square for memory without a lease."""
     drawn = Look(_GREY, "", "", "▧")
     if row.kind in ("model", "block", "kernel"):
         drawn = look(row.name)
@@ -266,7 +264,6 @@ def table_cell(tag: str, inner: str, kind: str = "", style: str = "") -> str:
     """A `<td>` or `<th>` (the `tag`) around the HTML `inner`, with the classes `kind`.
 
     `style` is inline style, which stays when JupyterLab removes the style sheet from a notebook.
-    Without a style, frontends align cells to the right.
     """
     classes = f' class="{kind}"' if kind else ""
     styles = f' style="{style}"' if style else ""

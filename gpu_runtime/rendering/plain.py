@@ -1,6 +1,6 @@
 """Turns the results of verbs into plain values for JSON. This module is pure.
 
-Every field is present. Bytes are numbers, and times are epoch seconds.
+Every field is present; a missing value is null. Bytes are numbers, and times are epoch seconds.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def _scalar(value: Any) -> Any:
 
 
 def status(snapshot: Snapshot) -> dict[str, Any]:
-    """The `snapshot` for programs. Percents are 0 to 100."""
+    """The `snapshot` for programs. Percents are numbers such as 12.5; a pressure can exceed 100."""
     return {
         "time": snapshot.wall,
         "simulated": snapshot.simulated,

@@ -139,8 +139,8 @@ def size(count: int | None) -> str:
 def draw(bar: Bar, cells: int = BAR_CELLS) -> tuple[str, str]:
     """The `bar` in characters, `cells` wide, and its legend.
 
-    Every segment gets at least one cell, so that small segments are visible.
-
+    Every segment gets at least one cell, so that small segments are visible. If the cells do not
+    suffice, the last segments are cut off.
     >>> from gpu_runtime.facts import Device
     >>> from gpu_runtime.rendering.views import BarSegment
     >>> two = (BarSegment("a", 8, lease="1/a"), BarSegment("b", 4, lease="1/b"))
@@ -300,8 +300,8 @@ def applied_head(done: Applied) -> str:
 
 
 def block(used: Any) -> str:
-    """The memory that the cell in `used` has used. A value of None is shown as unknown, never as
-    zero.
+    """The memory that the leased block of code `used` has used. A value of None is shown as
+    unknown, never as zero.
     """
     leased = f"on {used.device.id}"
     if used.bytes:
