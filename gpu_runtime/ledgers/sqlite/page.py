@@ -39,8 +39,8 @@ from .recovery import Before, newest_roster_rev, rebuild
 # wait 2 ms. An INSERT OR REPLACE would allocate all pages of the temporary table anew: 286 µs for
 # 400 KB, where the UPDATE takes 139 µs.)
 COPY = """UPDATE temp.seen SET (rev, schema, body) =
-    (SELECT rev, schema, body FROM main.book WHERE host=?1)
-    WHERE (SELECT rev, schema FROM main.book WHERE host=?1) IS NOT (?2, ?3)"""
+    (SELECT rev, schema, body FROM main.book WHERE host=?)
+    WHERE (SELECT rev, schema FROM main.book WHERE host=?) IS NOT (?, ?)"""
 FETCH = "SELECT rev, schema, body FROM temp.seen"
 SETTLED_NANOSECONDS = 50_000_000
 UPDATE = "UPDATE main.book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=?"
@@ -160,7 +160,8 @@ class SqliteBook(BookStore):
     def _read(self, page: Page) -> Page:
         self._require_plain_journal(page)
         try:
-            copied = self._connection.execute(COPY, (self.boot, page.rev, SCHEMA)).rowcount
+            wanted = (self.boot, self.boot, page.rev, SCHEMA)
+            copied = self._connection.execute(COPY, wanted).rowcount
         except FAULTS as error:
             raise self._failure(page, error) from error
         known = (page.rev, SCHEMA, b"")
