@@ -13,37 +13,45 @@ from pathlib import Path
 import pytest
 import torch
 
-SOURCE = Path(__file__).with_suffix(".cpp")
 NAME = "_set_storage_data_ptr_access_error_msg"
 
 
 def compiled() -> Callable[[int, str], None]:
-    """The call, or torch's own call if this build has it.
-
-    Compiling takes 1.3 s of the processor. So the library is kept, like a compiled module, until the
-    source or torch changes. Skips the test if there is no compiler.
-    """
+    """The call, or torch's own call if this build has it. Skips the test if there is no compiler."""
     if hasattr(torch._C, NAME):
         return getattr(torch._C, NAME)
-    compiler = shutil.which("g++") or shutil.which("clang++")
-    if compiler is None:
+    try:
+        mark = ctypes.CDLL(str(library("storage_mark"))).mark
+    except FileNotFoundError:
         pytest.skip("needs a C++ compiler: this build of torch cannot mark storages")
-    key = hashlib.sha256(SOURCE.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
-    library = SOURCE.parent / "__pycache__" / f"storage_mark.{key}.so"
-    if not library.exists():
-        _compile(compiler, library)
-    mark = ctypes.CDLL(str(library)).mark
     mark.argtypes, mark.restype = [ctypes.c_size_t, ctypes.c_char_p], None
     return lambda storage, sentence: mark(storage, sentence.encode())
 
 
-def _compile(compiler: str, library: Path) -> None:
+def library(name: str) -> Path:
+    """The path of the library that is compiled from the file `name`.cpp in this directory.
+
+    Compiling takes 1.3 s of the processor. So the library is kept, like a compiled module, until the
+    source or torch changes. Raises FileNotFoundError if there is no compiler.
+    """
+    source = Path(__file__).with_name(f"{name}.cpp")
+    key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    made = source.parent / "__pycache__" / f"{name}.{key}.so"
+    if not made.exists():
+        _compile(source, made)
+    return made
+
+
+def _compile(source: Path, library: Path) -> None:
     from torch.utils import cpp_extension
 
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise FileNotFoundError("there is no C++ compiler: install g++")
     places = [f"-I{place}" for place in cpp_extension.include_paths()]
     home = cpp_extension.library_paths()[0]
     links = [f"-L{home}", "-lc10", f"-Wl,-rpath,{home}"]
-    command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", *places, str(SOURCE)]
+    command = [compiler, "-std=c++20", "-O0", "-shared", "-fPIC", *places, str(source)]
     library.parent.mkdir(exist_ok=True)
     draft = library.with_suffix(f".{os.getpid()}")
     subprocess.run([*command, "-o", str(draft), *links], check=True)

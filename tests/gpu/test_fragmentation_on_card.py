@@ -12,9 +12,7 @@ torch = pytest.importorskip("torch")
 
 
 @pytest.fixture
-def rt(tmp_path):
-    torch.zeros(1, device="cuda")
-    torch.cuda.empty_cache()
+def rt(tmp_path, settle):
     with Runtime(devices="cuda", ledger=f"sqlite://{tmp_path}/ledger", monitor=False) as rt:
         yield rt
 
@@ -40,7 +38,8 @@ def test_the_map_has_torch_s_figures_and_defragmenting_frees_the_releasable_byte
     driver_before = torch.cuda.mem_get_info()[0]
     assert rt.defrag().bytes == map.releasable_bytes
     assert torch.cuda.memory_reserved() == map.reserved_bytes - map.releasable_bytes
-    assert torch.cuda.mem_get_info()[0] - driver_before == map.releasable_bytes
+    freed = torch.cuda.mem_get_info()[0] - driver_before
+    assert freed == pytest.approx(map.releasable_bytes, abs=8 * MIB)  # the driver frees whole pages
     row = rt.fragmentation().set_index("device").loc["cuda:0"]
     assert (
         row["releasable_bytes"] == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -14,7 +15,8 @@ from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("exchange")]
+ROOT = Path(__file__).parents[2]
 torch = pytest.importorskip("torch")
 two_cards = pytest.mark.skipif(
     torch.cuda.device_count() < 2, reason="there are not two CUDA cards here"
@@ -70,7 +72,7 @@ backend.load(ModelSpec("net", "torch"), (Share(card, 0),), lambda: torch.nn.Line
 print(torch.cuda.current_device(), [torch._C._cuda_hasPrimaryContext(i) for i in range({last + 1})])
 """
     done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, cwd=ROOT
     )
     assert done.stdout.split(maxsplit=1) == [str(last), f"{[False] * last + [True]}\n"], done.stderr
 
