@@ -328,6 +328,7 @@ def out_of_memory(
     return OutOfMemory(
         report,
         device=device,
+        asked_bytes=getattr(error, "asked_bytes", 0),
         holders=tuple(lease.id for lease in holders),
         report=report,
     )

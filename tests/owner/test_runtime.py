@@ -298,10 +298,12 @@ def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holde
     with rt.use("a"):
         rt.probe.place("sim:0").squeeze(17 * GIB)
         with (
-            pytest.raises(OutOfMemory, match=r"(?s)while loading b.*5.0 GiB.*a, in use"),
+            pytest.raises(OutOfMemory, match=r"(?s)while loading b.*5.0 GiB.*a, in use") as told,
             rt.use("b"),
         ):
             pass
+    facts = {"device": "sim:0", "asked_bytes": 5 * GIB, "holders": (f"{rt.status().owner.id}/a",)}
+    assert told.value.facts == {**facts, "report": str(told.value)}
     rt.pin("a")
     with pytest.raises(OutOfMemory, match="a, idle .*, pinned"), rt.use("b"):
         pass
