@@ -15,10 +15,10 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from .process_memory import Block, Memory, Region, pinned
+from .locked_pages import Region, pinned
+from .process_memory import Block, Memory
 
 DIRECTORY = "/dev/shm"
-_libc = ctypes.CDLL(None, use_errno=True)
 
 
 class SharedPages:
@@ -102,9 +102,7 @@ class SharedPages:
         if memory.pinned:
             region.leave_out_of_forks()
             pinned(region, touched=True)
-            _libc.mprotect(
-                ctypes.c_void_p(region.start), ctypes.c_size_t(self.size), mmap.PROT_READ
-            )
+            region.make_writable(False)
         memory.add_region(region)
         return region
 

@@ -4,6 +4,8 @@ without a new copy. No move and no change of the weights ever leads to wrong wei
 
 from __future__ import annotations
 
+import types
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -196,3 +198,16 @@ def test_the_weights_are_right_after_any_journey(llama, steps):
         assert model.shadow_bytes <= sum(share.bytes for share in backend.measure(model))
     size = sum(share.bytes for share in backend.measure(model))
     assert probe.place(CARD).held_bytes() == size and held(probe) == model.shadow_bytes
+
+
+def test_the_first_copy_to_a_card_locks_the_pages_that_are_older_than_cuda(monkeypatch):
+    """A shadow is made before its model is on a card, often before the process uses CUDA."""
+    steps = []
+    host = types.SimpleNamespace(
+        pinned=True, contains=lambda address: True, lock=lambda addresses: steps.append(addresses)
+    )
+    source = torch.ones(8, dtype=torch.uint8)
+    target = types.SimpleNamespace(is_cuda=True, device=torch.device("cuda:0"))
+    monkeypatch.setattr(torch, "_foreach_copy_", lambda *_, **__: steps.append("copy"))
+    storages_module._copy([target], [source], host)
+    assert steps == [[source.data_ptr()], "copy"]

@@ -14,6 +14,7 @@ import weakref
 import pytest
 
 from gpu_runtime.devices.process_memory import Memory
+from gpu_runtime.devices.shared_pages import SharedPages
 from gpu_runtime.units import MIB
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
@@ -30,12 +31,13 @@ class FakeCuda:
 
     def __init__(self) -> None:
         self.fails = self.forked = False
+        self.started, self.calls = True, 0
         self.locked: dict[int, int] = {}
         self.last_error = 0
         self.current, self.contexts = 0, {0}  # cards
 
     def is_initialized(self) -> bool:
-        return not self.forked
+        return self.started and not self.forked
 
     def cudart(self) -> FakeCuda:
         if self.forked:
@@ -56,7 +58,8 @@ class FakeCuda:
         self.current = before
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
-        if self.fails:
+        self.calls += 1
+        if self.fails or not _writable(address):
             self.last_error = OUT_OF_MEMORY
             return OUT_OF_MEMORY
         self.locked[address] = size
@@ -71,6 +74,17 @@ class FakeCuda:
         error, self.last_error = self.last_error, 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
+
+
+def _writable(address: int) -> bool:
+    """Whether this process may write the page at the `address`."""
+    with open("/proc/self/maps") as maps:
+        for line in maps:
+            places, rights, *_ = line.split()
+            start, end = (int(place, 16) for place in places.split("-"))
+            if start <= address < end:
+                return "w" in rights
+    return False
 
 
 @pytest.fixture
@@ -115,6 +129,50 @@ def test_pages_that_the_driver_cannot_lock_leave_no_error_for_the_users_next_ker
     cuda.ones(1, device="cuda")
     del buffer
     memory.empty_cache()  # unlocks nothing
+
+
+def test_pages_that_are_older_than_the_first_use_of_cuda_are_locked_by_the_first_copy(cuda):
+    """The first model of a process is read to host memory, and only then CUDA starts."""
+    cuda.started = False
+    memory = host()
+    older, other = (memory.allocate(64 * MIB).buffer() for _ in range(2))
+    older[0] = 7
+    memory.lock([ctypes.addressof(older)])
+    assert not cuda.locked
+    cuda.started = True
+    for _ in range(2):
+        memory.lock([ctypes.addressof(older) + 5, 0])
+    assert cuda.locked == {ctypes.addressof(older): 64 * MIB} and cuda.calls == 1
+    assert older[0] == 7
+    del older, other
+    memory.empty_cache()
+    assert not cuda.locked
+
+
+def test_a_lock_that_failed_is_not_tried_at_each_copy(cuda):
+    cuda.fails = True
+    memory = host()
+    buffer = memory.allocate(64 * MIB).buffer()
+    memory.lock([ctypes.addressof(buffer)])
+    assert cuda.calls == 1
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_shared_pages_are_locked_and_then_not_writable(cuda, late):
+    """The driver locks only pages that this process may write."""
+    cuda.started = not late
+    pages = SharedPages.create(2 * MIB)
+    if pages is None:
+        pytest.skip("/dev/shm has no room")
+    memory = host()
+    [array] = pages.blocks(memory, [(4096, MIB)])
+    address = ctypes.addressof(array)
+    cuda.started = True
+    memory.lock([address])
+    assert cuda.locked == {address - 4096: 2 * MIB} and not _writable(address)
+    del array
+    gc.collect()
+    assert not cuda.locked
 
 
 def in_child(check) -> int:

@@ -223,6 +223,8 @@ def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
         if not targets:
             return
         to_card = targets[0].is_cuda and sources[0].device.type == "cpu"
+        if to_card:  # this may be the first use of CUDA since the pages were made
+            host.lock([source.data_ptr() for source in sources])
         if to_card and not _locked(host, sources):
             _copy_through(host, targets, sources)
         elif targets[0].device.type == "cpu":
