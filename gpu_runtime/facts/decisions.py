@@ -229,7 +229,7 @@ class Refuse(Value, tag=True):
 
     because: str
     # Of a request: hopeless, nested, kept, precious (a lease that cannot leave), limit, cap,
-    # deadlock, full or drained. Of an order: gone, unknown, stays, in use, away, fixed or failed.
+    # deadlock, full or drained. Of an order: gone, unknown, stays, in use, away, fixed, busy or failed.
     kind: str = "hopeless"
     need_bytes: int = 0
     budget_bytes: int = 0

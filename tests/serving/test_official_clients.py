@@ -1,10 +1,11 @@
-"""The official clients, unchanged, against a real server: OpenAI, Anthropic, Ollama, LangChain and LiteLLM.
+"""The official clients, unchanged, against a real server: OpenAI and its agents, Anthropic, Ollama, LangChain, LiteLLM.
 
-`docs/guides/serving.md` has the versions that were tried. LangChain and LiteLLM are not in the extra `test`.
+`docs/guides/serving.md` has the versions that were tried. LiteLLM is not in the extra `test`, because it is large.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import sys
 
@@ -218,6 +219,52 @@ def test_langchains_client(url):
     assert vectors.embed_documents(["fox", "a dog"]) == [[3.0, 1.0], [5.0, 1.0]]
     with pytest.raises(openai.NotFoundError, match="Did you mean chat"):
         langchain.ChatOpenAI(model="cha", **place).invoke("a")
+
+
+def test_langchain_carries_a_conversation_with_a_tool(url):
+    """The client sends the model's call and the tool's result back, and gets the model's answer."""
+    langchain = pytest.importorskip("langchain_openai")
+    from langchain_core.messages import HumanMessage, ToolMessage
+
+    place = {"base_url": f"{url}/v1", "api_key": OPERATORS, "max_retries": 0}
+    model = langchain.ChatOpenAI(model="chat", **place).bind_tools([TOOL])
+    asked = model.invoke([HumanMessage(SAID)])
+    [call] = asked.tool_calls
+    result = ToolMessage("It is noon.", tool_call_id=call["id"])
+    assert model.invoke([HumanMessage(SAID), asked, result]).content == "It is noon."
+
+
+@pytest.mark.parametrize("format", ["chat", "responses"])
+@pytest.mark.parametrize("streamed", [False, True])
+def test_the_agents_client_runs_a_tool(url, format, streamed):
+    """OpenAI's agents run the tool that the model calls, and end with the answer to its result."""
+    agents = pytest.importorskip("agents")
+    agents.set_tracing_disabled(True)
+    zones = []
+
+    @agents.function_tool(name_override="time")
+    def clock(zone: str) -> str:
+        """The time in a zone."""
+        zones.append(zone)
+        return "It is noon."
+
+    kinds = {
+        "chat": agents.OpenAIChatCompletionsModel,
+        "responses": agents.OpenAIResponsesModel,
+    }
+
+    async def run() -> str:
+        async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=OPERATORS) as client:
+            model = kinds[format](model="chat", openai_client=client)
+            agent = agents.Agent("a", instructions="Be brief.", tools=[clock], model=model)
+            if not streamed:
+                return (await agents.Runner.run(agent, SAID)).final_output
+            running = agents.Runner.run_streamed(agent, SAID)
+            async for _ in running.stream_events():
+                pass
+            return running.final_output
+
+    assert (asyncio.run(run()), zones) == ("It is noon.", ["CET"])
 
 
 def test_litellms_client(url, monkeypatch):
