@@ -30,7 +30,11 @@ def cell_key(notebook: str, text: str) -> str:
 
 
 def is_remembered(key: str) -> bool:
-    """Whether this user's file has a peak for the cell with this `key`."""
+    """Whether this user's file has a peak for the cell with this `key`.
+
+    The file is in /var/tmp if the state directory is on a network file system. The check for this
+    is in `ledgers/location.py`, which a kernel has not loaded yet, so both directories are searched.
+    """
     for directory in (state_home(), f"/var/tmp/gpu-console-{os.geteuid()}"):
         try:
             with open(f"{directory}/{FILE}", "rb") as file:

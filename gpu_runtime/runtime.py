@@ -584,7 +584,7 @@ class Runtime:
 
     @checked
     def why(self, name: str, *, replay: bool = False) -> tuple[Event | Replayed, ...]:
-        """The last decisions on the model `name`, the newest first. Raises UnknownModel.
+        """The last decisions on the model or notebook `name`, the newest first. Raises UnknownModel.
 
         With `replay`, the recorded decisions are made again; `name` may be a decision's number.
         """

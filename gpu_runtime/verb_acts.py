@@ -144,9 +144,9 @@ def autoload(rt: Any, args: argparse.Namespace) -> Outcome:
 
 
 def backtest(rt: Any, args: argparse.Namespace) -> Any:
-    """The table of replays that `args` describe.
+    """The table of replays of the history, with the policies, cards and RAM in `args`.
 
-    `rt` may be None if `args` name the files of the history.
+    If `args` have no files of a history and `rt` is None, opens the runtime and closes it again.
     """
     from .owner import backtests
 
@@ -171,7 +171,7 @@ def ledger(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def keys(rt: Any, args: argparse.Namespace) -> str:
-    """Adds or removes a key of `gpu serve`, or lists the keys, as `args` say. `rt` is not used.
+    """Adds or removes a key of `gpu serve`, or lists the keys: `args.action`. `rt` is not used.
 
     A new key is only in the returned text. No file contains the key itself.
     """

@@ -49,7 +49,8 @@ class TransformersModel(TorchModel):
     files = ""  # the id of its unchanged files, if other processes may share its copy
     shared: SharedCopy | None = None  # the copy that other processes share, during the load
     part: Part | None = None  # the model's part of the pages that other processes share
-    # The next `drop` may free the bytes: `unchanged` has just compared them.
+    # True after `unchanged` has compared the bytes; the next `drop` then frees them without a
+    # second comparison.
     proven = False
 
 
@@ -101,10 +102,10 @@ class TransformersBackend(TorchBackend):
 
         `progress` is called with bytes done and bytes in total. `into` is the handle or the module
         of an earlier load: the module of that load gets the weights. With `shadow`, a copy stays in
-        host memory. `copies` are pids of processes that may share this copy: if one of these
-        processes has a copy already, that copy is used. With `found_only`, no copy stays if none of
-        these processes has a copy. Raises BadSetting, NotAModel, LoadFailed, CannotGovern, and the
-        device's out-of-memory error.
+        host memory. `copies` are pids of processes that may share this copy; None means that the
+        copy is private. If one of these processes has a copy already, that copy is used. With
+        `found_only`, no copy stays if none of these processes has a copy. Raises BadSetting,
+        NotAModel, LoadFailed, CannotGovern, and the device's out-of-memory error.
         """
         given: dict[str, Any] = {"progress": progress, "into": into}
         try:
