@@ -187,9 +187,17 @@ class Memory:
 
     def contains(self, address: int) -> bool:
         """Whether the `address` is in real pages of this memory."""
+        return any(region.contains(address) for region in self._every_region())
+
+    def is_read_only(self, address: int) -> bool:
+        """Whether the `address` is in pages of this memory that this process cannot write."""
+        return any(
+            region.contains(address) and not region.writable for region in self._every_region()
+        )
+
+    def _every_region(self) -> list[Region]:
         with self._lock:
-            regions = (*self._regions.values(), *self._shared)
-            return any(region.contains(address) for region in regions)
+            return [*self._regions.values(), *self._shared]
 
     def add_region(self, region: Region) -> None:
         """Adds the pages of `region`, which another module mapped.
@@ -204,9 +212,7 @@ class Memory:
         """Locks the pages at the `addresses`, if they were made before this process used CUDA."""
         if not self.pinned:
             return
-        with self._lock:
-            regions = [*self._regions.values(), *self._shared]
-        for region in regions:
+        for region in self._every_region():
             if any(region.contains(address) for address in addresses):
                 pinned(region, touched=True)
 

@@ -25,6 +25,8 @@ from gpu_runtime.devices import shared_pages
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.devices.shared_pages import SharedPages, held_by
 from gpu_runtime.facts import HOST, ModelSpec, Share
+from tests import simgpu
+from tests.page_rights import writable
 
 CARD = "sim:0"
 ME = (os.getpid(),)
@@ -424,3 +426,23 @@ def test_the_first_page_is_read_if_the_size_of_its_index_ends_in_a_zero():
     first = shared_copies._First(shared_copies.MAGIC, 4096, len(index), "files")
     pages.write(0, memoryview(msgspec.msgpack.encode(first)))
     assert len(shared_copies._read(pages, "files")) == 1
+
+
+def test_a_changed_model_that_is_released_in_host_memory_can_be_written(llama, guards):
+    """With a card the shared pages are read-only, and a write into them would end the process. A
+    released module keeps its weights, and its user may train it on the CPU.
+    """
+    probe = simgpu.SimProbe()
+    probe.place(HOST).pinned = True
+    backend = TransformersBackend(probe)
+    spec = ModelSpec("llama", backend="transformers", source=str(llama))
+    model = backend.load(spec, (Share("simgpu:0", 0),), shadow=True, copies=())
+    module = backend.value(model)
+    with torch.no_grad():
+        module.lm_head.weight[0, 0] += 1
+    before = {name: weight.detach().cpu() for name, weight in module.named_parameters()}
+    move(backend, model, HOST)
+    assert not writable(next(iter(model.away.values())).data_ptr())
+    backend.drop(model)
+    assert all(writable(weight.data_ptr()) for weight in module.parameters())
+    same(dict(module.named_parameters()), before)

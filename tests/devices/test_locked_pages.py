@@ -16,6 +16,7 @@ import pytest
 from gpu_runtime.devices.process_memory import Memory
 from gpu_runtime.devices.shared_pages import SharedPages
 from gpu_runtime.units import MIB
+from tests.page_rights import writable
 
 OUT_OF_MEMORY = 2  # cudaErrorMemoryAllocation
 
@@ -59,7 +60,7 @@ class FakeCuda:
 
     def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802
         self.calls += 1
-        if self.fails or not _writable(address):
+        if self.fails or not writable(address):
             self.last_error = OUT_OF_MEMORY
             return OUT_OF_MEMORY
         self.locked[address] = size
@@ -74,17 +75,6 @@ class FakeCuda:
         error, self.last_error = self.last_error, 0
         if error:
             raise RuntimeError(f"CUDA error {error}")
-
-
-def _writable(address: int) -> bool:
-    """Whether this process may write the page at the `address`."""
-    with open("/proc/self/maps") as maps:
-        for line in maps:
-            places, rights, *_ = line.split()
-            start, end = (int(place, 16) for place in places.split("-"))
-            if start <= address < end:
-                return "w" in rights
-    return False
 
 
 @pytest.fixture
@@ -158,7 +148,7 @@ def test_a_lock_that_failed_is_not_tried_at_each_copy(cuda):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_shared_pages_are_locked_and_then_not_writable(cuda, late):
+def test_shared_pages_are_locked_and_then_notwritable(cuda, late):
     """The driver locks only pages that this process may write."""
     cuda.started = not late
     pages = SharedPages.create(2 * MIB)
@@ -169,7 +159,7 @@ def test_shared_pages_are_locked_and_then_not_writable(cuda, late):
     address = ctypes.addressof(array)
     cuda.started = True
     memory.lock([address])
-    assert cuda.locked == {address - 4096: 2 * MIB} and not _writable(address)
+    assert cuda.locked == {address - 4096: 2 * MIB} and not writable(address)
     del array
     gc.collect()
     assert not cuda.locked

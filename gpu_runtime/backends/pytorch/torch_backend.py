@@ -173,10 +173,12 @@ class TorchBackend(Backend):
         left = model.memories
         model.hand_over()
         away = [group for group in model.groups() if group.storage._cdata in model.away]
-        calls = st.rebinding(away, [model.away[group.storage._cdata] for group in away])
+        host = self.probe.place(HOST)
+        copies = [st.writable(model.away[group.storage._cdata], host) for group in away]
+        calls = st.rebinding(away, copies)
         nothing = {**nowhere(), "module": nn.Module(), "optimizer": None}
         swap.at_once([*calls, *assignments(model, **nothing)])
-        del away, calls
+        del away, calls, copies
         release_cached(left)
 
     def measure(self, model: TorchModel) -> Shares:
