@@ -107,10 +107,10 @@ _runtime: Runtime | None = None
 
 
 def runtime() -> Runtime:
-    """The runtime of this process; each process has only one.
+    """The default runtime of this process: every call returns the same object until it is closed.
 
     The first call opens the runtime with the settings of the environment. Raises BadSetting for a
-    setting that cannot be used.
+    setting that cannot be used, LedgerUnavailable and ProbeFailed.
     """
     global _runtime
     from .runtime import Runtime

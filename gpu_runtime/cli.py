@@ -1,7 +1,7 @@
 """The `gpu` command. It has the same verbs as `%gpu`, for a terminal.
 
-The command holds no models. Through the ledger, it sends requests to the processes that hold
-models. Exit codes: 0 done, 1 failed, 2 not understood.
+The command holds no models, except `gpu serve`. Through the ledger, it sends requests to the
+processes that hold models. Exit codes: 0 done, 1 failed, 2 not understood.
 """
 
 from __future__ import annotations

@@ -8,7 +8,7 @@
     ├── Busy                       the wait for room timed out
     ├── WaitEnded                  a person ended the wait for room
     ├── Deadlock                   the wait would never end
-    ├── OutOfMemory                the device ran out of memory while a model was in use
+    ├── OutOfMemory                a device ran out of memory while a model was loaded or used
     ├── UnknownModel, UnknownDevice, UnknownVerb, AmbiguousName, AlreadyRegistered
     ├── NeedsWith                  `rt.use(…)` without `with`; also AttributeError and TypeError
     ├── BadSize, BadSetting        also ValueError

@@ -11,10 +11,10 @@ from typing import Any
 
 
 class _Frozen:
-    """Frozen objects that were searched for: for each set of classes, weak references to its objects.
+    """The results of searches for frozen objects, which are objects that `gc.freeze()` has hidden.
 
-    Frozen objects are objects that `gc.freeze()` has hidden. The references are kept until more
-    objects are frozen, or until none is.
+    For each set of classes, weak references to the objects that were found are kept. They are kept
+    until more objects are frozen, or until no object is frozen.
     """
 
     count = 0  # number of frozen objects at the last search; releasing objects reduces it
