@@ -35,7 +35,7 @@ class Stillness(Protocol):
         """The reason why the kernel's memory must not be moved now; empty if it may be moved."""
 
     def mark(self) -> object:
-        """A value that changes with every message that the kernel handles."""
+        """A value that changes with every message that may run code of the user's."""
 
     def change(self, mark: object, act: Callable[[], None]) -> str:
         """Calls `act` while no other thread of the process runs, and returns an empty text.

@@ -425,7 +425,7 @@ class Resident:
         self._shell = _weakly(value)
 
     def droppable(self) -> bool:
-        """Whether the model's weights are proven equal to their source."""
+        """Whether a cheap check found that the source can restore the model; see `Backend.droppable`."""
         return self.handle is not None and self.backend.droppable(self.handle)
 
 
