@@ -20,6 +20,7 @@ import torch
 from gpu_runtime.backends.pytorch import storages
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.devices.drivers import Listing
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.facts import HOST, ModelSpec, Share
 from gpu_runtime.units import GIB, MIB, show_bytes
@@ -86,17 +87,31 @@ def machine(bench: Bench) -> str:
     today = datetime.date.today()
     if not bench.real:
         return f"{today}, simulated accelerator, torch {torch.__version__}, no driver, no clock"
+    listing = bench.probe.listing
+    assert listing is not None
+    driver = listing.source.versions().get("driver", "unknown")
+    name = torch.cuda.get_device_name(bench.torch)
+    parts = (name, f"driver {driver}", f"CUDA {torch.version.cuda}", clocks(listing))
+    return ", ".join((str(today), *parts))
+
+
+def clocks(listing: Listing) -> str:
+    """The clocks of the first card of the `listing`, which is the card under test.
+
+    NVML's first card can be another one: CUDA has its own order, and may show only some cards.
+    """
+    if listing.source.NAME != "NVML":
+        return "clocks unknown"
     import pynvml
 
-    pynvml.nvmlInit()
-    card = pynvml.nvmlDeviceGetHandleByIndex(0)
-    driver = pynvml.nvmlSystemGetDriverVersion()
-    now = pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM)
-    most = pynvml.nvmlDeviceGetMaxClockInfo(card, pynvml.NVML_CLOCK_SM)
-    memory = pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_MEM)
-    name = torch.cuda.get_device_name(0)
-    clocks = f"SM {now} of {most} MHz, memory {memory} MHz"
-    return f"{today}, {name}, driver {driver}, CUDA {torch.version.cuda}, {clocks}"
+    card = listing.cards[0].handle.whole  # an instance of a partitioned card has no clocks
+    try:
+        now = pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_SM)
+        most = pynvml.nvmlDeviceGetMaxClockInfo(card, pynvml.NVML_CLOCK_SM)
+        memory = pynvml.nvmlDeviceGetClockInfo(card, pynvml.NVML_CLOCK_MEM)
+    except pynvml.NVMLError as error:
+        return f"clocks unknown ({error})"
+    return f"SM {now} of {most} MHz, memory {memory} MHz"
 
 
 def restore_and_pinned(bench: Bench) -> Iterator[Row]:
