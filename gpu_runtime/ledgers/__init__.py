@@ -1,7 +1,8 @@
 """Ledgers: the stores that keep the book of leases. `open_ledger(url)` opens one.
 
-A ledger reads the book, checks that a write is lawful, and writes it atomically. A ledger does not
-decide: the caller passes the decision. No module here knows the scheduler, a device or a model.
+A ledger reads the book, checks that a new book is lawful (`invariants.py`), and writes it
+atomically. A ledger decides nothing: its caller passes a function that makes the new book. No module
+here imports the scheduler, or uses a device or a model.
 """
 
 from __future__ import annotations

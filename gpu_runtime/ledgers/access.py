@@ -1,14 +1,19 @@
 """The access rights of the files in a ledger's directory: for one user alone, or for a group.
 
                           private    shared (by group G, whatever the umask)
-    LEDGER, owners,       0700       3770  sticky: nobody removes or replaces another user's file
-    journals
+    LEDGER, WORLD,        0700       3770  sticky: nobody removes or replaces another user's file
+    owners, journals
     journals/UID                     2750  only its user makes files in it
     other directories     0700       2770  new files in them belong to G too
-    owners/ID, .map .names 0600      0640  others read it, only its user writes it
+    owners/ID, .map       0600       0640  others read it, only its user writes it
+    .names .who
+    owners/ID.told        0600       0600  only its user reads it
     journals/UID/*.db                0640
     owners/ID.bell        0600       0660  members ring
     all other files       0600       0660  SQLite gives its journal the mode of its database
+
+BOOT is the directory of one boot, LEDGER/BOOT. For simulated devices it is LEDGER/WORLD/BOOT, where
+WORLD is a name made from the sizes of the devices.
 
 The owners' directory is BOOT/owners if the ledger is private, and BOOT.owners beside BOOT if the
 ledger is shared. In BOOT, the members of the group replace each other's files. So a member could
@@ -37,7 +42,7 @@ if TYPE_CHECKING:
     import sqlite3
 
 MARK = ".shared"
-_LEVELS = 4  # LEDGER/WORLD/BOOT/owners, where that is in a private ledger
+_LEVELS = 4  # a ledger's deepest directory is LEDGER/WORLD/BOOT/owners
 _REPLACED = "something else has taken its place"
 
 
@@ -53,13 +58,17 @@ class Access(NamedTuple):
     group: int | None = None
 
     def open_file(self, path: Path) -> None:
-        """Lets the group's members read and write this user's file `path`. Raises OSError."""
+        """Lets the group's members read and write this user's file `path`. Raises OSError.
+
+        In a private ledger, nothing is changed.
+        """
         self._open(path, 0o660)
 
     def open_directory(self, path: Path, *, sticky: bool = False) -> None:
         """Lets the group's members create files in this user's directory `path`. Raises OSError.
 
-        In a `sticky` directory, members cannot remove or replace each other's files.
+        In a `sticky` directory, members cannot remove or replace each other's files. In a private
+        ledger, nothing is changed.
         """
         mode = 0o3770 if sticky else 0o2770
         self._open(path, mode | stat.S_IFDIR)
@@ -83,7 +92,11 @@ class Access(NamedTuple):
             os.close(fd)
 
     def make(self, directory: Path) -> None:
-        """Makes a boot's `directory` in a shared ledger, if it does not exist. Raises OSError."""
+        """Makes the `directory` of a boot in a shared ledger, and the directories it needs.
+
+        These are the directory above it, that one's `journal`, and the owners' directory. Existing
+        directories stay as they are. Raises OSError.
+        """
         world = directory.parent
         for made in (world, world / "journal", directory, _beside(directory)):
             self.make_directory(made, sticky=made in (world, _beside(directory)))
@@ -129,7 +142,7 @@ PRIVATE = Access()
 
 
 def access_to(directory: Path) -> Access:
-    """The access to the ledger whose directory is `directory`, or contains `directory`."""
+    """The access rights of the ledger that is or contains `directory`; PRIVATE if not shared."""
     root = _shared_root(directory)
     return PRIVATE if root is None else Access((root / MARK).lstat().st_gid)
 
@@ -159,9 +172,9 @@ def _beside(directory: Path) -> Path:
 def state_in(ledger: Path) -> Path:
     """The directory for files that outlive a boot and that all members write.
 
-    `ledger` is the ledger's directory. A shared ledger has a separate directory for files that
-    outlive a boot: any member must be able to replace such a file, and to remove the files that
-    SQLite puts beside it.
+    `ledger` is the ledger's directory. Any member must be able to replace such a file, and to remove
+    the files that SQLite puts beside it. The directory of a shared ledger is sticky and prevents
+    this, so a shared ledger has a separate directory for these files.
     """
     return ledger if access_to(ledger).group is None else ledger / "journal"
 
@@ -193,8 +206,8 @@ def journals_in(ledger: Path) -> JournalPlace:
 def make_own_journal(place: JournalPlace) -> None:
     """Makes this user's journal in a shared ledger, if it does not exist.
 
-    Raises OSError. OSError is also raised if another user could replace the journal, or has put
-    something else in the journal's place.
+    Raises OSError, also if another user could replace the journal, or has put something else in the
+    journal's place.
     """
     assert place.users is not None
     access, directory = access_to(place.users.parent), place.own.parent
@@ -235,7 +248,11 @@ def require_no_link(db: sqlite3.Connection, path: Path) -> None:
 
 
 def outsider(directory: Path) -> LedgerUnavailable | None:
-    """The error for a `directory` that is shared by a group without this process; else None."""
+    """The error for a ledger's `directory` whose group does not contain this process.
+
+    None if the directory is not shared, or if this process is in the group. If the directory does
+    not exist yet, the nearest existing parent decides.
+    """
     for place in (directory, *directory.parents):
         try:
             found = place.stat()

@@ -1,9 +1,9 @@
 """The files with an owner's answers to `who` (which variables hold memory).
 
-`owners/ID.who` can be read by all members of a shared ledger, and `owners/ID.told` only by the
-owner's own user. An answer is not in the book, because everybody reads the book, and variable names
-are only for the process that asked. Each file has answers for a few processes that asked, and only
-the last answer for each process.
+Each owner has two files. All members of a shared ledger can read `owners/ID.who`. Only the owner's
+own user can read `owners/ID.told`. An answer is not in the book, because everybody reads the book,
+and an answer may have names of variables. A file has the last answer to each of the eight
+processes that were answered last.
 """
 
 from __future__ import annotations
@@ -50,7 +50,10 @@ class AnswerFiles:
             os.close(files.replace(id, _encode(given)))
 
     def read(self, id: str, asker: str) -> Holdings | None:
-        """An answer of the owner `id` for `asker`, private before public; None if none is readable."""
+        """The last answer of the owner `id` to `asker`; None if there is none to read.
+
+        If both files have an answer, the result is the private one.
+        """
         for files in (self._private, self._public):
             answers = files.read(id, MOST_BYTES, lambda fd, _: _read(fd))
             if answers is not None and asker in answers:

@@ -57,19 +57,23 @@ class Ledger(Protocol):
         """
 
     def dead(self, book: Book) -> frozenset[str]:
-        """Ids of the owners of sections and tickets in `book` that are proven dead.
+        """Ids of the owners of sections and tickets in `book` that are dead.
 
-        An owner whose state is unknown is not included.
+        An owner is dead if its death is proven. An owner in `declare_dead` is also dead, unless it
+        is proven alive. This ledger's own owner is never dead.
         """
 
     def unknown(self, book: Book) -> frozenset[str]:
-        """Ids of the owners of sections and tickets in `book` whose life or death is not proven."""
+        """Ids of the owners of sections and tickets in `book` that are neither dead nor alive.
+
+        Neither the life nor the death of such an owner is proven, and nobody declared it dead.
+        """
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """The present state of each process in `book`, by owner id: runs, is stopped, or has ended.
+        """The present state of the owners' processes, by owner id.
 
-        The result has the owners in `owners`. If `owners` is None, the result has all owners with a
-        section. One file is read for each process.
+        The result has each owner in `owners` that has a section in `book`. If `owners` is None, the
+        result has all owners with a section. A check takes about 50 µs for each process.
         """
 
     def declare_dead(self, owners: Iterable[str]) -> None:
@@ -140,7 +144,7 @@ class Ledger(Protocol):
         """
 
     def answer(self, owner_id: str) -> Holdings | None:
-        """The last answer of the owner `owner_id` to this owner; None if not readable."""
+        """The last answer of the owner `owner_id` to this owner; None if there is none to read."""
 
     def close(self) -> None:
         """Releases this owner's lock, and the socket that wakes the owner.

@@ -12,7 +12,10 @@ from ..facts import Book, Device, Drain, Quarantined, Section, Ticket
 
 
 def part_of(book: Book, owner_id: str) -> Book:
-    """The part of `book` that belongs to the owner `owner_id`, with the facts of all owners."""
+    """The section and the tickets of the owner `owner_id`, as a book.
+
+    The result also has the devices, limits and drained cards, which all owners share.
+    """
     section, unread = book.sections.get(owner_id), book.quarantined.get(owner_id)
     sections = {owner_id: section} if section else {}
     tickets = [ticket for ticket in book.tickets if ticket.owner == owner_id]
@@ -27,10 +30,10 @@ def part_of(book: Book, owner_id: str) -> Book:
 
 
 def union(parts: list[Book]) -> Book:
-    """One book made from `parts`, the parts of several owners, with the newest part last.
+    """One book made from `parts`, the parts of several owners. The newest part is the last one.
 
-    For devices and limits the first part that names a device wins. The drained cards are those of
-    the last part that has a section.
+    The description and the limit of a device are those of the first part that has the device. The
+    drained cards are those of the last part that has a section.
     """
     devices: dict[str, Device] = {}
     limits: dict[str, int] = {}
@@ -57,7 +60,11 @@ def union(parts: list[Book]) -> Book:
 
 
 def with_living(book: Book, parts: dict[str, Book]) -> Book:
-    """The `book`, with the sections and tickets of some owners taken from `parts` (by owner id)."""
+    """The `book`, in which each owner in `parts` has the section and tickets of its part.
+
+    `parts` maps owner ids to parts. The parts may also add devices and limits. They decide which
+    cards are drained only if no card is drained in `book`.
+    """
     sections = {id: section for id, section in book.sections.items() if id not in parts}
     tickets = [ticket for ticket in book.tickets if ticket.owner not in parts]
     unread = {id: unread for id, unread in book.quarantined.items() if id not in parts}

@@ -30,10 +30,10 @@ from .revision_hint import RevisionHint
 from .sqlite import files
 
 CLOSED_LOOK_SECONDS = 0.1  # between two checks whether grants are possible again
-# Twice the interval of the monitors. Each owner that is missing in a book that was made again puts
-# itself back into the book within one interval.
+# Twice the shortest interval at which an owner's monitor reads the book. If the owner is missing in
+# a book that was made again, its monitor puts it back. The interval grows with the number of owners.
 REGISTER_SECONDS = 2.0
-# Rounds of the monitors of all idle owners together. (With 12, 64 idle owners used 1.3 % of a core.)
+# Reads by the monitors of all idle owners together. (With 12, 64 idle owners used 1.3 % of a core.)
 TICKS_A_SECOND = 6
 
 
@@ -42,7 +42,7 @@ class LostRace(Exception):
 
 
 class GrantsClosed(Exception):
-    """The page was made again a moment ago. Nothing is granted for this many `seconds`."""
+    """The page was made again a moment ago. Nothing is granted for `seconds` from now."""
 
     def __init__(self, seconds: float) -> None:
         super().__init__(seconds)
@@ -108,11 +108,11 @@ class BookStore:
         self._page: Page | None = None  # as last read or written
         self._least_rev = 0  # the newest revision seen: a book below it is an old copy
         self._roster_doubtful = False  # whether the roster may differ from the book
-        self._unfinished: Page | None = None  # the page of a write that has not succeeded yet
+        self._unfinished: Page | None = None  # the page before a write that has not succeeded yet
         self._ballast_dropped = False
         self._files_lost = False  # owners' files were deleted since the book was last written
-        self._roster_frame = pages.EMPTY  # what a roster has beside the owner's part,
-        self._agreed: tuple[object, ...] = (None, None, None)  # and what it was made from
+        self._roster_frame = pages.EMPTY  # the facts of all owners in the roster, encoded
+        self._agreed: tuple[object, ...] = (None, None, None)  # the values encoded in that frame
 
     @property
     def path(self) -> Path:
@@ -124,10 +124,11 @@ class BookStore:
         return None
 
     def glance(self) -> Page | None:
-        """The page in memory, or None if a process is known to have written a newer page.
+        """The page in memory, or None if the caller has to call `look` first.
 
-        Using the page in memory saves a third of the cost of a write. If there is a newer page
-        after all, the write fails. A caller that writes nothing must also call `look`.
+        That is so if a process is known to have written a newer page, or if an earlier write is
+        unfinished. Using the page in memory saves a third of the cost of a write. If there is a
+        newer page after all, the write fails. A caller that writes nothing must also call `look`.
         """
         with self._lock:
             page = self._page
@@ -170,7 +171,7 @@ class BookStore:
     def put(self, page: Page, new: Book) -> None:
         """Writes the book `new` over the `page` on which it was decided.
 
-        Raises LostRace, DamagedBook, LedgerUnavailable.
+        Raises LostRace, DamagedBook, LedgerRefused, LedgerUnavailable.
         """
         try:
             self._put(page, new)
@@ -182,8 +183,7 @@ class BookStore:
     def _wait_for_others(self, closed: GrantsClosed) -> NoReturn:
         """Waits a moment, then raises LostRace.
 
-        The lock is not held during the wait, because other threads of this process have to
-        register.
+        During the wait the lock is not held, because other threads of this process must register.
         """
         sleep(min(closed.seconds, CLOSED_LOOK_SECONDS))
         raise LostRace from None
@@ -279,7 +279,7 @@ class BookStore:
         for roster in rosters(owners_in(self.directory) / id):
             try:
                 _, packed = pages.unpack(roster.payload, roster.rev)
-            except UNREADABLE:  # try the older roster; without any, the part is quarantined
+            except UNREADABLE:  # try the other roster; without any, the part is quarantined
                 continue
             part = packed.parts.get(id)
             if part and part.entry == entry and not part.quarantined:
@@ -287,7 +287,7 @@ class BookStore:
         return None
 
     def _rev_seen_by_others(self, page: Page) -> int:
-        """The newest revision of this book that other processes have seen; 0 if not known."""
+        """The newest revision of this book that any process has recorded; 0 if not known."""
         return self._hint.of(page.name)
 
     def _disconnect(self) -> None:
@@ -296,9 +296,9 @@ class BookStore:
             connection.close()
 
     def _commit_without_ballast(self, page: Page, draft: Draft, error: OSError) -> None:
-        """Repeats a write that failed with `error`. On a full disk, a release may use the ballast.
+        """Repeats a write that failed with `error`, after freeing the ballast (reserved disk space).
 
-        The ballast is disk space that is reserved for releases on a full disk.
+        The ballast is for releases on a full disk; for any other write raises LedgerUnavailable.
         """
         disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not disk_full or _claims_more(page.book, draft.book):
@@ -395,7 +395,7 @@ class BookStore:
             self._write_roster(draft.book, draft.packed, page.rev)
 
     def _restore_own_files(self) -> None:
-        """Makes this owner's deleted lock file and socket again. A held lock proves its life."""
+        """Makes this owner's deleted lock file and socket again. Raises LedgerUnavailable."""
         if self.owner_file.in_place():
             return  # another thread of this process has made them
         old = self.owner_file
@@ -420,7 +420,7 @@ class BookStore:
 
 
 def _promises(section: Section) -> set[tuple[str, Shares]]:
-    """Names and targets of the section's leases whose granted bytes were not used yet."""
+    """Names and targets of the section's leases that have a target: bytes granted and not used yet."""
     return {(lease.name, lease.target) for lease in section.leases if lease.target}
 
 

@@ -1,8 +1,9 @@
 """The code that the SQLite ledger and the Redis ledger share.
 
 The shared code is the loop that reads, decides and writes, and the handling of an owner's files.
-The `BookStore` (book_store.py) knows where the page (the stored book) is kept. The owner's lock
-file, doorbell (the socket that wakes the owner) and allocator maps are local files in both ledgers.
+The `BookStore` (book_store.py) reads and writes the page (the stored book). In both ledgers, an
+owner's own files are local: its lock file, its doorbell (the socket that wakes the owner), and its
+maps, names and answers.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class SharedLedger:
     def __init__(self, url: str, directory: Path, me: Owner, patience_seconds: float) -> None:
         """Opens the book in `directory` (the ledger's files of this boot) for the new owner `me`.
 
-        `url` is shown to users. A read or write fails after `patience_seconds`. Raises
-        LedgerUnavailable.
+        `url` is shown to users, so it must not contain a password. A read or write fails after
+        `patience_seconds`. Raises LedgerUnavailable.
         """
         self.url = url
         self.patience_seconds = patience_seconds
@@ -104,9 +105,10 @@ class SharedLedger:
     # Reading and writing
 
     def read(self) -> Book:
-        """The current book. For an unchanged book, this takes two system calls and reads nothing.
+        """The current book. Raises LedgerUnavailable.
 
-        Idle kernels call `read` often, so it has to be fast.
+        Idle kernels call `read` often, so it has to be fast. With SQLite, two system calls find out
+        that the book is unchanged, and nothing is read.
         """
         self._require_open()
         written, seen = self._store.written(), self._seen
@@ -142,9 +144,9 @@ class SharedLedger:
         try:
             while True:
                 self._require_open()
-                # The first attempt does not queue: this process reads and decides beside the
-                # process with the turn, on another processor. A process that has the turn keeps the
-                # turn until its book is written.
+                # The first attempt usually does not queue: this process reads and decides on
+                # another processor, while the process with the turn writes. A process that has the
+                # turn keeps it until its book is written.
                 if paced and turn is None and (races_lost or self._pace.should_queue):
                     turn = self._wait_for_turn()
                 began = time.monotonic()
@@ -184,7 +186,7 @@ class SharedLedger:
         return bool(self._queue and self._queue.must_queue)
 
     def _wait_for_turn(self) -> WriterQueue | None:
-        """The queue if this process now has the turn; None if the turn did not come in time."""
+        """The queue if this process now has the turn; None if it must write without the turn."""
         queue = self._queue
         if queue is None or queue.try_enter():
             return queue
@@ -192,7 +194,11 @@ class SharedLedger:
         return queue if queue.enter() else None
 
     def _pause_after_loss(self, races_lost: int, turn: WriterQueue | None, deadline: float) -> None:
-        """Sleeps before the next attempt. Raises LedgerUnavailable after the `deadline`."""
+        """Sleeps before the next attempt if several were lost. Raises the time-out error.
+
+        `turn` is the queue if this process has the turn. Then all other processes must queue from
+        now on, until the turn ends.
+        """
         now = time.monotonic()
         if now > deadline:
             raise self._timed_out()
@@ -233,17 +239,13 @@ class SharedLedger:
     def _life(self, book: Book, id: str) -> Life:
         path = self._lock_file(id)
         owner = book.owner(id)
-        # The book does not describe an owner that only has a ticket. For such an owner, the name of
-        # its file must be enough; the name of a file is never used again.
+        # The book does not describe an owner that has only a ticket. Its lock file is identified by
+        # its name alone, without the inode. That is enough, because a name is never used again.
         found = life_of(owner, path) if owner else life(path)
         return Life.DEAD if found is Life.UNKNOWN and id in self._declared_dead else found
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """The present state of each process in `book`, by owner id: runs, is stopped, or has ended.
-
-        The result has the owners in `owners`. If `owners` is None, the result has all owners with a
-        section.
-        """
+        """The present state of the owners' processes, by owner id. See base.py."""
         wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
         found = {}
         for id in wanted:
@@ -337,22 +339,23 @@ class SharedLedger:
         self._answers.publish(self.owner.id, asker, answer, private=private)
 
     def answer(self, owner_id: str) -> Holdings | None:
-        """The last answer of the owner `owner_id` to this owner; None if not readable."""
+        """The last answer of the owner `owner_id` to this owner; None if there is none to read."""
         self._require_open()
         return self._answers.read(owner_id, self.owner.id)
 
     # Closing
 
     def close(self) -> None:
-        """Releases the owner's lock and doorbell.
+        """Releases the owner's lock and doorbell, and removes its maps, names and answers.
 
-        The lock file remains as long as the book still names the owner.
+        The lock file remains if the book still has a section or ticket of the owner: without a lock,
+        the file proves the owner's death.
         """
         if self._closed or os.getpid() != self.owner.pid:
             return
         try:
             gone = self.owner.id not in self.read().owner_ids()
-        except LedgerUnavailable:  # the next reaper removes the file
+        except LedgerUnavailable:  # the next owner that opens the ledger removes the file
             gone = False
         self._shut(remove=gone)
 
@@ -369,9 +372,9 @@ class SharedLedger:
         require_usable(self.url, self.owner, not self._closed)
 
     def _leave_to_parent(self) -> None:
-        """Closes the files in a forked child. The parent keeps its lock.
+        """Closes the descriptors in a forked child. The parent keeps its lock.
 
-        The connection is never used again.
+        The child never uses the connection to the book again.
         """
         self._bell.close_here()
         if self._queue:
@@ -392,9 +395,10 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _same_request(confirmed: Ticket | None, ticket: Ticket) -> bool:
-    """Whether `ticket` requests the same as `confirmed`, the ticket in its owner's file.
+    """Whether `ticket` requests the same as `confirmed`, the ticket with its key in its owner's file.
 
-    The time of the last refresh and the reason for waiting are not part of the request.
+    Only fields that decide what is done are compared. For example, the time of the last refresh is
+    not compared.
     """
     if confirmed is None:
         return False

@@ -35,7 +35,7 @@ def decode_roster(roster: Roster) -> Book:
 def decode_older(page: bytes, rev: int) -> Book:
     """The book in a page of an older schema, one JSON document. Raises one of UNREADABLE."""
     sealed = zlib.crc32(page[4:], rev & 0xFFFFFFFF).to_bytes(4, "big") == page[:4]
-    if not sealed and not page.startswith(b"{"):  # only a page in Redis has no checksum
+    if not sealed and not page.startswith(b"{"):  # older pages in a Redis have no checksum
         raise ValueError("its checksum is wrong")
     return _decoded(page[4:] if sealed else page)
 

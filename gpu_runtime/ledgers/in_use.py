@@ -1,8 +1,8 @@
 """Finds the ledgers that processes have open, from the open files that /proc lists.
 
 A register of ledgers could be out of date. The operating system's list of a process's open files
-is always current. Only processes of this user are seen. A ledger in memory has no files and is not
-found. Nothing here opens a ledger.
+is always current. Only processes of this user are seen. A ledger in memory is not found, because it
+has no files. Nothing here opens a ledger.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def of_processes(pids: Iterable[int], proc: Path = PROC) -> dict[OpenLedger, fro
 
 @lru_cache(maxsize=1)
 def _owners_of(boot: str) -> re.Pattern[str]:
-    # An owner keeps the directory `LEDGER/BOOT-ID/owners` open, and its lock file in there.
+    # An owner keeps the directory `LEDGER/BOOT-ID/owners` open, and its lock file in this directory.
     return re.compile(rf"(/.*/{re.escape(boot)})/owners(?:/|$)")
 
 
@@ -101,8 +101,9 @@ def _ledger(pid: int, directory: Path, proc: Path) -> OpenLedger | None:
     """The ledger whose files of this boot are in `directory`.
 
     The files of a ledger in Redis do not contain the ledger's URL, since the URL may have a
-    password. So the URL is read from the environment of the process `pid`. The result is
-    None if the environment has no URL of Redis, or if its URL does not lead to `directory`.
+    password. So the URL is read from the environment with which the process `pid` was started. The
+    result is None if that environment has no URL of a Redis in GPU_LEDGER, or if the owners' files
+    of that URL are not in `directory`.
     """
     if (directory / "CURRENT").exists():
         return OpenLedger(f"sqlite://{directory.parent}", directory)

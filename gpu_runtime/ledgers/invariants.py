@@ -96,9 +96,9 @@ def _own_leases_in_own_section(write: Write) -> str:
 
 
 def _parts_are_cut(write: Write) -> str:
-    """A settled lease in parts is on one card and the host, and has no working memory.
+    """A settled lease in parts is on one card and the host, and claims only the model's own bytes.
 
-    A lease in parts is cut between two pieces of the model.
+    The model must have pieces, because it is cut between two pieces.
     """
     for _, section in write.changed:
         for lease in section.leases:
@@ -196,7 +196,7 @@ def _same_tickets(write: Write) -> bool:
 
 
 def _same_schema(write: Write) -> str:
-    """A page keeps its schema."""
+    """Every new book has the schema of this version of gpu-console."""
     if write.new.schema != SCHEMA:
         return f"schema {write.new.schema} was to be written where {SCHEMA} is in force"
     return ""
@@ -213,7 +213,10 @@ def _opening_stays(write: Write) -> str:
 
 
 def _devices_stay(write: Write) -> str:
-    """The first owner describes the devices. Other owners may only add devices."""
+    """The first owner describes the devices. Other owners may only add devices.
+
+    An owner that is alone in the book may change them.
+    """
     if write.new.devices is write.old.devices or write.is_alone:
         return ""
     after = {device.id: device for device in write.new.devices}
@@ -238,7 +241,10 @@ def _limits_stay(write: Write) -> str:
 
 
 def _samples_get_newer(write: Write) -> str:
-    """A sample (one measurement) of a device is only replaced by a newer sample."""
+    """A sample (one measurement) of a device is only replaced by a newer sample.
+
+    An owner that is alone in the book may remove it.
+    """
     if write.new.samples is write.old.samples:
         return ""
     for device, sample in write.old.samples.items():

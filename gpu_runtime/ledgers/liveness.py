@@ -76,10 +76,10 @@ def name_of(uid: int) -> str:
 
 
 def sight_of(owner: Owner, path: Path | str) -> Sight:
-    """Whether the process of `owner` runs, is stopped or has ended. The check takes about 50 µs.
+    """Whether the process of `owner` runs, is stopped, writes a core dump or has ended.
 
     `path` is the owner's lock file. For a process in another container, only ALIVE, DEAD and
-    UNKNOWN can be seen.
+    UNKNOWN can be seen. The check takes about 50 µs.
     """
     found = life_of(owner, path)
     if found is not Life.ALIVE or owner.namespaces != namespaces():
@@ -91,8 +91,8 @@ def end_of(owner: Owner) -> io.FileIO | None:
     """A descriptor that polls as readable once the process of `owner` has ended.
 
     The result is None if the process cannot be seen: it has ended, or it is in another container,
-    which numbers processes differently. The descriptor wakes a waiting thread but proves nothing;
-    only `life` proves the end.
+    which numbers processes differently. The descriptor only wakes a waiting thread. The proof of
+    the owner's death is `life_of`.
     """
     try:
         end = io.FileIO(os.pidfd_open(owner.pid))
@@ -151,8 +151,9 @@ _FLOCK = struct.Struct("hhqqi4x")
 
 
 def _held_elsewhere(fd: int) -> bool:
-    # Test for a read lock. Any process that may only read the file could take a read lock. With
-    # such a read lock, a test for a write lock would report a dead owner as alive.
+    # Test whether a read lock is possible. Only the owner's write lock prevents it. A test for a
+    # write lock would be wrong: any process that may read the file can hold a read lock on it, and a
+    # dead owner would then be reported as alive.
     asked = _FLOCK.pack(fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
     answer = fcntl.fcntl(fd, fcntl.F_OFD_GETLK, asked)
     lock_type = _FLOCK.unpack(answer)[0]
@@ -190,7 +191,8 @@ class OwnerFile:
     def write_roster(self, payload: bytes, *, rev: int, schema: int) -> None:
         """Writes the roster `payload` for the book's revision `rev`, in the format `schema`.
 
-        Raises OSError if the disk is full. Even after this error, the previous roster is readable.
+        Raises OSError if the roster is too large or the disk is full. Even after this error, the
+        previous roster is readable.
         """
         if len(payload) > self.SLOT_BYTES - _FRAME.size:
             raise OSError(
@@ -223,17 +225,21 @@ class OwnerFile:
         self.close_here()
 
     def close_here(self) -> None:
-        """Closes the descriptor without unlocking: a forked child must keep its parent's lock."""
+        """Closes the descriptor. The lock ends when no process has the file open any more.
+
+        There is no explicit unlock. In a forked child, it would release the parent's lock.
+        """
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int, Owner, Path]:
-    """Makes a locked file with a name that was never used before.
+    """Makes a locked file in `directory`, whose name is the owner's id.
 
-    Returns the file's descriptor, its owner and its path. The file is locked before it gets its
-    name. So no process sees the file unlocked while its owner lives.
+    If a file with this name exists, the owner gets another serial. Returns the file's descriptor,
+    the owner with the file's inode, and the file's path. The file is locked before it gets its name.
+    So no process sees the file unlocked while its owner lives.
     """
     draft = directory / f".{os.getpid()}-{secrets.token_hex(4)}"
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
@@ -286,7 +292,10 @@ def read_roster(path: Path) -> Roster | None:
 
 
 def rosters(path: Path) -> list[Roster]:
-    """The complete rosters in the owner's file `path`: the last and the previous, if complete."""
+    """The last and the previous roster in the owner's file `path`, in any order.
+
+    A roster that was not written completely is left out.
+    """
     try:
         with open(path, "rb", opener=_no_links) as file:
             return _rosters(file)
@@ -338,7 +347,8 @@ def _rosters(file: IO[bytes]) -> list[Roster]:
 
 def _slot(file: IO[bytes], offset: int) -> Roster | None:
     file.seek(offset)
-    # Frame and check are read in one call, because the slot may be written between two calls.
+    # The frame and its checksum are read in one call, because the slot may be written between two
+    # calls.
     head = file.read(_FRAME.size + _CHECK.size)
     frame, check = head[: _FRAME.size], head[_FRAME.size :]
     if len(check) < _CHECK.size:

@@ -24,8 +24,9 @@ FALLBACK = Path("/var/tmp")  # a local disk on every machine; its files survive 
 def sqlite_directory(url: str, rest: str) -> Path:
     """The directory that `url` names. `rest` is the part of `url` after `sqlite:`.
 
-    Four slashes in a URL, as other tools write them, mean the same as three slashes. Raises
-    BadSetting for a relative path.
+    Four slashes in a URL, as other tools write them, mean the same as three slashes. A name that
+    ends in `.db` means the directory without this ending. Raises BadSetting for a relative path, and
+    for a directory in the root of the file system that does not exist.
     """
     directory = Path("/" + rest.lstrip("/"))
     if directory.suffix == ".db":
@@ -50,8 +51,8 @@ def sqlite_directory(url: str, rest: str) -> Path:
 def split_redis_url(url: str) -> tuple[str, Path]:
     """Splits `url` into the server's URL and the local directory for the owners' files.
 
-    The option `owners=` in `url` names the directory. Without this option, the directory is under
-    the user's state directory.
+    The option `owners=` in `url` names the directory. Without this option, the directory is `redis`
+    in `local_state()`. The result's URL does not have the option `owners=`, but all other options.
     """
     server, _, query = url.partition("?")
     options = parse_qsl(query)
@@ -115,10 +116,11 @@ def _compact(size: int) -> str:
 def require_private(directory: Path) -> None:
     """Raises LedgerUnavailable if another user could put files into the private ledger `directory`.
 
-    The default directory is made here with mode 0700, and nobody else may change anything on the
-    path to the directory. For a directory that a setting names, the directories on the path may be
-    writable, as in many containers, but no directory may belong to another user. Root may open any
-    user's ledger. A shared ledger has rules of its own.
+    For a directory below `local_state()`, nobody else may change anything on the path to it, and
+    `local_state()` is made here with mode 0700. For another directory, which a setting names, other
+    users may write to the directories on the path, as in many containers. But each of these
+    directories must belong to this user or to root. Root may open any user's ledger. A shared ledger
+    is not checked here.
     """
     base = local_state()
     is_default = directory.is_relative_to(base)
@@ -129,7 +131,7 @@ def require_private(directory: Path) -> None:
             base.mkdir(mode=0o700, parents=True, exist_ok=True)
         weak = weak_step(directory, may_be_writable=not is_default)
     except OSError as error:
-        if not is_default:  # such as another group's ledger: opening it says so
+        if not is_default:  # such as another group's ledger: opening it raises the right error
             return
         raise files.cannot_write(directory, error) from error
     if weak:

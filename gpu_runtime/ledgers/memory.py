@@ -63,7 +63,7 @@ class MemoryLedger:
             if name:
                 _named[name] = self._book
         self._bell = self._book.bells[self.owner.id] = Bell()
-        self._packed = pages.EMPTY  # what of the last write need not be checked again
+        self._packed = pages.EMPTY  # the last write as bytes; unchanged parts are not checked again
 
     def read(self) -> Book:
         """The current book."""
@@ -89,7 +89,10 @@ class MemoryLedger:
                     return answer
 
     def _refuse_unwritable(self, new: Book) -> None:
-        """Raises LedgerRefused for values that no ledger on disk could keep (invalid text, say)."""
+        """Raises LedgerRefused for values that a ledger on disk could not keep, such as invalid text.
+
+        Only this owner's section and tickets, and the facts that all owners share, are checked.
+        """
         me = self.owner.id
         changed = replace(
             new,
@@ -112,7 +115,7 @@ class MemoryLedger:
         return frozenset()
 
     def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
-        """ALIVE or DEAD for each owner of `book`, or for each owner in `owners` if given."""
+        """ALIVE or DEAD for each owner with a section in `book`; only those in `owners` if given."""
         dead = self.dead(book)
         wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
         return {id: Sight.DEAD if id in dead else Sight.ALIVE for id in wanted}
@@ -173,7 +176,10 @@ class MemoryLedger:
         return self._open_book().answers.get((owner_id, self.owner.id))
 
     def close(self) -> None:
-        """Removes this owner's bell, maps, names and answers, so that the owner counts as dead."""
+        """Removes this owner's bell, maps and names, and all answers from and to this owner.
+
+        Without a bell, the owner counts as dead.
+        """
         memory, self._book = self._book, None
         if memory:
             memory.maps.pop(self.owner.id, None)

@@ -1,9 +1,10 @@
 """The files with the names of the models that each owner can load: `owners/ID.names`.
 
-The names are not in the book. Only a request from another process needs them, and in the book all
-processes would read and write up to 20,000 names. Each line of the file is one change: `+"qwen"`,
-`-"qwen"`, or `+["qwen", 8589934592, 5]` with the model's size in bytes and its importance. So a new
-name costs one short write, however many names there are.
+The names are not in the book. There may be 20,000 names, and all processes would read and write
+them with the book, although only a request from another process needs them. Each line of the file
+is one change: `+"qwen"` adds a name, `-"qwen"` removes it, and `+["qwen", 8589934592, 5]` adds a
+name with the model's size in bytes and its importance. So a new name costs one short write, however
+many names there are.
 """
 
 from __future__ import annotations
@@ -65,7 +66,11 @@ class NameFiles:
                 self._append(added={name: declared}, removed=[])
 
     def publish(self, id: str, names: Mapping[str, Declared]) -> None:
-        """Replaces the names of this owner, `id`, by `names`. Raises OSError."""
+        """Replaces the names of this owner, `id`, by `names`. Raises OSError.
+
+        If the names are unchanged, the file is looked for at most every CHECK_SECONDS, and written
+        again if it was deleted.
+        """
         with self._lock:
             if not names and self._fd < 0:
                 return

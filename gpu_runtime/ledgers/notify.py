@@ -207,7 +207,7 @@ class Doorbell(Bell):
         self.close_here()
 
     def close_here(self) -> None:
-        """Closes the descriptors in a forked child. The socket's name remains."""
+        """Closes the descriptors, also in a forked child. The socket's name remains."""
         self.closed = True
         self._socket.close()
         if self._directory >= 0:
@@ -222,8 +222,8 @@ class Doorbell(Bell):
             return True  # another thread closed it just now
         woken = poll.poll(seconds * 1000)
         waiter.reset(woken)
-        # The first thread that wakes empties the socket. This thread wakes all other threads,
-        # because their poll may have missed the datagram.
+        # The first thread that wakes empties the socket, so the polls of the other threads may miss
+        # the datagram. For this reason the first thread wakes all other threads.
         if woken and self._read_all():
             self._wake_all_but(waiter)
         return bool(woken)
@@ -246,8 +246,8 @@ def _bind(directory: Path, owner_id: str, group: int | None) -> tuple[Path, int,
     bell = socket.socket(
         socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     )
-    # If a file with this name exists, it belonged to a killed process. The pid of that process was
-    # used again in another container.
+    # If a file with this name exists, it belonged to a killed process. Its id was used again: a
+    # process in another container has the same pid and the same start time.
     path.unlink(missing_ok=True)
     bell.bind(_socket_path(fd, owner_id))
     if group is not None:

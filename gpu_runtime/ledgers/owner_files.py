@@ -1,7 +1,7 @@
 """An owner's files beside its lock file: `owners/ID.SUFFIX`.
 
-Other processes read the files. A file counts only if the owner's user wrote it. Nothing here knows
-the content of the files.
+Other processes read the files. A file counts only if it belongs to the user who owns the lock file.
+Nothing here decodes the content of the files.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Beside:
     def read(self, id: str, most_bytes: int, read: Callable[[int, os.stat_result], T]) -> T | None:
         """The result of `read(descriptor, stat)` for the file of the owner `id`.
 
-        The result is None if the file does not exist, if another user wrote it, or if it is larger
-        than `most_bytes`.
+        The result is None if the file does not exist, is no plain file, belongs to another user than
+        the owner's lock file, or is larger than `most_bytes`.
         """
         flags = os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC | os.O_NOFOLLOW
         try:

@@ -89,7 +89,8 @@ def encode_part(
     if old is not None and old_leases:
         known = {id(lease): content for lease, content in zip(old.leases, old_leases, strict=True)}
     outline, leases = None, []
-    is_read = same_objects(tickets, old_tickets)  # all but the leases was read back before
+    # Whether all of the part except its leases is unchanged, so that it was read back earlier.
+    is_read = same_objects(tickets, old_tickets)
     if section is not None:
         for number, lease in enumerate(section.leases):
             content = known.get(id(lease))

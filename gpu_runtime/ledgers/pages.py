@@ -91,7 +91,7 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
 
 class _Head(msgspec.Struct, array_like=True, frozen=True, gc=False):
     shared: tuple[int, int, int]  # checksum, size, room
-    queue: tuple[int, ...]  # for each ticket in its order: the number of its owner's part
+    queue: tuple[int, ...]  # the tickets in their order, each as its owner's index in `parts`
     parts: tuple[msgspec.Raw, ...]
 
 
@@ -367,8 +367,9 @@ def _read_parts(
 def _read_part(part: _Changed, last: Part | None, mend: Mend | None) -> Part:
     """The decoded `part`. `last` is the part that the same owner had before.
 
-    If the part's bytes are wrong, the result is the part that `mend` finds elsewhere. If `mend`
-    finds no part, `part` is quarantined: its bytes are kept, and count as claimed.
+    If the checksum of the part is wrong, the result is the part that `mend` finds elsewhere. If
+    there is none, or if the part cannot be decoded, the part is quarantined. A quarantined part
+    stays in the page unchanged, and the device memory in its index entry stays claimed.
     """
     whole = part.whole
     if whole is None:
@@ -430,7 +431,7 @@ def _book(shared: Shared, queue: tuple[int, ...], parts: dict[str, Part]) -> Boo
     tickets: list[Ticket] = []
     for number in queue:
         ticket = next(waiting[number], None) if 0 <= number < len(waiting) else None
-        if ticket is not None:  # else it is in a part that cannot be read
+        if ticket is not None:  # None: the ticket is in a part that cannot be read
             tickets.append(ticket)
     for rest in waiting:
         tickets += rest

@@ -1,7 +1,7 @@
 """Reads in /proc whether a process lives, and whether it is stopped.
 
 A pid can be used again for another process. A pid and a start time together identify a process, for
-an observer in the same namespaces. Nothing here knows owners or lock files.
+an observer in the same namespaces. Nothing here uses owners or lock files.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 class Life(enum.StrEnum):
-    """Whether an owner lives. ALIVE and DEAD are proven; everything else is UNKNOWN."""
+    """Whether an owner lives. ALIVE and DEAD are proven; UNKNOWN means that neither is proven."""
 
     ALIVE = "alive"
     DEAD = "dead"

@@ -1,7 +1,7 @@
 """Reads a book without being an owner: no lock file, no socket, no repair, no write.
 
-The reader is for programs that only watch. While the book is being written or rebuilt, an attempt
-to read it fails, and the program has to try again.
+The reader is for programs that only watch. While the book is being written or rebuilt, `look` may
+return None, and the program has to call it again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Peek(Protocol):
 def peek(url: str, directory: Path) -> Peek:
     """A reader of the ledger at `url`, whose files of this boot are in `directory`.
 
-    Raises GpuError if no ledger can be opened at `url`.
+    Nothing is opened or connected yet. Raises BadSetting for an invalid URL of a Redis.
     """
     if url.startswith("sqlite:"):
         return FilePeek(directory)
@@ -72,9 +72,9 @@ class FilePeek:
         version = (name, stat.st_ino, stat.st_mtime_ns)
         if self._seen is not None and self._seen[0] == version:
             return self._seen[1]
-        # Two writes within a few milliseconds can have the same time. So the time of a very recent
-        # write does not yet identify a version. The second write may come while the book is read:
-        # a slow read would end with an old book and a time that by then is no longer recent.
+        # Two writes within a few milliseconds can have the same time, so the time of a very recent
+        # write does not yet identify a version. The age is computed before the read. The second
+        # write may happen during the read, and after a slow read the time would no longer be recent.
         settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NANOSECONDS
         book = self._read(name)
         self._seen = (version, book) if settled else None

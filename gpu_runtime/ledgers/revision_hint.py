@@ -1,10 +1,10 @@
 """The newest revision of the book that any process has written, in a file beside the book.
 
-An old copy that replaces the book is itself a valid book. Only a process that has seen a newer
-revision notices the replacement. With this file, all processes notice it. Without the file, a
-process that has not seen the newer revision would grant the same bytes again. The file is written
+An old copy of the book may replace the book, for example from a backup. The copy is a valid book,
+so only a process that has seen a newer revision notices the replacement. Another process would grant
+the same bytes again. With this file, all processes notice the replacement. The file is written
 after each write of the book, and read before each read and write (2 µs). If the file is missing or
-wrong, the book is accepted until a process remembers a newer revision.
+wrong, a process accepts the book, unless it has itself seen a newer revision.
 
 The file also saves work. If a process's own copy of the book has the newest revision, the process
 decides on its copy, without a read. If the copy is older, the process reads the book again before
@@ -31,7 +31,7 @@ _SUM = struct.Struct("<I")
 class RevisionHint:
     """One process's access to the file with the newest revision.
 
-    No method raises. If the file cannot be used, nothing is known.
+    No method raises. If the file cannot be used, the newest revision is unknown.
     """
 
     def __init__(self, directory: Path) -> None:

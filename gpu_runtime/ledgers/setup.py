@@ -1,9 +1,9 @@
 """Sets up a ledger that a group of users shares: `gpu ledger init --group G DIR`, run as root.
 
 The command makes the directory and names it in the machine-wide configuration, which every user's
-runtime reads. A second run of the command only repairs file modes. The command also makes root the
-owner of the directory of the present boot, so that no member can move another member's files away.
-For this reason an operator should run the command at every boot.
+runtime reads. It also makes the directories of the present boot, with root as their owner, so that
+no member can move another member's files away. For this reason an operator should run the command
+at every boot. A further run repairs owners and modes of the directories, and removes nothing.
 """
 
 from __future__ import annotations
@@ -137,7 +137,10 @@ def _require_suitable(place: Path, gid: int, group: str) -> None:
 
 
 def _require_reachable(place: Path, gid: int, group: str) -> None:
-    """Raises BadSetting if a directory above `place` is closed to the group or open to all."""
+    """Raises BadSetting if a directory above `place` is closed to the group or writable for all.
+
+    Everybody may write to a directory with the sticky bit, such as /tmp.
+    """
     for parent in place.parents:
         found = parent.stat()
         open_to_others = found.st_mode & stat.S_IXOTH

@@ -1,6 +1,6 @@
 """One connection to a Redis. Failures of the connection become readable errors.
 
-Passwords are never shown. Nothing here knows what a book is.
+Error messages never show a password. Nothing here depends on what is stored in the Redis.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ T = TypeVar("T")
 Ask = Callable[..., Any]  # sends one command and returns its answer
 
 CONNECT_SECONDS = 1.0
-ANSWER_SECONDS = 1.0  # limit of one attempt; after four attempts, about 5 s, an error is raised
-# The attempts and the waits between them take about half a second, as long as a restart of a Redis.
+ANSWER_SECONDS = 1.0  # limit of one answer; if all four attempts time out, that takes about 5 s
+# If each attempt is refused at once, the attempts and the waits between them take about half a
+# second. A restart of a Redis takes about as long.
 RETRIES = 3
 
 
 class RedisConnection:
     """A connection that is made again when it breaks.
 
-    Several threads must not use the connection at the same time, so the caller needs a lock.
+    The caller has to make sure, with a lock, that only one thread uses the connection at a time.
     """
 
     def __init__(self, url: str) -> None:
@@ -46,8 +47,8 @@ class RedisConnection:
         """
         self.url = masked(url)
         try:
-            # With version 2 of the protocol, every Redis gives the same answers. A single command
-            # is not retried, because `converse` starts the whole conversation again.
+            # With version 2 of the protocol, all versions of Redis give the same answers. A single
+            # command is not retried, because `converse` calls `talk` again from its start.
             pool = ConnectionPool.from_url(
                 url,
                 protocol=2,
@@ -94,8 +95,8 @@ class RedisConnection:
 
     def _converse_once(self, talk: Callable[[Ask], T]) -> T:
         if not self._in_step:
-            # An interrupt arrived between a command and its answer. On this connection, the next
-            # command would read the old answer as its own.
+            # An exception, such as a KeyboardInterrupt, arrived between a command and its answer. On
+            # this connection, the next command would read the old answer as its own.
             self._connection.disconnect()
         try:
             return talk(self._ask)
@@ -117,7 +118,7 @@ class RedisConnection:
         return answer
 
     def unavailable(self, what: str, hint: str) -> LedgerUnavailable:
-        """The error that this Redis `what`, such as "has no password", with a `hint` what to do."""
+        """The error "the Redis URL `what`", such as "refused a command", and a `hint` what to do."""
         return LedgerUnavailable(f"the Redis {self.url} {what}.\n  {hint}", path=self.url)
 
     def close(self) -> None:

@@ -8,11 +8,11 @@ dead owners.
 Containers of one host that share no directory share the page, but their owners cannot prove each
 other's deaths. The bytes of a dead owner stay claimed until an owner of the same container checks.
 Such containers should have one common directory: `?owners=/a/directory/mounted/in/all`. By default,
-the directory is in the user's state directory, under the server's name. So every process should use
-the same name for the server.
+the directory is in the user's state directory. Below it, the owners' files are in a directory that
+is named after the server. So every process should use the same name for the server.
 
-A client that may write to the database may write anything in it. Only the password of the database
-protects the book: Redis does not know the users of a host.
+A client that may write to the database may write anything in it. A Redis cannot tell the users of a
+host apart, so only the password of the database protects the book.
 """
 
 from __future__ import annotations

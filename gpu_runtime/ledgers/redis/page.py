@@ -83,9 +83,9 @@ class RedisBook(BookStore):
         super().__init__(directory, boot, owner_file, moved)
         self._server = server
         self._key = PAGE + boot
-        # The script's text differs for each owners' directory. If an owner in the same directory
-        # has loaded the script, that owner has compared the same rosters. Owners in another
-        # directory have rosters that this process cannot see.
+        # Each owners' directory has a script of its own, which differs by its first line. If this
+        # directory's script is loaded, an owner has compared the page with the rosters in this
+        # directory. An owner in another directory cannot see these rosters.
         self._script = f"-- {boot} {os.stat(directory).st_ino}\n{LOOK_OR_WRITE}"
         self._sha = hashlib.sha1(self._script.encode(), usedforsecurity=False).hexdigest()
         self._vetted = (
@@ -100,7 +100,8 @@ class RedisBook(BookStore):
     def mend(self, damage: DamagedBook, patience_seconds: float) -> None:
         """Makes the page again, unless another process has done so.
 
-        `damage` and `patience_seconds` are not used. Raises LedgerUnavailable.
+        `damage` and `patience_seconds` are not used: the page is read and compared with the rosters
+        again. Raises LedgerUnavailable, LedgerNewer.
         """
         with self._lock:
             self._vetted = False
@@ -128,9 +129,10 @@ class RedisBook(BookStore):
     # Comparing the page with the rosters
 
     def _open(self) -> None:
-        """Checks that this Redis keeps what it acknowledges, and that it still has the book.
+        """Checks that this Redis is set up to keep its data, and that it still has the book.
 
-        Raises DamagedBook if the book is damaged or missing.
+        Raises DamagedBook if the book is damaged or missing, and LedgerUnavailable for a Redis that
+        may lose the book.
         """
         self._connection = None
         seen = self._server.converse(self._vet)
@@ -141,16 +143,17 @@ class RedisBook(BookStore):
         self._connection = self._server
 
     def _vet(self, ask: Ask) -> Seen:
-        """The page, if it holds everything that this owner and other living owners have seen.
+        """The page, if it has every write that this owner and other living owners have seen.
 
-        Raises DamagedBook if the page lacks something.
+        Also loads the script, so that this owner and others may write. Raises DamagedBook if the
+        page lacks a write.
         """
         self._server.require_safe(ask)
         seen = self._look_at(ask)
         why = self._fault(seen, self._living())
         if why or seen is None:
             raise DamagedBook(self._page.name if self._page else "", 0, why)
-        # The same connection read the page, so this Redis has not started again in between.
+        # The page was read on the same connection, so the Redis was not restarted since that read.
         ask("SCRIPT", "LOAD", self._script)
         return seen
 
@@ -163,10 +166,10 @@ class RedisBook(BookStore):
             raise self._foreign(f"its key {self._key} is no page of ours") from error
 
     def _fault(self, seen: Seen | None, living: LivingParts) -> str:
-        """Why the page is damaged; empty if it is not.
+        """Why the page `seen` is damaged; empty if it is not.
 
-        The page is damaged if it lacks something that this owner or the living owners on this host
-        have seen written.
+        The page is damaged if it lacks a write that this owner or one of the `living` owners has
+        seen. Raises LedgerNewer if a newer version of gpu-console wrote the page.
         """
         known = self._page
         if seen is None:
@@ -175,14 +178,15 @@ class RedisBook(BookStore):
             raise LedgerNewer(self._server.url, seen.schema, SCHEMA)
         if seen.book is None:
             return "its page cannot be read"
-        # An owner's last roster may be one revision ahead, for a write that did not succeed.
+        # A roster is written before the page. So the last roster of an owner may be one revision
+        # ahead, if the write of the page did not succeed.
         least = max((rev - 1 for rev, _ in living.values()), default=0)
         if known and known.name == seen.generation:
             least = max(least, self._least_rev)
         if seen.rev < least:
             return f"it is at revision {seen.rev}, and {least} has been seen"
         if known and known.name != seen.generation:
-            # The owner that made this generation may not have seen the rosters in this directory.
+            # The owner that made this generation may use another directory, without these rosters.
             with_section = {id for id, (_, part) in living.items() if part.sections}
             missing = with_section - seen.book.sections.keys()
             if missing:
@@ -207,7 +211,10 @@ class RedisBook(BookStore):
     # Making the page
 
     def _make(self, ask: Ask) -> None:
-        """Makes a damaged page again, from its own content and the rosters of the living owners."""
+        """Makes a missing or damaged page, from its own content and the living owners' rosters.
+
+        Does nothing if the page is not damaged any more.
+        """
         seen, living = self._look_at(ask), self._living()
         why = self._fault(seen, living)
         if not why:
@@ -287,7 +294,10 @@ class RedisBook(BookStore):
             raise DamagedBook(page.name, 0, f"its page cannot be read ({error})") from error
 
     def _decoded(self, page: Page, rev: int, schema: int, body: bytes) -> Page:
-        """The `page` with newer content. Raises LedgerNewer, DamagedBook, or one of UNREADABLE."""
+        """The `page` with the content `body` of the revision `rev`, in the format `schema`.
+
+        Raises LedgerNewer, DamagedBook, or one of UNREADABLE.
+        """
         if schema > SCHEMA:
             raise LedgerNewer(self._server.url, schema, SCHEMA)
         self._require_new_enough(page, rev)
@@ -304,7 +314,8 @@ class RedisBook(BookStore):
         self._require_small(draft.body)
         part_changed = self._part_changed(page, draft)
         if part_changed:
-            # These values hold until the write is known to have succeeded.
+            # The roster may differ from the page until the page is known to be written. The next
+            # `look` repairs the roster.
             self._roster_doubtful = True
             self._unfinished = page
             self._write_roster(draft.book, draft.packed, page.rev + 1)
@@ -346,7 +357,7 @@ class RedisBook(BookStore):
     def _run(self, *words: str | bytes | int) -> list[Any]:
         """The script's answer to the arguments `words`.
 
-        Raises LostRace if the Redis was restarted and does not know the script any more.
+        Raises LostRace if the Redis does not have the script any more, as after a restart.
         """
 
         def talk(ask: Ask) -> list[Any]:

@@ -1,10 +1,11 @@
 """The keys in a Redis and the two scripts that write them: a page per host, and a marker.
 
-    gpu-console:ledger            the marker, with the schema
+    gpu-console:ledger            the marker of a database that belongs to gpu-console; a hash with
+                                  the schema
     gpu-console:page:BOOT-ID      a hash: generation, rev, schema, body; nonce (of the last write),
                                   opens (when grants begin), seen (when an owner last looked), name
                                   (of the machine that made it)
-    gpu-console:damaged:…         set aside; it expires after a week
+    gpu-console:damaged:…         a damaged page that was set aside; it expires after a week
 
 Nothing here decides what is lawful or which page is right.
 """
@@ -74,9 +75,9 @@ class Seen(NamedTuple):
     """A page as it was found in the Redis."""
 
     generation: str
-    rev: int  # -1: it has none
+    rev: int  # -1: the page cannot be read
     schema: int
-    book: Book | None  # None: it cannot be read
+    book: Book | None  # None: it cannot be read, is too large, or a newer version wrote it
     words: tuple[bytes, bytes] = (b"", b"")  # generation and revision, as stored
 
 
@@ -95,7 +96,10 @@ class HostPage(NamedTuple):
 
 
 def look_at(ask: Ask, key: str) -> Seen | None:
-    """The page stored under `key`; None without a page. `ask` sends one command."""
+    """The page stored under `key`; None without a page. `ask` sends one command.
+
+    Raises redis.exceptions.ResponseError if the value of `key` is not a hash.
+    """
     generation, rev, schema = ask("HMGET", key, "generation", "rev", "schema")
     size = ask("HSTRLEN", key, "body")
     if generation is None and rev is None and not size:

@@ -16,7 +16,7 @@ import random
 import threading
 
 FREE_TURNS = 8  # transactions in a row without a wait
-IN_A_ROW_SECONDS = 0.002
+IN_A_ROW_SECONDS = 0.002  # a transaction that starts so soon after the last one is "in a row"
 CROWDED_SECONDS = 1.0  # how long contention is remembered
 MOST_DOUBLINGS = 4  # more doublings change nothing, because 4 · 2⁴ exceeds the cap of 50
 LONGEST_ATTEMPT_SECONDS = 0.01
@@ -42,13 +42,13 @@ class Pace:
         """Seconds to wait before a transaction that starts at the time `now`.
 
         The result is 0, unless this thread has made eight transactions in a row and other processes
-        write too.
+        write too. The transaction is counted, so this method is called once for each.
         """
         here = self._here
         in_a_row = now - getattr(here, "ended_at", _NEVER) < IN_A_ROW_SECONDS
         crowded = now - self._crowded_at <= CROWDED_SECONDS
-        here.turns = here.turns + 1 if in_a_row else 1  # transactions since the last wait
-        here.row = here.row + 1 if in_a_row else 1  # transactions since the last pause
+        here.turns = here.turns + 1 if in_a_row else 1  # in a row, and since the last wait
+        here.row = here.row + 1 if in_a_row else 1  # in a row
         here.should_queue = here.row > 2 and crowded
         if here.turns <= FREE_TURNS or not crowded:
             return 0.0
@@ -59,14 +59,15 @@ class Pace:
     def should_queue(self) -> bool:
         """Whether this thread should queue before its first attempt to write.
 
-        True if the thread writes without a pause while other processes write too. A failed attempt
-        of such a thread would delay the processes in the queue.
+        True from the third transaction in a row on, if other processes write too. An attempt of such
+        a thread outside the queue would delay the processes in the queue. `before` must be called
+        first.
         """
         return self._here.should_queue
 
     @property
     def will_write_again(self) -> bool:
-        """Whether this thread will probably write again at once, as it has written twice before."""
+        """Whether this thread will probably write again at once, after three to seven in a row."""
         return 2 < self._here.turns < FREE_TURNS
 
     def after_loss(self, times: int, now: float) -> float:

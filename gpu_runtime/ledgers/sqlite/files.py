@@ -85,7 +85,8 @@ def is_network(kind: str) -> bool:
 def prepare(directory: Path) -> None:
     """Makes a boot's `directory` if it does not exist.
 
-    Raises LedgerUnavailable, whose message is one clear sentence.
+    Raises LedgerUnavailable if the directory is on a network file system, belongs to another user,
+    or cannot be made.
     """
     kind = file_system_of(directory)
     if is_network(kind):
@@ -114,8 +115,8 @@ def prepare(directory: Path) -> None:
 
 def _make_private(directory: Path) -> None:
     (directory / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
-    # `parents` makes directories with the umask. Only the directories that belong to this user
-    # alone are closed.
+    # `parents=True` makes the directories above with the mode of the umask, and others may use
+    # these. The ledger's own two directories get mode 0700, unless they belong to another user.
     for made in (directory, directory / "owners"):
         if made.stat().st_uid == os.geteuid():
             made.chmod(0o700)
@@ -197,9 +198,9 @@ def other_books(directory: Path, name: str) -> list[str]:
 
 
 def set_aside(directory: Path, name: str) -> Path | None:
-    """Renames the book `name` and its journal to `….damaged`, and returns the new path.
+    """Renames the book `name` to `….damaged`, and its journal too. Returns the book's new path.
 
-    The result is None if there is no file left to keep.
+    The result is None if the book's file does not exist any more.
     """
     kept = directory / f"{name.removesuffix('.db')}.damaged"
     while kept.exists():
@@ -282,9 +283,9 @@ def writers(path: Path) -> list[int]:
 
 
 def fill_ballast(directory: Path) -> bool:
-    """Reserves disk space in `directory` for releases on a full disk.
+    """Reserves disk space in `directory` for releases on a full disk, if none is reserved.
 
-    Returns whether the space is reserved.
+    Returns whether the space is reserved now.
     """
     path = directory / "ballast"
     if path.exists():

@@ -48,7 +48,7 @@ def newest_roster_rev(directory: Path) -> int:
 
 
 class Before(NamedTuple):
-    """What a process that makes a new book knows of the old book."""
+    """The old book, as the process that makes the new book last saw it."""
 
     book: Book = Book()  # the old book, as this process last read it
     name: str = ""
@@ -69,9 +69,11 @@ def rebuild(
 ) -> None:
     """Replaces the damaged book (`damage`), unless another process has done so.
 
-    `directory` has the ledger's files of the boot with the id `boot`. An owner that has no roster
-    and may be alive keeps what it had in the book `before`. If there are such owners, nothing is
-    granted until they had time to register. Waits at most `patience_seconds` for another process.
+    `directory` has the ledger's files of the boot with the id `boot`. An owner that has no readable
+    roster and may be alive keeps the part that it had in the book `before`. If there is such an
+    owner, if a roster cannot be read, or if owners' files were deleted, nothing is granted until
+    all owners had time to register. Waits at most `patience_seconds` for another process that makes
+    a new book.
 
     Raises LedgerUnavailable, OSError or sqlite3.Error. After an error, CURRENT (the link to the
     book in force) may name a book that does not exist, which also counts as damage.
@@ -89,7 +91,7 @@ def rebuild(
         files.point_current_at(directory, name)
         book, rev = _from_rosters(directory, name, before)
         _make(directory, name, boot, book, rev)
-        RevisionHint(directory).record(name, rev)  # replaces what was recorded of an older book
+        RevisionHint(directory).record(name, rev)  # replaces the revision of the older book
         kept = []
         for old in files.other_books(directory, name):
             path = files.set_aside(directory, old)

@@ -4,18 +4,18 @@ The queue is not a lock. The book is safe without a queue, because a write count
 revision is unchanged. *The turn* is the right to write first; one process at a time, the holder,
 has the turn. No other process depends on the holder. If the holder ends, the operating system
 releases its lock. If the holder is stopped, or another of its threads keeps the GIL, the other
-processes pass the holder after 5 ms. If the holder only waits for a processor, they pass it after
-250 ms. (On a machine with 25 other programs, 64 processes that always passed the holder after 5 ms
-made 50 to 180 writes a second, and some gave up after 10 s. With the present rule they made 700 to
-1,400 writes a second, and none gave up.)
+processes write without the turn after 5 to 40 ms. If the holder only waits for a processor, they do
+so after 250 ms. (On a machine with 25 other programs, 64 processes that never waited longer than
+5 ms made 50 to 180 writes a second, and some gave up after 10 s. With the present rule they made
+700 to 1,400 writes a second, and none gave up.)
 
 A process that has already decided may write without queueing, unless its write would prevent the
 process with the turn from writing.
 
-The queue has two files. The lock file also has a count of the turns that ended, a mark that says
-whether all must queue, and the thread that has the turn. The second file is a pipe that wakes the
-process that has waited longest. In a shared ledger, a member may write to both files, and so make
-other processes wait for 250 ms.
+The queue has two files. The lock file contains the time at which the last turn ended, a mark whether
+all processes must queue, and the id of the thread that has the turn. The second file is a pipe that
+wakes the process that has waited longest. In a shared ledger, a member may write to both files, and
+so make other processes wait up to MOST_SECONDS for a turn.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ STALLED_SECONDS = 0.005
 RUNNABLE_SECONDS = (
     0.25  # how long a turn may last while its thread could run, but gets no processor
 )
-MOST_SECONDS = 5.0
+MOST_SECONDS = 5.0  # the longest wait for the turn, even if other turns end
 LOCK, PIPE = "turn", "turn.pipe"
 _COUNT_BYTES = 8
-# The mark after the count in the lock's file.
+# In the lock file, the mark follows the time at which the last turn ended.
 ALL_MAY, MUST_QUEUE = b"-", b"!"
-# Behind the mark: the native id of the thread that has the turn, or _PAUSES.
+# The mark is followed by the native id of the thread that has the turn, or by _PAUSES.
 _HOLDER = struct.Struct("<I")
 _PAUSES = 0xFFFFFFFF
 
@@ -67,11 +67,12 @@ class WriterQueue:
         flags = os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK
         self._lock = os.open(directory / LOCK, flags)
         self._pipe = os.open(directory / PIPE, flags)
-        # There is no `close`. A thread may have the turn while another thread closes the ledger.
-        # The numbers of closed descriptors could already belong to other files.
+        # There is no `close`; the descriptors are closed when no thread uses this object any more.
+        # A thread may have the turn while another thread closes the ledger. Closed descriptors
+        # could already have the numbers of other files.
         self._closing = weakref.finalize(self, _close, self._lock, self._pipe)
         self._closing.atexit = False
-        self._stalled = b"-"  # the count at which a process had the turn and did not end it
+        self._stalled = b"-"  # the last `_turns_ended` after which a process did not end its turn
 
     def try_enter(self) -> bool:
         """Takes the turn if no process has it. After True, the caller must call `leave`."""
@@ -85,7 +86,8 @@ class WriterQueue:
     def enter(self) -> bool:
         """Waits for the turn, and returns whether this process has it.
 
-        After True, the caller must call `leave`. False means that waiting longer does not help.
+        After True, the caller must call `leave`. After False, the caller writes without the turn:
+        the process with the turn does not end it, or MOST_SECONDS have passed.
         """
         ended = self._turns_ended()
         began = ended_at = now = time.monotonic()
@@ -107,12 +109,13 @@ class WriterQueue:
                     now - ended_at < RUNNABLE_SECONDS and self._holder_is_runnable()
                 ):
                     self._stalled = ended
-                # Other turns have ended, so the queue works, and this process continues to wait.
+                # If the loop goes on, the process with the turn was awake at this check. So the next
+                # check may be later.
                 patience = 8 * STALLED_SECONDS
         return False
 
     def pause(self, seconds: float) -> None:
-        """Sleeps for `seconds` with the turn. Other processes pass this process after 250 ms."""
+        """Sleeps for `seconds` with the turn. Other processes wait at most 250 ms for its end."""
         os.pwrite(self._lock, _HOLDER.pack(_PAUSES), _COUNT_BYTES + 1)
         time.sleep(seconds)
         os.pwrite(self._lock, _HOLDER.pack(threading.get_native_id()), _COUNT_BYTES + 1)
@@ -153,7 +156,7 @@ class WriterQueue:
         self._closing()
 
     def _holder_is_runnable(self) -> bool:
-        """Whether the thread with the turn waits for a processor, or pauses before an attempt.
+        """Whether the thread with the turn runs, waits for a processor, or is in `pause`.
 
         On a busy machine, a thread may wait for a processor for longer than STALLED_SECONDS. A
         thread that is stopped, or that waits for the GIL, is not runnable.
