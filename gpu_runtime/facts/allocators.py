@@ -31,7 +31,7 @@ class AllocatorBlock(Value, array_like=True):
 class SegmentMap(Value, array_like=True):
     """One piece of memory that an allocator took from its device, divided into blocks."""
 
-    address: int  # a simulated segment counts from the first one
+    address: int  # simulated segments have consecutive addresses, from 0
     bytes: int
     kind: str  # small, large, expandable, or private: a pool of its own, such as a CUDA graph's
     blocks: tuple[AllocatorBlock, ...]  # in the order of their addresses; together they are `bytes`

@@ -14,8 +14,8 @@ SCHEMA = 2
 MOST_ENTRIES = 1024  # leases and tickets in one page
 MOST_EVENTS = 16  # events in one page; every reader decodes them, so older ones are in the journal
 
-# A time in seconds that means "this never happened" or "not measured". NEVER is the default of such
-# fields, because a field that equals its default is not written into the book.
+# The value of a time or duration that means "this never happened" or "not measured". It is the
+# default of such fields, because a field that equals its default is not written into the book.
 NEVER = 0.0
 
 

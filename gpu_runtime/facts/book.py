@@ -1,7 +1,8 @@
-"""The book has all leases and tickets of one host. It is stored as JSON, which is called the page.
+"""The book has all leases and tickets of one host. The stored book is called the page.
 
 A ticket is a waiting request, or an order to another process. Each owner (a process that may hold
-leases) writes one section of the page.
+leases) writes one section of the book, and its own tickets. `ledgers/pages.py` has the format of the
+page.
 """
 
 from __future__ import annotations
@@ -31,8 +32,8 @@ class Ghost(Value):
     pid: int
     device: str
     bytes: int
-    settled_at: float  # when the owner's newest lease settled; older samples do not show it
-    died_at: float  # when its death was proven
+    settled_at: float  # when the owner's newest lease settled; older samples do not show its memory
+    died_at: float  # when the owner's death was proven
 
     def gone(self, sample: Sample | None) -> bool:
         """Whether `sample` was taken after the death and no longer lists the process."""
@@ -110,7 +111,7 @@ class Event(Value):
 
 
 class Book(Value):
-    """All leases and tickets of one host. Every decision reads the book and writes a new book."""
+    """All leases and tickets of one host. A decision reads the book, and may return a new book."""
 
     schema: int = SCHEMA
     devices: tuple[Device, ...] = ()
@@ -126,11 +127,11 @@ class Book(Value):
     # stays when the owner that set it ends.
     drained: dict[str, Drain] = {}
     # Owners whose section cannot be read. The bytes of such an owner stay claimed until the owner
-    # writes its section again.
+    # writes its section again or ends.
     quarantined: dict[str, Quarantined] = {}
     # Nothing is granted before this time (seconds of CLOCK_BOOTTIME), because the page was lost and
     # made again: owners that are not in the new page yet may hold memory. The value 0 means that
-    # grants are possible.
+    # grants are possible. In a Redis this time is not here, but beside the book.
     opens: float = NEVER
 
     @property
@@ -180,7 +181,10 @@ class Book(Value):
         return last
 
     def owner(self, owner_id: str) -> Owner | None:
-        """The owner with the id `owner_id`, or None."""
+        """The owner with the id `owner_id`; None if the book has no section of this owner.
+
+        A ticket has only the id of its owner.
+        """
         section = self.sections.get(owner_id)
         if section is not None:
             return section.owner
@@ -193,12 +197,13 @@ class Book(Value):
         return self.sections.keys() | waiting | self.quarantined.keys()
 
     def claims(self) -> dict[str, int]:
-        """Bytes claimed on each device: every share, target of a move, residue and ghost.
+        """Bytes claimed on each device: every share, target of a move, shadow, residue and ghost.
 
-        Residue is memory of a process beyond its leases; a ghost is memory of a dead process. If an
-        owner's section cannot be read, the owner's claims are taken from the page's index. The
-        caller must not change the result. Later calls return the same object, because a decision
-        needs the claims several times.
+        A shadow is a copy in host memory. Residue is memory of a process beyond its leases; a ghost
+        is memory of a dead process. If an owner's section cannot be read, the owner's claims are
+        taken from the page's index. Pages that several leases share count once. The caller must not
+        change the result: later calls return the same object, because a decision needs the claims
+        several times.
         """
         global _last_claims
         parts = (self.sections, self.ghosts, self.quarantined)
@@ -242,13 +247,19 @@ class Book(Value):
         return replace(self, sections=sections, quarantined=unread)
 
     def with_lease(self, lease: Lease) -> Book:
-        """This book with `lease`, which replaces a lease of the same owner and name."""
+        """This book with `lease`, which replaces a lease of the same owner and name.
+
+        Raises KeyError if the lease's owner has no section.
+        """
         section = self.sections[lease.owner]
         others = tuple(old for old in section.leases if old.name != lease.name)
         return self.with_section(replace(section, leases=(*others, lease)))
 
     def without_lease(self, owner: str, name: str) -> Book:
-        """This book without the lease called `name` of the owner with the id `owner`."""
+        """This book without the lease called `name` of the owner with the id `owner`.
+
+        Raises KeyError if this owner has no section.
+        """
         section = self.sections[owner]
         others = tuple(lease for lease in section.leases if lease.name != name)
         return self.with_section(replace(section, leases=others))
@@ -275,7 +286,8 @@ class _Waiting(NamedTuple):
     users: dict[tuple[str, str], int]
 
 
-# A decision looks for several tickets in one book. The last book's index is kept, by identity.
+# A decision looks for several tickets in one book. So the index of the last tickets is kept. It is
+# used again if `Book.tickets` is the same object.
 _last_waiting = _Waiting((), {}, {})
 
 # The parts of the book from which the last claims were computed, and these claims.
@@ -296,8 +308,9 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
     `old` is the book as it was read, and `new` the book to be written. If the old claims are above
     the limit already, only bytes above the old claims count. This function checks laws 1 and 2 in
     docs/architecture.md. Measured bytes may exceed the limit: residue, or a lease that settled
-    larger than requested. Newly *promised* bytes (targets of loads and moves) may not exceed the
-    limit. Devices that share the machine's RAM also have one joint entry, such as `cuda:0+host`.
+    larger than requested. Newly *promised* bytes (targets of loads and moves, and shadows of loads)
+    may not. So a device on which nothing more is promised has no entry. Devices that share the
+    machine's RAM also have one joint entry, such as `cuda:0+host`.
     """
     # An unchanged section promises nothing new, and most writes change one section of many.
     changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]

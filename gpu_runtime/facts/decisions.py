@@ -32,12 +32,15 @@ class Cap(Value):
 
 
 class Asker(Value):
-    """The user who wrote a ticket. The ledger and the machine's configuration identify the user."""
+    """The user who wrote a ticket, and what this user may request of the process that receives it.
+
+    The ledger proves who the user is. The rights are from the machine's configuration.
+    """
 
     user: str
     at_home: bool = False  # whether the process that receives the ticket has the same user
     operator: bool = False
-    importance: int = 0  # the highest importance that the user's cap allows
+    importance: int = 0  # the highest importance (lowest number) that the cap allows; 0: no cap
 
     @property
     def commands(self) -> bool:
@@ -48,10 +51,12 @@ class Asker(Value):
 class Rules(Value):
     """The numbers that decisions use. They come from the settings."""
 
-    grace_seconds: float = 5.0
+    grace_seconds: float = 5.0  # for so long after a use, only the model's own process evicts it
+    # The pressure of a device (0 to 1) at which each level begins.
     moderate: float = 0.60
     high: float = 0.80
     critical: float = 0.90
+    # How long a model must be idle before pressure of this level evicts it.
     idle_moderate_seconds: float = 120.0
     idle_high_seconds: float = 30.0
     relief: str = "auto"  # or "always", or "never"
@@ -59,11 +64,11 @@ class Rules(Value):
     reserve_bytes: int = 0  # measured free memory that stays free
     stale_seconds: float = 5.0  # no grant is based on a sample older than this
     passing_seconds: float = 30.0  # a request blocked by a model in use may be passed for so long
-    # An idle owner that has not acted on a request after this many seconds is unresponsive.
+    # An owner that could act on a request, and has not done so for this long, is unresponsive.
     answer_seconds: float = 2.0
     refresh_seconds: float = 2.0  # a ticket that was not refreshed for this long is skipped
     patience_seconds: float = (
-        120.0  # after this wait, a request is before loads that serve more users
+        120.0  # after this wait, a request goes first within its class of importance
     )
     ageing_seconds: float = 30.0  # a wait this long is worth one class of importance
     # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models.
@@ -119,7 +124,7 @@ class PlacementRules(Value):
     # from the model.
     factor: float = 0.0
     largest_fraction: float = (
-        0.8  # with a factor, a share above this fraction claims the whole card
+        0.8  # with a factor, a share of at least this fraction of a card claims the whole card
     )
 
 
@@ -132,7 +137,7 @@ class Candidate(Value):
     victims: tuple[str, ...] = ()
     cost_seconds: float = 0.0  # time to reload the models that it displaces
     filled: Shares = ()  # the model's own bytes, if the shares claim more than these
-    worth: float = 0.0  # the eviction policy's number of the displaced model that is worth most
+    worth: float = 0.0  # the highest result of the eviction policy for one of the displaced models
 
 
 class Request(Value):
@@ -239,7 +244,7 @@ class Refuse(Value, tag=True):
 
 
 Verdict = Grant | Wait | Refuse
-Policy = Callable[[Lease, World], float]  # the lowest is evicted first
+Policy = Callable[[Lease, World], float]  # the lease with the lowest result is evicted first
 
 
 class PlanLevel(enum.StrEnum):
@@ -265,7 +270,7 @@ _LEVELS = tuple(PlanLevel)
 class Plan(Value):
     """A dry run of `use`: every step, the models that would leave, and the other candidates."""
 
-    granted: bool  # whether it would be granted without waiting for a model in use
+    granted: bool  # whether it would be granted now, or after evictions of idle models
     steps: tuple[Step, ...]
     shares: Shares
     because: str
@@ -283,8 +288,8 @@ class Plan(Value):
     # The importance of the most important victim; lower is more important. Without victims: 0.
     victims_importance: int = 0
     left_bytes: int = 0  # free bytes that stay on the fullest of the model's cards
-    # The command that carries the plan out. For a model, it is the words after `%gpu`, such as
-    # `load qwen --context 256`, or a call of `rt.load`. For a size, it is the words after `%%gpu`.
+    # The command that carries the plan out. For a model: the words after `%gpu`, such as
+    # `load qwen --context 256`, or a call of `rt.load`. For a size in bytes: the words after `%%gpu`.
     command: str = ""
 
     def __str__(self) -> str:

@@ -83,10 +83,12 @@ def beside(shares: Shares, size: int) -> Shares:
 
 
 def where(shares: Shares) -> str:
-    """The devices of `shares` as text: `cuda:0`, or `cuda:0,1` for two cards; empty without shares.
+    """The devices of `shares` as text; empty without shares.
 
     >>> where((Share("cuda:0", 1), Share("cuda:1", 1)))
     'cuda:0,1'
+    >>> where((Share("cuda:0", 1), Share("host", 1)))
+    'cuda:0 + host'
     """
     ids = list(dict.fromkeys(share.device for share in shares))
     kinds = {id.split(":")[0] for id in ids}

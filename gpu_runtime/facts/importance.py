@@ -46,7 +46,7 @@ def parse_importance(value: str | int, *, least: int | None = None, most: int | 
 
 
 def importance_name(number: int) -> str:
-    """The name of the class with this `number`; `importance 7` for a number between the classes.
+    """The name of the class with this `number`; `importance 7` for a number that is no class.
 
     >>> importance_name(5), importance_name(7)
     ('high', 'importance 7')

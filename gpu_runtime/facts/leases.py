@@ -91,7 +91,8 @@ class Lease(Value):
 
     owner: str
     name: str
-    # Key of the decision that started the lease's move. A repeated decision finds its own key here.
+    # Key of the decision that started the lease's last load or move. If the same decision is made
+    # again, this key shows that the load or move has begun already.
     key: str = ""
     shares: Shares = ()
     target: Shares = ()
@@ -127,7 +128,7 @@ class Lease(Value):
     # shadow counts on the host. An offload turns the shadow into the lease's share on the host.
     shadow_bytes: int = 0
     # Pages in host memory that several processes share: the id of the pages, their bytes, and how
-    # many of these bytes belong to this lease. The pages count once for all leases.
+    # many of these bytes this lease's model uses. The pages count once for all leases.
     copy: str = ""
     copy_bytes: int = 0
     copied_bytes: int = 0
@@ -218,7 +219,7 @@ class Lease(Value):
 
     @property
     def leaving_bytes(self) -> int:
-        """The model's own bytes that leave the cards: all, or the bytes of `target` if given."""
+        """The model's own bytes that leave the cards in an offload: those of `target`, else all."""
         return sum([share.bytes for share in self.target]) if self.target else self.card_bytes
 
     def freed_by(self, target: Shares) -> Shares:
@@ -274,16 +275,16 @@ class Lease(Value):
         return 0.0 if self.pins else max(0.0, now - self.last_used)
 
     def claims(self) -> Iterator[Share]:
-        """Yields every share that counts against a budget: `shares`, `target` and the shadow.
+        """Yields every share that counts against a budget: `shares`, `target` and host memory.
 
-        The shadow is the copy in host memory of bytes on a card. During an offload the shadow is a
-        part of the target, so its bytes count once.
+        The host memory is the shadow (a copy of bytes on a card) and unused bytes of shared pages.
+        During an offload the shadow is a part of the target, so its bytes count once.
         """
         yield from self.shares
         yield from self.target
         if beyond := self.shadow_beyond_target:
             yield Share(HOST, beyond)
-        if self.copy_bytes > self.copied_bytes:  # pages that stay although others are used now
+        if self.copy_bytes > self.copied_bytes:  # the model uses a part; all the pages stay
             yield Share(HOST, self.copy_bytes - self.copied_bytes)
 
     @property
@@ -342,7 +343,7 @@ class Section(Value):
     idle_since: float = NEVER  # when the last cell ended; 0: unknown, or a cell runs
 
     def claims(self) -> dict[str, int]:
-        """Bytes claimed on each device: every share, target of a move, and residue.
+        """Bytes claimed on each device: what `Lease.claims` yields for each lease, and residue.
 
         The result is computed once for each section, because a book has many sections and a write
         changes only one section. The caller must not change the result.
@@ -357,7 +358,7 @@ class Section(Value):
         return self._sums()[2]
 
     def copies(self) -> tuple[tuple[str, int], ...]:
-        """The id of each set of shared pages in host memory, and the bytes that a lease claims."""
+        """For each lease with shared pages: the id of the pages, and the bytes that it claims there."""
         return self._sums()[3]
 
     def _sums(self) -> _Sums:
@@ -412,7 +413,7 @@ class Ticket(Value):
     # "use" for a waiting request. An order is one of evict, shed, restore, preload, move, pin,
     # unpin, defrag, who, cancel.
     verb: str
-    name: str  # the model (use), or the id of the lease in question
+    name: str  # use: the model. An order: the id of the lease, or `OWNER_ID/` for the whole process
     arrived: float
     refreshed: float
     importance: int = NORMAL

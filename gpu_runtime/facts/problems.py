@@ -50,13 +50,13 @@ class Problem(Value):
     text: str  # what is wrong, and what a person can do
     bytes: int = 0  # the memory that the problem holds or needs; 0: none, or unknown
     wall: float = 0.0  # since when, in epoch seconds; 0: unknown
-    # Actions that may help: the verb and the lease's id; the request's key to
-    # cancel, and `OWNER_ID/` to resume.
+    # Actions that may help, each as a verb and its object. The object is a lease's id; for `cancel`
+    # it is the request's key, and for `resume` it is `OWNER_ID/`.
     actions: tuple[tuple[str, str], ...] = ()
 
     @property
     def key(self) -> str:
-        """A text that is the same as long as the problem lasts."""
+        """An id that stays the same as long as the problem lasts."""
         return f"{self.kind} {self.subject}"
 
     def __str__(self) -> str:
@@ -169,7 +169,10 @@ _STATES = {
 
 
 def _processes(seen: Snapshot) -> Iterator[Problem]:
-    """Yields stopped and silent processes that hold memory, which no other process can move."""
+    """Yields a problem for each stopped, crashed or silent process that holds memory.
+
+    No other process can move this memory.
+    """
     for id, section in seen.sections.items():
         presence = seen.presences.get(id)
         size = sum(section.claims().values())
@@ -213,7 +216,7 @@ def _requested(seen: Snapshot, ticket: Ticket) -> str:
 
 
 _LEFT = ("offloaded", "unloaded")
-_FOR_ANOTHER = ("request", "recall")  # a model of the same process, or of another process
+_FOR_ANOTHER = ("request", "recall")  # evicted for a request of the same, or of another process
 _ARRIVED = ("granted", "loaded", "restored")
 
 
@@ -277,7 +280,7 @@ def _settled(seen: Snapshot, event: Event) -> Lease | None:
 
 
 def _refusals(seen: Snapshot) -> Iterator[Problem]:
-    """Yields the newest refusal of each model, unless the model was granted room later.
+    """Yields a problem for the newest refusal of each model, unless it was granted room later.
 
     Refusals older than ten minutes, and refusals of owners that have left the book, are left out. A
     block of code that requests more than all cards have is left out too: its caller got an error.

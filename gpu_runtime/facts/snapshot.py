@@ -27,7 +27,7 @@ class Level(enum.StrEnum):
 
 
 class Stranger(Value):
-    """A process on a real card that is not an owner in the book."""
+    """A process that the driver lists on a real card, and whose pid is not in the book."""
 
     device: str
     pid: int
@@ -197,7 +197,7 @@ class Snapshot(Value):
     degraded: str = ""  # why the monitor cannot measure; empty: it can
     ledger: str = ""
     totals: dict[str, int] = {}  # evictions, offloads, unloads, restorations of this boot
-    # Processes on the cards that have no lease, the largest first.
+    # Processes on the cards whose pids are not in the book, the largest first.
     strangers: tuple[Stranger, ...] = ()
     host: str = ""  # the host of this book, if it is another one
     seen_seconds: float = 0.0  # for another host: time since one of its processes was last active
