@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run lint check check-models check-rest test soak bench gpu-figures docs clean packages
+.PHONY: help run lint check check-models check-rest test soak bench gpu gpu-tests gpu-figures gpu-wheels docs clean packages
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -29,6 +29,12 @@ LEAN := -p no:nbval -p no:schemathesis -p no:xdist
 CHECK := -m "not processes and not thorough and not soak" --hypothesis-profile=quick
 # These folders take half of the time. Most of their tests need torch and transformers.
 MODELS := tests/backends tests/owner tests/serving
+# What runs on a card: the Python of $(VENV), or python3 where it has torch for CUDA and all other packages already. Then
+# nothing is installed. `make gpu PYTHON=PATH` names another Python.
+OWN := $(if $(filter gpu gpu-tests gpu-figures,$(MAKECMDGOALS)),$(if $(wildcard $(STAMP)),,$(shell python3 -m tests.gpu.ready --quiet 2>/dev/null)))
+PYTHON := $(if $(filter ready,$(OWN)),python3,$(BIN)/python)
+ENVIRONMENT := $(if $(filter $(BIN)/python,$(PYTHON)),$(STAMP))
+GPU_OUT := build/gpu
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
 
@@ -46,7 +52,8 @@ help:
 	@echo "make test    lint, and every test, doctest and notebook"
 	@echo "make soak    every property test with long counts, and the long stories (tests/bench/SOAK.md)"
 	@echo "make bench   the figures"
-	@echo "make gpu-figures   the figures of a real card; without one, on a simulated accelerator"
+	@echo "make gpu     the tests and the figures of a real card, within 15 minutes (tests/gpu/README.md)"
+	@echo "make gpu-figures   its figures; without a card, on a simulated accelerator"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -83,8 +90,26 @@ soak: $(STAMP) packages
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench
 
-gpu-figures: $(STAMP)
-	$(BIN)/python -m tests.bench.gpu_figures
+# The figures are measured even if a test fails.
+gpu:
+	@$(MAKE) --no-print-directory -k gpu-tests gpu-figures
+
+gpu-tests: export PYTHONUNBUFFERED = 1
+gpu-tests: $(ENVIRONMENT)
+	@mkdir -p $(GPU_OUT)
+	$(if $(OWN),@echo "python3 is $(if $(filter ready,$(OWN)),used: it has all packages,not used: $(OWN))")
+	$(PYTHON) -m tests.gpu.ready 2>&1 | tee $(GPU_OUT)/machine.txt
+	$(PYTHON) -m pytest -m gpu -v -rs --durations=0 --tb=short tests/gpu 2>&1 | tee $(GPU_OUT)/tests.txt
+
+gpu-figures: $(ENVIRONMENT)
+	$(PYTHON) -m tests.bench.gpu_figures --out $(GPU_OUT)/figures.md
+
+# For a card without a package index: what its Python lacks (LACKS), for its version of Python (FOR), as wheels.
+FOR := 3.12
+LACKS := msgspec pydantic-settings
+gpu-wheels:
+	python3 -m pip download -q --only-binary=:all: --python-version $(FOR) -d $(GPU_OUT)/wheels $(LACKS)
+	@echo "There:  python3 -m pip install --no-index --find-links $(GPU_OUT)/wheels --target PLACE $(LACKS); export PYTHONPATH=PLACE"
 
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html

@@ -1,18 +1,26 @@
 """The figures that need a real card: `make gpu-figures` prints them with date, driver and clock.
 
 The same code runs on the simulated accelerator where there is no card. Its table then has the bytes, and says "not run"
-for each figure that only a card can give. `python -m tests.bench.gpu_figures --gib 0.25` measures smaller models.
+for each figure that only a card can give.
+
+    python -m tests.bench.gpu_figures --gib 0.25 duplex part    # smaller models, and only these figures
+    python -m tests.bench.gpu_figures --out figures.md          # also writes the table to a file
+    python -m tests.bench.gpu_figures --put figures.md          # measures nothing: puts the file into RESULTS.md
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import gc
 import statistics
+import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -24,12 +32,16 @@ from gpu_runtime.devices.drivers import Listing
 from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.facts import HOST, ModelSpec, Share
 from gpu_runtime.units import GIB, MIB, show_bytes
+from tests import storage_swap
 
 from .bench_shared import save
 
+RESULTS = Path(__file__).with_name("RESULTS.md")
+SECTION = "## On a GPU\n"
 ROUNDS = 5
 LAYER_BYTES = 32 * MIB
 NOT_RUN = "not run: no card"
+MEASURED = "–"  # the target of a figure that has none
 
 
 class Row(NamedTuple):
@@ -46,6 +58,7 @@ class Bench:
 
     def __init__(self, size: int) -> None:
         self.real = torch.cuda.is_available()
+        self.stand_in = storage_swap.install()
         self.size = size
         host = f"sim:{6 * size},host:{6 * size}"
         self.probe: Probe = open_probe("cuda" if self.real else host)
@@ -69,10 +82,18 @@ class Bench:
         return time.perf_counter() - began
 
     def module(self) -> torch.nn.Module:
-        """A module of about `size` bytes, in layers of 32 MiB or less."""
+        """A module of about `size` bytes, in layers of 32 MiB or less. All weights are equal.
+
+        Random weights would take 4 s for each GiB, because one processor makes them.
+        """
         layers = max(4, self.size // LAYER_BYTES)
         width = int((self.size / 4 / layers) ** 0.5)
-        parts = (torch.nn.Linear(width, width, bias=False) for _ in range(layers))
+        parts = [
+            torch.nn.utils.skip_init(torch.nn.Linear, width, width, bias=False)
+            for _ in range(layers)
+        ]
+        for part in parts:
+            torch.nn.init.constant_(part.weight, 1 / width)
         return torch.nn.Sequential(*parts).eval().requires_grad_(False)
 
     def model(self, name: str) -> Any:
@@ -84,14 +105,16 @@ class Bench:
 
 def machine(bench: Bench) -> str:
     """The date, the card, its driver and its clocks; or that the accelerator is simulated."""
-    today = datetime.date.today()
+    today, version = datetime.date.today(), f"torch {torch.__version__}"
+    if bench.stand_in:
+        version += " with a stand-in for the exchange of storages"
     if not bench.real:
-        return f"{today}, simulated accelerator, torch {torch.__version__}, no driver, no clock"
+        return f"{today}, simulated accelerator, {version}, no driver, no clock"
     listing = bench.probe.listing
     assert listing is not None
     driver = listing.source.versions().get("driver", "unknown")
     name = torch.cuda.get_device_name(bench.torch)
-    parts = (name, f"driver {driver}", f"CUDA {torch.version.cuda}", clocks(listing))
+    parts = (name, f"driver {driver}", f"CUDA {torch.version.cuda}", version, clocks(listing))
     return ", ".join((str(today), *parts))
 
 
@@ -118,7 +141,7 @@ def restore_and_pinned(bench: Bench) -> Iterator[Row]:
     """Restore against the peak of the bus, and the pinned bytes of a model in host memory."""
     model = bench.model("net")
     size = bench.bytes_of(model)
-    copy = _copy(bench, size)
+    copy = pinned_copy(bench, size)
     copies, taken = [], []
     for _ in range(ROUNDS + 1):  # in turn, because the speed of a busy machine changes
         copies.append(bench.seconds(copy))
@@ -147,14 +170,15 @@ def restore_and_pinned(bench: Bench) -> Iterator[Row]:
     bench.backend.drop(model)
 
 
-def _copy(bench: Bench, size: int) -> Callable[[], object]:
-    """A copy from host memory to the card, between buffers that exist already."""
+def pinned_copy(bench: Bench, size: int, out: bool = False) -> Callable[[], object]:
+    """A copy from host memory to the card, or `out` of it, between buffers that exist already."""
     host = bench.probe.place(HOST)
     [block] = host.allocate_row([size])
     here = torch.frombuffer(block.buffer(), dtype=torch.uint8)
     here.fill_(1)
     there = torch.ones(size, dtype=torch.uint8, device=bench.torch)
-    return lambda: there.copy_(here, non_blocking=True)
+    target, source = (here, there) if out else (there, here)
+    return lambda: target.copy_(source, non_blocking=True)
 
 
 def duplex(bench: Bench) -> Iterator[Row]:
@@ -251,26 +275,82 @@ def part(bench: Bench) -> Iterator[Row]:
     bench.backend.drop(model)
 
 
-FIGURES = (restore_and_pinned, duplex, clean_offload, part)
+def _figures() -> dict[str, Callable[[Bench], Iterator[Row]]]:
+    from .bench_card import count, parking, small, swap
+
+    return {
+        "restore": restore_and_pinned,
+        "duplex": duplex,
+        "clean": clean_offload,
+        "part": part,
+        "parking": parking,
+        "small": small,
+        "count": count,
+        "swap": swap,
+    }
+
+
 MARKS = {True: "reached", False: "**missed**", None: "not run"}
 
 
-def table(rows: list[Row]) -> str:
-    lines = ["| what | figure | target | |", "|---|---|---|---|"]
-    lines += [
-        f"| {row.what} | {row.figure} | {row.target} | {MARKS[row.reached]} |" for row in rows
-    ]
-    return "\n".join(lines)
+def line(row: Row) -> str:
+    mark = "measured" if row.reached is None and row.target == MEASURED else MARKS[row.reached]
+    if row.figure.startswith(NOT_RUN):
+        mark = "not run"
+    return f"| {row.what} | {row.figure} | {row.target} | {mark} |"
 
 
-def main(words: list[str] | None = None) -> None:
-    """Prints the machine and the table."""
-    parser = argparse.ArgumentParser(description=__doc__)
+def measured(bench: Bench, wanted: list[str]) -> Iterator[Row]:
+    """The rows of the figures called `wanted`. If a figure fails, its row has the error."""
+    figures = _figures()
+    for name in wanted or figures:
+        try:
+            yield from figures[name](bench)
+        except Exception as error:  # the other figures are measured all the same
+            traceback.print_exc()
+            text = (str(error).strip().splitlines() or [""])[0].replace("|", "/")
+            yield Row(name, f"**failed**: {type(error).__name__}: {text[:200]}", "", False)
+        gc.collect()
+        bench.settle()
+        bench.probe.empty_cache()
+
+
+def put(text: str, old: str) -> str:
+    """The text of RESULTS.md with the section of the card's figures replaced by `text`.
+
+    >>> put("new", "figures\\n\\n## On a GPU\\n\\nold")
+    'figures\\n\\n## On a GPU\\n\\nnew\\n'
+    """
+    before, _, _ = old.partition(SECTION)
+    return f"{before}{SECTION}\n{text.strip()}\n"
+
+
+def main(words: list[str] | None = None) -> int:
+    """Prints the machine and the table. Returns the exit status: 1 if a figure failed."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("only", nargs="*", choices=[[], *_figures()], help="only these figures")
     parser.add_argument("--gib", type=float, default=2.0, help="bytes of a model, in GiB (2)")
-    bench = Bench(int(parser.parse_args(words).gib * GIB))
-    print(f"Measured {machine(bench)}.\n")
-    print(table([row for figure in FIGURES for row in figure(bench)]))
+    parser.add_argument("--out", type=Path, help="a file that gets the table too")
+    parser.add_argument("--put", type=Path, help="a file whose table goes into RESULTS.md")
+    given = parser.parse_args(words)
+    if given.put:
+        RESULTS.write_text(put(given.put.read_text(), RESULTS.read_text()))
+        return 0
+    bench = Bench(int(given.gib * GIB))
+    head = "| what | figure | target | |\n|---|---|---|---|"
+    lines, failed = [f"Measured {machine(bench)}.\n", *head.splitlines()], False
+    print("\n".join(lines), flush=True)
+    for row in measured(bench, given.only):
+        lines.append(line(row))
+        failed |= row.figure.startswith("**failed**")
+        print(lines[-1], flush=True)  # if the time is up, the rows until then are known
+        if given.out:
+            given.out.parent.mkdir(parents=True, exist_ok=True)
+            given.out.write_text("\n".join(lines) + "\n")
+    return int(failed)
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())
