@@ -4,6 +4,7 @@ without a new copy. No move and no change of the weights ever leads to wrong wei
 
 from __future__ import annotations
 
+import gc
 import types
 
 import pytest
@@ -16,6 +17,7 @@ from gpu_runtime.backends.pytorch import storages as storages_module
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.facts import HOST, ModelSpec, Share
+from tests import simgpu
 
 CARD, OTHER = "sim:0", "sim:1"
 
@@ -211,3 +213,20 @@ def test_the_first_copy_to_a_card_locks_the_pages_that_are_older_than_cuda(monke
     monkeypatch.setattr(torch, "_foreach_copy_", lambda *_, **__: steps.append("copy"))
     storages_module._copy([target], [source], host)
     assert steps == [[source.data_ptr()], "copy"]
+
+
+def test_work_of_a_side_stream_that_is_not_done_yet_is_a_change(llama, guards):
+    """A digest runs on the default stream, which does not wait for other streams. If it read the
+    weights too early, the change would be lost with the unloaded bytes.
+    """
+    with simgpu.late():
+        backend = TransformersBackend(simgpu.SimProbe())
+        spec = ModelSpec("llama", backend="transformers", source=str(llama))
+        model = backend.load(spec, (Share("simgpu:0", 0),))
+        assert backend.unchanged(model)
+        with torch.simgpu.stream(torch.simgpu.Stream(0)), torch.no_grad():
+            model.module.lm_head.weight.add_(1)
+        assert not backend.unchanged(model)
+        backend.drop(model)
+        del model
+        gc.collect()

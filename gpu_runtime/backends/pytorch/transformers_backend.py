@@ -348,7 +348,9 @@ def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
 def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
     groups = st.grouped(st.slots(model.module))
-    return {group.layout: digest(model.content(group)) for group in groups}
+    contents = {group.layout: model.content(group) for group in groups}
+    st.synchronise({content.device for content in contents.values()})  # also side streams
+    return {layout: digest(content) for layout, content in contents.items()}
 
 
 def _leg(check: Callable[[], None], progress: Progress | None, done: int, total: int) -> None:
