@@ -225,6 +225,31 @@ def test_memory_in_a_private_pool_keeps_the_kernel(kernel):
     assert captured.cpu()[0] == 1
 
 
+def test_a_graph_over_memory_of_the_ordinary_pool_keeps_the_kernel(kernel, monkeypatch):
+    """A graph replays on the addresses of its capture. If its input left and returned elsewhere,
+    the graph would silently read and write other tensors.
+
+    Source: PyTorch's notes on CUDA graphs, "a graph reads from and writes to the same addresses".
+    """
+
+    class CUDAGraph:  # a CPU build of torch makes no graphs
+        pass
+
+    class Derived(CUDAGraph):
+        pass
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", CUDAGraph)
+    static_input = floats(1.0)
+    for kind in (CUDAGraph, Derived):
+        graph = kind()
+        with pytest.raises(NotStill, match="a CUDA graph holds some of its memory"):
+            kernel.park()
+        del graph
+    kernel.park()
+    kernel.unpark()
+    assert static_input.cpu()[0] == 1
+
+
 def test_the_tensors_of_two_cards_leave_together_and_return_each_to_its_own(kernel):
     one, two = floats(1.0, count=MIB), floats(2.0, card=1, count=2 * MIB)
     two.add_(one.to("simgpu:1", non_blocking=True)[0])  # both cards have work

@@ -383,7 +383,7 @@ def _rest(cards: Iterable[torch.device]) -> None:
 def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | None]:
     """For each storage of `found`, the stream of its block of memory; None on a simulated card.
 
-    Raises NotStill if a block is in the private pool of a CUDA graph.
+    Raises NotStill if a CUDA graph exists, or if a block is in a private pool.
     """
     kinds = {card.type: card for card in cards}
     segments = [segment for card in kinds.values() for segment in streams.segments(card)]
@@ -391,6 +391,8 @@ def _homes(found: Sequence[Found], cards: Iterable[torch.device]) -> list[int | 
         return [None] * len(found)
     addresses = [one.storage.data_ptr() for one in found]
     if streams.private(addresses, segments):
+        raise NotStill("a CUDA graph holds some of its memory")
+    if streams.captured():
         raise NotStill("a CUDA graph holds some of its memory")
     return streams.homes(addresses, segments)
 

@@ -17,6 +17,8 @@ from typing import Any
 import torch
 
 from ... import threads
+from ...tracked_objects import instances
+from .search import subclasses
 
 DEFAULT = 0  # the stream that every card has
 
@@ -115,6 +117,14 @@ def private(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> 
     """
     pools = [one for one in segments if tuple(one.get("segment_pool_id", (0, 0))) != (0, 0)]
     return any(segment is not None for segment in _segments_of(addresses, pools))
+
+
+def captured() -> bool:
+    """Whether a CUDA graph exists. It reads and writes the addresses of its capture at each replay.
+
+    These can be addresses of the ordinary pool: inputs, weights, and tensors changed in place.
+    """
+    return bool(instances(subclasses(torch.cuda.CUDAGraph)))
 
 
 def _segments_of(
