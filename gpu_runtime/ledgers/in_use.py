@@ -80,8 +80,9 @@ def of_processes(pids: Iterable[int], proc: Path = PROC) -> dict[OpenLedger, fro
 
 @lru_cache(maxsize=1)
 def _owners_of(boot: str) -> re.Pattern[str]:
-    # An owner keeps the directory `LEDGER/BOOT-ID/owners` open, and its lock file in this directory.
-    return re.compile(rf"(/.*/{re.escape(boot)})/owners(?:/|$)")
+    # An owner keeps the owners' directory open, and its lock file in this directory. The directory is
+    # `LEDGER/BOOT-ID/owners`, or `LEDGER/BOOT-ID.owners` in a shared ledger.
+    return re.compile(rf"(/.*/{re.escape(boot)})[/.]owners(?:/|$)")
 
 
 def _open_files(pid: int, proc: Path) -> Iterator[str]:

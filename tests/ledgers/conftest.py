@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from gpu_runtime.facts import AllocatorMap as AllocatorMap  # used by code in other processes
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket
 from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers.access import MARK, Access
 from gpu_runtime.ledgers.base import Ledger
 from tests import forked
 from tests.redis_server import RedisServer, redis_server
@@ -81,6 +82,15 @@ def without(ledger: Ledger, owner_id: str) -> None:
         return replace(book, sections=sections, tickets=tickets), None
 
     ledger.transact(decide)
+
+
+def share(directory: Path) -> Path:
+    """Makes `directory` a ledger that the group of this process shares. Returns `directory`."""
+    directory.mkdir()
+    access = Access(os.getegid())
+    access.make_file(directory / MARK)
+    access.open_directory(directory, sticky=True)
+    return directory
 
 
 def names(ledger: Ledger) -> list[str]:

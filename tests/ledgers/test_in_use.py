@@ -10,6 +10,8 @@ import pytest
 from gpu_runtime.ledgers import in_use, open_ledger
 from gpu_runtime.ledgers.liveness import boot_id
 
+from .conftest import share
+
 HERE = os.getpid()
 
 
@@ -37,6 +39,19 @@ def test_two_ledgers_of_one_process_are_both_found(tmp_path, ledger):
         assert {f"sqlite://{tmp_path}/ledger", f"sqlite://{tmp_path}/second"} <= urls
     finally:
         with_second.close()
+
+
+def test_a_shared_ledger_is_found(tmp_path):
+    """Its owners' files are beside the directory of the boot. In an earlier version such a ledger
+    was not found, so JupyterLab showed nothing of it.
+    """
+    url = f"sqlite://{share(tmp_path / 'shared')}"
+    opened = open_ledger(url)
+    try:
+        found = [one.directory for one in in_use.of_process(HERE) if one.url == url]
+        assert found == [Path(opened.directory)]
+    finally:
+        opened.close()
 
 
 def test_a_process_that_has_ended_has_no_ledger(tmp_path):

@@ -29,6 +29,7 @@ from msgspec.structs import replace
 from gpu_runtime.errors import LedgerNewer, LedgerRefused, LedgerUnavailable
 from gpu_runtime.facts import SCHEMA, Share
 from gpu_runtime.ledgers import liveness
+from gpu_runtime.ledgers.access import owners_in
 from gpu_runtime.ledgers.book_store import DamagedBook, LostRace
 from gpu_runtime.ledgers.liveness import start_ticks
 from gpu_runtime.ledgers.location import default_url
@@ -38,7 +39,7 @@ from gpu_runtime.ledgers.sqlite.ledger import SqliteLedger
 from gpu_runtime.ledgers.sqlite.page import SqliteBook
 from tests import forked
 
-from .conftest import GIB, REPO, Notebook, count, lease, names, put, section, ticket, without
+from .conftest import GIB, REPO, Notebook, count, lease, names, put, section, share, ticket, without
 
 
 def wait_until(condition) -> None:
@@ -1077,6 +1078,42 @@ def test_a_directory_that_vanishes_grants_no_byte_twice(new_owner_here, closed_c
     slept.clear()
     promise(new_owner_here(), gib=0)
     assert sum(slept) == 0, "only once"
+
+
+def test_a_shared_directory_that_vanishes_grants_no_byte_twice(
+    new_owner_here, closed_clock, tmp_path
+):
+    """The sockets of its owners are beside the directory of the boot. In an earlier version a new
+    owner looked for them in it, found none, and was granted the same bytes at once.
+    """
+    meanwhile, slept = closed_clock
+    share(tmp_path / "ledger")
+    ledger = new_owner_here()
+    put(ledger, "qwen", gib=6)
+    for place in (ledger.directory, owners_in(ledger.directory)):
+        shutil.rmtree(place)
+    newcomer = new_owner_here()
+    meanwhile.append(lambda: put_back(ledger, "qwen", gib=6))
+    promise(newcomer, gib=4)
+    assert newcomer.read().claims() == {"sim:0": 6 * GIB}
+    assert slept, "grants were closed for a while"
+
+
+def test_a_rebuilt_shared_book_has_no_ticket_of_an_owner_that_is_proven_dead(
+    new_owner_here, closed_clock, tmp_path
+):
+    """An unlocked file beside the directory of the boot is the proof. In an earlier version the
+    proof was not found, and nothing was granted for a while.
+    """
+    _, slept = closed_clock
+    share(tmp_path / "ledger")
+    ledger, dead = new_owner_here(), new_owner_here()
+    dead.transact(lambda book: (book.with_ticket(ticket(dead, "t")), None))
+    dead.close()
+    assert [one.key for one in ledger.read().tickets] == ["t"]
+    Path(ledger.path).unlink()
+    promise(ledger, gib=1)
+    assert ledger.read().tickets == () and slept == []
 
 
 def test_facts_are_written_at_once_while_grants_are_closed(new_owner_here, closed_clock):

@@ -23,10 +23,11 @@ from urllib.parse import quote
 from ... import forks
 from ...errors import LedgerNewer
 from ...facts import SCHEMA, Book
+from .. import notify
+from ..access import owners_in
 from ..book_store import BookStore, DamagedBook, Draft, GrantsClosed, LostRace, Page, boottime
 from ..decoding import UNREADABLE
 from ..liveness import OwnerFile
-from ..notify import owners_in
 from ..pages import EMPTY, is_whole
 from ..revision_hint import RevisionHint
 from . import files
@@ -142,8 +143,8 @@ class SqliteBook(BookStore):
 
     def _others_lost_files(self) -> bool:
         """Whether an owner lives that was here before the directory was deleted and made again."""
-        owners = self.directory / "owners"
-        return any(not os.path.lexists(owners / id) for id in owners_in(owners))
+        owners = owners_in(self.directory)
+        return any(not os.path.lexists(owners / id) for id in notify.owners_in(owners))
 
     def _in_force(self, page: Page) -> bool:
         # Whether CURRENT leads to the file of `page`. This connection keeps the file of `page`

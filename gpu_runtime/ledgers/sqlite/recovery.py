@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ...errors import LedgerNewer
 from ...facts import SCHEMA, Book
-from ..access import access_to
+from ..access import access_to, owners_in
 from ..book_parts import part_of, union
 from ..book_store import DamagedBook, boottime, closed_seconds
 from ..decoding import UNREADABLE, decode_roster
@@ -129,7 +129,7 @@ def _missing(directory: Path, before: Book, found: Mapping[str, Book]) -> dict[s
     """The last known parts, by owner id, of owners without a readable roster that may be alive."""
     missing = {}
     for id in sorted(before.owner_ids() - found.keys()):
-        owner, path = before.owner(id), directory / "owners" / id
+        owner, path = before.owner(id), owners_in(directory) / id
         known = life_of(owner, path) if owner else life(path)
         if known is not Life.DEAD:
             missing[id] = part_of(before, id)
