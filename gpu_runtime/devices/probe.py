@@ -23,7 +23,7 @@ from ..facts import HOST, AllocatorMap, Device, Sample
 from ..ledgers.liveness import name_of
 from ..safe_text import quoted
 from ..units import GIB
-from . import allocator_stats, drivers
+from . import allocator_stats, drivers, torch_allocators
 from .devices_setting import (
     EXPECTED,
     KINDS,
@@ -284,6 +284,8 @@ class Probe:
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             maps = [self._memories[id].map() for id in self._simulated()]
+        elif not torch_allocators.lists_blocks(cuda):
+            return ()
         else:
             snapshot = cuda.memory_snapshot(**_without_traces(cuda.memory_snapshot))
             maps = []
@@ -400,11 +402,15 @@ def _hidden(listing: Listing, environment: Mapping[str, str]) -> str:
 def _started_cuda():
     """torch.cuda if this process already uses CUDA, else None. This function never starts CUDA.
 
+    The result is also None if torch's allocator was replaced by one that counts no bytes.
+
     So `torch.cuda.is_available()` is not called: it starts the driver, and after that no forked
     child of this process can use CUDA.
     """
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
-    return cuda if cuda is not None and cuda.is_initialized() else None
+    if cuda is None or not cuda.is_initialized() or not torch_allocators.counts_bytes(cuda):
+        return None
+    return cuda
 
 
 def _torch_reserved(card: Card) -> int:

@@ -13,6 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ..devices.torch_allocators import counts_bytes
 from ..facts import NORMAL, Device, Footprint, Lease, Phase, PlacementRules, parse_importance
 from ..safe_text import LONGEST_NAME, printable
 from ..units import parse_room, parse_seconds, show_bytes
@@ -70,6 +71,8 @@ class LeasedBlock:
 def _cuda_of(name: str, *, start: bool = False) -> Any:
     """torch.cuda if torch already uses CUDA and `name` is torch's name of a card, else None.
 
+    The result is also None if torch's allocator was replaced by one that counts no bytes.
+
     If `start` is true, CUDA is started if torch can start it. Before CUDA has started,
     `reset_peak_memory_stats` raises an error.
     """
@@ -80,7 +83,7 @@ def _cuda_of(name: str, *, start: bool = False) -> Any:
     if start and not cuda.is_initialized() and cuda.is_available():
         with contextlib.suppress(RuntimeError):  # this process is a fork of one that used CUDA
             cuda.init()
-    return cuda if cuda.is_initialized() else None
+    return cuda if cuda.is_initialized() and counts_bytes(cuda) else None
 
 
 def lease_memory(

@@ -17,7 +17,9 @@ from typing import Any
 import torch
 
 from ... import threads
+from ...devices import torch_allocators
 from ...tracked_objects import instances
+from ..base import NotStill
 from .search import subclasses
 
 DEFAULT = 0  # the stream that every card has
@@ -51,26 +53,40 @@ def current_card(name: str) -> contextlib.AbstractContextManager[Any]:
 
 
 def segments(device: torch.device | str) -> Segments:
-    """The segments of torch's allocator, of all cards of the same kind as `device`."""
-    snapshot = getattr(module_of(device), "memory_snapshot", None)
-    return snapshot() if snapshot is not None else ()
+    """The segments of torch's allocator, of all cards of the same kind as `device`.
+
+    Raises NotStill if the user has replaced the allocator by one that does not list them.
+    """
+    module = module_of(device)
+    if module is None or not hasattr(module, "memory_snapshot"):
+        return ()
+    if not torch_allocators.lists_blocks(module):
+        raise NotStill("torch uses another allocator on the card, which does not list its blocks")
+    return module.memory_snapshot()
 
 
 def allocated_bytes(device: torch.device | str, peak: bool = False) -> int:
     """The number of bytes that the allocator has given out on `device` now, or at the `peak`.
 
-    The result is 0 before this process has used the card. Reading torch's nested figures costs a
+    The result is 0 before this process has used the card, and if the allocator does not count.
+    Reading torch's nested figures costs a
     tenth of reading torch's flat figures.
     """
-    module = module_of(device)
+    module = _counting(device)
     stats = module.memory_stats_as_nested_dict(device) if module is not None else {}
     every = stats.get("allocated_bytes", {}).get("all", {})
     return int(every.get("peak" if peak else "current", 0))
 
 
+def _counting(device: torch.device | str) -> Any:
+    """The module of `device`, as in `module_of`; None if its allocator counts no bytes."""
+    module = module_of(device)
+    return module if module is not None and torch_allocators.counts_bytes(module) else None
+
+
 def reset_peak(device: torch.device | str) -> None:
     """Sets the allocator's peak on `device` to the bytes that are allocated now."""
-    module = module_of(device)
+    module = _counting(device)
     if module is not None:
         module.reset_peak_memory_stats(device)
 
