@@ -29,11 +29,13 @@ LEAN := -p no:nbval -p no:schemathesis -p no:xdist
 CHECK := -m "not processes and not thorough and not soak" --hypothesis-profile=quick
 # These folders take half of the time. Most of their tests need torch and transformers.
 MODELS := tests/backends tests/owner tests/serving
-# What runs on a card: the Python of $(VENV), or python3 where it has torch for CUDA and all other packages already. Then
-# nothing is installed. `make gpu PYTHON=PATH` names another Python.
+# What runs on a card: the Python of $(VENV) if it is made. Else python3, where it has torch for CUDA and all other packages
+# already: then nothing is installed. Else that of GPU_VENV, without llama.cpp: with nvcc it takes longer to build than a
+# session on a card lasts. `make gpu PYTHON=PATH` names another Python.
+GPU_VENV := .venv-gpu
 OWN := $(if $(filter gpu gpu-tests gpu-figures,$(MAKECMDGOALS)),$(if $(wildcard $(STAMP)),,$(shell python3 -m tests.gpu.ready --quiet 2>/dev/null)))
-PYTHON := $(if $(filter ready,$(OWN)),python3,$(BIN)/python)
-ENVIRONMENT := $(if $(filter $(BIN)/python,$(PYTHON)),$(STAMP))
+PYTHON := $(if $(wildcard $(STAMP)),$(BIN)/python,$(if $(filter ready,$(OWN)),python3,$(GPU_VENV)/bin/python))
+ENVIRONMENT := $(if $(filter $(GPU_VENV)/%,$(PYTHON)),$(GPU_VENV)/.ready-$(FLAVOUR))
 GPU_OUT := build/gpu
 NOTEBOOKS := $(wildcard notebooks/*.ipynb)
 NBVAL := --nbval --nbval-current-env --nbval-sanitize-with notebooks/sanitize.cfg
@@ -104,6 +106,12 @@ gpu-tests: $(ENVIRONMENT)
 gpu-figures: $(ENVIRONMENT)
 	$(PYTHON) -m tests.bench.gpu_figures --out $(GPU_OUT)/figures.md
 
+$(GPU_VENV)/.ready-$(FLAVOUR): pyproject.toml constraints-cpu.txt
+	@[ -x $(GPU_VENV)/bin/python ] || $(MAKE) --no-print-directory VENV=$(GPU_VENV) $(GPU_VENV)/bin/python
+	@echo "Installing into $(GPU_VENV) what the tests of a card need, with torch for $(FLAVOUR)."
+	@$(GPU_VENV)/bin/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) -e ".[torch]" pytest pytest-timeout hypothesis
+	@touch $@
+
 # For a card without a package index: what its Python lacks (LACKS), for its version of Python (FOR), as wheels.
 FOR := 3.12
 LACKS := msgspec pydantic-settings
@@ -122,7 +130,7 @@ packages:
 	@$(call install,chromium,chromium)
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
+	rm -rf $(VENV) $(GPU_VENV) build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Another flavour's environment is made anew: pip takes an installed CPU build of torch for good enough.

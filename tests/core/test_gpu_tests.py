@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -70,3 +71,31 @@ def test_a_fact_that_cannot_be_read_does_not_end_the_report(monkeypatch, capsys)
         "driver:       unknown (RuntimeError: Not Supported)",
         "host:         2 processors",
     ]
+
+
+@pytest.mark.parametrize(
+    ("says", "python"),
+    [("ready", "python3"), ("python3 lacks packages. msgspec", ".venv-gpu/bin/python")],
+)
+def test_make_uses_the_python_of_the_machine_if_it_has_everything(tmp_path, says, python):
+    """A machine with a card may reach no package index, and an installation may take the whole session."""
+    if not shutil.which("make"):
+        pytest.skip("needs make")
+    for name in ("Makefile", "pyproject.toml", "constraints-cpu.txt"):
+        shutil.copy(ROOT / name, tmp_path)
+    stub = tmp_path / "bin" / "python3"
+    stub.parent.mkdir()
+    stub.write_text(f"#!/bin/sh\necho '{says}'\n")
+    stub.chmod(0o755)
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("MAKE")}
+    path = f"{stub.parent}:{os.environ['PATH']}"
+    planned = subprocess.run(
+        ["make", "-n", "gpu-figures"],
+        cwd=tmp_path,
+        env={**outside, "PATH": path},
+        capture_output=True,
+        text=True,
+    )
+    last = planned.stdout.splitlines()[-1]
+    assert last == f"{python} -m tests.bench.gpu_figures --out build/gpu/figures.md", planned.stderr
+    assert planned.stderr == "" and ("pip install" in planned.stdout) == (python != "python3")
