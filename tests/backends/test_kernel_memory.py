@@ -217,6 +217,22 @@ def test_a_card_that_does_not_come_to_rest_keeps_everything_as_it_is(kernel, mon
     assert x.cpu()[0] == 4 and not streams._waiting
 
 
+def test_a_card_that_has_failed_keeps_everything_and_names_its_error(kernel, monkeypatch, capfd):
+    """After a failed assert in a kernel, each call of CUDA in the process fails."""
+    x = floats(4.0)
+    text = "CUDA error: device-side assert triggered\nCompile with TORCH_USE_CUDA_DSA"
+
+    def fails(card):
+        raise RuntimeError(text)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.simgpu, "synchronize", fails)
+        with pytest.raises(NotStill, match="simgpu:0 has failed: CUDA error: device-side assert"):
+            kernel.park()
+    assert not kernel.handle.away and not capfd.readouterr().err
+    assert x.cpu()[0] == 4
+
+
 def test_memory_in_a_private_pool_keeps_the_kernel(kernel):
     with simgpu.private_pool():
         captured = floats(1.0)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import bisect
 import contextlib
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -250,12 +251,26 @@ def not_at_rest(devices: Iterable[torch.device], seconds: float) -> str:
         earlier = _waiting.get(device)
         if earlier is not None and not earlier.wait(seconds):
             return _restless(device, seconds)
-        waiting = threads.start(lambda d=device, m=module: m.synchronize(d))  # type: ignore[misc]
+        failed: list[str] = []
+        waiting = threads.start(partial(_synchronise, module, device, failed))
         _waiting[device] = waiting
         if not waiting.wait(seconds):
             return _restless(device, seconds)
         _waiting.pop(device, None)
+        if failed:
+            return f"{device} has failed: {failed[0]}"
     return ""
+
+
+def _synchronise(module: Any, device: torch.device, failed: list[str]) -> None:
+    """Waits for all work of `device`. If the work has failed, adds the reason to `failed`.
+
+    After a failed assert in a kernel, for example, each later call of the process fails.
+    """
+    try:
+        module.synchronize(device)
+    except RuntimeError as error:
+        failed.append((str(error).splitlines() or [type(error).__name__])[0])
 
 
 def _restless(device: torch.device, seconds: float) -> str:
