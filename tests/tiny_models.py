@@ -6,12 +6,64 @@ import json
 import os
 from pathlib import Path
 
-from gpu_runtime.samples import VOCABULARY, causal_lm, embedder, gguf_lm, reranker, tokenizer
+from gpu_runtime.samples import (
+    _SHAPE,
+    VOCABULARY,
+    _unprintable,
+    causal_lm,
+    embedder,
+    gguf_lm,
+    reranker,
+    tokenizer,
+)
 
-__all__ = ["VOCABULARY", "causal_lm", "embedder", "gguf_lm", "reranker", "tokenizer"]
+__all__ = ["VOCABULARY", "causal_lm", "embedder", "gguf_lm", "reranker", "tokenizer", "vision_lm"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
+
+
+PARTS = (
+    "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
+    "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}\n{% endfor %}assistant: "
+)
+
+
+def vision_lm(directory: Path) -> Path:
+    """Saves a new Llava in `directory`, a model that reads texts and images. Returns this path."""
+    import torch
+    import transformers
+    from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+
+    words = tokenizer()
+    words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    config = transformers.LlavaConfig(
+        vision_config=transformers.CLIPVisionConfig(
+            hidden_size=32,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            image_size=28,
+            patch_size=14,
+        ),
+        text_config=transformers.LlamaConfig(**{**_SHAPE, "vocab_size": len(words)}),
+        image_token_index=words.convert_tokens_to_ids("<image>"),
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(0)
+        model = transformers.LlavaForConditionalGeneration(config).eval()
+    model.generation_config.suppress_tokens = [*_unprintable(words), config.image_token_index]
+    processor = transformers.LlavaProcessor(
+        CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),
+        words,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=PARTS,
+        num_additional_image_tokens=1,
+    )
+    for saved in (model, processor):
+        saved.save_pretrained(directory)
+    return directory
 
 
 def hub_cache(home: Path, repository: str, directory: Path) -> None:

@@ -118,6 +118,7 @@ class TextAdapter:
 
     kind = "a model"  # what error messages call the model
     counts_tokens = True
+    takes_images = False
     can_force_calls = False  # whether the engine can force the answer to be a tool call
 
     def __init__(self, value: Any, spec: ModelSpec) -> None:
@@ -156,7 +157,14 @@ class TextAdapter:
         if tools and "tools" not in template:
             raise cannot(self.spec.name, "its chat template takes no tools", "tools")
         try:
-            prompt = chat_template.render(template, messages, **self.tokens(), **tools, **switches)
+            prompt = chat_template.render(
+                template,
+                messages,
+                takes_images=self.takes_images,
+                **self.tokens(),
+                **tools,
+                **switches,
+            )
         except chat_template.BadConversation as error:
             raise Refused(400, "bad_conversation", str(error), param="messages") from None
         self._prompt_end = prompt[-64:].rstrip()

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -47,14 +47,21 @@ def override(options: Mapping[str, Any]) -> str | None:
         raise BadSetting("chat_template", value, expected) from None
 
 
-def render(template: str, messages: list[dict[str, Any]], **variables: Any) -> str:
+def render(
+    template: str,
+    messages: list[dict[str, Any]],
+    *,
+    takes_images: bool = False,
+    **variables: Any,
+) -> str:
     """The prompt that `template` makes of `messages`. The prompt ends where the model's answer begins.
 
-    `variables` are further variables of the template. Raises BadConversation if the template rejects the messages.
+    If `takes_images` is true, the template gets each content as a list of texts and images, else as text. `variables`
+    are further variables of the template. Raises BadConversation if the template rejects the messages.
     """
     try:
         return _compiled(template).render(
-            messages=_with_plain_text(messages),
+            messages=_as_expected(messages, _parts_of if takes_images else text_of),
             add_generation_prompt=True,
             **{"bos_token": "", "eos_token": "", **variables},
         )
@@ -78,19 +85,39 @@ def text_of(content: Any) -> str:
     if kinds or not all(isinstance(part.get("text"), str) for part in content):
         named = ", ".join(sorted(map(str, kinds))) or "text without any"
         raise BadConversation(
-            f"this model reads text only, and the message has parts of type {named}"
+            f"this model does not read parts of type {named}, which the message has"
         )
     return "".join(part["text"] for part in content)
 
 
-def _with_plain_text(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def _parts_of(content: Any) -> list[dict[str, Any]]:
+    """The texts and images of a message's `content`. Raises BadConversation for other parts.
+
+    >>> _parts_of([{"type": "image_url", "image_url": {}}, {"type": "text", "text": "one"}])
+    [{'type': 'image'}, {'type': 'text', 'text': 'one'}]
+    """
+    parts = [{"type": "text", "text": content or ""}]
+    if isinstance(content, list):
+        parts = []
+        for part in content:
+            is_image = part.get("type") == "image_url"
+            parts.append(
+                {"type": "image"} if is_image else {"type": "text", "text": text_of([part])}
+            )
+    return parts
+
+
+def _as_expected(
+    messages: list[dict[str, Any]], content_of: Callable[[Any], Any]
+) -> list[dict[str, Any]]:
     """The `messages` in the form that templates expect.
 
-    The content is plain text, the role `developer` becomes `system`, and the arguments of tool calls become objects.
+    The content is the result of `content_of`. The role `developer` becomes `system`, and the arguments of tool calls
+    become objects.
     """
     plain = []
     for message in messages:
-        changed = {**message, "content": text_of(message.get("content"))}
+        changed = {**message, "content": content_of(message.get("content"))}
         if message["role"] == "developer":
             changed["role"] = "system"
         if message.get("tool_calls"):

@@ -16,6 +16,7 @@ from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot
 from .embedding import embed_in_batches, pooling_of, rank_in_batches
+from .images import images_of
 from .json_answers import ForcedTokens, require_library, schema_of
 from .llama_cpp import too_long
 from .logprobs import count_of
@@ -40,6 +41,8 @@ class TransformersAdapter(TextAdapter):
         """The adapter of the module `value`, described by `spec`. Raises Refused if the module has no tokenizer."""
         super().__init__(value, spec)
         self.tokenizer = getattr(value, "tokenizer", None)
+        self.processor = getattr(value, "processor", None)
+        self.takes_images = getattr(self.processor, "image_processor", None) is not None
         if self.tokenizer is None:
             raise cannot(spec.name, "it has no tokenizer", "model")
         remember(spec, self.tokenizer, self._context())
@@ -47,11 +50,13 @@ class TransformersAdapter(TextAdapter):
     def _context(self) -> int:
         """The largest number of tokens that the model can read; 2**30 if its config names no limit."""
         config = getattr(self.value, "config", None)
+        if hasattr(config, "get_text_config"):  # a model with images has a part for text
+            config = config.get_text_config()
         return int(getattr(config, "max_position_embeddings", 0) or 1 << 30)
 
     def template(self) -> str | None:
-        """The tokenizer's chat template."""
-        template = self.tokenizer.chat_template
+        """The chat template of the processor, else of the tokenizer."""
+        template = getattr(self.processor, "chat_template", None) or self.tokenizer.chat_template
         return template.get("default") if isinstance(template, dict) else template
 
     def tokens(self) -> dict[str, str]:
@@ -80,6 +85,16 @@ class TransformersAdapter(TextAdapter):
         # A chat template writes the special token at the beginning of the sequence itself.
         return self.tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completions")
 
+    def _with_images(self, text: str, images: list[Any]) -> Any:
+        """The tokens of a chat's `text`, and the pixels of its `images`. Raises Refused."""
+        try:
+            return self.processor(
+                text=[text], images=images, add_special_tokens=False, return_tensors="pt"
+            )
+        except ValueError as error:  # for example, the chat template has dropped an image
+            why = f"its processor does not take this conversation: {error}"
+            raise cannot(self.spec.name, why, "messages") from None
+
     def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncGenerator[TextPiece]:
@@ -100,7 +115,8 @@ class TransformersAdapter(TextAdapter):
             count = tokens_if_too_many(text, context, self._count, cancelled.is_set)
             if count or cancelled.is_set():
                 raise too_long(self.spec.name, count, limit, context)
-            prompt = self._tokenized(kind, text)
+            images = images_of(body["messages"]) if kind == "chat" and self.takes_images else []
+            prompt = self._with_images(text, images) if images else self._tokenized(kind, text)
             prompt_tokens = int(prompt["input_ids"].shape[1])
             if not prompt_tokens or prompt_tokens + (limit or 1) > context:
                 raise too_long(self.spec.name, prompt_tokens, limit, context)
@@ -145,7 +161,7 @@ class TransformersAdapter(TextAdapter):
         reading = scored.reading(self.value) if scored else contextlib.nullcontext()
         with _seeded(body.get("seed")), reading:
             output = self.value.generate(
-                **self._on_device(prompt, without=("token_type_ids",)),
+                **self._on_device(prompt),
                 **_sampling(body),
                 **more,
                 max_new_tokens=limit,
@@ -241,9 +257,15 @@ class TransformersAdapter(TextAdapter):
             raise cannot(self.spec.name, "one of the texts has no tokens", "input")
         return tokens
 
-    def _on_device(self, inputs: Any, without: tuple[str, ...] = ()) -> dict[str, Any]:
-        device = self.value.device
-        return {name: tensor.to(device) for name, tensor in inputs.items() if name not in without}
+    def _on_device(self, inputs: Any) -> dict[str, Any]:
+        """The `inputs` on the module's device. Pixels get the module's dtype."""
+        found = {}
+        for name, tensor in inputs.items():
+            dtype = self.value.dtype if tensor.is_floating_point() else tensor.dtype
+            found[name] = tensor.to(self.value.device, dtype)
+        if "pixel_values" not in found:  # only models with images tell types of tokens apart
+            found.pop("token_type_ids", None)
+        return found
 
 
 def _streamer(
