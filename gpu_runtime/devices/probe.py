@@ -229,7 +229,7 @@ class Probe:
         if cuda is None:
             return
         for _, number in self._numbered():
-            cuda.reset_peak_memory_stats(number)
+            torch_allocators.reset_peak(cuda, f"cuda:{number}")
 
     def beyond_now(self, device: str) -> int | None:
         """Torch's peak on the `device` since `watch_peaks`, less the bytes that torch holds now.

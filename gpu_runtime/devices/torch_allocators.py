@@ -1,4 +1,4 @@
-"""Which figures torch's allocator of a card's memory gives.
+"""Which figures torch's allocator of a card's memory gives, and its peak for several readers.
 
 A user may replace the allocator. CUDA's own (`cudaMallocAsync`) counts bytes and lists no blocks. A
 pluggable one, such as RMM's, gives no figures: torch raises an error for each of them.
@@ -6,6 +6,7 @@ pluggable one, such as RMM's, gives no figures: torch raises an error for each o
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 
@@ -22,3 +23,37 @@ def lists_blocks(cuda: Any) -> bool:
 def _name(cuda: Any) -> str:
     """`native`, `cudaMallocAsync` or `pluggable`; `native` for another kind of accelerator."""
     return getattr(cuda, "get_allocator_backend", lambda: "native")()
+
+
+class Peak:
+    """The most bytes that torch has allocated on one card since this object was made.
+
+    torch has one peak for each card. `reset_peak` starts it again for one reader, and keeps it for
+    the other readers.
+    """
+
+    def __init__(self, cuda: Any, card: str) -> None:
+        """`cuda` is torch.cuda, and `card` torch's name of the card, such as cuda:0."""
+        self._cuda, self.card, self._earlier = cuda, card, 0
+        reset_peak(cuda, card)
+        _peaks.add(self)
+
+    @property
+    def bytes(self) -> int:
+        """The most bytes until now."""
+        return max(self._earlier, self._cuda.max_memory_allocated(self.card))
+
+    def keep(self) -> None:
+        """Keeps the most bytes until now, because torch's peak is about to be reset."""
+        self._earlier = self.bytes
+
+
+_peaks: weakref.WeakSet[Peak] = weakref.WeakSet()
+
+
+def reset_peak(cuda: Any, card: str) -> None:
+    """Sets torch's peak on `card` to the bytes that are allocated now."""
+    for peak in list(_peaks):
+        if peak.card == card:
+            peak.keep()
+    cuda.reset_peak_memory_stats(card)

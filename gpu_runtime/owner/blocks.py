@@ -13,7 +13,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
-from ..devices.torch_allocators import counts_bytes
+from ..devices.torch_allocators import Peak, counts_bytes
 from ..facts import NORMAL, Device, Footprint, Lease, Phase, PlacementRules, parse_importance
 from ..safe_text import LONGEST_NAME, printable
 from ..units import parse_room, parse_seconds, show_bytes
@@ -38,11 +38,12 @@ class LeasedBlock:
         self.peak_bytes: int | None = None
         self.delta_bytes: int | None = None
         self._before = 0
+        self._peak: Peak | None = None  # None before the process uses CUDA
         # A cap needs CUDA, so a block that leases bytes starts CUDA if no code has started it.
         self._cuda = _cuda_of(torch, start=bool(self.bytes))
         if self._cuda:
             self._before = self._cuda.memory_allocated(self._torch)
-            self._cuda.reset_peak_memory_stats(self._torch)
+            self._peak = Peak(self._cuda, self._torch)
             if self.bytes:  # a lease of nothing only measures
                 self._cap()
 
@@ -58,7 +59,8 @@ class LeasedBlock:
         # The block may have started CUDA. A child that was forked in the block has no CUDA.
         cuda = _cuda_of(self._torch)
         if cuda:
-            self.peak_bytes = cuda.max_memory_allocated(self._torch) - self._before
+            peak = self._peak.bytes if self._peak else cuda.max_memory_allocated(self._torch)
+            self.peak_bytes = peak - self._before
             self.delta_bytes = cuda.memory_allocated(self._torch) - self._before
             cuda.set_per_process_memory_fraction(1.0, self._torch)
 

@@ -348,7 +348,7 @@ class FakeCuda:
 
     def __init__(self, *snapshot: dict) -> None:
         self.snapshot, self.stats = list(snapshot), {"num_ooms": 3, "allocation.all.allocated": 1}
-        self.reset: list[int] = []
+        self.reset: list[str] = []
         self.reserved = {"cuda:0": 0, "cuda:1": 0}
         self.current, self.emptied_on = 0, list[int]()
 
@@ -359,8 +359,8 @@ class FakeCuda:
     def memory_stats(self, number):
         return self.stats
 
-    def reset_peak_memory_stats(self, number):
-        self.reset.append(number)
+    def reset_peak_memory_stats(self, name):
+        self.reset.append(name)
 
     def max_memory_allocated(self, number):
         return {0: 5 * GIB, 1: 9 * GIB}[number]
@@ -417,7 +417,7 @@ def test_peaks_are_of_the_cards_by_torchs_numbers(on_cuda):
     cuda = FakeCuda()
     probe = on_cuda(cuda)
     probe.watch_peaks()
-    assert sorted(cuda.reset) == [0, 1]
+    assert sorted(cuda.reset) == ["cuda:0", "cuda:1"]
     assert (probe.beyond_now("cuda:0"), probe.beyond_now("cuda:1")) == (7 * GIB, GIB)
 
 
@@ -431,7 +431,7 @@ def test_a_card_that_torch_does_not_see_has_no_peak(monkeypatch):
     devices = (*(card.device for card in cards), Device("host", GIB))
     probe = Probe(devices, Listing(nvml, cards))
     probe.watch_peaks()
-    assert cuda.reset == [0]
+    assert cuda.reset == ["cuda:0"]
     assert (probe.beyond_now("cuda:0"), probe.beyond_now("cuda:2")) == (None, GIB)
 
 

@@ -7,6 +7,7 @@ import types
 
 import pytest
 
+from gpu_runtime.devices.torch_allocators import reset_peak
 from gpu_runtime.facts import Device, Lease, Share
 from gpu_runtime.owner.blocks import LeasedBlock
 from gpu_runtime.units import GIB
@@ -86,6 +87,21 @@ def test_a_block_is_capped_and_measured(block, started):
     leased.end()
     assert (leased.peak_bytes, leased.delta_bytes) == (6 * GIB, GIB)
     assert cuda.fractions[1:] == [1.0]
+
+
+def test_a_model_that_is_loaded_inside_a_block_leaves_the_block_its_peak(block):
+    """A load resets torch's only peak of the card, for its own figures."""
+    cuda = FakeCuda()
+    outer = block(cuda, 8 * GIB)
+    cuda.allocate(6 * GIB)
+    cuda.allocate(-6 * GIB)
+    reset_peak(cuda, "cuda:0")
+    assert cuda.peak == 0
+    inner = block(cuda, 0)
+    cuda.allocate(GIB)
+    inner.end()
+    outer.end()
+    assert (outer.peak_bytes, inner.peak_bytes) == (6 * GIB, GIB)
 
 
 def test_a_block_that_only_measures_starts_nothing(block):

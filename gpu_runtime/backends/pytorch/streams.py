@@ -89,7 +89,7 @@ def reset_peak(device: torch.device | str) -> None:
     """Sets the allocator's peak on `device` to the bytes that are allocated now."""
     module = _counting(device)
     if module is not None:
-        module.reset_peak_memory_stats(device)
+        torch_allocators.reset_peak(module, str(device))
 
 
 def release_cached(device: torch.device | str) -> None:
