@@ -10,6 +10,8 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import NamedTuple
 
+from msgspec.structs import replace
+
 from ..facts import HOST, Book, Lease, Request, World, lease_title
 from .capacity import limit_of
 from .evictable import permanent_reason_to_stay
@@ -50,7 +52,9 @@ def stuck_leases(
             if why:
                 leases.setdefault(device, []).append((lease, why))
             elif not lease.droppable and lease.kind != "block":
-                precious.setdefault(device, []).append(lease)
+                # `host_bytes` includes the bytes of all shadows, so no shadow counts as present.
+                bare = replace(lease, shadow_bytes=0) if lease.shadow_bytes else lease
+                precious.setdefault(device, []).append(bare)
     host_bytes = _host_bytes_to_be_had(book, world) if precious else 0
     return Stuck(leases, precious, host_bytes, titles)
 
