@@ -148,7 +148,7 @@ def test_a_lock_that_failed_is_not_tried_at_each_copy(cuda):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_shared_pages_are_locked_and_then_notwritable(cuda, late):
+def test_shared_pages_are_locked_and_then_not_writable(cuda, late):
     """The driver locks only pages that this process may write."""
     cuda.started = not late
     pages = SharedPages.create(2 * MIB)
