@@ -30,8 +30,8 @@ CHECK := -m "not processes and not thorough and not soak" --hypothesis-profile=q
 # These folders take half of the time. Most of their tests need torch and transformers.
 MODELS := tests/backends tests/owner tests/serving
 # What runs on a card: the Python of $(VENV) if it is made. Else python3, where it has torch for CUDA and all other packages
-# already: then nothing is installed. Else that of GPU_VENV, without llama.cpp: with nvcc it takes longer to build than a
-# session on a card lasts. `make gpu PYTHON=PATH` names another Python.
+# already: then nothing is installed. Else that of GPU_VENV, without llama.cpp, whose build with nvcc may take more than half
+# an hour. `make gpu PYTHON=PATH` names another Python.
 GPU_VENV := .venv-gpu
 OWN := $(if $(filter gpu gpu-tests gpu-figures,$(MAKECMDGOALS)),$(if $(wildcard $(STAMP)),,$(shell python3 -m tests.gpu.ready --quiet 2>/dev/null)))
 PYTHON := $(if $(wildcard $(STAMP)),$(BIN)/python,$(if $(filter ready,$(OWN)),python3,$(GPU_VENV)/bin/python))
