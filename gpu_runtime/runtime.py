@@ -430,7 +430,7 @@ class Runtime:
 
     @checked
     def unpark(self, who: str = "", *, checkpoint: bool = False) -> Outcome:
-        """Brings back the memory of the notebook `who`, or with `checkpoint` of any pid `who`."""
+        """Brings back the memory of the notebook `who`; with `checkpoint`, `who` is any pid."""
         return checkpoints.unpark(self._session, who, checkpoint)
 
     @checked

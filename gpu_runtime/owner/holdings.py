@@ -409,8 +409,8 @@ def _listed(names: list[str]) -> str:
 def _held_bytes(session: Session) -> int:
     """This process's device memory: what its allocators reserve.
 
-    On simulated cards, this function searches the tensors, because the account of a simulated card
-    has only the bytes of the last count.
+    On simulated cards, this function searches the tensors. No allocator counts them there: the
+    bytes that a simulated card records are those of an earlier search.
     """
     allocated, reserved = _allocated(session)
     if not session.probe.simulated or "torch" not in sys.modules:

@@ -300,7 +300,7 @@ def needs(plan: Plan) -> str:
 def parts(plan: Plan) -> list[tuple[str, str, str]]:
     """The footprint of the `plan` by part: the name, the size and the source of the number.
 
-    The result is empty if there is only one part, since `needs` already shows it.
+    The result is empty if there is only one part, since the text of `needs` has that part.
     """
     if plan.footprint is None or len(plan.footprint.parts) < 2:
         return []

@@ -1,7 +1,7 @@
 """The backend for engines that are HTTP servers, and `Served`, the object that `use` yields.
 
-The backend also counts the bytes of the models that these servers load. `server.py` has the
-lifecycle of a server. The recipe of each engine defines how the engine is started.
+The backend also counts the bytes of the models that engines load. `server.py` starts and ends a
+server. The recipe of each engine has the command that starts it.
 """
 
 from __future__ import annotations

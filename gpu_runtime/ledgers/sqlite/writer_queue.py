@@ -92,7 +92,8 @@ class WriterQueue:
         ended = self._turns_ended()
         began = ended_at = now = time.monotonic()
         patience = STALLED_SECONDS
-        # The pipe is registered only once. So only the process that has waited longest is woken.
+        # The system wakes only the process that registered the pipe first. This process registers it
+        # once for the whole wait, so it keeps its place in the queue.
         with select.epoll() as poll:
             poll.register(self._pipe, select.EPOLLIN | select.EPOLLEXCLUSIVE)
             while ended != self._stalled and now - began < MOST_SECONDS:
