@@ -49,9 +49,10 @@ def vision_lm(directory: Path) -> Path:
         text_config=transformers.LlamaConfig(**{**_SHAPE, "vocab_size": len(words)}),
         image_token_index=words.convert_tokens_to_ids("<image>"),
     )
-    with torch.random.fork_rng():
-        torch.manual_seed(0)
-        model = transformers.LlavaForConditionalGeneration(config).eval()
+    state = torch.random.get_rng_state()
+    torch.manual_seed(0)
+    model = transformers.LlavaForConditionalGeneration(config).eval()
+    torch.random.set_rng_state(state)
     model.generation_config.suppress_tokens = [*_unprintable(words), config.image_token_index]
     processor = transformers.LlavaProcessor(
         CLIPImageProcessorPil(size={"shortest_edge": 28}, crop_size={"height": 28, "width": 28}),

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import threading
 
 import psutil
@@ -293,6 +295,34 @@ def test_in_process_is_a_choice(rt, file):
     assert claims(rt) == {}
     with pytest.raises(ProcessLost), rt.use("near"):
         pass
+
+
+LIBRARY_AFTERWARDS = """
+import gc, sys
+import gpu_runtime
+from llama_cpp import Llama
+
+file = sys.argv[1]
+rt = gpu_runtime.Runtime(ledger="memory:", devices="sim:1GiB,host:1GiB")
+rt.register("near", file, isolated=False)
+with rt.use("near") as near:
+    assert near.n_ctx()
+rt.close()
+del near, rt
+gc.collect()
+own = Llama(file, n_ctx=64, verbose=False)
+print(len(own.tokenize(b"hello")))
+"""
+
+
+@pytest.mark.processes
+def test_a_model_in_this_process_leaves_the_library_usable(file):
+    """The library keeps the address of the function that gets its log. In an earlier version that
+    function was gone with its model, and the next model of the user's own code ended the process.
+    """
+    command = [sys.executable, "-c", LIBRARY_AFTERWARDS, str(file)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 0 and int(ended.stdout) > 0, ended.stderr[-2000:]
 
 
 def test_layers_of_the_model_win_over_the_setting(runtime, file):

@@ -566,11 +566,10 @@ async def test_a_stream_breaks_off_with_its_worker_and_a_dead_worker_costs_no_ca
 
     async with with_models(sources, "gguf") as k:
         for _ in range(20):  # a short answer may be complete before the kill
-            with k.rt.use("gguf") as model:
-                pid = model._engine.pid
             reply = await k.chat("gguf", stream=True, max_tokens=200)
             await anext(reply.events)
-            os.kill(pid, signal.SIGKILL)
+            with k.rt.use("gguf") as model:
+                os.kill(model._engine.pid, signal.SIGKILL)
             last = [event async for event in reply.events][-1]
             if "error" in last:
                 break

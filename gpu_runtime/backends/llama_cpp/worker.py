@@ -38,6 +38,7 @@ _BUFFER = re.compile(
     r"([A-Za-z]+\d*)(?:_\w+)?\s+(model|KV|RS|output|compute) buffer size\s*=\s*([\d.]+) MiB"
 )
 _loading = threading.Lock()
+_log_callbacks: list[Any] = []  # the newest one: the library calls it after its model is gone too
 
 
 class Cancelled(Exception):
@@ -133,12 +134,13 @@ def _load(
         raise NoOffload("this build of llama-cpp-python cannot use a GPU")
     with _loading:  # the library has one place for its default parameters and its log callback
         lib.llama_log_set(on_log, ctypes.c_void_p(0))
+        _log_callbacks[:] = [on_log]
         lib.llama_model_default_params = with_progress
         try:
             model = _model_class(inbox)(**arguments)
         finally:
             lib.llama_model_default_params = defaults
-    model.kept = (on_log, on_progress)  # keeps both alive: C code has their addresses
+    model.kept = (on_progress,)  # keeps it alive: C code has its address
     _make_cancellable(model)
     model.model_path = name  # its answers carry this name
     if template:
@@ -284,8 +286,7 @@ def _make_cancellable(model: Any) -> None:
         return not model.wanted()
 
     never = lib.ggml_abort_callback()
-    context = model._ctx
-    decode = context.decode
+    context, decode = model._ctx, model._ctx.decode
 
     def decode_if_wanted(batch: Any) -> None:
         model.require_wanted()
