@@ -296,8 +296,8 @@ class _Replay:
     def _start_stage(self, lane: str, steps: deque[Step], stage: int) -> None:
         """Starts the next stage of the departure that is the first of the `steps`.
 
-        A stage moves `stage` bytes to host memory. The last stage moves all bytes that are left,
-        fewer than two stages.
+        A stage moves `stage` bytes to host memory. The last stage moves all bytes that are left:
+        fewer than 2 * `stage` bytes.
         """
         step = steps[0]
         lease = self.book.find(step.lease)

@@ -118,7 +118,8 @@ class Memory:
         The blocks lie side by side, and each starts at a multiple of 512 bytes.
         `sizes` are in bytes. `force` and the errors are as in `allocate`.
         """
-        # The blocks are made first, so that an error or an interrupt frees them.
+        # The blocks are made before their bytes are taken. An interrupt after that deletes the
+        # blocks, which frees the bytes.
         blocks = [Block(self, size) for size in sizes]
         with self._lock:
             state = self._swept()

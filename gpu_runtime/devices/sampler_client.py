@@ -178,7 +178,8 @@ class Sampling:
     def first(self, seconds: float) -> None:
         """Waits at most `seconds` for figures that are at most LATE_SECONDS old at this call.
 
-        Starts a helper if none runs. Returns nothing, also if there are no such figures in time.
+        Starts a helper if none runs. If no helper writes such figures in time, this method returns
+        without an error.
         """
         began = boot_seconds()
         self.look_after()

@@ -440,8 +440,8 @@ def _weakly(value: Any) -> Callable[[], Any]:
 def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
     """Ids of the leases that `thread` pins, as `owner/name`.
 
-    A module in training that only the running cell keeps on its device counts too. Such a module
-    can leave when the cell has ended.
+    The result also has the modules in training that no thread pins, but that the running cell keeps
+    on their devices. Such a module can leave when the cell has ended.
     """
     return tuple(
         r.lease.id

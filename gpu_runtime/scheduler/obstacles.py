@@ -192,9 +192,10 @@ def _ahead_in_words(ahead: int) -> str:
 
 
 def _shortened(sentences: list[str]) -> str:
-    """The `sentences` as one text. On a crowded card, sixty leases may be in the way.
+    """The `sentences` as one text, at most about MOST_TOLD of them.
 
-    If there are two or more beyond MOST_TOLD, the text only counts those: `and 56 more`.
+    There is a sentence for each lease in the way, which may be sixty on a crowded card. If two or
+    more sentences are left out, the text ends with their number: `and 56 more`.
     """
     more = len(sentences) - MOST_TOLD
     if more >= 2:
