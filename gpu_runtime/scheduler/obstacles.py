@@ -192,7 +192,7 @@ def _ahead_in_words(ahead: int) -> str:
 
 
 def _shortened(sentences: list[str]) -> str:
-    """The `sentences` as one text, at most about MOST_TOLD of them.
+    """The `sentences` as one text, at most MOST_TOLD + 1 of them.
 
     There is a sentence for each lease in the way, which may be sixty on a crowded card. If two or
     more sentences are left out, the text ends with their number: `and 56 more`.
