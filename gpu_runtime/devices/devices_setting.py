@@ -29,7 +29,8 @@ _SEVERAL = re.compile(r"([0-9]{1,9})x(.+)")  # 2x24GiB
 def is_expected(text: str, kind: str) -> bool:
     """Whether `text`, which begins with `kind`, is `auto` or names a kind of card.
 
-    A selection after the colon must not be empty.
+    Names of cards may follow after a colon, as in `cuda:0,1`. A colon with nothing after it is
+    wrong.
     """
     if kind == "auto":
         return text == "auto"

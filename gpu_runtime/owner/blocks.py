@@ -48,7 +48,7 @@ class LeasedBlock:
                 self._cap()
 
     def _cap(self) -> None:
-        """Limits torch to the bytes that it has reserved plus the leased bytes."""
+        """Limits torch to the bytes that it has reserved before the block, and the block's bytes."""
         reserved = self._cuda.memory_reserved(self._torch)
         fraction = (reserved + self.bytes) / self.device.total_bytes
         fraction = min(max(fraction, 0.01), 1.0)

@@ -95,10 +95,10 @@ def seconds_to_restore(lease: Lease, size: int) -> float:
 
 
 def with_uses_of_equal_models(rank: Policy, leases: Iterable[Lease]) -> Policy:
-    """The policy `rank`, changed so that a use of a model counts for all `leases` of equal models.
+    """The policy `rank`, changed so that it sees the uses of a model in all notebooks.
 
-    If three notebooks use a model, all their uses count for the model, in whichever notebook it is
-    loaded.
+    Models are equal if their sources have equal content. A use of one lease counts for all those of
+    the `leases` whose models are equal.
     """
     uses: dict[str, list[str]] = {}
     for lease in leases:

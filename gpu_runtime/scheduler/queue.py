@@ -13,8 +13,8 @@ from bisect import bisect_left
 from ..facts import HOST, IMPORTANCE, Book, Request, Ticket, World
 from .eviction_policy import LEAST_SECONDS, seconds_to_load, seconds_to_restore
 
-# The fields of a position: the importance; 0 after `patience_seconds` of waiting, else 1; the
-# negative users per second; the time of arrival; the key.
+# The fields of a position: the importance; 0 after `patience_seconds` of waiting, else 1; minus the
+# number of users that wait, for each second that the load takes; the time of arrival; the key.
 _Position = tuple[int, int, float, float, str]
 _CLASSES = sorted(IMPORTANCE.values())
 

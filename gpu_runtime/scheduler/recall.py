@@ -71,10 +71,10 @@ def obey(
 ) -> tuple[Book, tuple[Move | Drop | Shed, ...], tuple[Order, ...]]:
     """The book in which recalled leases of `owner` leave, the steps for that, and the orders.
 
-    A recalled lease leaves if its grace period is over and the rules allow its eviction for a
-    request with the ticket's importance. A lease that may not leave stays, and its pins in the book
-    show the requester the reason. `key` is stored in the leaving leases. `rank` decides which
-    leases in host memory are worth less than a recalled lease.
+    A ticket of another owner recalls a lease. The lease leaves if its grace period is over and the
+    rules allow its eviction for a request with the importance of that ticket. A lease that may not
+    leave stays, and its pins in the book show the requester the reason. `key` is stored in the
+    leaving leases. `rank` decides which leases in host memory are worth less than a recalled lease.
 
     `askers` maps the key of a ticket to the user who wrote the ticket. If `askers` is None, all
     tickets are trusted; the tickets of `owner` itself always are. A ticket of another owner whose

@@ -34,8 +34,7 @@ _endless: dict[Path, int] = {}  # files whose query took too many steps -> their
 
 
 def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
-    """The files called `name` of other users in the directory `users`, if written at or after
-    `since`.
+    """The files with this `name` that belong to other users and were written at or after `since`.
 
     `users` has a directory for each user. The name of the directory is the uid. A file counts only
     if it belongs to the user with this uid.

@@ -172,7 +172,7 @@ def kept(reports: Iterable[ActionReport]) -> tuple[ActionReport, ...]:
 
 
 def no_answer(report: ActionReport, snapshot: Snapshot | None) -> str:
-    """A sentence with the time since which the process of `report` has not answered.
+    """A sentence that says since when a process has not answered the request of `report`.
 
     The sentence is empty if the action is not in progress, or if `snapshot` does not list its request as unanswered.
     """

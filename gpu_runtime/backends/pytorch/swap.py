@@ -88,9 +88,9 @@ class Exchange:
         self._calls += [exchange, partial(self._made.append, exchange)]
 
     def take(self, storage: torch.UntypedStorage, sentence: str) -> None:
-        """Prepares the exchange of the bytes of `storage` and a guard with this `sentence`.
+        """Prepares to replace the bytes of `storage` by a guard; see the function `guard`.
 
-        After the exchange, most accesses raise an error; see `guard`.
+        After the exchange, most accesses raise an error with this `sentence`.
         """
         device = storage.device
         self.put(storage, guard(storage.nbytes(), device, sentence))
