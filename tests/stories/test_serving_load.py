@@ -121,7 +121,7 @@ class Replay:
 
     def _kill(self) -> None:
         answered = 0
-        while not self.over.wait(self.chance.uniform(1.0, 5.0)):
+        while not self.over.wait(self.chance.uniform(0.5, 3.0)):
             living = engines(self.server)
             if living and self.seen["right"] >= answered + 10:
                 answered = self.seen["right"]
