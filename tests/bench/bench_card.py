@@ -8,7 +8,7 @@ from __future__ import annotations
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -19,6 +19,7 @@ from gpu_runtime.backends.pytorch import swap as exchanges
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.facts import HOST, Share
 from gpu_runtime.units import show_bytes
+from tests.owner.kernels import Quiet
 
 if TYPE_CHECKING:
     from .gpu_figures import Bench, Row
@@ -28,27 +29,13 @@ MODELS = 20
 CELLS = 50
 
 
-class _Quiet:
-    """A kernel in which nothing runs."""
-
-    def why_not(self) -> str:
-        return ""
-
-    def mark(self) -> object:
-        return 0
-
-    def change(self, mark: object, act: Callable[[], None]) -> str:
-        act()
-        return ""
-
-
 class _Notebook:
     """The memory that the code of this process holds, as the memory of a notebook."""
 
     def __init__(self, bench: Bench) -> None:
         self._bench = bench
         self._backend = open_backend("kernel", bench.probe)
-        self._handle = self._backend.open(_Quiet(), lambda: ())
+        self._handle = self._backend.open(Quiet(), lambda: ())
 
     def park(self) -> None:
         self._move(HOST)
@@ -155,7 +142,7 @@ def count(bench: Bench) -> Iterator[Row]:
         for number in range(MODELS):
             layers = [torch.nn.Linear(8, 8, device=bench.torch) for _ in range(10)]
             rt.adopt(f"m{number}", torch.nn.Sequential(*layers).requires_grad_(False))
-        kernel = rt.attach_kernel(_Quiet())
+        kernel = rt.attach_kernel(Quiet())
         taken = [bench.seconds(lambda: (kernel.begin("x = 1"), kernel.end())) for _ in range(CELLS)]
         del kept
     yield figures.Row(

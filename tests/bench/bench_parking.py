@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from gpu_runtime.autoload import BLOCK
 from gpu_runtime.units import GIB
+from tests.owner.kernels import Quiet
 
 from .bench_crowd import Child, Waits, book, ended, runtime
 
@@ -30,20 +31,6 @@ MANY_OBJECTS = 1_200_000  # in a large one
 SMALL_STORAGES = 10_000
 ROUNDS = 8
 DEVICES = "sim:1536MiB,host:6GiB"
-
-
-class _Quiet:
-    """A kernel in which nothing runs."""
-
-    def why_not(self) -> str:
-        return ""
-
-    def mark(self) -> object:
-        return 0
-
-    def change(self, mark: object, act: Callable[[], None]) -> str:
-        act()
-        return ""
 
 
 def _ballast(objects: int) -> list[list[Any]]:
@@ -72,7 +59,7 @@ def count_milliseconds() -> dict[str, float]:
             for number in range(20):
                 layers = [torch.nn.Linear(8, 8, device=device) for _ in range(10)]
                 rt.adopt(f"m{number}", torch.nn.Sequential(*layers).requires_grad_(False))
-            kernel = rt.attach_kernel(_Quiet())
+            kernel = rt.attach_kernel(Quiet())
             kernel.begin("x = 1")
             kernel.end()
             taken[where] = _median(lambda k=kernel: (k.begin("x = 1"), k.end()), CELLS)
@@ -166,7 +153,7 @@ class _Parkable:
         from gpu_runtime.devices.probe import open_probe
 
         self._backend = open_backend("kernel", open_probe(DEVICES))
-        self.handle = self._backend.open(_Quiet(), lambda: ())
+        self.handle = self._backend.open(Quiet(), lambda: ())
 
     def park(self) -> None:
         self._move("host")
@@ -254,7 +241,7 @@ def recall() -> Recall:
         torch.set_num_threads(1)
         rt = runtime(url, DEVICES)
         ballast, kept = _ballast(MANY_OBJECTS), _held_gib()
-        kernel = rt.attach_kernel(_Quiet())
+        kernel = rt.attach_kernel(Quiet())
         kernel.begin()
         kernel.end()
         kernel.catch_up()

@@ -347,9 +347,11 @@ def _refuse_options(spec: ModelSpec, checkpoint: Checkpoint) -> None:
 
 
 def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
+    """The digest of the bytes of each storage of the `model`, by the storage's layout."""
     groups = st.grouped(st.slots(model.module))
     contents = {group.layout: model.content(group) for group in groups}
-    st.synchronise({content.device for content in contents.values()})  # also side streams
+    devices = {content.device for content in contents.values()}
+    st.synchronise(devices)  # side streams may still write
     return {layout: digest(content) for layout, content in contents.items()}
 
 

@@ -118,7 +118,7 @@ class TextAdapter:
 
     kind = "a model"  # what error messages call the model
     counts_tokens = True
-    takes_images = False
+    takes_images = False  # whether the model has a processor of images
     can_force_calls = False  # whether the engine can force the answer to be a tool call
 
     def __init__(self, value: Any, spec: ModelSpec) -> None:
@@ -160,7 +160,7 @@ class TextAdapter:
             prompt = chat_template.render(
                 template,
                 messages,
-                takes_images=self.takes_images,
+                takes_images=self.takes_images and "image" in template,
                 **self.tokens(),
                 **tools,
                 **switches,

@@ -96,14 +96,14 @@ def _parts_of(content: Any) -> list[dict[str, Any]]:
     >>> _parts_of([{"type": "image_url", "image_url": {}}, {"type": "text", "text": "one"}])
     [{'type': 'image'}, {'type': 'text', 'text': 'one'}]
     """
-    parts = [{"type": "text", "text": content or ""}]
-    if isinstance(content, list):
-        parts = []
-        for part in content:
-            is_image = part.get("type") == "image_url"
-            parts.append(
-                {"type": "image"} if is_image else {"type": "text", "text": text_of([part])}
-            )
+    if not isinstance(content, list):
+        return [{"type": "text", "text": content or ""}]
+    parts = []
+    for part in content:
+        if part.get("type") == "image_url":
+            parts.append({"type": "image"})
+        else:
+            parts.append({"type": "text", "text": text_of([part])})
     return parts
 
 

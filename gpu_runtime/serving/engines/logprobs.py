@@ -6,6 +6,7 @@ is given as its natural logarithm.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -20,9 +21,7 @@ class Token(Value):
 
     data: bytes
     logprob: float
-    top: tuple[
-        Scored, ...
-    ] = ()  # the tokens that were most probable in its place, the most probable first
+    top: tuple[Scored, ...] = ()  # the most probable tokens in its place, in order
 
 
 def count_of(body: Mapping[str, Any]) -> int | None:
@@ -55,7 +54,7 @@ class Unsent:
 
     def __init__(self) -> None:
         """There are no tokens and no text yet."""
-        self._tokens: list[Token] = []
+        self._tokens: deque[Token] = deque()
         self._begin = 0  # where the first of the tokens begins, in bytes of the answer
         self._sent = 0  # bytes of the answer
 
@@ -68,14 +67,15 @@ class Unsent:
         self._sent += len(text.encode())
         taken = []
         while self._tokens and self._begin < self._sent:
-            token = self._tokens.pop(0)
+            token = self._tokens.popleft()
             self._begin += len(token.data)
             taken.append(token)
         return tuple(taken)
 
     def take_rest(self) -> tuple[Token, ...]:
         """Removes and returns all tokens. Call this at the end, unless a stop string cut the text."""
-        rest, self._tokens = tuple(self._tokens), []
+        rest = tuple(self._tokens)
+        self._tokens.clear()
         return rest
 
 

@@ -28,9 +28,7 @@ class TextPiece(Value):
     prompt_tokens: int = 0
     completion_tokens: int = 0
     calls: tuple[dict[str, Any], ...] = ()
-    tokens: tuple[
-        Token, ...
-    ] = ()  # of the text and the thought, if the call requests their probabilities
+    tokens: tuple[Token, ...] = ()  # of text and thought, if the call requests probabilities
 
 
 class Header(Value):
