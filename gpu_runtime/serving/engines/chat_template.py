@@ -84,9 +84,7 @@ def text_of(content: Any) -> str:
     kinds = {part.get("type") for part in content} - {"text"}
     if kinds or not all(isinstance(part.get("text"), str) for part in content):
         named = ", ".join(sorted(map(str, kinds))) or "text without any"
-        raise BadConversation(
-            f"this model does not read parts of type {named}, which the message has"
-        )
+        raise BadConversation(f"this model does not read parts of type {named}")
     return "".join(part["text"] for part in content)
 
 
