@@ -6,7 +6,19 @@ from collections.abc import Mapping
 
 from msgspec.structs import replace
 
-from ..facts import Book, Decided, Replayed, Request, Section, Step, Verdict, Wait, World, where
+from ..facts import (
+    Book,
+    Decided,
+    Grant,
+    Replayed,
+    Request,
+    Section,
+    Step,
+    Verdict,
+    Wait,
+    World,
+    where,
+)
 from ..facts.replays import verdict_kind
 from ..units import show_bytes
 from .admission import admit
@@ -17,8 +29,12 @@ def is_new(book: Book, after: Book, request: Request, verdict: Verdict) -> bool:
     """Whether `verdict` differs from the earlier verdict on `request` and should be recorded.
 
     `book` is the book before the decision, and `after` the book after the decision. A request that
-    waits is decided again whenever the book changes, mostly with the same result.
+    waits is decided again whenever the book changes, mostly with the same result. A block of code
+    that gets free memory at once is not recorded: programs may lease often, and nothing was decided.
     """
+    is_block = request.lease.kind == "block"
+    if is_block and isinstance(verdict, Grant) and book.ticket(request.key) is None:
+        return False
     if after.seq > book.seq:  # a new event: the request was granted or refused, or begins to wait
         return True
     if not isinstance(verdict, Wait):

@@ -65,6 +65,19 @@ def test_a_scheduler_that_decides_otherwise_is_named_with_what_it_does(busy, mon
     assert "The steps: move a" in str(waiting) and "b (8.0 GiB" in waiting.now
 
 
+def test_a_block_that_gets_free_memory_at_once_is_not_recorded(busy):
+    """A program may lease ten times a second. The records would displace those of real decisions."""
+    with busy.lease("1 GiB", purpose="quick") as quick:
+        pass
+    with pytest.raises(DoesNotFit):
+        with busy.lease("100 GiB", purpose="vast"):
+            pass
+    assert not busy._session.journal.decided(quick.lease.name, 1)
+    assert [again.model for again in busy.why("4", replay=True)] == ["c"]
+    [refused] = busy._session.journal.decided("6", 1)
+    assert refused.model.startswith("vast")
+
+
 def test_one_decision_is_replayed_by_its_number(busy):
     _, waiting = busy.why("c", replay=True)
     assert busy.why(str(waiting.id), replay=True) == (waiting,)
