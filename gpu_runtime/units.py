@@ -66,7 +66,7 @@ def parse_bytes(text: str | int | float) -> int:
     unit = _SIZES.get(match[2].lower()) if match else None
     if match is None or unit is None:
         raise BadSize(text)
-    number = re.sub("[_,]", "", match[1])
+    number = match[1].replace("_", "").replace(",", "")
     size = int(number) * unit if number.isdigit() else int(float(number) * unit)
     if size >= _MOST_BYTES:
         raise BadSize(text)

@@ -214,8 +214,9 @@ class Book(Value):
         for ghost in self.ghosts:
             claimed[ghost.device] = claimed.get(ghost.device, 0) + ghost.bytes
         for section in self.sections.values():
-            for device, size in section.claims().items():
-                claimed[device] = claimed.get(device, 0) + size
+            if section.leases or section.residue:
+                for device, size in section.claims().items():
+                    claimed[device] = claimed.get(device, 0) + size
         for unread in self.quarantined.values():
             for device, size in unread.held.items():
                 claimed[device] = claimed.get(device, 0) + size
@@ -232,7 +233,7 @@ class Book(Value):
         """
         total, largest = 0, dict[str, int]()
         for section in self.sections.values():
-            for copy, size in section.copies():
+            for copy, size in section.copies() if section.leases else ():
                 total += size
                 largest[copy] = max(size, largest.get(copy, 0))
         return total - sum(largest.values())
