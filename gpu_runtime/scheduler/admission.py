@@ -1,8 +1,7 @@
 """Decides whether a request gets memory, waits, or is refused: the numbered decision tree.
 
 Pure. A book (all leases and requests of a host), a request and the world (devices and rules) go in.
-A new book and a verdict come out. Nothing here reads a clock, a device, a setting or a ledger. So a
-decision can be made twice, or replayed in a test.
+A new book and a verdict come out. So a decision can be made twice, or replayed in a test.
 
 Parts of the decision have modules of their own:
 
@@ -69,9 +68,9 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     2. The lease is arriving on its device or leaving it → Wait
     3. The request can never fit, or exceeds the operator's caps → Refuse; nothing is evicted
     4. It fits into the free bytes that no elder (a request ahead in the queue) needs → Grant: Load,
-       or Move back from host. If the page is full → Wait until a lease has left it, else Refuse
-    5. It fits once idle leases have left → Wait: own leases leave now, leases of other owners are
-       recalled. If a part of the model can return from host meanwhile → Grant of this part
+       or Move back from host. If the page is full → Wait until a lease leaves the page, else Refuse
+    5. It fits once idle leases have left → Wait. Own leases leave now, and leases of other owners
+       are recalled. If a part of the model can return from host meanwhile → Grant of this part
     6. It is the youngest of several deadlocked requests → Refuse, and name these requests
     7. Otherwise → Wait
 
@@ -94,7 +93,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     # 3. The request can never fit, or exceeds the operator's caps.
     request = _as_measured(request, lease) if lease else request
     out = _drained_for(book, request, world)
-    # The bytes that the lease already has on a card are no obstacle to its own request.
+    # A lease in parts has bytes on its card already. They do not count against its own request.
     others = book.without_lease(lease.owner, lease.name) if lease and lease.in_parts else book
     never = _never_alone(others, request, world, out)
     request = with_layout(request, world, never)
@@ -166,7 +165,7 @@ def _as_measured(request: Request, lease: Lease) -> Request:
 def _drained_for(book: Book, request: Request, world: World) -> Mapping[str, str]:
     """The drained cards that the request may not use, each with a sentence on who drained it.
 
-    A model whose tensors all belong to another model claims 0 bytes, and may use a drained card.
+    A model of 0 bytes may use a drained card: all its tensors belong to another model.
     """
     return drained(book, world) if request.footprint.bytes else {}
 
@@ -196,7 +195,7 @@ def _evict(
 
     If a part of the model can return from host memory meanwhile, the verdict is a Grant of this
     part. The result is also None if the page has no room for the request's ticket, or if an earlier
-    ticket of the same process makes room for the same model already.
+    request of the same process makes room for this model already.
     """
     if full_for_waiting(book, request) or context.twin:
         return None
@@ -379,7 +378,8 @@ def _enqueue(
     old = book.ticket(request.key)
     ticket = _ticket(request, world, wait, need, old, load_seconds(book, request))
     noted = old and old.because
-    # A wait gets one event. A Wait with steps gets none, since its evictions have their own events.
+    # A request gets one event for its wait, and none if the Wait has steps: each eviction has its
+    # own.
     if ticket.because and not noted:
         book = _note_waiting(book, request, world, wait)
     return book.with_ticket(ticket), wait

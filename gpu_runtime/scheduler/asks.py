@@ -55,8 +55,8 @@ class Ask(Value):
     key: str
     owner: str  # the id of the requesting owner
     verb: str
-    # `OWNER/NAME`, a lease id. For a preload, the model may have no lease yet. If the request
-    # concerns the whole process (who, defrag), the name is empty.
+    # The id of a lease, `OWNER/NAME`. A model to be preloaded may have no lease yet. NAME is empty
+    # if the request concerns the whole process (who, defrag).
     target: str
     arrived: float
     by: str = ""  # the user of the requesting process
@@ -67,9 +67,9 @@ class Ask(Value):
 def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
     """Returns the book with the request `asked` on a ticket, and the state of the request.
 
-    The state is Grant (done), Wait (under way) or Refuse. A repeated call with the same key returns
-    the state at that time. So the requester repeats the call until the state is Grant or Refuse.
-    The book has no ticket then.
+    The state is Grant (done), Wait (under way) or Refuse. The requester repeats the call with the
+    same key until the state is Grant or Refuse. The returned book then has no ticket for the
+    request.
     """
     owner_id, _, name = asked.target.partition("/")
     section, owner = book.sections.get(owner_id), book.owner(owner_id)

@@ -26,8 +26,8 @@ def with_layout(
 ) -> Request:
     """The request with its layout `auto` or `whole` decided. Any other layout stays as it is.
 
-    The model gets one card if the rules allow this, and if any allowed card could ever hold the
-    whole model. `never` has the cards that can never hold the request alone.
+    `never` has the cards that can never hold the request alone. The model gets one card if the
+    rules allow that, and if any allowed card is not in `never`.
     """
     rules = request.placement
     if rules.layout not in ("auto", "whole"):
@@ -62,7 +62,8 @@ def candidates_for(
 ) -> tuple[Candidate, ...]:
     """The cards, or sets of cards, for the request, each with whether it has the room now.
 
-    The best candidate is first. Drained cards are last; `out` maps each of them to the reason.
+    The best candidate is first, and drained cards are last. `out` maps each drained card to a
+    sentence on who drained it.
     """
     rules, free = request.placement, context.free()
     if out:
@@ -72,8 +73,8 @@ def candidates_for(
     else:
         limits = {device: limit_of(book, world, device) for device in free}
         found = place(request.footprint, free, rules, limits)
-        # The free bytes of several cards are summed. So unmeasured cards must be left out, and the
-        # owner's own memory limit must be checked against the sum.
+        # `place` adds up the free bytes of several cards. It knows neither which cards are
+        # unmeasured nor the owner's own limit, so its divisions are made again.
         if context.blind or context.own_left is not None:
             found = _splits_within(request, context, free, limits, found)
     return _with_reserved(found, context) + _drained_candidates(request, out)
@@ -115,9 +116,9 @@ def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candi
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
-    """The candidates, with the bytes reserved for elders added to the reasons.
+    """Adds to the reason of each candidate without room the bytes that are reserved for elders.
 
-    An elder is a request ahead in the queue. Only a candidate without room has a reason.
+    An elder is a request ahead in the queue.
     """
     if not context.blocking_elders:
         return candidates

@@ -112,7 +112,7 @@ def _left_of_one_memory(
     claims: Bytes,
     unseen: Bytes,
 ) -> int:
-    """The bytes left of one memory, which the devices `shared` (the host and cards) have in common.
+    """The bytes left of the machine's RAM, which the devices `shared` use: the host and some cards.
 
     The result is the smaller of two numbers. The first is the largest of the devices' budgets, less
     all claims on these devices. The second is the measured free bytes, less the reserve and the
@@ -134,9 +134,9 @@ def _left_of_one_memory(
 def _claimed_and_unseen(book: Book, taken_at: Mapping[str, float]) -> tuple[Bytes, Bytes]:
     """Bytes claimed on each device, and claimed bytes that the device's sample cannot have counted.
 
-    `taken_at` maps each device to the time of its sample. A sample cannot have counted the bytes of
-    a lease that settled later. The targets of leases that are arriving or moving are taken as not
-    counted either, because their bytes may appear at any moment.
+    `taken_at` maps each device to the time of its sample. A sample cannot have counted a lease that
+    settled later. The target of a lease that is arriving or moving also counts as unseen, because
+    its bytes may appear at any moment.
     """
     claims = book.claims()
     unseen: Bytes = {}

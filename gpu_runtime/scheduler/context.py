@@ -1,8 +1,8 @@
 """The inputs of one decision, computed once.
 
-Pure. Nothing here decides; the modules that decide (such as `admission`, `eviction` and
-`migration`) read these inputs. A ticket is the entry of a waiting request. A recall is a request to
-an owner to evict its lease. A shadow is an unchanged copy in host memory of a model on a card.
+Pure. A `Context` only holds the inputs; `admission`, `eviction` and `migration` decide. A ticket is
+the entry of a waiting request. A recall is a request to an owner to evict its lease. A shadow is an
+unchanged copy in host memory of a model on a card.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Context(NamedTuple):
 
     leases: tuple[Lease, ...]
     room_now: Bytes
-    # Once the blocking elders are served, and all leaving and recalled leases have left. Bytes that
-    # were freed after the last sample count as free.
+    # Free bytes once the blocking elders are served, and all leaving and recalled leases have left.
+    # Bytes that were freed after the last sample count as free.
     room_later: Bytes
     leaving: Mapping[str, Lease]  # device -> a lease that is leaving it
     blind: Mapping[str, str]  # device -> why no grant can be made on it
@@ -114,7 +114,7 @@ class Context(NamedTuple):
 def _twin(ahead: Iterable[Ticket], request: Request) -> Ticket | None:
     """The earlier ticket of the same process for the same model as `request`, or None.
 
-    Room for one model is made only once, so only the earlier request makes room.
+    The earlier request makes the room for the model, so the later request makes none.
     """
     wanted = request.lease
     for ticket in ahead:
@@ -130,7 +130,7 @@ def _later(
     freed: Bytes,
     returning: str = "",
 ) -> tuple[dict[str, int], dict[str, Lease]]:
-    """The room after all decided steps; and for each device a lease that leaves it.
+    """By device: the free bytes after all decided steps, and a lease that leaves the device.
 
     `blocking` are the tickets of the elders. `freed` is the result of `freed_since`. `returning` is
     the id of the requested lease if the lease is in parts. If an elder has recalled this lease, the
@@ -197,9 +197,9 @@ def _silent(
     leases: Iterable[Lease],
     world: World,
 ) -> frozenset[str]:
-    """Ids of the leases that have not left although this `ticket` recalled them.
+    """Ids of the idle leases that have not left although this `ticket` recalled them.
 
-    The owner has had `answer_seconds` to answer, and the lease is idle.
+    The result is empty until the owner has had `answer_seconds` to answer.
     """
     if ticket is None or not ticket.recalls or not _answers_are_late(ticket, world):
         return frozenset()

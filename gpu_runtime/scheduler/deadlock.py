@@ -49,7 +49,7 @@ def _card_limits(book: Book, world: World) -> dict[str, int]:
 
 
 def _bytes_that_stay(book: Book, waiting: Iterable[Ticket]) -> dict[str, int]:
-    """Bytes on each device that are pinned with `keep`, or that a waiting thread holds."""
+    """Bytes on each device of leases marked `keep`, and of leases that a waiting thread pins."""
     held: set[str] = set()
     for ticket in waiting:
         held.update(ticket.held)

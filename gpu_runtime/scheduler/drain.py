@@ -113,10 +113,10 @@ def vacate(
 ) -> tuple[Book, tuple[Step, ...]]:
     """The book in which idle models of `owner` leave drained cards, and the steps of these models.
 
-    A model in use leaves at a later call, once it is idle; a kept model, once it is unpinned. If
-    host memory is too full for a model, the steps may free shadows (copies in host memory of models
-    on a card). Then the model leaves at a later call. `key` identifies this decision and is stored
-    in the leaving leases.
+    A model in use leaves at a later call, once it is idle. A kept model leaves once it is unpinned.
+    If host memory is too full for a model, the steps may free shadows (copies in host memory of
+    models on a card). The model then leaves at a later call. `key` identifies this decision and is
+    stored in the leaving leases.
     """
     cards = drained(book, world)
     section = book.sections.get(owner)

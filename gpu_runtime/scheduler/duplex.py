@@ -40,7 +40,7 @@ def stage_bytes(size: int, piece_bytes: int, least_bytes: int) -> int:
 
 
 def departure_stages(lease: Lease, target: Shares, least_bytes: int) -> int:
-    """The bytes of each stage in which `lease` leaves its card for `target`; 0: it leaves at once.
+    """The bytes of each stage in which `lease` leaves its card for `target`; 0: all at once.
 
     A lease leaves in stages only if its pieces are copied to host memory. It leaves at once if host
     memory has a copy of its bytes already, if there would be only one stage, or if `least_bytes`,
@@ -61,8 +61,9 @@ def departure_stages(lease: Lease, target: Shares, least_bytes: int) -> int:
 def part_left(book: Book, step: Move, shares: Shares, world: World) -> Book:
     """The book after the first bytes of a leaving lease have left; the rest is still leaving.
 
-    `step` is the whole departure, and `shares` are the places of the lease's own bytes now. Waiting
-    requests may use the freed bytes at once. The event is noted when the last bytes have left.
+    `step` is the whole departure. `shares` are the places of the lease's own bytes now. Waiting
+    requests may use the freed bytes at once. The book gets an event only when the last bytes have
+    left.
     """
     lease = book.find(step.lease)
     if lease is None or lease.phase is not Phase.LEAVING:
@@ -114,7 +115,7 @@ def is_part(lease: Lease) -> bool:
 
 
 def without(need: Shares, part: int) -> Shares:
-    """The room `need` without the first `part` bytes, which a part of the model takes now."""
+    """The room `need`, less the bytes of the `part` of the model that returns now."""
     if not part:
         return need
     [share] = need

@@ -42,7 +42,7 @@ def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -
     if lease.importance < importance:
         return "more important"
     now = world.now
-    # The last use may be later than `now`, because the world was measured before it.
+    # A use may have begun after `now` was read.
     used = lease.last_used if lease.last_used < now else now
     if lease.keep_alive and now < used + lease.keep_alive and importance >= lease.importance:
         return "kept alive"
@@ -93,16 +93,14 @@ def copied_bytes(lease: Lease, step: Move | Drop | Shed | None) -> int:
 def can_move(lease: Lease, world: World) -> bool:
     """Whether this `lease` could be offloaded if the host had room.
 
-    A lease on a card of the `world` that shares the host's memory is never offloaded.
+    A lease on a card of the `world` that uses the host's memory is never offloaded: this would free
+    nothing.
     """
     return lease.movable and world.rules.offload and not _uses_host_memory(lease, world)
 
 
 def _uses_host_memory(lease: Lease, world: World) -> bool:
-    """Whether the lease is on a card whose memory is the host's memory.
-
-    An offload from a card that uses the host's memory frees nothing.
-    """
+    """Whether the lease is on a card whose memory is the host's memory."""
     for device in world.devices:
         if device.unified:  # a plain loop: every decision runs this for every lease
             return any(share.device == device.id for share in lease.shares)
@@ -150,7 +148,8 @@ def needs_host_room(lease: Lease) -> str:
 def why_not_moved(book: Book, lease: Lease) -> str:
     """The owner's reason for the last failed move of `lease`, as the text `: reason`.
 
-    The text is empty if the book has no failed move of `lease`. Answers to orders are skipped.
+    The text is empty if the book has no event of a failed move of `lease`. Events that answer an
+    order are skipped.
     """
     for event in reversed(book.events):
         if event.answers:  # the answer to an order, such as a pin by a user without the right
@@ -172,7 +171,8 @@ def mark_leaving(
 ) -> Book:
     """The `book` with the lease of the `step` marked as leaving.
 
-    The lease's bytes count on both devices until the step is done. `key` identifies the decision.
+    The lease's bytes count on the old and the new device until the step is done. `key` identifies
+    the decision.
     """
     lease = book.find(step.lease)
     assert lease is not None, f"{step.lease} is to leave, but is not in the book"
@@ -246,7 +246,7 @@ def warm_pool_victims(
     owner: str = "",
     wanted: str = "",
 ) -> tuple[Lease, ...] | None:
-    """Leases to unload so that `shortage` bytes of host memory come free; None if too few may go.
+    """Leases to unload to free `shortage` bytes of host memory; None if even all are not enough.
 
     `rank` is the policy that orders the victims. All other parameters are as in `warm`.
     """
@@ -270,9 +270,10 @@ def worth_less(
 ) -> tuple[Lease, ...]:
     """Leases to unload from host memory so that `lease` fits into it.
 
-    By importance and `rank`, each returned lease is worth less in host memory than `lease` would
-    be. If such leases cannot make the room, the result is empty. If `lease` has a target, only the
-    bytes in the target must fit. `host_room` is in bytes. All other parameters are as in `warm`.
+    Each returned lease is worth less in host memory than `lease` would be, by importance and then
+    by `rank`. The result is empty if such leases cannot make the room. If `lease` has a target,
+    only the bytes in the target must fit. `host_room` is the host's free bytes. All other
+    parameters are as in `warm`.
     """
     shortage = lease.offload_bytes - host_room
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)

@@ -259,7 +259,7 @@ def _priced(
     """
     most_important, highest_rank = _most_precious(leaving, world, rank)
     seconds = sum([_seconds_to_return(lease) for lease in leaving])
-    # Two measurements of the same load differ by less than 0.1 s.
+    # Measurements of the same load may differ by almost 0.1 s, so smaller differences do not count.
     rounded_seconds = round(seconds, 1)
     cards, leases = len(candidate.shares), len(leaving)
     if request.placement.policy == "fewest-evictions":
@@ -290,9 +290,10 @@ def _most_precious(
     world: World,
     rank: Policy,
 ) -> tuple[float, float]:
-    """The negative importance, and the rank, of the last lease in `leaving`, which is worth most.
+    """The worth of the last lease in `leaving`: its negative importance, and its rank.
 
-    The leases are in the order of their worth. In both numbers, a larger number means more worth.
+    The leases are in the order of their worth, so the last lease is worth most. In both numbers, a
+    larger number means more worth.
     """
     if not leaving:
         return -(10**9), 0.0
@@ -368,7 +369,7 @@ def _victims(
     enough: Enough,
     host: PartsRoom | None,
 ) -> tuple[Lease, ...] | None:
-    """The `idle` leases to evict so that the bytes in `need` are free; None if all are too few.
+    """The `idle` leases to evict to free the bytes in `need`; None if even all are not enough.
 
     Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory.
     """
@@ -398,8 +399,8 @@ def _victims_under_cap(
 ) -> tuple[Lease, ...] | None:
     """The leases to evict for the share `wanted`; None if the bytes in `need` cannot be freed.
 
-    If `wanted` exceeds what the operator's cap leaves to the user, leases of this user's processes
-    are evicted first.
+    If `wanted` exceeds the bytes that the operator's cap leaves to the user, leases of this user's
+    processes are evicted first.
     """
     allowed = context.cap_left_later.get(wanted.device, wanted.bytes)
     over_cap = {wanted.device: wanted.bytes - allowed}

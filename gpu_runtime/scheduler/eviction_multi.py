@@ -34,11 +34,11 @@ def multi_card_ways(
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
     """Yields a division of the `request` for each set of cards, with the leases to evict for it.
 
-    Sets of cards that cannot be emptied enough are left out. `idle` are the leases that may leave,
-    in the order of `victims.eviction_order`. `context` holds the free bytes. `host_bytes` is the
-    host memory available for weights that exist nowhere else. `limits` are the budgets of the cards
-    that may be used. `host` is the host memory for parts of leases; if it is given, a lease may
-    leave in part.
+    A set of cards is left out if even all evictions make too little room on it. `idle` are the
+    leases that may leave, in the order of `victims.eviction_order`. `context` holds the free bytes,
+    and `limits` the budgets of the cards that may be used. `host_bytes` is the host memory
+    available for weights that exist nowhere else. If `host` is given, leases may leave in part, and
+    `host` is the host memory for these parts.
     """
     footprint, rules = request.footprint, request.placement
     for cards in _sets(request, context, idle, limits):
@@ -188,7 +188,7 @@ class _Room:
         return gained
 
     def _raise_limits(self, lease: Lease, times: int) -> None:
-        """Adds the bytes of the evicted `lease` to `cap_left` and `own_left`, where they count.
+        """Adds the bytes of the evicted `lease` to the limits under which the lease counts.
 
         `cap_left` grows if the operator's cap counts the lease's owner; `own_left` grows if the
         requester owns the lease.

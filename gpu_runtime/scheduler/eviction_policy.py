@@ -19,7 +19,8 @@ from ..facts import HOST, Lease, Policy, World, expected_use, merged_uses
 from ..units import GIB
 
 GB = 10**9
-# Added to the age of each use, so that one use a moment ago does not outweigh all other uses.
+# This number is added to the age of each use. Otherwise a use a moment ago would outweigh all
+# others.
 YOUNGEST_SECONDS = 20.0
 LEAST_SECONDS = 0.1  # a shorter load counts as this long: shorter times differ by chance
 DISK_BYTES_PER_SECOND = 1 * GB  # of a load that was never measured

@@ -1,8 +1,8 @@
 """Makes the verdict on a request for which leases are evicted.
 
-The verdict has the requester's own steps, the recalls of other owners' leases, and sentences. Pure. A
-recall is a request to another owner to evict its lease. Bytes are free only after the evicted lease
-has left. So a request that makes room waits, and its ticket keeps its place in the queue.
+Pure. The verdict has the requester's own steps, the recalls of other owners' leases, and sentences.
+A recall is a request to another owner to evict its lease. Bytes are free only after the evicted
+lease has left. So a request that makes room waits, and its ticket keeps its place in the queue.
 `evictable` decides which leases may be evicted. A shadow is an unchanged copy in host memory of a
 model that is on a card.
 """
@@ -64,7 +64,7 @@ def make_room(
         eviction.free_shadow(lease)
     for lease in way.warm:
         eviction.unload_from_warm_pool(lease)
-    # Leases that need host memory are first, then those of which only a part leaves.
+    # Leases that need host memory leave first, then leases of which only a part leaves.
     for lease in sorted(way.leaving, key=lambda lease: (lease.droppable, not lease.target)):
         if lease.id not in unloaded:
             eviction.evict(lease)
@@ -86,10 +86,10 @@ def _wait_for_what_left(
     cards: list[str],
     head: str,
 ) -> Wait:
-    """The Wait of a request for which no further lease needs to leave.
+    """The Wait of a request whose missing bytes become free without a further eviction.
 
-    Leases that leave now free the missing bytes, or the bytes belong to a dead process, or the
-    bytes are free but not yet measured as free.
+    There are three reasons: leases that are leaving free the bytes, or the driver has not yet freed
+    the memory of a dead process, or the bytes are free but not yet measured as free.
     """
     for card in cards:
         if (lease := context.leaving.get(card)) is not None:
@@ -128,7 +128,7 @@ class _Eviction:
         self.recalled: list[str] = []  # lease ids of other owners
         self.recalled_bytes: list[int] = []  # of each recalled lease; 0: all
         self.recalled_shadows: list[str] = []
-        # Ids of leases whose shadows cannot be freed, for one of three reasons: the shadow is freed
+        # Ids of leases whose shadows cannot be freed. There are three reasons: the shadow is freed
         # already, the lease leaves its card and needs the shadow, or its owner does not answer.
         self.spared = {lease.id for lease in way.leaving} | context.silent_shadows
         self.freed_soon = 0  # bytes of shadows that are freed, and that no lease has taken yet
@@ -169,7 +169,7 @@ class _Eviction:
     def evict(self, lease: Lease) -> None:
         """Moves or drops `lease`, which is on a card; recalls it if the requester does not own it.
 
-        If other bytes must leave host memory before `lease`, only these bytes leave now. A later
+        If room for `lease` can be made in host memory, this call only makes that room. A later
         decision evicts `lease`.
         """
         name, title = self._title(self.request.lease), self._title(lease)
@@ -199,7 +199,7 @@ class _Eviction:
         """Makes room for this `lease` in host memory. Returns whether that is possible.
 
         Frees shadows first, then unloads leases that are worth less in host memory than this
-        `lease`. If all of these together are too few, frees nothing.
+        `lease`. If that is not enough, nothing is freed.
         """
         reach = self.host_room + self.freed_soon
         part = lease.leaving_bytes if lease.target else 0

@@ -41,11 +41,12 @@ Bytes = Mapping[str, int]  # by device id
 
 
 def hopeless(book: Book, request: Request, world: World, never: dict[str, Refuse]) -> Refuse | None:
-    """Why the `request` can never fit, even after all possible evictions; None for a possible fit.
+    """Why the `request` can never fit, even after all possible evictions; None if it may fit.
 
     `book` and `world` hold the leases and devices. `never` maps each card that cannot hold the
-    request alone to the refusal: the cards of `hopeless_cards`, drained cards and capped cards. If
-    the model may not be divided, the result is the refusal of the card with the largest budget.
+    request alone to the refusal. These are the cards of `hopeless_cards`, drained cards and capped
+    cards. If the model may not be divided, the result is the refusal of the card with the largest
+    budget.
     """
     rules = request.placement
     cards = _cards(request, world)
@@ -94,8 +95,8 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
 
     A card is too small for the request, or too small beside the leases that cannot leave the card.
     Three kinds of leases of the `book` cannot leave: kept leases, leases that the requesting thread
-    itself pins, and leases whose weights exist nowhere else and do not fit into host memory. The
-    host may have room for some of several leases of the third kind.
+    itself pins, and leases whose weights exist nowhere else and do not fit into host memory. Of
+    several leases of the third kind, host memory may have room for some.
     """
     stuck = stuck_leases(book, request, world)
     rules = request.placement
@@ -175,7 +176,7 @@ def _beside_stuck(
 def _parts_for_the_host(remain: Iterable[Lease], host_bytes: int, saved: Iterable[Lease]) -> int:
     """Bytes of the card that the leases in `remain` could free by moving pieces to host memory.
 
-    `host_bytes` is the usable host memory, of which the leases in `saved` take their bytes first.
+    `host_bytes` is the usable host memory. The leases in `saved` take their bytes of it first.
     """
     left = host_bytes - sum(lease.card_bytes for lease in saved)
     freed = 0
@@ -396,8 +397,8 @@ def _beside_what_remains(
 ) -> bool:
     """Whether the request fits on the cards and into the owner's limit, beside leases that stay.
 
-    If the host cannot take all leases whose weights exist nowhere else, several sets of them may
-    stay. It is enough if the request fits beside one of these sets. `left` is the bytes left of the
+    If host memory cannot take all leases whose weights exist nowhere else, some of them stay. The
+    request needs to fit beside only one of the sets that may stay. `left` is the bytes left of the
     owner's limit, and `mine` are the owner's leases.
     """
     stuck = stuck_leases(book, request, world)

@@ -14,9 +14,9 @@ from ..facts import Book, Ghost, Quarantined, Sample, Section, World
 def measure(book: Book, world: World) -> Book:
     """The book with the newer samples of `world`, and without ghosts whose memory has been freed.
 
-    A sample in the book is replaced only if the new sample is more than half of `stale_seconds`
-    newer, or if it shows the end of a ghost's process. If every new sample were written, every
-    kernel would write the book every second.
+    A new sample replaces the sample in the book only if it is newer by more than half of
+    `stale_seconds`, or if it shows the end of a ghost's process. If every new sample were written,
+    every kernel would write the book every second.
     """
     fresh = _fresh_samples(book, world)
     if book.ghosts:
@@ -27,7 +27,7 @@ def measure(book: Book, world: World) -> Book:
 
 
 def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
-    """Samples of the world for devices of which the book has no sample, or only a far older one."""
+    """Samples of the `world` that are far newer than the book's, or that the book lacks."""
     getting_old = world.rules.stale_seconds / 2
     fresh = {}
     for id, sample in world.samples.items():
@@ -38,7 +38,7 @@ def _fresh_samples(book: Book, world: World) -> dict[str, Sample]:
 
 
 def _proofs(book: Book, world: World) -> dict[str, Sample]:
-    """Newer samples of the world in which a ghost's process is gone; the book does not have them.
+    """Samples of the `world` that show the end of a ghost's process and are newer than the book's.
 
     With these samples, `_without_ended` finds that the ghost has ended.
     """
@@ -56,8 +56,8 @@ def _proofs(book: Book, world: World) -> dict[str, Sample]:
 def _without_ended(book: Book) -> Book:
     """The book without the ghosts whose process the samples no longer show.
 
-    A ghost also ends if its pid now belongs to a living owner. The new owner of the pid proves that
-    the ghost's process has ended.
+    A ghost also ends if a living owner has its pid, because this proves that the ghost's process
+    has ended.
     """
     alive = {section.owner.pid for section in book.sections.values()}
     alive |= {unread.owner.pid for unread in book.quarantined.values()}

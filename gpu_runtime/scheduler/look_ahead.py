@@ -27,13 +27,13 @@ from ..facts import (
 from .admission import admit
 from .evictable import mark_leaving
 
-# The rank of a model that the running cell or a waiting cell uses: this number, less the model's
-# place in the order of use. The number is far above the ranks of every policy.
+# The rank of a model that a running or waiting cell uses is this number, less the model's place in
+# the order of use. The number is far above the ranks of every policy.
 _SCHEDULED = 1e15
 
 
 def next_uses(cells: Sequence[CellModels]) -> dict[str, int]:
-    """Maps the name of each model to the number of models that are used before this model.
+    """Maps the name of each model to the number of models that are used before it.
 
     `cells` are the running cell and the waiting cells, in order.
     """
@@ -115,7 +115,7 @@ def _granted(
 def _guarded(
     book: Book, request: Request, uses: Mapping[str, int], spared: Collection[str]
 ) -> Book:
-    """The book for a load ahead of its use: leases that must stay are marked as in use."""
+    """The book for the decision on a load ahead: each lease that must stay is marked as in use."""
     owner, own_use = request.lease.owner, uses.get(request.lease.name, len(uses))
 
     def may_leave(lease: Lease) -> bool:

@@ -92,7 +92,7 @@ def _shares(
     rules: PlacementRules,
     world: World,
 ) -> Shares | str:
-    """The model's bytes on each card of `rules`; or why these cards cannot hold the model."""
+    """The model's bytes on each card of `rules`, or the reason why these cards cannot hold it."""
     request = Request(
         "",
         replace(lease, target=()),

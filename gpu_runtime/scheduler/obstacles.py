@@ -43,11 +43,11 @@ def wait_for_obstacles(
     context: Context,
     candidates: tuple[Candidate, ...],
 ) -> Wait:
-    """A Wait that names the leases in the way on the nearest card, the first of the `candidates`.
+    """A Wait that names the leases in the way on the first of the `candidates`, the nearest card.
 
-    The Wait's field `retry_at` is the earliest time at which a lease on any of the `candidates` may
-    become evictable without an event, or at which a new measurement may change the verdict. `book`,
-    `request`, `world` and `context` are the inputs of this decision.
+    The Wait's field `retry_at` is the earliest time at which the verdict may change without an
+    event: a lease on any of the `candidates` becomes evictable, or a new measurement exists.
+    `book`, `request`, `world` and `context` are the inputs of this decision.
     """
     ahead = len(context.elders)
     if context.twin:
@@ -81,10 +81,9 @@ def wait_for_obstacles(
 
 
 def _unreadable(book: Book, shares: Shares) -> str:
-    """A sentence on an owner whose part of the book cannot be read, and whose bytes are in the way.
+    """A sentence on an owner with an unreadable section and bytes on the cards of `shares`.
 
-    The bytes of an unreadable owner cannot be recalled. The sentence is empty if no unreadable
-    owner has bytes on the cards of `shares`.
+    The bytes of such an owner cannot be recalled. The sentence is empty if there is no such owner.
     """
     for unread in book.quarantined.values():
         if any(unread.held.get(share.device) for share in shares):

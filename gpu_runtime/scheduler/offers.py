@@ -14,8 +14,8 @@ from .drain import drained
 from .evictable import reason_to_stay
 
 MOST_PLANNED = 8  # hosts that make a plan for one decision
-# Two load times count as equal if they differ by less than the larger of these two values, because
-# two measurements of the same load differ by as much.
+# Two measurements of the same load differ by chance. So two load times count as equal if they
+# differ by less than these seconds, or by less than this fraction of the shorter time.
 CLOSE_SECONDS, CLOSE_FRACTION = 0.5, 0.1
 
 
@@ -66,8 +66,8 @@ def ranked(offers: Iterable[Offer]) -> tuple[Offer, ...]:
 
 
 def _effort(offer: Offer) -> tuple[int, int, int]:
-    # Lower results are better. The number of an important victim is low, so its sign is changed. An
-    # offer without victims is the best.
+    # The lowest result is the best. Less important victims have higher numbers, so the sign is
+    # changed. An offer without victims is better than all others.
     victims = -offer.victims_importance if offer.victims else -(10**9)
     return offer.level.order, offer.users, victims
 

@@ -1,8 +1,9 @@
 """Makes room for one more lease in the book's page, by evicting an idle lease.
 
-Pure. The page is the stored form of the book. The page has a limited number of entries, which are
-leases and requests. RESERVED entries are kept free of leases for requests that wait, and another
-RESERVED entries for requests to owners. So even a full page can take the requests that empty it.
+Pure. The page is the stored form of the book. Its entries are leases and requests, and their number
+is limited. New leases never take the last 2 * RESERVED entries: RESERVED of them are for requests
+that wait, the others for requests to owners. So even a full page can take the requests that empty
+it.
 """
 
 from __future__ import annotations

@@ -126,7 +126,8 @@ def _cut(
 ) -> tuple[int, ...] | None:
     """The bytes of consecutive whole pieces on each card; None if there is no such division.
 
-    Each cut is as near as possible to the `ideal` running sum. No card takes more than its `most`.
+    Each cut is as near as possible to its `ideal` running sum. No card gets more bytes than its
+    number in `most`.
     """
     count, pieces = len(most), len(sums)
     if pieces < count:

@@ -201,10 +201,9 @@ def _as_if_measured(
     step: Step,
     world: World,
 ) -> World:
-    """The `world` with samples that show the bytes freed by the finished `step` as free.
+    """The `world`, with samples in which the bytes that the finished `step` freed are free.
 
-    A sample is one measurement of a device. The changed samples are what a measurement after the
-    step would show.
+    A sample is one measurement of a device. A measurement after the step would give these samples.
     """
     source = getattr(step, "source", ())
     samples = dict(world.samples)

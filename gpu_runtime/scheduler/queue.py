@@ -13,8 +13,11 @@ from bisect import bisect_left
 from ..facts import HOST, IMPORTANCE, Book, Request, Ticket, World
 from .eviction_policy import LEAST_SECONDS, seconds_to_load, seconds_to_restore
 
-# The fields of a position: the importance; 0 after `patience_seconds` of waiting, else 1; minus the
-# number of users that wait, for each second that the load takes; the time of arrival; the key.
+# A position in the queue; a lower position is served earlier. Its fields:
+# - the importance
+# - 0 after `patience_seconds` of waiting, else 1
+# - the number of waiting users, divided by the seconds of the load, with a minus sign
+# - the time of arrival, and the key
 _Position = tuple[int, int, float, float, str]
 _CLASSES = sorted(IMPORTANCE.values())
 
@@ -125,9 +128,9 @@ def _position(
 ) -> _Position:
     """The sort key of a request; requests with lower keys are served earlier.
 
-    Within a class of importance, the load that serves most waiting `users` per second is first;
-    `seconds` is how long the load takes. A request that has waited for `patience_seconds` is before
-    all requests of its class that have waited less.
+    Requests of one importance are ordered by `users` / `seconds`: how many waiting users each
+    second of the load serves. The largest number is first. Requests that have waited for
+    `patience_seconds` are before all other requests of their importance.
     """
     waited_seconds = world.now - arrived
     if waited_seconds >= world.rules.ageing_seconds:

@@ -171,7 +171,7 @@ def _steps_for(
     """The steps that evict this lease for the ticket; empty if the lease stays.
 
     If host memory has no room for this lease, the steps may make room there instead: they free
-    shadows and unload other leases. In this case a later call moves this lease.
+    shadows and unload other leases. A later call then moves this lease.
     """
     person = ticket.verb == "evict"
     # A person's "evict" also applies within the grace period. A program's request does not.
@@ -207,7 +207,6 @@ def _steps_for(
     )
     if found is None:
         return alone
-    # A later call moves the lease itself, once the other leases have left host memory.
     because = f"The warm pool is full; {because}"
     freed = [shadows.shed(other, because, reason, by) for other in found[0]]
     return (*freed, *[Drop(warm.id, warm.shares, because, reason, by) for warm in found[1]])
@@ -223,7 +222,8 @@ def _names_of_asker(book: Book, ticket: Ticket, asker: Asker) -> tuple[str, str]
 def _unload_from_host(lease: Lease, ticket: Ticket, who: str, by: str) -> tuple[Drop, ...]:
     """The step that unloads an evicted lease from host memory; empty if the lease stays.
 
-    A person unloads the lease only with `--drop`. A program unloads any lease that has a source.
+    A person's request unloads the lease only with `--drop`. Any other request unloads every lease
+    that has a source.
     """
     if not lease.droppable:
         return ()
@@ -247,8 +247,9 @@ def _unloaded_for(
 
     The returned function has one parameter, the number of free bytes in host memory.
 
-    If `step` is None, the lease cannot be dropped, and other leases are unloaded only for a
-    `person`. A lease that can be dropped displaces only leases that are worth less.
+    If `step` is None, the lease can be neither moved nor dropped now. Other leases are then
+    unloaded only if a `person` made the request. If the lease can be dropped, only leases that are
+    worth less are unloaded for it.
     """
     if step is None and not person:
         return lambda host_room: ()

@@ -48,10 +48,10 @@ def relieve(
     `world.rules.relief` is one of these:
 
     - `always`: a model leaves once it has been idle for the time in the table of `pressure`.
-    - `auto`: models leave a device only while a request waits for room there, or while its level is
-      HIGH or CRITICAL and it holds memory outside the leases. Eviction stops at the level LOW;
-      bytes that are already leaving count as gone. At every level, models are offloaded if host
-      memory has room.
+    - `auto`: models leave a device only while a request waits for room there, or while the device
+      is at the level HIGH or CRITICAL and holds memory outside the leases. Eviction stops at the
+      level LOW; bytes that are already leaving count as gone. If host memory has room, models are
+      offloaded and not dropped, at every level.
     - `never`: nothing leaves.
     """
     rules = world.rules
@@ -260,7 +260,8 @@ def _leaving_bytes(leases: Iterable[Lease], device: str) -> int:
 def _helps(book: Book, view: DeviceView) -> bool:
     """Whether room on this device is needed.
 
-    Either a request waits for room on it, or it is nearly full and holds memory outside the leases.
+    Room is needed if a request waits for it, or if the device is nearly full and holds memory
+    outside the leases.
     """
     for ticket in book.tickets:
         if ticket.verb == "use" and any(share.device == view.device.id for share in ticket.need):
@@ -271,9 +272,9 @@ def _helps(book: Book, view: DeviceView) -> bool:
 
 
 def _level_now(view: DeviceView, freed: int, world: World) -> Level:
-    """The level of pressure to act on, computed without the `freed` bytes.
+    """The level of pressure to act on: the level after the `freed` bytes have left.
 
-    With the setting `always`, the result is the level in `view`, which counts the `freed` bytes.
+    With the setting `always`, the result is the present level, which still counts these bytes.
     """
     if world.rules.relief == "always":
         return view.level

@@ -39,11 +39,11 @@ def total(leases: Iterable[Lease]) -> int:
 
 
 def enough(leases: Iterable[Lease], shortage: int, world: World, rank: Policy) -> list[Lease]:
-    """The leases whose shadows are freed to get `shortage` bytes; all if all are too few.
+    """The leases whose shadows are freed to get `shortage` bytes; all leases if they are too few.
 
-    The shadows of leases in use are freed first. The shadows of idle leases follow, in the reverse
-    of the order (importance, then `rank`) in which the leases would leave their cards. So a lease
-    that leaves early keeps its shadow, because the shadow saves the copy to host memory.
+    The shadows of leases in use are freed first. Of the idle leases, the lease that would leave its
+    card last loses its shadow first. So a lease that leaves early keeps its shadow, which saves the
+    copy to host memory.
     """
 
     def key(lease: Lease) -> tuple[bool, int, float, str]:
@@ -74,11 +74,12 @@ def room_for(
     spared: Collection[str] = (),
     renewed: Renewed = lambda host_room: (),
 ) -> tuple[list[Lease], tuple[Lease, ...]] | None:
-    """The leases whose shadows are freed, and the leases that are unloaded, to make `lease` fit.
+    """Leases whose shadows are freed, and leases to unload, so that `lease` fits into host memory.
 
-    The room is made in host memory. The result is None if `lease` fits as it is, or if the room
-    cannot be made. `host_room` is in bytes. `renewed` returns the leases to unload if the shadows
-    are too few. All other parameters are as in `held` and `enough`.
+    The result is None if `lease` fits as it is, or if the room cannot be made. `host_room` is the
+    host's free bytes. If the shadows are too few, `renewed` is called with the bytes that are free
+    once all of them are freed; it returns the leases to unload. All other parameters are as in
+    `held` and `enough`.
     """
     shortage = lease.offload_bytes - host_room
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)
@@ -122,10 +123,10 @@ def steps_for(
 def reserve(
     book: Book, owner: str, name: str, size: int, world: World, copy: str = "", shared: int = 0
 ) -> tuple[Book, bool]:
-    """The book with `size` bytes of the host reserved for the shadow of a lease that is arriving.
+    """Reserves `size` bytes of host memory for the shadow of a lease that is arriving.
 
-    Also returns True. If no shadow may be reserved, returns the same book and False: the lease is
-    not arriving or cannot be offloaded, the host has no room, or a request waits for host memory.
+    Returns the new book and True. Returns the same book and False if the lease is not arriving or
+    cannot be offloaded, if the host has no room, or if a request waits for host memory.
 
     If `copy`, the id of shared pages, is given, the shadow will be in these pages. `shared` bytes
     of the pages exist and are counted already, by other leases that share the pages.
@@ -158,9 +159,9 @@ def _largest(book: Book, copy: str) -> int:
 
 
 def kept(book: Book, owner: str, name: str, world: World) -> tuple[Book, bool]:
-    """The book with the settled lease and its shadow, and whether the lease keeps the shadow.
+    """Returns the book, and whether the settled lease `name` of `owner` keeps its shadow.
 
-    If the host has no room, the lease loses the shadow.
+    If the host has no room, the lease in the returned book has no shadow.
     """
     lease = book.lease(owner, name)
     if lease is None or not lease.shadow_bytes:

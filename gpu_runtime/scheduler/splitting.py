@@ -20,8 +20,9 @@ from ..facts import Candidate, Footprint, PlacementRules, Share, where
 from ..units import show_bytes
 from .parts import can_cut, equal_parts, parts_in_proportion, running_sums
 
-# Up to this many sets of cards, all are tried, if the model has pieces. Otherwise only two sets are
-# tried: the first cards with enough room, and the cards with the most room.
+# If the model has pieces, and there are at most this many sets of cards, all sets are tried.
+# Otherwise only two sets are tried: the first cards with enough room, and the cards with the most
+# room.
 MOST_TRIED = 300
 
 Room = Mapping[str, int]  # bytes by device id

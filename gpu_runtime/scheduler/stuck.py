@@ -28,7 +28,7 @@ class Stuck(NamedTuple):
     titles: dict[str, str]  # lease id -> the name of its notebook, for leases of notebooks
 
     def bytes_on(self, card: str, remaining: Iterable[Lease]) -> int:
-        """Bytes on this `card` of leases that cannot leave, and of the precious `remaining`."""
+        """Bytes on this `card` of the leases that cannot leave, and of the leases `remaining`."""
         stuck = [lease for lease, _ in self.leases.get(card, ())]
         return sum(lease.bytes_on(card) for lease in (*stuck, *remaining))
 
@@ -52,7 +52,8 @@ def stuck_leases(
             if why:
                 leases.setdefault(device, []).append((lease, why))
             elif not lease.droppable and lease.kind != "block":
-                # `host_bytes` includes the bytes of all shadows, so no shadow counts as present.
+                # `host_bytes` counts all shadows as free memory. So a lease has no shadow here:
+                # otherwise the bytes of its shadow would count twice.
                 bare = replace(lease, shadow_bytes=0) if lease.shadow_bytes else lease
                 precious.setdefault(device, []).append(bare)
     host_bytes = _host_bytes_to_be_had(book, world) if precious else 0
@@ -62,9 +63,9 @@ def stuck_leases(
 def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
     """Sets of precious leases that may have to stay on their cards; sets of few leases are first.
 
-    For each set, the host has room for the precious leases outside the set. If the host has room
-    for all precious leases in `stuck`, or if they are too many to try every set, the result is one
-    empty set: then these leases are no reason to refuse the request.
+    Host memory has room for all precious leases outside such a set. The result is one empty set if
+    host memory has room for all precious leases in `stuck`, or if they are too many to try every
+    set. These leases are then no reason to refuse the request.
     """
     by_id = {}
     for leases in stuck.precious.values():

@@ -191,8 +191,8 @@ def _how_it_arrived(before: Lease) -> str:
 def left(book: Book, step: Move | Drop | Shed, shares: Shares, world: World, by: str = "") -> Book:
     """The book after `step`: the lease is on `shares`, or was removed, or has lost its shadow.
 
-    `by` names the requester. A second call changes nothing, so that it is safe to report a step
-    again after the first reply was lost.
+    `by` names the requester. A second call changes nothing, so a step may be reported again if the
+    first reply was lost.
     """
     owner, _, name = step.lease.partition("/")
     lease = book.lease(owner, name)
@@ -299,8 +299,8 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
     """The book with this owner's section rewritten from `truth`; the same book if nothing changed.
 
     A lease that is arriving or leaving has the key of its decision. If `truth.keys` has this key,
-    the lease keeps its shares and phase. If not, an interrupt left the lease behind: the decision
-    is withdrawn, and its reserved bytes are released. The same holds for the owner's tickets.
+    the lease keeps its shares and phase. If not, the decision was interrupted: it is withdrawn, and
+    its reserved bytes are released. Tickets whose keys are not in `truth.keys` are removed too.
     """
     me = truth.owner.id
     if me not in book.sections:

@@ -62,12 +62,13 @@ def victims_in_order(
 ) -> tuple[Lease, ...] | None:
     """The same as `victims`, for leases that are already in order.
 
-    Leases are taken in order until they are enough. Leases that are not needed are spared again:
-    the spared set saves most seconds of loading, and of equally good sets most bytes. `need` is
-    bytes by device, or by `owner:ID`. `ordered` is the result of `eviction_order`.
+    Leases are taken in order until they are enough. Of the taken leases, those that are not needed
+    stay. If several sets could stay, the set stays that takes longest to load again; if the times
+    are equal, the set with the most bytes. `need` is bytes by device, or by `owner:ID`. `ordered`
+    is the result of `eviction_order`.
 
-    `host` is the host memory for parts of leases. If `host` is given, a lease may leave in part;
-    see `_without_needless_pieces`.
+    If `host` is given, a lease may leave in part, and `host` is the host memory for such parts; see
+    `_without_needless_pieces`.
     """
     missing = _missing(need)
     if not missing:
@@ -129,8 +130,9 @@ def _spared(chosen: Gains, surplus: Gain) -> set[int]:
     """Indices of the `chosen` leases that need not leave.
 
     Of all sets that `surplus` allows to stay, the set that takes longest to load again is returned.
-    Between equally long sets, most bytes decide, then the later leases, which are worth more. If
-    more than MOST_TRIED leases might stay, leases are spared one by one instead, the last first.
+    If the times are equal, the set with the most bytes is returned, then the set with the later
+    leases, which are worth more. If more than MOST_TRIED leases might stay, leases are spared one
+    by one instead, the last first.
     """
     last_first = range(len(chosen) - 1, -1, -1)
     if len(surplus) == 1:  # one device, which is the usual case
@@ -277,8 +279,8 @@ def fewest_victims(
     If several sets have the same size, the set with the fewest bytes is returned. No important
     lease is evicted if less important leases are enough. `need` is bytes by device, or by
     `owner:ID`. The order of `ordered` only decides between sets that are equal in size and bytes.
-    `host` is the host memory for parts of leases. If `host` is given, a lease of the set may leave
-    in part.
+    If `host` is given, a lease of the set may leave in part, and `host` is the host memory for such
+    parts.
     """
     missing = _missing(need)
     if not missing:
@@ -296,7 +298,7 @@ def fewest_victims(
 def _least_important_that_do(
     need: Gain, ordered: Iterable[Lease]
 ) -> list[tuple[Lease, Gain]] | None:
-    """The leases of the least important classes that are needed to meet the need; else None."""
+    """The leases of the least important classes that together meet the need; None if all do not."""
     owners = _owners(need)
     able: list[tuple[Lease, Gain]] = []
     missing = dict(need)
@@ -394,8 +396,8 @@ class _SmallestSet:
         left: Mapping[str, int],
     ) -> bool:
         """Whether no `count` leases from `start` on can free the bytes that are still missing."""
-        # With one place, the leases are sorted by their gain in this place. So the next leases are
-        # the largest.
+        # With one place, the leases are sorted by the bytes that they free there, the largest
+        # first.
         one_place = len(self.need) == 1
         for place, missing in left.items():
             sums = self.sums[place]
