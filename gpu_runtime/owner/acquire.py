@@ -130,9 +130,10 @@ def obtain(
 ) -> None:
     """Brings the model onto its device, and pins it if `anchor` is given.
 
-    `anchor` refers weakly to an object, and the pin lasts as long as the object. An argument that
-    is None takes the value of the registration. Raises DoesNotFit, Busy, Deadlock, LoadFailed,
-    ModelDisabled, BadSetting, ProcessLost, OutOfMemory.
+    `anchor` refers weakly to an object, and the pin lasts as long as this object. If `importance`
+    or `keep_alive` is None, the value of the registration applies. If `timeout` is None, the wait
+    has no limit. Raises DoesNotFit, Busy, Deadlock, LoadFailed, ModelDisabled, BadSetting,
+    ProcessLost, OutOfMemory.
     """
     spec = resident.spec
     require_loadable(spec)
@@ -164,7 +165,8 @@ def _obtain_governed(
     def is_here() -> bool:
         return resident.enter(anchor) if anchor else resident.place is Place.HERE
 
-    # The key is made last. An interrupt before the `try` then leaves nothing to release.
+    # The key is made right before the `try`, so an interrupt before the `try` leaves nothing to
+    # release.
     key = session.new_key(f"use {resident.spec.name}")
     try:
         stage = parts.STAGE_BYTES
@@ -205,8 +207,8 @@ def grants(
 ) -> Iterator[Grant]:
     """Yields grants that have steps to perform. Ends as soon as `is_here()` returns true.
 
-    The caller performs the steps of each grant. Taking a further item means that the steps failed,
-    or that only a part of the model has returned: the request is decided again. Parts of at least
+    The caller performs the steps of each grant. If the steps failed, or if only a part of the model
+    has returned, the caller takes a further item: the request is decided again. Parts of at least
     `stage_bytes` return while room is made for the rest; 0 means that no part returns alone. Raises
     Busy, and the errors of `explain.refusal`.
     """
@@ -301,7 +303,8 @@ class _Departures:
     def start(self, step: Step, wait: bool) -> None:
         """Performs the `step`. Returns at its end, or at once if `wait` is false.
 
-        A step that leaves in one stage is always waited for. No part can return meanwhile.
+        A step with one stage always blocks until its end, because no part of a model can return
+        meanwhile.
         """
         session, key = self._session, self._key
         resident = session.residents.get(step.lease.partition("/")[2])
@@ -312,7 +315,7 @@ class _Departures:
         self._threads[step.lease] = threads.start(partial(self._leave, step.lease, act))
 
     def _leave(self, lease_id: str, act: Callable[[], bool]) -> None:
-        """Calls `act` in a thread of its own. An error is logged; the request is decided again."""
+        """Calls `act` in a separate thread. Logs an error; the request is decided again."""
         try:
             self._session.uninterrupted(self._key, act)
         except Exception as error:  # the request thread meets the same ledger, and raises

@@ -13,7 +13,7 @@ from .pins import AnchorRef
 
 
 class Blocks(dict[str, tuple[Lease, AnchorRef]]):
-    """Maps a block's name to its lease and to the anchor that lives as long as the block runs."""
+    """Maps the name of a block to the block's lease and anchor."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -25,10 +25,10 @@ class Blocks(dict[str, tuple[Lease, AnchorRef]]):
         return next(self._numbers)
 
     def running(self, ended: Callable[[str], None]) -> tuple[Lease, ...]:
-        """The leases of the running blocks. Forgets the blocks that an interrupt has ended.
+        """The leases of the running blocks. Removes the blocks that an interrupt has ended.
 
-        An interrupt at an unlucky moment skips the code that ends a block. After such an interrupt,
-        this method calls `ended(card)` for each card on which the block had leased memory.
+        An interrupt can skip the code at the end of a block. In this case this method removes the
+        block, and calls `ended(card)` for each card on which the block had leased memory.
         """
         leases = []
         for name, (lease, anchor) in list(self.items()):

@@ -1,7 +1,7 @@
 """Blocks of the user's own code that lease memory: the lease, the cap on torch, the measured use.
 
-Only torch can measure the use, and only on a real card that this process uses. Without torch or
-such a card, the measured figures are unknown; they are never reported as zero.
+The use is measured by torch, and only on a real card that this process uses. In other cases the
+measured figures are unknown; they are never reported as zero.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class LeasedBlock:
                 self._cap()
 
     def _cap(self) -> None:
-        """Limits torch to the bytes that it has reserved before the block, and the block's bytes."""
+        """Limits torch to the bytes that it reserved before the block, plus the leased bytes."""
         reserved = self._cuda.memory_reserved(self._torch)
         fraction = (reserved + self.bytes) / self.device.total_bytes
         fraction = min(max(fraction, 0.01), 1.0)
@@ -73,9 +73,9 @@ class LeasedBlock:
 def _cuda_of(name: str, *, start: bool = False) -> Any:
     """torch.cuda if torch already uses CUDA and `name` is torch's name of a card, else None.
 
-    The result is also None if torch's allocator was replaced by one that counts no bytes.
+    The result is also None if torch has an allocator that counts no bytes.
 
-    If `start` is true, CUDA is started if torch can start it. Before CUDA has started,
+    If `start` is true, this function starts CUDA if torch can start it. Before CUDA has started,
     `reset_peak_memory_stats` raises an error.
     """
     torch = sys.modules.get("torch")
@@ -150,9 +150,10 @@ class RoomForProcess(Held):
     __slots__ = ("_session", "_name", "_wanted")
 
     def __init__(self, session: Session, pid: int, device: str, size: int, seconds: float) -> None:
-        """Entering the block reserves `size` bytes on `device` for the process `pid`.
+        """At the start of the block, `size` bytes on `device` are reserved for the process `pid`.
 
-        The process is expected to take the bytes within `seconds` of the grant.
+        The process should take the bytes within `seconds` of the grant. Until then the bytes count
+        as not yet measured.
         """
         super().__init__()
         self._session, self._name = session, f"return of pid {pid}#{session.blocks.new_number()}"
@@ -195,8 +196,8 @@ def _lease_block(
             session, key, wanted, Footprint.of(size), rules, timeout, is_here
         )
         for verdict in granted_steps:
-            # Nothing is loaded, so no load settles the lease: it is settled here. The monitor or
-            # the block's end publishes the settled lease.
+            # No load settles this lease, so it is settled here. The monitor or the end of the block
+            # publishes it.
             lease = replace(
                 verdict.lease,
                 shares=verdict.lease.target,

@@ -50,7 +50,7 @@ class CellRoom:
         self._block: str | None = None  # the name of this cell's room, if the kernel has no lease
 
     def wanted(self, text: str) -> Bytes:
-        """The bytes that the last run of the cell took of each card at its peak.
+        """The bytes of each card that the cell took at the peak of its last run.
 
         `text` is the source of the cell. The result is empty if the peak is unknown or above a
         card's limit, or if the memory governor is off.
@@ -69,7 +69,7 @@ class CellRoom:
         return peak
 
     def learn(self, text: str, peak: Bytes) -> None:
-        """Remembers the `peak` of the cell with the code `text`, unless the cell leased memory."""
+        """Stores the `peak` of the cell with the source `text`, unless the cell leased memory."""
         key = cell_key(notebook_path(), text)
         if not key or self._session.blocks.leased_bytes != self._leased_bytes:
             return
@@ -85,9 +85,9 @@ class CellRoom:
     def request(self, resident: KernelResident | None, pin: AnchorRef, wanted: Bytes) -> None:
         """Requests the bytes of `wanted` that the kernel does not hold yet, and pins the kernel.
 
-        `wanted` has the bytes that the cell needs of each card; `pin` is the pin to set. Returns
-        without the room when the time limit is over, or when the kernel's memory had to leave
-        during the wait.
+        `wanted` has the bytes that the cell needs of each card; `pin` is the pin to set. If the
+        time limit is over, or if the kernel's memory had to leave during the wait, this method
+        returns without the room.
         """
         session = self._session
         if self._block is not None:  # another cell runs this cell, and has its room already
@@ -121,9 +121,9 @@ class CellRoom:
             self._note(resident, more)
 
     def _grants(self, name: str, key: Any, more: Bytes, resident: KernelResident | None) -> Any:
-        """Yields the lease on the bytes `more` of each card, once the lease is granted.
+        """Yields the lease on the bytes `more` of each card after the grant.
 
-        Yields nothing if the kernel's memory has left its card before the grant.
+        If the kernel's memory leaves its card before the grant, nothing is yielded.
         """
         session = self._session
         wanted = Lease(session.me, name, kind="block", movable=False)
@@ -159,7 +159,7 @@ class CellRoom:
         session.note(lease, "grown", "cell", because, size=size, device=next(iter(more)))
 
     def end(self, resident: KernelResident | None) -> bool:
-        """Ends what the cell claimed beyond the kernel's bytes. Returns whether it claimed any."""
+        """Ends the cell's claim beyond the kernel's bytes. Returns whether there was one."""
         block, self._block = self._block, None
         if block is not None:
             self._session.blocks.pop(block, None)
@@ -185,8 +185,8 @@ class Freed(NamedTuple):
 def make_room(session: Session, error: BaseException) -> Freed:
     """Evicts idle leases until there is room for the bytes that the out-of-memory `error` names.
 
-    If `error` names no size, evicts all idle leases. Models of this process that left at the end of
-    the cell's `with` block count as freed memory.
+    If `error` names no size, all idle leases are evicted. Models of this process that left at the
+    end of the cell's `with` block count as freed memory.
     """
     gone: tuple[Lease, ...] = getattr(error, "left", ())
     wanted = bytes_wanted(error)

@@ -2,7 +2,7 @@
 
 A process cannot cooperate if it has not loaded the extension, or if another framework holds its
 memory. The driver copies the memory to RAM, and the process's CUDA calls wait until the memory
-returns. No call is automatic. Every call is completed: cut off, it would leave the process locked.
+returns. No call is automatic. A call always runs to its end: half a call locks the process.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ def _require_allowed(session: Session, target: Target) -> None:
 
 
 def _require_foreign(session: Session, target: Target) -> None:
-    """Raises GpuError if `target` has leases or is an engine: it needs no checkpoint to move."""
+    """Raises GpuError if `target` has leases or is an engine: it can move without a checkpoint."""
     for section in session.ledger.read().sections.values():
         pid = target.pid
         if pid in section.engines:

@@ -70,7 +70,7 @@ def remembered_until_exit() -> weakref.WeakSet[Any]:
     def at_exit() -> None:
         """Runs at the end of the process: closes the runtimes.
 
-        First waits for work that goes on although its caller was interrupted.
+        Work that an interrupted caller has started may still run, and is waited for first.
         """
         threads.finish()
         for runtime in list(runtimes):

@@ -16,10 +16,9 @@ from .session import Session
 def reap_neighbours(session: Session, book: Book) -> int:
     """Removes dead owners from the book. Returns the number of removed owners.
 
-    Each call checks two owners: the owner that follows this one in the sorted list of owners, and a
-    second owner that changes from call to call. So at every tick, each owner is checked by its
-    predecessor in the list. (When each of 64 owners checked all others, the checks used 7 % of a
-    core.)
+    Each call checks two owners: the next owner in the sorted list of owners, and a second owner
+    that changes from call to call. So at every tick, each owner is checked by its predecessor in
+    the list. (When each of 64 owners checked all others, the checks used 7 % of a core.)
     """
     waiting = {ticket.owner for ticket in book.tickets}
     owners = sorted(book.sections.keys() | waiting | {session.me})

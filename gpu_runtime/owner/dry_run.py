@@ -26,7 +26,7 @@ from .loading import Described
 from .resident import Resident
 from .session import Session
 
-# A number of parameters such as 7B in the name of a model. It does not mean seven bytes.
+# A number of parameters in the name of a model: `7B` is not seven bytes.
 _PARAMETERS = re.compile(r"(\d+x)?\d+(\.\d+)?[bB]")
 PLACED = ("devices", "layout")  # if given with a size, the size is placed like a model
 _LIKE_A_SIZE = re.compile(r"\s*[-+]?[\d._,]+\s*[a-zA-Z]{0,3}\s*$")
@@ -119,9 +119,9 @@ def of_lease(
 ) -> Subject:
     """The request for a model of another owner, with the size that the owner measured.
 
-    `given` are the options of the dry run, which only the model's owner could set: they become the
-    obstacle. If the model is not loaded, the request has the size and the importance that the owner
-    `declared`. Raises UnknownSize if no size is known.
+    Only the owner could set the options `given`, so they become the obstacle. If the model is not
+    loaded, the request has the size and the importance that the owner `declared`. Raises
+    UnknownSize if no size is known.
     """
     size = lease.bytes
     source = "measured"
@@ -147,8 +147,8 @@ def unregistered(
     """A model that is not registered, made from `words`: a path, a hub id or a name with a size.
 
     `given` are the options of the model. A path is always accepted. Other words raise UnknownModel
-    if they are close to one of the names `known` (a typing mistake), or if they contain no size,
-    such as 7B. The error suggests one of `all_names`, which include the models of other owners.
+    if they are close to one of the names `known` (a typing mistake), or if they contain no size
+    such as 7B. The error suggests names from `all_names`, which include the models of other owners.
     """
     if not _is_path(words):
         mistyped = difflib.get_close_matches(words, known, n=1)

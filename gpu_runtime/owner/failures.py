@@ -93,7 +93,7 @@ def driver_failure(
 
 
 def _put_away(session: Session, resident: Resident, fault: Fault) -> None:
-    # The driver may refuse every further call, but the bytes are gone in any case.
+    # The bytes are gone, even if the driver refuses to free them.
     with contextlib.suppress(Exception):
         resident.lose()
     because = f"{resident.spec.name} was unloaded: {fault.line}"
@@ -187,9 +187,8 @@ def load_error(
 ) -> BaseException:
     """The error to raise for a failed load.
 
-    An error of this package or an interrupt is returned unchanged. For an out-of-memory error, the
-    result is a readable report. For any other error, the result is a LoadFailed with the model's
-    name.
+    An error of this package or an interrupt is returned unchanged. An out-of-memory error becomes a
+    readable report. Any other error becomes a LoadFailed with the model's name.
     """
     name = resident.spec.name
     if is_out_of_memory(error):
@@ -206,16 +205,16 @@ def load_error(
     fault = recognise(str(error))
     driver_failed = fault is not None and fault.clears_model
     failed = explain.load_failed(name, resident.spec.source, error, driver_failed=driver_failed)
-    # Only the lines are kept: a reference to the error would keep the bytes of the load.
+    # The lines of the traceback are stored as text, because a reference to the error would keep the
+    # bytes of the load alive.
     failed.places = tuple(user_lines(error))
     return failed
 
 
 def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ...]:
-    """After an out-of-memory error in a block: evicts this process's idle models and frees the
-    cache.
+    """After running out of memory in a block: evicts idle models of this process, frees the cache.
 
-    Returns the leases that left, with the values that the leases had before the eviction.
+    Returns the leases that left, as they were before the eviction.
     """
     left: list[Lease] = []
     traceback.clear_frames(error.__traceback__)  # ended frames would keep their tensors alive
@@ -236,8 +235,8 @@ def free_memory_after(session: Session, error: BaseException) -> tuple[Lease, ..
 def make_room(session: Session, resident: Resident, shares: tuple[Share, ...]) -> None:
     """After an out-of-memory error during a load: evicts all idle models on the cards of `shares`.
 
-    The book showed room and the card had none, so the figures are wrong. Models of other owners are
-    recalled if a request with the importance of `resident` may recall them.
+    The card was fuller than the book showed. Models of other owners are recalled if a request with
+    the importance of `resident` may recall them.
     """
     cards = {share.device for share in shares}
     because = f"the device ran out of memory while {resident.spec.name} was loaded."

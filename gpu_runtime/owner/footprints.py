@@ -23,7 +23,7 @@ _LEAST_INCREASE = 0.01  # a peak that is higher by a smaller fraction is not wri
 
 
 class Sizing:
-    """Footprints of this process's models. Measurements of loads and uses improve them."""
+    """Computes the footprints of this process's models, and stores new measurements of them."""
 
     def __init__(
         self, measurements: Measurements, probe: Probe, wall: Callable[[], float] = time.time
@@ -92,16 +92,17 @@ class Sizing:
             peak_bytes = max(known.peak_bytes, peak_bytes or 0)
         measured = Measurement(size, peak_bytes, day, device, resident.spec.name)
         if not evidence.fingerprint:
-            # Live Python code has no fingerprint: only this registration can use the measurement.
+            # Live Python code has no fingerprint, so the measurement is valid only for this
+            # registration.
             resident.measured = measured
         elif known is None or replace(known, day=day) != measured:
             self.measurements.remember(resident.spec, evidence, measured)
 
     def saw(self, resident: Resident, *, alone: bool) -> None:
-        """Remembers the peak of a model that was used, if the peak is higher than before.
+        """Stores the peak of a model that was used, if it is higher than the stored peak.
 
-        `alone` is true if no other model was used since the last tick. torch's peak counts only if
-        `alone` is true, because torch has one peak for all models.
+        `alone` is true if no other model was used since the last tick. Only then does torch's peak
+        count, because torch has one peak for all models.
         """
         shares = resident.backend.measure(resident.handle) if resident.handle is not None else ()
         size = sum(share.bytes for share in shares)
@@ -120,7 +121,7 @@ class Sizing:
             self.measurements.remember(resident.spec, evidence, measured)
 
     def saw_contexts(self) -> None:
-        """Remembers the bytes of a CUDA context once two measurements agree.
+        """Stores the bytes of a CUDA context once two measurements agree.
 
         The driver reports the bytes with a delay, so one measurement is not enough.
         """
@@ -133,7 +134,7 @@ class Sizing:
         self._contexts = contexts
 
     def _peak(self, shares: Shares) -> int | None:
-        """The bytes of `shares`, plus the most that torch has held beyond the bytes it holds now.
+        """The bytes of `shares`, plus torch's peak less the bytes that torch holds now.
 
         None if torch's peak on one of the devices is not known.
         """
@@ -152,12 +153,11 @@ class Sizing:
             return Evidence(why_unknown=str(error))
 
     def _context(self, places: tuple[str, ...], own: bool = False) -> int:
-        """Bytes of the CUDA context that a first use of the cards `places` adds to the model.
+        """Bytes of the CUDA context that a load onto one of the cards `places` may add.
 
         The result is zero if this process has a context on any of the cards, since the model may be
-        placed on the card with the context. A context that exists counts as residue (memory of the
-        process beyond its leases). If `own` is true, the model runs in an engine, which always
-        makes its own context.
+        placed there. An existing context counts as residue (memory of the process beyond its
+        leases). If `own` is true, the model runs in an engine, which always makes its own context.
         """
         cards: list[Device] = []
         for device in self.probe.devices:

@@ -56,12 +56,13 @@ _loading = threading.local()  # its `resident` is the model that `_load_for_chan
 def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
     """Makes calls of the module `value`, and of its parts, pin `resident`.
 
-    `dropped` is true if the model's tensors hold no bytes. Such a model is loaded by a call, and
-    before one of its tensors or parts is replaced or deleted; on simulated cards, also by a read.
+    `dropped` is true if the model's tensors hold no bytes. A call loads such a model. The
+    replacement or deletion of a tensor or part loads it first; on simulated cards, also a read.
 
-    The module gets a subclass of its class. An attribute on the instance would be simpler. But a
-    deep copy of the module would copy the attribute, and a call of the copy would use the
-    original's weights. A part that another resident already governs stays with that resident.
+    The class of the module is replaced by a subclass. A wrapped `forward` on the instance would be
+    simpler. But a deep copy of the module would copy this attribute, and a call of the copy would
+    use the original's weights. A part that another resident already governs stays with that
+    resident.
     """
     if hasattr(value, "_calls_under"):  # our own proxies pin the model themselves
         value._calls_under = resident.calling
@@ -128,8 +129,8 @@ def _governed_class(base: type) -> type:
         **_named_like(base),
         "zero_grad": _clearing(base.zero_grad),  # type: ignore[attr-defined]
     }
-    # Both `__call__` and `forward` are wrapped. Hooks run between the two, and hooks that move
-    # inputs to the model's card check where the model is.
+    # Both `__call__` and `forward` pin the model. Between the two, torch runs hooks, and hooks that
+    # move inputs to the model's card need to know where the model is.
     for name in _CALLS:
         original = getattr(base, name, None)
         if callable(original):
@@ -152,7 +153,8 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         """Calls the original function while the model is pinned."""
         resident = _governed.get(self)
-        # A copy of a governed module is not governed. A call inside a call belongs to the same use.
+        # A copy of a governed module is not governed. A call inside another call needs no further
+        # pin.
         if resident is None or resident.called_by(threading.get_ident()):
             return original(self, *args, **kwargs)
         if not noted and resident.pinned_by(threading.get_ident()):
@@ -170,9 +172,9 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
 def _dropped_class(base: type) -> type:
     """The subclass of `base` for a module whose tensors hold no bytes.
 
-    The class is slow, because each access to a tensor runs a check. Simulated cards need the check:
-    the module's tensors are CPU tensors there, and would read as zeros. On real cards the check of
-    a read does nothing, and the read raises an error; see `backends/pytorch/swap.py`.
+    The class is slow, because each access to a tensor runs a check. On simulated cards, the tensors
+    are CPU tensors, which would read as zeros without the check. On real cards the check of a read
+    does nothing, and the read raises an error; see `backends/pytorch/swap.py`.
     """
     governed: Any = _governed_class(base)
 
@@ -204,7 +206,7 @@ def _dropped_class(base: type) -> type:
 
 
 def _load_for_read(module: Any) -> None:
-    """Loads the dropped model of `module` if its tensors would read as zeros, as CPU tensors do."""
+    """Loads the dropped model of `module` if its tensors are CPU tensors, which read as zeros."""
     resident = _governed.get(module)
     if resident is not None and resident.is_dropped() and _lies_on_cpu(module):
         with resident.calling():
@@ -214,8 +216,8 @@ def _load_for_read(module: Any) -> None:
 def _load_for_change(module: Any, name: str) -> None:
     """Loads the dropped model of `module` before its tensor or part `name` is replaced or deleted.
 
-    A load fills the tensors that the module had when its bytes were dropped. After a replacement or
-    deletion, the load would find no tensor for the source's bytes.
+    A load fills the tensors that the module had when its bytes were dropped. If one of these
+    tensors were replaced or deleted before the load, its bytes would have no place.
     """
     has = module.__dict__
     kinds = ("_parameters", "_buffers", "_modules")
@@ -263,7 +265,8 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _reduce_as_base(self: Any, protocol: int) -> Any:
     """What pickle and copy store: the module as an object of the class that the user wrote."""
     kind = type(self)
-    # A library may have derived the object's class from the governed class, as parametrizations do.
+    # The object's class may be a library's subclass of the governed class, as with
+    # parametrizations.
     governed: Any = next(base for base in kind.__mro__ if "_gpu_base" in vars(base))
     made, args, *rest = governed._gpu_base.__reduce_ex__(self, protocol)
     if args and args[0] is kind is governed and made is copyreg.__newobj__:  # type: ignore[attr-defined]

@@ -39,10 +39,10 @@ def perform(
 ) -> int:
     """Loads or restores the model as granted in `verdict`, and settles its lease.
 
-    If `anchor` is given, `anchor` pins the model. `key` is the key of the decision. `earlier_bytes`
-    are bytes that this request has returned already. Returns 0 if the model is on its device, else
-    the bytes that have returned so far, while the rest is in host memory. If the load or the
-    restore raises, the grant is abandoned and the error is raised.
+    The model is pinned by `anchor`, if given. `key` is the key of the decision. `earlier_bytes` are
+    bytes that this request has returned already. Returns 0 if the model is on its device, else the
+    bytes that have returned so far, while the rest is in host memory. If the load or the restore
+    raises, the grant is abandoned and the error is raised.
     """
     step = verdict.steps[0]
     assert isinstance(step, (Load, Move))  # the step of a grant is always a load or a move
@@ -83,7 +83,8 @@ def _load(
         resident.install(handle, settled, anchor)
     except BaseException as error:
         if not isinstance(error, Exception):
-            # A notebook keeps the traceback of an interrupt, whose frames would keep the bytes.
+            # A notebook keeps the traceback of an interrupt, and the traceback's frames would keep
+            # the bytes.
             traceback.clear_frames(error.__traceback__)
         installed = handle is not None and resident.handle is handle
         if not installed:
@@ -98,7 +99,7 @@ def _load(
 
 
 def _remember_uses(session: Session, resident: Resident) -> None:
-    """Takes over the uses of the model's last stay from the journal, if its content is the same."""
+    """Reads the uses of the model's last stay from the journal, if its content is the same."""
     if resident.content and not resident.recent_uses:
         for event in session.journal.tail(1, resident.spec.name, books.ENDED_A_STAY):
             if event.source == resident.content:
@@ -159,7 +160,7 @@ def _restore_part(
 ) -> int:
     """Moves a part of the model back, while other leases still leave to make room for the rest.
 
-    No block pins the model yet, because the model cannot be used. Returns the bytes that have returned so far.
+    The model cannot be used yet, so no block pins it. Returns the bytes that have returned so far.
     """
     assert isinstance(step, Move)  # a part returns only from host memory
     before = resident.lease

@@ -38,7 +38,7 @@ class _Reached(NamedTuple):
     """A name, and the keys of the storages that can be reached from it.
 
     `direct` storages are reached without an autograd graph, `saved` storages only through a graph.
-    `alone` are the storages that become free if the name is deleted.
+    `alone` storages become free if the name is deleted.
     """
 
     name: Name
@@ -56,7 +56,7 @@ def who(
 ) -> Holdings:
     """What this process holds on its devices, by name.
 
-    The result is partial if the search takes more than `seconds`, or if `stop` returns True.
+    The result is partial if the search takes more than `seconds`, or if `stop()` returns True.
     """
     began = time.perf_counter()
     if "torch" not in sys.modules:
@@ -92,7 +92,7 @@ def who(
 
 
 def of_leases(session: Session) -> Holdings:
-    """What this process holds according to its leases: its models, and the memory of its own code.
+    """The device memory of this process by lease: its models, and the memory of its own code.
 
     No search is made.
     """
@@ -124,16 +124,17 @@ def _summed(
 ) -> Holdings:
     """The result of `who`: the sorted rows, and sums.
 
-    The rows are sorted by the bytes that deleting only the row's name would free. `explained` and
-    `saved` are keys of `storages`: those whose holder is known, and those that only autograd graphs
-    hold. `of_others` are the bytes of models whose storages are not in this process.
+    The rows are sorted by the bytes that become free if only the row's name is deleted. `explained`
+    and `saved` are keys of `storages`: the storages whose holder is known, and those that only
+    autograd graphs hold. `of_others` are the bytes of models whose storages are not in this
+    process.
     """
     known_bytes = sum(storages[key].bytes for key in explained) + of_others
     graph_bytes = sum(storages[key].bytes for key in saved)
     found_bytes = sum(one.bytes for one in storages.values())
     unknown_bytes = found_bytes + of_others - known_bytes - graph_bytes
     allocated, reserved = _allocated(session)
-    # A simulated card's allocator holds only the governed models, and no tensors of the user.
+    # A simulated card counts only governed models as allocated, and no tensors of the user.
     unseen_bytes = 0 if session.probe.simulated else max(0, allocated - found_bytes)
     cached_bytes = max(0, reserved - allocated)
     parts = (known_bytes, graph_bytes, cached_bytes, unknown_bytes, unseen_bytes)
@@ -220,7 +221,7 @@ def _devices(ids: Iterable[str]) -> str:
 def _on_devices(session: Session) -> list[Resident]:
     """The governed models that are on a device, without the kernel's own lease.
 
-    Other rows of the table explain the memory of the kernel's lease.
+    The memory of the kernel's lease is explained by other rows: the user's variables.
     """
     found: list[Resident] = []
     for resident in list(session.residents.values()):
@@ -233,7 +234,8 @@ def _on_devices(session: Session) -> list[Resident]:
 def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> Holder:
     """The row of a governed model.
 
-    `%gpu evict` moves all bytes of the model, whatever names refer to them.
+    The row counts all bytes as freed, because `%gpu evict` moves the whole model, whatever names
+    refer to it.
     """
     name = resident.spec.name
     shares = [share for share in resident.lease.shares if share.device != HOST]
@@ -245,9 +247,9 @@ def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> 
 def _models(
     session: Session, storages: Mapping[int, _Storage]
 ) -> tuple[list[Holder], frozenset[int], int]:
-    """The rows of the governed models, the keys of their storages, and the bytes of other models.
+    """The rows of the governed models, the keys of their storages, and a number of bytes.
 
-    The other models are governed models whose storages are not in this process.
+    The number is the bytes of governed models whose storages are in another process.
     """
     rows: list[Holder] = []
     governed: set[int] = set()
@@ -409,8 +411,7 @@ def _listed(names: list[str]) -> str:
 def _held_bytes(session: Session) -> int:
     """This process's device memory: what its allocators reserve.
 
-    On simulated cards, this function searches the tensors. No allocator counts them there: the
-    bytes that a simulated card records are those of an earlier search.
+    No allocator counts the tensors on simulated cards, so this function searches the tensors there.
     """
     allocated, reserved = _allocated(session)
     if not session.probe.simulated or "torch" not in sys.modules:

@@ -17,8 +17,8 @@ def in_one_line(
 ) -> Iterator[None]:
     """A `with` block that shows a KeyboardInterrupt as one line: the seconds and the `outcome`.
 
-    After an interrupt, `outcome` is called at the end of the block. So the code in the block must
-    release its request itself, before the block ends.
+    After an interrupt, `outcome` is called at the end of the block. By then the code in the block
+    must have released its request.
     """
     began = session.clock()
     try:

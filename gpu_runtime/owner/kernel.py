@@ -37,7 +37,7 @@ LONGEST_COUNT_SECONDS = 0.05
 COUNT_SHARE = 20  # after a slow count, the next one waits this many times the count's duration
 PARK_AGAIN_SECONDS = 60.0  # an idle kernel that could not be parked is tried again after this time
 SWAPS_A_TURN = 5  # a turn lasts at least this many times what leaving and returning takes
-# In `park`, these words stand in place of a notebook: they forbid or allow parking this kernel.
+# `park` takes these words instead of a notebook, to forbid or to allow parking this kernel.
 NEVER, ASKED = "never", "asked"
 
 
@@ -87,12 +87,12 @@ class Kernel:
     def begin(self, text: str = "", outermost: bool = True) -> str:
         """Called before the cell `text`: brings the kernel's memory back and pins it for the cell.
 
-        `outermost` is false for a cell that another cell runs. Pins that an outermost cell finds
-        belong to earlier cells whose end was interrupted; such pins are dropped.
+        `outermost` is false for a cell that another cell runs. If an outermost cell finds pins,
+        they belong to earlier cells whose end was interrupted; such pins are dropped.
 
-        Also requests, for a bounded time, room for the cell's last peak. Returns a sentence if
-        memory returned, else an empty text. After the call, `self.refused` is the reason why the
-        cell must not run, or empty.
+        Also requests room for the cell's last peak, and waits a limited time for it. Returns a
+        sentence if memory returned, else an empty text. After the call, `self.refused` is the
+        reason why the cell must not run, or empty.
         """
         self._here.refusal = None
         if outermost:
@@ -112,7 +112,8 @@ class Kernel:
             why = interrupted()
         except Exception as error:  # IPython would ignore it, and run the cell
             why = error
-        # If the memory is on its card, the cell runs in spite of `why` (an unreadable ledger, say).
+        # If the memory is on its card, the cell runs in spite of an error (an unreadable ledger,
+        # say).
         if why and not (resident is None or resident.enter(pin)):
             self._here.refusal = refusal(why, resident.lease.own_bytes)
         elif isinstance(why, WaitEnded):
@@ -175,7 +176,7 @@ class Kernel:
     def _learn(self, text: str) -> None:
         """Remembers the peak bytes of the cell `text`, if they are known.
 
-        They are unknown if the count was skipped and the cards record no peak, as simulated cards.
+        The peak is unknown if the count was skipped on cards that record no peak (simulated ones).
         """
         if text and self._handle is not None:
             backend: Any = self._session.backend(NAME)
@@ -184,10 +185,10 @@ class Kernel:
                 self._room.learn(text, {share.device: share.bytes for share in peak})
 
     def _yield_turn(self, resident: KernelResident) -> None:
-        """Leaves the card before a cell if another process waits and this kernel's turn is over.
+        """Before a cell: leaves the card if another process waits and this kernel's turn is over.
 
-        A turn is the time for which a kernel may keep a card that others need. Turns matter with
-        Run All: each cell follows the cell before at once, so the kernel is never idle.
+        A turn is the time for which a kernel may keep a card that others need. During Run All a
+        kernel is never idle, so without turns no other process would get the card.
         """
         session = self._session
         if resident.place is not Place.HERE or resident.pins or not self._is_needed(resident):
@@ -309,8 +310,8 @@ class Kernel:
     def make_room_to_retry(self, error: BaseException) -> str:
         """Makes room after the out-of-memory `error` of a cell that the user allows to run again.
 
-        Returns a sentence if a lease was evicted. Returns an empty text if none was, or if `error` is
-        no out-of-memory error.
+        Returns a sentence if a lease was evicted. Returns an empty text if no lease was evicted, or
+        if `error` is no out-of-memory error.
         """
         if not is_out_of_memory(error):
             return ""
@@ -340,7 +341,7 @@ class Kernel:
         )
 
     def exempt(self, never: bool) -> Outcome:
-        """Allows parking this kernel; if `never`, brings back its memory and forbids parking."""
+        """If `never`, brings the memory back and forbids parking this kernel. Else allows it."""
         resident = self.resident
         if never and resident is not None and resident.place is not Place.HERE:
             operations.preload(self._session, self._id())

@@ -29,9 +29,9 @@ def bring_back(
 ) -> None:
     """Brings the kernel's memory onto its cards, and pins it with `anchor`.
 
-    Just after the bytes have left, the thread that moved the bytes still runs for a moment, and
-    prevents their return. So the return is tried again for two seconds. Each wait for room takes at
-    most `timeout` seconds; None means no limit. Raises the errors of `acquire.obtain`.
+    Just after the bytes have left, the thread that moved them still runs for a moment and prevents
+    their return. So the return is tried again for two seconds. Each wait for room takes at most
+    `timeout` seconds; None means no limit. Raises the errors of `acquire.obtain`.
     """
     for _ in range(ATTEMPTS - 1):
         try:
@@ -45,16 +45,16 @@ class Reading:
     """Brings the memory of one kernel back for messages that may read it."""
 
     def __init__(self, session: Session, returned: Callable[[], None]) -> None:
-        """Serves the kernel of `session`. Calls `returned` each time when memory has come back."""
+        """Serves the kernel of `session`. Calls `returned` after each return of the memory."""
         self._session = session
         self._returned = returned
         self._again_at = 0.0
 
     def hold(self) -> Anchor | None:
-        """Returns an object. The memory stays on its cards until the caller drops the object.
+        """Keeps the memory on its cards for as long as the caller keeps the returned object.
 
-        The result is None if the kernel has no lease, or if its memory did not return in time, now
-        or at an attempt in the last PAUSE_SECONDS.
+        The result is None if the kernel has no lease, or if its memory did not return in time.
+        After such a failure, no return is tried for PAUSE_SECONDS.
         """
         resident = self._session.residents.get(NAME)
         if not isinstance(resident, KernelResident):

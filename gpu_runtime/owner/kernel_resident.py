@@ -1,7 +1,7 @@
 """The lease of a kernel, handled as a model that leaves its cards and returns to them as a whole.
 
-A cell can need more memory than the kernel holds. In this case the kernel's lease claims more bytes
-than the kernel holds, as the lease of a model with working memory does.
+A cell can need more memory than the kernel holds. The kernel's lease then claims this memory too,
+as the lease of a model claims working memory.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class KernelResident(Resident):
         return True
 
     def swapped(self) -> None:
-        """Called when the bytes have left or returned, and the lease does not yet show the move."""
+        """The bytes have left or returned, and the lease does not show the move yet."""
         with self.gate:
             self.place = Place.MOVING
 
@@ -71,8 +71,8 @@ class KernelResident(Resident):
     def settle_at(self, lease: Lease, anchor: Any = None) -> None:
         """Records the `lease` after a move of the kernel's bytes.
 
-        If the bytes are on the device, the recorded lease includes the claims of the running cell.
-        If the bytes left the device, the claims end. `anchor` pins the kernel for the caller.
+        While the bytes are on the device, the recorded lease includes the claims of the running
+        cell. Claims end when the bytes leave. `anchor` pins the kernel for the caller.
         """
         if lease.on_device:
             lease = claiming(lease, self.claims)
@@ -91,9 +91,8 @@ class KernelResident(Resident):
     def remeasure(self) -> bool:
         """Measures the kernel again. Returns whether its lease has changed.
 
-        The bytes that a running cell has claimed stay claimed. If a move of the kernel's bytes
-        begins during the measurement, the lease stays unchanged, because the move measures the
-        kernel.
+        The claims of a running cell stay. If a move of the kernel's bytes begins during the
+        measurement, the lease stays unchanged, because the move itself measures the kernel.
         """
         handle = self.handle
         if handle is None:
@@ -111,7 +110,7 @@ class KernelResident(Resident):
     # -- what a cell claims
 
     def claim(self, claims: Bytes) -> None:
-        """Sets the least bytes of each card that the lease claims from now on, also on a return."""
+        """Sets the least bytes of each card that the lease claims, now and when it returns."""
         self.claims = dict(claims)
         if self.place is not Place.AWAY:
             self.lease = claiming(self.lease, self.claims)
@@ -123,7 +122,7 @@ class KernelResident(Resident):
     def _claimed(self) -> dict[str, int]:
         """The bytes that the kernel claims on each card.
 
-        If the kernel's bytes are away, the cards are those to which the bytes will return.
+        If the kernel's bytes are away, these are the cards to which the bytes will return.
         """
         if self.place is Place.AWAY:
             claimed = dict(self.backend.must_return_to(self.handle))
@@ -153,7 +152,7 @@ def exactly(claims: Bytes) -> dict[str, Any]:
 def claiming(lease: Lease, claims: Bytes) -> Lease:
     """The `lease`, changed to claim at least the bytes `claims` of each card.
 
-    The bytes that the lease really holds stay in its field `filled`.
+    The field `filled` has the bytes that the lease really holds.
     """
     own = lease.filled or lease.shares
     held = {share.device: share.bytes for share in own}

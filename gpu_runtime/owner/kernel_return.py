@@ -17,7 +17,7 @@ class Return:
     """One return of a kernel's memory, from the request until the memory is on its cards."""
 
     def __init__(self, session: Session, resident: KernelResident) -> None:
-        """The caller makes this object before it requests the return of `resident`."""
+        """To be made before the return of `resident` is requested."""
         self._session, self._resident = session, resident
         self._began = session.clock()
         self._away_since = resident.lease.away_since
@@ -26,7 +26,7 @@ class Return:
     def news(self) -> str:
         """The sentence for the user, after the return. Empty if the memory was not away.
 
-        The sentence has two times, the wait for space and the move of the memory, because only the
+        The sentence has the time of the wait for space and the time of the move, because only the
         move depends on this notebook.
         """
         if not self._away_since:
@@ -58,7 +58,7 @@ class Return:
             return ""
         largest = max(found, key=lambda lease: lease.bytes)
         owner = book.owner(largest.owner)
-        # A notebook is named by its file, also if the lease is a model's.
+        # A holder with a notebook is named by the notebook's file, even if the lease is a model's.
         named = owner is not None and owner.notebook
         return lease_title(replace(largest, kind=NAME) if named else largest, owner)
 

@@ -16,10 +16,10 @@ T = TypeVar("T")
 
 
 class Key:
-    """The name of a decision in progress. The session knows the key while this object lives.
+    """The name of a decision in progress. The session knows a key only while this object exists.
 
-    A KeyboardInterrupt can arrive before a function's first line. In this case the traceback keeps
-    the frame alive, and the frame keeps the key alive. So release the key with one C call:
+    A KeyboardInterrupt can arrive before a function's first line. The traceback then keeps the
+    frame alive, and the frame keeps the key alive. So release the key with one C call:
     `session.done_with(key.note)`.
     """
 
@@ -69,7 +69,8 @@ class Keys:
 
         def act() -> T:
             """Runs `work` if the key is still known."""
-            # A second reference is noted before the check. So the key is known while `work` runs.
+            # This second key is noted before the check, so a key is known for as long as `work`
+            # runs.
             held = self._note(Key(key.text))
             try:
                 return work() if wanted in self._known else None  # type: ignore[return-value]

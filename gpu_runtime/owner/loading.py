@@ -1,6 +1,6 @@
 """`load` registers a model if it is new, and loads it. `plan` computes the plan for the same load.
 
-`load` and `plan` take the keywords of `register` and the options of backends. Both describe the
+`load` and `plan` take the keywords of `register` and the options of backends, and describe the
 model with the same functions. So a plan and the load that follows cannot differ.
 """
 
@@ -97,8 +97,8 @@ def _revise(session: Session, resident: Resident, given: Given) -> None:
 def described(session: Session, name: str, source: Any, given: Given) -> Described | None:
     """The model `name` as `load` would register it. Nothing is registered.
 
-    The result is None if neither the name nor `source` nor the options `given` describe a model of
-    this process. Raises the errors of `register`.
+    The result is None if the name is unknown, and neither `source` nor a backend or size in `given`
+    describes the model. Raises the errors of `register`.
     """
     known = registry.by_key(session, name) or registry.from_catalogue(session, name)
     if known is not None and not _is_source_of(known, source):
@@ -158,7 +158,7 @@ def _revised(session: Session, known: Resident, given: Given) -> ModelSpec:
 def split(given: Given) -> tuple[Given, Given]:
     """Two dictionaries made from `given`: the keywords of `register`, and the backend's options.
 
-    The values of the keywords are converted. Every name that is no keyword is a backend's option.
+    The values of the keywords are checked and converted. Every other name is a backend's option.
     """
     wishes: Given = {}
     options: Given = {}

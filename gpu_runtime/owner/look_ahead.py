@@ -59,7 +59,8 @@ class LookAhead:
         self._session = session
         self._lock = threading.Lock()  # protects the start and the end of the thread
         self._changed = threading.Event()
-        # Never set. The thread rests by a wait for this event: that does not prevent parking.
+        # This event is never set. The thread pauses by waiting for it, because such a wait does not
+        # prevent parking.
         self._never = threading.Event()
         self._works = False  # whether the thread runs
         self._guesses: dict[str, _Guess] = {}
@@ -140,7 +141,7 @@ class LookAhead:
         return upcoming.cells(names, lambda value: values.get(id(value), ""))
 
     def follow(self, cells: tuple[CellModels, ...]) -> list[str]:
-        """Counts which loads ahead were useful. Tells the eviction policy the next uses of models.
+        """Counts the useful loads ahead, and gives the eviction policy the next uses of models.
 
         Returns the models of waiting `cells` that may still be loaded ahead.
         """
@@ -281,7 +282,8 @@ class LookAhead:
             self._guesses[name] = _Guess(cell, uses)
             self._ahead.add(name)
             self.loaded += 1
-        # A model that no cell has used yet gets no grace: a real request may evict it at once.
+        # A model that no cell has used yet gets no grace period: a real request may evict it at
+        # once.
         if resident.uses == uses:
             resident.last_used -= session.rules.grace_seconds
 
@@ -324,10 +326,7 @@ class LookAhead:
 
 
 def _first_uses(cells: tuple[CellModels, ...]) -> list[tuple[str, str, bool]]:
-    """Each model that a cell uses, with the first cell that uses it.
-
-    The third value of a row is whether this first cell is running.
-    """
+    """A row for each used model: the model, its first cell, and whether this cell is running."""
     found: dict[str, tuple[str, str, bool]] = {}
     for cell in cells:
         for name in cell.uses:

@@ -49,8 +49,8 @@ def tick(session: Session, notebook: str = "") -> float:
     session.notebook = notebook or session.notebook
     keep_helpers_alive(session)
     book = session.ledger.read()
-    # An order is a request of another owner. While its ticket is in the book, the order stays
-    # noted, so that it is not carried out twice.
+    # An order is a request of another owner. Its key stays in `session.orders` while its ticket is
+    # in the book, so that the order is not carried out twice.
     session.orders.intersection_update([ticket.key for ticket in book.tickets])
     if book.tickets:  # first: another process waits
         _start_orders(session)
@@ -80,8 +80,7 @@ def tick(session: Session, notebook: str = "") -> float:
 def keep_helpers_alive(session: Session) -> None:
     """Restarts the host's helper process if it has ended.
 
-    On simulated cards, a runtime restarts the helper only after it has run for RECORD_AFTER_SECONDS
-    itself.
+    On simulated cards, only a runtime that has run for RECORD_AFTER_SECONDS restarts the helper.
     """
     session.probe.look_after()
     lived = time.monotonic() - session.opened_at
@@ -95,7 +94,7 @@ def keep_helpers_alive(session: Session) -> None:
 def rest(session: Session, seconds: float) -> None:
     """Sleeps until the next tick is due, or until a notification comes.
 
-    The sleep also ends when a use of a model ends on a device for which another owner waits.
+    If another owner waits for a device, the sleep also ends when a use of a model ends there.
     """
     watched = _needed_by_others(session)
     until = time.monotonic() + seconds
@@ -109,7 +108,7 @@ def rest(session: Session, seconds: float) -> None:
 def _needed_by_others(session: Session) -> list[Resident]:
     """The models of this process that are in use on devices for which another owner waits.
 
-    When the use of one of these models ends, the monitor publishes the end at once.
+    The monitor publishes the end of such a use at once.
     """
     used = [resident for resident in list(session.residents.values()) if resident.pins]
     if not used:
@@ -127,15 +126,15 @@ def _needed_by_others(session: Session) -> list[Resident]:
 
 
 def _doze(session: Session, owners: int) -> float:
-    """The seconds to sleep while no owner requests anything; more seconds with many owners.
+    """The seconds to sleep while no owner requests anything. With many owners, they are more.
 
     A long sleep is harmless: other owners also watch for dead processes, and a use or a
     notification ends the sleep.
     """
     seconds = min(DOZE_SECONDS, max(POLL_SECONDS, owners / TICKS_A_SECOND))
     session.dozing = seconds > POLL_SECONDS
-    # Check for uses again after the flag is set. A use that began after the first check has either
-    # seen the flag, or is noticed by this second check.
+    # `in_use` is checked again after the flag is set. A use that began after the first check has
+    # either seen the flag, or is found by this check.
     if session.dozing and session.in_use():
         session.dozing = False
         return POLL_SECONDS
@@ -146,7 +145,7 @@ def _doze(session: Session, owners: int) -> float:
 
 
 def quiet(session: Session, book: Book) -> bool:
-    """Whether nothing must be written: our section is up to date, and no ticket is open."""
+    """Whether no ticket is open and this owner's section of the book is up to date."""
     if book.tickets or book.ghosts or session.me not in book.sections:
         return False
     world = session.world()
@@ -227,7 +226,7 @@ def remeasure(session: Session) -> None:
 
 
 def _check_devices(session: Session, now: float) -> None:
-    """Measures the devices and relieves pressure; less often while the driver does not answer."""
+    """Measures the devices and relieves pressure. Only notes if the driver does not answer."""
     try:
         session.probe.check(now, session.rules.stale_seconds)
     except ProbeFailed as error:
@@ -333,7 +332,8 @@ def _perform(session: Session, order: Order) -> Outcome:
     if order.verb == "cancel":
         return waits.obey(session, order)
     if order.name and order.name not in session.residents:
-        # The name only selects one of this process's models. It must never load anything else.
+        # This name comes from another process. It may only select a model of this process, never
+        # load another.
         raise UnknownModel(order.name, tuple(session.residents))
     if order.verb == "who":
         return other_holdings.answer(session, order)

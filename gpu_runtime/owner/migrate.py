@@ -73,8 +73,8 @@ def _rules(session: Session, resident: Resident, wanted: tuple[str, ...]) -> Pla
 def move(session: Session, resident: Resident, wanted: tuple[str, ...], *, by: str = "") -> Outcome:
     """Moves a model of this process to the cards `wanted`.
 
-    `by` is the person who requested the move, if it is not this process's user. Raises NotResident,
-    StillInUse, and DoesNotFit if the cards have no room. After an error nothing has changed.
+    `by` is the person who requested the move, or empty for this process's user. Raises NotResident,
+    StillInUse, and DoesNotFit if the cards have no room. After an error, the model is where it was.
     """
     name, began = resident.spec.name, session.clock()
     rules = _rules(session, resident, wanted)
@@ -113,7 +113,7 @@ def move(session: Session, resident: Resident, wanted: tuple[str, ...], *, by: s
 def _reserve(
     session: Session, resident: Resident, rules: PlacementRules, key: Key, by: str
 ) -> Move | None:
-    """Reserves room for the move and returns the step. None if the model is on the cards now."""
+    """Reserves room and returns the step of the move; None if the model is on these cards."""
     if resident.place not in (Place.HERE, Place.MOVING):
         name = resident.spec.name
         raise NotResident(

@@ -65,11 +65,11 @@ class Breaker:
 
 
 class _Promptly:
-    """A `with` block during which threads that run Python yield the GIL after 0.5 ms, not 5.
+    """A `with` block in which a thread that runs Python code yields the GIL after 0.5 ms, not 5 ms.
 
-    A recall makes about sixty system calls, and each of them releases the GIL. While the main
-    thread ran a pure-Python loop, the recall took 400 ms in all. All runtimes of a process share
-    this object. If other code changes the switch interval during the block, the new interval stays.
+    A recall makes about sixty system calls, and each of them releases the GIL. With 5 ms, a recall
+    beside a pure-Python loop in the main thread took 400 ms. All runtimes of a process share this
+    object. If other code changes the switch interval during the block, the new interval stays.
     """
 
     SECONDS = 0.0005

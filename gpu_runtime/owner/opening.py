@@ -44,7 +44,7 @@ def open_session(
     except BaseException:
         ledger.close()
         raise
-    # The ledger's directory is for this boot. Its parent has the state that survives a reboot.
+    # The ledger's directory is for this boot. State that survives a reboot is in its parent.
     directory = getattr(ledger, "directory", None)
     state = directory.parent if directory else None
     probe.follow(directory, url)

@@ -1,6 +1,6 @@
 """The verbs on models: preload, move, evict, pin, unpin.
 
-If another owner holds the model, the verb becomes a request to the model's owner.
+For a model of another owner, the verb becomes a request to this owner.
 """
 
 from __future__ import annotations
@@ -187,8 +187,8 @@ def ask_owner(
 ) -> Outcome:
     """Requests `verb` from the owner of `target`, and returns the outcome.
 
-    `places` are the cards for a move. For an eviction, DISK means that the bytes are dropped. If
-    `wait` is false, the function does not wait for the owner's answer.
+    `places` are the cards for a move. For an eviction, the place DISK means that the bytes are
+    dropped. If `wait` is false, the function does not wait for the owner's answer.
 
     If `must` is true, a refusal or a time-out raises NotAllowed, StillInUse, Busy or GpuError. If
     `must` is false, the function returns an Outcome that is not done. A request that this user may

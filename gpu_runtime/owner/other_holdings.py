@@ -94,7 +94,7 @@ def answer(session: Session, order: Order) -> Outcome:
 
 
 def _listed(session: Session) -> Holdings:
-    """What this process holds: by variable in a kernel that runs no cell, else by lease."""
+    """The memory of this process: by variable in a kernel that runs no cell, else by lease."""
     activity = session.activity
     if not activity.state.idle_since:
         return replace(holdings.of_leases(session), note=BUSY if activity.running else SCRIPT)

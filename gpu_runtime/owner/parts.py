@@ -11,19 +11,19 @@ from ..backends.base import Backend
 from ..facts import HOST, Lease, ModelSpec
 from ..units import MIB
 
-# The least bytes that one stage of a move copies. A stage costs 3 ms beside its copy, which takes
-# 10 ms at 25 GB/s.
+# The least bytes that one stage of a move copies. The copy takes 10 ms at 25 GB/s, and the rest of
+# the stage 3 ms.
 STAGE_BYTES = 256 * MIB
 
 
 def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) -> int:
-    """Bytes of the largest piece of the model `handle` that can leave its card without the rest.
+    """Bytes of the largest piece of the model, for a model that can leave its card in parts.
 
     The result is 0 if the model cannot leave in parts.
 
     A model that claims more than its own bytes and its working memory (a whole card, for example)
-    leaves as a whole. While the `lease` is in parts, the size of its pieces does not change. So the
-    size that the lease already has is returned if the backend has none.
+    leaves as a whole. A backend may not know the pieces of a model in parts. In this case the
+    result is the size that the `lease` already has.
     """
     claims_more = lease.bytes > lease.own_bytes + lease.working_bytes
     if not backend.can_move or claims_more or spec.layout == "whole":
@@ -34,9 +34,9 @@ def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) ->
 def restore_seconds(before: Lease, seconds: float) -> float:
     """Seconds that a restore of the whole lease takes, if its last restore took `seconds`.
 
-    `before` is the lease before the last restore. A part takes less time than the whole. So if the
-    last restore returned only a part, the result is the time that `before` already has. If it has
-    none, the result is computed from the bytes of the part and of the whole.
+    `before` is the lease before the last restore. If that restore returned only a part of the
+    model, it was shorter than a restore of the whole. The result is then the time in `before`, or
+    if there is none, `seconds` scaled up to the bytes of the whole lease.
     """
     if not before.in_parts:
         return seconds
@@ -44,6 +44,6 @@ def restore_seconds(before: Lease, seconds: float) -> float:
 
 
 def shared_part(handle: Any) -> dict[str, Any]:
-    """The lease fields on the pages in host memory that the model shares with other processes."""
+    """The fields of a lease whose model shares pages of host memory with other processes."""
     part = getattr(handle, "part", None)
     return part.claim if part is not None else {"copy": "", "copy_bytes": 0, "copied_bytes": 0}

@@ -16,7 +16,7 @@ from .session import Session
 def asker(session: Session, user: str) -> Asker:
     """What `user` may request of this process.
 
-    The result follows the configuration at the time when `user` made the first request.
+    The configuration of the moment of the user's first request applies.
     """
     known = session.users.get(user)
     if known is None:
@@ -35,7 +35,7 @@ def asker(session: Session, user: str) -> Asker:
 def askers(session: Session, book: Book) -> dict[str, Asker]:
     """The requests to this owner: maps each ticket's key to the rights of the user who wrote it.
 
-    A ticket is left out if the ledger cannot prove that the ticket's owner wrote it.
+    Tickets are left out if the ledger cannot prove which owner wrote them.
     """
     found = {}
     for ticket in book.tickets:

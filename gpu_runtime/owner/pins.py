@@ -1,19 +1,19 @@
 """Pins: weak references that keep a model on its device while a block of code uses it.
 
 A pin must end with its `with` block. The stop button can interrupt `__exit__` before its first
-line, so a release in Python code might never run. So a pin is not a counter. The pin lasts as long
-as a small object, the anchor, to which only the interpreter's stack refers while the block runs.
-However the block ends, the anchor is deleted. The callback of a weak reference to the anchor
-removes the pin from the set of pins. The callback is C code, which no signal handler can interrupt.
+line, so a release in Python code might never run. So a pin is not a counter. It is a weak reference
+to a small object, the anchor. While the block runs, only the interpreter's stack refers to the
+anchor. However the block ends, the anchor is deleted. The weak reference's callback then removes
+the pin from the set of pins. The callback is C code, which no signal handler can interrupt.
 
-The anchor is the bound method that the interpreter finds as `__exit__`. Its function is `_leave`.
-Its `__self__` is a list of three: the thread's identifier, the `Held`, and a weak reference to the
+The anchor is the bound method that the interpreter finds as `__exit__`. It binds the function
+`_leave` to a list of three: the thread's identifier, the `Held`, and a weak reference to the
 anchor.
 
-No frame of this package binds an anchor to a name while an error can be raised. A traceback keeps
-its frames alive, and the frames of their callers, with all local variables. For the same reason no
-frame raises an error that a local variable of the frame refers to. Such an error and its traceback
-form a cycle, which stays until the next garbage collection.
+No frame of this package binds an anchor to a name while an error can be raised, because a traceback
+keeps its frames and their callers' frames alive, with all local variables. For the same reason no
+frame raises an error that one of its own local variables refers to. The error and its traceback
+would form a cycle, which stays until the next garbage collection.
 """
 
 from __future__ import annotations
@@ -52,12 +52,12 @@ def new_anchor() -> Anchor:
 
 
 class _Leave:
-    """`__exit__` of a `Held`: each lookup on an object returns a new anchor.
+    """The `__exit__` of a `Held`. Each lookup of it on an object returns a new anchor.
 
-    The interpreter looks `__exit__` up before it calls `__enter__`. The interpreter keeps the
-    anchor on its stack and drops the anchor when the block has ended, also after an interrupt at
-    any instruction. `contextlib.ExitStack` looks `__exit__` up on the class instead, and gets a
-    plain function.
+    The interpreter looks up `__exit__` before it calls `__enter__`, and keeps the anchor on its
+    stack. The anchor is dropped when the block has ended, also after an interrupt at any
+    instruction. `contextlib.ExitStack` looks up `__exit__` on the class instead, and gets a plain
+    function.
     """
 
     def __get__(self, held: Held | None, kind: type | None = None) -> Any:
@@ -114,13 +114,13 @@ class Held:
         return ()
 
     def _release(self, anchor: AnchorRef) -> None:
-        """Ends the hold of `anchor` while the anchor still exists. Called after `_finish`."""
+        """Ends the hold of `anchor`, although the anchor still exists. Called after `_finish`."""
 
     def _finish(self, error: BaseException | None) -> None:
         """Does optional work at the end of the block. An interrupt can skip this call."""
 
     def _typed(self) -> tuple[str, str]:
-        """The text of this call, and a name for its value, such as `rt.use('qwen')` and `model`."""
+        """The call as the user typed it, and a name for its value: `rt.use('qwen')` and `model`."""
         return f"{type(self).__name__}()", "held"
 
     def __repr__(self) -> str:
@@ -160,8 +160,8 @@ class Held:
     def _enter_by_hand(self, start: Callable[[AnchorRef], Any]) -> Any:
         if self._kept is None:
             self._kept = []
-        # The anchor's list does not contain this object. Otherwise the two would form a cycle, and
-        # a deleted object would keep its pin until the next garbage collection.
+        # The list of this anchor does not contain this object. With it, the two would form a cycle,
+        # and a deleted object would keep its pin until the next garbage collection.
         self._kept.append(new_anchor())
         try:
             return start(weakref.ref(self._kept[-1]))

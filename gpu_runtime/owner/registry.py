@@ -33,7 +33,7 @@ from .resident import Place, Resident
 from .session import Session
 from .training import watch_zero_grad
 
-# The keywords of Runtime.register that are fields of the specification, with their defaults.
+# Keywords of Runtime.register with their defaults. The specification has a field for each of them.
 DEFAULTS: dict[str, Any] = {
     "backend": "auto", "size": None, "importance": "normal", "keep": False, "keep_alive": 0.0,
     "layout": "auto", "model_type": "", "quantization": "", "devices": (),
@@ -90,7 +90,7 @@ def register(
             return spec
         if known.catalogued is None or known.place is not Place.GONE:
             raise AlreadyRegistered(name)
-        # The known model is from the catalogue and not loaded: the registration replaces it.
+        # The known model is from the catalogue and not loaded, so the registration replaces it.
         session.residents.pop(name, None)
     resident = new_resident(session, spec, factory, restore_on_call)
     resident.footprint()  # a source that cannot be loaded raises now, not at the first use
@@ -284,7 +284,7 @@ def from_catalogue(session: Session, name: str) -> Resident | None:
 
 
 def _refresh(session: Session, resident: Resident) -> None:
-    """Updates an unloaded model from the catalogue, or removes a model that left the catalogue."""
+    """Updates an unloaded model from the catalogue, or removes it if it is no longer there."""
     spec = session.catalogue.spec(resident.spec.name)
     if spec == resident.catalogued:
         return
@@ -378,8 +378,8 @@ def _holders(
 ) -> list[Owner]:
     """The owners that hold the model `name` or can load it.
 
-    `pid` is a process id, the id of an owner, a notebook, or empty for all owners. `loadable` has the names
-    that each owner can load.
+    `pid` is a process id, an owner's id, a notebook, or empty for all owners. `loadable` has the
+    names that each owner can load.
     """
     found = []
     for id, section in book.sections.items():
@@ -440,7 +440,7 @@ def _known_devices(session: Session, devices: str | tuple[str, ...]) -> tuple[st
 
 
 def same_code(one: Any, other: Any) -> bool:
-    """Whether two factories have the same code. A cell that runs twice defines its function again."""
+    """Whether two factories have the same code: a cell that runs again makes an equal function."""
     if one is other:
         return True
     code = getattr(one, "__code__", None), getattr(other, "__code__", None)

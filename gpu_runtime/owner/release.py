@@ -51,9 +51,9 @@ def evict(
 ) -> Move | Drop | None:
     """Evicts a model of this process now.
 
-    Returns the step that was taken, or None if the model is on no device. If `drop` is true, the
-    model is unloaded although host memory has room. `by` is the person who requested the eviction.
-    `kept` are the ids of leases whose owners do not free the leases' shadows. Raises StillInUse,
+    Returns the step that was performed, or None if the model is on no device. If `drop` is true,
+    the model is unloaded even if host memory has room. `by` is the person who requested the
+    eviction. `kept` are ids of leases whose shadows their owners do not free. Raises StillInUse,
     DoesNotFit, and the errors of the move.
     """
     away = resident.place is Place.AWAY and not resident.lease.in_parts
@@ -95,8 +95,8 @@ def _leave(
 ) -> tuple[Book, Move | Drop | tuple[Shed, ...] | GpuError]:
     """Returns the book with the model marked as leaving, and the step to perform.
 
-    If host memory needs shadows freed first, the second value is the steps that free them. If the
-    eviction is refused, returns the unchanged book and an error.
+    If shadows must first be freed in host memory, the second value is the steps that free them. If
+    the eviction is refused, returns the unchanged book and an error.
     """
     name = resident.spec.name
     lease = book.lease(session.me, name)
@@ -277,8 +277,8 @@ def _carry(resident: Resident, step: Move | Drop, may_drop: bool) -> tuple[Move 
 def _stays(session: Session, resident: Resident, error: BaseException) -> str:
     """Records that a step failed. Returns the sentence for the book.
 
-    From the second failure in a row on, the sentence is empty, and each failure doubles the pause
-    before the model is chosen again. An error `Stays` is not counted as a failure.
+    Each failure in a row doubles the pause before the model is chosen again. From the second
+    failure in a row on, the sentence is empty. An error `Stays` is not counted as a failure.
     """
     name = resident.spec.name
     resident.lease = replace(resident.lease, droppable=resident.droppable())
@@ -291,7 +291,7 @@ def _stays(session: Session, resident: Resident, error: BaseException) -> str:
     if resident.failed_moves > 1:
         log.debug("%s", because)
         return ""
-    # A running cell is no error, so its user gets no warning. The requester reads the event.
+    # If a cell runs, that is no error, so its user gets no warning. The requester reads the event.
     level = logging.DEBUG if isinstance(error, StillInUse) else logging.WARNING
     log.log(level, "%s", because)
     return because

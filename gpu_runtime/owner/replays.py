@@ -19,7 +19,7 @@ def admitted(
 ) -> Grant | Wait | Refuse:
     """Decides the request in one transaction, and records the decision. Memory is measured first.
 
-    `compared` are the ways to make room that the caller has compared already. They only add details
+    `compared` are the ways to make room that the caller has compared before. They only add details
     to the journal; see `explain.with_runners_up`.
     """
     in_full = partial(explain.with_runners_up, rules=request.placement, room_made=compared)

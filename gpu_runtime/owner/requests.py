@@ -70,8 +70,8 @@ def request(
 def _prevented_by_caller(session: Session, target: LeaseId) -> str:
     """Why `target` cannot return while the calling thread keeps its pins; empty if it can return.
 
-    The pins end with the calling cell. If the cell waited for a return that its pins prevent, it
-    would wait for its own end.
+    The calling cell's pins end with the cell. If the cell waited for a return that these pins
+    prevent, it would wait for its own end.
     """
     pinned = held_by(list(session.residents.values()), threading.get_ident())
     if not pinned:
@@ -120,9 +120,9 @@ def decline(session: Session, verb: str, target: LeaseId, because: str) -> None:
 
 
 def note_action(session: Session, verb: str, name: str, because: str, size: int = 0) -> None:
-    """Journals an action of this process on its own model, if another person caused the action.
+    """Writes an action on a model of this process into the journal, if another person caused it.
 
-    Does nothing if this process's own user caused the action. `size` is in bytes.
+    Does nothing if this process's own user caused it. `size` is in bytes.
     """
     by = person(session)
     if not by:

@@ -51,11 +51,11 @@ _HERE = Place.HERE  # every use reads it: this name takes 10 ns, `Place.HERE` ta
 
 
 class Stays(Exception):
-    """A model must stay: its weights exist nowhere else, or it is in use, or it has grown."""
+    """A model must stay: its weights exist nowhere else, its bytes have changed, or it is in use."""
 
 
 def _ignore_loss(kind: str, because: str) -> None:
-    """Does nothing. The value of `report_loss` until the registry sets another function."""
+    """The value of `report_loss` until the registry sets another function. Does nothing."""
 
 
 def _nothing() -> None:
@@ -102,7 +102,7 @@ class Resident:
         self.recent_uses = ""  # when it was used, see `facts.recent_uses`
         self.content = ""  # digest of its source's content, once it was loaded; empty: unknown
         self.failed_moves = 0  # in a row
-        # It is no field of `lease`: a thread that replaces the lease could undo a move by another.
+        # This is no field of `lease`. A thread that replaces the lease could undo another's change.
         self.moves_again_at = 0.0
         self.shadow_bytes = 0  # bytes of the copy in host memory, while the model is on a card
         self.measured: Measurement | None = None  # an earlier load of live code, see footprints
@@ -112,7 +112,7 @@ class Resident:
         self._clock, self._wall = clock, wall
 
     def pieces(self) -> tuple[int, ...]:
-        """Relative sizes of the pieces into which the model may be divided.
+        """Relative sizes of the model's pieces, between which the model may be divided.
 
         A model with one piece must stay whole. An empty tuple means that the model may be divided
         anywhere.
@@ -126,7 +126,7 @@ class Resident:
     def enter(self, anchor: AnchorRef) -> bool:
         """Pins the model while the anchor lives. Returns False if the model is not on its device.
 
-        `anchor` is a weak reference to the anchor, an object that lives as long as the use.
+        `anchor` refers weakly to the anchor, an object that lives as long as the use.
         """
         with self.gate:
             if self.place is not _HERE:
@@ -184,7 +184,7 @@ class Resident:
 
         None if the model is not loaded.
 
-        The end of a pin leaves no time stamp. So a pin that ended since the last call counts as use
+        The end of a pin has no time stamp. So a pin that ended since the last call counts as use
         until now, which is an upper bound. An importance passed to `use()` ends with its block.
         """
         if self.handle is None:
@@ -219,9 +219,9 @@ class Resident:
         return self.pinned_since if self.pins else self.training.kernel.state.busy_since
 
     def must_return_to(self) -> dict[str, int]:
-        """Maps devices to bytes: what a model in host memory needs on each device to return.
+        """Maps each device to the bytes that a model in host memory needs there to return.
 
-        The value is 0 for a device on which the bytes are not fixed. The result is empty if the
+        The value is 0 if the number of bytes on the device is not fixed. The result is empty if the
         model can return to any device, or if the model is not in host memory.
         """
         if self.handle is None or self.place is not Place.AWAY:
@@ -232,7 +232,7 @@ class Resident:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """Holds the lock `work`. Calls of the model by the holding thread belong to the move."""
+        """Holds the lock `work`. Calls of the model by this thread are part of the move."""
         with self.work:
             self._worker = threading.get_ident()
             try:
@@ -288,9 +288,9 @@ class Resident:
         return getattr(self.handle, "pids", ())
 
     def _lost(self, of: Callable[[], Any], kind: str, because: str) -> None:
-        """Releases the model after its engine ended. `of` refers weakly to the model's handle.
+        """Releases the model after the end of its engine. `of` refers weakly to the model's handle.
 
-        The book shows the loss before any caller of the model gets the error.
+        The loss is in the book before any caller of the model gets the error.
         """
         handle = of()
         with self.gate:
@@ -308,7 +308,7 @@ class Resident:
         with self.gate:
             if self.handle is None or self.place is Place.MOVING or self.training.blocks():
                 return False
-            # A model in host memory may return to its device while a graph of it still exists.
+            # A model in host memory may return while an autograd graph of it still exists.
             if self.lease.all_on_device and self.in_use():
                 return False
             self.place = Place.MOVING
@@ -396,7 +396,7 @@ class Resident:
         return True
 
     def take_over(self) -> None:
-        """Governs and counts the storages that a forgotten model shared with this model."""
+        """Governs and counts the storages that this model has shared with a forgotten model."""
         if not hasattr(self.handle, "bases"):
             return
         govern_calls(self.value, self)
@@ -425,7 +425,7 @@ class Resident:
         self._shell = _weakly(value)
 
     def droppable(self) -> bool:
-        """Whether a cheap check found that the source can restore the model; see `Backend.droppable`."""
+        """Whether the source can restore the model, by a cheap check; see `Backend.droppable`."""
         return self.handle is not None and self.backend.droppable(self.handle)
 
 
@@ -440,8 +440,8 @@ def _weakly(value: Any) -> Callable[[], Any]:
 def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
     """Ids of the leases that `thread` pins, as `owner/name`.
 
-    The result also has the modules in training that no thread pins, but that the running cell keeps
-    on their devices. Such a module can leave when the cell has ended.
+    The result also has modules in training that the running cell keeps on their devices without a
+    pin. Such a module can leave when the cell has ended.
     """
     return tuple(
         r.lease.id

@@ -189,14 +189,14 @@ class Session:
         return bool(self.blocks) or any(resident.handle is not None for resident in residents)
 
     def in_use(self) -> bool:
-        """Whether changes follow soon: a model is in use, or a block of code or a cell runs."""
+        """Whether changes are likely soon: a model is in use, or a block of code or a cell runs."""
         busy = self.blocks or self.activity.running
         return bool(busy) or any(resident.in_use() for resident in list(self.residents.values()))
 
     def world(self, fresh: bool = False) -> World:
-        """The devices as measured last. If `fresh` is true, they are measured now.
+        """The devices as measured last; measured now if `fresh` is true.
 
-        If the driver does not answer, the devices count as unmeasured, not as free.
+        If the driver does not answer, the devices count as unmeasured, and nothing counts as free.
         """
         now = self.clock()
         try:
@@ -346,8 +346,8 @@ class Session:
     def _require_equal_names(self, book: Book) -> None:
         """Raises _Renamed if the book uses another name for a device of this process.
 
-        The names differ if two processes that see different cards open the ledger at the same
-        moment, or if another owner has made a new book.
+        The names differ in two cases: two processes that see different cards opened the ledger at
+        the same moment, or another owner has made a new book.
         """
         if book.devices is not self._named:
             if other := device_names.names(self.probe.devices, book):
@@ -412,7 +412,7 @@ class Session:
         self._torch_limits.pop(card, None)
 
     def _lift_torch_limit(self, card: str) -> None:
-        """Lifts the cap of a block that was interrupted before it could lift it."""
+        """Lifts the cap of a block of code that was interrupted before it lifted the cap itself."""
         self.probe.bound(card, torch_limit.ALL)
         self.forget_torch_limit(card)
 

@@ -143,7 +143,8 @@ def other_hosts(session: Session) -> tuple[Snapshot, ...]:
 def _of_page(session: Session, page: HostPage) -> Snapshot:
     """A snapshot of another host, made from `page`, the host's book as stored in the ledger.
 
-    The times in `page` are of the other host's clock. So the newest time in `page` counts as now.
+    The times in `page` are of the other host's clock, whose present time is unknown. So the newest
+    time in `page` is used as now.
     """
     book = page.book or Book()
     stamps = [0.0]
@@ -305,7 +306,7 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
 def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
     """The last decisions on the kernel `who`; see `kernel_names.find`. Raises UnknownModel.
 
-    If `who` is a notebook whose kernel has ended, the result has the decisions on its last kernel.
+    If the notebook `who` has no kernel now, the result has the decisions on its last kernel.
     """
     of_all = recorded_events(session, model=kernel_names.NAME)
     try:

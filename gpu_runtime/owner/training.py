@@ -1,9 +1,10 @@
 """Keeps a module in training on its device between its calls.
 
-A pin during calls is not enough, because `backward` and `step` do not call the module. A module is
-in training if it was adopted with its optimizer, or while it has gradients or a graph. In a kernel,
-a module in training is in use while a cell runs. In a script, the module is in use from a `forward`
-with gradients enabled until `step`, `zero_grad` or the end of the graph.
+Pinning a module only during its calls is not enough, because `backward` and `step` do not call it.
+A module is in training if it was adopted with its optimizer, or while it has gradients or an
+autograd graph. In a kernel, a module in training is in use while a cell runs. In a script, the
+module is in use from a `forward` with gradients enabled until `step`, `zero_grad` or the end of the
+graph.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Trained(Protocol):
 
 
 class Training:
-    """Keeps one model on its device between its calls while it is in training."""
+    """Keeps one model on its device between its calls, while the model is in training."""
 
     def __init__(self, pins: set[AnchorRef], kernel: Activity = activity) -> None:
         """`pins` are the pins of the model. `kernel` records which cells run."""
@@ -58,7 +59,7 @@ class Training:
         if not nodes:
             return
         anchor = new_anchor()
-        # The anchor lives as long as a node of the graph does.
+        # The nodes of the graph keep the anchor alive.
         for node in nodes:
             node.metadata[_KEY] = anchor
         self.graphs.add(weakref.ref(anchor, self.graphs.discard))
@@ -82,18 +83,18 @@ class Training:
     def in_script(self) -> bool:
         """Whether no cell has run in this process.
 
-        A script may train at any time. A kernel trains only in its cells.
+        A script may train at any time. A kernel trains only while a cell runs.
         """
         return not self.kernel.running and self.kernel.state.idle_since == NEVER
 
     def postpones_measuring(self, handle: Any) -> bool:
         """Whether only the thread that trains the model may measure the model, at its next step.
 
-        If another thread measured the model, it could read gradients while they are made or
-        cleared. Such a read ended in a segmentation fault.
+        Another thread could read gradients while they are made or cleared. Such a read ended in a
+        segmentation fault.
         """
         trains = getattr(handle, "optimizer", None) is not None
-        # Between two cells of a kernel nothing trains. A script may train at any time.
+        # Between two cells, a kernel does not train.
         may_run = self.kernel.running or self.in_script
         if (trains and may_run) or self.graphs:
             self.measure_due = True
@@ -123,10 +124,10 @@ class Training:
     def waived(self) -> Iterator[None]:
         """A `with` block during which training does not keep the model on its device.
 
-        The thread that trains a model uses this block when it evicts the model.
+        The thread that trains a model evicts the model in this block.
         """
-        # True only in the main thread. Another thread could move the model during the main thread's
-        # backward pass.
+        # This is true only in the main thread. Another thread could move the model during a
+        # backward pass of the main thread.
         self._waived = threading.current_thread() is threading.main_thread()
         try:
             yield
@@ -168,8 +169,8 @@ class Stepping(Protocol):
 class _Arguments(tuple):
     """The arguments of `step`, with the `with` blocks that pin the models during the step.
 
-    torch keeps the arguments in the frame of the step. So the blocks end when the frame ends,
-    whether the step returns or raises.
+    The frame of the step keeps the arguments. So the blocks end with the frame, whether the step
+    returns or raises.
     """
 
     blocks: list[Held]
@@ -209,8 +210,8 @@ def watch_steps(trained_by: Callable[[Any], list[Stepping]]) -> None:
 def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
     """From now on, `optimizer.zero_grad` releases the pins that a `forward` of `model` took.
 
-    In a script, the model is pinned while its gradients are cleared. Without this pin, the monitor
-    measured the model during the clearing, and the process ended with a segmentation fault.
+    In a script, the model is also pinned while its gradients are cleared. Without this pin, the
+    monitor measured the model meanwhile, and the process ended with a segmentation fault.
     """
     original = optimizer.zero_grad
     of = weakref.ref(model)
@@ -226,6 +227,6 @@ def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
         watched.training.stepped()
         return result
 
-    # The method is set on the instance, as torch's schedulers do with `step`. A pickle of the
-    # optimizer does not contain this method.
+    # The new method is an attribute of the instance, as torch's schedulers do with `step`. A pickle
+    # of the optimizer does not contain it.
     optimizer.zero_grad = types.MethodType(zero_grad, optimizer)

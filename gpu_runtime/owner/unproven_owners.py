@@ -1,9 +1,10 @@
-"""Owners that nothing proves alive or dead. A person who knows that one has ended can remove it.
+"""Owners that are neither proven alive nor proven dead. A person may know that one has ended, and
+remove it.
 
-Nothing proves an owner alive or dead if its lock file is missing or was replaced, and its process
-runs in another container or is hidden. No process removes the owner automatically, because the
-owner's memory may be in use. Messages call the owner's process lost. Owners that are proven dead
-are removed by `dead_owners.reap_neighbours` with `scheduler/transitions.reap`.
+An owner is unproven if its lock file is missing or was replaced, and its process runs in another
+container or is hidden. No process removes such an owner automatically, because its memory may be in
+use. Messages call its process lost. Owners that are proven dead are removed by
+`dead_owners.reap_neighbours` with `scheduler/transitions.reap`.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ def obey(session: Session, order: Order) -> Outcome:
 
 
 def end(session: Session, name: str, by: str, before: float | None = None) -> Outcome:
-    """Ends this process's waits for `name`. With `before`, only waits that began by that time.
+    """Ends this process's waits for `name`; if `before` is given, only those begun by that time.
 
     `by` is the person or the process that ends the waits. The waiting threads raise WaitEnded. This
     function raises GpuError if there is no such wait.
@@ -48,14 +48,14 @@ def end(session: Session, name: str, by: str, before: float | None = None) -> Ou
 
 
 def _uses(session: Session, owner: str = "") -> list[Ticket]:
-    """The requests that wait for memory: of the owner with the id `owner`, or of all if empty."""
+    """The requests that wait for memory, of the owner with the id `owner` or of all owners."""
     tickets = session.ledger.read().tickets
     found = [one for one in tickets if one.verb == "use"]
     return [one for one in found if not owner or one.owner == owner]
 
 
 def _waiting(session: Session, name: str | LeaseId) -> LeaseId:
-    """Finds the wait for `name`: the waiting owner's id and the name of what it waits for.
+    """Finds the wait for `name`. Returns the waiting owner's id and the name of the wanted model.
 
     Raises GpuError, AmbiguousName.
     """
