@@ -216,10 +216,9 @@ class _Replay:
         self.stale = True
 
     def _publish(self) -> None:
-        """Writes the users and the last uses of all models into the book, which the scheduler
-        reads.
+        """Writes the users and the last uses of all models into the book, for the scheduler.
 
-        A model that is arriving keeps its values. A real process also does this before each of its
+        The values of an arriving model stay. A real process also publishes before each of its
         decisions.
         """
         if not self.stale:
@@ -243,9 +242,7 @@ class _Replay:
                 return
 
     def _in_order(self) -> list[str]:
-        """The models with waiting requests and without a running transfer, in the order of the
-        queue.
-        """
+        """The models that have waiting requests and no transfer now, in the queue's order."""
         moving = {lease.name for lease in self.book.leases() if lease.phase is not Phase.SETTLED}
         order = queue(self.book, self.world)
         return [ticket.name for ticket in order if ticket.name not in moving]
@@ -274,8 +271,8 @@ class _Replay:
     def _start_steps(self, lane: str, steps: deque[Step]) -> None:
         """Starts the first of the `steps` in this `lane`.
 
-        A large model leaves in stages, so if the first step is such a departure, its first stage
-        starts. Else all steps up to the next such departure start as one transfer.
+        If the first step is the departure of a large model, only the first stage of this step
+        starts. Otherwise all steps before the next such departure start, as one transfer.
         """
         stage = self._stage_bytes(steps[0])
         if stage:
@@ -350,7 +347,7 @@ class _Replay:
     def _request(self, model: str) -> Request:
         """One request for `model` on behalf of all its waiting users.
 
-        The request is as old as the oldest request of these users.
+        The request has the time of arrival of the user who has waited longest.
         """
         costs, waiting = self.models[model], self.waiting[model]
         wanted = Lease(

@@ -54,8 +54,8 @@ def compare(
     `devices` and `hosts` are sizes such as `80GB`, or percents of the bytes of all models together.
     A card that is given in percent has at least the bytes of the largest model.
 
-    Raises BadSetting for an unknown policy or engine, for a size that cannot be read, for a card
-    that is smaller than the largest model. Raises GpuError for an empty `history`.
+    Raises BadSetting for an unknown policy or engine, for a size that cannot be read, and for a
+    card that is smaller than the largest model. Raises GpuError for an empty `history`.
     """
     if not history.requests:
         raise GpuError(

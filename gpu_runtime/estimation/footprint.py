@@ -6,16 +6,16 @@ the first known source in this list:
     declared size > measured before > header of the files > module without data > size of the files
     > the name
 
-A lease holds the weights. It also holds the room for use that the registration requested
-(`context_length`, `sequences`): KV cache and activations, calculated from the config. Without such
-a request, only the weights are reserved. Memory that code uses beyond its leases is measured, and
-the book (all leases and requests) counts it as the residue of its process.
+A lease covers the weights. If the registration requested room for use (`context_length`,
+`sequences`), the lease also covers KV cache and activations, calculated from the config. Memory
+that code uses beyond its leases is measured, and the book (all leases and requests) counts it as
+the residue of its process.
 
 *No overhead is counted twice.* A declared size includes the room for use. A measured size is the
-size of the tensors' storages, without a factor. If only the size of the files or a name is known,
-the weights are multiplied by a factor for cache and activations, unless cache and activations can
-be calculated. The CUDA context is counted only for a process's first model on a card. Once the
-context exists, it is part of the residue.
+size of the tensors' storages, and gets no factor. If only the size of the files or a name is known,
+cache and activations are calculated where possible. Otherwise the weights are multiplied by a
+factor for them. The CUDA context is counted only for a process's first model on a card. After that,
+the context is part of the residue.
 
 *Peak.* The peak use of a model is stored and shown, but not leased: one large batch would make the
 lease large forever. While torch keeps the bytes of a peak, they are in the book as residue.
@@ -184,8 +184,8 @@ def _beyond_weights(
 ) -> tuple[Part, ...]:
     """The parts for cache and activations; a margin if these cannot be calculated."""
     if evidence.at_load:
-        # A measurement of an engine includes its cache. If the engine puts no weights on the card,
-        # its cache is not on the card either.
+        # The measured size of an engine includes its cache. An engine with its weights in host
+        # memory has its cache there too.
         if measured is not None or evidence.weight_bytes == 0:
             return ()
     if use and weights.source == "name" and kv_cache.cache_layers(evidence.config) is None:
@@ -194,7 +194,7 @@ def _beyond_weights(
 
 
 def _typical_cache(name: str, evidence: Evidence, use: kv_cache.PlannedUse) -> Part:
-    """The largest possible cache of a model, if only the model's name is known."""
+    """The largest cache that the model can have, if only its name is known."""
     count, text = _count_in(name) or _count_in(evidence.name) or (0.0, "")
     layers = kv_cache.typical_layers(count)
     size = kv_cache.kv_cache_bytes(

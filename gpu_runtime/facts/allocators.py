@@ -60,7 +60,7 @@ class AllocatorMap(Value):
     inactive_bytes: int | None = None  # reserved and unused
     # Inactive bytes in segments that are entirely unused: defragmenting releases them.
     releasable_bytes: int | None = None
-    # The largest inactive block: the largest request that needs no new memory.
+    # Bytes of the largest inactive block. A larger request needs new memory.
     largest_free_bytes: int | None = None
     alloc_retries: int = 0
     ooms: int = 0
@@ -75,9 +75,9 @@ class AllocatorMap(Value):
     def largest_request_bytes(self, view: DeviceView) -> int | None:
         """The largest piece of memory that this process could allocate now; None if unknown.
 
-        `view` is the card, whose budget bounds the new memory. torch uses its largest free block.
-        If this block is too small, torch releases the segments that are entirely unused, and takes
-        new memory. On a simulated card only allocated bytes are claimed, so all free room can be used.
+        `view` is the card, whose free room limits new memory. torch uses its largest free block. If
+        this block is too small, torch releases the segments that are entirely unused, and takes new
+        memory. On a simulated card only allocated bytes are claimed, so all free room can be used.
         """
         if view.room_bytes is None or self.largest_free_bytes is None:
             return None

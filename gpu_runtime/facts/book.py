@@ -93,7 +93,8 @@ class Event(Value):
     # in the journal only, because the page must stay small.
     runners_up: tuple[str, ...] = ()
     seconds: float = NEVER  # duration of a load or a restore; 0: not measured
-    # After a load: the other models that were in use or arriving on the same cards at its end.
+    # For a load: the other models that were in use or arriving on the same cards when the load
+    # ended.
     beside: tuple[str, ...] = ()
     notebook: str = ""  # of the memory of a notebook's own code: the notebook's path
     # If a lease left a device or host memory: the times of the lease's last uses
@@ -129,9 +130,9 @@ class Book(Value):
     # Owners whose section cannot be read. The bytes of such an owner stay claimed until the owner
     # writes its section again or ends.
     quarantined: dict[str, Quarantined] = {}
-    # Nothing is granted before this time (seconds of CLOCK_BOOTTIME), because the page was lost and
-    # made again: owners that are not in the new page yet may hold memory. The value 0 means that
-    # grants are possible. In a Redis this time is not here, but beside the book.
+    # After the page was lost and made again, nothing is granted before this time (seconds of
+    # CLOCK_BOOTTIME), because owners that are not in the new page yet may hold memory. The value 0
+    # means that grants are possible. In Redis, this time is stored beside the book.
     opens: float = NEVER
 
     @property
@@ -287,8 +288,8 @@ class _Waiting(NamedTuple):
     users: dict[tuple[str, str], int]
 
 
-# A decision looks for several tickets in one book. So the index of the last tickets is kept. It is
-# used again if `Book.tickets` is the same object.
+# A decision looks for several tickets in one book, so the index of the last tickets is kept. It is
+# valid while `Book.tickets` is the same object.
 _last_waiting = _Waiting((), {}, {})
 
 # The parts of the book from which the last claims were computed, and these claims.

@@ -64,7 +64,7 @@ class Rules(Value):
     reserve_bytes: int = 0  # measured free memory that stays free
     stale_seconds: float = 5.0  # no grant is based on a sample older than this
     passing_seconds: float = 30.0  # a request blocked by a model in use may be passed for so long
-    # An owner that could act on a request, and has not done so for this long, is unresponsive.
+    # An owner is unresponsive if it has not acted on a request for this long, although it could.
     answer_seconds: float = 2.0
     refresh_seconds: float = 2.0  # a ticket that was not refreshed for this long is skipped
     patience_seconds: float = (
@@ -233,8 +233,9 @@ class Refuse(Value, tag=True):
     """The request cannot be served as things are. Nothing was changed."""
 
     because: str
-    # Of a request: hopeless, nested, kept, precious (a lease that cannot leave), limit, cap,
-    # deadlock, full or drained. Of an order: gone, unknown, stays, in use, away, fixed, busy or failed.
+    # The kind of a refused request: hopeless, nested, kept, precious (a lease that cannot leave),
+    # limit, cap, deadlock, full or drained. Of a refused order: gone, unknown, stays, in use, away,
+    # fixed, busy or failed.
     kind: str = "hopeless"
     need_bytes: int = 0
     budget_bytes: int = 0

@@ -96,8 +96,7 @@ class Lease(Value):
     key: str = ""
     shares: Shares = ()
     target: Shares = ()
-    # Where the model's own bytes are or will be, if the lease claims more than these bytes. Empty
-    # if `shares` are the model's own bytes.
+    # Where the model's own bytes are or will be, if the lease claims more than them; else empty.
     filled: Shares = ()
     # Bytes for cache and activations, which the lease claims on a device besides the model's own
     # bytes.
@@ -160,9 +159,9 @@ class Lease(Value):
     def holding(self, measured: Shares) -> Lease:
         """This lease, settled with the `measured` shares of its own bytes.
 
-        If the lease claims more than the model's own bytes, the extra claim stays, whatever the
-        measured size of the weights is: a whole card stays claimed, and working memory stays as
-        requested. A lease with bytes in host memory has no working memory.
+        Claims beyond the model's own bytes stay, whatever the measured size of the weights is: a
+        whole card stays claimed, and working memory stays as requested. But a lease with bytes in
+        host memory has no working memory.
 
         >>> here, there = (Share("sim:0", 4),), (Share("sim:0", 5),)
         >>> Lease("1", "a", target=(Share("sim:0", 9),), filled=here).holding(there).shares
@@ -310,8 +309,8 @@ class Lease(Value):
     def shadow_beyond_target(self) -> int:
         """The bytes of the shadow that `target` does not include.
 
-        During an offload that turns the shadow into the lease's share, `target` includes the
-        shadow's bytes.
+        An offload may turn the shadow into the lease's share in host memory. In this case `target`
+        includes the shadow's bytes, and they must not count twice.
         """
         if not self.shadow_bytes:
             return 0
@@ -421,12 +420,12 @@ class Ticket(Value):
     users: int = 1  # callers that wait for the model with this request
     need: Shares = ()  # the room for which it waits, on the likeliest card
     places: tuple[str, ...] = ()  # allowed cards, or the target of a move; empty: any card
-    # How the needed bytes may be divided among these places. Empty: they must be on one card.
+    # How the needed bytes may be divided among `places`. Empty: they must be on one card.
     layout: str = ""
     recalls: tuple[str, ...] = ()  # ids of the leases that other owners should evict for it
     # For each lease in `recalls`, the bytes that should leave; 0, or no entry: all of them.
     recalled_bytes: tuple[int, ...] = ()
-    # Ids of the leases whose shadows (copies in host memory) other owners should free for it.
+    # Ids of leases whose shadows (copies in host memory) other owners should free for this request.
     shadows: tuple[str, ...] = ()
     recalled_since: float = 0.0  # time since when exactly these leases are recalled
     held: tuple[str, ...] = ()  # lease ids that the requesting thread itself pins

@@ -20,8 +20,8 @@ MOST_ENTRIES = 256  # a decision on a larger book is not recorded: it would take
 MOST_BYTES = 1 << 20  # of one record, uncompressed
 FORMAT = b"\x01"  # changes with WORDS, because WORDS is needed to read a record
 
-# Names that most records contain. They are the dictionary of the compression, so a record need not
-# contain them. For a record with 2 leases, that saves two thirds of the bytes.
+# Names that most records contain. The compression has them as its dictionary, so a record contains
+# only references to them. For a record with 2 leases, that saves two thirds of the bytes.
 WORDS = b"".join(
     bytes([0xA0 + len(word)]) + word if len(word) < 32 else word
     for word in (

@@ -55,8 +55,7 @@ class Journal:
         users: Path | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Uses the file `path`; if `path` is None, the events stay in this process. `clock` returns
-        seconds.
+        """If `path`, the file, is None, the events stay in this process. `clock` returns seconds.
 
         In a shared ledger, `users` is the directory with the journals of all users.
         """
@@ -100,11 +99,10 @@ class Journal:
                 self._write()
 
     def decided(self, name: str, limit: int) -> tuple[Decided, ...]:
-        """At most `limit` decisions about the model `name` by this user's processes. The newest is
-        first.
+        """The newest decisions of this user's processes about the model `name`, at most `limit`.
 
-        If there is no such decision and `name` is a number, the result is the decision with this
-        number.
+        The newest decision is first. If there is none and `name` is a number, the result is the
+        decision with this number.
         """
         with self._lock:
             self._write()
@@ -172,9 +170,7 @@ class Journal:
         count = KEPT if limit is None else limit
 
         def latest(events: Iterable[Event]) -> tuple[Event, ...]:
-            """The newest `count` of the wanted `events`. `events` begins with the newest event; the
-            result ends with it.
-            """
+            """The newest `count` of the wanted events, the newest last. In `events` it is first."""
             wanted = (event for event in events if not actions or event.action in actions)
             return tuple(itertools.islice(wanted, count))[::-1]
 
@@ -185,8 +181,8 @@ class Journal:
             if self._path is not None and not self._broken and self._path.exists():
                 try:
                     with contextlib.closing(self._connect()) as db:
-                        # Rows are decoded one by one, only as far back as needed: a full journal
-                        # has 10,000 events.
+                        # Rows are decoded one by one, and no more than needed: a full journal has
+                        # 10,000 events.
                         return latest(_merged([_stored_events(db, model, since), *others]))
                 except (sqlite3.Error, OSError, msgspec.MsgspecError) as error:
                     log.warning("the journal %s cannot be read (%s)", self._path, error)
@@ -198,16 +194,14 @@ class Journal:
             return latest(_merged([kept, *others]))
 
     def _of_others(self, model: str | None, since: float) -> list[list[Event]]:
-        """For each other user, the events in the user's journal. The newest event is first."""
+        """The events of each other user's journal. The newest event is first."""
         if self._users is None or self._path is None or not after_fork.is_usable():
             return []
         files = journals_of_others(self._users, self._path.name, since)
         return [events_of(file, model, since) for file in files]
 
     def _connect(self) -> sqlite3.Connection:
-        """A connection for one use. It is closed after this use, so no connection is carried across
-        a fork.
-        """
+        """A connection for one use, closed after it: no connection is carried across a fork."""
         assert self._path is not None
         if not after_fork.is_usable():
             raise OSError(errno.EDEADLK, "SQLite cannot be used in this forked process")

@@ -14,9 +14,7 @@ from ..facts import DeviceView, Moment, Section
 def moments_of(
     views: Iterable[DeviceView], sections: Iterable[Section], wall: float
 ) -> tuple[Moment, ...]:
-    """For each device in `views`, a moment at the time `wall`, with the claims of the leases in
-    `sections`.
-    """
+    """A moment of each device in `views` at the time `wall`, with the leases' claims."""
     claims: dict[str, dict[str, int]] = {}
     for section in sections:
         for lease in section.leases:
@@ -60,7 +58,7 @@ def alike(one: Moment, other: Moment) -> bool:
 
 
 def _exact(moment: Moment) -> tuple[object, ...]:
-    """The figures of the `moment` for which even a small change is recorded."""
+    """The figures of the `moment` of which every change is recorded, however small."""
     return moment.total_bytes, moment.limit_bytes, moment.level, moment.claims
 
 
@@ -85,8 +83,9 @@ class ChangeFilter:
         self._skipped: dict[str, Moment] = {}  # the last moment that was not kept, by device
 
     def select(self, moments: Iterable[Moment]) -> list[Moment]:
-        """The moments to record, in order. They are some of `moments`, and some that were skipped
-        in earlier calls.
+        """The moments to record, in order.
+
+        Besides some of `moments`, these may be moments that an earlier call skipped.
         """
         rows: list[Moment] = []
         for moment in moments:

@@ -39,8 +39,8 @@ _encode = msgspec.msgpack.Encoder().encode
 _decode = msgspec.msgpack.Decoder(Moment).decode
 _Row = tuple[float, str, int, bytes]  # wall time, device, peak bytes, encoded moment
 
-# Selects the rowid of the fullest moment for each device and stretch of time. SQLite returns a
-# column without an aggregate from the row that has the max().
+# Selects the rowid of the fullest moment for each device and stretch of time. With max(), SQLite
+# takes the other columns from the row that has the maximum.
 _FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE wall >= ? AND wall < ?
     GROUP BY device, CAST(wall / ? AS INTEGER))"""
 
@@ -48,8 +48,8 @@ _FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE w
 class Record:
     """The history in one file. Every call opens the file again.
 
-    If the file is damaged or is no history, the writer renames this file, and readers find no
-    moments.
+    A file that is damaged or is no history has no moments for readers. The writer renames it, and
+    begins a new file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -134,8 +134,8 @@ class Record:
         returned. The ends of the stretches are at fixed times, so a chart that is redrawn for a
         later period does not flicker.
         """
-        # Stretches begin at multiples of their length, so the period can touch one more stretch
-        # than fits into it. With `most` = 1, one stretch covers all time.
+        # Stretches begin at multiples of their length, so the period can overlap one stretch more
+        # than its length suggests. With `most` = 1, one stretch covers all time.
         stretch = max((until - since) / (most - 1), 1e-3) if most > 1 else 1e18
         try:
             if most < 1 or not self.path.exists():
