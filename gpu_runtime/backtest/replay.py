@@ -206,7 +206,7 @@ class _Replay:
     def _use(self, model: str, change: int) -> None:
         """Adds `change` (1 or -1) to the users of `model`, and sets the time of its last use to now.
 
-        If a use starts (1), the time is also added to the recent uses.
+        If `change` is 1, a use starts, and the time is also added to the recent uses.
         """
         users, _, uses = self.used.get(model, (0, 0.0, ""))
         now = self.world.now
@@ -218,8 +218,8 @@ class _Replay:
     def _publish(self) -> None:
         """Writes the users and the last uses of all models into the book, for the scheduler.
 
-        The values of an arriving model stay. A real process also publishes before each of its
-        decisions.
+        An arriving model keeps its users and last use in the book. A real process also publishes
+        before each of its decisions.
         """
         if not self.stale:
             return

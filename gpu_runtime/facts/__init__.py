@@ -1,8 +1,8 @@
 """Frozen values that all folders exchange. Processes exchange these values as JSON.
 
-These values describe devices, models, leases, the book (all leases and requests of a host),
-decisions and snapshots. Nothing here decides or acts: no locks, tensors or clocks. Sizes are in
-bytes. Times are seconds of CLOCK_BOOTTIME, unless the name contains `wall`.
+The values describe devices, models, leases, the book (all leases and requests of a host), decisions
+and snapshots. Nothing here decides or acts: no locks, tensors or clocks. Sizes are in bytes. Times
+are seconds of CLOCK_BOOTTIME, unless the name contains `wall`.
 """
 
 # ruff: noqa: F401 - the names of this package are those that it imports

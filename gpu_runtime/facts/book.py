@@ -307,12 +307,12 @@ _decode_book = msgspec.json.Decoder(Book).decode
 def overdrafts(old: Book, new: Book) -> dict[str, int]:
     """Maps each device to the bytes that a write would promise above the device's limit.
 
-    `old` is the book as it was read, and `new` the book to be written. If the old claims are above
-    the limit already, only bytes above the old claims count. This function checks laws 1 and 2 in
-    docs/architecture.md. Measured bytes may exceed the limit: residue, or a lease that settled
-    larger than requested. Newly *promised* bytes (targets of loads and moves, and shadows of loads)
-    may not. So a device on which nothing more is promised has no entry. Devices that share the
-    machine's RAM also have one joint entry, such as `cuda:0+host`.
+    `old` is the book as it was read, and `new` the book to be written. The check is for laws 1 and
+    2 in docs/architecture.md. Bytes are promised if they are reserved for loads, moves and shadows.
+    A device has an entry only if more is promised on it than in `old`, because measured bytes
+    (residue, or a lease that is larger than requested) may exceed the limit. If the claims in `old`
+    exceed the limit already, only bytes above these claims count. Devices that share the machine's
+    RAM also have one joint entry, such as `cuda:0+host`.
     """
     # An unchanged section promises nothing new, and most writes change one section of many.
     changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]

@@ -24,7 +24,7 @@ class Cap(Value):
     tables: dict[str, str] = {}  # key -> the table of the file that sets it, such as users.ann
 
     def named(self, key: str) -> str:
-        """The place where the cap on `key` is set, so that users can look it up and discuss it.
+        """The place where the cap on `key` is set, for users who want to look it up and discuss it.
 
         For example `cap [users.ann] keep in /etc/gpu-console/config.toml`.
         """
@@ -119,8 +119,8 @@ class PlacementRules(Value):
     margin_bytes: int = 512 * 2**20
     # The overhead of each card of a split, as a fraction of the model's part on that card.
     overhead: float = 0.0
-    # If the factor is above 0, a share has the bytes of its weights times the factor, and a card
-    # that the share nearly fills is claimed in full. If the factor is 0, the share is estimated
+    # If the factor is above 0, a share is the bytes of its weights times the factor. A card that
+    # the share nearly fills is then claimed in full. If the factor is 0, the share is estimated
     # from the model.
     factor: float = 0.0
     largest_fraction: float = (

@@ -57,7 +57,7 @@ class Footprint(Value):
     def working_bytes(self) -> int:
         """The bytes of the parts `for_use`, which stay claimed while the model is on a device.
 
-        The result is 0 if these parts are allocated with the weights (`at_load`).
+        The result is 0 if cache and working memory are allocated with the weights (`at_load`).
         """
         if self.at_load:
             return 0

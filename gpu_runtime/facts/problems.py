@@ -50,8 +50,8 @@ class Problem(Value):
     text: str  # what is wrong, and what a person can do
     bytes: int = 0  # the memory that the problem holds or needs; 0: none, or unknown
     wall: float = 0.0  # since when, in epoch seconds; 0: unknown
-    # Actions that may help, each as a verb and its object. The object is a lease's id; for `cancel`
-    # it is the request's key, and for `resume` it is `OWNER_ID/`.
+    # Actions that may help, each as a verb and its object. The object is a lease's id. For `cancel`
+    # it is the key of the request, and for `resume` it is `OWNER_ID/`.
     actions: tuple[tuple[str, str], ...] = ()
 
     @property
@@ -223,7 +223,7 @@ _ARRIVED = ("granted", "loaded", "restored")
 def _swapping(seen: Snapshot) -> Iterator[Problem]:
     """Yields a problem if two models left a card alternately, such as A, B, A, B.
 
-    There must be at least LEAST_TURNS such evictions in the last five minutes.
+    At least LEAST_TURNS evictions by turns in the last five minutes are a problem.
     """
     recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
     for view in seen.devices:
@@ -255,7 +255,7 @@ def _was_evicted(event: Event, device: str) -> bool:
 
 
 def _turns(left: list[Event]) -> list[Event]:
-    """The newest events of `left` in which the same two leases leave by turns."""
+    """The newest events of `left`, as far back as the same two leases leave alternately."""
     turns: list[Event] = []
     for event in left:
         if turns and _lease_of(event) == _lease_of(turns[-1]):

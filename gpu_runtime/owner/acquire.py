@@ -326,8 +326,8 @@ class _Departures:
 def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:
     """Notifies the other owners of the blocking leases, so that they publish their pins now.
 
-    Otherwise, an owner publishes its pins within a second. `rung_at` has the time of each owner's
-    last notification; an owner is notified again only after POLL_SECONDS.
+    Without a notification, an owner publishes its pins within a second. `rung_at` has the time of
+    each owner's last notification. An owner is notified again only after POLL_SECONDS.
     """
     now = session.clock()
     owners = {id.partition("/")[0] for id in verdict.blockers}

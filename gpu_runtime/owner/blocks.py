@@ -25,8 +25,8 @@ from .session import Session
 class LeasedBlock:
     """The object that `rt.lease` yields: the lease and its device, and later the measured use.
 
-    `peak_bytes` and `delta_bytes` are None while the block runs. Both stay None if the use could
-    not be measured.
+    `peak_bytes` and `delta_bytes` are None while the block runs, and also if the use cannot be
+    measured.
     """
 
     def __init__(self, lease: Lease, device: Device, torch: str = "") -> None:

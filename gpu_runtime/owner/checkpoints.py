@@ -60,7 +60,7 @@ class Target(NamedTuple):
 def park(session: Session, who: str, checkpoint: bool, confirmed: bool) -> Outcome:
     """Parks the notebook `who`; if `checkpoint` is true, the process with the pid `who`.
 
-    Without `confirmed` no checkpoint is made, and the outcome says what can go wrong. See
+    If `confirmed` is false, no checkpoint is made, and the outcome says what can go wrong. See
     Runtime.park.
     """
     return _park(session, who, confirmed) if checkpoint else kernel.park(session, who)

@@ -129,8 +129,9 @@ def _governed_class(base: type) -> type:
         **_named_like(base),
         "zero_grad": _clearing(base.zero_grad),  # type: ignore[attr-defined]
     }
-    # Both `__call__` and `forward` pin the model. Between the two, torch runs hooks, and hooks that
-    # move inputs to the model's card need to know where the model is.
+    # Code may call `forward` directly, so both methods pin the model. `__call__` must pin it
+    # because torch runs hooks before `forward`. A hook that moves inputs to the model's card needs
+    # to know where the model is.
     for name in _CALLS:
         original = getattr(base, name, None)
         if callable(original):
@@ -270,7 +271,7 @@ def _reduce_as_base(self: Any, protocol: int) -> Any:
     governed: Any = next(base for base in kind.__mro__ if "_gpu_base" in vars(base))
     made, args, *rest = governed._gpu_base.__reduce_ex__(self, protocol)
     if args and args[0] is kind is governed and made is copyreg.__newobj__:  # type: ignore[attr-defined]
-        # With `__newobj__`, pickle requires the object's own class. So use another constructor.
+        # With `__newobj__`, pickle requires the object's own class, so another constructor is used.
         made = copyreg._reconstructor  # type: ignore[attr-defined]
         args = (governed._gpu_base, object, None)
     return made, args, *rest

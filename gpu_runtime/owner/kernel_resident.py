@@ -60,7 +60,7 @@ class KernelResident(Resident):
         return True
 
     def swapped(self) -> None:
-        """The bytes have left or returned, and the lease does not show the move yet."""
+        """Called when the bytes have left or returned, before the lease shows the move."""
         with self.gate:
             self.place = Place.MOVING
 
@@ -122,7 +122,7 @@ class KernelResident(Resident):
     def _claimed(self) -> dict[str, int]:
         """The bytes that the kernel claims on each card.
 
-        If the kernel's bytes are away, these are the cards to which the bytes will return.
+        If the kernel's bytes are away, the cards are those to which the bytes will return.
         """
         if self.place is Place.AWAY:
             claimed = dict(self.backend.must_return_to(self.handle))

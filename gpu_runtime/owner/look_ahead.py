@@ -59,7 +59,7 @@ class LookAhead:
         self._session = session
         self._lock = threading.Lock()  # protects the start and the end of the thread
         self._changed = threading.Event()
-        # This event is never set. The thread pauses by waiting for it, because such a wait does not
+        # This event is never set. The thread pauses by a wait for it, because such a wait does not
         # prevent parking.
         self._never = threading.Event()
         self._works = False  # whether the thread runs

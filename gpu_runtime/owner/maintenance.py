@@ -126,7 +126,7 @@ def _needed_by_others(session: Session) -> list[Resident]:
 
 
 def _doze(session: Session, owners: int) -> float:
-    """The seconds to sleep while no owner requests anything. With many owners, they are more.
+    """The seconds to sleep while no owner requests anything. With many owners, the sleep is longer.
 
     A long sleep is harmless: other owners also watch for dead processes, and a use or a
     notification ends the sleep.
@@ -226,7 +226,7 @@ def remeasure(session: Session) -> None:
 
 
 def _check_devices(session: Session, now: float) -> None:
-    """Measures the devices and relieves pressure. Only notes if the driver does not answer."""
+    """Measures the devices, then relieves pressure. A driver without an answer is noted."""
     try:
         session.probe.check(now, session.rules.stale_seconds)
     except ProbeFailed as error:
@@ -332,8 +332,8 @@ def _perform(session: Session, order: Order) -> Outcome:
     if order.verb == "cancel":
         return waits.obey(session, order)
     if order.name and order.name not in session.residents:
-        # This name comes from another process. It may only select a model of this process, never
-        # load another.
+        # The name comes from another process. It may select a model of this process, but never load
+        # another.
         raise UnknownModel(order.name, tuple(session.residents))
     if order.verb == "who":
         return other_holdings.answer(session, order)

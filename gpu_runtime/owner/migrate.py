@@ -162,7 +162,7 @@ def _refused(book: Book, me: str, resident: Resident, refusal: Refuse, world: Wo
 
 
 def _suggest_eviction(book: Book, me: str, refusal: Refuse) -> str:
-    """The command that evicts the first idle lease of the refusal's holders, or an empty text."""
+    """What to type to make room: the command that evicts an idle lease in the way; may be empty."""
     found = (book.find(id) for id in refusal.holders)
     idle = [lease for lease in found if lease and _may_be_evicted(lease)]
     if not idle:

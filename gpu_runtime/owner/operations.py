@@ -1,6 +1,6 @@
 """The verbs on models: preload, move, evict, pin, unpin.
 
-For a model of another owner, the verb becomes a request to this owner.
+A verb on a model of another owner becomes a request to the model's owner.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def asker(session: Session, user: str) -> Asker:
 def askers(session: Session, book: Book) -> dict[str, Asker]:
     """The requests to this owner: maps each ticket's key to the rights of the user who wrote it.
 
-    Tickets are left out if the ledger cannot prove which owner wrote them.
+    A ticket is left out if the ledger cannot prove which owner wrote the ticket.
     """
     found = {}
     for ticket in book.tickets:

@@ -118,7 +118,7 @@ def _leave(
 
 
 def _free_shadows(session: Session, steps: tuple[Shed, ...]) -> set[str]:
-    """Frees the shadows that `steps` name. Requests other processes to free their own shadows.
+    """Frees the shadows that `steps` name. Shadows of other processes are recalled.
 
     Returns the ids of the leases whose shadows were not freed in time.
     """
@@ -247,7 +247,7 @@ def _leave_in_stages(
 
 
 def _leave_part(session: Session, resident: Resident, step: Move, size: int) -> None:
-    """Copies pieces of at most `size` bytes to host memory, and writes their room into the book."""
+    """Copies pieces of at most `size` bytes to host memory. Their room is free in the book then."""
     shares = resident.carry(replace(step, shares=(Share(HOST, size),)))
     now = session.clock()
     resident.lease = replace(resident.lease.holding(shares), settled_at=now, away_since=now)

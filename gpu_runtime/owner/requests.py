@@ -122,7 +122,7 @@ def decline(session: Session, verb: str, target: LeaseId, because: str) -> None:
 def note_action(session: Session, verb: str, name: str, because: str, size: int = 0) -> None:
     """Writes an action on a model of this process into the journal, if another person caused it.
 
-    Does nothing if this process's own user caused it. `size` is in bytes.
+    Does nothing if this process's own user caused the action. `size` is in bytes.
     """
     by = person(session)
     if not by:

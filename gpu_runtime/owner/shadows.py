@@ -30,9 +30,9 @@ def wanted(session: Session, resident: Resident) -> bool:
 def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, Any]:
     """Reserves host memory for the shadow of a model that is loaded onto `shares`.
 
-    Returns the options with which the backend keeps the shadow; none if the host has no room or if
-    no shadow is wanted. If another process loads the same files now, first waits until that load
-    has ended, so that the files are read only once.
+    Returns the options with which the backend keeps the shadow. Returns none if the host has no
+    room or if no shadow is wanted. If another process loads the same files now, first waits until
+    that load has ended, so that the files are read only once.
     """
     if not wanted(session, resident):
         return {}
@@ -80,7 +80,7 @@ def _copies(session: Session, book: Book, files: str) -> Copies:
 def _near(session: Session, book: Book) -> list[Section]:
     """The sections of this user's processes that run on this host and in the same namespaces.
 
-    In these sections, a pid means the same process as in this process.
+    In the returned sections, a pid means the same process as in this process.
     """
     me, found = session.ledger.owner, []
     for section in book.sections.values():

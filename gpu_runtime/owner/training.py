@@ -124,10 +124,10 @@ class Training:
     def waived(self) -> Iterator[None]:
         """A `with` block during which training does not keep the model on its device.
 
-        The thread that trains a model evicts the model in this block.
+        The thread that trains a model evicts the model inside such a block.
         """
-        # This is true only in the main thread. Another thread could move the model during a
-        # backward pass of the main thread.
+        # Training is waived only in the main thread. Another thread could move the model while the
+        # main thread is in a backward pass.
         self._waived = threading.current_thread() is threading.main_thread()
         try:
             yield

@@ -93,7 +93,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     # 3. The request can never fit, or exceeds the operator's caps.
     request = _as_measured(request, lease) if lease else request
     out = _drained_for(book, request, world)
-    # A lease in parts has bytes on its card already. They do not count against its own request.
+    # The bytes of a lease in parts that are on a card do not count against its own request.
     others = book.without_lease(lease.owner, lease.name) if lease and lease.in_parts else book
     never = _never_alone(others, request, world, out)
     request = with_layout(request, world, never)
@@ -165,7 +165,7 @@ def _as_measured(request: Request, lease: Lease) -> Request:
 def _drained_for(book: Book, request: Request, world: World) -> Mapping[str, str]:
     """The drained cards that the request may not use, each with a sentence on who drained it.
 
-    A model of 0 bytes may use a drained card: all its tensors belong to another model.
+    A model of 0 bytes may use a drained card, because all its tensors belong to another model.
     """
     return drained(book, world) if request.footprint.bytes else {}
 

@@ -73,8 +73,8 @@ def candidates_for(
     else:
         limits = {device: limit_of(book, world, device) for device in free}
         found = place(request.footprint, free, rules, limits)
-        # `place` adds up the free bytes of several cards. It knows neither which cards are
-        # unmeasured nor the owner's own limit, so its divisions are made again.
+        # `place` adds up the free bytes of several cards. Unmeasured cards and the owner's own
+        # limit are unknown to `place`, so its divisions are made again.
         if context.blind or context.own_left is not None:
             found = _splits_within(request, context, free, limits, found)
     return _with_reserved(found, context) + _drained_candidates(request, out)

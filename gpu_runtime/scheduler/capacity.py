@@ -179,9 +179,9 @@ def _add_unseen(lease: Lease, taken_at: Mapping[str, float], unseen: Bytes) -> N
 def freed_since(book: Book, world: World) -> dict[str, int]:
     """Bytes that leases freed on each device after its sample, plus bytes of dead processes.
 
-    The sample does not yet show these bytes as free, so no grant spends them. These bytes will be
-    free soon, so no other lease is evicted to replace them. `book` holds the events and the dead
-    processes' bytes, `world` the samples.
+    The sample does not show the freed bytes yet, so no grant spends them. They will be free soon,
+    so no other lease is evicted to replace them. `book` holds the events and the dead processes'
+    bytes, `world` the samples.
     """
     freed: Bytes = {}
     for device in world.devices:

@@ -176,7 +176,7 @@ def _left_of_own_limit(
 ) -> tuple[int | None, int | None]:
     """Bytes left under INFERENCE_MEMORY_LIMIT_GB: now, and once the leaving models have left.
 
-    Both numbers are None if no limit is set, or if the request is not for a model.
+    The result is two times None if no limit is set, or if the request is not for a model.
     """
     limit = world.rules.limit_bytes
     if limit is None or request.lease.kind != "model":

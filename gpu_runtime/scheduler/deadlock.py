@@ -22,8 +22,8 @@ def deadlocked(book: Book, world: World) -> tuple[Ticket, ...]:
     1. A thread that waits for nothing will finish and release its leases.
     2. Grant every request that fits into the released memory. The thread of each granted request
        will finish too. Repeat this step.
-    3. The remaining requests are deadlocked. A request whose thread holds nothing that another
-       request could use is left out.
+    3. The remaining requests are deadlocked. A request is left out if its thread holds nothing that
+       another request could use.
 
     Source: Holt 1972, Some Deadlock Properties of Computer Systems, ACM Computing Surveys 4(3).
     """

@@ -43,8 +43,8 @@ def departure_stages(lease: Lease, target: Shares, least_bytes: int) -> int:
     """The bytes of each stage in which `lease` leaves its card for `target`; 0: all at once.
 
     A lease leaves in stages only if its pieces are copied to host memory. It leaves at once if host
-    memory has a copy of its bytes already, if there would be only one stage, or if `least_bytes`,
-    the least bytes of a stage, is 0.
+    memory has a copy already, if there would be only one stage, or if `least_bytes` is 0.
+    `least_bytes` is the least bytes of a stage.
     """
     size = sum([share.bytes for share in target])
     copied = not (lease.shadow_bytes or lease.copy)

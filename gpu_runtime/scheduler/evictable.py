@@ -136,9 +136,10 @@ def permanent_reason_to_stay(
 
 
 def needs_host_room(lease: Lease) -> str:
-    """Why this `lease`, whose weights exist nowhere else, cannot leave its card; ends a sentence.
+    """Why this `lease`, whose weights exist nowhere else, cannot leave, as the end of a sentence.
 
-    Either the host has no room, or the lease is a notebook's memory that may not be moved.
+    There are two reasons: the lease is a notebook's memory that may not be moved, or the host has
+    no room for the lease.
     """
     if lease.kind == "kernel" and not lease.movable:
         return EXEMPT

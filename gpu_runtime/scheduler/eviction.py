@@ -247,11 +247,13 @@ def _priced(
 ) -> _Priced:
     """The way to make room for `candidate` by evicting the leases `leaving`, with its cost.
 
-    Costs are compared in this order: the highest importance of an evicted lease, the rank that the
-    eviction policy gives to the evicted lease that is worth most, the seconds of loading the leases
-    again, the number of cards, and the number of leases. With the placement policy
-    `fewest-evictions`, the number of leases is compared before the rank. `order`, the way's
-    position in the search, decides between ways that are equal in all of these.
+    Costs are compared in this order:
+    1. the highest importance of an evicted lease
+    2. the rank of the evicted lease that is worth most, by the eviction policy
+    3. the seconds of loading the leases again
+    4. the number of cards
+    5. the number of leases; with the placement policy `fewest-evictions`, this is compared before 2
+    6. `order`, the position of the way in the search
 
     (When the seconds were compared before the rank, small models in use all day left again and
     again: on a simulated week over 8 cards without host memory, the loads took 2.2 to 3.1 times as
@@ -292,8 +294,8 @@ def _most_precious(
 ) -> tuple[float, float]:
     """The worth of the last lease in `leaving`: its negative importance, and its rank.
 
-    The leases are in the order of their worth, so the last lease is worth most. In both numbers, a
-    larger number means more worth.
+    The leases are in the order of their worth, so the last lease is worth most. A larger number
+    means more worth, in the negative importance and in the rank.
     """
     if not leaving:
         return -(10**9), 0.0

@@ -290,7 +290,7 @@ def _without_needless_pieces(
 
 
 def _smallest_part(lease: Lease, room: _Room, enough: Callable[[], bool]) -> Lease:
-    """The `lease` with a target of as few pieces as make the room enough."""
+    """The `lease` with a target: the fewest pieces that make the room enough."""
     low, high = 1, freed_bytes(lease)  # numbers of bytes; `high` is always enough
     while low < high and lease.piece_bytes:
         middle = (low + high) // 2

@@ -88,8 +88,8 @@ def _wait_for_what_left(
 ) -> Wait:
     """The Wait of a request whose missing bytes become free without a further eviction.
 
-    There are three reasons: leases that are leaving free the bytes, or the driver has not yet freed
-    the memory of a dead process, or the bytes are free but not yet measured as free.
+    The bytes become free for one of three reasons. Leases are leaving, or the driver has not yet
+    freed the memory of a dead process, or the bytes are free and not yet measured.
     """
     for card in cards:
         if (lease := context.leaving.get(card)) is not None:
@@ -233,7 +233,8 @@ class _Eviction:
     def _worth_less(self, lease: Lease, host_room: int) -> tuple[Lease, ...]:
         """The leases to unload from host memory for this `lease`, each worth less than `lease`.
 
-        The result is empty if such leases are too few, or if one of their owners does not answer.
+        The result is empty if the leases that are worth less are too few, or if one of their owners
+        does not answer.
         """
         asker = self.request.lease.owner
         if lease.owner != asker:  # the owner that is recalled chooses what it unloads for its lease

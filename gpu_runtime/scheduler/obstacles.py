@@ -83,7 +83,8 @@ def wait_for_obstacles(
 def _unreadable(book: Book, shares: Shares) -> str:
     """A sentence on an owner with an unreadable section and bytes on the cards of `shares`.
 
-    The bytes of such an owner cannot be recalled. The sentence is empty if there is no such owner.
+    The bytes of an owner with an unreadable section cannot be recalled. The sentence is empty if no
+    such owner has bytes on these cards.
     """
     for unread in book.quarantined.values():
         if any(unread.held.get(share.device) for share in shares):

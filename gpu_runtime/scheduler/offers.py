@@ -47,9 +47,13 @@ def offer_of(plan: Plan, host: str, users: int = 0) -> Offer:
 def ranked(offers: Iterable[Offer]) -> tuple[Offer, ...]:
     """The `offers`, the best first.
 
-    Offers are compared by these criteria, in this order: the level (in the order of PlanLevel), the
-    fewest users of the model on the host, the least important victims, the fewest seconds, the best
-    fit (the fewest bytes left), and the name of the host.
+    Offers are compared by these criteria, in this order:
+    - the level, in the order of PlanLevel
+    - the fewest users of the model on the host
+    - the least important victims
+    - the fewest seconds
+    - the best fit: the fewest bytes left
+    - the name of the host
 
     Seconds count as equal if they are close to the seconds of the fastest offer with the same
     level, users and victims. So small differences between two measurements do not change the order.
@@ -106,10 +110,13 @@ def room_of(
 def shortlist(rooms: Iterable[HostRoom], most: int = MOST_PLANNED) -> tuple[str, ...]:
     """The names of at most `most` hosts that should make a plan, the likeliest first.
 
-    The order is: hosts with the model on a device, hosts with the model in host memory, hosts with
-    free room (the best fit first), hosts that would have to evict (the least important idle models
-    first), and hosts whose idle models are too few. Hosts that are too small or drained are last.
-    They are listed so that a refusal can name them.
+    The order is:
+    - hosts with the model on a device
+    - hosts with the model in host memory
+    - hosts with free room, the best fit first
+    - hosts that would have to evict, the least important idle models first
+    - hosts whose idle models are too few
+    - hosts that are too small or drained, which a refusal names
     """
     return tuple(room.host for room in sorted(rooms, key=_promise)[:most])
 

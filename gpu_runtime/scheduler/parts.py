@@ -152,7 +152,8 @@ def _cut(
 def _least_ends(sums: Sequence[int], most: Sequence[int]) -> list[int]:
     """For each card, the lowest boundary (a number of pieces) at which its part may end.
 
-    With a lower boundary, the cards after it could not hold all remaining pieces.
+    If a part ended before its lowest boundary, the cards after it could not hold all remaining
+    pieces.
     """
     left = len(sums)
     ends = [left] * len(most)

@@ -201,9 +201,9 @@ def _as_if_measured(
     step: Step,
     world: World,
 ) -> World:
-    """The `world`, with samples in which the bytes that the finished `step` freed are free.
+    """The `world` as a measurement after the finished `step` would show it.
 
-    A sample is one measurement of a device. A measurement after the step would give these samples.
+    A sample is one measurement of a device. In the samples, the bytes that the step freed are free.
     """
     source = getattr(step, "source", ())
     samples = dict(world.samples)

@@ -77,7 +77,7 @@ def elders(
             continue
         if now - ticket.refreshed > rules.refresh_seconds:  # as `awake`, without a call
             continue
-        # The importance usually decides, so the rest of the position is computed only if it is equal.
+        # The rest of the position is computed only if the importance is equal, which is seldom.
         importance = ticket.importance
         if importance >= own_importance:
             waited_seconds = now - ticket.arrived

@@ -71,8 +71,8 @@ def obey(
 ) -> tuple[Book, tuple[Move | Drop | Shed, ...], tuple[Order, ...]]:
     """The book in which recalled leases of `owner` leave, the steps for that, and the orders.
 
-    A ticket of another owner recalls a lease. The lease leaves if its grace period is over and the
-    rules allow its eviction for a request with the importance of that ticket. A lease that may not
+    A ticket of another owner recalls a lease. The lease leaves if its grace period is over, and if
+    the rules allow its eviction for a request with the ticket's importance. A lease that may not
     leave stays, and its pins in the book show the requester the reason. `key` is stored in the
     leaving leases. `rank` decides which leases in host memory are worth less than a recalled lease.
 
@@ -111,7 +111,7 @@ def obey(
 
 
 def _is_order_to(owner: str, ticket: Ticket) -> bool:
-    """Whether the `ticket` requests something other than an eviction from the process `owner`."""
+    """Whether the `ticket` requests from the process `owner` anything other than an eviction."""
     if ticket.verb not in ASKS or ticket.verb in ("evict", "shed"):
         return False
     target, _, _ = ticket.name.partition("/")

@@ -121,7 +121,7 @@ def park_kernels(
 
 
 def overfull(book: Book, owner: str, cards: Iterable[str]) -> bool:
-    """Whether one of these `cards` holds more than its limit, and not only memory of `owner`.
+    """Whether other owners have memory on one of the `cards` that holds more than its limit.
 
     Bytes that are already leaving the card do not count.
     """
@@ -207,7 +207,7 @@ def _shed_first(
 
 
 def _without_claims(view: DeviceView, world: World) -> DeviceView:
-    """The view of the host with the level of the measured memory alone; LOW if not measured."""
+    """The view of the host, with the level of its measured memory only; LOW if not measured."""
     used, total = view.measured_bytes or 0, view.device.total_bytes
     full = 0.0 if view.device.simulated or not total else used / total
     return replace(view, claimed_bytes=0, pressure=full, level=level(full, world.rules))
@@ -274,7 +274,8 @@ def _helps(book: Book, view: DeviceView) -> bool:
 def _level_now(view: DeviceView, freed: int, world: World) -> Level:
     """The level of pressure to act on: the level after the `freed` bytes have left.
 
-    With the setting `always`, the result is the present level, which still counts these bytes.
+    With the setting `always`, the result is the present level, at which the `freed` bytes still
+    count.
     """
     if world.rules.relief == "always":
         return view.level

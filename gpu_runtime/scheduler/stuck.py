@@ -63,9 +63,9 @@ def stuck_leases(
 def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
     """Sets of precious leases that may have to stay on their cards; sets of few leases are first.
 
-    Host memory has room for all precious leases outside such a set. The result is one empty set if
-    host memory has room for all precious leases in `stuck`, or if they are too many to try every
-    set. These leases are then no reason to refuse the request.
+    For each set, host memory has room for all other precious leases. If host memory has room for
+    all precious leases, or if they are too many to try every set, the result is one empty set. Then
+    these leases are no reason to refuse the request.
     """
     by_id = {}
     for leases in stuck.precious.values():

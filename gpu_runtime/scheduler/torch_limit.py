@@ -24,13 +24,13 @@ def bounds(
 ) -> dict[str, float]:
     """The fraction of each real card of `world` that torch may use in the process of `owner`.
 
-    The bound is the whole card less other owners' claims in `book`, and less the CUDA context,
-    which torch does not count (`contexts`: card -> bytes). The bound is never below the owner's own
-    leases on the card, except that it is at most 99 % of the card.
+    The bound is the whole card, less other owners' claims in `book`, and less the CUDA context,
+    which torch does not count. `contexts` maps cards to the bytes of the context. The bound is at
+    least the owner's own leases on the card, and at most 99 % of the card.
 
-    A card that is missing in the result has no bound, for one of three reasons: the owner has
-    nothing on the card, one of the owner's models is split over this card and other cards, or a
-    block of code sets its own bound (`open_cards`).
+    A card has no bound, and no entry in the result, for one of three reasons: the owner has nothing
+    on the card, one of the owner's models is split over several cards, or a block of code sets its
+    own bound (`open_cards`).
     """
     section = book.sections.get(owner)
     if section is None:

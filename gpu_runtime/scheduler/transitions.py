@@ -395,8 +395,8 @@ def resign(book: Book, owner: str) -> Book:
 def reap(book: Book, dead: Iterable[str], world: World, said_by: str = "") -> Book:
     """The book without the owners `dead`, whose death is proven, with an event for each lease.
 
-    `said_by` is the person who declared that these processes have ended, if nothing else proves
-    their end.
+    `said_by` is the person who declared that the dead owners' processes have ended, if nothing else
+    proves their end.
 
     The dead owners' memory on real cards stays claimed by ghosts until a sample shows that the
     driver has freed it. A ghost stands for the memory that a dead process held; a sample is one

@@ -13,7 +13,7 @@ _USUAL = Rules()
 
 
 def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
-    """Each owner in `seen` that does not respond, with the request. The longest silence is first.
+    """Each owner in `seen` with a request that it does not answer. The longest silence is first.
 
     An owner has responded if it has published that the model is in use, has begun the work, or
     waits for room to restore the model. `rules.answer_seconds` is the time that an owner has to

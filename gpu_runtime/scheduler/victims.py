@@ -90,8 +90,8 @@ def victims_in_order(
 def _first_enough(missing: Gain, ordered: Iterable[Lease]) -> list[tuple[Lease, Gain]] | None:
     """The first leases that free all missing bytes; None if all leases are not enough.
 
-    The bytes of these leases are subtracted from `missing`. A negative number in `missing` is the
-    surplus.
+    The bytes of the returned leases are subtracted from `missing`. A negative number in `missing`
+    is the surplus.
     """
     owners = _owners(missing)
     chosen: list[tuple[Lease, Gain]] = []
@@ -250,7 +250,7 @@ def freed_bytes(leaving: Lease) -> int:
 
 
 def part_of(lease: Lease, need: int) -> Lease:
-    """The `lease` with a `target` of as few pieces as free `need` bytes of its card.
+    """The `lease` with a `target`: the fewest pieces that free `need` bytes of its card.
 
     Returns `lease` itself if it cannot be cut, or if all its pieces must leave. At least one piece
     leaves, even if the lease's working memory alone is enough: a lease gives its working memory up

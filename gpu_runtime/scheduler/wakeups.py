@@ -31,7 +31,7 @@ def _tickets_differ(before: Book, after: Book) -> bool:
     for old, new in zip(before.tickets, after.tickets, strict=True):
         if old is new:
             continue
-        # The reason may contain a time, such as "was used 774 ms ago", and so may differ at each
+        # A ticket's reason may contain a time, such as "was used 774 ms ago", which differs at each
         # comparison.
         if replace(old, refreshed=0.0, because="") != replace(new, refreshed=0.0, because=""):
             return True

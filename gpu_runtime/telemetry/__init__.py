@@ -1,5 +1,5 @@
 """Measures and records a host: device figures and their history, events, sizes of models.
 
-Nothing is decided here, and no other folder depends on these records. If a record cannot be
-written, the failure is logged and the program continues.
+Nothing is decided here, and no other folder depends on the records. If a record cannot be written,
+the failure is logged and the program continues.
 """

@@ -1,6 +1,6 @@
 """The peak memory of each notebook cell in its last run, in a small file of the user.
 
-Nothing depends on this file. If the file is missing, no room is requested before a cell runs.
+No other part depends on the file. If it is missing, no room is requested before a cell runs.
 """
 
 from __future__ import annotations

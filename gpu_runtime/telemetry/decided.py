@@ -79,8 +79,8 @@ def select(db: sqlite3.Connection, name: str, limit: int) -> tuple[Decided, ...]
     """At most `limit` decisions about the model `name` from the file `db`. The newest decision is
     first.
 
-    If there is no such decision and `name` is a number, the result is the decision with this
-    number.
+    If no decision is about a model `name`, and `name` is a number, the result is the decision with
+    this number.
     """
     db.execute(_TABLE)
     wanted = "SELECT id, body FROM decisions WHERE "

@@ -85,7 +85,7 @@ class ChangeFilter:
     def select(self, moments: Iterable[Moment]) -> list[Moment]:
         """The moments to record, in order.
 
-        Besides some of `moments`, these may be moments that an earlier call skipped.
+        Besides some of `moments`, the result may have moments that an earlier call skipped.
         """
         rows: list[Moment] = []
         for moment in moments:

@@ -71,10 +71,10 @@ class Recorder:
 
 
 def now_of(book: Book, figures: Figures, now: float, wall: float) -> tuple[Moment, ...]:
-    """A moment of each device of `book` that has a limit. The measured `figures` are used only for
-    real devices.
+    """A moment of each device of `book` that has a limit, at the time `now`.
 
-    Both `now` (seconds since the boot) and `wall` (epoch seconds) are the time of the moments.
+    `now` is in seconds since the boot, and `wall` is the same time in epoch seconds. The measured
+    `figures` are used only for real devices.
     """
     devices = tuple(device for device in book.devices if device.id in book.limits)
     samples: dict[str, Sample] = {}

@@ -14,7 +14,7 @@ hangs does not stop the measuring of other cards. If no card is measured any mor
 that read the figures end the helper and start another helper.
 
 A separate thread records how the devices are used (`recorder.py`). With simulated devices, only the
-machine's memory is measured. These figures are not published; only the history uses them.
+machine's memory is measured. Its figures are not published, and only the history uses them.
 """
 
 from __future__ import annotations
