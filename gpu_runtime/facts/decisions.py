@@ -56,7 +56,7 @@ class Rules(Value):
     moderate: float = 0.60
     high: float = 0.80
     critical: float = 0.90
-    # How long a model must be idle before pressure of this level evicts it.
+    # How long a model must be idle before it is evicted at each level of pressure.
     idle_moderate_seconds: float = 120.0
     idle_high_seconds: float = 30.0
     relief: str = "auto"  # or "always", or "never"

@@ -276,8 +276,8 @@ class Lease(Value):
     def claims(self) -> Iterator[Share]:
         """Yields every share that counts against a budget: `shares`, `target` and host memory.
 
-        The host memory is the shadow (a copy of bytes on a card) and unused bytes of shared pages.
-        During an offload the shadow is a part of the target, so its bytes count once.
+        In host memory, the shadow (a copy of bytes on a card) and the unused bytes of shared pages
+        count. During an offload the shadow is a part of the target, so its bytes count once.
         """
         yield from self.shares
         yield from self.target

@@ -63,7 +63,6 @@ def remembered_until_exit() -> weakref.WeakSet[Any]:
     runtimes: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def in_child() -> None:
-        """Runs in a forked child: forgets the runtimes, which belong to the parent."""
         for runtime in list(runtimes):
             runtime._forked()
 

@@ -152,7 +152,6 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
 
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Calls the original function while the model is pinned."""
         resident = _governed.get(self)
         # A copy of a governed module is not governed. A call inside another call needs no further
         # pin.
@@ -237,7 +236,6 @@ def _load_for_change(module: Any, name: str) -> None:
 
 
 def _lies_on_cpu(module: Any) -> bool:
-    """Whether the first tensor of `module` is a CPU tensor."""
     for part in module.modules():
         for tensor in (*part._parameters.values(), *part._buffers.values()):
             if tensor is not None:
@@ -250,7 +248,6 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clears the gradients (in a script, of the pinned model), and reports the step's end."""
         resident = _governed.get(self)
         if resident is None:
             return original(self, *args, **kwargs)

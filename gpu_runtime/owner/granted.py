@@ -67,7 +67,6 @@ def _load(
     key: Key,
     progress: Progress | None,
 ) -> None:
-    """Loads the model, installs it, and settles its lease with the measured bytes."""
     handle = None
     try:
         session.probe.watch_peaks()
@@ -124,7 +123,6 @@ def _restore(
     key: Key,
     earlier_bytes: int,
 ) -> None:
-    """Moves the model back from host memory, and settles its lease with the measured bytes."""
     shares, moving = _move_back(session, resident, step, key)
     seconds = parts.restore_seconds(resident.lease, moving)
     arriving = replace(
@@ -166,7 +164,6 @@ def _restore_part(
     before = resident.lease
 
     def restore() -> None:
-        """Moves the part, and settles the lease in parts."""
         shares, _ = _move_back(session, resident, step, key)
         settled = replace(
             before.holding(shares),

@@ -247,9 +247,9 @@ def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> 
 def _models(
     session: Session, storages: Mapping[int, _Storage]
 ) -> tuple[list[Holder], frozenset[int], int]:
-    """The rows of the governed models, the keys of their storages, and a number of bytes.
+    """The rows of the governed models, the keys of their storages, and the bytes elsewhere.
 
-    The number is the bytes of governed models whose storages are in another process.
+    The bytes elsewhere belong to governed models whose storages are in another process.
     """
     rows: list[Holder] = []
     governed: set[int] = set()
@@ -306,7 +306,7 @@ def _elsewhere(
 
 
 def free(session: Session, variable: str | None) -> Outcome:
-    """Deletes `variable`. If None, releases outputs, the last error, garbage and caches instead.
+    """Deletes `variable`; if it is None, releases outputs, the last error, garbage and caches.
 
     Raises GpuError if there is no variable with the name `variable`.
     """

@@ -395,7 +395,6 @@ def look_after(session: Session) -> None:
 
 
 def _relieve(session: Session, resident: KernelResident | None) -> None:
-    """Parks the kernel if its card is over the limit and the scheduler chooses this kernel."""
     if resident is None or resident.pins or resident.place is not Place.HERE:
         return
     cards = {share.device for share in resident.lease.shares}

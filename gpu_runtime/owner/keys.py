@@ -68,7 +68,6 @@ class Keys:
         wanted = key.note
 
         def act() -> T:
-            """Runs `work` if the key is still known."""
             # This second key is noted before the check, so a key is known for as long as `work`
             # runs.
             held = self._note(Key(key.text))

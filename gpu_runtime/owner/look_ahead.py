@@ -260,7 +260,6 @@ class LookAhead:
         session = self._session
 
         def deciding(book: Book, world: World) -> tuple[Book, Grant | Wait]:
-            """Calls `decide` for `book` and `world`."""
             return decide(book, world=world)
 
         book, world = session.look()

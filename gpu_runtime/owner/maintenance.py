@@ -281,7 +281,6 @@ def obey(session: Session) -> tuple[Order, ...]:
     def decision(
         book: Book, world: World
     ) -> tuple[Book, tuple[tuple[Move | Drop | Shed, ...], tuple[Order, ...]]]:
-        """The book with the recalled leases marked as leaving, and the steps and the orders."""
         askers = permissions.askers(session, book)
         rank = session.rank
         after, steps, orders = recall.obey(book, session.me, world, key.text, askers, rank)

@@ -102,7 +102,7 @@ class Resident:
         self.recent_uses = ""  # when it was used, see `facts.recent_uses`
         self.content = ""  # digest of its source's content, once it was loaded; empty: unknown
         self.failed_moves = 0  # in a row
-        # No field of `lease`: a thread that replaces the lease could undo another thread's change.
+        # Not a field of `lease`: two threads that replace the lease could undo each other's change.
         self.moves_again_at = 0.0
         self.shadow_bytes = 0  # bytes of the copy in host memory, while the model is on a card
         self.measured: Measurement | None = None  # an earlier load of live code, see footprints

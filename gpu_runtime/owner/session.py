@@ -175,7 +175,6 @@ class Session:
         )
 
     def _residue(self, models: tuple[Lease, ...]) -> dict[str, int]:
-        """Maps each device to the bytes that this process holds beyond its leases."""
         if self.probe.simulated:
             return {}
         engine_models = {r.spec.name for r in list(self.residents.values()) if r.engines}
@@ -383,7 +382,6 @@ class Session:
                 log_event(event, resident.spec if resident else None)
 
     def _notify(self, before: Book, after: Book) -> None:
-        """Notifies the owners that this write concerns."""
         concerned: set[str] = set()
         waiting = {ticket.owner for ticket in after.tickets}
         if waiting and wakeups.affects_waiters(before, after):

@@ -218,7 +218,6 @@ def watch_zero_grad(optimizer: Any, model: Stepping) -> None:
 
     @functools.wraps(original)
     def zero_grad(self: Any, *args: Any, **kwargs: Any) -> Any:
-        """Clears the gradients, and notes that the step has ended."""
         watched = of()
         if watched is None:
             return original(*args, **kwargs)

@@ -384,7 +384,6 @@ def _victims(
 
 
 def _helps(lease: Lease, need: Bytes) -> bool:
-    """Whether this lease has bytes on a device that needs room."""
     if OWNER + lease.owner in need:
         return True
     return any(share.device in need for share in lease.shares)

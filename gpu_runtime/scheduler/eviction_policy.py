@@ -57,9 +57,9 @@ def keep_score(lease: Lease, world: World) -> float:
     32 uses estimates how soon the lease is used again. The sum is multiplied by the seconds that an
     eviction adds to the next use, and divided by the lease's size in GB.
 
-    An eviction from a card adds a restore if host memory could hold the lease, else a load. An
-    eviction from host memory adds the difference between a load and a restore. `world` holds the
-    time, the offload setting and the limit of host memory.
+    After an eviction from a card, the next use needs a restore if host memory could hold the lease,
+    else a load. After an eviction from host memory, the next use needs a load instead of a restore.
+    `world` holds the time, the offload setting and the limit of host memory.
 
     Source: hyperbolic caching, Blankstein et al. 2017 (USENIX ATC), with the cost and size of
     GreedyDual-Size, Cao and Irani 1997.
@@ -110,7 +110,6 @@ def with_uses_of_equal_models(rank: Policy, leases: Iterable[Lease]) -> Policy:
         return rank
 
     def ranked(lease: Lease, world: World) -> float:
-        """The rank of `lease` in this `world`, with the uses of all equal models."""
         if lease.source not in shared:
             return rank(lease, world)
         every_use = merged_uses(shared[lease.source], world.wall)

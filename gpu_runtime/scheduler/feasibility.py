@@ -122,7 +122,6 @@ def _above_card_bytes(
     card: Device,
     size: int,
 ) -> Refuse:
-    """The refusal of a request that needs more of this card than its rules allow."""
     most = request.placement.card_bytes.get(card.id, 0)
     name = request.lease.name
     return Refuse(
@@ -139,7 +138,6 @@ def _above_limit(
     size: int,
     limit: int,
 ) -> Refuse:
-    """The refusal of a request that needs more than the budget of this card."""
     return Refuse(
         f"{request.lease.name} needs {show_bytes(size)} on one device; the largest budget is "
         f"{show_bytes(limit)} ({card.id})",

@@ -53,7 +53,6 @@ def with_next_uses(rank: Policy, owner: str, uses: Mapping[str, int]) -> Policy:
         return rank
 
     def hinted(lease: Lease, world: World) -> float:
-        """The rank of `lease` in this `world`. Models that are used sooner have higher ranks."""
         if lease.owner == owner and lease.name in uses:
             return _SCHEDULED - uses[lease.name]
         return rank(lease, world)
@@ -119,7 +118,6 @@ def _guarded(
     owner, own_use = request.lease.owner, uses.get(request.lease.name, len(uses))
 
     def may_leave(lease: Lease) -> bool:
-        """Whether the load ahead may use the memory of `lease`."""
         if lease.owner != owner or lease.kind != "model" or lease.name in spared:
             return False
         return lease.name not in uses or uses[lease.name] > own_use

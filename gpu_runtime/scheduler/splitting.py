@@ -111,7 +111,6 @@ def _divided(
     rules: PlacementRules,
     limits: Room,
 ) -> Candidate:
-    """The candidate that puts these parts of the model on these cards of the `room`."""
     cards, parts = tuple(parts_by_card), tuple(parts_by_card.values())
     if rules.layout == "whole":
         claims = [limits[card] for card in cards]

@@ -57,6 +57,5 @@ def bounds(
 
 
 def _is_split(lease: Lease) -> bool:
-    """Whether the bytes of `lease` are on several cards."""
     cards = {share.device for share in lease.shares} - {HOST}
     return len(cards) > 1

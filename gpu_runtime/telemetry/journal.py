@@ -225,7 +225,7 @@ def opened(path: Path) -> sqlite3.Connection:
 
     Raises OSError if the file is a link, or if SQLite's journal for the file is not a plain file.
     """
-    # In a shared ledger, a link could lead to a database of this user elsewhere.
+    # In a shared ledger, another user could put a link here that leads to a database of this user.
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(path))
     if not has_plain_journal(str(path)):
