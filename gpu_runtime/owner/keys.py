@@ -68,7 +68,7 @@ class Keys:
         wanted = key.note
 
         def act() -> T:
-            # This second key is noted before the check, so a key is known for as long as `work`
+            # A second key is noted before the check, so that a key is known for as long as `work`
             # runs.
             held = self._note(Key(key.text))
             try:

@@ -87,8 +87,8 @@ def _sections(session: Session, notebook: str) -> list[Section]:
 def held_by(session: Session, notebook: str) -> list[LeaseId]:
     """The leases that the notebook with the file name or path `notebook` has on devices.
 
-    Raises GpuError if no such notebook holds memory; the message lists the notebooks that do.
-    Raises AmbiguousName if several notebooks have the name.
+    Raises GpuError if no notebook of this name holds memory; the message lists the notebooks that
+    do. Raises AmbiguousName if several notebooks have the name.
     """
     sections = session.ledger.read().sections.values()
     found = _sections(session, notebook)

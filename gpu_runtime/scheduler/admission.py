@@ -93,7 +93,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     # 3. The request can never fit, or exceeds the operator's caps.
     request = _as_measured(request, lease) if lease else request
     out = _drained_for(book, request, world)
-    # The bytes of a lease in parts that are on a card do not count against its own request.
+    # A lease in parts has bytes on a card already. Its own request may count on their room.
     others = book.without_lease(lease.owner, lease.name) if lease and lease.in_parts else book
     never = _never_alone(others, request, world, out)
     request = with_layout(request, world, never)
