@@ -147,7 +147,11 @@ def __getattr__(name: str) -> Any:
 
 
 class _Package(ModuleType):
-    """This package. Importing a submodule does not replace the function of the same name."""
+    """The class of this package. It keeps the functions `runtime` and `fleet` of the package.
+
+    Python sets an attribute of the package when it imports the submodule `runtime` or `fleet`.
+    Without this class, that attribute would replace the function of the same name.
+    """
 
     def __setattr__(self, name: str, value: Any) -> None:
         if not (name in ("runtime", "fleet") and isinstance(value, ModuleType)):

@@ -45,7 +45,7 @@ class AccessKey(Value, forbid_unknown_fields=True):
     tokens_a_minute: Limit | None = None  # of prompts and answers
 
     def may_call(self, model: str) -> bool:
-        """Whether the key may call `model`: the name of a model, of a task or of a cloud's model.
+        """Whether the key may call the model, the task or the cloud model with the name `model`.
 
         >>> key = AccessKey("0" * 64, models=("qwen*",))
         >>> key.may_call("qwen-4b"), key.may_call("phi")
@@ -193,7 +193,7 @@ class KeysFile:
             self._report(f"the earlier keys stay: {error}")
 
     def _look(self) -> tuple[int, ...] | None:
-        """The file's times, size and inode, which show every change; None without a file."""
+        """The file's times, size and inode. They differ after every change. None without a file."""
         try:
             found = os.stat(self._path)
         except OSError:  # `read` reports it

@@ -311,7 +311,7 @@ def _stillness(value: Any) -> Any:
     return value
 
 
-# The keys are names of parameters. `METHOD.PARAMETER` is for one method with another rule.
+# The keys are names of parameters. A key `METHOD.PARAMETER` is the rule for this method only.
 RULES: dict[str, Rule] = {
     "name": MODEL,
     "register.name": NEW_NAME,

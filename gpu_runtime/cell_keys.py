@@ -2,7 +2,7 @@
 
 The peak is the most memory that a cell used; `telemetry/cell_peaks.py` keeps the peaks in a file. A
 kernel without a lease looks for the peak before each cell. So this module imports only modules that
-a kernel has loaded anyway. The package's own reader of the file would add 60 ms to the kernel's
+a kernel has loaded anyway. An import of `telemetry/cell_peaks.py` would add 60 ms to the kernel's
 first cell.
 """
 

@@ -1,6 +1,6 @@
 """The log files of engines that run as processes. The logs are in this user's state directory.
 
-The name of a log has the model, the process that started the engine, and a number.
+The name of a log contains the model, the id of the process that started the engine, and a number.
 """
 
 from __future__ import annotations

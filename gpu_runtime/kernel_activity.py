@@ -18,7 +18,8 @@ from .facts import NEVER
 class State(NamedTuple):
     """Since when the kernel runs a cell, or since when it is idle, in seconds of CLOCK_BOOTTIME.
 
-    A time of 0.0 does not apply or is unknown. In a script, both times are 0.0.
+    While a cell runs, `idle_since` is 0.0. Between cells, `busy_since` is 0.0. In a script, and
+    before the first cell, both are 0.0.
     """
 
     busy_since: float = NEVER
@@ -62,7 +63,7 @@ class Activity:
 
     @property
     def state(self) -> State:
-        """The time when the oldest running cell started; without one, when the last cell ended.
+        """When the oldest running cell started; or when the last cell ended, if no cell runs.
 
         The time is rounded to a tenth of a second, to keep its text in the ledger short.
         """

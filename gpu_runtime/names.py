@@ -17,7 +17,7 @@ VARIABLE, OUTPUT, ERROR = "variable", "output", "last error"
 RUNNING, THREAD, MODEL, ELSEWHERE = "running", "thread", "model", "elsewhere"
 LAST_ERROR = "the last error"
 
-# Every cell runs inside frames of these libraries. They hold no objects of the user.
+# Every cell runs inside frames of these libraries. These frames hold no objects of the user.
 _RUNNERS = frozenset("IPython ipykernel runpy _pytest".split())  # they call the user's code
 _LIBRARIES = _RUNNERS | frozenset(
     "traitlets tornado asyncio selectors concurrent gpu gpu_runtime zmq threading pluggy".split()
@@ -58,9 +58,9 @@ class Namespace:
         return [*found, *frame_names(), Name(LAST_ERROR, ERROR, functions_of(self._errors()))]
 
     def held(self, name: Name) -> list[Any]:
-        """The objects to which `name` refers.
+        """The objects to which `name` refers, with one entry for each reference.
 
-        An object is in the list once for each reference that ends when the name is deleted.
+        A deletion of the name removes as many references to an object as the list has entries.
         """
         if name.kind == ERROR:
             errors = self._errors()
@@ -70,7 +70,7 @@ class Namespace:
         return values_in(frames_named(name))
 
     def shared(self) -> list[Any]:
-        """Containers that belong to no single name, which a search for memory does not enter."""
+        """Containers that many names share. A search for a name's memory does not enter them."""
         return [self._variables]
 
     def variables(self) -> list[str]:
@@ -167,7 +167,8 @@ def clear(errors: Iterable[BaseException]) -> None:
     for frame in frames_of(errors):
         try:
             frame.clear()
-            # A debugger may have read `f_locals`. Python keeps a copy of it, which a read updates.
+            # If a debugger has read `f_locals`, Python keeps a copy of the variables. This read
+            # updates the copy, which is empty afterwards.
             _ = frame.f_locals
         except RuntimeError:  # the frame still runs; its variables end with the frame
             pass
@@ -198,7 +199,7 @@ def frame_names() -> list[Name]:
 
 
 def frames_named(name: Name) -> list[FrameType]:
-    """The frames of the function or thread that `name` names; `frame_names` returned `name`."""
+    """The frames of the function or thread that has this `name`, a result of `frame_names`."""
     if name.kind == RUNNING:
         here = _stack(threading.get_ident())
         return [frame for frame in here if f"{frame.f_code.co_name}()" == name.name]
@@ -235,7 +236,8 @@ def values_in(frames: Iterable[FrameType]) -> list[Any]:
         found += variables.values()
         debugged = frame.f_trace is not None or sys.gettrace() is not None
         if isinstance(variables, dict) and not debugged:
-            # Up to Python 3.12 `f_locals` is a copy, which the frame keeps with all its objects. If
-            # a debugger runs, Python copies `f_locals` back after each step, so it must stay.
+            # Up to Python 3.12 `f_locals` is a copy of the variables, and the frame keeps this
+            # copy. It would keep the objects alive, so it is emptied. While a debugger runs it is
+            # not emptied, because Python copies `f_locals` back into the variables after each step.
             variables.clear()
     return found

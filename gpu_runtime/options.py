@@ -1,7 +1,8 @@
 """The table of a model's options: the keywords of `register` that the model's backend gets.
 
 An option that a model's backend does not use is refused, and the error names the most similar
-option. If such options were ignored, a misspelled `context_length` would reserve nothing.
+option. If such options were ignored, a misspelled `context_length` would reserve no memory for the
+context.
 """
 
 from __future__ import annotations

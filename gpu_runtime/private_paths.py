@@ -70,13 +70,13 @@ def read_plain(path: Path, most_bytes: int, owner: int | None = None) -> bytes:
 
 
 def weak_step(path: Path, *, may_be_writable: bool = False) -> str:
-    """A clause on the first directory or link on the way to `path` that another user can change.
+    """Why another user could replace `path`, in words such as `/var/tmp/x belongs to uid 1001`.
 
-    An example is `/var/tmp/x belongs to uid 1001`. The result is empty if only root and this user
-    can change the way. `path` itself is checked too. A directory that does not exist yet is not
-    checked. Other users may write to a directory with the sticky bit, such as /tmp, because they
-    cannot replace the entries of this user. If `may_be_writable` is true, only the owners of the
-    directories are checked. Raises OSError.
+    The text names the first directory or link above `path`, or `path` itself, that another user can
+    change. It is empty if only root and this user can change them. A directory that does not exist
+    yet is not checked. A directory with the sticky bit, such as /tmp, may be writable for others,
+    because they cannot replace the entries of this user in it. If `may_be_writable` is true, only
+    the owners of the directories are checked. Raises OSError.
     """
     trusted = (0, os.geteuid())
     for step, found in _steps(path.absolute()):
@@ -120,10 +120,11 @@ def _steps(path: Path) -> Iterator[tuple[Path, os.stat_result]]:
 
 
 def _is_harmless(gid: int) -> bool:
-    """Whether write access of the group `gid` is no danger.
+    """Whether a directory that the group `gid` may write is safe from other users.
 
-    Write access is no danger if the group is root's group, or has no member but this user. Many
-    systems give each user a group with the user's name, which may write the user's files.
+    It is safe if the group is root's, or if it is the private group of this user: the user's
+    primary group with the user's name, and without other members. Many systems make such a group
+    for each user.
     """
     import grp
     import pwd

@@ -277,7 +277,7 @@ class Runtime:
         most `timeout` (seconds or "30s"; None means no limit). In this block, `importance` and
         `keep_alive` replace the values of the registration.
 
-        Raises UnknownModel, DoesNotFit, Busy, Deadlock, LoadFailed; OutOfMemory, inside the block.
+        Raises UnknownModel, DoesNotFit, Busy, Deadlock, LoadFailed; in the block also OutOfMemory.
         """
         session = self._session
         resident = session.residents.get(name) if type(name) is str else None
@@ -373,10 +373,11 @@ class Runtime:
         notebook, also of its own code. `*` names all idle models. With `drop`, a model that can be
         loaded again leaves host memory too. Another process gets a request, and has `timeout`
         seconds. Without `wait` the request is only written. With `lost`, `name` is the pid of a
-        process that may have ended, and the outcome lists the process's memory. `force` also ends
-        the process's leases; use `force` only if you know that the process has ended.
+        process that may have ended, and the outcome lists its memory. `force` also ends its
+        leases; use it only if you know that the process has ended.
 
-        Raises DoesNotFit if neither is possible, StillInUse, UnknownModel, AmbiguousName, Busy, NotAllowed, GpuError.
+        Raises DoesNotFit if the model cannot leave, StillInUse, UnknownModel, AmbiguousName, Busy,
+        NotAllowed, GpuError.
         """
         if lost:
             return unproven_owners.evict(self._session, str(name), force=force)
@@ -477,10 +478,10 @@ class Runtime:
         told: Callable[[str, Wait | None], None] | None,
         arrived: Callable[[Any], None] | None = None,
     ) -> None:
-        """Sets `told(name, wait)`, which a waiting thread calls after each decision; None: no call.
+        """Sets the functions that are called while a thread of this process waits or loads.
 
-        `wait` is None when the wait has ended. `arrived` is called with an `Arrival` when a load or
-        a restore begins, and when it has ended.
+        A thread that waits for room calls `told(name, wait)` after each decision. When the wait has
+        ended, `wait` is None. `arrived` gets an `Arrival` when a load or restore begins and ends.
         """
         self._session.on_wait, self._session.on_arrival = told, arrived
 
@@ -524,11 +525,11 @@ class Runtime:
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
         """The use of every device in the last `seconds`, and the events in this period.
 
-        There are at most `points` moments for each device. Of moments that are too close together,
-        the moment with the most memory in use is kept. The newest moment is now. Between two
-        moments nothing changed. An exception is a gap of over a minute that is longer than the
-        other gaps: in such a gap nothing was recorded. History goes back 24 h, also over a restart
-        of the machine. A ledger in memory has only the present. Raises BadSize, BadSetting.
+        Each device has at most `points` moments, and the last moment is now. If moments are too
+        close together, the one with the most memory in use is kept. Nothing changed between two
+        moments. But if the gap is over a minute and longer than the other gaps, nothing was
+        recorded in it. History goes back 24 h, also over a restart of the machine. A ledger in
+        memory has only the present. Raises BadSize, BadSetting.
         """
         return status.history(self._session, self.status(), seconds, points)
 
@@ -538,7 +539,7 @@ class Runtime:
         return recorded_events(self._session, limit, actions=books.DECISIONS)[::-1]
 
     def fragmentation(self) -> DataFrame:
-        """A table of each process's allocator on each card. Unpublished figures are empty."""
+        """A table of each process's allocator on each card. Missing figures are empty."""
         return status.fragmentation(self._session)
 
     @checked

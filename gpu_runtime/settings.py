@@ -42,7 +42,7 @@ def _no_nul(value: Any) -> Any:
 
 
 _LONGEST = 4096  # characters of one setting
-# True equals 1 in Python. As a number it is an error here, and not 100 %.
+# In Python, True equals 1. Without this check, True would be accepted as 100 %.
 Number = BeforeValidator(_no_bool)
 Fraction = Annotated[float, Number, Field(ge=0, le=1, allow_inf_nan=False)]
 Seconds = Annotated[float, BeforeValidator(parse_seconds)]

@@ -1,7 +1,7 @@
-"""Finds the user and the process at the other end of a local TCP connection, from the kernel.
+"""Finds the user and the process at the other end of a local TCP connection.
 
-A loopback address proves nothing. Every user of the machine can listen on a port that is free for a
-moment, and can connect to every port.
+The address 127.0.0.1 does not show who is at the other end: every user of the machine can listen on
+a free port, and can connect to every port. So this module reads the answer from the Linux kernel.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _asked(port: int, family: int) -> Iterator[Listener]:
     """The sockets of one address `family` that listen on `port`, by one netlink request.
 
     The requests for IPv4 and IPv6 take 0.3 ms together. Reading /proc/net/tcp takes 22 ms on the
-    same machine, since a read makes the kernel search its table of all connections.
+    same machine, since for each read the Linux kernel searches its table of all connections.
     """
     sockets = _ask(_ALL, family, _STATE_LISTEN, port.to_bytes(2, "big"))
     for number, source, uid, inode in sockets:
@@ -101,7 +101,8 @@ def _ask(
 def user_of_client(connection: socket.socket) -> int | None:
     """The user id of the process at the other end of an accepted `connection`.
 
-    None if the other end is on another machine, or if the kernel does not report the user.
+    None if the other end is on another machine, or if the operating system does not report the
+    user.
     """
     try:
         if connection.family == socket.AF_UNIX:

@@ -146,8 +146,8 @@ def side_by_side(works: Sequence[Callable[[], None]]) -> None:
 def finish() -> None:
     """Waits until the work of `uninterrupted` has ended, for at most MOST_SECONDS.
 
-    If the process did not wait, the end of the interpreter would stop the threads of unfinished
-    work.
+    Call this at the end of the process. Without the wait, the end of the interpreter would stop the
+    threads in the middle of their work.
     """
     until = time.monotonic() + MOST_SECONDS
     while _unfinished and time.monotonic() < until:
@@ -180,8 +180,8 @@ def uninterrupted(work: Callable[[], Any]) -> Any:
             raise error
         return result
     finally:
-        # The traceback of `error` refers to this frame. Without this line the frame would refer to
-        # `error`: a reference cycle, which would keep the caller's frames alive.
+        # The traceback of `error` refers to this frame. If the variable `error` stayed, the frame
+        # would refer to `error`: a reference cycle, which would keep the caller's frames alive.
         del error
 
 

@@ -11,10 +11,10 @@ from typing import Any
 
 
 class _Frozen:
-    """The results of searches for frozen objects, which are objects that `gc.freeze()` has hidden.
+    """The results of earlier searches for frozen objects: objects that `gc.freeze()` has hidden.
 
-    For each set of classes, weak references to the objects that were found are kept. They are kept
-    until more objects are frozen, or until no object is frozen.
+    A result is a list of weak references to the objects of some classes. It is kept until more
+    objects are frozen, or until no object is frozen.
     """
 
     count = 0  # number of frozen objects at the last search; releasing objects reduces it
@@ -25,14 +25,13 @@ def instances(classes: Collection[type]) -> list[Any]:
     """The objects that the garbage collector tracks, of exactly these `classes`.
 
     Objects that `gc.freeze()` hid are included if they can be reached from a module. Frozen objects
-    that only local variables of a running function refer to are missing: reading the variables
-    would keep the objects alive.
+    that only the local variables of a running function refer to are missing. Reading these
+    variables would keep the objects alive.
 
-    All objects of a generation are listed and dropped within one call of C code, so that no other
-    thread runs during the listing. If another thread ran and was building a tuple, the list could
-    refer to the unfinished tuple, and `tuple(generator)` would fail in the other thread with a
-    SystemError. The classes are compared by type(), because isinstance() would call the user's
-    `__class__` properties.
+    All objects of a generation are listed and released within one call of C code, so that no other
+    thread runs meanwhile. Otherwise the list could refer to a tuple that another thread is still
+    building, and `tuple(generator)` in that thread would raise a SystemError. The classes are
+    compared by type(), because isinstance() would call the user's `__class__` properties.
     """
     collects = gc.isenabled()
     try:
@@ -54,9 +53,9 @@ def instances(classes: Collection[type]) -> list[Any]:
 def _listed(generation: int, classes: Collection[type]) -> list[Any]:
     """The objects of these `classes` in one `generation` of the garbage collector.
 
-    The list of all objects is read twice: for the objects and for their classes. The list also
-    contains the iterators that refer to the list, which is a reference cycle. So the list is
-    emptied at the end.
+    The list of all objects is read twice: for the objects and for their classes. It also contains
+    the iterators of this function, which refer to the list. This is a reference cycle, so the last
+    step empties the list.
     """
     objects, again, emptied = tee(map(gc.get_objects, (generation,)), 3)
     wanted = map(classes.__contains__, map(type, chain.from_iterable(again)))
@@ -67,8 +66,8 @@ def _listed(generation: int, classes: Collection[type]) -> list[Any]:
 def _frozen(classes: Collection[type]) -> list[Any]:
     """The objects of these `classes` that modules reach; empty if no object is frozen.
 
-    Python does not list frozen objects. Following all references took 0.5 s for 170,000 objects, so
-    the result is kept, with weak references, until more objects are frozen.
+    Python does not list frozen objects, so all references from modules are followed. This took 0.5
+    s for 170,000 objects. So the result is kept until more objects are frozen; see `_Frozen`.
     """
     count = gc.get_freeze_count()
     if not count or count > _Frozen.count:

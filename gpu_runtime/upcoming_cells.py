@@ -39,8 +39,8 @@ class Upcoming:
     def cells(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
         """The running cell, if there is one, and the waiting cells in their order.
 
-        `known` are the names of models. `governed(value)` returns the name of the model if the
-        value of a variable is a model, else "".
+        `known` are the names of all models. `governed(value)` returns the name of the model that
+        the object `value` is; empty if it is no model. It is called with the values of variables.
         """
         return self._reader(known, governed) if self._reader else ()
 

@@ -35,9 +35,9 @@ def rendered(error: BaseException, report: list[str]) -> list[str]:
 def user_lines(error: BaseException) -> list[str]:
     """The user's lines that `error` came through, such as `Cell In[7], line 10: c = step(model, 3)`.
 
-    The line that failed is the last. If `error` has a cause (the error from which it was raised),
-    the lines of the cause are added. In a frame that both errors came through, the line of the
-    cause is shown. An example is an out-of-memory report at the end of a `with` block.
+    The line that failed is the last. If `error` was raised from another error (its cause), the
+    lines of the cause are added. If both errors came through one function, the line of the cause is
+    shown. An example is an out-of-memory report that is raised at the end of a `with` block.
     """
     at: dict[FrameType, int] = {}  # frame -> line; if two errors share a frame, the cause's line
     link: BaseException | None = error
@@ -63,7 +63,7 @@ def shorten_interrupt(error: KeyboardInterrupt, sentence: str) -> None:
 
     def render() -> list[str]:
         """The sentence as a single line, or every frame if the user typed `%tb`."""
-        # This function does not use `error`. Else the error and the function would refer to each other.
+        # This function must not refer to `error`, because `error` refers to this function.
         shown = sys.exc_info()[1] or getattr(sys, "last_value", None)
         return [sentence] if shown is None else rendered(shown, [sentence])
 
@@ -84,7 +84,7 @@ def _cell(path: str) -> str:
 
 
 def running_cell(most: int = 0) -> int:
-    """The number of the running cell, as in `In[7]`. If no cell called this function, `most`."""
+    """The number of the cell that called this function, as in `In[7]`; without a cell, `most`."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         cell = _cell(frame.f_code.co_filename)

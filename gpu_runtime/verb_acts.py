@@ -111,7 +111,7 @@ def config(rt: Any, args: argparse.Namespace) -> Any:
 
 
 def catalogue(rt: Any) -> Any:
-    """The object that answers the catalogue's verbs: `rt`, or the catalogue if `rt` is None."""
+    """The object with the methods of the catalogue's verbs: `rt`, or a Catalog if `rt` is None."""
     from . import settings
     from .catalog.store import Catalog
 

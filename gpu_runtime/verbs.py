@@ -395,7 +395,7 @@ def find(name: str, place: str) -> Verb:
 
 
 def _suggested(name: str, place: str) -> list[str]:
-    """The verbs of `place` that a person who typed `name` probably means."""
+    """The verbs of `place` that are probably meant by `name`, which is not a verb."""
     known = [verb.name for verb in verbs(place)]
     meant = [verb for verb in MEANINGS.get(name.lower(), ()) if verb in known]
     return meant or difflib.get_close_matches(name[:MOST_QUOTED].lower(), known, n=1, cutoff=0.5)

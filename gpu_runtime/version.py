@@ -1,7 +1,7 @@
 """The version of gpu-console, as a constant.
 
-A runtime records the version with each decision. Because the version is a constant, no file or
-package metadata has to be read.
+Each recorded decision contains the version. It is a constant, so that no package metadata has to be
+read.
 """
 
 VERSION = "0.2.0"

@@ -38,7 +38,7 @@ class ActiveLedger(NamedTuple):
 def active_ledgers() -> list[ActiveLedger]:
     """The ledgers that this user's processes use now, the ledger with the latest use first.
 
-    A ledger that the processes only watch is not in the list.
+    A ledger in which these processes hold no memory and wait for none is left out.
     """
     found = []
     for ledger, processes in in_use.of_processes(in_use.processes_of_this_user()).items():
@@ -49,10 +49,10 @@ def active_ledgers() -> list[ActiveLedger]:
 
 
 def _last_use(ledger: OpenLedger, processes: frozenset[int]) -> float | None:
-    """The time when any of `processes` last used memory of the `ledger`.
+    """The time when any of the `processes` last used a lease of the `ledger`, or began to wait.
 
-    The result is None if no process holds memory of the ledger or waits for memory. It is 0.0 if
-    the processes hold only memory without a lease.
+    The result is None if no process has memory or a request in the ledger. It is 0.0 if the
+    processes hold only memory without a lease.
     """
     try:
         book = peek(ledger.url, ledger.directory).look()
