@@ -67,8 +67,8 @@ def of_torch(
     """The map of the card that torch calls `cuda:NUMBER` and the book calls `device`.
 
     `segments` is the result of `torch.cuda.memory_snapshot()`, and `stats` the result of
-    `torch.cuda.memory_stats()`. torch was called for the two at different times. So every number
-    that the snapshot contains is taken from the snapshot.
+    `torch.cuda.memory_stats()`. The two calls show slightly different moments. So a number that is
+    in both results is taken from `segments`.
 
     Source: torch/cuda/memory.py, `_snapshot`; c10/cuda/CUDACachingAllocator.cpp, `release_blocks`.
     """
@@ -111,9 +111,8 @@ def _torch_segment(described: Mapping[str, Any]) -> SegmentMap:
 def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[AllocatorMap, ...]:
     """The `maps`, reduced to at most `most` blocks together. The totals of each map stay exact.
 
-    If there are too many segments, the largest segments are kept. For the dropped segments, a map
-    has only their number and bytes. If a segment has too many blocks, small neighbouring blocks are
-    joined.
+    If there are too many segments, the largest are kept, and the map has only the number and the
+    bytes of the others. If a segment has too many blocks, small neighbouring blocks are joined.
     """
     each = most // max(1, len(maps))
     return tuple(_bounded(one, each) for one in maps)
@@ -188,10 +187,10 @@ def _bounded(one: AllocatorMap, most: int) -> AllocatorMap:
 
 
 def _quota(counts: Sequence[int], most: int) -> int:
-    """How many blocks each segment may keep, so that all segments keep at most `most` blocks.
+    """How many blocks a segment may keep, so that all segments together keep at most `most`.
 
     `counts` has the number of blocks of each segment. A segment with fewer blocks than the result
-    keeps all its blocks, so larger segments may keep more blocks.
+    keeps all its blocks. What such segments do not need is divided among the larger ones.
 
     >>> _quota([2, 3, 100], 25)
     20
@@ -208,9 +207,9 @@ def _coarse(segment: SegmentMap, most: int) -> tuple[AllocatorBlock, ...]:
     """The blocks of the `segment`, joined so that at most `most` are left.
 
     If there are too many blocks, neighbours are joined into groups of at most `step` bytes; a
-    larger block stays alone. A group of several blocks becomes one block of mixed state. Any two
-    consecutive groups are together larger than `step`. So there are at most 2 * bytes / step + 1
-    groups, and `step` is chosen so that this number is `most`.
+    larger block stays alone. A group of several blocks becomes one block of mixed state. Two
+    consecutive groups together have more than `step` bytes. So there are at most
+    2 * bytes / step + 1 groups. `step` is chosen so that this number is `most`.
     """
     if len(segment.blocks) <= most:
         return segment.blocks

@@ -1,6 +1,7 @@
-"""Real pages of host memory, and their lock for a card's copy engine.
+"""Pages of host memory that hold bytes, and their registration with the driver of a card.
 
-Nothing here counts bytes; `process_memory` and `shared_pages` do.
+The driver locks registered pages in memory, so the card's copy engine can use them directly.
+Nothing here counts bytes; `process_memory` and `shared_pages` count them.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ _locking = forks.freed(threading.Lock())
 
 
 class Region(mmap.mmap):
-    """Real pages of one segment, mapped until the last buffer in them is gone."""
+    """The pages of one segment or of one shared file, mapped until no buffer in them is left."""
 
     start = 0  # the region's address
     pinned = False
@@ -44,7 +45,7 @@ class Region(mmap.mmap):
         return 0 <= address - self.start < len(self)
 
     def make_writable(self, writable: bool) -> None:
-        """Allows this process to write the pages, or ends this; then a write ends the process."""
+        """Sets whether this process may write the pages. If not, a write ends the process."""
         if writable is self.writable:
             return
         rights = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
@@ -54,8 +55,8 @@ class Region(mmap.mmap):
     def leave_out_of_forks(self) -> None:
         """Unmaps the pages in each forked child, because a card may write them.
 
-        The region itself exists in the child, and is kept for ever there. Its end would unmap its
-        addresses, where the child may have other memory by then.
+        The Python object also exists in the child, and there it is never freed. If it were freed,
+        it would unmap its addresses, and the child may have other memory at these addresses.
         """
         if hasattr(mmap, "MADV_DONTFORK"):
             self.madvise(mmap.MADV_DONTFORK)
@@ -74,15 +75,15 @@ os.register_at_fork(after_in_child=_keep_left_out)
 
 
 def pinned(region: Region, *, touched: bool = False) -> None:
-    """Locks the pages in memory for the card's copy engine.
+    """Locks the pages of the `region` in memory for the card's copy engine.
 
     If `touched` is true, the pages were written before and keep their content. If `touched` is
     false, this function may overwrite the pages with zeros.
 
-    Without the lock, copies reach a fifth of the bus speed. Nothing is locked if this process does
-    not use CUDA yet; a later call then locks the pages. Otherwise a second call does nothing.
-    torch's own pinned memory is not used, because torch rounds up to powers of two: for a request
-    of 6 GiB it locked 10 GiB.
+    Without the lock, copies reach a fifth of the bus speed. This function does nothing if the
+    process does not use CUDA yet, or if an earlier call has tried to lock the region. torch's own
+    pinned memory is not used, because torch rounds up to powers of two: for a request of 6 GiB it
+    locked 10 GiB.
     """
     torch = sys.modules.get("torch")
     if torch is None or not torch.cuda.is_initialized():
@@ -110,8 +111,8 @@ def pinned(region: Region, *, touched: bool = False) -> None:
 def _used_card(torch: Any) -> contextlib.AbstractContextManager[Any]:
     """A context in which torch's current card is one that this process uses already.
 
-    Locked pages are valid for all cards. In a new thread the current card is card 0, and the call
-    would create a CUDA context there, which takes about 400 MB.
+    Pages that are locked through one card are locked for all cards. In a new thread the current
+    card is card 0, and the call would create a CUDA context there, which takes about 400 MB.
 
     Source: pytorch/pytorch#21081.
     """
@@ -125,10 +126,11 @@ def _used_card(torch: Any) -> contextlib.AbstractContextManager[Any]:
 def _clear_error(torch: Any) -> None:
     """Clears the error that a failed call of the CUDA runtime leaves in this thread.
 
-    torch checks for such an error after it starts a kernel, so the next kernel of the user's code
-    would fail with it. torch has no function that clears the error. So a kernel is started here.
+    After torch has started a CUDA kernel, it checks for such an error and raises it. So the next
+    CUDA kernel of the user's code would fail. torch has no function that clears the error.
+    Therefore this function starts a small CUDA kernel, so that torch raises the error here.
 
     Source: c10/cuda/CUDAException.h, C10_CUDA_ERROR_HANDLED and C10_CUDA_KERNEL_LAUNCH_CHECK.
     """
-    with contextlib.suppress(RuntimeError):  # torch raises the error here, and so clears it
+    with contextlib.suppress(RuntimeError):  # raising the error clears it
         torch.ones(1, device="cuda")

@@ -153,9 +153,9 @@ def _uses_machine_memory(
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
     """The cards that CUDA shows to a process with this `environment`, in CUDA's order.
 
-    The order is unknown if the `listing` has cards of several models and CUDA_DEVICE_ORDER is not
-    PCI_BUS_ID, or if some cards cannot be listed. In these cases a child process gets the order from
-    CUDA, unless a card is partitioned. Raises NoAnswer if the child does not answer.
+    NVML does not show this order in two cases: the `listing` has cards of several models and
+    CUDA_DEVICE_ORDER is not PCI_BUS_ID, or some cards cannot be listed. Then a child process gets
+    the order from CUDA, unless a card is partitioned. Raises NoAnswer if the child does not answer.
     """
     cards = listing.cards
     several_kinds = len({card.device.name for card in cards}) > 1
@@ -192,7 +192,7 @@ print(json.dumps(order))
 def _order_by_cuda(environment: Mapping[str, str]) -> list[str] | None:
     """UUIDs of the cards that CUDA shows, in CUDA's order; None if there is no CUDA.
 
-    A child process calls CUDA. After a CUDA call in this process, no fork of this process could use
+    A child process calls CUDA. If this process called CUDA, none of its forked children could use
     CUDA. Raises NoAnswer if the child takes too long, because a guess could select the wrong card.
     """
     inherited = {key: value for key, value in os.environ.items() if not key.startswith("CUDA_")}

@@ -166,8 +166,8 @@ class Probe:
     def check(self, now: float, stale_seconds: float) -> None:
         """Raises ProbeFailed if the host's helper measures no card.
 
-        If this process measures by itself, one card that fails is enough for the error.
-        `now` is as in `samples`, and `stale_seconds` as in `trouble`.
+        If this process measures by itself, the error is raised if any card fails. `now` is as in
+        `samples`, and `stale_seconds` as in `trouble`.
         """
         if not self._sampling:
             self.samples(now)
@@ -224,7 +224,7 @@ class Probe:
         return contexts
 
     def watch_peaks(self) -> None:
-        """Resets torch's peak counters, so that `beyond_now` counts from now on."""
+        """Resets torch's record of its highest use of each card; see `beyond_now`."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             return
@@ -232,9 +232,9 @@ class Probe:
             torch_allocators.reset_peak(cuda, f"cuda:{number}")
 
     def beyond_now(self, device: str) -> int | None:
-        """Torch's peak on the `device` since `watch_peaks`, less the bytes that torch holds now.
+        """How far torch's use of the `device` rose above its present use, in bytes.
 
-        The result is None if the peak is unknown.
+        The highest use since the call of `watch_peaks` counts. None if it is unknown.
         """
         cuda, number = _started_cuda(), dict(self._numbered()).get(device)
         if cuda is None or number is None:
@@ -295,7 +295,7 @@ class Probe:
         return tuple(one for one in maps if one.reserved_bytes or one.alloc_retries or one.ooms)
 
     def pulse(self) -> tuple[object, ...]:
-        """A value that changes when the maps change. Its computation is far cheaper than the maps."""
+        """A value that changes when the maps change, and costs far less than the maps."""
         cuda = _started_cuda() if self._cards else None
         if cuda is None:
             return tuple(self._memories[id].pulse() for id in self._simulated())
@@ -322,7 +322,8 @@ class Probe:
         released = sum(memory.empty_cache() for memory in self._memories.values())
         cuda, before = _started_cuda(), self._torch_reserved()
         if cuda is not None and before:
-            # torch empties the caches of all cards, but needs a CUDA context on its current card.
+            # torch empties the caches of all cards in one call. The call would create a CUDA
+            # context on the current card, so a card that torch already uses is made current.
             with cuda.device(next(iter(before))):
                 cuda.empty_cache()
             released += sum(before.values()) - sum(self._torch_reserved().values())
@@ -403,9 +404,8 @@ def _started_cuda():
     """torch.cuda if this process already uses CUDA, else None. This function never starts CUDA.
 
     The result is also None if torch's allocator was replaced by one that counts no bytes.
-
-    So `torch.cuda.is_available()` is not called: it starts the driver, and after that no forked
-    child of this process can use CUDA.
+    `torch.cuda.is_available()` is not called, because it starts the driver. After that, no forked
+    child of this process could use CUDA.
     """
     cuda = getattr(sys.modules.get("torch"), "cuda", None)
     if cuda is None or not cuda.is_initialized() or not torch_allocators.counts_bytes(cuda):

@@ -1,9 +1,10 @@
 """This process's memory on one device: byte counts, and real pages where bytes must be stored.
 
 A simulated device and the host are modelled in the same way: a capacity, and segments that are cut
-into blocks. A block that must hold real bytes has a part of a region of real pages. A block is
-freed once nothing refers to the block or its bytes. So a tensor that a user keeps holds exactly its
-own bytes, as on a card. A real card's memory is managed by torch, not here.
+into blocks. Most blocks are only counted. If a block must hold bytes, its segment gets real pages
+of memory (`locked_pages.Region`). A block is freed once nothing refers to the block or to its
+bytes. So a tensor that a user keeps holds exactly its own bytes, as on a card. The memory of a real
+card is managed by torch, not here.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ _keys = itertools.count(1)
 
 
 class Note(weakref.ref):
-    """A weak reference to a Block. It informs the block's Memory when the block is gone.
+    """A weak reference to a Block. When the block is gone, it is put into the queue of the Memory.
 
-    The callback is a deque's `append`. It is C code, so an interrupt cannot stop it halfway.
+    Python calls the queue's own `append`. It is C code, so an interrupt cannot stop it halfway.
     """
 
     key = simulated_allocator.FREE  # replaced by a unique key when the block is made (`_watch`)
@@ -71,9 +72,9 @@ class Memory:
     When a Block is garbage-collected, its `Note` is queued. A method whose result depends on the
     blocks reads the queue first. So no caller has to report that a block is gone.
 
-    `device` is the device's id. Without `capacity_bytes`, the device is a real card: torch manages
-    its memory, so nothing is counted here. `pinned` locks real pages in memory for a card's copy
-    engine. `torch` is torch's name for the device in this process.
+    `device` is the device's id. If `capacity_bytes` is None, the device is a real card: torch
+    manages its memory, and nothing is counted here. If `pinned` is true, pages are locked for a
+    card's copy engine. `torch` is torch's name for the device in this process.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class Memory:
         return self.capacity_bytes is not None
 
     def allocate(self, size: int, *, force: bool = False) -> Block:
-        """A block of `size` bytes. Raises OutOfMemory (also torch's own error if torch is loaded).
+        """A block of `size` bytes. Raises OutOfMemory; see the function `out_of_memory`.
 
         If `force` is true, the capacity is ignored, because the bytes exist already.
         """
@@ -118,8 +119,8 @@ class Memory:
         The blocks lie side by side, and each starts at a multiple of 512 bytes.
         `sizes` are in bytes. `force` and the errors are as in `allocate`.
         """
-        # The blocks are made before their bytes are taken. An interrupt after that deletes the
-        # blocks, which frees the bytes.
+        # The blocks are made before their bytes are counted. If an interrupt arrives after that,
+        # the blocks are deleted, and so the bytes are freed.
         blocks = [Block(self, size) for size in sizes]
         with self._lock:
             state = self._swept()
@@ -161,9 +162,9 @@ class Memory:
         )
 
     def pulse(self) -> tuple[object, ...]:
-        """A value that changes when the map changes.
+        """A value that changes when the map changes. It is cheap to compare.
 
-        An unchanged state is the same object, so comparing two values takes no time.
+        It contains the state itself. As long as nothing changes, this is the same object.
         """
         with self._lock:
             return self._swept(), self.alloc_retries, self.ooms
@@ -171,8 +172,8 @@ class Memory:
     def empty_cache(self) -> int:
         """Releases unused segments, and returns their bytes.
 
-        The free pages of other segments return to the system too, unless a card's driver has locked
-        them. The segments keep their size.
+        In segments that are in use, free pages return to the system too, unless pages are locked
+        for a card. These segments keep their size.
         """
         if not self.counted:
             return 0
@@ -210,7 +211,10 @@ class Memory:
             self._shared.add(region)
 
     def lock(self, addresses: Collection[int]) -> None:
-        """Locks the pages at the `addresses`, if they were made before this process used CUDA."""
+        """Locks the pages at the `addresses` for a card's copy engine.
+
+        Only pages that were made before this process used CUDA are not locked already.
+        """
         if not self.pinned:
             return
         for region in self._every_region():
@@ -232,7 +236,11 @@ class Memory:
         return note
 
     def _swept(self) -> simulated_allocator.Segments:
-        """The state without freed blocks. A note is removed only after its block has been freed."""
+        """The state without the blocks whose notes are queued.
+
+        A note leaves the queue only after its block was freed in the state. So a block that an
+        interrupt leaves queued is freed by the next call.
+        """
         gone = tuple(self._freed)
         if gone:
             keys = frozenset(note.key for note in gone)

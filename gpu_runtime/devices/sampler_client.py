@@ -155,8 +155,8 @@ class Sampling:
     def fresh(self) -> Figures | None:
         """Figures measured after this call; or the last figures if the helper does not answer.
 
-        A call waits at most FRESH_SECONDS. If the helper does not answer one call, later calls of
-        this process do not wait until the helper answers again.
+        A call waits at most FRESH_SECONDS. After a call without an answer, the calls of this
+        process return at once, until the helper has answered again.
         """
         requested_at = boot_seconds()
         last = self.figures()
@@ -254,8 +254,8 @@ class Sampling:
     def _holder(self) -> LockHolder | None:
         """The helper that holds the lock; None if no process holds it.
 
-        The helper's lock is a POSIX lock, because the operating system reports the pid that holds a
-        POSIX lock. A pid in the lock's file could be wrong.
+        The helper's lock is a POSIX lock, because for such a lock the operating system reports the
+        pid of its holder. A pid that is written in the file could be wrong.
         """
         try:
             fd = os.open(self.directory / "sampler.lock", _READ_FLAGS)

@@ -64,8 +64,9 @@ class SharedPages:
     def untouched(self) -> bool:
         """Whether no process has written the pages since `seal`.
 
-        A write sets the file's time of change. A write through a mapping does not set this time. So
-        each writable mapping counts as a write; only a process with a card has such a mapping.
+        `seal` sets the file's time of modification to 0, and a write sets it to the present time. A
+        write through a mapping does not set it at once. So `blocks` sets it before it maps the file
+        with MAP_SHARED, and such a mapping counts as a write. Only a process with a card does this.
         """
         return os.fstat(self.file).st_mtime_ns == 0
 
@@ -85,7 +86,7 @@ class SharedPages:
         return [_array(region, at, block) for (at, _), block in zip(places, counted, strict=True)]
 
     def used_bytes(self) -> int:
-        """The bytes of this process's arrays over the pages, without arrays that are gone."""
+        """The bytes of those arrays over the pages that this process still has."""
         return sum(block.size for block in self._blocks)
 
     def _mapped(self, memory: Memory) -> Region:

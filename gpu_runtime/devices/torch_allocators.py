@@ -1,7 +1,8 @@
-"""Which figures torch's allocator of a card's memory gives, and its peak for several readers.
+"""Which figures torch's allocator of a card has, and its peak of memory for several readers.
 
-A user may replace the allocator. CUDA's own (`cudaMallocAsync`) counts bytes and lists no blocks. A
-pluggable one, such as RMM's, gives no figures: torch raises an error for each of them.
+A user may replace torch's allocator. CUDA's allocator (`cudaMallocAsync`) counts bytes, but lists
+no blocks. A pluggable allocator, such as RMM's, has no figures: torch raises an error for each of
+them.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ def _name(cuda: Any) -> str:
 class Peak:
     """The most bytes that torch has allocated on one card since this object was made.
 
-    torch has one peak for each card. `reset_peak` starts it again for one reader, and keeps it for
-    the other readers.
+    torch records only one peak for each card. Before `reset_peak` resets it for one reader, each
+    Peak of the card stores the peak until then.
     """
 
     def __init__(self, cuda: Any, card: str) -> None:
