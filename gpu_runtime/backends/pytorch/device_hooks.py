@@ -1,9 +1,9 @@
 """Installs and removes accelerate's hooks, which run a module over several cards.
 
-The weights are already on their cards, so accelerate's `dispatch_model` moves no weights. The
-changes that `dispatch_model` makes to the root module are undone, except `hf_device_map`. So the
-model keeps the `forward` of its class: a call pins the model before anything else happens (see
-`owner/governed_calls.py`), and a deep copy shares nothing with the original.
+The weights are already on their cards, so accelerate's `dispatch_model` moves no weights. All
+changes that it makes to the root module are undone, except `hf_device_map`. There are two reasons.
+With its own `forward`, a call of the root module pins the model first (`owner/governed_calls.py`).
+And a deep copy of the root module must not share attributes with the original.
 """
 
 from __future__ import annotations

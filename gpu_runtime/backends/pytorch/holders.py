@@ -1,9 +1,9 @@
 """Finds the storages that a name reaches, and those that become free if the name is deleted.
 
-`reached` follows references forward from a name, also through autograd graphs. Trial deletion, the
-method of Python's garbage collector, then finds the storages that become free. An object stays if
-an object that the name does not reach refers to it. An object also stays if C++ code or a library
-refers to it in a way that Python does not see.
+`reached` follows references from a name to objects, also through autograd graphs. Then it counts
+the references to each object, as Python's garbage collector does. If an object has more references
+than those from the name and from the other reached objects, it stays after a deletion of the name,
+with everything to which it refers. References from C++ code that Python does not see count too.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Reach(NamedTuple):
 class Graphs:
     """The nodes of all autograd graphs of this process, each with its number of C++ references.
 
-    `holders` has the numbers: for each node, the tensors that it made and the nodes that refer to
-    it. This object keeps the nodes alive.
+    For each node, `holders` has the number of tensors that the node made, plus the number of nodes
+    that refer to it. This object keeps the nodes alive.
     """
 
     def __init__(self, limit: Limit) -> None:
@@ -72,9 +72,9 @@ def reached(
     """The storages that one name reaches.
 
     `held` has the objects to which the name refers, with one entry for each reference. The call
-    empties this list, and the caller must keep no other reference to the objects. `shared` are the
-    ids of containers whose content is not followed, such as the notebook's namespace. The walk ends
-    early at `limit`.
+    empties this list. The caller must keep no other reference to the objects, since it would be
+    counted. `shared` are the ids of containers whose content is not followed, such as the
+    notebook's namespace. The search ends early at `limit`.
     """
     with torch._C.DisableTorchFunction(), _disable_current_modes():
         walk = _Walk(graphs, frozenset(shared), limit or Limit())
@@ -96,8 +96,8 @@ def storages_of(handle: Any) -> frozenset[int]:
 class _Walk:
     """The objects that one name reaches, and the references among them.
 
-    Nodes of autograd graphs are followed last. So the objects that are first found then are reached
-    only through nodes.
+    The walk first follows all other references, and then those from nodes of autograd graphs. So an
+    object that only the second step finds is reached only through graphs.
     """
 
     def __init__(self, graphs: Graphs, shared: Collection[int], limit: Limit) -> None:
@@ -117,7 +117,7 @@ class _Walk:
     def follow(self, pending: list[Any]) -> None:
         """Follows all references from the objects in `pending`, and empties this list.
 
-        Nodes of graphs that are found are put into `later`.
+        If a node of an autograd graph is found, it is put into `later` and not followed yet.
         """
         if pending is not self.later:
             self._given.update(map(id, pending))
@@ -156,14 +156,19 @@ class _Walk:
             below += (child for child, _ in one.next_functions if child is not None)
             below += saved_by(one)
         elif issubclass(kind, Tensor):
-            # The collector finds a tensor's node only in some cases. `_of_tensor` always finds it.
+            # `gc.get_referents` returns a tensor's node only in some cases; `_of_tensor` always
+            # does.
             below = [child for child in below if not self._kinds.is_node(type(child))] + _of_tensor(
                 one
             )
         return below
 
     def freed(self) -> set[int]:
-        """The keys of the storages that a deletion of the name frees, found by trial deletion."""
+        """The keys of the storages that a deletion of the name would free.
+
+        The method is trial deletion, as in Python's garbage collector: the references from the name
+        and among the reached objects are subtracted. Whatever still has references would stay.
+        """
         references = _references(self._objects, self._graphs, self._kinds)
         for key, count in self._given.items():
             references[key] = references.get(key, 0) - count
@@ -203,8 +208,8 @@ def _of_tensor(tensor: Tensor) -> list[Any]:
 class _Kinds:
     """Finds out whether the objects of a class are nodes of autograd graphs.
 
-    The results are kept by the ids of classes, for one walk. References to classes of the notebook
-    would keep these classes alive.
+    The results are stored by the ids of the classes. A reference to a class of the notebook would
+    keep this class alive.
     """
 
     def __init__(self) -> None:
@@ -246,10 +251,10 @@ def _counts(objects: Mapping[int, Any]) -> dict[int, int]:
 
 
 def _in_cpp(uses: int) -> int:
-    """The number of references to a C++ object that Python does not count, by its number of `uses`.
+    """How many of the `uses` (references) of a C++ object are missing in Python's count.
 
-    One of the `uses` is the reference of the Python object. In newer versions of torch, other uses
-    keep the Python object alive, and Python counts this as one reference.
+    One of the `uses` is the reference from the Python object. In newer versions of torch, all
+    others together keep the Python object alive, and Python counts them as one reference.
     """
     others = uses - 1
     return others - 1 if others > 0 and _cpp_keeps_python() else others
@@ -266,10 +271,10 @@ def _cpp_keeps_python() -> bool:
 
 @functools.cache
 def _references_to_node() -> int:
-    """The references to a node's Python object that `Graphs.holders` and torch hold.
+    """The number of references to a node's Python object that are not the user's.
 
-    If the object has more references, user code holds them. To measure the number, the code builds
-    one node and a Counter with it.
+    `Graphs.holders` and torch hold these references. To count them, this function makes one node
+    and a Counter with it.
     """
     with torch.enable_grad():
         result = torch.ones(1, requires_grad=True) * 2
@@ -284,10 +289,10 @@ def _references_to_node() -> int:
 def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
     """The name of the module, class or cache that refers to a `storage` which no variable reaches.
 
-    The result is GARBAGE if only its own reference cycle, or no Python object, refers to it. It is
-    UNKNOWN if no named referrer is found within `limit` and _STEPS_UP steps. Each step from objects
-    to their referrers checks all objects of the process. `ignored` are the ids of objects of the
-    search itself.
+    Goes from the storage to the objects that refer to it, then to the objects that refer to those,
+    and so on. Each step checks all objects of the process. If a step finds no further object, the
+    result is GARBAGE. If `limit` or _STEPS_UP steps are reached, it is UNKNOWN. `ignored` are the
+    ids of objects of the search itself.
     """
     level: list[Any] = [storage.storage, *storage.tensors]
     seen = {*ignored, id(storage), id(storage.tensors), *map(id, level)}

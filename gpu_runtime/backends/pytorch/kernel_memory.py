@@ -186,9 +186,9 @@ class KernelBackend(Backend):
     def peaks(self, model: KernelMemory, *, counted: bool = True) -> Shares | None:
         """The most bytes on each card since `watch_peaks`, without the governed models.
 
-        `counted` is True if `measure` was called since then; its result then counts too. A
-        simulated card records no peak. For a simulated card, and while the bytes are in host
-        memory, the result is the last count on the cards, or None if `counted` is False.
+        If `measure` was called since then, `counted` is True, and its result is taken into account.
+        A simulated card records no peak. For it, and while the bytes are in host memory, the result
+        is the last result of `measure` on the cards, or None if `counted` is False.
         """
         if model.away or model.memory.counted:
             return model.last if counted else None
@@ -262,7 +262,7 @@ class KernelBackend(Backend):
             _rest(cards)
             self._exchange(model, mark, exchange, (), noted)
         except BaseException as error:
-            # The traceback keeps this frame, possibly for long.
+            # The traceback keeps this frame and its variables, possibly for long.
             fresh.clear()
             del exchange, noted
             st.let_go(error)
@@ -295,11 +295,11 @@ class KernelBackend(Backend):
         away: tuple[Away, ...],
         noted: Block | None,
     ) -> None:
-        """Makes the exchange while no other thread runs.
+        """Makes the exchange while no other thread runs, and records the new place in `model`.
 
-        Then records in `model` the offloaded storages `away`, and the block `noted`, which counts
-        the bytes on a simulated card. `mark` is the result of `Stillness.mark` before the copies.
-        Raises NotStill if the exchange is impossible; nothing has changed then.
+        `away` are the storages that are offloaded afterwards. `noted` is the block that counts the
+        bytes on a simulated card. `mark` is the result of `Stillness.mark` before the copies.
+        Raises NotStill if the exchange is impossible; then nothing has changed.
         """
 
         def act() -> None:
@@ -402,7 +402,7 @@ def _streams(
 ) -> dict[torch.device, set[int]]:
     """The streams of each card, by number.
 
-    They are the streams in `known`, those of the blocks of `away`, and the default stream.
+    These are the streams in `known`, the streams of the blocks of `away`, and the default stream.
     """
     found = {card: {streams.DEFAULT} for card in cards}
     for stream in known:
@@ -428,8 +428,8 @@ def _governed_bytes(model: KernelMemory) -> dict[str, int]:
 def _bytes(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
     """The content of each storage, as a tensor [nbytes] of uint8.
 
-    The tensors of a device are made in one call. In inference mode torch keeps no records of the
-    tensors, so 10,000 tensors take 9 ms instead of 20.
+    All tensors of a device are made in one call, in inference mode, where torch keeps no records of
+    them. So 10,000 tensors take 9 ms instead of 20.
     """
     empty: dict[torch.device, Iterator[torch.Tensor]] = {}
     with torch.inference_mode():

@@ -51,8 +51,9 @@ class _Sets:
 def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> tuple[Piece, ...]:
     """The pieces of `module`, in order, each with its storages of `groups`.
 
-    A single piece means that the module cannot be cut. `runs=False` means that no code calls the
-    module while its pieces are apart. It may then also be cut where hooks could not run it.
+    A single piece means that the module cannot be cut. If `runs` is false, no code calls the module
+    while its pieces are on different devices. Then it may also be cut where accelerate's hooks
+    could not run it.
     """
     leaves = list(_leaves(module)) if _may_be_cut(module) or not runs else []
     if not leaves:
@@ -86,9 +87,9 @@ def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
     """For each piece, the number of the share that gets the piece.
 
     `sizes` are the bytes of the pieces, and `shares` those of the shares. Each share gets at least
-    one piece, and its pieces are consecutive. Each cut is where the running sums of pieces and
-    shares differ least. Only the proportions of the shares matter, so the shares may be larger than
-    the pieces. Raises ValueError if there are fewer pieces than shares.
+    one piece, and its pieces are consecutive. The cuts are where the part of the pieces before the
+    cut is nearest to the part of the shares before it. Only the proportions of the shares matter.
+    Raises ValueError if there are fewer pieces than shares.
 
     >>> cut([4, 2, 2, 2, 2], [60, 60])
     [0, 0, 1, 1, 1]
@@ -113,10 +114,11 @@ def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
 
 
 def holder(name: str, table: Mapping[str, T]) -> T:
-    """The entry of `table`, by module path, for the innermost module with the tensor `name`.
+    """The entry of `table`, whose keys are module paths, for the tensor `name`.
 
-    A gradient or an optimizer state gets the entry of its parameter. If no module in the table has
-    the tensor, the result is the first entry.
+    If several modules in the table have the tensor, the innermost counts. A gradient or an
+    optimizer state gets the entry of its parameter. If no module in the table has the tensor, the
+    result is the first entry.
 
     >>> holder("layers.1.norm.weight:exp_avg", {"embed": "cuda:0", "layers.1": "cuda:1"})
     'cuda:1'
@@ -144,10 +146,10 @@ def _may_be_cut(module: nn.Module) -> bool:
 def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """The parts of `module` that stay whole, in order, each with its path.
 
-    The root is divided into its children. If `module` has `_no_split_modules`, each child is
-    divided further until its class is in that list. A list of modules is always divided. A module
-    with tensors of its own, or without children, is never divided. Modules without tensors are left
-    out.
+    `module` is divided into its children. If it has a list `_no_split_modules`, a child whose class
+    is not in this list is divided further. A child that is a list of modules is always divided. A
+    child with tensors of its own, or without children, is never divided. Modules without tensors
+    are left out.
     """
     names = frozenset(getattr(module, "_no_split_modules", None) or ())
 

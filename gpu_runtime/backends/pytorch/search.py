@@ -86,14 +86,14 @@ class Search(NamedTuple):
 def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None = None) -> Search:
     """Every storage on a device that can be found, each with the reason if it cannot be moved.
 
-    `place(storage)` returns the id of the device on which a storage counts (see `counted_on`). It
-    returns "" for a storage to leave out, such as a storage of the meta device. `governed` are the
-    keys (`storage._cdata`) of further storages to leave out, such as the storages of models. If
-    `limit` ends the search early, `whole` of the result is false.
+    `place(storage)` returns the id of the device on which a storage counts (see `counted_on`), or
+    "" if the storage is left out, such as a storage of the meta device. Storages whose key
+    (`storage._cdata`) is in `governed` are left out too; they may belong to models. If `limit` ends
+    the search early, `whole` of the result is false.
 
-    The search holds the interpreter for about 0.15 s for each million objects. It changes no tensor
-    and runs no code of the user: no unpack hook, no `__torch_function__`, no mode. An object that
-    `gc.freeze()` hid is found only if a Python module refers to it, directly or not.
+    The search holds the interpreter for about 0.15 s for each million objects. It changes no
+    tensor. It runs no code of the user: no unpack hook, no `__torch_function__`, no mode of torch.
+    An object that `gc.freeze()` hid is found only if it can be reached from a Python module.
     """
     limit = limit or Limit()
     with torch._C.DisableTorchFunction(), _disable_current_modes():
@@ -227,9 +227,9 @@ def _storages(
     governed: Collection[int],
     limit: Limit,
 ) -> tuple[list[_Entry], list[Tensor]]:
-    """The storages on a device, and those of `tensors` that have no storage.
+    """The storages on a device, and the tensors among `tensors` that have no storage.
 
-    `bare` are further storages, with or without tensors.
+    `bare` are storages that the collector lists. Some of them have no tensor.
     """
     by_key: dict[int, _Entry] = {}
     elsewhere = set(governed)
@@ -273,8 +273,8 @@ def _storages(
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
     """The strided tensors of which `tensor` consists.
 
-    This is `tensor` itself, or the parts of a sparse or wrapping tensor. Fake tensors and lazy
-    parameters have no bytes, so they yield nothing.
+    Yields `tensor` itself, or the parts of a sparse or wrapping tensor. Yields nothing for fake
+    tensors and lazy parameters, which have no bytes.
     """
     kind = type(tensor)
     if kind not in _PLAIN:
@@ -325,7 +325,7 @@ def graph(tensor: Tensor) -> tuple[Any, ...]:
     return (node,) if node is not None else ()
 
 
-# Class of a node -> its attributes to read.
+# Class of a node -> the names of its attributes with saved tensors and objects.
 _saved_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -418,7 +418,7 @@ def _reason(
 
 
 def _view(storage: torch.UntypedStorage) -> Tensor:
-    """A tensor of `storage` without elements. To make this tensor, torch reads no address."""
+    """A tensor of `storage` without elements. To make it, torch does not read `data_ptr()`."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,))
 
 
@@ -434,7 +434,8 @@ def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
     """The numbers of storages that overlap in memory, as two `from_numpy()` of one array do.
 
     `spans` has the address, bytes and number of each storage on one device. torch does not know
-    that two storages share bytes. After a move, a change of one would not change the other.
+    that two storages share bytes, so each would be moved separately. After that, a change of one
+    storage would not change the other.
     """
     overlapping: set[int] = set()
     end, last = 0, -1

@@ -1,8 +1,7 @@
 """Shadows of models on a card. A shadow is a copy of a storage's bytes in host memory.
 
-When a storage with a shadow leaves its card, its bytes are compared with the shadow's digest. If
-they are equal, nothing is copied: the shadow becomes the storage's bytes. A digest is valid only
-while nothing has written the shadow's bytes.
+When a storage with a shadow leaves its card, its bytes are compared with the digest of the loaded
+bytes. If they are equal, nothing is copied: the shadow becomes the storage's bytes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def ready(
     """The shadows of those storages in `going` that move to the host unchanged.
 
     The keys are indices of `going`, and `places` has the target of each storage. If a storage has
-    changed, its shadow is freed, because the shadow's place is needed.
+    changed, its shadow is freed, to make room in host memory for the new bytes.
     """
     found: dict[int, Tensor] = {}
     leaving = [i for i, memory in enumerate(places) if memory.device == HOST]
@@ -60,9 +59,9 @@ def _unchanged(model: TorchModel, group: st.Group, shadow: Tensor) -> bool:
 def copied(
     shadows: dict[int, Tensor], sources: list[Tensor], places: Sequence[Memory], host: Memory
 ) -> list[Tensor]:
-    """The new bytes of each of `sources`: its shadow if it has one, else a copy in its place.
+    """The new bytes of each of `sources`: its shadow if it has one, else a new copy.
 
-    `shadows` is the result of `ready`. See `storages.copied` for the other parameters.
+    `shadows` is the result of `ready`. The other parameters are as in `storages.copied`.
     """
     rest = [i for i in range(len(sources)) if i not in shadows]
     copies = st.copied([sources[i] for i in rest], [places[i] for i in rest], host)
@@ -80,10 +79,10 @@ def staying(
 ) -> dict[int, Tensor]:
     """The shadows that stay on the host when the storages `going` move to cards.
 
-    `sources` are the bytes of these storages now, and `targets` the copies on the cards. The keys
-    are those that the storages have after the second phase of the move. If this phase exchanges the
-    bytes of a source and its target, the tensor of the target then has the old bytes, so it is the
-    shadow.
+    `sources` are the present bytes of these storages, and `targets` the copies on the cards. The
+    keys of the result are the keys that the storages have after the second phase of the move. If
+    that phase exchanges the bytes of a source and its target, the shadow is the target: after the
+    exchange its tensor has the bytes in host memory.
     """
     found: dict[int, Tensor] = {}
     for group, memory, source, target in zip(going, places, sources, targets, strict=True):
@@ -115,8 +114,8 @@ def digests(
 ) -> dict[int, Tensor]:
     """The digests of the storages of `model` that are still valid after a move.
 
-    If a storage is copied to the host, its digest is left out, because the copy may have other
-    bytes. `unchanged` is the result of `ready`.
+    The digest of a storage that is copied to the host is left out: its bytes may have changed since
+    the load. `unchanged` is the result of `ready`.
     """
     copied = set()
     for index, memory in enumerate(places):

@@ -3,9 +3,9 @@
 Processes that load the same unchanged files share one copy.
 
 The shared pages contain a first page, the content of each storage, and an index with the digest of
-each storage. The first page is written last, so incomplete pages are not used. If nothing wrote to
-the pages after this, their content needs no comparison. Otherwise a process that loads the model
-from the pages compares the digests of the loaded bytes.
+each storage. The first page is written last. Without it other processes do not use the pages, so
+they never use incomplete pages. If nothing has written to the pages since then, their content needs
+no comparison. Otherwise a process that loads the model from them compares the digests.
 """
 
 from __future__ import annotations
@@ -164,9 +164,10 @@ class SharedCopy:
     ) -> list[Tensor]:
         """The content of each of `going` in the shared pages, as a tensor [nbytes] of uint8.
 
-        New pages first get the content of `sources`. `progress` is called as in `storages.copied`.
-        Raises OutOfMemory and OSError. Raises TornCopy if a source is outside the complete pages
-        and has other bytes than these pages.
+        `sources` are the present bytes of `going`. New pages first get these bytes. In complete
+        pages, the bytes are compared, unless the source is in these pages already; TornCopy is
+        raised if they differ. `progress` is called as in `storages.copied`. Also raises OutOfMemory
+        and OSError.
         """
         if self.is_new:
             self._write(going, sources, progress)

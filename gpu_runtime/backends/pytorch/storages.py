@@ -217,7 +217,7 @@ def _copy_all(
 def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
     """Copies `sources` to `targets`, and empties both lists.
 
-    Otherwise a traceback would keep their tensors alive.
+    If an error is raised, its traceback would otherwise keep the tensors in the lists alive.
     """
     try:
         if not targets:
@@ -364,8 +364,8 @@ def refilling(
     """Calls for `at_once` that give the module `held` the bytes of the module `fresh`.
 
     If a storage of `held` and one of `fresh` have the same device and layout, the pair is added to
-    `exchange` instead. The calls rebind all other tensors. The result is None if the tensors of the
-    two modules differ in their names or dtypes.
+    `exchange`. For all other storages, the calls rebind the tensors. The result is None if the
+    tensors of the two modules differ in their names or dtypes.
     """
     old, new = _weights(held), _weights(fresh)
     if old.keys() != new.keys() or any(old[name].dtype != new[name].dtype for name in new):
@@ -392,9 +392,9 @@ def _weight_slots(module: nn.Module) -> Iterator[Slot]:
 def _rebinding(tensor: Tensor, other: Tensor) -> Callable[[], Any]:
     """A call into C that gives `tensor` the bytes of `other`. The Python object stays the same.
 
-    A third-party accelerator may implement tensors differently than the CPU. If so, the two tensors
-    are swapped, as in `nn.Module.to`. torch refuses to swap a tensor that an autograd graph still
-    references.
+    Usually this sets `tensor.data`. torch forbids that if an accelerator of a third party
+    implements tensors differently than the CPU. Then the two tensors are swapped, as in
+    `nn.Module.to`. torch refuses to swap a tensor that an autograd graph still references.
     """
     if torch._has_compatible_shallow_copy_type(tensor, other):
         return partial(_set_data, tensor, other)

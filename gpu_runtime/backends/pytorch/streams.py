@@ -1,10 +1,10 @@
 """Reads and uses the streams and the allocator of a card, through torch's module for its kind.
 
-Such a module is `torch.cuda`. The allocator gives a freed block of memory to the next request on
-the same stream, without waiting for other streams. If offloaded bytes returned to a block of
-another stream, that stream could reuse the block too early, while user code still reads it. So
-bytes return to a block of the stream on which they were allocated. All other known streams are
-recorded for this block.
+Such a module is `torch.cuda`. A block of memory belongs to the stream on which it was allocated.
+After the block is freed, the allocator gives it to the next request on the same stream, without
+waiting for other streams. If offloaded bytes returned to a block of another stream, that stream
+could reuse the block too early, while user code still reads it. So bytes return to a block of the
+stream on which they were allocated, and `record` adds all other known streams to its users.
 """
 
 from __future__ import annotations
@@ -70,8 +70,7 @@ def allocated_bytes(device: torch.device | str, peak: bool = False) -> int:
     """The number of bytes that the allocator has given out on `device` now, or at the `peak`.
 
     The result is 0 before this process has used the card, and if the allocator does not count.
-    Reading torch's nested figures costs a
-    tenth of reading torch's flat figures.
+    torch's nested figures are read, which takes a tenth of the time of its flat figures.
     """
     module = _counting(device)
     stats = module.memory_stats_as_nested_dict(device) if module is not None else {}
@@ -137,9 +136,10 @@ def private(addresses: Sequence[int], segments: Iterable[Mapping[str, Any]]) -> 
 
 
 def captured() -> bool:
-    """Whether a CUDA graph exists. It reads and writes the addresses of its capture at each replay.
+    """Whether a CUDA graph exists. If so, no block may change its address.
 
-    These can be addresses of the ordinary pool: inputs, weights, and tensors changed in place.
+    A graph stores the addresses that were used when it was captured, and uses them in each replay.
+    Some may be outside its private pool: inputs, weights, and tensors changed in place.
     """
     return bool(instances(subclasses(torch.cuda.CUDAGraph)))
 
@@ -217,8 +217,9 @@ def copying_out(device: torch.device) -> contextlib.AbstractContextManager[Any]:
 def record(tensor: torch.Tensor, home: int | None, streams: Collection[int]) -> None:
     """Records that all `streams`, and the current stream, use the block of memory of `tensor`.
 
-    When the block is freed, the allocator reuses it only after the work that these streams have at
-    that moment. `home` is the stream to which the block belongs; it needs no record.
+    After the block is freed, the allocator waits until these streams have done the work that they
+    had at that moment. Only then it reuses the block. `home` is the stream to which the block
+    belongs; it needs no record.
     """
     module = module_of(tensor.device)
     if module is None:

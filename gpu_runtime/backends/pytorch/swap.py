@@ -95,7 +95,7 @@ class Exchange:
         device = storage.device
         self.put(storage, guard(storage.nbytes(), device, sentence))
         if device.type != "cpu":
-            # The exchange moves the guard's pointer, but not the text of its error.
+            # The text of the error does not move with the guard's pointer, so it is set here again.
             self._calls.append(partial(_mark(), storage._cdata, sentence))
 
     @property

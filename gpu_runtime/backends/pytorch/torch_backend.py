@@ -267,7 +267,8 @@ class TorchBackend(Backend):
         """Puts the new `model` on the devices of `shares`, and returns it.
 
         With `shadow`, the bytes are first copied to host memory, and this copy stays there. `into`
-        is the handle or module of an earlier load, or None. Its module gets the model's bytes.
+        is the handle or module of an earlier load, or None. If it is given, its module gets the
+        bytes, and becomes the module of `model`.
         """
         try:
             self._check(model)
@@ -398,9 +399,10 @@ class TorchBackend(Backend):
     def _commit(
         self, model: TorchModel, move: Move, goal: Destination, more: dict[str, Any]
     ) -> None:
-        """Makes the calls of `move`. If one fails, the old bytes and attributes of `model` return.
+        """Makes the calls of `move`, and sets the attributes of `model` to its new place.
 
-        `goal` is the new place, and `more` are other attributes of the model after the move.
+        `goal` is the new place, and `more` are further attributes. If a call fails, everything is
+        undone.
         """
         before = {name: getattr(model, name) for name in nowhere() if name != "dispatch"}
         after = {"memories": goal.memories, "noted": {}, "layout": goal.layout}

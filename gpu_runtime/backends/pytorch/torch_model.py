@@ -62,8 +62,9 @@ class TorchModel:
     def groups(self) -> list[st.Group]:
         """The storages that move with this model.
 
-        Optimizers keep step counters and similar tensors on the CPU; these tensors do not move. The
-        group of a storage that another model shares has the tensors of both models.
+        Each Group is one storage with its tensors. If another model shares the storage, the Group
+        has the tensors of both models. Step counters and similar tensors, which optimizers keep on
+        the CPU, are left out.
         """
         mine = self._own_groups()
         return [self._with_sharers(group) for group in mine] if self.is_shared else mine
@@ -103,7 +104,10 @@ class TorchModel:
                 other.sharers.add(self)
 
     def hand_over(self) -> None:
-        """Copies the entries of `own` to the models in `sharers`, before this model is dropped."""
+        """Copies the entries of `own` to the models in `sharers`, before this model is dropped.
+
+        After that, a sharer knows the memory of the storages that it shared with this model.
+        """
         for group in self.groups():
             away = self.away.get(group.storage._cdata)
             storage = group.storage if away is None else away.untyped_storage()
@@ -127,10 +131,9 @@ class TorchModel:
     def piece_bytes(self) -> int:
         """Bytes of the largest piece of the model that can move without the others.
 
-        The result is 0 for a model on several cards, for a model that shares storages with another
-        model, and for a model of one piece. It is also 0 for a model smaller than
-        LEAST_BYTES_IN_PARTS, and for a model in host memory if torch has allocated one of its
-        storages.
+        The result is 0 if the model is on several cards, shares storages with another model, has
+        one piece, or is smaller than LEAST_BYTES_IN_PARTS. It is also 0 for a model in host memory
+        if torch has allocated one of its storages.
         """
         cards = [memory for memory in self.memories if memory.device != HOST]
         if len(cards) > 1 or self.bases or self.is_shared:
@@ -142,9 +145,10 @@ class TorchModel:
         return max((piece.bytes for piece in found), default=0) if len(found) > 1 else 0
 
     def _foreign(self, groups: Sequence[st.Group]) -> bool:
-        """Whether torch has allocated some of the storages `groups`.
+        """Whether torch, and not this package, has allocated one of the storages `groups`.
 
-        Such a storage counts where its module is, so it cannot stay while other pieces move.
+        Such a storage is counted on the device of its module. So it cannot stay behind while other
+        pieces move.
         """
         return any(group.storage._cdata not in self.own for group in groups)
 
@@ -182,7 +186,7 @@ class TorchModel:
         """The memory of the storage of `group`.
 
         `by_torch_device` maps each torch device except the CPU to its memory. A storage that torch
-        allocated on the CPU counts as if it were where its module is.
+        allocated on the CPU is counted on the device of its module.
         """
         known = self.own.get(group.storage._cdata)
         memory = known or by_torch_device.get(str(group.storage.device))

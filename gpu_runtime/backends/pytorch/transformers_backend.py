@@ -102,10 +102,10 @@ class TransformersBackend(TorchBackend):
 
         `progress` is called with bytes done and bytes in total. `into` is the handle or the module
         of an earlier load: the module of that load gets the weights. With `shadow`, a copy stays in
-        host memory. `copies` are pids of processes that may share this copy; None means that the
-        copy is private. If one of these processes has a copy already, that copy is used. With
-        `found_only`, no copy stays if none of these processes has a copy. Raises BadSetting,
-        NotAModel, LoadFailed, CannotGovern, and the device's out-of-memory error.
+        host memory. `copies` are the pids of processes that may share this copy; None means that
+        the copy is private. If one of these processes has a copy already, it is used. If none has
+        one, `found_only` means that no copy stays. Raises BadSetting, NotAModel, LoadFailed,
+        CannotGovern, and the device's out-of-memory error.
         """
         given: dict[str, Any] = {"progress": progress, "into": into}
         try:
@@ -153,7 +153,7 @@ class TransformersBackend(TorchBackend):
         return model
 
     def files_of(self, spec: ModelSpec) -> str:
-        """The id of the files of `spec`, which is in each shared copy of them; empty if unknown."""
+        """The id that a shared copy of the files of `spec` has; empty if it is unknown."""
         try:
             return content_id(self._known(spec), dtype_of(spec))
         except (GpuError, OSError):  # the load reports the error
@@ -220,8 +220,8 @@ class TransformersBackend(TorchBackend):
     def move(self, model: TransformersModel, shares: Shares, shadow: bool = False) -> None:
         """Moves all storages of `model` to `shares`; see `TorchBackend.move`.
 
-        With `shadow`, only bytes that are unchanged since the load stay in host memory. Changed
-        bytes must be copied again anyway when the model leaves.
+        With `shadow`, bytes that are unchanged since the load stay in host memory as a copy. For
+        changed bytes no copy stays, because it would have to be made again when the model leaves.
         """
         super().move(model, shares, shadow)
         known = model.digests.keys() & model.shadow.keys()
@@ -285,9 +285,9 @@ class TransformersBackend(TorchBackend):
     ) -> tuple[int, ...]:
         """The bytes of the pieces of `model`, or of the source of `spec` if `model` is None.
 
-        `origin` is ignored. Before a load the sizes are read from the headers, if the tensors'
-        names show the order of the pieces. If not, the module is built without data to get the
-        sizes. The result is empty if the source cannot be read.
+        `origin` is ignored. If `model` is None, the sizes are read from the headers, if the
+        tensors' names show the order of the pieces. Otherwise the module is built without data to
+        get the sizes. The result is empty if the source cannot be read.
         """
         if model:
             return super().pieces(spec, origin, model)
@@ -324,7 +324,8 @@ class TransformersBackend(TorchBackend):
         return model.reproducible
 
 
-# Set when the interpreter ends. A drop then compares no weights: it would take seconds for nothing.
+# Set when the interpreter ends. After that, a drop compares no weights: the process ends anyway,
+# and the comparison would take seconds.
 _ending = threading.Event()
 atexit.register(_ending.set)
 
@@ -358,7 +359,7 @@ def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
 def _leg(check: Callable[[], None], progress: Progress | None, done: int, total: int) -> None:
     """The progress callback of each load: calls `check`, which may raise, and then `progress`.
 
-    A load with a callback is made in parts, so it can be interrupted between two parts.
+    Because a load has a callback, it is made in parts, and can be interrupted between two parts.
     """
     check()
     if progress:

@@ -102,7 +102,7 @@ def _serves(architecture: str, model_type: str) -> bool:
 def built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
     """The module on the CPU, and whether all its weights came from the source. Raises LoadFailed.
 
-    If no dtype is converted, the weights are pages of the mapped files.
+    If the dtype is not converted, the weights are in mapped pages of the files.
     """
     options = {key: spec.options[key] for key in _PASSED_ON if key in spec.options}
     options.pop("revision", None)  # the directory is of that revision already

@@ -26,10 +26,10 @@ T = TypeVar("T")
 class Move:
     """The calls of the second phase of one move, and a way to undo them.
 
-    There are three cases. A storage on the same device as its copy exchanges bytes with the copy.
-    If the bytes of a storage leave a card for host memory, a guard replaces them, and the copy is
-    recorded in `away`. In all other cases, also if this torch can exchange no data pointers, the
-    storage keeps its bytes, and its tensors are rebound to the copy.
+    There are three cases. If a storage is on the same device as its copy, the two exchange their
+    bytes. If the bytes of a storage leave a card for host memory, a guard replaces them, and the
+    copy is recorded in `away`. In all other cases the storage keeps its bytes, and its tensors are
+    rebound to the copy. This is also done if this torch cannot exchange data pointers.
     """
 
     def __init__(
@@ -87,7 +87,8 @@ class Move:
         self.exchange.undo()
         self.calls[:] = st.rebinding(self.rebound, [group.bytes for group in self.rebound])
         while self.calls:
-            # torch refuses the reverse change only if the first change was not made.
+            # If torch refuses to rebind a tensor, it had also refused the first change of this
+            # tensor, so there is nothing to undo.
             with contextlib.suppress(RuntimeError):
                 self.calls.pop()()
 
