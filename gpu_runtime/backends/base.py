@@ -35,13 +35,13 @@ class Stillness(Protocol):
         """The reason why the kernel's memory must not be moved now; empty if it may be moved."""
 
     def mark(self) -> object:
-        """A value that changes with every message that may run code of the user's."""
+        """A value that changes with every message to the kernel that may run the user's code."""
 
     def change(self, mark: object, act: Callable[[], None]) -> str:
         """Calls `act` while no other thread of the process runs, and returns an empty text.
 
         `mark` is an earlier result of the method `mark`. If the kernel was used since then, or if
-        code runs now, `act` is not called, and the result is the reason.
+        the user's code runs now, `act` is not called, and the result is the reason.
         """
 
 
@@ -89,8 +89,8 @@ class Backend:
 
         `origin` is the live Python object with which the model was registered: a module, or a
         callable that returns one. `progress` is called with bytes done and bytes in total. `into`
-        is the handle or the value of an earlier load. The value is refilled in place, so
-        references to it stay valid.
+        is the handle of an earlier load, or the object that `use` yielded then. That object gets
+        the new bytes, so the user's references to it stay valid.
 
         On any failure, an interrupt included, nothing stays allocated. Raises BadSetting,
         NotAModel, LoadFailed, CannotGovern, or the device's own out-of-memory error (see
@@ -112,8 +112,8 @@ class Backend:
     def drop(self, model: Any) -> None:
         """Frees the bytes of `model` that its source can restore. A repeated call does nothing.
 
-        They are freed even if user code still has the value of `model`. Bytes that exist nowhere
-        else stay with this value, and are freed with it.
+        These bytes are freed even if user code still has the object that `use` yielded. Bytes that
+        exist nowhere else stay with that object, and are freed with it.
         """
         raise NotImplementedError
 
@@ -142,17 +142,18 @@ class Backend:
     def piece_bytes(self, model: Any) -> int:
         """Bytes of the largest piece of `model` that can leave a card while the other pieces stay.
 
-        The result is 0 if the model moves as a whole. If `move` gets a share on the model's card
-        and a share on the host, `move` copies as many whole pieces as fit: to the host, or back to
-        the card if the card's share is larger than the bytes there now.
+        The result is 0 if the model can only move as a whole. Otherwise `move` accepts a share on
+        the model's card together with a share on the host. It then moves as many whole pieces as
+        fit: back to the card if the card's share is larger than the bytes there now, else to the
+        host.
         """
         return 0
 
     def must_return_to(self, model: Any) -> dict[str, int]:
         """The devices to which the bytes of `model` must return, each with a number of bytes.
 
-        The number is 0 if any number of bytes may return to the device. The result is empty if the
-        model can return to any device.
+        The number 0 means that any number of bytes may return to the device. The result is empty if
+        the model can return to any device.
         """
         return {}
 

@@ -125,9 +125,9 @@ class FakeBackend(Backend):
     def move(self, model: FakeModel, shares: Shares, shadow: bool = False) -> None:
         """Allocates `shares`, calls the hook of `model` with "move", then frees the old bytes.
 
-        On a move to the host, a full copy that is already there becomes the model's bytes. On a
-        move back, `shadow` keeps the bytes on the host as a copy. If only some pieces move, only
-        the bytes that are missing on their new device are allocated.
+        If the host has a full copy of the model already, a move to the host allocates nothing. On a
+        move from the host to a card, `shadow` keeps the bytes on the host as a copy. If only some
+        pieces move, only the bytes that are missing on their new device are allocated.
         """
         in_parts = [one for one in (model.place[0], shares) if len(one) == 2]
         if model.pieces and any(one[1].device == HOST for one in in_parts):
@@ -165,7 +165,8 @@ class FakeBackend(Backend):
                     more.append(self.probe.place(device).allocate(missing))
             if model.hook:
                 model.hook("move")
-            # The new blocks take no more than those freed here, so no capacity is exceeded.
+            # `force` is safe: the new blocks have no more bytes than the blocks that are freed
+            # here.
             _free((*blocks, *model.shadow, *more))
             kept = [self.probe.place(one).allocate(after[one], force=True) for one in after]
             host = self.probe.place(HOST)
@@ -231,9 +232,9 @@ def _copy_after(
 ) -> int:
     """The bytes of the copy in host memory after some pieces of `model` have moved.
 
-    `before` and `after` are the bytes on each device. With `keep`, bytes that return to the card
-    stay in host memory as a copy. If the copy has all bytes of the card, the pieces that go to the
-    host take their bytes from the copy. If all bytes of the card go, no copy is left.
+    `before` and `after` are the bytes on each device. With `keep`, pieces that return to the card
+    leave their bytes in host memory as a copy. If the copy has all bytes of the card, a piece that
+    goes to the host uses its part of the copy. If all pieces go to the host, no copy is left.
     """
     copy = model.shadow_bytes
     going = after.get(HOST, 0) - before.get(HOST, 0)

@@ -26,7 +26,8 @@ class Diffusers(Recipe):
         """The total size of the weight files of the pipeline of `spec`.
 
         A pipeline has one directory for each part. If the pipeline is not on this machine, the
-        evidence has no size, but its name and the reason. Raises NotAModel for a path that is no pipeline.
+        evidence has its name, and the reason why its size is unknown. Raises NotAModel for a path
+        that is no pipeline.
         """
         path = Path(spec.source).expanduser()
         if (path / "model_index.json").is_file():

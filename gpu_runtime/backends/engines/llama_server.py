@@ -109,7 +109,8 @@ def _native(order: LaunchOrder, executable: str) -> Command:
         words += ["--embedding"]
         if "pooling_type" in arguments and not has_flag(own, "--pooling"):
             words += ["--pooling", "mean"]
-    # Without --jinja, llama-server knows only a few built-in templates, and no template switches.
+    # Without --jinja, llama-server uses only a few built-in templates, and ignores the switches
+    # that a request sets for a template.
     if not has_flag(own, "--jinja", "--no-jinja"):
         words += ["--jinja"]
     chat = custom_template(spec)
@@ -121,8 +122,8 @@ def _native(order: LaunchOrder, executable: str) -> Command:
 def _python(order: LaunchOrder) -> Command:
     """The command of llama-cpp-python's server.
 
-    Raises LoadFailed for a custom chat template. Also raises LoadFailed for a model that shall make
-    embeddings but whose file names no pooling type.
+    This server takes no custom chat template, and no embedding model whose file names no pooling
+    type. For both, LoadFailed is raised.
     """
     arguments = _llama_arguments(order)
     if custom_template(order.spec):
@@ -143,7 +144,8 @@ def _python(order: LaunchOrder) -> Command:
     for name in ("flash_attn", "embedding"):
         if arguments[name]:
             words += [f"--{name}", "true"]
-    # Without this, a call that arrives during a stream ends the stream, with [DONE] and without an error.
+    # By default, a call that arrives during another call's stream ends the stream, without an
+    # error.
     words += ["--interrupt_requests", "false"]
     program = (sys.executable, "-m", "llama_cpp.server")
     return Command((*program, *words), {"API_KEY": order.key})

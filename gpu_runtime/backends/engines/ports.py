@@ -134,7 +134,8 @@ def _lock(path: Path) -> IO[bytes] | None:
 def _listened_on(number: int) -> bool:
     """Whether a process uses the port `number`, with or without a claim."""
     with socket.socket() as trial:
-        # Servers set this option too. Without it, the port of a closed connection seems in use.
+        # Without this option, a port seems to be in use while an old connection of it is closing.
+        # Servers set the option too.
         trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             trial.bind(("127.0.0.1", number))

@@ -58,8 +58,8 @@ class Vllm(Recipe):
     def template(self, order: LaunchOrder) -> str | None:
         """The model's chat template, read from the source directory of `order`.
 
-        transformers saves it in a separate file or in the tokenizer's config. The result is None if
-        the template is missing or cannot be read.
+        The library transformers saves the template in a separate file or in the tokenizer's config.
+        The result is None if the template is missing or cannot be read.
         """
         own_file = Path(order.source, "chat_template.jinja")
         config_file = Path(order.source, "tokenizer_config.json")

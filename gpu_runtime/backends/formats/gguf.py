@@ -352,7 +352,8 @@ def config(metadata: dict[str, Any]) -> dict[str, Any]:
     if isinstance(tokens, StringCount) and "vocab_size" not in found:
         found["vocab_size"] = int(tokens)
     if "kv_lora_rank" not in found:
-        # Without latent attention this field has another meaning: the rotated part of a head.
+        # A model without latent attention uses this field for something else: the number of
+        # dimensions of a head that are rotated.
         found.pop("qk_rope_head_dim", None)
     found["model_type"] = architecture.replace("-", "_")
     found["batch_tokens"] = BATCH_TOKENS

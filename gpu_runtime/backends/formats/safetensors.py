@@ -101,9 +101,10 @@ class Checkpoint(NamedTuple):
         """Bytes of the pieces in order: before the layers, each layer, and after the layers.
 
         Pieces of 0 bytes are left out. The name of a tensor decides to which piece it belongs:
-        `model.layers.7.mlp.up_proj.weight` belongs to the list `model.layers` at place 7. Names do
-        not show the order of several lists. So the result is empty unless one list holds at least
-        half of the model, and no other list more than 5 %.
+        `model.layers.7.mlp.up_proj.weight` belongs to the list `model.layers` at place 7. If a
+        model has several lists of layers, the names do not show which list runs first. So the
+        result is empty unless one list holds at least half of the model, and no other list more
+        than 5 %.
         """
         total = self.weight_bytes()
         lists = self._layer_lists()

@@ -147,7 +147,8 @@ def _of_one_file(path: Path, name: str, item_bytes: int | None) -> Evidence:
 def _of_pointers(path: Path) -> Evidence | None:
     """The size of the weights if the directory `path` is a clone without Git LFS, else None.
 
-    There, each file of weights is a small pointer, which states the size of the real file.
+    In such a clone, each file of weights is a small text file, a pointer. It states the size of the
+    real file.
     """
     size = _bytes_behind_pointers(sorted(path.glob("*.safetensors")))
     return Evidence(file_bytes=size, file_format="safetensors") if size else None

@@ -61,8 +61,9 @@ def gguf_file(spec: ModelSpec) -> Path:
 def gguf_evidence(spec: ModelSpec) -> Evidence:
     """What the GGUF file of `spec` shows about the memory that llama.cpp takes on the card.
 
-    llama.cpp allocates cache and work space when it loads. So the context counts. Without the
-    option `context_length`, its default length counts. Raises BadSetting, NotAModel, LoadFailed.
+    llama.cpp allocates cache and work space when it loads. So the evidence includes the context:
+    its length is the option `context_length`, or the default. Raises BadSetting, NotAModel,
+    LoadFailed.
     """
     check(spec)
     if os.path.exists(os.path.expanduser(spec.source)):
@@ -110,8 +111,8 @@ def gpu_layers(spec: ModelSpec) -> int:
 def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
     """The part of the model that is on the card, from 0 to 1.
 
-    This is the number of layers of `spec` on the card, divided by the number of layers in `config`,
-    the config of the file. The output counts as one more layer.
+    This is the number of layers on the card (an option of `spec`), divided by the number of layers
+    in `config`, the config of the file. The output counts as one more layer.
     """
     layers = gpu_layers(spec)
     all_layers = config.get("all_layers", config.get("num_hidden_layers"))
@@ -125,9 +126,9 @@ def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
 def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
     """The number of tokens in the contexts of all sequences of `spec` together.
 
-    Each sequence has the option `context_length`, or by default the length that the model supports
-    by its `config`, at most CONTEXT_TOKENS. The backend llama_cpp has one context, because it
-    computes one sequence after the other.
+    The context of one sequence has the option `context_length`. Its default is the length that the
+    model supports by its `config`, at most CONTEXT_TOKENS. In the backend llama_cpp all sequences
+    use one context, because they are computed one after the other.
     """
     supported = config.get("max_position_embeddings")
     usual = CONTEXT_TOKENS
@@ -156,8 +157,9 @@ def llama_arguments(
     """The arguments of `Llama` that load the file `path` of `spec`, split over its `shares`.
 
     `config` is the config of the file. `cards` are the numbers that the cards of the shares have in
-    this process. `cards` is None if the cards are simulated, or if a server loads the file. Workers
-    and servers see only their own cards. So they count them from 0, in the order of the shares.
+    this process; None if the cards are simulated, or if a server loads the file. A worker process
+    and a server see only the cards of the shares. For them these cards have the numbers 0, 1 and so
+    on, in the order of the shares.
     """
     isolated = spec.options.get("isolated", True)
     numbers = tuple(range(len(shares))) if isolated or cards is None else cards
@@ -187,9 +189,9 @@ def llama_arguments(
 
 
 def _tensor_split(numbers: tuple[int, ...], shares: Shares) -> list[float]:
-    """The part of the model on each card that the process sees, by the card's number.
+    """The part of the model on each card, as a list in the order of the cards' numbers.
 
-    `numbers` are those of the cards of `shares`. A card without a share gets 0.
+    `numbers` are the numbers of the cards of `shares`. A card without a share has the part 0.
     """
     split = [0.0] * (max(numbers, default=0) + 1)
     for number, share in zip(numbers, shares, strict=True):
@@ -211,10 +213,11 @@ def taken(
     each card, the buffers' bytes count, or the driver's figure in `charged` if it is larger.
 
     `numbers` are llama.cpp's numbers of the cards, as in the names of their buffers (CUDA0, CUDA1).
-    None stands for 0, 1 and so on: a worker process sees only the cards in `shares`, in their order.
+    None means 0, 1 and so on, in the order of `shares`, as in a worker process.
 
-    If no buffer is on a card, the model computes on the CPU. Its bytes times `part` (see
-    `offloaded`) are then divided among the shares in proportion to their size.
+    If no buffer is on a card, llama.cpp computes on the CPU, as it does for simulated cards. Then
+    the model's bytes are multiplied by `part` (see `offloaded`), and divided in proportion to
+    `shares`.
     """
     buffers = facts["buffers"]
     on_cards = {name: sizes for name, sizes in buffers.items() if name[-1:].isdigit()}

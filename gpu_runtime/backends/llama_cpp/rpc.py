@@ -1,7 +1,7 @@
 """Calls to a llama.cpp model in a worker: requests, answers, streams and cancellation.
 
-If an engine ends by itself, it reports this once to its watcher, before any caller gets the error.
-So when a caller gets the error, the lease is already returned.
+If an engine ends by itself, its watcher is called once, before any caller gets the error. The
+watcher frees the lease. So when a caller gets the error, the memory is free already.
 """
 
 from __future__ import annotations
@@ -165,14 +165,14 @@ class LlamaEngine(Engine):
     def _close(self, error: GpuError) -> None:
         """Ends the engine. Waiting calls raise `error`, or the error of an earlier end."""
         with self._changed:
-            # Set the error first: the reading thread then finds the channel closed, and would
-            # record another error.
+            # The error is set before the channel is closed. When the reading thread finds the
+            # channel closed, it calls this method with another error, which then has no effect.
             self.error = self.error or error
         self._channel.close()
         self._report_loss()
         if self._reporting:
-            # An outer call of this method reports the loss now, and the watcher has called `end`.
-            # The outer call wakes the waiting callers, after the watcher has updated the book.
+            # An outer call of this method is calling the watcher, and the watcher has called `end`.
+            # When the watcher has updated the book, the outer call wakes the waiting callers.
             return
         with self._changed:
             waiting, self._pending = list(self._pending.values()), {}

@@ -170,15 +170,15 @@ class _OurMethods:
     ) -> Iterator[dict[str, Any]]:
         """Continues `prompt` by at most `most` tokens (None: as many as fit into the context).
 
-        With `by_piece`, each piece of the new text is an item; else the last item has all of it.
-        The last item also has the reason of the end and the token counts. If the prompt and `most`
-        tokens do not fit into the context, the only item is {"too_long": tokens of the prompt}.
-        Unless `top_logprobs` is None, each item has the tokens that `_scored` makes.
+        With `by_piece`, each piece of the new text is an item. Otherwise the last item has all of
+        the text. The last item also has the reason of the end and the token counts. If the prompt
+        and `most` tokens do not fit into the context, the only item is {"too_long": tokens of the
+        prompt}. With `top_logprobs`, each item also has its tokens; see `_scored`.
 
-        A chat template writes the beginning-of-sequence token itself. For a plain prompt, use
-        `add_bos`: it adds this token, and no text of the prompt is read as a special token. `given`
-        are other arguments of `create_completion`. Callers pass `stream=True`, which only the proxy
-        in their process reads: it then returns the items one by one.
+        `add_bos` is for a plain prompt: it adds the beginning-of-sequence token, and no text of the
+        prompt is read as a special token. A prompt made by a chat template has that token already.
+        `given` are other arguments of `create_completion`. `stream` has no effect here. The proxy
+        in the caller's process reads it, and returns the items one by one.
         """
         if too_many := self._tokens_if_too_many(prompt, special=not add_bos):
             yield {"too_long": too_many}
@@ -207,18 +207,18 @@ class _OurMethods:
         }
 
     def _scored(self, sent: int) -> dict[str, Any]:
-        """{"tokens": all but the first `sent` tokens} if `top_logprobs` is set, else an empty dict.
+        """{"tokens": the tokens of the answer after the first `sent`}; {} without `top_logprobs`.
 
-        A token is [its bytes, the natural logarithm of its probability, most probable tokens in its
-        place]. Each of these most probable tokens is [its bytes, its logarithm].
+        A token is [its bytes, the natural logarithm of its probability, alternatives]. The
+        alternatives are the most probable tokens at this place, each as [its bytes, its logarithm].
         """
         return {} if self.top_logprobs is None else {"tokens": self.written[sent:]}
 
     def _tokens_if_too_many(self, prompt: str, special: bool) -> int:
-        """0 if `prompt` fits into the context; else a lower bound of its number of tokens.
+        """0 if `prompt` may fit into the context; else a lower bound of its number of tokens.
 
-        The prompt is counted in pieces, and no further than needed. Otherwise a huge prompt would
-        keep the model busy although it cannot fit.
+        The prompt is counted in pieces. The count ends as soon as the prompt cannot fit, so that a
+        huge prompt does not keep the model busy.
         """
         counted = 0
         for number, at in enumerate(range(0, len(prompt), PIECE_CHARACTERS)):
@@ -243,7 +243,7 @@ def _model_class(inbox: Inbox) -> Any:
         job, top_logprobs = -1, None
 
         def generate(self, *args: Any, **given: Any) -> Iterator[int]:
-            """The tokens of `Llama.generate`. All but those that end a text are in `written`."""
+            """The tokens of `Llama.generate`. Adds all but end tokens to `written`."""
             self.written = []
             for token in super().generate(*args, **given):
                 if not llama_cpp.llama_vocab_is_eog(self._model.vocab, token):
@@ -275,9 +275,9 @@ def _model_class(inbox: Inbox) -> Any:
 def _make_cancellable(model: Any) -> None:
     """Makes every computation of `model` end soon after its caller has left.
 
-    Before each batch, `decode_if_wanted` checks whether the caller has left, and raises Cancelled.
-    A batch of a prompt may take seconds on a CPU, so llama.cpp makes this check within the batch
-    too. For a batch of one token, only the first check is made.
+    Before each batch, `decode_if_wanted` raises Cancelled if the caller has left. A batch of a
+    prompt may take seconds on a CPU. So for a batch of several tokens, llama.cpp also calls `left`
+    during the computation, and aborts if it returns True.
     """
     from llama_cpp import llama_cpp as lib
 
@@ -408,7 +408,7 @@ def _plain(value: Any) -> Any:
     raise TypeError(f"a {type(value).__name__} cannot be sent to another process")
 
 
-# Made once: json.dumps and json.loads would make one for each message.
+# With these arguments, json.dumps and json.loads would make a new coder for each message.
 _ENCODER = json.JSONEncoder(default=_plain, separators=(",", ":"))
 _DECODER = json.JSONDecoder(object_hook=_with_bytes)
 

@@ -1,7 +1,7 @@
 """Messages between two processes over a socket. Each message is a pickled object.
 
-Large buffers of a message are sent after its pickle, so they are not copied into the pickle. Each
-of the two processes trusts the other, because a pickle can run any code.
+Large buffers of a message are sent after its pickle, so they are not copied into the pickle. A
+pickle can run any code. So use this module only between two processes that trust each other.
 """
 
 from __future__ import annotations

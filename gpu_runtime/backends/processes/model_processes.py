@@ -74,9 +74,9 @@ class ModelProcess(RestartedEngine):
             raise
 
     def _install(self, program: Program, shares: Shares) -> None:
-        """Makes the started `program` answer the requests.
+        """From now on, requests go to the started `program`, whose model is on `shares`.
 
-        If `end` was called during its start, `program` is ended instead.
+        If the method `end` was called while the program started, the program is ended instead.
         """
         with self._changed:
             if self._wanted:

@@ -57,13 +57,13 @@ def _tensor(array: Any, dtype: str) -> Any:
 
 
 class _Tensors:
-    """The tensors of one value that have been made light. A tensor that occurs twice is sent once."""
+    """The tensors of one value as `_LightTensor`. A tensor that occurs twice is sent once."""
 
     def __init__(self) -> None:
         self._known: dict[int, tuple[Any, _LightTensor]] = {}
 
     def lightened(self, tensor: Any) -> Any:
-        """`tensor` in a form that is quick to pickle; the tensor itself if torch must pickle it."""
+        """`tensor` as a `_LightTensor`; the tensor itself if only torch can pickle it."""
         import torch
 
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided
@@ -86,7 +86,7 @@ def unpack(packed: Packed) -> Any:
 
 
 def uncopied(packed: Packed) -> Packed:
-    """The parts of `packed` in a form from which pickle (protocol 5) copies no large part."""
+    """The parts of `packed`, with each large part in a PickleBuffer, which pickle does not copy."""
     return tuple(
         part if type(part) is bytes and len(part) < SMALL_BYTES else pickle.PickleBuffer(part)
         for part in packed
@@ -163,7 +163,7 @@ def _each_tensor(value: Any, change: Callable[[Any], Any]) -> Any:
 def _same_kind(value: Any, changed: dict[Any, Any]) -> Any:
     """The items of `changed` in an object of the class of `value`, such as a model's output.
 
-    If the class does not take them as keywords, the result is the dict `changed`.
+    If the class does not take the items as keywords, the result is the dict `changed`.
     """
     try:
         return type(value)(**changed)
