@@ -36,7 +36,7 @@ class Activity:
     def __init__(self, clock: Callable[[], float]) -> None:
         """`clock` returns the current time in seconds."""
         self._clock = clock
-        # These functions are called when a cell starts. They wake monitor threads that sleep long.
+        # Functions that are called when a cell starts. They wake monitor threads.
         self.watchers: set[Callable[[], None]] = set()
         self.forget()
 

@@ -39,8 +39,8 @@ class Name(NamedTuple):
 class Namespace:
     """The names of a process: variables, running functions, threads, and the last error.
 
-    This class has the names of a script. A front end has a subclass. Only `held` returns objects,
-    and this class keeps no reference to the objects.
+    This class is for a script. The front end of a notebook registers an object of a subclass. Only
+    the method `held` returns objects, and this class keeps no reference to them.
     """
 
     @property
@@ -129,7 +129,7 @@ def frames_of(errors: Iterable[BaseException]) -> list[FrameType]:
 def objects_of(errors: Iterable[BaseException]) -> list[Any]:
     """The objects to which `errors` and their causes refer, with one entry for each reference.
 
-    After `tensor.typo`, the AttributeError refers to the tensor.
+    For example, the AttributeError of `tensor.typo` refers to the tensor.
     """
     found: list[Any] = []
     for error in _with_causes(errors):

@@ -300,9 +300,9 @@ class Runtime:
     ) -> Held:
         """`with rt.lease("8 GiB", purpose="training") as block:` — memory for your own code.
 
-        `size` is claimed in the ledger until the block ends. On a real card, torch is capped. If
-        `size` is None, nothing is claimed, and the use is only measured. Other users see `purpose`,
-        by default the notebook's or the script's name. `importance` and `timeout` are as in `use`.
+        `size` is claimed in the ledger until the block ends. On a real card, torch can allocate no
+        more. If `size` is None, nothing is claimed, and the use is only measured. Other users see
+        `purpose`, by default the notebook's or script's name. `importance`, `timeout`: see `use`.
 
         Raises BadSize, DoesNotFit, Busy.
         """

@@ -33,7 +33,7 @@ _SHAPE = dict(
 def tokenizer() -> Any:
     """A byte-level BPE tokenizer with a chat template.
 
-    It has 312 entries, because its training text is short. At most VOCABULARY are possible.
+    The tokenizer has 312 entries, because its training text is short. The limit is VOCABULARY.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast

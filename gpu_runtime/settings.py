@@ -298,7 +298,7 @@ class Settings(BaseSettings):
     ) -> tuple[PydanticBaseSettingsSource, ...]:
         """Reads arguments (`init_settings`) first, then the environment (`env_settings`).
 
-        There are no .env files: a machine's settings must be visible in its environment.
+        No .env file is read, because a machine's settings must be visible in its environment.
         `settings_cls` is not used.
         """
         return (init_settings, env_settings)

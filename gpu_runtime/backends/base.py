@@ -26,10 +26,7 @@ class NotStill(Exception):
 
 
 class Stillness(Protocol):
-    """Knows whether running code may touch the kernel's tensors.
-
-    Its method `change` makes a change at a moment when no code can touch them.
-    """
+    """Knows whether running code may touch the kernel's tensors."""
 
     def why_not(self) -> str:
         """The reason why the kernel's memory must not be moved now; empty if it may be moved."""

@@ -1,7 +1,7 @@
 """A backend that reads the size of a model from its source, and never loads a model.
 
-It stands in for a backend that this version lacks. Dry runs, and the backends of engines, use it to
-read a source without opening another backend. This module imports no torch.
+This backend stands in for a backend that this version lacks. Dry runs and the backends of engines
+use it to read a source without opening another backend. This module imports no torch.
 """
 
 from __future__ import annotations

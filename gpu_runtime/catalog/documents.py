@@ -77,9 +77,9 @@ def read(data: bytes, file: str) -> tuple[Document, ...]:
     if file.endswith(".json"):
         return tuple(_json(text, file))
     if text.lstrip()[:1] == "{":
-        # YAML cannot read all JSON: tabs, some numbers, and several JSON documents in a row. So the
-        # text is read as JSON first. If it is not JSON, it may still be a YAML mapping in braces. A
-        # field that appears twice is an error in both.
+        # The text may be JSON, or a YAML mapping in braces. It is read as JSON first, because YAML
+        # rejects some valid JSON: tabs, some numbers, and several documents in a row. A field that
+        # appears twice is an error in both, so the text is not read again.
         try:
             return tuple(_json(text, file))
         except BadDocument as refused:

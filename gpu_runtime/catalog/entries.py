@@ -116,9 +116,9 @@ def _placement(fields: Fields, most_cards: int | None) -> dict[str, Any]:
 
 
 def _template(given: str) -> str:
-    """The text of a chat template: `given` itself if it has a brace, else the text of this file.
+    """The text of a chat template. `given` is this text if it has a brace, else the path of a file.
 
-    If the file cannot be read, its name is returned. A later use of the template then raises an
+    If the file cannot be read, the path is returned, and a later use of the template raises an
     error.
     """
     if "{" in given:
@@ -133,7 +133,7 @@ def _template(given: str) -> str:
 def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -> str:
     """The backend of the entry, else of the setting INFERENCE_BACKEND, else a default.
 
-    The default depends on the source (a GGUF file) and on the type of the model.
+    The default depends on the type of the model, and on whether the source is a GGUF file.
     """
     named = fields.runtime or fields.backend
     if named:
@@ -233,8 +233,8 @@ def source_absent(spec: ModelSpec) -> str:
 def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
     """Sentences for the person who applies the `entry`.
 
-    They name the fields that are stored but have no effect in this process, and the reason why the
-    model could not be loaded now.
+    The sentences name the fields that are stored but have no effect in this process, and the reason
+    why the model could not be loaded now.
     """
     spec = spec_of(entry, settings)
     fields = Fields.model_validate(entry.body["spec"])

@@ -60,7 +60,10 @@ class Catalogued:
         return tuple(spec.name for spec in self.specs())
 
     def _here(self, spec: ModelSpec) -> ModelSpec:
-        """The `spec` with each card as its device id. A limit for all cards is set for each card."""
+        """The `spec`, in which each card is named by its device id.
+
+        A limit of bytes for all cards becomes a limit for each card.
+        """
         placement: dict[str, Any] = dict(spec.placement)
         most = placement.get("card_bytes")
         if isinstance(most, dict):

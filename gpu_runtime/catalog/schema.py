@@ -95,9 +95,9 @@ def _word_of(
 ) -> Callable[[Any], str]:
     """Returns a function that replaces a word by its value in the table `known`.
 
-    The returned function raises ValueError for a word that looks like a misspelled known word. It
-    passes any other unknown word to `otherwise`. If `otherwise` is None, it raises ValueError for
-    the unknown word. `what` names the kind of word in errors.
+    For a word that is not in `known`, the returned function returns the result of `otherwise`. It
+    raises ValueError if `otherwise` is None, or if the word looks like a misspelled known word.
+    `what` names the kind of word in errors.
     """
 
     def read(value: Any) -> str:

@@ -297,7 +297,7 @@ class Catalog:
             raise self._unwritable(error) from error
 
     def _for_writing(self) -> tuple[Mapping[str, CatalogEntry], str]:
-        """The entries, and the new name of a damaged file, which is renamed; "" if none is damaged."""
+        """The entries. A damaged file is renamed: its new name is the second result, else ""."""
         try:
             return self.entries(), ""
         except _Damaged:
@@ -388,9 +388,9 @@ def _open_given(file: str | os.PathLike[str]) -> tuple[str, bytes, str]:
 
 
 def _entry(manifest: Manifest, file: Path, base: str = "") -> CatalogEntry:
-    """The entry of `manifest`, with relative paths made absolute from `base`, else from the folder of `file`.
+    """The entry of `manifest` for the catalogue's `file`, with absolute paths.
 
-    The catalogue stores the entry in a folder of its own, from which relative paths would be wrong.
+    Relative paths begin at the directory `base`, by default the directory of `file`.
     """
     spec = dict(manifest.body["spec"])
     base = base or str(file.parent)

@@ -74,7 +74,8 @@ class HostAgent:
             self._trouble = error
 
     def _open(self, devices: str, ledger: str | None) -> None:
-        # Each start makes a new directory for the catalogue, because the wishes are read from the head again.
+        # The catalogue is in a new directory at each start: the wishes are read from the head
+        # again.
         self._catalogue = Path(tempfile.mkdtemp(prefix="gpu-fleet-"))
         self._file = self._catalogue / "fleet.json"
         self.rt = Runtime(devices=devices, ledger=ledger, catalog=str(self._catalogue))
@@ -147,8 +148,9 @@ class HostAgent:
             return Offer(self.host, name, PlanLevel.NEVER, str(error))
 
     def _require_wish(self, name: object) -> None:
-        """Raises UnknownModel if the fleet's wish for the model `name` was removed. The runtime still knows such a
-        model.
+        """Raises UnknownModel if the fleet's wish for the model `name` was removed.
+
+        The runtime itself still knows such a model, and would plan a load of it.
         """
         if name in self._removed:
             raise UnknownModel(

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpu_runtime")
 
 RACE_SECONDS = 2.0  # the longest wait for the room that a host has offered
-# For so long the last host of a model is used again without asking all hosts.
+# How long the next use of a model goes to the host of its last use, without asking all hosts.
 BELIEVED_SECONDS = 2.0
 _COPIES = (PlanLevel.HERE, PlanLevel.RESTORE)  # levels of a host that has the model
 ASK_AGAIN_SECONDS = 0.1  # between two questions to a process that is being restarted
@@ -131,9 +131,10 @@ class Fleet:
                 time.sleep(ASK_AGAIN_SECONDS)  # perhaps an agent is being restarted
 
     def _remember(self, name: str, host: str, offers: tuple[Offer, ...]) -> None:
-        """Remembers `host`, so that the next use of the model `name` tries it first, unless other hosts have copies.
+        """Remembers `host`, so that the next use of the model `name` tries this host first.
 
-        If several hosts have copies, each use asks which copy has the fewest users.
+        If the `offers` show that other hosts have copies, nothing is remembered: then each use asks
+        all hosts which copy has the fewest users.
         """
         copies = [offer for offer in offers if offer.level in _COPIES and offer.host != host]
         if copies:

@@ -235,9 +235,9 @@ class Controller:
         """Whether a wished model may be loaded by this `offer`. `dedicated` is whether the model belongs
         to the dedicated set.
 
-        An offer that must wait is never taken. Unlike a `use`, which may evict any idle model, a wish
-        takes free room, or evicts models that nobody wished. A wish of the dedicated set may also
-        evict wished models outside that set.
+        An offer that must wait is never taken. A `use` may evict any idle model. A wish is more
+        limited: it takes free room, or evicts models that are not wished. A wish of the dedicated
+        set may also evict wished models outside that set.
         """
         if offer.level is PlanLevel.WAIT:
             return False

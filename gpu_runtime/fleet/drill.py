@@ -33,9 +33,9 @@ MOST_STARTS = 3  # of a node: Ray gives its processes 15 s, which is short on a 
 
 
 def _default_directory() -> Path:
-    """Ray's default directory. `Cluster` writes a file there, even if the cluster uses another directory.
+    """Ray's default directory, which must exist: `Cluster` always writes a file there.
 
-    Ray makes the default directory only for a cluster that uses it. So on a new machine it is missing.
+    If the cluster uses another directory, Ray does not create the default one.
     """
     parent = os.environ.get("RAY_TMPDIR") or os.environ.get("TMPDIR") or "/tmp"
     return Path(parent) / "ray"
@@ -156,7 +156,7 @@ def _cards(devices: str) -> int:
 def _ports() -> dict[str, int]:
     """Free ports for Ray's own agent processes on a node.
 
-    If the ports are given, these processes need not choose ports and write them to a file first.
+    These processes then need not choose ports themselves and write them to a file.
     """
     sockets = [socket.socket() for _ in range(4)]
     for one in sockets:

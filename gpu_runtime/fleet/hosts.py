@@ -74,7 +74,7 @@ class Hosts:
         """The answers of the agents by host; and for each host without an answer the reason.
 
         `method` is called with `args` on all `hosts` at once; None means all hosts. `timeout` and
-        `patience` (longest, enough) are parameters of `cluster.answers`.
+        `patience` (the keywords `longest` and `enough`) are passed to `cluster.answers`.
         """
         references = {}
         for host in self.names() if hosts is None else hosts:

@@ -17,7 +17,8 @@ from .hosts import on
 log = logging.getLogger("gpu_runtime")
 PING_SECONDS = 1.0
 MOST_HOSTS = 4  # that may be lost under one call: a call that kills its host must not kill all
-# The calls of a `with` block, and the bytes of their arguments. If a block has more, its calls do not run again.
+# The most calls of a `with` block that run again on another host, and the most bytes of their
+# arguments.
 MOST_CALLS, MOST_BYTES = 1000, 256 << 20
 
 
@@ -180,10 +181,11 @@ class FleetUse:
         raise AssertionError  # the last attempt returns or raises
 
     def _run_again(self, lost: int, *, elsewhere: bool) -> None:
-        """Runs the calls of the `with` block again, unless another thread has already replaced the copy number `lost`.
+        """Runs the calls of the `with` block again on a new copy of the model.
 
-        With `elsewhere`, the model is first used on another host. Without `elsewhere`, the model's process was started
-        again on the same host, and the use continues in the new process. Raises NodeLost if the calls are too many.
+        The new copy replaces the copy number `lost`. Does nothing if another thread has already
+        replaced that copy. With `elsewhere`, the new copy is on another host. Otherwise it is in
+        the model's new process on the same host. Raises NodeLost if the calls are too many.
         """
         with self._moving:
             if self._copy != lost:

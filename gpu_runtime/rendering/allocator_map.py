@@ -199,11 +199,12 @@ def _cut(segment: SegmentMap) -> Iterator[tuple[tuple[int, ...], int]]:
     """For each entry of `segment.blocks`, yields the bytes of each kind and the number of blocks of
     memory.
 
-    An entry can stand for several neighbouring blocks.
+    A map joins small neighbouring blocks, so an entry can stand for several blocks of memory.
     """
     whole = not segment.in_use and segment.kind != "private"
     for block in segment.blocks:
-        # Defrag releases an expandable segment page by page. A block of two pages has a whole page.
+        # Defrag releases whole pages of an expandable segment. A free block of at least two pages
+        # contains a whole page, wherever it begins.
         pages = segment.kind == "expandable" and block.bytes >= 2 * MIDDLING
         inactive = RELEASABLE if whole or pages else STUCK
         sizes = dict.fromkeys(KINDS, 0)
@@ -406,8 +407,8 @@ _MARKS = {ALLOCATED: "█", PENDING: "▓", STUCK: "░", RELEASABLE: "·", RELE
 def as_text(map: AllocatorMap, title: str) -> str:
     """The `map` in characters, under its `title`.
 
-    Each character shows the kind of most of its bytes. `▒` means that this kind is not in use, but
-    some bytes of the character are in use.
+    A character stands for many bytes, and shows the kind of most of them. `▒` means that most of
+    its bytes are not in use, but some are.
     """
     drawn = picture(map, _CELLS)
     lines = [title, verdict(map)]

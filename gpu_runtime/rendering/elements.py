@@ -28,7 +28,8 @@ from . import views
 from .views import Bar, BarSegment, clean
 
 COLOURS = ("#e69f00", "#56b4e9", "#009e73", "#f0e442", "#0072b2", "#d55e00", "#cc79a7")
-# Plain, stripes, dots: the class in style.css, and the character that looks alike.
+# The textures plain, stripes and dots: each with its class in style.css, and the character that
+# stands for it in text.
 TEXTURES = (("", "■"), ("g-t1", "▨"), ("g-t2", "▩"))
 _DARK_COLOURS = ("#0072b2",)  # text on these is white
 _GREY = "#80808080"  # colour of bytes that belong to no model

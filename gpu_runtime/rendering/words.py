@@ -114,8 +114,8 @@ def event_sentence(event: Event) -> str:
 def event_subject(event: Event, snapshot: Snapshot) -> str:
     """The name that goes before the sentence about `event`: its title, or the process.
 
-    An event without a model is about its process, and so is one of the own memory of a kernel
-    without a known notebook.
+    The name is the process if the event is about no model, or about the own memory of a kernel
+    whose notebook is unknown.
     """
     if event.title and event.title != KERNEL:
         return event.title
@@ -157,9 +157,7 @@ def alarms(snapshot: Snapshot) -> list[str]:
 
 
 def events_to_show(events: Sequence[Event]) -> list[Event]:
-    """The `events` without some grants: a grant is left out if its load or restore is in `events`
-    too.
-    """
+    """The `events`, without each grant whose load or restore is in `events` too."""
     arrived = {
         (event.model, event.owner, event.because)
         for event in events
@@ -175,8 +173,7 @@ def events_to_show(events: Sequence[Event]) -> list[Event]:
 def host_title(snapshot: Snapshot) -> str:
     """The name of the machine on which the `snapshot` was made.
 
-    If no process of this machine has updated the machine's book for a while, the text includes how
-    long.
+    If no process of that machine has updated its book for a while, the text also says for how long.
     """
     if not snapshot.host:
         return f"{clean(snapshot.owner.host) or 'this host'} (this host)"
@@ -286,9 +283,7 @@ _PARTS = {
 
 
 def needs(plan: Plan) -> str:
-    """The total bytes that the `plan` needs. If the footprint has only one part, the source of its
-    number is added.
-    """
+    """The total bytes that the `plan` needs. A single part also has the source of its number."""
     if plan.footprint is None:
         return ""
     total = show_bytes(plan.footprint.bytes)

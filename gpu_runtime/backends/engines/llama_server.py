@@ -70,7 +70,8 @@ class LlamaServer(Recipe):
     def template(self, order: LaunchOrder) -> str:
         """The chat template in the model file of `order`; empty if the file has none.
 
-        Also empty for llama-cpp-python's server, whose requests cannot set a template's switches.
+        The result is also empty for llama-cpp-python's server, whose requests cannot set a
+        template's switches.
         """
         if not shutil.which("llama-server"):
             return ""

@@ -113,7 +113,7 @@ class Server(RestartedEngine):
     def starting(self) -> bool:
         """Whether the server is not ready yet, but is going to be: at its first start or a restart.
 
-        It does not stay true for ever, because each start has a time-out.
+        The result does not stay true for ever, because each start has a time-out.
         """
         return self._wanted and self.error is None and self.state is not ServerState.READY
 

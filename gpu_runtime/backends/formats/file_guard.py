@@ -22,8 +22,8 @@ from ...errors import LoadFailed
 def untouched(paths: Iterable[str], name: str) -> Iterator[Callable[[], None]]:
     """A context manager that keeps the files `paths` of the model `name` unchanged.
 
-    It yields a function that raises LoadFailed once a process waits to write one of the files. Call
-    this function every few seconds, because after /proc/sys/fs/lease-break-time (45 s) the
+    The value is a function that raises LoadFailed once a process waits to write one of the files.
+    Call this function every few seconds, because after /proc/sys/fs/lease-break-time (45 s) the
     operating system lets the waiting process continue.
     """
     leased = {path: file for path in paths if (file := _leased(path)) is not None}

@@ -290,7 +290,7 @@ class _Reader:
     def _skip_strings(self, count: int) -> None:
         """Skips `count` strings.
 
-        There may be half a million, so the loop makes only one call for each string.
+        A file may have half a million strings, so the loop makes only one call for each string.
         """
         unpack, left = struct.Struct("<Q").unpack_from, count
         while left:

@@ -167,8 +167,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     def _charged(self, pid: int | None, shares: Shares) -> dict[str, int]:
         """The bytes that the driver reports for the worker `pid` on each device of `shares`.
 
-        They include the worker's CUDA context. The result is empty without a worker process, and if
-        the driver reports no bytes.
+        The bytes include the worker's CUDA context. The result is empty without a worker process.
         """
         if pid is None:
             return {}

@@ -126,7 +126,7 @@ def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
 def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
     """The number of tokens in the contexts of all sequences of `spec` together.
 
-    The context of one sequence has the option `context_length`. Its default is the length that the
+    The option `context_length` is the length for one sequence. Its default is the length that the
     model supports by its `config`, at most CONTEXT_TOKENS. In the backend llama_cpp all sequences
     use one context, because they are computed one after the other.
     """

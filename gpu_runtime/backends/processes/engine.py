@@ -145,8 +145,8 @@ class RestartedEngine(Engine):
     def _load_error(self, why: str, output: str) -> GpuError:
         """The error for a load that failed because of `why`.
 
-        It quotes the line of `output` that explains the failure. If this line shows that a device
-        had no room, the result is an out-of-memory error, else LoadFailed.
+        The message has the line of `output` that explains the failure. If this line shows that a
+        device had no room, the result is an out-of-memory error, else LoadFailed.
         """
         fault = recognise(output)
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:

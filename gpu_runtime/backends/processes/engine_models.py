@@ -30,8 +30,8 @@ class EngineModel(Generic[E]):
         self.name = name
         self._engine: E | None = None
         self._where = ""
-        # Each call of the model runs in the context that this function returns.
-        # `owner/governed_calls.py` replaces the function by one whose context pins the model.
+        # A function that returns a context manager. Each call of the model runs inside it.
+        # `owner/governed_calls.py` sets a function whose context manager pins the model.
         self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext
 
     def _loaded_engine(self, hint: str = "Call it inside:  with rt.use({!r}) as model:") -> E:

@@ -39,7 +39,7 @@ class _LightTensor:
 
 
 def _array(tensor: Any) -> Any:
-    """The bytes of `tensor` as a NumPy array. A dtype that NumPy lacks becomes an integer of the same width."""
+    """The bytes of `tensor` as a NumPy array. Dtypes that NumPy lacks become integers."""
     import torch
 
     try:
@@ -49,7 +49,7 @@ def _array(tensor: Any) -> Any:
 
 
 def _tensor(array: Any, dtype: str) -> Any:
-    """The tensor with the bytes of `array`. `dtype` is the name of a torch dtype of the same width."""
+    """The tensor with the bytes of `array`, read as the torch dtype with the name `dtype`."""
     import torch
 
     writable = array if array.flags.writeable else array.copy()

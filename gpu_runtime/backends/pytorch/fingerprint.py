@@ -90,8 +90,8 @@ def _keys(device: torch.device) -> Tensor:
 def _host_keys() -> Tensor:
     """The random keys on the CPU, [2, WORDS] int64.
 
-    They are derived from the user and the random id of the boot. So all processes of a user have
-    the same keys until a reboot, and can compare their digests.
+    The keys are derived from the user and the random id of the boot. So all processes of a user
+    have the same keys until a reboot, and can compare their digests.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_bytes()

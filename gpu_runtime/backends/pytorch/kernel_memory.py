@@ -1,9 +1,9 @@
 """The memory that a notebook's own code holds: all its tensors that belong to no governed model.
 
-This memory leaves and returns as a whole. The bytes are copied while the kernel continues. Then one
-call into C exchanges the data pointers of all storages, at a moment when no thread of the process
-uses torch. Tensors, views, gradients, optimizer state and the saved tensors of graphs keep their
-identity and version.
+The memory of a kernel leaves the cards and returns as a whole. The bytes are copied while the
+kernel continues. Then one call into C exchanges the data pointers of all storages, at a moment when
+no thread of the process uses torch. Tensors, views, gradients, optimizer state and the saved
+tensors of graphs keep their identity and version.
 
 A card works asynchronously. So in both directions the copy waits until the card has finished its
 work, and so does the exchange. If a card does not finish within REST_SECONDS, nothing moves.
@@ -165,8 +165,8 @@ class KernelBackend(Backend):
     def count(self, model: KernelMemory) -> dict[str, int]:
         """The bytes on each card that the process of `model` holds beyond its governed models.
 
-        On a real card they are read from torch's allocator. On a simulated card all storages are
-        searched, and those that cannot be moved do not count.
+        The bytes on a real card are read from torch's allocator. On a simulated card all storages
+        are searched, and those that cannot be moved do not count.
         """
         if model.memory.counted:
             found, _ = self._found(model)

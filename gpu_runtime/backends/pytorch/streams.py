@@ -1,6 +1,6 @@
-"""Reads and uses the streams and the allocator of a card, through torch's module for its kind.
+"""Reads and uses the streams and the allocator of a card, through a module such as `torch.cuda`.
 
-Such a module is `torch.cuda`. A block of memory belongs to the stream on which it was allocated.
+A block of memory belongs to the stream on which it was allocated.
 After the block is freed, the allocator gives it to the next request on the same stream, without
 waiting for other streams. If offloaded bytes returned to a block of another stream, that stream
 could reuse the block too early, while user code still reads it. So bytes return to a block of the
@@ -42,8 +42,9 @@ def module_of(device: torch.device | str) -> Any:
 def current_card(name: str) -> contextlib.AbstractContextManager[Any]:
     """A context in which the card called `name` by torch is torch's current card.
 
-    If the process has not used a card yet, this card stays the current card afterwards. Otherwise
-    later calls of torch could create a CUDA context on card 0, which takes about 400 MB.
+    If the process has not used CUDA yet, this card also stays the current card after the context.
+    If it did not, later calls of torch could create a CUDA context on card 0, which takes about
+    400 MB.
     """
     device = torch.device(name)
     if device.type != "cuda":
@@ -205,8 +206,9 @@ def _current(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
 def copying_out(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     """A context in which copies from `device` use a stream of their own.
 
-    The bus copies in both directions at once, but only for two streams: copies back to the card use
-    the current stream. The caller waits for the whole device before and after the copies.
+    The bus can copy in both directions at once, but only if each direction has its own stream.
+    Copies to the card use the current stream. The caller waits for the whole device before and
+    after the copies.
     """
     module = module_of(device)
     if module is None:
@@ -238,12 +240,12 @@ _waiting: dict[torch.device, threads.Running] = {}  # the wait for each card tha
 
 
 def not_at_rest(devices: Iterable[torch.device], seconds: float) -> str:
-    """Waits until the cards `devices` have finished all their work. Returns an empty text.
+    """Waits until the cards `devices` have finished all their work, and then returns an empty text.
 
-    Waits at most `seconds` for each card, one card after another. If a card has not finished by
-    then, returns a sentence about it. torch has no wait with a limit, so a separate thread waits
-    for the card. If a card never finishes, its thread stays, and the next wait for this card starts
-    no other thread.
+    Waits at most `seconds` for each card, one card after another. If a card has failed, or has not
+    finished by then, returns a sentence about it. torch has no wait with a limit, so a separate
+    thread waits for the card. If a card never finishes, this thread stays. The next wait for the
+    card then starts no other thread.
     """
     for device in devices:
         module = module_of(device)

@@ -57,8 +57,8 @@ def dtype_of(spec: ModelSpec) -> torch.dtype | None:
 def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
     """The class of the module. Raises BadSetting for an unknown task.
 
-    This is the class in `config` if no task is set and the class fits the model type. Otherwise it
-    is the class for the task or the model type, or a default.
+    If no task is set, and the class in `config` fits the model type, the result is that class.
+    Otherwise it is the class for the task or the model type, or a default.
     """
     import transformers
 

@@ -28,8 +28,8 @@ class Move:
 
     There are three cases. If a storage is on the same device as its copy, the two exchange their
     bytes. If the bytes of a storage leave a card for host memory, a guard replaces them, and the
-    copy is recorded in `away`. In all other cases the storage keeps its bytes, and its tensors are
-    rebound to the copy. This is also done if this torch cannot exchange data pointers.
+    copy is recorded in `away`. In all other cases, and if this torch cannot exchange data pointers,
+    the storage keeps its bytes, and its tensors are rebound to the copy.
     """
 
     def __init__(
