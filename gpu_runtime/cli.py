@@ -38,7 +38,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Carries out the words in `argv` and returns the exit code. None means the command line."""
+    """Carries out the words in `argv`, by default the command line. Returns the exit code."""
     words = with_sizes_joined(sys.argv[1:] if argv is None else argv)
     try:
         return _run(words)

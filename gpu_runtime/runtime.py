@@ -422,7 +422,7 @@ class Runtime:
 
     @checked
     def park(self, who: str = "", *, checkpoint: bool = False, yes: bool = False) -> Outcome:
-        """Moves the memory of the notebook `who` to RAM: a file name or pid; empty: this notebook.
+        """Moves a notebook's memory to RAM. `who` is its file name or pid; empty: this notebook.
 
         The memory returns before the notebook's next cell. With `checkpoint`, the driver moves the
         memory of any process with the pid `who`. Without `yes`, such a call only lists the risks.

@@ -67,9 +67,9 @@ class Backend:
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
         """The relative sizes of the pieces of the model of `spec`, in order.
 
-        A model on several cards is cut between two pieces. A model with one piece must stay whole.
-        If the result is empty, the model may be cut at any byte. A loaded `model` gives exact
-        sizes. Without `model`, the sizes are read from `origin` or from the source.
+        A model on several cards is cut between pieces. A model with one piece must stay whole. If
+        the result is empty, the model may be cut at any byte. With a loaded `model` the sizes are
+        exact. Without it, they are read from `origin` or from the source.
         """
         return ()
 

@@ -19,7 +19,8 @@ from .simulated_allocator import FREE, HOLE, Segment, Segments
 MOST_BLOCKS = 8192  # blocks in all maps of one owner: at most 500 KiB as JSON
 # Bytes that torch maps or unmaps at a time in an expandable segment.
 PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
-# A block in any other state is freed, but a stream still uses it.
+# torch's names for the states of a block. Any other name means that the block is freed, but a
+# stream still uses it.
 _STATES = {"active_allocated": BlockState.ALLOCATED, "inactive": BlockState.INACTIVE}
 
 

@@ -266,7 +266,7 @@ def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
 
 
 def chosen(wanted: str, cards: tuple[Card, ...]) -> tuple[Card, ...] | str:
-    """Those of the `cards` that `wanted` names. If an entry names no card, the entry itself.
+    """Those `cards` that `wanted` names. If an entry names no card, the result is this entry.
 
     `wanted` lists numbers (`0,2`), UUIDs, or unique beginnings of UUIDs. A number is the driver's
     own number of a card, as in `cuda:2` and nvidia-smi.

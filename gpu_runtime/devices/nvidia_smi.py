@@ -260,7 +260,7 @@ def _run(*arguments: str) -> str:
     return output
 
 
-# The tool prints such a text for an unknown value: `[N/A]`, `Not available in WDDM…` and others.
+# Texts that the tool prints for an unknown value, such as `[N/A]` or `Not available in WDDM…`.
 _UNKNOWN = re.compile(
     r"\[?(n/a|not (available|supported)|unknown|insufficient|error)", re.IGNORECASE
 )

@@ -162,9 +162,10 @@ class Memory:
         )
 
     def pulse(self) -> tuple[object, ...]:
-        """A value that changes when the map changes. It is cheap to compare.
+        """A value that changes when the map changes.
 
-        It contains the state itself. As long as nothing changes, this is the same object.
+        The value contains the present state. Until a change this is the same object, so a
+        comparison of two values takes no time.
         """
         with self._lock:
             return self._swept(), self.alloc_retries, self.ooms
@@ -213,7 +214,7 @@ class Memory:
     def lock(self, addresses: Collection[int]) -> None:
         """Locks the pages at the `addresses` for a card's copy engine.
 
-        Only pages that were made before this process used CUDA are not locked already.
+        Pages that were made after this process began to use CUDA are locked already.
         """
         if not self.pinned:
             return

@@ -312,7 +312,7 @@ class Sampling:
                 *options,
                 str(self.directory),
             ],
-            # A module in the notebook's directory could hide a module of the standard library.
+            # In the notebook's directory, a module of the user could hide a standard module.
             cwd="/",
             # The ledger's URL may contain a password. Every user can read a command line, so the
             # URL is passed in the environment.

@@ -1,4 +1,4 @@
-"""Which figures torch's allocator of a card has, and its peak of memory for several readers.
+"""The figures that torch's allocator of a card has, and its peak of memory for several readers.
 
 A user may replace torch's allocator. CUDA's allocator (`cudaMallocAsync`) counts bytes, but lists
 no blocks. A pluggable allocator, such as RMM's, has no figures: torch raises an error for each of

@@ -360,7 +360,8 @@ class Fleet:
         """A snapshot of each host, by name.
 
         Hosts that do not answer within `timeout` (seconds or "30s") are left out, and a warning
-        names them. As long as no host has answered, the wait takes up to a minute.
+        names them. If no host has answered by then, the wait for the first answer continues for up
+        to a minute in all.
         """
         from msgspec.structs import replace
 

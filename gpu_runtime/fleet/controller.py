@@ -89,7 +89,7 @@ class Controller:
         self._fill_all_later()
 
     def create_slot(self, slot: wishes.Slot) -> str:
-        """Stores `slot`, and loads its model on its cards. Returns the cards on which the model is.
+        """Stores `slot`, and loads its model on its cards. Returns the names of these cards.
 
         If the model cannot be loaded on these cards, the slot is not kept, and an earlier slot of
         the model on this host is wished again. Raises the error of the load.

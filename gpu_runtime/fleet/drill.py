@@ -154,10 +154,7 @@ def _cards(devices: str) -> int:
 
 
 def _ports() -> dict[str, int]:
-    """Free ports for Ray's own agent processes on a node.
-
-    These processes then need not choose ports themselves and write them to a file.
-    """
+    """Free ports for Ray's own agent processes on a node, which then need not choose ports."""
     sockets = [socket.socket() for _ in range(4)]
     for one in sockets:
         one.bind(("127.0.0.1", 0))

@@ -143,9 +143,8 @@ def counters(snapshot: Snapshot) -> str:
 
 
 def alarms(snapshot: Snapshot) -> list[str]:
-    """Sentences that are shown first: whether the governor is off, and the problems of the
-    `snapshot`.
-
+    """Sentences that are shown first: the problems of the `snapshot`, and whether
+    ENABLE_MEMORY_GOVERNOR is off.
     If the beginning of a problem is known, its sentence includes the time of the beginning.
     """
     found = [] if snapshot.governed else [GOVERNOR_OFF]
@@ -283,7 +282,7 @@ _PARTS = {
 
 
 def needs(plan: Plan) -> str:
-    """The total bytes that the `plan` needs. A single part also has the source of its number."""
+    """The total bytes that the `plan` needs, and the source of the number if there is one part."""
     if plan.footprint is None:
         return ""
     total = show_bytes(plan.footprint.bytes)

@@ -182,7 +182,7 @@ class Server(RestartedEngine):
                 output = self._child.tail().lower() if self._child else ""
                 port_taken = (
                     of_another_user(port.number) is not None
-                    # Connections of an earlier engine also keep a port in use, for a minute.
+                    # The port may also be in use for a minute by connections of an earlier engine.
                     or getattr(error, "errno", None) == errno.EADDRINUSE
                     or "address already in use" in output
                     or "errno 98" in output

@@ -49,7 +49,7 @@ class EngineHandle(Generic[E, V]):
     """An engine with its model, and the record of the model's bytes on each device."""
 
     def __init__(self, engine: E, value: V) -> None:
-        """A handle of `engine`, which ends when the handle is freed. `use` yields only `value`."""
+        """A handle of `engine`. When the handle is freed, the engine ends. `use` yields `value`."""
         self.engine, self.value = engine, value
         self.shares: Shares = ()
         self.blocks: list[Block] = []

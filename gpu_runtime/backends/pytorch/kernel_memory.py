@@ -112,7 +112,7 @@ class KernelBackend(Backend):
     ) -> KernelMemory:
         """The handle of the memory that the kernel's own code holds on the cards.
 
-        `stillness` reports whether code runs. `keys` and `shares` are the fields of Governed.
+        `stillness` reports whether code runs. `keys` and `shares` are the functions in `Governed`.
         """
         cards = [self.probe.place(one.id) for one in self.probe.devices if not one.is_host]
         own = cards[:1] if cards[0].counted else cards

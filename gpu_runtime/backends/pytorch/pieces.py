@@ -87,9 +87,9 @@ def cut(sizes: Sequence[int], shares: Sequence[int]) -> list[int]:
     """For each piece, the number of the share that gets the piece.
 
     `sizes` are the bytes of the pieces, and `shares` those of the shares. Each share gets at least
-    one piece, and its pieces are consecutive. The cuts are where the part of the pieces before the
-    cut is nearest to the part of the shares before it. Only the proportions of the shares matter.
-    Raises ValueError if there are fewer pieces than shares.
+    one piece, and its pieces are consecutive. For example, if the first share has 40 % of the bytes
+    of all shares, it gets as nearly as possible 40 % of the bytes of all pieces. Raises ValueError
+    if there are fewer pieces than shares.
 
     >>> cut([4, 2, 2, 2, 2], [60, 60])
     [0, 0, 1, 1, 1]

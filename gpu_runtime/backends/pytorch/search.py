@@ -306,7 +306,7 @@ def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def gradient(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of `tensor`, if any. It may have no Python object before this read."""
+    """The gradient of `tensor`, if any. Before this read, it may have no Python object."""
     try:
         if not tensor.requires_grad or not (tensor.is_leaf or tensor.retains_grad):
             return ()

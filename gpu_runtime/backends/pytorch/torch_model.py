@@ -22,7 +22,7 @@ from .device_hooks import Dispatch
 from .pieces import cut, holder, pieces
 from .swap import can_guard
 
-# A smaller model leaves as a whole: the other work of a move takes longer than the copy.
+# A smaller model leaves as a whole, because its copy takes less time than the other work of a move.
 LEAST_BYTES_IN_PARTS = 256 * MIB
 
 
