@@ -226,7 +226,7 @@ def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
 
 
 def ended(references: Iterable[Any], seconds: float) -> list[Any]:
-    """Those of the calls `references` that end within `seconds`, with a result or with an error."""
+    """The calls among `references` that end within `seconds`, with a result or with an error."""
     pending = list(references)
     ready, _ = ray().wait(pending, num_returns=len(pending), timeout=seconds)
     return list(ready)

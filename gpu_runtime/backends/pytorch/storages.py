@@ -198,7 +198,7 @@ def _copy_all(
 ) -> None:
     """Copies each source to its target, with one call for each pair of devices.
 
-    With `progress`, there is one call for each part of about LEG_BYTES instead.
+    With `progress`, each of these calls is divided into calls for about LEG_BYTES.
     """
     done, total = 0, sum(source.nbytes for source in sources)
     if progress:
