@@ -133,7 +133,7 @@ def allocate(
 def release(state: Segments, keys: Collection[int]) -> Segments:
     """The `state` in which the runs with these `keys` are free and joined with free neighbours.
 
-    A run is a stretch of a segment. Unknown keys change nothing.
+    Unknown keys change nothing.
     """
     segments = []
     for segment in state.segments:

@@ -45,7 +45,7 @@ class Peak:
         return max(self._earlier, self._cuda.max_memory_allocated(self.card))
 
     def keep(self) -> None:
-        """Stores the peak until now in this object, because torch's own peak is about to be reset."""
+        """Stores the peak until now, because torch's own peak is about to be reset."""
         self._earlier = self.bytes
 
 

@@ -1,6 +1,6 @@
 """The wishes of the fleet: the models with the number of their copies, the slots, and the drained hosts.
 
-This module is pure. The controller stores only wishes. The agents know where the models are.
+This module is pure.
 """
 
 from __future__ import annotations

@@ -23,10 +23,7 @@ _PARTS = (  # key of the sums -> words
 
 
 def table(frame: Any) -> Any:
-    """The DataFrame `frame` of `rt.who()` as a table whose sizes are written for people.
-
-    Selections and sorted copies of the result are plain DataFrames, without this display.
-    """
+    """The DataFrame `frame` of `rt.who()` as a table whose sizes are written for people."""
     return frames.showing(frame, as_text, as_html)
 
 

@@ -116,8 +116,8 @@ def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str 
 def _of_storages(groups: list[Group]) -> str | None:
     """The reason if two storages of `groups` overlap, such as two from_numpy() of one array.
 
-    None if none overlap. torch does not know that such storages share bytes, and would move each
-    separately. After that, a change of one storage would not change the other.
+    None if none overlap. Each would be moved separately, so a change of one storage would no longer
+    change the other.
     """
     spans = sorted(
         (
