@@ -1,5 +1,8 @@
 """Serves models over HTTP: reads calls, orders them, chooses a model, and calls its engine.
 
+A visitor is a person or program whose request was admitted. A stand-in is a model that answers when the requested
+model cannot.
+
     requests      reads a request's body into a Call, or refuses it
     fields        which fields of a body each backend serves
     prompt_size   whether a prompt is too long
@@ -14,7 +17,7 @@
     fleet_server  `gpu serve --fleet`; `fleet_calls` passes each call to the `host_server` of a host
     api/          the HTTP routes
     routing/      tasks, stand-ins, profiles
-    queue/        the order of calls, when each may run, and the pin of its model meanwhile
+    queue/        the order of calls, and the pins of the models that answer them
     health/       circuit breakers, limits of keys, measured durations, clients, and the cause of each error
     engines/      adapters: one way to call every kind of engine
 

@@ -1,6 +1,6 @@
-"""What the key of a visitor allows: which models, which importance, and how much in a minute.
+"""What a visitor's key allows: which models, which importance, and how many calls and tokens in a minute.
 
-The visitor of a key is called `key:NAME`. A visitor with the operator's token has no key and no limits.
+A visitor who sends the key NAME is called `key:NAME`. A visitor who sends the operator's token has no limits.
 """
 
 from __future__ import annotations

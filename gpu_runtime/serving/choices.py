@@ -1,7 +1,7 @@
 """Finds the models that may answer a call.
 
-`routing` makes the decisions. This module looks up their inputs: the models of a Runtime, `tasks.yaml`, the cloud
-guard, and the measured durations.
+The package `routing` makes the decisions. This module looks up their inputs: the models of a Runtime, `tasks.yaml`,
+the cloud guard (whether clouds may be used as stand-ins), and the measured durations.
 """
 
 from __future__ import annotations
@@ -37,9 +37,10 @@ class Choices:
         costs: Costs,
         environment: Mapping[str, str],
     ) -> None:
-        """Looks up models in `rt` and in its catalogue. The rules come from `config()`, `guard` and measured `costs`.
+        """Looks up models in `rt` and in its catalogue. `config()` returns the content of `tasks.yaml`.
 
-        `environment` has the clouds' addresses and keys.
+        `guard` is the cloud guard, `costs` has the measured durations, and `environment` has the clouds' addresses
+        and keys.
         """
         self._rt = rt
         self._config = config  # returns the content of tasks.yaml
@@ -53,7 +54,7 @@ class Choices:
     def of(self, call: Call) -> tuple[tuple[Choice, ...], Call]:
         """The models that may answer `call`, in the order in which they are tried, and the `call` itself.
 
-        If the call is of a task and has no budget, the returned call has the task's budget.
+        If the call names a task and sets no time budget, the returned call has the task's budget.
 
         Raises Refused with 404 for an unknown model, and with 504 if the budget is too short for all models.
         """

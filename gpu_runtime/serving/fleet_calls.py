@@ -117,7 +117,7 @@ class FleetModels:
         """Does nothing, because a use in a fleet does not wait in this process."""
 
     def status(self) -> Any:
-        """The parts of a snapshot that the gateway reads: the owner, and rules without the operator's cap."""
+        """The parts of a snapshot that the gateway reads: the owner, and rules that cap no call's importance."""
         return SimpleNamespace(owner=SimpleNamespace(id="fleet"), rules=SimpleNamespace(cap=None))
 
 
@@ -130,7 +130,7 @@ def _specs_of(wishes: Wishes) -> tuple[ModelSpec, ...]:
 
 
 class FleetModel:
-    """The block that `FleetModels.use` returns, and the object that it yields."""
+    """The context manager that `FleetModels.use` returns. Its value is this object itself."""
 
     def __init__(self, models: FleetModels, name: str, importance: int | None) -> None:
         """The model `name`, for a call of this `importance`."""
@@ -140,7 +140,7 @@ class FleetModel:
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Does nothing: each call of the model holds its host itself."""
+        """Does nothing: each call of the model begins and ends the use of the model on its host."""
 
     def enter_if_here(self) -> tuple[FleetModel]:
         """Enters the block at once; see `Held.enter_if_here`."""
@@ -254,7 +254,7 @@ class FleetAdapter:
                 await asyncio.wait([task])
 
     def _again(self, error: Exception, place: _Place, attempt: int) -> None:
-        """Returns if the host of `place` was lost, so that the call may run again. Otherwise raises an error.
+        """Returns if the host of `place` was lost. The call may then run again. Otherwise raises an error.
 
         `attempt` is the number of hosts that were tried. If it is MOST_HOSTS, raises EngineFailed.
         """

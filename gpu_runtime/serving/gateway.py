@@ -148,8 +148,8 @@ class Gateway:
         """The answer to a call of this `kind` with this `body`, for the visitor `client`. Raises Refused.
 
         If the asyncio task is cancelled, everything that the call holds is released. A streamed reply is returned
-        after its first event arrived. So an error before that event becomes an HTTP status, or a stand-in from
-        `tasks.yaml` answers.
+        after its first event arrived. So if an error occurs before this event, a stand-in from `tasks.yaml` can
+        answer, or the caller gets an HTTP status.
         """
         record = CallRecord(self._clock, kind, client)
         with record.until_answered(), count_refusals(self._counts), self._until_closed():
@@ -249,7 +249,7 @@ class Gateway:
     async def _first_answer(
         self, call: Call, choices: tuple[Choice, ...], outer: AsyncExitStack
     ) -> Reply:
-        """The answer of the first of the `choices` that can give one. A stream releases `outer` when it ends."""
+        """The answer of the first of the `choices` that can answer. At its end, a streamed answer closes `outer`."""
         failed: list[tuple[str, BaseException]] = []
         deadline = None if call.budget is None else asyncio.get_running_loop().time() + call.budget
         try:
@@ -286,7 +286,7 @@ class Gateway:
     async def _answer_with(
         self, choice: Choice, call: Call, outer: AsyncExitStack, deadline: float | None
     ) -> Reply:
-        """The answer of `choice` to `call`. Its end releases the turn and the pin; of a stream, also `outer`."""
+        """The answer of `choice`. The model is pinned until the answer ends. Then a streamed answer closes `outer`."""
         record = current()
         async with AsyncExitStack() as stack:
             permit = self.breakers.enter(choice.model)
@@ -408,7 +408,7 @@ class Gateway:
             self._decode_failures.pop(model, None)
             return
         self._decode_failures[model] += 1
-        # An EngineFault has `reloads`. Its backend counts failures and reloads the model by itself.
+        # An EngineFault has the attribute `reloads`: its backend counts the failures and reloads the model itself.
         if self._decode_failures[model] == DECODE_FAILURES and not hasattr(error, "reloads"):
             self._counts["reloads"] += 1
             self.keep_warm.evict_soon(model)

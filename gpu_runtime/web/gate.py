@@ -291,7 +291,7 @@ class Gate(ReversibleRouter):
         return self._answer_with(request, login.RefusalHandler, options)
 
     def _refuse_body(self, request: HTTPServerRequest, size: int) -> Any:
-        # Without this call, Tornado itself would refuse the body, without a reason.
+        # Without this call, Tornado itself would refuse the body, and the client would not learn why.
         request.connection.set_max_body_size(size)  # type: ignore[union-attr]
         text = f"The body has {size:,} bytes; the limit is {self.max_body_bytes:,}."
         return self._answer_with(request, login.TooLargeHandler, {"status": 413, "text": text})
@@ -416,7 +416,7 @@ def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
 
     members: dict[str, Any] = {"set_default_headers": set_default_headers}
     if issubclass(handler, WebSocketHandler):
-        # The first message has the whole page: 233 kB, and 30 kB compressed.
+        # Messages are compressed, because the first one has the whole page: 233 kB, or 30 kB compressed.
         members["get_compression_options"] = lambda self: {"mem_level": 5}
     hardened = type(handler.__name__, (handler,), members)
     return hardened

@@ -54,7 +54,7 @@ class Service:
     cors: frozenset[str] = frozenset()  # origins of pages that may send requests with a token
     key_visitor: Callable[[str], Visitor | None] | None = None  # see AccessRules
     start: Callable[[], Awaitable[None]] | None = None  # runs once the server listens, in its loop
-    # Returns what the service did, for a page. Called in the event loop.
+    # Returns figures of the service for the console's page. Called in the event loop.
     figures: Callable[[], Any] | None = None
     # Runs after SIGTERM, in the server's event loop, while the server still listens. A second SIGTERM ends the server
     # without waiting for this function.

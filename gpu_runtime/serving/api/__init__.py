@@ -1,4 +1,4 @@
 """The HTTP routes: `/memory/*`, `/v1/*`, `/api/*`, `/usage`, `/health` and `/metrics`, with their descriptions.
 
-The gate checks the tokens, and the gateway chooses the models. Nothing here does.
+The tokens are checked by the gate, and the models are chosen by the gateway, not in this folder.
 """

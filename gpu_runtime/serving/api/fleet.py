@@ -32,21 +32,21 @@ def router(models: Any, acts: Any) -> APIRouter:
 
     @routes.get("/api/v1/slots", tags=["fleet"])
     def get_slots() -> dict[str, Any]:
-        """The models on cards: the bytes on each card, the calls that use the model now, and whether the slot is
-        wished.
+        """The slots that hold a model, and the wished slots: the bytes on each card, and the calls that use the model
+        now.
         """
         return {"slots": slots(models.fleet)}
 
     @routes.post("/api/v1/slots", tags=["fleet"], status_code=201)
     def post_slots(new: NewSlot, actor: str = acts) -> dict[str, Any]:
-        """Loads a model on exactly these cards, and keeps that wish, also over a restart of the host."""
+        """Loads a model on exactly these cards. The model is loaded there again after a restart of the host."""
         _acting(lambda: models.fleet.create_slot(new.model, new.host, new.devices))
         id = f"{new.model}@{new.host}"
         return next(one for one in slots(models.fleet) if one["id"] == id)
 
     @routes.delete("/api/v1/slots/{slot}", tags=["fleet"])
     def delete_slot(slot: str, actor: str = acts) -> dict[str, Any]:
-        """Removes the wish for a slot, and evicts the slot's model from the host unless the model is in use."""
+        """Removes a wished slot, and evicts its model from the host unless the model is in use."""
         outcome = _acting(lambda: models.fleet.delete_slot(slot))
         return {"id": slot, "deleted": outcome.done}
 

@@ -28,7 +28,7 @@ class FleetMetrics:
         return exposition(self.registry, accepts)
 
     def describe(self) -> list[Any]:
-        """An empty list. Without this method, the registry would ask all hosts only for the names of the metrics."""
+        """An empty list. Without this method, the registry would call `collect` to learn the names of the metrics."""
         return []
 
     def collect(self) -> Iterator[Any]:

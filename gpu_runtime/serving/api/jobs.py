@@ -92,10 +92,10 @@ class Jobs:
         self._jobs = {job.id: job for job in sorted(known, key=lambda job: job.created)}
 
     def start(self, gateway: Any, wanted: Any, client: str) -> Job:
-        """Makes the call in `wanted` through `gateway`, in the background, for the visitor `client`.
+        """Starts a call in the background for the visitor `client`, and returns its job. `gateway` answers the call.
 
-        `wanted` has `endpoint` and `body`. Raises Refused with 400 if `wanted` is invalid, and with 503 if MAX_JOBS
-        jobs are running already.
+        `wanted` is the call: its `endpoint` and its `body`. Raises Refused with 400 if `wanted` is invalid, and with
+        503 if MAX_JOBS jobs are running already.
         """
         body = _checked_body(wanted)
         self._drop_old_results()

@@ -399,7 +399,7 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
         "/cancel/{name:path}", responses={409: {"description": "nothing waits, or it did not end"}}
     )
     async def post_cancel(name: str, actor: str = acts) -> JSONResponse:
-        """Ends the wait of a request in the queue. Its cell gets an error that names the actor."""
+        """Ends the wait of a request in the queue. The cell that waits gets an error that names the actor."""
         try:
             outcome = await act_as(actor, lambda: rt.cancel(name))
         except GpuError as error:

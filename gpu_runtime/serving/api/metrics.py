@@ -138,7 +138,7 @@ def _problems(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
     yield gauge("gpu_problem_bytes", "Memory in these problems", ["kind"], sizes.items())
 
 
-# Counts of the gateway that are no ends of calls: such a call also counts by its end.
+# Counters that do not say how a call ended. A call that they count is also counted by its end in `gpu_calls`.
 _NO_ENDS = {
     "streamed": "Calls that were answered as a stream",
     "stood_in": "Calls that another model answered, because the first one failed",
@@ -149,8 +149,8 @@ _NO_ENDS = {
 def calls(state: Any) -> Iterator[Any]:
     """Yields the figures of the gateway.
 
-    A model that has a breaker but no call now gets a sample with the value 0. Otherwise Prometheus could not compute
-    sums over models.
+    A model that has a breaker but no call now gets the value 0. If it had no value, Prometheus could not compute sums
+    over models.
     """
     waiting = {**dict.fromkeys(state.breakers, 0), **state.waiting}
     yield gauge("gpu_queue_depth", "Calls that wait for a model", ["model"], waiting.items())

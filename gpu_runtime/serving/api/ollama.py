@@ -274,7 +274,7 @@ def _message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole(answer: dict[str, Any], part: Any) -> dict[str, Any]:
-    """Translates the whole `answer` to a call. `part(text, calls, thought)` makes the fields with its content."""
+    """Translates the whole `answer` to a call. `part(text, calls, thought)` returns the route's fields for these."""
     choice = answer["choices"][0]
     message = choice.get("message") or {"content": choice.get("text")}
     thought = message.get("reasoning_content") or ""

@@ -50,8 +50,8 @@ class Connections(httpx.AsyncBaseTransport):
     ) -> httpx.AsyncHTTPTransport | None:
         """Keeps the transport `one`, which is free now. Returns a transport that the caller has to close, or None.
 
-        The result is `one` itself after `aclose`. If more than MOST_FREE transports to this `address` are free, the
-        result is the one that has been free the longest.
+        After `aclose`, the transport to close is `one` itself. If more than MOST_FREE transports to this `address` are
+        free, it is the one that has been free the longest.
         """
         free = self._free.setdefault(address, [])
         if self._closed:

@@ -16,8 +16,8 @@ from .base import cannot
 from .tool_calls import Tools
 
 FORMATS = "of type text, json_object or json_schema"
-# The answer may have no other white space between values. Otherwise a model may write white space up to its limit of
-# tokens.
+# A JSON answer has one space after each comma and colon, and no other white space between values. If any white space
+# were allowed, a model might write nothing else until its limit of tokens.
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 # Tokenizer -> the tokens that end an answer -> the vocabulary in llguidance's form.
 _vocabularies: weakref.WeakKeyDictionary[Any, dict[tuple[int, ...], Any]] = (

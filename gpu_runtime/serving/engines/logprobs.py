@@ -39,9 +39,9 @@ def count_of(body: Mapping[str, Any]) -> int | None:
 
 
 class Unsent:
-    """Tokens that the model wrote, until the text with their first byte is sent to the caller.
+    """Holds each token that the model wrote until the text with the token's first byte is sent to the caller.
 
-    Text is held back where a stop string may begin, so it may be sent later than its tokens are written.
+    The text may be sent later than its tokens are written, because the beginning of a stop string is held back.
 
     >>> unsent = Unsent()
     >>> for data in (b"Hel", b"lo", b" EN", b"D"):
@@ -83,7 +83,10 @@ class Writer:
     """Writes the field `logprobs` of one choice, whole or chunk by chunk."""
 
     def __init__(self, chat: bool, offset: int = 0) -> None:
-        """Writes the format of Chat if `chat` is true, else that of Completions, whose text begins at `offset`."""
+        """Writes the format of Chat if `chat` is true, else the format of Completions.
+
+        `offset` is the position of the first token in the text of Completions.
+        """
         self._chat = chat
         self._offset = offset  # in characters of the text of Completions
 

@@ -28,7 +28,8 @@ PATHS = {
 # An engine may compute for long before its first token.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 POLL_SECONDS = 0.05
-# Stands for a template that is not known. Newer templates read these two variables, so this one is said to read both.
+# If the template of an engine is not known, this text takes its place. It contains the names of the variables with
+# which newer templates read tools and turn thinking off, so that no call is refused without need.
 UNKNOWN_TEMPLATE = "enable_thinking, tools"
 TOO_MANY = 429
 BUSY_SECONDS = 5.0  # until the caller may retry, if a busy engine names no time
@@ -93,7 +94,8 @@ class HttpAdapter:
                 yield {**event, "model": self.name}
 
     async def _request(self, kind: str, body: dict[str, Any], think: bool | None) -> httpx.Request:
-        # The call waits while the engine restarts, which is short. Calls that fail would open the circuit breaker.
+        # The call waits until the engine has restarted, which takes a short time. If calls failed meanwhile, they
+        # would open the circuit breaker.
         while getattr(self._handle, "starting", False):
             await asyncio.sleep(POLL_SECONDS)
         if kind not in PATHS:
@@ -112,8 +114,8 @@ class HttpAdapter:
     async def _check_listener(self, event: str, info: dict[str, Any]) -> None:
         """Closes a new connection that does not reach the engine. The HTTP client calls this method with each `event`.
 
-        A process of another user may listen on the port of an engine that ended. The connection is closed before
-        anything is sent on it.
+        After an engine has ended, a process of another user may listen on its port. A connection to such a process is
+        closed before anything is sent.
         """
         if event == "connection.connect_tcp.complete" and not self._handle.listens():
             await info["return_value"].aclose()

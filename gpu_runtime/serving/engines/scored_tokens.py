@@ -43,7 +43,7 @@ class ScoredTokens:
             hook.remove()
 
     def add(self, number: int) -> None:
-        """Adds the token with this `number`, which was chosen after the newest logits, to the unsent tokens.
+        """Adds the token with this `number` to the unsent tokens. The module chose it from the newest logits.
 
         A special token, such as the one that ends an answer, is left out.
         """

@@ -82,7 +82,7 @@ class TransformersAdapter(TextAdapter):
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def _tokenized(self, kind: str, text: str) -> Any:
-        # A chat template writes the special token at the beginning of the sequence itself.
+        # For a chat the tokenizer adds no special tokens, because the chat template has written them.
         return self.tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completions")
 
     def _with_images(self, text: str, images: list[Any]) -> Any:
@@ -243,7 +243,8 @@ class TransformersAdapter(TextAdapter):
         """
         limit = getattr(self.value.config, "max_position_embeddings", None)
         if isinstance(text, str):
-            # The tokenizer would drop all tokens after the context, so the text after it is not tokenised at all.
+            # A text longer than the context is cut before it is tokenised. The tokenizer would tokenise all of it,
+            # which takes long, and then drop the tokens after the context.
             kept = text if limit is None else text[: limit * LONGEST_TOKEN]
             found = self.tokenizer(kept, truncation=limit is not None, max_length=limit)
             tokens = list(found["input_ids"])

@@ -15,7 +15,7 @@ from ...access_keys import AccessKey
 from ..requests import Refused
 
 WINDOW_SECONDS = 60.0
-# If the caller sets no limit, this number of tokens is reserved for the answer, which then has at most this many.
+# If the caller sets no limit, this number of tokens is reserved for the answer, and the answer cannot be longer.
 UNSAID_TOKENS = 1024
 
 
@@ -55,12 +55,13 @@ class Allowance:
     ) -> Iterator[Grant]:
         """A context manager in which a call of the `key` called `name` runs.
 
-        The prompt has about `prompt` tokens, and the caller allows at most `asked` tokens in the answer. If `asked` is
-        None, the key's limit also limits the answer: to UNSAID_TOKENS, or to `least` if that is more, but never to more
-        tokens than the key has left.
+        `prompt` is about the number of tokens in the prompt. `asked` is the caller's limit for the answer in tokens. If
+        it is None and the key has a limit of tokens, the answer may have UNSAID_TOKENS, or `least` if that is more, but
+        no more than the key has left.
 
-        Raises Refused (429) if the key has too few requests left, or fewer tokens than the prompt and `asked` (or
-        `least`) need. Raises Refused (400) if the call needs more tokens than the key may use in a minute.
+        A call needs the tokens of its prompt and `asked` tokens, or `least` if `asked` is None. Raises Refused with 400
+        if these are more than the key may use in a minute. Raises Refused with 429 if they are more than the key has
+        left in this minute, or if the key has no request left.
         """
         recent = self._recent.setdefault(name, _Recent())
         now = self._clock()

@@ -33,7 +33,7 @@ class Pattern(Value):
 
 
 class Clients:
-    """The known clients; the client with the most recent call is last. All times are read from the caller's clock."""
+    """The known clients; the client with the most recent call is last. The caller passes the times."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[str, Pattern] = OrderedDict()

@@ -24,7 +24,8 @@ ANSWERS_KEPT = (
 )
 CHARACTERS_PER_TOKEN = 4
 SHORTEST_PROMPT = 64  # in tokens; a shorter prompt takes the same time as one of this length
-# Until a stream has measured the time of a prompt, a token of the prompt counts as this part of a token of the answer.
+# The time for a token of a prompt, as a fraction of the time for a token of an answer. This guess is used until an
+# answer of the model was streamed: only a stream shows how long the prompt takes.
 PROMPT_PART = 0.1
 
 
@@ -101,7 +102,10 @@ class Timing:
         self._prompt = prompt_tokens(call)
 
     def note(self, event: dict[str, Any]) -> None:
-        """Counts an `event` of a stream as one token if it has choices. The counts in a usage replace this count."""
+        """Counts an `event` of a stream as one token if it has choices.
+
+        If an event has a `usage`, the counts in it replace this count.
+        """
         if self._first is None:
             self._first = self._clock() - self._began
         self._pieces += bool(event.get("choices"))

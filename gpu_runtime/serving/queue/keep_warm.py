@@ -39,9 +39,10 @@ class KeepWarm:
         self._closed = False
 
     def keep(self, model: str, seconds: float) -> None:
-        """Sets the eviction of `model` to `seconds` from now, unless an earlier call set a later time.
+        """Sets the time of the eviction of `model` to `seconds` from now, unless it is later already.
 
-        The caller calls this method at the end of each call of the model. After `evict_soon` the eviction is due now.
+        The gateway does this at the end of each call that the model has answered. If `evict_soon` was requested for the
+        model, the eviction is due at once.
         """
         now = self._clock()
         until = max(self._until.get(model, 0.0), now + seconds)
@@ -82,7 +83,7 @@ class KeepWarm:
         if await self._evict(model):
             self._evict_soon.discard(model)
         elif not self._closed:
-            # One of our calls holds the model, and will call `keep` when it ends. Or another process holds the model.
+            # The model is in use by a call of this server, whose end sets a new time, or by another process.
             self._until.setdefault(model, self._clock() + RETRY_SECONDS)
             self._schedule()
 

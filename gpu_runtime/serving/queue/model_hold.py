@@ -183,7 +183,8 @@ class Holds:
     def _importance(self, hold: Hold) -> int:
         """The importance of the call of `hold`, which the ledger compares with the requests of all processes.
 
-        A call that is more important than its model's own entry is limited by the operator's cap for this server.
+        If the call is more important than the model's own entry, it gets at most the importance that the operator's
+        caps allow for this server.
         """
         if hold.importance >= self._rt.spec(hold.model).importance:
             return hold.importance

@@ -88,10 +88,15 @@ def order(
 ) -> list[Waiting]:
     """The `waiting` calls in the order in which they are considered.
 
-    The calls are sorted by `aged_class` at the time `now`, then calls of warm models are first. Of calls that are equal
-    in both, the first call of each client is before the second call of any client, and so on. Then the client with the
-    smallest number in `turns` is first, and then the arrival decides. So a client with many calls delays another
-    client's call by only one call, and gets no more turns than the other clients. `engines` has the state of each
+    The calls are sorted by these rules. A later rule counts only for calls that are equal by all earlier rules:
+
+    1. the smaller `aged_class` at the time `now`;
+    2. calls of warm models before other calls;
+    3. the first call of each client before the second call of any client, and so on;
+    4. the client with the smaller number in `turns`;
+    5. the earlier arrival.
+
+    By rule 3, a client with many calls delays another client's call by only one call. `engines` has the state of each
     model, by name. `turns` has a number for each client, which is larger if the client's last call started later.
     """
     warm = {name for name, engine in engines.items() if engine.state is ModelState.WARM}
@@ -142,10 +147,10 @@ def next_steps(
     4. But if a load waits until another model is evicted, later calls of that other model do not start.
 
     Without rule 4, a steady stream of calls of a warm model would delay a cold model for ever. With rule 4, calls of
-    the warm model in the same class still start first, until the call of the cold model has waited 30 s longer. So
-    models are exchanged seldom.
+    the warm model still start first while they are in the same class as the call of the cold model. Once this call has
+    waited long enough to be in a higher class, no more calls of the warm model start. So models are exchanged seldom.
 
-    If rule 3 applies to every call, the calls are not sorted. This saves time, because it is usual under overload.
+    If rule 3 applies to every call, nothing can start, so the calls are not sorted. Under overload this is usual.
     """
     calls = list(waiting)
     if all(_must_wait(engines.get(model, _UNKNOWN)) for model in {call.model for call in calls}):
@@ -176,9 +181,10 @@ def _must_wait(engine: Engine) -> bool:
 
 
 def _blocked_by_started_calls(engines: Iterable[Engine]) -> set[str]:
-    """The models of which no call may start now, because a load waits for their eviction.
+    """The models of which no call may start now, because calls that have already started wait for their eviction.
 
-    Only loads of models that still run calls count. Such calls started before their own model was evicted.
+    A call starts when its model is on its device. The model can be evicted before it is pinned for the call. Then the
+    model is loaded again, although its call counts as running.
     """
     blocked: set[str] = set()
     for engine in engines:

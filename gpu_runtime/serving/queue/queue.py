@@ -226,9 +226,11 @@ class Queue:
             state = ModelState.WARM if self._here(model) else ModelState.COLD
             return Engine(state, running.active, concurrency)
         if running.engine_failed:
-            # No further call starts until the running calls have ended and the model was pinned again.
+            # With this concurrency, no further call starts until the running calls have ended. Then the model is
+            # pinned again.
             return Engine(ModelState.WARM, running.active, running.active)
-        # If calls are active and the hold does not wait, the model is on its device. Only the pin is not confirmed yet.
+        # A call starts only if its model is on its device. So if calls are active and the hold does not wait, the
+        # model is there, although the hold has not reported its pin yet.
         if running.ready or (running.active and not hold.waits):
             return Engine(ModelState.WARM, running.active, concurrency)
         return Engine(ModelState.LOADING, running.active, concurrency, hold.waits_for)
