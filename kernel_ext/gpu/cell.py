@@ -40,7 +40,7 @@ class Compiled:
         # An empty line replaces the magic's line, so that tracebacks have the notebook's line numbers.
         source = "\n" + shell.transform_cell(cell)
         # Some versions of the shell increase `execution_count` before a cell runs, others after it. So the
-        # number is taken from the name of the running cell.
+        # cell's number is read from the file name under which IPython compiled the running cell.
         number = running_cell(shell.execution_count)
         name = shell.compile.cache(source, number, raw_code="%%gpu\n" + cell)
         try:
@@ -87,8 +87,8 @@ def _show_own_lines(
 
     def render() -> list[str]:
         """The lines of the traceback, from the cell's own frame on."""
-        # `error` from the closure is not used: it would form a reference cycle with the traceback
-        # and keep the user's tensors alive.
+        # `error` stores this function. If this function used `error` too, the two would form a
+        # reference cycle, and the traceback would keep the user's tensors alive.
         shown = sys.exc_info()[1] or sys.last_value
         trace = shown.__traceback__
         while trace is not None and trace.tb_frame.f_code not in codes:

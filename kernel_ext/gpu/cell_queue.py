@@ -84,8 +84,8 @@ class CellQueue:
     def _begin(self) -> None:
         """Puts the tap in front of the receiver of the kernel's stream.
 
-        Before the kernel has started, the stream has no receiver, and messages read from it would be lost. If the
-        kernel has not started, the kernel itself installs the tap when it starts.
+        Before the kernel has started, the stream has no receiver yet. In this case the tap replaces the kernel's
+        method that receives messages, and the kernel installs it when it starts.
         """
         if self._stream.receiving():  # type: ignore[union-attr]
             self._receive_by(self._tap)

@@ -101,8 +101,8 @@ def _read(scan: Scan, code: str, cell: str, running: bool = False) -> CellModels
 def _number_of_cell(shell: Any) -> int:
     """The number of the cell that begins. The output of the cell will show the same number.
 
-    Some versions of IPython increase `execution_count` before this function is called, and other versions after it. All
-    versions store the cell's input after this call, so the inputs that are stored already give the number.
+    `execution_count` is not used, because some versions of IPython increase it before this function is called, and
+    others after it. The stored inputs are counted instead: every version stores the cell's input after this call.
     """
     history = shell.history_manager
     return len(history.input_hist_raw) if history else shell.execution_count

@@ -260,9 +260,9 @@ GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: holders, dry runs,
 class Unopened:
     """A placeholder for the runtime in a notebook. The runtime replaces this object when the runtime is needed.
 
-    Opening the runtime takes a moment, and fixes the devices and the ledger. So the runtime is opened at its first use,
-    and `%env GPU_DEVICES=…` still works after `%load_ext`. Before the first cell that contains `rt` runs, the runtime
-    replaces this object.
+    Opening the runtime takes a moment, and the devices and the ledger cannot be changed afterwards. So the runtime is
+    opened at its first use, and `%env GPU_DEVICES=…` still works after `%load_ext`. The first cell whose text contains
+    `rt` opens the runtime, which then replaces this object.
     """
 
     def __init__(self, opens: Callable[[], Any]) -> None:

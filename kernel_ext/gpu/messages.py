@@ -1,7 +1,7 @@
 """Finds the messages to a kernel that may read the memory of its tensors although no cell runs.
 
-IPython calls `pre_execute` before a cell and before the callback of a comm's message. The messages that
-are found here run code of the user, such as a property or `__repr__`, without a call of `pre_execute`.
+IPython calls the hook `pre_execute` before a cell, and before it handles a message of a comm (the channel of a
+widget). The messages that are found here run code of the user, such as a property or `__repr__`, without this hook.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ QUIET = frozenset(
     )
 )  # fmt: skip
 READING = frozenset(("complete_request", "inspect_request"))
-# Requests to the debugger that show or set variables. The debugger answers them in another thread. For
-# `initialize` the debugger runs a cell and blocks that thread until the cell ends. This cell must not wait for
-# the memory, so the memory returns before it.
+# Requests to the debugger that show or set variables. The debugger answers them in a thread of its own. For
+# `initialize` it runs a cell, and blocks its thread until the cell ends. This cell must not wait for the
+# memory, so the memory is brought back before the request is handled.
 DEBUGGER_READS = frozenset(
     (
         "initialize", "inspectVariables", "richInspectVariables", "variables", "evaluate",
@@ -44,7 +44,7 @@ def current(kernel: Any) -> tuple[str, dict[str, Any]]:
 
 
 def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
-    """Whether a message of the type `kind` with this `content` may read the memory of `kernel` without a call of
+    """Whether a message of the type `kind` with this `content` may read the memory of `kernel` without the hook
     `pre_execute`.
     """
     if kind == "execute_request":  # an empty cell is not run, but its expressions are evaluated

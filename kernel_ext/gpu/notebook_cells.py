@@ -86,9 +86,10 @@ class Position:
         """The cells that will run after the cell with this `code` and `cell_id`.
 
         `cells` are the notebook's code cells and `now` is the time in seconds. The result has all later cells of the
-        file; it is empty if this cell is not in the file. Without `by_program`, two more conditions must hold, else
-        the result is empty. This cell must have begun within PEOPLE_SECONDS after the end of the previous cell. And
-        the last cell that was found in the file, if there is one, must be directly before this cell.
+        file. It is empty if this cell is not in the file.
+
+        If `by_program` is false, a person may have started this cell alone. Then the result is empty unless this cell
+        began within PEOPLE_SECONDS after the end of the previous cell, and is the next cell in the file.
         """
         here = self._find(cells, code, cell_id)
         if here is None:
@@ -110,8 +111,8 @@ class Position:
     def _find(self, cells: list[FileCell], code: str, cell_id: str) -> int | None:
         """The index in `cells` of the cell with this `cell_id`; None if there is no such cell.
 
-        If `cell_id` is empty, the cell is found by its text `code`. Of several cells with this text, the first one
-        after the last found cell is chosen; if there is none, the first one in the file.
+        If `cell_id` is empty, the cell is found by its text `code`. Several cells may have this text. Then the result
+        is the first of them after the cell that was found last, or else the first in the file.
         """
         if cell_id:
             return next((i for i, cell in enumerate(cells) if cell.id == cell_id), None)

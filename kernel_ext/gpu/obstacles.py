@@ -36,7 +36,7 @@ KERNEL_TASKS = frozenset(
 CALLBACK_PACKAGES = frozenset(
     ("ipykernel", "tornado", "zmq", "asyncio", "jupyter_client", "panel", "bokeh")
 )
-# A place is the file and the function of a thread's innermost frame. RESTING has the places where the
+# A place is the file and the function that a thread executes now. RESTING has the places where the
 # kernel's own threads wait.
 WAITING = ("threading.py", "wait")
 RESTING = frozenset(
@@ -46,8 +46,8 @@ RESTING = frozenset(
         ("queue.py", "get"), ("thread.py", "_worker"), ("pydevd_comm.py", "_read_line"),
     )
 )  # fmt: skip
-# At these places a thread may wait that is not the kernel's: a worker with an empty queue, and two threads
-# whose names are not known.
+# A thread that waits at one of these places prevents nothing, even if its name is not known as a name of the
+# kernel's threads: a worker of a thread pool with an empty queue, and two threads of ipykernel and tqdm.
 IDLE = frozenset(
     (("thread.py", "_worker"), ("iostream.py", "_watch_pipe_fd"), ("_monitor.py", "run"))
 )
@@ -198,8 +198,8 @@ def _wakes(frame: Any) -> bool:
 def why_not_threads(main: int | None) -> str:
     """The reason if a thread prevents moving the kernel's memory, with the thread's name; else "".
 
-    A thread prevents it if the thread does not belong to the kernel, was not started by gpu_runtime, and runs or will
-    run by itself, as a `threading.Timer` does. `main` is the identifier of the main thread.
+    A thread prevents the move if it runs, or will run by itself as a `threading.Timer` does. Threads of the kernel and
+    of gpu_runtime never prevent it. `main` is the identifier of the main thread.
     """
     # `threading.enumerate` is not used: debugpy replaces it by a function that leaves out the threads of
     # debugpy and of the kernel.
@@ -224,7 +224,7 @@ def _is_kernel_thread(thread: threading.Thread) -> bool:
 def not_at_rest(but: set[int]) -> str:
     """The function in which a thread runs instead of waiting, or "" if all threads wait.
 
-    The threads whose identifiers are in `but` are not examined. A thread that gpu_runtime started may run.
+    The threads whose identifiers are in `but`, and the threads of gpu_runtime, are not examined.
     """
     for ident, found in _threads().items():
         if ident not in but and not found.rests and not found.is_ours:

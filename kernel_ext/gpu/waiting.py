@@ -240,9 +240,9 @@ class OthersWait:
 def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int) -> str:
     """A sentence on the request `ticket`, which waits for the memory of the leases `held`.
 
-    The sentence names the process that waits, and the largest of these leases on the same card. It also names the
-    command that frees this lease, unless it is the lease of a running block of code. `more` is the number of further
-    requests.
+    The sentence names the process that waits, and the largest lease on the card that the request needs. It also names
+    the command that frees this lease, unless it is the lease of a running block of code. `more` is the number of
+    further requests.
     """
     section = snapshot.sections.get(ticket.owner)
     waiting = holder_label(section.owner, snapshot.owner) if section else "Another process"

@@ -140,7 +140,10 @@ class Actions:
         return report
 
     def update(self, snapshot: Snapshot | None) -> None:
-        """Shows the outcomes, and which processes do not answer by `snapshot`; None: by the poller's last snapshot."""
+        """Shows the outcomes of finished actions, and the processes that do not answer according to `snapshot`.
+
+        If `snapshot` is None, the poller's last snapshot is used.
+        """
         while not self._finished.empty():
             finished = self._finished.get()
             self._reports = tuple(

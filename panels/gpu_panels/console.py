@@ -77,7 +77,8 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
         "typography": {"fontFamily": palette.FONT, "button": {"textTransform": "none"}},
         "components": {
             "MuiAppBar": {"styleOverrides": {"root": app_bar, "colorPrimary": app_bar}},
-            # Material draws this bar although `busy_indicator` is None. Screen readers find no name for it.
+            # Material draws a progress bar although `busy_indicator` is None, and the bar has no name for screen
+            # readers. So the bar is hidden.
             "MuiLinearProgress": {"styleOverrides": {"root": {"display": "none"}}},
             "MuiIconButton": {"styleOverrides": {"root": FINGER}},
             "MuiOutlinedInput": {"styleOverrides": {"input": FINGER_IN_FIELD}},
@@ -85,8 +86,8 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
     }
 
 
-# Under JupyterLab's dark theme, the console's light theme may be on a dark page. It is legible there
-# too. The text of the status bar is white in both themes.
+# In a notebook, the light theme may be shown on a dark page of JupyterLab. Its colours are legible on both. The text
+# of the status bar is white in both themes.
 THEME = {"light": _theme(*palette.LIGHT), "dark": _theme(*palette.DARK)}
 
 
@@ -163,9 +164,9 @@ class Console:
             busy_indicator=None,
         )
         with edit_readonly(page):
-            # By default `busy` refers to Panel's global state. That reference would keep every page
-            # alive for ever, and notify every browser of every callback. Only another reference can
-            # replace it. A plain value cannot.
+            # By default `busy` is linked to Panel's global state. This link would keep every page alive for
+            # ever, and notify every browser of every callback. A link to another parameter replaces it; a plain
+            # value would not.
             page.busy = self.status_bar.param.loading
         page.param.watch(self._theme_changed, "dark_theme")
         return page

@@ -23,10 +23,10 @@ log = logging.getLogger("gpu_runtime")
 
 READ_SECONDS = 1.0  # between two requests to all hosts
 HOSTS_A_SECOND = 20  # a larger fleet is read less often
-# A call waits for so long after it has sent a request. If the answer arrives later, a later call takes it.
+# The longest wait of a call for the answer to its own request. An answer that arrives later is read by a later call.
 BRIEF_SECONDS = 0.2
 PATIENCE_SECONDS = 3.0  # a host that does not answer for so long is shown as silent
-# The poller calls these verbs. They must not block it, so they wait for a short time only.
+# The poller calls these verbs. They must not block the poller, so they wait for an answer for a short time only.
 POLLED = ("status", "history", "catalog", "allocator_maps", "plan")
 
 
@@ -142,8 +142,8 @@ def seen_from_outside(snapshot: Snapshot, host: str) -> Snapshot:
     if agent.id in sections:
         named = replace(agent, notebook=f"agent of {host}")
         sections[agent.id] = replace(sections[agent.id], owner=named)
-    # The reader's id must differ from the agent's. `specs` would be the models that the reader has
-    # registered, so it is empty; the agent's own models are in `names`.
+    # The snapshot's `owner` is its reader. The reader's id must differ from the agent's, so it gets another serial
+    # number. The reader has registered no models, so `specs` is empty.
     reader = replace(agent, serial=-1)
     return replace(snapshot, host=host, owner=reader, sections=sections, specs=())
 
@@ -186,10 +186,7 @@ class FleetHosts:
             return self.last
 
     def question(self, asked: Iterable[HostRuntime]) -> None:
-        """Requests the snapshots of the hosts `asked`, and collects the answers of all hosts.
-
-        After a request was sent, the call waits for BRIEF_SECONDS at most.
-        """
+        """Requests the snapshots of the hosts `asked`, and collects the answers of all hosts."""
         with self._lock:
             self._collect()
             for rt in asked:

@@ -104,8 +104,8 @@ class Inline(pn.Column):
     def _note_unsent(self, doc: Any, comm: Any, event: Any) -> None:
         """Records the change `event` of `doc`, unless it came from the browser of `comm`. `_send` sends it later.
 
-        When the browser's next message arrives, Panel drops unsent changes of objects that are not
-        Panel's own.
+        Without this record the change could be lost: when the next message of the browser arrives, Panel drops unsent
+        changes of objects that are not its own.
         """
         if getattr(event, "setter", None) != comm.id:
             self._late.append((doc, event))

@@ -224,7 +224,7 @@ def _urgent_part(snapshot: Snapshot | None) -> Any:
     """The part of `snapshot` whose changes are published at once: holders, places, the queue, events.
 
     All other changes, such as the measured figures and which models are in use, are published within a second. On a
-    busy machine these figures change all the time. To draw them in twenty sessions is most of the sessions' cost.
+    busy machine these figures change all the time, and with twenty sessions, drawing them is most of the cost.
     """
     if snapshot is None:
         return None

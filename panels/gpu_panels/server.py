@@ -41,8 +41,8 @@ CONSOLE = Service("The GPU console", command="gpu console", default_port=8211, p
 if "bokeh-gl" in Resources._default_components:
     Resources._default_components.remove("bokeh-gl")
 
-# Panel reads attributes that its models lack. At each such read Bokeh searched for similar names, which took
-# 3 % of the server's time.
+# Panel reads attributes that its models lack. At each such read Bokeh would search for similar names, which took
+# 3 % of the server's time. This setting turns the search off.
 settings.perform_error_diagnostics = False
 
 Page = Callable[[Visitor], Any]  # makes the page of one visitor

@@ -1,4 +1,4 @@
-"""The history of a device: the end of each moment, and the titles of the recorded leases.
+"""Reads the recorded history of a device: when each record ends, and the titles of the recorded leases.
 
 A moment is one record of a device's use, with the time at which the record begins. This module is pure.
 """

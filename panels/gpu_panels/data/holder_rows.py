@@ -23,7 +23,10 @@ HOLDERS = (
 
 
 class Variables(NamedTuple):
-    """The answer of a process to the request for its variables. Until it answers, `frame` is None, `trouble` empty."""
+    """The answer of a process to the request for its variables.
+
+    Until the process has answered, `frame` is None and `trouble` is empty.
+    """
 
     owner: str  # the id of the process
     label: str

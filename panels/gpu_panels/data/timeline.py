@@ -26,8 +26,8 @@ MOST_ROWS = 30  # models with a row; those that held the most for the longest ti
 FOLDED_PART = (
     1 / 12
 )  # arrows between the same two models become one if closer than this part of the range
-# In an event's reason, the name of the model that needed the room. A recall names the process first:
-# "eval.ipynb (pid 9) needs room for qwen."
+# These patterns find the name of the model that needed the room, in the reason of an eviction. If another process
+# needed it, the reason names the process first: "eval.ipynb (pid 9) needs room for qwen."
 _RECALLED_FOR = re.compile(r" needs room for (.+?)\.?$")
 _FOR = re.compile(r"(?:^|; )([^;]+?) needs ")
 _PID = re.compile(r"pid (\d+)")  # in the requester of an event
@@ -198,7 +198,8 @@ def _gaps(spans: Mapping[str, Sequence[Span]], shown: Range) -> tuple[tuple[floa
 
 
 def arrows(events: Iterable[Event], labels: set[str], shown: Range) -> tuple[Arrow, ...]:
-    """An arrow for each eviction, within the range `shown`, of a lease in `labels` for another such lease.
+    """The arrows of the evictions within the range `shown`. An arrow leads from the evicted lease to the lease that
+    needed the room; both must be in `labels`.
 
     Several evictions of the same two leases, each soon after the previous one, become one arrow.
     """

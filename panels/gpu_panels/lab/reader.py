@@ -207,9 +207,9 @@ class Reader:
         """The dialog for `verb` on the lease `target` (`OWNER_ID/NAME`). For `cancel`, `target` is the key of a waiting
         request. `ledger` is the key of the ledger.
 
-        The dialog's `question` is the text that `act` expects. The dialog for `interrupt` has none, because Jupyter
-        interrupts the kernel. If the verb is not possible any more, `refused` has the reason. Raises GpuError for an
-        unknown ledger or verb.
+        The result has the texts of the dialog, and `question`, the number that `act` expects. The dialog for
+        `interrupt` has no number, because Jupyter interrupts the kernel. If the action is not possible any more, the
+        result has only `refused`, the reason. Raises GpuError for an unknown ledger or verb.
         """
         from ..acting import asked_process
 

@@ -63,8 +63,8 @@ def shown(
     """The content of the status bar and of the side panel for `snapshot`.
 
     `kernels` are the kernels of this server. `ledger` is the ledger of the snapshot, and `others` are the other active
-    ledgers. `tile` is the ledger that the console's tile opens; None means `ledger`. The caller
-    keeps `first_seen` for this ledger. It has the times at which problems were first seen.
+    ledgers. `tile` is the ledger that the console's tile opens; None means `ledger`. `first_seen` has the times at
+    which problems of this ledger were first seen; the caller keeps it between calls.
     """
     by_pid = {pid: kernel for kernel in kernels for pid in kernel.pids}
     found = [_problem(row) for row in problem_rows(snapshot, first_seen or FirstSeen())]
