@@ -104,7 +104,7 @@ class Access:
     def allowed(self, choices: tuple[Choice, ...], call: Call, visitor: str) -> tuple[Choice, ...]:
         """The `choices` whose models the key of `visitor` allows.
 
-        A call of a task keeps all its choices, because the key allows the task by its name.
+        If the call names a task, all `choices` stay, because the key allows the task by its name.
 
         Raises Refused (403) if no choice is left.
         """

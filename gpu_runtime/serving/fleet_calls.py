@@ -61,7 +61,7 @@ class FleetModels:
         self._closed.set()
 
     def look(self) -> None:
-        """Reads the living hosts, the models that the fleet should hold, and on how many hosts each is on a card."""
+        """Reads the living hosts, the models that the fleet should hold, and how many hosts have each on a card."""
         wishes = self.fleet._wishes()
         if wishes.revision != self._revision:
             self._specs = {spec.name: spec for spec in _specs_of(wishes)}
@@ -254,7 +254,7 @@ class FleetAdapter:
                 await asyncio.wait([task])
 
     def _again(self, error: Exception, place: _Place, attempt: int) -> None:
-        """Returns if the host of `place` was lost. The call may then run again. Otherwise raises an error.
+        """Does nothing if the host of `place` was lost, since the call may run again. Otherwise raises an error.
 
         `attempt` is the number of hosts that were tried. If it is MOST_HOSTS, raises EngineFailed.
         """

@@ -249,7 +249,7 @@ class Gateway:
     async def _first_answer(
         self, call: Call, choices: tuple[Choice, ...], outer: AsyncExitStack
     ) -> Reply:
-        """The answer of the first of the `choices` that can answer. At its end, a streamed answer closes `outer`."""
+        """The answer of the first of the `choices` that can answer. `outer` is what the call holds until its end."""
         failed: list[tuple[str, BaseException]] = []
         deadline = None if call.budget is None else asyncio.get_running_loop().time() + call.budget
         try:
@@ -286,7 +286,7 @@ class Gateway:
     async def _answer_with(
         self, choice: Choice, call: Call, outer: AsyncExitStack, deadline: float | None
     ) -> Reply:
-        """The answer of `choice`. The model is pinned until the answer ends. Then a streamed answer closes `outer`."""
+        """The answer of `choice`. A streamed answer holds the turn, the model and `outer` until its last event."""
         record = current()
         async with AsyncExitStack() as stack:
             permit = self.breakers.enter(choice.model)

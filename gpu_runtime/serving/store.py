@@ -1,7 +1,7 @@
 """What serving keeps over a restart: the usage of each visitor, and jobs. Both are in one SQLite file of this user.
 
-The file needs no care: it may be deleted while no server runs. A second server of the same user adds its usage to the
-file, and keeps its jobs in memory only.
+The file may be deleted while no server runs. A second server of the same user adds its usage to the file, and keeps its
+jobs in memory only.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Store:
     def keeps_jobs(self) -> bool:
         """Whether this server keeps its jobs in the file.
 
-        False if another server of this user does so already, or if the file cannot be used.
+        The result is False if another server of this user keeps its jobs there, or if the file cannot be used.
         """
         return self._claim is not None
 

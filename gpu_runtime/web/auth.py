@@ -47,7 +47,7 @@ class AccessRules:
     operators: frozenset[str] = frozenset()  # names that a login proves; "*" means every name
     viewers: frozenset[str] = frozenset()
     read_only: bool = False  # nobody may act, whatever the role
-    # Returns the visitor with a key, or None. Keys are for programs, beside the two tokens.
+    # Returns the visitor with a key, or None. Keys are for programs, in addition to the two tokens.
     key_visitor: Callable[[str], Visitor | None] | None = field(default=None, repr=False)
     cors: frozenset[str] = frozenset()  # origins of pages that may send requests with a token
 

@@ -47,7 +47,8 @@ DISCARDED_BODY_BYTES = 1 << 30
 HEADERS = {
     "Referrer-Policy": "no-referrer",  # the browser sends the lane to no other server
     "X-Content-Type-Options": "nosniff",
-    # JupyterLab shows the page in a frame of the same origin. Panel compiles its components in the page (eval, blob).
+    # Frames of the same origin are permitted for JupyterLab. `eval` and `blob:` are permitted because Panel compiles
+    # its components in the page.
     "Content-Security-Policy": "default-src 'self' 'unsafe-inline' 'unsafe-eval' data: blob:; object-src 'none'; "
     "base-uri 'self'; form-action 'self'; frame-ancestors 'self'",
 }

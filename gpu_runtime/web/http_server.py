@@ -346,7 +346,7 @@ async def _close(closing: Awaitable[None]) -> None:
 def _log_unless_browser_left(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
     """Logs the error in `context`, unless a browser has disconnected during a write.
 
-    A browser may disconnect at any time, but without this function a traceback would be logged.
+    A browser may disconnect at any time. Without this function, a traceback would be logged each time.
     """
     if not isinstance(context.get("exception"), WebSocketClosedError):
         loop.default_exception_handler(context)

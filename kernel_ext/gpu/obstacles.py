@@ -55,7 +55,10 @@ OURS = "gpu_runtime."  # the threads of these modules touch the kernel's tensors
 
 
 def why_not_modules() -> str:
-    """The reason if a loaded library or an open process group may keep addresses of the kernel's tensors, else ""."""
+    """The reason why the memory must not be moved now, or "" if no module is a reason.
+
+    Reasons are a loaded library that may have stored addresses of tensors, and an open process group.
+    """
     for name in OTHER_LIBRARIES:
         if name in sys.modules:
             return f"{name} is loaded, which may keep addresses of its own"
@@ -67,7 +70,10 @@ def why_not_modules() -> str:
 
 
 def why_not_loop(kernel: Any) -> str:
-    """The reason if the user's code waits in an event loop of the `kernel`, or a subshell is open; else ""."""
+    """The reason why the memory must not be moved now, or "" if the loop of the `kernel` is no reason.
+
+    Reasons are code of the user that waits in the event loop, and an open subshell.
+    """
     if getattr(kernel, "eventloop", None) is not None:
         return "a GUI event loop runs its callbacks (%gui)"
     loop = getattr(kernel.io_loop, "asyncio_loop", None)
@@ -196,7 +202,7 @@ def _wakes(frame: Any) -> bool:
 
 
 def why_not_threads(main: int | None) -> str:
-    """The reason if a thread prevents moving the kernel's memory, with the thread's name; else "".
+    """The reason why the memory must not be moved now, with the name of a thread; or "" if no thread is a reason.
 
     A thread prevents the move if it runs, or will run by itself as a `threading.Timer` does. Threads of the kernel and
     of gpu_runtime never prevent it. `main` is the identifier of the main thread.

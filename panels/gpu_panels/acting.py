@@ -45,7 +45,8 @@ def perform(rt: Any, proposal: Proposal, name: str) -> Outcome:
         special = _SPECIAL.get(proposal.verb)
         if special is not None:
             return special(rt, proposal)
-        # A kernel's lease is evicted and preloaded like a model's. `rt.park` would wait without limit.
+        # A kernel's lease is evicted and preloaded like a model's. `rt.park` is not called, because it waits
+        # without limit.
         act = getattr(rt, {"park": "evict", "unpark": "preload"}.get(proposal.verb, proposal.verb))
         if proposal.verb in ("pin", "unpin"):
             return act(proposal.subject)

@@ -153,8 +153,8 @@ class Console:
             sizing_mode="stretch_width",
             margin=MARGIN,
         )
-        # The title is in the status bar. The page's own title would link to the root of the
-        # server, which is another application if there is a proxy.
+        # The page has no title of its own, which would link to the root of the server. Behind a proxy, that is
+        # another application. The title is in the status bar instead.
         page = pmui.Page(
             meta_title="GPU console",
             header=[self.status_bar],
@@ -355,8 +355,8 @@ def page(visitor: Any, poller: Poller, chooser: Any = None) -> pmui.Page:
 
     The page shows the results of `poller` while its session lives.
     """
-    # A browser that connects after Bokeh has dropped its session gets a new session without a page.
-    # For that session, Panel would take the style sheets from its CDN.
+    # If a browser connects after Bokeh has dropped its session, it gets a new session without a page. Without this
+    # line, that session would load Panel's style sheets from its CDN.
     pn.state.curdoc.template_variables.setdefault("dist_url", LOCAL_DIST)
     document = pn.state.curdoc
     deliver_early_changes(document)

@@ -38,7 +38,7 @@ class Overview(NamedTuple):
 
 
 class HostRuntime(FarRuntime):
-    """The runtime of one host, for the poller of the sessions that chose this host.
+    """The runtime of one host. All sessions that show this host share it.
 
     At most one request for the host's snapshot is unanswered. So a frozen host gets one request, and its answer is
     found when the host runs again.

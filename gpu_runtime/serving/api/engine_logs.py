@@ -15,7 +15,7 @@ NEXT = "X-GPU-Log-Next"
 
 
 def router(acts: Any) -> APIRouter:
-    """A router with the route. `acts` is the dependency that admits visitors who may act."""
+    """A router with the route. `acts` is the FastAPI dependency that admits visitors who may act."""
     routes = APIRouter(prefix="/v1")
 
     @routes.get(

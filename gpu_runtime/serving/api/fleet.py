@@ -1,4 +1,7 @@
-"""The routes of `gpu serve --fleet` that replace routes of one host: the health of all hosts, and slots."""
+"""The routes of `gpu serve --fleet` that replace routes of one host: the health of all hosts, and slots.
+
+A slot is a model on certain cards of a certain host. A wished slot was requested by a person.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +25,7 @@ class NewSlot(BaseModel):
 
 
 def router(models: Any, acts: Any) -> APIRouter:
-    """The routes over the fleet of `models`. `acts` is the dependency that admits visitors who may act."""
+    """The routes over the fleet of `models`. `acts` is the FastAPI dependency that admits visitors who may act."""
     routes = APIRouter()
 
     @routes.get("/health", tags=["server"])

@@ -326,7 +326,7 @@ def _difference(wanted: Wanted, spec: ModelSpec) -> str:
 def router(rt: Any, acts: Any) -> APIRouter:
     """The routes below `/memory`, over the runtime `rt`.
 
-    `acts` is the dependency that admits visitors who may act, and returns the visitor's name.
+    `acts` is the FastAPI dependency that admits visitors who may act, and returns the visitor's name.
     """
     routes = APIRouter(prefix="/memory", tags=["memory"])
     _add_reads(routes, rt)

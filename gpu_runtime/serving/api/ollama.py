@@ -274,7 +274,10 @@ def _message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def whole(answer: dict[str, Any], part: Any) -> dict[str, Any]:
-    """Translates the whole `answer` to a call. `part(text, calls, thought)` returns the route's fields for these."""
+    """Translates the whole `answer` to a call.
+
+    `part(text, calls, thought)` returns the fields in which this route sends the text, the tool calls and the thoughts.
+    """
     choice = answer["choices"][0]
     message = choice.get("message") or {"content": choice.get("text")}
     thought = message.get("reasoning_content") or ""

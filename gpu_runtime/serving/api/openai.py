@@ -181,8 +181,8 @@ class Sent(StreamingResponse):
 def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
     """The routes below `/v1`, with the `jobs` of this server.
 
-    `gateway()` returns the Gateway. `acts` is the dependency that admits visitors who may call models, and returns the
-    visitor's name.
+    `gateway()` returns the Gateway. `acts` is the FastAPI dependency that admits visitors who may call models, and
+    returns the visitor's name.
     """
     routes = APIRouter(prefix="/v1")
 

@@ -55,7 +55,7 @@ _SCHEMA = {
 def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
     """Adds the route `/v1/responses` to `routes`.
 
-    `gateway()` returns the Gateway. `acts` is the dependency that admits visitors who may call models.
+    `gateway()` returns the Gateway. `acts` is the FastAPI dependency that admits visitors who may call models.
     """
 
     @routes.post(

@@ -257,8 +257,8 @@ class TextAdapter:
     async def _with_thoughts(self, pieces: Pieces, is_json: bool) -> Pieces:
         """Yields the `pieces` with the thoughts moved from the text to the field `thought`.
 
-        If `is_json` is true, a grammar forces the answer to be JSON. Such an answer begins without thoughts, even if
-        the prompt ends with the tag that begins them.
+        If `is_json` is true, a grammar forces the answer to be JSON. Then the answer has no thoughts, even if the
+        prompt ends with the tag that begins them.
         """
         reader, begun = None, False
         async with aclosing(pieces) as source:

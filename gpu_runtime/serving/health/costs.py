@@ -1,8 +1,8 @@
 """Measured durations of loads and answers.
 
-With these durations, a call whose time budget is too short is refused at once, before it has spent the budget. The time
-of an answer is the time for its prompt plus the time for its text, since the whole time of a long answer is no estimate
-for a short one. Prompts are counted in characters, as nothing else is known of a prompt before its model runs.
+A call is refused at once if its time budget is shorter than these durations. The time for the prompt and the time for
+the text of an answer are estimated separately, because the whole time of a long answer is no estimate for a short one.
+Prompts are counted in characters, because nothing else is known of a prompt before its model runs.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def prompt_tokens(call: Call) -> int:
 
 
 def _counted(kind: str, prompt: int) -> int:
-    """The length in tokens by which the time of a `prompt` is estimated: at least SHORTEST_PROMPT; 0 for an image."""
+    """The tokens that count for the time of a `prompt`: at least SHORTEST_PROMPT, but none if an image is made."""
     return 0 if kind == "images" else max(SHORTEST_PROMPT, prompt)
 
 

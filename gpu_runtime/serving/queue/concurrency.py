@@ -10,8 +10,8 @@ from ...facts import ModelSpec
 
 # The number of calls at once if the model's `sequences` is not set. For all other backends it is 1.
 CONCURRENCY = {"vllm": 256, "fake": 256}
-# These backends run one call at a time, whatever `sequences` is. llama-cpp-python computes one sequence after another.
-# Transformers does not batch two `generate` calls that run at once. They would share the random numbers of a seed.
+# These backends run one call at a time, and do not read `sequences`. llama-cpp-python computes one sequence after
+# another. Two `generate` calls of Transformers are not batched, and would draw from the same random numbers of a seed.
 SEQUENTIAL_BACKENDS = ("llama_cpp", "transformers")
 NATIVE_LLAMA_SERVER = "llama-server"  # the name of the backend, and of its command
 

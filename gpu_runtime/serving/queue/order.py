@@ -33,7 +33,7 @@ class Waiting(Value):
 
 
 class ModelState(enum.Enum):
-    """Where the model is: neither on its device nor being loaded, being loaded, or on its device."""
+    """Where a model is. WARM: on its device. LOADING: on its way to its device. COLD: neither."""
 
     COLD = "cold"
     LOADING = "loading"

@@ -165,7 +165,7 @@ class Queue:
     # -- one turn
 
     def _make_room(self, new: Waiting) -> None:
-        """If the queue is full, refuses one of the waiting calls or the `new` call. Raises Refused for the new call."""
+        """If the queue is full, refuses one call: a waiting call, or the `new` call by raising Refused."""
         if len(self._waiting) < self.limit:
             return
         refused = call_to_refuse((turn.waiting for turn in self._waiting.values()), new)

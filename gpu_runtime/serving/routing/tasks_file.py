@@ -201,7 +201,7 @@ class _Reader:
     def _line(self, place: tuple[Any, ...]) -> int:
         """The line of `place` in the file, counted from 1.
 
-        If the file has no such place, the line of the innermost existing place that should contain it.
+        If the file has no such place, the result is the line of the innermost existing place that should contain it.
         """
         node = self._lines
         line = node.start_mark.line if node else 0

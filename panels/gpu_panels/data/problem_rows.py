@@ -38,7 +38,7 @@ class FirstSeen:
         self._read_wall = float("-inf")  # of the last snapshot, in epoch seconds
 
     def update(self, keys: Iterable[str], wall: float) -> None:
-        """Adds new problems with these `keys` in the snapshot of `wall` (epoch seconds), and removes ended ones."""
+        """Adds new problems with these `keys`, seen at `wall` (epoch seconds), and removes ended ones."""
         now = Since(wall, wall - self._read_wall > GAP_SECONDS)
         self.times = {key: self.times.get(key, now) for key in keys}
         self._read_wall = wall

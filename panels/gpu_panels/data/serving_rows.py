@@ -128,7 +128,7 @@ def _client_row(name: str, pattern: Any, now: float) -> Row:
 
 
 def usage_rows(served: Any) -> tuple[Row, ...]:
-    """A row for each visitor and model of the last 30 days. The most answer tokens are first."""
+    """A row for each visitor and model of the last 30 days. The row with the most answer tokens is first."""
     ordered = sorted(served.usage, key=lambda row: (-row["answer_tokens"], -row["calls"]))
     return tuple(_usage_row(row) for row in ordered)
 

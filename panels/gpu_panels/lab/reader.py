@@ -139,7 +139,7 @@ class Reader:
         return known
 
     def _shown_ledger(self, ledgers: Sequence[Any], tile: _Read) -> _Read:
-        """The ledger to show for the notebook in front, which has the `ledgers` open.
+        """The ledger that is shown for the notebook in front. `ledgers` are those that the notebook has open.
 
         The result is the ledger `tile` if the notebook has the ledger `tile` open, or has no ledger open. In all other
         cases it is the ledger that the notebook opened last.

@@ -40,7 +40,10 @@ class LabService:
         self._answered: dict[str, tuple[float, Answer]] = {}  # kernel in front -> last answer
 
     async def kernels(self, handler: APIHandler) -> tuple[LabKernel, ...]:
-        """The kernels of the server of `handler` that run on this machine, with their notebooks."""
+        """The kernels of the Jupyter server that run on this machine, with their notebooks.
+
+        `handler` is a request handler of this server.
+        """
         if time.monotonic() - self._looked_at >= SESSIONS_SECONDS:
             self._looked_at = time.monotonic()
             sessions = await ensure_async(handler.session_manager.list_sessions())

@@ -77,8 +77,8 @@ class TimelineTab(Tab):
             self.window.value = FREE
 
     def shown(self, snapshot: Snapshot) -> Range:
-        """The range of time that the tab shows. A free range that cannot be used counts as the last
-        15 minutes.
+        """The range of time that the tab shows. If the visitor has typed a range that is not valid, the
+        result is the last 15 minutes.
         """
         now = snapshot.wall
         seconds = WINDOWS.get(self.window.value)
@@ -98,7 +98,7 @@ class TimelineTab(Tab):
         past = self._past(snapshot)
         if past is None:
             return
-        # A free range has no key of its own, so that the poller does not keep every range.
+        # All ranges that visitors choose freely share one key. Otherwise the poller would keep every range.
         key = self.window.value
         is_free = self.window.value == FREE
         drawing = self.poller.once(
