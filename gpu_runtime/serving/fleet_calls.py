@@ -122,7 +122,6 @@ class FleetModels:
 
 
 def _specs_of(wishes: Wishes) -> tuple[ModelSpec, ...]:
-    """The specifications of all wished models."""
     with tempfile.TemporaryDirectory() as directory:
         lines = [json.dumps(wish.body) for wish in wishes.models]
         (Path(directory) / "fleet.json").write_text("\n".join(lines))

@@ -117,7 +117,6 @@ def messages_shown(level: str) -> Iterator[None]:
 
 
 def _open_request_log(target: str | None) -> None:
-    """Opens the request log. Raises BadSetting."""
     try:
         request_log.open_log(target)
     except OSError as error:

@@ -138,7 +138,6 @@ class Asgi(RequestHandler):
             disconnected.cancel()
 
     def _stream(self) -> Any:
-        """The connection of this request."""
         return self.request.connection.stream  # type: ignore[union-attr]
 
     def _bytes_written(self) -> int:

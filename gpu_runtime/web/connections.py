@@ -60,7 +60,6 @@ class Connections:
             http._handlers[fd] = self._accept_on(listening)
 
     def __len__(self) -> int:
-        """The number of open connections."""
         return len(self._strangers)
 
     def stranger(self, stream: Any) -> str:

@@ -99,7 +99,6 @@ def candidates(
 
 
 def _positionals_typed(words: list[str], options: dict[str, Argument]) -> int:
-    """The number of positional arguments among the words."""
     count, is_value = 0, False
     for word in words:
         if is_value:

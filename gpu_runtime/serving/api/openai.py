@@ -282,6 +282,5 @@ def _reject_constant(word: str) -> float:
 
 
 async def _disconnect(request: Request) -> None:
-    """Returns when the client has disconnected."""
     while (await request.receive())["type"] != "http.disconnect":
         pass

@@ -264,7 +264,6 @@ class _Writer(Writer):
         self._events = 0
 
     def _event(self, kind: str, **fields: Any) -> bytes:
-        """One event of the type `kind` with these `fields`."""
         data = {"type": kind, "sequence_number": self._events, **fields}
         self._events += 1
         return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()

@@ -181,7 +181,6 @@ class TransformersAdapter(TextAdapter):
         )
 
     def _ends(self) -> list[int]:
-        """The tokens that end an answer."""
         ends = self.value.generation_config.eos_token_id
         return ends if isinstance(ends, list) else [] if ends is None else [ends]
 

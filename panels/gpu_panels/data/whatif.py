@@ -93,7 +93,6 @@ def _after_step(lease: Lease, step: Step) -> Lease | None:
 
 
 def _claims(sections: Mapping[str, Section]) -> dict[str, int]:
-    """The bytes that all leases claim on each device."""
     claims: dict[str, int] = {}
     for section in sections.values():
         for lease in section.leases:

@@ -39,7 +39,6 @@ class MapFetcher:
         self._last = FetchedMaps()
 
     def __call__(self, rt: Any) -> FetchedMaps:
-        """The maps of the runtime `rt`."""
         maps = rt.allocator_maps()
         if maps != self._last.maps:
             self._last = FetchedMaps(maps)
