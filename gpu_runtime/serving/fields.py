@@ -20,7 +20,7 @@ CHECKED_BACKENDS = (LLAMA, TORCH)
 _TEXT = ("chat", "completions")
 _BOTH = (LLAMA, TORCH)
 _NOTHING = (None, "", [], {})
-# Fields that decide how the next token is chosen: OpenAI's name -> the name in every engine, which is the same.
+# OpenAI's names of fields that decide how the next token is chosen -> the engines' names, which are the same.
 SAMPLING = {name: name for name in ("temperature", "top_p", "top_k", "min_p", "typical_p")}
 
 

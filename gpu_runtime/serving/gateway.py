@@ -247,16 +247,16 @@ class Gateway:
         self.clients.leave(call.client, call.cooldown, self._clock())
 
     async def _first_answer(
-        self, call: Call, choices: tuple[Choice, ...], outer: AsyncExitStack
+        self, call: Call, choices: tuple[Choice, ...], held: AsyncExitStack
     ) -> Reply:
-        """The answer of the first of the `choices` that can answer. `outer` is what the call holds until its end."""
+        """The answer of the first of the `choices` that can answer. `held` has all that the call holds."""
         failed: list[tuple[str, BaseException]] = []
         deadline = None if call.budget is None else asyncio.get_running_loop().time() + call.budget
         try:
             for choice in attempts(choices, failed):
                 try:
                     async with asyncio.timeout_at(deadline) as limit:
-                        reply = await self._answer_with(choice, call, outer, deadline)
+                        reply = await self._answer_with(choice, call, held, deadline)
                 except TimeoutError as error:
                     if limit.expired():
                         raise self._out_of_time(call, choice) from None
@@ -284,9 +284,9 @@ class Gateway:
         return reply
 
     async def _answer_with(
-        self, choice: Choice, call: Call, outer: AsyncExitStack, deadline: float | None
+        self, choice: Choice, call: Call, held: AsyncExitStack, deadline: float | None
     ) -> Reply:
-        """The answer of `choice`. A streamed answer holds the turn, the model and `outer` until its last event."""
+        """The answer of `choice`. The model is pinned until the answer ends. A stream's end releases `held`."""
         record = current()
         async with AsyncExitStack() as stack:
             permit = self.breakers.enter(choice.model)
@@ -314,7 +314,7 @@ class Gateway:
             except Exception as error:
                 self._record_failure(choice.model, permit, error)
                 raise
-            stack.push_async_exit(outer.pop_all())
+            stack.push_async_exit(held.pop_all())
 
             def ended(error: BaseException | None) -> None:
                 if error is None:

@@ -269,9 +269,9 @@ class _Cell(ast.NodeVisitor):
     def _follow_code(self, function: types.FunctionType, given: list[Any], depth: int = 0) -> None:
         """Adds the models that the existing `function` uses when it is called.
 
-        If `function` calls one of METHODS, then each name of a model counts as used that is a constant of `function`,
-        an argument in `given`, or the value of a variable that `function` reads. The functions that `function` calls
-        are followed too. `depth` is how many calls led from the cell to `function`, at most DEEPEST_CALL.
+        If `function` calls one of METHODS, the names of models are taken from its constants, from the arguments
+        `given`, and from the variables that it reads. The functions that it calls are followed too. `depth` is how
+        many calls led from the cell to `function`, at most DEEPEST_CALL.
         """
         codes = [function.__code__]
         for code in codes:

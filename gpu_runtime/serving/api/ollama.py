@@ -156,7 +156,7 @@ def generate_of(body: Any) -> tuple[str, dict[str, Any]]:
 
     Returns the kind and the body of the same call in OpenAI's format.
 
-    With `raw` the model continues the prompt itself. Otherwise the prompt is the user's message of a chat.
+    With `raw` the model gets the prompt as it is. Otherwise the prompt is the user's message of a chat.
     """
     made = _common(body, ("prompt", "system", "images", "raw", "suffix"))
     prompt = body.get("prompt")

@@ -62,7 +62,7 @@ class EngineFailed(GpuError):
 
 
 def cannot(model: str, why: str, param: str | None = None) -> Refused:
-    """The refusal (400) of a call that `model` cannot serve. `why` is the reason, and does not depend on the caller.
+    """The refusal (400) of a call that `model` cannot serve. `why` is the reason; any caller would get it.
 
     `param` is the field of the request that the model cannot serve.
     """

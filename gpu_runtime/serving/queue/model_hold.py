@@ -183,8 +183,8 @@ class Holds:
     def _importance(self, hold: Hold) -> int:
         """The importance of the call of `hold`, which the ledger compares with the requests of all processes.
 
-        If the call is more important than the model's own entry, it gets at most the importance that the operator's
-        caps allow for this server.
+        A call may be more important than the entry of its model. Then the operator's caps for this server limit its
+        importance.
         """
         if hold.importance >= self._rt.spec(hold.model).importance:
             return hold.importance

@@ -142,8 +142,8 @@ class _Handler(APIHandler):
 class StatusRoute(_Handler):
     """`GET status?kernel=ID&seen=DIGEST`: what the status bar and the side panel show.
 
-    `seen` is the digest of the answer that the browser has. If the new answer has the same digest, it is sent as an
-    empty answer with status 204.
+    `seen` is the digest of the answer that the browser has. If the new answer has the same digest, only the status 204
+    is sent.
     """
 
     @web.authenticated
