@@ -107,8 +107,9 @@ def _yaml(text: str, file: str) -> Iterator[Document]:
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         problem = " ".join(filter(None, (error.context, error.problem)))
-        line = mark.line + 1 if mark else 1
-        raise BadDocument(file, line, "", f"this is not YAML: {problem}") from None
+        is_deep = "nesting depth" in problem  # the limit of PyYAML 6.0.4 and newer
+        words = _TOO_DEEP if is_deep else f"this is not YAML: {problem}"
+        raise BadDocument(file, mark.line + 1 if mark else 1, "", words) from None
     except yaml.YAMLError as error:
         problem = str(error.args[-1] if error.args else error)
         words = f"this is not YAML: {problem}".splitlines()[0]
