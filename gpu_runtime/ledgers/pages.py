@@ -95,7 +95,7 @@ class _Head(msgspec.Struct, array_like=True, frozen=True, gc=False):
     parts: tuple[msgspec.Raw, ...]
 
 
-class Part(NamedTuple):
+class Part(msgspec.Struct, frozen=True, gc=False):
     """One owner's part of the page, decoded and as bytes."""
 
     section: Section | None
@@ -140,7 +140,7 @@ def pack(book: Book, old: Packed, rev: int) -> Packed:
     waiting = _tickets_by_owner(book)
     parts: dict[str, Part] = {}
     for id, section in book.sections.items():
-        tickets, part = waiting.pop(id, ()), old.parts.get(id)
+        tickets, part = waiting.pop(id, ()) if waiting else (), old.parts.get(id)
         same = part is not None and part.section is section and part.tickets == tickets
         parts[id] = part if same else _part(id, section, tickets, part, rev)  # type: ignore[assignment]
     for id, unread in book.quarantined.items():
@@ -158,14 +158,11 @@ def body(packed: Packed, tickets: tuple[Ticket, ...], rev: int) -> tuple[Packed,
 
     `tickets` are the book's tickets, in their order.
     """
-    number = {id: n for n, id in enumerate(packed.parts)}
-    head = _encode_json(
-        _Head(
-            packed.shared_place,
-            tuple([number[ticket.owner] for ticket in tickets]),
-            tuple([msgspec.Raw(part.entry) for part in packed.parts.values()]),
-        )
-    )
+    number = {id: n for n, id in enumerate(packed.parts)} if tickets else {}
+    place = _encode_json(packed.shared_place)
+    queue = _encode_json([number[ticket.owner] for ticket in tickets])
+    entries = b",".join([part.entry for part in packed.parts.values()])
+    head = b"[%b,%b,[%b]]" % (place, queue, entries)  # a _Head
     room = _room(len(head) + _PREFIX.size, packed.head_room)
     prefix = _PREFIX.pack(_MAGIC, _checksum(head, rev), len(head), room)
     whole = [(prefix + head).ljust(room), packed.shared_content]
@@ -324,7 +321,7 @@ def _head_of(page: bytes, rev: int) -> tuple[_Head, int]:
     return _decode_head(head), room
 
 
-class _Changed(NamedTuple):
+class _Changed(msgspec.Struct, frozen=True, gc=False):
     """A part of a page that this process has not decoded yet."""
 
     entry: Entry
@@ -427,7 +424,20 @@ def _quarantined(part: _Changed, why: str) -> Part:
 
 
 def _book(shared: Shared, queue: tuple[int, ...], parts: dict[str, Part]) -> Book:
-    waiting = [iter(part.tickets) for part in parts.values()]
+    facts = zip(Shared.__struct_fields__, _shared_facts_of(shared), strict=True)
+    return Book(
+        **dict(facts),
+        sections={id: part.section for id, part in parts.items() if part.section is not None},
+        tickets=_tickets_in_order(queue, tuple(parts.values())),
+        quarantined={id: part.quarantined for id, part in parts.items() if part.quarantined},
+    )
+
+
+def _tickets_in_order(queue: tuple[int, ...], parts: tuple[Part, ...]) -> tuple[Ticket, ...]:
+    """The tickets of all `parts`. `queue` has the index in `parts` of each ticket's owner."""
+    if not any([part.tickets for part in parts]):
+        return ()
+    waiting = [iter(part.tickets) for part in parts]
     tickets: list[Ticket] = []
     for number in queue:
         ticket = next(waiting[number], None) if 0 <= number < len(waiting) else None
@@ -435,10 +445,4 @@ def _book(shared: Shared, queue: tuple[int, ...], parts: dict[str, Part]) -> Boo
             tickets.append(ticket)
     for rest in waiting:
         tickets += rest
-    facts = zip(Shared.__struct_fields__, _shared_facts_of(shared), strict=True)
-    return Book(
-        **dict(facts),
-        sections={id: part.section for id, part in parts.items() if part.section is not None},
-        tickets=tuple(tickets),
-        quarantined={id: part.quarantined for id, part in parts.items() if part.quarantined},
-    )
+    return tuple(tickets)

@@ -284,7 +284,7 @@ def test_a_part_in_anothers_name_is_quarantined():
     packed = pack(page, EMPTY, 1)
     one, two = (packed.parts[owner(pid).id] for pid in (1, 2))
     swapped = {
-        owner(1).id: one._replace(content=two.content.ljust(one.room)),
+        owner(1).id: replace(one, content=two.content.ljust(one.room)),
         owner(2).id: two,
     }
     found, _ = unpack(body(packed._replace(parts=swapped), (), 1)[1], 1)
