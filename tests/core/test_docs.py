@@ -82,6 +82,13 @@ def test_every_guide_is_offered(page):
     assert {name for name in guides if f"{name})" not in text} == set()
 
 
+def test_every_folder_of_the_package_is_in_the_table_and_in_the_picture():
+    table, picture = page("architecture"), (DOCS / "images" / "layers.svg").read_text()
+    for folder in (path.parent.name for path in (ROOT / "gpu_runtime").glob("*/__init__.py")):
+        assert f"| `gpu_runtime/{folder}` |" in table
+        assert f">{folder}</text>" in picture
+
+
 def test_every_setting_is_listed_once_and_has_a_meaning():
     rows = {row.name: row.doc for row in Settings.load().sources()}
     assert sorted(listed("reference/settings", "settings")) == sorted(rows)
