@@ -16,8 +16,8 @@ BOOT is the directory of one boot, LEDGER/BOOT. For simulated devices it is LEDG
 WORLD is a name made from the sizes of the devices.
 
 The owners' directory is BOOT/owners if the ledger is private, and BOOT.owners beside BOOT if the
-ledger is shared. In BOOT, the members of the group replace each other's files. So a member could
-also rename a directory in BOOT, and the death of the owners in it could not be proved any more.
+ledger is shared. All members of the group may rename what is in a shared BOOT. If a member renamed
+the owners' directory, no owner's death could be proved any more.
 
 A directory is shared if it, or the ledger above it, holds the file `.shared`. The owner of the
 directory makes this file (`gpu ledger init`). The file's group is the group that shares the ledger.
@@ -76,9 +76,9 @@ class Access(NamedTuple):
     def _open(self, path: Path, mode: int) -> None:
         if self.group is None:
             return
-        # The mode is changed through a descriptor, and only if the file belongs to this user.
-        # Otherwise a member who may write to the directory could just now replace the file by a
-        # link to another file of this user.
+        # The mode is changed through a descriptor, not by path. A member who may write to the
+        # directory could replace the file by a link, and this user would then give the group access
+        # to another file.
         fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
             found = os.fstat(fd)
@@ -92,9 +92,9 @@ class Access(NamedTuple):
             os.close(fd)
 
     def make(self, directory: Path) -> None:
-        """Makes the `directory` of a boot in a shared ledger, and the directories it needs.
+        """Makes a boot's `directory` in a shared ledger, and its parent.
 
-        These are the directory above it, that one's `journal`, and the owners' directory. Existing
+        In the parent it also makes the directory `journal` and the owners' directory. Existing
         directories stay as they are. Raises OSError.
         """
         world = directory.parent
@@ -183,17 +183,15 @@ class JournalPlace(NamedTuple):
     """Where the journals of a ledger are."""
 
     own: Path  # this user's journal
-    users: (
-        Path | None
-    )  # has a directory for each user, named by the uid; None: the ledger is private
+    users: Path | None  # the parent of all users' journal directories; None in a private ledger
 
 
 def journals_in(ledger: Path) -> JournalPlace:
     """The places of the journals of the ledger in the directory `ledger`.
 
-    In a shared ledger, each user has a journal in a directory that only this user can write. If
-    other users could write the directory, such a user could put a file beside the journal, and
-    SQLite would treat the file as part of the journal.
+    In a shared ledger, each user has a journal in a directory that only this user can write. SQLite
+    reads some files beside a database as part of it. So another user who could write to the
+    directory could change the journal.
     """
     root = _shared_root(ledger)
     if root is None:
@@ -230,12 +228,13 @@ def make_own_journal(place: JournalPlace) -> None:
 
 
 def require_no_link(db: sqlite3.Connection, path: Path) -> None:
-    """Raises OSError if a link led `db`, just opened as `path` in a shared ledger, to another file.
+    """Raises OSError if `path` was a link when `db` was opened from it. Checks shared ledgers only.
 
-    A check of `path` before the opening proves nothing. Between the check and the opening, a member
-    could replace the file by a link. This user would then write into another of the user's own
-    databases. SQLite keeps the path that it has resolved, and opens the resolved path without
-    following a link. `db` must not have been read or written yet.
+    With a link, another member could make this user write into another database of this user. `db`
+    must not have been read or written yet.
+
+    A check of `path` before the opening proves nothing, because a member could make the link after
+    the check. So the path that SQLite has opened is compared with the expected one.
     """
     if access_to(path.parent).group is None:
         return

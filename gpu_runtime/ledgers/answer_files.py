@@ -2,8 +2,8 @@
 
 Each owner has two files. All members of a shared ledger can read `owners/ID.who`. Only the owner's
 own user can read `owners/ID.told`. An answer is not in the book, because everybody reads the book,
-and an answer may have names of variables. A file has the last answer to each of the eight
-processes that were answered last.
+and an answer may have names of variables. A file keeps one answer for each of the eight processes
+that asked most recently.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..facts import Holdings
 from .owner_files import Beside
 
 MOST_BYTES = 512 << 10  # a larger file was not written by gpu-console
-MOST_ASKERS = 8  # a file has the answers to the 8 processes that were answered last
+MOST_ASKERS = 8
 
 Answers = dict[str, Holdings]  # the id of the asking owner -> its last answer
 _encode = msgspec.json.Encoder().encode

@@ -45,13 +45,12 @@ class Ledger(Protocol):
     def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
         """Writes the book that `decide` returns, and returns the second value of `decide`.
 
-        `decide` may run more than once, so it must be pure. `decide` must first look for the key of
-        its decision: a book that was rebuilt may already contain the decision. If `decide` returns
-        the same book object that it was given, nothing is written.
+        `decide` may run more than once, so it must be pure. It must first check whether the book
+        already has its lease or ticket, because a rebuilt book may have it. If `decide` returns the
+        same book object that it was given, nothing is written.
 
         After an exception that did not come from `decide` (such as a KeyboardInterrupt during the
-        write), the write may or may not have happened. To find out, the caller has to read the book
-        and look for the key of its decision.
+        write), the write may or may not have happened. To find out, the caller has to read the book.
 
         Raises LedgerUnavailable, LedgerRefused.
         """

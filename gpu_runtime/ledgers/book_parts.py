@@ -30,10 +30,10 @@ def part_of(book: Book, owner_id: str) -> Book:
 
 
 def union(parts: list[Book]) -> Book:
-    """One book made from `parts`, the parts of several owners. The newest part is the last one.
+    """One book made from `parts`, the parts of several owners, from the oldest to the newest.
 
-    The description and the limit of a device are those of the first part that has the device. The
-    drained cards are those of the last part that has a section.
+    The oldest part that has a device decides its description and limit. The newest part with a
+    section decides which cards are drained.
     """
     devices: dict[str, Device] = {}
     limits: dict[str, int] = {}
@@ -60,7 +60,7 @@ def union(parts: list[Book]) -> Book:
 
 
 def with_living(book: Book, parts: dict[str, Book]) -> Book:
-    """The `book`, in which each owner in `parts` has the section and tickets of its part.
+    """The `book`, with the sections and tickets of the owners in `parts` replaced by those in `parts`.
 
     `parts` maps owner ids to parts. The parts may also add devices and limits. They decide which
     cards are drained only if no card is drained in `book`.

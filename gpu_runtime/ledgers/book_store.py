@@ -1,9 +1,9 @@
 """Reads and writes the page of a book (the book as it is stored), and one owner's own files.
 
 The SQLite file and the Redis page extend `BookStore`. Both write in the same order: first the
-roster (the owner's copy of its part of the book), then the page. A write counts only if the book is
-still in force after the write. So a process that rebuilds the book finds each grant in the rosters,
-or the grant is void. Nothing here decides.
+roster (the owner's copy of its part of the book), then the page. A damaged book is rebuilt from the
+rosters. If another process has rebuilt the book meanwhile, the write is void and is repeated. So a
+rebuilt book has every valid grant. Nothing here decides.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from .revision_hint import RevisionHint
 from .sqlite import files
 
 CLOSED_LOOK_SECONDS = 0.1  # between two checks whether grants are possible again
-# Twice the shortest interval at which an owner's monitor reads the book. If the owner is missing in
-# a book that was made again, its monitor puts it back. The interval grows with the number of owners.
+# Time for owners to register in a book that was made again. An owner's monitor thread reads the book
+# once a second (less often with many owners), and registers the owner if it is missing.
 REGISTER_SECONDS = 2.0
-# Reads by the monitors of all idle owners together. (With 12, 64 idle owners used 1.3 % of a core.)
+# How often a second the monitors of all idle owners, taken together, read the book. (With 12, 64 idle
+# owners used 1.3 % of a core.)
 TICKS_A_SECOND = 6
 
 
@@ -124,11 +125,10 @@ class BookStore:
         return None
 
     def glance(self) -> Page | None:
-        """The page in memory, or None if the caller has to call `look` first.
+        """The page in memory; None if a newer page is known, or if an earlier write is unfinished.
 
-        That is so if a process is known to have written a newer page, or if an earlier write is
-        unfinished. Using the page in memory saves a third of the cost of a write. If there is a
-        newer page after all, the write fails. A caller that writes nothing must also call `look`.
+        A decision on the page in memory saves a third of the cost of a write. If there is a newer
+        page after all, the write fails. A caller that writes nothing must also call `look`.
         """
         with self._lock:
             page = self._page
@@ -158,8 +158,8 @@ class BookStore:
             if self._roster_doubtful:
                 self._repair_roster(page)
             if self._unfinished is not None:
-                # A book that another process makes after this point has the roster that was just
-                # written. A book that was made earlier may lack the roster.
+                # The roster is right now. A process that rebuilds the book from now on uses it. If
+                # the book was rebuilt before this point, `page` is no longer in force.
                 finished = not self._roster_doubtful and self._in_force(page)
                 self._unfinished = None if finished else page
             return page
@@ -313,9 +313,9 @@ class BookStore:
         """The `page` with this owner's part as it was in `before`, the owner's last certain page.
 
         The book was rebuilt while a write of this owner had not succeeded. The roster had the write
-        already, so the rebuilt book has a grant from it. Another owner may have a grant for the
-        same bytes. So this owner's grant is removed before any thread decides on the new book.
-        After LostRace, this method must be called again.
+        already, so the rebuilt book may have a grant from this write. Another owner may have a grant
+        for the same bytes. So this owner's grant is removed before any thread decides on the new
+        book. After LostRace, this method must be called again.
         """
         me = self.owner_file.owner.id
         restored = with_living(page.book, {me: part_of(before.book, me)})

@@ -144,9 +144,9 @@ class SharedLedger:
         try:
             while True:
                 self._require_open()
-                # The first attempt usually does not queue: this process reads and decides on
-                # another processor, while the process with the turn writes. A process that has the
-                # turn keeps it until its book is written.
+                # The first attempt usually does not queue, so this process can read and decide while
+                # the process with the turn writes. A process that has the turn keeps it until its
+                # book is written.
                 if paced and turn is None and (races_lost or self._pace.should_queue):
                     turn = self._wait_for_turn()
                 began = time.monotonic()
@@ -160,7 +160,7 @@ class SharedLedger:
                         page = self._store.look()
                     new, answer = decide(page.book)
                     if new is page.book and known and self._store.look() is not known:
-                        continue  # the answer was about an older page
+                        continue  # the decision was made on an older page
                     if new is not page.book:
                         self._require_lawful(page, new)
                         if paced and turn is None and self._others_must_queue():
@@ -212,10 +212,10 @@ class SharedLedger:
             pause(self._pace.after_loss(races_lost, now))
 
     def _require_lawful(self, page: Page, new: Book) -> None:
-        """Raises LedgerRefused if `new` breaks a law, LostRace if `page` is no longer current.
+        """Raises LedgerRefused if `new` breaks a law, or LostRace if `page` is also out of date.
 
-        Why `page` is checked: since `page` was read, another process may have removed the same dead
-        owner, and a third process may have removed the file that proved the owner's death.
+        With an old page, a lawful removal of a dead owner can look unlawful: another process has
+        already removed the owner, and the file that proved the death.
         """
         try:
             refuse_unlawful(page.book, new, self.owner.id, self.dead, self.url)
@@ -255,10 +255,7 @@ class SharedLedger:
         return found
 
     def declare_dead(self, owners: Iterable[str]) -> None:
-        """Makes `dead` return these `owners` (ids), unless they are proven alive.
-
-        Call `declare_dead` when a person knows that the processes of these owners have ended.
-        """
+        """Makes `dead` return these `owners` (ids), unless they are proven alive."""
         self._declared_dead = self._declared_dead.union(owners)
 
     @property

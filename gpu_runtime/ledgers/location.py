@@ -52,7 +52,7 @@ def split_redis_url(url: str) -> tuple[str, Path]:
     """Splits `url` into the server's URL and the local directory for the owners' files.
 
     The option `owners=` in `url` names the directory. Without this option, the directory is `redis`
-    in `local_state()`. The result's URL does not have the option `owners=`, but all other options.
+    in `local_state()`. The returned URL keeps all other options.
     """
     server, _, query = url.partition("?")
     options = parse_qsl(query)
@@ -116,11 +116,10 @@ def _compact(size: int) -> str:
 def require_private(directory: Path) -> None:
     """Raises LedgerUnavailable if another user could put files into the private ledger `directory`.
 
-    For a directory below `local_state()`, nobody else may change anything on the path to it, and
-    `local_state()` is made here with mode 0700. For another directory, which a setting names, other
-    users may write to the directories on the path, as in many containers. But each of these
-    directories must belong to this user or to root. Root may open any user's ledger. A shared ledger
-    is not checked here.
+    If `directory` is below `local_state()`, no other user may write to a directory on its path.
+    `local_state()` is made here with mode 0700. If a setting names another directory, every directory
+    on its path must belong to this user or to root. Other users may write to these, as in many
+    containers. A directory that a setting names is not checked for root or for a shared ledger.
     """
     base = local_state()
     is_default = directory.is_relative_to(base)

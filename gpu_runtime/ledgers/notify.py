@@ -24,7 +24,7 @@ from .liveness import end_of
 
 
 class Bell:
-    """Counts rings.
+    """Wakes the waiting threads of this process, and counts the rings.
 
     Each thread remembers the count at which it last woke, so no ring between two waits is lost.
 

@@ -89,7 +89,8 @@ def encode_part(
     if old is not None and old_leases:
         known = {id(lease): content for lease, content in zip(old.leases, old_leases, strict=True)}
     outline, leases = None, []
-    # Whether all of the part except its leases is unchanged, so that it was read back earlier.
+    # Whether everything but the leases is unchanged. Then an earlier call has already checked that
+    # other processes can read it.
     is_read = same_objects(tickets, old_tickets)
     if section is not None:
         for number, lease in enumerate(section.leases):

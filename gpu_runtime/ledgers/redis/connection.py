@@ -118,7 +118,7 @@ class RedisConnection:
         return answer
 
     def unavailable(self, what: str, hint: str) -> LedgerUnavailable:
-        """The error "the Redis URL `what`", such as "refused a command", and a `hint` what to do."""
+        """The error for this Redis. `what` is a predicate ("refused a command"), `hint` what to do."""
         return LedgerUnavailable(f"the Redis {self.url} {what}.\n  {hint}", path=self.url)
 
     def close(self) -> None:

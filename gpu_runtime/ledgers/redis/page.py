@@ -129,10 +129,9 @@ class RedisBook(BookStore):
     # Comparing the page with the rosters
 
     def _open(self) -> None:
-        """Checks that this Redis is set up to keep its data, and that it still has the book.
+        """Reads the page. Raises DamagedBook if the page is damaged or missing.
 
-        Raises DamagedBook if the book is damaged or missing, and LedgerUnavailable for a Redis that
-        may lose the book.
+        Raises LedgerUnavailable if this Redis is not set up to keep its data.
         """
         self._connection = None
         seen = self._server.converse(self._vet)
@@ -186,7 +185,8 @@ class RedisBook(BookStore):
         if seen.rev < least:
             return f"it is at revision {seen.rev}, and {least} has been seen"
         if known and known.name != seen.generation:
-            # The owner that made this generation may use another directory, without these rosters.
+            # The page was made again, perhaps by an owner with another directory, which did not see
+            # the rosters in this directory.
             with_section = {id for id, (_, part) in living.items() if part.sections}
             missing = with_section - seen.book.sections.keys()
             if missing:

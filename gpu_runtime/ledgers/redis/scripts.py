@@ -84,7 +84,7 @@ class Seen(NamedTuple):
 class HostPage(NamedTuple):
     """One host's page, for a reader of the pages of all hosts.
 
-    The times in the book are by the own clock of the page's host.
+    The times in the book are readings of that host's own clock.
     """
 
     host: str  # its boot id: containers on one kernel are one host

@@ -47,8 +47,8 @@ class Pace:
         here = self._here
         in_a_row = now - getattr(here, "ended_at", _NEVER) < IN_A_ROW_SECONDS
         crowded = now - self._crowded_at <= CROWDED_SECONDS
-        here.turns = here.turns + 1 if in_a_row else 1  # in a row, and since the last wait
-        here.row = here.row + 1 if in_a_row else 1  # in a row
+        here.turns = here.turns + 1 if in_a_row else 1  # in a row since the last wait
+        here.row = here.row + 1 if in_a_row else 1  # in a row, also across waits
         here.should_queue = here.row > 2 and crowded
         if here.turns <= FREE_TURNS or not crowded:
             return 0.0
@@ -67,7 +67,7 @@ class Pace:
 
     @property
     def will_write_again(self) -> bool:
-        """Whether this thread will probably write again at once, after three to seven in a row."""
+        """Whether this thread has made three to seven transactions in a row, and so probably goes on."""
         return 2 < self._here.turns < FREE_TURNS
 
     def after_loss(self, times: int, now: float) -> float:

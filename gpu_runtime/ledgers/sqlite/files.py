@@ -115,8 +115,8 @@ def prepare(directory: Path) -> None:
 
 def _make_private(directory: Path) -> None:
     (directory / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
-    # `parents=True` makes the directories above with the mode of the umask, and others may use
-    # these. The ledger's own two directories get mode 0700, unless they belong to another user.
+    # Parent directories that are made here have the mode of the umask, so other users may read
+    # them. The ledger's own two directories get mode 0700, unless they belong to another user.
     for made in (directory, directory / "owners"):
         if made.stat().st_uid == os.geteuid():
             made.chmod(0o700)

@@ -1,8 +1,9 @@
 """The SQLite file of the book: one row, read and written by single statements.
 
-The roster (an owner's copy of its part of the book) is written before the commit, and CURRENT (the
-link to the book in force) is read after the commit. So a process that rebuilds the book finds each
-grant in the rosters, or the grant is void. Nothing here decides.
+The roster (an owner's copy of its part of the book) is written before the commit. CURRENT (the link
+to the book in force) is read after the commit. If it then names another book, this process has
+written into an old book, and its grant is void. So a book that is rebuilt from the rosters has every
+valid grant. Nothing here decides.
 
 The journal mode is PERSIST with synchronous=OFF, for every version of SQLite. The book survived
 9,068 kills of writers in this mode. A power failure does not matter, because the book does not
@@ -147,8 +148,8 @@ class SqliteBook(BookStore):
         return any(not os.path.lexists(owners / id) for id in notify.owners_in(owners))
 
     def _in_force(self, page: Page) -> bool:
-        # Whether CURRENT leads to the file of `page`. This connection keeps the file of `page`
-        # open, so no other file gets the same inode.
+        # Inodes are enough to compare the files: this connection keeps the file of `page` open, so
+        # no other file gets its inode.
         try:
             return os.stat(f"{self.directory}/CURRENT").st_ino == page.inode
         except OSError:  # the file is gone, so no page is in force
@@ -200,8 +201,9 @@ class SqliteBook(BookStore):
             self._unfinished = page
             self._write_roster(draft.book, draft.packed, page.rev + 1)
         if self._rev_seen_by_others(page) > page.rev:
-            # Another process has written. The UPDATE below would not notice this if an old copy has
-            # replaced the book since then: the old copy may have the revision that `page` has.
+            # Another process has written since `page` was read. The UPDATE below usually notices
+            # this. But if an old copy has replaced the book since then, it may have the revision of
+            # `page`.
             raise LostRace
         self._require_plain_journal(page)
         try:

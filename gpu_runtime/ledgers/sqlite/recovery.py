@@ -52,8 +52,7 @@ class Before(NamedTuple):
 
     book: Book = Book()  # the old book, as this process last read it
     name: str = ""
-    # Whether files of owners were deleted, so that the rosters of some living owners may be
-    # missing.
+    # Whether owners' files were deleted. Rosters of living owners may then be missing.
     files_lost: bool = False
 
 
@@ -85,9 +84,9 @@ def rebuild(
         if files.inode_of(directory, damage.name) != damage.inode:
             return
         name = files.next_book(directory, damage.name or before.name)
-        # This order matters. A writer writes its roster, commits, and reads CURRENT. If the writer
-        # reads CURRENT before the next line, its roster is written, and this process reads the
-        # roster below. If the writer reads CURRENT later, it knows that its grant is void.
+        # CURRENT is changed before the rosters are read. A writer writes its roster, commits, and
+        # then reads CURRENT. If the writer still reads the old name, its roster is complete, and is
+        # read below. If it reads the new name, it knows that its grant is void.
         files.point_current_at(directory, name)
         book, rev = _from_rosters(directory, name, before)
         _make(directory, name, boot, book, rev)

@@ -9,8 +9,8 @@ so after 250 ms. (On a machine with 25 other programs, 64 processes that never w
 5 ms made 50 to 180 writes a second, and some gave up after 10 s. With the present rule they made
 700 to 1,400 writes a second, and none gave up.)
 
-A process that has already decided may write without queueing, unless its write would prevent the
-process with the turn from writing.
+A process may also write without queueing, until the process with the turn has lost a race. Then all
+other processes must queue until the turn ends.
 
 The queue has two files. The lock file contains the time at which the last turn ended, a mark whether
 all processes must queue, and the id of the thread that has the turn. The second file is a pipe that
@@ -110,8 +110,8 @@ class WriterQueue:
                     now - ended_at < RUNNABLE_SECONDS and self._holder_is_runnable()
                 ):
                     self._stalled = ended
-                # If the loop goes on, the process with the turn was awake at this check. So the next
-                # check may be later.
+                # The first check is after 5 ms. Later checks are rarer, because the process with the
+                # turn was not stopped at the first check.
                 patience = 8 * STALLED_SECONDS
         return False
 
@@ -153,7 +153,7 @@ class WriterQueue:
             os.write(self._pipe, b"!")
 
     def close_here(self) -> None:
-        """Closes the descriptors, so that a forked child does not keep a killed parent's turn."""
+        """Closes the descriptors in a forked child. Otherwise the child could keep a killed parent's turn."""
         self._closing()
 
     def _holder_is_runnable(self) -> bool:
