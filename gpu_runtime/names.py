@@ -58,9 +58,9 @@ class Namespace:
         return [*found, *frame_names(), Name(LAST_ERROR, ERROR, functions_of(self._errors()))]
 
     def held(self, name: Name) -> list[Any]:
-        """The objects to which `name` refers, with one entry for each reference.
+        """The objects to which `name` refers.
 
-        A deletion of the name removes as many references to an object as the list has entries.
+        An object is in the list once for each reference that a deletion of the name would remove.
         """
         if name.kind == ERROR:
             errors = self._errors()

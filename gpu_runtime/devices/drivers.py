@@ -203,14 +203,18 @@ def named_by(
     cards: tuple[Card, ...],
     torch: str,
 ) -> tuple[Card, ...]:
-    """The `cards` that a variable such as CUDA_VISIBLE_DEVICES names, as CUDA and HIP read it.
+    """The `cards` that a variable such as CUDA_VISIBLE_DEVICES selects, by the rules of CUDA and HIP.
 
     `variable` is the value of the variable; None if the variable is not set, which selects every
-    card. The value lists indices of physical cards, UUIDs or their unique beginnings, and UUIDs of
-    instances. An index selects the first instance of a partitioned card. The first wrong entry ends
-    the list. If a card is named twice, no card is visible. If the selected cards include
-    instances of partitioned cards, only the first instance is visible, and no other card. The
-    result has the names `TORCH:0`, `TORCH:1`, …, where TORCH is the argument `torch`.
+    card. Each entry of the value is the index of a card, a UUID, or the unique beginning of a UUID.
+    The rules are:
+
+    - An instance of a partitioned card has a UUID. The index of such a card selects its first
+      instance.
+    - The first wrong entry ends the list. If a card is named twice, no card is selected.
+    - If instances are selected, only the first of them is visible, and no other card.
+
+    The cards in the result are named `TORCH:0`, `TORCH:1`, …, where TORCH is the argument `torch`.
 
     Source: CUDA C++ Programming Guide, CUDA Environment Variables; MIG User Guide, Device
     Enumeration.

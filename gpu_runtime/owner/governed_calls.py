@@ -1,9 +1,9 @@
-"""A call of a governed module pins the module's model, and first restores it if it is away.
+"""Makes calls of a governed module pin its model, and restore the model first if it is away.
 
 A governed module is a torch module whose memory this package manages. A resident is the object for
-one managed model. The pin ends with the call. Calls of the module's parts pin the model too. So do
-methods that read or replace all weights: otherwise, a copy or a file of a model that is away would
-contain no weights.
+one managed model. The pin ends with the call. Calls of the module's parts also pin the model, and
+so do methods that read or replace all weights. Without the pin, a copy or a saved file of a model
+that is away would contain no weights.
 """
 
 from __future__ import annotations
@@ -56,11 +56,12 @@ _loading = threading.local()  # its `resident` is the model that `_load_for_chan
 def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
     """Makes calls of the module `value`, and of its parts, pin `resident`.
 
-    `dropped` is true if the model's tensors hold no bytes. A call loads such a model. The
-    replacement or deletion of a tensor or part loads it first; on simulated cards, also a read.
+    `dropped` is true if the model's tensors hold no bytes. Such a model is loaded by a call, and
+    before a tensor or part of it is replaced or deleted. On simulated cards, a read of a tensor
+    loads it too.
 
-    The class of the module is replaced by a subclass. A wrapped `forward` on the instance would be
-    simpler. But a deep copy of the module would copy this attribute, and a call of the copy would
+    The class of the module is replaced by a subclass. A `forward` attribute on the module would be
+    simpler. But a deep copy of the module would copy the attribute, and a call of the copy would
     use the original's weights. A part that another resident already governs stays with that
     resident.
     """
@@ -129,9 +130,8 @@ def _governed_class(base: type) -> type:
         **_named_like(base),
         "zero_grad": _clearing(base.zero_grad),  # type: ignore[attr-defined]
     }
-    # Code may call `forward` directly, so both methods pin the model. `__call__` must pin it
-    # because torch runs hooks before `forward`. A hook that moves inputs to the model's card needs
-    # to know where the model is.
+    # Both `__call__` and `forward` pin the model. Code may call `forward` directly. And `__call__`
+    # runs hooks before `forward`. A hook that moves inputs to the model's card must find the model there.
     for name in _CALLS:
         original = getattr(base, name, None)
         if callable(original):
@@ -153,8 +153,7 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         resident = _governed.get(self)
-        # A copy of a governed module is not governed. A call inside another call needs no further
-        # pin.
+        # No pin is needed for a copy, which is not governed, or for a call inside another call.
         if resident is None or resident.called_by(threading.get_ident()):
             return original(self, *args, **kwargs)
         if not noted and resident.pinned_by(threading.get_ident()):
@@ -263,7 +262,7 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
 def _reduce_as_base(self: Any, protocol: int) -> Any:
     """What pickle and copy store: the module as an object of the class that the user wrote."""
     kind = type(self)
-    # The object's class may be a library's subclass of the governed class, as with
+    # A library may have replaced the class by a subclass of the governed class, as torch does for
     # parametrizations.
     governed: Any = next(base for base in kind.__mro__ if "_gpu_base" in vars(base))
     made, args, *rest = governed._gpu_base.__reduce_ex__(self, protocol)

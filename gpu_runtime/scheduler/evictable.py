@@ -64,10 +64,11 @@ def eviction_step(
     """The step that evicts this `lease`: a Move to the host, or a Drop if it cannot be moved.
 
     The result is None if neither step is possible: weights that exist nowhere else are never
-    dropped. `host_room` is the host's free bytes; bytes that are in the lease's shadow already need
-    no free bytes. `part` is the number of bytes that a Move moves; 0 stands for all bytes of the
-    lease. A Drop always drops all bytes. If `drop` is true, a Drop is preferred even if the host
-    has room. `because` (a sentence) and `reason` (a word) are put into the step. `world` holds the
+    dropped. If `drop` is true, a Drop is preferred even if the host has room.
+
+    `host_room` is the host's free bytes. A Move needs fewer of them if the lease has a shadow. A
+    Move moves `part` bytes, or all bytes of the lease if `part` is 0. A Drop always drops all
+    bytes. `because` (a sentence) and `reason` (a word) are put into the step. `world` holds the
     devices and the offload setting.
     """
     size = min(part, lease.card_bytes) if part else lease.card_bytes

@@ -32,13 +32,13 @@ def multi_card_ways(
     limits: Bytes,
     host: PartsRoom | None = None,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
-    """Yields a division of the `request` for each set of cards, with the leases to evict for it.
+    """Yields the ways to place the `request` on several cards: a candidate, and the leases to evict.
 
-    A set of cards is left out if even all evictions make too little room on it. `idle` are the
-    leases that may leave, in the order of `victims.eviction_order`. `context` holds the free bytes,
-    and `limits` the budgets of the cards that may be used. `host_bytes` is the host memory
-    available for weights that exist nowhere else. If `host` is given, leases may leave in part, and
-    `host` is the host memory for these parts.
+    Each way is for another set of cards on which evictions can make enough room. The candidate has
+    the bytes for each card. `idle` are the leases that may leave, in the order of
+    `victims.eviction_order`. `context` holds the free bytes, and `limits` the budgets of the cards
+    that may be used. `host_bytes` is the host memory available for weights that exist nowhere else.
+    If `host` is given, leases may leave in part, and `host` is the host memory for these parts.
     """
     footprint, rules = request.footprint, request.placement
     for cards in _sets(request, context, idle, limits):

@@ -72,9 +72,8 @@ def note(
 ) -> Book:
     """The book with one more event about `lease`. Also counts `action` for the lease's owner.
 
-    `reason` is one word, and `because` a sentence. `size` is in bytes. `device` defaults to the
-    lease's first device. `by` is the requester, and `answers` the key of an answered ticket.
-    `seconds` is the duration of a load, and `beside` are the models that were busy meanwhile.
+    `reason`, `because`, `by`, `answers`, `seconds` and `beside` are fields of the event
+    (`facts.Event`), and `size` is its bytes. `device` defaults to the lease's first device.
     """
     owner = book.owner(lease.owner) if lease.kind == "kernel" else None
     event = Event(

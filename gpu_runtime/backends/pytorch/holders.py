@@ -251,10 +251,11 @@ def _counts(objects: Mapping[int, Any]) -> dict[int, int]:
 
 
 def _in_cpp(uses: int) -> int:
-    """How many of the `uses` (references) of a C++ object are missing in Python's count.
+    """How many references to a C++ object Python's reference count does not include.
 
-    One of the `uses` is the reference from the Python object. In newer versions of torch, all
-    others together keep the Python object alive, and Python counts them as one reference.
+    `uses` is the number of all references to the C++ object. One of them is from its Python object.
+    Since torch 2.10, the other ones together hold one reference to the Python object, which Python
+    counts.
     """
     others = uses - 1
     return others - 1 if others > 0 and _cpp_keeps_python() else others

@@ -77,12 +77,13 @@ def staying(
     sources: Sequence[Tensor],
     targets: Sequence[Tensor],
 ) -> dict[int, Tensor]:
-    """The shadows that stay on the host when the storages `going` move to cards.
+    """The shadows that remain when the storages `going` move from the host to cards.
 
     `sources` are the present bytes of these storages, and `targets` the copies on the cards. The
-    keys of the result are the keys that the storages have after the second phase of the move. If
-    that phase exchanges the bytes of a source and its target, the shadow is the target: after the
-    exchange its tensor has the bytes in host memory.
+    second phase of the move binds the storages to the copies. The result maps each storage's
+    `_cdata` after this phase to its shadow. Usually the shadow is the source. But the second phase
+    may swap the data pointers of source and target. Then the target has the bytes in host memory,
+    and is the shadow.
     """
     found: dict[int, Tensor] = {}
     for group, memory, source, target in zip(going, places, sources, targets, strict=True):

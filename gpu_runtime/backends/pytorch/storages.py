@@ -154,15 +154,15 @@ def copied(
 ) -> list[Tensor]:
     """The first phase of a move: a copy of each of `sources`, [nbytes] uint8, in its new memory.
 
-    `memories` has the new memory of each source. Each copy has a storage of its own. All copies are
-    allocated before the first byte is copied. `host` is the host's memory, whose page-locked memory
-    speeds up copies to a card. The copies are made by few large calls: while the main thread was
-    busy, 300 separate copies took 1,785 ms, and one call took 18.
+    `memories` has the new memory of each source. `host` is the host's memory, whose page-locked
+    memory speeds up copies to a card. Each copy has a storage of its own, and all copies are
+    allocated before the first byte is copied. They are made by few large calls: while the main
+    thread was busy, 300 separate copies took 1,785 ms, and one call took 18.
 
-    `progress` is called at the start and after each part, with bytes done and bytes in total. If
-    `progress` raises an error, the move ends. `wait` is called before and after the copying, and
-    returns once the cards have finished their work. By default the wait has no limit. `together`
-    means that all copies will be freed together; small copies may then share a block of memory.
+    `progress` is called at the start and after each part, with bytes done and bytes in total. If it
+    raises an error, the move ends. `wait` is called before and after the copying. It must return
+    only after the cards have finished their work; the default waits without a limit. If `together`
+    is true, all copies will be freed together, so small copies may share a block of memory.
 
     Raises the device's out-of-memory error. On any failure the copies are freed, and `sources` is
     emptied, before the caller gets the error.
