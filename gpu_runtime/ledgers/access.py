@@ -92,10 +92,10 @@ class Access(NamedTuple):
             os.close(fd)
 
     def make(self, directory: Path) -> None:
-        """Makes a boot's `directory` in a shared ledger, and its parent.
+        """Makes a boot's `directory` in a shared ledger, and the directories that belong to it.
 
-        In the parent it also makes the directory `journal` and the owners' directory. Existing
-        directories stay as they are. Raises OSError.
+        They are its parent directory, and in the parent the directory `journal` and the owners'
+        directory. Existing directories stay as they are. Raises OSError.
         """
         world = directory.parent
         for made in (world, world / "journal", directory, _beside(directory)):
@@ -123,7 +123,8 @@ class Access(NamedTuple):
     def make_file(self, path: Path, make: Callable[[Path, int], None] = _empty_file) -> None:
         """Makes the file `path`, if it does not exist. Raises OSError.
 
-        `make(path, mode)` makes the draft. By default, the draft is an empty file.
+        `make(path, mode)` makes the file under another name, by default as an empty file. The file
+        gets its final name when it is complete.
         """
         if os.path.lexists(path):
             return

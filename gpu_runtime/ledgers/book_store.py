@@ -158,8 +158,8 @@ class BookStore:
             if self._roster_doubtful:
                 self._repair_roster(page)
             if self._unfinished is not None:
-                # The roster is right now. A process that rebuilds the book from now on uses it. If
-                # the book was rebuilt before this point, `page` is no longer in force.
+                # A process that rebuilds the book from now on finds the correct roster. If the book
+                # was rebuilt before the roster was correct, `page` is no longer in force.
                 finished = not self._roster_doubtful and self._in_force(page)
                 self._unfinished = None if finished else page
             return page
@@ -183,7 +183,7 @@ class BookStore:
     def _wait_for_others(self, closed: GrantsClosed) -> NoReturn:
         """Waits a moment, then raises LostRace.
 
-        During the wait the lock is not held, because other threads of this process must register.
+        The lock is not held during the wait, so another thread can register this owner in the book.
         """
         sleep(min(closed.seconds, CLOSED_LOOK_SECONDS))
         raise LostRace from None
@@ -265,7 +265,7 @@ class BookStore:
         return Draft(new, packed, body)
 
     def _unpacked(self, page: Page, body: bytes, rev: int, schema: int) -> Page:
-        """The `page` with the content `body` of the revision `rev`.
+        """A copy of `page` with the book from `body`, the bytes of the revision `rev`.
 
         Raises ValueError, TypeError, msgspec.MsgspecError if the content cannot be read.
         """
@@ -298,7 +298,8 @@ class BookStore:
     def _commit_without_ballast(self, page: Page, draft: Draft, error: OSError) -> None:
         """Repeats a write that failed with `error`, after freeing the ballast (reserved disk space).
 
-        The ballast is for releases on a full disk; for any other write raises LedgerUnavailable.
+        Raises LedgerUnavailable if the disk is not full, or if the write claims more bytes: the
+        ballast is only for releases.
         """
         disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not disk_full or _claims_more(page.book, draft.book):
@@ -310,7 +311,7 @@ class BookStore:
             raise files.cannot_write(self.path, again) from again
 
     def _take_back(self, page: Page, before: Page) -> Page:
-        """The `page` with this owner's part as it was in `before`, the owner's last certain page.
+        """Undoes a write of this owner in a rebuilt `page`; `before` is its last certain page.
 
         The book was rebuilt while a write of this owner had not succeeded. The roster had the write
         already, so the rebuilt book may have a grant from this write. Another owner may have a grant
@@ -349,10 +350,7 @@ class BookStore:
         )
 
     def _write_roster(self, book: Book, packed: pages.Packed, rev: int) -> None:
-        """Writes this owner's roster: its part of the book, and the facts that all owners share.
-
-        A damaged book is rebuilt from the rosters.
-        """
+        """Writes this owner's roster: its part of the book, and the facts that all owners share."""
         me = self.owner_file.owner.id
         agreed, frame = (book.devices, book.limits, book.drained), self._roster_frame
         if any(now is not last for now, last in zip(agreed, self._agreed, strict=True)):

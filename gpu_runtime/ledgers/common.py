@@ -194,10 +194,10 @@ class SharedLedger:
         return queue if queue.enter() else None
 
     def _pause_after_loss(self, races_lost: int, turn: WriterQueue | None, deadline: float) -> None:
-        """Sleeps before the next attempt if several were lost. Raises the time-out error.
+        """Sleeps before the next attempt, if more than a few races were lost. Raises the time-out error.
 
-        `turn` is the queue if this process has the turn. Then all other processes must queue from
-        now on, until the turn ends.
+        `turn` is the queue if this process has the turn. After a loss in its turn, all other
+        processes must queue until the turn ends.
         """
         now = time.monotonic()
         if now > deadline:
@@ -392,8 +392,9 @@ os.register_at_fork(after_in_child=_leave_all_to_parent)
 
 
 def _same_request(confirmed: Ticket | None, ticket: Ticket) -> bool:
-    """Whether `ticket` requests the same as `confirmed`, the ticket with its key in its owner's file.
+    """Whether `ticket` requests the same as `confirmed`.
 
+    `confirmed` is the ticket with the same key in the owner's own file; None without such a ticket.
     Only fields that decide what is done are compared. For example, the time of the last refresh is
     not compared.
     """

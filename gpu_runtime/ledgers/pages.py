@@ -154,9 +154,9 @@ def pack(book: Book, old: Packed, rev: int) -> Packed:
 
 
 def body(packed: Packed, tickets: tuple[Ticket, ...], rev: int) -> tuple[Packed, bytes]:
-    """The page's bytes at the revision `rev`, and `packed` with the room of the new head.
+    """Encodes a page: returns `packed` with the size of the new head, and the page's bytes.
 
-    `tickets` are the book's tickets, in their order.
+    `tickets` are the book's tickets, in their order. `rev` is the page's revision.
     """
     number = {id: n for n, id in enumerate(packed.parts)} if tickets else {}
     place = _encode_json(packed.shared_place)
@@ -242,9 +242,10 @@ def _packed_shared(book: Book, old: Packed) -> tuple[Shared, tuple[int, int, int
 
 
 def _room(size: int, before: int) -> int:
-    """The room for `size` bytes: the room `before`, unless it is too small or far too large.
+    """The room (bytes in the page) for `size` bytes of content.
 
-    While the room stays, no other part of the page moves.
+    The room stays as it was `before`, unless that is too small or far too large. While the room
+    stays, no other part of the page moves.
     """
     if size <= before <= 4 * size + 2 * _STEP:
         return before

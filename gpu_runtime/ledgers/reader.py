@@ -72,9 +72,9 @@ class FilePeek:
         version = (name, stat.st_ino, stat.st_mtime_ns)
         if self._seen is not None and self._seen[0] == version:
             return self._seen[1]
-        # Two writes within a few milliseconds can have the same time, so the time of a very recent
-        # write does not yet identify a version. The age is computed before the read. The second
-        # write may happen during the read, and after a slow read the time would no longer be recent.
+        # Two writes within a few milliseconds can have the same time. So a book that was written
+        # just now is not kept for the next call. The age is computed before the read, because the
+        # second write may happen during the read.
         settled = time.time_ns() - stat.st_mtime_ns > SETTLED_NANOSECONDS
         book = self._read(name)
         self._seen = (version, book) if settled else None

@@ -294,7 +294,7 @@ class RedisBook(BookStore):
             raise DamagedBook(page.name, 0, f"its page cannot be read ({error})") from error
 
     def _decoded(self, page: Page, rev: int, schema: int, body: bytes) -> Page:
-        """The `page` with the content `body` of the revision `rev`, in the format `schema`.
+        """A copy of `page` with the book from `body`: the bytes of the revision `rev`, format `schema`.
 
         Raises LedgerNewer, DamagedBook, or one of UNREADABLE.
         """

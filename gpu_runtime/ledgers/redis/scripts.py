@@ -19,7 +19,7 @@ from ..decoding import UNREADABLE, decode_page
 from .connection import Ask
 
 MOST_BYTES = 4 << 20  # a larger page was not written by gpu-console
-# A page expires if no owner has read it for this long. If an owner is left, the owner makes the
+# A page expires if no owner has read it for this long. An owner that still lives then makes the
 # page again.
 KEPT_SECONDS = 7 * 86400
 SEEN_SECONDS = 60.0  # how often an owner marks its host's page as seen

@@ -180,7 +180,7 @@ def _make(directory: Path, name: str, boot: str, book: Book, rev: int) -> None:
         db.execute("PRAGMA page_size=8192")
         db.execute("PRAGMA journal_mode=OFF")
         db.execute("PRAGMA synchronous=OFF")
-        # One kernel has one page. The row's key is the boot id, because two containers on one
+        # One Linux kernel has one page. The row's key is the boot id, because two containers on one
         # kernel have different host names.
         db.execute(
             "CREATE TABLE book (host TEXT PRIMARY KEY, rev INTEGER NOT NULL, schema INTEGER NOT NULL, "

@@ -92,8 +92,8 @@ class WriterQueue:
         ended = self._turns_ended()
         began = ended_at = now = time.monotonic()
         patience = STALLED_SECONDS
-        # The system wakes only the process that registered the pipe first. This process registers it
-        # once for the whole wait, so it keeps its place in the queue.
+        # The system wakes the process that registered the pipe first, and no other. This process
+        # registers it once for the whole wait, so it keeps its place in the queue.
         with select.epoll() as poll:
             poll.register(self._pipe, select.EPOLLIN | select.EPOLLEXCLUSIVE)
             while ended != self._stalled and now - began < MOST_SECONDS:
