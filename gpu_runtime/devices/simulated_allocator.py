@@ -131,7 +131,7 @@ def allocate(
 
 
 def release(state: Segments, keys: Collection[int]) -> Segments:
-    """The `state` in which the runs with these `keys` are free and joined with free neighbours.
+    """The new state after the runs with these `keys` were freed. Free neighbours are joined.
 
     Unknown keys change nothing.
     """

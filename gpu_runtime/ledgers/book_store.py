@@ -298,8 +298,8 @@ class BookStore:
     def _commit_without_ballast(self, page: Page, draft: Draft, error: OSError) -> None:
         """Repeats a write that failed with `error`, after freeing the ballast (reserved disk space).
 
-        Raises LedgerUnavailable if the disk is not full, or if the write claims more bytes: the
-        ballast is only for releases.
+        The ballast is only for writes that release bytes, and only for a full disk. In any other
+        case LedgerUnavailable is raised.
         """
         disk_full = error.errno in (errno.ENOSPC, errno.EDQUOT)
         if not disk_full or _claims_more(page.book, draft.book):

@@ -2,7 +2,7 @@
 
 A process cannot cooperate if it has not loaded the extension, or if another framework holds its
 memory. The driver copies the memory to RAM, and the process's CUDA calls wait until the memory
-returns. No call is automatic. A call always runs to its end: half a call locks the process.
+returns. No checkpoint is automatic, and none is interrupted: half a checkpoint locks the process.
 """
 
 from __future__ import annotations

@@ -56,7 +56,8 @@ def _sentence(owner: Owner, answer: Outcome) -> str:
     """What `owner` freed, or why its process has not answered."""
     if answer.done:
         return f"{show_bytes(answer.bytes)} came free in {owner.label}"
-    # The sentences after the first one describe the process, for example that it is stopped.
+    # The first sentence of `because` says that the process has not answered. The next sentences
+    # describe the process, for example that it is stopped.
     _, _, about = answer.because.partition(". ")
     return about.rstrip(".") or f"{owner.label} has not answered yet"
 

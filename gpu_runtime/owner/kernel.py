@@ -90,9 +90,9 @@ class Kernel:
         `outermost` is false for a cell that another cell runs. If an outermost cell finds pins,
         they belong to earlier cells whose end was interrupted; such pins are dropped.
 
-        Also requests room for the cell's last peak, and waits a limited time for it. Returns a
-        sentence if memory returned, else an empty text. After the call, `self.refused` is the
-        reason why the cell must not run, or empty.
+        Then requests room for the peak that the same cell had last time, and waits a limited time
+        for this room. Returns a sentence about the memory that came back to the card, or an empty
+        text. After the call, `self.refused` is the reason why the cell must not run, or empty.
         """
         self._here.refusal = None
         if outermost:

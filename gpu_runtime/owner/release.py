@@ -232,7 +232,9 @@ def _stage_bytes(resident: Resident, step: Step) -> int:
 def _leave_in_stages(
     session: Session, resident: Resident, step: Move | Drop, may_drop: bool
 ) -> tuple[Move | Drop, Shares]:
-    """Performs the step, a large offload in stages. Waiting requests use the bytes of each stage.
+    """Performs the `step`. A large offload is divided into stages.
+
+    Waiting requests can use the bytes of each stage at once.
 
     Returns the performed step, and the shares measured afterwards.
     """

@@ -47,9 +47,9 @@ def free_an_entry(
 ) -> tuple[Book, Wait] | None:
     """The book, and the Wait while an idle lease leaves the page; None if no lease may leave.
 
-    The idle lease is unloaded, because an offloaded lease keeps its entry. The rules are the same
-    as for an eviction that frees bytes. `context` and `world` are the inputs of this decision.
-    `rank` is the eviction policy.
+    The chosen lease is unloaded, because an offloaded lease keeps its entry in the page. The choice
+    follows the rules of an eviction that frees bytes. `context` and `world` are the inputs of this
+    decision. `rank` is the eviction policy.
     """
     head = f"The book is full ({book.entries} leases and requests)"
     leaving = _leaving(book, request, context)

@@ -52,8 +52,8 @@ def stuck_leases(
             if why:
                 leases.setdefault(device, []).append((lease, why))
             elif not lease.droppable and lease.kind != "block":
-                # `host_bytes` counts all shadows as free memory. So a lease has no shadow here:
-                # otherwise the bytes of its shadow would count twice.
+                # `host_bytes` counts the memory of all shadows as free. With its shadow, a lease
+                # would need less of it to leave, and the same bytes would count twice.
                 bare = replace(lease, shadow_bytes=0) if lease.shadow_bytes else lease
                 precious.setdefault(device, []).append(bare)
     host_bytes = _host_bytes_to_be_had(book, world) if precious else 0

@@ -252,9 +252,9 @@ def freed_bytes(leaving: Lease) -> int:
 def part_of(lease: Lease, need: int) -> Lease:
     """The `lease` with a `target`: the fewest pieces that free `need` bytes of its card.
 
-    Returns `lease` itself if it cannot be cut, or if all its pieces must leave. At least one piece
-    leaves, even if the lease's working memory alone is enough: a lease gives its working memory up
-    only if some of its bytes are in host memory.
+    Returns `lease` itself if it cannot be cut, or if all its pieces must leave. Even if its working
+    memory alone is enough, one piece leaves: a model that is whole on its card keeps its working
+    memory there.
     """
     piece = lease.piece_bytes
     if not piece or lease.on_host:

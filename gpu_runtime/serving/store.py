@@ -76,7 +76,10 @@ class Store:
             return cursor.execute("SELECT * FROM usage WHERE day >= ?", (since,)).fetchall()
 
     def put_job(self, id: str, body: dict[str, Any]) -> None:
-        """Writes the job with this `id`, if this server keeps its jobs and the job is not too large. Logs an error."""
+        """Writes the job with this `id`. If the write fails, the error is logged.
+
+        Nothing is written if this server does not keep its jobs, or if the job is too large.
+        """
         text = json.dumps(body)
         if self.keeps_jobs and len(text) <= MOST_JOB_BYTES:
             self._write("INSERT OR REPLACE INTO jobs VALUES (?, ?)", [(id, text)])

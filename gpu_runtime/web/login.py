@@ -83,7 +83,7 @@ class RefusalHandler(RequestHandler):
         self._wait = wait
 
     async def prepare(self) -> None:
-        """Refuses the request at once, unless it may carry a typed token."""
+        """Refuses the request at once, unless it is a form in which a user typed a token."""
         if not (self._form and self.request.method == "POST"):
             await self._refuse(self._status, self._text, self._wait)
 

@@ -1,6 +1,6 @@
 """The magics `%gpu` and `%%gpu`, which read the typed line, call the runtime and return the result.
 
-The returned value has its own display method. Only the code that IPython needs is here. The verbs, such as `plan` in
+Each result knows how to display itself. Only the code that IPython needs is here. The verbs, such as `plan` in
 `%gpu plan qwen`, are defined in `gpu_runtime/verbs.py`; a new verb is added in that file.
 """
 

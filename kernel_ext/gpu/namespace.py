@@ -138,7 +138,8 @@ class NotebookNames(Namespace):
         for container in (values, hidden):
             for name in list(container):
                 if name in _RECENT or re.fullmatch(r"_\d+", name):
-                    # A hidden name has no label. It may keep an output that the user has deleted.
+                    # IPython keeps outputs under hidden names too, also after `del Out[n]`. Users do
+                    # not know these names, so they are not shown.
                     yield _Reference(name if container is values else "", container, name)
         for name in _RECENT:
             if hasattr(shell.displayhook, name):

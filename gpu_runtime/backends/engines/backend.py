@@ -137,8 +137,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """What the local files of `spec` show about the model's size. `origin` is ignored.
 
-        An engine takes all its memory when it starts, so the size includes the memory of the
-        context.
+        An engine takes all its memory when it starts, so the size includes the KV cache.
         """
         return self.recipe.evidence(spec)
 

@@ -359,7 +359,8 @@ def _digests(model: TransformersModel) -> dict[tuple[Any, ...], torch.Tensor]:
 def _leg(check: Callable[[], None], progress: Progress | None, done: int, total: int) -> None:
     """The progress callback of each load: calls `check`, which may raise, and then `progress`.
 
-    Because a load has a callback, it is made in parts, and can be interrupted between two parts.
+    A load with a callback copies the weights in several steps. Between two steps it can be
+    interrupted.
     """
     check()
     if progress:
