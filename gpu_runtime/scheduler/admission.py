@@ -68,14 +68,14 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     2. The lease is arriving on its device or leaving it → Wait
     3. The request can never fit, or exceeds the operator's caps → Refuse; nothing is evicted
     4. It fits into the free bytes that no elder (a request ahead in the queue) needs → Grant: Load,
-       or Move back from host. If the page is full → Wait until a lease leaves the page, else Refuse
+       or Move back from host. If the page is full → Wait while a lease leaves; Refuse if none may
     5. It fits once idle leases have left → Wait. Own leases leave now, and leases of other owners
        are recalled. If a part of the model can return from host meanwhile → Grant of this part
     6. It is the youngest of several deadlocked requests → Refuse, and name these requests
     7. Otherwise → Wait
 
     A Grant with steps is a reservation: the lease is in the book and pinned, and its bytes count
-    from now on. If steps of an earlier call with this key are not done, they are returned again.
+    from now on. Steps of an earlier call with the same key are returned again if they are not done.
     The caller publishes the owner's section before the call. `rank` orders the evictions.
     """
     lease = book.lease(request.lease.owner, request.lease.name)
@@ -93,7 +93,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     # 3. The request can never fit, or exceeds the operator's caps.
     request = _as_measured(request, lease) if lease else request
     out = _drained_for(book, request, world)
-    # A lease in parts has bytes on a card already. Its own request may count on their room.
+    # A lease in parts has bytes on a card already. The request may use the room of these bytes.
     others = book.without_lease(lease.owner, lease.name) if lease and lease.in_parts else book
     never = _never_alone(others, request, world, out)
     request = with_layout(request, world, never)
@@ -163,7 +163,7 @@ def _as_measured(request: Request, lease: Lease) -> Request:
 
 
 def _drained_for(book: Book, request: Request, world: World) -> Mapping[str, str]:
-    """The drained cards that the request may not use, each with a sentence on who drained it.
+    """Maps each drained card that the request may not use to the sentence of `drained`.
 
     A model of 0 bytes may use a drained card, because all its tensors belong to another model.
     """
@@ -378,8 +378,8 @@ def _enqueue(
     old = book.ticket(request.key)
     ticket = _ticket(request, world, wait, need, old, load_seconds(book, request))
     noted = old and old.because
-    # A request gets one event for its wait, and none if the Wait has steps: each eviction has its
-    # own.
+    # A waiting request gets one event. It gets none if the Wait has steps, because each eviction
+    # gets an event.
     if ticket.because and not noted:
         book = _note_waiting(book, request, world, wait)
     return book.with_ticket(ticket), wait

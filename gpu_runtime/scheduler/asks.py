@@ -96,7 +96,7 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
 
 
 def declined(book: Book, asked: Ask, world: World, because: str) -> Book:
-    """The book with an event that the request `asked` was declined, for the reason `because`."""
+    """The `book` with a new event: the request `asked` was declined, for the reason `because`."""
     return _log(book, asked, world, "declined", because)
 
 
@@ -277,7 +277,7 @@ def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tupl
 
 
 def wish(verb: str, name: str) -> str:
-    """The request as the end of the sentence "the process was asked ...", such as `to evict qwen`."""
+    """The words that follow "the process was asked", such as `to evict qwen`."""
     if verb == "who":
         return "which variables hold memory"
     if verb == "shed":

@@ -27,7 +27,7 @@ def with_layout(
     """The request with its layout `auto` or `whole` decided. Any other layout stays as it is.
 
     `never` has the cards that can never hold the request alone. The model gets one card if the
-    rules allow that, and if any allowed card is not in `never`.
+    rules allow that, and if at least one allowed card is not in `never`.
     """
     rules = request.placement
     if rules.layout not in ("auto", "whole"):
@@ -73,8 +73,8 @@ def candidates_for(
     else:
         limits = {device: limit_of(book, world, device) for device in free}
         found = place(request.footprint, free, rules, limits)
-        # `place` adds up the free bytes of several cards. Unmeasured cards and the owner's own
-        # limit are unknown to `place`, so its divisions are made again.
+        # `place` adds up the free bytes of several cards. It knows neither which cards are
+        # unmeasured nor the owner's own limit. So the divisions over several cards are made again.
         if context.blind or context.own_left is not None:
             found = _splits_within(request, context, free, limits, found)
     return _with_reserved(found, context) + _drained_candidates(request, out)
@@ -116,9 +116,9 @@ def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candi
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
-    """Adds to the reason of each candidate without room the bytes that are reserved for elders.
+    """The `candidates`, with the bytes reserved for elders named in the reasons.
 
-    An elder is a request ahead in the queue.
+    Only the reasons of candidates without room change. An elder is a request ahead in the queue.
     """
     if not context.blocking_elders:
         return candidates

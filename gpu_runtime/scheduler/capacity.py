@@ -112,7 +112,7 @@ def _left_of_one_memory(
     claims: Bytes,
     unseen: Bytes,
 ) -> int:
-    """The bytes left of the machine's RAM, which the devices `shared` use: the host and some cards.
+    """The bytes left in the machine's RAM, if the host and some cards (`shared`) use it together.
 
     The result is the smaller of two numbers. The first is the largest of the devices' budgets, less
     all claims on these devices. The second is the measured free bytes, less the reserve and the
@@ -179,9 +179,9 @@ def _add_unseen(lease: Lease, taken_at: Mapping[str, float], unseen: Bytes) -> N
 def freed_since(book: Book, world: World) -> dict[str, int]:
     """Bytes that leases freed on each device after its sample, plus bytes of dead processes.
 
-    The sample does not show the freed bytes yet, so no grant spends them. They will be free soon,
-    so no other lease is evicted to replace them. `book` holds the events and the dead processes'
-    bytes, `world` the samples.
+    The sample does not show these bytes as free yet, so no grant spends them. But they will be free
+    soon, so a request waits for them and evicts nothing. `book` holds the events and the dead
+    processes' bytes, `world` the samples.
     """
     freed: Bytes = {}
     for device in world.devices:

@@ -70,7 +70,7 @@ def _noted(book: Book, world: World, device: Device, action: str, because: str, 
 
 
 def drained(book: Book, world: World) -> dict[str, str]:
-    """Maps each drained card of `world` to a sentence on who drained the card, and when."""
+    """Maps each drained card of `world` to a sentence: who drained the card, and when."""
     sentences = {}
     for device in world.devices if book.drained else ():
         mark = book.drained.get(device.key)
@@ -111,12 +111,12 @@ def vacate(
     world: World,
     key: str,
 ) -> tuple[Book, tuple[Step, ...]]:
-    """The book in which idle models of `owner` leave drained cards, and the steps of these models.
+    """The book in which idle models of `owner` leave drained cards, and the steps to carry out.
 
-    A model in use leaves at a later call, once it is idle. A kept model leaves once it is unpinned.
-    If host memory is too full for a model, the steps may free shadows (copies in host memory of
-    models on a card). The model then leaves at a later call. `key` identifies this decision and is
-    stored in the leaving leases.
+    A model in use leaves at a later call, once it is idle. A model marked `keep` leaves once the
+    mark is removed. If host memory is too full for a model, the steps may free shadows (copies in
+    host memory of models on a card). The model then leaves at a later call. `key` identifies this
+    decision and is stored in the leaving leases.
     """
     cards = drained(book, world)
     section = book.sections.get(owner)

@@ -29,9 +29,10 @@ MOST_STAGES = 8  # of one departure or return; each stage costs a transaction
 
 
 def stage_bytes(size: int, piece_bytes: int, least_bytes: int) -> int:
-    """The bytes of a stage of a copy of `size` bytes, so that the copy has at most MOST_STAGES.
+    """The bytes of one stage, if `size` bytes are copied in at most MOST_STAGES stages.
 
-    A stage has at least `least_bytes`, and at least `piece_bytes`, the bytes of the largest piece.
+    A stage has at least `least_bytes`. It also has at least `piece_bytes`, because the largest
+    piece must fit into one stage.
 
     >>> stage_bytes(4000, 100, 50), stage_bytes(4000, 700, 50), stage_bytes(4000, 100, 900)
     (500, 700, 900)
@@ -40,7 +41,7 @@ def stage_bytes(size: int, piece_bytes: int, least_bytes: int) -> int:
 
 
 def departure_stages(lease: Lease, target: Shares, least_bytes: int) -> int:
-    """The bytes of each stage in which `lease` leaves its card for `target`; 0: all at once.
+    """The bytes of one stage when `lease` leaves its card for `target`; 0 if it leaves all at once.
 
     A lease leaves in stages only if its pieces are copied to host memory. It leaves at once if host
     memory has a copy already, if there would be only one stage, or if `least_bytes` is 0.

@@ -114,9 +114,9 @@ def permanent_reason_to_stay(
     *,
     held: Sequence[str] = (),
 ) -> str:
-    """Why this `lease` never leaves its device, however long a request waits.
+    """The reason why this `lease` never leaves its device, however long a request waits.
 
-    The result is the end of a sentence, and empty if the lease may leave at some time. `held` are
+    The text is the end of a sentence. It is empty if the lease may leave at some time. `held` are
     the ids of the leases that the requesting thread itself pins. `world` holds the host's limit.
     """
     if lease.id in held:
@@ -137,10 +137,10 @@ def permanent_reason_to_stay(
 
 
 def needs_host_room(lease: Lease) -> str:
-    """Why this `lease`, whose weights exist nowhere else, cannot leave, as the end of a sentence.
+    """The reason why this `lease`, whose weights exist nowhere else, cannot leave its card.
 
-    There are two reasons: the lease is a notebook's memory that may not be moved, or the host has
-    no room for the lease.
+    The text is the end of a sentence. Either the lease is a notebook's memory that may not be
+    moved, or the host has no room for the lease.
     """
     if lease.kind == "kernel" and not lease.movable:
         return EXEMPT
@@ -150,8 +150,8 @@ def needs_host_room(lease: Lease) -> str:
 def why_not_moved(book: Book, lease: Lease) -> str:
     """The owner's reason for the last failed move of `lease`, as the text `: reason`.
 
-    The text is empty if the book has no event of a failed move of `lease`. Events that answer an
-    order are skipped.
+    The reason is from the newest event of a failed move. The text is empty without such an event.
+    Events that answer another process's request (an order) are skipped.
     """
     for event in reversed(book.events):
         if event.answers:  # the answer to an order, such as a pin by a user without the right
@@ -162,7 +162,7 @@ def why_not_moved(book: Book, lease: Lease) -> str:
 
 
 def leaves_in_words(lease: Lease) -> str:
-    """How this `lease` leaves its card now, as the end of a sentence."""
+    """How this `lease` leaves its card now. The text is the end of a sentence."""
     return "is being moved to RAM" if lease.kind == "kernel" else "is being evicted"
 
 

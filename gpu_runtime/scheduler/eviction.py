@@ -294,8 +294,8 @@ def _most_precious(
 ) -> tuple[float, float]:
     """The worth of the last lease in `leaving`: its negative importance, and its rank.
 
-    The leases are in the order of their worth, so the last lease is worth most. A larger number
-    means more worth, in the negative importance and in the rank.
+    The leases are in the order of their worth, so the last lease is worth most. For both numbers,
+    larger means worth more.
     """
     if not leaving:
         return -(10**9), 0.0

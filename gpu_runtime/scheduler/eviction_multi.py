@@ -88,7 +88,7 @@ def _victims_within_host(
 
 
 def _with_those_the_host_can_take(pool: Sequence[Lease], host_bytes: int) -> list[Lease]:
-    """The `pool`, less the leases that can neither be dropped nor fit into `host_bytes`."""
+    """The `pool` without the leases that can neither be dropped nor fit into `host_bytes`."""
     precious = [lease for lease in pool if not lease.droppable]
     saved = largest_fitting_set(precious, host_bytes)
     return [lease for lease in pool if lease.droppable or lease in saved]
@@ -102,9 +102,9 @@ def _sets(
 ) -> list[tuple[str, ...]]:
     """Sets of cards on which room may be made.
 
-    With up to FEW_CARDS cards, every set of a possible size is returned. With more cards, two sets
-    are returned for each number of cards: the first cards in order that could be emptied enough,
-    and the cards with the most free bytes now.
+    With up to FEW_CARDS cards, all sets are returned whose number of cards might hold the model.
+    With more cards, two sets are returned for each such number. One is the first set that could
+    hold the model if all idle leases left. The other has the cards with the most free bytes now.
     """
     rules = request.placement
     cards = []
@@ -202,7 +202,7 @@ class _Room:
 
     @contextmanager
     def without(self, leases: Sequence[Lease] = ()) -> Iterator[None]:
-        """A `with` block that counts the `leases` as evicted. Its end restores the room."""
+        """Counts the `leases` as evicted in a `with` block. Afterwards the room is as before."""
         before = self.free, self.cap_left, self.own_left, self.missing
         self.free, self.cap_left = dict(self.free), dict(self.cap_left)
         for lease in leases:
@@ -218,9 +218,9 @@ def _victims(
     *,
     fewest: bool,
 ) -> tuple[Lease, ...] | None:
-    """The leases of `pool` to evict, and no needless lease; None if the whole pool is too small.
+    """The leases of `pool` to evict; None if the whole pool is too small.
 
-    The `room` is the same before and after the call.
+    All returned leases are needed. The `room` is the same before and after the call.
     """
     order = sorted(pool, key=_least_important_largest_first(room)) if fewest else pool
     with room.without():
@@ -240,10 +240,10 @@ def _first_enough(
     room: _Room,
     enough: Callable[[], bool],
 ) -> tuple[Lease, ...] | None:
-    """The first leases of `order` that make the `room` enough, and no needless lease among them.
+    """The leases to evict, taken from `order` one by one until the `room` is enough.
 
-    The result is None if all leases together are too few. After the call, the bytes of the returned
-    leases are free in the room.
+    Taken leases that are not needed after all are left out. The result is None if all leases
+    together are too few. After the call, the bytes of the returned leases are free in the room.
     """
     gone: list[tuple[Lease, int]] = []
     for lease in order:
@@ -290,7 +290,7 @@ def _without_needless_pieces(
 
 
 def _smallest_part(lease: Lease, room: _Room, enough: Callable[[], bool]) -> Lease:
-    """The `lease` with a target: the fewest pieces that make the room enough."""
+    """The `lease` with a target: the bytes of the fewest pieces whose departure is enough."""
     low, high = 1, freed_bytes(lease)  # numbers of bytes; `high` is always enough
     while low < high and lease.piece_bytes:
         middle = (low + high) // 2

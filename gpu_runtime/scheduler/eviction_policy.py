@@ -19,7 +19,7 @@ from ..facts import HOST, Lease, Policy, World, expected_use, merged_uses
 from ..units import GIB
 
 GB = 10**9
-# This number is added to the age of each use. Otherwise a use a moment ago would outweigh all
+# This number is added to the age of each use. Without it, a use a moment ago would outweigh all
 # others.
 YOUNGEST_SECONDS = 20.0
 LEAST_SECONDS = 0.1  # a shorter load counts as this long: shorter times differ by chance
@@ -98,8 +98,8 @@ def seconds_to_restore(lease: Lease, size: int) -> float:
 def with_uses_of_equal_models(rank: Policy, leases: Iterable[Lease]) -> Policy:
     """The policy `rank`, changed so that it sees the uses of a model in all notebooks.
 
-    Models are equal if their sources have equal content. A use of one lease counts for all those of
-    the `leases` whose models are equal.
+    Models are equal if their sources have equal content. A use of a model counts for each of the
+    `leases` with an equal model.
     """
     uses: dict[str, list[str]] = {}
     for lease in leases:

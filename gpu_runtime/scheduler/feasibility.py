@@ -95,8 +95,8 @@ def hopeless_cards(book: Book, request: Request, world: World) -> dict[str, Refu
 
     A card is too small for the request, or too small beside the leases that cannot leave the card.
     Three kinds of leases of the `book` cannot leave: kept leases, leases that the requesting thread
-    itself pins, and leases whose weights exist nowhere else and do not fit into host memory. Of
-    several leases of the third kind, host memory may have room for some.
+    itself pins, and leases whose weights exist nowhere else and do not fit into host memory. If
+    host memory has room for some leases of the third kind, only the others cannot leave.
     """
     stuck = stuck_leases(book, request, world)
     rules = request.placement
@@ -174,7 +174,8 @@ def _beside_stuck(
 def _parts_for_the_host(remain: Iterable[Lease], host_bytes: int, saved: Iterable[Lease]) -> int:
     """Bytes of the card that the leases in `remain` could free by moving pieces to host memory.
 
-    `host_bytes` is the usable host memory. The leases in `saved` take their bytes of it first.
+    `host_bytes` is the usable host memory. The leases in `saved` move there first, and the pieces
+    get only the memory that is left.
     """
     left = host_bytes - sum(lease.card_bytes for lease in saved)
     freed = 0
@@ -294,7 +295,7 @@ def _too_small(
 
 
 def _heads_rule(footprint: Footprint, rules: PlacementRules) -> str:
-    """The rule on attention heads, as the end of a sentence; empty if the rule does not apply."""
+    """The end of a sentence: the rule about attention heads. Empty if the rule does not apply."""
     if rules.layout != "balanced":
         return ""
     if footprint.heads:
@@ -310,9 +311,9 @@ def _margin_rule(
     room: Bytes,
     limits: Bytes,
 ) -> str:
-    """The driver's margin, as the end of a sentence.
+    """The end of a sentence: the bytes that stay free for the driver.
 
-    The result is empty unless the model would fit without the margin.
+    The text is empty if the model would not fit even without these bytes.
     """
     if not any(divisions(footprint, room, replace(rules, margin_bytes=0), limits)):
         return ""
@@ -340,7 +341,7 @@ def _kind(stuck: Sequence[Lease], request: Request) -> str:
     """The kind of the refusal, which selects the advice to the user.
 
     The kind is "nested" if the requesting thread itself pins one of the leases in the way. It is
-    "kept" if one of these leases is kept, so that a user can unpin the lease. Otherwise it is
+    "kept" if one of these leases is kept, because a user can unpin this lease. Otherwise it is
     "precious": the weights of these leases exist nowhere else, and the host cannot take them.
     """
     if any(lease.id in request.held for lease in stuck):
@@ -395,9 +396,9 @@ def _beside_what_remains(
 ) -> bool:
     """Whether the request fits on the cards and into the owner's limit, beside leases that stay.
 
-    If host memory cannot take all leases whose weights exist nowhere else, some of them stay. The
-    request needs to fit beside only one of the sets that may stay. `left` is the bytes left of the
-    owner's limit, and `mine` are the owner's leases.
+    If host memory cannot take all leases whose weights exist nowhere else, some of them stay. There
+    may be several sets of leases that can stay. The result is True if the request fits beside one
+    of these sets. `left` is the bytes left of the owner's limit, and `mine` are the owner's leases.
     """
     stuck = stuck_leases(book, request, world)
     choices = sets_that_stay(stuck)

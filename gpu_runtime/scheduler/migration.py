@@ -45,7 +45,7 @@ def move(
     """The book with the lease moving to the cards of `rules`, and the step for the move.
 
     `owner` and `name` identify the lease. `footprint` is the size of the model. `key` identifies
-    this decision and is stored in the lease. `because` ends the sentence of the step.
+    this decision and is stored in the lease. `because` is the end of the step's sentence.
 
     The step is None if the lease is on exactly these cards already. A Refuse leaves the book
     unchanged. A Refuse has one of these reasons:

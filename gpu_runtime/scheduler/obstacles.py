@@ -43,7 +43,7 @@ def wait_for_obstacles(
     context: Context,
     candidates: tuple[Candidate, ...],
 ) -> Wait:
-    """A Wait that names the leases in the way on the first of the `candidates`, the nearest card.
+    """A Wait that names the leases in the way on the first, and best, of the `candidates`.
 
     The Wait's field `retry_at` is the earliest time at which the verdict may change without an
     event: a lease on any of the `candidates` becomes evictable, or a new measurement exists.
@@ -81,10 +81,9 @@ def wait_for_obstacles(
 
 
 def _unreadable(book: Book, shares: Shares) -> str:
-    """A sentence on an owner with an unreadable section and bytes on the cards of `shares`.
+    """A sentence about an owner that has bytes on the cards of `shares` and an unreadable section.
 
-    The bytes of an owner with an unreadable section cannot be recalled. The sentence is empty if no
-    such owner has bytes on these cards.
+    The bytes of such an owner cannot be recalled. The sentence is empty without such an owner.
     """
     for unread in book.quarantined.values():
         if any(unread.held.get(share.device) for share in shares):
@@ -153,7 +152,7 @@ def _leases_in_the_way(
 
 
 def reserved_for_elders(context: Context, shares: Shares) -> str:
-    """A sentence on free bytes that are reserved for elders; empty if no bytes are reserved.
+    """A sentence about free bytes that are reserved for elders; empty if no bytes are reserved.
 
     `shares` name the cards. `context` holds the elders (requests ahead in the queue) and the room.
     """
@@ -222,7 +221,7 @@ def _in_words(
     world: World,
     context: Context,
 ) -> str:
-    """Why this lease is in the way, as the end of a sentence.
+    """Why this lease is in the way. The text is the end of a sentence.
 
     `why` is the result of `reason_to_stay`.
     """
@@ -252,7 +251,7 @@ def _in_words(
 
 
 def _in_use_words(lease: Lease, why: str) -> str:
-    """How the lease is used now, as the end of a sentence; empty if the lease is idle."""
+    """The end of a sentence: how the lease is used now. Empty if the lease is idle."""
     if lease.phase is Phase.ARRIVING and lease.kind == "model":
         return "is being loaded"
     return {"in use": "is in use", "a block of code": "is held by running code"}.get(why, "")
@@ -264,7 +263,7 @@ def _by(
     asker: str,
     world: World,
 ) -> str:
-    """Which other process uses the lease, and for how long; empty if the asker holds the lease."""
+    """Which other process uses the lease, and for how long; empty if `asker` owns the lease."""
     owner = book.owner(lease.owner)
     if owner is None or lease.owner == asker:
         return ""

@@ -116,7 +116,7 @@ def shortlist(rooms: Iterable[HostRoom], most: int = MOST_PLANNED) -> tuple[str,
     - hosts with free room, the best fit first
     - hosts that would have to evict, the least important idle models first
     - hosts whose idle models are too few
-    - hosts that are too small or drained, which a refusal names
+    - hosts that are too small or drained, so that a refusal can name them
     """
     return tuple(room.host for room in sorted(rooms, key=_promise)[:most])
 
@@ -148,8 +148,8 @@ def _most(room: HostRoom, sizes: Iterable[int]) -> int:
 def largest_first(sizes: Iterable[tuple[str, int]]) -> tuple[str, ...]:
     """The names of models in the order of their placement: the largest first, then by name.
 
-    `sizes` has the bytes of each model. Large models are placed first, because the placement of
-    small models leaves too little room for large ones.
+    `sizes` has the bytes of each model. Large models are placed first, because small models that
+    were placed first could leave too little room for them.
 
     >>> largest_first([("a", 1), ("b", 2), ("c", 2)])
     ('b', 'c', 'a')

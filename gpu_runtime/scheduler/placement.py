@@ -185,9 +185,9 @@ def runners_up(
 ) -> tuple[Candidate, ...]:
     """The `considered` candidates: the chosen candidate first, then all others with a reason.
 
-    The reason is a sentence on why the candidate was not chosen. `taken` are the chosen shares. If
-    no candidate is on the cards of `taken`, the candidates are returned as they are. `rules` are
-    the rules of the choice.
+    The reason states why the candidate was not chosen. `taken` are the chosen shares. If no
+    candidate is on the cards of `taken`, the candidates are returned as they are. `rules` are the
+    rules of the choice.
     """
     listed = list(considered)
     cards = _cards(taken)

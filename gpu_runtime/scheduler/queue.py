@@ -155,9 +155,9 @@ def may_pass(
 ) -> bool:
     """Whether the `request` may take room before this `elder`, a request ahead in the queue.
 
-    In two cases the elder cannot use the room now, so the request may take it. Either a model in
-    use has blocked the elder for less than 30 s, or the requesting thread itself holds leases on a
-    card that the elder needs.
+    In two cases the elder cannot use the room now, so the request may take it. In the first case, a
+    model in use blocks the elder. After 30 s in this state, no request may pass the elder any more.
+    In the second case, the requesting thread itself holds leases on a card that the elder needs.
     """
     blocked_since = elder.blocked_since
     if blocked_since and world.now - blocked_since < world.rules.passing_seconds:

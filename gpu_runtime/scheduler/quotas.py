@@ -28,7 +28,7 @@ from .placement import claim
 
 
 def refusal(book: Book, request: Request, world: World) -> Refuse | None:
-    """The refusal of `request` by the user's cap, whatever the card; None if the cap allows it.
+    """The refusal of `request` if the user's cap forbids it on every card; else None.
 
     The cap on bytes is not checked here; see `capped_cards`.
     """
@@ -122,7 +122,7 @@ def _is_fixed(lease: Lease, world: World) -> bool:
 def left(book: Book, world: World, *, leaving: bool = True) -> dict[str, int]:
     """Bytes that the user may still take on each card; empty if the user's bytes are not capped.
 
-    Bytes that are being moved out are counted as held, unless `leaving` is False.
+    If `leaving` is True, bytes that are being moved out count as held.
     """
     cap = world.rules.cap
     if cap is None:

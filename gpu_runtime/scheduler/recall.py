@@ -1,4 +1,4 @@
-"""An owner's side of requests: decides which recalled models leave, and collects the orders.
+"""An owner's side of requests: decides which recalled models leave, and collects other work.
 
 Pure. The module `asks` has the requester's side: it writes the request on a ticket (an entry in the
 book) and reads the answer. Every owner follows the same rules: a model in use is never moved, and a
@@ -136,7 +136,7 @@ def _order(book: Book, owner: str, ticket: Ticket, asker: Asker) -> Order:
 
 
 def foreign(user: str, verb: str, name: str, owner: Owner) -> str:
-    """The sentence that `user` may not request `verb` from `owner`, another user's process.
+    """The sentence that refuses a request of `user` for `verb` to `owner`, another user's process.
 
     `name` is the name of the model. It is empty if the request concerns the whole process.
     """
@@ -247,9 +247,9 @@ def _unloaded_for(
 
     The returned function has one parameter, the number of free bytes in host memory.
 
-    If `step` is None, the lease can be neither moved nor dropped now. Other leases are then
-    unloaded only if a `person` made the request. If the lease can be dropped, only leases that are
-    worth less are unloaded for it.
+    `step` is None if the lease can be neither moved nor dropped now. Then other leases are unloaded
+    for it only if a `person` made the request. If there is a `step`, only leases that are worth
+    less than this lease are unloaded for it.
     """
     if step is None and not person:
         return lambda host_room: ()

@@ -77,9 +77,9 @@ def room_for(
     """Leases whose shadows are freed, and leases to unload, so that `lease` fits into host memory.
 
     The result is None if `lease` fits as it is, or if the room cannot be made. `host_room` is the
-    host's free bytes. The function `renewed` is called if the shadows are too few. It takes the
-    bytes that are free once all shadows are freed, and returns the leases to unload. All other
-    parameters are as in `held` and `enough`.
+    host's free bytes. The function `renewed` is called if the shadows are too few. Its parameter is
+    the number of bytes that are free once all shadows are freed. It returns the leases to unload.
+    All other parameters are as in `held` and `enough`.
     """
     shortage = lease.offload_bytes - host_room
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)

@@ -355,9 +355,9 @@ def _first_in_order(
     count: int,
     size: int,
 ) -> tuple[str, ...]:
-    """The first `count` cards in order that together have `size` bytes.
+    """The first set of `count` cards, in the order of `cards`, that has `size` bytes together.
 
-    The result has fewer cards if even the `count` largest cards have too few bytes.
+    If no set has so many bytes, the result has fewer than `count` cards.
     """
     chosen: list[str] = []
     left = size

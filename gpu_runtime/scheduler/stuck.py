@@ -52,8 +52,8 @@ def stuck_leases(
             if why:
                 leases.setdefault(device, []).append((lease, why))
             elif not lease.droppable and lease.kind != "block":
-                # `host_bytes` counts the memory of all shadows as free. With its shadow, a lease
-                # would need less of it to leave, and the same bytes would count twice.
+                # `host_bytes` counts the memory of all shadows as free. So the shadow of this lease
+                # is ignored. Otherwise its bytes would count twice: as free, and as copied already.
                 bare = replace(lease, shadow_bytes=0) if lease.shadow_bytes else lease
                 precious.setdefault(device, []).append(bare)
     host_bytes = _host_bytes_to_be_had(book, world) if precious else 0
@@ -64,8 +64,8 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
     """Sets of precious leases that may have to stay on their cards; sets of few leases are first.
 
     For each set, host memory has room for all other precious leases. If host memory has room for
-    all precious leases, or if they are too many to try every set, the result is one empty set. Then
-    these leases are no reason to refuse the request.
+    all precious leases, or if they are too many to try every set, the result is one empty set. In
+    both cases, precious leases are no reason to refuse the request.
     """
     by_id = {}
     for leases in stuck.precious.values():

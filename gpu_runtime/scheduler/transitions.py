@@ -1,4 +1,4 @@
-"""Changes the book after something has happened: settled, abandoned, published, reaped.
+"""Changes the book after something has happened, such as an arrival, an eviction or a death.
 
 Pure. This module decides nothing: facts are always accepted, even if they show an overdraft. The
 book is all leases and requests of a host, and an owner's section is the owner's part of it. A lease
@@ -344,7 +344,7 @@ def _published_leases(section: Section, truth: Truth) -> tuple[Lease, ...]:
 
 
 def _under_way(moving: Lease, known: Lease) -> Lease:
-    """The book's lease `moving`, with the pins and the last use that the owner's `known` has."""
+    """The book's lease `moving`, with the pins and the last use of the owner's own copy, `known`."""
     born_with = moving.pins if moving.phase is Phase.ARRIVING else 0
     return replace(
         moving,

@@ -17,7 +17,8 @@ def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
 
     An owner has responded if it has published that the model is in use, has begun the work, or
     waits for room to restore the model. `rules.answer_seconds` is the time that an owner has to
-    respond. A `use` that its requester has not refreshed for `rules.refresh_seconds` is skipped.
+    respond. A waiting request (`use`) is skipped if its requester has not refreshed it for
+    `rules.refresh_seconds`.
     """
     found = []
     for ticket in seen.tickets:
@@ -32,7 +33,7 @@ def unanswered(seen: Snapshot, rules: Rules = _USUAL) -> tuple[Unanswered, ...]:
 
 
 def _since(ticket: Ticket) -> float:
-    """The time of the request. For a `use`, the time at which the current recalls were made."""
+    """The time of the request; for a waiting request (`use`), the time of its present recalls."""
     if ticket.verb == "use":
         return ticket.recalled_since or ticket.arrived
     return ticket.arrived

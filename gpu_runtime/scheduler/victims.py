@@ -192,8 +192,8 @@ class PartsRoom(NamedTuple):
     """The bytes of host memory that parts of leases may take."""
 
     free: int
-    # The bytes of host memory for weights that exist nowhere else. To make room for such weights,
-    # other leases are unloaded from host memory.
+    # The room for weights that exist nowhere else: `free`, and the bytes that shadows and unloaded
+    # leases give up for such weights.
     most: int
 
 
@@ -298,7 +298,7 @@ def fewest_victims(
 def _least_important_that_do(
     need: Gain, ordered: Iterable[Lease]
 ) -> list[tuple[Lease, Gain]] | None:
-    """The leases of the least important classes that together meet the need; None if all do not."""
+    """The leases of the least important classes that together meet the need; None if too few."""
     owners = _owners(need)
     able: list[tuple[Lease, Gain]] = []
     missing = dict(need)
@@ -353,9 +353,10 @@ class _SmallestSet:
         size: int,
         taken: tuple[Lease, ...],
     ) -> None:
-        """Adds each set of `count` leases from index `start` on to the leases already `taken`.
+        """Tries all sets that consist of the leases `taken` and `count` further leases.
 
-        `left` is the need that remains. `size` is the bytes of the taken leases.
+        The further leases have the index `start` or a higher one. `left` is the need that remains.
+        `size` is the bytes of the taken leases.
         """
         self.looks += 1
         if self.looks > MOST_LOOKS:
@@ -377,7 +378,7 @@ class _SmallestSet:
         size: int,
         taken: tuple[Lease, ...],
     ) -> None:
-        """Completes the set with the smallest lease that is enough, if there is such a lease."""
+        """Completes the set `taken` with the smallest lease that frees all of `left`, if possible."""
         enough = []
         for lease, gain in self.able[start:]:
             if all([gain.get(place, 0) >= missing for place, missing in left.items()]):
@@ -395,7 +396,7 @@ class _SmallestSet:
         count: int,
         left: Mapping[str, int],
     ) -> bool:
-        """Whether no `count` leases from `start` on can free the bytes that are still missing."""
+        """Whether even the best `count` leases from the index `start` on free too few bytes."""
         # With one place, the leases are sorted by the bytes that they free there, the largest
         # first.
         one_place = len(self.need) == 1
