@@ -11,11 +11,11 @@ A lease covers the weights. If the registration requested room for use (`context
 that code uses beyond its leases is measured, and the book (all leases and requests) counts it as
 the residue of its process.
 
-*No overhead is counted twice.* A declared size includes the room for use. A measured size is the
-size of the tensors' storages, and gets no factor. If only the size of the files or a name is known,
-cache and activations are calculated where possible. Otherwise the weights are multiplied by a
-factor for them. The CUDA context is counted only for a process's first model on a card. After that,
-the context is part of the residue.
+*No overhead is counted twice.* Overheads are cache, activations and the CUDA context. A declared
+size includes them, so nothing is added to it. To any other size, cache and activations of the
+requested use are added, if they can be calculated. If not, and if only the size of the files or the
+name is known, a fraction of the weights is added instead. The CUDA context is added for a process's
+first model on a card. Afterwards the context is part of the residue.
 
 *Peak.* The peak use of a model is stored and shown, but not leased: one large batch would make the
 lease large forever. While torch keeps the bytes of a peak, they are in the book as residue.
@@ -184,8 +184,8 @@ def _beyond_weights(
 ) -> tuple[Part, ...]:
     """The parts for cache and activations; a margin if these cannot be calculated."""
     if evidence.at_load:
-        # The measured size of an engine includes its cache. An engine with its weights in host
-        # memory has its cache there too.
+        # Nothing is added to the measured size of an engine, because it includes the cache. Nothing
+        # is added if the engine's weights are in host memory, because its cache is there too.
         if measured is not None or evidence.weight_bytes == 0:
             return ()
     if use and weights.source == "name" and kv_cache.cache_layers(evidence.config) is None:

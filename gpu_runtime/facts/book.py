@@ -125,7 +125,7 @@ class Book(Value):
     counts: dict[str, int] = {}  # counters of owners that have ended, so that totals never decrease
     ghosts: tuple[Ghost, ...] = ()  # memory of dead processes that a driver may not have freed yet
     # Maps Device.key to the mark of a drained card. The mark is in no owner's section, so the mark
-    # stays when the owner that set it ends.
+    # stays after the owner that set it has ended.
     drained: dict[str, Drain] = {}
     # Owners whose section cannot be read. The bytes of such an owner stay claimed until the owner
     # writes its section again or ends.
@@ -184,7 +184,7 @@ class Book(Value):
     def owner(self, owner_id: str) -> Owner | None:
         """The owner with the id `owner_id`; None if the book has no section of this owner.
 
-        A ticket has only the id of its owner.
+        An owner that has only a ticket is not found, because a ticket has only the owner's id.
         """
         section = self.sections.get(owner_id)
         if section is not None:
@@ -309,10 +309,11 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
 
     `old` is the book as it was read, and `new` the book to be written. The check is for laws 1 and
     2 in docs/architecture.md. Bytes are promised if they are reserved for loads, moves and shadows.
-    A device has an entry only if more is promised on it than in `old`, because measured bytes
-    (residue, or a lease that is larger than requested) may exceed the limit. If the claims in `old`
-    exceed the limit already, only bytes above these claims count. Devices that share the machine's
-    RAM also have one joint entry, such as `cuda:0+host`.
+    A device has an entry only if more is promised on it than in `old`. Without a new promise, a
+    device above its limit is no error: measured bytes (residue, or a lease that is larger than
+    requested) may exceed the limit. If the claims in `old` exceed the limit already, only bytes
+    above these claims count. Devices that share the machine's RAM also have one joint entry, such
+    as `cuda:0+host`.
     """
     # An unchanged section promises nothing new, and most writes change one section of many.
     changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]

@@ -64,7 +64,7 @@ class Rules(Value):
     reserve_bytes: int = 0  # measured free memory that stays free
     stale_seconds: float = 5.0  # no grant is based on a sample older than this
     passing_seconds: float = 30.0  # a request blocked by a model in use may be passed for so long
-    # An owner is unresponsive if it has not acted on a request for this long, although it could.
+    # An owner is unresponsive if it could act on a request, and has not done so for this long.
     answer_seconds: float = 2.0
     refresh_seconds: float = 2.0  # a ticket that was not refreshed for this long is skipped
     patience_seconds: float = (

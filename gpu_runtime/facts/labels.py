@@ -121,7 +121,7 @@ def place_label(lease: Lease) -> str:
 
 
 def bytes_label(lease: Lease) -> str:
-    """The bytes and place of `lease`: `40.0 GiB on cuda:0`; `place_label` for a lease in parts."""
+    """The bytes and place of `lease`, such as `40.0 GiB on cuda:0`; see `place_label` for parts."""
     return place_label(lease) if lease.in_parts else f"{show_bytes(lease.bytes)} on {lease.where}"
 
 

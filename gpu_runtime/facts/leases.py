@@ -357,7 +357,7 @@ class Section(Value):
         return self._sums()[2]
 
     def copies(self) -> tuple[tuple[str, int], ...]:
-        """For each lease with shared pages: the id of the pages, and the bytes that it claims there."""
+        """For each lease with shared pages: the id of the pages, and the lease's bytes in them."""
         return self._sums()[3]
 
     def _sums(self) -> _Sums:

@@ -25,7 +25,7 @@ class Offer(Value):
 
 
 class HostRoom(Value):
-    """The room of one host for a model. A fleet uses it to choose the hosts that plan the model."""
+    """The room of one host for a model. A fleet uses it to choose the hosts that make a plan."""
 
     host: str
     here: bool = False  # whether the model is on a device of the host
@@ -35,5 +35,5 @@ class HostRoom(Value):
     may_split: bool = False  # whether the model may use several cards
     free_bytes: tuple[int, ...] = ()  # of each card
     budget_bytes: tuple[int, ...] = ()  # of each card
-    # Importance -> bytes of idle leases on each card that are of this importance, and may leave.
+    # Importance -> for each card, the bytes of idle leases of this importance that may leave.
     idle_bytes: dict[int, tuple[int, ...]] = {}

@@ -223,7 +223,7 @@ _ARRIVED = ("granted", "loaded", "restored")
 def _swapping(seen: Snapshot) -> Iterator[Problem]:
     """Yields a problem if two models left a card alternately, such as A, B, A, B.
 
-    At least LEAST_TURNS evictions by turns in the last five minutes are a problem.
+    There is a problem after at least LEAST_TURNS such evictions in the last five minutes.
     """
     recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
     for view in seen.devices:
@@ -280,7 +280,7 @@ def _settled(seen: Snapshot, event: Event) -> Lease | None:
 
 
 def _refusals(seen: Snapshot) -> Iterator[Problem]:
-    """Yields a problem for the newest refusal of each model, unless it was granted room later.
+    """Yields a problem for the newest refusal of each model that was not granted room later.
 
     Refusals older than ten minutes, and refusals of owners that have left the book, are left out. A
     block of code that requests more than all cards have is left out too: its caller got an error.

@@ -208,7 +208,7 @@ class Snapshot(Value):
     presences: dict[str, Presence] = {}
     quarantined: tuple[Quarantined, ...] = ()  # owners whose section cannot be read
     names: dict[str, tuple[str, ...]] = {}  # owner id -> models that it can load on request
-    # Owner id -> each of these models by name, with the size and importance that the owner
+    # Owner id -> name of a model that the owner can load -> the size and importance that the owner
     # declares.
     declared: dict[str, dict[str, Declared]] = {}
 

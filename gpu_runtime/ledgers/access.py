@@ -94,8 +94,8 @@ class Access(NamedTuple):
     def make(self, directory: Path) -> None:
         """Makes a boot's `directory` in a shared ledger, and the directories that belong to it.
 
-        They are its parent directory, and in the parent the directory `journal` and the owners'
-        directory. Existing directories stay as they are. Raises OSError.
+        These are the parent of `directory` and, in the parent, the directory `journal` and the
+        owners' directory. Existing directories stay as they are. Raises OSError.
         """
         world = directory.parent
         for made in (world, world / "journal", directory, _beside(directory)):
@@ -191,8 +191,8 @@ def journals_in(ledger: Path) -> JournalPlace:
     """The places of the journals of the ledger in the directory `ledger`.
 
     In a shared ledger, each user has a journal in a directory that only this user can write. SQLite
-    reads some files beside a database as part of it. So another user who could write to the
-    directory could change the journal.
+    reads some files beside a database as part of the database. So another user who could write to
+    the directory could change the journal.
     """
     root = _shared_root(ledger)
     if root is None:
@@ -239,7 +239,7 @@ def require_no_link(db: sqlite3.Connection, path: Path) -> None:
     """
     if access_to(path.parent).group is None:
         return
-    # No member of the group can change the path to the directory above the ledger's.
+    # No member of the group can change the path to the parent of the ledger's directory.
     above = next(one.parent for one in path.parents if os.path.lexists(one / MARK))
     expected = os.path.join(os.path.realpath(above), *path.relative_to(above).parts)
     opened = db.execute("PRAGMA database_list").fetchone()[2]

@@ -46,8 +46,8 @@ class Ledger(Protocol):
         """Writes the book that `decide` returns, and returns the second value of `decide`.
 
         `decide` may run more than once, so it must be pure. It must first check whether the book
-        already has its lease or ticket, because a rebuilt book may have it. If `decide` returns the
-        same book object that it was given, nothing is written.
+        already has the lease or ticket to be added, because a rebuilt book may have it. If `decide`
+        returns the same book object that it was given, nothing is written.
 
         After an exception that did not come from `decide` (such as a KeyboardInterrupt during the
         write), the write may or may not have happened. To find out, the caller has to read the book.
@@ -58,8 +58,8 @@ class Ledger(Protocol):
     def dead(self, book: Book) -> frozenset[str]:
         """Ids of the owners of sections and tickets in `book` that are dead.
 
-        An owner is dead if its death is proven. An owner in `declare_dead` is also dead, unless it
-        is proven alive. This ledger's own owner is never dead.
+        An owner is dead if its death is proven. An owner that was given to `declare_dead` also
+        counts as dead, unless it is proven alive. This ledger's own owner is never dead.
         """
 
     def unknown(self, book: Book) -> frozenset[str]:
@@ -154,7 +154,7 @@ class Ledger(Protocol):
 
 
 def require_usable(url: str, owner: Owner, is_open: bool) -> None:
-    """Raises LedgerUnavailable in a forked child of `owner`, and unless the ledger `is_open`."""
+    """Raises LedgerUnavailable if the ledger is closed, or if this is a forked child of `owner`."""
     if os.getpid() != owner.pid:
         why = f"belongs to the parent (pid {owner.pid}) of this forked process"
     elif not is_open:

@@ -32,8 +32,8 @@ def part_of(book: Book, owner_id: str) -> Book:
 def union(parts: list[Book]) -> Book:
     """One book made from `parts`, the parts of several owners, from the oldest to the newest.
 
-    The oldest part that has a device decides its description and limit. The newest part with a
-    section decides which cards are drained.
+    The description and the limit of a device are from the oldest part that has the device. The
+    drained cards are from the newest part with a section.
     """
     devices: dict[str, Device] = {}
     limits: dict[str, int] = {}
@@ -62,8 +62,8 @@ def union(parts: list[Book]) -> Book:
 def with_living(book: Book, parts: dict[str, Book]) -> Book:
     """The `book`, with the sections and tickets of the owners in `parts` replaced by those in `parts`.
 
-    `parts` maps owner ids to parts. The parts may also add devices and limits. They decide which
-    cards are drained only if no card is drained in `book`.
+    `parts` maps owner ids to parts. The parts may also add devices and limits. The drained cards of
+    the parts are used only if no card is drained in `book`.
     """
     sections = {id: section for id, section in book.sections.items() if id not in parts}
     tickets = [ticket for ticket in book.tickets if ticket.owner not in parts]

@@ -33,8 +33,8 @@ CLOSED_LOOK_SECONDS = 0.1  # between two checks whether grants are possible agai
 # Time for owners to register in a book that was made again. An owner's monitor thread reads the book
 # once a second (less often with many owners), and registers the owner if it is missing.
 REGISTER_SECONDS = 2.0
-# How often a second the monitors of all idle owners, taken together, read the book. (With 12, 64 idle
-# owners used 1.3 % of a core.)
+# The number of times a second that the monitors of all idle owners together read the book. (With
+# 12, 64 idle owners used 1.3 % of a core.)
 TICKS_A_SECOND = 6
 
 
@@ -128,7 +128,7 @@ class BookStore:
         """The page in memory; None if a newer page is known, or if an earlier write is unfinished.
 
         A decision on the page in memory saves a third of the cost of a write. If there is a newer
-        page after all, the write fails. A caller that writes nothing must also call `look`.
+        page after all, the write fails. Without a write, only `look` notices the newer page.
         """
         with self._lock:
             page = self._page
@@ -229,7 +229,7 @@ class BookStore:
         raise NotImplementedError
 
     def _open(self) -> None:
-        """Opens the book in force: sets the connection, the page and the least revision.
+        """Opens the book in force: sets `_connection`, `_page` and `_least_rev`.
 
         Raises DamagedBook.
         """

@@ -135,7 +135,7 @@ class SharedLedger:
     ) -> T:
         """Repeats `decide` until the returned book is written. Returns the second returned value.
 
-        `paced` is True for a transaction, which may have to queue.
+        `paced` is True for a write, which may have to queue, and False for a read.
         """
         deadline = time.monotonic() + self.patience_seconds
         races_lost = 0
@@ -196,8 +196,8 @@ class SharedLedger:
     def _pause_after_loss(self, races_lost: int, turn: WriterQueue | None, deadline: float) -> None:
         """Sleeps before the next attempt, if more than a few races were lost. Raises the time-out error.
 
-        `turn` is the queue if this process has the turn. After a loss in its turn, all other
-        processes must queue until the turn ends.
+        `turn` is the queue if this process has the turn. If this process loses a race in its turn,
+        all other processes must queue until the turn ends.
         """
         now = time.monotonic()
         if now > deadline:
@@ -212,10 +212,10 @@ class SharedLedger:
             pause(self._pace.after_loss(races_lost, now))
 
     def _require_lawful(self, page: Page, new: Book) -> None:
-        """Raises LedgerRefused if `new` breaks a law, or LostRace if `page` is also out of date.
+        """Raises LedgerRefused if `new` breaks a law; LostRace instead if `page` is out of date.
 
-        With an old page, a lawful removal of a dead owner can look unlawful: another process has
-        already removed the owner, and the file that proved the death.
+        With an old page, a lawful removal of a dead owner can look unlawful: perhaps another
+        process has already removed the owner, and the file that proved the death.
         """
         try:
             refuse_unlawful(page.book, new, self.owner.id, self.dead, self.url)
@@ -345,8 +345,8 @@ class SharedLedger:
     def close(self) -> None:
         """Releases the owner's lock and doorbell, and removes its maps, names and answers.
 
-        The lock file remains if the book still has a section or ticket of the owner: without a lock,
-        the file proves the owner's death.
+        The lock file remains if the book still has a section or ticket of the owner: an unlocked
+        file proves the owner's death.
         """
         if self._closed or os.getpid() != self.owner.pid:
             return

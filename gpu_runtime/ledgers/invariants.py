@@ -135,7 +135,7 @@ def _unread_stay(write: Write) -> str:
 
 
 def _not_proven_dead(write: Write, owners: Set[str]) -> Set[str]:
-    """The `owners` whose death is not proven. Without owners, no death is tested."""
+    """The `owners` whose death is not proven. If `owners` is empty, `dead` is not called."""
     if not owners:
         return owners
     return owners - write.dead(write.old)
@@ -215,7 +215,7 @@ def _opening_stays(write: Write) -> str:
 def _devices_stay(write: Write) -> str:
     """The first owner describes the devices. Other owners may only add devices.
 
-    An owner that is alone in the book may change them.
+    An owner that is alone in the book may also change the devices.
     """
     if write.new.devices is write.old.devices or write.is_alone:
         return ""
@@ -243,7 +243,7 @@ def _limits_stay(write: Write) -> str:
 def _samples_get_newer(write: Write) -> str:
     """A sample (one measurement) of a device is only replaced by a newer sample.
 
-    An owner that is alone in the book may remove it.
+    An owner that is alone in the book may also remove samples.
     """
     if write.new.samples is write.old.samples:
         return ""

@@ -227,7 +227,7 @@ class OwnerFile:
     def close_here(self) -> None:
         """Closes the descriptor. The lock ends when no process has the file open any more.
 
-        There is no explicit unlock. In a forked child, it would release the parent's lock.
+        There is no explicit unlock, because in a forked child it would release the parent's lock.
         """
         fd, self._fd = self._fd, -1
         if fd >= 0:
@@ -235,7 +235,7 @@ class OwnerFile:
 
 
 def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int, Owner, Path]:
-    """Makes a locked file in `directory`, whose name is the owner's id.
+    """Makes a locked file in `directory`. The name of the file is the owner's id.
 
     If a file with this name exists, the owner gets another serial. Returns the file's descriptor,
     the owner with the file's inode, and the file's path. The file is locked before it gets its name.

@@ -116,10 +116,11 @@ def _compact(size: int) -> str:
 def require_private(directory: Path) -> None:
     """Raises LedgerUnavailable if another user could put files into the private ledger `directory`.
 
-    If `directory` is below `local_state()`, no other user may write to a directory on its path.
-    `local_state()` is made here with mode 0700. If a setting names another directory, every directory
-    on its path must belong to this user or to root. Other users may write to these, as in many
-    containers. A directory that a setting names is not checked for root or for a shared ledger.
+    If `directory` is below `local_state()`, no other user may be able to write to a directory on
+    its path. `local_state()` is made here with mode 0700. If a setting names another directory,
+    every directory on its path must belong to this user or to root, but may be writable for others,
+    as in many containers. In two cases this other directory is not checked: the user is root, or
+    the directory is in a shared ledger.
     """
     base = local_state()
     is_default = directory.is_relative_to(base)

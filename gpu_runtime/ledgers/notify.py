@@ -246,8 +246,8 @@ def _bind(directory: Path, owner_id: str, group: int | None) -> tuple[Path, int,
     bell = socket.socket(
         socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
     )
-    # If a file with this name exists, it belonged to a killed process. Its id was used again: a
-    # process in another container has the same pid and the same start time.
+    # A file with this name is left from a killed owner. That owner ran in another container, with
+    # the same pid and the same start time.
     path.unlink(missing_ok=True)
     bell.bind(_socket_path(fd, owner_id))
     if group is not None:

@@ -184,7 +184,7 @@ def _inside(value: object) -> Sequence[tuple[str, object]]:
 
 
 def _largest(section: Section | None) -> str:
-    """The largest lease of a section, as the end of a sentence on the size of an owner's part."""
+    """The end of a sentence about the size of an owner's part: the largest lease in it."""
     sizes = [(len(encode(lease)), lease.name[:80]) for lease in section.leases] if section else []
     if not sizes:
         return f"and {MOST_PART_BYTES} are the most"

@@ -224,7 +224,7 @@ def _part(
 
 
 def _kept(unread: Quarantined, old: Part | None) -> Part:
-    """The part of an owner whose part cannot be read. The bytes of the part stay as they are."""
+    """An owner's unreadable part. Its bytes stay as they are."""
     if old is not None and old.quarantined is unread:
         return old
     room = _decode_entry(unread.entry).room
@@ -244,8 +244,8 @@ def _packed_shared(book: Book, old: Packed) -> tuple[Shared, tuple[int, int, int
 def _room(size: int, before: int) -> int:
     """The room (bytes in the page) for `size` bytes of content.
 
-    The room stays as it was `before`, unless that is too small or far too large. While the room
-    stays, no other part of the page moves.
+    The room `before` is kept if it is large enough for the content, and not far too large. Then no
+    other part of the page moves.
     """
     if size <= before <= 4 * size + 2 * _STEP:
         return before
@@ -435,7 +435,7 @@ def _book(shared: Shared, queue: tuple[int, ...], parts: dict[str, Part]) -> Boo
 
 
 def _tickets_in_order(queue: tuple[int, ...], parts: tuple[Part, ...]) -> tuple[Ticket, ...]:
-    """The tickets of all `parts`. `queue` has the index in `parts` of each ticket's owner."""
+    """The tickets of all `parts`, in order. `queue` has, for each ticket, the index of its part."""
     if not any([part.tickets for part in parts]):
         return ()
     waiting = [iter(part.tickets) for part in parts]

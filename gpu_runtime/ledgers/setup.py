@@ -116,8 +116,8 @@ def _group_id(group: str) -> int:
 def _require_suitable(place: Path, gid: int, group: str) -> None:
     """Raises BadSetting if `place` is not suitable for a ledger of the `group`.
 
-    The members must be able to reach the place, and nobody else may replace it. The place must be
-    on a local disk, and must be empty or a ledger.
+    The members must be able to reach the place, and no other user must be able to replace it. The
+    place must be on a local disk, and must be empty or a ledger.
     """
     if not place.is_absolute() or ".." in place.parts or len(place.parts) < 3:
         raise _bad(place, "an absolute path, such as /var/lib/gpu-console/ledger")
@@ -139,7 +139,7 @@ def _require_suitable(place: Path, gid: int, group: str) -> None:
 def _require_reachable(place: Path, gid: int, group: str) -> None:
     """Raises BadSetting if a directory above `place` is closed to the group or writable for all.
 
-    Everybody may write to a directory with the sticky bit, such as /tmp.
+    A directory with the sticky bit, such as /tmp, is allowed to be writable for all.
     """
     for parent in place.parents:
         found = parent.stat()

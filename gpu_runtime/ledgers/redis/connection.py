@@ -118,7 +118,7 @@ class RedisConnection:
         return answer
 
     def unavailable(self, what: str, hint: str) -> LedgerUnavailable:
-        """The error for this Redis. `what` is a predicate ("refused a command"), `hint` what to do."""
+        """The error for this Redis. `what` has the verb ("refused a command"), `hint` the advice."""
         return LedgerUnavailable(f"the Redis {self.url} {what}.\n  {hint}", path=self.url)
 
     def close(self) -> None:

@@ -35,14 +35,14 @@ class Pace:
         self._crowded_at = _NEVER
 
     def note_contention(self, now: float) -> None:
-        """Records that other processes write too, because this process waited or lost a race."""
+        """Records that other processes write too, after a wait for the turn or a lost race."""
         self._crowded_at = now
 
     def before(self, now: float) -> float:
         """Seconds to wait before a transaction that starts at the time `now`.
 
-        The result is 0, unless this thread has made eight transactions in a row and other processes
-        write too. The transaction is counted, so this method is called once for each.
+        The result is above 0 only if this thread has made eight transactions in a row and other
+        processes write too. This method counts the transactions, so call it once for each.
         """
         here = self._here
         in_a_row = now - getattr(here, "ended_at", _NEVER) < IN_A_ROW_SECONDS
@@ -67,7 +67,11 @@ class Pace:
 
     @property
     def will_write_again(self) -> bool:
-        """Whether this thread has made three to seven transactions in a row, and so probably goes on."""
+        """Whether this thread will probably write again without a wait.
+
+        True from the third to the seventh transaction in a row. After the eighth, `before` returns
+        a wait.
+        """
         return 2 < self._here.turns < FREE_TURNS
 
     def after_loss(self, times: int, now: float) -> float:

@@ -222,7 +222,7 @@ def set_aside(directory: Path, name: str) -> Path | None:
 def rebuild_lock(directory: Path) -> io.FileIO:
     """The file in `directory` whose lock is the right to make a new book; opened, but not locked.
 
-    The use is `with rebuild_lock(directory) as file: take(file, …)`. The end of the `with` block
+    Use it as `with rebuild_lock(directory) as file: take(file, …)`. The end of the `with` block
     closes the file and so releases the lock, even after a KeyboardInterrupt.
     """
     return _Lock(_private(f"{directory}/rebuild.lock", os.O_RDWR | os.O_CREAT), "a")

@@ -34,13 +34,13 @@ from ..revision_hint import RevisionHint
 from . import files
 from .recovery import Before, newest_roster_rev, rebuild
 
-# A SELECT returns its row while it still holds its read lock. Python needs the GIL to fetch further
-# and to release the lock. If another thread keeps the GIL for a second, no process can write for a
-# second. So one statement that runs to its end within SQLite copies the row to a private temporary
-# table, unless this process already has the row's revision. The row is fetched from this table.
-# (When a thread kept the GIL for 200 ms at a time, other writers waited 200 to 400 ms; now they
-# wait 2 ms. An INSERT OR REPLACE would allocate all pages of the temporary table anew: 286 µs for
-# 400 KB, where the UPDATE takes 139 µs.)
+# A SELECT returns its row while it still holds its read lock. Python needs the GIL to end the
+# SELECT and release the lock. If another thread keeps the GIL for a second, no process can write
+# for a second. So one statement that runs to its end within SQLite copies the row to a private
+# temporary table, unless this process already has the row's revision. The row is fetched from this
+# table. (When a thread kept the GIL for 200 ms at a time, other writers waited 200 to 400 ms; now
+# they wait 2 ms. An INSERT OR REPLACE would allocate all pages of the temporary table anew: 286 µs
+# for 400 KB, where the UPDATE takes 139 µs.)
 COPY = """UPDATE temp.seen SET (rev, schema, body) =
     (SELECT rev, schema, body FROM main.book WHERE host=?)
     WHERE (SELECT rev, schema FROM main.book WHERE host=?) IS NOT (?, ?)"""
@@ -143,7 +143,7 @@ class SqliteBook(BookStore):
         return Before(files_lost=not damage.name and self._others_lost_files())
 
     def _others_lost_files(self) -> bool:
-        """Whether an owner lives that was here before the directory was deleted and made again."""
+        """Whether a living owner has lost its files: the directory was deleted and made again."""
         owners = owners_in(self.directory)
         return any(not os.path.lexists(owners / id) for id in notify.owners_in(owners))
 

@@ -125,7 +125,7 @@ def _from_rosters(directory: Path, name: str, before: Before) -> tuple[Book, int
 
 
 def _missing(directory: Path, before: Book, found: Mapping[str, Book]) -> dict[str, Book]:
-    """The last known parts, by owner id, of owners without a readable roster that may be alive."""
+    """The last known parts of owners that may be alive but have no readable roster, by owner id."""
     missing = {}
     for id in sorted(before.owner_ids() - found.keys()):
         owner, path = before.owner(id), owners_in(directory) / id

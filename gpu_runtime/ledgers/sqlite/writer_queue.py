@@ -4,13 +4,13 @@ The queue is not a lock. The book is safe without a queue, because a write count
 revision is unchanged. *The turn* is the right to write first; one process at a time, the holder,
 has the turn. No other process depends on the holder. If the holder ends, the operating system
 releases its lock. If the holder is stopped, or another of its threads keeps the GIL, the other
-processes write without the turn after 5 to 40 ms. If the holder only waits for a processor, they do
-so after 250 ms. (On a machine with 25 other programs, 64 processes that never waited longer than
-5 ms made 50 to 180 writes a second, and some gave up after 10 s. With the present rule they made
-700 to 1,400 writes a second, and none gave up.)
+processes write without the turn after 5 to 40 ms. If the holder only waits for a processor, the
+other processes wait 250 ms before they write without the turn. (On a machine with 25 other
+programs, 64 processes that never waited longer than 5 ms made 50 to 180 writes a second, and some
+gave up after 10 s. With the present rule they made 700 to 1,400 writes a second, and none gave up.)
 
-A process may also write without queueing, until the process with the turn has lost a race. Then all
-other processes must queue until the turn ends.
+Other processes may write without queueing, as long as the process with the turn loses no race.
+After it has lost a race, they must queue until the turn ends.
 
 The queue has two files. The lock file contains the time at which the last turn ended, a mark whether
 all processes must queue, and the id of the thread that has the turn. The second file is a pipe that
@@ -116,7 +116,7 @@ class WriterQueue:
         return False
 
     def pause(self, seconds: float) -> None:
-        """Sleeps for `seconds` with the turn. Other processes wait at most 250 ms for its end."""
+        """Sleeps for `seconds` in the turn. Other processes wait at most 250 ms for the turn."""
         os.pwrite(self._lock, _HOLDER.pack(_PAUSES), _COUNT_BYTES + 1)
         time.sleep(seconds)
         os.pwrite(self._lock, _HOLDER.pack(threading.get_native_id()), _COUNT_BYTES + 1)
@@ -153,7 +153,7 @@ class WriterQueue:
             os.write(self._pipe, b"!")
 
     def close_here(self) -> None:
-        """Closes the descriptors in a forked child. Otherwise the child could keep a killed parent's turn."""
+        """Closes the descriptors in a forked child, so that it cannot keep a killed parent's turn."""
         self._closing()
 
     def _holder_is_runnable(self) -> bool:
