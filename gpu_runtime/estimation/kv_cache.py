@@ -103,9 +103,9 @@ class PlannedUse(NamedTuple):
 def planned_use(options: Mapping[str, Any], config: Mapping[str, Any]) -> PlannedUse | None:
     """The use that `context_length`, `sequences` and `cache_dtype` in `options` describe.
 
-    If only `sequences` is given, the context is the longest context that `config` names. If both
-    `context_length` and `sequences` are missing, the context is `config["context_at_load"]`, which
-    is set for engines that allocate their cache at load. If `config` lacks this key, the result is
+    The context is `context_length`. If only `sequences` is given, the context is the longest
+    context that `config` names. If neither is given, the context is `config["context_at_load"]`,
+    which is set for engines that allocate their cache at load; without this key, the result is
     None. If `config["one_sequence"]` is true, the engine computes one sequence after the other, and
     `sequences` is ignored.
 

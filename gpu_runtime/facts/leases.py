@@ -96,7 +96,7 @@ class Lease(Value):
     key: str = ""
     shares: Shares = ()
     target: Shares = ()
-    # Where the model's own bytes are or will be, if the lease claims more than them; else empty.
+    # Where the model's own bytes are or will be, if the lease claims other bytes too; else empty.
     filled: Shares = ()
     # Bytes for cache and activations, which the lease claims on a device besides the model's own
     # bytes.
@@ -160,8 +160,8 @@ class Lease(Value):
         """This lease, settled with the `measured` shares of its own bytes.
 
         Claims beyond the model's own bytes stay, whatever the measured size of the weights is: a
-        whole card stays claimed, and working memory stays as requested. But a lease with bytes in
-        host memory has no working memory.
+        whole card stays claimed, and working memory stays as requested. If any bytes are in host
+        memory, there are no such claims.
 
         >>> here, there = (Share("sim:0", 4),), (Share("sim:0", 5),)
         >>> Lease("1", "a", target=(Share("sim:0", 9),), filled=here).holding(there).shares

@@ -255,7 +255,7 @@ def _was_evicted(event: Event, device: str) -> bool:
 
 
 def _turns(left: list[Event]) -> list[Event]:
-    """The newest events of `left`, as far back as the same two leases leave alternately."""
+    """The newest events of `left` in which the same two leases leave alternately."""
     turns: list[Event] = []
     for event in left:
         if turns and _lease_of(event) == _lease_of(turns[-1]):

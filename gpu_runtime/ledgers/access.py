@@ -105,7 +105,8 @@ class Access(NamedTuple):
     def make_directory(self, path: Path, *, sticky: bool) -> None:
         """Makes the directory `path` with its final mode, if it does not exist.
 
-        `sticky` is as in `open_directory`. Raises OSError, also if something else has this name.
+        `sticky` is as in `open_directory`. Raises OSError if `path` exists and is not a directory,
+        or if the directory cannot be made.
         """
         if not os.path.lexists(path):
             # A draft gets its mode before its final name. So no other process finds a directory

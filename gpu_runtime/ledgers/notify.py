@@ -207,7 +207,7 @@ class Doorbell(Bell):
         self.close_here()
 
     def close_here(self) -> None:
-        """Closes the descriptors, also in a forked child. The socket's name remains."""
+        """Closes the descriptors. The socket's name remains. A forked child may call this too."""
         self.closed = True
         self._socket.close()
         if self._directory >= 0:

@@ -1,10 +1,10 @@
 """The newest revision of the book that any process has written, in a file beside the book.
 
 An old copy of the book may replace the book, for example from a backup. The copy is a valid book,
-so only a process that has seen a newer revision notices the replacement. Another process would grant
-the same bytes again. With this file, all processes notice the replacement. The file is written
-after each write of the book, and read before each read and write (2 µs). If the file is missing or
-wrong, a process accepts the book, unless it has itself seen a newer revision.
+so only a process that has seen a newer revision notices the replacement. Any other process would
+grant bytes that are granted already. With this file, all processes notice the replacement. The file
+is written after each write of the book, and read before each read and write (2 µs). If the file is
+missing or wrong, a process accepts the book, unless it has itself seen a newer revision.
 
 The file also saves work. If a process's own copy of the book has the newest revision, the process
 decides on its copy, without a read. If the copy is older, the process reads the book again before

@@ -1,4 +1,4 @@
-"""The candidates for a request: cards, and sets of cards, each with whether it has the room now.
+"""The candidates for a request: cards, and sets of cards. Each shows whether it has the room now.
 
 Pure. The first candidate is the best; the order is that of `placement` and `splitting`. `admission`
 decides which candidate gets the request, and `eviction` whether room is made on a card.
@@ -60,7 +60,8 @@ def candidates_for(
     context: Context,
     out: Mapping[str, str],
 ) -> tuple[Candidate, ...]:
-    """The cards, or sets of cards, for the request, each with whether it has the room now.
+    """The cards, or sets of cards, for the request. Each candidate shows whether it has the room
+    now.
 
     The best candidate is first, and drained cards are last. `out` maps each drained card to a
     sentence on who drained it.
@@ -116,7 +117,7 @@ def _drained_candidates(request: Request, out: Mapping[str, str]) -> tuple[Candi
 
 
 def _with_reserved(candidates: tuple[Candidate, ...], context: Context) -> tuple[Candidate, ...]:
-    """The `candidates`, with the bytes reserved for elders named in the reasons.
+    """The `candidates`. The reasons also name the bytes that are reserved for elders.
 
     Only the reasons of candidates without room change. An elder is a request ahead in the queue.
     """

@@ -130,7 +130,7 @@ def _later(
     freed: Bytes,
     returning: str = "",
 ) -> tuple[dict[str, int], dict[str, Lease]]:
-    """By device: the free bytes after all decided steps, and a lease that leaves the device.
+    """Two dictionaries by device: the free bytes after all decided steps, and a lease that leaves.
 
     `blocking` are the tickets of the elders. `freed` is the result of `freed_since`. `returning` is
     the id of the requested lease if the lease is in parts. If an elder has recalled this lease, the
@@ -176,7 +176,7 @@ def _left_of_own_limit(
 ) -> tuple[int | None, int | None]:
     """Bytes left under INFERENCE_MEMORY_LIMIT_GB: now, and once the leaving models have left.
 
-    The result is two times None if no limit is set, or if the request is not for a model.
+    Both are None if no limit is set, or if the request is not for a model.
     """
     limit = world.rules.limit_bytes
     if limit is None or request.lease.kind != "model":

@@ -1,4 +1,4 @@
-"""Overlaps a model's return from host memory with the departures that make its room.
+"""Overlaps a model's return from host memory with the departures that make room for the model.
 
 Pure. A departure copies bytes from a card to host memory, and a return copies bytes from host
 memory to a card. The bus does both at once. So a large model leaves in stages: after each stage,

@@ -169,8 +169,8 @@ class _Eviction:
     def evict(self, lease: Lease) -> None:
         """Moves or drops `lease`, which is on a card; recalls it if the requester does not own it.
 
-        If room for `lease` can be made in host memory, this call only makes that room. A later
-        decision evicts `lease`.
+        If host memory is too full for `lease`, and room can be made there, this call only makes
+        that room. A later decision evicts `lease`.
         """
         name, title = self._title(self.request.lease), self._title(lease)
         size = show_bytes(self.request.footprint.bytes)

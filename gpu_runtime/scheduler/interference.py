@@ -16,8 +16,8 @@ def interference(loads: Sequence[Event]) -> str:
     """A sentence that compares the median seconds of `loads` alone and beside other models.
 
     `loads` are the load events of one model, the newest last. A load counts only if its source is
-    the source of the newest load. The result is empty unless a load alone and a load beside other
-    models were measured.
+    the source of the newest load. If only one of the two kinds of loads was measured, or none, the
+    result is empty.
     """
     measured = [one for one in loads if one.seconds and one.source == loads[-1].source]
     alone = [one.seconds for one in measured if not one.beside]

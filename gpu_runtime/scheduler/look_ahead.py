@@ -1,8 +1,9 @@
 """Decides whether a model may be loaded before the cell that uses the model has begun.
 
 Pure. Such a load is a guess: the cell may never use the model. The load spends free memory, or the
-memory of an idle model of the same process that is used later or never. The load never waits, and
-never makes another process evict anything. While any request waits, no model is loaded ahead.
+memory of an idle model of the same process that the cells use later or not at all. The load never
+waits, and never makes another process evict anything. While any request waits, no model is loaded
+ahead.
 """
 
 from __future__ import annotations

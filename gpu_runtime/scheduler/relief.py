@@ -199,7 +199,8 @@ def _shed_first(
 ) -> tuple[Shed, ...]:
     """Steps that free shadows of the lease's owner, so that the lease fits on the host.
 
-    The result is empty if `step` is a Move already, or if freeing all shadows is not enough.
+    The result is empty if the lease fits already (`step` is a Move), or if freeing all shadows is
+    not enough.
     """
     if isinstance(step, Move):
         return ()

@@ -61,7 +61,7 @@ def sets_that_fit(
     rules: PlacementRules,
     limits: Room,
 ) -> Iterator[dict[str, int]]:
-    """Yields the sets of cards that `split` tries and that fit, as card -> bytes of the model."""
+    """Yields the sets of cards that `split` tries and that fit: for each card, the model's bytes."""
     cards = [card for card in room if not rules.devices or card in rules.devices]
     most = min(rules.most_cards or len(cards), len(cards))
     for count in range(max(2, rules.least_cards), most + 1):

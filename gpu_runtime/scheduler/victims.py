@@ -198,7 +198,7 @@ class PartsRoom(NamedTuple):
 
 
 def _without_needless_pieces(chosen: Gains, surplus: Gain, host: PartsRoom) -> tuple[Lease, ...]:
-    """The `chosen` leases, without the leases and the pieces of leases that need not leave.
+    """The `chosen` leases that must leave, each with only the pieces that must leave.
 
     The last leases are worth most, so the last leases are spared first. If only some pieces of a
     lease leave, the lease's `target` has the bytes of these pieces. A lease leaves as a whole if

@@ -283,7 +283,7 @@ def writers(path: Path) -> list[int]:
 
 
 def fill_ballast(directory: Path) -> bool:
-    """Reserves disk space in `directory` for releases on a full disk, if none is reserved.
+    """Reserves disk space in `directory`, if none is reserved. On a full disk, releases may use it.
 
     Returns whether the space is reserved now.
     """

@@ -49,8 +49,8 @@ SETTLED_NANOSECONDS = 50_000_000
 UPDATE = "UPDATE main.book SET rev=rev+1, schema=?, body=? WHERE host=? AND rev=?"
 
 
-# If the schema is damaged, SQLite's message quotes it, and Python may be unable to decode the
-# message.
+# If the schema is damaged, SQLite's message quotes the schema, and Python may be unable to decode
+# the message.
 FAULTS = (sqlite3.Error, UnicodeDecodeError)
 MOST_BYTES = 32 << 20  # of a page; 1,024 leases take about 400 KiB
 _BUSY = (
@@ -196,14 +196,14 @@ class SqliteBook(BookStore):
         part_changed = self._part_changed(page, draft)
         if part_changed:
             # Until the commit is known to have succeeded, the roster may differ from the book. The
-            # next `look` repairs it.
+            # next `look` repairs the roster.
             self._roster_doubtful = True
             self._unfinished = page
             self._write_roster(draft.book, draft.packed, page.rev + 1)
         if self._rev_seen_by_others(page) > page.rev:
             # Another process has written since `page` was read. The UPDATE below usually notices
-            # this. But if an old copy has replaced the book since then, it may have the revision of
-            # `page`.
+            # this. But if an old copy has replaced the book since then, the copy may have the
+            # revision of `page`.
             raise LostRace
         self._require_plain_journal(page)
         try:
@@ -231,8 +231,8 @@ class SqliteBook(BookStore):
         before = self._page
         self._disconnect()
         # The rosters are read first. Revisions only grow, so a book that is behind the rosters is
-        # an old copy. But a roster is written before the book. So it may be one revision ahead, if
-        # the write of the book did not succeed.
+        # an old copy. But a roster is written before the book. So the newest roster may be one
+        # revision ahead, if the write of the book did not succeed.
         least_rev = newest_roster_rev(self.directory) - 1
         name = files.current(self.directory)
         inode = files.inode_of(self.directory, name)

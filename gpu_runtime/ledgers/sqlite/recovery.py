@@ -109,8 +109,8 @@ def _from_rosters(directory: Path, name: str, before: Before) -> tuple[Book, int
     newest_schema = max((roster.schema for roster in rosters.values()), default=SCHEMA)
     if newest_schema > SCHEMA:
         raise LedgerNewer(str(directory / name), newest_schema, SCHEMA)
-    # Only the owner's own part of each roster is used: in a shared ledger, no owner may write the
-    # part of another owner.
+    # Only the owner's own part of each roster is used. Otherwise an owner in a shared ledger could
+    # change the part of another owner.
     by_age = sorted(rosters.items(), key=lambda item: item[1].rev)
     parts = {id: _decoded(roster) for id, roster in by_age}
     found = {id: part_of(part, id) for id, part in parts.items() if part is not None}

@@ -68,8 +68,8 @@ class WriterQueue:
         self._lock = os.open(directory / LOCK, flags)
         self._pipe = os.open(directory / PIPE, flags)
         # There is no `close`; the descriptors are closed when no thread uses this object any more.
-        # A thread may have the turn while another thread closes the ledger. Closed descriptors
-        # could already have the numbers of other files.
+        # While one thread closes the ledger, another may have the turn and still use the
+        # descriptors. If they were closed, their numbers could belong to other files already.
         self._closing = weakref.finalize(self, _close, self._lock, self._pipe)
         self._closing.atexit = False
         self._stalled = b"-"  # the last `_turns_ended` after which a process did not end its turn
