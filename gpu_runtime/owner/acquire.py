@@ -1,6 +1,6 @@
 """Gets memory for a model or a block of code: requests it, and waits for the grant.
 
-The module `granted` loads or restores the model then.
+After the grant, the module `granted` loads or restores the model.
 """
 
 from __future__ import annotations
@@ -207,10 +207,10 @@ def grants(
 ) -> Iterator[Grant]:
     """Yields grants that have steps to perform. Ends as soon as `is_here()` returns true.
 
-    The caller performs the steps of each grant. If the steps failed, or if only a part of the model
-    has returned, the caller takes a further item: the request is decided again. Parts of at least
-    `stage_bytes` return while room is made for the rest; 0 means that no part returns alone. Raises
-    Busy, and the errors of `explain.refusal`.
+    The caller performs the steps of each grant. If the steps fail, or if they return only a part of
+    the model, the caller takes the next item, for which the request is decided again. Parts of at
+    least `stage_bytes` return while room is made for the rest; 0 means that no part returns alone.
+    Raises Busy, and the errors of `explain.refusal`.
     """
     reported = False
     try:
@@ -239,7 +239,7 @@ def _verdicts(
     is_here: Callable[[], bool],
     stage_bytes: int,
 ) -> Iterator[Grant | Wait]:
-    """Yields each Grant that has steps, and each Wait for which the thread is about to pause."""
+    """Yields each Grant that has steps. Also yields each Wait, before the thread pauses for it."""
     began = session.clock()
     deadline = None if timeout is None else began + timeout
     checked_for_dead, because = False, ""
@@ -303,8 +303,8 @@ class _Departures:
     def start(self, step: Step, wait: bool) -> None:
         """Performs the `step`. Returns at its end, or at once if `wait` is false.
 
-        A step with one stage always blocks until its end, because no part of a model can return
-        meanwhile.
+        A step that has only one stage blocks even if `wait` is false: no part of the waiting model
+        can return before the step ends.
         """
         session, key = self._session, self._key
         resident = session.residents.get(step.lease.partition("/")[2])
@@ -315,7 +315,7 @@ class _Departures:
         self._threads[step.lease] = threads.start(partial(self._leave, step.lease, act))
 
     def _leave(self, lease_id: str, act: Callable[[], bool]) -> None:
-        """Calls `act` in a separate thread. Logs an error; the request is decided again."""
+        """Calls `act` in a separate thread. Only logs an error, since the request is decided again."""
         try:
             self._session.uninterrupted(self._key, act)
         except Exception as error:  # the request thread meets the same ledger, and raises
@@ -324,7 +324,7 @@ class _Departures:
 
 
 def _ring_blockers(session: Session, verdict: Wait, rung_at: dict[str, float]) -> None:
-    """Notifies the other owners of the blocking leases, so that they publish their pins now.
+    """Notifies the other owners whose leases block the request, so that they publish their pins.
 
     Without a notification, an owner publishes its pins within a second. `rung_at` has the time of
     each owner's last notification. An owner is notified again only after POLL_SECONDS.

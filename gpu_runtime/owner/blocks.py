@@ -56,7 +56,7 @@ class LeasedBlock:
 
     def end(self) -> None:
         """Measures the block's use of memory for the last time and lifts the cap on torch."""
-        # The block may have started CUDA. A child that was forked in the block has no CUDA.
+        # Looked up again: the block may have started CUDA, and a child forked in it has no CUDA.
         cuda = _cuda_of(self._torch)
         if cuda:
             peak = self._peak.bytes if self._peak else cuda.max_memory_allocated(self._torch)
@@ -75,8 +75,8 @@ def _cuda_of(name: str, *, start: bool = False) -> Any:
 
     The result is also None if torch has an allocator that counts no bytes.
 
-    If `start` is true, this function starts CUDA if torch can start it. Before CUDA has started,
-    `reset_peak_memory_stats` raises an error.
+    If `start` is true, CUDA is started first, if torch can start it. The caller needs this, because
+    `reset_peak_memory_stats` raises an error before CUDA has started.
     """
     torch = sys.modules.get("torch")
     if torch is None or not name.startswith("cuda"):
@@ -145,7 +145,7 @@ class _Block(Held):
 
 
 class RoomForProcess(Held):
-    """A `with` block that holds room on one card, which another process is about to use."""
+    """A `with` block that reserves room on one card for another process."""
 
     __slots__ = ("_session", "_name", "_wanted")
 

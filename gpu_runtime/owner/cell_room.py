@@ -85,8 +85,8 @@ class CellRoom:
     def request(self, resident: KernelResident | None, pin: AnchorRef, wanted: Bytes) -> None:
         """Requests the bytes of `wanted` that the kernel does not hold yet, and pins the kernel.
 
-        `wanted` has the bytes that the cell needs of each card; `pin` is the pin to set. If the
-        time limit is over, or if the kernel's memory had to leave during the wait, this method
+        `wanted` has the bytes that the cell needs of each card. `pin` refers to the cell's anchor.
+        If the wait takes too long, or if the kernel's memory has to leave meanwhile, this method
         returns without the room.
         """
         session = self._session
@@ -121,7 +121,7 @@ class CellRoom:
             self._note(resident, more)
 
     def _grants(self, name: str, key: Any, more: Bytes, resident: KernelResident | None) -> Any:
-        """Yields the lease on the bytes `more` of each card after the grant.
+        """Waits for the grant of the bytes `more` of each card, and yields the lease on them.
 
         If the kernel's memory leaves its card before the grant, nothing is yielded.
         """
@@ -151,7 +151,7 @@ class CellRoom:
         return WAIT_TURNS * self._session.settings.gpu_park_turn_seconds
 
     def _note(self, resident: KernelResident | None, more: Bytes) -> None:
-        """Writes an event on the granted bytes `more` and the kernel's lease into the journal."""
+        """Writes into the journal that the kernel's lease has grown by the bytes `more`."""
         session = self._session
         size = sum(more.values())
         lease = resident.lease if resident else Lease(session.me, "kernel", kind="kernel")
@@ -159,7 +159,7 @@ class CellRoom:
         session.note(lease, "grown", "cell", because, size=size, device=next(iter(more)))
 
     def end(self, resident: KernelResident | None) -> bool:
-        """Ends the cell's claim beyond the kernel's bytes. Returns whether there was one."""
+        """Ends the claim on the cell's room. Returns whether there was such a claim."""
         block, self._block = self._block, None
         if block is not None:
             self._session.blocks.pop(block, None)

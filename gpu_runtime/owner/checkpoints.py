@@ -185,7 +185,7 @@ def _require_allowed(session: Session, target: Target) -> None:
 
 
 def _require_foreign(session: Session, target: Target) -> None:
-    """Raises GpuError if `target` has leases or is an engine: it can move without a checkpoint."""
+    """Raises GpuError if `target` has leases or is an engine, and so needs no checkpoint."""
     for section in session.ledger.read().sections.values():
         pid = target.pid
         if pid in section.engines:
@@ -307,7 +307,7 @@ def _hazards(target: Target, held: tuple[Share, ...], driver: str) -> str:
 
 
 def _suspend(session: Session, target: Target) -> tuple[Share, ...]:
-    """Locks the process and moves its memory to RAM; unlocks it on failure. Returns the bytes."""
+    """Locks the process and moves its memory to RAM; unlocks it on failure. Returns what it held."""
     _call("lock", target, lock_seconds=LOCK_SECONDS)
     try:
         held = _held(session, target)  # measured again: the locked process can take no more

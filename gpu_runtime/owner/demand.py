@@ -56,7 +56,7 @@ def placement(session: Session, resident: Resident) -> PlacementRules:
 
 
 def _bound_to(cards: Mapping[str, int], rules: PlacementRules) -> PlacementRules:
-    """Returns the `rules`, changed so that each card gives exactly the bytes that `cards` names.
+    """Returns the `rules`, changed to take from each card exactly the bytes in `cards`.
 
     `cards` maps ids of cards to bytes. Memory that left several cards for host memory returns to
     each card with the bytes that it had there. With less than two cards, or with unknown bytes, the

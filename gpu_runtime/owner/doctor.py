@@ -183,7 +183,7 @@ def _devices(session: Session) -> Rows:
 
 
 def _words_on(session: Session, view: DeviceView) -> list[str]:
-    """The words of the report about one device; some words may be empty."""
+    """The phrases that describe one device in the report; some of them can be empty."""
     device = view.device
     sample = view.sample
     words = [

@@ -57,7 +57,10 @@ def size_in(words: str | int) -> int | None:
 
 
 def is_placed(given: dict[str, Any]) -> bool:
-    """Whether the `given` options say where to place the bytes. `%gpu` has no such options."""
+    """Whether the `given` options say where to place the bytes.
+
+    `%gpu` has no such options. So a plan with one of them suggests no command.
+    """
     return any(name in given for name in PLACED)
 
 
@@ -119,9 +122,9 @@ def of_lease(
 ) -> Subject:
     """The request for a model of another owner, with the size that the owner measured.
 
-    Only the owner could set the options `given`, so they become the obstacle. If the model is not
-    loaded, the request has the size and the importance that the owner `declared`. Raises
-    UnknownSize if no size is known.
+    Only the owner can set options of its model. So if options are `given`, the result has an
+    obstacle, even with enough room. If the model is not loaded, the request has the size and the
+    importance that the owner `declared`. Raises UnknownSize if no size is known.
     """
     size = lease.bytes
     source = "measured"

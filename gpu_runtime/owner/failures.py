@@ -93,7 +93,7 @@ def driver_failure(
 
 
 def _put_away(session: Session, resident: Resident, fault: Fault) -> None:
-    # The bytes are gone, even if the driver refuses to free them.
+    # Nothing can use the bytes any more, even if the driver refuses to free them.
     with contextlib.suppress(Exception):
         resident.lose()
     because = f"{resident.spec.name} was unloaded: {fault.line}"

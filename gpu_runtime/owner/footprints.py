@@ -134,7 +134,7 @@ class Sizing:
         self._contexts = contexts
 
     def _peak(self, shares: Shares) -> int | None:
-        """The bytes of `shares`, plus torch's peak less the bytes that torch holds now.
+        """The bytes of `shares`, plus how much higher torch's use was at its peak than it is now.
 
         None if torch's peak on one of the devices is not known.
         """

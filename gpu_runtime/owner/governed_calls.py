@@ -1,4 +1,4 @@
-"""Makes calls of a governed module pin its model, and restore the model first if it is away.
+"""A call of a governed module pins its model, and first restores the model if it is away.
 
 A governed module is a torch module whose memory this package manages. A resident is the object for
 one managed model. The pin ends with the call. Calls of the module's parts also pin the model, and
@@ -54,7 +54,7 @@ _loading = threading.local()  # its `resident` is the model that `_load_for_chan
 
 
 def govern_calls(value: Any, resident: Governed, dropped: bool = False) -> None:
-    """Makes calls of the module `value`, and of its parts, pin `resident`.
+    """From now on, each call of the module `value` or of one of its parts pins `resident`.
 
     `dropped` is true if the model's tensors hold no bytes. Such a model is loaded by a call, and
     before a tensor or part of it is replaced or deleted. On simulated cards, a read of a tensor
@@ -153,7 +153,7 @@ def _pinning(original: Callable[..., Any], noted: bool = False) -> Callable[...,
     @functools.wraps(original)
     def call(self: Any, *args: Any, **kwargs: Any) -> Any:
         resident = _governed.get(self)
-        # No pin is needed for a copy, which is not governed, or for a call inside another call.
+        # A copy is not governed and needs no pin. A call inside another call is pinned already.
         if resident is None or resident.called_by(threading.get_ident()):
             return original(self, *args, **kwargs)
         if not noted and resident.pinned_by(threading.get_ident()):
@@ -260,7 +260,7 @@ def _clearing(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _reduce_as_base(self: Any, protocol: int) -> Any:
-    """What pickle and copy store: the module as an object of the class that the user wrote."""
+    """For pickle and copy: describes the module as an object of the class that the user wrote."""
     kind = type(self)
     # A library may have replaced the class by a subclass of the governed class, as torch does for
     # parametrizations.

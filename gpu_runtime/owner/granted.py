@@ -98,7 +98,7 @@ def _load(
 
 
 def _remember_uses(session: Session, resident: Resident) -> None:
-    """Reads the uses of the model's last stay from the journal, if its content is the same."""
+    """Reads the model's earlier uses from the journal, unless its content has changed since then."""
     if resident.content and not resident.recent_uses:
         for event in session.journal.tail(1, resident.spec.name, books.ENDED_A_STAY):
             if event.source == resident.content:
@@ -106,7 +106,7 @@ def _remember_uses(session: Session, resident: Resident) -> None:
 
 
 def _report_misplaced(session: Session, resident: Resident, handle: Any) -> None:
-    """Logs and journals if the model's bytes are on other devices than the granted devices."""
+    """Writes to the log and the journal if the model's bytes are not on the granted devices."""
     if elsewhere := resident.backend.elsewhere(handle):
         lease = resident.lease
         because = explain.elsewhere(resident.spec.name, lease.where, elsewhere)

@@ -134,7 +134,7 @@ def _summed(
     found_bytes = sum(one.bytes for one in storages.values())
     unknown_bytes = found_bytes + of_others - known_bytes - graph_bytes
     allocated, reserved = _allocated(session)
-    # A simulated card counts only governed models as allocated, and no tensors of the user.
+    # A simulated card does not count the user's tensors as allocated, so the figure is unknown there.
     unseen_bytes = 0 if session.probe.simulated else max(0, allocated - found_bytes)
     cached_bytes = max(0, reserved - allocated)
     parts = (known_bytes, graph_bytes, cached_bytes, unknown_bytes, unseen_bytes)
@@ -234,8 +234,8 @@ def _on_devices(session: Session) -> list[Resident]:
 def _of_lease(resident: Resident, device: str = "", size: int | None = None) -> Holder:
     """The row of a governed model.
 
-    The row counts all bytes as freed, because `%gpu evict` moves the whole model, whatever names
-    refer to it.
+    In the row, all bytes of the model become free: `%gpu evict` moves the whole model, whatever
+    names refer to it.
     """
     name = resident.spec.name
     shares = [share for share in resident.lease.shares if share.device != HOST]

@@ -30,7 +30,10 @@ def in_one_line(
 
 
 def outcome_of(resident: Resident) -> str:
-    """The state of the model after an interrupted request for it, as the end of a sentence."""
+    """The state of the model after an interrupted request for it.
+
+    The text is the end of a sentence.
+    """
     if resident.place is not Place.HERE:
         return "nothing is held"
     return f"{resident.spec.name} is on {resident.lease.where}, and not in use by this request"

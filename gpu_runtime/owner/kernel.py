@@ -37,7 +37,7 @@ LONGEST_COUNT_SECONDS = 0.05
 COUNT_SHARE = 20  # after a slow count, the next one waits this many times the count's duration
 PARK_AGAIN_SECONDS = 60.0  # an idle kernel that could not be parked is tried again after this time
 SWAPS_A_TURN = 5  # a turn lasts at least this many times what leaving and returning takes
-# `park` takes these words instead of a notebook, to forbid or to allow parking this kernel.
+# Given one of these words in place of a notebook, `park` forbids or allows parking this kernel.
 NEVER, ASKED = "never", "asked"
 
 
@@ -341,7 +341,7 @@ class Kernel:
         )
 
     def exempt(self, never: bool) -> Outcome:
-        """If `never`, brings the memory back and forbids parking this kernel. Else allows it."""
+        """If `never` is true, brings the memory back and forbids parking. If false, allows parking."""
         resident = self.resident
         if never and resident is not None and resident.place is not Place.HERE:
             operations.preload(self._session, self._id())
@@ -374,7 +374,7 @@ def attach(session: Session, stillness: Stillness) -> Kernel:
 
 
 def look_after(session: Session) -> None:
-    """Makes a skipped count, and parks the kernel in two cases.
+    """Makes a count that was skipped, and parks the kernel in two cases.
 
     The kernel is parked if its card is over the limit and the scheduler chooses this kernel, or if
     it was idle for the time in the settings.

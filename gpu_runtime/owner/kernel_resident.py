@@ -110,13 +110,13 @@ class KernelResident(Resident):
     # -- what a cell claims
 
     def claim(self, claims: Bytes) -> None:
-        """Sets the least bytes of each card that the lease claims, now and when it returns."""
+        """Makes the lease claim at least `claims` of each card while the kernel is on its cards."""
         self.claims = dict(claims)
         if self.place is not Place.AWAY:
             self.lease = claiming(self.lease, self.claims)
 
     def must_return_to(self) -> dict[str, int]:
-        """The bytes that the kernel needs on each card to return; empty unless they are away."""
+        """Maps each card to the bytes that the kernel needs there to return; empty if it is not away."""
         return self._claimed() if self.place is Place.AWAY else {}
 
     def _claimed(self) -> dict[str, int]:
@@ -136,7 +136,7 @@ class KernelResident(Resident):
 
 
 def exactly(claims: Bytes) -> dict[str, Any]:
-    """Fields of PlacementRules with which each card gives exactly its part of `claims`."""
+    """Fields of PlacementRules that take from each card exactly the bytes in `claims`."""
     count = len(claims)
     return {
         "layout": "proportional" if count > 1 else "single",

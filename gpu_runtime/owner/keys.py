@@ -50,7 +50,10 @@ class Keys:
         return tuple(key.text for key in self._living())
 
     def end(self, text: str, by: str) -> bool:
-        """Notes that `by` ended the wait with the key `text`. Returns whether that key is known."""
+        """Notes that the wait with the key `text` was ended. Returns whether that key is known.
+
+        `by` is the person or the process that ended the wait.
+        """
         keys = [key for key in self._living() if key.text == text]
         for key in keys:
             key.ended_by = by
@@ -68,8 +71,8 @@ class Keys:
         wanted = key.note
 
         def act() -> T:
-            # A second key is noted before the check, so that a key is known for as long as `work`
-            # runs.
+            # An interrupt of the caller ends its key. So a second key with the same text is noted for
+            # the time of `work`. It is noted before the check of the first key, which can end at once.
             held = self._note(Key(key.text))
             try:
                 return work() if wanted in self._known else None  # type: ignore[return-value]
