@@ -126,8 +126,8 @@ class _Replay:
         rules = Rules(refresh_seconds=float("inf"), patience_seconds=engine.patience_seconds)
         self.world = World(0.0, 0.0, devices, limits, rules=rules)
         self.book = Book(devices=devices, limits=limits).with_section(Section(OWNER))
-        self.used: dict[str, tuple[int, float, str]] = {}
         # model -> number of users, time of the last use, encoded times of recent uses
+        self.used: dict[str, tuple[int, float, str]] = {}
         self.stale = False  # True: `used` has changed since `_publish` wrote it into the book
         self.waiting: dict[str, list[HistoryRequest]] = {}
         self.events: list[tuple[float, int, Callable[[], None]]] = []
@@ -271,8 +271,8 @@ class _Replay:
     def _start_steps(self, lane: str, steps: deque[Step]) -> None:
         """Starts the first of the `steps` in this `lane`.
 
-        If the first step is the departure of a large model, only the first stage of this step
-        starts. Otherwise all steps before the next such departure start, as one transfer.
+        If the first step offloads a large model in stages, only its first stage starts. Any other
+        first step starts together with all steps before the next such offload, as one transfer.
         """
         stage = self._stage_bytes(steps[0])
         if stage:
@@ -291,7 +291,7 @@ class _Replay:
         return duplex.departure_stages(lease, step.shares, self.engine.stage_bytes)
 
     def _start_stage(self, lane: str, steps: deque[Step], stage: int) -> None:
-        """Starts the next stage of the departure that is the first of the `steps`.
+        """Starts the next stage of the first of the `steps`, which offloads a large model.
 
         A stage moves `stage` bytes to host memory. The last stage moves all bytes that are left:
         fewer than 2 * `stage` bytes.

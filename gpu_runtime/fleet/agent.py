@@ -74,8 +74,8 @@ class HostAgent:
             self._trouble = error
 
     def _open(self, devices: str, ledger: str | None) -> None:
-        # The catalogue is in a new directory at each start: the wishes are read from the head
-        # again.
+        # At each start, the catalogue is in a new, empty directory. It is filled from the wishes at
+        # Ray's head.
         self._catalogue = Path(tempfile.mkdtemp(prefix="gpu-fleet-"))
         self._file = self._catalogue / "fleet.json"
         self.rt = Runtime(devices=devices, ledger=ledger, catalog=str(self._catalogue))

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("gpu_runtime")
 
 RACE_SECONDS = 2.0  # the longest wait for the room that a host has offered
-# How long the next use of a model goes to the host of its last use, without asking all hosts.
+# For this time after a use of a model, the next use tries the same host before it asks all hosts.
 BELIEVED_SECONDS = 2.0
 _COPIES = (PlanLevel.HERE, PlanLevel.RESTORE)  # levels of a host that has the model
 ASK_AGAIN_SECONDS = 0.1  # between two questions to a process that is being restarted

@@ -135,9 +135,9 @@ class Controller:
         """The offers for the model `name`, the best offer first, and the revision of the wishes.
 
         The hosts in `without` are left out. A drained host is listed with an offer of the level
-        `never`. A host that did not answer lately is not asked, unless no host answered lately. A
-        host without an answer is listed with `answered` False. With more than eight hosts, all
-        hosts first report their room. Then only the best eight hosts make a plan.
+        `never`. Hosts that did not answer lately are asked only if there are no others. A host
+        without an answer is listed with `answered` False. With more than eight hosts, all hosts
+        first report their room. Then only the best eight hosts make a plan.
         """
         without = set(without)
         drained = set(self._wishes.drained)
@@ -232,8 +232,9 @@ class Controller:
         return placing.attempts(name, allowed, load)
 
     def _may_evict(self, offer: Offer, dedicated: bool) -> bool:
-        """Whether a wished model may be loaded by this `offer`. `dedicated` is whether the model belongs
-        to the dedicated set.
+        """Whether a wished model may be loaded by this `offer`.
+
+        `dedicated` is true if the model belongs to the dedicated set.
 
         An offer that must wait is never taken. A `use` may evict any idle model. A wish is more
         limited: it takes free room, or evicts models that are not wished. A wish of the dedicated

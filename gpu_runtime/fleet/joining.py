@@ -19,7 +19,7 @@ JOIN_SECONDS = 120.0  # the agent's process starts, and its runtime opens
 
 
 def controller() -> Any:
-    """The handle of the controller. If there is no controller, it is started."""
+    """The handle of the controller. If there is no controller, one is started."""
     module = cluster.ray()
     options = module.remote(Controller).options(
         name=cluster.CONTROLLER,

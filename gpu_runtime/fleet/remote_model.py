@@ -112,7 +112,7 @@ class FleetUse:
         self._leave()
 
     def _obtain(self) -> None:
-        # The id is made before it is sent, so that an interrupted request can be withdrawn.
+        # The client makes the id, so that it can withdraw a request that is interrupted.
         self._hold = secrets.token_hex(8)
         try:
             self.host, self._agent = self._fleet._obtain(

@@ -141,7 +141,7 @@ class LookAhead:
         return upcoming.cells(names, lambda value: values.get(id(value), ""))
 
     def follow(self, cells: tuple[CellModels, ...]) -> list[str]:
-        """Counts the useful loads ahead, and gives the eviction policy the next uses of models.
+        """Counts which loads ahead were useful. Gives the eviction policy the next use of each model.
 
         Returns the models of waiting `cells` that may still be loaded ahead.
         """
@@ -190,7 +190,7 @@ class LookAhead:
     def load_next(self, cells: tuple[CellModels, ...]) -> bool:
         """Loads the next model that a waiting cell uses. Without room, reads the model's files.
 
-        Returns whether a model was loaded or bytes were read. A load that failed counts too.
+        Returns True if a model was loaded, if its load failed, or if bytes were read.
         """
         running = [cell for cell in cells if cell.running]
         needed = {name for cell in running for name in cell.uses}

@@ -226,7 +226,7 @@ def remeasure(session: Session) -> None:
 
 
 def _check_devices(session: Session, now: float) -> None:
-    """Measures the devices, then relieves pressure. A driver without an answer is noted."""
+    """Measures the devices, then relieves pressure. If a driver does not answer, only notes this."""
     try:
         session.probe.check(now, session.rules.stale_seconds)
     except ProbeFailed as error:
@@ -252,7 +252,7 @@ def relieve(session: Session) -> None:
 
 
 def _log_pressure(session: Session) -> None:
-    """Logs pressure with the exact lines of the Semantik governor, which operators watch for."""
+    """Logs pressure with the exact lines of the Semantik governor; see the module `seed_log`."""
     for view in views(session.ledger.read(), session.world()):
         if view.device.is_host:
             continue

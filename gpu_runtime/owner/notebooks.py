@@ -62,7 +62,7 @@ def _is_notebook(session: Session, name: str | LeaseId) -> bool:
 
 
 def _idle(session: Session, drop: bool) -> list[LeaseId]:
-    """The idle models on cards that may be evicted. `drop` adds the models in host memory."""
+    """The idle models on cards, if they may be evicted. `drop` adds the models in host memory."""
     book, world = session.look()
     found = []
     for lease in book.leases():

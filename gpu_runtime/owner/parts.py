@@ -22,7 +22,7 @@ def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) ->
     The result is 0 if the model cannot leave in parts.
 
     A model that claims more than its own bytes and its working memory (a whole card, for example)
-    leaves as a whole. A backend may not know the pieces of a model in parts. In this case the
+    leaves as a whole. Some backends do not know the pieces of a model in parts. In this case the
     result is the size that the `lease` already has.
     """
     claims_more = lease.bytes > lease.own_bytes + lease.working_bytes

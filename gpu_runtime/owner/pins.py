@@ -6,14 +6,14 @@ to a small object, the anchor. While the block runs, only the interpreter's stac
 anchor. However the block ends, the anchor is deleted. The weak reference's callback then removes
 the pin from the set of pins. The callback is C code, which no signal handler can interrupt.
 
-The anchor is the bound method that the interpreter finds as `__exit__`. It binds the function
-`_leave` to a list of three: the thread's identifier, the `Held`, and a weak reference to the
-anchor.
+The anchor is the bound method that the interpreter finds as `__exit__`. This method
+binds the function `_leave` to a list of three: the thread's identifier, the `Held`, and a weak
+reference to the anchor.
 
 No frame of this package binds an anchor to a name while an error can be raised, because a traceback
-keeps its frames and their callers' frames alive, with all local variables. For the same reason no
-frame raises an error that one of its own local variables refers to. The error and its traceback
-would form a cycle, which stays until the next garbage collection.
+keeps its frames and their callers' frames alive, with all local variables. Nor does a
+frame raise an error to which one of its own local variables refers. The error, its traceback and
+the frame would form a cycle, which stays until the next garbage collection.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def thread_of(pin: AnchorRef) -> int:
 
 
 def called_by(pin: AnchorRef) -> int:
-    """The identifier of the thread whose call of a model set `pin`; 0 if no call did."""
+    """The identifier of the thread whose call of a model set `pin`; 0 if no call has set it."""
     entry: list[Any] = getattr(pin(), "__self__", [0])
     held = entry[1] if len(entry) > 1 else None
     return entry[0] if isinstance(held, Held) and held.is_call else 0
@@ -52,7 +52,7 @@ def new_anchor() -> Anchor:
 
 
 class _Leave:
-    """The `__exit__` of a `Held`. Each lookup of it on an object returns a new anchor.
+    """The `__exit__` of a `Held`. Each lookup of `__exit__` on an object returns a new anchor.
 
     The interpreter looks up `__exit__` before it calls `__enter__`, and keeps the anchor on its
     stack. The anchor is dropped when the block has ended, also after an interrupt at any
@@ -160,8 +160,8 @@ class Held:
     def _enter_by_hand(self, start: Callable[[AnchorRef], Any]) -> Any:
         if self._kept is None:
             self._kept = []
-        # The list of this anchor does not contain this object. With it, the two would form a cycle,
-        # and a deleted object would keep its pin until the next garbage collection.
+        # This anchor must not refer to this object. The two would form a cycle, and a deleted object
+        # would keep its pin until the next garbage collection.
         self._kept.append(new_anchor())
         try:
             return start(weakref.ref(self._kept[-1]))

@@ -284,7 +284,7 @@ def from_catalogue(session: Session, name: str) -> Resident | None:
 
 
 def _refresh(session: Session, resident: Resident) -> None:
-    """Updates an unloaded model from the catalogue, or removes it if it is no longer there."""
+    """Updates an unloaded model from the catalogue, or removes it if the catalogue no longer has it."""
     spec = session.catalogue.spec(resident.spec.name)
     if spec == resident.catalogued:
         return

@@ -51,10 +51,10 @@ def evict(
 ) -> Move | Drop | None:
     """Evicts a model of this process now.
 
-    Returns the step that was performed, or None if the model is on no device. If `drop` is true,
+    Returns the step that was performed, or None if there is nothing to evict. If `drop` is true,
     the model is unloaded even if host memory has room. `by` is the person who requested the
-    eviction. `kept` are ids of leases whose shadows their owners do not free. Raises StillInUse,
-    DoesNotFit, and the errors of the move.
+    eviction. `kept` are the ids of leases whose shadows could not be freed by an earlier attempt.
+    Raises StillInUse, DoesNotFit, and the errors of the move.
     """
     away = resident.place is Place.AWAY and not resident.lease.in_parts
     if resident.handle is None or (away and not drop):
@@ -249,7 +249,7 @@ def _leave_in_stages(
 
 
 def _leave_part(session: Session, resident: Resident, step: Move, size: int) -> None:
-    """Copies pieces of at most `size` bytes to host memory. Their room is free in the book then."""
+    """Copies pieces, at most `size` bytes in all, to host memory. Frees their room in the book."""
     shares = resident.carry(replace(step, shares=(Share(HOST, size),)))
     now = session.clock()
     resident.lease = replace(resident.lease.holding(shares), settled_at=now, away_since=now)
@@ -293,7 +293,8 @@ def _stays(session: Session, resident: Resident, error: BaseException) -> str:
     if resident.failed_moves > 1:
         log.debug("%s", because)
         return ""
-    # If a cell runs, that is no error, so its user gets no warning. The requester reads the event.
+    # That a cell runs is no error, so the user of this process gets no warning. The requester reads
+    # the reason in the book.
     level = logging.DEBUG if isinstance(error, StillInUse) else logging.WARNING
     log.log(level, "%s", because)
     return because

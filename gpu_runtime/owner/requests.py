@@ -134,7 +134,7 @@ def note_action(session: Session, verb: str, name: str, because: str, size: int 
 
 
 def person(session: Session) -> str:
-    """The person for whom this thread acts, and this process in brackets.
+    """The person for whom this thread acts. The text also names this process, in brackets.
 
     The result is empty if this thread acts for the user of this process.
     """

@@ -180,12 +180,12 @@ class Resident:
         return Declared(self.spec.size or 0, self.spec.importance)
 
     def truth(self) -> Lease | None:
-        """The current lease of the model, with its pins and last use.
-
-        None if the model is not loaded.
+        """The current lease of the model, with its pins and last use. None if it is not loaded.
 
         The end of a pin has no time stamp. So a pin that ended since the last call counts as use
-        until now, which is an upper bound. An importance passed to `use()` ends with its block.
+        until now, which is an upper bound.
+
+        An importance passed to `use()` counts only while the model is pinned.
         """
         if self.handle is None:
             return None
@@ -232,7 +232,7 @@ class Resident:
 
     @contextlib.contextmanager
     def _working(self) -> Iterator[None]:
-        """Holds the lock `work`. Calls of the model by this thread are part of the move."""
+        """Holds the lock `work`. Meanwhile, calls of the model by this thread need no pin."""
         with self.work:
             self._worker = threading.get_ident()
             try:
@@ -344,7 +344,7 @@ class Resident:
                     raise Stays("its weights differ from their source, so they exist nowhere else")
                 value = self.value
                 self._drop()
-                # The user's object keeps its hooks, modes and settings until the model is reloaded.
+                # The next load fills this object again, so the user's hooks, modes and settings stay.
                 self._shell = lambda: value
                 govern_calls(value, self, dropped=True)
                 return ()
@@ -374,7 +374,7 @@ class Resident:
         return self.training.postpones_measuring(self.handle)
 
     def stepped(self) -> None:
-        """Notes that the model's optimizer has stepped, for the thread that trains the model."""
+        """Called after each optimizer step, in the thread that trains. Measures the model if due."""
         self.training.stepped()
         if self.training.measure_due and self.work.acquire(False):
             try:
@@ -396,7 +396,7 @@ class Resident:
         return True
 
     def take_over(self) -> None:
-        """Governs and counts the storages that this model has shared with a forgotten model."""
+        """After another model was forgotten: governs and counts the storages that both had."""
         if not hasattr(self.handle, "bases"):
             return
         govern_calls(self.value, self)

@@ -319,7 +319,7 @@ class Session:
     # -- reading
 
     def read_book(self) -> Book:
-        """Reads the book. If this process holds no memory, its devices get the book's names."""
+        """Reads the book. If this process holds no memory, it uses the book's device names from now on."""
         book = self.ledger.read()
         try:
             self._require_equal_names(book)

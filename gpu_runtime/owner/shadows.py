@@ -30,8 +30,8 @@ def wanted(session: Session, resident: Resident) -> bool:
 def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, Any]:
     """Reserves host memory for the shadow of a model that is loaded onto `shares`.
 
-    Returns the options with which the backend keeps the shadow. Returns none if the host has no
-    room or if no shadow is wanted. If another process loads the same files now, first waits until
+    Returns the options with which the backend keeps the shadow; no options if the host has no room
+    or if no shadow is wanted. If another process loads the same files now, first waits until
     that load has ended, so that the files are read only once.
     """
     if not wanted(session, resident):
@@ -68,7 +68,7 @@ def reserve(session: Session, resident: Resident, shares: Shares) -> dict[str, A
 
 
 def _copies(session: Session, book: Book, files: str) -> Copies:
-    """The shared pages that hold the content of `files`: ids, each with the pids of its holders."""
+    """The ids of shared pages with the content id `files`, each with the pids of their holders."""
     found: Copies = {}
     for section in _near(session, book):
         for lease in section.leases:
@@ -80,7 +80,7 @@ def _copies(session: Session, book: Book, files: str) -> Copies:
 def _near(session: Session, book: Book) -> list[Section]:
     """The sections of this user's processes that run on this host and in the same namespaces.
 
-    In the returned sections, a pid means the same process as in this process.
+    So a pid in these sections names the same process as it does here.
     """
     me, found = session.ledger.owner, []
     for section in book.sections.values():
@@ -93,12 +93,12 @@ def _near(session: Session, book: Book) -> list[Section]:
 
 
 def _new_copy(files: str) -> str:
-    """The id of the shared pages into which these `files` will be loaded; "" without files."""
+    """The id of new shared pages for the content id `files`; empty if `files` is empty."""
     return f"{files[:COPY_DIGITS]}." if files else ""
 
 
 def _loader(session: Session, book: Book, files: str) -> Owner | None:
-    """Another process that now loads these `files` into new shared pages, or None."""
+    """Another process that now loads files with the content id `files` into new shared pages."""
     for section in _near(session, book):
         for lease in section.leases:
             arriving = lease.phase is Phase.ARRIVING and lease.owner != session.me

@@ -1,5 +1,5 @@
-"""Owners that are neither proven alive nor proven dead. A person may know that one has ended, and
-remove it.
+"""Owners that are neither proven alive nor proven dead. A person who knows that such an owner has
+ended can remove it.
 
 An owner is unproven if its lock file is missing or was replaced, and its process runs in another
 container or is hidden. No process removes such an owner automatically, because its memory may be in

@@ -170,7 +170,7 @@ class Journal:
         count = KEPT if limit is None else limit
 
         def latest(events: Iterable[Event]) -> tuple[Event, ...]:
-            """The newest `count` of the wanted events, the newest last. In `events` it is first."""
+            """The newest `count` wanted events. The newest is first in `events`, and last in the result."""
             wanted = (event for event in events if not actions or event.action in actions)
             return tuple(itertools.islice(wanted, count))[::-1]
 
@@ -245,8 +245,8 @@ def _stored_events(db: sqlite3.Connection, model: str | None, since: float) -> I
     """The events in the file that are of `model` (None: any model) and not before `since`, newest
     first.
     """
-    # One condition for both cases, such as "? IS NULL OR model = ?", would not use the index. Without
-    # the index, the events of one model in a full journal take 7 ms.
+    # The text of the query depends on `model`: "? IS NULL OR model = ?" would not use the index.
+    # Without the index, the events of one model in a full journal take 7 ms.
     of_model = "" if model is None else "model = :model AND"
     rows = db.execute(
         f"SELECT body FROM events WHERE {of_model} wall >= :since ORDER BY id DESC",

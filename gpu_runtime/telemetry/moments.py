@@ -58,7 +58,7 @@ def alike(one: Moment, other: Moment) -> bool:
 
 
 def _exact(moment: Moment) -> tuple[object, ...]:
-    """The figures of the `moment` of which every change is recorded, however small."""
+    """The figures of the `moment` that are compared exactly: even a small change is recorded."""
     return moment.total_bytes, moment.limit_bytes, moment.level, moment.claims
 
 

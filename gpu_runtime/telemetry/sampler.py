@@ -287,7 +287,7 @@ class HistoryThread:
             self._thread.join(CLOSE_SECONDS)
 
     def _run(self) -> None:
-        # Imported after the first figures are published, because other processes wait for them.
+        # Imported late, because other processes wait for the first figures: the import takes time.
         from .recorder import EVERY_SECONDS, Recorder
 
         recorder = Recorder(self._directory, self._url)

@@ -48,8 +48,8 @@ _FULLEST = """SELECT id FROM (SELECT rowid AS id, max(peak) FROM moments WHERE w
 class Record:
     """The history in one file. Every call opens the file again.
 
-    A file that is damaged or is no history has no moments for readers. The writer renames it, and
-    begins a new file.
+    For readers, a file that is damaged or is no history has no moments. The writer renames such a
+    file, and begins a new one.
     """
 
     def __init__(self, path: Path) -> None:
