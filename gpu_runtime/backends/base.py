@@ -139,10 +139,10 @@ class Backend:
     def piece_bytes(self, model: Any) -> int:
         """Bytes of the largest piece of `model` that can leave a card while the other pieces stay.
 
-        The result is 0 if the model can only move as a whole. Otherwise `move` accepts a share on
-        the model's card together with a share on the host. It then moves as many whole pieces as
-        fit: back to the card if the card's share is larger than the bytes there now, else to the
-        host.
+        The result is 0 if the model can only move as a whole. If not, `move` also accepts two
+        shares: one on the model's card, and one on the host. It moves as many whole pieces as fit.
+        The pieces return to the card if its share is larger than the bytes there now; else they
+        leave the card.
         """
         return 0
 
@@ -157,8 +157,8 @@ class Backend:
     def keeps_shadow(self, spec: ModelSpec) -> bool:
         """Whether the model of `spec` may have a copy in host memory while it is on a card.
 
-        If the result is true, `load` and `move` take the argument `shadow`, and `free_shadow` frees
-        the copy.
+        If the result is true, `load` and `move` accept the argument `shadow`, and `free_shadow`
+        frees the copy.
         """
         return False
 

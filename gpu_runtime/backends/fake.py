@@ -86,7 +86,7 @@ class FakeBackend(Backend):
 
         If `into` is the fake model of an earlier load, this object is used again, with its earlier
         hook. `progress` is called at 0, half and all of the bytes. With `shadow`, a copy stays in
-        host memory if it fits there. Raises what a callable `origin` raises, LoadFailed for
+        host memory if it fits there. Raises the errors of a callable `origin`, LoadFailed for
         `options={"fails": True}`, and OutOfMemory.
         """
         if isinstance(into, FakeModel):
@@ -165,8 +165,8 @@ class FakeBackend(Backend):
                     more.append(self.probe.place(device).allocate(missing))
             if model.hook:
                 model.hook("move")
-            # `force` is safe: the new blocks have no more bytes than the blocks that are freed
-            # here.
+            # `force` ignores the capacity. This is safe, because the new blocks have no more bytes
+            # than the blocks that are freed here.
             _free((*blocks, *model.shadow, *more))
             kept = [self.probe.place(one).allocate(after[one], force=True) for one in after]
             host = self.probe.place(HOST)
@@ -209,6 +209,7 @@ class FakeBackend(Backend):
     ) -> tuple[Block, ...]:
         """Allocates `shares`, calls `arrive`, then makes these shares the place of `model`.
 
+        `arrive` calls the hook and reports the progress. If it raises an error, nothing changes.
         Returns the blocks of the old place, which the caller frees. If `ready` has blocks, they
         already hold the bytes of `shares`, and nothing is allocated.
         """

@@ -1,4 +1,4 @@
-"""Recognises faults by the text of an error or a log, such as out of memory or a driver reset.
+"""Recognises faults, such as out of memory or a driver reset, by the text of an error or a log.
 
 Pure: no clock, device, file or log is read. Most of these faults have no error class of their own.
 torch raises RuntimeError for them, llama.cpp prints a line and aborts, and servers answer 500. So

@@ -27,8 +27,8 @@ class AbsentBackend(Backend):
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """What the local files of `spec` show about the model's size. `origin` is ignored.
 
-        If there are no local files, the name of the evidence is the source, and its `why_unknown`
-        is the reason. Raises LoadFailed if local files exist but their size cannot be read.
+        If there are no local files, the evidence has the source as its `name`, and the reason as
+        its `why_unknown`. Raises LoadFailed if local files exist but their size cannot be read.
         """
         is_local = os.path.exists(os.path.expanduser(spec.source))
         if not is_local and not looks_like_hub_id(spec.source):

@@ -54,7 +54,7 @@ def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> B
 
 
 def missing(name: str) -> str:
-    """A sentence that names what the backend `name` needs and is not installed; empty if nothing."""
+    """A sentence about what the backend `name` lacks here; empty if nothing is missing."""
     if name in RECIPES:
         return recipe(name).missing()
     if name == "llama_cpp" and importlib.util.find_spec("llama_cpp") is None:

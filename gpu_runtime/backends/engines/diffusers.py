@@ -26,7 +26,7 @@ class Diffusers(Recipe):
         """The total size of the weight files of the pipeline of `spec`.
 
         A pipeline has one directory for each part. If the pipeline is not on this machine, the
-        evidence has its name, and the reason why its size is unknown. Raises NotAModel for a path
+        evidence has the name, and the reason why the size is unknown. Raises NotAModel for a path
         that is no pipeline.
         """
         path = Path(spec.source).expanduser()

@@ -130,7 +130,7 @@ class Painter:
     async def paint_while_connected(self, parameters: dict[str, Any], request: Any) -> list[str]:
         """The pictures for `parameters`, as base64 of PNG.
 
-        If the client of `request` leaves, the painting is cancelled; see `paint`.
+        If the client of `request` disconnects, the work is cancelled; see `paint`.
         """
         import asyncio
 
@@ -147,8 +147,8 @@ class Painter:
     def paint(self, parameters: dict[str, Any], cancelled: threading.Event) -> list[str]:
         """The pictures for `parameters` as base64 of PNG.
 
-        If `cancelled` is set before the start, or between two steps of a pipeline that has step
-        callbacks, the result is empty.
+        If `cancelled` is set, the work ends and the result is empty. `cancelled` is checked before
+        the start, and after each step if the pipeline has step callbacks.
         """
         import torch
 

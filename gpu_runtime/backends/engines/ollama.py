@@ -85,10 +85,10 @@ class Ollama(Recipe):
             )
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
-        """How much of the model of `order` is on the card, in words; empty if all of it is there.
+        """How much of the model of `order` is on the card; empty if all of it is there.
 
-        `send` reads the placement from the server. The check is left out on simulated cards, and
-        for a model with a set number of `gpu_layers`.
+        The text is part of an error message. `send` reads the placement from the server. The check
+        is left out on simulated cards, and for a model with a set number of `gpu_layers`.
         """
         layers = order.spec.options.get("gpu_layers")
         if order.simulated or (layers is not None and layers >= 0):

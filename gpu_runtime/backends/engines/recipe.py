@@ -63,8 +63,8 @@ class Recipe:
     def health_path(self) -> str:
         """A path that needs no key. The server answers 200 at this path once it is ready.
 
-        Most engines are ready only after they have loaded the model. The others are ready before,
-        and `prepare` loads the model.
+        Most engines are ready only after they have loaded the model. The others are ready before
+        that; for them, `prepare` loads the model.
         """
         return "/health"
 
@@ -119,10 +119,10 @@ class Recipe:
         """
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
-        """How the model's place differs from the cards of `order`, in words; empty if it does not.
+        """Why the model is not on the cards of `order` as ordered; empty if it is.
 
-        `send` sends a request to the server. The default is empty, because most engines use the
-        cards that they get, or fail.
+        The text is part of an error message. `send` sends a request to the server. The default is
+        empty, because most engines use the cards that they get, or fail.
         """
         return ""
 

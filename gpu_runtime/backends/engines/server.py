@@ -72,7 +72,7 @@ class Server(RestartedEngine):
         """A server for `spec`, which is not started yet. `recipe` makes its command line.
 
         `order_for` makes the launch order from a port and a key. `env` is the environment of the
-        process. The port is one of `port_range`. Each start may take `start_seconds`.
+        process. The port is one of `port_range`. `start_seconds` is the time limit of each start.
         """
         super().__init__(spec)
         self.recipe = recipe
@@ -111,7 +111,7 @@ class Server(RestartedEngine):
 
     @property
     def starting(self) -> bool:
-        """Whether the server is not ready yet, but is going to be: at its first start or a restart.
+        """Whether the server is not ready yet, because it is at its first start or at a restart.
 
         The result does not stay true for ever, because each start has a time-out.
         """

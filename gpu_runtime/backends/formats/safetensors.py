@@ -125,7 +125,7 @@ class Checkpoint(NamedTuple):
         return tuple(size for size in consecutive if size)
 
     def _layer_lists(self) -> dict[str, dict[int, int]]:
-        """List of layers -> place of a layer in the list -> the bytes of this layer."""
+        """For each list of layers, the bytes of each layer by its place in the list."""
         lists: dict[str, dict[int, int]] = {}
         for name, entry in self.tensors.items():
             found = _LAYER.match(name)
@@ -210,9 +210,10 @@ def read_header(path: Path, name: str) -> dict[str, TensorEntry]:
 
 
 def _span_fault(spans: Iterable[tuple[int, int]], start: int, size: int) -> str:
-    """How the sorted `spans` of tensors fail to fill the file, in words; empty if they fill it.
+    """The fault if the `spans` of the tensors do not fill the file exactly; empty if they do.
 
-    The data begins at the byte `start`, and the file has `size` bytes.
+    The text is part of an error message. `spans` are sorted. The data begins at the byte `start`,
+    and the file has `size` bytes.
     """
     end = 0
     for begin, until in spans:

@@ -157,7 +157,7 @@ def _of_pointers(path: Path) -> Evidence | None:
 def _bytes_behind_pointers(files: Iterable[Path]) -> int:
     """The bytes of `files`. A Git LFS pointer counts as the file that it stands for.
 
-    The result is 0 if none of the files is a pointer.
+    If none of the files is a pointer, the result is 0, and the caller reads the files themselves.
     """
     total, pointers = 0, 0
     for file in files:

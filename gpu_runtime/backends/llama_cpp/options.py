@@ -215,9 +215,9 @@ def taken(
     `numbers` are llama.cpp's numbers of the cards, as in the names of their buffers (CUDA0, CUDA1).
     None means 0, 1 and so on, in the order of `shares`, as in a worker process.
 
-    If no buffer is on a card, llama.cpp computes on the CPU, as it does for simulated cards. Then
-    the model's bytes are multiplied by `part` (see `offloaded`), and divided in proportion to
-    `shares`.
+    If no buffer is on a card, llama.cpp computes on the CPU, as it does for simulated cards. Of
+    the model's bytes, a card would hold only the fraction `part` (see `offloaded`). These bytes are
+    divided in proportion to `shares`.
     """
     buffers = facts["buffers"]
     on_cards = {name: sizes for name, sizes in buffers.items() if name[-1:].isdigit()}

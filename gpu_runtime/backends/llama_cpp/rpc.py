@@ -171,8 +171,8 @@ class LlamaEngine(Engine):
         self._channel.close()
         self._report_loss()
         if self._reporting:
-            # An outer call of this method is calling the watcher, and the watcher has called `end`.
-            # When the watcher has updated the book, the outer call wakes the waiting callers.
+            # The watcher has made this call, and an outer call of this method waits for the
+            # watcher. The outer call then wakes the waiting callers.
             return
         with self._changed:
             waiting, self._pending = list(self._pending.values()), {}
@@ -305,8 +305,9 @@ class LlamaEngine(Engine):
         return number, answers
 
     def _outcome(self, method: str, message: dict[str, Any]) -> Any:
-        """The result in `message`, the last message of a call of `method`. Raises its error, if
-        any.
+        """The result in `message`, the last message of a call of `method`.
+
+        If the call has failed, raises the error of the call.
         """
         if "over" in message:
             self.require()  # raises: the engine has ended
@@ -328,9 +329,10 @@ class LlamaEngine(Engine):
         raise self._fault_error(fault, text)
 
     def _fault_error(self, fault: Fault | None, text: str) -> EngineFault | ProcessLost:
-        """The error for a fault of the engine, whose message is `text`. `fault` is None if unknown.
+        """The error for a fault of the engine. `fault` is None if the fault is unknown.
 
-        Closes the engine if the model must be loaded again, or if this process has lost the GPU.
+        `text` is the engine's message. Closes the engine if the model must be loaded again, or if
+        this process has lost the GPU.
         """
         kind = fault.kind.value if fault else "error"
         line = (fault.line if fault else text).strip().rstrip(".")

@@ -207,7 +207,7 @@ class _OurMethods:
         }
 
     def _scored(self, sent: int) -> dict[str, Any]:
-        """{"tokens": the tokens of the answer after the first `sent`}; {} without `top_logprobs`.
+        """The answer's tokens after the first `sent`, in {"tokens": …}; {} without `top_logprobs`.
 
         A token is [its bytes, the natural logarithm of its probability, alternatives]. The
         alternatives are the most probable tokens at this place, each as [its bytes, its logarithm].
@@ -273,11 +273,11 @@ def _model_class(inbox: Inbox) -> Any:
 
 
 def _make_cancellable(model: Any) -> None:
-    """Makes every computation of `model` end soon after its caller has left.
+    """Makes every computation of `model` end soon after its result is no longer wanted.
 
-    Before each batch, `decode_if_wanted` raises Cancelled if the caller has left. A batch of a
+    Before each batch, `decode_if_wanted` raises Cancelled if the result is not wanted. A batch of a
     prompt may take seconds on a CPU. So for a batch of several tokens, llama.cpp also calls `left`
-    during the computation, and aborts if it returns True.
+    during the computation. If `left` returns True, llama.cpp ends the computation.
     """
     from llama_cpp import llama_cpp as lib
 
@@ -319,7 +319,7 @@ def _set_template(model: Any, template: str) -> None:
 def _facts(model: Any, buffers: dict[str, dict[str, int]]) -> dict[str, Any]:
     """Facts about a loaded `model`, such as the exact bytes of its weights.
 
-    `buffers` are llama.cpp's: device (CPU, CUDA0, …) -> use (model, KV, compute, …) -> bytes.
+    `buffers` has the bytes of llama.cpp's buffers, by device (CPU, CUDA0) and by use (model, KV).
     """
     from llama_cpp import llama_cpp as lib
 

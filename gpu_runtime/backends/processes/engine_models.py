@@ -67,7 +67,7 @@ class EngineHandle(Generic[E, V]):
     def loaded(self, shares: Shares, probe: Probe) -> None:
         """Counts the bytes of `shares` on the devices of `probe`. Gives the engine to `value`.
 
-        Raises the device's out-of-memory error.
+        `value` is the object that `use` yields. Raises the device's out-of-memory error.
         """
         self.shares = shares
         for share in shares:
@@ -141,8 +141,8 @@ class EngineBackend(Backend, Generic[H, V]):
     def _reused(self, into: Any, name: str) -> V:
         """The object that `use` yields for the model `name`: that of an earlier load, or a new one.
 
-        `into` is the handle or the object of the earlier load. A new object is made for any other
-        value.
+        `into` is the handle or the object of the earlier load. For any other `into`, a new object
+        is made.
         """
         kept = getattr(into, "value", into)
         value = kept if isinstance(kept, self.model_type) else self.model_type(name)

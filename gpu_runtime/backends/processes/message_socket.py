@@ -41,8 +41,9 @@ class MessageSocket:
                 self._socket.sendall(part)
 
     def receive(self) -> Any:
-        """Waits for a message, and returns it. Raises EOFError once the other end is closed, and
-        OSError.
+        """Waits for a message, and returns it.
+
+        Raises OSError, and EOFError once the other end is closed.
         """
         [count] = struct.unpack("<I", self._read(4))
         size, *others = struct.unpack(f"<{count}Q", self._read(8 * count))
@@ -56,7 +57,7 @@ class MessageSocket:
         return data
 
     def close(self) -> None:
-        """Closes this end, once no thread sends. A repeated call does nothing."""
+        """Waits until no thread sends, then closes this end. A repeated call does nothing."""
         with self._sending:
             self._file.close()
             self._socket.close()

@@ -1,7 +1,8 @@
 """The guard: a small process that ends a server once the server's owner has ended.
 
-A server does not watch its owner, and it may start processes in other sessions. So the guard starts
-the server, and leads its process group. The guard waits until the server ends or the socket to the
+A server does not notice the end of its owner. It may also start processes in other sessions, which
+a signal to its process group does not reach. So the guard starts the server, and all these
+processes are descendants of the guard. The guard waits until the server ends or the socket to the
 owner closes. The operating system closes this socket when the owner dies. The guard then ends all
 its descendants. If the server ended by itself, the guard returns the server's exit status.
 

@@ -148,7 +148,7 @@ class Child:
 
     def tail(self) -> str:
         """The last TAIL_BYTES of the child's log; empty if the log cannot be read."""
-        # The text only explains an error, which is also raised without a log.
+        # An unreadable log is ignored: its text only explains an error that is raised anyway.
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - TAIL_BYTES))
@@ -157,7 +157,7 @@ class Child:
 
 
 def in_words(status: int) -> str:
-    """How a process ended, by its exit `status`, as part of a sentence in an error message.
+    """How a process with the exit `status` ended. The text is part of an error message.
 
     >>> in_words(-9), in_words(3)
     ('it was killed by SIGKILL', 'it ended with code 3')

@@ -1,9 +1,9 @@
 """Installs and removes accelerate's hooks, which run a module over several cards.
 
-The weights are already on their cards, so accelerate's `dispatch_model` moves no weights. All
-changes that it makes to the root module are undone, except `hf_device_map`. There are two reasons.
-With its own `forward`, a call of the root module pins the model first (`owner/governed_calls.py`).
-And a deep copy of the root module must not share attributes with the original.
+The weights are already on their cards, so accelerate's `dispatch_model` moves no weights. It
+changes the root module. All these changes except `hf_device_map` are undone, for two reasons. A
+call of the root module must run the module's own `forward`, which pins the model
+(`owner/governed_calls.py`). And a deep copy must not share attributes with the original.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 `reached` follows references from a name to objects, also through autograd graphs. Then it counts
 the references to each object, as Python's garbage collector does. If an object has more references
 than those from the name and from the other reached objects, it stays after a deletion of the name,
-with everything to which it refers. References from C++ code that Python does not see count too.
+with everything to which it refers. The count includes references from C++ that Python does not see.
 """
 
 from __future__ import annotations
@@ -96,8 +96,8 @@ def storages_of(handle: Any) -> frozenset[int]:
 class _Walk:
     """The objects that one name reaches, and the references among them.
 
-    The walk first follows all other references, and then those from nodes of autograd graphs. So an
-    object that only the second step finds is reached only through graphs.
+    References from nodes of autograd graphs are followed last, in a second step. So an object that
+    only this step finds is reached only through graphs.
     """
 
     def __init__(self, graphs: Graphs, shared: Collection[int], limit: Limit) -> None:
@@ -251,11 +251,11 @@ def _counts(objects: Mapping[int, Any]) -> dict[int, int]:
 
 
 def _in_cpp(uses: int) -> int:
-    """How many references to a C++ object Python's reference count does not include.
+    """The number of references to a C++ object that Python's reference count does not include.
 
-    `uses` is the number of all references to the C++ object. One of them is from its Python object.
-    Since torch 2.10, the other ones together hold one reference to the Python object, which Python
-    counts.
+    `uses` is the number of all references to the C++ object: one from its Python object, the others
+    from C++. Since torch 2.10, those from C++ together hold one reference to the Python object, and
+    Python counts this one.
     """
     others = uses - 1
     return others - 1 if others > 0 and _cpp_keeps_python() else others

@@ -64,7 +64,7 @@ class KernelMemory:
         stillness: Stillness,
         governed: Governed,
     ) -> None:
-        """`memories` are the cards on which the tensors of the kernel count.
+        """`memories` are the cards on which the tensors of the kernel are counted.
 
         `stillness` reports whether code runs. `governed` reports the governed models.
         """
@@ -186,9 +186,10 @@ class KernelBackend(Backend):
     def peaks(self, model: KernelMemory, *, counted: bool = True) -> Shares | None:
         """The most bytes on each card since `watch_peaks`, without the governed models.
 
-        If `measure` was called since then, `counted` is True, and its result is taken into account.
-        A simulated card records no peak. For it, and while the bytes are in host memory, the result
-        is the last result of `measure` on the cards, or None if `counted` is False.
+        The caller passes `counted=True` if it has called `measure` since then. The peak is then at
+        least the last result of `measure`. A simulated card records no peak. For it, and while the
+        bytes are in host memory, the last result of `measure` on the cards is returned if `counted`
+        is True, else None.
         """
         if model.away or model.memory.counted:
             return model.last if counted else None

@@ -51,9 +51,9 @@ class _Sets:
 def pieces(module: nn.Module, groups: Sequence[Group], *, runs: bool = True) -> tuple[Piece, ...]:
     """The pieces of `module`, in order, each with its storages of `groups`.
 
-    A single piece means that the module cannot be cut. If `runs` is false, no code calls the module
-    while its pieces are on different devices. Then it may also be cut where accelerate's hooks
-    could not run it.
+    A single piece means that the module cannot be cut. The caller passes `runs=False` if no code
+    calls the module while its pieces are on different devices. The module is then also cut where
+    accelerate's hooks could not run it.
     """
     leaves = list(_leaves(module)) if _may_be_cut(module) or not runs else []
     if not leaves:
@@ -154,7 +154,7 @@ def _leaves(module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     names = frozenset(getattr(module, "_no_split_modules", None) or ())
 
     def below(parent: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
-        # named_children is not used, because it lists a module that is used twice only once.
+        # named_children is not used, because it lists each module once, even if it is used twice.
         for name, child in parent._modules.items():
             if child is None or next(_tensors(child), None) is None:
                 continue

@@ -88,8 +88,8 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
 
     `place(storage)` returns the id of the device on which a storage counts (see `counted_on`), or
     "" if the storage is left out, such as a storage of the meta device. Storages whose key
-    (`storage._cdata`) is in `governed` are left out too; they may belong to models. If `limit` ends
-    the search early, `whole` of the result is false.
+    (`storage._cdata`) is in `governed` are left out too, such as the storages of models. If `limit`
+    ends the search early, `whole` of the result is false.
 
     The search holds the interpreter for about 0.15 s for each million objects. It changes no
     tensor. It runs no code of the user: no unpack hook, no `__torch_function__`, no mode of torch.
@@ -306,7 +306,7 @@ def _wrapped(tensor: Tensor) -> Iterator[Tensor]:
 
 
 def gradient(tensor: Tensor) -> tuple[Tensor, ...]:
-    """The gradient of `tensor`, if any. Before this read, it may have no Python object."""
+    """The gradient of `tensor`, if any. torch may make its Python object only at this read."""
     try:
         if not tensor.requires_grad or not (tensor.is_leaf or tensor.retains_grad):
             return ()
@@ -325,7 +325,7 @@ def graph(tensor: Tensor) -> tuple[Any, ...]:
     return (node,) if node is not None else ()
 
 
-# Class of a node -> the names of its attributes with saved tensors and objects.
+# Maps the class of a node to the names of its attributes with saved tensors and objects.
 _saved_names: weakref.WeakKeyDictionary[type, tuple[str, ...]] = weakref.WeakKeyDictionary()
 
 
@@ -399,7 +399,7 @@ def _judged(entries: list[_Entry]) -> list[Found]:
 def _reason(
     storage: torch.UntypedStorage, tensors: list[Tensor], sent: Collection[int]
 ) -> tuple[str, int]:
-    """The reason if `storage` cannot be moved, else "", and its address (0: none or unknown)."""
+    """Why `storage` cannot be moved (empty if it can), and its address (0: none or unknown)."""
     if torch._C._is_cow_tensor(tensors[0] if tensors else _view(storage)):
         return COPY_ON_WRITE, 0  # data_ptr() would copy it
     try:

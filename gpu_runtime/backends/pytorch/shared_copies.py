@@ -164,10 +164,10 @@ class SharedCopy:
     ) -> list[Tensor]:
         """The content of each of `going` in the shared pages, as a tensor [nbytes] of uint8.
 
-        `sources` are the present bytes of `going`. New pages first get these bytes. In complete
-        pages, the bytes are compared, unless the source is in these pages already; TornCopy is
-        raised if they differ. `progress` is called as in `storages.copied`. Also raises OutOfMemory
-        and OSError.
+        `sources` are the present bytes of `going`. New pages first get these bytes. The bytes of
+        complete pages are compared with the sources, except sources that are in these pages
+        already. `progress` is called as in `storages.copied`. Raises TornCopy if bytes differ.
+        Also raises OutOfMemory and OSError.
         """
         if self.is_new:
             self._write(going, sources, progress)

@@ -217,7 +217,7 @@ def _copy_all(
 def _copy(targets: list[Tensor], sources: list[Tensor], host: Memory) -> None:
     """Copies `sources` to `targets`, and empties both lists.
 
-    If an error is raised, its traceback would otherwise keep the tensors in the lists alive.
+    The lists are emptied, because the traceback of an error would keep their tensors alive.
     """
     try:
         if not targets:

@@ -1,10 +1,10 @@
 """Reads and uses the streams and the allocator of a card, through a module such as `torch.cuda`.
 
-A block of memory belongs to the stream on which it was allocated.
-After the block is freed, the allocator gives it to the next request on the same stream, without
-waiting for other streams. If offloaded bytes returned to a block of another stream, that stream
-could reuse the block too early, while user code still reads it. So bytes return to a block of the
-stream on which they were allocated, and `record` adds all other known streams to its users.
+A block of memory belongs to the stream on which it was allocated. After the block is freed, the
+allocator gives it to the next request on the same stream, without waiting for other streams. If
+offloaded bytes returned to a block of another stream, that stream could reuse the block too early,
+while user code still reads it. So bytes return to a block of the stream on which they were
+allocated. `record` makes the allocator wait for all other known streams before it reuses the block.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def module_of(device: torch.device | str) -> Any:
 
 
 def current_card(name: str) -> contextlib.AbstractContextManager[Any]:
-    """A context in which the card called `name` by torch is torch's current card.
+    """A context in which the card that torch calls `name` is torch's current card.
 
     If the process has not used CUDA yet, this card also stays the current card after the context.
     If it did not, later calls of torch could create a CUDA context on card 0, which takes about
@@ -71,7 +71,7 @@ def allocated_bytes(device: torch.device | str, peak: bool = False) -> int:
     """The number of bytes that the allocator has given out on `device` now, or at the `peak`.
 
     The result is 0 before this process has used the card, and if the allocator does not count.
-    torch's nested figures are read, which takes a tenth of the time of its flat figures.
+    torch's nested figures are read, because its flat figures take ten times as long.
     """
     module = _counting(device)
     stats = module.memory_stats_as_nested_dict(device) if module is not None else {}
@@ -96,7 +96,7 @@ def release_cached(device: torch.device | str) -> None:
     """Returns to the card the memory that the allocator keeps for reuse, and the workspaces of
     cuBLAS.
 
-    During this call, no code of this process may use the card.
+    The caller ensures that no code of this process uses the card during this call.
     """
     if module_of(device) is torch.cuda:
         torch._C._cuda_clearCublasWorkspaces()
@@ -140,7 +140,8 @@ def captured() -> bool:
     """Whether a CUDA graph exists. If so, no block may change its address.
 
     A graph stores the addresses that were used when it was captured, and uses them in each replay.
-    Some may be outside its private pool: inputs, weights, and tensors changed in place.
+    Some addresses may be outside the graph's private pool: those of inputs, weights, and tensors
+    changed in place.
     """
     return bool(instances(subclasses(torch.cuda.CUDAGraph)))
 
@@ -196,8 +197,8 @@ def on_stream(device: torch.device, stream: int | None) -> contextlib.AbstractCo
 def _current(module: Any, device: torch.device, stream: Any) -> Iterator[None]:
     """A context in which `device` is the current card, and `stream` the current stream.
 
-    If only the stream were entered, torch would return to the earlier card with a call that creates
-    a CUDA context there. In a new thread the earlier card is card 0.
+    If only the stream were entered, torch would at the end return to the earlier card, with a call
+    that creates a CUDA context there. In a new thread the earlier card is card 0.
     """
     with module.device(device), module.stream(stream):
         yield

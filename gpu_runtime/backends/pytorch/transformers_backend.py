@@ -42,7 +42,7 @@ class TransformersModel(TorchModel):
     """A model from disk, with the digests of the bytes that were loaded from its source."""
 
     checkpoint: Checkpoint
-    # False if the source lacks weights, which were then initialised, or if weights were changed.
+    # False if weights were changed, or if the source lacks weights, which were then initialised.
     reproducible = True
     # Layout of a storage -> the digest of its bytes after the load.
     given: dict[tuple[Any, ...], torch.Tensor] = {}
@@ -103,9 +103,9 @@ class TransformersBackend(TorchBackend):
         `progress` is called with bytes done and bytes in total. `into` is the handle or the module
         of an earlier load: the module of that load gets the weights. With `shadow`, a copy stays in
         host memory. `copies` are the pids of processes that may share this copy; None means that
-        the copy is private. If one of these processes has a copy already, it is used. If none has
-        one, `found_only` means that no copy stays. Raises BadSetting, NotAModel, LoadFailed,
-        CannotGovern, and the device's out-of-memory error.
+        the copy is private. If one of these processes has a copy already, that copy is used. If
+        none has one and `found_only` is true, no copy stays. Raises BadSetting, NotAModel,
+        LoadFailed, CannotGovern, and the device's out-of-memory error.
         """
         given: dict[str, Any] = {"progress": progress, "into": into}
         try:
@@ -285,9 +285,9 @@ class TransformersBackend(TorchBackend):
     ) -> tuple[int, ...]:
         """The bytes of the pieces of `model`, or of the source of `spec` if `model` is None.
 
-        `origin` is ignored. If `model` is None, the sizes are read from the headers, if the
-        tensors' names show the order of the pieces. Otherwise the module is built without data to
-        get the sizes. The result is empty if the source cannot be read.
+        `origin` is ignored. Without `model`, the sizes are read from the headers. If the tensors'
+        names there do not show the order of the pieces, the module is built without data to get the
+        sizes. The result is empty if the source cannot be read.
         """
         if model:
             return super().pieces(spec, origin, model)

@@ -87,8 +87,8 @@ class Move:
         self.exchange.undo()
         self.calls[:] = st.rebinding(self.rebound, [group.bytes for group in self.rebound])
         while self.calls:
-            # If torch refuses to rebind a tensor, it had also refused the first change of this
-            # tensor, so there is nothing to undo.
+            # If torch refuses to rebind a tensor here, it has also refused the first change of this
+            # tensor. So this tensor has nothing to undo.
             with contextlib.suppress(RuntimeError):
                 self.calls.pop()()
 

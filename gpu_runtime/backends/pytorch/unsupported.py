@@ -58,7 +58,10 @@ def _of_modules(module: nn.Module, is_ours: Callable[[nn.Module], bool]) -> str 
 
 
 def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> str | None:
-    """The reason why the `part` of a module cannot be moved, or None. `at` names its path."""
+    """The reason why the `part` of a module cannot be moved, or None.
+
+    `at` is the text ` (at PATH)` with the path of `part`; it is empty for the root module.
+    """
     classes = type(part).__mro__
     for kind in classes:
         if kind.__name__ in _WRAPPERS:
@@ -114,9 +117,9 @@ def _of_tensor(name: str, tensor: Tensor, device_types: Collection[str]) -> str 
 
 
 def _of_storages(groups: list[Group]) -> str | None:
-    """The reason if two storages of `groups` overlap, such as two from_numpy() of one array.
+    """The reason if two storages of `groups` overlap, or None. Two from_numpy() of one array do.
 
-    None if none overlap. Each would be moved separately, so a change of one storage would no longer
+    Two such storages would be moved separately. After that, a change of one storage would no longer
     change the other.
     """
     spans = sorted(
