@@ -248,7 +248,7 @@ def _short(text: str) -> str:
 
 
 def _json(text: str, file: str) -> Iterator[Document]:
-    """Yields the JSON documents in `text`, which may have several documents in a row, as for `jq`.
+    """Yields the JSON documents in `text`, which may have several documents in a row, as in jq.
 
     Raises BadDocument.
     """
@@ -281,7 +281,7 @@ def _no_constant(word: str) -> Any:
 
 
 def _skip(text: str, at: int) -> int:
-    """The position of the first character of `text`, from `at` on, that is no space or comma."""
+    """The position of the first character at or after `at` in `text` that is no space or comma."""
     while at < len(text) and text[at] in " \t\r\n,":
         at += 1
     return at

@@ -205,8 +205,8 @@ def cannot_load(spec: ModelSpec) -> str:
 def state(spec: ModelSpec) -> str:
     """The state of the model of `spec` in the catalogue.
 
-    The state is `ready`, `disabled`, `not found` (there is no such file), or a clause that the
-    backend is missing.
+    The state is `ready`, `disabled`, `not found` (there is no such file), or a short text about a
+    missing backend.
     """
     if not spec.enabled:
         return "disabled"
@@ -218,9 +218,9 @@ def state(spec: ModelSpec) -> str:
 
 
 def source_absent(spec: ModelSpec) -> str:
-    """A clause that the file or directory of the model of `spec` is missing; empty if it exists.
+    """The text `there is no PATH` if the file or directory of the model of `spec` is missing.
 
-    The clause is also empty for a source that is no absolute path, such as a hub id.
+    The text is empty if PATH exists, and for a source that is no absolute path, such as a hub id.
     """
     if os.path.isabs(spec.source) and not os.path.exists(spec.source):
         return f"there is no {spec.source}"

@@ -56,7 +56,8 @@ Found = Manifest | BadDocument  # a model, or the error if it cannot be read
 def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...]:
     """Every model of the `documents` of a `file`, after a check of its fields.
 
-    Raises BadDocument with all errors, in the order of their lines; also if there is no model.
+    Raises BadDocument with all errors, in the order of their lines. A file without a model is an
+    error too.
     """
     found: list[Manifest] = []
     errors: list[BadDocument] = []
@@ -175,7 +176,7 @@ def _under_name(document: Document, name: Any, part: Any, path: Path) -> Found:
 
 
 def _named(document: Document, part: Any, path: Path) -> Found:
-    """The model in the mapping `part`. Its name is the field `name`, or `id` without a `name`."""
+    """The model in the mapping `part`. Its name is `name`, or `id` if `name` is missing."""
     if not isinstance(part, dict):
         return document.wrong(path, "it must be a mapping of fields, with a name")
     key = "name" if "name" in part else "id"

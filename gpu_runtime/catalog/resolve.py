@@ -62,7 +62,7 @@ class Catalogued:
     def _here(self, spec: ModelSpec) -> ModelSpec:
         """The `spec`, in which each card is named by its device id.
 
-        A limit of bytes for all cards becomes a limit for each card.
+        If one limit of bytes holds for every card, the result names each card with this limit.
         """
         placement: dict[str, Any] = dict(spec.placement)
         most = placement.get("card_bytes")

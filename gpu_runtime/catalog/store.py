@@ -71,7 +71,7 @@ class Catalog:
     """
 
     def __init__(self, settings: Settings) -> None:
-        """Uses GPU_CATALOG and other `settings`. The files are read at the first need."""
+        """Uses GPU_CATALOG and other `settings`. The files are read when they are first needed."""
         self.settings = settings
         place = Path(settings.gpu_catalog).expanduser() if settings.gpu_catalog else default_place()
         self.place = place.absolute()
@@ -106,12 +106,12 @@ class Catalog:
         return with_id[0] if len(with_id) == 1 else None
 
     def spec(self, name: str) -> ModelSpec | None:
-        """The ModelSpec of the model `name` here, or None. Raises the errors of `entries`."""
+        """The ModelSpec of the model `name`, or None. Raises the errors of `entries`."""
         entry = self.entry(name)
         return spec_of(entry, self.settings) if entry else None
 
     def specs(self) -> tuple[ModelSpec, ...]:
-        """The ModelSpecs of all models here, sorted by name. Raises the errors of `entries`."""
+        """The ModelSpecs of all models, sorted by name. Raises the errors of `entries`."""
         return tuple(spec_of(entry, self.settings) for _, entry in sorted(self.entries().items()))
 
     @checked
@@ -297,7 +297,7 @@ class Catalog:
             raise self._unwritable(error) from error
 
     def _for_writing(self) -> tuple[Mapping[str, CatalogEntry], str]:
-        """The entries. A damaged file is renamed: its new name is the second result, else ""."""
+        """Renames a damaged file. Returns the entries, and the file's new name (or "")."""
         try:
             return self.entries(), ""
         except _Damaged:

@@ -2,8 +2,8 @@
 
 The calls use `cuda.core.checkpoint`; they need the package cuda-core 1.0 and the driver 570, or
 later versions. A call can hang, and a call loads CUDA. So each call runs with a time limit in a
-helper process, `python -m` this module. Nothing here decides whether the memory of a process may be
-moved to host memory.
+helper process, which runs this module as a program. Nothing here decides whether the memory of a
+process may be moved to host memory.
 """
 
 from __future__ import annotations

@@ -60,7 +60,8 @@ def chosen_cards(
 ) -> tuple[Card, ...]:
     """The `visible` cards that the text `wanted` selects.
 
-    `given` is the whole setting, for the error. Raises BadSetting if `wanted` names another card.
+    `given` is the whole setting, for the error. Raises BadSetting if `wanted` names a card that is
+    not in `visible`.
     """
     found = drivers.chosen(wanted, visible)
     if isinstance(found, str):
@@ -104,8 +105,8 @@ def _parsed(text: str) -> tuple[list[int], int | None]:
     for part in cards.split("+"):
         match = _SEVERAL.fullmatch(part.strip())
         count, size = match.groups() if match else (1, part)
-        # The count is limited to one more than allowed. A list of this length is refused too, but
-        # takes almost no memory. A list of a million cards would take much.
+        # A list of a million cards would take much memory. The caller refuses any list that is too
+        # long, so one card more than allowed is enough.
         sizes += [parse_bytes(size)] * min(int(count), _MOST_CARDS + 1)
     return sizes, parse_bytes(host.removeprefix("host:")) if host else None
 

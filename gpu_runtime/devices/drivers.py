@@ -143,7 +143,7 @@ def visible_cards(
     The cards are of the given `kind`. Without a `kind`, the cards are of the first kind that has
     cards. `environment` holds variables such as CUDA_VISIBLE_DEVICES.
 
-    Raises ProbeFailed if a driver fails, or if no card can be listed.
+    Raises ProbeFailed if a driver fails, or if the machine has cards but none can be listed.
     """
 
     def look() -> Listing | None:

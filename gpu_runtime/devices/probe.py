@@ -153,7 +153,7 @@ class Probe:
             self._sampling.look_after()
 
     def trouble(self, stale_seconds: float) -> str:
-        """A text on the cards that cannot be used or measured, and why; empty without such cards.
+        """Sentences about the cards that cannot be used or measured; empty if there are none.
 
         A card whose sample is older than `stale_seconds` counts as not measured.
         """
@@ -432,9 +432,10 @@ _PULSE = (
 
 
 def _without_traces(snapshot: Callable[..., Any]) -> dict[str, bool]:
-    """Arguments that leave out the traces of allocations, which a user may record.
+    """Arguments for `snapshot` that leave out the traces of allocations.
 
-    The result is empty for older versions of torch, whose `snapshot` has no such arguments.
+    Traces exist if the user has made torch record them. The result is empty for older versions of
+    torch, whose `snapshot` has no such arguments.
     """
     if "include_traces" in inspect.signature(snapshot).parameters:
         return {"include_traces": False}

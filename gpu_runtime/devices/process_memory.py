@@ -30,7 +30,7 @@ _keys = itertools.count(1)
 
 
 class Note(weakref.ref):
-    """A weak reference to a Block. When the block is gone, it is put into the queue of the Memory.
+    """A weak reference to a Block. Once the block is gone, the Note is put into the Memory's queue.
 
     Python calls the queue's own `append`. It is C code, so an interrupt cannot stop it halfway.
     """
@@ -154,7 +154,7 @@ class Memory:
             return state.requested + reusable
 
     def map(self) -> AllocatorMap:
-        """The map of this memory's allocator. It must not be called for a real card."""
+        """The map of this memory's allocator. Do not call this method for a real card."""
         with self._lock:
             state = self._swept()
         return allocator_stats.of_segments(

@@ -64,9 +64,10 @@ class SharedPages:
     def untouched(self) -> bool:
         """Whether no process has written the pages since `seal`.
 
-        `seal` sets the file's time of modification to 0, and a write sets it to the present time. A
-        write through a mapping does not set it at once. So `blocks` sets it before it maps the file
-        with MAP_SHARED, and such a mapping counts as a write. Only a process with a card does this.
+        `seal` sets the file's time of modification to 0, and a write sets this time to now. A write
+        through a MAP_SHARED mapping sets it only later. So `blocks` itself sets it to now before it
+        makes such a mapping, and the mapping counts as a write. Only a process with a card makes
+        such mappings.
         """
         return os.fstat(self.file).st_mtime_ns == 0
 
@@ -86,7 +87,7 @@ class SharedPages:
         return [_array(region, at, block) for (at, _), block in zip(places, counted, strict=True)]
 
     def used_bytes(self) -> int:
-        """The bytes of those arrays over the pages that this process still has."""
+        """The bytes of the arrays from `blocks` that this process still has."""
         return sum(block.size for block in self._blocks)
 
     def _mapped(self, memory: Memory) -> Region:

@@ -131,7 +131,7 @@ def allocate(
 
 
 def release(state: Segments, keys: Collection[int]) -> Segments:
-    """The new state after the runs with these `keys` were freed. Free neighbours are joined.
+    """Frees the runs whose key is in `keys`, and joins free neighbours. Returns the new state.
 
     Unknown keys change nothing.
     """
@@ -221,7 +221,7 @@ def _cut_segment(
 
 
 def _joined(runs: Iterable[Run]) -> tuple[Run, ...]:
-    """The `runs` without empty runs, with free neighbours joined and released neighbours joined."""
+    """Leaves out empty `runs`, and joins neighbours that are both free or both released."""
     joined: list[Run] = []
     for run in runs:
         if not run.size:

@@ -1,4 +1,4 @@
-"""The figures that torch's allocator of a card has, and its peak of memory for several readers.
+"""Which figures torch's allocator has, and `Peak`: the most bytes that it has allocated.
 
 A user may replace torch's allocator. CUDA's allocator (`cudaMallocAsync`) counts bytes, but lists
 no blocks. A pluggable allocator, such as RMM's, has no figures: torch raises an error for each of
@@ -12,7 +12,7 @@ from typing import Any
 
 
 def counts_bytes(cuda: Any) -> bool:
-    """Whether the allocator of `cuda`, which is torch.cuda, counts its bytes and takes a limit."""
+    """Whether the allocator of `cuda` (torch.cuda) counts its bytes and accepts a limit."""
     return _name(cuda) != "pluggable"
 
 
