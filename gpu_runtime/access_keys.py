@@ -85,7 +85,7 @@ def read(path: Path) -> Keys:
 
 
 def _require_private(path: Path, found: os.stat_result) -> None:
-    """Raises BadDocument unless only this user can use the file `path` with the status `found`.
+    """Raises BadDocument if another user may read or replace the file `path` of the status `found`.
 
     BadDocument is also raised if the file has more than MOST_BYTES.
     """

@@ -1,8 +1,8 @@
 """The person for whom this thread acts, if this person is not the user of the process.
 
 A console, for example, acts for its visitors. The name of a visitor is for display only.
-Permissions depend on the requesting process, and not on the name. Each asyncio task has its own
-person too, because the name is in a context variable.
+Permissions depend on the requesting process, and not on the name. The name is in a context
+variable, so each asyncio task can act for a person of its own.
 """
 
 from __future__ import annotations

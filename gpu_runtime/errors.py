@@ -57,8 +57,8 @@ class GpuError(Exception):
     def __init__(self, message: str, **facts: Any) -> None:
         """`message` is the sentence. Each of the `facts` becomes an attribute.
 
-        The sentence is shortened and unprintable characters are escaped: names, paths and messages
-        of other libraries in it may be any text.
+        The sentence is shortened and unprintable characters are escaped, because it may contain
+        any name, path or message of another library.
         """
         super().__init__(printable(message, MOST_MESSAGE, keep="\n"))
         self.facts = facts

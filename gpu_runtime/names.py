@@ -236,8 +236,8 @@ def values_in(frames: Iterable[FrameType]) -> list[Any]:
         found += variables.values()
         debugged = frame.f_trace is not None or sys.gettrace() is not None
         if isinstance(variables, dict) and not debugged:
-            # Up to Python 3.12 `f_locals` is a copy of the variables, and the frame keeps this
-            # copy. It would keep the objects alive, so it is emptied. While a debugger runs it is
-            # not emptied, because Python copies `f_locals` back into the variables after each step.
+            # Up to Python 3.12 `f_locals` is a copy of the variables. The frame keeps this copy,
+            # which would keep the objects alive, so the copy is emptied. It is not emptied while a
+            # debugger runs: Python then copies `f_locals` back into the variables after each step.
             variables.clear()
     return found

@@ -35,8 +35,9 @@ def replace_file(
 ) -> None:
     """Replaces the whole file `path` at once, so a reader finds the old content or the new content.
 
-    The file has mode 0600, unless `prepare(draft)` changes the draft's mode before the replacement.
-    After an error the old file remains. Raises OSError.
+    The new content is written to a draft with mode 0600, which then replaces the file.
+    `prepare(draft)` may change the mode before that. After an error the old file remains. Raises
+    OSError.
     """
     draft = path.with_name(f".{path.name}-{secrets.token_hex(4)}")
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC

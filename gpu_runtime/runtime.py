@@ -300,9 +300,9 @@ class Runtime:
     ) -> Held:
         """`with rt.lease("8 GiB", purpose="training") as block:` — memory for your own code.
 
-        `size` is claimed in the ledger until the block ends. On a real card, torch can allocate no
-        more. If `size` is None, nothing is claimed, and the use is only measured. Other users see
-        `purpose`, by default the notebook's or script's name. `importance`, `timeout`: see `use`.
+        `size` is claimed in the ledger until the block ends. On a real card, torch cannot allocate
+        more than `size`. If `size` is None, nothing is claimed, and the use is only measured. Other
+        users see `purpose`, by default the file's name. `importance`, `timeout`: see `use`.
 
         Raises BadSize, DoesNotFit, Busy.
         """
@@ -373,8 +373,8 @@ class Runtime:
         notebook, also of its own code. `*` names all idle models. With `drop`, a model that can be
         loaded again leaves host memory too. Another process gets a request, and has `timeout`
         seconds. Without `wait` the request is only written. With `lost`, `name` is the pid of a
-        process that may have ended, and the outcome lists its memory. `force` also ends its
-        leases; use it only if you know that the process has ended.
+        process that may have ended, and the outcome lists its memory. `force` also ends the leases
+        of this process; use it only if you know that the process has ended.
 
         Raises DoesNotFit if the model cannot leave, StillInUse, UnknownModel, AmbiguousName, Busy,
         NotAllowed, GpuError.
@@ -424,8 +424,8 @@ class Runtime:
     def park(self, who: str = "", *, checkpoint: bool = False, yes: bool = False) -> Outcome:
         """Moves a notebook's memory to RAM. `who` is its file name or pid; empty: this notebook.
 
-        The memory returns before the notebook's next cell. With `checkpoint`, the driver moves the
-        memory of any process with the pid `who`. Without `yes`, such a call only lists the risks.
+        The memory returns before the notebook's next cell. With `checkpoint`, `who` is the pid of
+        any process, and the driver moves its memory. Without `yes`, that call only lists the risks.
         """
         return checkpoints.park(self._session, who, checkpoint, yes)
 
@@ -449,7 +449,7 @@ class Runtime:
         """Frees unused memory of the allocators of all processes that take this user's requests.
 
         `process` selects one process by its pid, its owner id, or its model (`qwen@4121`). The
-        `timeout` is for all together. Raises UnknownModel, AmbiguousName, NotAllowed, Busy.
+        `timeout` is for all processes together. Raises UnknownModel, AmbiguousName, NotAllowed, Busy.
         """
         return defragment.defrag(self._session, process, timeout)
 
@@ -525,11 +525,11 @@ class Runtime:
     def history(self, seconds: str | float = 900.0, points: int = 600) -> History:
         """The use of every device in the last `seconds`, and the events in this period.
 
-        Each device has at most `points` moments, and the last moment is now. If moments are too
-        close together, the one with the most memory in use is kept. Nothing changed between two
-        moments. But if the gap is over a minute and longer than the other gaps, nothing was
-        recorded in it. History goes back 24 h, also over a restart of the machine. A ledger in
-        memory has only the present. Raises BadSize, BadSetting.
+        Each device has at most `points` moments, and the last moment is now. If more were recorded,
+        only the one with the most memory in use is kept of each stretch of time. The figures of a
+        moment hold until the next moment. But a step that is over a minute, and longer than the
+        other steps, is a gap in the record. History goes back 24 h, also over a restart of the
+        machine. A ledger in memory has only the present. Raises BadSize, BadSetting.
         """
         return status.history(self._session, self.status(), seconds, points)
 

@@ -53,7 +53,7 @@ class Cancellation(threading.Event):
     """An event that is set when the result of some work is no longer wanted.
 
     When the event is set, it also calls the functions that were passed to the method `then`. Such a
-    function ends work that waits for something else than the event, such as for an engine's
+    function ends work that does not wait for the event but for something else, such as an engine's
     process.
     """
 

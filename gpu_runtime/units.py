@@ -76,8 +76,8 @@ def parse_bytes(text: str | int | float) -> int:
 def parse_room(text: str | int | float) -> int:
     """The bytes of the size `text`, which must be above zero. Raises BadSize.
 
-    Text without a unit is refused if its number is less than 1 MiB. A user who types `14` means 14
-    GiB, and the error suggests this.
+    Text without a unit is refused if it means less than 1 MiB. A user who types `14` wants 14 GiB,
+    and the error suggests this.
 
     >>> parse_room("8 GiB")
     8589934592

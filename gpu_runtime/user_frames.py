@@ -48,7 +48,7 @@ def user_lines(error: BaseException) -> list[str]:
         at |= {frame: line for frame, line in frames if _is_users(frame)}
         link = link.__cause__
     lines = [_line(frame, number) for frame, number in at.items()]
-    # The line of a cell's magic, such as `%%gpu`, is needed only if it is the line that failed.
+    # The line of a cell's magic, such as `%%gpu`, is left out, unless it is the line that failed.
     lines = [line for line in lines[:-1] if ": %%" not in line] + lines[-1:]
     if len(lines) <= MOST_LINES:
         return lines

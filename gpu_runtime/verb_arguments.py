@@ -146,12 +146,12 @@ def seconds(text: str) -> float:
 
 
 def rows(text: str) -> int:
-    """The number of rows in `text`. Raises ArgumentTypeError unless it is a number from 1."""
+    """The number of rows in `text`. Raises ArgumentTypeError if it is not a number above 0."""
     return _whole(text, 1, "a number of rows")
 
 
 def limit(text: str) -> int:
-    """The limit in `text`. Raises ArgumentTypeError unless it is a number from 1."""
+    """The limit in `text`. Raises ArgumentTypeError if it is not a number above 0."""
     return _whole(text, 1, "a number")
 
 

@@ -166,7 +166,7 @@ def verdict(map: AllocatorMap) -> str:
 
 
 def _inactive_future(stuck: int, releasable: int) -> str:
-    """The end of a sentence, which states what defrag does with the inactive bytes.
+    """What defrag does with the inactive bytes. The text is the end of a sentence.
 
     `stuck` bytes are in segments that are partly in use. `releasable` bytes are in free segments.
     """

@@ -1,5 +1,5 @@
-"""The progress of a load or a restore. It is one line while the load runs, and another line after
-its end.
+"""Two lines about a load or a restore: one shows its progress, and the other one stays after its
+end.
 
 This module is pure. `kernel_ext/gpu/waiting.py` shows the lines.
 """
@@ -66,7 +66,7 @@ def seconds_left(arrival: Arrival, seconds: float) -> float | None:
 
 
 def _part(arrival: Arrival, seconds: float) -> float:
-    """The part of the `arrival` that is done, from 0 to 1. Estimated from time, at most 0.95."""
+    """The part of the `arrival` that is done, from 0 to 1. An estimate from time is at most 0.95."""
     if arrival.done_bytes and arrival.all_bytes:
         return min(1.0, arrival.done_bytes / arrival.all_bytes)
     return min(0.95, seconds / arrival.expected_seconds) if arrival.expected_seconds else 0.0

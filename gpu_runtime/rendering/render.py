@@ -167,7 +167,7 @@ def block_report(block: Any) -> Shown:
 
 
 def nothing(verb: str, prompt: str = "%gpu") -> str:
-    """A sentence with the command to type, after `prompt`, if the table of `verb` is empty."""
+    """The sentence to show if the table of `verb` is empty. Its command begins with `prompt`."""
     return EMPTY.get(verb, "There is nothing to show.").format(prompt=prompt)
 
 

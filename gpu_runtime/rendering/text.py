@@ -371,7 +371,9 @@ def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
 
 
 def replays(found: Sequence[Replayed]) -> str:
-    """The recorded decisions. Each has a note whether the scheduler decides the same now."""
+    """The recorded decisions. A note at each decision states whether the scheduler decides the
+    same now.
+    """
     return "\n".join(
         f"{clock(one.wall)}  {clean(one.model)} {clean(one.decided)}\n"
         f"{'':10}{clean(one.result)}  (decision {one.id})"

@@ -244,8 +244,8 @@ def _measured_remark(view: DeviceView) -> list[str]:
 def holdings(snapshot: Snapshot) -> list[Holding]:
     """The rows of the table of holders for the `snapshot`.
 
-    The first rows are the leases by device and size. Then follow the bytes that owners hold beyond
-    their leases, and other programs.
+    The first rows are the leases, sorted by device and size. Then follow the bytes that owners hold
+    beyond their leases, and other programs.
     """
     order = {view.device.id: place for place, view in enumerate(snapshot.devices)}
 

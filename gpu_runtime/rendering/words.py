@@ -112,7 +112,7 @@ def event_sentence(event: Event) -> str:
 
 
 def event_subject(event: Event, snapshot: Snapshot) -> str:
-    """The name that goes before the sentence about `event`: its title, or the process.
+    """The name that goes before the sentence about `event`: the event's title, or the process.
 
     The name is the process if the event is about no model, or about the own memory of a kernel
     whose notebook is unknown.
@@ -282,7 +282,7 @@ _PARTS = {
 
 
 def needs(plan: Plan) -> str:
-    """The total bytes that the `plan` needs, and the source of the number if there is one part."""
+    """The total bytes that the `plan` needs. If the footprint has only one part, also its source."""
     if plan.footprint is None:
         return ""
     total = show_bytes(plan.footprint.bytes)

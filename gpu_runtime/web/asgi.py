@@ -1,4 +1,4 @@
-"""A Tornado handler that answers with an ASGI application. So one server behind one gate serves pages and the API.
+"""A Tornado handler that passes requests to an ASGI application, so that one server has both pages and the API.
 
 Tornado reads the whole request and its body, up to the server's limit, before it calls the application. Each part of
 the answer is written when the application sends it. A connection that takes no data for WRITE_SECONDS is closed. The
@@ -47,7 +47,8 @@ class Asgi(RequestHandler):
         self._disconnected.set()
 
     async def _answer(self) -> None:
-        # If the application fails, Tornado logs it and answers 500, or closes the connection if an answer has begun.
+        # If the application fails, Tornado logs the error and answers 500. If an answer has begun, Tornado closes the
+        # connection instead.
         await self._app(self._scope(), self._receive, self._send)
         self._disconnected.set()
 

@@ -33,7 +33,7 @@ class Compression(GZipContentEncoding):
         self, status_code: int, headers: HTTPHeaders, chunk: bytes, finishing: bool
     ) -> tuple[int, HTTPHeaders, bytes]:
         """The status, the headers and the first part of the compressed answer."""
-        # Only the answer with a file has both headers. The etag of a file is a digest of its content.
+        # Only an answer that sends a file has both headers. Its etag is a digest of the file's content.
         etag = headers.get("Etag", "") if "Last-Modified" in headers else ""
         if self._gzipping and status_code == 200 and etag in _kept:
             self._from_memory = True

@@ -1,5 +1,5 @@
-"""Limits the open connections of strangers to a server, and closes connections that stay idle for
-long.
+"""Limits the connections that strangers may open to a server, and closes connections that stay idle
+for long.
 
 A stranger is a user of this machine, or an address of another machine. A connection counts as the stranger's until the
 gate has admitted a request on it. On a shared machine all users have the same address, so the operating system is asked
@@ -38,7 +38,7 @@ Kept = TypeVar("Kept")
 
 
 class Connections:
-    """Accepts the connections of one Tornado server, and closes connections that are too many."""
+    """Accepts the connections of one Tornado server. Closes a new connection if too many are open."""
 
     def __init__(self, http: HTTPServer) -> None:
         """Takes over the listening sockets of `http`. Also raises this process's limit of open

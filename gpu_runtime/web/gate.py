@@ -130,7 +130,7 @@ class Gate(ReversibleRouter):
         return self._admit(request, credentials)
 
     def try_token(self, request: HTTPServerRequest, token: str) -> tuple[Role | None, float | None]:
-        """The role that the `token` typed in `request` gives, and the seconds by which the answer
+        """The role that the typed `token` gives, and the seconds by which the answer to `request`
         is delayed.
 
         Only the answer to a wrong token is delayed. If too many answers wait already, the seconds
@@ -185,7 +185,7 @@ class Gate(ReversibleRouter):
         return self._let_in(request, self.rules.visitor(role))
 
     def _admit_by_key(self, request: HTTPServerRequest, credentials: Credentials) -> Any:
-        """Admits a visitor with a key of `gpu serve`. A key counts only in a header."""
+        """Admits a visitor with a key of `gpu serve`. A key is accepted only in a header."""
         offered = auth.bearer(credentials.authorization)
         find = self.rules.key_visitor
         visitor = find(offered) if find is not None and offered else None

@@ -173,7 +173,7 @@ def url(host: str, port: int, prefix: str, token: str) -> str:
 
 
 def printable_address(address: str) -> tuple[str, Path | None]:
-    """Returns the text to print for the URL `address`, and a file to remove at the end, or None.
+    """The text to print for the URL `address`, and a file to remove when the server ends, or None.
 
     `address` contains a token. The text contains the token only on a terminal. Output to a file or
     a pipe may be read by other people. So in such output the text names a file of mode 0600 that

@@ -1,4 +1,4 @@
-"""Answers to requests that the gate has not admitted: a refusal, a form for the token, or a redirect to the page.
+"""The answers to requests that the gate has not admitted: a refusal, a form for the token, or a redirect to the page.
 
 The gate decides which answer is sent. These pages load no resource, and name no user and no software.
 """
