@@ -61,7 +61,10 @@ class FleetModels:
         self._closed.set()
 
     def look(self) -> None:
-        """Reads the living hosts, the models that the fleet should hold, and how many hosts have each on a card."""
+        """Reads the living hosts and the models that the fleet should hold. Counts the hosts of each model.
+
+        A host counts if it has the model on a card.
+        """
         wishes = self.fleet._wishes()
         if wishes.revision != self._revision:
             self._specs = {spec.name: spec for spec in _specs_of(wishes)}

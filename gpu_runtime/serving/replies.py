@@ -1,6 +1,6 @@
 """Prepares answers for the caller.
 
-Adds to an answer which model gave it and why. A streamed answer releases everything that it holds at its end.
+Adds to an answer which model gave it and why. When a streamed answer ends, it releases everything that it holds.
 """
 
 from __future__ import annotations

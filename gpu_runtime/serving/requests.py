@@ -33,8 +33,8 @@ class Refused(Exception):
     """Raised when a call gets no answer.
 
     `status` is the HTTP status, `code` a word for programs. `retry_after` is the number of seconds after which a retry
-    may succeed; None means that a retry would be refused too. `facts` holds the figures of the message, and `param`,
-    the field of the body that is wrong.
+    may succeed; None means that a retry would be refused too. `facts` holds the figures of the message. Its entry
+    `param` names the field of the body that is wrong.
     """
 
     def __init__(

@@ -24,7 +24,8 @@ _AWAIT = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT
 class CellSyntaxError(GpuError):
     """Raised when the text of a cell is not valid Python.
 
-    The error has Python's own message. The error is raised, not printed, so that nbval notices it.
+    The error has Python's own message. The error is raised, not printed, so that programs that test notebooks (such as
+    nbval) notice it.
     """
 
 

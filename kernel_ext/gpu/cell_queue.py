@@ -85,7 +85,7 @@ class CellQueue:
         """Puts the tap in front of the receiver of the kernel's stream.
 
         Before the kernel has started, the stream has no receiver yet. In this case the tap replaces the kernel's
-        method that receives messages, and the kernel installs it when it starts.
+        method that receives messages. When the kernel starts, it makes this method the receiver.
         """
         if self._stream.receiving():  # type: ignore[union-attr]
             self._receive_by(self._tap)

@@ -129,7 +129,7 @@ class Scan:
 
 
 class _Cell(ast.NodeVisitor):
-    """The models of one cell: `uses` in the order in which they appear, and `mentions`."""
+    """The models of one cell: `uses`, which it brings onto a device, in order; and `mentions`, which it names."""
 
     def __init__(self, scan: Scan) -> None:
         self.scan = scan

@@ -258,7 +258,7 @@ GpuMagics.gpu.__doc__ = f"""The GPUs of this machine, shared: holders, dry runs,
 
 
 class Unopened:
-    """A placeholder for the runtime in a notebook. The runtime replaces this object when the runtime is needed.
+    """The notebook's `rt` until the runtime is opened.
 
     Opening the runtime takes a moment, and the devices and the ledger cannot be changed afterwards. So the runtime is
     opened at its first use, and `%env GPU_DEVICES=…` still works after `%load_ext`. The first cell whose text contains

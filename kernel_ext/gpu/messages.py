@@ -21,8 +21,8 @@ QUIET = frozenset(
 )  # fmt: skip
 READING = frozenset(("complete_request", "inspect_request"))
 # Requests to the debugger that show or set variables. The debugger answers them in a thread of its own. For
-# `initialize` it runs a cell, and blocks its thread until the cell ends. This cell must not wait for the
-# memory, so the memory is brought back before the request is handled.
+# `initialize` the debugger runs a cell, and its thread does nothing else until the cell ends. This cell must
+# not wait for the memory, so the memory is brought back before the request is handled.
 DEBUGGER_READS = frozenset(
     (
         "initialize", "inspectVariables", "richInspectVariables", "variables", "evaluate",

@@ -88,8 +88,8 @@ class Position:
         `cells` are the notebook's code cells and `now` is the time in seconds. The result has all later cells of the
         file. It is empty if this cell is not in the file.
 
-        If `by_program` is false, a person may have started this cell alone. Then the result is empty unless this cell
-        began within PEOPLE_SECONDS after the end of the previous cell, and is the next cell in the file.
+        If `by_program` is false, a person may have started only this cell. Then later cells are expected only if this
+        cell began within PEOPLE_SECONDS after the end of the previous cell, and is the next cell in the file.
         """
         here = self._find(cells, code, cell_id)
         if here is None:

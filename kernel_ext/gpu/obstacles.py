@@ -46,8 +46,8 @@ RESTING = frozenset(
         ("queue.py", "get"), ("thread.py", "_worker"), ("pydevd_comm.py", "_read_line"),
     )
 )  # fmt: skip
-# A thread that waits at one of these places prevents nothing, even if its name is not known as a name of the
-# kernel's threads: a worker of a thread pool with an empty queue, and two threads of ipykernel and tqdm.
+# A thread that waits at one of these places does not prevent a move, even if its name is not known as a name of
+# the kernel's threads: a worker of a thread pool with an empty queue, and two threads of ipykernel and tqdm.
 IDLE = frozenset(
     (("thread.py", "_worker"), ("iostream.py", "_watch_pipe_fd"), ("_monitor.py", "run"))
 )

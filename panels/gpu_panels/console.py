@@ -86,8 +86,8 @@ def _theme(primary: str, bar: str) -> dict[str, Any]:
     }
 
 
-# In a notebook, the light theme may be shown on a dark page of JupyterLab. Its colours are legible on both. The text
-# of the status bar is white in both themes.
+# In a notebook, the light theme may be shown on a dark page of JupyterLab. So its colours are legible on light and on
+# dark pages. The text of the status bar is white in both themes.
 THEME = {"light": _theme(*palette.LIGHT), "dark": _theme(*palette.DARK)}
 
 
@@ -165,8 +165,8 @@ class Console:
         )
         with edit_readonly(page):
             # By default `busy` is linked to Panel's global state. This link would keep every page alive for
-            # ever, and notify every browser of every callback. A link to another parameter replaces it; a plain
-            # value would not.
+            # ever, and notify every browser of every callback. A link to another parameter replaces this link;
+            # a plain value would not.
             page.busy = self.status_bar.param.loading
         page.param.watch(self._theme_changed, "dark_theme")
         return page
@@ -313,10 +313,10 @@ def _alert(text: str) -> str:
 def deliver_early_changes(document: Any) -> None:
     """Makes Panel send the changes of `document` even before the browser has drawn the page.
 
-    Panel discards such changes, since it assumes that the document is sent later. In fact the browser fetches the
-    document first, and on a slow machine draws it for seconds. The page then showed the old value until the next
-    change: 12 of 19 pages showed a wrong figure. Bokeh sends a change only to browsers that are connected, and these
-    browsers keep the change until they have the document.
+    Panel discards such changes, since it assumes that the document, with the changes in it, is sent later. In fact the
+    browser has fetched the document before, and on a slow machine draws it for seconds. The page then showed the old
+    value until the next change: 12 of 19 pages showed a wrong figure. Bokeh sends a change only to browsers that are
+    connected, and these browsers keep the change until they have the document.
     """
     pn.state._connected[document] = True
 

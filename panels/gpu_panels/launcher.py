@@ -35,7 +35,7 @@ def tile() -> dict[str, Any]:
         "launcher_entry": {
             "title": "GPU console",
             "icon_path": str(Path(__file__).with_name("icon.svg")),
-            # Only in this section and in Console, JupyterLab shows icons that are given by a URL.
+            # JupyterLab shows an icon that is given by a URL only in this section and in the section Console.
             "category": "Notebook",
         },
     }

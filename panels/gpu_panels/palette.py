@@ -23,9 +23,10 @@ PLAIN = " "  # Bokeh's hatch that draws nothing
 # The first seven processes use the first texture, and the next seven processes the second texture.
 TEXTURES = (PLAIN, ".", "-")
 SLOTS = len(COLOURS) * len(TEXTURES)
-# The accent and the status bar of the light and of the dark theme.
+# The colours of the accent and of the status bar, in the light and in the dark theme.
 LIGHT, DARK = ("#2a78ab", "#0b5c8a"), ("#7cc0ea", "#0d3a55")
-# Fonts of the operating system: Material's own are 130 kB. `system-ui` is a wide font on Linux.
+# Fonts of the operating system, because Material's own fonts are 130 kB. `system-ui`, which is a wide
+# font on Linux, is not used.
 FONT = '-apple-system, "Segoe UI", "Noto Sans", Helvetica, Arial, sans-serif'
 KEPT = 1024  # processes whose style is remembered
 

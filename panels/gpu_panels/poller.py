@@ -83,8 +83,8 @@ class Poller:
         self.rt, self._read = rt, read or (lambda: rt.status())
         self.result = PollResult()
         self.first_seen = FirstSeen()  # all sessions show these times of problems
-        # If the server of the page serves models: a function that returns its figures. It is called in
-        # the event loop.
+        # A function that returns the figures of the page's server, or None if this server serves no
+        # models. The function is called in the event loop.
         self.serving: Callable[[], Any] | None = None
         self._clock, self._wall, self._start = clock, wall, start
         # The references are weak, so a session that was not closed properly is dropped too.

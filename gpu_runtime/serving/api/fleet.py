@@ -35,8 +35,8 @@ def router(models: Any, acts: Any) -> APIRouter:
 
     @routes.get("/api/v1/slots", tags=["fleet"])
     def get_slots() -> dict[str, Any]:
-        """The slots that hold a model, and the wished slots: the bytes on each card, and the calls that use the model
-        now.
+        """The slots that hold a model, and the wished slots. Each has the bytes on its cards, and the number of calls
+        that use its model now.
         """
         return {"slots": slots(models.fleet)}
 

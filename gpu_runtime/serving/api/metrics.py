@@ -138,7 +138,7 @@ def _problems(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:
     yield gauge("gpu_problem_bytes", "Memory in these problems", ["kind"], sizes.items())
 
 
-# Counters that do not say how a call ended. A call that they count is also counted by its end in `gpu_calls`.
+# Counters that do not say how a call ended. `gpu_calls` counts the same calls too, by how they ended.
 _NO_ENDS = {
     "streamed": "Calls that were answered as a stream",
     "stood_in": "Calls that another model answered, because the first one failed",
@@ -213,7 +213,7 @@ def devices(
     Each of `snapshots` is a pair: the values of the additional labels, and a snapshot. `labels` are the names of these
     labels, in the same order.
 
-    A figure that the driver does not report has no sample, since a sample of 0 would be wrong.
+    A figure that the driver does not report is left out, since the value 0 would be wrong.
     """
     listed = list(snapshots)
     for name, (text, figure) in _DEVICE_FIGURES.items():

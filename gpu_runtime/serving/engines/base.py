@@ -62,7 +62,7 @@ class EngineFailed(GpuError):
 
 
 def cannot(model: str, why: str, param: str | None = None) -> Refused:
-    """The refusal (400) of a call that `model` cannot serve. `why` is the reason; any caller would get it.
+    """The refusal (400) of a call that `model` cannot serve. `why` is the reason, which is true for every caller.
 
     `param` is the field of the request that the model cannot serve.
     """

@@ -44,7 +44,7 @@ _known_facts: weakref.WeakKeyDictionary[Any, _Known] = weakref.WeakKeyDictionary
 
 
 class LlamaCppAdapter(TextAdapter):
-    """Calls a `value` that has llama.cpp's methods. The model itself may be in another process."""
+    """Calls the methods of `value`, which are llama.cpp's. The model itself may be in another process."""
 
     kind = "a llama.cpp model"
     can_force_calls = True

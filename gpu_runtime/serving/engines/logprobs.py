@@ -73,7 +73,7 @@ class Unsent:
         return tuple(taken)
 
     def take_rest(self) -> tuple[Token, ...]:
-        """Removes and returns all tokens. Call this at the end, unless a stop string cut the text."""
+        """Removes and returns all tokens. Call this at the end of a text that no stop string has cut."""
         rest = tuple(self._tokens)
         self._tokens.clear()
         return rest

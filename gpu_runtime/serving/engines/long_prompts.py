@@ -38,8 +38,8 @@ def remember(spec: ModelSpec, tokenizer: Any, context: int) -> None:
 async def require_tokens(call: Call, spec: ModelSpec, free: asyncio.Semaphore) -> None:
     """Refuses (400) a `call` with a long prompt that has more tokens than the context of `spec`.
 
-    A short prompt is not counted, and neither is any prompt if the tokenizer is not known. `free` limits how many
-    prompts are counted at once. Counting ends as soon as the result is known, or when the call is cancelled.
+    A prompt is counted only if it is long and the tokenizer is known. `free` limits how many prompts are counted at
+    once. Counting ends as soon as the result is known, or when the call is cancelled.
     """
     known_spec, tokenizer_of, context = _known.get(spec.name, (None, lambda: None, 0))
     tokenizer = tokenizer_of() if known_spec == spec else None

@@ -105,7 +105,7 @@ class Header(Value):
 
 
 def usage(lasts: Sequence[TextPiece]) -> dict[str, int]:
-    """OpenAI's `usage` from the last piece of each choice. The prompt counts once."""
+    """OpenAI's `usage` from the last piece of each choice. The prompt is counted once for all choices."""
     prompt = max((last.prompt_tokens for last in lasts), default=0)
     completion = sum(last.completion_tokens for last in lasts)
     return {

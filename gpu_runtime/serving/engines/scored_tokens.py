@@ -18,7 +18,10 @@ class ScoredTokens:
     """Reads a module's logits while it writes an answer, and makes a `Token` of each written token."""
 
     def __init__(self, tokenizer: Any, count: int) -> None:
-        """Each token gets the `count` most probable tokens in its place. Tokens are read with the `tokenizer`."""
+        """Stores with each written token the `count` tokens that were the most probable ones at its position.
+
+        Tokens are read with the `tokenizer`.
+        """
         self.unsent = Unsent()
         self._count = count
         self._vocabulary = Vocabulary(tokenizer)

@@ -55,13 +55,15 @@ class Allowance:
     ) -> Iterator[Grant]:
         """A context manager in which a call of the `key` called `name` runs.
 
-        `prompt` is about the number of tokens in the prompt. `asked` is the caller's limit for the answer in tokens. If
-        it is None and the key has a limit of tokens, the answer may have UNSAID_TOKENS, or `least` if that is more, but
-        no more than the key has left.
+        `prompt` is about the number of tokens in the prompt. `asked` is the caller's limit for the answer in tokens, or
+        None. `least` is the length in tokens of the shortest possible answer.
 
-        A call needs the tokens of its prompt and `asked` tokens, or `least` if `asked` is None. Raises Refused with 400
-        if these are more than the key may use in a minute. Raises Refused with 429 if they are more than the key has
-        left in this minute, or if the key has no request left.
+        If `asked` is None and the key has a limit of tokens, the answer may have UNSAID_TOKENS or `least`, whichever is
+        more, but at most the tokens that the key has left.
+
+        The call needs the tokens of its prompt and `asked` tokens, or `least` if `asked` is None. Raises Refused with
+        400 if the key may not use so many tokens in a minute. Raises Refused with 429 if the key has fewer tokens left
+        in this minute, or has no request left.
         """
         recent = self._recent.setdefault(name, _Recent())
         now = self._clock()

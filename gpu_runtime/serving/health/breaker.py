@@ -7,7 +7,7 @@ breaker stays open for another 30 s.
 The library pybreaker keeps the states and their changes (BSD-3, since 2010, typed, 1.4.1 of September 2025). pybreaker
 would hold its lock during a call. So calls are made outside pybreaker, and this module reports only their outcomes to
 pybreaker. This module decides, by the given clock, when a probe is due and which call is the probe. The other
-libraries, circuitbreaker and purgatory, let every call pass while half open.
+libraries, circuitbreaker and purgatory, let every call pass when a probe is due.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ class Breakers:
         return breaker.enter()
 
     def state(self, model: str) -> BreakerState:
-        """The state of the breaker of `model`; closed if it was never called."""
+        """The state of the breaker of `model`; closed if the model was never called."""
         breaker = self._breakers.get(model)
         return breaker.state() if breaker else BreakerState("closed", 0)
 

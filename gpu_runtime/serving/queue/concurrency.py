@@ -11,7 +11,8 @@ from ...facts import ModelSpec
 # The number of calls at once if the model's `sequences` is not set. For all other backends it is 1.
 CONCURRENCY = {"vllm": 256, "fake": 256}
 # These backends run one call at a time, and do not read `sequences`. llama-cpp-python computes one sequence after
-# another. Two `generate` calls of Transformers are not batched, and would draw from the same random numbers of a seed.
+# another. Transformers does not batch two `generate` calls. If they ran at once, each would change the random numbers
+# that the other one gets from its seed.
 SEQUENTIAL_BACKENDS = ("llama_cpp", "transformers")
 NATIVE_LLAMA_SERVER = "llama-server"  # the name of the backend, and of its command
 

@@ -39,7 +39,7 @@ class KeepWarm:
         self._closed = False
 
     def keep(self, model: str, seconds: float) -> None:
-        """Sets the time of the eviction of `model` to `seconds` from now, unless it is later already.
+        """Sets the time of the eviction of `model` to `seconds` from now, unless a later time was set before.
 
         The gateway does this at the end of each call that the model has answered. If `evict_soon` was requested for the
         model, the eviction is due at once.

@@ -183,8 +183,8 @@ class Holds:
     def _importance(self, hold: Hold) -> int:
         """The importance of the call of `hold`, which the ledger compares with the requests of all processes.
 
-        A call may be more important than the entry of its model. Then the operator's caps for this server limit its
-        importance.
+        A call may be more important than its model is by its registration. Then the operator's caps for this server
+        limit the importance of the call.
         """
         if hold.importance >= self._rt.spec(hold.model).importance:
             return hold.importance

@@ -28,9 +28,10 @@ class Since(NamedTuple):
 
 
 class FirstSeen:
-    """When each problem was first seen. It is for problems whose beginning the snapshot does not give.
+    """When each problem was first seen. These times are shown if the snapshot does not give a problem's beginning.
 
-    If no snapshot was read shortly before, the problem began at an unknown time before it was first seen.
+    If no snapshot was read for a while before, a problem may have begun long before it was first seen. Its time is then
+    marked with `is_before`.
     """
 
     def __init__(self) -> None:

@@ -140,7 +140,7 @@ def _usage_row(row: dict[str, Any]) -> Row:
 
 
 def job_rows(served: Any) -> tuple[Row, ...]:
-    """A row for each job, the newest first. The id of a job is not shown, because it permits to fetch the result."""
+    """A row for each job, the newest first. Ids are not shown: anybody who knows an id can fetch the job's result."""
     return tuple(_job_row(number, job) for number, job in enumerate(served.jobs))
 
 

@@ -27,7 +27,7 @@ FOLDED_PART = (
     1 / 12
 )  # arrows between the same two models become one if closer than this part of the range
 # These patterns find the name of the model that needed the room, in the reason of an eviction. If another process
-# needed it, the reason names the process first: "eval.ipynb (pid 9) needs room for qwen."
+# needed the room, the reason names the process first: "eval.ipynb (pid 9) needs room for qwen."
 _RECALLED_FOR = re.compile(r" needs room for (.+?)\.?$")
 _FOR = re.compile(r"(?:^|; )([^;]+?) needs ")
 _PID = re.compile(r"pid (\d+)")  # in the requester of an event
