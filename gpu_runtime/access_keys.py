@@ -102,7 +102,9 @@ def _require_private(path: Path, found: os.stat_result) -> None:
 
 
 def add(path: Path, name: str, key: AccessKey) -> None:
-    """Writes `key` under a new `name` into the file `path`. Raises GpuError."""
+    """Writes `key` under the `name` into the file `path`. Raises GpuError if the name exists or is
+    not valid.
+    """
     if not _NAME.fullmatch(name):
         raise GpuError("the name of a key has at most 64 letters, digits and ._-", name=name)
     if key.importance is not None:
@@ -193,7 +195,7 @@ class KeysFile:
             self._report(f"the earlier keys stay: {error}")
 
     def _look(self) -> tuple[int, ...] | None:
-        """The file's times, size and inode. They differ after every change. None without a file."""
+        """The file's times, size and inode, which differ after every change; None if there is no file."""
         try:
             found = os.stat(self._path)
         except OSError:  # `read` reports it

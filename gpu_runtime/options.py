@@ -64,7 +64,7 @@ REFUSED_FOR_TRANSFORMERS = dict.fromkeys(
 
 
 def _refused(instead: str) -> Rule:
-    """The rule of an option that is always refused. The error advises to do `instead`."""
+    """The rule of an option that is always refused. `instead` is the advice in the error."""
     return Rule(instead, whole(1, 0))
 
 

@@ -249,9 +249,9 @@ def _pieces(stretch: _Stretch, row: int, least: float) -> Iterator[MapPiece]:
     """Yields the pieces of `stretch`, which is cut at the ends of rows. The kinds of bytes are
     stacked.
 
-    If the whole stretch is in use, it is drawn at least `least` bytes wide, but not beyond the end
-    of its row. A few bytes in use can keep a whole segment from being released, so they must be
-    visible.
+    If all bytes of the stretch are in use, it is drawn at least `least` bytes wide, but not beyond
+    the end of its row, which has `row` bytes. Even a few bytes in use can keep a whole segment from
+    being released, so they must be visible.
     """
     title = _title(stretch)
     start, end = stretch.start, stretch.start + stretch.bytes

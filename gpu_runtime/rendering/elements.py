@@ -40,8 +40,8 @@ _LABEL_FROM = 0.09  # a segment narrower than this fraction of its bar has no la
 
 @functools.cache
 def style(body: str | None = None) -> str:
-    """The style sheet as one line of HTML. If `body` is given, only the rules that apply to this
-    HTML.
+    """The style sheet as one line of HTML. If `body` is given, the line has only the rules that
+    apply to this HTML.
 
     A notebook stores the rules with every output, so rules without effect are left out.
     """

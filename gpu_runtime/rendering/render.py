@@ -1,6 +1,6 @@
-"""Wraps the result of a verb in an object that has a text, an HTML or a JSON form.
+"""Wraps the result of a verb in an object that Jupyter shows as HTML and a terminal as text.
 
-This module is pure. Jupyter, a terminal or a program can show the returned object.
+This module is pure.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The gateway: takes a request's body, and returns an answer with the name of the model and the reason for it.
+"""The gateway: takes a request's body, and returns an answer that names its model and why this model was chosen.
 
 The gateway connects all parts of serving, over one Runtime and in one event loop. Pure modules make the decisions.
 Work that blocks, on the ledger or with an engine, runs in threads.
@@ -286,7 +286,7 @@ class Gateway:
     async def _answer_with(
         self, choice: Choice, call: Call, held: AsyncExitStack, deadline: float | None
     ) -> Reply:
-        """The answer of `choice`. The model is pinned until the answer ends. A stream's end releases `held`."""
+        """The answer of `choice`. The model is pinned until the answer ends. When a stream ends, it releases `held`."""
         record = current()
         async with AsyncExitStack() as stack:
             permit = self.breakers.enter(choice.model)

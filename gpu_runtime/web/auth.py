@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 Role = Literal["operator", "viewer"]
 OPERATOR: Role = "operator"
 VIEWER: Role = "viewer"
-# The first words of the paths of calls below /v1. If a client forgets /v1, the server can name the right path.
+# The words after /v1 in the paths of calls. If a client forgets /v1, the server knows by this word which path is meant.
 CALLS = ("chat", "completions", "embeddings", "messages", "models", "rerank", "responses")
 API_PATHS = ("/v1/", "/api/", "/health", "/usage", *(f"/{word}" for word in CALLS))
 GUEST = "guest"  # Panel's name for a visitor without a login, if its options admit such visitors

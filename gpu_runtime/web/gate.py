@@ -100,7 +100,8 @@ class Gate(ReversibleRouter):
         self.max_body_bytes = DISCARDED_BODY_BYTES  # a server may set its own limit here
         self._app = app
         self._routes = app.default_router
-        # Nobody can learn a token from the value of a cookie. The cookie is worthless once the server has a new token.
+        # A cookie contains a digest of a token. So nobody can learn the token from the cookie, and the cookie is
+        # worthless once the server has a new token.
         self._cookie_rules = replace(
             rules,
             operator_token=_derived(rules.operator_token, "operator"),

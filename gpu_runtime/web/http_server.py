@@ -260,9 +260,9 @@ def bound(
     port: int | None,
     socket_path: str | None,
 ) -> tuple[WebServer, Address]:
-    """A server that listens, and its address. If `port` is None or 0, another free port may be
-    taken.
+    """A server that listens, and its address.
 
+    If `port` is None or 0 and another process takes the chosen port first, another port is chosen.
     Raises GpuError if the server cannot listen.
     """
     attempts_left = BIND_ATTEMPTS if not port and socket_path is None else 1

@@ -22,8 +22,8 @@ def prepare(path: str) -> Path:
     """Prepares the place for a socket, and returns the absolute `path`.
 
     A missing directory is made with mode 0700, and the socket of a server that has ended is
-    removed. Raises GpuError if another user can enter the directory, or if anything but such a
-    socket is at `path`.
+    removed. Raises GpuError if another user can enter the directory, or if `path` is the socket of
+    a running server or no socket.
     """
     place = Path(os.path.abspath(path))
     length = len(os.fsencode(place))
@@ -86,8 +86,8 @@ def _check_directories(directory: Path) -> None:
 
 
 def _remove_old_socket(place: Path) -> None:
-    """Removes the socket at `place` if no server listens on it. Raises GpuError if `place` is
-    anything else.
+    """Removes the socket at `place`. Raises GpuError if a server listens on it, or if `place` is no
+    socket.
     """
     try:
         about = os.lstat(place)

@@ -142,8 +142,8 @@ def seen_from_outside(snapshot: Snapshot, host: str) -> Snapshot:
     if agent.id in sections:
         named = replace(agent, notebook=f"agent of {host}")
         sections[agent.id] = replace(sections[agent.id], owner=named)
-    # The snapshot's `owner` is its reader. The reader's id must differ from the agent's, so it gets another serial
-    # number. The reader has registered no models, so `specs` is empty.
+    # The snapshot's `owner` is its reader. The reader's id must differ from the agent's, so the reader gets another
+    # serial number. The reader has registered no models, so `specs` is empty.
     reader = replace(agent, serial=-1)
     return replace(snapshot, host=host, owner=reader, sections=sections, specs=())
 

@@ -1,7 +1,7 @@
 """Serves the console behind the gate: for `gpu console`, for `gpu serve`, or as the script of `panel serve`.
 
-`panel serve` runs a script only when the first page is requested (with `--warm`: when the server starts). So the first
-request runs before the gate exists: it installs the gate, and is then redirected to the same URL.
+`panel serve` runs a script only when the first page is requested (with `--warm`: when the server starts). So the gate
+does not exist before the first request. This request installs the gate, and is then redirected to the same URL.
 """
 
 from __future__ import annotations

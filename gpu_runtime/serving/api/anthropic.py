@@ -264,7 +264,7 @@ class _Writer(Writer):
         return found
 
     def _piece(self, kind: str, text: str) -> list[bytes]:
-        """The events for a piece of thoughts or of text. `kind` is Anthropic's word for it: `thinking` or `text`."""
+        """The events for a piece of thoughts or of text. Its `kind` is `thinking` or `text`, as Anthropic names it."""
         if not text:
             return []
         found = []

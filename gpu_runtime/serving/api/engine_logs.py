@@ -30,8 +30,8 @@ def router(acts: Any) -> APIRouter:
     def get_log(
         id: str, after: int = Query(0, ge=0, le=2**62), actor: str = acts
     ) -> PlainTextResponse:
-        """The end of the log of the model's engine. To get only newer text later, pass the header X-GPU-Log-Next of
-        this answer as `after`.
+        """The end of the log of the model's engine. To get only newer text later, pass the value of this answer's
+        header X-GPU-Log-Next as `after`.
         """
         log = newest_log(id)
         if log is not None:

@@ -50,8 +50,8 @@ class Connections(httpx.AsyncBaseTransport):
     ) -> httpx.AsyncHTTPTransport | None:
         """Keeps the transport `one`, which is free now. Returns a transport that the caller has to close, or None.
 
-        After `aclose`, the transport to close is `one` itself. If more than MOST_FREE transports to this `address` are
-        free, it is the one that has been free the longest.
+        After `aclose`, the result is `one` itself. If more than MOST_FREE transports to this `address` are free, the
+        result is the transport that has been free the longest.
         """
         free = self._free.setdefault(address, [])
         if self._closed:
@@ -69,9 +69,9 @@ class Connections(httpx.AsyncBaseTransport):
 
 
 class _Body(httpx.AsyncByteStream):
-    """The body of a response. When the body is closed, it calls `keep`, which keeps the response's transport.
+    """The body of a response. When the body is closed, the response's transport becomes free.
 
-    `keep` returns a transport to close, or None.
+    `keep()` keeps this transport for the next request, and returns a transport to close, or None.
     """
 
     def __init__(

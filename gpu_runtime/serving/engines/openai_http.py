@@ -28,8 +28,8 @@ PATHS = {
 # An engine may compute for long before its first token.
 TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 POLL_SECONDS = 0.05
-# If the template of an engine is not known, this text takes its place. It contains the names of the variables with
-# which newer templates read tools and turn thinking off, so that no call is refused without need.
+# If the template of an engine is not known, this text takes its place. The text has the names of the variables by which
+# newer templates read tools and turn thinking off. Without these names, calls with tools would be refused.
 UNKNOWN_TEMPLATE = "enable_thinking, tools"
 TOO_MANY = 429
 BUSY_SECONDS = 5.0  # until the caller may retry, if a busy engine names no time

@@ -155,8 +155,8 @@ class TransformersAdapter(TextAdapter):
         )
         if presence or frequency:
             processors.append(_penalties(prompt_tokens, presence, frequency))
-        # A model's own settings may suppress tokens that the schema requires, so that no token would be left. So
-        # these settings are switched off here.
+        # A model's own settings may suppress all the tokens that the schema allows. So these settings are switched
+        # off here.
         more: dict[str, Any] = {"suppress_tokens": None} if forced else {}
         reading = scored.reading(self.value) if scored else contextlib.nullcontext()
         with _seeded(body.get("seed")), reading:

@@ -22,7 +22,7 @@ UNSAID_TOKENS = 1024
 class Grant:
     """The tokens of one running call. The `with` block of `granted` sets `used` to the counted tokens.
 
-    If `used` is still None at the end of the call, `reserved` counts in its place.
+    If `used` is still None at the end of the call, the call is taken to have used its `reserved` tokens.
     """
 
     def __init__(self, prompt: int, answer: int | None) -> None:

@@ -58,7 +58,7 @@ class NextSteps(Value):
 
 
 def aged_class(importance: int, waited_seconds: float) -> int:
-    """The class of a call of this `importance`, from 0 (urgent) to 4 (batch), less 1 for each 30 `waited_seconds`.
+    """The class of a call of this `importance`, from 0 (urgent) to 4 (batch), less 1 for every 30 s of waiting.
 
     The class can be negative. So a call that has waited long enough starts before any new call, however important.
 

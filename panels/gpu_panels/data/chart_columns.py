@@ -25,7 +25,7 @@ def unit_of(total_bytes: int) -> tuple[int, str]:
 
 
 def interval(length: float) -> float:
-    """The step between the ticks of an axis with this `length`. It gives four to eight ticks.
+    """The step between the ticks of an axis with this `length`. The axis then has four to eight ticks.
 
     The step is a power of two, because memory sizes often are.
     """

@@ -203,7 +203,7 @@ def _use(lease: Lease, now: float, notebook: str) -> str:
 
 
 def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
-    """The stretches `leases`. All stretches that are too thin are combined into one stretch, such as `12 others`.
+    """The stretches `leases`, but those that are too thin are combined into one stretch, such as `12 others`.
 
     The largest of `leases` is first. `scale` is the bytes of the whole bar. A single thin lease keeps its own stretch.
     """
