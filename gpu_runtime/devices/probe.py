@@ -101,9 +101,9 @@ class Probe:
             raise UnknownDevice(device, tuple(self._memories)) from None
 
     def named(self, torch: str) -> str:
-        """The book's id of the card that torch calls `torch` in this process; `cpu` is the host.
+        """The book's id of a device. `torch` is torch's name for it in this process, such as `cuda:0`.
 
-        Raises UnknownDevice for any other name.
+        The name `cpu` stands for the host. Raises UnknownDevice for any other name.
         """
         if torch == "cpu":
             return HOST

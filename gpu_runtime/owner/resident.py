@@ -172,7 +172,7 @@ class Resident:
         return self.place is Place.GONE and not self.work.locked()
 
     def pinned_by(self, thread: int) -> bool:
-        """Whether a block that the thread with the identifier `thread` runs pins the model."""
+        """Whether the model is pinned by a block of the thread with the identifier `thread`."""
         return any(thread_of(pin) == thread for pin in self.pins.copy())
 
     def declared(self) -> Declared:

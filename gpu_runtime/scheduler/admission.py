@@ -68,7 +68,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     2. The lease is arriving on its device or leaving it → Wait
     3. The request can never fit, or exceeds the operator's caps → Refuse; nothing is evicted
     4. It fits into the free bytes that no elder (a request ahead in the queue) needs → Grant: Load,
-       or Move back from host. If the page is full → Wait while a lease leaves; Refuse if none may
+       or Move back from host. But if the page is full: Wait while a lease leaves it, else Refuse
     5. It fits once idle leases have left → Wait. Own leases leave now, and leases of other owners
        are recalled. If a part of the model can return from host meanwhile → Grant of this part
     6. It is the youngest of several deadlocked requests → Refuse, and name these requests

@@ -298,7 +298,7 @@ class KernelBackend(Backend):
     ) -> None:
         """Makes the exchange while no other thread runs, and records the new place in `model`.
 
-        `away` are the storages that are offloaded afterwards. `noted` is the block that counts the
+        After the exchange, the storages `away` are in host memory. `noted` is the block that counts the
         bytes on a simulated card. `mark` is the result of `Stillness.mark` before the copies.
         Raises NotStill if the exchange is impossible; then nothing has changed.
         """
