@@ -18,6 +18,7 @@ from .evictable import can_move, largest_fitting_set, reason_to_stay, warm, warm
 from .eviction_multi import multi_card_ways
 from .eviction_policy import with_uses_of_equal_models
 from .splitting import may_split
+from .stuck import host_bytes_to_be_had
 from .victims import (
     OWNER,
     PartsRoom,
@@ -80,26 +81,29 @@ def cheapest_way(
     """
     rank = with_uses_of_equal_models(rank, context.leases)
     if context.silent:
-        way = _cheapest(
-            book,
-            request,
-            world,
-            rank,
-            context,
-            candidates,
-            context.silent,
-        )
+        way = _cheapest(book, request, world, rank, context, candidates, context.silent)
         if way:
             return way
-    return _cheapest(
-        book,
-        request,
-        world,
-        rank,
-        context,
-        candidates,
-        frozenset(),
-    )
+    nobody: frozenset[str] = frozenset()
+    way = _cheapest(book, request, world, rank, context, candidates, nobody)
+    if way is None and _may_be_loaded_again(book, request):
+        way = _cheapest(book, request, world, rank, context, candidates, nobody, wanted="")
+        if way and not _host_lacks_room(book, request, world, way):
+            return None  # the host gets room once other leases may be unloaded
+    return way
+
+
+def _may_be_loaded_again(book: Book, request: Request) -> bool:
+    """Whether the requested model has bytes in host memory that its source has too."""
+    lease = book.lease(request.lease.owner, request.lease.name)
+    return lease is not None and lease.droppable and bool(lease.bytes_on(HOST))
+
+
+def _host_lacks_room(book: Book, request: Request, world: World, way: Way) -> bool:
+    """Whether the host never has room for the requested model and the leases that leave for it."""
+    lease = book.lease(request.lease.owner, request.lease.name)
+    stays = lease.bytes_on(HOST) if lease else 0
+    return precious_bytes(way.leaving) + stays > host_bytes_to_be_had(book, world)
 
 
 def _cheapest(
@@ -110,15 +114,21 @@ def _cheapest(
     context: Context,
     candidates: tuple[Candidate, ...],
     spared: frozenset[str],
+    wanted: str | None = None,
 ) -> Way | None:
-    """The cheapest way that evicts none of the leases whose ids are `spared`."""
+    """The cheapest way that evicts none of the leases whose ids are `spared`.
+
+    The lease with the id `wanted` stays in host memory; None is the requested lease.
+    """
+    if wanted is None:
+        wanted = request.lease.id
     idle = eviction_order(_evictable(request, world, context, spared), world, rank)
     host_room = context.room_now.get(HOST, 0)
     host_later = host_room
     shadowed: list[Lease] = []
     if not all([lease.droppable for lease in idle]):
         shadowed = shadows.held(book, spared=context.silent_shadows)
-        host_later += shadows.total(shadowed) + _warm_pool_bytes(book, request, world)
+        host_later += shadows.total(shadowed) + _warm_pool_bytes(book, request, world, wanted)
     host = PartsRoom(host_room, host_later) if _may_cut(idle, world) else None
     found: list[_Priced] = []
     ways = _ways(book, request, world, context, candidates, idle, host_later, host)
@@ -130,7 +140,7 @@ def _cheapest(
     found.sort()
     best = found[0]
     freed, unloaded = _leaving_the_host(
-        book, request, world, rank, best.leaving, shadowed, host_room
+        book, request, world, rank, best.leaving, shadowed, host_room, wanted
     )
     others = found[1 : MOST_OTHERS + 1] if request.wait else found[1:]  # a dry run shows all ways
     return Way(
@@ -149,16 +159,13 @@ def _cheapest(
     )
 
 
-def _warm_pool_bytes(book: Book, request: Request, world: World) -> int:
-    """The bytes in host memory of the models that may be unloaded from there for the `request`."""
-    wanted = request.lease
-    pool = warm(
-        book,
-        world,
-        asker=wanted.owner,
-        importance=wanted.importance,
-        wanted=wanted.id,
-    )
+def _warm_pool_bytes(book: Book, request: Request, world: World, wanted: str) -> int:
+    """The bytes in host memory of the models that may be unloaded from there for the `request`.
+
+    The lease with the id `wanted` stays.
+    """
+    asker, importance = request.lease.owner, request.lease.importance
+    pool = warm(book, world, asker=asker, importance=importance, wanted=wanted)
     return sum([lease.bytes_on(HOST) for lease in pool])
 
 
@@ -170,13 +177,14 @@ def _leaving_the_host(
     leaving: tuple[Lease, ...],
     shadowed: list[Lease],
     host_room: int,
+    wanted: str,
 ) -> tuple[tuple[Lease, ...], tuple[Lease, ...]]:
     """The leases that make room in host memory for the leases `leaving` a card.
 
     Returns two tuples: leases whose shadows are freed, chosen from `shadowed`, and leases that are
-    unloaded from host memory. Host memory has `host_room` free bytes.
+    unloaded from host memory. Host memory has `host_room` free bytes. The lease with the id
+    `wanted` stays there.
     """
-    wanted = request.lease
     going = {lease.id for lease in leaving}
     able = [lease for lease in shadowed if lease.id not in going]
     shortage = precious_bytes(leaving) - host_room
@@ -186,9 +194,9 @@ def _leaving_the_host(
         shortage - shadows.total(freed),
         world,
         rank,
-        asker=wanted.owner,
-        importance=wanted.importance,
-        wanted=wanted.id,
+        asker=request.lease.owner,
+        importance=request.lease.importance,
+        wanted=wanted,
     )
     return tuple(freed), unloaded or ()
 

@@ -160,11 +160,15 @@ class _Eviction:
                 f"{self._owner(lease)} is asked to unload {self._title(lease)} from the warm pool."
             )
             return
-        because = (
-            f"The warm pool is full; {self._title(self.request.lease)} needs room on {self.at}."
-        )
+        name = self._title(self.request.lease)
+        if lease.id == self.request.lease.id:
+            because = f"Host memory has no room for {name} beside the models that leave {self.at}."
+            done = "is unloaded from the warm pool, and loaded again then"
+        else:
+            because = f"The warm pool is full; {name} needs room on {self.at}."
+            done = "is unloaded from the warm pool"
         self._leave(Drop(lease.id, lease.shares, because))
-        self.sentences.append(f"{self._title(lease)} is unloaded from the warm pool.")
+        self.sentences.append(f"{self._title(lease)} {done}.")
 
     def evict(self, lease: Lease) -> None:
         """Moves or drops `lease`, which is on a card; recalls it if the requester does not own it.

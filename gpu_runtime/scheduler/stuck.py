@@ -56,7 +56,7 @@ def stuck_leases(
                 # is ignored. Otherwise its bytes would count twice: as free, and as copied already.
                 bare = replace(lease, shadow_bytes=0) if lease.shadow_bytes else lease
                 precious.setdefault(device, []).append(bare)
-    host_bytes = _host_bytes_to_be_had(book, world) if precious else 0
+    host_bytes = host_bytes_to_be_had(book, world) if precious else 0
     return Stuck(leases, precious, host_bytes, titles)
 
 
@@ -85,7 +85,7 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
     return sets
 
 
-def _host_bytes_to_be_had(book: Book, world: World) -> int:
+def host_bytes_to_be_had(book: Book, world: World) -> int:
     """Bytes of host memory that are free once every lease that can be loaded again is unloaded.
 
     Only leases whose weights exist nowhere else, and leases marked `keep`, stay in host memory.

@@ -589,6 +589,27 @@ def test_a_full_warm_pool_means_unloading(runtime):
     assert where(rt) == {"a": "disk", "b": "sim:0"}
 
 
+def test_a_model_in_ram_is_loaded_again_if_a_victim_needs_its_place(runtime):
+    """The victim's weights exist nowhere else, and RAM cannot hold both models. Waiting would not
+    help.
+    """
+    rt = runtime(
+        devices="sim:8GiB,host:8GiB",
+        gpu_memory_max_percent=1,
+        cpu_memory_max_percent=1,
+        eviction_grace_seconds=0,
+    )
+    fakes(rt, mine="8GiB", wanted="8GiB")
+    backend = rt._session.residents["mine"].backend
+    usual = backend.droppable
+    backend.droppable = lambda model: model.name != "mine" and usual(model)
+    rt.preload("wanted")
+    rt.evict("wanted")
+    rt.preload("mine")
+    with rt.use("wanted", timeout=5):
+        assert where(rt) == {"mine": "host", "wanted": "sim:0"}
+
+
 def test_the_limit_of_this_process_is_named_in_the_words_of_the_inference_service(runtime):
     rt = runtime(inference_memory_limit_gb=16)
     fakes(rt, a="10GiB", b="10GiB", c="17GiB")

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_runtime.facts import Drop, Move, Wait
+from gpu_runtime.facts import Drop, Move, Phase, Wait
 from gpu_runtime.scheduler.recall import obey
 from tests.worlds import NOW, ask_until, at, book, decide, lease, owner, request, ticket, world
 
@@ -34,16 +34,44 @@ def test_a_model_that_is_worth_more_stays_in_host_memory():
     assert places(page) == {"warm": "host", "qwen": "arriving"}
 
 
-@pytest.mark.parametrize("droppable", [True, False])
-def test_the_model_that_is_about_to_return_is_not_unloaded(droppable):
+def test_the_model_that_is_about_to_return_is_not_unloaded():
     """The returning model was used longest ago, and its place in host memory would be just large
     enough for the victim. It is still not unloaded.
     """
     wanted = lease("wanted", host=9, last_used=NOW - 900)
-    victim = lease("victim", sim0=14, last_used=NOW - 60, droppable=droppable)
+    victim = lease("victim", sim0=14, last_used=NOW - 60)
     page, heard = ask_until(book(wanted, victim), request("wanted", 9), world(sim0=20, host=14))
     assert page.find(at(1, "wanted")) is not None
     assert "unloaded from the warm pool" not in " ".join(verdict.because for verdict in heard)
+
+
+@pytest.mark.parametrize("holder", [1, 2])
+def test_the_model_that_is_about_to_return_is_unloaded_if_a_victim_has_no_other_place(holder):
+    """The victim's weights exist nowhere else, and host memory cannot hold both models. So the
+    requested model is loaded again. Otherwise its request would wait until the time-out.
+    """
+    wanted = lease("wanted", host=9)
+    victim = lease("victim", by=holder, sim0=14, droppable=False)
+    there = world(sim0=20, host=14)
+    page, heard = ask_until(book(wanted, victim, owners=(1, 2)), request("wanted", 9), there)
+    assert places(page) == {"wanted": "arriving", "victim": "host"}
+    assert heard[0].steps == (
+        Drop(
+            at(1, "wanted"),
+            wanted.shares,
+            "Host memory has no room for wanted beside the models that leave sim:0.",
+        ),
+    )
+    assert "wanted is unloaded from the warm pool, and loaded again then." in heard[0].because
+
+
+def test_the_model_that_is_about_to_return_stays_while_others_will_make_the_room():
+    """Another process has just used its model. Once that model may be unloaded, the room is enough."""
+    wanted, victim = lease("wanted", host=2), lease("victim", sim0=9, droppable=False)
+    fresh = lease("fresh", by=2, host=9, last_used=NOW - 1)
+    page, wait = decide(book(wanted, victim, fresh), request("wanted", 2), world(sim0=9, host=11))
+    assert isinstance(wait, Wait) and not wait.steps
+    assert page.find(at(1, "wanted")).phase is Phase.SETTLED
 
 
 def test_an_important_model_stays_in_host_memory():
