@@ -46,15 +46,14 @@ from ..facts import (
 )
 from ..units import show_bytes
 from . import duplex, quotas
-from .candidates import candidates_for, not_on, waiting_candidates, with_layout, without_hopeless
+from .candidates import candidates_for, laid_out, not_on, waiting_candidates, without_hopeless
 from .context import Context
 from .deadlock import deadlocked
 from .drain import drained
-from .drain import refusals as drained_cards
 from .evictable import leaves_in_words, unfinished_steps
 from .eviction import cheapest_way
 from .eviction_verdict import make_room
-from .feasibility import hopeless, hopeless_cards
+from .feasibility import hopeless
 from .obstacles import wait_for_obstacles
 from .page_entries import free_an_entry, full_for_waiting, needs_entry, page_full
 from .queue import load_seconds
@@ -93,16 +92,13 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     # 3. The request can never fit, or exceeds the operator's caps.
     request = _as_measured(request, lease) if lease else request
     out = _drained_for(book, request, world)
-    # A lease in parts has bytes on a card already. The request may use the room of these bytes.
-    others = book.without_lease(lease.owner, lease.name) if lease and lease.in_parts else book
-    never = _never_alone(others, request, world, out)
-    request = with_layout(request, world, never)
+    others, never, request = laid_out(book, request, world, lease, out)
     refusal = quotas.refusal(book, request, world) or hopeless(others, request, world, never)
     if refusal:
         return _refuse(book, request, world, refusal)
 
     # 4. It fits into the free bytes.
-    context = Context.of(book, request, world)
+    context = Context.of(book, request, world, never)
     candidates = candidates_for(book, request, world, context, out)
     possible = without_hopeless(candidates, never)
     measured = not_on(context.blind, possible)
@@ -168,19 +164,6 @@ def _drained_for(book: Book, request: Request, world: World) -> Mapping[str, str
     A model of 0 bytes may use a drained card, because all its tensors belong to another model.
     """
     return drained(book, world) if request.footprint.bytes else {}
-
-
-def _never_alone(
-    book: Book,
-    request: Request,
-    world: World,
-    out: Mapping[str, str],
-) -> dict[str, Refuse]:
-    """The cards that can never hold the whole request alone, each with the refusal."""
-    never = drained_cards(request, world, out)
-    never |= quotas.capped_cards(book, request, world)
-    never |= hopeless_cards(book, request, world)
-    return never
 
 
 def _evict(

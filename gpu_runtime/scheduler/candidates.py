@@ -10,16 +10,49 @@ from collections.abc import Container, Mapping
 
 from msgspec.structs import replace
 
-from ..facts import Book, Candidate, Refuse, Request, Share, World, where
+from ..facts import Book, Candidate, Lease, Refuse, Request, Share, World, where
+from . import quotas
 from .capacity import limit_of
-from .context import Context
-from .feasibility import best_division
+from .context import Context, held_bytes
+from .drain import refusals as drained_cards
+from .feasibility import best_division, hopeless_cards, without_card_bytes
 from .obstacles import reserved_for_elders
 from .placement import place
 from .splitting import may_split, may_use_one_card, split
 
 
-def with_layout(
+def laid_out(
+    book: Book, request: Request, world: World, lease: Lease | None, out: Mapping[str, str]
+) -> tuple[Book, dict[str, Refuse], Request]:
+    """The book, the cards that can never hold the request alone, and the request with its layout.
+
+    If the `lease` is in parts and may return to its card, its bytes there are no obstacle. In this
+    case they are not in the returned book.
+    """
+    if lease and lease.in_parts:
+        others = without_card_bytes(book, lease)
+        never = _never_alone(others, request, world, out)
+        decided = _with_layout(request, world, never)
+        if held_bytes(book, decided, never):
+            return others, never, decided
+    never = _never_alone(book, request, world, out)
+    return book, never, _with_layout(request, world, never)
+
+
+def _never_alone(
+    book: Book,
+    request: Request,
+    world: World,
+    out: Mapping[str, str],
+) -> dict[str, Refuse]:
+    """The cards that can never hold the whole request alone, each with the refusal."""
+    never = drained_cards(request, world, out)
+    never |= quotas.capped_cards(book, request, world)
+    never |= hopeless_cards(book, request, world)
+    return never
+
+
+def _with_layout(
     request: Request,
     world: World,
     never: Container[str],

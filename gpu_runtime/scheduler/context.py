@@ -7,7 +7,7 @@ unchanged copy in host memory of a model on a card.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from typing import NamedTuple
 
 from ..facts import HOST, Book, Lease, Phase, Request, Share, Shares, Ticket, World
@@ -48,8 +48,11 @@ class Context(NamedTuple):
     held: Bytes = {}
 
     @classmethod
-    def of(cls, book: Book, request: Request, world: World) -> Context:
-        """The inputs for a decision about this `request`, from the `book` and the `world`."""
+    def of(cls, book: Book, request: Request, world: World, never: Container[str] = ()) -> Context:
+        """The inputs for a decision about this `request`, from the `book` and the `world`.
+
+        `never` has the cards that can never hold the request alone.
+        """
         leases = tuple(book.leases())
         room_now, blind = room_and_blind(book, world)
         ahead = elders(book, request, world)
@@ -57,7 +60,7 @@ class Context(NamedTuple):
         if request.held or any([ticket.blocked_since for ticket in ahead]):
             blocking = tuple([t for t in ahead if not may_pass(book, t, request, world)])
         recalled = frozenset(id for ticket in blocking for id in ticket.recalls)
-        held = _held(book, request)
+        held = held_bytes(book, request, never)
         room_later, leaving = _later(
             room_now,
             blocking,
@@ -160,13 +163,18 @@ def _later(
     return room, leaving
 
 
-def _held(book: Book, request: Request) -> dict[str, int]:
-    """Maps the card to the bytes that the requested lease has on it, if the lease is in parts."""
+def held_bytes(book: Book, request: Request, never: Container[str]) -> dict[str, int]:
+    """Maps the card to the bytes that the requested lease has on it, if the lease is in parts.
+
+    The result is empty if the lease cannot return to this card: the card is in `never`, the cards
+    that can never hold the request alone, or the request is for several cards.
+    """
     lease = book.lease(request.lease.owner, request.lease.name)
     rules = request.placement
     if lease is None or not lease.in_parts or rules.layout != "single" or rules.factor:
         return {}
-    return {share.device: share.bytes for share in lease.shares if share.device != HOST}
+    held = {share.device: share.bytes for share in lease.shares if share.device != HOST}
+    return {} if any(card in never for card in held) else held
 
 
 def _left_of_own_limit(

@@ -16,7 +16,7 @@ from ..facts import Candidate, Lease, PlacementRules, Request
 from .context import Context
 from .evictable import largest_fitting_set
 from .splitting import claimed, divide, fitting, least_room, sets_that_fit
-from .victims import PartsRoom, freed_bytes, part_of, precious_bytes
+from .victims import PartsRoom, freed_bytes, part_of, parts_within, precious_bytes
 
 FEW_CARDS = 4  # up to this many, every set of cards is tried
 MOST_SETS = 2_000  # sets of leases that the search for the smallest set tries
@@ -46,7 +46,7 @@ def multi_card_ways(
         room.own_need = claimed(footprint, cards, rules, limits)
         room.missing += least_room(footprint, len(cards), rules)
         enough = _enough(room, fitting(footprint, cards, rules, limits))
-        chosen = _victims_within_host(idle, room, enough, host_bytes, rules)
+        chosen = _victims_within_host(idle, room, enough, host_bytes, rules, host is not None)
         if chosen is None:
             continue
         if host is not None:
@@ -74,24 +74,40 @@ def _victims_within_host(
     enough: Callable[[], bool],
     host_bytes: int,
     rules: PlacementRules,
+    may_cut: bool,
 ) -> tuple[Lease, ...] | None:
     """The leases in `idle` to evict; None if all of `idle` together cannot make the room.
 
-    Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory.
+    Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory. If
+    `may_cut` is true, a lease that does not fit may leave in part.
     """
     fewest = rules.policy == "fewest-evictions"
     chosen = _victims(idle, room, enough, fewest=fewest)
     if chosen is None or precious_bytes(chosen) <= host_bytes:
         return chosen
-    pool = _with_those_the_host_can_take(list(filter(room.gains, idle)), host_bytes)
-    return _victims(pool, room, enough, fewest=fewest)
+    for pool in _that_the_host_can_take(list(filter(room.gains, idle)), host_bytes, may_cut):
+        chosen = _victims(pool, room, enough, fewest=fewest)
+        if chosen is not None:
+            return chosen
+    return None
 
 
-def _with_those_the_host_can_take(pool: Sequence[Lease], host_bytes: int) -> list[Lease]:
-    """The `pool` without the leases that can neither be dropped nor fit into `host_bytes`."""
+def _that_the_host_can_take(
+    pool: Sequence[Lease], host_bytes: int, may_cut: bool
+) -> Iterator[list[Lease]]:
+    """Yields the `pool` without the leases that can neither be dropped nor fit into `host_bytes`.
+
+    If `may_cut` is true, further results have parts of these leases that fit.
+    """
     precious = [lease for lease in pool if not lease.droppable]
     saved = largest_fitting_set(precious, host_bytes)
-    return [lease for lease in pool if lease.droppable or lease in saved]
+    staying = [lease for lease in precious if lease not in saved]
+    yield [lease for lease in pool if lease not in staying]
+    left = host_bytes - precious_bytes(saved)
+    for parts in parts_within(staying, left) if may_cut else ():
+        cut = {part.id: part for part in parts}
+        fitting = [lease for lease in pool if lease not in staying or lease.id in cut]
+        yield [cut.get(lease.id, lease) for lease in fitting]
 
 
 def _sets(

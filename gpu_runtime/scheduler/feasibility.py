@@ -32,7 +32,7 @@ from .evictable import largest_fitting_set, permanent_reason_to_stay
 from .placement import claim, place
 from .splitting import divisions, may_split, may_use_one_card
 from .stuck import Stuck, sets_that_stay, stuck_leases
-from .victims import freed_bytes
+from .victims import freed_bytes, parts_within
 
 GB = 2**30
 TOO_MANY = "exists nowhere else, and the host has no room for them all"
@@ -178,14 +178,8 @@ def _parts_for_the_host(remain: Iterable[Lease], host_bytes: int, saved: Iterabl
     get only the memory that is left.
     """
     left = host_bytes - sum(lease.card_bytes for lease in saved)
-    freed = 0
-    for lease in remain:
-        pieces = left // lease.piece_bytes if lease.piece_bytes else 0
-        if pieces > 0:
-            part = replace(lease, target=(Share(HOST, pieces * lease.piece_bytes),))
-            freed += freed_bytes(part)
-            left -= pieces * lease.piece_bytes
-    return freed
+    ways = parts_within(tuple(remain), left)
+    return max((sum(map(freed_bytes, parts)) for parts in ways), default=0)
 
 
 def _stuck_refusal(
@@ -321,6 +315,11 @@ def _margin_rule(
     return f", and {margin} of each stay free for its driver (GPU_SPLIT_MARGIN_MB)"
 
 
+def without_card_bytes(book: Book, lease: Lease) -> Book:
+    """The `book` with only the host memory of `lease`, as if the lease had left its card."""
+    return book.with_lease(replace(lease, shares=(Share(HOST, lease.bytes_on(HOST)),)))
+
+
 # -- leases that cannot leave ----------------------------------------------------------------------
 
 
@@ -370,14 +369,16 @@ def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Re
     if limit is None or request.lease.kind != "model":
         return None
     section = book.sections.get(request.lease.owner)
-    leases = section.leases if section else ()
-    mine = [lease for lease in leases if lease.kind == "model"]
     stays = 0
-    for lease in mine:
+    for lease in section.leases if section else ():
+        if lease.kind != "model":
+            continue
         if lease.pins or lease.keep or permanent_reason_to_stay(lease, world):
             stays += sum(share.bytes for share in lease.claims() if share.device != HOST)
-    if stays + size <= limit and _beside_what_remains(book, request, world, limit - stays, mine):
+    least = stays + _least_own_bytes(book, request, world, size)
+    if least <= limit:
         return None
+    stays = least - size
     return Refuse(
         f"Loading '{request.lease.name}' ({size / GB:.1f}GB) would exceed memory limit "
         f"({stays / GB:.1f}GB + {size / GB:.1f}GB > {limit / GB:.1f}GB)",
@@ -387,30 +388,26 @@ def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Re
     )
 
 
-def _beside_what_remains(
-    book: Book,
-    request: Request,
-    world: World,
-    left: int,
-    mine: list[Lease],
-) -> bool:
-    """Whether the request fits on the cards and into the owner's limit, beside leases that stay.
+def _least_own_bytes(book: Book, request: Request, world: World, size: int) -> int:
+    """The fewest bytes on cards of the request and of the owner's models that remain there.
 
-    If host memory cannot take all leases whose weights exist nowhere else, some of them stay. There
-    may be several sets of leases that can stay. The result is True if the request fits beside one
-    of these sets. `left` is the bytes left of the owner's limit, and `mine` are the owner's leases.
+    If the host cannot take all leases whose weights exist nowhere else, several sets of them may
+    stay. Only sets beside which the request fits on the cards are compared. `size` is the bytes of
+    the request alone.
     """
     stuck = stuck_leases(book, request, world)
     choices = sets_that_stay(stuck)
     if choices == [()]:
-        return True
+        return size
     limits = {card: limit_of(book, world, card) for card in _cards(request, world)}
+    found = []
     for remaining in choices:
         room = {}
         for card, limit in limits.items():
             room[card] = limit - stuck.bytes_on(card, remaining)
-        own_left = left - sum(_card_bytes(lease) for lease in remaining if lease in mine)
-        for found in place(request.footprint, room, request.placement, limits):
-            if found.fits and sum(share.bytes for share in found.shares) <= own_left:
-                return True
-    return False
+        own = [lease for lease in remaining if lease.owner == request.lease.owner]
+        own_bytes = sum(_card_bytes(lease) for lease in own if lease.kind == "model")
+        for candidate in place(request.footprint, room, request.placement, limits):
+            if candidate.fits:
+                found.append(own_bytes + sum(share.bytes for share in candidate.shares))
+    return min(found, default=size)

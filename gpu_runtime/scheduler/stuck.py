@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from ..facts import HOST, Book, Lease, Request, World, lease_title
 from .capacity import limit_of
 from .evictable import permanent_reason_to_stay
+from .victims import parts_within
 
 MOST_TRIED = 8  # up to this many precious leases, every combination is tried
 
@@ -48,7 +49,7 @@ def stuck_leases(
         if lease.droppable and not lease.keep and not request.held:
             continue
         why = permanent_reason_to_stay(lease, world, held=request.held)
-        for device in {share.device for share in lease.shares}:
+        for device in {share.device for share in lease.shares if share.device != HOST}:
             if why:
                 leases.setdefault(device, []).append((lease, why))
             elif not lease.droppable and lease.kind != "block":
@@ -63,9 +64,10 @@ def stuck_leases(
 def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
     """Sets of precious leases that may have to stay on their cards; sets of few leases are first.
 
-    For each set, host memory has room for all other precious leases. If host memory has room for
-    all precious leases, or if they are too many to try every set, the result is one empty set. In
-    both cases, precious leases are no reason to refuse the request.
+    For each set, the host has room for the precious leases outside the set. If it also has room for
+    pieces of the leases in the set, their `shares` are only the bytes that stay. If the host has
+    room for all precious leases in `stuck`, or if they are too many to try every set, the result is
+    one empty set: then these leases are no reason to refuse the request.
     """
     by_id = {}
     for leases in stuck.precious.values():
@@ -81,8 +83,23 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
             saved_bytes = sum(lease.card_bytes for lease in saved)
             if saved_bytes <= stuck.host_bytes:
                 staying = [lease for lease in precious if lease not in saved]
-                sets.append(tuple(staying))
+                sets += _less_pieces(staying, stuck.host_bytes - saved_bytes)
     return sets
+
+
+def _less_pieces(staying: list[Lease], host_bytes: int) -> list[tuple[Lease, ...]]:
+    """The leases in `staying` without the pieces that fit into `host_bytes` of host memory.
+
+    There is a result for each lease whose pieces leave first.
+    """
+    found = []
+    for parts in parts_within(staying, host_bytes):
+        left = {lease.id: lease for lease in staying}
+        for part in parts:
+            kept = [share for share in part.after(part.target) if share.device != HOST]
+            left[part.id] = replace(part, shares=tuple(kept), target=())
+        found.append(tuple(left.values()))
+    return found or [tuple(staying)]
 
 
 def host_bytes_to_be_had(book: Book, world: World) -> int:

@@ -7,7 +7,7 @@ the target has the pieces of the model that leave.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
@@ -266,6 +266,23 @@ def part_of(lease: Lease, need: int) -> Lease:
     if size >= own:
         return lease
     return replace(lease, target=(Share(HOST, size),))
+
+
+def parts_within(leases: Sequence[Lease], host_bytes: int) -> Iterator[list[Lease]]:
+    """Yields ways in which pieces of the `leases` fit into `host_bytes` of host memory.
+
+    Each result has the leases of which pieces leave, with the pieces' bytes as `target`. Each lease
+    that can be cut is the first one once: as many of its pieces leave as fit.
+    """
+    able = [lease for lease in leases if 0 < lease.piece_bytes <= host_bytes]
+    for first in able:
+        left, parts = host_bytes, []
+        for lease in (first, *[other for other in able if other is not first]):
+            size = min(left, lease.card_bytes) // lease.piece_bytes * lease.piece_bytes
+            if size:
+                parts.append(replace(lease, target=(Share(HOST, size),)))
+                left -= size
+        yield parts
 
 
 # -- the smallest set that is enough ---------------------------------------------------------------

@@ -7,6 +7,7 @@ since only their order matters.
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 from hypothesis import HealthCheck, assume, example, given, settings
@@ -328,10 +329,44 @@ def test_7_a_refusal_evicts_nothing(situation):
         assert [t for t in after.tickets if t.key == situation[1].key] == []
 
 
+def _departures(victim: Lease) -> list[tuple[int, dict[str, int]]]:
+    """How an idle lease may leave: the bytes that the host must take, and the freed bytes by card.
+
+    A lease that its source can load again is dropped, or stays. Other leases may leave in part.
+    """
+    if victim.droppable:
+        targets: list[tuple[Share, ...]] = [()]
+    else:
+        whole = victim.card_bytes
+        sizes = range(victim.piece_bytes, whole, victim.piece_bytes) if victim.piece_bytes else ()
+        targets = [(Share(HOST, part),) for part in (*sizes, whole)]
+    return [(0, {})] + [
+        (
+            sum(share.bytes for share in target),
+            {share.device: share.bytes for share in victim.freed_by(target)},
+        )
+        for target in targets
+    ]
+
+
 @given(situations(quiet=True))
+@example(  # pieces that the host can take are enough, on one card or on several
+    (
+        book(lease("a", by=2, sim0=8 * B, piece_bytes=1, droppable=False), owners=(1, 2, 3)),
+        request("new", 5 * B),
+        world(sim0=10 * B, sim1=4 * B, sim2=0, host=3 * B),
+    )
+)
+@example(
+    (
+        book(lease("a", by=2, sim0=8 * B, piece_bytes=1, droppable=False), owners=(1, 2, 3)),
+        request("new", 8 * B, layout="proportional", rules={"margin_bytes": 0}),
+        world(sim0=10 * B, sim1=3 * B, sim2=0, host=3 * B),
+    )
+)
 def test_7_no_set_of_victims_could_serve_a_refused_request(situation):
-    """The test tries every set of leases that may be dropped or that the host can take, with every
-    allowed layout.
+    """The test tries every set of leases, and of pieces, that may be dropped or that the host can
+    take, with every allowed layout.
     """
     page, wanted, there = situation
     after, verdict = decide(situation)
@@ -345,25 +380,26 @@ def test_7_no_set_of_victims_could_serve_a_refused_request(situation):
         if rules.layout != "auto"
         else ("single", "proportional")[rules.least_cards > 1 :]
     )
-    possible = False
-    host_stays = sum(m.bytes_on(HOST) for m in page.leases() if not m.droppable)
     on = [m for m in page.leases() if m.on_device and m is not wanted_lease]
+    host_stays = sum(m.bytes_on(HOST) for m in page.leases() if not m.droppable)
+    host_room = there.limits[HOST] - host_stays if there.rules.offload else 0
+    departures = [_departures(m) for m in on]
+    assume(math.prod(map(len, departures)) <= 2_000)
     limits = {card: there.limits[card] for card in CARDS}
-    for count in range(len(on) + 1):
-        for gone in itertools.combinations(on, count):
-            must_move = sum(m.card_bytes for m in gone if not m.droppable)
-            if must_move and not there.rules.offload or must_move + host_stays > there.limits[HOST]:
-                continue
-            left = {
-                card: limit
-                - sum(s.bytes for m in on if m not in gone for s in m.shares if s.device == card)
-                for card, limit in limits.items()
-            }
-            possible |= any(
-                c.fits
-                for layout in layouts
-                for c in place(footprint, left, replace(wanted.placement, layout=layout), limits)
-            )
+    possible = False
+    for gone in itertools.product(*departures):
+        if sum(copied for copied, _ in gone) > max(0, host_room):
+            continue
+        left = dict(limits)
+        for m, (_, freed) in zip(on, gone, strict=True):
+            for share in m.shares:
+                if share.device != HOST:
+                    left[share.device] -= share.bytes - freed.get(share.device, 0)
+        possible = possible or any(
+            c.fits
+            for layout in layouts
+            for c in place(footprint, left, replace(wanted.placement, layout=layout), limits)
+        )
     if isinstance(verdict, Refuse) and verdict.kind != "limit":
         assert not possible
     if not possible and not (wanted_lease and wanted_lease.all_on_device):
@@ -618,6 +654,62 @@ NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "s
 
 
 @given(situations(quiet=True))
+@example(  # in parts, on a card that is too small for the whole; the owner's limit counts its bytes
+    (
+        book(lease("a", sim0=6 * B, host=1 * B, piece_bytes=1, droppable=False)),
+        request("a", 7 * B),
+        world(sim0=6 * B, sim1=7 * B, host=1 * B, limit_bytes=12),
+    )
+)
+@example(  # the same with more host memory: its bytes leave the card, and return to the other card
+    (
+        book(lease("a", sim0=6 * B, host=1 * B, piece_bytes=1, droppable=False)),
+        request("a", 7 * B),
+        world(sim0=6 * B, sim1=7 * B, host=9 * B, limit_bytes=12),
+    )
+)
+@example(  # in parts, and only several cards together can hold it
+    (
+        book(lease("a", sim0=4 * B, host=1 * B, piece_bytes=1, droppable=False)),
+        request("a", 5 * B, layout="auto", rules={"margin_bytes": 0}),
+        world(sim0=4 * B, sim1=4 * B, host=1 * B),
+    )
+)
+@example(  # in parts, and its rule claims more of the card than its own bytes
+    (
+        book(lease("a", sim0=4 * B, host=1 * B, piece_bytes=1, droppable=False)),
+        request("a", 5 * B, rules={"factor": 3.0}),
+        world(sim0=9 * B, host=1 * B),
+    )
+)
+@example(  # its own bytes in host memory leave no room there for the lease in the way
+    (
+        book(
+            lease("a", sim0=3 * B, droppable=False),
+            lease("b", sim0=4 * B, host=3 * B, piece_bytes=1, droppable=False),
+        ),
+        request("b", 7 * B),
+        world(sim0=7 * B, host=5 * B),
+    )
+)
+@example(  # the same, all of it in host memory; its source has the bytes too
+    (
+        book(lease("a", sim0=8 * B, droppable=False), lease("b", host=8 * B)),
+        request("b", 8 * B),
+        world(sim0=8 * B, host=8 * B),
+    )
+)
+@example(  # a shadow of a lease that may have to stay, under the owner's limit
+    (
+        book(
+            lease("a", sim0=7 * B, droppable=False),
+            lease("b", sim0=7 * B, droppable=False),
+            lease("c", sim0=1 * B, droppable=False, shadow_bytes=1),
+        ),
+        request("new", 5 * B),
+        world(sim0=15 * B, host=7 * B, limit_bytes=12),
+    )
+)
 @example(  # the shadow is in host memory already, and does not make the rest fit
     (
         book(

@@ -117,6 +117,61 @@ def test_working_memory_is_freed_before_a_second_piece_leaves():
     assert wait.steps[0].shares == shares(host=1) and wait.steps[0].source == shares(sim0=5)
 
 
+def test_a_model_in_parts_on_a_card_that_is_too_small_is_refused_with_the_reason():
+    """Its bytes must leave the card before it fits elsewhere. The host has no room, so waiting would
+    not help.
+    """
+    stuck = big(sim0=20, host=20, droppable=False)
+    small = world(sim0=30, sim1=40, host=20, limit_bytes=size(50))
+    _, limit = decide(book(stuck), request("big", 40), small)
+    assert isinstance(limit, Refuse) and limit.kind == "limit"
+    assert limit.because == (
+        "Loading 'big' (40.0GB) would exceed memory limit (20.0GB + 40.0GB > 50.0GB)"
+    )
+    wanted = request("big", 40, layout="auto", rules={"margin_bytes": 0})
+    _, refuse = decide(book(stuck), wanted, world(sim0=25, sim1=25, host=20))
+    assert refuse.because == (
+        "big needs 40.0 GiB, over several cards; sim:0,1 could give 5.0 GiB + 25.0 GiB, and "
+        "big (40.0 GiB) exists nowhere else, and the host has no room for them all"
+    )
+
+
+def test_a_model_in_parts_on_a_card_that_is_too_small_leaves_it_for_another_card():
+    """During the move to the other card its bytes count on both cards. So under the owner's limit
+    some of them go to host memory first.
+    """
+    page = book(big(sim0=20, host=20))
+    there = world(sim0=30, sim1=40, host=64, limit_bytes=size(50))
+    after, wait = decide(page, request("big", 40), there)
+    [step] = wait.steps
+    assert (step.source, step.shares) == (shares(sim0=10), shares(host=10))
+    after = books.perform(after, step, there)
+    _, grant = decide(after, request("big", 40), there)
+    assert grant.steps[0].shares == shares(sim1=40)
+
+
+def test_pieces_that_the_host_can_take_count_for_the_own_limit():
+    """The host has room for 3 of the 8 pieces, and that is enough for the new model."""
+    theirs = lease("theirs", by=2, sim0=8, piece_bytes=GIB, droppable=False)
+    page, there = book(theirs, owners=(1,)), world(sim0=10, host=3, limit_bytes=size(12))
+    _, wait = decide(page, request("new", 5), there)
+    assert isinstance(wait, Wait) and wait.asked_bytes == (size(3),)
+    mine = lease("mine", sim1=8, piece_bytes=GIB, droppable=False)
+    page, there = book(mine), world(sim0=10, sim1=8, host=3, limit_bytes=size(12))
+    _, wait = decide(page, request("new", 5), there)
+    assert [step.shares for step in wait.steps] == [shares(host=1)]
+
+
+def test_pieces_leave_for_a_model_on_several_cards_if_the_host_cannot_take_the_whole():
+    """Their weights exist nowhere else. 2 GiB of one model are enough, and the host has room for 3."""
+    one = lease("one", by=2, sim0=8, piece_bytes=GIB, droppable=False)
+    other = lease("other", by=2, sim1=8, piece_bytes=GIB, droppable=False)
+    wanted = request("new", 6, layout="proportional", rules={"margin_bytes": 0})
+    page, there = book(one, other, owners=(1,)), world(sim0=10, sim1=10, host=3)
+    _, wait = decide(page, wanted, there)
+    assert isinstance(wait, Wait) and wait.asked_bytes == (size(2),)
+
+
 def test_room_for_the_return_is_made_as_for_any_request():
     page = book(big(sim0=37, host=3), lease("other", sim0=3, by=1))
     after, wait = decide(page, request("big", 40), world(sim0=40, host=64))
