@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from ..facts import NEVER
 from ..kernel_activity import Activity, activity
-from .pins import AnchorRef, Held, new_anchor
+from .pins import AnchorRef, Held, new_anchor, thread_of
 
 _MOST_NODES = 64  # at most so many values of a result are searched for graphs
 _KEY = "gpu_runtime"  # in the metadata of an autograd node
@@ -44,7 +44,8 @@ class Training:
         self.pins, self.kernel = pins, kernel
         self.graphs: set[AnchorRef] = set()  # an anchor's reference for each graph that exists
         self._graph_pins: set[AnchorRef] = set()
-        self._awaits_step = self._waived = False
+        self._awaits_step = False
+        self._waiver = threading.Lock()  # held while the main thread evicts the model
         self.measure_due = False  # whether the next step measures the model
 
     def forwarded(self, result: Any) -> None:
@@ -120,19 +121,24 @@ class Training:
             return True
         return self.lives(handle) and not handle.moves_in_training()
 
-    @contextlib.contextmanager
-    def waived(self) -> Iterator[None]:
-        """A `with` block during which training does not keep the model on its device.
+    def waived(self) -> contextlib.AbstractContextManager[object]:
+        """A `with` block in which the caller's own training does not keep the model on its device.
 
-        The thread that trains a model evicts the model inside such a block.
+        A person uses it to evict a model in the cell that trains the model. It has an effect only
+        in the main thread: another thread could move the model during the main thread's backward
+        pass.
         """
-        # Training is waived only in the main thread. Another thread could move the model while the
-        # main thread is in a backward pass.
-        self._waived = threading.current_thread() is threading.main_thread()
-        try:
-            yield
-        finally:
-            self._waived = False
+        # A lock ends its block in C, so no interrupt can leave the training waived.
+        in_main = threading.current_thread() is threading.main_thread()
+        return self._waiver if in_main and not self._waiver.locked() else contextlib.nullcontext()
+
+    @property
+    def _waived(self) -> bool:
+        """Whether the main thread evicts the model, and no other thread has a graph of it."""
+        if not self._waiver.locked():
+            return False
+        main = threading.main_thread().ident
+        return all(thread_of(graph) in (main, 0) for graph in self.graphs.copy())
 
     def lives(self, handle: Trained) -> bool:
         """Whether the model of `handle` is in training."""

@@ -6,10 +6,13 @@ the optimizer's step.
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import nn
 
+from gpu_runtime import StillInUse
 from gpu_runtime.kernel_activity import activity
 from gpu_runtime.owner import registry
 
@@ -108,6 +111,43 @@ def test_the_one_who_trains_may_evict_by_hand(trained, cell):
     assert where(rt) == {"net": "sim:0"}
     loss.backward()
     assert module.weight.grad.any()
+
+
+@pytest.mark.parametrize("in_cell", [False, True])
+def test_an_eviction_by_hand_leaves_the_training_of_another_thread_alone(trained, cell, in_cell):
+    """The main thread evicts while a loss of another thread waits for its backward pass. A move
+    during that pass would end in a segmentation fault.
+    """
+    rt, _, module, _ = trained
+    losses = []
+    if in_cell:
+        cell()
+    other = threading.Thread(target=lambda: losses.append(module(X).sum()))
+    other.start()
+    other.join()
+    with pytest.raises(StillInUse):
+        rt.evict("net")
+    losses.clear()
+    rt.evict("net")
+    assert where(rt) == {"net": "host"}
+
+
+def test_another_thread_does_not_end_the_waiver_of_the_one_who_trains(trained, cell):
+    """Another thread evicts the model at the same time. It is refused, and changes nothing."""
+    _, resident, module, _ = trained
+    cell()
+    loss = module(X).sum()
+
+    def evict() -> None:
+        with resident.training.waived():
+            pass
+
+    with resident.training.waived():
+        other = threading.Thread(target=evict)
+        other.start()
+        other.join()
+        assert not resident.in_use()
+    assert resident.in_use() and loss.requires_grad
 
 
 def test_a_step_that_fails_pins_nothing(trained):
