@@ -23,8 +23,8 @@ WEIGHTS = (".safetensors", ".gguf", ".bin", ".pt", ".pth")
 def stage(spec: ModelSpec, budget_bytes: int, stopped: Callable[[], bool]) -> int:
     """Reads the files with the weights of `spec`. Returns the number of bytes that were read.
 
-    Stops before the first file with which the sum would exceed `budget_bytes`, and once `stopped()`
-    is true.
+    A file with which the sum would exceed `budget_bytes` is left out. Stops once `stopped()` is
+    true.
     """
     done = 0
     piece = bytearray(PIECE_BYTES)
@@ -32,7 +32,7 @@ def stage(spec: ModelSpec, budget_bytes: int, stopped: Callable[[], bool]) -> in
         try:
             with path.open("rb", buffering=0) as file:
                 if done + os.fstat(file.fileno()).st_size > budget_bytes:
-                    return done
+                    continue
                 while not stopped() and (count := file.readinto(piece)):
                     done += count
         except OSError:  # the load reports the error

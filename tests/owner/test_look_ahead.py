@@ -238,6 +238,9 @@ def test_files_are_read_up_to_the_budget_and_other_files_are_not(tmp_path):
     spec = ModelSpec("m", "transformers", source=str(tmp_path))
     assert stage(spec, 100, lambda: False) == 12
     assert stage(spec, 11, lambda: False) == 5
+    (tmp_path / "3.safetensors").write_bytes(b"x" * 6)
+    assert stage(spec, 11, lambda: False) == 11, "only the second file is too large"
+    (tmp_path / "3.safetensors").unlink()
     assert stage(spec, 100, lambda: True) == 0
     for source in ("", "no/where", str(tmp_path / "readme.md")):
         assert stage(ModelSpec("m", "transformers", source=source), 100, lambda: False) == 0
