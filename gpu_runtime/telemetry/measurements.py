@@ -58,6 +58,7 @@ class Measurements:
         self._stamp: tuple[int, ...] = ()
         self._lock = forks.awaited(threading.Lock())
         self._gave_up = False  # whether the file was found to be unusable
+        self._blocked = False  # whether another process held the lock at the last write
 
     def of(self, spec: ModelSpec, evidence: Evidence) -> Measurement | None:
         """The measurement of the model `spec`, or None. `evidence` is the evidence from the model's
@@ -128,7 +129,13 @@ class Measurements:
                 with self._writing():
                     self._content = changed = change(self._latest())
                     self._write(changed)
+                self._blocked = False
+            except BlockingIOError as error:
+                if not self._blocked:
+                    self._warn("written", error)
+                self._blocked = True
             except OSError as error:
+                self._gave_up = True
                 self._warn("written", error)
 
     def _latest(self) -> MeasurementFile:
@@ -146,13 +153,15 @@ class Measurements:
             log.warning("%s is damaged (%s); earlier measurements are lost", self._path, error)
             self._content, self._stamp = MeasurementFile(), stamp
         except OSError as error:
+            self._gave_up = True
             self._warn("read", error)
         return self._content
 
     @contextlib.contextmanager
     def _writing(self) -> Iterator[None]:
-        """Holds the lock of the file. Raises OSError if another process keeps the lock for too
-        long.
+        """Holds the lock of the file. Raises BlockingIOError if another process keeps the lock.
+
+        If the last write met a held lock, this write does not wait for the lock.
         """
         assert self._path is not None
         self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -160,7 +169,7 @@ class Measurements:
         access_to(self._path.parent).make_file(lock)
         fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
         try:
-            _lock_within(fd, PATIENCE_SECONDS)
+            _lock_within(fd, 0.0 if self._blocked else PATIENCE_SECONDS)
             yield
         finally:
             os.close(fd)
@@ -172,8 +181,6 @@ class Measurements:
         replace_file(self._path, data, access_to(self._path.parent).open_file)
 
     def _warn(self, what: str, error: OSError) -> None:
-        if not isinstance(error, BlockingIOError):
-            self._gave_up = True
         log.warning(
             "%s cannot be %s (%s); what is measured now is remembered in this process only",
             self._path,

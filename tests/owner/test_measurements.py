@@ -119,6 +119,28 @@ def test_a_process_that_is_stopped_while_it_writes_holds_nobody_up(path, caplog)
     assert Measurements(path).of(SPEC, EVIDENCE).resident_bytes == 92
 
 
+def test_a_lock_that_stays_held_is_told_once_and_waited_for_once(path, monkeypatch, caplog):
+    """Each cell of a notebook may write. The next warning comes after a write that succeeded."""
+    store, asked = Measurements(path), []
+    lock_within = measurements._lock_within
+    monkeypatch.setattr(
+        measurements,
+        "_lock_within",
+        lambda fd, seconds: lock_within(fd, asked.append(seconds) or 0.0),
+    )
+    store.remember_cell("first", {"sim:0": 1})
+    for _ in range(2):
+        with path.with_suffix(".lock").open("rb") as held:
+            fcntl.flock(held, fcntl.LOCK_EX)
+            for key in ("a", "b", "c"):
+                store.remember_cell(key, {"sim:0": 1})
+        assert len(caplog.records) == 1
+        store.remember_cell("d", {"sim:0": 1})
+        caplog.clear()
+    patience = measurements.PATIENCE_SECONDS
+    assert asked == [patience, *[patience, 0.0, 0.0, 0.0] * 2]
+
+
 def _many(path, who):
     known = Measurements(path)
     for number in range(10):
