@@ -157,7 +157,7 @@ def _obtain_governed(
     timeout: float | None,
     progress: Progress | None,
 ) -> None:
-    attempts = returned = 0
+    attempts, returned = 0, parts.NOTHING
     wanted = demand.wanted_lease(session, resident, importance, keep_alive)
     footprint = resident.footprint()
     rules = demand.placement(session, resident)
@@ -174,12 +174,12 @@ def _obtain_governed(
             step = verdict.steps[0]
             attempts += 1
             try:
-                returned = granted.perform(
+                further = granted.perform(
                     session, resident, verdict, anchor, key, progress, returned
                 )
-                if not returned:
+                if further is None:
                     return
-                attempts = 0
+                attempts, returned = 0, further
             except Exception as error:
                 if not is_out_of_memory(error) or attempts >= LOAD_ATTEMPTS:
                     # Without a name for the report: see pins.py.

@@ -35,27 +35,27 @@ def perform(
     anchor: AnchorRef | None,
     key: Key,
     progress: Progress | None = None,
-    earlier_bytes: int = 0,
-) -> int:
+    earlier: parts.Returned = parts.NOTHING,
+) -> parts.Returned | None:
     """Loads or restores the model as granted in `verdict`, and settles its lease.
 
-    The model is pinned by `anchor`, if given. `key` is the key of the decision. `earlier_bytes` are
-    bytes that this request has returned already. Returns 0 if the model is on its device, else the
-    bytes that have returned so far, while the rest is in host memory. If the load or the restore
-    raises, the grant is abandoned and the error is raised.
+    If `anchor` is given, `anchor` pins the model. `key` is the key of the decision. `earlier` are
+    the parts that this request has restored already. Returns None if the model is on its device,
+    else the parts that have returned so far, while the rest is in host memory. If the load or the
+    restore raises, the grant is abandoned and the error is raised.
     """
     step = verdict.steps[0]
     assert isinstance(step, (Load, Move))  # the step of a grant is always a load or a move
     if duplex.is_part(verdict.lease):
-        return _restore_part(session, resident, verdict.lease, step, key, earlier_bytes)
-    with arrivals.shown(session, resident, step, progress) as progress:
+        return _restore_part(session, resident, verdict.lease, step, key, earlier)
+    with arrivals.shown(session, resident, step, progress, earlier) as progress:
         if isinstance(step, Load):
             _load(session, resident, verdict.lease, step, anchor, key, progress)
         else:
             lease = verdict.lease
-            restore = partial(_restore, session, resident, lease, step, anchor, key, earlier_bytes)
+            restore = partial(_restore, session, resident, lease, step, anchor, key, earlier)
             session.uninterrupted(key, restore)
-    return 0
+    return None
 
 
 def _load(
@@ -121,10 +121,11 @@ def _restore(
     step: Move,
     anchor: AnchorRef | None,
     key: Key,
-    earlier_bytes: int,
+    earlier: parts.Returned,
 ) -> None:
     shares, moving = _move_back(session, resident, step, key)
-    seconds = parts.restore_seconds(resident.lease, moving)
+    returned = earlier.and_then(resident.lease.bytes_on(HOST), moving)
+    seconds = parts.restore_seconds(resident.lease, returned)
     arriving = replace(
         resident.lease,
         target=lease.target,
@@ -145,7 +146,7 @@ def _restore(
     )
     resident.settle_at(settled, anchor)
     session.probe.watch_peaks()
-    _settle(session, resident, step.because, earlier_bytes, restore_seconds=seconds)
+    _settle(session, resident, step.because, earlier.bytes, restore_seconds=seconds)
 
 
 def _restore_part(
@@ -154,17 +155,19 @@ def _restore_part(
     lease: Lease,
     step: Load | Move,
     key: Key,
-    earlier_bytes: int,
-) -> int:
+    earlier: parts.Returned,
+) -> parts.Returned:
     """Moves a part of the model back, while other leases still leave to make room for the rest.
 
-    The model cannot be used yet, so no block pins it. Returns the bytes that have returned so far.
+    No block pins the model yet, because the model cannot be used. Returns the parts that have returned so far.
     """
     assert isinstance(step, Move)  # a part returns only from host memory
     before = resident.lease
+    took = []
 
     def restore() -> None:
-        shares, _ = _move_back(session, resident, step, key)
+        """Moves the part, and settles the lease in parts."""
+        shares, seconds = _move_back(session, resident, step, key)
         settled = replace(
             before.holding(shares),
             settled_at=session.clock(),
@@ -172,11 +175,12 @@ def _restore_part(
             importance=lease.importance,
         )
         resident.settle_at(settled)
+        took.append(seconds)
         _settle(session, resident, step.because)
 
     session.uninterrupted(key, restore)
     moved = before.bytes_on(HOST) - resident.lease.bytes_on(HOST)
-    return earlier_bytes + moved
+    return earlier.and_then(moved, sum(took))
 
 
 def _move_back(

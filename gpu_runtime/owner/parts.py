@@ -5,10 +5,10 @@ This module also has the least bytes of a stage; `scheduler.duplex` explains sta
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..backends.base import Backend
-from ..facts import HOST, Lease, ModelSpec
+from ..facts import Lease, ModelSpec
 from ..units import MIB
 
 # The least bytes that one stage of a move copies. The copy takes 10 ms at 25 GB/s, and the rest of
@@ -31,16 +31,30 @@ def piece_bytes(backend: Backend, spec: ModelSpec, handle: Any, lease: Lease) ->
     return backend.piece_bytes(handle) or (lease.piece_bytes if lease.in_parts else 0)
 
 
-def restore_seconds(before: Lease, seconds: float) -> float:
-    """Seconds that a restore of the whole lease takes, if its last restore took `seconds`.
+class Returned(NamedTuple):
+    """The parts of a model that one request has restored so far, before the last part."""
 
-    `before` is the lease before the last restore. If that restore returned only a part of the
-    model, it was shorter than a restore of the whole. The result is then the time in `before`, or
-    if there is none, `seconds` scaled up to the bytes of the whole lease.
+    bytes: int = 0
+    seconds: float = 0.0  # of the copies alone, without the waits between them
+
+    def and_then(self, size: int, seconds: float) -> Returned:
+        """These parts and a further part of `size` bytes, whose copy took `seconds`."""
+        return Returned(self.bytes + size, self.seconds + seconds)
+
+
+NOTHING = Returned()
+
+
+def restore_seconds(before: Lease, returned: Returned) -> float:
+    """Seconds that a restore of the whole lease takes, if the last request restored `returned`.
+
+    `before` is the lease before the last move. A part takes less time than the whole. So if that
+    request restored only a part, the result is the time that `before` already has. If it has none,
+    the result is computed from the bytes of the part and of the whole.
     """
-    if not before.in_parts:
-        return seconds
-    return before.restore_seconds or seconds * before.bytes / max(1, before.bytes_on(HOST))
+    if returned.bytes >= before.own_bytes:
+        return returned.seconds
+    return before.restore_seconds or returned.seconds * before.own_bytes / max(1, returned.bytes)
 
 
 def shared_part(handle: Any) -> dict[str, Any]:

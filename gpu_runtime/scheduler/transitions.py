@@ -153,6 +153,7 @@ def arrived(
     if lease.kind == "block" or not whole:
         return book
     came = earlier_bytes + sum([share.bytes for share in lease.target])
+    in_part = lease.in_parts and earlier_bytes + lease.bytes_on(HOST) < settled.own_bytes
     how = _how_it_arrived(lease)
     return note(
         book,
@@ -162,7 +163,7 @@ def arrived(
         "request",
         because or f"{name} is on {settled.where} now.",
         size=min(came, settled.bytes) if lease.in_parts else settled.bytes,
-        seconds=0.0 if lease.in_parts else restore_seconds or reload_seconds,
+        seconds=0.0 if in_part else restore_seconds or reload_seconds,
         beside=_busy_beside(book, settled) if how == "loaded" else (),
     )
 

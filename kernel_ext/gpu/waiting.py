@@ -203,7 +203,7 @@ class _Redrawing:
         """Draws the progress as it is now."""
         from gpu_runtime.rendering import progress
 
-        seconds = self._clock() - self._began
+        seconds = self._clock() - self._began + self._arrival.earlier_seconds
         stop = progress.STOP_IN_NOTEBOOK if self._notebook else progress.STOP_IN_TERMINAL
         picture = progress.running_html(self._arrival, seconds, stop) if self._notebook else ""
         self._line.show(progress.running(self._arrival, seconds, stop), picture)

@@ -178,6 +178,19 @@ def test_a_restore_without_figures_is_estimated_by_the_last_one():
     assert progress.seconds_left(arrival, 9.0) is None  # it takes longer this time
 
 
+def test_the_last_part_of_a_return_shows_the_whole_return(line, shown):
+    """Three quarters of the model returned while room was made for the rest."""
+    arrival = Arrival("qwen", RESTORING, 4 * GIB, 8.0, earlier_seconds=6.0)
+    line.arrival(arrival)
+    line._redrawing.draw()
+    assert shown[-1] == (
+        f"restoring qwen  {'█' * 24}{'·' * 8}  4.0 GiB · 2.0 s left · Ctrl-C stops it"
+    )
+    arrival.seconds, arrival.ended = 8.0, True
+    line.arrival(arrival)
+    assert shown[-1] == "qwen: restored in 8.0 s (537 MB/s)."
+
+
 def test_a_runtime_tells_of_loads_and_restores_but_not_beside_a_callers_own_function(rt):
     heard = []
     rt.tell_waits(None, lambda one: heard.append((one.verb, one.ended, one.failed)))

@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import copy
 import gc
+import itertools
 import threading
+import types
 from typing import Any
 
 import pytest
@@ -18,7 +20,7 @@ from torch import nn
 from gpu_runtime import LoadFailed, Runtime
 from gpu_runtime.backends.pytorch import torch_model
 from gpu_runtime.facts import HOST, Phase
-from gpu_runtime.owner import parts
+from gpu_runtime.owner import granted, parts
 from gpu_runtime.scheduler import duplex
 from gpu_runtime.units import GIB
 
@@ -99,6 +101,26 @@ def test_a_model_returns_while_another_leaves(runtime, shared_book, processes):
     assert events(returner, "new", "restored")[-1] == 40 * GIB
     totals = returner.status().totals
     assert (totals["offloads"], totals["restorations"]) == (2, 1)
+
+
+def test_a_return_in_parts_measures_the_time_of_the_whole_and_shows_all_its_bytes(
+    runtime, monkeypatch
+):
+    """Each copy takes one second of the clock. The waits between the copies do not count."""
+    ticks = itertools.count()
+    monkeypatch.setattr(granted, "time", types.SimpleNamespace(perf_counter=ticks.__next__))
+    rt = runtime(**BOX)
+    arrivals: list[tuple[str, int, float]] = []
+    rt.tell_waits(None, lambda a: arrivals.append((a.verb, a.all_bytes, a.earlier_seconds)))
+    hooks = crossing(rt, rt)
+    arrivals.clear()
+    with rt.use("new", timeout=60):
+        assert hooks.parts > 1
+        assert rt._session.residents["new"].lease.restore_seconds == hooks.parts
+    last = ("restoring", 40 * GIB, hooks.parts - 1.0)
+    assert arrivals == [last, last], "its beginning and its end"
+    [event] = [event for event in rt.why("new") if event.action == "restored"]
+    assert (event.bytes, event.seconds) == (40 * GIB, hooks.parts)
 
 
 def test_where_a_stage_fails_the_rest_is_tried_again(runtime):
