@@ -31,6 +31,7 @@ class Region(mmap.mmap):
     pinned = False
     lock_tried = False  # a lock that failed once is not tried again
     writable = True
+    left_out = False  # whether forked children do not have the pages
     pages: Any = None  # the object whose shared pages are mapped; the region keeps it open
 
     def __del__(self) -> None:
@@ -60,6 +61,7 @@ class Region(mmap.mmap):
         """
         if hasattr(mmap, "MADV_DONTFORK"):
             self.madvise(mmap.MADV_DONTFORK)
+            self.left_out = True
             _left_out.add(self)
 
 

@@ -198,6 +198,10 @@ class Memory:
             region.contains(address) and not region.writable for region in self._every_region()
         )
 
+    def is_left_out_of_forks(self, address: int) -> bool:
+        """Whether the `address` is in pages of this memory that forked children do not have."""
+        return any(region.contains(address) and region.left_out for region in self._every_region())
+
     def _every_region(self) -> list[Region]:
         with self._lock:
             return [*self._regions.values(), *self._shared]

@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import io
 import mmap
+import os
 import pickle
 import threading
 from collections.abc import Callable
@@ -144,6 +145,32 @@ def test_a_guard_on_the_cpu_costs_no_memory_and_refuses_writes_and_files():
 def _resident_bytes() -> int:
     pages = int(open("/proc/self/statm").read().split()[1])
     return pages * mmap.PAGESIZE
+
+
+@pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="this system copies all pages")
+def test_a_forked_child_reads_the_weights_of_a_module_that_was_forgotten_while_away(guards, probe):
+    """With a card, forks leave out the pages of host memory that the card may write. The user's
+    module keeps its weights, and a worker process may read them.
+    """
+    host = probe.place("host")
+    host.pinned = True
+    backend = open_backend("torch", probe)
+    module = network().eval()
+    before = module(torch.ones(1, 8))
+    model = backend.load(NET, CARD, lambda: module)
+    backend.move(model, HOST)
+    backend.drop(model)
+    assert torch.equal(module(torch.ones(1, 8)), before)
+    assert ended_in_child(lambda: torch.equal(module[0].weight, module[0].weight.clone())) == 0
+    assert host.held_bytes() == 0
+
+
+def ended_in_child(check: Callable[[], bool]) -> int:
+    """The exit status of a forked child: 0 if `check` returns true there; negative for a signal."""
+    pid = os.fork()
+    if not pid:
+        os._exit(0 if check() else 1)
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
 
 # -- moves -----------------------------------------------------------------------------------------
@@ -338,7 +365,7 @@ def test_the_end_of_the_interpreter_compares_no_weights(probe, llama, monkeypatc
     model = backend.load(ModelSpec("m", "transformers", source=str(llama)), CARD)
     ending = threading.Event()
     ending.set()
-    monkeypatch.setattr(transformers_backend, "_ending", ending)
+    monkeypatch.setattr(transformers_backend, "ending", ending)
     monkeypatch.setattr(transformers_backend, "_digests", lambda model: 1 / 0)
     backend.drop(model)
     assert backend.measure(model) == ()

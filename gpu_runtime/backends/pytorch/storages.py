@@ -310,14 +310,6 @@ def _legs(tensors: Sequence[Tensor]) -> Iterator[range]:
         yield range(start, len(tensors))
 
 
-def writable(content: Tensor, host: Memory) -> Tensor:
-    """The tensor `content`; a copy if it is in pages that other processes share.
-
-    A write into such pages would end the process.
-    """
-    return content.clone() if host.is_read_only(content.data_ptr()) else content
-
-
 def _cards(*tensors: Sequence[Tensor]) -> set[torch.device]:
     return {tensor.device for some in tensors for tensor in some if tensor.device.type != "cpu"}
 

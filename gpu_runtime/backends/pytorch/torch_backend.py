@@ -32,7 +32,7 @@ from .device_hooks import Dispatch
 from .pieces import holder, pieces
 from .shared_copies import SharedCopy
 from .torch_model import Destination, TorchModel, destination
-from .two_phases import Move, assignments, nowhere
+from .two_phases import Move, assignments, handing_over, nowhere
 
 # Maps a probe to the models that all PyTorch backends have placed on its devices.
 _models_of: weakref.WeakKeyDictionary[Probe, weakref.WeakSet[TorchModel]] = (
@@ -172,13 +172,10 @@ class TorchBackend(Backend):
             model.dispatch.remove()
         left = model.memories
         model.hand_over()
-        away = [group for group in model.groups() if group.storage._cdata in model.away]
-        host = self.probe.place(HOST)
-        copies = [st.writable(model.away[group.storage._cdata], host) for group in away]
-        calls = st.rebinding(away, copies)
+        calls = handing_over(model, self.probe.place(HOST))
         nothing = {**nowhere(), "module": nn.Module(), "optimizer": None}
         swap.at_once([*calls, *assignments(model, **nothing)])
-        del away, calls, copies
+        del calls
         release_cached(left)
 
     def measure(self, model: TorchModel) -> Shares:

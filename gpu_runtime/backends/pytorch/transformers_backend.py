@@ -10,8 +10,6 @@ has files for them.
 
 from __future__ import annotations
 
-import atexit
-import threading
 import weakref
 from collections.abc import Callable, Collection
 from functools import partial
@@ -35,7 +33,7 @@ from .shared_copies import Part, SharedCopy, TornCopy, content_id
 from .torch_backend import TorchBackend, release_cached
 from .torch_model import TorchModel
 from .transformers_module import built, built_from, dtype_of, without_data
-from .two_phases import assignments, dropped_sentence, nowhere
+from .two_phases import assignments, dropped_sentence, ending, nowhere
 
 
 class TransformersModel(TorchModel):
@@ -240,7 +238,7 @@ class TransformersBackend(TorchBackend):
         repeated call does nothing.
         """
         proven, model.proven = model.proven, False
-        if not model.memories or _ending.is_set() or not (proven or self.unchanged(model)):
+        if not model.memories or ending.is_set() or not (proven or self.unchanged(model)):
             super().drop(model)
             return
         model.proven = False
@@ -322,12 +320,6 @@ class TransformersBackend(TorchBackend):
         model.reproducible = all(torch.equal(model.given[layout], now[layout]) for layout in now)
         model.proven = model.reproducible
         return model.reproducible
-
-
-# Set when the interpreter ends. After that, a drop compares no weights: the process ends anyway,
-# and the comparison would take seconds.
-_ending = threading.Event()
-atexit.register(_ending.set)
 
 
 def _read(spec: ModelSpec) -> Checkpoint:

@@ -6,7 +6,9 @@ This module prepares the whole second phase as calls into C for `swap.at_once`. 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
@@ -19,6 +21,11 @@ from ...facts import HOST
 from . import storages as st
 from . import swap
 from .torch_model import TorchModel
+
+# Set when the interpreter ends. A drop then compares no weights and copies none for forked children:
+# it would take seconds for nothing.
+ending = threading.Event()
+atexit.register(ending.set)
 
 T = TypeVar("T")
 
@@ -100,6 +107,26 @@ def _staying(
     staying = {group.storage._cdata for group in groups}
     staying -= {group.storage._cdata for group in going}
     return {storage: table[storage] for storage in staying & table.keys()}
+
+
+def handing_over(model: TorchModel, host: Memory) -> list[Callable[[], Any]]:
+    """Calls for `at_once` that give the module of `model` the bytes of its that are in `host`.
+
+    The module is governed no longer, and keeps these bytes.
+    """
+    away = [group for group in model.groups() if group.storage._cdata in model.away]
+    return st.rebinding(away, [_ordinary(model.content(group), host) for group in away])
+
+
+def _ordinary(content: Tensor, host: Memory) -> Tensor:
+    """The tensor `content`, in ordinary memory of this process: a copy if it is not there.
+
+    A write into pages that other processes share would end the process. A read of pages that forks
+    leave out would end a forked child, such as a worker of a DataLoader.
+    """
+    address = content.data_ptr()
+    left_out = host.is_left_out_of_forks(address) and not ending.is_set()
+    return content.clone() if left_out or host.is_read_only(address) else content
 
 
 def away_sentence(name: str) -> str:
