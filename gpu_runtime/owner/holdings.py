@@ -156,15 +156,30 @@ def _search(session: Session, limit: Any) -> tuple[dict[int, _Storage], bool]:
 
 
 def _found(session: Session, limit: Any) -> Any:
-    """The result of the search for storages, without models that are away from their devices."""
-    from ..backends.pytorch.search import counted_on, search
+    """The result of the search for storages, without models that are away from their devices.
+
+    On simulated cards, tensors in our pages of host memory are no device memory: copies of models
+    on a card, and bytes that are just leaving one. The parked storages of a kernel are found.
+    """
+    from ..backends.pytorch.fingerprint import every_key
+    from ..backends.pytorch.search import FOREIGN, counted_on, search
 
     memories = [session.probe.place(device.id) for device in session.probe.devices]
-    away: set[int] = set()
+    host = session.probe.place(HOST)
+    ours = {key.untyped_storage()._cdata for key in every_key()}
+    parked: set[int] = set()
     for resident in list(session.residents.values()):
         if resident.place is not Place.HERE:
-            away |= _keys_of(resident)
-    return search(counted_on(memories), governed=frozenset(away), limit=limit)
+            ours |= _keys_of(resident)
+        if resident.lease.kind == "kernel":
+            parked = {one.storage._cdata for one in getattr(resident.handle, "away", ())}
+    result = search(counted_on(memories), governed=frozenset(ours), limit=limit)
+    found = []
+    for one in result.found:
+        in_host = one.stays == FOREIGN and host.contains(one.storage.data_ptr())
+        if one.key in parked or not in_host:
+            found.append(one)
+    return result._replace(found=tuple(found))
 
 
 def _reach(

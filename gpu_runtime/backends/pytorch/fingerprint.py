@@ -78,6 +78,11 @@ def keys_on_cards() -> tuple[Tensor, ...]:
     return tuple(_on_cards.values())
 
 
+def every_key() -> tuple[Tensor, ...]:
+    """The keys that `digest` keeps, on cards and on the CPU."""
+    return (*keys_on_cards(), *([_host_keys()] if _host_keys.cache_info().currsize else ()))
+
+
 def _keys(device: torch.device) -> Tensor:
     """The random keys on `device`, [2, WORDS] int64."""
     if device.type == "cpu":

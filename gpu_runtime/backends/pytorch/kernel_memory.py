@@ -31,7 +31,7 @@ from ...facts import HOST, Evidence, ModelSpec, Share, Shares
 from ..base import Backend, NotStill, Progress, Stillness
 from . import storages as st
 from . import streams, swap
-from .fingerprint import keys_on_cards
+from .fingerprint import every_key, keys_on_cards
 from .search import Found, Place, counted_on, search
 
 SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
@@ -348,7 +348,7 @@ class KernelBackend(Backend):
         """The storages on the cards of `model` that belong to no governed model, and all streams
         that have a Python object.
         """
-        keys = (one.untyped_storage()._cdata for one in keys_on_cards())
+        keys = (one.untyped_storage()._cdata for one in every_key())
         governed = frozenset((*model.governed.keys(), *keys))
         seen = search(self._place(), governed=governed)
         cards = {one.device for one in model.memories}

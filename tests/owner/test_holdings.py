@@ -1,0 +1,55 @@
+"""`who` on a simulated card, where the memory of the card and of the host are CPU tensors.
+
+The table itself is in tests/faces/test_who.py.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from gpu_runtime.backends.pytorch.fingerprint import digest
+from gpu_runtime.owner import other_holdings
+from gpu_runtime.units import MIB
+from tests import tiny_models
+
+from .kernels import FLOATS, cell
+
+
+def found_bytes(rt) -> tuple[int, int]:
+    """The MiB that names on the card explain, and the MiB without a name."""
+    found = other_holdings.own(rt._session)
+    return found.explained_bytes // MIB, found.unknown_bytes // MIB
+
+
+def test_a_kernel_that_is_leaving_counts_once(started, quiet):
+    """While its bytes are copied, the copies are in host memory. They are no second memory on the
+    card.
+    """
+    rt, kernel = started(devices="sim:64MiB,host:64MiB")
+    before = found_bytes(rt)
+    kept = torch.ones(8 * FLOATS)
+    cell(kernel)
+    seen = []
+    quiet.while_copying = lambda: seen.append(found_bytes(rt))
+    assert rt.park().done
+    assert seen == [(before[0] + 8, before[1])] and kept.nbytes == 8 * MIB
+    parked = other_holdings.own(rt._session)
+    assert (parked.parked_bytes, found_bytes(rt)) == (8 * MIB, before)
+    assert "host" in {row.device for row in parked.holders}
+
+
+def test_the_copy_of_a_model_in_host_memory_is_no_memory_of_the_card(started, tmp_path):
+    rt, _ = started(devices="sim:64MiB,host:64MiB")
+    before = found_bytes(rt)
+    rt.register("writer", tiny_models.causal_lm(tmp_path / "writer", size="8 MiB"))
+    rt.preload("writer")
+    assert rt._session.residents["writer"].shadow_bytes > 8 * MIB
+    explained, unknown = found_bytes(rt)
+    assert 8 <= explained - before[0] <= 14 and unknown == before[1]
+
+
+def test_the_keys_of_digests_are_listed_nowhere(started):
+    rt, _ = started(devices="sim:64MiB,host:64MiB")
+    digest(torch.ones(8, dtype=torch.uint8))
+    rows = other_holdings.own(rt._session).holders
+    assert not [row for row in rows if "_host_keys" in row.name]
