@@ -7,8 +7,10 @@ import json
 from typing import Any
 
 import pytest
+from openai.types.responses import Response
 
-from gpu_runtime.serving.api.responses import chat_of, events
+from gpu_runtime.serving.api.responses import chat_of, events, response_of
+from gpu_runtime.serving.api.text_tokens import TextTokens
 from gpu_runtime.serving.requests import Refused, Reply
 from tests.serving.loopback import END, chunk
 
@@ -102,7 +104,10 @@ def test_a_conversation_is_translated():
         ({"background": True}, "background"),
         ({"previous_response_id": "resp_1"}, "previous_response_id"),
         ({"truncation": "auto"}, "truncation"),
-        ({"include": ["message.output_text.logprobs"]}, "include"),
+        ({"include": ["file_search_call.results"]}, "include"),
+        ({"include": "message.output_text.logprobs"}, "include"),
+        ({"include": [{}]}, "include"),
+        ({"top_logprobs": 2}, "top_logprobs"),
         ({"messages": []}, "messages"),
         ({"n": 2}, "n"),
     ],
@@ -113,6 +118,73 @@ def test_what_a_chat_has_not_is_refused(change, param):
     assert (refused.value.status, refused.value.facts["param"]) == (400, param)
     with pytest.raises(Refused):
         chat_of([])
+
+
+def test_probabilities_are_requested_by_include():
+    included = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
+    chat = chat_of({**HI, **included, "top_logprobs": 2})
+    assert (chat["logprobs"], chat["top_logprobs"]) == (True, 2)
+    assert chat_of({**HI, **included})["logprobs"] is True
+    assert "logprobs" not in chat_of({**HI, "include": [], "top_logprobs": 0})
+
+
+def scored(word: str | bytes) -> dict[str, Any]:
+    """A token of a chat with its probability."""
+    data = word.encode() if isinstance(word, str) else word
+    text = data.decode("utf-8", "replace")
+    return {"token": text, "bytes": list(data), "logprob": -1.0, "top_logprobs": []}
+
+
+def with_tokens(delta: dict[str, Any], *words: str | bytes) -> dict[str, Any]:
+    choice = {"index": 0, "delta": delta, "logprobs": {"content": [scored(word) for word in words]}}
+    return {**chunk(""), "choices": [choice]}
+
+
+SAID = (
+    with_tokens({"content": ""}, "<think>"),
+    with_tokens({"reasoning_content": "k "}, "k "),
+    with_tokens({"reasoning_content": "no"}, "no"),
+    with_tokens({"content": ""}, "</think>"),
+    with_tokens({"content": "k"}, "\n\nk"),  # the spaces at the start of the text are left out
+    with_tokens({"content": ""}, b"\xc3"),
+    with_tokens({"content": "é"}, b"\xa9"),
+    with_tokens({"content": " a"}, " ab"),
+    with_tokens({"content": "b<", "more": 1}, "<", "<tool_call>", "{"),
+)
+
+
+def test_a_text_has_the_probabilities_of_its_own_tokens():
+    """Tokens of thoughts, of tags and of tool calls are left out."""
+    found = read([*SAID, END])
+    deltas = [event for event in found if event["type"] == "response.output_text.delta"]
+    words = [[token["token"] for token in event["logprobs"]] for event in deltas]
+    assert words == [["\n\nk"], ["\ufffd", "\ufffd"], [" ab"], ["<"]]
+    sent = [token for event in deltas for token in event["logprobs"]]
+    [done] = [event for event in found if event["type"] == "response.output_text.done"]
+    _, message = found[-1]["response"]["output"]
+    assert done["logprobs"] == message["content"][0]["logprobs"] == sent
+    assert message["content"][0]["text"] == "ké ab<"
+
+
+def test_a_whole_text_has_the_same_probabilities_as_a_streamed_one():
+    """An engine may leave out the bytes of a token."""
+    entries = [entry for part in SAID for entry in part["choices"][0]["logprobs"]["content"]]
+    entries[4]["bytes"] = None
+    message = {"role": "assistant", "content": "ké ab<", "reasoning_content": "k no"}
+    choice = {"message": message, "finish_reason": "stop", "logprobs": {"content": entries}}
+    body = {**HI, "top_logprobs": 3}
+    response = Response.model_validate(response_of({"model": "m", "choices": [choice]}, body))
+    assert response.top_logprobs == 3
+    [part] = response.output[1].content
+    assert [token.token for token in part.logprobs] == ["\n\nk", "\ufffd", "\ufffd", " ab", "<"]
+    assert bytes(part.logprobs[0].bytes) == b"\n\nk"
+
+
+def test_tokens_that_do_not_make_the_text_are_kept():
+    """If bytes are no valid UTF-8, the text has a replacement character, and is not found among the bytes."""
+    tokens = TextTokens()
+    tokens.add([scored(b"a\xff")])
+    assert len(tokens.take("a\ufffd")) == 1 and tokens.take("b") == []
 
 
 class Chunks:

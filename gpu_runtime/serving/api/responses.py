@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
@@ -17,7 +17,8 @@ from fastapi.responses import JSONResponse
 
 from ..requests import Reply, bad
 from .openai import REFUSALS, Sent, read_json, request_body, unless_gone
-from .translation import Writer, functions, require_object
+from .text_tokens import TextTokens
+from .translation import Writer, functions, logprobs_of, require_object
 
 # Fields of both formats.
 _SAME = (
@@ -28,15 +29,16 @@ _SAME = (
 )
 _OTHER = (
     *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"),
+    *("include", "top_logprobs"),
 )
+# `reasoning.encrypted_content` has no effect: thoughts are sent and accepted as plain text.
+_LOGPROBS = "message.output_text.logprobs"
+_INCLUDABLE = (_LOGPROBS, "reasoning.encrypted_content")
 # Fields for which only these values can be served.
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "background": (False,),
     "truncation": ("disabled",),
-    "top_logprobs": (0,),
-    # `reasoning.encrypted_content` has no effect: thoughts are sent and accepted as plain text.
-    "include": ([], ["reasoning.encrypted_content"]),
     "stream_options": ({}, {"include_obfuscation": False}),
 }
 _IN_ANSWER = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
@@ -98,6 +100,7 @@ def chat_of(body: Any) -> dict[str, Any]:
         chat["tool_choice"] = _tool_choice(body["tool_choice"])
     chat |= _format(body.get("text") or {})
     chat |= _thinking(body.get("reasoning") or {})
+    chat |= _probabilities(body.get("include") or [], body.get("top_logprobs"))
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
@@ -222,6 +225,17 @@ def _thinking(reasoning: Any) -> dict[str, Any]:
     return {} if effort is None else {"x_thinking": effort != "none"}
 
 
+def _probabilities(include: Any, count: Any) -> dict[str, Any]:
+    """Translates the fields `include` and `top_logprobs` (`count`) of a call into the fields of a chat."""
+    if not isinstance(include, list) or not all(name in _INCLUDABLE for name in include):
+        raise bad("include", include, f"a list of {' or '.join(_INCLUDABLE)}")
+    if _LOGPROBS in include:
+        return {"logprobs": True, "top_logprobs": count}
+    if count:
+        raise bad("top_logprobs", count, f'used together with include: ["{_LOGPROBS}"]')
+    return {}
+
+
 # -- answers
 
 
@@ -230,10 +244,13 @@ def response_of(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, An
     [choice] = answer["choices"]
     said = choice["message"]
     output = []
+    tokens = TextTokens()
+    tokens.add(logprobs_of(choice))
     if said.get("reasoning_content"):
+        tokens.skip(said["reasoning_content"])
         output.append(_item("reasoning", said["reasoning_content"]))
     if said.get("content"):
-        output.append(_item("message", said["content"]))
+        output.append(_item("message", said["content"], tokens.take(said["content"])))
     output += [_call_item(call) for call in said.get("tool_calls") or ()]
     made = _response(answer, body)
     return _ended(made, output, choice["finish_reason"], answer.get("usage"))
@@ -261,6 +278,8 @@ class _Writer(Writer):
         self._run = ""  # the type of the open item: reasoning or message; empty: no item is open
         self._item: dict[str, Any] = {}
         self._texts: list[str] = []
+        self._tokens = TextTokens()  # those that are not sent yet
+        self._logprobs: list[dict[str, Any]] = []  # of the open item
         self._events = 0
 
     def _event(self, kind: str, **fields: Any) -> bytes:
@@ -272,6 +291,9 @@ class _Writer(Writer):
         self._response = _response(chunk, self._body)
         names = ("created", "in_progress")
         return [self._event(f"response.{name}", response=self._response) for name in names]
+
+    def tokens(self, entries: list[dict[str, Any]]) -> None:
+        self._tokens.add(entries)
 
     def pieces(self, thought: str, text: str) -> list[bytes]:
         return [*self._piece("reasoning", thought), *self._piece("message", text)]
@@ -294,23 +316,27 @@ class _Writer(Writer):
         found = []
         if self._run != kind:
             found = self._end_run()
-            self._run, self._texts = kind, []
+            self._run, self._texts, self._logprobs = kind, [], []
             self._item = {**_item(kind, ""), "content": []}
             if kind == "message":
                 self._item["status"] = "in_progress"
             found.append(self._of_item("output_item.added", item=self._item))
             found.append(self._of_part("content_part.added", part=_part(kind, "")))
         self._texts.append(text)
-        more = {"logprobs": []} if kind == "message" else {}
-        return [*found, self._of_part(f"{_part(kind, '')['type']}.delta", delta=text, **more)]
+        if kind == "reasoning":
+            self._tokens.skip(text)
+            return [*found, self._of_part("reasoning_text.delta", delta=text)]
+        logprobs = self._tokens.take(text)
+        self._logprobs += logprobs
+        return [*found, self._of_part("output_text.delta", delta=text, logprobs=logprobs)]
 
     def _end_run(self) -> list[bytes]:
         if not self._run:
             return []
         kind, text = self._run, "".join(self._texts)
-        part = _part(kind, text)
-        item = {**_item(kind, text), "id": self._item["id"]}
-        more = {"logprobs": []} if kind == "message" else {}
+        part = _part(kind, text, self._logprobs)
+        item = {**_item(kind, text, self._logprobs), "id": self._item["id"]}
+        more = {"logprobs": self._logprobs} if kind == "message" else {}
         found = [
             self._of_part(f"{part['type']}.done", text=text, **more),
             self._of_part("content_part.done", part=part),
@@ -360,6 +386,7 @@ def _response(answer: Mapping[str, Any], body: Mapping[str, Any]) -> dict[str, A
         "tool_choice": body.get("tool_choice") or "auto",
         "parallel_tool_calls": body.get("parallel_tool_calls") is not False,
         "previous_response_id": None,
+        "top_logprobs": body.get("top_logprobs") or 0,
         "store": False,
         "usage": None,
         "x_gpu": answer.get("x_gpu"),
@@ -380,7 +407,7 @@ def _ended(
         "output": output,
         "usage": {
             "input_tokens": read,
-            "input_tokens_details": {"cached_tokens": 0},
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
             "output_tokens": written,
             "output_tokens_details": {"reasoning_tokens": 0},
             "total_tokens": read + written,
@@ -388,15 +415,16 @@ def _ended(
     }
 
 
-def _part(kind: str, text: str) -> dict[str, Any]:
+def _part(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
     if kind == "reasoning":
         return {"type": "reasoning_text", "text": text}
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": list(logprobs)}
 
 
-def _item(kind: str, text: str) -> dict[str, Any]:
-    """An item with thoughts (`reasoning`) or with the text of the answer (`message`)."""
-    item = {"id": f"item_{uuid.uuid4().hex}", "type": kind, "content": [_part(kind, text)]}
+def _item(kind: str, text: str, logprobs: Sequence[dict[str, Any]] = ()) -> dict[str, Any]:
+    """An item with thoughts (`reasoning`) or with the text of the answer (`message`) and its `logprobs`."""
+    part = _part(kind, text, logprobs)
+    item = {"id": f"item_{uuid.uuid4().hex}", "type": kind, "content": [part]}
     if kind == "reasoning":
         return {**item, "summary": []}
     return {**item, "role": "assistant", "status": "completed"}

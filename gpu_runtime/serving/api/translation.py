@@ -31,6 +31,11 @@ def functions(
     )
 
 
+def logprobs_of(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """The tokens of a chat's `choice` with their probabilities; none if the call did not request them."""
+    return (choice.get("logprobs") or {}).get("content") or []
+
+
 class Writer:
     """Turns the chunks of one streamed chat into the events of another format."""
 
@@ -44,6 +49,9 @@ class Writer:
     def begin(self, chunk: dict[str, Any]) -> Iterable[bytes]:
         """The events before the first `chunk`."""
         return ()
+
+    def tokens(self, entries: list[dict[str, Any]]) -> None:
+        """Takes the probabilities of the next tokens, in a chat's format. Most formats have no place for them."""
 
     def pieces(self, thought: str, text: str) -> Iterable[bytes]:
         """The events for a piece of thoughts and a piece of text. Either piece may be empty."""
@@ -83,6 +91,7 @@ class Writer:
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {"content": choice.get("text")}
             thought, text = delta.get("reasoning_content") or "", delta.get("content") or ""
+            self.tokens(logprobs_of(choice))
             if thought or text:
                 yield from self.pieces(thought, text)
             for call in delta.get("tool_calls") or ():
