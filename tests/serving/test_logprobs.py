@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import json
 import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion
+from openai.types.responses import Response
 
+from gpu_runtime.serving.api.responses import chat_of, events, response_of
 from gpu_runtime.serving.engines.logprobs import LEAST, Token, Unsent, Writer
+from gpu_runtime.serving.engines.scored_tokens import ScoredTokens
 from gpu_runtime.serving.requests import Refused, read_call
 from tests.serving.loops import in_loop
 from tests.serving.test_engines import both, sources, with_models  # noqa: F401 - a fixture
@@ -50,6 +55,28 @@ async def test_a_chat_has_the_probability_of_each_token(name, sources):  # noqa:
         assert [token["top_logprobs"] for token in none["logprobs"]["content"]] == [[]] * len(
             tokens
         )
+
+
+@both
+@in_loop
+async def test_a_response_has_the_probabilities_of_the_chat(name, sources):  # noqa: F811
+    """Whole and streamed, `/v1/responses` has the same tokens for its text as the chat route."""
+    include = ["message.output_text.logprobs"]
+    call = {"model": name, "input": "hello", "max_output_tokens": 8, "temperature": 0}
+    call |= {"include": include, "top_logprobs": 3}
+    async with with_models(sources, name) as k:
+        chat = {**GREEDY, "logprobs": True, "top_logprobs": 3}
+        [choice] = (await k.chat(name, "hello", **chat)).json["choices"]
+        answer = (await k.gateway.answer("chat", chat_of(call))).json
+        [item] = Response.model_validate(response_of(answer, call)).output
+        found = [token.model_dump() for token in item.content[0].logprobs]
+        assert found == choice["logprobs"]["content"]
+        reply = await k.gateway.answer("chat", chat_of({**call, "stream": True}))
+        lines = [event.decode() async for event in events(reply, call)]
+        sent = [json.loads(line.partition("data: ")[2]) for line in lines]
+        deltas = [event for event in sent if event["type"] == "response.output_text.delta"]
+        assert [token for event in deltas for token in event["logprobs"]] == found
+        assert sent[-1]["response"]["output"][0]["content"][0]["logprobs"] == found
 
 
 @both
@@ -124,6 +151,36 @@ async def test_the_figures_of_a_module_are_those_of_its_own_logits(sources):  # 
             ]
             assert not module._forward_hooks, "the hook that reads the logits is removed"
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+
+
+def test_logits_without_a_token_are_left_out(sources):  # noqa: F811
+    """A model may have more logits than its tokenizer has tokens, and they may be the most probable ones."""
+    import torch
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(sources["writer"])
+    size = len(tokenizer)
+    [number, *_] = tokenizer("the", add_special_tokens=False)["input_ids"]
+    logits = torch.zeros(size + 40)
+    logits[size:], logits[number] = 9.0, 5.0
+
+    class Module(torch.nn.Module):
+        def forward(self):
+            return SimpleNamespace(logits=logits[None, None])
+
+    def tokens_of(count: int) -> tuple[Token, ...]:
+        scored, module = ScoredTokens(tokenizer, count), Module()
+        with scored.reading(module):
+            module()
+        scored.add(number)
+        scored.add(size + 1)
+        return scored.unsent.take_rest()
+
+    [token] = tokens_of(3)
+    assert len(token.top) == 3 and token.top[0] == (token.data, token.logprob)
+    assert all(data for data, _ in token.top)
+    assert token.logprob == pytest.approx(float(logits.log_softmax(-1)[number]))
+    assert [token.top for token in tokens_of(0)] == [()]
 
 
 @pytest.mark.processes

@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
-from .logprobs import Token, Unsent
+from .logprobs import Scored, Token, Unsent
 
 _ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte as SentencePiece writes it
 _SPACE = "▁"  # a space as SentencePiece writes it
@@ -48,17 +48,29 @@ class ScoredTokens:
     def add(self, number: int) -> None:
         """Adds the token with this `number` to the unsent tokens. The module chose it from the newest logits.
 
-        A special token, such as the one that ends an answer, is left out.
+        A special token, such as the one that ends an answer, is left out. So is a number without a token.
         """
-        if self._vocabulary.is_special(number):
+        data = self._vocabulary.data(number)
+        if not data or self._vocabulary.is_special(number):
             return
         import torch
 
         logprobs = torch.log_softmax(self._logits.detach().float(), dim=-1)
-        values, numbers = logprobs.topk(self._count)
-        top = zip(map(self._vocabulary.data, numbers.tolist()), values.tolist(), strict=True)
-        logprob = float(logprobs[number])
-        self.unsent.add(Token(self._vocabulary.data(number), logprob, tuple(top)))
+        self.unsent.add(Token(data, float(logprobs[number]), self._top(logprobs)))
+
+    def _top(self, logprobs: Any) -> tuple[Scored, ...]:
+        """The most probable tokens. A model may have more logits than its tokenizer has tokens: these are left out."""
+        found: list[Scored] = []
+        wanted = self._count
+        while len(found) < self._count:
+            wanted = min(wanted, len(logprobs))
+            values, numbers = (one.tolist() for one in logprobs.topk(wanted))
+            named = zip(map(self._vocabulary.data, numbers), values, strict=True)
+            found = [(data, value) for data, value in named if data]
+            if wanted == len(logprobs):
+                break
+            wanted *= 2
+        return tuple(found[: self._count])
 
 
 class Vocabulary:
@@ -84,7 +96,7 @@ class Vocabulary:
     def data(self, number: int) -> bytes:
         """The bytes of the token with this `number`; empty for a number without a token."""
         token = self._tokenizer.convert_ids_to_tokens(number)
-        if token is None:  # a model may have more logits than its tokenizer has tokens
+        if token is None:
             return b""
         if self._bytes and all(letter in self._bytes for letter in token):
             return bytes(self._bytes[letter] for letter in token)
