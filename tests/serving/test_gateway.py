@@ -6,6 +6,7 @@ The tests check which model answers, which calls are refused, and that nothing r
 from __future__ import annotations
 
 import asyncio
+import threading
 from contextlib import asynccontextmanager
 
 import pytest
@@ -153,6 +154,58 @@ async def test_an_urgent_call_is_urgent_among_other_processes_too():
                     == {5, IMPORTANCE["normal"]}
                 )
             )
+
+
+class SlowLoad:
+    """The origin of a fake model whose load takes until `go` is set."""
+
+    def __init__(self) -> None:
+        self.begun, self.go = threading.Event(), threading.Event()
+
+    def __call__(self, step: str) -> None:
+        self.begun.set()
+        assert self.go.wait(20)
+
+
+@in_loop
+async def test_a_load_that_has_begun_is_not_requested_again():
+    """A batch call waits for the memory of another process. Once its load has begun, an urgent call shares the load."""
+    load, requested, book = SlowLoad(), [], "memory:test-gateway-begun"
+    async with harness(ledger=book) as k:
+        use = k.rt.use
+        k.rt.use = lambda name, **more: requested.append(name) or use(name, **more)
+        k.rt.register("big", load, backend="fake", size="13 GiB", model_type="llm")
+        with Runtime(devices="sim:24GiB,host:64GiB", ledger=book) as other:
+            other.register("train", backend="fake", size="10 GiB")
+            with other.use("train"):
+                batch = asyncio.ensure_future(k.chat("big", x_priority="batch"))
+                await until(lambda: k.rt.status().tickets)
+        await until(load.begun.is_set)
+        urgent = asyncio.ensure_future(k.chat("big", x_priority="urgent"))
+        await settle()
+        load.go.set()
+        await asyncio.gather(batch, urgent)
+        assert requested == ["big"]
+
+
+@in_loop
+async def test_a_model_that_need_not_leave_serves_calls_while_another_loads():
+    """c waits until a or b is idle. It gets the room of a, so calls of b start again, although c is more important."""
+    load, scripts = SlowLoad(), {name: [asyncio.Event()] for name in "ab"}
+    ends = {name: script[0] for name, script in scripts.items()}
+    async with harness(a=8, b=8, scripts=scripts) as k:
+        k.rt.register("c", load, backend="fake", size="13 GiB", model_type="llm")
+        running = {name: asyncio.ensure_future(k.chat(name)) for name in "ab"}
+        await until(lambda: len(k.log) == 2)
+        c = asyncio.ensure_future(k.chat("c", x_priority="urgent"))
+        await settle()
+        await until(lambda: k.gateway.queue._engines()["c"].waits_for == {"a", "b"})
+        ends["a"].set()
+        await until(load.begun.is_set)
+        assert answer_text(await k.chat("b", "meanwhile")) == "meanwhile"
+        load.go.set()
+        ends["b"].set()
+        await asyncio.gather(c, *running.values())
 
 
 @in_loop

@@ -68,7 +68,8 @@ class Shelf:
                 self.warm.append(hold.model)
                 hold.ready.set_result(f"<{hold.model}>")
             else:
-                hold.waits, hold.waits_for = True, frozenset(self.pinned())
+                hold.waits = hold.waited = True
+                hold.waits_for = frozenset(self.pinned())
         self.queue.advance()
 
     def call(self, model: str, importance: str = "normal", name: str = "") -> Answer:

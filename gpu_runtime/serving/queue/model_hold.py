@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import _thread
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -36,7 +37,8 @@ class Hold:
         self.ready: asyncio.Future[Any] = loop.create_future()
         self.ended: asyncio.Future[None] = loop.create_future()  # done when the pin is gone
         self.began = 0.0  # by the clock; until the memory is granted, set at each wait
-        self.waits = False  # whether its request had to wait in the ledger; stays true
+        self.waits = False  # whether its request waits in the ledger now
+        self.waited = False  # whether its request had to wait
         self.waits_for: frozenset[str] = frozenset()  # models of this process that block it
         self._loop = loop
         self._release = threading.Event()
@@ -74,8 +76,9 @@ class Hold:
         self._release.wait()
 
     def call_in_loop(self, function: Callable[[], None]) -> None:
-        """Runs `function` in the event loop of this hold."""
-        self._loop.call_soon_threadsafe(function)
+        """Runs `function` in the event loop of this hold. Does nothing if the loop is closed."""
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nothing waits any more
+            self._loop.call_soon_threadsafe(function)
 
     def settle(
         self, future: asyncio.Future[Any], result: Any, error: BaseException | None = None
@@ -92,10 +95,7 @@ class Hold:
                 future.set_exception(error)
                 future.exception()  # marks it as read: the caller may have left in the meantime
 
-        try:
-            self.call_in_loop(settle)
-        except RuntimeError:  # the loop was closed: nothing waits any more
-            pass
+        self.call_in_loop(settle)
 
 
 class Abandoned(Exception):
@@ -121,8 +121,8 @@ class Holds:
     ) -> None:
         """`rt` is the runtime whose models are pinned; `clock` returns seconds.
 
-        `waiting()` is called in the loop when a hold begins to wait for others. `loaded(model, seconds)` is called
-        in the hold's thread after a load, with the time since the model's memory was granted.
+        `waiting()` is called in the loop when a hold begins or ends to wait for others. `loaded(model, seconds)` is
+        called in the hold's thread after a load, with the time since the model's memory was granted.
         """
         self._rt = rt
         self._waiting = waiting
@@ -193,9 +193,15 @@ class Holds:
         return max(hold.importance, highest_allowed)
 
     def _on_wait(self, model: str, wait: Wait | None) -> None:
-        """Called in the thread of a hold each time the ledger decides that the hold's request must wait."""
+        """Called in the thread of a hold each time the ledger decides that the hold's request must wait.
+
+        `wait` is None once the memory is granted.
+        """
         hold = self._by_thread.get(_thread.get_ident())
-        if hold is None or wait is None:
+        if hold is None:
+            return
+        if wait is None:
+            self._note_wait(hold, False, frozenset())
             return
         if hold.released:
             raise _Released
@@ -204,7 +210,10 @@ class Holds:
         blockers = frozenset(
             id.removeprefix(prefix) for id in wait.blockers if id.startswith(prefix)
         )
-        if not hold.waits or blockers != hold.waits_for:
-            hold.waits = True
-            hold.waits_for = blockers
+        hold.waited = True
+        self._note_wait(hold, True, blockers)
+
+    def _note_wait(self, hold: Hold, waits: bool, blockers: frozenset[str]) -> None:
+        if (waits, blockers) != (hold.waits, hold.waits_for):
+            hold.waits, hold.waits_for = waits, blockers
             hold.call_in_loop(self._waiting)

@@ -229,9 +229,8 @@ class Queue:
             # With this concurrency, no further call starts until the running calls have ended. Then the model is
             # pinned again.
             return Engine(ModelState.WARM, running.active, running.active)
-        # A call starts only if its model is on its device. So if calls are active and the hold does not wait, the
-        # model is there, although the hold has not reported its pin yet.
-        if running.ready or (running.active and not hold.waits):
+        # If calls are active and the hold did not wait, the model is on its device. Only the pin is not confirmed yet.
+        if running.ready or (running.active and not hold.waited):
             return Engine(ModelState.WARM, running.active, concurrency)
         return Engine(ModelState.LOADING, running.active, concurrency, hold.waits_for)
 
@@ -310,7 +309,7 @@ class Queue:
         return True
 
     def _raise_importance(self, model: str, running: _Running, hold: Hold) -> None:
-        """Requests `model` again if `hold` had to wait in the ledger and a more important call now waits for it."""
+        """Requests `model` again if `hold` waits in the ledger and a more important call now waits for it."""
         importance = self._most_important(model)
         if hold.waits and importance < hold.importance:
             hold.release()
