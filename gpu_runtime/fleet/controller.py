@@ -17,8 +17,8 @@ from functools import partial
 from typing import Any
 
 from ..errors import GpuError
-from ..facts import THIS_PROCESS, Offer, PlanLevel
-from ..scheduler.offers import MOST_PLANNED, largest_first, ranked, shortlist
+from ..facts import THIS_PROCESS, HostRoom, Offer, PlanLevel
+from ..scheduler.offers import MOST_PLANNED, largest_first, may_serve, ranked, shortlist
 from ..threads import start
 from . import cluster, placing, wishes
 from .hosts import Hosts, on
@@ -29,6 +29,16 @@ WATCH_SECONDS = 0.25  # how often the nodes are read
 CHECK_SECONDS = 5.0  # how often the copies of all wished models are counted
 SLOT_SECONDS = 30.0  # how long a new slot waits for room on its cards
 LOAD_SECONDS = 5.0  # how long a wished model waits for room on one host
+
+
+def _can_serve(offers: Iterable[Offer]) -> bool:
+    """Whether one of the `offers` is an offer to serve. If so, slower hosts need not be awaited."""
+    return any(offer.level is not PlanLevel.NEVER for offer in offers)
+
+
+def _has_room(rooms: Iterable[HostRoom]) -> bool:
+    """Whether one of the hosts with these `rooms` may serve. If so, slower hosts need not be awaited."""
+    return any(map(may_serve, rooms))
 
 
 class Controller:
@@ -135,9 +145,10 @@ class Controller:
         """The offers for the model `name`, the best offer first, and the revision of the wishes.
 
         The hosts in `without` are left out. A drained host is listed with an offer of the level
-        `never`. Hosts that did not answer lately are asked only if there are no others. A host
-        without an answer is listed with `answered` False. With more than eight hosts, all hosts
-        first report their room. Then only the best eight hosts make a plan.
+        `never`. A host that did not answer lately is not asked, unless no host answered lately. A
+        host without an answer is listed with `answered` False. With more than eight hosts, all
+        hosts first report their room. Then the best eight hosts make a plan. If none of the eight
+        can take the model, for example because they lack its engine, the next eight hosts do.
         """
         without = set(without)
         drained = set(self._wishes.drained)
@@ -145,26 +156,36 @@ class Controller:
         open_hosts = [host for host in found if host not in drained]
         revision = self._wishes.revision
         asked = self._answering(open_hosts)
-        silent = sorted(set(open_hosts) - set(asked))
+        reasons = {host: cluster.SILENT for host in set(open_hosts) - set(asked)}
+        reasons |= {host: "it is drained" for host in found if host in drained}
         if len(asked) > MOST_PLANNED:
-            rooms, _ = self._ask("room", asked, name, revision)
-            asked = list(shortlist(rooms.values()))
-        offers, missing = self._ask("offer", asked, name, revision)
-        shown = [*offers.values()]
-        shown += [self._no_offer(name, host, why) for host, why in missing.items()]
-        shown += [self._no_offer(name, host, cluster.SILENT) for host in silent]
-        shown += [self._no_offer(name, host, "it is drained") for host in found if host in drained]
-        return ranked(shown), revision
+            rooms, missing = self._ask("room", asked, name, revision, enough=_has_room)
+            listed = shortlist(rooms.values(), len(rooms))
+            small = {host for host in listed[MOST_PLANNED:] if not may_serve(rooms[host])}
+            reasons |= missing | {host: "its cards are too small or drained" for host in small}
+            asked = [host for host in listed if host not in small]
+        offers: dict[str, Offer] = {}
+        while asked and not _can_serve(offers.values()):
+            more, missing = self._ask("offer", asked[:MOST_PLANNED], name, revision)
+            offers, reasons, asked = offers | more, reasons | missing, asked[MOST_PLANNED:]
+        others = [self._no_offer(name, host, why) for host, why in sorted(reasons.items())]
+        return ranked([*offers.values(), *others]), revision
 
     def _no_offer(self, name: str, host: str, why: str) -> Offer:
         answered = why not in (cluster.SILENT, cluster.GONE)
         return Offer(host, name, PlanLevel.NEVER, why, answered=answered)
 
     def _ask(
-        self, method: str, hosts: list[str], *args: Any
+        self,
+        method: str,
+        hosts: list[str],
+        *args: Any,
+        enough: Callable[[Iterable[Any]], bool] = _can_serve,
     ) -> tuple[dict[str, Any], dict[str, str]]:
         """The answers of the agents of `hosts` to `method`, and the reasons of hosts without an
         answer. A host without an answer is excluded for CHECK_SECONDS.
+
+        Slow hosts are awaited longer until `enough(answers)` is true.
         """
         found, missing = self._hosts.ask(
             method,
@@ -173,7 +194,7 @@ class Controller:
             hosts=hosts,
             timeout=cluster.OFFER_SECONDS,
             longest=cluster.FIRST_SECONDS,
-            enough=_can_serve,
+            enough=enough,
         )
         until = time.monotonic() + CHECK_SECONDS
         self._silent |= {host: until for host in missing}
@@ -316,10 +337,3 @@ class Controller:
                     self._fill_all_later()
             except Exception as error:  # noqa: BLE001 - the head restarts: ask again
                 log.debug("the fleet cannot be watched: %s", error)
-
-
-def _can_serve(found: Iterable[Any]) -> bool:
-    """Whether one of the answers in `found` is an offer to serve, or the room of a host. If so,
-    slower hosts need not be awaited.
-    """
-    return any(getattr(one, "level", None) is not PlanLevel.NEVER for one in found)

@@ -14,8 +14,9 @@ from .drain import drained
 from .evictable import reason_to_stay
 
 MOST_PLANNED = 8  # hosts that make a plan for one decision
-# Two measurements of the same load differ by chance. So two load times count as equal if they
-# differ by less than these seconds, or by less than this fraction of the shorter time.
+_TOO_SMALL = 5  # the promise of a host that is too small or drained
+# Two load times count as equal if they differ by less than the larger of these two values, because
+# two measurements of the same load differ by as much.
 CLOSE_SECONDS, CLOSE_FRACTION = 0.5, 0.1
 
 
@@ -121,12 +122,19 @@ def shortlist(rooms: Iterable[HostRoom], most: int = MOST_PLANNED) -> tuple[str,
     return tuple(room.host for room in sorted(rooms, key=_promise)[:most])
 
 
+def may_serve(room: HostRoom) -> bool:
+    """Whether the host with this `room` may serve the model, perhaps after a wait. Otherwise it is too small or
+    drained.
+    """
+    return _promise(room)[0] < _TOO_SMALL
+
+
 def _promise(room: HostRoom) -> tuple[int, int, int, str]:
     most_free = _most(room, room.free_bytes)
     if room.here:
         return 0, 0, -most_free, room.host
     if room.drained or _most(room, room.budget_bytes) < room.need_bytes:
-        return 5, 0, -most_free, room.host
+        return _TOO_SMALL, 0, -most_free, room.host
     if room.warm:
         return 1, 0, -most_free, room.host
     fitting = [size for size in room.free_bytes if size >= room.need_bytes]

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from gpu_runtime import Busy, DoesNotFit, UnknownModel
-from gpu_runtime.facts import Offer, PlanLevel
+from gpu_runtime.facts import HostRoom, Offer, PlanLevel
 from gpu_runtime.fleet import client, cluster
 from gpu_runtime.fleet.client import Fleet
 from gpu_runtime.fleet.controller import Controller
@@ -82,3 +82,61 @@ def test_the_controller_lists_a_silent_host_until_it_answers_again(why):
         offers, _ = controller.choose("qwen")
         assert {offer.host: offer.answered for offer in offers} == {"a": False, "b": True}
     assert asked == [["a", "b"], ["b"]]
+
+
+def room(host: str, gib: int = 80, **more: Any) -> HostRoom:
+    return HostRoom(host, need_bytes=50, free_bytes=(gib,), budget_bytes=(gib,), **more)
+
+
+class Hosts:
+    """Hosts that report their rooms, and make an offer. A host without a room does not answer."""
+
+    def __init__(self, *rooms: HostRoom, silent: tuple[str, ...] = (), able: str = "") -> None:
+        self._rooms = {one.host: one for one in rooms}
+        self._silent, self._able = silent, able
+        self.asked: list[list[str]] = []
+        self.enough: dict[str, Any] = {}
+
+    def names(self) -> tuple[str, ...]:
+        return (*self._rooms, *self._silent)
+
+    def ask(self, method: str, *_: Any, hosts: list[str], enough: Any, **__: Any) -> Any:
+        self.enough[method] = enough
+        missing = {host: cluster.SILENT for host in hosts if host in self._silent}
+        answering = [host for host in hosts if host not in missing]
+        if method == "room":
+            return {host: self._rooms[host] for host in answering}, missing
+        self.asked.append(answering)
+        levels = {True: PlanLevel.ROOM, False: PlanLevel.NEVER}
+        return {host: Offer(host, "qwen", levels[host == self._able], "") for host in hosts}, {}
+
+
+def chosen(hosts: Hosts) -> tuple[Offer, ...]:
+    controller = Controller.__new__(Controller)
+    controller._wishes, controller._silent = WISHES, {}
+    controller._hosts = hosts  # type: ignore[assignment]
+    return controller.choose("qwen")[0]
+
+
+def test_the_room_of_a_host_that_is_too_small_does_not_end_the_wait_for_others():
+    """With more than eight hosts, a slow host is awaited until another one reports enough room."""
+    hosts = Hosts(*(room(f"box{n}") for n in range(9)), able="box0")
+    assert chosen(hosts)[0].host == "box0" and len(hosts.asked) == 1
+    enough = hosts.enough["room"]
+    assert not enough([room("small", 40), room("drained", drained=True)])
+    assert enough([room("small", 40), room("large")])
+
+
+def test_of_nine_hosts_one_that_reports_no_room_is_listed_as_silent():
+    """Otherwise a model that only this host can take would be refused for good."""
+    hosts = Hosts(*(room(f"box{n}", 40) for n in range(9)), silent=("large",))
+    offers = {offer.host: offer for offer in chosen(hosts)}
+    assert len(offers) == 10 and not offers["large"].answered
+    assert all(offer.answered for host, offer in offers.items() if host != "large")
+    assert hosts.asked == [[f"box{n}" for n in range(8)]], "a host that is too small makes no plan"
+    assert offers["box8"].because == "its cards are too small or drained"
+
+
+def test_if_the_best_eight_hosts_lack_the_engine_the_next_eight_are_asked():
+    hosts = Hosts(*(room(f"box{n}", 80 + n) for n in range(9)), able="box8")
+    assert chosen(hosts)[0].host == "box8" and list(map(len, hosts.asked)) == [8, 1]
