@@ -149,7 +149,7 @@ SAID = (
     with_tokens({"content": ""}, b"\xc3"),
     with_tokens({"content": "é"}, b"\xa9"),
     with_tokens({"content": " a"}, " ab"),
-    with_tokens({"content": "b<", "more": 1}, "<", "<tool_call>", "{"),
+    with_tokens({"content": "b<"}, "<", "<tool_call>", "{"),
 )
 
 
