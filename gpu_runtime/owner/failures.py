@@ -13,10 +13,10 @@ import os
 import traceback
 
 from ..backends.base import is_out_of_memory
-from ..backends.fault_texts import Fault, Kind, recognise
 from ..backends.registry import runs_here
 from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost
 from ..facts import Grant, Lease, LeaseId, Load, Share, Step, World
+from ..fault_texts import Fault, Kind, recognise
 from ..scheduler import explain
 from ..scheduler import transitions as books
 from ..scheduler.evictable import reason_to_stay

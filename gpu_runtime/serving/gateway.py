@@ -22,6 +22,7 @@ import httpx
 from ..access_keys import Keys
 from ..errors import GpuError, StillInUse
 from ..facts import ModelSpec, Value
+from ..fault_texts import MOST_DECODE_FAILURES, decode_failures, recognise
 from .access import Access
 from .choices import Choices
 from .engines import openai_http
@@ -31,7 +32,7 @@ from .engines.long_prompts import MOST_AT_ONCE, require_tokens
 from .engines.openai_format import asks_usage
 from .engines.registry import adapter_for
 from .fields import require_fields
-from .health.blame import DECODE_FAILURES, Blame, blame, first_line, is_decode_failure, no_answer
+from .health.blame import Blame, blame, first_line, no_answer
 from .health.breaker import BreakerOpen, Breakers, BreakerState, Permit
 from .health.call_figures import CallFigures
 from .health.clients import Clients, Pattern
@@ -404,12 +405,10 @@ class Gateway:
             return
         permit.failed(error)
         self.queue.renew(model)
-        if not is_decode_failure(error):
-            self._decode_failures.pop(model, None)
-            return
-        self._decode_failures[model] += 1
-        # An EngineFault has the attribute `reloads`: its backend counts the failures and reloads the model itself.
-        if self._decode_failures[model] == DECODE_FAILURES and not hasattr(error, "reloads"):
+        count = decode_failures(self._decode_failures[model], recognise(str(error)))
+        self._decode_failures[model] = count
+        # An EngineFault has `reloads`. Its backend counts failures and reloads the model by itself.
+        if count == MOST_DECODE_FAILURES and not hasattr(error, "reloads"):
             self._counts["reloads"] += 1
             self.keep_warm.evict_soon(model)
 

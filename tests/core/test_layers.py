@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 
 GROUND = (
-    "safe_text errors units facts arguments options settings forks threads attribution"
+    "safe_text errors fault_texts units facts arguments options settings forks threads attribution"
     " presets kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
     " notebook cell_keys user_frames error_pages engine_logs access_keys version"
 )
@@ -29,6 +29,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "user_frames": "safe_text",
     "errors": "safe_text user_frames",
     "error_pages": "errors",
+    "fault_texts": "",
     "forks": "",
     "threads": "",
     "attribution": "",

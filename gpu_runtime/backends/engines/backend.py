@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, Any
 from ...devices.probe import Probe
 from ...errors import LoadFailed
 from ...facts import Evidence, ModelSpec, Shares
+from ...fault_texts import Kind
 from ..base import Progress
-from ..fault_texts import Kind
 from ..processes.engine_models import EngineBackend, EngineHandle, EngineModel
 from ..processes.visible_devices import card_environment
 from .ports import ports

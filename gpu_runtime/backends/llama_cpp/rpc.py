@@ -15,7 +15,7 @@ from typing import Any
 from ... import threads
 from ...devices.process_memory import out_of_memory
 from ...errors import BadCall, EngineDied, EngineFault, GpuError, LoadFailed, ProcessLost
-from ..fault_texts import (
+from ...fault_texts import (
     MOST_DECODE_FAILURES,
     Fault,
     Kind,

@@ -12,7 +12,7 @@ from ...devices.process_memory import out_of_memory
 from ...engine_logs import new_log
 from ...errors import EngineDied, GpuError, LoadFailed
 from ...facts import ModelSpec
-from ..fault_texts import Kind, last_line, recognise
+from ...fault_texts import Kind, last_line, recognise
 from .processes import MOST_RESTARTS, in_words
 
 OnLoss = Callable[[str, str], None]  # called with kind and because

@@ -18,8 +18,8 @@ from ...devices.probe import Probe
 from ...devices.process_memory import Block
 from ...errors import EngineDied
 from ...facts import Evidence, ModelSpec, Shares
+from ...fault_texts import Kind
 from ..base import Backend, Progress
-from ..fault_texts import Kind
 from ..registry import open_backend
 from .engine import RestartedEngine
 from .engine_models import EngineBackend, EngineHandle, EngineModel

@@ -25,8 +25,8 @@ from typing import Any
 from ...devices.probe import open_probe
 from ...errors import GpuError, ProcessLost
 from ...facts import ModelSpec, Shares
+from ...fault_texts import recognise
 from ...threads import start_short
-from ..fault_texts import recognise
 from ..registry import open_backend
 from . import remote_calls
 from .message_socket import MessageSocket

@@ -7,7 +7,6 @@ catalogue and a lack of memory do not open it. Another model may answer instead,
 from __future__ import annotations
 
 import enum
-import re
 from collections.abc import Sequence
 
 from ... import errors
@@ -15,10 +14,6 @@ from ..queue.queue import LoadShared
 from ..requests import Refused
 from .breaker import BreakerOpen
 
-DECODE_FAILURES = 3  # in a row; then the model is loaded again
-_DECODE_FAILURE = re.compile(
-    r"llama_(?:decode|encode)\W* *(?:returned|failed)|failed to decode", re.IGNORECASE
-)
 _NOT_OF_THE_MODEL = (
     errors.Busy,
     errors.WaitEnded,
@@ -68,15 +63,6 @@ def blame(error: BaseException, model: str) -> tuple[Blame, Refused | None]:
     if isinstance(error, ValueError):  # a library rejected an argument
         return Blame.CALLER, Refused(400, "engine_refused", f"{model} refused: {first_line(error)}")
     return Blame.MODEL, None
-
-
-def is_decode_failure(error: BaseException) -> bool:
-    """Whether `error` is llama.cpp's failure to compute a batch. The failure may be temporary or permanent.
-
-    >>> is_decode_failure(RuntimeError("llama_decode returned -3")), is_decode_failure(RuntimeError("no such file"))
-    (True, False)
-    """
-    return _DECODE_FAILURE.search(str(error)) is not None
 
 
 def no_answer(asked: str, failed: Sequence[tuple[str, BaseException]]) -> Refused:

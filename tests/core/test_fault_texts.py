@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_runtime.backends.fault_texts import Kind, recognise
+from gpu_runtime.fault_texts import Kind, recognise
 
 KNOWN = {
     Kind.ASSERT: [
