@@ -22,6 +22,9 @@ def idle(**more):
     return snapshot(lease("qwen", 14, **{"last_used": NOW - 200, **more}))
 
 
+STOPPED = replace(idle(), presences={ME.id: Presence(ProcessState.STOPPED)})
+
+
 def at(name="qwen", owner=ME):
     """The id of a model's row in the table."""
     return f"{owner.id}/{name}"
@@ -128,6 +131,10 @@ def test_a_model_that_is_on_disk_may_be_preloaded():
         ("defrag", replace(snapshot(), sections={}), "The process that held qwen has ended"),
         ("evict", replace(snapshot(), sections={}), "The process that held qwen has ended"),
         ("evict", snapshot(lease("qwen", 14, owner=BOB)), "no longer holds it"),
+        *[
+            (verb, STOPPED, "acts on no request until it is continued")
+            for verb in ("evict", "pin", "defrag")
+        ],
     ],
 )
 def test_a_change_since_the_click_is_reported_and_nothing_is_done(verb, then, words):
@@ -137,21 +144,30 @@ def test_a_change_since_the_click_is_reported_and_nothing_is_done(verb, then, wo
 
 
 def test_a_stopped_process_is_continued_only_while_it_is_stopped():
-    stopped = replace(idle(), presences={ME.id: Presence(ProcessState.STOPPED)})
-    proposal = propose("resume", at(""), stopped)
-    text = question(proposal, stopped)
+    proposal = propose("resume", at(""), STOPPED)
+    text = question(proposal, STOPPED)
     assert (text.title, text.confirm) == ("Continue train.ipynb (pid 4000), ann?", "Continue")
     assert "SIGCONT" in text.lines[0] and not text.grave
-    assert changed(proposal, stopped) == ""
+    assert changed(proposal, STOPPED) == ""
     assert changed(proposal, idle()).startswith("train.ipynb (pid 4000) is not stopped any more.")
-    assert "has ended" in changed(proposal, replace(stopped, sections={}))
+    assert "has ended" in changed(proposal, replace(STOPPED, sections={}))
     done = Outcome("resume", ME.id, True, "train.ipynb (pid 4000) runs again")
     rt = SimpleNamespace(
-        status=lambda: stopped,
+        status=lambda: STOPPED,
         on_behalf_of=lambda name: nullcontext(),
         resume={ME.id: done}.__getitem__,
     )
     assert attempt(rt, proposal, "ann") == ("done", done.because)
+
+
+def test_all_idle_models_are_those_of_processes_that_answer():
+    """The model of a stopped process would be awaited for 30 s. Its bytes are not promised."""
+    world = replace(
+        STOPPED, sections=snapshot(lease("qwen", 14), lease("phi", 2, owner=BOB)).sections
+    )
+    text = question(propose("evict_idle", "/sim:0", world), world)
+    assert text.lines[0] == "This frees 2.0 GiB on sim:0: 1 idle model."
+    assert changed(propose("evict_idle", "/sim:0", STOPPED), STOPPED).startswith("No idle model")
 
 
 def test_unpin_and_evict_is_one_step_whose_question_says_both():

@@ -22,7 +22,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, Event, History, Moment, Phase, Share, Ticket
+from gpu_runtime.facts import (
+    HOST,
+    Event,
+    History,
+    Moment,
+    Phase,
+    Presence,
+    ProcessState,
+    Share,
+    Ticket,
+)
 from gpu_runtime.units import GIB, MIB
 
 from . import pasts, samples
@@ -45,6 +55,14 @@ def wants(key, gib, device="sim:0", owner=samples.BOB, **more):
     """A request that waits for this much memory."""
     need = (Share(device, int(gib * GIB)),)
     return Ticket(key, owner.id, "use", key, samples.NOW - 9, samples.NOW, need=need, **more)
+
+
+def test_a_stopped_process_acts_on_no_button_of_its_bar():
+    asleep = {samples.ME.id: Presence(ProcessState.STOPPED)}
+    found = rows(replace(samples.snapshot(samples.lease("qwen", 14)), presences=asleep))["sim:0"]
+    [part] = [part for part in found.parts if part.buttons]
+    assert {one.verb for one in part.buttons} >= {"evict", "pin"}
+    assert all(one.why_not.startswith("Its process is stopped") for one in part.buttons)
 
 
 def test_a_row_shows_free_memory_and_use_and_no_level():

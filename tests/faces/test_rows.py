@@ -13,10 +13,21 @@ from gpu_panels.data.row_parts import place
 from gpu_panels.widgets.table import Table
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, Declared, Lease, ModelSpec, Share, Ticket
+from gpu_runtime.facts import (
+    HOST,
+    Declared,
+    Lease,
+    ModelSpec,
+    Presence,
+    ProcessState,
+    Share,
+    Ticket,
+)
 
 from . import samples
 from .samples import BOB, GIB, ME, NOW, lease, snapshot
+
+ASLEEP = "Its process is stopped, and acts on no request until it is continued"
 
 
 def texts(row):
@@ -104,6 +115,26 @@ def test_a_model_that_another_process_has_not_loaded_shows_what_its_owner_declar
 def test_a_button_that_cannot_be_pressed_shows_why(more, buttons):
     (row,) = models(snapshot(lease("qwen", 14, **more)))
     assert row.buttons == buttons
+
+
+def test_a_stopped_process_acts_on_no_button():
+    """Its requests would wait until it is continued, and fail after 30 s. The problem above has Continue."""
+    world = replace(
+        snapshot(lease("qwen", 14), lease("kernel", 1, kind="kernel")),
+        presences={ME.id: Presence(ProcessState.STOPPED)},
+        names={ME.id: ("other",)},
+    )
+    shown = [button for row in (*models(world), *leases(world)) for button in row.buttons]
+    assert {one.verb for one in shown} == {"evict", "pin", "preload", "park", "who"}
+    assert {one.why_not for one in shown} == {ASLEEP}
+
+
+def test_pinned_models_are_sorted_together():
+    """Also those that are not loaded, in the column Keep."""
+    catalogue = (ModelSpec("off", "fake"), ModelSpec("kept", "fake", keep=True))
+    rows = models(snapshot(lease("qwen", 14, keep=True)), catalogue)
+    keep = [row.cells[[one.title for one in MODELS].index("Keep")] for row in rows]
+    assert [(cell.text, cell.value) for cell in keep] == [("pinned", 1), ("pinned", 1), ("", 0)]
 
 
 def test_a_disabled_model_of_the_catalogue_cannot_be_preloaded():

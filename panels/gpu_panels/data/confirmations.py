@@ -23,7 +23,7 @@ from gpu_runtime.facts import (
 from gpu_runtime.rendering.views import clean, holder
 from gpu_runtime.units import show_bytes, show_seconds
 
-from .names import process_name
+from .names import process_name, why_no_answer
 
 VERBS = {
     "preload": "Preload",
@@ -210,7 +210,11 @@ def _question_card(proposal: Proposal, snapshot: Snapshot) -> Question:
 
 def idle_leases(snapshot: Snapshot, card: str) -> list[Lease]:
     """The models on `card` that could be evicted now."""
-    return [lease for lease in snapshot.leases() if is_idle(lease) and lease.bytes_on(card)]
+    return [
+        lease
+        for lease in snapshot.leases()
+        if is_idle(lease) and lease.bytes_on(card) and not why_no_answer(snapshot, lease.owner)
+    ]
 
 
 def is_idle(lease: Lease) -> bool:
@@ -349,6 +353,9 @@ def _difference(proposal: Proposal, snapshot: Snapshot) -> str:
     if section is None:
         had_process = bool(proposal.pid)
         return f"The process that held {name or 'it'} has ended." if had_process else ""
+    asleep = why_no_answer(snapshot, proposal.owner)
+    if asleep and proposal.verb != "resume":
+        return f"{asleep}."
     if proposal.verb == "defrag":
         return ""
     if proposal.verb == "resume":

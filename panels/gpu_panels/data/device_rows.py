@@ -35,6 +35,7 @@ from .lease_rows import kernel_buttons
 from .model_rows import buttons as model_buttons
 from .names import KERNEL
 from .queue_rows import ASLEEP_SECONDS
+from .row_parts import if_awake
 
 MOST_TARGETS = 3  # cards that the menu of a lease offers for a move: those with the most room
 PAST_STEPS = 300  # the resolution of the small history, over its whole width
@@ -255,9 +256,10 @@ def _buttons(
     owner = snapshot.sections[lease.owner].owner
     if stretch.kind == "arriving" or lease.kind not in ("model", KERNEL):
         return ()
+    buttons = lease_buttons(lease, owner, room)
     if lease.kind == KERNEL:
-        return tuple(one for one in kernel_buttons(lease, owner) if one.verb != "who")
-    return tuple(lease_buttons(lease, owner, room))
+        buttons = (one for one in kernel_buttons(lease, owner) if one.verb != "who")
+    return if_awake(buttons, owner.id, snapshot)
 
 
 def lease_buttons(lease: Lease, owner: Owner, room: Mapping[str, int]) -> Iterator[Button]:

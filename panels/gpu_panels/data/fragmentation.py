@@ -16,7 +16,7 @@ from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes
 
 from .cells import Button, Cell, Column, Row, encoded
-from .row_parts import UNKNOWN, bytes_cell, owner_cell
+from .row_parts import UNKNOWN, bytes_cell, if_awake, owner_cell
 
 COLUMNS = (
     Column("Process"),
@@ -150,7 +150,8 @@ def _buttons(
     why_not_defrag = (
         "Nothing to release: every segment has a block in use" if nothing_to_release else ""
     )
-    return (show, Button("defrag", "Compact", why_not_defrag))
+    compact = if_awake([Button("defrag", "Compact", why_not_defrag)], memory.owner, snapshot)
+    return (show, *compact)
 
 
 def report(memory: ProcessMemory, snapshot: Snapshot) -> str:

@@ -32,6 +32,7 @@ from .row_parts import (
     NOTHING,
     UNKNOWN,
     bytes_cell,
+    if_awake,
     lasting,
     lease_name_cell,
     notebook_cell,
@@ -104,7 +105,7 @@ def _share_rows(
     if is_kernel:
         name = name._replace(text="its own code")  # the first column has the notebook's name
     state = kernel_state(lease, snapshot) if is_kernel else state_cell(lease, snapshot.now)
-    buttons = kernel_buttons(lease, owner) if is_kernel else ()
+    buttons = if_awake(kernel_buttons(lease, owner), owner.id, snapshot) if is_kernel else ()
     filled_bytes = {share.device: share.bytes for share in lease.filled}
     for share in lease.shares:
         measured = filled_bytes.get(share.device, share.bytes)

@@ -13,6 +13,7 @@ from .cells import Button, Cell, Column, Row
 from .row_parts import (
     NOTHING,
     UNKNOWN,
+    if_awake,
     importance_cell,
     lasting,
     lease_name_cell,
@@ -91,7 +92,6 @@ def _held_row(
 ) -> Row:
     idle = lease.idle_seconds(snapshot.now)
     is_idle = lease.last_used and not lease.pins
-    keep = Cell("pinned", 1, "It is never evicted", "strong") if lease.keep else Cell("", 0)
     cells = (
         lease_name_cell(lease, model_kind(lease), styles),
         Cell(place(lease), None, lease.where),
@@ -100,10 +100,14 @@ def _held_row(
         Cell(lasting(idle), stepped(idle)) if is_idle else NOTHING,
         Cell(str(lease.uses), lease.uses),
         importance_cell(lease.importance),
-        keep,
+        _keep_cell(lease.keep, "strong"),
         owner_cell(owner, snapshot),
     )
-    return Row(lease.id, cells, buttons(lease, owner))
+    return Row(lease.id, cells, if_awake(buttons(lease, owner), owner.id, snapshot))
+
+
+def _keep_cell(keep: bool, kind: str = "") -> Cell:
+    return Cell("pinned", 1, "It is never evicted", kind) if keep else Cell("", 0)
 
 
 def buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
@@ -147,10 +151,11 @@ def _loadable_row(name: str, owner: Owner, snapshot: Snapshot) -> Row:
         NOTHING,
         NOTHING,
         importance_cell(declared.importance) if declared else NOTHING,
-        Cell("pinned" if spec and spec.keep else "", 0),
+        _keep_cell(bool(spec and spec.keep)),
         owner_cell(owner, snapshot),
     )
-    return Row(f"{owner.id}/{name}", cells, (Button("preload", "Preload"),))
+    preload = if_awake((Button("preload", "Preload"),), owner.id, snapshot)
+    return Row(f"{owner.id}/{name}", cells, preload)
 
 
 def _unloaded_row(spec: ModelSpec, id: str, owner: str, state: str) -> Row:
@@ -164,7 +169,7 @@ def _unloaded_row(spec: ModelSpec, id: str, owner: str, state: str) -> Row:
         NOTHING,
         NOTHING,
         importance_cell(spec.importance),
-        Cell("pinned" if spec.keep else "", 0),
+        _keep_cell(spec.keep),
         Cell(owner, kind="soft"),
     )
     return Row(id, cells, (Button("preload", "Preload", why_not),))

@@ -10,6 +10,7 @@ from gpu_runtime.rendering.views import clean
 
 from .cells import Button, Cell, Column, Row
 from .confirmations import VERBS
+from .names import why_no_answer
 from .row_parts import NOTHING, bytes_cell
 
 PROBLEMS = (Column("Problem"), Column("Since"), Column("Memory", True))
@@ -74,7 +75,8 @@ def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
     section = snapshot.sections.get(owner_id)
     lease = section.lease(name) if section else None
     title = lease_title(lease, section.owner) if lease and section else name
-    return Button(f"{verb} {target}", f"{VERBS[verb]} {clean(title)}")
+    why_not = why_no_answer(snapshot, owner_id)
+    return Button(f"{verb} {target}", f"{VERBS[verb]} {clean(title)}", why_not)
 
 
 def pressed(button: str) -> tuple[str, str]:

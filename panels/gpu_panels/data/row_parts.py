@@ -7,7 +7,7 @@ sixty times.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 from gpu_runtime.facts import (
     THIS_PROCESS,
@@ -24,7 +24,8 @@ from gpu_runtime.rendering.views import clean, clock, holder
 from gpu_runtime.units import show_bytes, show_seconds
 
 from .. import palette
-from .cells import Cell
+from .cells import Button, Cell
+from .names import why_no_answer
 
 UNKNOWN = Cell("unknown", None, kind="soft")
 NOTHING = Cell("–", None, kind="soft")
@@ -53,6 +54,12 @@ def state_cell(lease: Lease, now: float) -> Cell:
     if state.activity == "in use":
         return Cell(state.text(lasting, least_seconds=5.0), state.seconds, kind="strong")
     return Cell(state.word, kind="soft" if state.activity == "never used" else "")
+
+
+def if_awake(buttons: Iterable[Button], owner_id: str, snapshot: Snapshot) -> tuple[Button, ...]:
+    """The `buttons` of the process with the id `owner_id`. They are disabled if the process cannot act on a request."""
+    asleep = why_no_answer(snapshot, owner_id)
+    return tuple(one._replace(why_not=asleep or one.why_not) for one in buttons)
 
 
 def natural(name: str) -> list[tuple[int, int, str]]:

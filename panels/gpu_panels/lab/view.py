@@ -30,7 +30,7 @@ from ..data.model_rows import model_kind
 from ..data.names import KERNEL, notebook_name
 from ..data.problem_rows import FirstSeen, pressed, problem_rows
 from ..data.queue_rows import end_wait
-from ..data.row_parts import place
+from ..data.row_parts import if_awake, place
 
 MOST_CARDS = 3  # cards that the status bar lists one by one; more are added up
 ROW_VERBS = ("evict", "restore", "park", "unpark", "unpin")
@@ -226,7 +226,11 @@ def _row(lease: Lease, section: Section, snapshot: Snapshot) -> dict[str, Any]:
         ),
         "idle": _epoch(lease.last_used, snapshot) if is_idle else None,
         "variables": is_kernel,
-        "actions": [_action(button) for button in buttons if button.verb in ROW_VERBS],
+        "actions": [
+            _action(button)
+            for button in if_awake(buttons, lease.owner, snapshot)
+            if button.verb in ROW_VERBS
+        ],
     }
 
 
