@@ -99,6 +99,9 @@ def test_an_eviction_for_another_model_is_an_arrow_from_the_victim():
         ("eval.ipynb (pid 9)", "eval.ipynb (pid 9) needs room for qwen.", "qwen@9"),
         ("ann, pid 9", "pid 9 needs room for qwen2.5:7b.", "qwen2.5:7b@9"),
         ("ann, pid 7", "pid 7 needs room for qwen.", None),
+        ("ann, pid 7", "pid 7 needs room for qwen2.5:7b.", None),  # only process 9 has a row of it
+        ("pid 9, console (ann, pid 1)", "pid 9, console (pid 1) needs room for qwen.", "qwen@1"),
+        ("ann", "another process needs room for qwen.", None),
     ],
 )
 def test_the_arrow_leads_to_the_process_that_requested_the_room(by, because, heir):

@@ -229,12 +229,15 @@ def _pair(event: Event, labels: set[str]) -> tuple[str, str] | None:
     if event.action not in MARKED or victim not in labels or HOST in devices_of(event):
         return None
     name = needed_by[1] if needed_by else ""
-    requester = _PID.search(event.by)  # without a requester, the process made room for itself
-    pid = requester[1] if requester else event.owner.partition(".")[0]
-    heirs = [label for label in labels if label.rpartition("@")[0] == name]
-    if len(heirs) > 1:  # several processes have a model of this name
-        heirs = [label for label in heirs if label == f"{name}@{pid}"]
-    return (victim, heirs[0]) if heirs and heirs[0] != victim else None
+    heir = label_of(_requester(event), name)
+    return (victim, heir) if heir in labels and heir != victim else None
+
+
+def _requester(event: Event) -> str:
+    """The pid of the process that needed the room, or "" if it is unknown."""
+    if not event.by:  # the process made room for itself
+        return event.owner.partition(".")[0]
+    return next(reversed(_PID.findall(event.by)), "")  # a claimed name may contain another pid
 
 
 def _arrow(pair: tuple[str, str], group: Sequence[Event], shown: Range) -> Arrow:
