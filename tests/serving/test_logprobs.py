@@ -11,7 +11,9 @@ import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
+from gpu_runtime.facts import ModelSpec
 from gpu_runtime.serving.api.responses import chat_of, events, response_of
+from gpu_runtime.serving.engines.llama_cpp import LlamaCppAdapter
 from gpu_runtime.serving.engines.logprobs import LEAST, Token, Unsent, Writer
 from gpu_runtime.serving.engines.scored_tokens import ScoredTokens
 from gpu_runtime.serving.requests import Refused, read_call
@@ -201,6 +203,32 @@ async def test_the_figures_of_a_gguf_are_those_of_the_library(sources):  # noqa:
         choice["logprobs"]["token_logprobs"], own["logprobs"]["token_logprobs"], strict=True
     ):
         assert ours == pytest.approx(theirs, abs=1e-3)
+
+
+@pytest.mark.processes
+@in_loop
+async def test_a_special_token_of_a_gguf_has_its_name(sources):  # noqa: F811
+    """The token that ends a text is among the most probable ones at the end of a sentence. It had an empty text."""
+    async with with_models(sources, "gguf") as k:
+        with k.rt.use("gguf") as model:
+            size = model.n_vocab()
+            [part, *_] = model.write("the", True, 1, True, stream=True, top_logprobs=size - 1)
+    [[_, _, top]] = part["tokens"]
+    names = [name for name, _ in top]
+    assert len(names) == size - 1 and b"</s>" in names and b"" not in names
+
+
+@in_loop
+async def test_tokens_of_a_gguf_without_text_are_left_out():
+    """A token may have no text, such as padding. A special token that was written is no part of the text."""
+    scores = [(b"a", -0.2), (b"", -0.1)]
+    written = [[b"", -0.1, scores], [b"a", -0.2, scores]]
+    end = {"text": "a", "finish": "stop", "tokens": written}
+    model = SimpleNamespace(write=lambda *_, **__: (part for part in [end]))
+    adapter = LlamaCppAdapter(model, ModelSpec("m", "llama_cpp"))
+    body = {"prompt": "x", "logprobs": 2}
+    [piece] = [piece async for piece in adapter.pieces("completions", body, None)]
+    assert piece.tokens == (Token(b"a", -0.2, ((b"a", -0.2),)),)
 
 
 @pytest.mark.parametrize(

@@ -251,14 +251,14 @@ def _model_class(inbox: Inbox) -> Any:
                 yield token
 
         def _scores_of(self, token: int) -> Any:
-            if self.top_logprobs is None:
+            if (count := self.top_logprobs) is None:
                 return token
             logits = as_array(self._ctx.get_logits_ith(-1), shape=(self.n_vocab(),))
             logprobs = self.logits_to_logprobs(logits)
-            best = (-logprobs).argpartition(self.top_logprobs)[: self.top_logprobs].tolist()
-            tokens = [token, *sorted(best, key=lambda one: -logprobs[one])]
-            own, *top = [[self._model.detokenize([one]), float(logprobs[one])] for one in tokens]
-            return [*own, top]
+            best = sorted((-logprobs).argpartition(count)[:count], key=lambda one: -logprobs[one])
+            name = self._model.detokenize  # without `special`, a special token has no bytes
+            top = [[name([int(one)], special=True), float(logprobs[one])] for one in best]
+            return [name([token]), float(logprobs[token]), top]
 
         def wanted(self) -> bool:
             """Whether the caller still waits."""

@@ -109,7 +109,9 @@ class LlamaCppAdapter(TextAdapter):
                 if "too_long" in part:
                     raise too_long(self.spec.name, part["too_long"], limit, self.facts.context)
                 for data, logprob, top in part.pop("tokens", ()):
-                    unsent.add(Token(data, logprob, tuple(map(tuple, top))))
+                    if data:  # a special token is no text
+                        known = tuple((name, value) for name, value in top if name)
+                        unsent.add(Token(data, logprob, known))
                 tokens = unsent.take(part["text"])
                 if part.get("finish") and not stops_of(body):
                     tokens += unsent.take_rest()
