@@ -7,13 +7,12 @@ every field. They check the fields themselves.
 
 from __future__ import annotations
 
-import difflib
 from collections.abc import Mapping
 from typing import Any
 
 from ..facts import ModelSpec, Value
 from .engines.logprobs import count_of
-from .requests import KINDS, Call, Refused
+from .requests import KINDS, Call, Refused, no_field
 
 LLAMA, TORCH = "llama_cpp", "transformers"
 CHECKED_BACKENDS = (LLAMA, TORCH)
@@ -135,9 +134,7 @@ def _refusal(spec: ModelSpec, kind: str, name: str, value: Any) -> Refused:
     if known and name in FIELDS and kind not in FIELDS[name].kinds:
         why = f"{name} has no meaning in a call for {kind}"
     if not known:
-        close = difflib.get_close_matches(name[:60], FIELDS, n=1)
-        hint = f"; did you mean {close[0]}?" if close else ""
-        why = f"there is no field {name[:60]!r}{hint}"
+        why = no_field(name, FIELDS)
     return Refused(
         400, "not_supported", f"{spec.name} cannot be asked this: {why}", param=name[:60]
     )

@@ -1,13 +1,14 @@
 """Reads a request's body into a `Call`: the fields for the engine, and our own `x_*` fields.
 
-This module is pure. Every `x_*` field at the top level of the body is removed before an engine sees the body, even an
-unknown or invalid field. Headers are not read, because a proxy between the caller and this server may add headers.
+This module is pure. No engine sees an `x_*` field of the top level of the body. An unknown one is refused. Headers are
+not read, because a proxy between the caller and this server may add headers.
 """
 
 from __future__ import annotations
 
+import difflib
 import math
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -25,6 +26,7 @@ MOST_LOGPROBS = 20  # the most tokens whose probabilities are given in place of 
 MAX_SECONDS = 86_400.0  # largest duration that a client may set: a day
 MAX_NAME_LENGTH = 256
 MAX_CLIENT_LENGTH = 128
+OWN_FIELDS = ("x_client_id", "x_priority", "x_stay_warm", "x_cooldown", "x_thinking", "x_budget")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _EXAMPLE_MESSAGE = '{"role": "user", "content": "hi"}'
 
@@ -160,13 +162,22 @@ def bad(param: str, value: Any, expected: str) -> Refused:
     return Refused(400, "bad_field", text, param=param)
 
 
+def no_field(name: str, known: Iterable[str]) -> str:
+    """The sentence that there is no field `name`, with the nearest of the `known` names."""
+    close = difflib.get_close_matches(name[:60].lower(), list(known), n=1)
+    return f"there is no field {name[:60]!r}" + (f"; did you mean {close[0]}?" if close else "")
+
+
 def _split(body: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Two dicts: our own fields of `body`, with names such as `x_client_id`, and all other fields."""
+    """Two dicts: our own fields of `body`, and all other fields. Raises Refused for an unknown field of ours."""
     own = {}
     plain = {}
     for name, value in body.items():
         if isinstance(name, str) and _is_own(name):
-            own[name.lower().replace("-", "_")] = value
+            known = name.lower().replace("-", "_")
+            if known not in OWN_FIELDS:
+                raise Refused(400, "bad_field", no_field(name, OWN_FIELDS), param=name[:60])
+            own[known] = value
         else:
             plain[name] = value
     return own, plain

@@ -50,7 +50,6 @@ def test_our_fields_are_read_and_no_engine_sees_them():
         "x_cooldown": 5,
         "x_thinking": False,
         "x_budget": 2.5,
-        "x_never_heard_of": {"a": [1]},
     }
     call = read_call("chat", CHAT | ours, "ann")
     assert call == Call(
@@ -156,6 +155,8 @@ def test_every_invalid_body_gets_a_400_with_a_reason(kind, body):
         ("chat", {"temperature": "hot"}, "temperature"),
         ("chat", {"stop": [""]}, "stop"),
         ("chat", {"x_priority": "supreme"}, "x_priority"),
+        ("chat", {"x_prioritty": "high"}, "x_prioritty"),
+        ("chat", {"X-Never-Heard-Of": {"a": [1]}}, "X-Never-Heard-Of"),
         ("chat", {"x_priority": -1}, "x_priority"),
         ("chat", {"x_priority": True}, "x_priority"),
         ("chat", {"x_cooldown": float("inf")}, "x_cooldown"),
