@@ -18,10 +18,12 @@ import json
 import os
 import queue
 import re
+import runpy
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 METHODS = (  # the methods of Llama that callers may use
@@ -346,7 +348,7 @@ def _answer(
             raise AttributeError(f"there is no {job['call']}")
         result = getattr(model, job["call"])
         if callable(result):
-            result = result(*job["args"], **_with_grammar(job["kwargs"]))
+            result = result(*job["args"], **_with_grammar(job["kwargs"], model))
         if hasattr(result, "__next__"):
             for item in result:
                 if number in inbox.cancelled:
@@ -363,16 +365,13 @@ def _answer(
         inbox.cancelled.discard(number)
 
 
-def _with_grammar(kwargs: dict[str, Any]) -> dict[str, Any]:
+def _with_grammar(kwargs: dict[str, Any], model: Any) -> dict[str, Any]:
     """The `kwargs` of a call. A `grammar` text or a `json_schema` becomes a LlamaGrammar."""
-    from llama_cpp import LlamaGrammar
-
     given = dict(kwargs)
-    if "json_schema" in given:
-        schema = json.dumps(given.pop("json_schema"))
-        given["grammar"] = LlamaGrammar.from_json_schema(schema, verbose=False)
-    elif isinstance(given.get("grammar"), str):
-        given["grammar"] = LlamaGrammar.from_string(given["grammar"], verbose=False)
+    name = "json_schema" if "json_schema" in given else "grammar"
+    if isinstance(given.get(name), (dict, str)):
+        grammar = runpy.run_path(str(Path(__file__).with_name("grammar.py")))
+        given["grammar"] = grammar[f"of_{name}"](given.pop(name), model)
     return given
 
 

@@ -18,6 +18,7 @@ from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from ..requests import Refused
 from .base import TextAdapter, cannot, unit_vector
 from .json_answers import schema_of
+from .llama_schemas import enforceable
 from .logprobs import Token, Unsent, count_of
 from .openai_format import TextPiece, max_tokens_of, stops_of
 from .tool_calls import tools_of
@@ -83,7 +84,9 @@ class LlamaCppAdapter(TextAdapter):
         Raises Refused if the prompt does not fit the context.
         """
 
-        schema = schema_of(body, tools_of(body)) if kind == "chat" else None
+        schema = None
+        if kind == "chat" and (wanted := schema_of(body, tools := tools_of(body))) is not None:
+            schema = enforceable(wanted, self.spec.name, is_hint=bool(tools.forced))
 
         def work(emit: Emit, cancelled: Cancellation) -> None:
             """Requests the answer from the model, in a thread, and emits the pieces of the answer."""
