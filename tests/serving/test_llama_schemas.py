@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.serving.engines.llama_schemas import enforceable, plain_pattern
+from gpu_runtime.serving.engines.tool_calls import tools_of
 from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import answer_text
 from tests.serving.loops import in_loop
@@ -173,3 +174,56 @@ async def test_a_wrong_schema_is_the_callers_mistake(sources):  # noqa: F811
         with k.rt.use("gguf") as model, pytest.raises(Exception, match="cannot be read"):
             list(model.create_completion("a", grammar="root ::= (", max_tokens=2, stream=True))
         assert answer_text(await k.chat("gguf", "hi", max_tokens=2))
+
+
+@pytest.mark.parametrize("name", ["writer", pytest.param("gguf", marks=pytest.mark.processes)])
+@in_loop
+async def test_the_definitions_of_a_tool_are_found_in_a_forced_call(name, sources):  # noqa: F811
+    """The schema of the call contains the schemas of the tools, whose references begin at their own root.
+
+    Two tools may have different definitions of the same name.
+    """
+    tools = [
+        {
+            "type": "function",
+            "function": {
+                "name": f"tool{number}",
+                "parameters": {
+                    "type": "object",
+                    "properties": {"at": {"$ref": f"#/{group}/Place"}},
+                    "required": ["at"],
+                    "additionalProperties": False,
+                    group: {"Place": {"const": number}},
+                },
+            },
+        }
+        for number, group in enumerate(("$defs", "definitions"))
+    ]
+    template = "{{ tools | length }}{{ messages[-1]['content'] }}"
+    async with with_models(sources, name, chat_template=template) as k:
+        for number in range(2):
+            choice = {"type": "function", "function": {"name": f"tool{number}"}}
+            for wanted in (choice, "required"):
+                options = {"max_tokens": 90, "tools": tools, "tool_choice": wanted}
+                [answer] = (await k.chat(name, **options)).json["choices"]
+                [call] = answer["message"]["tool_calls"]
+                which = int(call["function"]["name"][-1])
+                assert json.loads(call["function"]["arguments"]) == {"at": which}
+                assert wanted == "required" or which == number
+
+
+def test_a_schema_that_refers_to_itself_is_embedded_whole():
+    node = {"type": "object", "properties": {"next": {"$ref": "#"}}}
+    tool = {"type": "function", "function": {"name": "t", "parameters": node}}
+    schema = tools_of({"tools": [tool], "tool_choice": "required"}).schema()
+    assert schema["properties"]["arguments"] == {"$ref": "#/$defs/tool0"}
+    moved = {"type": "object", "properties": {"next": {"$ref": "#/$defs/tool0"}}}
+    assert schema["$defs"] == {"tool0": moved}
+    deep: dict[str, Any] = {}
+    for _ in range(200):
+        deep = {"items": deep}
+    for wrong in ([], {"$defs": [1]}, deep):
+        tool["function"]["parameters"] = wrong
+        with pytest.raises(Refused) as refused:
+            tools_of({"tools": [tool]})
+        assert refused.value.facts["param"] == "tools[0].function.parameters"

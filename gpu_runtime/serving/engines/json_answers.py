@@ -60,14 +60,24 @@ def require_library(model: str) -> None:
 class ForcedTokens:
     """Computes which tokens may follow in an answer that must match a JSON schema."""
 
-    def __init__(self, schema: dict[str, Any], tokenizer: Any, ends: list[int], model: str) -> None:
+    def __init__(
+        self,
+        schema: dict[str, Any],
+        tokenizer: Any,
+        ends: list[int],
+        model: str,
+        *,
+        is_hint: bool = False,
+    ) -> None:
         """Starts at the first token of an answer of `model`. The answer must match the JSON `schema`.
 
-        `ends` are the tokens that end an answer. Raises Refused if the schema or the `tokenizer` cannot be used.
+        `ends` are the tokens that end an answer. If `is_hint` is true, keywords that the library does not know are left
+        out, as for the parameters of a tool. Raises Refused if the schema or the `tokenizer` cannot be used.
         """
         from llguidance import LLMatcher
 
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_SPACING)
+        options = {**_SPACING, "lenient": is_hint}
+        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
         self._matcher = LLMatcher(_vocabulary(tokenizer, ends, model), grammar, log_level=0)
         if self._matcher.is_error():
             why = self._matcher.get_error().splitlines()[0]

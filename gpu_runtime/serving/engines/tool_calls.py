@@ -16,10 +16,13 @@ from ...facts import Value
 from ..requests import bad
 from .openai_format import held_back
 
+MOST_LEVELS = 200  # of the parameters of a tool
 ID_LETTERS = 9  # Mistral's templates accept no other length
 _SPACE = re.compile(r"[\s;,]*")
 _MISTRAL_NAME = re.compile(r"([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
 _decoder = json.JSONDecoder()
+_GROUPS = ("$defs", "definitions")  # where a schema has its definitions
+_DEFINITION = re.compile(r"^/(?:\$defs|definitions)/")
 
 
 class Tools(Value):
@@ -38,14 +41,14 @@ class Tools(Value):
 
     def schema(self) -> dict[str, Any]:
         """The JSON schema of an answer that is a call of one of the tools in `forced`."""
-        choices = []
-        for tool in self.tools:
+        choices, definitions = [], {}
+        for number, tool in enumerate(self.tools):
             function = tool["function"]
             if function["name"] in self.forced:
-                properties = {
-                    "name": {"const": function["name"]},
-                    "arguments": function.get("parameters") or {"type": "object"},
-                }
+                parameters = {"type": "object", **(function.get("parameters") or {})}
+                arguments, more = embedded(parameters, f"tool{number}")
+                definitions |= more
+                properties = {"name": {"const": function["name"]}, "arguments": arguments}
                 choices.append(
                     {
                         "type": "object",
@@ -54,7 +57,46 @@ class Tools(Value):
                         "additionalProperties": False,
                     }
                 )
-        return choices[0] if len(choices) == 1 else {"anyOf": choices}
+        whole = choices[0] if len(choices) == 1 else {"anyOf": choices}
+        return {**whole, "$defs": definitions} if definitions else whole
+
+
+def embedded(schema: dict[str, Any], name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The `schema` as a part of a larger one, and the definitions that the larger one needs for its references.
+
+    The definitions begin with `name`, which is unique in the larger schema.
+
+    >>> place = {"type": "string"}
+    >>> embedded({"properties": {"in": {"$ref": "#/$defs/Place"}}, "$defs": {"Place": place}}, "tool0")
+    ({'properties': {'in': {'$ref': '#/$defs/tool0-Place'}}}, {'tool0-Place': {'type': 'string'}})
+    """
+    is_recursive = False
+
+    def moved(node: Any) -> Any:
+        """The `node` with references that are valid in the larger schema."""
+        nonlocal is_recursive
+        if isinstance(node, list):
+            return [moved(one) for one in node]
+        if not isinstance(node, dict):
+            return node
+        made = {key: moved(value) for key, value in node.items()}
+        reference = node.get("$ref")
+        if isinstance(reference, str) and reference.startswith("#"):
+            path = _DEFINITION.sub("-", reference[1:])
+            is_recursive = is_recursive or not path.startswith("-")
+            made["$ref"] = f"#/$defs/{name}{path}"
+        return made
+
+    plain = {key: value for key, value in schema.items() if key not in _GROUPS}
+    found = moved(plain)
+    definitions = {
+        f"{name}-{key}": moved(value)
+        for group in _GROUPS
+        for key, value in (schema.get(group) or {}).items()
+    }
+    if not is_recursive:
+        return found, definitions
+    return {"$ref": f"#/$defs/{name}"}, {name: found, **definitions}
 
 
 def tools_of(body: dict[str, Any]) -> Tools:
@@ -67,6 +109,7 @@ def tools_of(body: dict[str, Any]) -> Tools:
         function = tool.get("function") if isinstance(tool, dict) else None
         if not isinstance(function, dict) or not isinstance(function.get("name"), str):
             raise bad(f"tools[{at}]", tool, 'an object with "type": "function" and a "function"')
+        _check_parameters(f"tools[{at}].function.parameters", function.get("parameters"))
     choice = body.get("tool_choice") or "auto"
     if choice == "none":
         return Tools()
@@ -80,6 +123,27 @@ def tools_of(body: dict[str, Any]) -> Tools:
     if not forced or not known.names.issuperset(forced):
         raise bad("tool_choice", choice, "none, auto, required, or the name of one of the tools")
     return Tools(tools, forced, known.only_one)
+
+
+def _check_parameters(place: str, parameters: Any) -> None:
+    if parameters is None:
+        return
+    is_schema = isinstance(parameters, dict) and all(
+        isinstance(parameters.get(name) or {}, dict) for name in _GROUPS
+    )
+    if not is_schema or _levels(parameters) > MOST_LEVELS:
+        expected = f"a JSON schema, which is an object of at most {MOST_LEVELS} levels"
+        raise bad(place, parameters, expected)
+
+
+def _levels(value: Any) -> int:
+    """How deeply lists and objects are nested in `value`; at most one more than MOST_LEVELS."""
+    found, inner = 0, [value]
+    while inner and found <= MOST_LEVELS:
+        found += 1
+        values = [list(one.values()) if isinstance(one, dict) else one for one in inner]
+        inner = [one for many in values for one in many if isinstance(one, (dict, list))]
+    return found
 
 
 class Format(Value):

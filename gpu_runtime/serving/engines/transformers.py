@@ -23,7 +23,7 @@ from .logprobs import count_of
 from .long_prompts import remember
 from .openai_format import StopText, TextPiece, max_tokens_of, stops_of
 from .scored_tokens import ScoredTokens
-from .tool_calls import tools_of
+from .tool_calls import Tools, tools_of
 
 DEFAULT_TOKENS = 512  # of an answer, if neither the caller nor the model sets a limit
 _PENALTIES = ("repeat_penalty", "repetition_penalty")
@@ -102,7 +102,8 @@ class TransformersAdapter(TextAdapter):
 
         Raises Refused if the prompt does not fit the context.
         """
-        schema = schema_of(body, tools_of(body)) if kind == "chat" else None
+        tools = tools_of(body) if kind == "chat" else Tools()
+        schema = schema_of(body, tools) if kind == "chat" else None
         if schema is not None:
             require_library(self.spec.name)
 
@@ -123,7 +124,9 @@ class TransformersAdapter(TextAdapter):
             limit = limit or min(DEFAULT_TOKENS, context - prompt_tokens)
             forced = None
             if schema is not None:
-                forced = ForcedTokens(schema, self.tokenizer, self._ends(), self.spec.name)
+                forced = ForcedTokens(
+                    schema, self.tokenizer, self._ends(), self.spec.name, is_hint=bool(tools.forced)
+                )
             self._write(prompt, limit, body, forced, emit, cancelled)
 
         return stream_from_thread(work)
