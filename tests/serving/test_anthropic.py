@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from anthropic.types import RawMessageStreamEvent
+from pydantic import TypeAdapter
 from starlette.testclient import TestClient
 
 from gpu_runtime.serving.api.anthropic import chat_of, message_of
@@ -88,6 +90,16 @@ def test_a_conversation_is_translated():
     }
 
 
+@pytest.mark.parametrize(
+    ("thinking", "switch"), [("enabled", True), ("disabled", False), ("adaptive", None)]
+)
+def test_thinking_is_a_switch_or_left_to_the_model(thinking, switch):
+    """A field of our own decides if both are given."""
+    body = {**HI, "thinking": {"type": thinking}}
+    assert chat_of(body).get("x_thinking") is switch
+    assert chat_of({**body, "x_thinking": True})["x_thinking"] is True
+
+
 def test_images_are_translated():
     data = {"type": "base64", "media_type": "image/png", "data": "AAAA"}
     for source, url in (
@@ -114,6 +126,9 @@ def test_images_are_translated():
         ({"tools": 5}, "tools"),
         ({"tool_choice": "auto"}, "tool_choice"),
         ({"container": "x"}, "container"),
+        ({"thinking": "on"}, "thinking"),
+        ({"thinking": {"type": "between_tools"}}, "thinking"),
+        ({"thinking": {"type": []}}, "thinking"),
     ],
 )
 def test_what_a_chat_has_not_is_refused(change, param):
@@ -132,6 +147,14 @@ def test_the_reason_of_the_end_is_translated(finish, reason):
     message = {"role": "assistant", "content": "hi"}
     answer = {"model": "qwen", "choices": [{"message": message, "finish_reason": finish}]}
     assert message_of(answer)["stop_reason"] == reason
+
+
+def test_arguments_that_were_cut_off_are_kept_as_text():
+    """At the limit of tokens an engine may send a part of the arguments, which is no JSON."""
+    call = {"id": "a", "function": {"name": "time", "arguments": '{"zone": "C'}}
+    choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "length"}
+    [block] = message_of({"model": "qwen", "choices": [choice]})["content"]
+    assert block["input"] == {"cut_arguments": '{"zone": "C'}
 
 
 @pytest.fixture(scope="module")
@@ -187,6 +210,8 @@ def test_thoughts_are_a_block_of_their_own(http):
     assert thinking == {"type": "thinking", "thinking": "The clock.", "signature": ""}
     assert text == {"type": "text", "text": "Noon."}
     events = read(http.post("/v1/messages", json={**said, "stream": True}))
+    checked = TypeAdapter(RawMessageStreamEvent)
+    assert all(checked.validate_python(data) for _, data in events)
     begun = [data["content_block"] for name, data in events if name == "content_block_start"]
     assert [(block["type"], block[block["type"]]) for block in begun] == [
         ("thinking", ""),

@@ -32,6 +32,7 @@ _ERRORS = {
     503: "overloaded_error",
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
+_THINKING: dict[Any, bool | None] = {"enabled": True, "disabled": False, "adaptive": None}
 _SCHEMA = {
     "type": "object",
     "required": ["model", "max_tokens", "messages"],
@@ -93,9 +94,7 @@ def chat_of(body: Any) -> dict[str, Any]:
         chat["stop"] = body["stop_sequences"]
     chat |= functions(body.get("tools"), _tool)
     chat |= _tool_choice(body.get("tool_choice"))
-    thinking = body.get("thinking")
-    if isinstance(thinking, Mapping) and "x_thinking" not in chat:
-        chat["x_thinking"] = thinking.get("type") == "enabled"
+    chat = _thinking(body.get("thinking")) | chat
     if chat.get("stream"):
         chat["stream_options"] = {"include_usage": True}
     return chat
@@ -183,13 +182,23 @@ def _tool_choice(choice: Any) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if kind == "tool":
         fields["tool_choice"] = {"type": "function", "function": {"name": choice.get("name")}}
-    elif kind in _CHOICES:
+    elif isinstance(kind, str) and kind in _CHOICES:
         fields["tool_choice"] = _CHOICES[kind]
     else:
         raise bad("tool_choice", choice, 'an object with the type "auto", "any", "tool" or "none"')
     if choice.get("disable_parallel_tool_use"):
         fields["parallel_tool_calls"] = False
     return fields
+
+
+def _thinking(thinking: Any) -> dict[str, Any]:
+    """Translates the field `thinking` into the field `x_thinking`; with `adaptive`, the model decides as usual."""
+    if thinking is None:
+        return {}
+    kind = thinking.get("type") if isinstance(thinking, Mapping) else None
+    if not isinstance(kind, str) or kind not in _THINKING:
+        raise bad("thinking", thinking, f"an object with the type {', '.join(_THINKING)}")
+    return {} if _THINKING[kind] is None else {"x_thinking": _THINKING[kind]}
 
 
 # -- answers
@@ -211,7 +220,7 @@ def message_of(answer: dict[str, Any]) -> dict[str, Any]:
                 "type": "tool_use",
                 "id": call["id"],
                 "name": function["name"],
-                "input": json.loads(function["arguments"] or "{}"),
+                "input": _input(function["arguments"]),
             }
         )
     return {
@@ -221,6 +230,14 @@ def message_of(answer: dict[str, Any]) -> dict[str, Any]:
         "usage": _usage(answer.get("usage")),
         "x_gpu": answer.get("x_gpu"),
     }
+
+
+def _input(arguments: str | None) -> Any:
+    """The arguments of a tool call. An engine may cut them at the limit of tokens: then their text is kept."""
+    try:
+        return json.loads(arguments or "{}")
+    except ValueError:
+        return {"cut_arguments": arguments}
 
 
 def error_of(refused: Refused) -> dict[str, Any]:
@@ -271,7 +288,7 @@ class _Writer(Writer):
         if self._run != kind:
             found = self._end_run()
             self._run = kind
-            block = {"type": kind, kind: ""}
+            block = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
             found.append(_event("content_block_start", index=self._blocks, content_block=block))
         delta = {"type": f"{kind}_delta", kind: text}
         return [*found, _event("content_block_delta", index=self._blocks, delta=delta)]
