@@ -98,6 +98,9 @@ def test_a_text_is_a_chat_unless_it_is_raw():
         (chat_of, {"raw": True}, "raw"),
         (generate_of, {"prompt": "a", "messages": None, "suffix": "b"}, "suffix"),
         (generate_of, {"messages": None}, "prompt"),
+        (generate_of, {"messages": None, "prompt": "a", "raw": True, "system": "b"}, "system"),
+        (chat_of, {"messages": [{"role": "user", "images": True}]}, "messages[0].images"),
+        (chat_of, {"messages": [{"role": "user", "tool_calls": 7}]}, "messages[0].tool_calls"),
         (embed_of, {"messages": None, "input": "a", "truncate": False}, "truncate"),
     ],
 )

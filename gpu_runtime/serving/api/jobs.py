@@ -183,7 +183,8 @@ class Jobs:
 
 def _checked_body(wanted: Any) -> dict[str, Any]:
     """Checks `wanted`, the request for a job, and returns the body of the job's call. Raises Refused, 400."""
-    if not isinstance(wanted, dict) or wanted.get("endpoint") not in ENDPOINTS:
+    endpoint = wanted.get("endpoint") if isinstance(wanted, dict) else None
+    if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         text = f"endpoint must be one of {', '.join(ENDPOINTS)}"
         raise Refused(400, "bad_endpoint", text, param="endpoint")
     body = wanted.get("body")

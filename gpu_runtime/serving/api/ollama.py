@@ -165,6 +165,9 @@ def generate_of(body: Any) -> tuple[str, dict[str, Any]]:
     if body.get("suffix"):
         raise bad("suffix", body["suffix"], "left out: no text can be inserted here")
     if body.get("raw"):
+        for name in ("system", "images"):
+            if body.get(name):
+                raise bad(name, body[name], "left out: with raw the model gets only the prompt")
         return "completions", {**made, "prompt": prompt}
     system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     message = _message("images", {"role": "user", "content": prompt, "images": body.get("images")})
@@ -247,7 +250,10 @@ def _seconds(value: Any) -> float:
 def _message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
     """The `message` in OpenAI's format: images are parts, and arguments of tool calls are text."""
     content: Any = message.get("content") or ""
-    images = message.get("images") or ()
+    images, tool_calls = message.get("images") or [], message.get("tool_calls") or []
+    for name, found in (("images", images), ("tool_calls", tool_calls)):
+        if not isinstance(found, list):
+            raise bad(f"{place}.{name}", found, "a list")
     if images:
         parts = [{"type": "text", "text": content}]
         for image in images:
@@ -260,7 +266,7 @@ def _message(place: str, message: Mapping[str, Any]) -> dict[str, Any]:
     if message.get("thinking"):
         made["reasoning_content"] = message["thinking"]
     calls = []
-    for at, call in enumerate(message.get("tool_calls") or ()):
+    for at, call in enumerate(tool_calls):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping):
             raise bad(f"{place}.tool_calls[{at}]", call, 'an object with a "function"')

@@ -119,7 +119,8 @@ def tools_of(body: dict[str, Any]) -> Tools:
     forced = tuple(sorted(known.names))
     if choice != "required":
         function = choice.get("function") if isinstance(choice, dict) else None
-        forced = (function.get("name"),) if isinstance(function, dict) else ("",)
+        name = function.get("name") if isinstance(function, dict) else None
+        forced = (name,) if isinstance(name, str) else ()
     if not forced or not known.names.issuperset(forced):
         raise bad("tool_choice", choice, "none, auto, required, or the name of one of the tools")
     return Tools(tools, forced, known.only_one)
