@@ -41,7 +41,7 @@ async def test_the_engine_gets_its_own_name_and_the_caller_ours():
     """The engine gets its own name of the model and its own headers, and none of our `x_*` fields."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [completion("hello")]
-        reply = await k.chat("qwen", "hi", top_k=40, x_priority="high", x_unknown=[1])
+        reply = await k.chat("qwen", "hi", top_k=40, x_priority="high")
         assert (answer_text(reply), reply.json["model"]) == ("hello", "qwen")
         path, headers, body = there.requests[0]
         assert (path, headers["authorization"]) == ("/v1/chat/completions", "Bearer inside")
