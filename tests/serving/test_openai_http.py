@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpu_runtime.serving.engines.openai_http import HttpAdapter
+from gpu_runtime.serving.engines.openai_http import HttpAdapter, open_client
+from gpu_runtime.serving.fleet_calls import _Place
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import Cloud, CloudGuard
 from gpu_runtime.serving.routing.tasks import ServingConfig, Task
@@ -50,6 +51,22 @@ async def test_the_engine_gets_its_own_name_and_the_caller_ours():
             "messages": [{"role": "user", "content": "hi"}],
             "top_k": 40,
         }
+
+
+@in_loop
+async def test_a_host_of_a_fleet_has_the_routes_of_tokens():
+    """Other servers have no such routes, and a call is refused before they are asked."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
+        with pytest.raises(Refused, match="no route for tokenize"):
+            await k.gateway.answer("tokenize", {"model": "qwen", "prompt": "a"})
+        place = _Place(
+            "qwen", "box1", SimpleNamespace(url=there.url.removesuffix("/v1"), token="t")
+        )
+        there.answers = [{"model": "qwen", "tokens": [1], "count": 1}]
+        async with open_client(proxies=False) as http:
+            adapter = HttpAdapter("qwen", place, http)
+            answer = await adapter.answer("tokenize", {"model": "qwen", "prompt": "a"}, None)
+        assert answer["tokens"] == [1] and there.requests[0][0] == "/v1/tokenize"
 
 
 @in_loop

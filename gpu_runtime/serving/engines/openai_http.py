@@ -60,9 +60,9 @@ class HttpAdapter:
     ) -> None:
         """An adapter for the model `name`. It sends requests through the client `http`. A cloud's model has no `spec`.
 
-        `handle` has `base_url`, `model` and `headers`. Three further attributes are optional: `starting` is whether the
-        engine restarts now, `chat_template` is the engine's template, and `listens()` is whether the port of
-        `base_url` reaches the engine.
+        `handle` has `base_url`, `model` and `headers`. Further attributes are optional: `starting` is whether the
+        engine restarts now, `chat_template` is the engine's template, `listens()` is whether the port of `base_url`
+        reaches the engine, and `more_paths` are paths that engines usually lack.
         """
         self.name = name
         self._handle = handle
@@ -98,14 +98,15 @@ class HttpAdapter:
         # would open the circuit breaker.
         while getattr(self._handle, "starting", False):
             await asyncio.sleep(POLL_SECONDS)
-        if kind not in PATHS:
-            raise cannot(self.name, f"its engine has no route for {kind} here", "model")
         handle = self._handle
+        path = {**PATHS, **getattr(handle, "more_paths", {})}.get(kind)
+        if path is None:
+            raise cannot(self.name, f"its engine has no route for {kind} here", "model")
         fields = {name: value for name, value in body.items() if value is not None}
         fields["model"] = handle.model
         if kind == "chat" and self._spec is not None:
             fields |= self._prompt_fields(fields, think, self._spec)
-        url = handle.base_url.rstrip("/") + PATHS[kind]
+        url = handle.base_url.rstrip("/") + path
         request = self._http.build_request("POST", url, json=fields, headers=handle.headers)
         if hasattr(handle, "listens"):
             request.extensions = {**request.extensions, "trace": self._check_listener}
