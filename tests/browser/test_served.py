@@ -423,28 +423,31 @@ def test_a_killed_kernel_disappears_with_its_leases(opened, kernel):
 
 
 def test_an_owner_that_does_not_answer_is_shown_with_the_time(opened, kernel):
-    """The process of the model's owner is stopped. The page keeps working, and names the owner and the time."""
+    """C code keeps the interpreter of the model's owner. The page keeps working, and names the owner and the time."""
     seen = opened()
     seen.tab("Models")
     seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
-    kernel.signal(signal.SIGSTOP)
-    try:
-        seen.page.locator("button", has_text="Evict, freeing").click()
-        seen.page.locator(".outcome.waiting", has_text="no answer since").wait_for()
-        beat = seen.page.locator("text=/as of \\d/").inner_text()
-        seen.page.wait_for_function("(was) => !document.body.innerText.includes(was)", arg=beat)
-    finally:
-        kernel.signal(signal.SIGCONT)
+    kernel.process.stdin.write("import ctypes; ctypes.PyDLL(None).sleep(8)\n")
+    kernel.process.stdin.flush()
+    seen.page.locator("button", has_text="Evict, freeing").click()
+    seen.page.locator(".outcome.waiting", has_text="no answer since").wait_for()
+    beat = seen.page.locator("text=/as of \\d/").inner_text()
+    seen.page.wait_for_function("(was) => !document.body.innerText.includes(was)", arg=beat)
+    assert kernel._answer() == "done"
     seen.page.locator(".outcome.waiting").wait_for(state="detached")
     seen.page.locator(".outcome.done", has_text="evict qwen").first.wait_for()
     assert where(kernel) == "host"
 
 
 def test_a_stopped_process_is_continued_from_its_problem(opened, kernel):
+    """Its other buttons show that it acts on no request."""
     kernel.tell("held = rt.use('qwen'); held.__enter__()")
     kernel.signal(signal.SIGSTOP)
     try:
         seen = opened()
+        seen.tab("Models")
+        asleep = "button:disabled[title^='Its process is stopped']"
+        seen.row("qwen", pid(kernel)).locator(asleep, has_text="Evict").wait_for()
         seen.row(f"pid {pid(kernel)} is stopped").locator("button", has_text="Continue").click()
         seen.page.locator("[role=dialog] button", has_text="Continue").click()
         seen.page.locator(".outcome.done", has_text="runs again").wait_for()
