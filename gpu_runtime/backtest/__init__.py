@@ -8,11 +8,11 @@ from __future__ import annotations
 
 from .histories import (
     USE_SECONDS,
-    History,
     HistoryModel,
     HistoryRequest,
+    UseHistory,
     journal_history,
     read_history,
 )
-from .replay import ENGINES, Engine, Result, replay
-from .table import CLAIRVOYANT, DEVICES, HOSTS, Row, compare, split_words
+from .replay import ENGINES, Result, TransferRules, replay
+from .table import CLAIRVOYANT, DEVICES, HOSTS, BacktestRow, compare, split_words

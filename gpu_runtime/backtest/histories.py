@@ -43,7 +43,7 @@ class HistoryRequest(NamedTuple):
     importance: int
 
 
-class History(NamedTuple):
+class UseHistory(NamedTuple):
     """All models of a history, and their uses in chronological order."""
 
     models: dict[str, HistoryModel]
@@ -60,7 +60,7 @@ class History(NamedTuple):
         return max((model.bytes for model in self.models.values()), default=0)
 
 
-def read_history(requests: str | Path, models: str | Path) -> History:
+def read_history(requests: str | Path, models: str | Path) -> UseHistory:
     """The history in two CSV files.
 
     `requests` is the file with the columns t_s, model, service_s, importance. `models` is the file
@@ -75,22 +75,22 @@ def read_history(requests: str | Path, models: str | Path) -> History:
                 f"{requests}, line {line}", request.model, f"a model that {models} describes"
             )
     found.sort(key=lambda request: request.seconds)
-    return History(known, tuple(found))
+    return UseHistory(known, tuple(found))
 
 
-def journal_history(events: Iterable[Event], leases: Iterable[Lease], wall: float) -> History:
+def journal_history(events: Iterable[Event], leases: Iterable[Lease], wall: float) -> UseHistory:
     """The history up to the time `wall`, from the journal's `events` and the present `leases`.
 
     `wall` is in epoch seconds. If several processes loaded models from the same source, the history
     counts these models as one.
     """
-    models: dict[str, _Seen] = {}
+    models: dict[str, _SeenModel] = {}
     for event in events:
         if event.action in ("loaded", "restored", "offloaded", "unloaded", "lost", "reaped"):
-            models.setdefault(event.source or event.model, _Seen(event.model)).saw(event)
+            models.setdefault(event.source or event.model, _SeenModel(event.model)).saw(event)
     for lease in leases:
         if lease.kind == "model" and lease.bytes:
-            seen = models.setdefault(lease.source or lease.name, _Seen(lease.name))
+            seen = models.setdefault(lease.source or lease.name, _SeenModel(lease.name))
             seen.bytes = max(seen.bytes, lease.own_bytes)
             seen.uses |= set(decode_uses(lease.recent_uses, wall))
     known = {}
@@ -104,10 +104,10 @@ def journal_history(events: Iterable[Event], leases: Iterable[Lease], wall: floa
             ]
     first = min((request.seconds for request in requests), default=0.0)
     moved = [request._replace(seconds=request.seconds - first) for request in requests]
-    return History(known, tuple(sorted(moved)))
+    return UseHistory(known, tuple(sorted(moved)))
 
 
-class _Seen:
+class _SeenModel:
     """The uses, bytes and durations of one model, as read from the journal."""
 
     def __init__(self, name: str) -> None:

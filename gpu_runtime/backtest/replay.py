@@ -46,7 +46,7 @@ from ..scheduler import duplex, shadows
 from ..scheduler.admission import admit
 from ..scheduler.queue import load_seconds, queue
 from ..scheduler.transitions import perform
-from .histories import History, HistoryRequest
+from .histories import HistoryRequest, UseHistory
 
 CARD = "card"
 LEAST_IMPORTANT = max(IMPORTANCE.values())
@@ -55,7 +55,7 @@ MOST_PIECES = 40  # of a model: about its layers
 LEAST_PIECE_BYTES = 300_000_000
 
 
-class Engine(NamedTuple):
+class TransferRules(NamedTuple):
     """How transfers share the replayed machine."""
 
     name: str
@@ -67,8 +67,8 @@ class Engine(NamedTuple):
 
 
 ENGINES = {
-    "plain": Engine("plain", ("any",), patience_seconds=0.0),
-    "full": Engine(
+    "plain": TransferRules("plain", ("any",), patience_seconds=0.0),
+    "full": TransferRules(
         "full",
         ("disk", "host", "out"),
         patience_seconds=Rules().patience_seconds,
@@ -100,7 +100,7 @@ class Result(NamedTuple):
 
 
 def replay(
-    history: History, card_bytes: int, host_bytes: int, rank: Policy, engine: Engine
+    history: UseHistory, card_bytes: int, host_bytes: int, rank: Policy, engine: TransferRules
 ) -> Result:
     """Replays `history` with this card, host memory, policy (`rank`) and `engine`. Returns the
     measured result.
@@ -117,7 +117,12 @@ class _Replay:
     """The state of one replay. Its book has a single owner, which has the leases of all models."""
 
     def __init__(
-        self, history: History, card_bytes: int, host_bytes: int, rank: Policy, engine: Engine
+        self,
+        history: UseHistory,
+        card_bytes: int,
+        host_bytes: int,
+        rank: Policy,
+        engine: TransferRules,
     ) -> None:
         self.models, self.requests = history.models, history.requests
         self.rank, self.engine = rank, engine

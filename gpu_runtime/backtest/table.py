@@ -15,7 +15,7 @@ from ..errors import BadSetting, BadSize, GpuError
 from ..facts import Lease, Policy, World
 from ..scheduler.eviction_policy import policy
 from ..units import parse_bytes
-from .histories import History
+from .histories import UseHistory
 from .replay import ENGINES, Result, replay
 
 CLAIRVOYANT = "clairvoyant"
@@ -24,7 +24,7 @@ DEVICES = "80GB,10%,20%,40%"
 HOSTS = "0GB,20%,50%,100%"
 
 
-class Row(NamedTuple):
+class BacktestRow(NamedTuple):
     """The result of one replay. Sizes are in bytes, and `wait_*` is in seconds. `wait_vs_lru` is a ratio."""
 
     policy: str
@@ -42,13 +42,13 @@ class Row(NamedTuple):
 
 
 def compare(
-    history: History,
+    history: UseHistory,
     *,
     policies: Sequence[str] = ("lru", "cost_aware", "keep_score"),
     engines: Sequence[str] = ("full",),
     devices: Sequence[str] = tuple(DEVICES.split(",")),
     hosts: Sequence[str] = tuple(HOSTS.split(",")),
-) -> Iterator[Row]:
+) -> Iterator[BacktestRow]:
     """Yields one row for each combination of the arguments, as soon as the replay for it has ended.
 
     `devices` and `hosts` are sizes such as `80GB`, or percents of the bytes of all models together.
@@ -75,8 +75,8 @@ def compare(
 
 
 def _rows(
-    history: History, card: int, memory: int, policies: Sequence[str], engines: Sequence[str]
-) -> Iterator[Row]:
+    history: UseHistory, card: int, memory: int, policies: Sequence[str], engines: Sequence[str]
+) -> Iterator[BacktestRow]:
     """The rows for one card size and one host memory size, with the reference row first."""
     choices = [REFERENCE, (CLAIRVOYANT, "plain"), *product(policies, engines)]
     reference = 0.0
@@ -88,13 +88,15 @@ def _rows(
         yield _row(name, engine, card, memory, result, reference)
 
 
-def _row(name: str, engine: str, card: int, memory: int, result: Result, reference: float) -> Row:
+def _row(
+    name: str, engine: str, card: int, memory: int, result: Result, reference: float
+) -> BacktestRow:
     waited = result.wait_seconds
     if reference:
         ratio = waited / reference
     else:
         ratio = 1.0 if not waited else float("inf")
-    return Row(
+    return BacktestRow(
         name,
         engine,
         card,
@@ -110,7 +112,7 @@ def _row(name: str, engine: str, card: int, memory: int, result: Result, referen
     )
 
 
-def _card(text: str, history: History) -> int:
+def _card(text: str, history: UseHistory) -> int:
     size = _bytes(text, history, "device")
     if text.strip().endswith("%"):
         return max(size, history.largest)
@@ -122,7 +124,7 @@ def _card(text: str, history: History) -> int:
     return size
 
 
-def _bytes(text: str, history: History, what: str) -> int:
+def _bytes(text: str, history: UseHistory, what: str) -> int:
     """The bytes of a size such as `80GB`, or of a percentage of the bytes of all models."""
     words = text.strip()
     try:
@@ -136,7 +138,7 @@ def _bytes(text: str, history: History, what: str) -> int:
         raise BadSetting(what, text, "a size such as 80GB, or a percent such as 20%") from None
 
 
-def _clairvoyant(history: History) -> Policy:
+def _clairvoyant(history: UseHistory) -> Policy:
     """A policy that evicts the model whose next use is farthest in the future."""
     times: dict[str, list[float]] = {}
     for request in history.requests:

@@ -30,7 +30,7 @@ class NotAvailable(CallFailed):
     """This machine has no checkpoint calls; the text says what is missing."""
 
 
-class NoAnswer(CallFailed):
+class CheckpointTimeout(CallFailed):
     """The call did not return within its time limit. The state of the process is not known."""
 
 
@@ -55,7 +55,9 @@ def call(action: str, pid: int, *, seconds: float, lock_seconds: float = 0.0) ->
             start_new_session=True,  # the stop button must not end the helper during a call
         )
     except subprocess.TimeoutExpired:
-        raise NoAnswer(f"the driver did not answer for {START_SECONDS + seconds:.0f} s") from None
+        raise CheckpointTimeout(
+            f"the driver did not answer for {START_SECONDS + seconds:.0f} s"
+        ) from None
     except OSError as error:
         raise NotAvailable(f"the helper process cannot be started: {error.strerror}") from None
     return _state_in(ended)

@@ -29,7 +29,7 @@ from ..runtime import Runtime
 from ..scheduler.offers import offer_of, room_of
 from ..threads import start
 from . import cluster, wishes
-from .holds import Hold, Holds
+from .holds import FleetHold, FleetHolds
 
 log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
@@ -91,7 +91,7 @@ class HostAgent:
         self.rt._session.backends.update(
             (name, ProcessBackend(name, devices, self.rt.probe)) for name in IN_PROCESSES
         )
-        self.holds = Holds(self.rt, self.host)
+        self.holds = FleetHolds(self.rt, self.host)
         start(self._watch)
 
     def ready(self) -> dict[str, Any]:
@@ -226,13 +226,13 @@ class HostAgent:
             raise NotAllowed(
                 f"{self.host} is drained.", name=name, user="", because="it is drained"
             )
-        self.holds.enter(Hold(hold, job, name), timeout, importance)
+        self.holds.enter(FleetHold(hold, job, name), timeout, importance)
         return True
 
     def call(self, message: Any) -> Any:
         """Runs a call on a model. Returns the packed result as a message; see `remote_calls.message`.
 
-        `message` contains the packed arguments of `Holds.call`.
+        `message` contains the packed arguments of `FleetHolds.call`.
         """
         hold, path, given = remote_calls.unpack(remote_calls.packed_in(message))
         return remote_calls.message(self.holds.call(hold, path, given))

@@ -237,7 +237,7 @@ class Controller:
             has.add(served.host)
         return ", ".join(sorted(has)) or f"not loaded ({why or 'no host'})"
 
-    def _place(self, name: str, has: set[str], dedicated: bool) -> placing.Served:
+    def _place(self, name: str, has: set[str], dedicated: bool) -> placing.FleetAnswer:
         """Loads one more copy of the wished model `name`, on a host that is not in `has`."""
         offers, revision = self.choose(name, has)
         allowed = [offer for offer in offers if self._may_evict(offer, dedicated)]

@@ -22,15 +22,15 @@ from ..threads import start
 MOST_RELEASED = 1000  # releases that arrived before their hold, and are remembered
 
 
-class _Released(BaseException):
+class _HoldReleased(BaseException):
     """Raised in a thread that waits for room, once the hold of that thread was released.
 
     This class is no subclass of Exception, so that no `except Exception` between the wait and
-    `Holds` catches it.
+    `FleetHolds` catches it.
     """
 
 
-class Hold:
+class FleetHold:
     """One use of a model by a client, or the wait for the use."""
 
     def __init__(self, id: str, job: str, model: str) -> None:
@@ -46,19 +46,19 @@ class Hold:
         self.released.set()
 
 
-class Holds:
+class FleetHolds:
     """All holds of this host, by their ids."""
 
     def __init__(self, rt: Any, host: str) -> None:
         """`rt` is the runtime of this host, and `host` the name of this host."""
         self._rt, self._host = rt, host
-        self._all: dict[str, Hold] = {}
+        self._all: dict[str, FleetHold] = {}
         # Ids that were released before their hold began: the release may arrive first.
         self._released_early: deque[str] = deque(maxlen=MOST_RELEASED)
-        self._by_thread: dict[int, Hold] = {}
+        self._by_thread: dict[int, FleetHold] = {}
         rt.tell_waits(self._on_wait)
 
-    def enter(self, hold: Hold, timeout: float | None, importance: Any) -> None:
+    def enter(self, hold: FleetHold, timeout: float | None, importance: Any) -> None:
         """Waits until the model of `hold` is on its device.
 
         `timeout` and `importance` have the same meaning as in `rt.use`. Raises the errors of
@@ -119,7 +119,7 @@ class Holds:
     def __len__(self) -> int:
         return len(self._all)
 
-    def _run(self, hold: Hold, timeout: float | None, importance: Any) -> None:
+    def _run(self, hold: FleetHold, timeout: float | None, importance: Any) -> None:
         thread = _thread.get_ident()
         self._by_thread[thread] = hold
         try:
@@ -129,7 +129,7 @@ class Holds:
                 hold.released.wait()
                 with hold.calling:  # a call that runs is completed
                     del hold.value, value
-        except _Released:
+        except _HoldReleased:
             hold.ready.put(NodeLost(hold.model, self._host, "the client has ended"))
         except BaseException as error:  # noqa: BLE001 - raised where the client waits
             hold.ready.put(error)
@@ -145,4 +145,4 @@ class Holds:
         """
         hold = self._by_thread.get(_thread.get_ident())
         if hold is not None and wait is not None and hold.released.is_set():
-            raise _Released
+            raise _HoldReleased

@@ -28,7 +28,7 @@ NEXT_HOST = (  # after such an error, the next host is tried
 _PASSING = (Busy, Deadlock, OutOfMemory)  # a later attempt may succeed
 
 
-class Served(NamedTuple):
+class FleetAnswer(NamedTuple):
     """The host that served a model, and its answer. The host is empty if no host served the model."""
 
     host: str
@@ -42,7 +42,7 @@ def attempts(
     name: str,
     offers: Iterable[Offer],
     attempt: Callable[[Offer], T],
-) -> Served:
+) -> FleetAnswer:
     """Calls `attempt` with one offer after the other, until one call of `attempt` succeeds.
 
     If a host has become busy since its offer, the next host is tried. Offers of the level `never`
@@ -56,17 +56,17 @@ def attempts(
     for number, offer in enumerate(able, start=1):
         log.info("%s: attempt %d/%d on %s (%s)", name, number, len(able), offer.host, offer.level)
         try:
-            return Served(offer.host, attempt(offer), reasons, tuple(gone))
+            return FleetAnswer(offer.host, attempt(offer), reasons, tuple(gone))
         except NEXT_HOST as error:
             reasons[offer.host] = str(error).partition("\n")[0]
             errors.append(error)
         except (Gone, Unreachable) as error:
             reasons[offer.host] = f"it does not answer ({error})"
             gone.append(offer.host)
-    return Served("", None, reasons, tuple(gone), tuple(errors))
+    return FleetAnswer("", None, reasons, tuple(gone), tuple(errors))
 
 
-def refusal(name: str, offers: Iterable[Offer], served: Served, waited: float) -> Exception:
+def refusal(name: str, offers: Iterable[Offer], served: FleetAnswer, waited: float) -> Exception:
     """The error for a model that no host served, after `waited` seconds. It names every host with its reason.
 
     The error is Busy if a later attempt may succeed, or if a host has not answered. In all other cases the error is

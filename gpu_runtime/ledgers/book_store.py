@@ -274,7 +274,7 @@ class BookStore:
         book, packed = pages.unpack(body, rev, page.packed, self._part_in_roster)
         return page._replace(rev=rev, book=book, packed=packed)
 
-    def _part_in_roster(self, id: str, entry: bytes) -> pages.Part | None:
+    def _part_in_roster(self, id: str, entry: bytes) -> pages.OwnerPart | None:
         """The part of the owner `id` that fits `entry`, from the owner's own file; or None."""
         for roster in rosters(owners_in(self.directory) / id):
             try:

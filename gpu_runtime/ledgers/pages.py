@@ -95,7 +95,7 @@ class _Head(msgspec.Struct, array_like=True, frozen=True, gc=False):
     parts: tuple[msgspec.Raw, ...]
 
 
-class Part(msgspec.Struct, frozen=True, gc=False):
+class OwnerPart(msgspec.Struct, frozen=True, gc=False):
     """One owner's part of the page, decoded and as bytes."""
 
     section: Section | None
@@ -115,12 +115,12 @@ class Packed(NamedTuple):
     shared_place: tuple[int, int, int]
     shared_content: bytes
     head_room: int
-    parts: dict[str, Part]  # by owner id, in the page's order
+    parts: dict[str, OwnerPart]  # by owner id, in the page's order
 
 
 EMPTY = Packed(None, (0, 0, 0), b"", 0, {})
-_UNREAD = Part(None, (), None, b"", 0, b"")
-Mend = Callable[[str, bytes], Part | None]
+_UNREAD = OwnerPart(None, (), None, b"", 0, b"")
+Mend = Callable[[str, bytes], OwnerPart | None]
 
 _encode_json = msgspec.json.Encoder().encode
 _decode_head = msgspec.json.Decoder(_Head).decode
@@ -138,7 +138,7 @@ def pack(book: Book, old: Packed, rev: int) -> Packed:
     Raises Unwritable if other processes could not read the page.
     """
     waiting = _tickets_by_owner(book)
-    parts: dict[str, Part] = {}
+    parts: dict[str, OwnerPart] = {}
     for id, section in book.sections.items():
         tickets, part = waiting.pop(id, ()) if waiting else (), old.parts.get(id)
         same = part is not None and part.section is section and part.tickets == tickets
@@ -186,9 +186,9 @@ def _part(
     id: str,
     section: Section | None,
     tickets: tuple[Ticket, ...],
-    old: Part | None,
+    old: OwnerPart | None,
     rev: int,
-) -> Part:
+) -> OwnerPart:
     """The part of the owner `id`; the `old` part if nothing in it has changed."""
     if old is not None and old.quarantined is None:
         same_section = old.section is section or old.section == section
@@ -212,7 +212,7 @@ def _part(
         user=owner.user if owner else "",
         notebook=owner.notebook if owner else "",
     )
-    return Part(
+    return OwnerPart(
         section,
         tickets,
         None,
@@ -223,12 +223,12 @@ def _part(
     )
 
 
-def _kept(unread: Quarantined, old: Part | None) -> Part:
+def _kept(unread: Quarantined, old: OwnerPart | None) -> OwnerPart:
     """An owner's unreadable part. Its bytes stay as they are."""
     if old is not None and old.quarantined is unread:
         return old
     room = _decode_entry(unread.entry).room
-    return Part(None, (), unread, unread.entry, room, unread.content.ljust(room))
+    return OwnerPart(None, (), unread, unread.entry, room, unread.content.ljust(room))
 
 
 def _packed_shared(book: Book, old: Packed) -> tuple[Shared, tuple[int, int, int], bytes]:
@@ -283,7 +283,7 @@ def unpack(
     known = {part.entry: id for id, part in old.parts.items() if part.quarantined is None}
     raws = [bytes(raw) for raw in head.parts]
     fresh = iter(_decode_entries(b"[%b]" % b",".join(raw for raw in raws if raw not in known)))
-    parts: dict[str, Part] = {}
+    parts: dict[str, OwnerPart] = {}
     changed: list[_Changed] = []
     for raw in raws:
         owner = known.get(raw)
@@ -338,8 +338,8 @@ class _Changed(msgspec.Struct, frozen=True, gc=False):
 
 
 def _read_parts(
-    changed: Collection[_Changed], old: Mapping[str, Part], mend: Mend | None
-) -> Iterator[tuple[str, Part]]:
+    changed: Collection[_Changed], old: Mapping[str, OwnerPart], mend: Mend | None
+) -> Iterator[tuple[str, OwnerPart]]:
     """Yields each of the `changed` parts, decoded, with the id of its owner.
 
     All small parts are decoded by one call, because a page of many processes has many small parts.
@@ -362,7 +362,7 @@ def _read_parts(
         yield part.entry.id, _read_part(part, old.get(part.entry.id), mend)
 
 
-def _read_part(part: _Changed, last: Part | None, mend: Mend | None) -> Part:
+def _read_part(part: _Changed, last: OwnerPart | None, mend: Mend | None) -> OwnerPart:
     """The decoded `part`. `last` is the part that the same owner had before.
 
     If the checksum of the part is wrong, the result is the part that `mend` finds elsewhere. If
@@ -388,16 +388,16 @@ def _checked(
     section: Section | None,
     tickets: tuple[Ticket, ...],
     leases: tuple[bytes, ...],
-) -> Part:
+) -> OwnerPart:
     """The `part` with its decoded content; quarantined if the content belongs to another owner."""
     id = part.entry.id
     is_own = (section or tickets) and (section is None or section.owner.id == id)
     if not is_own or (tickets and any([ticket.owner != id for ticket in tickets])):
         return _quarantined(part, "it is not its owner's")
-    return Part(section, tickets, None, part.raw, part.entry.room, part.content, leases)
+    return OwnerPart(section, tickets, None, part.raw, part.entry.room, part.content, leases)
 
 
-def _quarantined(part: _Changed, why: str) -> Part:
+def _quarantined(part: _Changed, why: str) -> OwnerPart:
     entry = part.entry
     pid, started, serial = (int(number) for number in entry.id.split("."))
     owner = Owner(
@@ -421,10 +421,10 @@ def _quarantined(part: _Changed, why: str) -> Part:
         entry=part.raw,
         content=part.content,
     )
-    return Part(None, (), unread, part.raw, entry.room, part.content)
+    return OwnerPart(None, (), unread, part.raw, entry.room, part.content)
 
 
-def _book(shared: Shared, queue: tuple[int, ...], parts: dict[str, Part]) -> Book:
+def _book(shared: Shared, queue: tuple[int, ...], parts: dict[str, OwnerPart]) -> Book:
     facts = zip(Shared.__struct_fields__, _shared_facts_of(shared), strict=True)
     return Book(
         **dict(facts),
@@ -434,7 +434,7 @@ def _book(shared: Shared, queue: tuple[int, ...], parts: dict[str, Part]) -> Boo
     )
 
 
-def _tickets_in_order(queue: tuple[int, ...], parts: tuple[Part, ...]) -> tuple[Ticket, ...]:
+def _tickets_in_order(queue: tuple[int, ...], parts: tuple[OwnerPart, ...]) -> tuple[Ticket, ...]:
     """The tickets of all `parts`, in order. `queue` has, for each ticket, the index of its part."""
     if not any([part.tickets for part in parts]):
         return ()

@@ -96,7 +96,7 @@ class Use(Held):
             failures.finish_block(self._session, error, self._resident)
 
 
-class Call(Use):
+class ModelCall(Use):
     """The `with` block of one direct call of the model, such as `model(x)`."""
 
     __slots__ = ()
@@ -116,7 +116,7 @@ def call(session: Session, resident: Resident, restore: bool) -> Held:
             name=resident.spec.name,
             where=resident.place.value,
         )
-    return Call(session, resident)
+    return ModelCall(session, resident)
 
 
 def obtain(

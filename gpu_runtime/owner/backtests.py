@@ -10,8 +10,8 @@ from ..backtest import (
     DEVICES,
     HOSTS,
     USE_SECONDS,
-    History,
-    Row,
+    BacktestRow,
+    UseHistory,
     compare,
     journal_history,
     read_history,
@@ -70,13 +70,13 @@ def backtest(
         devices=split_words(device),
         hosts=split_words(host),
     )
-    frame = DataFrame(list(rows), columns=list(Row._fields))
+    frame = DataFrame(list(rows), columns=list(BacktestRow._fields))
     if note:
         frame.attrs["note"] = note
     return frame
 
 
-def _recorded(session: Session, days: float) -> History:
+def _recorded(session: Session, days: float) -> UseHistory:
     """The history of the last `days` days, from the journal and the current leases."""
     wall = session.wall()
     events = recorded_events(session, since=wall - days * DAY)

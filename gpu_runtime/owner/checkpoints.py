@@ -355,7 +355,7 @@ def _call(action: str, target: Target, *, size: int = 0, lock_seconds: float = 0
             f"no process can be parked by a checkpoint here: {error}.\n"
             f"  Install it:  pip install 'cuda-core[cu13]>=1.0'"
         ) from None
-    except checkpoint.NoAnswer as error:
+    except checkpoint.CheckpointTimeout as error:
         raise Busy(
             f"{action} of {target.label} hangs: {error}. Its state is not known.",
             name=str(target.pid),

@@ -40,7 +40,7 @@ def visitor_of(keys: Keys, offered: str, *, read_only: bool) -> Visitor | None:
     return Visitor(BEGIN + name, False, may_call=calls and not read_only, api_only=calls)
 
 
-class Access:
+class KeyRules:
     """The rules of the keys for the calls of one gateway."""
 
     def __init__(self, keys: Callable[[], Keys], clock: Callable[[], float], usage: Usage) -> None:

@@ -23,7 +23,7 @@ from ..access_keys import Keys
 from ..errors import GpuError, StillInUse
 from ..facts import ModelSpec, Value
 from ..fault_texts import MOST_DECODE_FAILURES, decode_failures, recognise
-from .access import Access
+from .access import KeyRules
 from .choices import Choices
 from .engines import openai_http
 from .engines.base import EngineAdapter, EngineFailed, require, require_room
@@ -123,7 +123,7 @@ class Gateway:
         )
         self.clients = Clients()
         self.usage = Usage(store)
-        self._access = Access(keys, clock, self.usage)
+        self._access = KeyRules(keys, clock, self.usage)
         self.costs = Costs()
         self.figures = CallFigures()
         self._choices = Choices(rt, lambda: self.serving, self.guard, self.costs, self._environment)

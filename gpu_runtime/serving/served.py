@@ -32,7 +32,7 @@ class JobFigures(Value):
     ended: float = 0.0  # 0: it still runs
 
 
-class Served(Value):
+class ServerFigures(Value):
     """All figures of one server."""
 
     state: GatewayState
@@ -42,7 +42,7 @@ class Served(Value):
     usage: tuple[dict[str, Any], ...] = ()  # of the last 30 days; the rows of `Usage.of`
 
 
-def served(gateway: Gateway, jobs: Any, now: float) -> Served:
+def served(gateway: Gateway, jobs: Any, now: float) -> ServerFigures:
     """The figures of the `gateway` and its `jobs` at the time `now` of the gateway's clock.
 
     Call this function in the gateway's event loop.
@@ -53,7 +53,7 @@ def served(gateway: Gateway, jobs: Any, now: float) -> Served:
     ]
     found.sort(key=lambda job: -job.created)
     usage = tuple(gateway.usage.recent())
-    return Served(gateway.state(), _models(gateway), tuple(found), now, usage)
+    return ServerFigures(gateway.state(), _models(gateway), tuple(found), now, usage)
 
 
 def _models(gateway: Gateway) -> dict[str, ModelCalls]:

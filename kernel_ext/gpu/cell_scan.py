@@ -33,7 +33,7 @@ MOST_VALUES = 50  # the values that are kept of one variable
 DEEPEST_CALL = 3  # calls within calls that are followed
 
 
-class Reading(NamedTuple):
+class ScannedModels(NamedTuple):
     """The models of one cell."""
 
     uses: tuple[str, ...] = ()  # the models that the cell brings onto a device, in order
@@ -64,21 +64,21 @@ class Scan:
         self.bound: dict[str, tuple[Any, ...]] = {}  # variable -> the constants it may have
         self.functions: dict[str, ast.FunctionDef | ast.AsyncFunctionDef] = {}
 
-    def read(self, code: str) -> Reading:
+    def read(self, code: str) -> ScannedModels:
         """The models of the cell with the text `code`.
 
         A text that is not Python, is too long, or is nested too deeply has no models.
         """
         if len(code) > MOST_CHARACTERS:
-            return Reading()
+            return ScannedModels()
         tree, cell = _parsed(code), _Cell(self)
         if tree is None:
-            return Reading()
+            return ScannedModels()
         try:
             cell.visit(tree)
         except RecursionError:  # nested too deeply: nothing is known about it
-            return Reading()
-        return Reading(tuple(cell.uses), frozenset([*cell.mentions, *cell.uses]))
+            return ScannedModels()
+        return ScannedModels(tuple(cell.uses), frozenset([*cell.mentions, *cell.uses]))
 
     def values(self, node: ast.AST | None) -> Iterator[Any]:
         """Yields the constants that may be the value of the expression `node`.

@@ -20,7 +20,7 @@ from .notebook_cells import Position, code_cells, notebook_file
 MOST_READ = 50  # cells ahead
 
 
-class LookAhead:
+class CellSchedule:
     """The running and waiting cells of one shell. The shell reports when each cell begins and ends."""
 
     def __init__(self, shell: Any, clock: Callable[[], float] = time.monotonic) -> None:

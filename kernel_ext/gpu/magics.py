@@ -33,7 +33,7 @@ from gpu_runtime.verb_arguments import (
 
 from .completion import matcher_for
 from .log_lines import LogLines
-from .look_ahead import LookAhead
+from .look_ahead import CellSchedule
 from .namespace import NotebookNames
 from .parking import Parking
 from .waiting import OthersWait, WaitLine, quiet_line
@@ -295,7 +295,7 @@ class _Loaded:
         self.rt: Any = Unopened(self.open) if "rt" not in shell.user_ns else None
         if self.rt is not None:
             shell.user_ns["rt"] = self.rt
-        self.look_ahead = LookAhead(shell)
+        self.look_ahead = CellSchedule(shell)
         self.others_wait = OthersWait()
         shell.events.register("pre_run_cell", self.before_cell)
         shell.events.register("post_run_cell", self.after_cell)

@@ -417,7 +417,7 @@ def test_the_keys_of_digests_stay_on_their_card(kernel):
     fingerprint._on_cards.clear()
     own, model = floats(1.0, count=MIB), floats(2.0, count=MIB)
     key = model.untyped_storage()._cdata
-    kernel.handle.governed = kernel_memory.Governed(lambda: [key])
+    kernel.handle.governed = kernel_memory.GovernedModels(lambda: [key])
     try:
         before = fingerprint.digest(model.view(torch.uint8))
         assert kernel.bytes["simgpu:0"] == 8 * MIB

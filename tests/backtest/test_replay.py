@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.backtest import ENGINES, History, HistoryModel, HistoryRequest, replay
+from gpu_runtime.backtest import ENGINES, HistoryModel, HistoryRequest, UseHistory, replay
 from gpu_runtime.backtest.replay import LEAST_PIECE_BYTES
 from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.scheduler.eviction_policy import POLICIES, keep_score, lru
@@ -19,7 +19,7 @@ def history(*uses, **sizes):
     """`history((0, "a"), (20, "b", 5), a=10, b=4)`: seconds, model and seconds of service; GB."""
     models = {name: HistoryModel(name, gb * GB, gb, gb / 10, gb / 20) for name, gb in sizes.items()}
     requests = [HistoryRequest(at, model, *(more or (1,)), NORMAL) for at, model, *more in uses]
-    return History(models, tuple(requests))
+    return UseHistory(models, tuple(requests))
 
 
 def run(past, card, host=0, rank=lru, engine="plain"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from gpu_runtime.backtest import CLAIRVOYANT, History, compare, split_words
+from gpu_runtime.backtest import CLAIRVOYANT, UseHistory, compare, split_words
 from gpu_runtime.errors import BadSetting, GpuError
 from gpu_runtime.owner.backtests import backtest
 from tests.backtest.test_replay import history
@@ -54,7 +54,7 @@ def test_a_wrong_choice_is_one_sentence(choices, message):
 
 def test_an_empty_history_is_refused():
     with pytest.raises(GpuError, match="nothing to replay"):
-        list(compare(History({}, ())))
+        list(compare(UseHistory({}, ())))
 
 
 def test_words_are_separated_by_commas():

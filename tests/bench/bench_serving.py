@@ -23,7 +23,7 @@ from gpu_runtime.samples import gguf_lm
 from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.serving.queue import order as ordering
 from gpu_runtime.serving.queue.order import (
-    Engine,
+    ModelActivity,
     ModelState,
     Waiting,
     next_steps,
@@ -60,7 +60,10 @@ def trace(calls: int = 800, seed: int = 1) -> list[Waiting]:
 
 
 def first_come(
-    waiting: Iterable[Waiting], engines: Mapping[str, Engine], now: float, turns: object = None
+    waiting: Iterable[Waiting],
+    engines: Mapping[str, ModelActivity],
+    now: float,
+    turns: object = None,
 ) -> list[Waiting]:
     return sorted(waiting, key=lambda call: call.key)
 
@@ -141,12 +144,13 @@ class World:
             self.later(LOAD_SECONDS, "loaded", model)
         return self.loads > before
 
-    def engines(self) -> dict[str, Engine]:
+    def engines(self) -> dict[str, ModelActivity]:
         found = {
-            name: Engine(ModelState.WARM, self.running[name], CONCURRENCY) for name in self.warm
+            name: ModelActivity(ModelState.WARM, self.running[name], CONCURRENCY)
+            for name in self.warm
         }
         return found | {
-            name: Engine(
+            name: ModelActivity(
                 ModelState.LOADING,
                 waits_for=self.in_use.get(name, frozenset()) if done is None else frozenset(),
             )

@@ -20,7 +20,7 @@ import pytest
 
 import gpu_runtime
 from gpu_runtime import Runtime
-from gpu_runtime.backtest import Row
+from gpu_runtime.backtest import BacktestRow
 from gpu_runtime.catalog.schema import Fields
 from gpu_runtime.error_pages import WHAT_TO_DO
 from gpu_runtime.owner import dataframes
@@ -200,7 +200,7 @@ def test_the_columns_of_frames_are_documented():
         "events": dataframes.EVENTS,
         "catalog": dataframes.CATALOG,
         "who": dataframes.HOLDERS,
-        "backtest": list(Row._fields),
+        "backtest": list(BacktestRow._fields),
         "fragmentation": dataframes.FRAGMENTATION,
     }
 

@@ -167,6 +167,7 @@ class Module(NamedTuple):
     complaints: list[str]
     imports: set[str]
     too_large: list[str]
+    classes: list[str]  # the classes at the top of the module
 
 
 @pytest.fixture(scope="module")
@@ -176,9 +177,11 @@ def modules() -> dict[str, Module]:
     for path in sources():
         module, source = module_of(path), path.read_text()
         tree = ast.parse(source)
-        all_imports = set(imports(tree, module))
         read[module] = Module(
-            complaints(tree, module), all_imports, too_large(tree, source, module)
+            complaints(tree, module),
+            set(imports(tree, module)),
+            too_large(tree, source, module),
+            [node.name for node in tree.body if isinstance(node, ast.ClassDef)],
         )
     return read
 
@@ -245,6 +248,15 @@ def test_no_function_class_or_file_is_too_large(modules):
     larger.
     """
     assert {name: module.too_large for name, module in modules.items() if module.too_large} == {}
+
+
+def test_no_two_classes_have_one_name(modules):
+    """A reader who searches for a class finds one class, and not another thing of the same name."""
+    homes: dict[str, list[str]] = {}
+    for name, module in modules.items():
+        for kind in module.classes:
+            homes.setdefault(kind, []).append(name)
+    assert {kind: where for kind, where in homes.items() if len(where) > 1} == {}
 
 
 def test_what_is_too_large_is_named():

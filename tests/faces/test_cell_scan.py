@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 
 import pytest
-from gpu.cell_scan import Reading, Scan
+from gpu.cell_scan import Scan, ScannedModels
 
 KNOWN = ("a", "b", "c", "qwen:8b")
 
@@ -104,7 +104,9 @@ def test_a_model_that_is_only_named_is_told_apart():
     """A model that a cell only names is not loaded ahead. But it is not evicted for another model
     while the cell runs.
     """
-    assert Scan(KNOWN, {}).read('print(rt.plan("a"), rt.use("b"))') == Reading(("b",), {"a", "b"})
+    assert Scan(KNOWN, {}).read('print(rt.plan("a"), rt.use("b"))') == ScannedModels(
+        ("b",), {"a", "b"}
+    )
     assert Scan(KNOWN, {}).read("%gpu evict c").mentions == {"c"}
 
 

@@ -8,7 +8,7 @@ from contextlib import nullcontext
 import pytest
 from gpu_panels.data import device_totals, whatif
 from gpu_panels.data.whatif import PlanAnswer, after, answer, details, evicted, model_choices
-from gpu_panels.tabs.whatif import ANY, NO_MODEL, USUAL, WhatIfTab, Wish, replayed, request_plan
+from gpu_panels.tabs.whatif import ANY, NO_MODEL, USUAL, PlanWish, WhatIfTab, replayed, request_plan
 from msgspec.structs import replace
 
 from gpu_runtime import Runtime
@@ -130,7 +130,7 @@ def test_the_choices_are_all_models_that_can_be_planned_for():
 
 @pytest.mark.parametrize("typed", ["14 Gob", "0", "-3 GiB", "<b>", "nobody"])
 def test_bad_input_gets_one_clear_message(rt, typed):
-    found = request_plan(rt, Wish(typed), ["qwen"])
+    found = request_plan(rt, PlanWish(typed), ["qwen"])
     assert found.plan is None
     assert "is not a size" in found.error and found.error.endswith("Or choose one of the models.")
 
@@ -138,7 +138,7 @@ def test_bad_input_gets_one_clear_message(rt, typed):
 def test_a_typed_path_is_not_read(rt, monkeypatch, tmp_path):
     """A viewer could otherwise make the server read any file by typing its path."""
     monkeypatch.setattr(rt, "plan", lambda *_: pytest.fail("planned"))
-    assert "is not a size" in request_plan(rt, Wish(str(tmp_path)), ["qwen"]).error
+    assert "is not a size" in request_plan(rt, PlanWish(str(tmp_path)), ["qwen"]).error
 
 
 def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
@@ -147,8 +147,8 @@ def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
     rt.preload("a")
     before = rt.status()
     found, size = (
-        request_plan(rt, Wish("b"), model_choices(before)).plan,
-        request_plan(rt, Wish("2 GiB"), model_choices(before)).plan,
+        request_plan(rt, PlanWish("b"), model_choices(before)).plan,
+        request_plan(rt, PlanWish("2 GiB"), model_choices(before)).plan,
     )
     assert found.granted and size.granted
     then = after(before, found.steps)
@@ -210,17 +210,17 @@ def test_a_choice_of_cards_layout_and_importance_is_asked_too():
     refresh(tab)
     assert asked[0] == {}
     assert asked[-1] == {"devices": "sim:0", "layout": "balanced", "importance": "high"}
-    assert Wish("qwen", ANY, USUAL, USUAL).options == {}
+    assert PlanWish("qwen", ANY, USUAL, USUAL).options == {}
 
 
 @pytest.mark.parametrize(
     ("ask", "words"),
     [
-        (Wish("2 GiB"), "✓ Now · "),
-        (Wish("14 GiB"), "✓ After 1 model left · "),
-        (Wish("in use"), "◷ It waits · "),
-        (Wish("30 GiB"), "✗ Never, as things are · "),
-        (Wish("30 GiB", layout="balanced"), "✓ After 2 models left · "),
+        (PlanWish("2 GiB"), "✓ Now · "),
+        (PlanWish("14 GiB"), "✓ After 1 model left · "),
+        (PlanWish("in use"), "◷ It waits · "),
+        (PlanWish("30 GiB"), "✗ Never, as things are · "),
+        (PlanWish("30 GiB", layout="balanced"), "✓ After 2 models left · "),
     ],
 )
 def test_the_verdict_is_now_after_a_departure_after_a_wait_or_never(ask, words):

@@ -8,7 +8,7 @@ import pytest
 
 from gpu_runtime import Busy, NodeLost, Runtime, UnknownModel
 from gpu_runtime.backends.processes.remote_calls import pack, unpack
-from gpu_runtime.fleet.holds import Hold, Holds
+from gpu_runtime.fleet.holds import FleetHold, FleetHolds
 from gpu_runtime.threads import start
 
 
@@ -22,10 +22,10 @@ def rt():
 
 @pytest.fixture
 def holds(rt):
-    return Holds(rt, "box1")
+    return FleetHolds(rt, "box1")
 
 
-def ask(holds: Holds, hold: str, path: tuple[str, ...], *args: object) -> object:
+def ask(holds: FleetHolds, hold: str, path: tuple[str, ...], *args: object) -> object:
     """The result of a call, as a client sends it."""
     return unpack(holds.call(hold, path, pack((args, {}))))
 
@@ -46,7 +46,7 @@ def until(condition) -> None:
 
 
 def test_a_hold_pins_its_model_until_it_is_released(rt, holds):
-    holds.enter(Hold("h1", "job1", "qwen"), None, None)
+    holds.enter(FleetHold("h1", "job1", "qwen"), None, None)
     assert pins(rt) == {"qwen": 1} and holds.users("qwen") == 1
     assert ask(holds, "h1", (), "words") == "words"
     holds.release("h1")
@@ -56,7 +56,7 @@ def test_a_hold_pins_its_model_until_it_is_released(rt, holds):
 
 
 def test_a_call_raises_its_error_and_the_hold_goes_on(holds):
-    holds.enter(Hold("h1", "job1", "qwen"), None, None)
+    holds.enter(FleetHold("h1", "job1", "qwen"), None, None)
     with pytest.raises(AttributeError):
         ask(holds, "h1", ("nothing",))
     assert ask(holds, "h1", (), 1) == 1
@@ -65,23 +65,23 @@ def test_a_call_raises_its_error_and_the_hold_goes_on(holds):
 
 def test_an_error_before_the_model_is_there_is_raised_where_the_client_waits(rt, holds):
     with pytest.raises(UnknownModel):
-        holds.enter(Hold("h1", "job1", "nobody"), None, None)
-    holds.enter(Hold("h2", "job1", "qwen"), None, None)
+        holds.enter(FleetHold("h1", "job1", "nobody"), None, None)
+    holds.enter(FleetHold("h2", "job1", "qwen"), None, None)
     with pytest.raises(Busy):
-        holds.enter(Hold("h3", "job1", "llama"), 0.0, None)
+        holds.enter(FleetHold("h3", "job1", "llama"), 0.0, None)
     assert len(holds) == 1
     holds.release("h2")
 
 
 def test_a_client_that_ended_frees_its_models_and_its_waits(rt, holds):
     """The wait of a dead client must not take the card from the living."""
-    holds.enter(Hold("h1", "job1", "qwen"), None, None)
+    holds.enter(FleetHold("h1", "job1", "qwen"), None, None)
     waited: list[BaseException] = []
 
     def wait_for_room() -> None:
         """Waits for the card that h1 occupies."""
         try:
-            holds.enter(Hold("h2", "job2", "llama"), None, None)
+            holds.enter(FleetHold("h2", "job2", "llama"), None, None)
         except NodeLost as error:
             waited.append(error)
 
@@ -97,6 +97,6 @@ def test_a_client_that_ended_frees_its_models_and_its_waits(rt, holds):
 def test_a_release_that_arrives_before_its_hold_is_not_lost(rt, holds):
     """An interrupted client withdraws its request, which may overtake the request itself."""
     holds.release("h1")
-    holds.enter(Hold("h1", "job1", "qwen"), None, None)
+    holds.enter(FleetHold("h1", "job1", "qwen"), None, None)
     until(lambda: pins(rt) == {"qwen": 0})
     assert len(holds) == 0

@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from gpu_runtime.serving.engines import connections
-from gpu_runtime.serving.engines.connections import Connections
+from gpu_runtime.serving.engines.connections import EngineTransport
 from tests.serving.loops import in_loop, until
 
 CLOSES = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"
@@ -45,7 +45,7 @@ async def engine() -> AsyncIterator[tuple[Engine, httpx.AsyncClient, str]]:
     one = Engine()
     server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-    async with server, httpx.AsyncClient(transport=Connections(), timeout=20) as client:
+    async with server, httpx.AsyncClient(transport=EngineTransport(), timeout=20) as client:
         yield one, client, url
 
 

@@ -14,7 +14,7 @@ from openai.types.responses import Response
 from gpu_runtime.facts import ModelSpec
 from gpu_runtime.serving.api.responses import chat_of, events, response_of
 from gpu_runtime.serving.engines.llama_cpp import LlamaCppAdapter
-from gpu_runtime.serving.engines.logprobs import LEAST, Token, Unsent, Writer
+from gpu_runtime.serving.engines.logprobs import LEAST, LogprobsWriter, Token, Unsent
 from gpu_runtime.serving.engines.scored_tokens import ScoredTokens
 from gpu_runtime.serving.requests import Refused, read_call
 from tests.serving.loops import in_loop
@@ -248,9 +248,9 @@ def test_a_character_of_several_tokens_is_kept_as_bytes():
     for token in tokens:
         unsent.add(token)
     assert unsent.take("é") == tokens and unsent.take_rest() == ()
-    plain = Writer(chat=False).field(tokens) or {}
+    plain = LogprobsWriter(chat=False).field(tokens) or {}
     assert plain["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"] and plain["text_offset"] == [0, 1]
-    entries = (Writer(chat=True).field(tokens) or {})["content"]
+    entries = (LogprobsWriter(chat=True).field(tokens) or {})["content"]
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "é"
     assert entries[0]["token"] == "\ufffd" and entries[1]["logprob"] == LEAST
 

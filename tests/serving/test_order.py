@@ -17,7 +17,7 @@ from gpu_runtime.serving.queue import order as ordering
 from gpu_runtime.serving.queue.order import (
     AGEING_SECONDS,
     MAX_LOADS,
-    Engine,
+    ModelActivity,
     ModelState,
     NextSteps,
     Waiting,
@@ -27,7 +27,11 @@ from gpu_runtime.serving.queue.order import (
     overtaken_for_seconds,
 )
 
-WARM, COLD, LOADING = Engine(ModelState.WARM), Engine(), Engine(ModelState.LOADING)
+WARM, COLD, LOADING = (
+    ModelActivity(ModelState.WARM),
+    ModelActivity(),
+    ModelActivity(ModelState.LOADING),
+)
 
 
 def call(
@@ -40,7 +44,7 @@ def call(
     return Waiting(key, model, IMPORTANCE[importance], arrived, client)
 
 
-def keys(waiting: list[Waiting], engines: dict[str, Engine], now: float = 0.0) -> list[int]:
+def keys(waiting: list[Waiting], engines: dict[str, ModelActivity], now: float = 0.0) -> list[int]:
     return [waiting.key for waiting in order(waiting, engines, now)]
 
 
@@ -84,7 +88,7 @@ def test_a_cold_model_that_has_waited_starts_before_new_calls_of_warm_ones():
 
 def test_a_warm_model_starts_as_many_calls_as_it_can_run():
     """The further calls of a busy model wait, and calls of other models start."""
-    engines = {"a": Engine(ModelState.WARM, active=1, concurrency=3), "b": WARM}
+    engines = {"a": ModelActivity(ModelState.WARM, active=1, concurrency=3), "b": WARM}
     waiting = [call(1), call(2), call(3), call(4, "b")]
     assert next_steps(waiting, engines, 0.0) == NextSteps(start=(1, 2, 4))
 
@@ -92,7 +96,7 @@ def test_a_warm_model_starts_as_many_calls_as_it_can_run():
 def test_calls_of_which_none_can_start_are_not_sorted():
     """Under overload most decisions are of this kind. To sort 256 waiting calls took 0.33 ms at each arrival."""
     waiting = [call(1, "busy"), call(2, "loading")]
-    engines = {"busy": Engine(ModelState.WARM, 2, 2), "loading": LOADING, "idle": WARM}
+    engines = {"busy": ModelActivity(ModelState.WARM, 2, 2), "loading": LOADING, "idle": WARM}
     with mock.patch.object(ordering, "order", wraps=order) as sorts:
         assert next_steps(waiting, engines, 0.0) == NextSteps()
         assert sorts.call_count == 0
@@ -127,8 +131,8 @@ def test_calls_of_a_warm_model_start_before_those_of_a_cold_one_of_their_class()
     """
     waiting = [call(1, "b"), call(2, "a")]
     engines = {
-        "a": Engine(ModelState.WARM, active=1, concurrency=4),
-        "b": Engine(ModelState.LOADING, waits_for=frozenset("a")),
+        "a": ModelActivity(ModelState.WARM, active=1, concurrency=4),
+        "b": ModelActivity(ModelState.LOADING, waits_for=frozenset("a")),
     }
     assert next_steps(waiting, engines, 0.0) == NextSteps(start=(2,))
 
@@ -140,8 +144,8 @@ def test_a_model_that_blocks_a_more_important_call_starts_no_more_calls():
     """
     waiting = [call(1, "b", "urgent"), call(2, "a"), call(3, "c")]
     engines = {
-        "a": Engine(ModelState.WARM, active=1, concurrency=4),
-        "b": Engine(ModelState.LOADING, waits_for=frozenset("a")),
+        "a": ModelActivity(ModelState.WARM, active=1, concurrency=4),
+        "b": ModelActivity(ModelState.LOADING, waits_for=frozenset("a")),
         "c": WARM,
     }
     assert next_steps(waiting, engines, 0.0) == NextSteps(start=(3,))
@@ -168,7 +172,7 @@ engines = st.fixed_dictionaries(
     optional=dict.fromkeys(
         MODELS,
         st.builds(
-            Engine,
+            ModelActivity,
             st.sampled_from(ModelState),
             st.integers(0, 3),
             st.integers(1, 3),
@@ -232,7 +236,10 @@ def test_a_call_after_the_ageing_bound_never_starts_first(mine, theirs, after, l
     first = Waiting(1, "a", mine, 0.0)
     second = Waiting(2, "b", theirs, overtaken_for_seconds(mine, theirs) + after)
     now = second.arrived + later
-    assert keys([first, second], {"a": Engine(place), "b": Engine(other)}, now) == [1, 2]
+    assert keys([first, second], {"a": ModelActivity(place), "b": ModelActivity(other)}, now) == [
+        1,
+        2,
+    ]
 
 
 def test_the_ageing_bound_is_exact():

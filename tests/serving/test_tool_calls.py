@@ -9,7 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime.serving.engines.tool_calls import FORMATS, Reader, Tools, format_of, tools_of
+from gpu_runtime.serving.engines.tool_calls import (
+    FORMATS,
+    ToolCallReader,
+    Tools,
+    format_of,
+    tools_of,
+)
 from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import harness
 from tests.serving.loops import in_loop
@@ -68,7 +74,7 @@ WRITTEN = [
 @given(st.lists(st.integers(0, 200), max_size=8))
 def test_calls_are_found_however_the_text_is_cut(format, written, text, calls, cuts):
     """Text that is no valid call of a known tool stays text, to the letter."""
-    reader = Reader(FORMATS[format], TOOLS)
+    reader = ToolCallReader(FORMATS[format], TOOLS)
     places = sorted({min(cut, len(written)) for cut in cuts})
     parts = [written[a:b] for a, b in zip([0, *places], [*places, len(written)], strict=True)]
     sent = "".join(reader.feed(part) for part in parts)

@@ -149,14 +149,14 @@ def _read_file(path: Path, name: str) -> GgufHeader:
     try:
         size = path.stat().st_size
         with path.open("rb", buffering=0) as file:
-            return _parse(_Reader(file, size), size)
+            return _parse(_HeaderReader(file, size), size)
     except OSError as error:
         raise _damaged(name, path, error.strerror or str(error)) from error
     except (ValueError, struct.error, UnicodeDecodeError) as error:
         raise _damaged(name, path, str(error) or "its header is not a GGUF header") from error
 
 
-def _parse(data: _Reader, size: int) -> GgufHeader:
+def _parse(data: _HeaderReader, size: int) -> GgufHeader:
     """The header at the start of `data`, a file of `size` bytes. Raises ValueError."""
     if data.take(4) != b"GGUF":
         raise ValueError("it does not begin as a GGUF file")
@@ -185,7 +185,7 @@ def _parse(data: _Reader, size: int) -> GgufHeader:
     return GgufHeader(metadata, _weight_bytes(rows, size - start), size)
 
 
-def _tensor_row(data: _Reader) -> _TensorRow:
+def _tensor_row(data: _HeaderReader) -> _TensorRow:
     name, dimensions = data.string(), data.number("<I")
     if dimensions > _MOST_DIMENSIONS:
         raise ValueError(f"{name} has {dimensions} dimensions")
@@ -222,7 +222,7 @@ def _weight_bytes(rows: list[_TensorRow], data_bytes: int) -> int | None:
     return total
 
 
-class _Reader:
+class _HeaderReader:
     """The beginning of a file. Only as much of the file as needed is read."""
 
     def __init__(self, file: Any, size: int) -> None:

@@ -48,7 +48,7 @@ class Away(NamedTuple):
     stream: int | None  # the stream that its block on the card belonged to
 
 
-class Governed(NamedTuple):
+class GovernedModels(NamedTuple):
     """Functions that report the models of this process, whose memory is not the kernel's own."""
 
     keys: Callable[[], Iterable[int]]  # returns the keys of their storages (`storage._cdata`)
@@ -62,7 +62,7 @@ class KernelMemory:
         self,
         memories: Sequence[Memory],
         stillness: Stillness,
-        governed: Governed,
+        governed: GovernedModels,
     ) -> None:
         """`memories` are the cards on which the tensors of the kernel are counted.
 
@@ -112,11 +112,11 @@ class KernelBackend(Backend):
     ) -> KernelMemory:
         """The handle of the memory that the kernel's own code holds on the cards.
 
-        `stillness` reports whether code runs. `keys` and `shares` are the functions in `Governed`.
+        `stillness` reports whether code runs. `keys` and `shares` are the functions in `GovernedModels`.
         """
         cards = [self.probe.place(one.id) for one in self.probe.devices if not one.is_host]
         own = cards[:1] if cards[0].counted else cards
-        return KernelMemory(own, stillness, Governed(keys, shares))
+        return KernelMemory(own, stillness, GovernedModels(keys, shares))
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """Returns empty evidence, because the size is counted and not estimated."""

@@ -72,7 +72,7 @@ def content_id(checkpoint: Checkpoint, dtype: Any) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-class Part(NamedTuple):
+class CopiedPart(NamedTuple):
     """The shared pages that hold bytes of a loaded model, as a weak reference, and their size."""
 
     pages: weakref.ref[SharedPages]
@@ -150,10 +150,10 @@ class SharedCopy:
         return wanted == {key: stored.size for key, stored in self.index.items()}
 
     @property
-    def part(self) -> Part:
+    def part(self) -> CopiedPart:
         """The bytes of the loaded model that are in the shared pages."""
         name = name_of(self.content, self.pages)
-        return Part(weakref.ref(self.pages), name, self.bytes)
+        return CopiedPart(weakref.ref(self.pages), name, self.bytes)
 
     def tensors(
         self,

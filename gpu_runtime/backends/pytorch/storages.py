@@ -34,7 +34,7 @@ _set_data = torch._C.TensorBase.data.__set__  # type: ignore[attr-defined]
 _set_grad = torch._C.TensorBase.grad.__set__  # type: ignore[attr-defined]
 
 
-class Slot(NamedTuple):
+class TensorSlot(NamedTuple):
     """A tensor of a module, and the role of the tensor in the module."""
 
     name: str
@@ -46,7 +46,7 @@ class Group(NamedTuple):
     """One storage, and all tensors in it."""
 
     storage: torch.UntypedStorage
-    slots: tuple[Slot, ...]
+    slots: tuple[TensorSlot, ...]
 
     @property
     def nbytes(self) -> int:
@@ -85,7 +85,9 @@ class Group(NamedTuple):
         )
 
 
-def slots(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Iterator[Slot]:
+def slots(
+    module: nn.Module, optimizer: torch.optim.Optimizer | None = None
+) -> Iterator[TensorSlot]:
     """Every parameter, buffer and gradient of `module`, and the state of `module` in `optimizer`.
 
     Each tensor appears once.
@@ -97,23 +99,23 @@ def slots(module: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> 
             yield slot
 
 
-def _all_slots(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[Slot]:
-    parameters: list[Slot] = []
+def _all_slots(module: nn.Module, optimizer: torch.optim.Optimizer | None) -> Iterator[TensorSlot]:
+    parameters: list[TensorSlot] = []
     for path, part in module.named_modules():
         prefix = path + "." if path else ""
         for name, parameter in part._parameters.items():
             if parameter is not None:
-                parameters.append(Slot(prefix + name, "parameter", parameter))
+                parameters.append(TensorSlot(prefix + name, "parameter", parameter))
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                yield Slot(prefix + name, "buffer", buffer)
+                yield TensorSlot(prefix + name, "buffer", buffer)
     yield from parameters
     for name, _, parameter in parameters:
         if parameter.grad is not None:
-            yield Slot(name, "grad", parameter.grad)
+            yield TensorSlot(name, "grad", parameter.grad)
         state = optimizer.state.get(parameter) if optimizer is not None else None
         for key, tensor in _tensors_in(state):
-            yield Slot(f"{name}:{key}", "state", tensor)
+            yield TensorSlot(f"{name}:{key}", "state", tensor)
 
 
 def _tensors_in(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -126,9 +128,9 @@ def _tensors_in(value: Any, key: str = "") -> Iterator[tuple[str, Tensor]]:
             yield from _tensors_in(inner, f"{key}.{name}" if key else str(name))
 
 
-def grouped(found: Iterable[Slot]) -> list[Group]:
+def grouped(found: Iterable[TensorSlot]) -> list[Group]:
     """The storages of the tensors `found`, in the order in which they first appear."""
-    by_storage: dict[int, tuple[torch.UntypedStorage, list[Slot]]] = {}
+    by_storage: dict[int, tuple[torch.UntypedStorage, list[TensorSlot]]] = {}
     for slot in found:
         storage = slot.tensor.untyped_storage()
         _, members = by_storage.setdefault(storage._cdata, (storage, []))
@@ -336,7 +338,7 @@ def rebinding(groups: Sequence[Group], targets: Sequence[Tensor]) -> list[Callab
     return calls
 
 
-def emptying(found: Iterable[Slot]) -> list[Callable[[], Any]]:
+def emptying(found: Iterable[TensorSlot]) -> list[Callable[[], Any]]:
     """Calls for `at_once` that leave the tensors `found` without elements, and without gradients.
 
     Use this function only for devices where no guard can replace the bytes.
@@ -377,7 +379,7 @@ def _weights(module: nn.Module) -> dict[str, Tensor]:
     return {slot.name: slot.tensor for slot in _weight_slots(module)}
 
 
-def _weight_slots(module: nn.Module) -> Iterator[Slot]:
+def _weight_slots(module: nn.Module) -> Iterator[TensorSlot]:
     return (slot for slot in slots(module) if slot.kind in ("parameter", "buffer"))
 
 

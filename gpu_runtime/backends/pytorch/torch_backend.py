@@ -32,7 +32,7 @@ from .device_hooks import Dispatch
 from .pieces import holder, pieces
 from .shared_copies import SharedCopy
 from .torch_model import Destination, TorchModel, destination
-from .two_phases import Move, assignments, handing_over, nowhere
+from .two_phases import TwoPhaseMove, assignments, handing_over, nowhere
 
 # Maps a probe to the models that all PyTorch backends have placed on its devices.
 _models_of: weakref.WeakKeyDictionary[Probe, weakref.WeakSet[TorchModel]] = (
@@ -379,7 +379,7 @@ class TorchBackend(Backend):
         digests = shadows.digests(model, going, places, unchanged)
         if shadow and not model.bases and not model.is_shared:
             kept |= shadows.staying(model, going, places, sources, targets)
-        move = Move(model, groups, going, places, targets)
+        move = TwoPhaseMove(model, groups, going, places, targets)
         unchanged.clear()
         self._commit(model, move, goal, {"shadow": kept, "digests": digests})
 
@@ -394,7 +394,7 @@ class TorchBackend(Backend):
         return destination(model, groups, wanted, now)
 
     def _commit(
-        self, model: TorchModel, move: Move, goal: Destination, more: dict[str, Any]
+        self, model: TorchModel, move: TwoPhaseMove, goal: Destination, more: dict[str, Any]
     ) -> None:
         """Makes the calls of `move`, and sets the attributes of `model` to its new place.
 

@@ -83,7 +83,7 @@ class TorchModel:
         return any(sharer.memories for sharer in self.sharers)
 
     def _with_sharers(self, group: st.Group) -> st.Group:
-        more: list[st.Slot] = []
+        more: list[st.TensorSlot] = []
         known = {id(slot.tensor) for slot in group.slots}
         for sharer in self.sharers:
             for slot in st.slots(sharer.module, sharer.optimizer):

@@ -29,7 +29,7 @@ from ..formats.safetensors import Checkpoint
 from . import storages as st
 from . import swap
 from .fingerprint import digest
-from .shared_copies import Part, SharedCopy, TornCopy, content_id
+from .shared_copies import CopiedPart, SharedCopy, TornCopy, content_id
 from .torch_backend import TorchBackend, release_cached
 from .torch_model import TorchModel
 from .transformers_module import built, built_from, dtype_of, without_data
@@ -46,7 +46,7 @@ class TransformersModel(TorchModel):
     given: dict[tuple[Any, ...], torch.Tensor] = {}
     files = ""  # the id of its unchanged files, if other processes may share its copy
     shared: SharedCopy | None = None  # the copy that other processes share, during the load
-    part: Part | None = None  # the model's part of the pages that other processes share
+    part: CopiedPart | None = None  # the model's part of the pages that other processes share
     # True after `unchanged` has compared the bytes; the next `drop` then frees them without a
     # second comparison.
     proven = False

@@ -30,7 +30,7 @@ atexit.register(ending.set)
 T = TypeVar("T")
 
 
-class Move:
+class TwoPhaseMove:
     """The calls of the second phase of one move, and a way to undo them.
 
     There are three cases. If a storage is on the same device as its copy, the two exchange their

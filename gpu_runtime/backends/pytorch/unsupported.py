@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CannotGovern
-from .storages import Group, Slot, grouped
+from .storages import Group, TensorSlot, grouped
 
 _PLAIN = (Tensor, nn.Parameter)
 _HIDDEN_STATE = "which keeps state outside its parameters"
@@ -33,7 +33,7 @@ _WRAPPERS = {  # name of the class -> why
 def check(
     name: str,
     module: nn.Module,
-    found: list[Slot],
+    found: list[TensorSlot],
     *,
     device_types: Collection[str] = ("cpu", "cuda"),
     is_ours: Callable[[nn.Module], bool] = lambda part: False,
@@ -83,7 +83,7 @@ def _of_part(part: nn.Module, at: str, is_ours: Callable[[nn.Module], bool]) -> 
     return None
 
 
-def _of_tensors(found: Iterable[Slot], device_types: Collection[str]) -> str | None:
+def _of_tensors(found: Iterable[TensorSlot], device_types: Collection[str]) -> str | None:
     for slot in found:
         why = _of_tensor(slot.name, slot.tensor, device_types)
         if why:

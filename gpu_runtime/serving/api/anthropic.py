@@ -68,7 +68,7 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
             return JSONResponse(error_of(refused), refused.status, headers=refused.headers)
         if reply.events is None:
             return JSONResponse(message_of(reply.json or {}), headers=reply.headers)
-        return Sent(reply, _Writer().events(reply))
+        return Sent(reply, _AnthropicWriter().events(reply))
 
 
 # -- requests
@@ -246,7 +246,7 @@ def error_of(refused: Refused) -> dict[str, Any]:
     return {"type": "error", "error": {"type": kind, "message": refused.message}}
 
 
-class _Writer(Writer):
+class _AnthropicWriter(Writer):
     """Turns the chunks of one chat into Anthropic's events.
 
     Consecutive thoughts are one block, and so is consecutive text. Each tool call is one block.

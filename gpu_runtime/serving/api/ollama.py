@@ -99,7 +99,7 @@ def _add_call(
             error = {"error": refused.message}
             return JSONResponse(error, refused.status, headers=refused.headers)
         if reply.events is not None:
-            return Sent(reply, _Writer(part).events(reply), NDJSON)
+            return Sent(reply, _OllamaWriter(part).events(reply), NDJSON)
         answer = reply.json or {}
         made = embedded(answer) if part is None else whole(answer, part)
         return JSONResponse(made, headers=reply.headers)
@@ -299,7 +299,7 @@ def embedded(answer: dict[str, Any]) -> dict[str, Any]:
     return {"model": answer["model"], "embeddings": vectors, "prompt_eval_count": count}
 
 
-class _Writer(Writer):
+class _OllamaWriter(Writer):
     """Turns the chunks of one call into lines of JSON. `part` is the same function as in `whole`."""
 
     def __init__(self, part: Any) -> None:

@@ -261,10 +261,10 @@ def events(reply: Reply, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
 
     If an error occurs after the stream has started, the error is the last event.
     """
-    return _Writer(body).events(reply)
+    return _ResponsesWriter(body).events(reply)
 
 
-class _Writer(Writer):
+class _ResponsesWriter(Writer):
     """Turns the chunks of one chat into the events of the Responses API.
 
     Consecutive thoughts are one item, and so is consecutive text. Each tool call is one item.

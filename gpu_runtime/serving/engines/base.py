@@ -33,7 +33,7 @@ from .openai_format import (
     whole_answer,
 )
 from .thoughts import Thoughts, tags_of
-from .tool_calls import FORCED, Format, Reader, Tools, format_of, tools_of
+from .tool_calls import FORCED, Format, ToolCallReader, Tools, format_of, tools_of
 
 TEXT_TYPES = ("llm", "embedding", "reranker")  # model types that make no images
 TYPES_WITHOUT_TEXT = ("embedding", "reranker", "diffusion")
@@ -284,7 +284,7 @@ class TextAdapter:
         async with aclosing(pieces) as source:
             async for piece in source:
                 if reader is None:  # the template is known when the first piece arrives
-                    reader = Reader(FORCED if tools.forced else self._format(), tools)
+                    reader = ToolCallReader(FORCED if tools.forced else self._format(), tools)
                 text = reader.feed(piece.text)
                 if not piece.finish:
                     if text or piece.thought or piece.tokens:

@@ -17,7 +17,7 @@ _ONE = httpx.Limits(max_connections=1, max_keepalive_connections=1)
 Address = tuple[bytes, bytes, int | None]  # scheme, host and port
 
 
-class Connections(httpx.AsyncBaseTransport):
+class EngineTransport(httpx.AsyncBaseTransport):
     """The transport for a client of httpx. It uses no proxies, and sends each request through a free connection."""
 
     def __init__(self) -> None:

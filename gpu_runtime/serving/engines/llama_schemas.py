@@ -60,13 +60,13 @@ def enforceable(schema: Any, model: str, *, is_hint: bool = False) -> dict[str, 
     >>> enforceable({"type": "integer", "minimum": 0}, "qwen", is_hint=True)
     {'type': 'integer'}
     """
-    reader = _Reader(model, is_hint)
+    reader = _SchemaReader(model, is_hint)
     if len(json.dumps(schema)) > MOST_CHARACTERS:
         raise reader.refused(f"it has more than {MOST_CHARACTERS:,} characters")
     return reader.read(schema, "", 1)
 
 
-class _Reader:
+class _SchemaReader:
     def __init__(self, model: str, is_hint: bool) -> None:
         self._model = model
         self._is_hint = is_hint

@@ -79,7 +79,7 @@ class Unsent:
         return rest
 
 
-class Writer:
+class LogprobsWriter:
     """Writes the field `logprobs` of one choice, whole or chunk by chunk."""
 
     def __init__(self, chat: bool, offset: int = 0) -> None:

@@ -87,7 +87,7 @@ class Header(Value):
                 if last.calls:
                     message |= {"content": text or None, "tool_calls": list(last.calls)}
                 content = {"message": message}
-            scores = logprobs.Writer(self.chat, len(echo)).field(last.tokens)
+            scores = logprobs.LogprobsWriter(self.chat, len(echo)).field(last.tokens)
             end = {"finish_reason": last.finish, "logprobs": scores}
             choices.append({"index": index, **content, **end})
         kind = "chat.completion" if self.chat else "text_completion"
@@ -132,7 +132,7 @@ async def stream_chunks(
     for index, choice in enumerate(choices):
         last = TextPiece()  # if no piece has `finish`, the gateway reports a cut-off answer
         begun = False
-        writer = logprobs.Writer(header.chat, len(echo))
+        writer = logprobs.LogprobsWriter(header.chat, len(echo))
         async with aclosing(choice()) as pieces:
             async for piece in pieces:
                 if not begun and (header.chat or echo):

@@ -15,7 +15,7 @@ from ..requests import Refused
 from ..routing.profiles import with_thinking
 from . import chat_template
 from .base import EngineFailed, cannot
-from .connections import MOST_FREE, Connections
+from .connections import MOST_FREE, EngineTransport
 from .tool_calls import tools_of
 
 PATHS = {
@@ -42,7 +42,7 @@ def open_client(*, proxies: bool) -> httpx.AsyncClient:
     The client follows no redirect, so a key is sent only to the address for which it is set.
     """
     if not proxies:
-        return httpx.AsyncClient(timeout=TIMEOUT, transport=Connections(), trust_env=False)
+        return httpx.AsyncClient(timeout=TIMEOUT, transport=EngineTransport(), trust_env=False)
     limits = httpx.Limits(max_connections=None, max_keepalive_connections=MOST_FREE)
     return httpx.AsyncClient(timeout=TIMEOUT, limits=limits)
 

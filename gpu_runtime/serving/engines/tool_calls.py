@@ -209,7 +209,7 @@ def format_of(template: str) -> Format:
     return FORMATS["llama3"] if '"parameters"' in template else FORMATS["hermes"]
 
 
-class Reader:
+class ToolCallReader:
     """Separates the text of an answer from its tool calls. The text arrives in pieces."""
 
     def __init__(self, format: Format, tools: Tools) -> None:

@@ -19,7 +19,7 @@ WINDOW_SECONDS = 60.0
 UNSAID_TOKENS = 1024
 
 
-class Grant:
+class TokenGrant:
     """The tokens of one running call. The `with` block of `granted` sets `used` to the counted tokens.
 
     If `used` is still None at the end of the call, the call is taken to have used its `reserved` tokens.
@@ -38,7 +38,7 @@ class _Recent:
     def __init__(self) -> None:
         self.begun: deque[float] = deque()  # the time of the start
         self.ended: deque[tuple[float, int]] = deque()  # the time of the end, and the tokens
-        self.running: set[Grant] = set()
+        self.running: set[TokenGrant] = set()
 
 
 class Allowance:
@@ -52,7 +52,7 @@ class Allowance:
     @contextmanager
     def granted(
         self, name: str, key: AccessKey, prompt: int, asked: int | None, least: int = 1
-    ) -> Iterator[Grant]:
+    ) -> Iterator[TokenGrant]:
         """A context manager in which a call of the `key` called `name` runs.
 
         `prompt` is about the number of tokens in the prompt. `asked` is the caller's limit for the answer in tokens, or
@@ -93,10 +93,10 @@ class Allowance:
         prompt: int,
         asked: int | None,
         least: int,
-    ) -> Grant:
+    ) -> TokenGrant:
         limit = key.tokens_a_minute
         if limit is None:
-            return Grant(prompt, asked)
+            return TokenGrant(prompt, asked)
         needed = prompt + (least if asked is None else asked)
         if needed > limit:
             text = f"the call has about {needed} tokens; the key {name} has {limit} a minute"
@@ -107,8 +107,8 @@ class Allowance:
             first = recent.ended[0][0] if recent.ended else self._clock()
             raise _refusal(name, f"{limit} tokens", first + WINDOW_SECONDS - self._clock())
         if asked is None:
-            return Grant(prompt, min(max(least, UNSAID_TOKENS), limit - taken - prompt))
-        return Grant(prompt, asked)
+            return TokenGrant(prompt, min(max(least, UNSAID_TOKENS), limit - taken - prompt))
+        return TokenGrant(prompt, asked)
 
 
 def _forget(recent: _Recent, before: float) -> None:

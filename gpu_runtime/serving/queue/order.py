@@ -40,7 +40,7 @@ class ModelState(enum.Enum):
     WARM = "warm"
 
 
-class Engine(Value):
+class ModelActivity(Value):
     """What one model is doing now."""
 
     state: ModelState = ModelState.COLD
@@ -82,7 +82,7 @@ def overtaken_for_seconds(importance: int, by: int) -> float:
 
 def order(
     waiting: Iterable[Waiting],
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, ModelActivity],
     now: float,
     turns: Mapping[str, int] = _NO_TURNS,
 ) -> list[Waiting]:
@@ -135,7 +135,7 @@ def call_to_refuse(waiting: Iterable[Waiting], new: Waiting) -> Waiting:
 
 def next_steps(
     waiting: Iterable[Waiting],
-    engines: Mapping[str, Engine],
+    engines: Mapping[str, ModelActivity],
     now: float,
     turns: Mapping[str, int] = _NO_TURNS,
 ) -> NextSteps:
@@ -173,14 +173,14 @@ def next_steps(
     return NextSteps(tuple(start), tuple(load))
 
 
-def _must_wait(engine: Engine) -> bool:
+def _must_wait(engine: ModelActivity) -> bool:
     """Whether every call of the model in `engine` waits, because the model is being loaded or is busy."""
     if engine.state is ModelState.WARM:
         return engine.active >= engine.concurrency
     return engine.state is ModelState.LOADING
 
 
-def _blocked_by_started_calls(engines: Iterable[Engine]) -> set[str]:
+def _blocked_by_started_calls(engines: Iterable[ModelActivity]) -> set[str]:
     """The models of which no call may start now, because calls that have already started wait for their eviction.
 
     A call starts when its model is on its device. The model can be evicted before it is pinned for the call. Then the
@@ -193,4 +193,4 @@ def _blocked_by_started_calls(engines: Iterable[Engine]) -> set[str]:
     return blocked
 
 
-_UNKNOWN = Engine()
+_UNKNOWN = ModelActivity()

@@ -16,7 +16,7 @@ from typing import Any
 from ...facts import NORMAL
 from ..requests import Refused
 from .model_hold import Hold
-from .order import Engine, ModelState, NextSteps, Waiting, call_to_refuse, next_steps
+from .order import ModelActivity, ModelState, NextSteps, Waiting, call_to_refuse, next_steps
 
 ENDS_KEPT = 64  # ends of calls from which the speed of the queue is computed
 MOST_CLIENTS = 1024  # the most clients whose last turn is remembered
@@ -214,25 +214,25 @@ class Queue:
 
     # -- deciding
 
-    def _engines(self) -> dict[str, Engine]:
+    def _engines(self) -> dict[str, ModelActivity]:
         names = {*self._models, *(turn.waiting.model for turn in self._waiting.values())}
         return {model: self._engine(model) for model in names}
 
-    def _engine(self, model: str) -> Engine:
+    def _engine(self, model: str) -> ModelActivity:
         running = self._models.get(model) or _Running()
         concurrency = self._concurrency(model)
         hold = running.hold
         if hold is None:
             state = ModelState.WARM if self._here(model) else ModelState.COLD
-            return Engine(state, running.active, concurrency)
+            return ModelActivity(state, running.active, concurrency)
         if running.engine_failed:
             # With this concurrency, no further call starts until the running calls have ended. Then the model is
             # pinned again.
-            return Engine(ModelState.WARM, running.active, running.active)
+            return ModelActivity(ModelState.WARM, running.active, running.active)
         # If calls are active and the hold did not wait, the model is on its device. Only the pin is not confirmed yet.
         if running.ready or (running.active and not hold.waited):
-            return Engine(ModelState.WARM, running.active, concurrency)
-        return Engine(ModelState.LOADING, running.active, concurrency, hold.waits_for)
+            return ModelActivity(ModelState.WARM, running.active, concurrency)
+        return ModelActivity(ModelState.LOADING, running.active, concurrency, hold.waits_for)
 
     def _carry_out(self, steps: NextSteps) -> None:
         for key in steps.start:

@@ -111,7 +111,7 @@ def read_serving_config(path: str | os.PathLike[str] | None) -> ServingConfig:
         line = mark.line + 1 if mark else 0
         problem = getattr(error, "problem", error)
         raise BadDocument(name, line, "", f"it is no YAML: {problem}") from None
-    return _Reader(name, lines).config(content or {})
+    return _TasksReader(name, lines).config(content or {})
 
 
 def _read(name: str) -> bytes:
@@ -121,7 +121,7 @@ def _read(name: str) -> bytes:
     return data
 
 
-class _Reader:
+class _TasksReader:
     """Converts the content of one file, and finds the line of each mistake."""
 
     def __init__(self, name: str, lines: Any) -> None:

@@ -34,7 +34,7 @@ _KIND_OF = {action: kind for kind, (_, actions) in KINDS.items() for action in a
 OTHER_MARK = "·"
 
 
-class Line(msgspec.Struct, frozen=True):
+class ActivityLine(msgspec.Struct, frozen=True):
     """One event."""
 
     key: str
@@ -48,19 +48,19 @@ class Line(msgspec.Struct, frozen=True):
     details: tuple[str, ...]
 
 
-def lines(events: Iterable[Event], snapshot: Snapshot) -> tuple[Line, ...]:
+def lines(events: Iterable[Event], snapshot: Snapshot) -> tuple[ActivityLine, ...]:
     """A line for each of the first MOST `events`, in their order; `snapshot` names the processes."""
     return tuple(_line(event, snapshot) for event in list(events)[:MOST])
 
 
-def _line(event: Event, snapshot: Snapshot) -> Line:
+def _line(event: Event, snapshot: Snapshot) -> ActivityLine:
     kind = _KIND_OF.get(event.action, "")
     is_by_person = bool(event.by) and ":" not in event.by
     kinds = {kind, "operator" if is_by_person else kind} - {""}
     requested = (f"Requested by {clean(event.by)}.",) if event.by else ()
     took = (f"It took {show_seconds(event.seconds)}.",) if event.seconds else ()
     considered = tuple(f"Also considered: {clean(other)}" for other in event.runners_up)
-    return Line(
+    return ActivityLine(
         f"{event.wall:.6f}.{event.seq}",
         event.wall,
         KINDS[kind][0] if kind else OTHER_MARK,

@@ -41,7 +41,7 @@ MOST_TARGETS = 3  # cards that the menu of a lease offers for a move: those with
 PAST_STEPS = 300  # the resolution of the small history, over its whole width
 
 
-class Part(msgspec.Struct, frozen=True):
+class BarPart(msgspec.Struct, frozen=True):
     """One stretch of a bar (a piece with one colour), with its position on the axis."""
 
     key: str  # the same as long as the stretch is shown
@@ -73,7 +73,7 @@ class DeviceRow(msgspec.Struct, frozen=True):
     length: float  # the whole device
     limit: float  # its budget
     limit_hint: str
-    parts: tuple[Part, ...]
+    parts: tuple[BarPart, ...]
     description: str  # the bar in words
     buttons: tuple[Button, ...]
 
@@ -167,12 +167,12 @@ def _name(device: Device) -> str:
 # -- what a bar holds ------------------------------------------------------------------------------
 
 
-def _parts(snapshot: Snapshot, bar: DeviceBar, drawing: _Drawing) -> Iterator[Part]:
+def _parts(snapshot: Snapshot, bar: DeviceBar, drawing: _Drawing) -> Iterator[BarPart]:
     position = 0
     for stretch in bar.stretches:
         lease = drawing.leases.get(stretch.label) if stretch.label else None
         style = drawing.styles.get(stretch.label)
-        yield Part(
+        yield BarPart(
             f"{stretch.kind} {stretch.label or stretch.title}",
             drawing.percent(position),
             drawing.percent(stretch.bytes),
@@ -190,14 +190,14 @@ def _parts(snapshot: Snapshot, bar: DeviceBar, drawing: _Drawing) -> Iterator[Pa
 
 def _kept_parts(
     snapshot: Snapshot, bar: DeviceBar, kept: Sequence[tuple[Ticket, int]], drawing: _Drawing
-) -> Iterator[Part]:
+) -> Iterator[BarPart]:
     position = bar.used_bytes
     for ticket, size in kept:
         title = ticket_title(ticket, snapshot)
         needed = sum(share.bytes for share in ticket.need if share.device == bar.device.id)
         section = snapshot.sections.get(ticket.owner)
         whose = f"\nfor {clean(section.owner.label)}" if section else ""
-        yield Part(
+        yield BarPart(
             f"kept {ticket.key}",
             drawing.percent(position),
             drawing.percent(size),

@@ -45,7 +45,7 @@ class Range(NamedTuple):
         return round(WHOLE * min(1.0, max(0.0, part)), 1)
 
 
-class Bar(msgspec.Struct, frozen=True, array_like=True):
+class Stay(msgspec.Struct, frozen=True, array_like=True):
     """A span of time in which a model's bytes on one device did not change."""
 
     start: float
@@ -59,7 +59,7 @@ class ModelRow(msgspec.Struct, frozen=True):
 
     key: str
     title: str
-    bars: tuple[Bar, ...]
+    bars: tuple[Stay, ...]
     words: str  # for screen readers
 
 
@@ -73,7 +73,7 @@ class Arrow(msgspec.Struct, frozen=True):
     hint: str
 
 
-class Figures(msgspec.Struct, frozen=True):
+class CardFigures(msgspec.Struct, frozen=True):
     """The driver's measurements of one card over time. Unknown values are left out."""
 
     device: str
@@ -89,7 +89,7 @@ class Drawing(msgspec.Struct, frozen=True):
     end: float
     rows: tuple[ModelRow, ...] = ()
     arrows: tuple[Arrow, ...] = ()
-    figures: tuple[Figures, ...] = ()
+    figures: tuple[CardFigures, ...] = ()
     gaps: tuple[tuple[float, float], ...] = ()  # times in which nothing was recorded
     colours: dict[str, str] = {}  # of the devices; the host has none and is hatched
     note: str = ""
@@ -160,7 +160,7 @@ def _row(label: str, title: str, spans: Mapping[str, Sequence[Span]], shown: Ran
     return ModelRow(label, title, tuple(bars), f"{title}: {', '.join(places)}")
 
 
-def _bars(label: str, device: str, spans: Sequence[Span], shown: Range) -> list[Bar]:
+def _bars(label: str, device: str, spans: Sequence[Span], shown: Range) -> list[Stay]:
     """The bars of the lease with the `label` on one `device`. Neighbouring spans with equal bytes become one bar."""
     found: list[tuple[float, float, int]] = []
     for moment, end in spans:
@@ -173,7 +173,7 @@ def _bars(label: str, device: str, spans: Sequence[Span], shown: Range) -> list[
             found.append((moment.wall, end, size))
     place = "in RAM" if device == HOST else f"on {device}"
     return [
-        Bar(
+        Stay(
             shown.at(start),
             shown.at(end),
             device,
@@ -254,13 +254,13 @@ def _arrow(pair: tuple[str, str], group: Sequence[Event], shown: Range) -> Arrow
 _UNITS = {"%": "utilisation_percent", "°C": "temperature_celsius", "W": "power_watts"}
 
 
-def _figures(device: str, spans: Sequence[Span], shown: Range) -> Figures:
+def _figures(device: str, spans: Sequence[Span], shown: Range) -> CardFigures:
     lines = {unit: _pieces(spans, field, shown) for unit, field in _UNITS.items()}
     last = spans[-1][0] if spans else None
     known = {unit: getattr(last, field, None) for unit, field in _UNITS.items()}
     now = " · ".join(f"{value:.0f} {unit}" for unit, value in known.items() if value is not None)
     watts = [value for piece in lines["W"] for _, value in piece]
-    return Figures(device, lines, now, max(watts, default=0.0))
+    return CardFigures(device, lines, now, max(watts, default=0.0))
 
 
 def _pieces(

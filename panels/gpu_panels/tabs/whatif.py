@@ -39,7 +39,7 @@ HINT = (
 )
 
 
-class Wish(NamedTuple):
+class PlanWish(NamedTuple):
     """A visitor's wish for a plan: the model or the size, and the options.
 
     The texts are from a browser. `request_plan` checks them.
@@ -57,7 +57,7 @@ class Wish(NamedTuple):
         return {name: value for name, value in wished.items() if value not in (ANY, USUAL)}
 
 
-def request_plan(rt: Any, wish: Wish, models: Collection[str]) -> PlanAnswer:
+def request_plan(rt: Any, wish: PlanWish, models: Collection[str]) -> PlanAnswer:
     """The plan of the runtime `rt` for the `wish`, which names one of `models` or a size such as `14 GiB`.
 
     Any other text gives an error. The text is never used as the path of a file, since a visitor must not make the
@@ -164,7 +164,7 @@ class WhatIfTab(Tab):
         """Shows the plan for the chosen model or typed size, and its effect on `snapshot`."""
         models = self._offer_models(snapshot)
         subject = self._subject()
-        wish = Wish(subject, self.cards.value, self.layout.value, self.importance.value)
+        wish = PlanWish(subject, self.cards.value, self.layout.value, self.importance.value)
         found = self._plan(wish, models) if subject else None
         if not subject:
             text = f'<div class="hint">{HINT}</div>'
@@ -224,7 +224,7 @@ class WhatIfTab(Tab):
             return size
         return "" if self.model.value == NO_MODEL else self.model.value
 
-    def _plan(self, wish: Wish, models: list[str]) -> PlanAnswer | None:
+    def _plan(self, wish: PlanWish, models: list[str]) -> PlanAnswer | None:
         """The plan for `wish`, or None while it is being computed."""
         return self.poller.latest(
             f"what if: {wish}", lambda rt: request_plan(rt, wish, models), FETCH_SECONDS
