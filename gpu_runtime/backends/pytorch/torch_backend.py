@@ -172,10 +172,14 @@ class TorchBackend(Backend):
             model.dispatch.remove()
         left = model.memories
         model.hand_over()
-        calls = handing_over(model, self.probe.place(HOST))
+        exchange, calls = handing_over(model, self.probe.place(HOST))
         nothing = {**nowhere(), "module": nn.Module(), "optimizer": None}
-        swap.at_once([*calls, *assignments(model, **nothing)])
-        del calls
+        try:
+            swap.at_once([*calls, *assignments(model, **nothing)])
+        except BaseException:
+            exchange.undo()
+            raise
+        del exchange, calls
         release_cached(left)
 
     def measure(self, model: TorchModel) -> Shares:
