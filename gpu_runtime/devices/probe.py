@@ -252,8 +252,10 @@ class Probe:
     def _charged(self, card: Card, pid: int = 0) -> int:
         """Bytes that the driver reports on a card for the process `pid`.
 
-        The `pid` 0 stands for this process. The result is 0 if the driver reports no bytes, or if
-        the driver has another pid for the process, as in a container.
+        The `pid` 0 stands for this process. The result is 0 if the driver reports no bytes. In a
+        container, some drivers report the pids of the host. Then the result is 0 too, unless a
+        process of the host has the number `pid`: its bytes are returned, since nothing tells it
+        from this process.
         """
         pid = pid or os.getpid()
         if self._sampling is None:

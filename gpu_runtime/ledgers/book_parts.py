@@ -32,8 +32,9 @@ def part_of(book: Book, owner_id: str) -> Book:
 def union(parts: list[Book]) -> Book:
     """One book made from `parts`, the parts of several owners, from the oldest to the newest.
 
-    The description and the limit of a device are from the oldest part that has the device. The
-    drained cards are from the newest part with a section.
+    The description and the limit of a device are those of the first part that has the device: while
+    any owner lives, the book keeps those of its first owner (`transitions.publish`), so the parts
+    agree. The drained cards are those of the last part that has a section.
     """
     devices: dict[str, Device] = {}
     limits: dict[str, int] = {}

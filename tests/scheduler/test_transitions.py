@@ -24,6 +24,7 @@ from gpu_runtime.facts import (
     encode,
     overdrafts,
 )
+from gpu_runtime.ledgers.book_parts import part_of, union
 from gpu_runtime.scheduler import ghosts, wakeups
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.capacity import room
@@ -386,6 +387,19 @@ def test_the_first_owner_sets_the_limits_and_later_ones_add_devices():
         Book(limits={"gone:0": 1}, devices=(Device("gone:0", 1),)), truth(), world(sim0=7, host=1)
     )
     assert alone.limits == {"sim:0": size(7), HOST: size(1)}, "who is alone begins anew"
+
+
+def test_a_rebuilt_book_keeps_the_limits_of_its_first_owner():
+    """A later owner's part has devices that the first owner does not know. On common devices the
+    parts agree, whatever limits the later owner has for itself.
+    """
+    first = publish(Book(), Truth(owner(1)), world(sim0=20, host=10))
+    both = publish(first, Truth(owner(2)), world(sim0=7, sim1=5, host=1))
+    parts = [part_of(first, owner(1).id), part_of(both, owner(2).id)]
+    for order in (parts, parts[::-1]):
+        rebuilt = union(order)
+        assert rebuilt.limits == both.limits
+        assert {one.id: one for one in rebuilt.devices} == {one.id: one for one in both.devices}
 
 
 def test_publishing_twice_is_publishing_once():
