@@ -144,23 +144,39 @@ def _rows(
     path: str | Path, fields: tuple[str, ...], parsed: Callable[[dict[str, str]], object]
 ) -> Iterator[object]:
     try:
-        file = open(path, newline="", encoding="utf-8")
+        file = open(path, newline="", encoding="utf-8-sig")  # a spreadsheet may write a BOM
     except OSError as error:
         raise BadSetting("the history", str(path), f"a file that can be read ({error})") from None
     with file:
-        reader = csv.DictReader(file)
-        missing = [field for field in fields if field not in (reader.fieldnames or ())]
-        if missing:
-            raise BadSetting(
-                f"the first line of {path}",
-                ",".join(reader.fieldnames or ()),
-                f"the columns {', '.join(fields)}",
-            )
-        for row in reader:
-            try:
-                yield parsed(row)
-            except (ValueError, TypeError, BadSetting) as error:
-                raise BadSetting(f"{path}, line {reader.line_num}", dict(row), str(error)) from None
+        try:
+            yield from _parsed(path, csv.DictReader(file), fields, parsed)
+        except (UnicodeDecodeError, csv.Error) as error:
+            raise BadSetting("the history", str(path), f"a CSV file in UTF-8 ({error})") from None
+
+
+def _parsed(
+    path: str | Path,
+    reader: csv.DictReader[str],
+    fields: tuple[str, ...],
+    parsed: Callable[[dict[str, str]], object],
+) -> Iterator[object]:
+    missing = [field for field in fields if field not in (reader.fieldnames or ())]
+    if missing:
+        raise BadSetting(
+            f"the first line of {path}",
+            ",".join(reader.fieldnames or ()),
+            f"the columns {', '.join(fields)}",
+        )
+    for row in reader:
+        place = f"{path}, line {reader.line_num}"
+        if None in row.values():
+            raise BadSetting(place, dict(row), f"{len(fields)} values")
+        try:
+            yield parsed(row)
+        except BadSetting as error:
+            raise BadSetting(f"{place}, {error.setting}", error.value, error.expected) from None
+        except (ValueError, TypeError) as error:
+            raise BadSetting(place, dict(row), str(error)) from None
 
 
 def _model(row: dict[str, str]) -> HistoryModel:

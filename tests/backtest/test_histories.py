@@ -16,7 +16,7 @@ REQUESTS = "t_s,model,service_s,importance\n2.5,b,1,high\n0,a,2.5,normal\n"
 @pytest.fixture
 def files(tmp_path):
     def write(requests=REQUESTS, models=MODELS):
-        (tmp_path / "r.csv").write_text(requests)
+        (tmp_path / "r.csv").write_text(requests, errors="surrogateescape")
         (tmp_path / "m.csv").write_text(models)
         return tmp_path / "r.csv", tmp_path / "m.csv"
 
@@ -43,12 +43,22 @@ def test_two_files_are_a_history(files):
         (REQUESTS.replace("high", "huge"), MODELS, r"r.csv, line 2"),
         (REQUESTS.replace(",b,", ",c,"), MODELS, r"r.csv, line 2.*'c'.*m.csv describes"),
         (REQUESTS, MODELS.replace("1.5", "0"), r"m.csv, line 2"),
-        (REQUESTS, MODELS + "c,1\n", r"m.csv, line 4"),
+        (REQUESTS, MODELS + "c,1\n", r"m.csv, line 4.*must be 5 values"),
+        (
+            REQUESTS.replace("high", "huge"),
+            MODELS,
+            r"line 2, importance='huge' cannot .*one of urgent",
+        ),
+        (REQUESTS + "9,\udcff,1,high\n", MODELS, r"r.csv' cannot be used: .* a CSV file in UTF-8"),
     ],
 )
 def test_a_mistake_is_one_sentence_with_its_file_and_line(files, requests, models, message):
     with pytest.raises(BadSetting, match=message):
         read_history(*files(requests, models))
+
+
+def test_a_file_of_a_spreadsheet_with_a_mark_of_its_encoding_is_read(files):
+    assert read_history(*files("\ufeff" + REQUESTS)) == read_history(*files())
 
 
 def test_a_file_that_is_not_there_is_named(files, tmp_path):
