@@ -68,6 +68,9 @@ def compare(
     for name in engines:
         if name not in ENGINES:
             raise BadSetting("engine", name, f"one of {', '.join(ENGINES)}")
+    for what, sizes in (("device", devices), ("host", hosts)):
+        if not sizes:
+            raise BadSetting(what, "", "a size such as 80GB, or a percent such as 20%")
     cards = [_card(text, history) for text in devices]
     memories = [_bytes(text, history, "host") for text in hosts]
     for card, memory in product(cards, memories):

@@ -45,6 +45,8 @@ def test_percents_are_of_all_models_and_a_card_holds_at_least_the_largest():
         ({"devices": ["-5%"]}, "device='-5%'"),
         ({"hosts": ["nan%"]}, "host='nan%'"),
         ({"devices": ["5GB"]}, "device='5GB'.*10.0GB, the size of a"),
+        ({"devices": []}, "device=''.*80GB"),
+        ({"hosts": []}, "host=''.*20%"),
     ],
 )
 def test_a_wrong_choice_is_one_sentence(choices, message):
