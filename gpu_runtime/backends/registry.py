@@ -98,8 +98,11 @@ def _not_a_model(source: Any, text: str) -> NotAModel:
         found = "a file of another kind"
     else:
         found = "no such file or directory"
+    what = f"{text or quoted(source)} cannot be loaded ({found})."
+    if source is None:
+        what = "the source of the model is missing."
     return NotAModel(
-        f"{text or quoted(source)} cannot be loaded ({found}).\n"
+        f"{what}\n"
         f"  Supported: a Hugging Face directory (config.json and *.safetensors), a GGUF file,\n"
         f"  the hub id (org/name) of a downloaded model, an nn.Module, or a callable that returns one.",
         name=text,

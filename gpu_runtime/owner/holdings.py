@@ -330,6 +330,8 @@ def free(session: Session, variable: str | None) -> Outcome:
     if variable is not None and variable not in known:
         close = difflib.get_close_matches(variable, known, n=1)
         hint = f" Did you mean {close[0]}?" if close else ""
+        if variable in session.residents:
+            hint = f" It is a model:  %gpu evict {variable}\n "
         raise GpuError(
             f"no variable is called {variable!r}.{hint} Those that hold memory:  %gpu who",
             name=variable,

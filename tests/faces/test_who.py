@@ -382,6 +382,9 @@ def test_free_of_an_unknown_name_suggests_the_nearest(notebook, rt):
     run(notebook, "model = mib(1)")
     with pytest.raises(errors.GpuError, match="no variable is called 'modle'. Did you mean model?"):
         rt.free("modle")
+    rt.register("qwen", backend="fake", size="1MiB")
+    with pytest.raises(errors.GpuError, match="It is a model:  %gpu evict qwen"):
+        rt.free("qwen")
     assert table(rt) == {"model": (1, 1)}
 
 

@@ -658,6 +658,7 @@ def test_bad_input_is_named_and_nothing_is_registered(runtime):
     rt = runtime()
     for call, error, words in [
         (lambda: rt.register("m", "/no/such/place"), NotAModel, "/no/such/place"),
+        (lambda: rt.register("m", size="3GiB"), NotAModel, "the source of the model is missing"),
         (lambda: rt.register("m", backend="fake", size="-3GiB"), BadSize, "-3GiB"),
         (lambda: rt.register("m", backend="fake", size="much"), BadSize, "much"),
         (lambda: rt.register("m", backend="fake"), BadSize, "size"),
