@@ -193,6 +193,12 @@ def _cards(value: Any) -> str | tuple[str, ...]:
     return _word(value) if isinstance(value, str) else _devices(value)
 
 
+def _slot_cards(value: Any) -> str | tuple[str, ...]:
+    cards = _cards(value)
+    _require(cards and (isinstance(cards, str) or len(set(cards)) == len(cards)))
+    return cards
+
+
 def _truth(value: Any) -> bool:
     _require(value is True or value is False)
     return value
@@ -361,6 +367,14 @@ RULES: dict[str, Rule] = {
     "host": WORDS,
     "file": PATH,
     "format": Rule("yaml, json, or nothing for a dict", _word),
+    # the arguments of the fleet
+    "copies": Rule("a number of copies, 0 to 10,000", whole(0, 10_000)),
+    **dict.fromkeys(("dedicated", "retry"), TRUTH),
+    **dict.fromkeys(("drain.host", "create_slot.host"), Rule("the name of a host", _word)),
+    "model": MODEL,
+    "create_slot.devices": Rule("cards of the host, such as 'cuda:1' or 'cuda:0,1'", _slot_cards),
+    "slot": Rule("the name of a slot, such as 'qwen@box2'", _word),
+    "status.timeout": SECONDS,
     # the arguments of Runtime itself; its other keywords are settings
     "devices": optional(TEXT),
     "ledger": optional(TEXT),

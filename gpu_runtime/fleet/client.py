@@ -9,14 +9,9 @@ import time
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
+from ..arguments import checked
 from ..catalog.store import Catalog
-from ..errors import (
-    AmbiguousName,
-    Busy,
-    FleetUnavailable,
-    GpuError,
-    UnknownModel,
-)
+from ..errors import AmbiguousName, Busy, FleetUnavailable, GpuError, UnknownModel
 from ..facts import Offer, Outcome, PlanLevel, Snapshot
 from ..safe_text import quoted
 from ..scheduler.offers import ranked
@@ -63,6 +58,7 @@ class Fleet:
 
     # -- using -------------------------------------------------------------------------------------
 
+    @checked
     def use(
         self,
         name: str,
@@ -216,6 +212,7 @@ class Fleet:
 
     # -- wishes ------------------------------------------------------------------------------------
 
+    @checked
     def apply(
         self, file: str | os.PathLike[str], *, copies: int = 1, dedicated: bool = False
     ) -> dict[str, str]:
@@ -241,6 +238,7 @@ class Fleet:
         self._last.clear()  # a model may have more copies now
         return self._ask_controller("apply", tuple(bodies), copies, dedicated)
 
+    @checked
     def delete(self, name: str) -> Outcome:
         """Removes the model `name` from the fleet's wishes. A loaded model stays until it is evicted.
 
@@ -252,6 +250,7 @@ class Fleet:
 
     # -- acting ------------------------------------------------------------------------------------
 
+    @checked
     def evict(self, name: str, *, timeout: str | float | None = 30.0) -> Outcome:
         """Evicts a model: `fleet.evict("qwen@box2")`, or `fleet.evict("qwen")` if only one host has the model.
 
@@ -271,6 +270,7 @@ class Fleet:
             raise UnknownModel(name, names, none="No host holds a model.", advice="See:  gpu fleet")
         return holders[0]
 
+    @checked
     def drain(self, host: str, *, undo: bool = False) -> Outcome:
         """Closes `host` to models, and loads its wished models on other hosts. `undo` opens the host again.
 
@@ -282,6 +282,7 @@ class Fleet:
         words = "takes models again" if undo else "takes no more models"
         return Outcome("drain", host, True, f"{host} {words}")
 
+    @checked
     def create_slot(self, model: str, host: str, devices: str | Iterable[str]) -> Outcome:
         """Loads `model` on exactly these `devices` of `host`, and keeps the wish for this slot.
 
@@ -297,6 +298,7 @@ class Fleet:
         where = self._ask_controller("create_slot", slot)
         return Outcome("slot", slot.id, True, f"{model} is on {where} of {host}", where=where)
 
+    @checked
     def delete_slot(self, slot: str) -> Outcome:
         """Removes the wish for `slot` (`"qwen@box2"`), and evicts its model from its host unless the model is in use.
 
@@ -338,6 +340,7 @@ class Fleet:
                 why="unknown host",
             )
 
+    @checked
     def host(self, name: str) -> FarRuntime:
         """The runtime of the host `name`, with the same methods as `rt`.
 
@@ -348,6 +351,7 @@ class Fleet:
 
     # -- reading -----------------------------------------------------------------------------------
 
+    @checked
     def plan(self, name: str) -> tuple[Offer, ...]:
         """What each host offers for the model `name`, the best offer first. Nothing changes.
 
@@ -356,6 +360,7 @@ class Fleet:
         self._require_known(name)
         return ranked(self._choose(name, set())[0])
 
+    @checked
     def status(self, *, timeout: str | float = cluster.READ_SECONDS) -> tuple[Snapshot, ...]:
         """A snapshot of each host, by name.
 
@@ -403,6 +408,7 @@ class Fleet:
         frames = [found[host].assign(host=host) for host in sorted(found)]
         return pandas.concat(frames, ignore_index=True) if frames else pandas.DataFrame()
 
+    @checked
     def why(self, name: str) -> dict[str, tuple[Any, ...]]:
         """The last decisions on the model `name` by host, the newest first. Raises UnknownModel."""
         self._require_known(name)

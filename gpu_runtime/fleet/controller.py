@@ -131,7 +131,9 @@ class Controller:
         with self._lock:
             new = change(self._wishes)
             if new is not self._wishes:
-                cluster.store(cluster.WISHES, wishes.dump(new))
+                data = wishes.dump(new)
+                wishes.load(data)  # raises, before all hosts read a value of another type
+                cluster.store(cluster.WISHES, data)
                 self._wishes = new
 
     # -- choosing ----------------------------------------------------------------------------------

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from gpu_runtime import Busy, DoesNotFit, UnknownModel
@@ -13,7 +15,7 @@ from gpu_runtime.facts import HostRoom, Offer, PlanLevel
 from gpu_runtime.fleet import client, cluster
 from gpu_runtime.fleet.client import Fleet
 from gpu_runtime.fleet.controller import Controller
-from gpu_runtime.fleet.wishes import Wish, Wishes
+from gpu_runtime.fleet.wishes import Wish, Wishes, applied, load
 
 WISHES = Wishes(models=(Wish("qwen", {}),))
 GONE = Offer("a", "qwen", PlanLevel.NEVER, cluster.GONE, answered=False)
@@ -140,3 +142,17 @@ def test_of_nine_hosts_one_that_reports_no_room_is_listed_as_silent():
 def test_if_the_best_eight_hosts_lack_the_engine_the_next_eight_are_asked():
     hosts = Hosts(*(room(f"box{n}", 80 + n) for n in range(9)), able="box8")
     assert chosen(hosts)[0].host == "box8" and list(map(len, hosts.asked)) == [8, 1]
+
+
+def test_wishes_that_no_host_could_read_are_not_stored(monkeypatch):
+    """A number of copies as text was stored. Then no host could read any wish, and no model could be used."""
+    stored: list[bytes] = []
+    monkeypatch.setattr(cluster, "store", lambda key, data: stored.append(data))
+    controller = Controller.__new__(Controller)
+    controller._wishes, controller._lock = WISHES, threading.Lock()
+    wrong = Wish("phi", {}, copies="2")  # type: ignore[arg-type]
+    with pytest.raises(msgspec.ValidationError):
+        controller._change(lambda old: applied(old, [wrong], dedicated=False))
+    assert controller.wishes() == WISHES and not stored
+    controller._change(lambda old: applied(old, [Wish("phi", {}, copies=2)], dedicated=False))
+    assert [load(data).names for data in stored] == [("phi", "qwen")]

@@ -25,6 +25,7 @@ from gpu_runtime.arguments import RULES, rules_of
 from gpu_runtime.facts import LeaseId
 from gpu_runtime.facts.base import encode
 from gpu_runtime.facts.book import decode_book
+from gpu_runtime.fleet.client import Fleet
 from gpu_runtime.options import OPTIONS
 from gpu_runtime.safe_text import MOST_MESSAGE
 from gpu_runtime.settings import Settings
@@ -191,9 +192,43 @@ def test_every_parameter_has_a_rule(method):
     assert set(rules_of(function)) == set(parameters(function))
 
 
+def fleet_methods() -> list[Any]:
+    """The methods of a fleet whose arguments are checked."""
+    members = [one for name, one in inspect.getmembers(Fleet, inspect.isfunction) if name[0] != "_"]
+    return [one for one in members if len(inspect.signature(one).parameters) > 1]
+
+
+@pytest.mark.parametrize("method", fleet_methods(), ids=lambda one: one.__name__)
+def test_every_argument_of_a_fleet_is_checked(method):
+    """A wrong value must not reach the wishes, which all hosts read. Unknown keywords name the nearest."""
+    function = inspect.unwrap(method)
+    assert function is not method and set(rules_of(function)) == set(parameters(function))
+    with pytest.raises(BadSetting, match="the nearest is"):
+        method(None, unknown=1)
+
+
+@pytest.mark.parametrize(
+    ("method", "given"),
+    [
+        ("apply", {"file": "x", "copies": "2"}),
+        ("apply", {"file": "x", "copies": -1}),
+        ("apply", {"file": "x", "copies": True}),
+        ("apply", {"file": "x", "dedicated": 1}),
+        ("plan", {"name": 5}),
+        ("use", {"name": "qwen", "importance": "supreme"}),
+        ("create_slot", {"model": "qwen", "host": "a", "devices": []}),
+        ("create_slot", {"model": "qwen", "host": "a", "devices": ["cuda:0", "cuda:0"]}),
+        ("status", {"timeout": None}),
+    ],
+)
+def test_a_wrong_value_never_reaches_the_fleet(method, given):
+    with pytest.raises(GpuError):
+        getattr(Fleet, method)(None, **given)
+
+
 def test_the_table_has_no_rule_without_a_parameter():
     used = set()
-    for function in (*public_methods().values(), Runtime.__init__):
+    for function in (*public_methods().values(), *fleet_methods(), Runtime.__init__):
         names = parameters(function)
         method = inspect.unwrap(function).__name__
         used |= {*names, *(f"{method}.{name}" for name in names)}
