@@ -8,6 +8,7 @@ threads, so that an offer never waits for a load.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
@@ -15,15 +16,17 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
+
+from msgspec.structs import replace
 
 from ..attribution import on_behalf_of
 from ..backends.processes import remote_calls
 from ..backends.processes.model_processes import ProcessBackend
 from ..errors import FleetUnavailable, GpuError, NotAllowed, UnknownModel
-from ..facts import HOST, HostRoom, Lease, Offer, PlanLevel
+from ..facts import HOST, THIS_PROCESS, HostRoom, Lease, Offer, PlanLevel
 from ..private_paths import replace_file
 from ..runtime import Runtime
 from ..scheduler.offers import offer_of, room_of
@@ -143,9 +146,23 @@ class HostAgent:
             users = self.holds.users(name)
             if plan.level is PlanLevel.WAIT:
                 users += len(self.rt.status().tickets)
-            return offer_of(plan, self.host, users)
+            found = offer_of(plan, self.host, users)
+            return replace(found, because=self._from_afar(found.because))
         except GpuError as error:
-            return Offer(self.host, name, PlanLevel.NEVER, str(error))
+            return Offer(self.host, name, PlanLevel.NEVER, self._from_afar(str(error)))
+
+    def _from_afar(self, text: str) -> str:
+        """The `text` for readers in other processes: there this process is the agent of its host."""
+        return text.replace(THIS_PROCESS, f"the agent of {self.host}")
+
+    @contextlib.contextmanager
+    def _errors_from_afar(self) -> Iterator[None]:
+        """A context manager whose errors are for readers in other processes."""
+        try:
+            yield
+        except GpuError as error:
+            error.args = (self._from_afar(str(error)),)
+            raise
 
     def _require_wish(self, name: object) -> None:
         """Raises UnknownModel if the fleet's wish for the model `name` was removed.
@@ -226,7 +243,8 @@ class HostAgent:
             raise NotAllowed(
                 f"{self.host} is drained.", name=name, user="", because="it is drained"
             )
-        self.holds.enter(FleetHold(hold, job, name), timeout, importance)
+        with self._errors_from_afar():
+            self.holds.enter(Hold(hold, job, name), timeout, importance)
         return True
 
     def call(self, message: Any) -> Any:
@@ -246,7 +264,8 @@ class HostAgent:
         self.learn(revision)
         if self._drained:
             raise NotAllowed(f"{self.host} is drained.", name=name, user="", because="drained")
-        self.rt.preload(name, timeout=timeout)
+        with self._errors_from_afar():
+            self.rt.preload(name, timeout=timeout)
         lease = self._leases().get(name)
         return lease.where if lease else ""
 
@@ -262,7 +281,8 @@ class HostAgent:
             if {share.device for share in lease.shares} == set(devices):
                 return lease.where
             while (lease := self._leases().get(name)) is not None and lease.shares:
-                self.rt.evict(name)  # first to host memory, then from there
+                with self._errors_from_afar():
+                    self.rt.evict(name)  # first to host memory, then from there
         return self.load(name, revision, timeout)
 
     def slots(self) -> list[tuple[str, str, int, int]]:
@@ -283,7 +303,7 @@ class HostAgent:
         if name == "plan" and args:
             self.learn(self._revision + 1)  # reads the wishes, even if they have not changed
             self._require_wish(args[0])
-        with on_behalf_of(person):
+        with on_behalf_of(person), self._errors_from_afar():
             return getattr(self.rt, name)(*args, **kwargs)
 
     def serve(self, begin: Callable[[Runtime, str], T]) -> T:

@@ -260,8 +260,12 @@ def test_a_slot_is_on_its_cards_again_after_its_agent_was_killed(empty, hosts, c
     with empty.use("small") as model:
         assert model.host == "box1"
         assert slots(empty) == [("small@box1", "sim:1", 1, True)]
-        with pytest.raises(StillInUse):
-            empty.create_slot("small", "box1", "sim:0")
+        for act in (
+            lambda: empty.create_slot("small", "box1", "sim:0"),
+            lambda: empty.evict("small"),
+        ):
+            with pytest.raises(StillInUse, match="in use by the agent of box1"):
+                act()
     empty.create_slot("small", "box1", "sim:0")
     assert slots(empty) == [("small@box1", "sim:0", 0, True)]
     with pytest.raises(DoesNotFit):
