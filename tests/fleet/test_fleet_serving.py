@@ -117,6 +117,8 @@ def test_slots_over_http_and_the_metrics_of_each_host(models, hosts):
         assert 'gpu_device_claimed_bytes{device="sim:1",host="box2"' in metrics
         assert "gpu_hosts 2.0" in metrics and 'gpu_placements{cards="1"}' in metrics
         assert http.post("/api/v1/slots", json={**new, "devices": ["sim:7"]}).status_code == 404
+        twice = {**new, "devices": ["sim:0", "sim:0"]}
+        assert http.post("/api/v1/slots", json=twice).status_code == 400
         assert http.post("/api/v1/slots", json={**new, "host": "box9"}).status_code == 404
         assert http.post("/api/v1/slots", json={**new, "model": "none"}).status_code == 404
         assert http.post("/api/v1/slots", json={**new, "model": "wide"}).status_code == 507

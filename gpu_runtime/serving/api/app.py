@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from starlette.exceptions import HTTPException as StarletteError
 from starlette.routing import Match
 
-from ...errors import DoesNotFit, GpuError, NotAllowed, UnknownModel
+from ...errors import BadSetting, DoesNotFit, GpuError, NotAllowed, UnknownModel
 from ..request_log import request_id
 from ..requests import Refused
 from ..store import Store
@@ -35,7 +35,7 @@ _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 ANTHROPIC_PATH = "/v1/messages"
 READS = ("GET", "HEAD", "OPTIONS")
 # An error gets the HTTP status of the first class here that matches. All other errors get 503.
-_STATUSES = ((UnknownModel, 404), (NotAllowed, 403), (DoesNotFit, 507))
+_STATUSES = ((BadSetting, 400), (UnknownModel, 404), (NotAllowed, 403), (DoesNotFit, 507))
 
 
 class Config(BaseModel):
