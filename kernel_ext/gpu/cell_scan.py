@@ -31,6 +31,9 @@ MOST_CHARACTERS = 100_000  # a longer cell is data, and is not read
 MOST_PARSED = 512  # cells whose trees are kept
 MOST_VALUES = 50  # the values that are kept of one variable
 DEEPEST_CALL = 3  # calls within calls that are followed
+MOST_CALLS = (
+    200  # calls that are followed in one cell; 27,000 calls took 50 s beside the running cell
+)
 
 
 class ScannedModels(NamedTuple):
@@ -136,6 +139,7 @@ class _Cell(ast.NodeVisitor):
         self.uses: list[str] = []
         self.mentions: set[str] = set()
         self.depth = 0
+        self.followed = 0  # calls
 
     def use(self, names: Iterable[Any]) -> None:
         """Adds each model among `names` to the models that the cell uses."""
@@ -242,6 +246,8 @@ class _Cell(ast.NodeVisitor):
 
     def _follow(self, name: str, call: ast.Call) -> None:
         """Adds the models that the function `name` uses if it is called as in `call`."""
+        if self.followed >= MOST_CALLS:
+            return
         if body := self.scan.functions.get(name):
             self._follow_text(body, call)
         elif name not in self.scan.bound:
@@ -251,6 +257,7 @@ class _Cell(ast.NodeVisitor):
                 self._follow_code(value, [v for item in given for v in self.scan.values(item)])
 
     def _follow_text(self, body: ast.FunctionDef | ast.AsyncFunctionDef, call: ast.Call) -> None:
+        self.followed += 1
         outside = self.scan.bound
         parameters = [*body.args.posonlyargs, *body.args.args]
         given: dict[str, ast.AST] = {}
@@ -273,6 +280,7 @@ class _Cell(ast.NodeVisitor):
         `given`, and from the variables that it reads. The functions that it calls are followed too. `depth` is how
         many calls led from the cell to `function`, at most DEEPEST_CALL.
         """
+        self.followed += 1
         codes = [function.__code__]
         for code in codes:
             codes += [item for item in code.co_consts if isinstance(item, types.CodeType)]
@@ -284,6 +292,8 @@ class _Cell(ast.NodeVisitor):
         if depth < DEEPEST_CALL:
             for name in sorted(attributes):
                 called = self.scan.names.get(name)
+                if self.followed >= MOST_CALLS:
+                    return
                 if type(called) is types.FunctionType and called is not function:
                     self._follow_code(called, given, depth + 1)
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 
 import pytest
-from gpu.cell_scan import Scan, ScannedModels
+from gpu import cell_scan
+from gpu.cell_scan import Reading, Scan
 
 KNOWN = ("a", "b", "c", "qwen:8b")
 
@@ -136,3 +137,30 @@ def test_calls_within_calls_end():
     began = time.process_time()
     scan.read("def f():\n    g(); g(); g()\ndef g():\n    f(); f(); f()\nf()\n" * 3)
     assert time.process_time() - began < 2.0
+
+
+def followed_calls(monkeypatch, scan, code):
+    """The reading of `code`, and the number of calls that it followed."""
+    cells, kind = [], cell_scan._Cell
+    monkeypatch.setattr(cell_scan, "_Cell", lambda scan: cells.append(kind(scan)) or cells[-1])
+    return scan.read(code), cells[-1].followed
+
+
+def test_many_calls_of_functions_that_call_many_are_read_up_to_a_limit(monkeypatch):
+    """Three functions with 30 calls each make 27,000 calls of one. A model that the cell itself
+    names is found in any case.
+    """
+    scan = Scan(KNOWN, {})
+    for i in range(3):
+        scan.read(f"def h{i}(x):\n" + f"    y = h{i + 1}(x)\n" * 30)
+    reading, calls = followed_calls(monkeypatch, scan, "h0(1)\n" * 100 + 'rt.use("b")')
+    assert calls == cell_scan.MOST_CALLS and reading.uses == ("b",)
+
+
+def test_functions_of_earlier_cells_that_call_many_are_read_up_to_a_limit(monkeypatch):
+    names = {}
+    for i in range(100):
+        called = [f"f{(7 * i + k) % 100}(x)" for k in range(30)]
+        exec(f"def f{i}(x):\n    return {' + '.join(called)}", names)
+    reading, calls = followed_calls(monkeypatch, Scan(KNOWN, names), 'f1(3)\nrt.use("b")')
+    assert calls == cell_scan.MOST_CALLS and reading.uses == ("b",)
