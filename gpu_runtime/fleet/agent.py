@@ -244,7 +244,7 @@ class HostAgent:
                 f"{self.host} is drained.", name=name, user="", because="it is drained"
             )
         with self._errors_from_afar():
-            self.holds.enter(Hold(hold, job, name), timeout, importance)
+            self.holds.enter(FleetHold(hold, job, name), timeout, importance)
         return True
 
     def call(self, message: Any) -> Any:

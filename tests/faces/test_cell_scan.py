@@ -6,7 +6,7 @@ import time
 
 import pytest
 from gpu import cell_scan
-from gpu.cell_scan import Reading, Scan
+from gpu.cell_scan import Scan, ScannedModels
 
 KNOWN = ("a", "b", "c", "qwen:8b")
 
