@@ -1,9 +1,9 @@
 """Decides whether a model may be loaded before the cell that uses the model has begun.
 
 Pure. Such a load is a guess: the cell may never use the model. The load spends free memory, or the
-memory of an idle model of the same process that the cells use later or not at all. The load never
-waits, and never makes another process evict anything. While any request waits, no model is loaded
-ahead.
+memory of an idle model of the same process that is used later or never. The load never waits, frees
+no copy in host memory, and never makes another process evict anything. While any request waits, no
+model is loaded ahead.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ..facts import (
     Refuse,
     Request,
     Section,
+    Shed,
     Step,
     Wait,
     World,
@@ -89,6 +90,8 @@ def load_ahead(
         return book, Wait(verdict.because)
     if isinstance(verdict, Grant):
         return _granted(book, request, world, rank, f"loaded ahead: {cell} uses it")
+    if verdict.shadows or any(isinstance(step, Shed) for step in verdict.steps):
+        return book, Wait("host memory has too little free room for the models that would leave")
     if verdict.asked or not verdict.steps:
         return book, Wait(verdict.because)
     room_for = f"room for {request.lease.name}: {cell} uses it, and no cell before uses"

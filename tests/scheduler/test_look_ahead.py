@@ -6,6 +6,7 @@ Look-ahead loads the model of a waiting cell while another cell runs.
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,7 +17,7 @@ from gpu_runtime.scheduler.look_ahead import load_ahead, next_uses, with_next_us
 from gpu_runtime.scheduler.transitions import perform
 from gpu_runtime.scheduler.victims import eviction_order
 from tests.scheduler.test_laws import B, leases
-from tests.worlds import at, book, lease, owner, request, ticket, world
+from tests.worlds import at, book, lease, owner, request, size, ticket, world
 
 NAMES = [f"m{n}" for n in range(8)]
 CELL = "cell 7"
@@ -114,6 +115,23 @@ def test_the_host_s_memory_of_another_process_is_not_spent():
     them = book(precious, lease("warm", by=2, host=10))
     after, verdict = guess(them, "b", "b", room={"host": 20})
     assert after is them and isinstance(verdict, Wait) and not verdict.steps
+
+
+@pytest.mark.parametrize("holder", [1, 2])
+def test_no_copy_in_host_memory_is_freed_for_a_guess(holder):
+    """In an earlier version the model with the copy was marked as leaving its card, although the
+    running cell used it.
+    """
+    them = book(
+        lease("mine", sim0=8, droppable=False),
+        lease("used", by=holder, sim0=4, shadow_bytes=size(4)),
+        lease("idle", sim0=8),
+    )
+    after, verdict = guess(them, "b", "b", gib=12, running=["used"], room={"sim0": 20, "host": 8})
+    assert after is them and isinstance(verdict, Wait) and not verdict.steps
+    assert verdict.because == (
+        "host memory has too little free room for the models that would leave"
+    )
 
 
 def test_the_policy_evicts_what_is_used_next_last():
