@@ -164,13 +164,16 @@ def _steps(
     idle = lease.idle_seconds(world.now)
     if idle <= demand.idle_seconds:
         return ()
+    on_host = view.device.is_host
+    if on_host and not lease.droppable:
+        return ()  # the rest of a lease in parts must not follow to the host
     full = _pressure_after(view, freed)
     part = 0
-    if world.rules.relief == "auto":
+    if world.rules.relief == "auto" and not on_host:
         leaving = part_of(lease, _excess_bytes(view, freed, world))
         part = leaving.leaving_bytes if leaving.target else 0
     because = f"{at} memory pressure on {view.device.id} ({full:.1%}); idle {show_seconds(idle)}."
-    drops = demand.drop and world.rules.relief == "always"
+    drops = on_host or (demand.drop and world.rules.relief == "always")
     step = eviction_step(
         lease,
         host_room,

@@ -7,6 +7,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drop, Level, Move, Phase, Rules, Share, Shed
 from gpu_runtime.scheduler.capacity import room
@@ -303,6 +304,17 @@ def test_weights_that_exist_nowhere_else_stay_in_ram():
         idle("alive", 500, host=10, keep_alive=900),
     ]
     assert leaving(book(*stays), ram(1)) == []
+
+
+@pytest.mark.parametrize("relief", ["auto", "always"])
+def test_the_rest_of_a_model_in_parts_does_not_follow_to_a_full_ram(relief):
+    """In an earlier version its bytes on the card were offloaded, to relieve the RAM."""
+    parts = idle("parts", 500, sim0=5, host=10, piece_bytes=size(1), away_since=NOW - 500)
+    for free in (40, 25):
+        assert leaving(book(parts), ram(free, relief=relief)) == [], "not yet HIGH"
+    assert leaving(book(parts), ram(15, relief=relief)) == [("Drop", "parts")]
+    only = replace(parts, droppable=False)
+    assert leaving(book(only), ram(15, relief=relief)) == []
 
 
 def test_shadows_are_freed_before_a_model_leaves_ram():
