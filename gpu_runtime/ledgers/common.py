@@ -154,10 +154,15 @@ class SharedLedger:
                     known = self._store.glance() if may_glance else None
                     may_glance = False
                     page = known or self._store.look()
-                    # If many processes write, the book changes while a process reads all of it.
-                    # The second look reads only the parts that changed since the first look.
-                    if turn is None and not known and self._store.is_behind(page):
-                        page = self._store.look()
+                    # If many processes write, most attempts without the turn are lost. The process
+                    # reads before it waits, so in its turn it reads only what changed meanwhile.
+                    waits = paced and turn is None and self._pace.is_crowded(began)
+                    if waits:
+                        turn = self._wait_for_turn()
+                        began = time.monotonic()
+                    # The book also changes while a process reads all of it.
+                    if (waits or not (known or turn)) and self._store.is_behind(page):
+                        known, page = None, self._store.look()
                     new, answer = decide(page.book)
                     if new is page.book and known and self._store.look() is not known:
                         continue  # the decision was made on an older page

@@ -59,6 +59,20 @@ def test_only_a_constant_writer_under_contention_queues_before_its_first_attempt
     assert not among.should_queue
 
 
+def test_a_constant_writer_wakes_the_next_process_only_before_its_wait():
+    """A process that was woken earlier would find the turn taken again."""
+    pace = Pace()
+    pace.note_contention(10.0)
+    expects = []
+    for _ in range(2 * FREE_TURNS):
+        pace.before(10.0)
+        expects.append(pace.will_write_again)
+        pace.note_end(0.0001, 10.0)
+    first_eight = [False, False] + [True] * (FREE_TURNS - 3) + [False]
+    next_eight = [True] * (FREE_TURNS - 1) + [False]
+    assert expects == first_eight + next_eight
+
+
 def test_waits_after_losses_are_random_and_grow_within_a_bound():
     pace = Pace()
     pace.note_end(0.0001, 10.0)

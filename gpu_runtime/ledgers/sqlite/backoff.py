@@ -38,6 +38,10 @@ class Pace:
         """Records that other processes write too, after a wait for the turn or a lost race."""
         self._crowded_at = now
 
+    def is_crowded(self, now: float) -> bool:
+        """Whether other processes have written too in the last second."""
+        return now - self._crowded_at <= CROWDED_SECONDS
+
     def before(self, now: float) -> float:
         """Seconds to wait before a transaction that starts at the time `now`.
 
@@ -46,7 +50,7 @@ class Pace:
         """
         here = self._here
         in_a_row = now - getattr(here, "ended_at", _NEVER) < IN_A_ROW_SECONDS
-        crowded = now - self._crowded_at <= CROWDED_SECONDS
+        crowded = self.is_crowded(now)
         here.turns = here.turns + 1 if in_a_row else 1  # in a row since the last wait
         here.row = here.row + 1 if in_a_row else 1  # in a row, also across waits
         here.should_queue = here.row > 2 and crowded
@@ -69,10 +73,9 @@ class Pace:
     def will_write_again(self) -> bool:
         """Whether this thread will probably write again without a wait.
 
-        True from the third to the seventh transaction in a row. After the eighth, `before` returns
-        a wait.
+        True from the third transaction in a row on, but not if `before` returns a wait next.
         """
-        return 2 < self._here.turns < FREE_TURNS
+        return self._here.row > 2 and self._here.turns < FREE_TURNS
 
     def after_loss(self, times: int, now: float) -> float:
         """Seconds to wait after the race was lost `times` times in this transaction."""
