@@ -8,7 +8,6 @@ Finally, every victim that is not needed is taken off the list again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from itertools import combinations
 from math import comb
 
@@ -45,51 +44,36 @@ def multi_card_ways(
         room = _Room(cards, context, request.lease.owner)
         room.own_need = claimed(footprint, cards, rules, limits)
         room.missing += least_room(footprint, len(cards), rules)
-        enough = _enough(room, fitting(footprint, cards, rules, limits))
-        chosen = _victims_within_host(idle, room, enough, host_bytes, rules, host is not None)
+        room.holds = fitting(footprint, cards, rules, limits)
+        chosen = _victims_within_host(idle, room, host_bytes, rules)
         if chosen is None:
             continue
         if host is not None:
-            chosen = _without_needless_pieces(chosen, room, enough, host)
-        with room.without(chosen):
-            candidate = divide(footprint, room.usable(), rules, limits)
+            chosen = _without_needless_pieces(chosen, room, host)
+        candidate = divide(footprint, room.usable(), rules, limits)
         if candidate is not None:
             yield candidate, chosen
-
-
-def _enough(room: _Room, holds: Callable[[Bytes], bool]) -> Callable[[], bool]:
-    """Returns a function without parameters. The function returns whether `room` is enough now."""
-
-    def enough() -> bool:
-        if room.missing > 0 or room.above_own_limit:
-            return False
-        return holds(room.usable())
-
-    return enough
 
 
 def _victims_within_host(
     idle: Sequence[Lease],
     room: _Room,
-    enough: Callable[[], bool],
     host_bytes: int,
     rules: PlacementRules,
     may_cut: bool,
 ) -> tuple[Lease, ...] | None:
     """The leases in `idle` to evict; None if all of `idle` together cannot make the room.
 
-    Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory. If
-    `may_cut` is true, a lease that does not fit may leave in part.
+    Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory. After
+    the call, the returned leases have left the `room`.
     """
     fewest = rules.policy == "fewest-evictions"
-    chosen = _victims(idle, room, enough, fewest=fewest)
+    chosen = _victims(idle, room, fewest=fewest)
     if chosen is None or precious_bytes(chosen) <= host_bytes:
         return chosen
-    for pool in _that_the_host_can_take(list(filter(room.gains, idle)), host_bytes, may_cut):
-        chosen = _victims(pool, room, enough, fewest=fewest)
-        if chosen is not None:
-            return chosen
-    return None
+    room.all_go(chosen, -1)
+    pool = _with_those_the_host_can_take(list(filter(room.gains, idle)), host_bytes)
+    return _victims(pool, room, fewest=fewest)
 
 
 def _that_the_host_can_take(
@@ -128,9 +112,9 @@ def _sets(
         if card not in context.blind and (not rules.devices or card in rules.devices):
             cards.append(card)
     whole = _Room(cards, context, request.lease.owner)
-    now = whole.usable()
-    with whole.without(idle):
-        possible = list(sets_that_fit(request.footprint, whole.usable(), rules, limits))
+    now = dict(whole.usable())
+    whole.all_go(idle)
+    possible = list(sets_that_fit(request.footprint, whole.usable(), rules, limits))
     sets: list[tuple[str, ...]] = []
     if len(cards) <= FEW_CARDS:
         for count in sorted(set(map(len, possible))):
@@ -164,12 +148,21 @@ class _Room:
         self.limited = bool(self.cap_left) or self.owner is not None
         self.own_need = 0  # bytes that the new model claims of `own_left`
         self.missing = -sum(self.free.values())  # above 0: the cards together have too few bytes
+        self.holds: Callable[[Bytes], bool]  # whether the model fits into these bytes
 
     def usable(self) -> Bytes:
         """The usable bytes of each card, within the operator's cap. Do not change the result."""
         if not self.cap_left:
             return self.free
         return {card: min(size, self.cap_left[card]) for card, size in self.free.items()}
+
+    def enough(self) -> bool:
+        """Whether the model fits now. One plan calls this function some hundred times."""
+        if self.missing > 0:
+            return False
+        if not self.limited:
+            return self.holds(self.free)
+        return not self.above_own_limit and self.holds(self.usable())
 
     @property
     def above_own_limit(self) -> bool:
@@ -216,65 +209,55 @@ class _Room:
         if self.own_left is not None and lease.owner == self.owner:
             self.own_left += times * freed_bytes(lease)
 
-    @contextmanager
-    def without(self, leases: Sequence[Lease] = ()) -> Iterator[None]:
-        """Counts the `leases` as evicted in a `with` block. Afterwards the room is as before."""
-        before = self.free, self.cap_left, self.own_left, self.missing
-        self.free, self.cap_left = dict(self.free), dict(self.cap_left)
+    def all_go(self, leases: Iterable[Lease], times: int = 1) -> None:
+        """Counts all these `leases` as evicted. If `times` is -1, they are back on their cards."""
         for lease in leases:
-            self.let_go(lease)
-        yield
-        self.free, self.cap_left, self.own_left, self.missing = before
+            self.let_go(lease, times)
 
 
 def _victims(
     pool: Sequence[Lease],
     room: _Room,
-    enough: Callable[[], bool],
     *,
     fewest: bool,
 ) -> tuple[Lease, ...] | None:
     """The leases of `pool` to evict; None if the whole pool is too small.
 
-    All returned leases are needed. The `room` is the same before and after the call.
+    After the call, the returned leases have left the `room`.
     """
     order = sorted(pool, key=_least_important_largest_first(room)) if fewest else pool
-    with room.without():
-        chosen = _first_enough(order, room, enough)
-    if chosen is None:
-        return None
-    if fewest and chosen:
+    chosen = _first_enough(order, room)
+    if chosen and fewest:
+        room.all_go(chosen, -1)
         least = chosen[-1].importance
         allowed = [one for one in order if one.importance >= least and room.gains(one)]
-        few = _fewer(allowed, room, enough, len(chosen)) or chosen
-        return tuple([lease for lease in pool if lease in few])
+        few = _fewer(allowed, room, len(chosen)) or chosen
+        chosen = tuple([lease for lease in pool if lease in few])
+        room.all_go(chosen)
     return chosen
 
 
-def _first_enough(
-    order: Iterable[Lease],
-    room: _Room,
-    enough: Callable[[], bool],
-) -> tuple[Lease, ...] | None:
-    """The leases to evict, taken from `order` one by one until the `room` is enough.
+def _first_enough(order: Iterable[Lease], room: _Room) -> tuple[Lease, ...] | None:
+    """The first leases of `order` that make the `room` enough, and no needless lease among them.
 
-    Taken leases that are not needed after all are left out. The result is None if all leases
-    together are too few. After the call, the bytes of the returned leases are free in the room.
+    The result is None if all leases together are too few. Otherwise the returned leases have left
+    the room after the call.
     """
     gone: list[tuple[Lease, int]] = []
     for lease in order:
-        if room.missing <= 0 and enough():
+        if room.missing <= 0 and room.enough():
             break
         freed = room.let_go(lease)
         if freed or lease.owner == room.owner:
             gone.append((lease, freed))
-    if not enough():
-        return None
+    else:  # all have left
+        if not room.enough():
+            return None
     needed = []
     for lease, freed in reversed(gone):
         if room.missing + freed <= 0:  # else the cards together would have too few bytes
             room.let_go(lease, times=-1)
-            if enough():
+            if room.enough():
                 continue
             room.let_go(lease)
         needed.append(lease)
@@ -283,36 +266,35 @@ def _first_enough(
 
 
 def _without_needless_pieces(
-    chosen: tuple[Lease, ...], room: _Room, enough: Callable[[], bool], host: PartsRoom
+    chosen: tuple[Lease, ...], room: _Room, host: PartsRoom
 ) -> tuple[Lease, ...]:
     """The `chosen` leases, each with as few leaving pieces as possible.
 
-    If only some pieces of a lease must leave, the lease's target has the bytes of these pieces. The
-    `room` is the same before and after the call.
+    If only some pieces of a lease must leave, the lease's target has the bytes of these pieces. In
+    the `room`, the chosen leases have left. After the call, only the returned pieces have left.
     """
     host_bytes = host.free - precious_bytes(chosen)
     leaving = list(chosen)
-    with room.without(chosen):
-        for index in range(len(leaving) - 1, -1, -1):  # the last leases are the most precious
-            lease = leaving[index]
-            room.let_go(lease, times=-1)
-            part = _smallest_part(lease, room, enough)
-            reserved = 0 if lease.droppable else lease.offload_bytes
-            if part.target and part.offload_bytes <= host_bytes + reserved:
-                host_bytes += reserved - part.offload_bytes
-                leaving[index] = part
-            room.let_go(leaving[index])
+    for index in range(len(leaving) - 1, -1, -1):  # the last leases are the most precious
+        lease = leaving[index]
+        room.let_go(lease, times=-1)
+        part = _smallest_part(lease, room)
+        reserved = 0 if lease.droppable else lease.offload_bytes
+        if part.target and part.offload_bytes <= host_bytes + reserved:
+            host_bytes += reserved - part.offload_bytes
+            leaving[index] = part
+        room.let_go(leaving[index])
     return tuple(leaving)
 
 
-def _smallest_part(lease: Lease, room: _Room, enough: Callable[[], bool]) -> Lease:
-    """The `lease` with a target: the bytes of the fewest pieces whose departure is enough."""
+def _smallest_part(lease: Lease, room: _Room) -> Lease:
+    """The `lease` with a target: the fewest pieces that make the room enough."""
     low, high = 1, freed_bytes(lease)  # numbers of bytes; `high` is always enough
     while low < high and lease.piece_bytes:
         middle = (low + high) // 2
         part = part_of(lease, middle)
         room.let_go(part)
-        found = enough()
+        found = room.enough()
         room.let_go(part, times=-1)
         if found:
             high = middle
@@ -324,7 +306,6 @@ def _smallest_part(lease: Lease, room: _Room, enough: Callable[[], bool]) -> Lea
 def _fewer(
     pool: Sequence[Lease],
     room: _Room,
-    enough: Callable[[], bool],
     than: int,
 ) -> tuple[Lease, ...] | None:
     """The smallest set of leases that makes the `room` enough, if it has fewer than `than` leases.
@@ -339,9 +320,10 @@ def _fewer(
             return None
         found = []
         for leases in combinations(pool, count):
-            with room.without(leases):
-                if enough():
-                    found.append(leases)
+            room.all_go(leases)
+            if room.enough():
+                found.append(leases)
+            room.all_go(leases, -1)
         if found:
             return min(found, key=lambda leases: sum(lease.bytes for lease in leases))
     return None
