@@ -134,18 +134,17 @@ def _cut(
         return None
     least = _least_ends(sums, most)
     parts = []
-    start = 0
-    for index in range(count):
-        taken = sums[start - 1] if start else 0
-        furthest = bisect_right(sums, taken + most[index])
+    start = taken = 0
+    for index, size in enumerate(most):
+        furthest = bisect_right(sums, taken + size, start)
         cards_after = count - 1 - index
         low = max(start + 1, least[index])
         high = min(furthest, pieces - cards_after)
         if low > high:
             return None
-        end = _nearest(sums, ideal[index], low, high)
-        parts.append(sums[end - 1] - taken)
-        start = end
+        start = _nearest(sums, ideal[index], low, high)
+        parts.append(sums[start - 1] - taken)
+        taken = sums[start - 1]
     return tuple(parts) if start == pieces else None
 
 
@@ -158,12 +157,8 @@ def _least_ends(sums: Sequence[int], most: Sequence[int]) -> list[int]:
     left = len(sums)
     ends = [left] * len(most)
     for index in range(len(most) - 1, 0, -1):
-        total = sums[left - 1] if left else 0
-        rest = total - most[index]
-        if rest > 0:
-            left = min(left, bisect_left(sums, rest) + 1)
-        else:
-            left = 0
+        rest = sums[left - 1] - most[index] if left else 0
+        left = bisect_left(sums, rest, 0, left - 1) + 1 if rest > 0 else 0
         ends[index - 1] = left
     return ends
 
@@ -178,10 +173,7 @@ def _nearest(
 
     If two running sums are equally near, the lower index is returned.
     """
-    first_above = bisect_left(sums, ideal) + 1
-    end = min(max(first_above, low), high)
-    if end == low:
-        return end
-    below = ideal - sums[end - 2]
-    above = sums[end - 1] - ideal
-    return end - 1 if below <= above else end
+    end = bisect_left(sums, ideal, low - 1, high - 1) + 1
+    if end > low and ideal - sums[end - 2] <= sums[end - 1] - ideal:
+        return end - 1
+    return end

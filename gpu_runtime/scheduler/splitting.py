@@ -63,9 +63,15 @@ def sets_that_fit(
 ) -> Iterator[dict[str, int]]:
     """Yields the sets of cards that `split` tries and that fit: for each card, the model's bytes."""
     cards = [card for card in room if not rules.devices or card in rules.devices]
+    if sum([room[card] for card in cards if room[card] > 0]) < footprint.bytes:
+        return
     most = min(rules.most_cards or len(cards), len(cards))
+    equal = rules.layout == "balanced"
+    free = {} if equal else _to_give(cards, room, rules, limits)
     for count in range(max(2, rules.least_cards), most + 1):
-        sets = _sets(footprint, cards, count, room, rules, limits)
+        if equal:
+            free = _to_give_equally(footprint, cards, count, room, rules)
+        sets = _sets(footprint, free, count, rules)
         parts = _first_that_fits(sets, footprint, room, rules, limits)
         if parts is not None:
             yield parts
@@ -156,7 +162,7 @@ def fitting(
     rules: PlacementRules,
     limits: Room,
 ) -> Holds:
-    """Returns a function that takes the room, and returns whether the `footprint` fits on `cards`.
+    """Returns a function that takes the room on `cards`, and returns whether the `footprint` fits.
 
     Every card must get a part, as in `divide`. If a card without a part were accepted,
     `eviction_multi` would evict nothing from that card, and the model could still not be placed.
@@ -168,7 +174,7 @@ def fitting(
         return _fitting_whole(footprint, cards, limits)
     if rules.layout == "balanced":
         return _fitting_balanced(footprint, cards, rules)
-    return _fitting_proportional(footprint, cards, rules)
+    return _fitting_proportional(footprint, rules)
 
 
 def _never_holds(room: Room) -> bool:
@@ -230,11 +236,7 @@ def _share_heads_equally(
     return count & (count - 1) == 0
 
 
-def _fitting_proportional(
-    footprint: Footprint,
-    cards: Sequence[str],
-    rules: PlacementRules,
-) -> Holds:
+def _fitting_proportional(footprint: Footprint, rules: PlacementRules) -> Holds:
     size = footprint.bytes
     sums = running_sums(footprint) if footprint.pieces else ()
     plain = not (rules.card_bytes or rules.overhead)
@@ -243,9 +245,9 @@ def _fitting_proportional(
     def holds(room: Room) -> bool:
         """Whether each card can hold its part. One plan calls this function some hundred times."""
         if plain:
-            spend = [room[card] - margin for card in cards]
+            spend = [free - margin for free in room.values()]
         else:
-            spend = [_to_spend(room[card], card, rules) for card in cards]
+            spend = [_to_spend(free, card, rules) for card, free in room.items()]
         if sums:
             return can_cut(sums, spend)
         return min(spend) > 0 and sum(spend) >= size
@@ -291,22 +293,15 @@ def may_use_one_card(rules: PlacementRules) -> bool:
 
 def _sets(
     footprint: Footprint,
-    cards: Sequence[str],
+    free: Room,
     count: int,
-    room: Room,
     rules: PlacementRules,
-    limits: Room,
 ) -> Iterator[tuple[str, ...]]:
-    """Sets of `count` cards, in the order in which they are tried."""
-    free = _to_give(
-        footprint,
-        cards,
-        count,
-        room,
-        rules,
-        limits,
-    )
-    able = [card for card in cards if free[card] > 0]
+    """Sets of `count` cards, in the order in which they are tried.
+
+    `free` is the bytes that each card can give to the model.
+    """
+    able = [card for card in free if free[card] > 0]
     if len(able) < count:
         return
     balanced = rules.layout == "balanced"
@@ -327,18 +322,25 @@ def _sets(
 
 
 def _to_give(
+    cards: Sequence[str],
+    room: Room,
+    rules: PlacementRules,
+    limits: Room,
+) -> dict[str, int]:
+    """Bytes that each card can give to a model whose parts may differ; 0 if the card is not free."""
+    if rules.layout == "whole":
+        return {card: limits[card] if room[card] >= limits[card] else 0 for card in cards}
+    return {card: _to_spend(room[card], card, rules) for card in cards}
+
+
+def _to_give_equally(
     footprint: Footprint,
     cards: Sequence[str],
     count: int,
     room: Room,
     rules: PlacementRules,
-    limits: Room,
 ) -> dict[str, int]:
-    """Bytes that each card can give to a model over `count` cards; 0 if the part does not fit."""
-    if rules.layout == "whole":
-        return {card: limits[card] if room[card] >= limits[card] else 0 for card in cards}
-    if rules.layout != "balanced":
-        return {card: _to_spend(room[card], card, rules) for card in cards}
+    """Bytes that each card can give to a model in `count` equal parts; 0 if no part fits."""
     if not _share_heads_equally(footprint, count, rules):
         return dict.fromkeys(cards, 0)
     largest = max(equal_parts(footprint, count) or (footprint.bytes,))
@@ -361,11 +363,12 @@ def _first_in_order(
     """
     chosen: list[str] = []
     left = size
-    for index, card in enumerate(cards):
+    others = sorted((free[card] for card in cards), reverse=True)  # of the cards that come later
+    for card in cards:
         missing = count - len(chosen)
         if not missing:
             break
-        others = sorted((free[other] for other in cards[index + 1 :]), reverse=True)
+        others.remove(free[card])
         largest = others[: missing - 1]
         if len(largest) == missing - 1 and free[card] + sum(largest) >= left:
             chosen.append(card)

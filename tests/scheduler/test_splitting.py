@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from gpu_runtime.facts import Footprint, PlacementRules, Wait
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.parts import parts_in_proportion
 from gpu_runtime.scheduler.placement import place
 from gpu_runtime.scheduler.splitting import divide, split
 from tests.worlds import GIB, book, lease, request, world
@@ -253,6 +254,38 @@ def test_every_model_that_could_be_divided_is(free, pieces, cut):
         possible = any(sum(room[card] for card in chosen) >= size >= len(chosen) for chosen in sets)
     found = split(footprint(size, pieces=cut_), room, rules("proportional"), {})
     assert bool(found) == possible
+
+
+def nearest_cuts(sums: list[int], ideal: list[float], room: list[int]) -> tuple[int, ...] | None:
+    """The bytes on each card, if every cut is the boundary nearest to its ideal that leaves the
+    cards after it enough room; None if there is no such boundary. Every boundary is tried.
+    """
+    parts: list[int] = []
+    start = 0
+    for index, most in enumerate(room):
+        taken = sums[start - 1] if start else 0
+        ends = []
+        for end in range(start + 1, len(sums) - (len(room) - 1 - index) + 1):
+            rest = end
+            for free in room[index + 1 :]:
+                held = sums[rest - 1] + free
+                rest = max([rest, *[n for n, until in enumerate(sums, 1) if until <= held]])
+            if sums[end - 1] - taken <= most and rest == len(sums):
+                ends.append(end)
+        if not ends:
+            return None
+        start = min(ends, key=lambda end: (abs(sums[end - 1] - ideal[index]), end))
+        parts.append(sums[start - 1] - taken)
+    return tuple(parts)
+
+
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=5), PIECES)
+def test_each_cut_is_the_nearest_that_leaves_enough_room(free, pieces):
+    """The nearest boundary is found by bisection. The test compares it with all boundaries."""
+    sums, until = list(accumulate(pieces)), list(accumulate(free))
+    ideal = [sums[-1] * end / until[-1] for end in until]
+    expected = nearest_cuts(sums, ideal, free) or nearest_cuts(sums, until, free)
+    assert parts_in_proportion(footprint(sums[-1], pieces=tuple(pieces)), free) == expected
 
 
 @pytest.mark.parametrize("layout", ["balanced", "proportional"])
