@@ -8,6 +8,7 @@ page.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
+from itertools import chain
 from operator import is_
 from typing import NamedTuple
 
@@ -144,8 +145,7 @@ class Book(Value):
 
     def leases(self) -> Iterator[Lease]:
         """Every lease of every owner."""
-        for section in self.sections.values():
-            yield from section.leases
+        return chain.from_iterable([section.leases for section in self.sections.values()])
 
     def lease(self, owner: str, name: str) -> Lease | None:
         """The lease called `name` of the owner with the id `owner`, or None."""
@@ -254,7 +254,7 @@ class Book(Value):
         Raises KeyError if the lease's owner has no section.
         """
         section = self.sections[lease.owner]
-        others = tuple(old for old in section.leases if old.name != lease.name)
+        others = [old for old in section.leases if old.name != lease.name]
         return self.with_section(replace(section, leases=(*others, lease)))
 
     def without_lease(self, owner: str, name: str) -> Book:
@@ -263,8 +263,8 @@ class Book(Value):
         Raises KeyError if this owner has no section.
         """
         section = self.sections[owner]
-        others = tuple(lease for lease in section.leases if lease.name != name)
-        return self.with_section(replace(section, leases=others))
+        others = [lease for lease in section.leases if lease.name != name]
+        return self.with_section(replace(section, leases=tuple(others)))
 
     def with_ticket(self, ticket: Ticket) -> Book:
         """This book with `ticket`, which replaces a ticket with the same key."""

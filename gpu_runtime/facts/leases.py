@@ -378,7 +378,7 @@ class Section(Value):
             for share in lease.target:
                 claimed[share.device] = claimed.get(share.device, 0) + share.bytes
                 promised[share.device] = promised.get(share.device, 0) + share.bytes
-            if beyond := lease.shadow_beyond_target:
+            if lease.shadow_bytes and (beyond := lease.shadow_beyond_target):
                 claimed[HOST] = claimed.get(HOST, 0) + beyond
                 if lease.phase is Phase.ARRIVING:
                     promised[HOST] = promised.get(HOST, 0) + beyond
@@ -394,7 +394,10 @@ class Section(Value):
 
     def lease(self, name: str) -> Lease | None:
         """The section's lease with this `name`, or None."""
-        return next((lease for lease in self.leases if lease.name == name), None)
+        for lease in self.leases:  # a plain loop: every step of a decision looks for its lease
+            if lease.name == name:
+                return lease
+        return None
 
 
 # The sections whose sums are known, by Python's `id()`. The entries keep the sections alive, so no

@@ -46,7 +46,7 @@ class Footprint(Value):
     @property
     def bytes(self) -> int:
         """The sum of all parts."""
-        return sum(part.bytes for part in self.parts)
+        return sum([part.bytes for part in self.parts])
 
     @classmethod
     def of(cls, size: int, source: str = "declared") -> Footprint:

@@ -73,8 +73,8 @@ def eviction_step(
     """
     size = min(part, lease.card_bytes) if part else lease.card_bytes
     target = (Share(HOST, size),)
-    fits = replace(lease, target=target).offload_bytes <= host_room
-    moves = can_move(lease, world) and fits and not lease.on_host
+    copied = replace(lease, target=target).offload_bytes if lease.shadow_bytes else size
+    moves = copied <= host_room and can_move(lease, world) and not lease.on_host
     if lease.droppable and (drop or not moves):
         return Drop(lease.id, lease.shares, because, reason)
     if moves:

@@ -327,7 +327,7 @@ def _ways(
     """Every card or set of cards on which room can be made, each with the leases to evict."""
     fewest = request.placement.policy == "fewest-evictions"
     enough = fewest_victims if fewest else victims_in_order
-    idle_on = _by_device(idle)
+    idle_on = _by_device(idle) if candidates else {}
     for candidate in candidates:
         [share] = context.missing(candidate.shares)
         need = {share.device: share.bytes - context.room_later[share.device]}

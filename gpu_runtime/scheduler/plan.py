@@ -209,9 +209,11 @@ def _as_if_measured(
     samples = dict(world.samples)
     shared = one_memory(world.devices)
     for device in world.devices:
+        if device.simulated:
+            continue
         same_memory = shared if device.id in shared else (device.id,)
         freed = sum(share.bytes for share in source if share.device in same_memory)
-        if device.simulated or not freed:
+        if not freed:
             continue
         sample = sample_of(device, book, world)
         if sample and sample.free_bytes is not None:
