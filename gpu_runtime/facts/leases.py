@@ -159,15 +159,18 @@ class Lease(Value):
     def holding(self, measured: Shares) -> Lease:
         """This lease, settled with the `measured` shares of its own bytes.
 
-        Claims beyond the model's own bytes stay, whatever the measured size of the weights is: a
-        whole card stays claimed, and working memory stays as requested. If any bytes are in host
-        memory, there are no such claims.
+        If the lease claims more than the model's own bytes, the extra claim stays, whatever the
+        measured size of the weights is: a whole card stays claimed, and working memory stays as
+        requested. A lease with bytes in host memory has no working memory. On several cards the
+        lease has no pieces, because it leaves them as a whole.
 
         >>> here, there = (Share("sim:0", 4),), (Share("sim:0", 5),)
         >>> Lease("1", "a", target=(Share("sim:0", 9),), filled=here).holding(there).shares
         (Share(device='sim:0', bytes=9),)
         """
         settled = replace(self, shares=measured, target=(), filled=(), phase=Phase.SETTLED)
+        if self.piece_bytes and len([share for share in measured if share.device != HOST]) > 1:
+            settled = replace(settled, piece_bytes=0)
         if any(share.device == HOST for share in measured):
             on_card = any(share.device != HOST for share in measured)
             return replace(settled, shadow_bytes=self.shadow_beyond_target if on_card else 0)
@@ -257,7 +260,9 @@ class Lease(Value):
         staying = self.card_bytes - moved
         if staying <= 0 or not self.piece_bytes:
             return (Share(HOST, in_host + moved),)
-        [card] = [share for share in self.shares if share.device != HOST]
+        card, *others = [share for share in self.shares if share.device != HOST]
+        if others:
+            return (Share(HOST, in_host + self.card_bytes),)
         return (Share(card.device, staying), Share(HOST, in_host + moved))
 
     @property

@@ -132,11 +132,12 @@ def _restore(
         filled=lease.filled,
         working_bytes=lease.working_bytes,
     )
-    piece = resident.lease.piece_bytes or parts.piece_bytes(
-        resident.backend, resident.spec, resident.handle, arriving
+    here = arriving.holding(shares)
+    piece = here.piece_bytes or parts.piece_bytes(
+        resident.backend, resident.spec, resident.handle, here
     )
     settled = replace(
-        arriving.holding(shares),
+        here,
         piece_bytes=piece,
         restore_seconds=seconds,
         settled_at=session.clock(),

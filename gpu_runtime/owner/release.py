@@ -207,6 +207,9 @@ def _leave_now(
     resident.moves_again_at = 0.0
     if isinstance(step, Move):
         moved = replace(resident.lease, target=step.shares).holding(shares)
+        if moved.all_on_device:
+            piece = parts.piece_bytes(resident.backend, resident.spec, resident.handle, moved)
+            moved = replace(moved, piece_bytes=piece)
         now = session.clock()
         away_since = 0.0 if moved.all_on_device else now
         resident.settle_at(replace(moved, settled_at=now, away_since=away_since))

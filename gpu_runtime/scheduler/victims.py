@@ -257,7 +257,7 @@ def part_of(lease: Lease, need: int) -> Lease:
     memory there.
     """
     piece = lease.piece_bytes
-    if not piece or lease.on_host:
+    if not piece or not _on_one_card(lease):
         return lease
     own = lease.card_bytes
     if lease.filled:  # its working memory is freed without a copy
@@ -268,13 +268,17 @@ def part_of(lease: Lease, need: int) -> Lease:
     return replace(lease, target=(Share(HOST, size),))
 
 
+def _on_one_card(lease: Lease) -> bool:
+    return sum([share.device != HOST for share in lease.shares]) == 1
+
+
 def parts_within(leases: Sequence[Lease], host_bytes: int) -> Iterator[list[Lease]]:
     """Yields ways in which pieces of the `leases` fit into `host_bytes` of host memory.
 
     Each result has the leases of which pieces leave, with the pieces' bytes as `target`. Each lease
     that can be cut is the first one once: as many of its pieces leave as fit.
     """
-    able = [lease for lease in leases if 0 < lease.piece_bytes <= host_bytes]
+    able = [one for one in leases if 0 < one.piece_bytes <= host_bytes and _on_one_card(one)]
     for first in able:
         left, parts = host_bytes, []
         for lease in (first, *[other for other in able if other is not first]):

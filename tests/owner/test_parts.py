@@ -279,3 +279,37 @@ def test_a_part_of_a_model_with_a_copy_in_host_memory_leaves_and_returns(runtime
         assert rt._session.ledger.read().claims()[HOST] == 40 * GIB
     rt.evict("big")
     assert (resident.shadow_bytes, host.held_bytes()) == (0, 40 * GIB)
+
+
+# -- a model that is on one card at one time, and on several at another
+
+
+def lease_of(rt: Any, name: str) -> Any:
+    return next(lease for lease in rt.status().leases() if lease.name == name)
+
+
+@pytest.mark.parametrize("way", ["return", "move"])
+def test_on_several_cards_it_leaves_as_a_whole_and_on_one_card_in_pieces_again(runtime, way):
+    """In an earlier version it kept its pieces on several cards, where no part can leave. Each
+    request for a part failed, and the model stayed.
+    """
+    rt = runtime(**BOX | {"devices": "sim:2x24GiB,host:64GiB", "gpu_split_margin_mb": 0})
+    rt.register("m", backend="fake", size="20GiB", pieces=10, layout="auto")
+    rt.preload("m")
+    assert lease_of(rt, "m").piece_bytes == 2 * GIB
+    for number in (0, 1):
+        rt.register(f"in{number}", backend="fake", size="12GiB", devices=(f"sim:{number}",))
+    if way == "move":
+        rt.move("m", ("sim:0", "sim:1"))
+    else:
+        rt.evict("m")
+        with rt.use("in0"), rt.use("in1"):
+            rt.preload("m")
+    assert shares(rt, "m").keys() == {"sim:0", "sim:1"} and lease_of(rt, "m").piece_bytes == 0
+    rt.register("other", backend="fake", size="20GiB", devices=("sim:1",))
+    with rt.use("other", timeout=5):
+        assert shares(rt, "m") == {HOST: 20 * GIB}
+    rt.forget("other")
+    rt.evict("*")
+    rt.preload("m")
+    assert lease_of(rt, "m").piece_bytes == 2 * GIB
