@@ -159,14 +159,9 @@ class Lease(Value):
     def holding(self, measured: Shares) -> Lease:
         """This lease, settled with the `measured` shares of its own bytes.
 
-        If the lease claims more than the model's own bytes, the extra claim stays, whatever the
-        measured size of the weights is: a whole card stays claimed, and working memory stays as
-        requested. A lease with bytes in host memory has no working memory. On several cards the
-        lease has no pieces, because it leaves them as a whole.
-
-        >>> here, there = (Share("sim:0", 4),), (Share("sim:0", 5),)
-        >>> Lease("1", "a", target=(Share("sim:0", 9),), filled=here).holding(there).shares
-        (Share(device='sim:0', bytes=9),)
+        Claims beyond the model's own bytes stay, whatever the measured size of the weights is: a
+        whole card stays claimed, and working memory stays as requested. If any bytes are in host
+        memory, there are no such claims. On several cards a lease has no pieces.
         """
         settled = replace(self, shares=measured, target=(), filled=(), phase=Phase.SETTLED)
         if self.piece_bytes and len([share for share in measured if share.device != HOST]) > 1:

@@ -45,7 +45,7 @@ def multi_card_ways(
         room.own_need = claimed(footprint, cards, rules, limits)
         room.missing += least_room(footprint, len(cards), rules)
         room.holds = fitting(footprint, cards, rules, limits)
-        chosen = _victims_within_host(idle, room, host_bytes, rules)
+        chosen = _victims_within_host(idle, room, host_bytes, rules, host is not None)
         if chosen is None:
             continue
         if host is not None:
@@ -64,16 +64,21 @@ def _victims_within_host(
 ) -> tuple[Lease, ...] | None:
     """The leases in `idle` to evict; None if all of `idle` together cannot make the room.
 
-    Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory. After
-    the call, the returned leases have left the `room`.
+    Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory. If
+    `may_cut` is true, a lease that does not fit may leave in part. After the call, the returned
+    leases have left the `room`.
     """
     fewest = rules.policy == "fewest-evictions"
     chosen = _victims(idle, room, fewest=fewest)
     if chosen is None or precious_bytes(chosen) <= host_bytes:
         return chosen
     room.all_go(chosen, -1)
-    pool = _with_those_the_host_can_take(list(filter(room.gains, idle)), host_bytes)
-    return _victims(pool, room, fewest=fewest)
+    for pool in _that_the_host_can_take(list(filter(room.gains, idle)), host_bytes, may_cut):
+        chosen = _victims(pool, room, fewest=fewest)
+        if chosen is not None:
+            return chosen
+        room.all_go(pool, -1)
+    return None
 
 
 def _that_the_host_can_take(
@@ -223,7 +228,7 @@ def _victims(
 ) -> tuple[Lease, ...] | None:
     """The leases of `pool` to evict; None if the whole pool is too small.
 
-    After the call, the returned leases have left the `room`.
+    After the call, the returned leases have left the `room`; without a result, the whole pool has.
     """
     order = sorted(pool, key=_least_important_largest_first(room)) if fewest else pool
     chosen = _first_enough(order, room)
@@ -240,8 +245,8 @@ def _victims(
 def _first_enough(order: Iterable[Lease], room: _Room) -> tuple[Lease, ...] | None:
     """The first leases of `order` that make the `room` enough, and no needless lease among them.
 
-    The result is None if all leases together are too few. Otherwise the returned leases have left
-    the room after the call.
+    After the call, the returned leases have left the room. The result is None if all leases
+    together are too few; then all of them have left the room.
     """
     gone: list[tuple[Lease, int]] = []
     for lease in order:
