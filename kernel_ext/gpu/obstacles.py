@@ -26,7 +26,7 @@ KERNEL_THREADS = frozenset(
 KERNEL_THREAD_TYPES = frozenset(
     (
         "ParentPollerUnix", "HistorySavingThread", "Heartbeat", "ControlThread", "ShellChannelThread",
-        "WriterThread", "ReaderThread", "TMonitor",
+        "WriterThread", "ReaderThread", "TMonitor", "GarbageCollectorThread",
     )
 )  # fmt: skip
 KERNEL_TASKS = frozenset(
@@ -44,6 +44,7 @@ RESTING = frozenset(
         ("selectors.py", "select"), WAITING, ("iostream.py", "_watch_pipe_fd"),
         ("__init__.py", "device"), ("parentpoller.py", "run"), ("_monitor.py", "run"),
         ("queue.py", "get"), ("thread.py", "_worker"), ("pydevd_comm.py", "_read_line"),
+        ("garbage.py", "run"),  # of ZeroMQ; it frees the bytes of large outputs
     )
 )  # fmt: skip
 # A thread that waits at one of these places does not prevent a move, even if its name is not known as a name of

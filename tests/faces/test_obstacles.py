@@ -19,8 +19,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import zmq
 from gpu import obstacles
 from tornado.ioloop import IOLoop, PeriodicCallback
+from zmq.utils.garbage import GarbageCollector
 
 import gpu_runtime
 from gpu_runtime.devices import drivers
@@ -204,6 +206,25 @@ def test_a_thread_of_the_debugger_does_not_prevent_parking(monkeypatch):
     finally:
         over.set()
         thread.join()
+
+
+def test_the_thread_that_zmq_starts_for_a_large_output_does_not_prevent_parking():
+    """ZeroMQ sends a message of 64 KiB or more without a copy, and starts a thread that frees its bytes.
+
+    A notebook that had displayed a plot could never be parked again. A parked notebook that displayed
+    the console could not get its memory back.
+    """
+    collector = GarbageCollector(zmq.Context())
+    before = set(obstacles._threads())
+    collector.start()
+    try:
+        [ident] = obstacles._threads().keys() - before
+        while obstacles._threads()[ident].place != ("garbage.py", "run"):
+            pass
+        assert why_not_threads_but(before, None) == ""
+        assert obstacles.not_at_rest({threading.get_ident(), *before}) == ""
+    finally:
+        collector.stop()
 
 
 @pytest.mark.parametrize("name", obstacles.OTHER_LIBRARIES)
