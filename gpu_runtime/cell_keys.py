@@ -11,20 +11,27 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 
 from .private_paths import state_home
 
 FILE = "cells.json"  # in the state directory, see telemetry/cell_peaks.py
+MAGIC_LINE = re.compile(r"(?:[\w\s,*]+=)?\s*%gpu(?:ctl)?\b")
 
 
 def cell_key(notebook: str, text: str) -> str:
     """The key of the cell with the code `text` in the notebook at the path `notebook`.
 
-    The key is empty for a cell without code. The key is a digest, so the file of peaks contains
-    neither code nor names.
+    The key is empty for a cell without code, and for a cell of `%gpu` lines only: such a cell takes
+    no memory by itself, and what its commands load requests its own room. The key is a digest, so
+    the file of peaks contains neither code nor names.
+
+    >>> cell_key("a.ipynb", "# who holds it?\\n%gpu who\\ndf = %gpu leases")
+    ''
     """
     text = text.strip()
-    if not text:
+    lines = [line.strip() for line in text.splitlines()]
+    if all(not line or line.startswith("#") or MAGIC_LINE.match(line) for line in lines):
         return ""
     return hashlib.sha256(f"{notebook}\0{text}".encode("utf-8", "replace")).hexdigest()[:20]
 

@@ -63,6 +63,21 @@ def test_a_cell_finds_free_what_it_took_at_its_peak_the_last_time(two):
     del kept
 
 
+@pytest.mark.parametrize("text", ["%gpu", "# and now?\n%gpu who", "df = %gpu leases", "%gpu free"])
+def test_a_cell_of_our_lines_requests_no_room(started, text):
+    """After `del weights` the user types `%gpu who`. It said "600 MiB cached": the room of its own cell."""
+    rt, kernel = started()
+    kept = torch.zeros(16 * FLOATS)
+    cell(kernel)
+    cell(kernel, text=text)  # the notebook holds 16 MiB after this cell
+    del kept
+    gc.collect()
+    cell(kernel)
+    seen = []
+    cell(kernel, lambda: seen.append(claims(rt)), text)
+    assert seen == [{}]
+
+
 def test_afterwards_the_lease_claims_what_is_counted_and_no_more(two):
     rt, kernel, other = two
     kept = torch.zeros(4 * FLOATS)
