@@ -15,11 +15,12 @@ from typing import Any
 from . import obstacles
 from .cell_scan import MAGICS
 
-# These verbs only read. They call no function of the user's, and bind no name.
+# These verbs call no function of the user's, and bind no name. All but `park` only read; `park` finds this notebook
+# parked already, and sends a request to another one.
 READS = frozenset(
     (
         "status", "models", "leases", "evictions", "fragmentation", "health", "plan", "backtest",
-        "why", "next", "who", "catalog", "inspect", "doctor", "config", "console", "help",
+        "why", "next", "who", "catalog", "inspect", "doctor", "config", "console", "help", "park",
     )
 )  # fmt: skip
 HOOKS = ("pre_execute", "pre_run_cell", "post_execute", "post_run_cell")
@@ -55,6 +56,8 @@ def _reads(shell: Any, line: str) -> bool:
     except ValueError:  # a quote is not closed
         return False
     if any(word.startswith(("-o", "--output")) for word in words):  # it binds a name
+        return False
+    if "never" in words[1:]:  # `park never` brings the memory back
         return False
     return not words or words[0] in READS or words[0].startswith("-")
 

@@ -37,6 +37,8 @@ def touches_nothing(shell, code, **content):
         "# who holds it?\n%gpu leases\n\n  %gpuctl why kernel",
         "%gpu plan 14 GiB",
         "%gpu --json",
+        "%gpu park",  # it is parked already
+        "%gpu park train.ipynb",
         "1+1",
         "(1.5, 'a') == [2, None]",
         "not True or -3 < 4  # quick",
@@ -68,6 +70,7 @@ def test_reading_verbs_and_constants_touch_nothing(shell, code):
         "%gpu free",
         "%gpu preload qwen",
         "%gpu unpark",
+        "%gpu park never",
         "%%gpu status",
         "%time 1",
         "lambda: 1",
