@@ -11,6 +11,7 @@ from .kernel_resident import NAME, KernelResident
 from .session import Session
 
 LEAST_WAIT_SECONDS = 0.1  # a shorter wait for space is not mentioned
+LEAST_PART = 0.5  # if the last holder had the card for a smaller part of the time, both times are named
 
 
 class Return:
@@ -21,7 +22,7 @@ class Return:
         self._session, self._resident = session, resident
         self._began = session.clock()
         self._away_since = resident.lease.away_since
-        self._other = self._who_had_the_cards()
+        self._other, self._since = self._who_had_the_cards()
 
     def news(self) -> str:
         """The sentence for the user, after the return. Empty if the memory was not away.
@@ -39,12 +40,22 @@ class Return:
         if waited_seconds >= LEAST_WAIT_SECONDS:
             waited = show_seconds(waited_seconds)
             came = f"{size} came back from RAM: waited {waited} for space, moved in {moved}"
-        away = show_seconds(self._began + max(0.0, waited_seconds) - self._away_since)
-        other = f"{self._other} had the card" if self._other else "it was away"
-        return f"{came}; {other} for {away}."
+        until = self._began + max(0.0, waited_seconds)
+        away_seconds, other_seconds = until - self._away_since, until - self._since
+        away, other = show_seconds(away_seconds), show_seconds(other_seconds)
+        if not self._other:
+            return f"{came}; it was away for {away}."
+        if other_seconds >= LEAST_PART * away_seconds:
+            return f"{came}; {self._other} had the card for {other}."
+        return (
+            f"{came}; it was away for {away}, and {self._other} had the card for the last {other}."
+        )
 
-    def _who_had_the_cards(self) -> str:
-        """The name of the largest holder that used the cards while the memory was away, or ""."""
+    def _who_had_the_cards(self) -> tuple[str, float]:
+        """The name of the largest holder that used the cards while the memory was away, or "".
+
+        The second value is the time since when this holder had the cards meanwhile.
+        """
         book, me = self._session.ledger.read(), self._session.me
         cards = set(self._resident.must_return_to())
         found = [
@@ -55,12 +66,13 @@ class Return:
             and any(share.device in cards for share in (*lease.shares, *lease.target))
         ]
         if not found:
-            return ""
+            return "", 0.0
         largest = max(found, key=lambda lease: lease.bytes)
         owner = book.owner(largest.owner)
         # A holder with a notebook is named by the notebook's file, even if the lease is a model's.
         named = owner is not None and owner.notebook
-        return lease_title(replace(largest, kind=NAME) if named else largest, owner)
+        title = lease_title(replace(largest, kind=NAME) if named else largest, owner)
+        return title, max(self._away_since, largest.settled_at)
 
 
 def interrupted() -> WaitEnded:

@@ -688,6 +688,14 @@ def test_the_line_of_a_return_names_the_other_notebook(started, runtime, shared_
     rt.park()
     clock.advance(60)
     assert cell(kernel).endswith("; it was away for 60 s.")
+    rt.park()
+    clock.advance(11 * 60)  # other notebooks had the card, and have left it
+    with other.lease("1MiB", purpose="training"):
+        other.tick()  # publishes that the lease has settled
+        clock.advance(26)
+        news = cell(kernel)
+    expected = "; it was away for 11 min, and trainer.ipynb had the card for the last 26 s."
+    assert news.endswith(expected)
     del kept
 
 
