@@ -62,7 +62,7 @@ help:
 run: $(STAMP)
 	@echo "JupyterLab on the runbooks; the URL to open follows. Stop it with Ctrl-C."
 	@# With this environment first on the PATH, `gpu` works in JupyterLab's terminals too.
-	@export PATH="$(abspath $(BIN)):$$PATH"; exec jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=notebooks --LabApp.default_url=/lab/tree/00_start_here.ipynb \
+	@export PATH="$(abspath $(BIN)):$$PATH"; exec jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
 		$$([ "$$(id -u)" = 0 ] && echo --allow-root) $$([ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ] || echo --no-browser)
 
 lint: $(STAMP)

@@ -243,6 +243,14 @@ def test_links_of_the_notebooks_into_the_docs_lead_to_a_section():
     assert checked
 
 
+def test_make_run_serves_the_pages_that_the_notebooks_link_to():
+    """JupyterLab opens only files below its root. With `notebooks` as root, links into docs/ were 404."""
+    [root] = re.findall(r"--ServerApp\.root_dir=(\S+)", (ROOT / "Makefile").read_text())
+    [page] = re.findall(r"--LabApp\.default_url=/lab/tree/(\S+)", (ROOT / "Makefile").read_text())
+    served = (ROOT / root).resolve()
+    assert (served / page).exists() and DOCS.is_relative_to(served)
+
+
 def test_the_site_can_be_built(tmp_path):
     """Sphinx reads all pages and notebooks and resolves their links and the docstrings' references,
     as `make docs` does. It writes no pages.
