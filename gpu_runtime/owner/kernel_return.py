@@ -11,7 +11,9 @@ from .kernel_resident import NAME, KernelResident
 from .session import Session
 
 LEAST_WAIT_SECONDS = 0.1  # a shorter wait for space is not mentioned
-LEAST_PART = 0.5  # if the last holder had the card for a smaller part of the time, both times are named
+LEAST_PART = (
+    0.5  # if the last holder had the card for a smaller part of the time, both times are named
+)
 
 
 class Return:

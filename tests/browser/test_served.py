@@ -6,6 +6,7 @@ import re
 import shutil
 import signal
 import sys
+from itertools import pairwise
 
 import pytest
 from gpu_panels.tabs import registry
@@ -407,10 +408,30 @@ def test_what_if_answers_the_question_and_then_preloads(opened, kernel):
     page.get_by_text("qwen is loaded already").wait_for()
     assert kernel.tell("rt.evict('qwen')") == "done"
     page.get_by_text("Now · qwen fits in the free memory").wait_for()
+    after = page.get_by_text("sim:0 after")
+    after.wait_for()
     page.get_by_role("button", name="Preload").click()
     page.locator("[role=dialog] button", has_text="Preload").click()
     page.get_by_text("qwen is loaded already").wait_for()
+    after.wait_for(state="hidden")  # the bars of the earlier answer stayed below the new one
     assert where(kernel) == "sim:0" and seen.errors == []
+
+
+def test_the_labels_of_the_axis_have_room_at_every_width(opened, kernel):
+    """In a notebook the page is narrow: the nine labels of a card lay on one another."""
+    seen = opened()
+    seen.tab("Now")
+    seen.page.locator(".tick").first.wait_for()
+    for width in (1400, 1000, 700):
+        seen.page.set_viewport_size({"width": width, "height": 700})
+        ticks = seen.page.locator(".tick").evaluate_all(
+            "all => all.map(one => one.getBoundingClientRect()).map(box => [box.left, box.right])"
+        )
+        shown = [(left, right) for left, right in ticks if right > left]
+        assert len(shown) >= 2
+        for (_, end_of_one), (start_of_next, _) in pairwise(shown):
+            assert end_of_one <= start_of_next, width
+    seen.page.set_viewport_size(WIDE)
 
 
 def test_a_killed_kernel_disappears_with_its_leases(opened, kernel):
