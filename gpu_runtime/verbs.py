@@ -446,5 +446,5 @@ def details(verb: Verb, place: str) -> str:
     lines = [verb.synopsis(place), f"  {verb.doc}"]
     for argument in verb.takes(place):
         word = ", ".join(argument.flags) if argument.is_option else argument.usage
-        lines.append(f"    {word:14}{argument.options.get('help', '')}")
+        lines.append(f"    {word:12}  {argument.options.get('help', '')}")
     return "\n".join(lines)

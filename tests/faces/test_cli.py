@@ -48,6 +48,12 @@ def gpu(rt, monkeypatch, capsys, tmp_path):
     monkeypatch.undo()
 
 
+def test_the_help_of_a_verb_has_a_gap_after_each_argument(capsys):
+    """The line of `gpu help plan` began with "NAME|SIZE|PATHa model"."""
+    assert cli.main(["help", "plan"]) == 0
+    assert "    NAME|SIZE|PATH  a model, " in capsys.readouterr().out
+
+
 ANSWERS = {
     (): "1 simulated GPU",
     ("status",): "qwen",
