@@ -99,7 +99,7 @@ class CellRoom:
                 more[card] = missing
         if sum(more.values()) < LEAST_BYTES:
             return
-        name = f"room for a cell#{session.blocks.new_number()}"
+        name = "room for a cell"  # a process has at most one
         key = session.new_key(f"lease {name}")
         granted = False
         try:

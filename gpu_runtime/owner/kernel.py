@@ -431,9 +431,9 @@ def unpark(session: Session, who: str = "") -> Outcome:
     target = kernel_names.find(session, who) if who else _own(session)._id()
     if not who and _own(session).resident is None:
         because = "nothing of this kernel is parked"
-        return Outcome(verb="unpark", name=NAME, done=True, because=because, bytes=0)
+        return Outcome(verb="unpark", name="", done=True, because=because, bytes=0)
     outcome = operations.preload(session, target)
-    return replace(outcome, verb="unpark", name=who or outcome.name)
+    return replace(outcome, verb="unpark", name=who)
 
 
 def _own(session: Session) -> Kernel:
@@ -441,7 +441,7 @@ def _own(session: Session) -> Kernel:
     if kernel is None:
         raise CannotGovern(
             "only the kernel of a notebook can be parked: in a script nobody knows when it is idle.\n"
-            "  In a notebook:  %load_ext gpu",
+            "  Another notebook:  gpu park NOTEBOOK      This one:  %load_ext gpu",
             name=NAME,
             why="it is no notebook's kernel",
         )

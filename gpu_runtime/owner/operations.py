@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from .. import threads
 from ..backends.base import Progress
 from ..errors import Busy, GpuError, NotAllowed, StillInUse
-from ..facts import Grant, LeaseId, Move, Outcome, Refuse, Wait
+from ..facts import Grant, LeaseId, Move, Outcome, Refuse, Wait, lease_title
 from ..scheduler.asks import DISK
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import acquire, interrupts, migrate, permissions, registry, release, requests, stopped
@@ -48,7 +48,8 @@ def preload(
     else:
         acquire.obtain(session, resident, None, timeout=timeout, progress=progress)
     lease = resident.lease
-    because = f"{target.name} is on {lease.where}" + (" already" if already else "")
+    title = lease_title(lease, session.owner)
+    because = f"{title} is on {lease.where}" + (" already" if already else "")
     loaded_bytes = 0 if already else lease.bytes
     requests.note_action(session, "preload", target.name, because, loaded_bytes)
     seconds = session.clock() - began

@@ -23,6 +23,7 @@ from ..facts import (
     Shed,
     Step,
     World,
+    lease_title,
 )
 from ..scheduler import duplex, evictable, explain, shadows
 from ..scheduler import transitions as books
@@ -285,7 +286,7 @@ def _stays(session: Session, resident: Resident, error: BaseException) -> str:
     Each failure in a row doubles the pause before the model is chosen again. From the second
     failure in a row on, the sentence is empty. An error `Stays` is not counted as a failure.
     """
-    name = resident.spec.name
+    name = lease_title(resident.lease, session.owner)
     resident.lease = replace(resident.lease, droppable=resident.droppable())
     if isinstance(error, Stays):
         return f"{name} stays where it is: {error}."

@@ -96,13 +96,15 @@ def sentences(sums: Mapping[str, Any]) -> list[str]:
     held = show_bytes(sums["held_bytes"])
     explained = f"explained {show_bytes(sums['explained_bytes'])} of {held}"
     lines = ["; ".join(filter(None, [explained, ", ".join(parts)])) + "."]
+    if sums["parked_bytes"] and not sums["held_bytes"]:
+        lines = []
     if sums["process"]:
         lines.insert(0, f"{clean(sums['process'])} holds this.")
     if sums["stays"]:
         lines.append(f"It cannot be parked now: {clean(sums['stays'])}.")
     if sums["parked_bytes"]:
         parked = show_bytes(sums["parked_bytes"])
-        lines.append(f"{parked} of it is parked in RAM, until a cell needs it.")
+        lines.append(f"{parked} is parked in RAM, until a cell needs it.")
     if sums["left_out"]:
         size = show_bytes(sums["left_out_bytes"])
         lines.append(f"{sums['left_out']} more rows are not listed; they reach {size}.")

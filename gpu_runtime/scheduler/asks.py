@@ -46,6 +46,12 @@ from .transitions import note
 
 ASKS = ("evict", "shed", "restore", "preload", "move", "pin", "unpin", "defrag", "who", "cancel")
 DISK = "disk"  # the place of a request to evict a model that should not stay in host memory either
+# The words of a request for the memory of a notebook's own code, after "the notebook was asked".
+OWN_MEMORY = {
+    "evict": "to move its own memory to RAM",
+    "preload": "to bring its own memory back",
+    "restore": "to bring its own memory back",
+}
 PERSON = -1  # importance of a person's request; lower numbers are more important
 
 
@@ -284,4 +290,6 @@ def wish(verb: str, name: str) -> str:
         return f"to free its copy of {name} in host memory"
     if verb == "cancel":
         return f"to end its wait for {name}"
+    if name == "kernel" and verb in OWN_MEMORY:
+        return OWN_MEMORY[verb]
     return f"to {verb} {name}".rstrip()

@@ -190,7 +190,8 @@ def _steps_for(
         return _unload_from_host(lease, ticket, who, by)
     part = 0 if person else ticket.bytes_recalled(lease.id)
     drop = person and DISK in ticket.places
-    needs = ticket.name if ticket.name.startswith("room for") else f"room for {ticket.name}"
+    own = "its own memory" if ticket.name == "kernel" else ticket.name
+    needs = own if own.startswith("room for") else f"room for {own}"
     because = f"{who} asked to evict it." if person else f"{who} needs {needs}."
     reason = "evict" if person else "recall"
     step = eviction_step(

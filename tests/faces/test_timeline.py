@@ -102,11 +102,12 @@ def test_an_eviction_for_another_model_is_an_arrow_from_the_victim():
         ("ann, pid 7", "pid 7 needs room for qwen2.5:7b.", None),  # only process 9 has a row of it
         ("pid 9, console (ann, pid 1)", "pid 9, console (pid 1) needs room for qwen.", "qwen@1"),
         ("ann", "another process needs room for qwen.", None),
+        ("eval.ipynb (pid 9)", "eval.ipynb (pid 9) needs room for its own memory.", "kernel@9"),
     ],
 )
 def test_the_arrow_leads_to_the_process_that_requested_the_room(by, because, heir):
     """Two processes have a model of this name. The requester is in the event."""
-    labels = {"llama@1", "qwen@1", "qwen@9", "qwen2.5:7b@9"}
+    labels = {"llama@1", "qwen@1", "qwen@9", "qwen2.5:7b@9", "kernel@9"}
     found = arrows([evicted(50, because=because, by=by)], labels, Range(0, 100))
     assert [arrow.heir for arrow in found] == ([heir] if heir else [])
 

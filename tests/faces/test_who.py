@@ -307,6 +307,16 @@ def test_who_shows_sizes_for_people_and_is_a_frame(notebook):
     assert type(shown[shown["bytes"] > 0]) is pandas.DataFrame
 
 
+def test_nothing_is_said_to_be_explained_if_all_of_it_is_parked():
+    """The two lines were "explained 0 B of 0 B." and "600 MiB of it is parked in RAM"."""
+    sums = dict.fromkeys(("held_bytes", "explained_bytes", "graph_bytes", "left_out"), 0)
+    sums |= dict.fromkeys(("cached_bytes", "unknown_bytes", "unseen_bytes"), 0)
+    sums |= {"process": "", "stays": "", "note": "", "whole": True, "parked_bytes": 600 * MIB}
+    assert holders.sentences(sums) == ["600 MiB is parked in RAM, until a cell needs it."]
+    sums |= {"held_bytes": MIB, "explained_bytes": MIB}
+    assert holders.sentences(sums)[0] == "explained 1.0 MiB of 1.0 MiB."
+
+
 def test_who_as_json_has_rows_and_sums(notebook):
     run(notebook, "x = mib(3)")
     value = json.loads(run(notebook, "%gpu who --json"))

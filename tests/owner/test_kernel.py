@@ -699,6 +699,22 @@ def test_the_line_of_a_return_names_the_other_notebook(started, runtime, shared_
     del kept
 
 
+def test_sentences_about_the_notebooks_memory_name_the_notebook(started):
+    """They said "unpark kernel: kernel is on sim:0 already" and "kernel stays where it is"."""
+    rt, kernel = started()
+    rt._session.notebook = "/work/train.ipynb"
+    kept = torch.zeros(16 * FLOATS)
+    cell(kernel)
+    back = rt.unpark()
+    assert (back.name, back.because) == ("", "train.ipynb is on sim:0 already")
+    kernel._stillness.reason = "a thread of its own runs (loader)"
+    with pytest.raises(GpuError):
+        rt.park()
+    [failed] = [event for event in rt.why("kernel") if event.action == "failed"]
+    assert failed.because.startswith("train.ipynb stays where it is: ")
+    del kept
+
+
 def test_the_line_of_a_return_tells_the_wait_for_space_from_the_move(started, clock, monkeypatch):
     """A notebook that waited 71 s for another one was told that the move took 71 s."""
     rt, kernel = started(clock=clock)

@@ -103,7 +103,7 @@ def test_another_notebooks_variables_are_listed_while_it_is_idle_or_parked(tmp_p
         counted = train.run("get_ipython().execution_count")
         other.run("%gpu park train.ipynb")
         parked = other.run("%gpu who train.ipynb")
-        assert "weights" in parked and "8.0 MiB of it is parked in RAM" in parked, parked
+        assert "weights" in parked and "8.0 MiB is parked in RAM" in parked, parked
         assert "host" in other.run("%gpu leases")
         news, count = train.run("get_ipython().execution_count").splitlines()
         assert "came back from RAM" in news and int(count) == int(counted) + 1

@@ -19,6 +19,7 @@ from gpu_runtime.units import show_bytes, show_seconds
 
 from ..palette import COLOURS, label_of
 from .history import MARKED, Span, devices_of, lease_titles, spans_of
+from .names import KERNEL
 from .row_parts import natural
 
 WHOLE = 1000  # the length of the range in the drawing
@@ -30,6 +31,7 @@ FOLDED_PART = (
 # needed the room, the reason names the process first: "eval.ipynb (pid 9) needs room for qwen."
 _RECALLED_FOR = re.compile(r" needs room for (.+?)\.?$")
 _FOR = re.compile(r"(?:^|; )([^;]+?) needs ")
+OWN_MEMORY = "its own memory"  # stands for the lease of a notebook's own code
 _PID = re.compile(r"pid (\d+)")  # in the requester of an event
 
 
@@ -229,6 +231,7 @@ def _pair(event: Event, labels: set[str]) -> tuple[str, str] | None:
     if event.action not in MARKED or victim not in labels or HOST in devices_of(event):
         return None
     name = needed_by[1] if needed_by else ""
+    name = KERNEL if name == OWN_MEMORY else name
     heir = label_of(_requester(event), name)
     return (victim, heir) if heir in labels and heir != victim else None
 
