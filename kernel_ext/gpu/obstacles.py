@@ -81,7 +81,7 @@ def why_not_loop(kernel: Any) -> str:
     if loop is None:
         return ""
     for task in asyncio.all_tasks(loop):
-        if not is_kernel_task(task):
+        if not is_kernel_task(task) and not _repeats_panel(task):
             name = getattr(task.get_coro(), "__qualname__", "?")
             return f"an asyncio task is pending ({name})"
     for handle in getattr(loop, "_scheduled", ()):
@@ -121,6 +121,19 @@ def is_kernel_task(task: asyncio.Task[Any]) -> bool:
     made_by = getattr(utils, "_async_in_context", None)
     constants = made_by.__code__.co_consts if made_by is not None else ()
     return any(code is one for one in constants if code is not None)
+
+
+def _repeats_panel(task: asyncio.Task[Any]) -> bool:
+    """Whether the `task` is Panel's, and repeats a function of CALLBACK_PACKAGES.
+
+    Panel starts such a task at the first event of a widget, and never ends it.
+    """
+    coroutine = task.get_coro()
+    if getattr(coroutine, "__qualname__", "") != "PeriodicCallback._async_repeat":
+        return False
+    frame = getattr(coroutine, "cr_frame", None)
+    repeated = frame.f_locals.get("func") if frame is not None else None
+    return repeated is not None and _is_kernels(repeated)
 
 
 def _is_kernels(*values: Any) -> bool:

@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import panel as pn
 import pytest
 import torch
 import zmq
@@ -112,6 +113,29 @@ def test_a_task_a_gui_and_a_subshell_are_named():
     shells = SimpleNamespace(list_subshell=lambda: ["1"])
     with kernel(shell_channel_thread=SimpleNamespace(_manager=shells)) as one:
         assert obstacles.why_not_loop(one) == "a subshell is open"
+
+
+@pytest.mark.parametrize("of_panel", [True, False])
+def test_a_task_that_repeats_a_function_of_panel_does_not_prevent_parking(of_panel):
+    """The first click in `%gpu console` starts such a task. Then the notebook could not be parked any more."""
+    callback = pn.state._cleanup_busy_counter if of_panel else Model().forward
+
+    async def begin():
+        repeats = pn.io.callbacks.PeriodicCallback(
+            callback=callback, session_scoped=False, period=600_000
+        )
+        repeats.start()
+        await asyncio.sleep(0)
+        return repeats
+
+    with kernel() as one:
+        loop = one.io_loop.asyncio_loop
+        repeats = loop.run_until_complete(begin())
+        named = "an asyncio task is pending (PeriodicCallback._async_repeat)"
+        assert obstacles.why_not_loop(one) == ("" if of_panel else named)
+        repeats.stop()
+        loop.run_until_complete(asyncio.sleep(0))
+        assert obstacles.why_not_loop(one) == ""
 
 
 def _timer(over):
