@@ -49,7 +49,14 @@ def drain(book: Book, device: Device, by: str, world: World) -> Book:
         return book
     marks = {**book.drained, device.key: Drain(by, world.wall)}
     because = f"{by} drained {device.id}: it takes no new leases, and its idle models leave."
-    return _noted(replace(book, drained=marks), world, device, "drained", because, by)
+    return _noted(
+        replace(book, drained=marks),
+        world,
+        device,
+        "drained",
+        because,
+        by,
+    )
 
 
 def undrain(book: Book, device: Device, by: str, world: World) -> Book:
@@ -61,12 +68,28 @@ def undrain(book: Book, device: Device, by: str, world: World) -> Book:
         return book
     marks = {key: mark for key, mark in book.drained.items() if key != device.key}
     because = f"{by} ended the drain of {device.id}: it takes leases again."
-    return _noted(replace(book, drained=marks), world, device, "undrained", because, by)
+    return _noted(
+        replace(book, drained=marks),
+        world,
+        device,
+        "undrained",
+        because,
+        by,
+    )
 
 
 def _noted(book: Book, world: World, device: Device, action: str, because: str, by: str) -> Book:
     lease = Lease("", device.id)
-    return note(book, world, lease, action, "drain", because, device=device.id, by=by)
+    return note(
+        book,
+        world,
+        lease,
+        action,
+        "drain",
+        because,
+        device=device.id,
+        by=by,
+    )
 
 
 def drained(book: Book, world: World) -> dict[str, str]:

@@ -254,7 +254,14 @@ def warm_pool_victims(
     """
     if shortage <= 0:
         return ()
-    pool = warm(book, world, asker=asker, importance=importance, owner=owner, wanted=wanted)
+    pool = warm(
+        book,
+        world,
+        asker=asker,
+        importance=importance,
+        owner=owner,
+        wanted=wanted,
+    )
     return victims({HOST: shortage}, pool, world, rank)
 
 

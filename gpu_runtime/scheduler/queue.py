@@ -68,7 +68,14 @@ def elders(
     if book.ticket(request.key) is None:
         users = {**users, model: users.get(model, 0) + request.users}
     seconds = load_seconds(book, request)
-    own = _position(wanted.importance, request.arrived, request.key, users[model], seconds, world)
+    own = _position(
+        wanted.importance,
+        request.arrived,
+        request.key,
+        users[model],
+        seconds,
+        world,
+    )
     own_importance = own[0]
     now, rules = world.now, world.rules
     found = []

@@ -102,7 +102,15 @@ def obey(
             if lease is not None and lease.owner == owner and lease.phase is Phase.SETTLED:
                 steps += _shed_for(book, lease, ticket, asker)
         for lease in _recalled(book, owner, ticket):
-            for step in _steps_for(book, lease, ticket, host_room, world, asker, rank):
+            for step in _steps_for(
+                book,
+                lease,
+                ticket,
+                host_room,
+                world,
+                asker,
+                rank,
+            ):
                 host_room -= copied_bytes(lease, step)
                 if not isinstance(step, Shed):
                     book = mark_leaving(book, step, key)

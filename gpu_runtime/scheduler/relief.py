@@ -73,7 +73,16 @@ def relieve(
             at = _level_now(view, freed, world)
             if relief(at, rules) is None:
                 break
-            for step in _steps(book, lease, at, view, freed, host_room, world, rank):
+            for step in _steps(
+                book,
+                lease,
+                at,
+                view,
+                freed,
+                host_room,
+                world,
+                rank,
+            ):
                 steps.append(step)
                 if isinstance(step, Shed):
                     continue  # other leases leave first; this lease leaves at a later call
@@ -112,7 +121,15 @@ def park_kernels(
                 continue
             because = f"{view.device.id} holds more than its limit."
             step = eviction_step(lease, host_room, world, because=because, reason="memory_pressure")
-            copies = _shed_first(book, lease, step, host_room, world, rank, because)
+            copies = _shed_first(
+                book,
+                lease,
+                step,
+                host_room,
+                world,
+                rank,
+                because,
+            )
             if copies:
                 return book, copies
             if step is not None:
@@ -183,7 +200,19 @@ def _steps(
         because=because,
         reason="memory_pressure",
     )
-    copies = () if drops else _shed_first(book, lease, step, host_room, world, rank, because)
+    copies = (
+        ()
+        if drops
+        else _shed_first(
+            book,
+            lease,
+            step,
+            host_room,
+            world,
+            rank,
+            because,
+        )
+    )
     if copies:
         return copies
     if step is None or (isinstance(step, Drop) and not demand.may_drop):
@@ -207,7 +236,15 @@ def _shed_first(
     """
     if isinstance(step, Move):
         return ()
-    return shadows.steps_for(book, lease, host_room, world, rank, because, "memory_pressure")
+    return shadows.steps_for(
+        book,
+        lease,
+        host_room,
+        world,
+        rank,
+        because,
+        "memory_pressure",
+    )
 
 
 def _without_claims(view: DeviceView, world: World) -> DeviceView:
