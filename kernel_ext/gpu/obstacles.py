@@ -71,28 +71,41 @@ def why_not_modules() -> str:
 
 
 def why_not_loop(kernel: Any) -> str:
-    """The reason why the memory must not be moved now, or "" if the loop of the `kernel` is no reason.
+    """The reason why the memory must not be moved now, or "" if no event loop of the `kernel` is a reason.
 
-    Reasons are code of the user that waits in the event loop, and an open subshell.
+    Reasons are code of the user that waits in the main thread's event loop, or in the loop of a subshell. JupyterLab
+    opens a subshell for the messages of widgets. Before a message to a subshell is handled, parked memory comes back,
+    as before a message to the main thread.
     """
     if getattr(kernel, "eventloop", None) is not None:
         return "a GUI event loop runs its callbacks (%gui)"
-    loop = getattr(kernel.io_loop, "asyncio_loop", None)
+    if why := _why_not_io_loop(kernel.io_loop):
+        return why
+    manager = getattr(getattr(kernel, "shell_channel_thread", None), "_manager", None)
+    threads = getattr(manager, "_cache", {})
+    for subshell in manager.list_subshell() if manager is not None else ():
+        io_loop = getattr(threads.get(subshell), "io_loop", None)
+        if io_loop is None:  # another version of ipykernel
+            return "a subshell is open"
+        if why := _why_not_io_loop(io_loop):
+            return f"{why}, in a subshell"
+    return ""
+
+
+def _why_not_io_loop(io_loop: Any) -> str:
+    loop = getattr(io_loop, "asyncio_loop", None)
     if loop is None:
         return ""
     for task in asyncio.all_tasks(loop):
         if not is_kernel_task(task) and not _repeats_panel(task):
             name = getattr(task.get_coro(), "__qualname__", "?")
             return f"an asyncio task is pending ({name})"
-    for handle in getattr(loop, "_scheduled", ()):
+    for handle in tuple(getattr(loop, "_scheduled", ())):
         if not handle.cancelled() and not _is_kernels(handle._callback, *(handle._args or ())):
             return "a callback is scheduled (call_later)"
-    for handlers in _handlers(kernel.io_loop, loop):
+    for handlers in _handlers(io_loop, loop):
         if not _is_kernels(*handlers):
             return "a callback waits for a file or a socket (add_reader)"
-    manager = getattr(getattr(kernel, "shell_channel_thread", None), "_manager", None)
-    if manager is not None and manager.list_subshell():
-        return "a subshell is open"
     return ""
 
 

@@ -96,7 +96,7 @@ def test_a_callback_that_waits_for_a_socket_is_found(of):
         assert obstacles.why_not_loop(one) == ""
 
 
-def test_a_task_a_gui_and_a_subshell_are_named():
+def test_a_task_and_a_gui_are_named():
     async def training():
         await asyncio.sleep(600)
 
@@ -110,9 +110,21 @@ def test_a_task_a_gui_and_a_subshell_are_named():
         assert obstacles.why_not_loop(one) == ""
         one.eventloop = print
         assert obstacles.why_not_loop(one) == "a GUI event loop runs its callbacks (%gui)"
-    shells = SimpleNamespace(list_subshell=lambda: ["1"])
-    with kernel(shell_channel_thread=SimpleNamespace(_manager=shells)) as one:
-        assert obstacles.why_not_loop(one) == "a subshell is open"
+
+
+def test_an_idle_subshell_does_not_prevent_parking():
+    """JupyterLab opens one for widgets, such as the progress bar of tqdm. The user's code in its loop is named."""
+    shells = SimpleNamespace(list_subshell=lambda: ["1"], _cache={})
+    with kernel(shell_channel_thread=SimpleNamespace(_manager=shells)) as one, kernel() as two:
+        assert (
+            obstacles.why_not_loop(one) == "a subshell is open"
+        )  # an unknown version of ipykernel
+        shells._cache["1"] = two
+        assert obstacles.why_not_loop(one) == ""
+        handle = two.io_loop.asyncio_loop.call_later(600, Model().forward)
+        assert obstacles.why_not_loop(one) == f"{LATER}, in a subshell"
+        handle.cancel()
+        assert obstacles.why_not_loop(one) == ""
 
 
 @pytest.mark.parametrize("of_panel", [True, False])

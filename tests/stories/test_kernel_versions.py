@@ -6,6 +6,7 @@ as torch, is shared.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -212,6 +213,33 @@ def test_the_memory_is_back_before_a_subshell_reads_it(kernel):
         request(client, kind, subshell=subshell, **content)
         request(client, "delete_subshell_request", "control", subshell_id=subshell)
         assert f"[('{noted}', 'sim:0')]" in notebook.run("print(story); story.clear()")
+
+
+def test_a_notebook_with_a_subshell_is_parked_unless_the_subshell_runs_a_cell(kernel):
+    """JupyterLab keeps a subshell open for the messages of widgets, so it must not keep the memory on the card."""
+    notebook, rt = kernel
+    client = notebook.client
+    features = request(client, "kernel_info_request").get("supported_features", ())
+    if "kernel subshells" not in features:
+        pytest.skip("this ipykernel has no subshells")
+    subshell = request(client, "create_subshell_request", "control")["subshell_id"]
+    cell = {"silent": False, "store_history": False, "user_expressions": {}}
+    for _ in range(3):
+        park(notebook, rt)
+        code = "story.append(('cell', place()))"
+        request(client, "execute_request", subshell=subshell, code=code, **cell)
+        assert "[('cell', 'sim:0')]" in notebook.run("print(story); story.clear()")
+    running = client.session.msg("execute_request", {"code": "time.sleep(3)", **cell})
+    running["header"]["subshell_id"] = subshell
+    client.shell_channel.send(running)
+    with contextlib.suppress(GpuError):
+        rt.park("a.ipynb")
+    if not client.shell_channel.msg_ready():  # on a busy machine the cell may have ended
+        assert places(rt)["a.ipynb"] == {"sim:0"}
+    client.shell_channel.get_msg(timeout=30)
+    park(notebook, rt)
+    request(client, "delete_subshell_request", "control", subshell_id=subshell)
+    assert "5000000.0" in notebook.run("print(float(x.sum()))")
 
 
 def test_the_debugger_starts_in_a_parked_kernel(kernel):
