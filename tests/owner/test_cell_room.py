@@ -65,7 +65,7 @@ def test_a_cell_finds_free_what_it_took_at_its_peak_the_last_time(two):
 
 @pytest.mark.parametrize("text", ["%gpu", "# and now?\n%gpu who", "df = %gpu leases", "%gpu free"])
 def test_a_cell_of_our_lines_requests_no_room(started, text):
-    """After `del weights` the user types `%gpu who`. It said "600 MiB cached": the room of its own cell."""
+    """After `del weights` the user types `%gpu`. It showed 600 MiB in use: the room of its own cell."""
     rt, kernel = started()
     kept = torch.zeros(16 * FLOATS)
     cell(kernel)
