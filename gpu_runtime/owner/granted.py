@@ -169,6 +169,7 @@ def _restore_part(
     def restore() -> None:
         """Moves the part, and settles the lease in parts."""
         shares, seconds = _move_back(session, resident, step, key)
+        took.append(seconds)
         settled = replace(
             before.holding(shares),
             settled_at=session.clock(),
@@ -176,7 +177,6 @@ def _restore_part(
             importance=lease.importance,
         )
         resident.settle_at(settled)
-        took.append(seconds)
         _settle(session, resident, step.because)
 
     session.uninterrupted(key, restore)

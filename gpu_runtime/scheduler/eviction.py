@@ -7,7 +7,10 @@ sentences from the result. A shadow is an unchanged copy in host memory of a mod
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
+
+from msgspec.structs import replace
 
 from ..facts import HOST, Book, Candidate, Lease, Policy, Request, Share, World
 from . import shadows
@@ -15,7 +18,7 @@ from .capacity import limit_of
 from .context import Context
 from .drain import drained
 from .evictable import can_move, largest_fitting_set, reason_to_stay, warm, warm_pool_victims
-from .eviction_multi import multi_card_ways
+from .eviction_multi import multi_card_ways, within_host
 from .eviction_policy import with_uses_of_equal_models
 from .splitting import may_split
 from .stuck import host_bytes_to_be_had
@@ -80,14 +83,13 @@ def cheapest_way(
     together cannot make the room.
     """
     rank = with_uses_of_equal_models(rank, context.leases)
-    if context.silent:
-        way = _cheapest(book, request, world, rank, context, candidates, context.silent)
-        if way:
-            return way
-    nobody: frozenset[str] = frozenset()
-    way = _cheapest(book, request, world, rank, context, candidates, nobody)
+    find = partial(_cheapest, book, request, world, rank, context, candidates)
+    way = find(context.silent) if context.silent else None
+    way = way or find()
+    if way is None and any([one.shadow_bytes and not one.droppable for one in context.leases]):
+        way = find(own_shadows="kept") or find(own_shadows="freed")
     if way is None and _may_be_loaded_again(book, request):
-        way = _cheapest(book, request, world, rank, context, candidates, nobody, wanted="")
+        way = find(wanted="")
         if way and not _host_lacks_room(book, request, world, way):
             return None  # the host gets room once other leases may be unloaded
     return way
@@ -113,12 +115,15 @@ def _cheapest(
     rank: Policy,
     context: Context,
     candidates: tuple[Candidate, ...],
-    spared: frozenset[str],
+    spared: frozenset[str] = frozenset(),
     wanted: str | None = None,
+    own_shadows: str = "",
 ) -> Way | None:
     """The cheapest way that evicts none of the leases whose ids are `spared`.
 
-    The lease with the id `wanted` stays in host memory; None is the requested lease.
+    The lease with the id `wanted` stays in host memory; None is the requested lease. Weights that
+    exist nowhere else may have a shadow of some of their bytes. With `own_shadows`, all these
+    shadows are `kept` for their leases, or all are `freed`.
     """
     if wanted is None:
         wanted = request.lease.id
@@ -127,36 +132,35 @@ def _cheapest(
     host_later = host_room
     shadowed: list[Lease] = []
     if not all([lease.droppable for lease in idle]):
-        shadowed = shadows.held(book, spared=context.silent_shadows)
+        precious = {lease.id for lease in idle if not lease.droppable}
+        kept = precious if own_shadows == "kept" else set()
+        shadowed = shadows.held(book, spared=context.silent_shadows | kept)
         host_later += shadows.total(shadowed) + _warm_pool_bytes(book, request, world, wanted)
+        if own_shadows == "freed":
+            idle = [one if one.droppable else replace(one, shadow_bytes=0) for one in idle]
     host = PartsRoom(host_room, host_later) if _may_cut(idle, world) else None
     found: list[_Priced] = []
     ways = _ways(book, request, world, context, candidates, idle, host_later, host)
     for candidate, leaving in ways:
         priced = _priced(candidate, leaving, len(found), request, world, rank)
         found.append(priced)
-    if not found:
-        return None
     found.sort()
-    best = found[0]
-    freed, unloaded = _leaving_the_host(
-        book, request, world, rank, best.leaving, shadowed, host_room, wanted
-    )
-    others = found[1 : MOST_OTHERS + 1] if request.wait else found[1:]  # a dry run shows all ways
-    return Way(
-        best.candidate,
-        best.leaving,
-        unloaded,
-        freed,
-        best.seconds,
-        tuple(
-            [
-                Way(one.candidate, one.leaving, seconds=one.seconds, worth=one.worth)
-                for one in others
-            ]
-        ),
-        best.worth,
-    )
+    for best in found:
+        room = _leaving_the_host(
+            book, request, world, rank, best.leaving, shadowed, host_room, wanted
+        )
+        if room is not None:
+            others = [_reported(one) for one in found if one is not best]
+            most = MOST_OTHERS if request.wait else len(others)  # a dry run shows all ways
+            freed, unloaded = room
+            return _reported(best)._replace(
+                warm=unloaded, shadows=freed, others=tuple(others[:most])
+            )
+    return None
+
+
+def _reported(one: _Priced) -> Way:
+    return Way(one.candidate, one.leaving, seconds=one.seconds, worth=one.worth)
 
 
 def _warm_pool_bytes(book: Book, request: Request, world: World, wanted: str) -> int:
@@ -178,15 +182,15 @@ def _leaving_the_host(
     shadowed: list[Lease],
     host_room: int,
     wanted: str,
-) -> tuple[tuple[Lease, ...], tuple[Lease, ...]]:
+) -> tuple[tuple[Lease, ...], tuple[Lease, ...]] | None:
     """The leases that make room in host memory for the leases `leaving` a card.
 
     Returns two tuples: leases whose shadows are freed, chosen from `shadowed`, and leases that are
-    unloaded from host memory. Host memory has `host_room` free bytes. The lease with the id
-    `wanted` stays there.
+    unloaded from host memory. Returns None if they cannot make the room. Host memory has
+    `host_room` free bytes. The lease with the id `wanted` stays there.
     """
-    going = {lease.id for lease in leaving}
-    able = [lease for lease in shadowed if lease.id not in going]
+    kept = {lease.id for lease in leaving if lease.shadow_bytes and shadows.keeps_own(lease)}
+    able = [lease for lease in shadowed if lease.id not in kept]
     shortage = precious_bytes(leaving) - host_room
     freed = shadows.enough(able, shortage, world, rank)
     unloaded = warm_pool_victims(
@@ -198,7 +202,7 @@ def _leaving_the_host(
         importance=request.lease.importance,
         wanted=wanted,
     )
-    return tuple(freed), unloaded or ()
+    return None if unloaded is None else (tuple(freed), unloaded)
 
 
 def _may_cut(idle: Iterable[Lease], world: World) -> bool:
@@ -347,6 +351,8 @@ def _ways(
             )
         else:
             leaving = _victims(need, pool, host_bytes, enough, host)
+        if leaving is None:
+            leaving = within_host(share, request, context, idle, host_bytes, host)
         if leaving is not None:
             yield candidate, leaving
     if may_split(request.placement):

@@ -8,16 +8,18 @@ Finally, every victim that is not needed is taken off the list again.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import combinations
+from itertools import combinations, islice
 from math import comb
 
-from ..facts import Candidate, Lease, PlacementRules, Request
+from ..facts import Candidate, Lease, PlacementRules, Request, Share
 from .context import Context
 from .evictable import largest_fitting_set
 from .splitting import claimed, divide, fitting, least_room, sets_that_fit
 from .victims import PartsRoom, freed_bytes, part_of, parts_within, precious_bytes
 
 FEW_CARDS = 4  # up to this many, every set of cards is tried
+FEW_PRECIOUS = 8  # up to so many leases that exist nowhere else, every set of them is tried
+MOST_POOLS = 100  # such sets, and sets of parts, that are tried
 MOST_SETS = 2_000  # sets of leases that the search for the smallest set tries
 
 Bytes = Mapping[str, int]  # by device id
@@ -55,6 +57,30 @@ def multi_card_ways(
             yield candidate, chosen
 
 
+def within_host(
+    share: Share,
+    request: Request,
+    context: Context,
+    idle: Sequence[Lease],
+    host_bytes: int,
+    host: PartsRoom | None,
+) -> tuple[Lease, ...] | None:
+    """The leases to evict for the `share` on one card, if host memory cannot take each of them.
+
+    The search tries more sets of leases than the usual one for a single card, and parts of leases.
+    The result is None if no set is enough. All other parameters are as in `multi_card_ways`.
+    """
+    room = _Room([share.device], context, request.lease.owner)
+    room.own_need = share.bytes
+    room.missing += share.bytes
+    room.holds = lambda usable: usable[share.device] >= share.bytes
+    may_cut = host is not None
+    chosen = _victims_within_host(idle, room, host_bytes, request.placement, may_cut)
+    if chosen is None or host is None:
+        return chosen
+    return _without_needless_pieces(chosen, room, host)
+
+
 def _victims_within_host(
     idle: Sequence[Lease],
     room: _Room,
@@ -73,7 +99,8 @@ def _victims_within_host(
     if chosen is None or precious_bytes(chosen) <= host_bytes:
         return chosen
     room.all_go(chosen, -1)
-    for pool in _that_the_host_can_take(list(filter(room.gains, idle)), host_bytes, may_cut):
+    useful = list(filter(room.gains, idle))
+    for pool in islice(_that_the_host_can_take(useful, host_bytes, may_cut), MOST_POOLS):
         chosen = _victims(pool, room, fewest=fewest)
         if chosen is not None:
             return chosen
@@ -84,19 +111,34 @@ def _victims_within_host(
 def _that_the_host_can_take(
     pool: Sequence[Lease], host_bytes: int, may_cut: bool
 ) -> Iterator[list[Lease]]:
-    """Yields the `pool` without the leases that can neither be dropped nor fit into `host_bytes`.
+    """Yields the `pool` without leases that can neither be dropped nor fit into `host_bytes`.
 
-    If `may_cut` is true, further results have parts of these leases that fit.
+    Each result has other leases that fit. If `may_cut` is true, further results have parts of the
+    leases that do not fit.
     """
     precious = [lease for lease in pool if not lease.droppable]
-    saved = largest_fitting_set(precious, host_bytes)
-    staying = [lease for lease in precious if lease not in saved]
-    yield [lease for lease in pool if lease not in staying]
-    left = host_bytes - precious_bytes(saved)
-    for parts in parts_within(staying, left) if may_cut else ():
-        cut = {part.id: part for part in parts}
-        fitting = [lease for lease in pool if lease not in staying or lease.id in cut]
-        yield [cut.get(lease.id, lease) for lease in fitting]
+    for saved in _fitting_sets(precious, host_bytes):
+        staying = [lease for lease in precious if lease not in saved]
+        yield [lease for lease in pool if lease not in staying]
+        left = host_bytes - precious_bytes(saved)
+        for parts in parts_within(staying, left) if may_cut else ():
+            cut = {part.id: part for part in parts}
+            fitting = [lease for lease in pool if lease not in staying or lease.id in cut]
+            yield [cut.get(lease.id, lease) for lease in fitting]
+
+
+def _fitting_sets(precious: Sequence[Lease], host_bytes: int) -> Iterator[tuple[Lease, ...]]:
+    """Yields sets of the `precious` leases that fit into `host_bytes`.
+
+    The largest set is first. The empty set follows, which leaves most room for parts of the leases.
+    With more than FEW_PRECIOUS leases, no further set is tried.
+    """
+    yield largest_fitting_set(precious, host_bytes)
+    yield ()
+    for count in range(len(precious), 0, -1) if len(precious) <= FEW_PRECIOUS else ():
+        for saved in combinations(precious, count):
+            if precious_bytes(saved) <= host_bytes:
+                yield saved
 
 
 def _sets(

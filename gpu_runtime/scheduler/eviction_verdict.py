@@ -130,7 +130,9 @@ class _Eviction:
         self.recalled_shadows: list[str] = []
         # Ids of leases whose shadows cannot be freed. There are three reasons: the shadow is freed
         # already, the lease leaves its card and needs the shadow, or its owner does not answer.
-        self.spared = {lease.id for lease in way.leaving} | context.silent_shadows
+        needed = [one for one in way.leaving if one.shadow_bytes and shadows.keeps_own(one)]
+        self.spared = {lease.id for lease in needed}
+        self.spared |= context.silent_shadows
         self.freed_soon = 0  # bytes of shadows that are freed, and that no lease has taken yet
         self.sentences: list[str] = []
 

@@ -7,6 +7,7 @@ may be divided, the room of several cards is added up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
 
 from msgspec.structs import replace
 
@@ -31,8 +32,7 @@ from .drain import drained
 from .evictable import largest_fitting_set, permanent_reason_to_stay
 from .placement import claim, place
 from .splitting import divisions, may_split, may_use_one_card
-from .stuck import Stuck, sets_that_stay, stuck_leases
-from .victims import freed_bytes, parts_within
+from .stuck import MOST_TRIED, Stuck, less_pieces, sets_that_stay, stuck_leases
 
 GB = 2**30
 TOO_MANY = "exists nowhere else, and the host has no room for them all"
@@ -159,10 +159,7 @@ def _beside_stuck(
     precious = all_stuck.precious.get(card.id, [])
     left = limit - sum(lease.bytes_on(card.id) for lease, _ in stuck)
     if size <= left and precious:
-        saved = largest_fitting_set(precious, all_stuck.host_bytes)
-        remain = [lease for lease in precious if lease not in saved]
-        remain_bytes = sum(lease.bytes_on(card.id) for lease in remain)
-        remain_bytes -= _parts_for_the_host(remain, all_stuck.host_bytes, saved)
+        remain_bytes = _least_that_remains(card.id, precious, all_stuck.host_bytes, left - size)
         if size > left - remain_bytes:
             stuck = [*stuck, *((lease, TOO_MANY) for lease in precious)]
             left -= remain_bytes
@@ -171,15 +168,24 @@ def _beside_stuck(
     return _stuck_refusal(request, card, size, limit, stuck, all_stuck.titles)
 
 
-def _parts_for_the_host(remain: Iterable[Lease], host_bytes: int, saved: Iterable[Lease]) -> int:
-    """Bytes of the card that the leases in `remain` could free by moving pieces to host memory.
+def _least_that_remains(card: str, precious: list[Lease], host_bytes: int, enough: int) -> int:
+    """The fewest bytes on `card` of the leases `precious` if the host has `host_bytes` for them.
 
-    `host_bytes` is the usable host memory. The leases in `saved` move there first, and the pieces
-    get only the memory that is left.
+    The search ends at a number that is at most `enough`.
     """
-    left = host_bytes - sum(lease.card_bytes for lease in saved)
-    ways = parts_within(tuple(remain), left)
-    return max((sum(map(freed_bytes, parts)) for parts in ways), default=0)
+    saved = largest_fitting_set(precious, host_bytes)
+    remain = tuple([lease for lease in precious if lease not in saved])
+    least = sum([lease.bytes_on(card) for lease in remain])
+    if least <= enough or not any([lease.piece_bytes for lease in remain]):
+        return least
+    ways = less_pieces(remain, host_bytes - sum([lease.card_bytes for lease in saved]))
+    if len(precious) <= MOST_TRIED:  # instead of a whole lease, pieces of another one may leave
+        ways = chain(ways, sets_that_stay(Stuck({}, {card: precious}, host_bytes, {})))
+    for staying in ways:
+        least = min(least, sum([lease.bytes_on(card) for lease in staying]))
+        if least <= enough:
+            break
+    return least
 
 
 def _stuck_refusal(
@@ -375,10 +381,10 @@ def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Re
             continue
         if lease.pins or lease.keep or permanent_reason_to_stay(lease, world):
             stays += sum(share.bytes for share in lease.claims() if share.device != HOST)
-    least = stays + _least_own_bytes(book, request, world, size)
-    if least <= limit:
+    least = _least_own_bytes(book, request, world, size, limit - stays)
+    if stays + least <= limit:
         return None
-    stays = least - size
+    stays += least - size
     return Refuse(
         f"Loading '{request.lease.name}' ({size / GB:.1f}GB) would exceed memory limit "
         f"({stays / GB:.1f}GB + {size / GB:.1f}GB > {limit / GB:.1f}GB)",
@@ -388,20 +394,19 @@ def _past_own_limit(book: Book, request: Request, world: World, size: int) -> Re
     )
 
 
-def _least_own_bytes(book: Book, request: Request, world: World, size: int) -> int:
+def _least_own_bytes(book: Book, request: Request, world: World, size: int, enough: int) -> int:
     """The fewest bytes on cards of the request and of the owner's models that remain there.
 
     If the host cannot take all leases whose weights exist nowhere else, several sets of them may
     stay. Only sets beside which the request fits on the cards are compared. `size` is the bytes of
-    the request alone.
+    the request alone. The search ends at a number that is at most `enough`.
     """
     stuck = stuck_leases(book, request, world)
-    choices = sets_that_stay(stuck)
-    if choices == [()]:
-        return size
     limits = {card: limit_of(book, world, card) for card in _cards(request, world)}
     found = []
-    for remaining in choices:
+    for remaining in sets_that_stay(stuck):
+        if not remaining:
+            return size
         room = {}
         for card, limit in limits.items():
             room[card] = limit - stuck.bytes_on(card, remaining)
@@ -410,4 +415,6 @@ def _least_own_bytes(book: Book, request: Request, world: World, size: int) -> i
         for candidate in place(request.footprint, room, request.placement, limits):
             if candidate.fits:
                 found.append(own_bytes + sum(share.bytes for share in candidate.shares))
+        if found and min(found) <= enough:
+            break
     return min(found, default=size)

@@ -33,6 +33,15 @@ def held(book: Book, *, owner: str = "", spared: Collection[str] = ()) -> list[L
     return found
 
 
+def keeps_own(leaving: Lease) -> bool:
+    """Whether the shadow of the lease `leaving` must stay, because it becomes the lease's share.
+
+    If only a part of the lease leaves, a shadow of some bytes may lack this part. It is not used
+    then, and may be freed for this part.
+    """
+    return not leaving.target or leaving.offload_bytes < leaving.leaving_bytes
+
+
 def total(leases: Iterable[Lease]) -> int:
     """The bytes of the shadows of all `leases` together."""
     return sum([lease.shadow_bytes for lease in leases])
@@ -85,7 +94,7 @@ def room_for(
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)
     if shortage <= 0 or not fits_alone or lease.on_host or not can_move(lease, world):
         return None
-    able = held(book, owner=owner, spared={lease.id, *spared})
+    able = held(book, owner=owner, spared={lease.id, *spared} if keeps_own(lease) else spared)
     short = shortage - total(able)
     unloaded = renewed(host_room + total(able)) if short > 0 else ()
     if short > 0 and not unloaded:

@@ -6,7 +6,7 @@ offloaded, and only while the host has room.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from itertools import combinations
 from typing import NamedTuple
 
@@ -61,13 +61,13 @@ def stuck_leases(
     return Stuck(leases, precious, host_bytes, titles)
 
 
-def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
-    """Sets of precious leases that may have to stay on their cards; sets of few leases are first.
+def sets_that_stay(stuck: Stuck) -> Iterator[tuple[Lease, ...]]:
+    """Yields sets of precious leases that may have to stay on their cards, sets of few leases first.
 
     For each set, the host has room for the precious leases outside the set. If it also has room for
     pieces of the leases in the set, their `shares` are only the bytes that stay. If the host has
-    room for all precious leases in `stuck`, or if they are too many to try every set, the result is
-    one empty set: then these leases are no reason to refuse the request.
+    room for all precious leases in `stuck`, or if they are too many to try every set, the only
+    result is an empty set: then these leases are no reason to refuse the request.
     """
     by_id = {}
     for leases in stuck.precious.values():
@@ -76,30 +76,39 @@ def sets_that_stay(stuck: Stuck) -> list[tuple[Lease, ...]]:
     precious = list(by_id.values())
     total = sum(lease.card_bytes for lease in precious)
     if len(precious) > MOST_TRIED or total <= stuck.host_bytes:
-        return [()]
-    sets = []
-    for count in range(len(precious), -1, -1):
-        for saved in combinations(precious, count):
-            saved_bytes = sum(lease.card_bytes for lease in saved)
-            if saved_bytes <= stuck.host_bytes:
-                staying = [lease for lease in precious if lease not in saved]
-                sets += _less_pieces(staying, stuck.host_bytes - saved_bytes)
-    return sets
+        yield ()
+        return
+    for count in range(len(precious) + 1):
+        for staying in combinations(precious, count):
+            left = stuck.host_bytes - total + sum([lease.card_bytes for lease in staying])
+            if left >= 0 and not _is_needless(staying, left):
+                yield from less_pieces(staying, left)
 
 
-def _less_pieces(staying: list[Lease], host_bytes: int) -> list[tuple[Lease, ...]]:
-    """The leases in `staying` without the pieces that fit into `host_bytes` of host memory.
+def _is_needless(staying: tuple[Lease, ...], host_bytes: int) -> bool:
+    """Whether one more lease fits into `host_bytes`, so that the set without this lease is better.
+
+    If the leases have pieces, the host may rather take pieces of another lease.
+    """
+    fits = any([lease.card_bytes <= host_bytes for lease in staying])
+    return fits and not any([lease.piece_bytes for lease in staying])
+
+
+def less_pieces(staying: tuple[Lease, ...], host_bytes: int) -> Iterator[tuple[Lease, ...]]:
+    """Yields the leases in `staying` without the pieces that fit into `host_bytes` of host memory.
 
     There is a result for each lease whose pieces leave first.
     """
-    found = []
+    cut = False
     for parts in parts_within(staying, host_bytes):
         left = {lease.id: lease for lease in staying}
         for part in parts:
             kept = [share for share in part.after(part.target) if share.device != HOST]
             left[part.id] = replace(part, shares=tuple(kept), target=())
-        found.append(tuple(left.values()))
-    return found or [tuple(staying)]
+        cut = True
+        yield tuple(left.values())
+    if not cut:
+        yield staying
 
 
 def host_bytes_to_be_had(book: Book, world: World) -> int:

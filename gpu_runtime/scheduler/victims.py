@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ..facts import HOST, Lease, Policy, Share, World
 
 MOST_TRIED = 12  # up to this many leases that might be spared, every set of them is tried
+MOST_FIRST = 8  # ways to cut leases that are tried
 MOST_LOOKS = 5_000  # steps of a search for the smallest set
 OWNER = (
     "owner:"  # prefix of a place in `need` that stands for all cards on which an owner has leases
@@ -276,10 +277,11 @@ def parts_within(leases: Sequence[Lease], host_bytes: int) -> Iterator[list[Leas
     """Yields ways in which pieces of the `leases` fit into `host_bytes` of host memory.
 
     Each result has the leases of which pieces leave, with the pieces' bytes as `target`. Each lease
-    that can be cut is the first one once: as many of its pieces leave as fit.
+    that can be cut is the first one once, up to MOST_FIRST leases: as many of its pieces leave as
+    fit.
     """
     able = [one for one in leases if 0 < one.piece_bytes <= host_bytes and _on_one_card(one)]
-    for first in able:
+    for first in able[:MOST_FIRST]:
         left, parts = host_bytes, []
         for lease in (first, *[other for other in able if other is not first]):
             size = min(left, lease.card_bytes) // lease.piece_bytes * lease.piece_bytes

@@ -699,6 +699,61 @@ NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "s
         world(sim0=8 * B, host=8 * B),
     )
 )
+@example(  # a part leaves, which the shadow of some bytes may lack: the host needs the shadow's place
+    (
+        book(
+            lease("a", sim0=14 * B, piece_bytes=1, shadow_bytes=7, droppable=False),
+            lease("b", host=13 * B, droppable=False),
+        ),
+        request("new", 14 * B),
+        world(sim0=24 * B, host=22 * B),
+    )
+)
+@example(  # the same, of another owner
+    (
+        book(
+            lease("a", by=2, sim0=14 * B, piece_bytes=1, shadow_bytes=7, droppable=False),
+            lease("b", by=2, host=13 * B, droppable=False),
+            owners=(1,),
+        ),
+        request("new", 14 * B),
+        world(sim0=24 * B, host=22 * B),
+    )
+)
+@example(  # a shadow that becomes a share is no room for the other lease that leaves
+    (
+        book(
+            lease("a", sim0=6 * B, shadow_bytes=6, droppable=False),
+            lease("b", sim0=6 * B, piece_bytes=1, droppable=False),
+        ),
+        request("new", 9 * B),
+        world(sim0=12 * B, host=9 * B),
+    )
+)
+@example(  # the host can take one lease, or pieces of the other; only the pieces are enough
+    (
+        book(
+            lease("a", sim0=1 * B, droppable=False),
+            lease("b", sim0=20 * B, piece_bytes=4, droppable=False),
+        ),
+        request("new", 14 * B),
+        world(sim0=24 * B, host=12 * B),
+    )
+)
+@example(  # of the sets that the host can take, the largest is not the one that helps the owner
+    (
+        book(
+            lease("a", by=2, sim0=3 * B, droppable=False),
+            lease("b", by=2, sim0=6 * B, droppable=False),
+            lease("c", sim0=3 * B, droppable=False),
+            lease("d", sim0=1 * B, droppable=False),
+            lease("e", sim1=14 * B, droppable=False),
+            lease("f", host=14 * B, droppable=False),
+        ),
+        request("f", 14 * B),
+        world(sim0=24 * B, sim1=24 * B, host=22 * B, limit_bytes=30),
+    )
+)
 @example(  # a shadow of a lease that may have to stay, under the owner's limit
     (
         book(

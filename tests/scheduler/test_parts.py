@@ -162,6 +162,15 @@ def test_pieces_that_the_host_can_take_count_for_the_own_limit():
     assert [step.shares for step in wait.steps] == [shares(host=1)]
 
 
+def test_pieces_leave_although_a_smaller_model_would_fit_into_the_host_as_a_whole():
+    """The host has room for the small model, or for 3 of the pieces. Only the pieces are enough."""
+    small = lease("small", sim0=1, droppable=False)
+    large = lease("large", sim0=20, piece_bytes=4 * GIB, droppable=False)
+    page, there = book(small, large), world(sim0=24, host=12)
+    _, wait = decide(page, request("new", 14), there)
+    assert [(step.lease, step.shares) for step in wait.steps] == [(at(1, "large"), shares(host=12))]
+
+
 def test_pieces_leave_for_a_model_on_several_cards_if_the_host_cannot_take_the_whole():
     """Their weights exist nowhere else. 2 GiB of one model are enough, and the host has room for 3."""
     one = lease("one", by=2, sim0=8, piece_bytes=GIB, droppable=False)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, Drop, Move, Phase, Share, Shed, Wait, overdrafts
+from gpu_runtime.facts import HOST, Drop, Grant, Move, Phase, Share, Shed, Wait, overdrafts
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.asks import Ask, ask
 from gpu_runtime.scheduler.capacity import room
@@ -21,6 +21,7 @@ from gpu_runtime.scheduler.recall import obey
 from gpu_runtime.scheduler.relief import relieve
 from gpu_runtime.scheduler.shadows import enough, kept, reserve
 from gpu_runtime.units import GIB
+from tests.scheduler.test_laws import follow
 from tests.worlds import NOW, ask_until, at, book, decide, lease, owner, request, ticket, world
 
 THERE = world(sim0=20, host=10)
@@ -96,6 +97,20 @@ def test_the_shadow_of_another_owner_is_recalled_on_the_ticket():
     assert obey(page, owner(2).id, THERE, "k")[1] == ()
     _, second = decide(page, request("qwen", 12), THERE)
     assert steps_of(second) == [(Move, "mine")]
+
+
+@pytest.mark.parametrize("holder", [1, 2])
+def test_a_part_takes_the_place_of_its_own_shadow_of_some_bytes(holder):
+    """The shadow may lack this part, so it saves nothing. In an earlier version the request waited
+    until the host had room, which it never got.
+    """
+    model = shadowed("model", 14, 7, by=holder, droppable=False, piece_bytes=GIB)
+    full = lease("full", host=13, droppable=False)
+    wanted, there = request("new", 14), world(sim0=24, host=22)
+    page, answers = follow(book(model, full, owners=(1, 2)), [wanted], there, rounds=8)
+    assert isinstance(answers[wanted.key], Grant)
+    assert page.find(model.id).shares == lease("", sim0=10, host=4).shares
+    assert not page.find(model.id).shadow_bytes
 
 
 def test_an_owner_that_does_not_free_its_shadow_holds_up_nobody():
