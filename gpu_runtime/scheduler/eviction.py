@@ -193,16 +193,22 @@ def _leaving_the_host(
     able = [lease for lease in shadowed if lease.id not in kept]
     shortage = precious_bytes(leaving) - host_room
     freed = shadows.enough(able, shortage, world, rank)
-    unloaded = warm_pool_victims(
-        book,
-        shortage - shadows.total(freed),
-        world,
-        rank,
-        asker=request.lease.owner,
-        importance=request.lease.importance,
-        wanted=wanted,
-    )
-    return None if unloaded is None else (tuple(freed), unloaded)
+    shortage -= shadows.total(freed)
+    asker, importance = request.lease.owner, request.lease.importance
+
+    def unload(shortage: int) -> tuple[Lease, ...] | None:
+        """The leases to unload for `shortage` bytes of host memory; None if they are too few."""
+        return warm_pool_victims(
+            book, shortage, world, rank, asker=asker, importance=importance, wanted=wanted
+        )
+
+    unloaded = unload(shortage)
+    if unloaded is None:
+        # A later decision may unload a lease in `leaving` whose shadow becomes its share.
+        later = shadows.total([lease for lease in leaving if lease.droppable])
+        if not later or unload(shortage - later) is None:
+            return None
+    return tuple(freed), unloaded or ()
 
 
 def _may_cut(idle: Iterable[Lease], world: World) -> bool:

@@ -7,7 +7,6 @@ may be divided, the room of several cards is added up.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import chain
 
 from msgspec.structs import replace
 
@@ -176,11 +175,12 @@ def _least_that_remains(card: str, precious: list[Lease], host_bytes: int, enoug
     saved = largest_fitting_set(precious, host_bytes)
     remain = tuple([lease for lease in precious if lease not in saved])
     least = sum([lease.bytes_on(card) for lease in remain])
-    if least <= enough or not any([lease.piece_bytes for lease in remain]):
+    if least <= enough:
         return least
-    ways = less_pieces(remain, host_bytes - sum([lease.card_bytes for lease in saved]))
-    if len(precious) <= MOST_TRIED:  # instead of a whole lease, pieces of another one may leave
-        ways = chain(ways, sets_that_stay(Stuck({}, {card: precious}, host_bytes, {})))
+    if len(precious) <= MOST_TRIED:  # a lease on several cards frees less, and pieces may leave
+        ways = sets_that_stay(Stuck({}, {card: precious}, host_bytes, {}))
+    else:
+        ways = less_pieces(remain, host_bytes - sum([lease.card_bytes for lease in saved]))
     for staying in ways:
         least = min(least, sum([lease.bytes_on(card) for lease in staying]))
         if least <= enough:
@@ -230,7 +230,7 @@ def best_division(book: Book, request: Request, world: World) -> Candidate | Ref
             left = limit - stuck.bytes_on(card, remaining)
             room[card] = min(left, allowed.get(card, limit))
         found = next(divisions(footprint, room, rules, limits), None)
-        if found:
+        if found and footprint.bytes <= sum(room.values()) - stuck.least_excess(remaining, limits):
             return found
     if any(divisions(footprint, _capped(limits, allowed), rules, limits)):
         return _held_up(request, limits, room, stuck)

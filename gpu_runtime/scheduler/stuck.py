@@ -6,7 +6,7 @@ offloaded, and only while the host has room.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from itertools import combinations
 from typing import NamedTuple
 
@@ -32,6 +32,19 @@ class Stuck(NamedTuple):
         """Bytes on this `card` of the leases that cannot leave, and of the leases `remaining`."""
         stuck = [lease for lease, _ in self.leases.get(card, ())]
         return sum(lease.bytes_on(card) for lease in (*stuck, *remaining))
+
+    def least_excess(self, remaining: Iterable[Lease], cards: Collection[str]) -> int:
+        """Bytes that stay on the `cards`, however many precious leases there are to choose from.
+
+        With too many precious leases to try every set, `remaining` is empty; see `sets_that_stay`.
+        But the host cannot take more bytes than it has. The result is 0 if `remaining` is not empty.
+        """
+        if remaining:
+            return 0
+        precious = {lease.id: lease for card in cards for lease in self.precious.get(card, ())}
+        claimed = sum([lease.bytes_on(card) for lease in precious.values() for card in cards])
+        own = sum([lease.card_bytes for lease in precious.values()])
+        return max(0, min(claimed, own) - self.host_bytes)
 
 
 def stuck_leases(

@@ -730,6 +730,27 @@ NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "s
         world(sim0=12 * B, host=9 * B),
     )
 )
+@example(  # a lease that leaves with its shadow is unloaded from the host at a later decision
+    (
+        book(
+            lease("a", sim0=3 * B, sim1=4 * B, droppable=False),
+            lease("b", sim0=1 * B, shadow_bytes=1),
+            lease("c", host=1 * B, droppable=False),
+        ),
+        request("new", 5 * B),
+        world(sim0=5 * B, sim1=4 * B, host=8 * B),
+    )
+)
+@example(  # of leases on several cards, the host must take the one that frees most of this card
+    (
+        book(
+            lease("a", sim1=6 * B, piece_bytes=1, droppable=False),
+            lease("b", sim0=1 * B, sim1=5 * B, droppable=False),
+        ),
+        request("new", 20 * B),
+        world(sim0=4 * B, sim1=24 * B, host=8 * B),
+    )
+)
 @example(  # the host can take one lease, or pieces of the other; only the pieces are enough
     (
         book(
