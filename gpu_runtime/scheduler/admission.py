@@ -103,15 +103,7 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     possible = without_hopeless(candidates, never)
     measured = not_on(context.blind, possible)
     if measured and measured[0].fits:
-        return _take_free_room(
-            book,
-            request,
-            world,
-            rank,
-            context,
-            measured[0],
-            candidates,
-        )
+        return _take_free_room(book, request, world, rank, context, measured[0], candidates)
 
     # 5. It fits once idle leases have left.
     if evicting := _evict(book, request, world, rank, context, measured):
