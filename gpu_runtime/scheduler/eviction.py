@@ -13,15 +13,14 @@ from typing import NamedTuple
 from msgspec.structs import replace
 
 from ..facts import HOST, Book, Candidate, Lease, Policy, Request, Share, World
-from . import shadows
+from . import host_room, shadows
 from .capacity import limit_of
 from .context import Context
 from .drain import drained
-from .evictable import can_move, largest_fitting_set, reason_to_stay, warm, warm_pool_victims
+from .evictable import can_move, largest_fitting_set, reason_to_stay
 from .eviction_multi import multi_card_ways, within_host
 from .eviction_policy import with_uses_of_equal_models
 from .splitting import may_split
-from .stuck import host_bytes_to_be_had
 from .victims import (
     OWNER,
     PartsRoom,
@@ -88,24 +87,11 @@ def cheapest_way(
     way = way or find()
     if way is None and any([one.shadow_bytes and not one.droppable for one in context.leases]):
         way = find(own_shadows="kept") or find(own_shadows="freed")
-    if way is None and _may_be_loaded_again(book, request):
+    if way is None and host_room.may_be_loaded_again(book, request):
         way = find(wanted="")
-        if way and not _host_lacks_room(book, request, world, way):
+        if way and not host_room.lacks_room(book, request, world, way.leaving):
             return None  # the host gets room once other leases may be unloaded
     return way
-
-
-def _may_be_loaded_again(book: Book, request: Request) -> bool:
-    """Whether the requested model has bytes in host memory that its source has too."""
-    lease = book.lease(request.lease.owner, request.lease.name)
-    return lease is not None and lease.droppable and bool(lease.bytes_on(HOST))
-
-
-def _host_lacks_room(book: Book, request: Request, world: World, way: Way) -> bool:
-    """Whether the host never has room for the requested model and the leases that leave for it."""
-    lease = book.lease(request.lease.owner, request.lease.name)
-    stays = lease.bytes_on(HOST) if lease else 0
-    return precious_bytes(way.leaving) + stays > host_bytes_to_be_had(book, world)
 
 
 def _cheapest(
@@ -128,17 +114,18 @@ def _cheapest(
     if wanted is None:
         wanted = request.lease.id
     idle = eviction_order(_evictable(request, world, context, spared), world, rank)
-    host_room = context.room_now.get(HOST, 0)
-    host_later = host_room
+    host_now = context.room_now.get(HOST, 0)
+    host_later = host_now
     shadowed: list[Lease] = []
     if not all([lease.droppable for lease in idle]):
         precious = {lease.id for lease in idle if not lease.droppable}
         kept = precious if own_shadows == "kept" else set()
         shadowed = shadows.held(book, spared=context.silent_shadows | kept)
-        host_later += shadows.total(shadowed) + _warm_pool_bytes(book, request, world, wanted)
+        host_later += shadows.total(shadowed)
+        host_later += host_room.warm_pool_bytes(book, request, world, wanted)
         if own_shadows == "freed":
             idle = [one if one.droppable else replace(one, shadow_bytes=0) for one in idle]
-    host = PartsRoom(host_room, host_later) if _may_cut(idle, world) else None
+    host = PartsRoom(host_now, host_later) if _may_cut(idle, world) else None
     found: list[_Priced] = []
     ways = _ways(book, request, world, context, candidates, idle, host_later, host)
     for candidate, leaving in ways:
@@ -146,8 +133,15 @@ def _cheapest(
         found.append(priced)
     found.sort()
     for best in found:
-        room = _leaving_the_host(
-            book, request, world, rank, best.leaving, shadowed, host_room, wanted
+        room = host_room.leaving_the_host(
+            book,
+            request,
+            world,
+            rank,
+            best.leaving,
+            shadowed,
+            host_now,
+            wanted,
         )
         if room is not None:
             others = [_reported(one) for one in found if one is not best]
@@ -161,54 +155,6 @@ def _cheapest(
 
 def _reported(one: _Priced) -> Way:
     return Way(one.candidate, one.leaving, seconds=one.seconds, worth=one.worth)
-
-
-def _warm_pool_bytes(book: Book, request: Request, world: World, wanted: str) -> int:
-    """The bytes in host memory of the models that may be unloaded from there for the `request`.
-
-    The lease with the id `wanted` stays.
-    """
-    asker, importance = request.lease.owner, request.lease.importance
-    pool = warm(book, world, asker=asker, importance=importance, wanted=wanted)
-    return sum([lease.bytes_on(HOST) for lease in pool])
-
-
-def _leaving_the_host(
-    book: Book,
-    request: Request,
-    world: World,
-    rank: Policy,
-    leaving: tuple[Lease, ...],
-    shadowed: list[Lease],
-    host_room: int,
-    wanted: str,
-) -> tuple[tuple[Lease, ...], tuple[Lease, ...]] | None:
-    """The leases that make room in host memory for the leases `leaving` a card.
-
-    Returns two tuples: leases whose shadows are freed, chosen from `shadowed`, and leases that are
-    unloaded from host memory. Returns None if they cannot make the room. Host memory has
-    `host_room` free bytes. The lease with the id `wanted` stays there.
-    """
-    kept = {lease.id for lease in leaving if lease.shadow_bytes and shadows.keeps_own(lease)}
-    able = [lease for lease in shadowed if lease.id not in kept]
-    shortage = precious_bytes(leaving) - host_room
-    freed = shadows.enough(able, shortage, world, rank)
-    shortage -= shadows.total(freed)
-    asker, importance = request.lease.owner, request.lease.importance
-
-    def unload(shortage: int) -> tuple[Lease, ...] | None:
-        """The leases to unload for `shortage` bytes of host memory; None if they are too few."""
-        return warm_pool_victims(
-            book, shortage, world, rank, asker=asker, importance=importance, wanted=wanted
-        )
-
-    unloaded = unload(shortage)
-    if unloaded is None:
-        # A later decision may unload a lease in `leaving` whose shadow becomes its share.
-        later = shadows.total([lease for lease in leaving if lease.droppable])
-        if not later or unload(shortage - later) is None:
-            return None
-    return tuple(freed), unloaded or ()
 
 
 def _may_cut(idle: Iterable[Lease], world: World) -> bool:
