@@ -767,9 +767,9 @@ FAULTS = [
     Fault(
         "duplex: a part in use that cannot be used",
         "owner/granted",
-        "        resident.settle_at(settled)\n        took.append(seconds)\n",
+        "        resident.settle_at(settled)\n        _settle(session, resident, step.because)\n",
         "        resident.settle_at(replace(settled, pins=1, keep=True))\n"
-        "        took.append(seconds)\n",
+        "        _settle(session, resident, step.because)\n",
         DUPLEX,
     ),
     Fault(
