@@ -256,18 +256,6 @@ def test_a_dropped_module_keeps_its_weights_for_whoever_holds_it(backend, probe)
     assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
 
 
-def test_a_dropped_module_holds_nothing_of_its_simulated_card(backend, probe):
-    """Like each tensor of user code, it is in ordinary memory then. Its views stay its views."""
-    mine = nn.Linear(50, 50)
-    model = backend.load(SPEC, CARD, [mine].pop)
-    view = mine.weight.detach()
-    backend.drop(model)
-    assert not any(probe.used().values())
-    with torch.no_grad():
-        mine.weight.zero_()
-    assert not view.any() and mine.weight.untyped_storage().resizable()
-
-
 def test_an_adopted_module_counts_where_it_is(backend, probe):
     module = nn.Linear(64, 64).eval()
     model = backend.adopt(SPEC, module)

@@ -45,27 +45,6 @@ def test_a_governed_model_is_not_counted_again(started):
     assert before - own(rt).get("sim:0", 0) == 4 * MIB
 
 
-def test_a_forgotten_model_is_memory_of_the_notebook_again(started):
-    """The user's variable keeps the module. In an earlier version its bytes were in no lease, but
-    filled the card: a load that the book granted ended with an out-of-memory error.
-    """
-    rt, kernel = started(devices="sim:24MiB,host:64MiB", gpu_memory_max_percent=1)
-    cell(kernel)
-    before = own(rt).get("sim:0", 0)
-    module = nn.Linear(1024, 2048, bias=False).eval().requires_grad_(False)
-    for _ in range(3):  # a notebook may run the cells again
-        rt.adopt("m", module)
-        rt.preload("m")
-        rt.forget("m")
-        cell(kernel)
-        assert own(rt)["sim:0"] - before == 8 * MIB
-        assert rt._session.probe.used()["sim:0"] == own(rt)["sim:0"]
-    assert rt.park().done and own(rt)[HOST] - before == 8 * MIB
-    fakes(rt, other="20MiB")
-    with rt.use("other", timeout=5):
-        pass
-
-
 held: dict[str, torch.Tensor] = {}  # a notebook's variables are those of a module, too
 
 

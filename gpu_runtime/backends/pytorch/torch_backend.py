@@ -172,14 +172,10 @@ class TorchBackend(Backend):
             model.dispatch.remove()
         left = model.memories
         model.hand_over()
-        exchange, calls = handing_over(model, self.probe.place(HOST))
+        calls = handing_over(model, self.probe.place(HOST))
         nothing = {**nowhere(), "module": nn.Module(), "optimizer": None}
-        try:
-            swap.at_once([*calls, *assignments(model, **nothing)])
-        except BaseException:
-            exchange.undo()
-            raise
-        del exchange, calls
+        swap.at_once([*calls, *assignments(model, **nothing)])
+        del calls
         release_cached(left)
 
     def measure(self, model: TorchModel) -> Shares:

@@ -22,8 +22,8 @@ from . import storages as st
 from . import swap
 from .torch_model import TorchModel
 
-# Set when the interpreter ends. A drop then compares and copies no weights: it would take seconds for
-# nothing.
+# Set when the interpreter ends. A drop then compares no weights and copies none for forked children:
+# it would take seconds for nothing.
 ending = threading.Event()
 atexit.register(ending.set)
 
@@ -109,28 +109,13 @@ def _staying(
     return {storage: table[storage] for storage in staying & table.keys()}
 
 
-def handing_over(model: TorchModel, host: Memory) -> tuple[swap.Exchange, list[Callable[[], Any]]]:
-    """An exchange, and calls for `at_once` to be made with it, that give the user the bytes of `model`.
+def handing_over(model: TorchModel, host: Memory) -> list[Callable[[], Any]]:
+    """Calls for `at_once` that give the module of `model` the bytes of its that are in `host`.
 
-    The module is governed no longer. Bytes that a guard replaces return to it from `host`. Bytes on
-    a simulated card get ordinary memory, as all tensors of user code have there. A model with
-    `sharers` keeps its memory on the card, which these models govern.
+    The module is governed no longer, and keeps these bytes.
     """
-    exchange = swap.Exchange()
-    away: list[st.Group] = []
-    for group in model.groups():
-        memory = model.own.get(group.storage._cdata)
-        if group.storage._cdata in model.away:
-            away.append(group)
-        elif memory and memory.counted and memory.device != HOST and _leaves_its_pages(model):
-            exchange.put(group.storage, group.bytes.clone().untyped_storage())
-    calls = st.rebinding(away, [_ordinary(model.content(group), host) for group in away])
-    return exchange, [*exchange.calls, *calls]
-
-
-def _leaves_its_pages(model: TorchModel) -> bool:
-    """Whether the storages of a dropped `model` move out of the pages of their simulated card."""
-    return swap.can_swap() and not model.is_shared and not ending.is_set()
+    away = [group for group in model.groups() if group.storage._cdata in model.away]
+    return st.rebinding(away, [_ordinary(model.content(group), host) for group in away])
 
 
 def _ordinary(content: Tensor, host: Memory) -> Tensor:
