@@ -200,7 +200,7 @@ class _Replay:
 
     def _start(self, request: HistoryRequest) -> None:
         self.waits.append(self.world.now - request.seconds)
-        self._use(request.model, +1)
+        self._use(request.model, +1, request.seconds)
         self._after(request.service_seconds, partial(self._end, request.model))
 
     def _end(self, model: str) -> None:
@@ -208,15 +208,15 @@ class _Replay:
         if not self.used[model][0]:
             self._decide()
 
-    def _use(self, model: str, change: int) -> None:
+    def _use(self, model: str, change: int, requested: float | None = None) -> None:
         """Adds `change` (1 or -1) to the users of `model`, and sets the time of its last use to now.
 
-        If `change` is 1, a use starts, and the time is also added to the recent uses.
+        If a use starts, `requested` is the time of its request, which is added to the recent uses.
         """
         users, _, uses = self.used.get(model, (0, 0.0, ""))
         now = self.world.now
-        if change > 0:
-            uses = merged_uses((uses, encode_uses([now])), now)
+        if requested is not None:
+            uses = merged_uses((uses, encode_uses([requested])), now)
         self.used[model] = (users + change, now, uses)
         self.stale = True
 

@@ -26,6 +26,7 @@ from ..facts import (
     Request,
     Step,
     Wait,
+    encode_uses,
     parse_importance,
 )
 from ..scheduler import duplex, explain
@@ -141,11 +142,15 @@ def obtain(
     alive = spec.keep_alive if keep_alive is None else parse_seconds(keep_alive)
     limit = None if timeout is None else parse_seconds(timeout)
     failures.require_served(session, resident)
+    requested = session.wall()
     with interrupts.in_one_line(session, partial(interrupts.outcome_of, resident)):
         if session.settings.enable_memory_governor:
             _obtain_governed(session, resident, anchor, rank, alive, limit, progress)
         else:
             ungoverned.load(session, resident, anchor, progress)
+    if anchor is not None:
+        # Not the time of the grant: all callers that waited for one load would count as one use.
+        resident.note_uses(encode_uses([requested]))
 
 
 def _obtain_governed(
@@ -163,7 +168,9 @@ def _obtain_governed(
     rules = demand.placement(session, resident)
 
     def is_here() -> bool:
-        return resident.enter(anchor) if anchor else resident.place is Place.HERE
+        if anchor is None:
+            return resident.place is Place.HERE
+        return resident.enter(anchor, waited=True)
 
     # The key is made right before the `try`, so an interrupt before the `try` leaves nothing to
     # release.

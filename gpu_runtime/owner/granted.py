@@ -91,15 +91,17 @@ def _load(
                 resident.backend.drop(handle)
             _abandon(session, resident.spec.name, key, error)
         raise
+    is_first = not resident.content
     session.sizing.learn(resident, shares)
-    _remember_uses(session, resident)
+    if is_first:
+        _remember_uses(session, resident)
     _settle(session, resident, step.because, reload_seconds=seconds)
     _report_misplaced(session, resident, handle)
 
 
 def _remember_uses(session: Session, resident: Resident) -> None:
-    """Reads the model's earlier uses from the journal, unless its content has changed since then."""
-    if resident.content and not resident.recent_uses:
+    """Reads the uses of the model's last stay from the journal, if its content is the same."""
+    if resident.content:
         for event in session.journal.tail(1, resident.spec.name, books.ENDED_A_STAY):
             if event.source == resident.content:
                 resident.note_uses(event.uses)

@@ -123,15 +123,18 @@ class Resident:
 
     # -- using
 
-    def enter(self, anchor: AnchorRef) -> bool:
+    def enter(self, anchor: AnchorRef, waited: bool = False) -> bool:
         """Pins the model while the anchor lives. Returns False if the model is not on its device.
 
-        `anchor` refers weakly to the anchor, an object that lives as long as the use.
+        `anchor` refers weakly to an object that lives as long as the use. A caller that has `waited`
+        notes the time of its request as the time of the use.
         """
         with self.gate:
             if self.place is not _HERE:
                 return False
             self._pin(anchor)
+            if waited:
+                self._uses_noted += 1
         return True
 
     def _pin(self, anchor: AnchorRef) -> None:
@@ -272,14 +275,13 @@ class Resident:
             self.shares_storages = bool(getattr(handle, "bases", ()))
             self.shadow_bytes = getattr(handle, "shadow_bytes", 0)
             self.place = Place.HERE if lease.all_on_device else Place.AWAY
-            self.last_used = (
-                self._clock()
-            )  # loaded ahead of its use, it has not been idle since the machine started
+            # A model that is loaded ahead of its use was not idle since the machine started.
+            self.last_used = self._clock()
             if anchor is not None:
                 self._pin(anchor)
-        if watch := getattr(
-            handle, "watch", None
-        ):  # an engine may end by itself; if it has ended already, the loss is reported now
+                self._uses_noted += 1
+        # An engine may end by itself. If it has ended already, the loss is reported now.
+        if watch := getattr(handle, "watch", None):
             watch(functools.partial(self._lost, weakref.ref(handle)))
 
     @property
@@ -362,6 +364,7 @@ class Resident:
             self.place = Place.HERE if lease.all_on_device else Place.AWAY
             if anchor is not None:
                 self._pin(anchor)
+                self._uses_noted += 1
 
     def postpones_measuring(self) -> bool:
         """Whether a backward pass may be running now.
@@ -443,8 +446,5 @@ def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
     The result also has modules in training that the running cell keeps on their devices without a
     pin. Such a module can leave when the cell has ended.
     """
-    return tuple(
-        r.lease.id
-        for r in residents
-        if r.pinned_by(thread) or (not r.pins and r.kept_by_training())
-    )
+    held = [r for r in residents if r.pinned_by(thread) or (not r.pins and r.kept_by_training())]
+    return tuple([r.lease.id for r in held])

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from gpu_runtime.backtest import ENGINES, HistoryModel, HistoryRequest, UseHistory, replay
 from gpu_runtime.backtest.replay import LEAST_PIECE_BYTES
-from gpu_runtime.facts import IMPORTANCE
+from gpu_runtime.facts import IMPORTANCE, decode_uses
 from gpu_runtime.scheduler.eviction_policy import POLICIES, keep_score, lru
 
 GB = 10**9
@@ -135,3 +135,15 @@ def test_a_card_for_all_models_loads_each_once():
     past = history(*((n, "abcd"[n % 4]) for n in range(40)), a=10, b=7, c=4, d=1)
     for rank in (lru, keep_score):
         assert run(past, 22, rank=rank).loads == 4
+
+
+def test_uses_that_wait_for_one_load_count_apart():
+    """Three requests wait for the load of a, which ends at 10 s. Each counts from its request."""
+    seen = set()
+
+    def watched(lease, world):
+        seen.add((lease.name, decode_uses(lease.recent_uses, world.wall)))
+        return lru(lease, world)
+
+    run(history((0, "a"), (3, "a"), (6, "a"), (40, "b"), a=10, b=10), 10, rank=watched)
+    assert seen == {("a", (0, 3, 6))}

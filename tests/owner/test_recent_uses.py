@@ -1,0 +1,90 @@
+"""The times of a model's last uses, from which `keep_score` estimates the next use."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from gpu_runtime.backends.base import Evidence
+from gpu_runtime.backends.fake import FakeBackend
+from gpu_runtime.facts import decode_uses
+
+from .conftest import fakes
+
+
+def recent_uses(rt):
+    [lease] = rt.status().leases()
+    return decode_uses(lease.recent_uses, 2000)
+
+
+def test_a_use_that_waited_counts_from_its_request(runtime, clock):
+    """Otherwise all callers that wait for one load would count as one use, at the load's end."""
+    rt = runtime(clock=clock, wall=clock)
+    loading, second_waits = threading.Event(), threading.Event()
+    rt.tell_waits(lambda name, wait: second_waits.set() if wait else None)
+
+    def load(verb):
+        loading.set()
+        assert second_waits.wait(30)
+        clock.advance(60)
+
+    def use():
+        with rt.use("a"):
+            pass
+
+    rt.register("a", load, backend="fake", size="3GiB")
+    first = threading.Thread(target=use)
+    first.start()
+    assert loading.wait(30)
+    clock.advance(7)
+    second = threading.Thread(target=use)
+    second.start()
+    first.join(30)
+    second.join(30)
+    assert recent_uses(rt) == (1000, 1007)
+
+
+def test_a_use_without_a_wait_counts_from_its_start(runtime, clock):
+    rt = runtime(clock=clock, wall=clock)
+    fakes(rt, a="3GiB")
+    rt.preload("a")
+    assert recent_uses(rt) == ()
+    clock.advance(5)
+    with rt.use("a"):
+        clock.advance(9)
+        assert recent_uses(rt) == (1005,)
+    assert recent_uses(rt) == (1005,)
+
+
+def test_a_refused_request_is_no_use(runtime, clock):
+    rt = runtime(clock=clock, wall=clock)
+    fakes(rt, a="3GiB", b="16GiB", c="16GiB")
+    with rt.use("b"), pytest.raises(Exception, match="c"), rt.use("c", timeout=0):
+        pass
+    rt.evict("b", drop=True)
+    rt.preload("c")
+    assert recent_uses(rt) == ()
+
+
+def test_the_uses_of_an_earlier_process_count_if_the_source_is_the_same(
+    runtime, clock, tmp_path, monkeypatch
+):
+    """The journal has the uses of the model's last stay. The first load reads them, although its
+    own request is a use already.
+    """
+    same = Evidence(fingerprint="f" * 64)
+    monkeypatch.setattr(FakeBackend, "evidence", lambda self, spec, origin=None: same)
+    ledger = f"sqlite:///{tmp_path}/ledger.db"
+    earlier = runtime(ledger=ledger, monitor=False, clock=clock, wall=clock)
+    fakes(earlier, a="3GiB")
+    with earlier.use("a"):
+        pass
+    earlier.evict("a", drop=True)
+    earlier.close()
+    clock.advance(100)
+    later = runtime(ledger=ledger, monitor=False, clock=clock, wall=clock)
+    fakes(later, a="3GiB")
+    with later.use("a"):
+        pass
+    assert recent_uses(later) == (1000, 1100)
