@@ -42,10 +42,10 @@ class Sizing:
         NotAModel, LoadFailed, BadSetting.
         """
         spec = resident.spec
-        loaded = resident.handle is not None
+        handle = resident.handle  # read once: another thread may drop the model meanwhile
         evidence = self._require_evidence(resident, spec)
-        if loaded:
-            shares = resident.backend.measure(resident.handle)
+        if handle is not None:
+            shares = resident.backend.measure(handle)
             measured: Measurement | None = Measurement(sum(share.bytes for share in shares))
             uses = [spec.options.get(option) for option in ("context_length", "sequences")]
             declared = spec.size if uses != [None, None] else None
@@ -59,7 +59,7 @@ class Sizing:
             measured=measured,
             options=spec.options,
             quantization=spec.quantization,
-            context_bytes=0 if loaded else self._context(places, evidence.at_load),
+            context_bytes=0 if handle is not None else self._context(places, evidence.at_load),
         )
 
     def _require_evidence(self, resident: Resident, spec: ModelSpec) -> Evidence:
