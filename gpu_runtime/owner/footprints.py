@@ -46,6 +46,8 @@ class Sizing:
         evidence = self._require_evidence(resident, spec)
         if handle is not None:
             shares = resident.backend.measure(handle)
+            if resident.handle is not handle:  # it was dropped before or while it was measured
+                return self.footprint(resident, places)
             measured: Measurement | None = Measurement(sum(share.bytes for share in shares))
             uses = [spec.options.get(option) for option in ("context_length", "sequences")]
             declared = spec.size if uses != [None, None] else None

@@ -55,6 +55,24 @@ def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
     assert [outcome.where for outcome in outcomes] == ["sim:0", "sim:0"]
 
 
+def test_the_table_of_models_survives_the_drop_of_one(runtime, monkeypatch):
+    """The monitor drops the model between the check that it is loaded and its measurement."""
+    rt = runtime(monitor=False)
+    fakes(rt, m="3GiB")
+    rt.preload("m")
+    sizing = rt._session.sizing
+    resident, require_evidence = rt._session.residents["m"], sizing._require_evidence
+
+    def drop_first(*args):
+        if resident.handle is not None:
+            rt.evict("m", drop=True)
+        return require_evidence(*args)
+
+    monkeypatch.setattr(sizing, "_require_evidence", drop_first)
+    assert sizing.footprint(resident).bytes == 3 * GIB
+    assert resident.handle is None
+
+
 def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeypatch):
     """The interrupt arrives when the model is already installed. If its bytes were dropped, an
     empty model would count as loaded.
