@@ -18,7 +18,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import httpx
+import aiohttp
 
 from ..access_keys import Keys
 from ..catalog.store import Catalog
@@ -29,6 +29,7 @@ from ..fleet.wishes import Wishes
 from ..settings import Settings
 from ..threads import Cancellation, start
 from .engines.base import EngineFailed
+from .engines.connections import CONNECTION_ERRORS
 from .engines.openai_http import HttpAdapter
 from .gateway import Gateway
 from .host_server import HostServer, serve
@@ -166,7 +167,7 @@ class FleetAdapter:
 
     counts_tokens = False  # some engines on the hosts do not know the field `stream_options`
 
-    def __init__(self, value: FleetModel, spec: ModelSpec, http: httpx.AsyncClient) -> None:
+    def __init__(self, value: FleetModel, spec: ModelSpec, http: aiohttp.ClientSession) -> None:
         """The adapter of `value`, which is the model of `spec`. `http` is the client for hosts."""
         self._value, self._spec, self._http = value, spec, http
 
@@ -261,7 +262,7 @@ class FleetAdapter:
 
         `attempt` is the number of hosts that were tried. If it is MOST_HOSTS, raises EngineFailed.
         """
-        lost = isinstance(error, NodeLost) or isinstance(error.__cause__, httpx.HTTPError)
+        lost = isinstance(error, NodeLost) or isinstance(error.__cause__, CONNECTION_ERRORS)
         if not lost:
             raise
         log.info("%s was lost on %s: attempt %d", self._value.name, place.host, attempt)
@@ -286,7 +287,7 @@ def _has_token(event: dict[str, Any]) -> bool:
     return False
 
 
-def fleet_adapter(value: FleetModel, spec: ModelSpec, http: httpx.AsyncClient) -> FleetAdapter:
+def fleet_adapter(value: FleetModel, spec: ModelSpec, http: aiohttp.ClientSession) -> FleetAdapter:
     """The adapter of `value`, in the form in which the gateway calls it."""
     return FleetAdapter(value, spec, http)
 

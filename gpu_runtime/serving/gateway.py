@@ -17,7 +17,7 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import httpx
+import aiohttp
 
 from ..access_keys import Keys
 from ..errors import GpuError, StillInUse
@@ -25,11 +25,12 @@ from ..facts import ModelSpec, Value
 from ..fault_texts import MOST_DECODE_FAILURES, decode_failures, recognise
 from .access import KeyRules
 from .choices import Choices
-from .engines import openai_http
 from .engines.base import EngineAdapter, EngineFailed, require, require_room
+from .engines.connections import open_client
 from .engines.endings import require_ended, until_ended
 from .engines.long_prompts import MOST_AT_ONCE, require_tokens
 from .engines.openai_format import asks_usage
+from .engines.openai_http import HttpAdapter
 from .engines.registry import adapter_for
 from .fields import require_fields
 from .health.blame import Blame, blame, first_line, no_answer
@@ -140,7 +141,7 @@ class Gateway:
         self._counts: Counter[str] = Counter()
         self._decode_failures: Counter[str] = Counter()  # model -> failures in a row
         self._counts_at_once = asyncio.Semaphore(MOST_AT_ONCE)  # for counting long prompts
-        self._http_clients: dict[bool, httpx.AsyncClient] = {}  # key: whether proxies are used
+        self._http_clients: dict[bool, aiohttp.ClientSession] = {}  # key: whether proxies are used
         self._calls: set[asyncio.Task[Any]] = set()
         self._streams: WeakSet[Streamed] = WeakSet()
         self._closed = self._draining = False
@@ -223,7 +224,7 @@ class Gateway:
         await self.keep_warm.close()
         await self._holds.close()
         for client in self._http_clients.values():
-            await client.aclose()
+            await client.close()
 
     # -- answering
 
@@ -357,7 +358,7 @@ class Gateway:
             if isinstance(cloud, str):
                 text = f"{choice.model} cannot be reached: {cloud}"
                 raise EngineFailed(text, name=choice.model, why=cloud)
-            return openai_http.HttpAdapter(choice.model, cloud, self._client(proxies=True)), None
+            return HttpAdapter(choice.model, cloud, self._client(proxies=True)), None
         spec = self.rt.spec(choice.model)
         require(call.kind, spec)
         require_fields(call, spec)
@@ -373,10 +374,10 @@ class Gateway:
         adapter = self._make_adapter(turn.value, spec, self._client(proxies=False))
         return adapter, wants_thinking(call, spec.options)
 
-    def _client(self, *, proxies: bool) -> httpx.AsyncClient:
+    def _client(self, *, proxies: bool) -> aiohttp.ClientSession:
         """The HTTP client, created at its first use. `proxies` is whether it uses the environment's proxies."""
         if proxies not in self._http_clients:
-            self._http_clients[proxies] = openai_http.open_client(proxies=proxies)
+            self._http_clients[proxies] = open_client(proxies=proxies)
         return self._http_clients[proxies]
 
     def _stay_warm(self, call: Call, spec: ModelSpec) -> float:

@@ -23,7 +23,8 @@ from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import EngineDied, LoadFailed
 from gpu_runtime.facts import ModelSpec
 from gpu_runtime.serving.engines.base import EngineFailed
-from gpu_runtime.serving.engines.openai_http import HttpAdapter, open_client
+from gpu_runtime.serving.engines.connections import open_client
+from gpu_runtime.serving.engines.openai_http import HttpAdapter
 from gpu_runtime.tcp_sockets import listeners, of_another_user, socket_inodes
 from gpu_runtime.units import GIB
 from tests.backends.test_engine_server import BASE, PORTS, SHARES, alive, record, server, soon

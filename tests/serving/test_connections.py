@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import httpx
+import aiohttp
 import pytest
 
 from gpu_runtime.serving.engines import connections
-from gpu_runtime.serving.engines.connections import EngineTransport
+from gpu_runtime.serving.engines.connections import open_client
 from tests.serving.loops import in_loop, until
 
 CLOSES = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"
@@ -41,33 +41,40 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine() -> AsyncIterator[tuple[Engine, httpx.AsyncClient, str]]:
+async def engine() -> AsyncIterator[tuple[Engine, aiohttp.ClientSession, str]]:
     one = Engine()
     server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-    async with server, httpx.AsyncClient(transport=EngineTransport(), timeout=20) as client:
+    async with server, open_client(proxies=False) as client:
         yield one, client, url
+
+
+async def text(client: aiohttp.ClientSession, url: str) -> str:
+    async with client.get(url) as response:
+        return await response.text()
 
 
 @in_loop
 async def test_calls_one_after_the_other_share_a_connection():
     async with engine() as (one, client, url):
         for _ in range(5):
-            assert (await client.get(url)).text == "ok"
+            assert await text(client, url) == "ok"
         assert one.opened == 1
 
 
 @in_loop
-async def test_calls_at_the_same_time_have_a_connection_each_and_few_stay_open(monkeypatch):
-    monkeypatch.setattr(connections, "MOST_FREE", 3)
+async def test_calls_at_the_same_time_have_a_connection_each_and_none_stays_open_for_long(
+    monkeypatch,
+):
+    monkeypatch.setattr(connections, "FREE_SECONDS", 0.05)
     async with engine() as (one, client, url):
         one.gate = asyncio.Event()
-        calls = [asyncio.ensure_future(client.get(url)) for _ in range(8)]
+        calls = [asyncio.ensure_future(text(client, url)) for _ in range(8)]
         await until(lambda: one.opened == 8)
         one.gate.set()
-        assert [(await call).text for call in calls] == ["ok"] * 8
-        await until(lambda: one.ended == 5)
-        assert (await client.get(url)).text == "ok" and one.opened == 8
+        assert [await call for call in calls] == ["ok"] * 8
+        await until(lambda: one.ended == 8)
+        assert await text(client, url) == "ok" and one.opened == 9
 
 
 @pytest.mark.parametrize("how", ["answer", "later"])
@@ -75,12 +82,12 @@ async def test_calls_at_the_same_time_have_a_connection_each_and_few_stay_open(m
 async def test_a_connection_that_the_engine_closed_is_not_used_again(how):
     async with engine() as (one, client, url):
         one.answer = CLOSES if how == "answer" else KEEPS
-        assert (await client.get(url)).text == "ok"
+        assert await text(client, url) == "ok"
         if how == "later":
             one.writers[0].close()
             await one.writers[0].wait_closed()
             await asyncio.sleep(0)
-        assert (await client.get(url)).text == "ok"
+        assert await text(client, url) == "ok"
         assert one.opened == 2
 
 
@@ -88,30 +95,30 @@ async def test_a_connection_that_the_engine_closed_is_not_used_again(how):
 async def test_a_call_that_is_cancelled_ends_its_connection():
     async with engine() as (one, client, url):
         one.gate = asyncio.Event()
-        call = asyncio.ensure_future(client.get(url))
+        call = asyncio.ensure_future(text(client, url))
         await until(lambda: one.opened == 1)
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
         one.gate.set()
         await until(lambda: one.ended == 1)
-        assert (await client.get(url)).text == "ok" and one.opened == 2
+        assert await text(client, url) == "ok" and one.opened == 2
 
 
 @in_loop
 async def test_a_stream_that_is_left_ends_its_connection():
     async with engine() as (one, client, url):
         one.answer = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok"
-        async with client.stream("GET", url):
+        async with client.get(url):
             pass
         await until(lambda: one.ended == 1)
         one.answer = KEEPS
-        assert (await client.get(url)).text == "ok" and one.opened == 2
+        assert await text(client, url) == "ok" and one.opened == 2
 
 
 @in_loop
 async def test_the_end_of_the_client_closes_the_free_connections():
     async with engine() as (one, client, url):
-        await client.get(url)
-        await client.aclose()
+        await text(client, url)
+        await client.close()
         await until(lambda: one.ended == 1)

@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from gpu_runtime.serving.engines.openai_http import HttpAdapter, open_client
+from gpu_runtime.serving.engines.connections import open_client
+from gpu_runtime.serving.engines.openai_http import HttpAdapter
 from gpu_runtime.serving.fleet_calls import _Place
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import Cloud, CloudGuard
@@ -124,6 +125,14 @@ async def test_a_call_waits_while_its_engine_restarts():
         (307, "HTTP 307"),
         (None, "did not answer"),
         (b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n{"a"', "broke off"),
+        (
+            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n",
+            "malformed answer: Invalid character in chunk size",
+        ),
+        (
+            b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n{"a\r\n',
+            "broke off",
+        ),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "no JSON object"),
     ],
 )

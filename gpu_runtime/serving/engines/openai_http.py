@@ -5,17 +5,17 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import AsyncIterator
-from contextlib import aclosing
+from contextlib import asynccontextmanager
 from typing import Any
 
-import httpx
+import aiohttp
 
 from ...facts import ModelSpec
 from ..requests import Refused
 from ..routing.profiles import with_thinking
 from . import chat_template
 from .base import EngineFailed, cannot
-from .connections import MOST_FREE, EngineTransport
+from .connections import CONNECTION_ERRORS, check_connection
 from .tool_calls import tools_of
 
 PATHS = {
@@ -25,8 +25,6 @@ PATHS = {
     "images": "/images/generations",
     "rerank": "/rerank",
 }
-# An engine may compute for long before its first token.
-TIMEOUT = httpx.Timeout(600.0, connect=10.0)
 POLL_SECONDS = 0.05
 # If the template of an engine is not known, this text takes its place. The text has the names of the variables by which
 # newer templates read tools and turn thinking off. Without these names, calls with tools would be refused.
@@ -34,17 +32,6 @@ UNKNOWN_TEMPLATE = "enable_thinking, tools"
 TOO_MANY = 429
 BUSY_SECONDS = 5.0  # until the caller may retry, if a busy engine names no time
 _CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the request
-
-
-def open_client(*, proxies: bool) -> httpx.AsyncClient:
-    """An HTTP client. If `proxies` is true, it uses the proxies of the environment: for clouds, not for engines.
-
-    The client follows no redirect, so a key is sent only to the address for which it is set.
-    """
-    if not proxies:
-        return httpx.AsyncClient(timeout=TIMEOUT, transport=EngineTransport(), trust_env=False)
-    limits = httpx.Limits(max_connections=None, max_keepalive_connections=MOST_FREE)
-    return httpx.AsyncClient(timeout=TIMEOUT, limits=limits)
 
 
 class HttpAdapter:
@@ -56,7 +43,7 @@ class HttpAdapter:
     counts_tokens = False  # some engines do not know the field `stream_options`
 
     def __init__(
-        self, name: str, handle: Any, http: httpx.AsyncClient, spec: ModelSpec | None = None
+        self, name: str, handle: Any, http: aiohttp.ClientSession, spec: ModelSpec | None = None
     ) -> None:
         """An adapter for the model `name`. It sends requests through the client `http`. A cloud's model has no `spec`.
 
@@ -71,8 +58,7 @@ class HttpAdapter:
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
-        response = await self._send(await self._request(kind, {**body, "stream": None}, think))
-        async with aclosing(response):
+        async with self._send(kind, {**body, "stream": None}, think) as response:
             data = await self._read(response)
         try:
             answer = json.loads(data)
@@ -86,14 +72,16 @@ class HttpAdapter:
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
         """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`."""
-        response = await self._send(await self._request(kind, {**body, "stream": True}, think))
-        async with aclosing(response):
+        async with self._send(kind, {**body, "stream": True}, think) as response:
             async for event in self._events(response):
                 if "error" in event and "choices" not in event:
                     raise self._failed(_error_text(event["error"]))
                 yield {**event, "model": self.name}
 
-    async def _request(self, kind: str, body: dict[str, Any], think: bool | None) -> httpx.Request:
+    async def _request(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> tuple[str, dict[str, Any]]:
+        """The URL and the body of the request to the engine."""
         # The call waits until the engine has restarted, which takes a short time. If calls failed meanwhile, they
         # would open the circuit breaker.
         while getattr(self._handle, "starting", False):
@@ -106,20 +94,15 @@ class HttpAdapter:
         fields["model"] = handle.model
         if kind == "chat" and self._spec is not None:
             fields |= self._prompt_fields(fields, think, self._spec)
-        url = handle.base_url.rstrip("/") + path
-        request = self._http.build_request("POST", url, json=fields, headers=handle.headers)
-        if hasattr(handle, "listens"):
-            request.extensions = {**request.extensions, "trace": self._check_listener}
-        return request
+        return handle.base_url.rstrip("/") + path, fields
 
-    async def _check_listener(self, event: str, info: dict[str, Any]) -> None:
-        """Closes a new connection that does not reach the engine. The HTTP client calls this method with each `event`.
+    def _require_listener(self) -> None:
+        """Raises EngineFailed if a new connection does not reach the engine.
 
-        After an engine has ended, a process of another user may listen on its port. A connection to such a process is
-        closed before anything is sent.
+        After an engine has ended, a process of another user may listen on its port.
         """
-        if event == "connection.connect_tcp.complete" and not self._handle.listens():
-            await info["return_value"].aclose()
+        listens = getattr(self._handle, "listens", None)
+        if listens and not listens():
             raise self._failed("no process of the engine listens on its port")
 
     def _prompt_fields(
@@ -143,61 +126,89 @@ class HttpAdapter:
             fields["chat_template_kwargs"] = {**variables, **switches}
         return fields
 
-    async def _send(self, request: httpx.Request) -> httpx.Response:
+    @asynccontextmanager
+    async def _send(
+        self, kind: str, body: dict[str, Any], think: bool | None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        """Sends a call to the engine. Yields the response, whose body is not read yet."""
+        url, fields = await self._request(kind, body, think)
+        headers = self._handle.headers
+        token = check_connection.set(self._require_listener)
         try:
-            response = await self._http.send(request, stream=True)
-        except httpx.HTTPError as error:
-            why = f"{request.url} did not answer: {type(error).__name__} {error}".rstrip()
+            response = await self._http.post(
+                url, json=fields, headers=headers, allow_redirects=False
+            )
+        except aiohttp.ClientResponseError as error:
+            what = error.message.partition("\n")[0].rstrip(":")
+            raise self._failed(f"{url} sent a malformed answer: {what}") from error
+        except CONNECTION_ERRORS as error:
+            why = f"{url} did not answer: {type(error).__name__} {error}".rstrip()
             raise self._failed(why) from error
-        if response.is_success:
-            return response
-        async with aclosing(response):
-            text = _error_of_body(_shorten(await self._read(response)))
-        status = response.status_code
+        finally:
+            check_connection.reset(token)
+        async with response:
+            if not 200 <= response.status < 300:
+                raise await self._refusal(response)
+            yield response
+
+    async def _refusal(self, response: aiohttp.ClientResponse) -> Exception:
+        """The error for a `response` without success."""
+        text = _error_of_body(_shorten(await self._read(response)))
+        status = response.status
         if status in _CALLER_STATUSES:
             status = 400 if status == 404 else status
-            raise Refused(status, "engine_refused", f"{self.name} refused: {text}")
+            return Refused(status, "engine_refused", f"{self.name} refused: {text}")
         if status == TOO_MANY:
             seconds = _seconds(response.headers.get("Retry-After"))
-            raise Refused(
+            return Refused(
                 503, "engine_busy", f"{self.name} is busy: HTTP {status}: {text}", seconds
             )
         if 400 <= status < 500:  # for example a wrong key, which is no fault of the engine
-            raise Refused(502, "engine_refused", f"{self.name} refused us: HTTP {status}: {text}")
-        raise self._failed(f"HTTP {status}: {text}")
+            return Refused(502, "engine_refused", f"{self.name} refused us: HTTP {status}: {text}")
+        return self._failed(f"HTTP {status}: {text}")
 
-    async def _read(self, response: httpx.Response) -> bytes:
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
-            return await response.aread()
-        except httpx.HTTPError as error:
+            return await response.read()
+        except CONNECTION_ERRORS as error:
             raise self._broken_off(error) from error
 
-    async def _events(self, response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async def _events(self, response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
         """Yields the data of each server-sent event in `response`.
 
         Raises EngineFailed if the stream ends before `[DONE]`.
         """
         try:
-            async for line in response.aiter_lines():
-                if not line.startswith("data:"):
+            async for line in _lines(response):
+                if not line.startswith(b"data:"):
                     continue
                 data = line[5:].strip()
-                if data == "[DONE]":
+                if data == b"[DONE]":
                     return
                 event = json.loads(data)
                 if isinstance(event, dict):
                     yield event
-        except httpx.HTTPError as error:
+        except CONNECTION_ERRORS as error:
             raise self._broken_off(error) from error
         except ValueError:
             raise self._failed("it sent an event that is no JSON") from None
         raise self._failed("its answer broke off")
 
-    def _broken_off(self, error: httpx.HTTPError) -> EngineFailed:
+    def _broken_off(self, error: Exception) -> EngineFailed:
         return self._failed(f"its answer broke off: {type(error).__name__} {error}".rstrip())
 
     def _failed(self, why: str) -> EngineFailed:
         return EngineFailed(f"{self.name} failed: {why}", name=self.name, why=why)
+
+
+async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """The lines of the body, of any length, without their ends."""
+    rest = b""
+    async for part in response.content.iter_any():
+        *lines, rest = (rest + part).split(b"\n")
+        for line in lines:
+            yield line
+    yield rest
 
 
 def _seconds(header: str | None) -> float:
