@@ -53,7 +53,7 @@ class Served(EngineModel[Server]):
     @property
     def model(self) -> str:
         """The name of the model in requests. Raises NotResident, EngineDied."""
-        server = self._running_server()
+        server = self.running_server()
         return server.recipe.model(server.launch_order())
 
     @property
@@ -95,15 +95,19 @@ class Served(EngineModel[Server]):
         Without this check, a process of another user could receive the key. Raises NotResident,
         EngineDied.
         """
-        server = self._running_server()
+        server = self.running_server()
         if server.listens():
             return server
         why = "no process of the server listens on its port"
         text = f"the server of {self.name} cannot be reached: {why}."
         raise server.died(Kind.CRASH, text, why, pid=next(iter(server.pids), None))
 
-    def _running_server(self) -> Server:
-        """The server, after a restart has ended. Raises NotResident, EngineDied."""
+    def running_server(self) -> Server:
+        """The server, after a restart has ended. Raises NotResident, EngineDied.
+
+        Its attributes `base_url` and `headers` are not checked. The caller calls `listens` for each
+        new connection, before anything is sent.
+        """
         while self.starting:
             time.sleep(POLL_SECONDS)
         server = self._loaded_engine("Use it inside:  with rt.use({!r}) as served:")

@@ -80,8 +80,8 @@ class HttpAdapter:
 
     async def _request(
         self, kind: str, body: dict[str, Any], think: bool | None
-    ) -> tuple[str, dict[str, Any]]:
-        """The URL and the body of the request to the engine."""
+    ) -> tuple[str, dict[str, str], dict[str, Any]]:
+        """The URL, the headers and the body of the request to the engine."""
         # The call waits until the engine has restarted, which takes a short time. If calls failed meanwhile, they
         # would open the circuit breaker.
         while getattr(self._handle, "starting", False):
@@ -94,7 +94,9 @@ class HttpAdapter:
         fields["model"] = handle.model
         if kind == "chat" and self._spec is not None:
             fields |= self._prompt_fields(fields, think, self._spec)
-        return handle.base_url.rstrip("/") + path, fields
+        # Each new connection is checked, so the address need not be.
+        server = handle.running_server() if hasattr(handle, "running_server") else handle
+        return server.base_url.rstrip("/") + path, server.headers, fields
 
     def _require_listener(self) -> None:
         """Raises EngineFailed if a new connection does not reach the engine.
@@ -131,8 +133,7 @@ class HttpAdapter:
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sends a call to the engine. Yields the response, whose body is not read yet."""
-        url, fields = await self._request(kind, body, think)
-        headers = self._handle.headers
+        url, headers, fields = await self._request(kind, body, think)
         token = check_connection.set(self._require_listener)
         try:
             response = await self._http.post(

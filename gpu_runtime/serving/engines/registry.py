@@ -69,7 +69,7 @@ def adapter_for(value: Any, spec: ModelSpec, http: Any) -> EngineAdapter:
         from .model_process import ProcessAdapter
 
         return ProcessAdapter(value, spec, adapter_for)
-    if hasattr(value, "base_url"):
+    if hasattr(type(value), "base_url"):  # reading the value's own takes time: it is checked
         from .openai_http import HttpAdapter
 
         return HttpAdapter(spec.name, value, http, spec)
