@@ -20,6 +20,8 @@ GB = 10**9
 USE_SECONDS = 1.0  # assumed for each use in the journal, which records only when the use began
 DISK_BYTES_PER_SECOND = 1 * GB  # assumed for a load whose duration the journal does not have
 HOST_BYTES_PER_SECOND = 10 * GB  # assumed for an offload, and for a restore without a duration
+# The actions of the events from which uses, bytes and durations are read.
+USED = ("loaded", "restored", "offloaded", "unloaded", "lost", "reaped", "released")
 REQUEST_FIELDS = ("t_s", "model", "service_s", "importance")
 MODEL_FIELDS = ("model", "size_gb", "load_s", "restore_s", "offload_s")
 
@@ -86,7 +88,7 @@ def journal_history(events: Iterable[Event], leases: Iterable[Lease], wall: floa
     """
     models: dict[str, _SeenModel] = {}
     for event in events:
-        if event.action in ("loaded", "restored", "offloaded", "unloaded", "lost", "reaped"):
+        if event.action in USED:
             models.setdefault(event.source or event.model, _SeenModel(event.model)).saw(event)
     for lease in leases:
         if lease.kind == "model" and lease.bytes:

@@ -8,11 +8,14 @@ from __future__ import annotations
 import atexit
 import os
 import weakref
+from functools import partial
 from typing import Any
 
 from .. import threads
 from ..errors import GpuError, LedgerUnavailable
+from ..facts import Book, Lease, Owner, World
 from ..scheduler import transitions as books
+from . import earlier_uses
 from .governed_calls import release_calls
 from .session import Session, log
 
@@ -26,6 +29,8 @@ def close(session: Session) -> None:
     if session.monitor and session.monitor_started:
         session.monitor.stop(lambda: session.ledger.ring([session.me]))
     residents = list(session.residents.values())
+    # With their times of use, which the models lose once they are freed.
+    leases = [lease for resident in residents if (lease := resident.truth()) is not None]
     engines = [resident for resident in residents if resident.engines]
     for resident in residents:
         release_calls(resident.value)
@@ -37,11 +42,17 @@ def close(session: Session) -> None:
     session.blocks.clear()
     try:
         if session.me in session.ledger.read().sections:
-            session.decide(lambda book, world: (books.resign(book, session.me), None))
+            session.decide(partial(_resign, session.owner, leases))
     except GpuError as error:  # the next owner that checks finds this one dead
         log.debug("the book could not be left in order: %s", error)
     session.journal.flush()
     session.ledger.close()
+
+
+def _resign(owner: Owner, leases: list[Lease], book: Book, world: World) -> tuple[Book, None]:
+    because = f"{owner.label} released it when it closed."
+    book = earlier_uses.released(book, leases, world, because)
+    return books.resign(book, owner.id), None
 
 
 def closed_error(session: Session) -> LedgerUnavailable:

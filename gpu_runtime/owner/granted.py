@@ -20,7 +20,7 @@ from ..facts import HOST, Book, Grant, Lease, Load, Move, Share, World
 from ..scheduler import duplex, explain
 from ..scheduler import transitions as books
 from ..scheduler.shadows import kept
-from . import arrivals, parts, shadows
+from . import arrivals, earlier_uses, parts, shadows
 from .pins import AnchorRef
 from .resident import Resident
 from .session import Key, Session
@@ -94,17 +94,9 @@ def _load(
     is_first = not resident.content
     session.sizing.learn(resident, shares)
     if is_first:
-        _remember_uses(session, resident)
+        earlier_uses.read_journal(session, resident)
     _settle(session, resident, step.because, reload_seconds=seconds)
     _report_misplaced(session, resident, handle)
-
-
-def _remember_uses(session: Session, resident: Resident) -> None:
-    """Reads the uses of the model's last stay from the journal, if its content is the same."""
-    if resident.content:
-        for event in session.journal.tail(1, resident.spec.name, books.ENDED_A_STAY):
-            if event.source == resident.content:
-                resident.note_uses(event.uses)
 
 
 def _report_misplaced(session: Session, resident: Resident, handle: Any) -> None:

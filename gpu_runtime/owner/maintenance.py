@@ -22,6 +22,7 @@ from ..units import show_bytes
 from . import (
     dead_owners,
     defragment,
+    earlier_uses,
     kernel,
     migrate,
     operations,
@@ -64,6 +65,7 @@ def tick(session: Session, notebook: str = "") -> float:
     kernel.look_after(session)
     session.maps.publish()
     session.publish_names()
+    earlier_uses.read_book(session, book)
     nothing_to_write = quiet(session, book)
     if not (nothing_to_write or book.tickets):
         _start_orders(session)

@@ -27,7 +27,7 @@ from ..scheduler import explain
 from ..scheduler.placement import check_layout
 from ..threads import imported
 from ..units import parse_room, parse_seconds
-from . import acquire, demand, failures, permissions
+from . import acquire, demand, earlier_uses, failures, permissions
 from .governed_calls import release_calls
 from .resident import Place, Resident
 from .session import Session
@@ -243,6 +243,7 @@ def forget(session: Session, name: str) -> None:
     resident = find(session, name)
     if resident.training.blocks():
         raise in_use_error(session, resident)
+    lease = resident.truth()
     release_calls(resident.value)
     resident.forget()
     session.residents.pop(resident.spec.name, None)
@@ -250,7 +251,7 @@ def forget(session: Session, name: str) -> None:
         other.take_over()
     session.probe.empty_cache()
     session.publish_names()
-    session.publish()
+    earlier_uses.publish_released(session, lease)
 
 
 # -- finding
@@ -385,10 +386,9 @@ def _holders(
     for id, section in book.sections.items():
         holds = section.lease(name) or name in loadable.get(id, ())
         owner = section.owner
-        file = owner.file
         if not holds:
             continue
-        addresses = {str(owner.pid), id, owner.notebook, file}
+        addresses = {str(owner.pid), id, owner.notebook, owner.file}
         if not pid or pid in addresses:
             found.append(owner)
     return found

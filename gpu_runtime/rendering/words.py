@@ -70,6 +70,7 @@ _EVENT_PHRASES = {
     "waiting": "had to wait",
     "failed": "failed",
     "reaped": "was removed because its process ended, freeing {bytes}",
+    "released": "was released by its process, freeing {bytes}",
     "lost": "was lost, freeing {bytes}",
     "misplaced": "is not on the devices that were granted",
     "stays": "stays where it is",

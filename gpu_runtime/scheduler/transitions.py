@@ -38,7 +38,7 @@ from .interference import MOST_BESIDE
 # Actions of a lease that left its device or host memory: it was evicted, or lost with its engine.
 LEFT = ("offloaded", "unloaded", "lost")
 # The event of each of these actions records when the lease was used.
-ENDED_A_STAY = (*LEFT, "reaped")
+ENDED_A_STAY = (*LEFT, "reaped", "released")
 DECISIONS = ("granted", "waiting", "refused")
 COUNTED = ("loaded", "offloaded", "restored", "unloaded", "refused")
 

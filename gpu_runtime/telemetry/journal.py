@@ -161,17 +161,21 @@ class Journal:
         model: str | None = None,
         actions: Collection[str] = (),
         since: float = 0.0,
+        source: str = "",
     ) -> tuple[Event, ...]:
         """At most `limit` of the latest events. The newest event is last.
 
         The result has only events of `model` (None: any model) whose action is in `actions` (empty:
-        any action). Events before the wall time `since` are left out.
+        any action). Events before the wall time `since` are left out. `source` is the digest of a
+        model's source; if it is given, only events of models from equal sources are returned.
         """
         count = KEPT if limit is None else limit
 
         def latest(events: Iterable[Event]) -> tuple[Event, ...]:
             """The newest `count` wanted events. The newest is first in `events`, and last in the result."""
             wanted = (event for event in events if not actions or event.action in actions)
+            if source:
+                wanted = (event for event in wanted if event.source == source)
             return tuple(itertools.islice(wanted, count))[::-1]
 
         with self._reading_others:

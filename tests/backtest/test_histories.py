@@ -76,13 +76,14 @@ def test_the_journal_shows_uses_sizes_and_seconds():
         event("a", "restored", WALL - 50, bytes=4, seconds=1.0, source="x"),
         event("a", "offloaded", WALL - 20, uses=encode_uses([WALL - 90, WALL - 40]), source="x"),
         event("a", "refused", WALL - 10),
+        event("other name", "released", WALL - 9, uses=encode_uses([WALL - 15]), source="x"),
     ]
     still_here = lease("a", by=2, sim0=1, recent_uses=encode_uses([WALL - 5]), source="x")
     history = journal_history(events, [still_here], WALL)
     [model] = history.models.values()
     assert (model.name, model.load_seconds, model.restore_seconds) == ("a", 8.0, 1.0)
     assert model.bytes == 2**30, "the lease is larger than what was loaded"
-    assert [one.seconds for one in history.requests] == [0.0, 10.0, 50.0, 60.0, 95.0]
+    assert [one.seconds for one in history.requests] == [0.0, 10.0, 50.0, 60.0, 85.0, 95.0]
     assert {one.service_seconds for one in history.requests} == {USE_SECONDS}
 
 
