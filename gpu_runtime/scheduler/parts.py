@@ -79,7 +79,7 @@ def pieces_in_proportion(sums: Sequence[int], free: Sequence[int]) -> tuple[int,
     until = list(accumulate(free))
     size, total = sums[-1], until[-1]
     ideal = [size * end / total for end in until]
-    return _cut(sums, ideal, free) or _cut(sums, until, free)
+    return _cut(sums, ideal, free) or _fill_in_order(sums, free)
 
 
 def running_sums(footprint: Footprint) -> Sequence[int]:
@@ -124,10 +124,11 @@ def _cut(
     ideal: Sequence[float],
     most: Sequence[int],
 ) -> tuple[int, ...] | None:
-    """The bytes of consecutive whole pieces on each card; None if there is no such division.
+    """The bytes of consecutive whole pieces on each card; None if no such division is found.
 
     Each cut is as near as possible to its `ideal` running sum. No card gets more bytes than its
-    number in `most`.
+    number in `most`. A later card may be smaller than its next piece. In this case the result may
+    be None although there is a division with other cuts.
     """
     count, pieces = len(most), len(sums)
     if pieces < count:
@@ -161,6 +162,43 @@ def _least_ends(sums: Sequence[int], most: Sequence[int]) -> list[int]:
         left = bisect_left(sums, rest, 0, left - 1) + 1 if rest > 0 else 0
         ends[index - 1] = left
     return ends
+
+
+def _fill_in_order(sums: Sequence[int], free: Sequence[int]) -> tuple[int, ...] | None:
+    """The bytes of consecutive whole pieces on each card; None if there is no such division.
+
+    Each card takes as many pieces as the cards after it allow.
+    """
+    parts = []
+    start = taken = 0
+    for size, ends in zip(free, _possible_ends(sums, free), strict=True):
+        furthest = bisect_right(sums, taken + size, start)
+        place = bisect_right(ends, furthest)
+        if not place or ends[place - 1] <= start:
+            return None
+        start = ends[place - 1]
+        parts.append(sums[start - 1] - taken)
+        taken = sums[start - 1]
+    return tuple(parts)
+
+
+def _possible_ends(sums: Sequence[int], free: Sequence[int]) -> list[list[int]]:
+    """For each card, the boundaries (numbers of pieces) at which its part may end.
+
+    From each of these boundaries, the cards after it can hold all remaining pieces, with at least
+    one piece on each card.
+    """
+    ends = [[len(sums)]]
+    least, until = _least_ends(sums, free), list(accumulate(free))
+    for index in range(len(free) - 1, 0, -1):
+        later, found = ends[-1], []
+        most = bisect_right(sums, until[index - 1])  # pieces that the cards before can hold
+        for start in range(max(1, least[index - 1]), most + 1):
+            place = bisect_right(later, start)
+            if place < len(later) and sums[later[place] - 1] - sums[start - 1] <= free[index]:
+                found.append(start)
+        ends.append(found)
+    return ends[::-1]
 
 
 def _nearest(

@@ -279,13 +279,45 @@ def nearest_cuts(sums: list[int], ideal: list[float], room: list[int]) -> tuple[
     return tuple(parts)
 
 
+def filled_in_order(pieces: list[int], room: list[int]) -> tuple[int, ...] | None:
+    """The division with the most bytes on the first card, then on the second, and so on. None if
+    there is no division. Every division is tried.
+    """
+    lawful = []
+    for cut in itertools.combinations(range(1, len(pieces)), len(room) - 1):
+        bounds = itertools.pairwise((0, *cut, len(pieces)))
+        parts = tuple(sum(pieces[start:end]) for start, end in bounds)
+        if all(part <= most for part, most in zip(parts, room, strict=True)):
+            lawful.append(parts)
+    return max(lawful, default=None)
+
+
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), PIECES)
 def test_each_cut_is_the_nearest_that_leaves_enough_room(free, pieces):
     """The nearest boundary is found by bisection. The test compares it with all boundaries."""
     sums, until = list(accumulate(pieces)), list(accumulate(free))
     ideal = [sums[-1] * end / until[-1] for end in until]
-    expected = nearest_cuts(sums, ideal, free) or nearest_cuts(sums, until, free)
+    expected = nearest_cuts(sums, ideal, free) or filled_in_order(pieces, free)
     assert parts_in_proportion(footprint(sums[-1], pieces=tuple(pieces)), free) == expected
+
+
+@given(
+    st.lists(st.integers(1, 12), min_size=2, max_size=3),
+    st.lists(st.integers(1, 6), min_size=2, max_size=8),
+)
+@example([10, 1, 10], [1, 1, 1, 5, 5])
+def test_every_division_over_given_cards_is_found(free, pieces):
+    """A small card between two larger ones may be smaller than its next piece. Then the first card
+    must stop earlier than its share of the bytes.
+    """
+    model = footprint(sum(pieces), pieces=tuple(pieces))
+    room = {f"sim:{n}": size for n, size in enumerate(free)}
+    found = divide(model, room, rules("proportional"), {})
+    assert bool(found) == could_be_cut(tuple(pieces), free)
+    if found:
+        parts = [share.bytes for share in found.shares]
+        assert all(0 < part <= most for part, most in zip(parts, free, strict=True))
+        assert set(accumulate(parts)) <= set(accumulate(pieces)) and sum(parts) == sum(pieces)
 
 
 @pytest.mark.parametrize("layout", ["balanced", "proportional"])
