@@ -194,7 +194,7 @@ def _steps_for(
     if not lease.all_on_device and not person and lease.away_since >= ticket.refreshed:
         return ()  # the bytes that the ticket recalled have left their device already
     who, by = _names_of_asker(book, ticket, asker)
-    if lease.on_host:
+    if lease.on_host or _only_host_memory_is_needed(lease, ticket):
         return _unload_from_host(lease, ticket, who, by)
     part = 0 if person else ticket.bytes_recalled(lease.id)
     drop = person and DISK in ticket.places
@@ -219,6 +219,17 @@ def _steps_for(
     because = f"The warm pool is full; {because}"
     freed = [shadows.shed(other, because, reason, by) for other in found[0]]
     return (*freed, *[Drop(warm.id, warm.shares, because, reason, by) for warm in found[1]])
+
+
+def _only_host_memory_is_needed(lease: Lease, ticket: Ticket) -> bool:
+    """Whether the ticket recalls a lease in parts for its bytes in host memory.
+
+    An offload of the lease's bytes on a card would then use even more host memory.
+    """
+    if ticket.verb != "use" or not lease.in_parts or not lease.droppable:
+        return False
+    cards = {share.device for share in ticket.need}
+    return bool(cards) and not any(lease.bytes_on(card) for card in cards)
 
 
 def _names_of_asker(book: Book, ticket: Ticket, asker: Asker) -> tuple[str, str]:

@@ -8,7 +8,19 @@ import pytest
 
 from gpu_runtime.facts import Drop, Move, Phase, Wait
 from gpu_runtime.scheduler.recall import obey
-from tests.worlds import NOW, ask_until, at, book, decide, lease, owner, request, ticket, world
+from tests.worlds import (
+    NOW,
+    ask_until,
+    at,
+    book,
+    decide,
+    lease,
+    owner,
+    request,
+    size,
+    ticket,
+    world,
+)
 
 THERE = world(sim0=20, host=10)
 
@@ -116,3 +128,20 @@ def test_an_owner_renews_its_own_part_of_the_warm_pool_for_a_recalled_model():
     assert [(type(step), step.lease) for step in steps] == [(Drop, at(1, "stale"))]
     _, [step], _ = obey(after.without_lease(owner(1).id, "stale"), owner(1).id, THERE, "k")
     assert isinstance(step, Move) and step.lease == at(1, "victim")
+
+
+@pytest.mark.parametrize(
+    ("needed_on", "step_type"),
+    [("sim1", Drop), ("sim0", Move)],
+)
+def test_a_lease_in_parts_that_is_recalled_for_host_memory_leaves_both(needed_on, step_type):
+    """Host memory has room for the rest of the lease. But a move of the rest would use more host
+    memory, and the next decision would drop it there. A request for the lease's own card needs the
+    rest of the lease, and its bytes in host memory may stay.
+    """
+    parts = lease("parts", sim0=4, host=5, piece_bytes=size(1), last_used=NOW - 900)
+    recall = ticket("qwen", by=2, recalls=(parts.id,), **{needed_on: 6})
+    there = world(sim0=20, sim1=20, host=10)
+    page = book(parts, owners=(1, 2), tickets=[recall])
+    _, [step], _ = obey(page, owner(1).id, there, "k")
+    assert isinstance(step, step_type) and step.lease == parts.id
