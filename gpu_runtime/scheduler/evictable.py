@@ -8,6 +8,7 @@ dropped. A shadow is an unchanged copy in host memory of a model that is on a ca
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from heapq import nlargest
 
 from msgspec.structs import replace
 
@@ -16,7 +17,8 @@ from .victims import victims
 
 EXEMPT = "is exempt from parking"  # `%gpu park never`, or GPU_PARK=never
 MOVE_FAILED = "waiting after a failed move"  # a reason to stay
-MOST_TRIED = 12  # every combination of so many leases is tried; further leases one after the other
+MOST_TRIED = 12  # every combination of so many leases is tried
+MOST_SUMS = 128  # with more leases, only so many combinations are tried further: the largest ones
 
 
 def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -> str:
@@ -310,7 +312,8 @@ def worth_less(
 def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:
     """The set of `leases` whose offload uses most of `host_bytes` without exceeding it.
 
-    With more than MOST_TRIED leases, the result may not be the best possible set.
+    If there are more than MOST_TRIED leases, and more than MOST_SUMS sums of their bytes fit, the
+    result may not be the best possible set.
     """
     small = [lease for lease in leases if lease.offload_bytes <= host_bytes]
     small.sort(key=lambda lease: -lease.offload_bytes)
@@ -323,10 +326,7 @@ def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease
             total = size + lease.offload_bytes
             if total <= host_bytes:
                 with_it[total] = (*chosen, lease)
-        if tried < MOST_TRIED:
-            sets = {**with_it, **sets}
-            continue
-        largest = max(with_it, default=0)
-        if largest > max(sets):
-            sets = {largest: with_it[largest]}
+        sets = {**with_it, **sets}
+        if tried >= MOST_TRIED and len(sets) > MOST_SUMS:
+            sets = {size: sets[size] for size in nlargest(MOST_SUMS, sets)}
     return sets[max(sets)]

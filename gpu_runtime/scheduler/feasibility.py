@@ -31,7 +31,7 @@ from .drain import drained
 from .evictable import largest_fitting_set, permanent_reason_to_stay
 from .placement import claim, place
 from .splitting import divisions, may_split, may_use_one_card
-from .stuck import MOST_TRIED, Stuck, less_pieces, sets_that_stay, stuck_leases
+from .stuck import Stuck, less_pieces, sets_that_stay, stuck_leases
 
 GB = 2**30
 TOO_MANY = "exists nowhere else, and the host has no room for them all"
@@ -177,11 +177,9 @@ def _least_that_remains(card: str, precious: list[Lease], host_bytes: int, enoug
     least = sum([lease.bytes_on(card) for lease in remain])
     if least <= enough:
         return least
-    if len(precious) <= MOST_TRIED:  # a lease on several cards frees less, and pieces may leave
-        ways = sets_that_stay(Stuck({}, {card: precious}, host_bytes, {}))
-    else:
-        ways = less_pieces(remain, host_bytes - sum([lease.card_bytes for lease in saved]))
-    for staying in ways:
+    # A lease on several cards frees less of this card, and pieces may leave: other sets may be better.
+    if_too_many = less_pieces(remain, host_bytes - sum([lease.card_bytes for lease in saved]))
+    for staying in sets_that_stay(Stuck({}, {card: precious}, host_bytes, {}), if_too_many):
         least = min(least, sum([lease.bytes_on(card) for lease in staying]))
         if least <= enough:
             break

@@ -7,7 +7,6 @@ offloaded, and only while the host has room.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
-from itertools import combinations
 from typing import NamedTuple
 
 from msgspec.structs import replace
@@ -17,7 +16,9 @@ from .capacity import limit_of
 from .evictable import permanent_reason_to_stay
 from .victims import parts_within
 
-MOST_TRIED = 8  # up to this many precious leases, every combination is tried
+# If at most this many sets of precious leases fit into host memory, all sets are tried. So any
+# eight leases are tried, and more leases if host memory is small.
+MOST_TRIED = 256
 
 
 class Stuck(NamedTuple):
@@ -74,13 +75,16 @@ def stuck_leases(
     return Stuck(leases, precious, host_bytes, titles)
 
 
-def sets_that_stay(stuck: Stuck) -> Iterator[tuple[Lease, ...]]:
+def sets_that_stay(
+    stuck: Stuck, too_many: Iterable[tuple[Lease, ...]] = ((),)
+) -> Iterator[tuple[Lease, ...]]:
     """Yields sets of precious leases that may have to stay on their cards, sets of few leases first.
 
     For each set, the host has room for the precious leases outside the set. If it also has room for
     pieces of the leases in the set, their `shares` are only the bytes that stay. If the host has
-    room for all precious leases in `stuck`, or if they are too many to try every set, the only
-    result is an empty set: then these leases are no reason to refuse the request.
+    room for all precious leases in `stuck`, the only result is an empty set: then these leases are
+    no reason to refuse the request. If there are too many sets to try, the results are the sets in
+    `too_many`.
     """
     by_id = {}
     for leases in stuck.precious.values():
@@ -88,14 +92,29 @@ def sets_that_stay(stuck: Stuck) -> Iterator[tuple[Lease, ...]]:
             by_id[lease.id] = lease
     precious = list(by_id.values())
     total = sum(lease.card_bytes for lease in precious)
-    if len(precious) > MOST_TRIED or total <= stuck.host_bytes:
+    if total <= stuck.host_bytes:
         yield ()
         return
-    for count in range(len(precious) + 1):
-        for staying in combinations(precious, count):
-            left = stuck.host_bytes - total + sum([lease.card_bytes for lease in staying])
-            if left >= 0 and not _is_needless(staying, left):
-                yield from less_pieces(staying, left)
+    sets = _sets_that_fit(precious, stuck.host_bytes)
+    if sets is None:
+        yield from too_many
+        return
+    for leaving in sorted(sets, key=len, reverse=True):
+        staying = tuple([one for one in precious if one.id not in leaving])
+        left = stuck.host_bytes - sum([by_id[id].card_bytes for id in leaving])
+        if not _is_needless(staying, left):
+            yield from less_pieces(staying, left)
+
+
+def _sets_that_fit(leases: Iterable[Lease], host_bytes: int) -> list[tuple[str, ...]] | None:
+    """The ids of every set of `leases` that fits into `host_bytes`; None if the sets are too many."""
+    sets: list[tuple[int, tuple[str, ...]]] = [(0, ())]  # bytes, ids
+    for lease in leases:
+        more = [(size + lease.card_bytes, (*ids, lease.id)) for size, ids in sets]
+        sets += [one for one in more if one[0] <= host_bytes]
+        if len(sets) > MOST_TRIED:
+            return None
+    return [ids for _, ids in sets]
 
 
 def _is_needless(staying: tuple[Lease, ...], host_bytes: int) -> bool:
