@@ -100,7 +100,7 @@ def test_a_stopped_process_with_memory_is_a_problem():
     assert problem["text"].startswith("train.ipynb (pid 4000) is stopped and holds 14.0 GiB.")
     assert (problem["since"], problem["before"]) == (WALL, True), "the first snapshot with it"
     assert problem["actions"] == [
-        {"verb": "resume", "target": f"{ME.id}/", "label": "Continue"},
+        {"verb": "resume", "target": f"{ME.id}/", "label": "Continue", "why_not": ""},
     ]
     assert found["status"].endswith("1 problem") and found["groups"][0]["trouble"] == "stopped"
     [row] = found["groups"][0]["rows"]
@@ -126,6 +126,17 @@ def test_a_problem_keeps_its_begin_and_has_the_buttons_that_may_help():
         for later in (0.0, 60.0)
     ]
     assert found == [WALL, WALL]
+
+
+def test_the_buttons_of_a_problem_that_a_stopped_process_ignores_are_disabled():
+    """Unpin and End wait are requests to processes. A stopped process acts on none."""
+    asleep = replace(ticket(waited=400.0), refreshed=NOW - 60)
+    world = snapshot(lease("qwen", 14, keep=True), tickets=[asleep])
+    stopped = replace(world, presences={ME.id: Presence(ProcessState.STOPPED)})
+    [continued, wait] = shown(stopped)["problems"]
+    assert [one["why_not"] for one in continued["actions"]] == [""]
+    unpin, end = wait["actions"]
+    assert "is stopped" in unpin["why_not"] and "cannot end its wait" in end["why_not"]
 
 
 # -- the side panel

@@ -11,6 +11,7 @@ from gpu_runtime.rendering.views import clean
 from .cells import Button, Cell, Column, Row
 from .confirmations import VERBS
 from .names import why_no_answer
+from .queue_rows import end_wait
 from .row_parts import NOTHING, bytes_cell
 
 PROBLEMS = (Column("Problem"), Column("Since"), Column("Memory", True))
@@ -69,8 +70,11 @@ def _button(verb: str, target: str, snapshot: Snapshot) -> Button:
 
     A press of the button sends the text `VERB TARGET`, which `pressed` reads.
     """
-    if verb in ("cancel", "resume"):
+    if verb == "resume":
         return Button(f"{verb} {target}", VERBS[verb])
+    if verb == "cancel":
+        ticket = next(one for one in snapshot.tickets if one.key == target)
+        return end_wait(ticket, snapshot)._replace(verb=f"{verb} {target}")
     owner_id, _, name = target.partition("/")
     section = snapshot.sections.get(owner_id)
     lease = section.lease(name) if section else None

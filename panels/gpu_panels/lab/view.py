@@ -142,7 +142,7 @@ def _problem(row: Row) -> dict[str, Any]:
     actions = []
     for button in row.buttons:
         verb, target = pressed(button.verb)
-        actions.append({"verb": verb, "target": target, "label": button.label})
+        actions.append(_action(button) | {"verb": verb, "target": target})
     is_before = bool(since.text)  # it began at an unknown time before
     began = {"since": round(since.value or 0), "before": is_before}
     return {"text": text.text, **began, "actions": actions}

@@ -189,8 +189,8 @@
     }
 
     problem(found) {
-      const buttons = found.actions.map(({verb, target, label}) => this.button(`problem ${target} ${verb}`, label,
-        `${label}: ${found.text}`, () => this.act(verb, target, label)))
+      const buttons = found.actions.map(({verb, target, label, why_not}) => this.button(`problem ${target} ${verb}`, label,
+        `${label}: ${found.text}`, () => this.act(verb, target, label), why_not))
       return make('div', {class: 'gpu-alarm'}, make('p', {}, found.text), make('div', {class: 'gpu-soft'}, lasting(began(found), found.since)),
         buttons.length ? make('div', {class: 'gpu-buttons'}, ...buttons) : null)
     }
