@@ -386,7 +386,7 @@ def test_the_timeline_follows_a_kernel_and_keeps_what_is_open(opened, kernel):
     page.mouse.down()
     page.mouse.move(box["x"] + box["width"] - 1, box["y"] + 30)
     page.mouse.up()
-    page.wait_for_function("() => /range=free&span=[0-9]+-[0-9]+/.test(location.search)")
+    page.wait_for_function("() => /range=Custom&span=[0-9]+-[0-9]+/.test(location.search)")
     assert "kinds=evict" in page.url
     page.get_by_role("button", name="evict", exact=True).click()  # other tests share this page
     page.get_by_role("button", name="15 min").click()

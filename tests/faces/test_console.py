@@ -275,11 +275,11 @@ def test_the_url_leads_to_the_tab_and_what_is_chosen_there(poller):
     first = Console(poller, VIEWER)
     first._tabs.active = first._titles.index("Timeline")
     first._made["Timeline"].chart._handle_msg({"start": 1_763_640_000, "end": 1_763_640_900.4})
-    assert first.status_bar.address == "tab=Timeline&range=free&span=1763640000-1763640900"
+    assert first.status_bar.address == "tab=Timeline&range=Custom&span=1763640000-1763640900"
     again = Console(poller, VIEWER, address=dict(parse_qsl(first.status_bar.address)))
     assert list(again._made) == ["Timeline"], "no other tab is made"
     tab = again._made["Timeline"]
-    assert (tab.window.value, tab.span.value) == ("free", "1763640000-1763640900")
+    assert (tab.window.value, tab.span.value) == ("Custom", "1763640000-1763640900")
     tab.window.value = "2 h"
     assert again.status_bar.address == "tab=Timeline&range=2+h&span=1763640000-1763640900"
     again._tabs.active = 0

@@ -197,7 +197,7 @@ def test_another_window_is_fetched_and_one_range_is_for_the_whole_tab():
     assert lines[0]["wall"] == max(line["wall"] for line in lines)
 
 
-def test_a_free_range_ends_in_the_past():
+def test_a_custom_range_ends_in_the_past():
     """Its record is read from its start on. Events after its end are not shown."""
     fetched = []
     tab = opened(
@@ -209,7 +209,7 @@ def test_a_free_range_ends_in_the_past():
     tab.chart._handle_msg({"start": start, "end": start + 600})
     refresh(tab)
     drawing, lines = json.loads(tab.chart.drawing), json.loads(tab.chart.lines)
-    assert tab.window.value == "free" and fetched[-1] == 7200
+    assert tab.window.value == "Custom" and fetched[-1] == 7200
     assert (drawing["start"], drawing["end"]) == (start, start + 600)
     assert all(line["wall"] <= start + 600 for line in lines)
 
@@ -232,10 +232,10 @@ def test_a_range_that_no_person_can_choose_is_ignored(message):
 
 
 @pytest.mark.parametrize("span", ["", "1-2", "a-b", "99999999999-999999999999"])
-def test_an_unusable_free_range_in_the_url_shows_the_last_minutes(span):
+def test_an_unusable_custom_range_in_the_url_shows_the_last_minutes(span):
     tab = opened(TimelineTab, samples.busy)
     tab.span.value = span
-    tab.window.value = "free"
+    tab.window.value = "Custom"
     shown = tab.shown(samples.busy)
     assert shown == Range(samples.WALL - 900, samples.WALL)
 

@@ -26,7 +26,7 @@ from .base import Tab
 from .controls import BUTTONS, NO_CAPITALS
 
 WINDOWS = {"15 min": 900.0, "1 h": 3600.0, "2 h": 7200.0, "24 h": 86400.0, "7 days": 604800.0}
-FREE = "free"
+CUSTOM = "Custom"  # a range that the visitor has typed, or chosen by dragging
 POINTS, MOST_POINTS = (
     240,
     5_000,
@@ -45,9 +45,9 @@ class TimelineTab(Tab):
 
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
-        options = [*WINDOWS, FREE]
+        options = [*WINDOWS, CUSTOM]
         self.window = pmui.RadioButtonGroup(options=options, value="15 min", **BUTTONS)
-        self.span = pmui.TextInput(visible=False)  # the free range: two epoch seconds
+        self.span = pmui.TextInput(visible=False)  # the custom range: two epoch seconds
         self.window.param.watch(lambda _: self.update_again(), "value")
         self.in_address(range=self.window, span=self.span)
         self._counters = Prose(margin=(6, 10, 0, 10))
@@ -71,10 +71,10 @@ class TimelineTab(Tab):
     def _ranged(self, start: float, end: float) -> None:
         """Shows the time between the epoch seconds `start` and `end`."""
         self.span.param.update(value=f"{start:.0f}-{end:.0f}", value_input=f"{start:.0f}-{end:.0f}")
-        if self.window.value == FREE:
+        if self.window.value == CUSTOM:
             self.update_again()
         else:
-            self.window.value = FREE
+            self.window.value = CUSTOM
 
     def shown(self, snapshot: Snapshot) -> Range:
         """The range of time that the tab shows. If the visitor has typed a range that is not valid, the
@@ -98,9 +98,9 @@ class TimelineTab(Tab):
         past = self._past(snapshot)
         if past is None:
             return
-        # All ranges that visitors choose freely share one key. Otherwise the poller would keep every range.
+        # All custom ranges share one key. Otherwise the poller would keep every range.
         key = self.window.value
-        is_free = self.window.value == FREE
+        is_custom = self.window.value == CUSTOM
         drawing = self.poller.once(
             f"timeline {key}",
             past,
@@ -108,7 +108,7 @@ class TimelineTab(Tab):
         )
         found = self.poller.once(
             f"activity {key}",
-            past if is_free else snapshot,
+            past if is_custom else snapshot,
             lambda _: encoded(activity.lines(self._events(past, snapshot), snapshot)),
         )
         self.chart.show(drawing, found)
@@ -118,11 +118,11 @@ class TimelineTab(Tab):
         shown = self.shown(snapshot)
         length, back = shown.end - shown.start, snapshot.wall - shown.start
         points = int(min(MOST_POINTS, POINTS * max(1.0, back / length)))
-        is_free = self.window.value == FREE
+        is_custom = self.window.value == CUSTOM
 
         def fetch(rt: Any) -> History:
             """The record of the runtime `rt`."""
-            seconds = rt.status().wall - shown.start if is_free else back
+            seconds = rt.status().wall - shown.start if is_custom else back
             return rt.history(seconds, points=points)
 
         every = min(30.0, max(5.0, length / 300))

@@ -197,7 +197,7 @@ export function render({model}) {
     made("span", "", legend, "To zoom in, drag.")
   }
 
-  // -- a free range: dragged in the drawing, or typed
+  // -- a custom range: dragged in the drawing, or typed
 
   function ask(start, end) {
     if (end - start >= 1) model.send_msg({start, end})
