@@ -226,17 +226,16 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
     There is a problem after at least LEAST_TURNS such evictions in the last five minutes.
     """
     recent = [event for event in seen.events if seen.wall - event.wall <= SWAPPING_SECONDS]
-    for view in seen.devices:
-        if view.device.is_host:
-            continue
+    cards = [view for view in seen.devices if not view.device.is_host]
+    for view in cards:
         left = [event for event in recent if _was_evicted(event, view.device.id)]
         turns = _turns(left)
         if len(turns) < LEAST_TURNS:
             continue
         one, other = turns[-2], turns[-1]
-        advice = "Move one to another card, or pin one."
-        if one.notebook and other.notebook:
-            advice = "Move one to another card, or run them one after the other."
+        remedy = "run them one after the other" if one.notebook and other.notebook else "pin one"
+        several = f"Use another card for one, or {remedy}."
+        advice = several if len(cards) > 1 else f"{remedy.capitalize()}."
         text = (
             f"{one.title} and {other.title} evict one another on {view.device.id}: "
             f"{len(turns)} × in turn. {advice}"
@@ -279,11 +278,17 @@ def _settled(seen: Snapshot, event: Event) -> Lease | None:
     return lease
 
 
+# The kinds of refusals (`facts.Refuse.kind`) that nobody else can help with. The request does not fit
+# on the empty cards, or beside what its own thread holds, or a cap or a limit forbids it. The caller
+# got an error that says so. If one person types `%%gpu 900GiB`, the host is still healthy.
+_OF_THE_CALLER = frozenset({"hopeless", "nested", "cap", "limit"})
+
+
 def _refusals(seen: Snapshot) -> Iterator[Problem]:
     """Yields a problem for the newest refusal of each model that was not granted room later.
 
-    Refusals older than ten minutes, and refusals of owners that have left the book, are left out. A
-    block of code that requests more than all cards have is left out too: its caller got an error.
+    Refusals older than ten minutes, and refusals of owners that have left the book, are left out.
+    Refusals of the reasons in `_OF_THE_CALLER` are left out too.
     """
     cards = {view.device.id: view.limit_bytes for view in seen.devices if not view.device.is_host}
     latest: dict[tuple[str, str], Event] = {}
@@ -295,8 +300,7 @@ def _refusals(seen: Snapshot) -> Iterator[Problem]:
     for event in latest.values():
         if seen.wall - event.wall > REFUSED_SECONDS or event.owner not in seen.sections:
             continue
-        is_model = event.model in seen.names.get(event.owner, ())
-        if event.bytes > sum(cards.values()) and not is_model:
+        if event.reason in _OF_THE_CALLER:
             continue
         subject = _lease_of(event)
         text = f"{event.title} was refused: {event.because}"

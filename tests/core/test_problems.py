@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime import Runtime
+from gpu_runtime import DoesNotFit, Runtime
 from gpu_runtime.facts import (
     Level,
     Presence,
@@ -78,7 +78,10 @@ def left(*models):
 def test_two_models_that_evict_one_another_in_turn_are_a_problem():
     found = problems(snapshot(lease("a", 8), events=left("c", "a", "b", "a", "b")))
     assert [problem.subject for problem in found] == [f"sim:0 {ME.id}/a {ME.id}/b"]
-    assert "4 × in turn" in found[0].text and found[0].actions == (("pin", f"{ME.id}/a"),)
+    assert found[0].text.endswith("4 × in turn. Pin one."), "there is no other card"
+    assert found[0].actions == (("pin", f"{ME.id}/a"),)
+    [of_two_cards] = problems(snapshot(lease("a", 8), cards=2, events=left("a", "b", "a", "b")))
+    assert of_two_cards.text.endswith("Use another card for one, or pin one.")
     for harmless in (left("a", "b", "a"), left("a", "b", "c", "a"), left("a", "a", "b", "b")):
         assert problems(snapshot(events=harmless)) == ()
     for reason in ("evict", "memory_pressure", "drain"):  # no model took the place of the other
@@ -86,34 +89,51 @@ def test_two_models_that_evict_one_another_in_turn_are_a_problem():
         assert problems(snapshot(events=left_alone)) == ()
 
 
+def refusal(gib: float, kind: str):
+    return replace(event(1, "giant", "refused", f"it needs {gib} GiB", gib), reason=kind)
+
+
 def test_a_refusal_is_a_problem_until_the_model_is_granted_room():
-    refused = event(1, "giant", "refused", "it needs 20.0 GiB", 20)
+    refused = refusal(20, "kept")
     assert kinds(snapshot(events=[refused])) == ["refused"]
     assert kinds(snapshot(events=[refused, event(2, "giant", "granted", "", 8)])) == []
     assert kinds(snapshot(events=[replace(refused, wall=WALL - 601)])) == []
 
 
 def test_a_refusal_beside_pinned_models_offers_to_unpin_them():
-    refused = event(1, "giant", "refused", "it needs 20.0 GiB", 20)
+    refused = refusal(20, "kept")
     pinned = lease("qwen", 14, keep=True)
     [found] = problems(snapshot(pinned, lease("llama", 4), events=[refused]))
     assert found.actions == (("unpin", pinned.id),)
-    [larger_than_any_card] = problems(
-        replace(
-            snapshot(pinned, events=[replace(refused, bytes=900 * GIB)]),
-            names={refused.owner: ("giant",)},
-        )
-    )
+    [larger_than_any_card] = problems(snapshot(pinned, events=[refusal(900, "kept")]))
     assert larger_than_any_card.actions == ()
 
 
-def test_a_block_of_code_larger_than_all_cards_is_no_problem_of_the_host():
-    """A typing mistake, `%%gpu 900GiB`, made the host unhealthy for ten minutes."""
-    typed = event(1, "train.ipynb#1", "refused", "the largest budget is 24 GiB", 900)
-    assert kinds(snapshot(events=[typed])) == []
-    assert kinds(snapshot(events=[replace(typed, bytes=8 * GIB)])) == ["refused"]
-    catalogued = replace(snapshot(events=[typed]), names={typed.owner: (typed.model,)})
-    assert kinds(catalogued) == ["refused"], "a model that never fits is the operator's matter"
+@pytest.mark.parametrize("kind, expected", [
+    *((kind, []) for kind in ("hopeless", "nested", "cap", "limit")),
+    *((kind, ["refused"]) for kind in ("kept", "precious", "deadlock", "full", "drained")),
+])  # fmt: skip
+def test_a_request_that_only_its_caller_can_change_is_no_problem_of_the_host(kind, expected):
+    """`%%gpu 900GiB`, or a model larger than the card, made the host unhealthy for ten minutes."""
+    assert kinds(snapshot(events=[refusal(20, kind)])) == expected
+
+
+def test_a_real_request_that_can_never_fit_leaves_the_host_healthy():
+    """The kind of the refusal is in the event that admission records."""
+    with Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:", monitor=False) as rt:
+        rt.register("giant", backend="fake", size="40GiB")
+        with pytest.raises(DoesNotFit), rt.use("giant"):
+            pass
+        with pytest.raises(DoesNotFit), rt.lease("900 GiB"):
+            pass
+        assert [one.action for one in rt.status().events] == ["refused", "refused"]
+        assert rt.health().healthy
+        rt.register("kept", backend="fake", size="14GiB", keep=True)
+        rt.register("second", backend="fake", size="14GiB")
+        rt.preload("kept")
+        with pytest.raises(DoesNotFit), rt.use("second"):
+            pass
+        assert kinds(rt.status()) == ["refused"], "unpinning the other model would help"
 
 
 def test_memory_without_a_lease_names_its_programs():
@@ -196,8 +216,9 @@ def test_two_notebooks_of_plain_code_that_evict_one_another_are_named():
     ours, theirs = ("/home/ann/train.ipynb", ME.id), ("/home/bob/tune.ipynb", BOB.id)
     turns = [parked(seq, *(ours if seq % 2 else theirs)) for seq in range(4)]
     [found] = problems(snapshot(events=turns))
-    assert found.text.startswith(
-        "tune.ipynb and train.ipynb evict one another on sim:0: 4 × in turn"
+    assert found.text == (
+        "tune.ipynb and train.ipynb evict one another on sim:0: 4 × in turn. "
+        "Run them one after the other."
     )
     assert found.actions == () and "pin" not in found.text
     same = [parked(seq, *ours) for seq in range(8)]

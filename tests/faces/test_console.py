@@ -313,7 +313,8 @@ def test_a_problem_is_shown_above_the_tabs_until_it_is_untrue(page, poller, rt):
     buttons of a table.
     """
     assert not page._problems.visible
-    rt.register("giant", backend="fake", size="80GiB")
+    rt.pin("qwen")  # 14 of 24 GiB
+    rt.register("giant", backend="fake", size="20GiB")
     with pytest.raises(DoesNotFit):
         rt.preload("giant")
     poller.poll()

@@ -396,12 +396,14 @@ def test_metrics_count_the_problems_of_each_kind(rt):
     """The problems are those of `/memory/health` and of the console. A kind without a problem is 0."""
     http = client(rt)
     assert samples(http.get("/metrics").text)["gpu_problems", "refused"] == 0
-    rt.register("giant", backend="fake", size="80GiB")
+    rt.register("kept", backend="fake", size="14GiB", keep=True)
+    rt.register("giant", backend="fake", size="20GiB")
+    rt.preload("kept")
     with pytest.raises(DoesNotFit):
         rt.preload("giant")
     figures = samples(http.get("/metrics").text)
     assert figures["gpu_problems", "refused"] == 1
-    assert figures["gpu_problem_bytes", "refused"] == 80 * 2**30
+    assert figures["gpu_problem_bytes", "refused"] == 20 * 2**30
     assert {labels[0] for name, *labels in figures if name == "gpu_problems"} == set(ProblemKind)
     assert http.get("/memory/health").json()["healthy"] is False
 
