@@ -110,6 +110,18 @@ def test_the_tooltip_of_a_lease_shows_its_process_use_and_importance():
     assert stretches(samples.busy)["reranker"].tooltip.endswith("idle 10 s\nimportance high")
 
 
+def test_a_notebooks_own_memory_is_named_once():
+    """Its title is the notebook. "train.ipynb · train.ipynb" was in each bar."""
+    code = samples.lease("kernel", 2, kind="kernel")
+    drawn = stretches(samples.snapshot(code))["train.ipynb"]
+    assert drawn.notebook == ""
+    thin = [samples.lease(f"m{n}", 0.01) for n in range(2)]
+    few = stretches(samples.snapshot(replace(code, shares=thin[0].shares), *thin))["3 others"]
+    assert (
+        "train.ipynb 10.2 MiB\n" in f"{few.tooltip}\n" and "m0 10.2 MiB, train.ipynb" in few.tooltip
+    )
+
+
 def test_the_tooltip_shows_the_state_of_the_kernel_where_it_is_known():
     section = samples.busy.sections[samples.ME.id]
     busy = replace(

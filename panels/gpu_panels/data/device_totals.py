@@ -32,7 +32,7 @@ from gpu_runtime.rendering.views import (
 from gpu_runtime.units import show_bytes
 
 from ..palette import label_of
-from .names import notebook_name, process_name
+from .names import KERNEL, notebook_name, process_name
 from .row_parts import lasting
 
 ENDED = "ended, not yet freed"
@@ -50,7 +50,7 @@ class Stretch(NamedTuple):
         str  # settled, arriving, leaving, others; residue, ended, strangers are outside all leases
     )
     tooltip: str = ""  # lines that describe the stretch
-    notebook: str = ""  # such as `train.ipynb`
+    notebook: str = ""  # such as `train.ipynb`; empty if the title is the notebook
     label: str = ""  # the key of the lease's style; empty for memory without a lease
 
 
@@ -150,7 +150,7 @@ def _lease_stretch(
         size,
         kind,
         lease_tooltip(snapshot, section, lease, size, kind),
-        notebook_name(section),
+        "" if lease.kind == KERNEL else notebook_name(section),
         label_of(lease.owner, lease.name),
     )
 
@@ -216,7 +216,10 @@ def gathered(leases: Sequence[Stretch], scale: int) -> list[Stretch]:
         return list(leases)
     few = [lease for n, lease in enumerate(leases) if n in thin]
     size = sum(lease.bytes for lease in few)
-    named = [f"{lease.title} {show_bytes(lease.bytes)}, {lease.notebook}" for lease in few]
+    named = [
+        ", ".join(filter(None, (f"{lease.title} {show_bytes(lease.bytes)}", lease.notebook)))
+        for lease in few
+    ]
     tooltip = "\n".join([f"{show_bytes(size)} in all", *_first(named)])
     shown = [lease for n, lease in enumerate(leases) if n not in thin]
     return [*shown, Stretch(f"{len(few)} others", size, "others", tooltip)]
