@@ -84,9 +84,11 @@ class Health(Value):
 
     healthy: bool  # False if there is a problem; a full card is none
     pressure: Level
-    used_percent: float | None  # measured, all cards together; None: unknown
+    # Of the bytes of all cards, those in use; None: unknown. It is for programs. The text has the
+    # pressure, because the status shows it beside each card.
+    used_percent: float | None
     message: str
-    fullest: str = ""  # of several cards, above LOW: the fullest card, such as `sim:1 79 %`
+    fullest: str = ""  # the card with the highest pressure, such as `sim:1 79 %`
 
     def __str__(self) -> str:
         return lines(f"{self.pressure}: {self.message}")

@@ -191,8 +191,7 @@ def health(found: Snapshot) -> Health:
     message = wrong[0] if wrong else HEALTH_MESSAGES[level]
     if len(wrong) > 1:
         message += f" ({len(wrong) - 1} more)"
-    is_worth_naming = len(cards) > 1 and fullest.level is not Level.LOW
-    one = f"{fullest.device.id} {100 * fullest.pressure:.0f} %" if is_worth_naming else ""
+    one = f"{fullest.device.id} {100 * fullest.pressure:.0f} %"  # as in the status
     return Health(not wrong, level, percent, found.degraded or message, one)
 
 

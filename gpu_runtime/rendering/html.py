@@ -127,12 +127,9 @@ def _past(snapshot: Snapshot) -> str:
 
 def health(found: Health) -> str:
     """The health `found`, as one line."""
-    used = ""
-    if found.used_percent is not None:
-        fullest = f" (fullest: {found.fullest})" if found.fullest else ""
-        used = f'<span class="g-soft">{found.used_percent:.0f} % used{esc(fullest)}</span>'
+    fullest = f'<span class="g-soft">{esc(found.fullest)}</span>'
     state = "healthy" if found.healthy else "not healthy"
-    return page(line(pill(found.pressure), f"<b>{state}</b>", used, esc(found.message)))
+    return page(line(pill(found.pressure), f"<b>{state}</b>", fullest, esc(found.message)))
 
 
 def outcome(done: Outcome) -> str:

@@ -266,10 +266,9 @@ def cell(column: str, value: Any, owners: Mapping[str, str] | None = None) -> st
 
 def health(found: Health) -> str:
     """The health `found`, in one line."""
-    used = "unknown" if found.used_percent is None else f"{found.used_percent:.0f} %"
     state = "healthy" if found.healthy else "NOT healthy"
-    fullest = f" (fullest: {found.fullest})" if found.fullest else ""
-    return f"{state} · pressure {found.pressure} · used {used}{fullest} · {found.message}"
+    fullest = f", {found.fullest}" if found.fullest else ""
+    return f"{state} · pressure {found.pressure}{fullest} · {found.message}"
 
 
 def outcome(done: Outcome) -> str:

@@ -221,9 +221,18 @@ def remarks(snapshot: Snapshot, view: DeviceView) -> list[str]:
     if view.sample is not None and view.sample.utilisation_percent is not None:
         found.append(f"{view.sample.utilisation_percent:.0f} % busy")
     if view.device.is_host:
-        warm = sum(1 for lease in snapshot.leases() if lease.on_host)
-        found.append(f"warm pool: {warm} model{'s' if warm != 1 else ''}")
+        found.append(warm_pool(snapshot))
     return found
+
+
+def warm_pool(snapshot: Snapshot) -> str:
+    """What is in host memory: `warm pool: 1 model`, or `warm pool: 1 model, 1 notebook` if one is parked."""
+    kinds = [lease.kind for lease in snapshot.leases() if lease.on_host]
+    models, notebooks = kinds.count("model"), kinds.count("kernel")
+    parts = [f"{models} model{'s' if models != 1 else ''}"]
+    if notebooks:
+        parts.append(f"{notebooks} notebook{'s' if notebooks != 1 else ''}")
+    return f"warm pool: {', '.join(parts)}"
 
 
 def _measured_remark(view: DeviceView) -> list[str]:

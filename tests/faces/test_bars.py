@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drain, Ghost, Lease, Phase, Share, Snapshot, Stranger
+from gpu_runtime.rendering import html, text
 from gpu_runtime.scheduler.pressure import views
 from gpu_runtime.scheduler.transitions import totals
 from gpu_runtime.units import GIB, MIB
@@ -229,8 +230,30 @@ def test_a_figure_that_the_driver_does_not_report_is_left_out():
     assert "not measured" in device_words.facts(samples.unmeasured, view)
 
 
+def test_idle_memory_counts_the_own_code_of_an_idle_notebook():
+    """It can leave as a model can. "150 MiB idle" stood beside 300 MiB that nobody used."""
+    code = samples.lease("kernel", 2, kind="kernel")
+
+    def idle(*leases):
+        world = samples.snapshot(samples.lease("qwen", 4), *leases)
+        return [one for one in device_words.facts(world, world.devices[0]) if "idle" in one]
+
+    assert idle(code) == ["6.0 GiB idle"]
+    for more in ({"pins": 1}, {"movable": False}):
+        assert idle(replace(code, **more)) == ["4.0 GiB idle"]
+
+
+def test_the_console_and_the_status_count_the_warm_pool_alike():
+    """The console said "0 warm models" beside "warm pool: 2 models" of `%gpu`."""
+    parked = samples.lease("kernel", 2, HOST, kind="kernel")
+    world = samples.snapshot(samples.lease("qwen", 4, HOST), parked)
+    words = "warm pool: 1 model, 1 notebook"
+    assert words in device_words.facts(world, world.devices[1])
+    assert words in text.status(world) and words in html.status(world)
+
+
 def test_the_host_counts_its_warm_models():
-    assert "1 warm model" in device_words.facts(samples.busy, samples.busy.devices[1])
+    assert "warm pool: 1 model" in device_words.facts(samples.busy, samples.busy.devices[1])
 
 
 def test_a_drained_card_shows_the_person_and_the_time():

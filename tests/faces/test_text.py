@@ -5,12 +5,14 @@ meaning.
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 from gpu import waiting
 from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drain, Event, Health, Level, Outcome, Share, Wait
+from gpu_runtime.owner.status import health
 from gpu_runtime.presets import preset
 from gpu_runtime.rendering import html, plain, render, text, views, words
 from gpu_runtime.settings import Settings
@@ -195,17 +197,20 @@ def test_an_outcome_is_one_line():
 
 def test_health_is_one_line():
     assert (
-        text.health(Health(True, Level.LOW, 25.0, "Memory usage normal"))
-        == "healthy · pressure LOW · used 25 % · Memory usage normal"
-    )
-    assert (
         text.health(Health(False, Level.CRITICAL, None, "x"))
-        == "NOT healthy · pressure CRITICAL · used unknown · x"
+        == "NOT healthy · pressure CRITICAL · x"
     )
     assert (
         text.health(Health(True, Level.MODERATE, 42.0, "Memory usage moderate", "sim:1 79 %"))
-        == "healthy · pressure MODERATE · used 42 % (fullest: sim:1 79 %) · Memory usage moderate"
+        == "healthy · pressure MODERATE, sim:1 79 % · Memory usage moderate"
     )
+
+
+def test_health_shows_the_percentage_that_the_status_shows():
+    """`gpu health` said 73 % (of the card) where `gpu status` said 81 % (of the budget)."""
+    line = text.health(health(samples.busy))
+    [shown] = re.findall(r"sim:0 (\d+ %)", line)
+    assert shown.replace(" ", "") in text.status(samples.busy)
 
 
 def test_an_event_without_a_model_names_its_process():

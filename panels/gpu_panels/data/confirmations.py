@@ -223,6 +223,12 @@ def is_idle(lease: Lease) -> bool:
     return is_settled_model and lease.on_device and not lease.pins and not lease.keep
 
 
+def is_idle_notebook(lease: Lease) -> bool:
+    """Whether the `lease` is of a notebook's own code that could be parked now."""
+    is_settled = lease.kind == "kernel" and lease.phase is Phase.SETTLED
+    return is_settled and lease.on_device and lease.movable and not lease.pins
+
+
 def _question_evict(proposal: Proposal, process: str, snapshot: Snapshot) -> Question:
     lease = _lease(proposal, snapshot)
     size, place = show_bytes(proposal.bytes), proposal.where

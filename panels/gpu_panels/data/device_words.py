@@ -7,10 +7,11 @@ This module computes no totals. The totals of a device are computed in `schedule
 from __future__ import annotations
 
 from gpu_runtime.facts import DeviceView, Snapshot
-from gpu_runtime.rendering.views import clean, fill
+from gpu_runtime.rendering.views import clean, fill, warm_pool
 from gpu_runtime.units import show_bytes, show_seconds
 
-from .confirmations import idle_leases
+from .confirmations import is_idle, is_idle_notebook
+from .names import why_no_answer
 
 
 def room_words(view: DeviceView, kept_bytes: int = 0) -> str:
@@ -33,8 +34,7 @@ def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
     """
     found = [room_words(view), f"{fill(view)} leased"]
     if view.device.is_host:
-        warm = sum(lease.on_host and lease.kind == "model" for lease in snapshot.leases())
-        found.append(f"{warm} warm model{'' if warm == 1 else 's'}")
+        found.append(warm_pool(snapshot))
     elif idle := _idle_bytes(snapshot, view.device.id):
         found.append(f"{show_bytes(idle)} idle")
     if view.measured_bytes is None:
@@ -60,8 +60,12 @@ def figures(view: DeviceView) -> tuple[str, str, str]:
 
 
 def _idle_bytes(snapshot: Snapshot, device: str) -> int:
-    """The bytes on the `device` that could be evicted now."""
-    return sum(lease.bytes_on(device) for lease in idle_leases(snapshot, device))
+    """The bytes on the `device` that could leave it now: idle models, and the own code of idle notebooks."""
+    return sum(
+        lease.bytes_on(device)
+        for lease in snapshot.leases()
+        if (is_idle(lease) or is_idle_notebook(lease)) and not why_no_answer(snapshot, lease.owner)
+    )
 
 
 def notices(snapshot: Snapshot, view: DeviceView) -> list[str]:
