@@ -81,8 +81,7 @@ def evictions(rt: Any, args: argparse.Namespace) -> Any:
     """A DataFrame from `rt` of the evictions, or with `--all` in `args` of all events."""
     read = rt.events if args.all else rt.evictions
     frame = read(**given(args, "limit"))
-    sections = rt.status().sections
-    frame.attrs["owners"] = {id: section.owner.label for id, section in sections.items()}
+    frame.attrs["owners"] |= {id: one.owner.label for id, one in rt.status().sections.items()}
     return frame
 
 

@@ -75,6 +75,7 @@ from .labels import (
     holder_label,
     lease_state,
     lease_title,
+    notebooks_in,
     place_label,
 )
 from .leases import (

@@ -6,11 +6,12 @@ everywhere.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import NamedTuple
 
 from ..units import show_bytes, show_seconds
 from .base import HOST
+from .book import Event
 from .devices import Shares, where
 from .leases import Lease, Owner, Phase
 
@@ -77,9 +78,18 @@ def holder_label(owner: Owner, viewer: Owner | None = None) -> str:
     return f"{owner.label}, {owner.user}"
 
 
-def ended_label(owner_id: str) -> str:
-    """The label of a process that has left the book, from its `owner_id`: `pid 4121, ended`."""
-    return f"pid {owner_id.partition('.')[0]}, ended"
+def ended_label(owner_id: str, notebook: str = "") -> str:
+    """The label of a process that has left the book: `train.ipynb (pid 4121), ended`.
+
+    `owner_id` has its pid. `notebook` is the file name of its notebook, if it is known.
+    """
+    pid = f"pid {owner_id.partition('.')[0]}"
+    return f"{notebook} ({pid}), ended" if notebook else f"{pid}, ended"
+
+
+def notebooks_in(events: Iterable[Event]) -> dict[str, str]:
+    """The file names of notebooks by their owner's id, from `events` about their own memory."""
+    return {event.owner: event.title for event in events if event.notebook}
 
 
 def cards_label(shares: Shares, backend: str = "") -> str:

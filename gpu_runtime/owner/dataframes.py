@@ -12,7 +12,19 @@ from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from ..catalog.entries import state
-from ..facts import AllocatorMap, DeviceView, Event, Holdings, Lease, ModelSpec, Owner, Section
+from ..facts import (
+    AllocatorMap,
+    DeviceView,
+    Event,
+    Holdings,
+    Lease,
+    ModelSpec,
+    Owner,
+    Section,
+    ended_label,
+    lease_title,
+    notebooks_in,
+)
 from ..safe_text import lines
 
 if TYPE_CHECKING:
@@ -133,11 +145,11 @@ def _shares(owner: Owner, lease: Lease, now: float) -> list[list[Any]]:
     for share in lease.claims():
         measured = lease.measured_bytes or filled.get(share.device, share.bytes)
         row = [
-            lease.name,
+            lease_title(lease, owner),
             share.device,
             share.bytes,
             measured,
-            f"{lease.name}@{owner.pid}",
+            owner.label if lease.kind == "kernel" else f"{lease.name}@{owner.pid}",
             owner.user,
             owner.pid,
             owner.notebook,
@@ -152,17 +164,20 @@ def _shares(owner: Owner, lease: Lease, now: float) -> list[list[Any]]:
 def events(rows: Iterable[Event]) -> DataFrame:
     """A table of the events in `rows`. Its column `time` is time-zone aware, in UTC.
 
-    Columns: EVENTS.
+    Columns: EVENTS. The attribute `owners` has the labels of ended processes whose notebooks the
+    events name, by owner id.
     """
     import pandas
 
+    rows = list(rows)
     frame = _frame(
-        [[e.wall, e.model, e.action, e.reason, e.bytes, e.device, e.owner] for e in rows],
+        [[e.wall, e.title, e.action, e.reason, e.bytes, e.device, e.owner] for e in rows],
         EVENTS,
         {"bytes": "int64"},
     )
     seconds = frame["time"].astype("float64")
     frame["time"] = pandas.to_datetime(seconds, unit="s", utc=True)
+    frame.attrs["owners"] = {id: ended_label(id, name) for id, name in notebooks_in(rows).items()}
     return frame
 
 

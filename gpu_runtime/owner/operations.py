@@ -55,7 +55,7 @@ def preload(
     seconds = session.clock() - began
     return Outcome(
         verb="preload",
-        name=target.name,
+        name=title,
         done=True,
         because=because,
         bytes=loaded_bytes,
@@ -115,7 +115,8 @@ def evict(
         return ask_owner(session, "evict", target, timeout, wait, places=places)
     resident = registry.find(session, target.name)
     began = session.clock()
-    because = f"{target.name} was evicted by hand."
+    title = lease_title(resident.lease, session.owner)
+    because = f"{title} was evicted by hand."
     with resident.training.waived():
         drops = drop and resident.lease.droppable
         step = release.evict(session, resident, because, drop=drops, by=requests.person(session))
@@ -123,19 +124,19 @@ def evict(
         where = "host" if resident.place is Place.AWAY else "disk"
         return Outcome(
             verb="evict",
-            name=target.name,
+            name=title,
             done=True,
-            because=f"{target.name} is on no device",
+            because=f"{title} is on no device",
             bytes=0,
             where=where,
         )
     freed = sum(share.bytes for share in step.source)
     where = "host" if isinstance(step, Move) else "disk"
     moved = "was offloaded to host memory" if where == "host" else "was unloaded"
-    because = f"{target.name} {moved}; {show_bytes(freed)} came free"
+    because = f"{title} {moved}; {show_bytes(freed)} came free"
     return Outcome(
         verb="evict",
-        name=target.name,
+        name=title,
         done=True,
         because=because,
         bytes=freed,
@@ -202,6 +203,7 @@ def ask_owner(
         raise NotAllowed(f"{because}.", name=target.name, because=because, user=session.owner.user)
     session.start_monitor()
     before = book.lease(target.owner, target.name)
+    title = lease_title(before, owner) if before else target.name
     seconds = None if timeout is None else parse_seconds(timeout)
     with interrupts.in_one_line(session, lambda: "the request was withdrawn"):
         verdict = requests.request(session, verb, target, timeout=seconds, wait=wait, places=places)
@@ -210,7 +212,7 @@ def ask_owner(
         where = verdict.lease.where if verdict.lease.shares else ""
         return Outcome(
             verb=verb,
-            name=target.name,
+            name=title,
             done=True,
             because=verdict.because,
             bytes=size,
@@ -222,7 +224,7 @@ def ask_owner(
         raise _unanswered(target, verdict, seconds)
     return Outcome(
         verb=verb,
-        name=target.name,
+        name=title,
         done=False,
         because=verdict.because,
     )

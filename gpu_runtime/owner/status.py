@@ -29,6 +29,7 @@ from ..facts import (
     Section,
     Snapshot,
     World,
+    lease_title,
     problems,
 )
 from ..scheduler import transitions as books
@@ -362,7 +363,8 @@ def plan(
     if found.level in (PlanLevel.ROOM, PlanLevel.EVICT):
         loads = recorded_events(session, MOST_LOADS, found.name, ("loaded",))
         found = replace(found, because=f"{found.because} {interference(loads)}".rstrip())
-    return replace(found, obstacle=subject.obstacle, command=command)
+    title = lease_title(subject.wanted, book.owner(subject.wanted.owner))
+    return replace(found, name=title, obstacle=subject.obstacle, command=command)
 
 
 def _subject(

@@ -192,4 +192,5 @@ def is_frame(value: Any) -> bool:
 
 def frame_text(frame: Any) -> str:
     """The DataFrame `frame` as an aligned table for people."""
-    return text.frame(frame.to_dict("records"), list(frame.columns))
+    owners = frame.attrs.get("owners")
+    return text.frame(frame.to_dict("records"), list(frame.columns), owners)

@@ -221,14 +221,18 @@ def table(
     return [line(headers), *map(line, cells)]
 
 
-def frame(records: Sequence[Mapping[str, Any]], columns: Sequence[str]) -> str:
+def frame(
+    records: Sequence[Mapping[str, Any]],
+    columns: Sequence[str],
+    owners: Mapping[str, str] | None = None,
+) -> str:
     """A DataFrame's `records` as an aligned table with the `columns`.
 
-    Sizes, durations and times are written in units for people.
+    Sizes, durations and times are written in units for people. `owners`: see `cell`.
     """
     numbers = [n for n, name in enumerate(columns) if is_number(name)]
     headers = [name.removesuffix("_seconds").replace("_", " ").upper() for name in columns]
-    rows = [[cell(name, record[name]) for name in columns] for record in records]
+    rows = [[cell(name, record[name], owners) for name in columns] for record in records]
     return "\n".join(table(rows, headers, numbers))
 
 

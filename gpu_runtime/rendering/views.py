@@ -29,6 +29,7 @@ from gpu_runtime.facts import (
     importance_name,
     lease_state,
     lease_title,
+    notebooks_in,
     place_label,
 )
 from gpu_runtime.units import show_bytes
@@ -164,7 +165,7 @@ def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
             after[share.device] = [one for one in segments if one.lease != step.lease]
         for share in getattr(step, "shares", ()):
             changed.add(share.device)
-            segment = BarSegment(lease_name(step.lease), share.bytes, lease=step.lease)
+            segment = BarSegment(_step_title(snapshot, step), share.bytes, lease=step.lease)
             after.setdefault(share.device, []).append(segment)
     return tuple(
         bar._replace(segments=tuple(after[bar.device.id]))
@@ -173,9 +174,12 @@ def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
     )
 
 
-def lease_name(lease_id: str) -> str:
-    """The model's name in a `lease_id`, which is `owner/name`."""
-    return lease_id.partition("/")[2] or lease_id
+def _step_title(snapshot: Snapshot, step: Step) -> str:
+    """The name of the lease that `step` moves. The lease of a new model is not in the snapshot."""
+    owner_id, _, name = step.lease.partition("/")
+    section = snapshot.sections.get(owner_id)
+    lease = section.lease(name) if section else None
+    return _title(snapshot, lease) if lease else name
 
 
 def cards(snapshot: Snapshot) -> list[DeviceView]:
@@ -332,7 +336,7 @@ def holder(snapshot: Snapshot, owner_id: str) -> str:
         return THIS_PROCESS
     section = snapshot.sections.get(owner_id)
     if section is None:
-        return ended_label(owner_id)
+        return ended_label(owner_id, notebooks_in(snapshot.events).get(owner_id, ""))
     label = holder_label(section.owner, snapshot.owner)
     presence = snapshot.presences.get(owner_id)
     if presence is None or presence.state not in UNUSUAL:

@@ -139,7 +139,8 @@ def _unreceived(book: Book, request: Request, lease: Lease | None) -> Verdict | 
 
 
 def _here_already(book: Book, request: Request, lease: Lease) -> tuple[Book, Verdict]:
-    because = f"{lease.name} is on {lease.where} already"
+    title = lease_title(lease, book.owner(lease.owner))
+    because = f"{title} is on {lease.where} already"
     return book.without_ticket(request.key), Grant(lease, (), because)
 
 

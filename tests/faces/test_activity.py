@@ -73,6 +73,21 @@ def test_the_person_is_named_even_if_the_process_has_ended():
     assert found.process == "pid 77, ended" and "Requested by ann, console." in found.details
 
 
+def test_an_ended_notebook_is_named_where_an_event_names_it():
+    """Events of its models have no name of their own."""
+    code = event(1, model="kernel", owner="77.1.0", notebook="/work/old.ipynb")
+    qwen = event(2, model="qwen", owner="77.1.0")
+    found = lines([code, qwen], samples.busy)
+    assert [(one.model, one.process) for one in found] == [
+        ("old.ipynb", "old.ipynb (pid 77), ended"),
+        ("qwen", "old.ipynb (pid 77), ended"),
+    ]
+    assert [row["model"] for row in read(csv_of([code, qwen], samples.busy))] == [
+        "old.ipynb",
+        "qwen",
+    ]
+
+
 def test_control_characters_in_a_name_are_made_visible():
     """Markup stays as it is: the browser shows names as text."""
     assert "\x1b" not in line(model="a\x1b[31m").model and line(model="<b>").model == "<b>"

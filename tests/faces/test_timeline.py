@@ -10,6 +10,7 @@ from gpu_panels.data.timeline import FOLDED_PART, Range, arrows, timeline
 from gpu_panels.tabs.timeline import TimelineTab
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Event, History, Level, Moment
 from gpu_runtime.units import GIB
@@ -170,6 +171,13 @@ def test_a_lease_is_named_by_its_notebook_where_that_is_known():
         "kernel@4000": "train.ipynb",
         "old@77": "old · pid 77",
     }
+
+
+def test_an_ended_notebook_is_named_where_an_event_names_it():
+    """The row of an ended notebook was "pid 77" for as long as the history shows it."""
+    parked = replace(evicted(50, model="kernel"), owner="77.1.0", notebook="/work/old.ipynb")
+    titles = history.lease_titles(["kernel@77", "qwen@77", "x@78"], samples.busy, [parked])
+    assert list(titles.values()) == ["old.ipynb", "qwen · old.ipynb", "x · pid 78"]
 
 
 def test_a_busy_day_is_small():

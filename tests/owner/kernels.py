@@ -45,6 +45,5 @@ def cell(kernel, code=lambda: None, text=""):
 
 def own(rt) -> dict[str, int]:
     """The bytes of the kernel's lease on each device."""
-    frame = rt.leases()
-    rows = frame[frame.model == "kernel"]
-    return dict(zip(rows.device, rows.bytes, strict=True))
+    leases = [lease for lease in rt.status().leases() if lease.kind == "kernel"]
+    return {share.device: share.bytes for lease in leases for share in lease.claims()}

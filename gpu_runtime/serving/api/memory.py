@@ -16,7 +16,7 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field
 
 from ...errors import GpuError, StillInUse
-from ...facts import HOST, AllocatorMap, Health, Lease, Level, ModelSpec, Snapshot
+from ...facts import HOST, AllocatorMap, Health, Lease, Level, ModelSpec, Snapshot, lease_title
 from ...units import MIB
 from ..queue.thread_stream import in_thread
 
@@ -152,7 +152,11 @@ def kinds(snapshot: Snapshot) -> dict[str, tuple[str, str]]:
     The models are registered in this process, or held by any process.
     """
     registered = {spec.name: (spec.model_type, spec.quantization) for spec in snapshot.specs}
-    held = {lease.name: (lease.model_type, lease.quantization) for lease in snapshot.leases()}
+    held = {
+        lease_title(lease, section.owner): (lease.model_type, lease.quantization)
+        for section in snapshot.sections.values()
+        for lease in section.leases
+    }
     return {**registered, **held}
 
 

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 
 import msgspec
 
-from gpu_runtime.facts import Event, Snapshot, ended_label
+from gpu_runtime.facts import Event, Snapshot, ended_label, notebooks_in
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.rendering.words import event_phrase
 from gpu_runtime.units import show_seconds
@@ -50,10 +50,12 @@ class ActivityLine(msgspec.Struct, frozen=True):
 
 def lines(events: Iterable[Event], snapshot: Snapshot) -> tuple[ActivityLine, ...]:
     """A line for each of the first MOST `events`, in their order; `snapshot` names the processes."""
-    return tuple(_line(event, snapshot) for event in list(events)[:MOST])
+    every = list(events)
+    notebooks = notebooks_in(every)
+    return tuple(_line(event, _process(event, snapshot, notebooks)) for event in every[:MOST])
 
 
-def _line(event: Event, snapshot: Snapshot) -> ActivityLine:
+def _line(event: Event, process: str) -> ActivityLine:
     kind = _KIND_OF.get(event.action, "")
     is_by_person = bool(event.by) and ":" not in event.by
     kinds = {kind, "operator" if is_by_person else kind} - {""}
@@ -67,17 +69,19 @@ def _line(event: Event, snapshot: Snapshot) -> ActivityLine:
         tuple(sorted(kinds)),
         clean(event.title),
         clean(event_phrase(event)),
-        _process(event, snapshot),
+        process,
         event.action in ("refused", "failed", "lost"),
         (clean(event.because), *requested, *took, *considered),
     )
 
 
-def _process(event: Event, snapshot: Snapshot) -> str:
+def _process(event: Event, snapshot: Snapshot, notebooks: Mapping[str, str]) -> str:
     section = snapshot.sections.get(event.owner)
     if section:
         return process_name(section)
-    return ended_label(event.owner) if event.owner else ""
+    if not event.owner:
+        return ""
+    return clean(ended_label(event.owner, notebooks.get(event.owner, "")))
 
 
 def merged(past: Iterable[Event], recent: Iterable[Event]) -> tuple[Event, ...]:
@@ -114,18 +118,20 @@ def csv_of(events: Iterable[Event], snapshot: Snapshot) -> str:
     out = io.StringIO()
     writer = csv.writer(out)
     writer.writerow(CSV_HEADER)
+    events = list(events)
+    notebooks = notebooks_in(events)
     for event in events:
         section = snapshot.sections.get(event.owner)
         time = datetime.fromtimestamp(event.wall, UTC).isoformat(timespec="milliseconds")
         line = [
             time,
-            safe(event.model),
+            safe(event.title),
             safe(event.action),
             safe(event.reason),
             safe(event.because),
             event.bytes,
             safe(event.device),
-            safe(section.owner.label if section else event.owner),
+            safe(section.owner.label if section else _process(event, snapshot, notebooks)),
             safe(event.by),
             round(event.seconds, 3) or "",
         ]

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from gpu_runtime.facts import Event, Moment, Share, Snapshot
+from gpu_runtime.facts import Event, Moment, Share, Snapshot, notebooks_in
 from gpu_runtime.rendering.views import clean
 
 from ..palette import label_of
@@ -45,12 +45,16 @@ def devices_of(event: Event) -> set[str]:
     return {share.device for share in shares}
 
 
-def lease_titles(labels: Iterable[str], snapshot: Snapshot) -> dict[str, str]:
+def lease_titles(
+    labels: Iterable[str], snapshot: Snapshot, events: Iterable[Event] = ()
+) -> dict[str, str]:
     """The title of each of `labels`: `qwen · train.ipynb`, or `train.ipynb` for a notebook's own code.
 
-    If the process is not in the `snapshot`, the title is `qwen · pid 4121`.
+    If the process is not in the `snapshot`, and no event about its own memory is in `events`, the title is
+    `qwen · pid 4121`.
     """
-    notebooks = {
+    ended = {label_of(id, ""): clean(name) for id, name in notebooks_in(events).items()}
+    notebooks = ended | {
         label_of(section.owner.id, ""): notebook_name(section)
         for section in snapshot.sections.values()
     }

@@ -107,7 +107,7 @@ def timeline(history: History, snapshot: Snapshot, shown: Range) -> Drawing:
     }
     held = _held(spans)
     kept = held.most_common(MOST_ROWS)
-    titles = lease_titles((label for label, _ in kept), snapshot)
+    titles = lease_titles((label for label, _ in kept), snapshot, history.events)
     rows = tuple(_row(label, titles[label], spans, shown) for label, _ in kept)
     cards = [device for device in devices if device != HOST]
     more = len(held) - len(kept)
@@ -248,7 +248,7 @@ def _arrow(pair: tuple[str, str], group: Sequence[Event], shown: Range) -> Arrow
     label = ""
     if len(group) > 1:
         label = f"{len(group)}× in {show_seconds(max(1.0, last.wall - first.wall))}"
-    hint = f"{clean(first.model)} {first.action}: {clean(first.because)}"
+    hint = f"{clean(first.title)} {first.action}: {clean(first.because)}"
     return Arrow(shown.at(first.wall), *pair, label, hint)
 
 
