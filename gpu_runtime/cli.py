@@ -177,7 +177,7 @@ def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:
         print(_table(verb, value))
     else:
         around = rt.status() if isinstance(value, Plan) else None
-        subject = getattr(args, "name", "")
+        subject = getattr(args, "name", "") or ""
         text = render.shown(verb.name, value, subject=subject, around=around, prompt=CLI)
         print(verbs.typed_in(CLI, str(text)) if isinstance(value, Outcome) else text)
     sys.stdout.flush()  # if the pipe is closed, BrokenPipeError is raised here and not at exit

@@ -148,14 +148,13 @@ class UnknownModel(GpuError, LookupError):
 
         `advice` is the last line, with a command to type: by default, one that registers `name`.
         """
-        if not advice:
-            short = printable(name, MOST_QUOTED)
-            advice = (
-                f"Register it:  %gpu load {short} PATH      or  rt.register({quoted(name)}, PATH)"
-            )
+        short = printable(name, MOST_QUOTED)
+        usual = f"Register it:  %gpu load {short} PATH      or  rt.register({quoted(name)}, PATH)"
+        if name.endswith(".ipynb"):
+            usual = f"For a notebook type evict, park, restore or why. Its models:  NAME@{short}"
         existing = f"Known: {_listed(known)}." if known else none
         super().__init__(
-            f"no model is called {quoted(name)}. {_nearest(name, known)}{existing}\n  {advice}",
+            f"no model is called {quoted(name)}. {_nearest(name, known)}{existing}\n  {advice or usual}",
             name=name,
             known=known,
         )

@@ -584,10 +584,10 @@ class Runtime:
         return status.plan(self._session, name_or_size, source, given, timeout)
 
     @checked
-    def why(self, name: str, *, replay: bool = False) -> tuple[Event | Replayed, ...]:
-        """The last decisions on the model or notebook `name`, the newest first. Raises UnknownModel.
+    def why(self, name: str = "", *, replay: bool = False) -> tuple[Event | Replayed, ...]:
+        """The last decisions on the model or notebook `name`, or here. Raises UnknownModel.
 
-        With `replay`, the recorded decisions are made again; `name` may be a decision's number.
+        The newest is first. With `replay`, the recorded decisions are made again; `name` may be a decision's number.
         """
         return status.replays(self._session, name) if replay else status.why(self._session, name)
 

@@ -48,6 +48,13 @@ def forget(rt: Any, args: argparse.Namespace) -> Outcome:
     return Outcome(verb="forget", name=args.name, done=True, because=because)
 
 
+def why(rt: Any, args: argparse.Namespace) -> Any:
+    """The last decisions on what `args` name, or on this notebook. Raises GpuError."""
+    if args.replay and not args.name:
+        raise GpuError("--replay needs the NAME of a model, or a decision's number.")
+    return rt.why(args.name or "", **given(args, "replay"))
+
+
 def evict(rt: Any, args: argparse.Namespace) -> Outcome:
     """Evicts what `args` names, or with `--all-idle` every idle model.
 

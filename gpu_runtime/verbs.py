@@ -104,9 +104,9 @@ _TABLE = (
     ),
     Verb(
         "why",
-        "the last decisions about a model, in sentences",
-        lambda rt, args: rt.why(args.name, **given(args, "replay")),
-        (NAME, switch("--replay", "decides its recorded decisions again; NAME may be a number")),
+        "the last decisions about a model or notebook; without NAME, about this one",
+        verb_acts.why,
+        (HELD, switch("--replay", "decides its recorded decisions again; NAME may be a number")),
     ),
     Verb(
         "load",

@@ -81,11 +81,15 @@ def _all_owners(session: Session, book: Book) -> list[str]:
 def _named(session: Session, process: str, book: Book) -> list[str]:
     """The ids of the owners that `process` names.
 
-    `process` is an owner's id, a pid (also as `@4121`), or the name of a model, which stands for
-    the model's owner. Raises GpuError, and the errors of `registry.resolve`.
+    `process` is an owner's id, a pid (also as `@4121`), a notebook, or the name of a model, which
+    stands for the model's owner. Raises GpuError, and the errors of `registry.resolve`.
     """
     if process in book.sections:
         return [process]
+    notebooks = [section.owner for section in book.sections.values() if section.owner.notebook]
+    named = [owner.id for owner in notebooks if process in (owner.file, owner.notebook)]
+    if named:
+        return named
     number = process.removeprefix("@")
     if not number.isdigit():
         return [registry.resolve(session, process, loadable=True).owner]

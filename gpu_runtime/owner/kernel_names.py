@@ -1,4 +1,7 @@
-"""Finds the kernel that a person names by its notebook, its process id, or its owner's id."""
+"""Finds the memory of a notebook's own code, which a person names by the notebook or its process.
+
+Verbs on models take such a name too. A verb that only a model can take says what can be typed.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import shlex
 from ..errors import GpuError
 from ..facts import Book, Lease, LeaseId, Outcome, Phase
 from ..units import show_bytes, show_seconds
+from . import registry
 from .kernel_resident import NAME
 from .session import Session
 
@@ -28,9 +32,55 @@ def find(session: Session, who: str) -> LeaseId:
         raise GpuError(f"{who} is the name of {len(found)} kernels. {those}\n  Use a process id.")
     models = _models_of(book, who)
     if models:
-        those = f"It holds models: {', '.join(models)}. Evict them:  %gpu evict {who}"
-        raise GpuError(f"{who} has no memory of its own to park. {those}", process=who)
+        those = f"It holds models: {', '.join(models)}. Name one, as in {models[0]}@{who}"
+        raise GpuError(
+            f"{who} has no memory of its own. {those}\n  All of them:  %gpu evict {who}",
+            process=who,
+        )
+    if any(lease.kind == "model" and lease.name == who for lease in book.leases()):
+        those = f"To move it to RAM:  %gpu evict {who}      and back:  %gpu restore {who}"
+        raise GpuError(f"{who} is a model, and not a notebook.\n  {those}", process=who)
     raise GpuError(f"no kernel {who!r} holds memory. {those}", process=who)
+
+
+def is_notebook(session: Session, name: str | LeaseId) -> bool:
+    """Whether `name` is the file name or path of a notebook, and not the name of a model."""
+    if not isinstance(name, str) or "@" in name or not name.endswith(".ipynb"):
+        return False
+    return registry.by_key(session, name) is None
+
+
+def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> LeaseId:
+    """The lease that `name` refers to, also if it is a notebook; see `find`, `registry.resolve`."""
+    if is_notebook(session, name):
+        return find(session, str(name))
+    return registry.resolve(session, name, loadable)
+
+
+_MODELS_ONLY = {
+    "pin": "To keep it on its card, type in that notebook:  %gpu park never",
+    "unpin": "To let it be parked again, type in that notebook:  %gpu park asked",
+    "move": "It returns only to the card that its tensors name. To free that card:  %gpu park {name}",
+}
+
+
+def require_model(session: Session, verb: str, target: LeaseId) -> None:
+    """Raises GpuError if `target` is not a model, but the memory of a notebook's own code.
+
+    `verb` is pin, unpin or move. The error says what to type instead.
+    """
+    section = session.ledger.read().sections.get(target.owner)
+    lease = section.lease(target.name) if section else None
+    if section is None or lease is None or lease.kind != "kernel":
+        return
+    owner = section.owner
+    name, kind = (owner.file, "notebook") if owner.file else (str(owner.pid), "process")
+    advice = _MODELS_ONLY[verb].format(name=shlex.quote(name))
+    raise GpuError(
+        f"{name} is a {kind}: {verb} is for models, and it holds {show_bytes(lease.bytes)} of its "
+        f"own.\n  {advice}",
+        name=name,
+    )
 
 
 def in_ram_already(session: Session, verb: str, name: str, leases: list[Lease]) -> Outcome:

@@ -11,7 +11,7 @@ from ..scheduler.asks import PERSON
 from ..scheduler.evictable import reason_to_stay
 from ..scheduler.explain import first_line
 from ..units import show_bytes
-from . import kernel_names, kernel_resident, operations, registry
+from . import kernel_names, kernel_resident, operations
 from .session import Session
 
 ALL_IDLE = "*"  # in place of a name: every idle model
@@ -31,7 +31,7 @@ def evict(
     evict_one = partial(operations.evict, session, timeout=timeout, wait=wait, drop=drop)
     if name == ALL_IDLE:
         targets = _idle(session, drop)
-    elif _is_notebook(session, name):
+    elif kernel_names.is_notebook(session, name):
         targets = held_by(session, str(name))
     else:
         return evict_one(name)
@@ -52,13 +52,6 @@ def evict(
     for reason in stays:
         because += f". {first_line(reason).rstrip('.')}"
     return Outcome("evict", str(name), not stays, because, freed)
-
-
-def _is_notebook(session: Session, name: str | LeaseId) -> bool:
-    """Whether `name` is the file name or path of a notebook, and not the name of a model."""
-    if not isinstance(name, str) or "@" in name or not name.endswith(".ipynb"):
-        return False
-    return registry.by_key(session, name) is None
 
 
 def _idle(session: Session, drop: bool) -> list[LeaseId]:

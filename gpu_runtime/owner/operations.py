@@ -15,7 +15,17 @@ from ..errors import Busy, GpuError, NotAllowed, StillInUse
 from ..facts import Grant, LeaseId, Move, Outcome, Refuse, Wait, lease_title
 from ..scheduler.asks import DISK
 from ..units import parse_seconds, show_bytes, show_seconds
-from . import acquire, interrupts, migrate, permissions, registry, release, requests, stopped
+from . import (
+    acquire,
+    interrupts,
+    kernel_names,
+    migrate,
+    permissions,
+    registry,
+    release,
+    requests,
+    stopped,
+)
 from .resident import Place, Resident
 from .session import Session, log
 
@@ -35,7 +45,7 @@ def preload(
         if registry.by_key(session, name) is None and session.catalogue.spec(name):
             # A model of the catalogue counts as registered in this process.
             name = registry.find(session, name).spec.name
-    target = registry.resolve(session, name, loadable=True)
+    target = kernel_names.resolve(session, name, loadable=True)
     if target.owner != session.me:
         return ask_owner(session, "preload", target, timeout, wait)
     resident = registry.find(session, target.name)
@@ -72,7 +82,8 @@ def move(
     timeout: str | float | None,
 ) -> Outcome:
     """Moves an idle model to other cards; see Runtime.move."""
-    target = registry.resolve(session, name)
+    target = kernel_names.resolve(session, name)
+    kernel_names.require_model(session, "move", target)
     cards = migrate.cards(session, target.name, device)
     if target.owner != session.me:
         return ask_owner(session, "move", target, timeout, places=cards)
@@ -147,7 +158,8 @@ def evict(
 
 def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
     """Keeps a model on its device if `verb` is "pin"; allows its eviction if `verb` is "unpin"."""
-    target = registry.resolve(session, name, loadable=True)
+    target = kernel_names.resolve(session, name, loadable=True)
+    kernel_names.require_model(session, verb, target)
     if target.owner != session.me:
         return ask_owner(session, verb, target, ASK_SECONDS)
     resident = registry.find(session, target.name)

@@ -52,6 +52,8 @@ if TYPE_CHECKING:
 
     from ..ledgers.redis.scripts import HostPage
 
+FEW = 8  # events that `why` returns without a name, among the last MOST_RECENT
+MOST_RECENT = 500
 HEALTH_MESSAGES = {
     Level.LOW: "Memory usage normal",
     Level.MODERATE: "Memory usage moderate",
@@ -293,8 +295,13 @@ def history(session: Session, found: Snapshot, seconds: str | float, points: int
 def why(session: Session, name: str) -> tuple[Event, ...]:
     """The last decisions on a model, or on the memory of the notebook `name`, the newest first.
 
-    Raises UnknownModel if there is no decision on `name` and no model has this name.
+    Without a `name`, the last decisions that concern this process. In a terminal, the last ones on
+    this host. Raises UnknownModel if there is no decision on `name` and no model has this name.
     """
+    if not name:
+        recent = recorded_events(session, MOST_RECENT)[::-1]
+        mine = [event for event in recent if session.guest or event.owner == session.me]
+        return tuple(mine[:FEW])
     bare = name.partition("@")[0]
     resident = registry.by_key(session, bare)
     found = recorded_events(session, 20, resident.spec.name if resident else bare)
@@ -379,7 +386,7 @@ def _subject(
     if size is not None:
         return dry_run.of_bytes(size, session, given)
     try:
-        target = registry.resolve(session, name, loadable=True)
+        target = kernel_names.resolve(session, name, loadable=True)
         section = session.ledger.read().sections[target.owner]
         lease = section.lease(target.name) or Lease(*target)
         declared = session.ledger.names().get(target.owner, {}).get(target.name)

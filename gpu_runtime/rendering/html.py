@@ -215,7 +215,8 @@ def why(name: str, events: Sequence[Event]) -> str:
     """The `events` about the model `name` as a table of sentences. The newest event is first."""
     if not events:
         return page(line(with_code(text.why(name, events))))
-    return page(table(("when", f"why {name}"), map(_event_row, words.events_to_show(events))))
+    rows = table(("when", f"why {name}".rstrip()), map(_event_row, words.events_to_show(events)))
+    return page(rows, "" if name else line(with_code(text.why_hint(events))))
 
 
 def replays(found: Sequence[Replayed]) -> str:

@@ -362,15 +362,28 @@ def _plan_steps(found: Plan, snapshot: Snapshot) -> list[str]:
 def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
     """The `events` about the model `name` as sentences. The newest event is first.
 
-    If there are no events, the result is a hint with a command. The command begins with `prompt`.
+    If there are no events, or no `name`, there is a hint with a command, which begins with `prompt`.
     """
+    if not name:
+        return "\n".join([*_why_lines(events), why_hint(events, prompt)])
     if not events:
         command = f"{prompt} plan {clean(name)}"
         return f"No decision about {clean(name)} is recorded. What would happen:  {command}"
-    return "\n".join(
+    return "\n".join(_why_lines(events))
+
+
+def _why_lines(events: Sequence[Event]) -> list[str]:
+    return [
         f"{clock(event.wall)}  {clean(event.title)} {clean(words.event_sentence(event))}"
         for event in words.events_to_show(events)
-    )
+    ]
+
+
+def why_hint(events: Sequence[Event], prompt: str = "%gpu") -> str:
+    """How to ask about one model, after the recent `events`. The command begins with `prompt`."""
+    what = "this notebook" if prompt == "%gpu" else "this host"
+    none = "" if events else f"No decision about {what} is recorded. "
+    return f"{none}About a model or a notebook:  {prompt} why NAME"
 
 
 def replays(found: Sequence[Replayed]) -> str:

@@ -150,7 +150,9 @@ class GpuMagics(Magics):
                 self._show(render.hint(render.nothing(verb.name)))
             return value
         around = rt.status() if isinstance(value, facts.Plan) else None
-        return render.shown(verb.name, value, subject=getattr(args, "name", ""), around=around)
+        return render.shown(
+            verb.name, value, subject=getattr(args, "name", "") or "", around=around
+        )
 
     def _opened(self, verb: verbs.Verb) -> Any:
         """The runtime. The result is None if the runtime cannot be opened and `verb` does not need a runtime."""

@@ -64,6 +64,7 @@ ANSWERS = {
     ("health",): "healthy",
     ("plan", "llama"): "llama fits once 1 other",
     ("why", "qwen"): "was loaded",
+    ("why",): "About a model or a notebook:  gpu why NAME",
     ("why", "qwen", "--replay"): "Decided again: the same.",
     ("backtest", "--policy", "lru"): "WAIT VS LRU",
     ("preload", "llama"): "llama is on sim:0",

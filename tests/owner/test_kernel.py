@@ -8,6 +8,7 @@ import gc
 import os
 import re
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
@@ -546,6 +547,67 @@ def test_a_notebook_or_process_is_parked_by_its_name(started, runtime, shared_bo
     with pytest.raises(GpuError, match="%load_ext gpu"):
         other.park()
     del kept
+
+
+def test_a_notebooks_name_is_an_address_for_every_verb(started, runtime, shared_book):
+    """A verb that only a model can take says what to type. `%gpu pin train.ipynb` answered that no
+    such model exists, and suggested to register it.
+    """
+    devices = "sim:2x1GiB,host:4GiB"
+    rt, kernel = started(devices=devices, ledger=shared_book, monitor=True)
+    rt._session.notebook = "/work/train.ipynb"
+    kept = torch.zeros(4 * FLOATS)
+    cell(kernel)
+    rt.tick()
+    other = runtime(devices=devices, ledger=shared_book)
+    assert other.plan("train.ipynb").because.startswith("train.ipynb is on sim:0")
+    assert other.defrag("train.ipynb").done
+    for here in (rt, other):
+        assert here.evict("train.ipynb").done and HOST in own(rt)
+        back = here.restore("train.ipynb")
+        assert (back.name, back.done, HOST in own(rt)) == ("train.ipynb", True, False)
+        for refused, advice in (
+            (here.pin, "%gpu park never"),
+            (here.unpin, "%gpu park asked"),
+            (partial(here.move, device="sim:1"), "%gpu park train.ipynb"),
+        ):
+            with pytest.raises(GpuError, match=r"train.ipynb is a notebook: .* 4\.0 MiB") as caught:
+                refused("train.ipynb")
+            assert advice in str(caught.value) and "sim:1" not in own(rt)
+        for known in (here.forget, here.spec):
+            with pytest.raises(UnknownModel, match="NAME@train.ipynb"):
+                known("train.ipynb")
+        with pytest.raises(GpuError, match="no kernel 'evel.ipynb'.*train.ipynb"):
+            here.pin("evel.ipynb")
+    del kept
+
+
+def test_a_notebook_without_memory_of_its_own_is_an_address_of_its_models(runtime, shared_book):
+    rt, other = (runtime(ledger=shared_book) for _ in range(2))
+    rt._session.notebook = "/work/train.ipynb"
+    fakes(rt, qwen="3GiB")
+    rt.preload("qwen")
+    rt.tick()
+    for verb in (other.pin, other.restore, other.plan):
+        with pytest.raises(GpuError, match="It holds models: qwen. .*qwen@train.ipynb"):
+            verb("train.ipynb")
+    assert other.pin("qwen@train.ipynb").done
+    with pytest.raises(GpuError, match="(?s)qwen is a model, and not a notebook.*%gpu evict qwen"):
+        other.park("qwen")
+
+
+def test_why_without_a_name_is_about_this_process(runtime, shared_book):
+    """`%gpu why` was an error. In a terminal, which holds nothing, it is about the host."""
+    rt, other, command = (runtime(ledger=shared_book) for _ in range(3))
+    command.guest = True
+    fakes(rt, mine="3GiB")
+    fakes(other, theirs="3GiB")
+    assert rt.why() == command.why() == ()
+    rt.preload("mine")
+    other.preload("theirs")
+    assert {event.model for event in rt.why()} == {"mine"}
+    assert {event.model for event in command.why()} == {"mine", "theirs"}
+    assert rt.why()[0].action == "loaded", "the newest is first"
 
 
 def test_the_decisions_on_a_notebook_are_found_after_its_kernel_has_ended(

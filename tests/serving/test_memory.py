@@ -113,6 +113,17 @@ def test_a_model_is_evicted_by_its_type_its_name_or_its_key(rt, named):
     }
 
 
+def test_all_that_a_notebook_holds_is_evicted_by_its_name(rt):
+    """`POST /memory/evict/train.ipynb` answered that there is no such model."""
+    http = client(rt)
+    assert http.post("/memory/evict/train.ipynb").status_code == 400
+    rt._session.notebook = "/work/train.ipynb"
+    rt.tick()
+    answer = http.post("/memory/evict/train.ipynb").json()
+    assert (sorted(answer["models"]), answer["memory_freed_mb"]) == (["emb", "rank"], 6 * 1024)
+    assert http.post("/memory/evict/train.ipynb").json()["status"] == "no_action"
+
+
 @pytest.mark.parametrize("kind", ["llm", "vision", "diffusion", "other"])
 def test_without_a_model_to_evict_nothing_is_done(rt, kind):
     answer = client(rt).post(f"/memory/evict/{kind}")

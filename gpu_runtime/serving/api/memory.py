@@ -228,13 +228,17 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
     """The HTTP status and the answer of `POST /memory/evict/{model_type}`. Blocks until the owners have answered.
 
     If `wanted` is a model type, every idle model of that type is evicted from its card, whichever process owns it. `*`
-    selects all idle models without `keep`. Otherwise `wanted` is the name of one model, `name@pid` or
-    `type:name:quantization`. With `drop`, models leave host memory too. `rt` requests the evictions.
+    selects all idle models without `keep`. Otherwise `wanted` is the name of one model, `name@pid`,
+    `type:name:quantization`, or a notebook, all of whose memory is evicted. With `drop`, models leave host memory too.
+    `rt` requests the evictions.
     """
-    found = _held(rt, wanted, drop)
+    found = _of_notebook(rt, wanted)
+    if found is None:
+        found = _held(rt, wanted, drop)
     if found is None:
         text = (
-            f"{wanted[:100]!r} is neither a model type ({', '.join(TYPES)}) nor the name of a model"
+            f"{wanted[:100]!r} is neither a model type ({', '.join(TYPES)}) nor the name of a model, nor a "
+            "notebook that holds memory"
         )
         return 400, {"error": text}
     evicted: list[str] = []
@@ -249,7 +253,7 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
                 return 409, {"error": reasons[0], "model_type": wanted}
             continue
         if outcome.done and outcome.bytes:
-            evicted.append(name)
+            evicted.append(outcome.name)
             freed_bytes += outcome.bytes
         elif not outcome.done:
             reasons.append(outcome.because)
@@ -259,6 +263,23 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
     if reasons:
         answer["detail"] = "; ".join(reasons)
     return 200, answer
+
+
+def _of_notebook(rt: Any, wanted: str) -> list[tuple[int, str]] | None:
+    """The pairs (pid, name) of what the notebook with the file name or path `wanted` holds on a card.
+
+    The result is None if no notebook has this name.
+    """
+    sections = rt.status().sections.values()
+    named = [one for one in sections if wanted in {one.owner.file, one.owner.notebook} - {""}]
+    if not named:
+        return None
+    return [
+        (section.owner.pid, lease.name)
+        for section in named
+        for lease in section.leases
+        if lease.kind in ("model", "kernel") and lease.on_device
+    ]
 
 
 def _held(rt: Any, wanted: str, in_host: bool) -> list[tuple[int, str]] | None:
