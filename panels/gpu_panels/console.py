@@ -49,7 +49,8 @@ FINGER = {"@media (pointer: coarse)": {"minWidth": 44, "minHeight": 44}}  # pixe
 FINGER_IN_FIELD = {
     "@media (pointer: coarse)": {"minHeight": "27px !important"}
 }  # 44 with the padding of 17
-# On a phone the tabs are at the bottom, where a thumb reaches them.
+# On a phone the tabs of the served page are at the bottom, where a thumb reaches them. Inside a notebook they stay
+# above their content: the bottom of the window is outside the cell's output.
 TABS = {
     "@media (max-width: 700px)": {
         "paddingBottom": "64px",
@@ -108,7 +109,8 @@ class Console:
         `address` is the query of the page's URL. It has the tab in front, and the choices in this tab. `chooser` is a
         HostChooser, which shows the hosts of a fleet above the tabs, or None.
 
-        With `theme_toggle` the page has a button for the theme, and starts with the browser's theme.
+        With `theme_toggle` the page has the window for itself: it has a button for the theme, and starts with the
+        browser's theme. Without it, the page is inside a notebook.
         """
         self.poller, self.visitor, self._chooser = poller, visitor, chooser
         self.actions = Actions(poller, visitor)
@@ -136,7 +138,7 @@ class Console:
             *self._holders.items(),
             active=self._titles.index(first) if first in self._titles else 0,
             sizing_mode="stretch_width",
-            sx=TABS,
+            sx=TABS if theme_toggle else {},
         )
         self._tabs.param.watch(self._tab_changed, "active")
         self.page = self._make_page(theme_toggle)

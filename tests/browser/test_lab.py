@@ -12,6 +12,8 @@ import time
 import ipykernel
 import pytest
 
+from tests.nvml_driver import until
+
 from .chromium import CHROMIUM, SHOWN_MS, BrowserPage, running
 from .lab import TOKEN, serving_lab
 
@@ -107,6 +109,38 @@ def test_the_notebooks_file_stays_small_and_holds_a_picture(live):
     )
     html = "".join(output["data"]["text/html"])
     assert "1 simulated GPU" in html and "qwen" in "".join(output["data"]["text/plain"])
+
+
+def test_in_a_narrow_window_the_page_stays_inside_its_output(live):
+    """The tabs lay at the bottom of the browser's window, and the right part of each row was cut off."""
+    page = live.page
+    live.tab("Now")
+    page.locator(".rack .row b", has_text="sim:0").wait_for()
+    wide = page.viewport_size
+    page.set_viewport_size({"width": 680, "height": 900})
+    output = page.locator(".jp-Notebook .jp-CodeCell").nth(1).locator(".jp-OutputArea-output").last
+    parts = {
+        "tabs": page.locator(".MuiTabs-root"),
+        "more": page.get_by_role("button", name="sim:0: all that it holds"),
+        "age": page.locator("text=/as of \\d/").first,
+    }
+
+    def inside():
+        around = output.bounding_box()
+        found = {}
+        for name, part in parts.items():
+            box = part.bounding_box()
+            right, bottom = around["x"] + around["width"], around["y"] + around["height"]
+            found[name] = (
+                box["x"] + box["width"] <= right + 1 and box["y"] + box["height"] <= bottom + 1
+            )
+        return found
+
+    try:
+        until(lambda: all(inside().values()), 10.0)
+        assert all(inside().values()), inside()
+    finally:
+        page.set_viewport_size(wide)
 
 
 def test_the_page_is_updated_while_a_long_cell_runs(live):

@@ -308,6 +308,12 @@ def test_the_status_bar_shows_problems_devices_ledger_and_visitor():
     )
 
 
+def test_only_a_page_of_its_own_has_its_tabs_at_the_bottom_of_a_narrow_window(poller):
+    """In a notebook the bottom of the window is outside the cell's output."""
+    assert "fixed" in str(Console(poller, VIEWER)._tabs.sx)
+    assert "fixed" not in str(Console(poller, VIEWER, theme_toggle=False)._tabs.sx)
+
+
 def test_a_problem_is_shown_above_the_tabs_until_it_is_untrue(page, poller, rt):
     """The row of a problem has its begin, its bytes, and buttons. These open the same dialog as the
     buttons of a table.

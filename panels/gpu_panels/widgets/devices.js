@@ -37,9 +37,10 @@ function keyed(parent, known, items, make, fill) {
 
 export function render({model}) {
   const root = made("div", "rack")  // Panel gives the element around it the class `devices`
-  const head = made("div", "row titles", root)
+  const body = made("div", "body", root)  // the layout follows its width; a menu inside it could not be fixed
+  const head = made("div", "row titles", body)
   head.setAttribute("aria-hidden", "true")
-  const list = made("div", "list", root)
+  const list = made("div", "list", body)
   list.setAttribute("role", "list")
   const rows = new Map()
   let data = {ticks: [], rows: []}
