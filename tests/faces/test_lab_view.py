@@ -53,6 +53,8 @@ def test_memory_without_a_lease_counts_as_used():
     world = snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=10)
     assert shown(world)["status"] == "GPU0 14/22 GiB"
     assert shown(world)["groups"][-1]["title"] == "other programs, without a lease"
+    card = shown(world)["devices"][0]
+    assert card["fill"] == "14.0 of 21.6 GiB, 10.0 GiB without a lease", "as in the status bar"
 
 
 def test_waiting_requests_are_counted_and_listed():

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from msgspec.structs import replace
+
 from gpu_runtime.facts import (
     UNUSUAL,
     DeviceView,
@@ -279,12 +281,16 @@ def _strangers(snapshot: Snapshot, unleased: int) -> dict[str, Any]:
 
 
 def _device(view: DeviceView) -> dict[str, Any]:
-    used = used_bytes(view)
+    """The bar of one device. A card's figure is that of the status bar, so it includes memory without a lease."""
+    used, words = used_bytes(view), fill(view)
+    unleased = 0 if view.device.is_host else strangers_bytes(view)
+    if unleased:
+        words = f"{fill(replace(view, claimed_bytes=used))}, {show_bytes(unleased)} without a lease"
     return {
         "id": view.device.id,
         "title": card_name(view),
         "name": "" if view.device.simulated else clean(view.device.name),
-        "fill": fill(view),
+        "fill": words,
         "part": round(min(1.0, used / max(1, view.limit_bytes)), 3),
         "drained": clean(view.drained.by) if view.drained else "",
     }
