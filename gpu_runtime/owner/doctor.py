@@ -262,7 +262,7 @@ def _refusals(session: Session) -> Rows:
     rows: Rows = []
     for event in found[-REFUSALS:]:
         when = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(event.wall))
-        what = f"{event.model} {event.action}"
+        what = f"{event.title} {event.action}"
         text = f"{what} ({event.reason}): {event.because}"
         rows.append((when, text))
     return rows or [("", "none")]

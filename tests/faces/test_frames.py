@@ -7,6 +7,8 @@ import os
 import pandas
 import pytest
 
+from gpu_runtime.facts import Event
+from gpu_runtime.owner import dataframes
 from gpu_runtime.rendering import frames, render
 from gpu_runtime.units import GIB
 
@@ -46,6 +48,14 @@ def test_times_are_local_to_the_second_and_owners_are_short(models, monkeypatch)
     row = repr(frame).splitlines()[1]
     assert row.startswith(moment.astimezone().strftime("%Y-%m-%d %H:%M:%S  "))
     assert row.endswith(f"pid {os.getpid()}") and frame.time.dt.tz is not None
+
+
+def test_a_terminal_names_the_owners_that_a_notebook_names(models):
+    """The column OWNER of `gpu evictions` had pids only. An ended notebook is named by its events."""
+    event = Event(1, 0.0, "kernel", "offloaded", "x", "y", owner="77.1.0", notebook="/w/old.ipynb")
+    frame = frames.for_people(dataframes.events([event]))
+    for shown in (repr(frame), render.frame_text(frame)):
+        assert "old.ipynb (pid 77), ended" in shown and "kernel" not in shown
 
 
 def test_unknown_values_are_no_numbers():

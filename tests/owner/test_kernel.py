@@ -533,6 +533,7 @@ def test_a_notebook_or_process_is_parked_by_its_name(started, runtime, shared_bo
     parked = other.park("train.ipynb")
     assert (parked.name, parked.done, HOST in own(rt)) == ("train.ipynb", True, True)
     assert parked.because == "train.ipynb is in host memory"
+    assert list(other.evictions().model) == ["train.ipynb"]
     for again in (other.evict("train.ipynb"), other.park("train.ipynb")):
         assert (again.name, again.done, again.bytes) == ("train.ipynb", True, 0)
         assert re.fullmatch(
