@@ -94,7 +94,8 @@ def _comm_callback(kernel: Any, kind: str, content: dict[str, Any]) -> Any:
 def _is_of_console(callback: Any) -> bool:
     """Whether `callback` belongs to a view of gpu-console: Panel's comm calls a method of that view."""
     comm = getattr(callback, "__self__", None)
-    if not type(comm).__module__.startswith("pyviz_comms"):
+    # Panel has a class of its own for comms, which is derived from one of pyviz_comms.
+    if not any(kind.__module__.startswith("pyviz_comms") for kind in type(comm).__mro__):
         return False
     view = getattr(getattr(comm._on_msg, "func", None), "__self__", None)
     return type(view).__module__.startswith("gpu_panels.")

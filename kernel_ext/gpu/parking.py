@@ -83,8 +83,8 @@ class Parking:
     def on_message(self) -> Any:
         """Called before the kernel handles a message."""
         kind, content = messages.current(self._kernel)
-        if kind not in messages.QUIET:
-            self._mark += 1
+        is_quiet = kind in messages.QUIET or messages.is_for_console(self._kernel, kind, content)
+        self._mark += 0 if is_quiet else 1
         self._here.cells_before = self._cells_of.get(threading.get_ident(), 0)
         try:
             return self._hook()  # from this call on, the stop button raises KeyboardInterrupt
@@ -142,15 +142,18 @@ class Parking:
 
     def before(self) -> None:
         """Called before a cell, a silent request or a comm callback. Brings parked memory back."""
-        self._mark += 1
         kind, content = messages.current(self._kernel)
-        self._here.touches_nothing = messages.is_for_console(self._kernel, kind, content) or (
+        self._here.touches_nothing = messages.is_for_console(self._kernel, kind, content)
+        if self._here.touches_nothing:
+            return
+        self._mark += 1
+        if (
             self._lease is not None
             and self._lease.away
             and not self._cells
             and quiet_cells.touches_nothing(self._shell, content)
-        )
-        if self._here.touches_nothing:
+        ):
+            self._here.touches_nothing = True
             return
         thread = threading.get_ident()
         self._cells_of[thread] = self._cells_of.get(thread, 0) + 1
@@ -168,10 +171,10 @@ class Parking:
 
     def after(self) -> None:
         """Called after a cell, a silent request or a comm callback. Counts the bytes that the kernel holds."""
-        self._mark += 1
         if self._here.touches_nothing:
             self._here.touches_nothing = False
             return
+        self._mark += 1
         thread = threading.get_ident()
         if self._cells_of.get(thread, 0) > 1:
             self._cells_of[thread] -= 1
@@ -240,7 +243,7 @@ class Parking:
         )
 
     def mark(self) -> object:
-        """A value that changes with every message to the kernel, except those in `messages.QUIET`."""
+        """A value that changes with every message to the kernel that may run code of the user's."""
         return self._mark
 
     def change(self, mark: object, act: Callable[[], None]) -> str:

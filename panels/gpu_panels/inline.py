@@ -66,7 +66,10 @@ class Inline(pn.Column):
         if shell is None:
             return still
         resources = inline_assets.Resources(shell)
-        resources.publish(lambda: pn.extension(inline=True))
+        # Panel's object with facts of the browser has a comm of its own, whose messages would bring
+        # the memory of a parked notebook back: code of the user's may follow that object.
+        with pn.config.param.update(browser_info=False):
+            resources.publish(lambda: pn.extension(inline=True))
         self._console.poller.join(self._console)
         with self._page_lock:
             before = set(self._models)

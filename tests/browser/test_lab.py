@@ -1,6 +1,6 @@
 """The console in a notebook, opened in a real JupyterLab in Chromium.
 
-The console is live, its buttons act, and it adds little to the notebook's file.
+The console is live, its buttons act, it adds little to the notebook's file, and it is no use of the notebook.
 """
 
 from __future__ import annotations
@@ -12,6 +12,8 @@ import time
 import ipykernel
 import pytest
 
+from gpu_runtime import Runtime
+from gpu_runtime.facts import HOST, Lease
 from tests.nvml_driver import until
 
 from .chromium import CHROMIUM, SHOWN_MS, BrowserPage, running
@@ -24,8 +26,9 @@ pytestmark = [
     pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium"),
 ]
 
+DEVICES = "sim:24GiB,host:64GiB"
 CELLS = (
-    "%load_ext gpu\n%gpu load qwen --backend fake --size 8GiB",
+    "%load_ext gpu\nimport torch\nx = torch.ones(5_000_000)\n%gpu load qwen --backend fake --size 8GiB",
     "%gpu console",
     "import time\nfor _ in range(900):\n    time.sleep(0.1)  # a long cell",
 )
@@ -36,13 +39,14 @@ def lab(tmp_path_factory):
     """A JupyterLab on loopback, with the notebook open in Chromium."""
     home = tmp_path_factory.mktemp("lab")
     with (
-        serving_lab(home, {"console.ipynb": CELLS}, GPU_DEVICES="sim:24GiB,host:64GiB") as port,
+        serving_lab(home, {"console.ipynb": CELLS}, GPU_DEVICES=DEVICES) as port,
         running() as chromium,
+        Runtime(devices=DEVICES, ledger=f"sqlite://{home}/ledger", monitor=False) as rt,
     ):
         seen = BrowserPage(
             chromium, f"http://127.0.0.1:{port}/lab/tree/console.ipynb?token={TOKEN}"
         )
-        seen.notebook = home / "work" / "console.ipynb"
+        seen.notebook, seen.rt = home / "work" / "console.ipynb", rt
         yield seen
         seen.close()
 
@@ -66,6 +70,12 @@ def live(lab):
     return lab
 
 
+def see_updates(page, number: int) -> None:
+    """Waits until the page has shown as many times of update."""
+    fresh, seen = page.locator("text=/as of \\d/").first, set()
+    until(lambda: seen.add(fresh.inner_text()) or len(seen) >= number, 60)
+
+
 def test_the_page_is_live_and_a_click_acts(live):
     """The console in a notebook has the rows, the dialog and the outcomes of the served page."""
     live.tab("Models")
@@ -73,6 +83,29 @@ def test_the_page_is_live_and_a_click_acts(live):
     live.page.locator("button", has_text="Evict, freeing 8.0 GiB").click()
     live.row("qwen", "warm").wait_for()
     live.page.locator(".outcome.done", has_text="evict qwen").wait_for()
+
+
+def test_an_open_console_is_no_use_of_the_notebook(live):
+    """Its page sends a message about once a second. The notebook stays idle, and stays parked.
+
+    The console can also be opened again without its memory.
+    """
+
+    def memory() -> Lease:
+        (found,) = (lease for lease in live.rt.status().leases() if lease.kind == "kernel")
+        return found
+
+    last_used = memory().last_used
+    see_updates(live.page, 4)
+    assert memory().last_used == last_used
+    live.rt.park("console.ipynb")
+    see_updates(live.page, 4)
+    assert memory().where == HOST
+    live.page.click(".jp-Notebook .jp-CodeCell >> nth=1 >> .cm-content")
+    run_next(live)
+    live.page.locator(".jp-InputPrompt", has_text="[3]:").wait_for()
+    see_updates(live.page, 4)
+    assert memory().where == HOST
 
 
 def test_no_request_goes_to_another_host(live):
@@ -149,14 +182,7 @@ def test_the_page_is_updated_while_a_long_cell_runs(live):
     page.click(".jp-Notebook .jp-CodeCell >> nth=2 >> .cm-content")
     run_next(live)
     page.locator(".jp-InputPrompt", has_text="[*]:").wait_for()
-    fresh = page.locator("text=/as of \\d/").first
-    seen = set()
-    for _ in range(40):
-        seen.add(fresh.inner_text())
-        if len(seen) >= 3:
-            break
-        page.wait_for_timeout(500)
-    assert len(seen) >= 3, seen
+    see_updates(page, 3)
     assert "[*]:" in page.locator(".jp-InputPrompt").all_inner_texts()
 
 

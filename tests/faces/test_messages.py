@@ -13,6 +13,7 @@ import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 from gpu import messages
@@ -20,7 +21,7 @@ from gpu.obstacles import is_kernel_task
 from gpu.parking import Parking
 from IPython.core.error import InputRejected
 from IPython.core.events import EventManager, available_events
-from pyviz_comms import JupyterComm
+from panel.io.notebook import JupyterCommJSBinary
 
 import gpu_runtime
 from gpu_runtime import Busy
@@ -247,10 +248,13 @@ def test_an_interrupt_of_the_wait_does_not_leave_the_hook(follows):
 @pytest.mark.parametrize(
     ("package", "cells"), [("gpu_panels.inline", []), ("panel", ["cell ", "end"])]
 )
-def test_a_click_on_our_own_console_does_not_bring_the_memory_back(follows, package, cells):
+def test_a_click_on_our_own_console_does_not_bring_the_memory_back(
+    follows, package, cells, monkeypatch
+):
     """A click on the console reads no tensor. Another Panel page may read a tensor in its callback."""
     view = type("View", (), {"__module__": package, "_on_msg": lambda *_: None})()
-    callback = JupyterComm(on_msg=partial(view._on_msg, "ref", None))._handle_msg
+    monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=Mock()))
+    callback = JupyterCommJSBinary(on_msg=partial(view._on_msg, "ref", None))._handle_msg
     manager = follows.kernel.comm_manager
     manager.targets["page"] = callback
     manager.comms["1"] = SimpleNamespace(_msg_callback=callback)
@@ -259,8 +263,10 @@ def test_a_click_on_our_own_console_does_not_bring_the_memory_back(follows, pack
         follows.shell.events.trigger("pre_execute")
         follows.shell.events.trigger("post_execute")
 
+    mark = follows.parking.mark()
     follows.kernel.handle("comm_msg", call, comm_id="1")
     assert follows.story == ["hook", "handled", *cells, "hook after"]
+    assert (follows.parking.mark() != mark) is bool(cells), "a copy that was begun stays valid"
     follows.story.clear()
     follows.kernel.handle("comm_open", target_name="page")
     assert ("back" in follows.story) is bool(cells)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import subprocess
 import sys
 import time
@@ -274,3 +275,23 @@ def test_the_cells_that_wait_are_seen_and_run_in_their_order(kernel):
         notebook.client.execute(code)
     out = notebook.run("print([uses for uses in seen if uses], story)")
     assert "[('u',), ('v',)] ['u', 'v']" in out
+
+
+def test_a_console_that_is_opened_and_used_in_a_parked_notebook_leaves_it_parked(kernel):
+    """The console reads no tensor. Its page sends a message about once a second."""
+    notebook, rt = kernel
+    client, shown = notebook.client, []
+    park(notebook, rt)
+    user, client.session.username = client.session.username, ""  # as in a request of JupyterLab
+    try:
+        client.execute_interactive("%gpu console", timeout=90, output_hook=shown.append)
+    finally:
+        client.session.username = user
+    assert places(rt)["a.ipynb"] == {HOST}
+    target = re.search(r'"client_comm_id":"(\w+)"', "".join(str(one) for one in shown))
+    assert target, shown
+    request(client, "comm_open", comm_id="console", target_name=target[1], data={})
+    request(client, "comm_msg", comm_id="console", data={})
+    request(client, "kernel_info_request")  # its reply comes after the other messages were handled
+    assert places(rt)["a.ipynb"] == {HOST}
+    assert "5000000.0" in notebook.run("print(float(x.sum()))")
