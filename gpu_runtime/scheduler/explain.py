@@ -136,17 +136,21 @@ def refusal(name: str, verdict: Refuse) -> GpuError:
         return NotAllowed(f"{because}.\n  {hint}", because=because, **facts)
     if verdict.kind == "full":
         return LedgerUnavailable(f"{because}.", **facts)
-    return DoesNotFit(f"{because}.\n  {_hint(verdict, plan)}", **facts)
+    return DoesNotFit(f"{because}.\n  {_hint(name, verdict, plan)}", **facts)
+
+
+def _is_block(name: str) -> bool:
+    """Whether `name` is the name of a block of code, which leases bytes and is no model."""
+    return "#" in name
 
 
 def _plan_argument(name: str, verdict: Refuse) -> str:
     """The argument of `%gpu plan`: the model's name, or the size of a block of code."""
-    is_block = "#" in name
-    return show_bytes(verdict.need_bytes).replace(" ", "") if is_block else name
+    return show_bytes(verdict.need_bytes).replace(" ", "") if _is_block(name) else name
 
 
-def _hint(verdict: Refuse, plan: str) -> str:
-    """The advice after a refusal for lack of room: what to type."""
+def _hint(name: str, verdict: Refuse, plan: str) -> str:
+    """The advice after a refusal of `name` for lack of room: what to type."""
     first_holder = next(iter(verdict.holders), "").partition("/")[2]
     if verdict.kind == "nested":
         if first_holder == "kernel":
@@ -165,9 +169,9 @@ def _hint(verdict: Refuse, plan: str) -> str:
             "Raise CPU_MEMORY_MAX_PERCENT so that it fits in RAM, "
             f"or give it up:  rt.forget({first_holder!r})"
         )
+    less = "Lease fewer bytes" if _is_block(name) else "Use a smaller or quantised model"
     return (
-        "Use a smaller or quantised model, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n"
-        f"  Nothing was evicted. See:  {plan}"
+        f"{less}, or raise the budget:  GPU_MEMORY_MAX_PERCENT\n  Nothing was evicted. See:  {plan}"
     )
 
 
