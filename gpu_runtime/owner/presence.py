@@ -75,13 +75,16 @@ def explained(session: Session, wait: Wait) -> Wait:
     sights = session.ledger.sights(book, in_the_way)
     sentences = []
     for id, sight in sights.items():
-        holder = book.sections[id].owner.label
+        owner = book.sections[id].owner
+        holder = owner.label
         if sight is Sight.DUMPING:
             sentences.append(
                 f"{holder} has crashed, and holds its memory while it writes a core dump"
             )
         elif sight is Sight.STOPPED:
-            sentences.append(f"{holder} is stopped, and keeps its memory")
+            sentences.append(
+                f"{holder} is stopped, and keeps its memory. To continue it: kill -CONT {owner.pid}"
+            )
     new = [sentence for sentence in sentences if sentence not in wait.because]
     if not new:
         return wait

@@ -182,7 +182,9 @@ class _Eviction:
         size = show_bytes(self.request.footprint.bytes)
         idle = show_seconds(lease.idle_seconds(self.world.now))
         because = f"{name} needs {size} on {self.at}; {title} was idle for {idle}."
-        described = f"{title} ({show_bytes(lease.bytes)}, idle {idle})"
+        # A process that does not answer may use the lease: it cannot publish that.
+        state = "" if lease.id in self.context.silent else f", idle {idle}"
+        described = f"{title} ({show_bytes(lease.bytes)}{state})"
         part = lease.leaving_bytes if lease.target else 0
         if part:
             described = f"{show_bytes(part)} of {described}"
@@ -264,7 +266,11 @@ class _Eviction:
         if lease.kind == "kernel":  # its title is the name of its owner
             evict = f"move its memory{described.removeprefix(self._title(lease))} to RAM"
         if lease.id in self.context.silent:
-            self.sentences.append(f"{owner} was asked to {evict}, and does not answer.")
+            ticket = self.book.ticket(self.request.key)
+            since = show_seconds(self.world.now - ticket.recalled_since) if ticket else ""
+            self.sentences.append(
+                f"{owner} was asked to {evict}, and has not answered for {since}."
+            )
         else:
             self.sentences.append(f"{owner} is asked to {evict}.")
 

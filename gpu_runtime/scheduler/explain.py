@@ -183,10 +183,10 @@ def busy(book: Book, name: str, wait: Wait, waited_seconds: float) -> Busy:
     hint = "Watch:  %gpu status      or set a larger timeout"
     pids = _pids(book, wait.silent)
     if pids:
-        hint = (
-            f"If it was stopped, let it continue:  kill -CONT {pids}      or end it:  kill -9 {pids}\n"
-            "  Its memory is freed when it responds, or ends."
-        )
+        resume = f"If it was stopped, let it continue:  kill -CONT {pids}      or end it"
+        if "kill -CONT" in wait.because:
+            resume = "Or end it"
+        hint = f"{resume}:  kill -9 {pids}\n  Its memory is freed when it responds, or ends."
     waited = show_seconds(waited_seconds)
     return Busy(
         f"no room for {name} within {waited}: {wait.because.rstrip('.')}.\n  {hint}",

@@ -6,7 +6,7 @@ import pytest
 
 from gpu_runtime.facts import Phase, Snapshot
 from gpu_runtime.scheduler.unresponsive import unanswered
-from tests.worlds import NOW, at, book, lease, owner, ticket
+from tests.worlds import NOW, at, book, decide, lease, owner, request, ticket, world
 
 
 def seen(*leases, tickets, now=NOW):
@@ -72,6 +72,19 @@ def test_an_owner_that_waits_for_room_to_load_has_answered():
     waits = ticket("qwen", by=1, sim0=8)
     assert silent(tickets=[asks("preload", 40), waits]) == {}
     assert silent(tickets=[asks("preload", 40)]) == {1: NOW - 40}
+
+
+def test_a_wait_for_a_silent_owner_says_since_when_it_does_not_answer():
+    """The wait line showed a notebook as idle that computed for 29 s without answering."""
+    page = book(
+        lease("kernel", by=2, sim0=14, kind="kernel", droppable=False, last_used=NOW - 35),
+        tickets=[ticket("qwen", recalls=(at(2, "kernel"),), recalled_since=NOW - 29)],
+    )
+    _, wait = decide(page, request("qwen", 14), world(sim0=20))
+    assert wait.silent == (at(2, "kernel"),)
+    assert wait.because.endswith(
+        "was asked to move its memory (14.0 GiB) to RAM, and has not answered for 29 s."
+    )
 
 
 def test_an_owner_that_is_gone_is_not_silent():

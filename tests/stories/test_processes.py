@@ -175,7 +175,7 @@ def test_a_stopped_kernel_is_not_dead(kernel, here):
     other.signal(signal.SIGSTOP)
     fakes(here, llama="14GiB")
     with (
-        pytest.raises(Busy, match=f"(?s)does not answer.*kill -CONT {other.process.pid}"),
+        pytest.raises(Busy, match=f"(?s)has not answered for.*kill -CONT {other.process.pid}"),
         here.use("llama", timeout=3),
     ):
         pass
