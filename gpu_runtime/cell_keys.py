@@ -1,9 +1,8 @@
-"""The key of a notebook's cell, and whether the peak of the cell's last run is known.
+"""The key of a notebook's cell, and whether the memory that the cell took in its last run is known.
 
-The peak is the most memory that a cell used; `telemetry/cell_peaks.py` keeps the peaks in a file. A
-kernel without a lease looks for the peak before each cell. So this module imports only modules that
-a kernel has loaded anyway. An import of `telemetry/cell_peaks.py` would add 60 ms to the kernel's
-first cell.
+`telemetry/cell_peaks.py` keeps these bytes in a file. A kernel without a lease looks there before
+each cell. So this module imports only modules that a kernel has loaded anyway. An import of
+`telemetry/cell_peaks.py` would add 60 ms to the kernel's first cell.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ def cell_key(notebook: str, text: str) -> str:
 
     The key is empty for a cell without code, and for a cell of `%gpu` lines only: such a cell takes
     no memory by itself, and what its commands load requests its own room. The key is a digest, so
-    the file of peaks contains neither code nor names.
+    the file contains neither code nor names.
 
     >>> cell_key("a.ipynb", "# who holds it?\\n%gpu who\\ndf = %gpu leases")
     ''
@@ -37,7 +36,7 @@ def cell_key(notebook: str, text: str) -> str:
 
 
 def is_remembered(key: str) -> bool:
-    """Whether this user's file has a peak for the cell with this `key`.
+    """Whether this user's file has the bytes that the cell with this `key` took.
 
     The file is in /var/tmp if the state directory is on a network file system. The check for this
     is in `ledgers/location.py`, which a kernel has not loaded yet, so both directories are searched.
@@ -46,13 +45,13 @@ def is_remembered(key: str) -> bool:
         try:
             with open(f"{directory}/{FILE}", "rb") as file:
                 known = json.load(file)
-            if key in known["cells"]:
+            if key in known["cell_bytes"]:
                 return True
         except (
             OSError,
             ValueError,
             KeyError,
             TypeError,
-        ):  # no file, or a damaged one: no peak is known
+        ):  # no file, or a damaged one: nothing is known
             continue
     return False

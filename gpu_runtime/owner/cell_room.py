@@ -1,8 +1,8 @@
 """Room for a cell of plain code, which makes no request before it takes memory.
 
-Before a cell runs, this module requests the memory that the cell took at its peak the last time.
-The wait is bounded, and the cell runs in any case. After a cell that ran out of memory, idle
-notebooks and models are evicted.
+Before a cell runs, this module requests the memory that the cell took the last time, beyond what
+the notebook already held. The wait is bounded, and the cell runs in any case. After a cell that ran
+out of memory, idle notebooks and models are evicted.
 """
 
 from __future__ import annotations
@@ -20,65 +20,137 @@ from ..errors import GpuError
 from ..facts import NORMAL, Footprint, Lease, Phase, PlacementRules, lease_title
 from ..notebook import notebook_path
 from ..scheduler.evictable import reason_to_stay
-from ..telemetry.cell_peaks import peaks_of_this_user
+from ..telemetry.cell_peaks import cells_of_this_user
 from ..telemetry.measurements import Measurements
 from ..units import MIB, parse_bytes, show_bytes
 from . import acquire, failures
-from .kernel_resident import Bytes, KernelResident, exactly
+from .kernel_resident import NAME, Bytes, KernelResident, exactly, sizes
 from .pins import AnchorRef
 from .resident import Place
 from .session import Session, log
 
 LEAST_BYTES = 8 * MIB  # fewer bytes are not requested
 WAIT_TURNS = 2  # the longest wait of a cell for room, in turns of other notebooks
-CHANGED = 0.01  # a peak that differs by a smaller fraction is not written again
+CHANGED = 0.01  # bytes that differ by a smaller fraction are not written again
+AGAIN = "+"  # at the end of a key: for runs after the first one of this kernel
+MOST_RUN = 10_000  # cells whose runs in this kernel are known; beyond that all count as not run
 
 
 class CellRoom:
-    """The peaks of this notebook's cells, and the requests for room for these peaks."""
+    """The bytes that this notebook's cells took, and the requests for room for these bytes.
+
+    A cell that makes a model takes memory when it runs for the first time in a kernel. When the same
+    kernel runs it again, the new model often replaces the old one. So for each cell two numbers are
+    kept: for the first run in a kernel, and for later runs.
+    """
 
     def __init__(self, session: Session) -> None:
-        """Keeps the peaks of the notebook of `session` in a file.
+        """Keeps the bytes that the cells of the notebook of `session` took in a file.
 
-        If the ledger has no directory (a ledger in memory, for example), the peaks are only kept
+        If the ledger has no directory (a ledger in memory, for example), the bytes are only kept
         in memory.
         """
         self._session = session
         lasting = getattr(session.ledger, "directory", None) is not None
-        self._peaks = peaks_of_this_user() if lasting else Measurements()
+        self._cells = cells_of_this_user() if lasting else Measurements()
+        self._held: Bytes | None = {}  # when the cell began; None: unknown
+        self._run: set[str] = set()  # the keys of the cells that this kernel has run
+        self._replaced: dict[str, Bytes] = {}  # what was known before the last cell, by key
         self._leased_bytes = 0  # bytes that blocks of code had leased before this cell
         self._block: str | None = None  # the name of this cell's room, if the kernel has no lease
 
-    def wanted(self, text: str) -> Bytes:
-        """The bytes of each card that the cell took at the peak of its last run.
+    def before(
+        self, text: str, handle: Any, resident: KernelResident | None, uncounted: bool
+    ) -> Bytes:
+        """Called before the cell `text`: starts to measure its peak. The result is that of `wanted`.
 
-        `text` is the source of the cell. The result is empty if the peak is unknown or above a
-        card's limit, or if the memory governor is off.
+        `handle` is the handle of the kernel's backend; None before the first count. `uncounted` is
+        true if the count after the last cell was skipped.
+        """
+        if handle is not None:
+            backend: Any = self._session.backend(NAME)
+            backend.watch_peaks(handle)
+            held = backend.peaks(handle, counted=False)  # a peak that has just begun: the bytes now
+            if held is not None:
+                return self.wanted(text, sizes(held))
+        is_known = not uncounted and (resident is None or resident.place is not Place.MOVING)
+        return self.wanted(text, resident.held() if resident else {}, is_known)
+
+    def after(
+        self, text: str, handle: Any, resident: KernelResident | None, uncounted: bool
+    ) -> None:
+        """Called after the cell `text`: stores the bytes that it took, if its peak is known.
+
+        The peak is unknown if the count was skipped on cards that record no peak (simulated ones).
+        """
+        if not text or handle is None:
+            return
+        backend: Any = self._session.backend(NAME)
+        peak = backend.peaks(handle, counted=not uncounted)
+        if peak is not None:
+            left = resident.held() if resident else {}
+            self.learn(text, sizes(peak), None if uncounted else left)
+
+    def wanted(self, text: str, held: Bytes, is_known: bool = True) -> Bytes:
+        """The bytes of each card that the cell needs at its peak, if it takes as much as the last time.
+
+        `text` is the source of the cell. `held` has the bytes that the notebook's own code holds now;
+        if `is_known` is false, they are out of date. The result is empty if it is unknown what the
+        cell takes, if a card's limit is smaller, or if the memory governor is off.
         """
         self._leased_bytes = self._session.blocks.leased_bytes
+        self._held = dict(held) if is_known else None
+        self._replaced = {}
         key = cell_key(notebook_path(), text)
         if not key or not self._session.settings.enable_memory_governor:
             return {}
-        peak = self._peaks.cell_peak(key)
-        if not peak:
-            return {}
-        limits = self._session.ledger.read().limits or self._session.limits
-        hopeless = [card for card, size in peak.items() if size > limits.get(card, 0)]
-        if hopeless:
-            return {}  # no wait would help
-        return peak
+        taken = self._cells.cell_bytes(key + AGAIN if key in self._run else key)
+        wanted = {card: held.get(card, 0) + size for card, size in taken.items()}
+        limits = self._session.ledger.read().limits or self._session.limits if wanted else {}
+        hopeless = [card for card, size in wanted.items() if size > limits.get(card, 0)]
+        return {} if hopeless else wanted  # no wait would help
 
-    def learn(self, text: str, peak: Bytes) -> None:
-        """Stores the `peak` of the cell with the source `text`, unless the cell leased memory."""
-        key = cell_key(notebook_path(), text)
-        if not key or self._session.blocks.leased_bytes != self._leased_bytes:
+    def learn(self, text: str, peak: Bytes, left: Bytes | None = None) -> None:
+        """Stores what the cell with the source `text` took, unless the cell leased memory.
+
+        `peak` has the most bytes that the notebook's own code held while the cell ran, and `left`
+        the bytes that it held after the cell; None: unknown.
+        """
+        key, held = cell_key(notebook_path(), text), self._held
+        leased = self._session.blocks.leased_bytes != self._leased_bytes
+        if not key or held is None or leased:
             return
-        before = self._peaks.cell_peak(key)
-        is_same = before.keys() == peak.keys()
-        for card, size in peak.items():
+        is_first = key not in self._run
+        if len(self._run) >= MOST_RUN:
+            self._run.clear()
+        self._run.add(key)
+        self._remember(key if is_first else key + AGAIN, _beyond(held, peak))
+        if is_first and left is not None and not self._cells.cell_bytes(key + AGAIN):
+            # The next run probably replaces what this run left, and needs the rest again.
+            self._remember(key + AGAIN, _beyond(left, peak))
+
+    def failed(self, out_of_memory: bool) -> None:
+        """Called after the last cell has failed. It may need more memory than it took until then.
+
+        So what was known of the cell stays, if that is more. A cell that ran out of memory has left
+        nothing that its next run could replace.
+        """
+        for key, before in self._replaced.items():
+            now = self._cells.cell_bytes(key)
+            most = {card: max(size, now.get(card, 0)) for card, size in before.items()}
+            self._remember(key, {**now, **most})
+            if out_of_memory:
+                self._run.discard(key)
+        self._held = None  # a count that is made later must not be stored
+
+    def _remember(self, key: str, taken: Bytes) -> None:
+        before = self._cells.cell_bytes(key)
+        self._replaced.setdefault(key, before)
+        is_same = before.keys() == taken.keys()
+        for card, size in taken.items():
             is_same = is_same and abs(size - before[card]) <= CHANGED * size
         if not is_same:
-            self._peaks.remember_cell(key, dict(peak))
+            self._cells.remember_cell(key, dict(taken))
 
     # -- before a cell
 
@@ -167,6 +239,13 @@ class CellRoom:
             return block is not None
         resident.claim({})
         return True
+
+
+def _beyond(held: Bytes, peak: Bytes) -> Bytes:
+    """The bytes of `peak` beyond those in `held`, by card. Empty if they are fewer than LEAST_BYTES."""
+    more = {card: size - held.get(card, 0) for card, size in peak.items()}
+    more = {card: size for card, size in more.items() if size > 0}
+    return more if sum(more.values()) >= LEAST_BYTES else {}
 
 
 # -- after a cell that ran out of memory

@@ -90,9 +90,9 @@ class Kernel:
         `outermost` is false for a cell that another cell runs. If an outermost cell finds pins,
         they belong to earlier cells whose end was interrupted; such pins are dropped.
 
-        Then requests room for the peak that the same cell had last time, and waits a limited time
-        for this room. Returns a sentence about the memory that came back to the card, or an empty
-        text. After the call, `self.refused` is the reason why the cell must not run, or empty.
+        Then requests room for what the same cell took last time, and waits a limited time for this
+        room. Returns a sentence about the memory that came back to the card, or an empty text. After
+        the call, `self.refused` is the reason why the cell must not run, or empty.
         """
         self._here.refusal = None
         if outermost:
@@ -102,7 +102,10 @@ class Kernel:
         pin = weakref.ref(self._running[-1])
         news, why = "", cast(Exception | None, None)
         try:
-            wanted = self._before(text) if is_first else {}
+            wanted: Bytes = {}
+            if is_first:
+                self._cell = text
+                wanted = self._room.before(text, self._handle, self.resident, self._uncounted)
             if resident is None:
                 self._room.request(None, pin, wanted)
                 return ""
@@ -120,13 +123,6 @@ class Kernel:
             self._here.refusal = refusal(why)
         del why  # see pins.py
         return news
-
-    def _before(self, text: str) -> Bytes:
-        """The bytes that the cell `text` took at its last peak. Starts to measure the new peak."""
-        self._cell = text
-        if self._handle is not None:
-            self._session.backend(NAME).watch_peaks(self._handle)  # type: ignore[attr-defined]
-        return self._room.wanted(text)
 
     def _obtain(self, resident: KernelResident, pin: AnchorRef, wanted: Bytes) -> str:
         """Pins the kernel, with room for `wanted` if possible. Returns a sentence for the user."""
@@ -166,23 +162,14 @@ class Kernel:
             self._park_again_at = 0.0
             resident.failed_moves = 0
         self.count_when_due(idle=False)
-        self._learn(self._cell)
+        if self.refusal is not None:
+            self._cell = ""  # nothing of it ran
+        self._room.after(self._cell, self._handle, self.resident, self._uncounted)
         if claimed_more:
             self._session.publish()  # other processes may wait for the bytes
         if self._park_next:
             self._park_next = False
             threads.start(lambda: self.park_quietly("It was parked by hand."))
-
-    def _learn(self, text: str) -> None:
-        """Remembers the peak bytes of the cell `text`, if they are known.
-
-        The peak is unknown if the count was skipped on cards that record no peak (simulated ones).
-        """
-        if text and self._handle is not None:
-            backend: Any = self._session.backend(NAME)
-            peak = backend.peaks(self._handle, counted=not self._uncounted)
-            if peak is not None:
-                self._room.learn(text, {share.device: share.bytes for share in peak})
 
     def _yield_turn(self, resident: KernelResident) -> None:
         """Before a cell: leaves the card if another process waits and this kernel's turn is over.
@@ -242,7 +229,7 @@ class Kernel:
         if self._uncounted and not self._running:
             self.count_when_due(idle=True)
             if not self._running and self._cell is text:  # no other cell began during the count
-                self._learn(text)
+                self._room.after(text, self._handle, self.resident, False)
 
     def count(self) -> None:
         """Counts the device memory of the kernel, and opens, corrects or ends its lease."""
@@ -291,11 +278,12 @@ class Kernel:
         session.note(lease, "adopted", "cell", because, size=lease.bytes)
 
     def make_room(self, error: BaseException) -> str:
-        """After a cell with the out-of-memory `error`: collects garbage and evicts idle leases.
+        """After a cell that failed. After an out-of-memory `error`, evicts idle leases.
 
         Plain code makes no request before it takes memory. Returns a sentence for the user, or an
         empty text if `error` is no out-of-memory error. The cell is not run again.
         """
+        self._room.failed(is_out_of_memory(error))
         if not is_out_of_memory(error):
             return ""
         forget_frames(error)

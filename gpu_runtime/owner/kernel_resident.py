@@ -119,20 +119,26 @@ class KernelResident(Resident):
         """Maps each card to the bytes that the kernel needs there to return; empty if it is not away."""
         return self._claimed() if self.place is Place.AWAY else {}
 
-    def _claimed(self) -> dict[str, int]:
-        """The bytes that the kernel claims on each card.
+    def held(self) -> dict[str, int]:
+        """The bytes that the kernel holds on each card, as they were last counted.
 
         If the kernel's bytes are away, the cards are those to which the bytes will return.
         """
         if self.place is Place.AWAY:
-            claimed = dict(self.backend.must_return_to(self.handle))
-        else:
-            claimed = {
-                share.device: share.bytes for share in self.lease.filled or self.lease.shares
-            }
+            return dict(self.backend.must_return_to(self.handle))
+        return sizes(self.lease.filled or self.lease.shares)
+
+    def _claimed(self) -> dict[str, int]:
+        """The bytes that the kernel claims on each card, also for the running cell."""
+        claimed = self.held()
         for card, size in self.claims.items():
             claimed[card] = max(size, claimed.get(card, 0))
         return claimed
+
+
+def sizes(shares: Shares) -> dict[str, int]:
+    """The bytes of the `shares`, by the id of the card."""
+    return {share.device: share.bytes for share in shares}
 
 
 def exactly(claims: Bytes) -> dict[str, Any]:
@@ -155,7 +161,7 @@ def claiming(lease: Lease, claims: Bytes) -> Lease:
     The field `filled` has the bytes that the lease really holds.
     """
     own = lease.filled or lease.shares
-    held = {share.device: share.bytes for share in own}
+    held = sizes(own)
     claimed = dict(held)
     for card, size in claims.items():
         claimed[card] = max(size, claimed.get(card, 0))

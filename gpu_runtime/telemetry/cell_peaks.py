@@ -1,4 +1,4 @@
-"""The peak memory of each notebook cell in its last run, in a small file of the user.
+"""The memory that each notebook cell took in its last run, in a small file of the user.
 
 No other part depends on the file. If it is missing, no room is requested before a cell runs.
 """
@@ -10,8 +10,8 @@ from ..ledgers.location import local_state
 from .measurements import Measurements
 
 
-def peaks_of_this_user() -> Measurements:
-    """The peaks of this user's cells. The file is read only when a peak is requested from the
+def cells_of_this_user() -> Measurements:
+    """The bytes that this user's cells took. The file is read only when they are requested from the
     result.
     """
     return Measurements(local_state() / FILE)

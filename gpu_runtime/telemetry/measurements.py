@@ -43,9 +43,10 @@ class MeasurementFile(Value):
     schema: int = 1
     models: dict[str, Measurement] = {}  # in the order of their measurement
     contexts: dict[str, int] = {}  # bytes of a CUDA context, by the card's name
-    # The peak of a notebook's cell in bytes, by the digest of the cell's text, then by card; see
-    # cell_peaks.py.
-    cells: dict[str, dict[str, int]] = {}
+    # The bytes that a notebook's cell took beyond those that the notebook held before, by the key of
+    # the cell, then by card; see cell_peaks.py. Earlier versions stored whole peaks as `cells`, which
+    # are not read.
+    cell_bytes: dict[str, dict[str, int]] = {}
 
 
 class Measurements:
@@ -75,23 +76,21 @@ class Measurements:
         with self._lock:
             return self._latest().contexts.get(card)
 
-    def cell_peak(self, key: str) -> dict[str, int]:
-        """The peak of the cell with this `key` in its last run, in bytes by card. Empty if it is
-        unknown.
-        """
+    def cell_bytes(self, key: str) -> dict[str, int]:
+        """The bytes that the cell with this `key` took in its last run, by card. Empty if unknown."""
         with self._lock:
-            return dict(self._latest().cells.get(key, {}))
+            return dict(self._latest().cell_bytes.get(key, {}))
 
-    def remember_cell(self, key: str, peak: dict[str, int]) -> None:
-        """Stores the `peak` of a cell, in bytes by card. An empty `peak` removes the stored one.
+    def remember_cell(self, key: str, taken: dict[str, int]) -> None:
+        """Stores the bytes that a cell took, by card. An empty `taken` removes the stored ones.
         Never fails.
         """
 
         def change(content: MeasurementFile) -> MeasurementFile:
-            cells = _with_newest(content.cells, key, peak)
-            if not peak:
+            cells = _with_newest(content.cell_bytes, key, taken)
+            if not taken:
                 del cells[key]
-            return msgspec.structs.replace(content, cells=cells)
+            return msgspec.structs.replace(content, cell_bytes=cells)
 
         self._change(change)
 

@@ -161,7 +161,7 @@ class Parking:
         if self._cells == 1:
             self._text = text
         if self._lease is None and text and _took_memory(text):
-            self._attach()  # the cell's peak is known from a run before the kernel's restart
+            self._attach()  # what the cell takes is known from a run before the kernel's restart
         if self._lease is None:
             return
         with self._waiting():
@@ -328,7 +328,7 @@ class _Undisturbed:
 
 
 def _took_memory(text: str) -> bool:
-    """Whether the peak memory of the last run of the cell with this `text` is known."""
+    """Whether the memory is known that the cell with this `text` took in its last run."""
     return is_remembered(cell_key(notebook_path(), text))
 
 

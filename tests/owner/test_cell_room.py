@@ -1,4 +1,4 @@
-"""Room before a cell. A cell that took much memory the last time finds that memory free when it
+"""Room before a cell. A cell that took much memory the last time finds as much memory free when it
 runs again.
 """
 
@@ -24,14 +24,30 @@ from .kernels import FLOATS, Quiet, cell, own
 BIG = "weights = torch.empty(10 * GIB)"
 
 
+def learn(kernel, text: str, size: int) -> None:
+    """Makes the kernel remember that the cell took `size` bytes, as if an earlier kernel had run it."""
+    kernel._room.wanted(text, {})
+    kernel._room.learn(text, {"sim:0": size})
+    kernel._room._run.clear()
+
+
+def in_a_new_kernel(kernel, text: str) -> dict[str, int]:
+    """The bytes that a new kernel, which holds nothing yet, requests for the cell."""
+    run, kernel._room._run = kernel._room._run, set()
+    try:
+        return dict(kernel._room.wanted(text, {}))
+    finally:
+        kernel._room._run = run
+
+
 @pytest.fixture
 def two(started, runtime, shared_book):
-    """A kernel that knows that its cell BIG took 10 GiB, and a second runtime with an idle model on
+    """A kernel that remembers that its cell BIG took 10 GiB, and a second runtime with an idle model on
     the same card.
     """
     settings = {"ledger": shared_book, "eviction_grace_seconds": 0.0}
     rt, kernel = started(**settings)
-    kernel._room.learn(BIG, {"sim:0": 10 * GIB})
+    learn(kernel, BIG, 10 * GIB)
     other = runtime(**settings)
     fakes(other, idle="16GiB")
     other.preload("idle")
@@ -55,9 +71,10 @@ def test_a_cell_finds_free_what_it_took_at_its_peak_the_last_time(two):
     rt, kernel, _ = two
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
+    held = own(rt)["sim:0"]
     seen = []
     cell(kernel, lambda: seen.append((own(rt), claims(rt))), BIG)
-    assert seen[0][0] == {"sim:0": 10 * GIB} and seen[0][1][HOST] == 16 * GIB
+    assert seen[0][0] == {"sim:0": held + 10 * GIB} and seen[0][1][HOST] == 16 * GIB
     assert not kernel.refused
     assert any("the last time" in event.because for event in rt.why("kernel"))
     del kept
@@ -112,7 +129,7 @@ def test_a_wait_for_room_ends_and_the_cell_runs_without_it(two, impatient):
 
 def test_for_a_cell_that_took_more_than_the_card_may_give_nothing_leaves(two):
     rt, kernel, other = two
-    kernel._room.learn("huge", {"sim:0": 23 * GIB})
+    learn(kernel, "huge", 23 * GIB)
     cell(kernel, text="huge")
     assert claims(other)["sim:0"] >= 16 * GIB and not kernel.refused
 
@@ -134,7 +151,7 @@ def test_a_parked_kernel_returns_with_the_room_for_its_cell(two):
     rt.park()
     seen = []
     news = cell(kernel, lambda: seen.append(own(rt)), BIG)
-    assert seen == [{"sim:0": 10 * GIB}] and "came back from RAM" in news
+    assert seen == [{"sim:0": held + 10 * GIB}] and "came back from RAM" in news
     assert own(rt) == {"sim:0": held}
     del kept
 
@@ -168,15 +185,65 @@ def test_stop_ends_the_wait_and_the_cell_does_not_run(two, monkeypatch):
 # -- what is remembered ----------------------------------------------------------------------------
 
 
-def test_the_peak_of_a_cell_is_what_it_held_after_its_last_run(started):
+def test_a_cell_is_remembered_with_the_bytes_that_it_left_beyond_those_before(started):
     """On a simulated card a peak is not measured. So the bytes that the kernel held after the cell
-    are remembered.
+    count as its peak.
     """
     rt, kernel = started()
-    kept = []
+    kept = [torch.zeros(32 * FLOATS)]
+    cell(kernel, text="before")
     cell(kernel, lambda: kept.append(torch.zeros(16 * FLOATS)), "a")
-    assert kernel._room.wanted("a")["sim:0"] == own(rt)["sim:0"]
-    assert kernel._room.wanted(" a\n") and not kernel._room.wanted("b")
+    assert in_a_new_kernel(kernel, "a") == {"sim:0": 16 * MIB}
+    assert in_a_new_kernel(kernel, " a\n") and not in_a_new_kernel(kernel, "b")
+
+
+def test_a_cell_that_takes_nothing_requests_nothing(started):
+    """`print` ran while the notebook held 32 MiB. After `del`, it requested 32 MiB again."""
+    rt, kernel = started()
+    kept = [torch.zeros(32 * FLOATS)]
+    cell(kernel, text="make")
+    cell(kernel, text="print(1)")
+    kept.clear()
+    gc.collect()
+    cell(kernel, text="del kept")
+    seen = []
+    cell(kernel, lambda: seen.append(claims(rt)), "print(1)")
+    assert seen == [{}]
+
+
+def test_a_cell_that_runs_again_in_the_same_kernel_replaces_what_it_made(started):
+    """A cell that makes a model takes its bytes once in each kernel, however often it runs there."""
+    rt, kernel = started()
+    kept = []
+
+    def make():
+        kept[:] = [torch.zeros(16 * FLOATS)]
+
+    cell(kernel, make, "make")
+    held, seen = own(rt), []
+    for _ in range(2):
+        cell(kernel, lambda: (seen.append(own(rt)), make()), "make")
+    assert seen == [held, held]
+    assert in_a_new_kernel(kernel, "make") == {"sim:0": 16 * MIB}
+
+
+def test_a_cell_that_fails_or_is_refused_keeps_what_was_known_of_it(started, monkeypatch):
+    """It stopped before it took all that it needs."""
+    rt, kernel = started()
+    kept = [torch.zeros(2 * FLOATS)]
+    cell(kernel, text="first")
+    learn(kernel, BIG, 16 * MIB)
+    cell(kernel, text=BIG)
+    kernel.make_room(MemoryError())
+    assert in_a_new_kernel(kernel, BIG) == {"sim:0": 16 * MIB}
+    assert kernel._room.wanted(BIG, {}), "its next run counts as the first"
+    rt.park()
+    monkeypatch.setattr(kernel, "_obtain", lambda *_: 1 / 0)
+    kernel.begin(BIG)
+    assert kernel.refused
+    kernel.end()
+    assert in_a_new_kernel(kernel, BIG) == {"sim:0": 16 * MIB}
+    del kept
 
 
 def test_the_peak_is_remembered_when_a_skipped_count_is_made(started):
@@ -188,9 +255,10 @@ def test_the_peak_is_remembered_when_a_skipped_count_is_made(started):
     kernel.begin("a")
     kept.append(torch.zeros(16 * FLOATS))
     kernel.end()
-    assert not kernel._room.wanted("a")
+    assert not in_a_new_kernel(kernel, "a")
+    kernel._room._held = {"sim:0": own(rt)["sim:0"]}
     kernel.catch_up()
-    assert kernel._room.wanted("a")["sim:0"] == own(rt)["sim:0"] >= 18 * MIB
+    assert in_a_new_kernel(kernel, "a") == {"sim:0": 16 * MIB}
 
 
 def test_a_count_during_which_the_next_cell_begins_tells_no_peak(started, monkeypatch):
@@ -209,7 +277,7 @@ def test_a_count_during_which_the_next_cell_begins_tells_no_peak(started, monkey
 
     monkeypatch.setattr(kernel, "count", late)
     kernel.catch_up()
-    assert not kernel._room.wanted("a") and not kernel._room.wanted("b")
+    assert not in_a_new_kernel(kernel, "a") and not in_a_new_kernel(kernel, "b")
     kernel.end()
 
 
@@ -222,10 +290,10 @@ def test_a_cell_that_leases_memory_by_itself_is_not_remembered(started):
             kept.append(torch.zeros(16 * FLOATS))
 
     cell(kernel, leased, "a")
-    assert not kernel._room.wanted("a")
+    assert not in_a_new_kernel(kernel, "a")
 
 
-def test_the_peaks_survive_the_kernel_and_belong_to_the_notebook(tmp_path, monkeypatch):
+def test_what_cells_took_survives_the_kernel_and_belong_to_the_notebook(tmp_path, monkeypatch):
     url = f"sqlite://{tmp_path}/ledger"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("JPY_SESSION_NAME", "/work/a.ipynb")
@@ -236,11 +304,22 @@ def test_the_peaks_survive_the_kernel_and_belong_to_the_notebook(tmp_path, monke
     with opened() as rt:
         rt.attach_kernel(Quiet())._room.learn(BIG, {"sim:0": 10 * GIB})
     with opened() as rt:
-        assert rt.attach_kernel(Quiet())._room.wanted(BIG) == {"sim:0": 10 * GIB}
+        room = rt.attach_kernel(Quiet())._room
+        assert room.wanted(BIG, {"sim:0": GIB}) == {"sim:0": 11 * GIB}
         monkeypatch.setenv("JPY_SESSION_NAME", "/work/b.ipynb")
-        assert rt.attach_kernel(Quiet())._room.wanted(BIG) == {}
+        assert rt.attach_kernel(Quiet())._room.wanted(BIG, {}) == {}
     written = (tmp_path / "state/gpu-console/cells.json").read_text()
     assert "torch" not in written and "ipynb" not in written, "digests only"
+
+
+def test_peaks_of_an_older_version_are_not_read(tmp_path):
+    """They were stored without the bytes that the notebook held before the cell."""
+    file = tmp_path / "cells.json"
+    file.write_text('{"schema": 1, "cells": {"a": {"sim:0": 12345678}}}')
+    known = Measurements(file)
+    assert known.cell_bytes("a") == {}
+    known.remember_cell("b", {"sim:0": 9})
+    assert Measurements(file).cell_bytes("b") == {"sim:0": 9}
 
 
 def test_the_number_of_remembered_cells_is_bounded(monkeypatch):
@@ -248,7 +327,7 @@ def test_the_number_of_remembered_cells_is_bounded(monkeypatch):
     known = Measurements()
     for number in range(5):
         known.remember_cell(str(number), {"sim:0": number + 1})
-    assert [bool(known.cell_peak(str(number))) for number in range(5)] == [False] * 2 + [True] * 3
+    assert [bool(known.cell_bytes(str(number))) for number in range(5)] == [False] * 2 + [True] * 3
 
 
 # -- a card that is really full --------------------------------------------------------------------
@@ -305,8 +384,8 @@ def test_a_card_tells_the_peak_of_a_cell_after_which_no_count_was_made(cards):
     kernel.begin("takes")
     on(0, 4)
     kernel.end()
-    assert kernel._room.wanted("frees") == {"simgpu:0": 12 * MIB}
-    assert kernel._room.wanted("takes") == {"simgpu:0": 6 * MIB}
+    assert in_a_new_kernel(kernel, "frees") == {}
+    assert in_a_new_kernel(kernel, "takes") == {"simgpu:0": 4 * MIB}
 
 
 def test_a_peak_counts_the_kernels_own_bytes_and_no_model(cards):
@@ -315,7 +394,7 @@ def test_a_peak_counts_the_kernels_own_bytes_and_no_model(cards):
     rt.adopt("model", torch.nn.Linear(1024, 1024, bias=False, device="simgpu:0").eval())
     cell(kernel)
     cell(kernel, lambda: on(0, 8), "a")
-    assert kernel._room.wanted("a") == {"simgpu:0": 10 * MIB}
+    assert in_a_new_kernel(kernel, "a") == {"simgpu:0": 8 * MIB}
     del kept
 
 
