@@ -10,6 +10,7 @@ from __future__ import annotations
 import gc
 import re
 import traceback
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -22,7 +23,7 @@ from ..notebook import notebook_path
 from ..scheduler.evictable import reason_to_stay
 from ..telemetry.cell_peaks import cells_of_this_user
 from ..telemetry.measurements import Measurements
-from ..units import MIB, parse_bytes, show_bytes
+from ..units import MIB, parse_bytes, show_bytes, show_seconds
 from . import acquire, failures
 from .kernel_resident import NAME, Bytes, KernelResident, exactly, sizes
 from .pins import AnchorRef
@@ -30,6 +31,7 @@ from .resident import Place
 from .session import Session, log
 
 LEAST_BYTES = 8 * MIB  # fewer bytes are not requested
+LEAST_WAIT_SECONDS = 1.0  # a shorter wait shows nothing
 WAIT_TURNS = 2  # the longest wait of a cell for room, in turns of other notebooks
 CHANGED = 0.01  # bytes that differ by a smaller fraction are not written again
 AGAIN = "+"  # at the end of a key: for runs after the first one of this kernel
@@ -154,26 +156,28 @@ class CellRoom:
 
     # -- before a cell
 
-    def request(self, resident: KernelResident | None, pin: AnchorRef, wanted: Bytes) -> None:
+    def request(self, resident: KernelResident | None, pin: AnchorRef, wanted: Bytes) -> str:
         """Requests the bytes of `wanted` that the kernel does not hold yet, and pins the kernel.
 
         `wanted` has the bytes that the cell needs of each card. `pin` refers to the cell's anchor.
         If the wait takes too long, or if the kernel's memory has to leave meanwhile, this method
-        returns without the room.
+        returns without the room. The result is a sentence for the user about a wait that was long
+        enough to be shown, or an empty text.
         """
         session = self._session
         if self._block is not None:  # another cell runs this cell, and has its room already
-            return
+            return ""
         more = {}
         for card, size in wanted.items():
             missing = size - (resident.lease.bytes_on(card) if resident else 0)
             if missing > 0:
                 more[card] = missing
         if sum(more.values()) < LEAST_BYTES:
-            return
+            return ""
         name = "room for a cell"  # a process has at most one
+        began, before = session.clock(), self._of_others(more)
         key = session.new_key(f"lease {name}")
-        granted = False
+        granted, why = False, ""
         try:
             for lease in self._grants(name, key, more, resident):
                 granted = True
@@ -185,12 +189,41 @@ class CellRoom:
                 break
         except GpuError as error:  # the wait is over, or waiting is useless: the cell runs
             log.debug("a cell runs without its room: %s", error)
+            why = str(error.facts.get("because", ""))
         finally:
             session.done_with(key.note)
             if not granted:
                 session.withdraw(key)
         if granted:
             self._note(resident, more)
+        waited = session.clock() - began
+        if waited < LEAST_WAIT_SECONDS or not (granted or why):
+            return ""
+        return self._line(waited, more, before, why)
+
+    def _line(self, waited: float, more: Bytes, before: Mapping[str, str], why: str) -> str:
+        """The line that stays after a wait of `waited` seconds for the bytes `more`.
+
+        `before` has the leases of others when the wait began. `why` is the reason of a wait in vain.
+        """
+        room = " + ".join(f"{show_bytes(size)} on {card}" for card, size in more.items())
+        line = f"for {room}, which this cell took the last time"
+        if why:
+            return f"Waited {show_seconds(waited)} in vain {line}. {why.rstrip('.')}."
+        after = self._of_others(more)
+        left = ", ".join(title for id, title in before.items() if id not in after)
+        return f"Waited {show_seconds(waited)} {line}{f'; {left} left the card' if left else ''}."
+
+    def _of_others(self, cards: Iterable[str]) -> dict[str, str]:
+        """The leases of other processes that are wholly on one of the `cards`: their titles, by id."""
+        session = self._session
+        book = session.ledger.read()
+        return {
+            lease.id: lease_title(lease, book.owner(lease.owner))
+            for lease in book.leases()
+            if lease.owner != session.me and lease.all_on_device
+            if any(lease.bytes_on(card) for card in cards)
+        }
 
     def _grants(self, name: str, key: Any, more: Bytes, resident: KernelResident | None) -> Any:
         """Waits for the grant of the bytes `more` of each card, and yields the lease on them.

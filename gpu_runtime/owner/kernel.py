@@ -91,8 +91,9 @@ class Kernel:
         they belong to earlier cells whose end was interrupted; such pins are dropped.
 
         Then requests room for what the same cell took last time, and waits a limited time for this
-        room. Returns a sentence about the memory that came back to the card, or an empty text. After
-        the call, `self.refused` is the reason why the cell must not run, or empty.
+        room. Returns a sentence about the memory that came back to the card, or about a wait for the
+        room, or an empty text. After the call, `self.refused` is the reason why the cell must not
+        run, or empty.
         """
         self._here.refusal = None
         if outermost:
@@ -107,8 +108,7 @@ class Kernel:
                 self._cell = text
                 wanted = self._room.before(text, self._handle, self.resident, self._uncounted)
             if resident is None:
-                self._room.request(None, pin, wanted)
-                return ""
+                return self._room.request(None, pin, wanted)
             self._yield_turn(resident)
             news = self._obtain(resident, pin, wanted)
         except KeyboardInterrupt:
@@ -126,10 +126,11 @@ class Kernel:
 
     def _obtain(self, resident: KernelResident, pin: AnchorRef, wanted: Bytes) -> str:
         """Pins the kernel, with room for `wanted` if possible. Returns a sentence for the user."""
+        news = ""
         if resident.place is Place.HERE:
-            self._room.request(resident, pin, wanted)
+            news = self._room.request(resident, pin, wanted)
         if resident.enter(pin):
-            return ""
+            return news
         return self._return(resident, pin, wanted)
 
     def _return(self, resident: KernelResident, pin: AnchorRef, wanted: Bytes) -> str:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 import gc
 import math
+import re
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -125,6 +127,25 @@ def test_a_wait_for_room_ends_and_the_cell_runs_without_it(two, impatient):
         cell(kernel, lambda: ran.append(own(rt)["sim:0"] < GIB), BIG)
     assert ran == [True] and not kernel.refused and not rt.status().tickets
     del kept
+
+
+@pytest.mark.parametrize(
+    ("in_use", "line"),
+    [
+        (False, "Waited 9 s for 10.0 GiB on sim:0, which this cell took the last time; idle left"),
+        (
+            True,
+            "Waited 9 s in vain for 10.0 GiB on sim:0, which this cell took the last time. idle",
+        ),
+    ],
+)
+def test_one_line_stays_after_a_wait_for_room(two, impatient, monkeypatch, in_use, line):
+    """The line of the wait itself disappears. A wait of less than a second leaves no line."""
+    _, kernel, other = two
+    monkeypatch.setattr("gpu_runtime.owner.cell_room.LEAST_WAIT_SECONDS", 0.0)
+    with other.use("idle") if in_use else nullcontext():
+        news = cell(kernel, text=BIG)
+    assert re.sub(r"[\d.]+ m?s", "9 s", news).startswith(line)
 
 
 def test_for_a_cell_that_took_more_than_the_card_may_give_nothing_leaves(two):
