@@ -347,8 +347,10 @@ def free(session: Session, variable: str | None) -> Outcome:
         before = _held_bytes(session)
         said = _delete(session, namespace, variable)
     session.probe.empty_cache()
-    session.maps.publish(at_once=True)
     freed = max(0, before - _held_bytes(session))
+    if session.kernel is not None:
+        session.kernel.recount()
+    session.maps.publish(at_once=True)
     because = "; ".join([f"{show_bytes(freed)} came free", *said])
     requests.note_action(session, "free", "", because, freed)
     seconds = round(time.perf_counter() - began, 3)
@@ -384,10 +386,7 @@ def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
     gc.collect()
     kept = _search_keys(session) if mine else frozenset()
     left = {name.name for name in namespace.names()}
-    names = []
-    for name, keys in others.items():
-        if keys & kept and name in left:
-            names.append(name)
+    names = [name for name, keys in others.items() if keys & kept and name in left]
     names += [f"the model {one.spec.name}" for one in models]
     if not names:
         return []

@@ -256,6 +256,17 @@ class Kernel:
         elif changed and session.dozing:
             session.wake_monitor()
 
+    def recount(self) -> None:
+        """Counts again after tensors were freed, so that their bytes are not cached on a simulated card.
+
+        There the count is one account in a segment of its size. A smaller account would stay in the
+        old segment, which could not be released.
+        """
+        if self._handle is not None and not self._handle.away:
+            self._handle.noted = None
+            self._session.probe.empty_cache()
+            self.count()
+
     def _open(self, held: Shares) -> None:
         """Opens the lease for the counted memory `held`."""
         session, handle = self._session, self._handle

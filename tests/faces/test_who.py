@@ -388,6 +388,19 @@ def test_free_of_a_variable_does_not_count_cached_memory(notebook, rt):
     assert rt.free("z").bytes == 2 * MIB
 
 
+@pytest.mark.parametrize("free", ["rt.free('x')", "rt.free()"])
+def test_after_free_the_freed_memory_is_not_cached(notebook, rt, free):
+    """A simulated card learns of freed tensors only when they are counted. `%gpu who` showed them as
+    cached until the next `%gpu free`.
+    """
+    kernel = rt.attach_kernel(Quiet())
+    run(notebook, "x = mib(24)" if "x" in free else "mib(24)")
+    kernel.count()
+    assert eval(free).bytes == 24 * MIB
+    kernel.count()  # as at the end of the cell
+    assert rt.who().attrs["cached_bytes"] == 0
+
+
 def test_free_of_an_unknown_name_suggests_the_nearest(notebook, rt):
     run(notebook, "model = mib(1)")
     with pytest.raises(errors.GpuError, match="no variable is called 'modle'. Did you mean model?"):
