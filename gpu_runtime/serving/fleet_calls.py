@@ -18,8 +18,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import aiohttp
-
 from ..access_keys import Keys
 from ..catalog.store import Catalog
 from ..errors import GpuError, NodeLost, UnknownModel
@@ -29,7 +27,7 @@ from ..fleet.wishes import Wishes
 from ..settings import Settings
 from ..threads import Cancellation, start
 from .engines.base import EngineFailed
-from .engines.connections import CONNECTION_ERRORS
+from .engines.connections import CONNECTION_ERRORS, HttpClient
 from .engines.openai_http import HttpAdapter
 from .gateway import Gateway
 from .host_server import HostServer, serve
@@ -167,7 +165,7 @@ class FleetAdapter:
 
     counts_tokens = False  # some engines on the hosts do not know the field `stream_options`
 
-    def __init__(self, value: FleetModel, spec: ModelSpec, http: aiohttp.ClientSession) -> None:
+    def __init__(self, value: FleetModel, spec: ModelSpec, http: HttpClient) -> None:
         """The adapter of `value`, which is the model of `spec`. `http` is the client for hosts."""
         self._value, self._spec, self._http = value, spec, http
 
@@ -287,7 +285,7 @@ def _has_token(event: dict[str, Any]) -> bool:
     return False
 
 
-def fleet_adapter(value: FleetModel, spec: ModelSpec, http: aiohttp.ClientSession) -> FleetAdapter:
+def fleet_adapter(value: FleetModel, spec: ModelSpec, http: HttpClient) -> FleetAdapter:
     """The adapter of `value`, in the form in which the gateway calls it."""
     return FleetAdapter(value, spec, http)
 

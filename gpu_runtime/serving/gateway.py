@@ -17,8 +17,6 @@ from contextlib import AsyncExitStack
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
-import aiohttp
-
 from ..access_keys import Keys
 from ..errors import GpuError, StillInUse
 from ..facts import ModelSpec, Value
@@ -26,7 +24,7 @@ from ..fault_texts import MOST_DECODE_FAILURES, decode_failures, recognise
 from .access import KeyRules
 from .choices import Choices
 from .engines.base import EngineAdapter, EngineFailed, require, require_room
-from .engines.connections import open_client
+from .engines.connections import HttpClient
 from .engines.endings import require_ended, until_ended
 from .engines.long_prompts import MOST_AT_ONCE, require_tokens
 from .engines.openai_format import asks_usage
@@ -141,7 +139,7 @@ class Gateway:
         self._counts: Counter[str] = Counter()
         self._decode_failures: Counter[str] = Counter()  # model -> failures in a row
         self._counts_at_once = asyncio.Semaphore(MOST_AT_ONCE)  # for counting long prompts
-        self._http_clients: dict[bool, aiohttp.ClientSession] = {}  # key: whether proxies are used
+        self._http_clients: dict[bool, HttpClient] = {}  # key: whether proxies are used
         self._calls: set[asyncio.Task[Any]] = set()
         self._streams: WeakSet[Streamed] = WeakSet()
         self._closed = self._draining = False
@@ -374,10 +372,10 @@ class Gateway:
         adapter = self._make_adapter(turn.value, spec, self._client(proxies=False))
         return adapter, wants_thinking(call, spec.options)
 
-    def _client(self, *, proxies: bool) -> aiohttp.ClientSession:
+    def _client(self, *, proxies: bool) -> HttpClient:
         """The HTTP client, created at its first use. `proxies` is whether it uses the environment's proxies."""
         if proxies not in self._http_clients:
-            self._http_clients[proxies] = open_client(proxies=proxies)
+            self._http_clients[proxies] = HttpClient(proxies=proxies)
         return self._http_clients[proxies]
 
     def _stay_warm(self, call: Call, spec: ModelSpec) -> float:

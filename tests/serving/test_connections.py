@@ -6,11 +6,11 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
-import aiohttp
 import pytest
 
 from gpu_runtime.serving.engines import connections
-from gpu_runtime.serving.engines.connections import open_client
+from gpu_runtime.serving.engines.connections import HttpClient
+from tests.serving.loopback import loopback
 from tests.serving.loops import in_loop, until
 
 CLOSES = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"
@@ -41,16 +41,16 @@ class Engine:
 
 
 @asynccontextmanager
-async def engine() -> AsyncIterator[tuple[Engine, aiohttp.ClientSession, str]]:
+async def engine() -> AsyncIterator[tuple[Engine, HttpClient, str]]:
     one = Engine()
     server = await asyncio.start_server(one.serve, "127.0.0.1", 0)
     url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}/"
-    async with server, open_client(proxies=False) as client:
+    async with server, HttpClient(proxies=False) as client:
         yield one, client, url
 
 
-async def text(client: aiohttp.ClientSession, url: str) -> str:
-    async with client.get(url) as response:
+async def text(client: HttpClient, url: str) -> str:
+    async with await client.post(url, {}, {}) as response:
         return await response.text()
 
 
@@ -109,7 +109,7 @@ async def test_a_call_that_is_cancelled_ends_its_connection():
 async def test_a_stream_that_is_left_ends_its_connection():
     async with engine() as (one, client, url):
         one.answer = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok"
-        async with client.get(url):
+        async with await client.post(url, {}, {}):
             pass
         await until(lambda: one.ended == 1)
         one.answer = KEEPS
@@ -122,3 +122,27 @@ async def test_the_end_of_the_client_closes_the_free_connections():
         await text(client, url)
         await client.close()
         await until(lambda: one.ended == 1)
+
+
+@pytest.mark.parametrize("through", ["proxy", "no_proxy", "for engines"])
+@in_loop
+async def test_only_clouds_are_reached_through_the_proxy_of_the_environment(
+    through, monkeypatch, tmp_path
+):
+    """The client sends the given key, and no password of another program from ~/.netrc."""
+    netrc = tmp_path / "netrc"
+    netrc.write_text("machine 127.0.0.1 login ann password secret")
+    netrc.chmod(0o600)
+    monkeypatch.setenv("NETRC", str(netrc))
+    async with loopback() as proxy, loopback() as there:
+        monkeypatch.setenv("http_proxy", proxy.url.removesuffix("/v1"))
+        monkeypatch.setenv("no_proxy", "127.0.0.1" if through == "no_proxy" else "")
+        proxy.answers, there.answers = [{}], [{}]
+        url = f"{there.url}/chat"
+        async with HttpClient(proxies=through != "for engines") as client:
+            async with await client.post(url, {}, {"Authorization": "Bearer key"}) as response:
+                assert response.status == 200
+        [(path, headers, _)] = proxy.requests if through == "proxy" else there.requests
+        assert path == (url if through == "proxy" else "/v1/chat")
+        assert headers["authorization"] == "Bearer key"
+        assert len(proxy.requests) + len(there.requests) == 1

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from gpu_runtime.serving.engines.connections import open_client
+from gpu_runtime.serving.engines.connections import HttpClient
 from gpu_runtime.serving.engines.openai_http import HttpAdapter
 from gpu_runtime.serving.fleet_calls import _Place
 from gpu_runtime.serving.requests import Refused
@@ -64,7 +64,7 @@ async def test_a_host_of_a_fleet_has_the_routes_of_tokens():
             "qwen", "box1", SimpleNamespace(url=there.url.removesuffix("/v1"), token="t")
         )
         there.answers = [{"model": "qwen", "tokens": [1], "count": 1}]
-        async with open_client(proxies=False) as http:
+        async with HttpClient(proxies=False) as http:
             adapter = HttpAdapter("qwen", place, http)
             answer = await adapter.answer("tokenize", {"model": "qwen", "prompt": "a"}, None)
         assert answer["tokens"] == [1] and there.requests[0][0] == "/v1/tokenize"

@@ -15,7 +15,7 @@ from ..requests import Refused
 from ..routing.profiles import with_thinking
 from . import chat_template
 from .base import EngineFailed, cannot
-from .connections import CONNECTION_ERRORS, check_connection
+from .connections import CONNECTION_ERRORS, HttpClient
 from .tool_calls import tools_of
 
 PATHS = {
@@ -43,7 +43,7 @@ class HttpAdapter:
     counts_tokens = False  # some engines do not know the field `stream_options`
 
     def __init__(
-        self, name: str, handle: Any, http: aiohttp.ClientSession, spec: ModelSpec | None = None
+        self, name: str, handle: Any, http: HttpClient, spec: ModelSpec | None = None
     ) -> None:
         """An adapter for the model `name`. It sends requests through the client `http`. A cloud's model has no `spec`.
 
@@ -134,19 +134,14 @@ class HttpAdapter:
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         """Sends a call to the engine. Yields the response, whose body is not read yet."""
         url, headers, fields = await self._request(kind, body, think)
-        token = check_connection.set(self._require_listener)
         try:
-            response = await self._http.post(
-                url, json=fields, headers=headers, allow_redirects=False
-            )
+            response = await self._http.post(url, fields, headers, self._require_listener)
         except aiohttp.ClientResponseError as error:
             what = error.message.partition("\n")[0].rstrip(":")
             raise self._failed(f"{url} sent a malformed answer: {what}") from error
         except CONNECTION_ERRORS as error:
             why = f"{url} did not answer: {type(error).__name__} {error}".rstrip()
             raise self._failed(why) from error
-        finally:
-            check_connection.reset(token)
         async with response:
             if not 200 <= response.status < 300:
                 raise await self._refusal(response)
