@@ -40,6 +40,10 @@ SCHEDULER = [
     )
 ]
 PARTS = ["tests/scheduler/test_parts.py"]
+SPLITTING = ["tests/scheduler/test_splitting.py"]
+HOPELESS = ["tests/scheduler/test_hopeless.py"]
+WARM_POOL = ["tests/scheduler/test_warm_pool.py"]
+EARLIER_USES = ["tests/stories/test_earlier_uses.py"]
 DUPLEX = ["tests/scheduler/test_duplex.py", "tests/owner/test_duplex.py"]
 QUARANTINE = ["tests/ledgers/test_quarantine.py", "tests/ledgers/test_pages.py"]
 LEDGER = ["tests/ledgers/test_contract.py", "tests/ledgers/test_sqlite.py"]
@@ -925,6 +929,62 @@ FAULTS = [
         "        if near != (me.host, me.boot, me.user, me.namespaces):",
         "        if False:",
         SHADOWS,
+    ),
+    Fault(
+        "parts: a card may be left without a piece",
+        "scheduler/parts",
+        "place = bisect_right(later, start)",
+        "place = bisect_right(later, start - 1)",
+        SPLITTING,
+    ),
+    Fault(
+        "parts: a cut leaves too many bytes for the next card",
+        "scheduler/parts",
+        "if place < len(later) and sums[later[place] - 1] - sums[start - 1] <= free[index]:",
+        "if place < len(later):",
+        SPLITTING,
+    ),
+    Fault(
+        "precious: at most 16 sets are tried",
+        "scheduler/stuck",
+        "MOST_TRIED = 256",
+        "MOST_TRIED = 16",
+        HOPELESS,
+    ),
+    Fault(
+        "precious: the smallest sums are kept",
+        "scheduler/evictable",
+        "for size in nlargest(MOST_SUMS, sets)}",
+        "for size in sorted(sets)[:MOST_SUMS]}",
+        HOPELESS,
+    ),
+    Fault(
+        "recall: a lease in parts is offloaded for host memory",
+        "scheduler/recall",
+        "return bool(cards) and not any(lease.bytes_on(card) for card in cards)",
+        "return False",
+        WARM_POOL,
+    ),
+    Fault(
+        "uses: a released model leaves no event",
+        "owner/earlier_uses",
+        "if lease.source and lease.recent_uses:",
+        "if False:",
+        EARLIER_USES,
+    ),
+    Fault(
+        "uses: the uses of killed processes are not read",
+        "owner/earlier_uses",
+        "if resident.content == event.source:",
+        "if False:",
+        EARLIER_USES,
+    ),
+    Fault(
+        "uses: only the newest event is read",
+        "owner/earlier_uses",
+        "tail(MOST_USES, None,",
+        "tail(1, None,",
+        ["tests/owner/test_recent_uses.py"],
     ),
 ]
 

@@ -67,14 +67,18 @@ def test_a_refused_request_is_no_use(runtime, clock):
     assert recent_uses(rt) == ()
 
 
+@pytest.fixture
+def equal_sources(monkeypatch):
+    same = Evidence(fingerprint="f" * 64)
+    monkeypatch.setattr(FakeBackend, "evidence", lambda self, spec, origin=None: same)
+
+
 def test_the_uses_of_an_earlier_process_count_if_the_source_is_the_same(
-    runtime, clock, tmp_path, monkeypatch
+    runtime, clock, tmp_path, equal_sources
 ):
     """The journal has the uses of the model's last stay. The first load reads them, although its
     own request is a use already.
     """
-    same = Evidence(fingerprint="f" * 64)
-    monkeypatch.setattr(FakeBackend, "evidence", lambda self, spec, origin=None: same)
     ledger = f"sqlite:///{tmp_path}/ledger.db"
     earlier = runtime(ledger=ledger, monitor=False, clock=clock, wall=clock)
     fakes(earlier, a="3GiB")
@@ -88,3 +92,27 @@ def test_the_uses_of_an_earlier_process_count_if_the_source_is_the_same(
     with later.use("a"):
         pass
     assert recent_uses(later) == (1000, 1100)
+
+
+def test_the_uses_of_processes_that_ended_at_the_same_time_count_together(
+    runtime, clock, tmp_path, equal_sources
+):
+    """Neither process has read the uses of the other one, so the newest event has not all uses."""
+    settings = {
+        "ledger": f"sqlite:///{tmp_path}/ledger.db",
+        "monitor": False,
+        "clock": clock,
+        "wall": clock,
+    }
+    both = [runtime(**settings) for _ in range(2)]
+    for name, rt in zip("ab", both, strict=True):
+        fakes(rt, **{name: "3GiB"})
+        with rt.use(name):
+            clock.advance(50)
+    for rt in both:
+        rt.close()
+    later = runtime(**settings)
+    fakes(later, c="3GiB")
+    with later.use("c"):
+        pass
+    assert recent_uses(later) == (1000, 1050, 1100)

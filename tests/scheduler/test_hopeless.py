@@ -46,12 +46,13 @@ def fits(need: int, room: dict[str, int], layout: str) -> bool:
     st.integers(1, 60),
 )
 @example([0, 0], [(0, 9)] * 5 + [(1, 9)] * 5, 11, "balanced", 10)
+@example([0, 0], [(0, 5)] * 6 + [(1, 5)] * 6, 11, "balanced", 11)
 def test_a_request_is_refused_if_no_set_that_the_host_can_take_makes_the_room(
     spare, placed, host, layout, gib
 ):
     """Without this, a hopeless request waits until its timeout beside more than eight such leases.
-    In the example, the host has room for one lease of 9 GiB, and each of the two cards needs one to
-    leave.
+    In the first example, the host has room for one lease of 9 GiB, and each of the two cards needs
+    one to leave.
     """
     placed = [(card % len(spare), size) for card, size in placed]
     leases = [
@@ -93,3 +94,11 @@ def test_of_many_leases_the_set_that_fills_little_host_memory_best_is_found(size
         best |= {total + size for total in best if total + size <= host}
     found = largest_fitting_set(leases, host * GIB)
     assert sum(one.bytes for one in found) == max(best) * GIB
+
+
+def test_of_many_different_leases_the_chosen_set_fills_host_memory_almost():
+    """Not every sum of their bytes is compared. The largest sums leave the least of the host free."""
+    leases = [lease(f"m{n}", droppable=False, sim0=1 + n / 37) for n in range(60)]
+    for host in (20, 60, 100):
+        found = largest_fitting_set(leases, host * GIB)
+        assert 0.999 * host * GIB <= sum(one.bytes for one in found) <= host * GIB
