@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..facts import MOST_USES, Book, Lease, World
+from ..facts import MOST_USES, Book, Lease, World, merged_uses
 from ..scheduler import transitions as books
 from .resident import Resident
 from .session import Session
@@ -54,4 +54,7 @@ def read_book(session: Session, book: Book) -> None:
             continue
         for resident in list(session.residents.values()):
             if resident.content == event.source:
-                resident.note_uses(event.uses)
+                every_use = merged_uses((resident.recent_uses, event.uses), session.wall())
+                # Written only if it changes, because another thread may note a use at the same time.
+                if every_use != resident.recent_uses:
+                    resident.note_uses(event.uses)
