@@ -193,7 +193,8 @@ def test_a_cell_without_its_memory_is_refused(kernel):
             reply = notebook.client.get_shell_msg(timeout=20)
         assert reply["content"]["status"] == "error"
     rt.evict("big")
-    assert "[] 5000000.0" in notebook.run("print(story, float(x.sum()))")
+    # ipykernel 6 may still abort cells for a moment after the failed one.
+    until(lambda: "[] 5000000.0" in notebook.run("print(story, float(x.sum()))"), 20)
 
 
 def test_the_memory_is_back_before_a_subshell_reads_it(kernel):
@@ -260,23 +261,6 @@ def test_the_debugger_starts_in_a_parked_kernel(kernel):
     debugger(notebook.client, "disconnect", restart=False, terminateDebuggee=False)
 
 
-def test_the_cells_that_wait_are_seen_and_run_in_their_order(kernel):
-    """With "Run All", a running cell knows the models of the cells that were sent with it."""
-    notebook, _ = kernel
-    notebook.run("for name in 'uv': rt.register(name, backend='fake', size='8MiB')")
-    sent = (
-        "time.sleep(1)",  # until all have arrived
-        "from gpu_runtime.upcoming_cells import upcoming\n"
-        "seen = [cell.uses for cell in upcoming.cells(['u', 'v'], lambda value: '')]",
-        "with rt.use('u'): story.append('u')",
-        "with rt.use('v'): story.append('v')",
-    )
-    for code in sent:
-        notebook.client.execute(code)
-    out = notebook.run("print([uses for uses in seen if uses], story)")
-    assert "[('u',), ('v',)] ['u', 'v']" in out
-
-
 def test_a_console_that_is_opened_and_used_in_a_parked_notebook_leaves_it_parked(kernel):
     """The console reads no tensor. Its page sends a message about once a second."""
     notebook, rt = kernel
@@ -295,3 +279,20 @@ def test_a_console_that_is_opened_and_used_in_a_parked_notebook_leaves_it_parked
     request(client, "kernel_info_request")  # its reply comes after the other messages were handled
     assert places(rt)["a.ipynb"] == {HOST}
     assert "5000000.0" in notebook.run("print(float(x.sum()))")
+
+
+def test_the_cells_that_wait_are_seen_and_run_in_their_order(kernel):
+    """With "Run All", a running cell knows the models of the cells that were sent with it."""
+    notebook, _ = kernel
+    notebook.run("for name in 'uv': rt.register(name, backend='fake', size='8MiB')")
+    sent = (
+        "time.sleep(1)",  # until all have arrived
+        "from gpu_runtime.upcoming_cells import upcoming\n"
+        "seen = [cell.uses for cell in upcoming.cells(['u', 'v'], lambda value: '')]",
+        "with rt.use('u'): story.append('u')",
+        "with rt.use('v'): story.append('v')",
+    )
+    for code in sent:
+        notebook.client.execute(code)
+    out = notebook.run("print([uses for uses in seen if uses], story)")
+    assert "[('u',), ('v',)] ['u', 'v']" in out
