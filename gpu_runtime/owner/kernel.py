@@ -262,7 +262,7 @@ class Kernel:
         There the count is one account in a segment of its size. A smaller account would stay in the
         old segment, which could not be released.
         """
-        if self._handle is not None and not self._handle.away:
+        if (resident := self.resident) is not None and resident.place is Place.HERE:
             self._handle.noted = None
             self._session.probe.empty_cache()
             self.count()
