@@ -174,6 +174,7 @@ def test_in_a_narrow_window_the_page_stays_inside_its_output(live):
         assert all(inside().values()), inside()
     finally:
         page.set_viewport_size(wide)
+        live.tab("Models")  # for the next tests
 
 
 def test_the_page_is_updated_while_a_long_cell_runs(live):
