@@ -26,11 +26,14 @@ from .context import Context
 from .evictable import (
     EXEMPT,
     MOVE_FAILED,
+    can_move,
     leaves_in_words,
     needs_host_room,
     reason_to_stay,
     why_not_moved,
 )
+from .stuck import host_bytes_to_be_had
+from .victims import precious_bytes
 
 MOST_TOLD = 4  # leases in the way that are named in the sentence
 LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can change the verdict
@@ -244,7 +247,8 @@ def _in_words(
         return "is kept"
     if why == Phase.LEAVING or lease.id in context.recalled:
         return leaves_in_words(lease)
-    if lease.droppable:
+    all_fit_in_host = precious_bytes(context.leases) <= host_bytes_to_be_had(book, world)
+    if lease.droppable or (can_move(lease, world) and all_fit_in_host):
         return "would not free enough"
     why = needs_host_room(lease)
     return why if why == EXEMPT else f"{why} now"

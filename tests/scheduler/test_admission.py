@@ -255,6 +255,16 @@ def test_a_device_that_is_not_allowed_does_not_count():
     assert verdict.because == "qwen may only go to cuda:7, and this machine has no such device"
 
 
+def test_the_obstacle_of_a_notebook_that_could_leave_is_its_size():
+    """Its memory exists nowhere else, and RAM had no room for it, the sentence said. RAM was empty."""
+    idle = lease("kernel", by=3, sim0=6, kind="kernel", droppable=False)
+    page = book(lease("busy", by=2, sim0=12, pins=1), idle)
+    _, verdict = decide(page, request("big", 16), world(sim0=20, host=64))
+    assert verdict.because == (
+        "busy (12.0 GiB on sim:0) is in use by pid 2; pid 3 (6.0 GiB on sim:0) would not free enough"
+    )
+
+
 def test_a_request_waits_for_a_card_that_can_hold_it_not_the_emptiest():
     """In an earlier version the ticket held a place on a small card that could never take the
     model. Meanwhile small requests took the large card again and again.
