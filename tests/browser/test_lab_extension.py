@@ -109,6 +109,8 @@ def test_a_stopped_kernel_is_continued_from_the_panel(train, home):
         panel = page.get_by_role("region", name="GPU memory")
         panel.get_by_text(f"train.ipynb (pid {pid}) is stopped and holds 14.0 GiB.").wait_for()
         status(train, "GPU0 14/22 GiB · 1 problem")
+        interrupt = panel.get_by_role("button", name="Interrupt kernel: train.ipynb")
+        assert interrupt.get_attribute("aria-disabled") == "true"
         panel.get_by_role("button", name="Continue").click()
         page.locator(".jp-Dialog").get_by_text("SIGCONT").wait_for()
         page.locator(".jp-Dialog").get_by_role("button", name="Continue").click()

@@ -105,6 +105,7 @@ def test_a_stopped_process_with_memory_is_a_problem():
         {"verb": "resume", "target": f"{ME.id}/", "label": "Continue", "why_not": ""},
     ]
     assert found["status"].endswith("1 problem") and found["groups"][0]["trouble"] == "stopped"
+    assert "is stopped" in found["groups"][0]["why_not"], "its kernel acts on no interrupt either"
     [row] = found["groups"][0]["rows"]
     assert all("is stopped" in action["why_not"] for action in row["actions"])
     assert shown(replace(snapshot(), presences=stopped))["problems"] == []

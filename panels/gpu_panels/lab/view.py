@@ -29,7 +29,7 @@ from ..data.confirmations import ticket_title
 from ..data.lease_rows import kernel_buttons, kernel_state
 from ..data.model_rows import buttons as model_buttons
 from ..data.model_rows import model_kind
-from ..data.names import KERNEL, notebook_name
+from ..data.names import KERNEL, notebook_name, why_no_answer
 from ..data.problem_rows import FirstSeen, pressed, problem_rows
 from ..data.queue_rows import end_wait
 from ..data.row_parts import if_awake, place
@@ -194,6 +194,7 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
         "idle": _epoch(section.idle_since, snapshot),
         "bytes": _sum_words(leases, residue),
         "kernel": kernel.id if kernel else "",
+        "why_not": why_no_answer(snapshot, owner.id),  # why the kernel cannot be interrupted
         "path": kernel.path if kernel else "",
         "rows": rows,
     }
@@ -275,6 +276,7 @@ def _strangers(snapshot: Snapshot, unleased: int) -> dict[str, Any]:
         "idle": None,
         "bytes": show_bytes(unleased),
         "kernel": "",
+        "why_not": "",
         "path": "",
         "rows": rows,
     }

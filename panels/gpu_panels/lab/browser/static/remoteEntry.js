@@ -227,9 +227,9 @@
       const state = group.trouble ? make('span', {class: 'gpu-trouble gpu-problem'}, group.trouble)
         : group.busy ? lasting('runs a cell,', group.busy) : group.idle ? lasting('idle', group.idle) : ''
       const buttons = []
-      const button = (verb, label, act) => buttons.push(this.button(`${group.id} ${verb}`, label, `${label}: ${group.title}`, act))
+      const button = (verb, label, act, whyNot) => buttons.push(this.button(`${group.id} ${verb}`, label, `${label}: ${group.title}`, act, whyNot))
       if (group.path) button('open', 'Open notebook', () => this.does.open(group.path))
-      if (group.kernel) button('interrupt', 'Interrupt kernel', () => this.interrupt(group))
+      if (group.kernel) button('interrupt', 'Interrupt kernel', () => this.interrupt(group), group.why_not)
       return make('section', {class: 'gpu-block', 'aria-label': group.title},
         make('div', {class: 'gpu-line'}, make('h3', {title: group.path}, group.title), make('b', {class: 'gpu-size'}, group.bytes)),
         make('div', {class: 'gpu-soft'}, ...separated([state, group.pid && `pid ${group.pid}`, group.user])),
