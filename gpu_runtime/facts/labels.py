@@ -27,12 +27,13 @@ class LeaseState(NamedTuple):
 
     activity: str  # "arriving", "leaving", "in use", "idle" or "never used"
     seconds: float = 0.0  # how long it has been in use, or idle; 0: not known
-    warm: bool = False  # whether the lease is settled and unused in host memory
+    # Of a settled, unused lease in host memory: `warm`, or `parked` if it is a notebook's own memory.
+    away: str = ""
 
     @property
     def word(self) -> str:
-        """The state without a duration: the activity, or `warm`."""
-        return "warm" if self.warm else self.activity
+        """The state without a duration: the activity, `warm` or `parked`."""
+        return self.away or self.activity
 
     def text(
         self, duration: Callable[[float], str] = show_seconds, least_seconds: float = 1.0
@@ -42,7 +43,7 @@ class LeaseState(NamedTuple):
         `duration` writes the seconds as text. A use shorter than `least_seconds` is written without
         a time.
 
-        >>> LeaseState("idle", 180.0, warm=True).text()
+        >>> LeaseState("idle", 180.0, away="warm").text()
         'warm, idle 3 min'
         """
         text = self.activity
@@ -50,7 +51,7 @@ class LeaseState(NamedTuple):
             text = f"in use for {duration(self.seconds)}"
         elif self.activity == "idle":
             text = f"idle {duration(self.seconds)}"
-        return f"warm, {text}" if self.warm else text
+        return f"{self.away}, {text}" if self.away else text
 
 
 def lease_state(lease: Lease, now: float) -> LeaseState:
@@ -59,9 +60,10 @@ def lease_state(lease: Lease, now: float) -> LeaseState:
         return LeaseState(lease.phase.value)
     if lease.pins:
         return LeaseState("in use", now - lease.pinned_since if lease.pinned_since else 0.0)
+    away = ("parked" if lease.kind == "kernel" else "warm") if lease.on_host else ""
     if not lease.last_used:
-        return LeaseState("never used", warm=lease.on_host)
-    return LeaseState("idle", lease.idle_seconds(now), warm=lease.on_host)
+        return LeaseState("never used", away=away)
+    return LeaseState("idle", lease.idle_seconds(now), away=away)
 
 
 def holder_label(owner: Owner, viewer: Owner | None = None) -> str:

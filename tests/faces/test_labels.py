@@ -39,6 +39,11 @@ LEASES = {
     "idle 3 min": {"last_used": NOW - 200.0},
     "never used": {},
     "warm, idle 3 min": {"shares": (Share(HOST, 8),), "last_used": NOW - 200.0},
+    "parked, idle 3 min": {
+        "shares": (Share(HOST, 8),),
+        "last_used": NOW - 200.0,
+        "kind": "kernel",
+    },
 }
 
 
@@ -56,7 +61,7 @@ def test_the_state_of_a_lease_is_the_same_in_every_face(state):
     """
     lease = Lease(BOB.id, "qwen", **{"shares": (Share("sim:0", 8),), **LEASES[state]})
     world, section = world_of(lease)
-    assert next(row.state for row in views.holdings(world) if row.name == "qwen") == state
+    assert views.holdings(world)[0].state == state
     assert state in text.status(world) and state in html.status(world)
     assert state in device_totals.lease_tooltip(
         world, section, lease, lease.bytes, lease.phase.value
@@ -105,7 +110,7 @@ def source_of(engine):
     return inspect.getsource(inspect.getmodule(type(engine)))
 
 
-@pytest.mark.parametrize("words", ["(TP:", '"this process"', 'f"warm, '])
+@pytest.mark.parametrize("words", ["(TP:", '"this process"', 'else "warm"'])
 def test_the_words_are_written_in_one_file(words):
     """Each of these texts is written in one file only. With a second copy, two faces could differ
     again.
