@@ -144,12 +144,12 @@ class HttpAdapter:
             raise self._failed(why) from error
         async with response:
             if not 200 <= response.status < 300:
-                raise await self._refusal(response)
+                raise self._refusal(response, await self._read(response))
             yield response
 
-    async def _refusal(self, response: aiohttp.ClientResponse) -> Exception:
-        """The error for a `response` without success."""
-        text = _error_of_body(_shorten(await self._read(response)))
+    def _refusal(self, response: aiohttp.ClientResponse, data: bytes) -> Exception:
+        """The error for a `response` without success, whose body is `data`."""
+        text = _error_of_body(_shorten(data))
         status = response.status
         if status in _CALLER_STATUSES:
             status = 400 if status == 404 else status
