@@ -1,5 +1,8 @@
 """Loads the same saved model in two processes: the bytes read from its files, and the seconds.
 
+The card has room for one model, so the model of the first process is evicted. It has no grace period.
+With the usual 5 s, the second process waited for the end of this period.
+
 python -m tests.bench.bench_shared [GiB]
 """
 
@@ -26,7 +29,12 @@ import transformers
 from transformers import LlamaForCausalLM
 from tests.bench.bench_shared import emptied, read_bytes
 place, ledger, size = sys.argv[1:]
-rt = Runtime(devices=f"sim:{size},host:{size}", cpu_memory_max_percent=1.0, ledger=ledger)
+rt = Runtime(
+    devices=f"sim:{size},host:{size}",
+    cpu_memory_max_percent=1.0,
+    ledger=ledger,
+    eviction_grace_seconds=0,
+)
 rt.register("model", place)
 emptied(place)
 began = time.perf_counter()
