@@ -179,7 +179,7 @@ class Journal:
             return tuple(itertools.islice(wanted, count))[::-1]
 
         with self._reading_others:
-            others = self._of_others(model, since)
+            others = self._of_others(model, since, source)
         with self._lock:
             self._write()
             if self._path is not None and not self._broken and self._path.exists():
@@ -187,7 +187,8 @@ class Journal:
                     with contextlib.closing(self._connect()) as db:
                         # Rows are decoded one by one, and no more than needed: a full journal has
                         # 10,000 events.
-                        return latest(_merged([_stored_events(db, model, since), *others]))
+                        stored = _stored_events(db, model, since, source)
+                        return latest(_merged([stored, *others]))
                 except (sqlite3.Error, OSError, msgspec.MsgspecError) as error:
                     log.warning("the journal %s cannot be read (%s)", self._path, error)
             kept = (
@@ -197,12 +198,12 @@ class Journal:
             )
             return latest(_merged([kept, *others]))
 
-    def _of_others(self, model: str | None, since: float) -> list[list[Event]]:
+    def _of_others(self, model: str | None, since: float, source: str) -> list[list[Event]]:
         """The events of each other user's journal. The newest event is first."""
         if self._users is None or self._path is None or not after_fork.is_usable():
             return []
         files = journals_of_others(self._users, self._path.name, since)
-        return [events_of(file, model, since) for file in files]
+        return [events_of(file, model, since, source) for file in files]
 
     def _connect(self) -> sqlite3.Connection:
         """A connection for one use, closed after it: no connection is carried across a fork."""
@@ -245,16 +246,21 @@ def opened(path: Path) -> sqlite3.Connection:
     return db
 
 
-def _stored_events(db: sqlite3.Connection, model: str | None, since: float) -> Iterable[Event]:
+def _stored_events(
+    db: sqlite3.Connection, model: str | None, since: float, source: str
+) -> Iterable[Event]:
     """The events in the file that are of `model` (None: any model) and not before `since`, newest
     first.
+
+    If `source` is given, only events that contain this text are decoded.
     """
     # The text of the query depends on `model`: "? IS NULL OR model = ?" would not use the index.
     # Without the index, the events of one model in a full journal take 7 ms.
     of_model = "" if model is None else "model = :model AND"
     rows = db.execute(
-        f"SELECT body FROM events WHERE {of_model} wall >= :since ORDER BY id DESC",
-        {"model": model, "since": since},
+        f"SELECT body FROM events WHERE {of_model} wall >= :since AND instr(body, :source) "
+        "ORDER BY id DESC",
+        {"model": model, "since": since, "source": source.encode()},
     )
     return (_decode(row[0]) for row in rows)
 

@@ -55,17 +55,17 @@ def journals_of_others(users: Path, name: str, since: float) -> list[Path]:
     return found
 
 
-def events_of(path: Path, model: str | None, since: float) -> list[Event]:
+def events_of(path: Path, model: str | None, since: float, source: str = "") -> list[Event]:
     """The events in another user's file `path`, newest first. Empty if the file cannot be read.
 
     The result has only events of `model` (None: any model) that are not before the wall time
-    `since`. A file that cannot be read is logged once. If a query of the file takes too many steps,
-    the file is not read again until it has changed.
+    `since`, and that contain the text `source`. A file that cannot be read is logged once. If a
+    query of the file takes too many steps, the file is not read again until it has changed.
     """
     for attempt in range(1, ATTEMPTS + 1):
         try:
             stamp = path.stat().st_mtime_ns
-            return [] if _endless.get(path) == stamp else _read(path, model, since)
+            return [] if _endless.get(path) == stamp else _read(path, model, since, source)
         except (sqlite3.Error, OSError) as error:
             if getattr(error, "sqlite_errorcode", 0) == sqlite3.SQLITE_INTERRUPT:
                 _endless[path] = stamp
@@ -78,7 +78,7 @@ def events_of(path: Path, model: str | None, since: float) -> list[Event]:
     return []
 
 
-def _read(path: Path, model: str | None, since: float) -> list[Event]:
+def _read(path: Path, model: str | None, since: float, source: str) -> list[Event]:
     steps = itertools.count(1)
     with contextlib.closing(sqlite3.connect(":memory:")) as db:
         db.deserialize(read_plain(path, MOST_BYTES, int(path.parent.name)))
@@ -87,8 +87,8 @@ def _read(path: Path, model: str | None, since: float) -> list[Event]:
         db.set_progress_handler(lambda: next(steps) > MOST_STEPS // STEPS_AT_ONCE, STEPS_AT_ONCE)
         rows = db.execute(
             "SELECT body FROM events WHERE (? IS NULL OR model = ?) AND wall >= ? "
-            "ORDER BY id DESC LIMIT ?",
-            (model, model, since, MOST_EVENTS),
+            "AND instr(body, ?) ORDER BY id DESC LIMIT ?",
+            (model, model, since, source.encode(), MOST_EVENTS),
         ).fetchall()
     return [event for event in (_event(body) for (body,) in rows) if event is not None]
 
