@@ -192,6 +192,7 @@ def test_the_page_is_updated_while_a_long_cell_runs(live):
 )
 def test_a_click_acts_while_a_long_cell_runs(live):
     """A click is handled in a subshell of the kernel while a cell runs."""
+    live.tab("Models")
     live.row("qwen", "warm").locator("button", has_text="Restore").click()
     live.page.locator("[role=dialog] button", has_text="Restore").click()
     live.row("qwen", "GPU: 0").wait_for()
