@@ -418,7 +418,7 @@ def park(session: Session, who: str = "") -> Outcome:
     """Parks the kernel of `who`, or of this process if `who` is empty; see Runtime.park."""
     if who in (NEVER, ASKED):
         return _own(session).exempt(who == NEVER)
-    if not who:
+    if not who or kernel_names.is_own(session, who):
         return _own(session).park()
     target = kernel_names.find(session, who)
     if (parked := kernel_names.in_ram(session, target)) is not None:

@@ -43,6 +43,12 @@ def find(session: Session, who: str) -> LeaseId:
     raise GpuError(f"no kernel {who!r} holds memory. {those}", process=who)
 
 
+def is_own(session: Session, who: str) -> bool:
+    """Whether `who` is the notebook of this process, whose memory a cell parks when it has ended."""
+    owner = session.owner
+    return session.kernel is not None and who in {owner.file, owner.notebook} - {""}
+
+
 def is_notebook(session: Session, name: str | LeaseId) -> bool:
     """Whether `name` is the file name or path of a notebook, and not the name of a model."""
     if not isinstance(name, str) or "@" in name or not name.endswith(".ipynb"):

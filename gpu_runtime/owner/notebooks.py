@@ -37,18 +37,25 @@ def evict(
         return evict_one(name)
     if not targets and name != ALL_IDLE:
         return kernel_names.in_ram_already(session, "evict", str(name), _in_ram(session, str(name)))
-    freed, left, stays = 0, [], []
+    freed, left, later, stays = 0, [], "", []
     for id in targets:
+        is_own_code = id.name == kernel_resident.NAME
         try:
-            done = evict_one(id)
+            if is_own_code and id.owner == session.me and session.kernel is not None:
+                done = session.kernel.park()  # at the end of the running cell, if there is one
+            else:
+                done = evict_one(id)
         except GpuError as error:
             stays.append(error)
             continue
         freed += done.bytes
-        left.append("its own memory" if id.name == kernel_resident.NAME else id.name)
-    if stays and not left:
+        if is_own_code and not done.bytes:
+            later = f". {done.because}"
+        else:
+            left.append("its own memory" if is_own_code else id.name)
+    if stays and not (left or later):
         raise stays.pop(0)
-    because = f"{', '.join(left) or 'nothing'} left; {show_bytes(freed)} came free"
+    because = f"{', '.join(left) or 'nothing'} left; {show_bytes(freed)} came free{later}"
     for reason in stays:
         because += f". {first_line(reason).rstrip('.')}"
     return Outcome("evict", str(name), not stays, because, freed)

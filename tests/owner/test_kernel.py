@@ -635,12 +635,18 @@ def test_the_decisions_on_a_notebook_are_found_after_its_kernel_has_ended(
     del kept
 
 
-def test_a_cell_that_parks_its_own_kernel_parks_it_at_its_end(started):
+@pytest.mark.parametrize(
+    "verb, name", [("park", ""), ("park", "train.ipynb"), ("evict", "train.ipynb")]
+)
+def test_a_cell_that_parks_its_own_kernel_parks_it_at_its_end(started, verb, name):
+    """Also under the name of its notebook, which was refused: "runs a cell"."""
     rt, kernel = started()
+    rt._session.notebook = "/work/train.ipynb"
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
+    rt.tick()
     told = []
-    cell(kernel, lambda: told.append(rt.park()))
+    cell(kernel, lambda: told.append(getattr(rt, verb)(name)))
     assert told[0].done and "when this cell has ended" in told[0].because
     from tests.nvml_driver import until
 
