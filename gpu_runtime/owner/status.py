@@ -54,6 +54,7 @@ if TYPE_CHECKING:
 
 FEW = 8  # events that `why` returns without a name, among the last MOST_RECENT
 MOST_RECENT = 500
+MOST_OF_ONE = 20  # events that `why` returns about one name
 HEALTH_MESSAGES = {
     Level.LOW: "Memory usage normal",
     Level.MODERATE: "Memory usage moderate",
@@ -302,12 +303,27 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
         recent = recorded_events(session, MOST_RECENT)[::-1]
         mine = [event for event in recent if session.guest or event.owner == session.me]
         return tuple(mine[:FEW])
-    bare = name.partition("@")[0]
+    bare, process = registry.split_address(name)
     resident = registry.by_key(session, bare)
-    found = recorded_events(session, 20, resident.spec.name if resident else bare)
+    found = recorded_events(
+        session, None if process else MOST_OF_ONE, resident.spec.name if resident else bare
+    )
+    if process:
+        found = _of_process(session, found, process)[-MOST_OF_ONE:]
     if not found and resident is None and session.catalogue.spec(bare) is None:
         found = _on_kernel(session, bare)
     return found[::-1]
+
+
+def _of_process(session: Session, events: tuple[Event, ...], process: str) -> tuple[Event, ...]:
+    """Those of the `events` that the `process` recorded: its notebook, pid or owner's id."""
+    sections = session.ledger.read().sections.values()
+    owners = {one.owner.id for one in sections if process in one.owner.names}
+    return tuple(
+        event
+        for event in events
+        if event.owner in owners or process in (event.owner, event.owner.partition(".")[0])
+    )
 
 
 def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
@@ -324,7 +340,7 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
             raise UnknownModel(who, registry.addresses(session)) from None
         owner = owners[-1]
     found = [event for event in of_all if event.owner == owner]
-    return tuple(found[-20:])
+    return tuple(found[-MOST_OF_ONE:])
 
 
 def replays(session: Session, name: str) -> tuple[Replayed, ...]:

@@ -802,6 +802,21 @@ def test_a_slip_in_the_name_of_another_process_s_model_gets_its_address(runtime,
     assert [event.model for event in b.why(address)]
 
 
+def test_why_with_an_address_is_about_the_model_of_that_process(notebook, runtime, shared_book):
+    """It had the decisions on the models of this name in all processes."""
+    train, other = notebook("/work/train.ipynb"), runtime(ledger=shared_book)
+    for rt in (train, other):
+        fakes(rt, qwen="3GiB")
+        rt.preload("qwen")
+    train.tick()
+    me = train._session.me
+    assert {event.owner for event in other.why("qwen@train.ipynb")} == {me}
+    assert {event.owner for event in other.why(f"qwen@{me}")} == {me}
+    assert {event.owner for event in other.why("qwen")} == {me, other._session.me}
+    with pytest.raises(UnknownModel):
+        runtime(ledger=shared_book).why("qwen@elsewhere.ipynb")
+
+
 def test_a_name_that_two_runtimes_of_one_process_hold_is_named_by_the_owner(runtime, shared_book):
     """Both runtimes have the same process id, so `qwen@PID` names neither model."""
     a, b, c = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "abc")
