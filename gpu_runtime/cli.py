@@ -176,7 +176,8 @@ def _print(verb: Verb, args: argparse.Namespace, value: Any, rt: Any) -> int:
     elif render.is_frame(value):
         print(_table(verb, value))
     else:
-        around = rt.status() if isinstance(value, Plan) else None
+        has_names = isinstance(value, Plan) or verb.name == "why"
+        around = rt.status() if has_names else None
         subject = getattr(args, "name", "") or ""
         text = render.shown(verb.name, value, subject=subject, around=around, prompt=CLI)
         print(verbs.typed_in(CLI, str(text)) if isinstance(value, Outcome) else text)

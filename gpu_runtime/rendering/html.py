@@ -211,11 +211,14 @@ def _plan_alternatives(found: Plan) -> str:
     return table(headers, [(td(place), td(because, "g-wrap")) for place, because in others])
 
 
-def why(name: str, events: Sequence[Event]) -> str:
-    """The `events` about the model `name` as a table of sentences. The newest event is first."""
+def why(name: str, events: Sequence[Event], around: Snapshot | None = None) -> str:
+    """The `events` about the model `name` as a table of sentences. The newest event is first.
+
+    The snapshot `around` names the processes, if the events are of several.
+    """
     if not events:
         return page(line(with_code(text.why(name, events))))
-    rows = table(("when", f"why {name}".rstrip()), map(_event_row, words.events_to_show(events)))
+    rows = table(("when", f"why {name}".rstrip()), map(_event_row, words.titled(events, around)))
     return page(rows, "" if name else line(with_code(text.why_hint(events))))
 
 
@@ -236,8 +239,9 @@ def _replay_row(one: Replayed) -> tuple[str, ...]:
     )
 
 
-def _event_row(event: Event) -> tuple[str, str]:
-    sentence = f"<b>{esc(event.title)}</b> {esc(words.event_sentence(event))}"
+def _event_row(titled: tuple[str, Event]) -> tuple[str, str]:
+    title, event = titled
+    sentence = f"<b>{esc(title)}</b> {esc(words.event_sentence(event))}"
     return td(clock(event.wall), "g-soft"), table_cell("td", sentence, "g-wrap")
 
 

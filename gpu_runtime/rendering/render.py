@@ -84,7 +84,7 @@ def shown(
             lambda: html.plan(value, around),
         )
     by_type = _shown_by_type(value, prompt)
-    return by_type if by_type is not None else _shown_by_verb(verb, value, subject, prompt)
+    return by_type if by_type is not None else _shown_by_verb(verb, value, subject, prompt, around)
 
 
 def _shown_by_type(value: Any, prompt: str) -> Shown | None:
@@ -110,7 +110,9 @@ def _shown_by_type(value: Any, prompt: str) -> Shown | None:
     return None
 
 
-def _shown_by_verb(verb: str, value: Any, subject: str, prompt: str) -> Any:
+def _shown_by_verb(
+    verb: str, value: Any, subject: str, prompt: str, around: Snapshot | None
+) -> Any:
     if verb == "status" and isinstance(value, tuple):  # one snapshot for each host
         return Shown(
             value,
@@ -123,7 +125,9 @@ def _shown_by_verb(verb: str, value: Any, subject: str, prompt: str) -> Any:
         return Shown(value, lambda: text.replays(value), lambda: html.replays(value))
     if verb == "why":
         return Shown(
-            value, lambda: text.why(subject, value, prompt), lambda: html.why(subject, value)
+            value,
+            lambda: text.why(subject, value, prompt, around),
+            lambda: html.why(subject, value, around),
         )
     if verb == "config" and isinstance(value, dict):
         return Shown(value, lambda: text.preset(value), lambda: html.preset(value))

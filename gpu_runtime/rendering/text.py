@@ -359,23 +359,26 @@ def _plan_steps(found: Plan, snapshot: Snapshot) -> list[str]:
     return lines
 
 
-def why(name: str, events: Sequence[Event], prompt: str = "%gpu") -> str:
+def why(
+    name: str, events: Sequence[Event], prompt: str = "%gpu", around: Snapshot | None = None
+) -> str:
     """The `events` about the model `name` as sentences. The newest event is first.
 
     If there are no events, or no `name`, there is a hint with a command, which begins with `prompt`.
+    The snapshot `around` names the processes, if the events are of several.
     """
     if not name:
-        return "\n".join([*_why_lines(events), why_hint(events, prompt)])
+        return "\n".join([*_why_lines(events, around), why_hint(events, prompt)])
     if not events:
         command = f"{prompt} plan {clean(name)}"
         return f"No decision about {clean(name)} is recorded. What would happen:  {command}"
-    return "\n".join(_why_lines(events))
+    return "\n".join(_why_lines(events, around))
 
 
-def _why_lines(events: Sequence[Event]) -> list[str]:
+def _why_lines(events: Sequence[Event], around: Snapshot | None) -> list[str]:
     return [
-        f"{clock(event.wall)}  {clean(event.title)} {clean(words.event_sentence(event))}"
-        for event in words.events_to_show(events)
+        f"{clock(event.wall)}  {clean(title)} {clean(words.event_sentence(event))}"
+        for title, event in words.titled(events, around)
     ]
 
 

@@ -123,6 +123,22 @@ def event_subject(event: Event, snapshot: Snapshot) -> str:
     return holder(snapshot, event.owner)
 
 
+def titled(events: Sequence[Event], snapshot: Snapshot | None) -> list[tuple[str, Event]]:
+    """The `events` that are shown, each with its title.
+
+    If they are of several processes, a title names the process too: `qwen of train.ipynb (pid 4121)`.
+    Without a `snapshot`, the processes have no names.
+    """
+    is_of_several = snapshot is not None and len({event.owner for event in events}) > 1
+    found = []
+    for event in events_to_show(events):
+        title = event.title
+        if snapshot is not None and is_of_several and not event.notebook:
+            title = f"{title} of {holder(snapshot, event.owner)}"
+        found.append((title, event))
+    return found
+
+
 def _requester_prefix(event: Event) -> str:
     return " by" if event.action in ("asked", "declined") else ", requested by"
 

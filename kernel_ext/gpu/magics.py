@@ -149,7 +149,8 @@ class GpuMagics(Magics):
             if value.empty and verb.name != "who":
                 self._show(render.hint(render.nothing(verb.name)))
             return value
-        around = rt.status() if isinstance(value, facts.Plan) else None
+        has_names = isinstance(value, facts.Plan) or verb.name == "why"
+        around = rt.status() if has_names else None
         return render.shown(
             verb.name, value, subject=getattr(args, "name", "") or "", around=around
         )

@@ -173,6 +173,20 @@ def test_why_shows_the_last_decisions_newest_first():
     )
 
 
+def test_why_names_the_process_of_each_event_if_there_are_several():
+    """Two notebooks may have models of one name. A notebook's own memory has its name already."""
+    mine, bobs = (replace(samples.EVENTS[0], owner=id) for id in (samples.ME.id, samples.BOB.id))
+    code = replace(bobs, model="kernel", notebook="/w/analysis.ipynb")
+    lines = text.why("llama", [mine, bobs, code], around=samples.busy).splitlines()
+    assert [line.partition(" was")[0][10:] for line in lines] == [
+        "llama of this process",
+        "llama of analysis.ipynb (pid 4121), bob",
+        "analysis.ipynb",
+    ]
+    assert "llama of analysis.ipynb" not in text.why("llama", [bobs], around=samples.busy)
+    assert "<b>llama of this process</b>" in html.why("llama", [mine, bobs], samples.busy)
+
+
 def test_an_outcome_is_one_line():
     evicted = Outcome(
         "evict",
