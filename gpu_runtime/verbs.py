@@ -418,7 +418,7 @@ def typed_in(place: str, text: str) -> str:
         notebook_only = ", in a notebook" if colon.startswith(":") else ""
         return f"{notebook_only}{colon}{MAGIC} {name}"
 
-    return re.sub(r"((?<!notebook):\s+)?(?<!%)%gpu (\w+)", in_terminal, text)
+    return re.sub(r"(:\s+)?(?<!%)(?<!notebook: )(?<!notebook:  )%gpu (\w+)", in_terminal, text)
 
 
 def overview(place: str) -> str:

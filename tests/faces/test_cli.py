@@ -347,6 +347,14 @@ def test_a_closed_pipe_is_no_error(child_environment):
     assert done.stderr == "" and done.stdout.splitlines()[-1].endswith("0")
 
 
+@pytest.mark.parametrize("gap", ["  ", " "])
+def test_what_a_notebook_must_type_stays_a_magic_in_a_terminal(gap):
+    """`gpu park never` in a terminal means another process, and is refused there."""
+    advice = f"Type in that notebook:{gap}%gpu park never      or here:{gap}%gpu status"
+    shown = verbs.typed_in(verbs.CLI, advice)
+    assert shown == f"Type in that notebook:{gap}%gpu park never      or here:{gap}gpu status"
+
+
 def test_a_timeout_of_zero_is_a_timeout():
     """`--timeout 0` is a time-out that a person has typed, although 0.0 equals False in Python."""
     args = argparse.Namespace(timeout=0.0, limit=None, undo=False)
