@@ -22,6 +22,7 @@ from typing import Any
 from gpu_runtime.units import GIB
 
 PAGE_BYTES = mmap.PAGESIZE
+HEADER_BYTES = 128 << 10  # of a file with a short header: the system reads that much ahead
 KERNEL = """
 import json, os, sys, time
 from gpu_runtime import Runtime
