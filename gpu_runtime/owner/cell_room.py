@@ -108,7 +108,9 @@ class CellRoom:
             return {}
         taken = self._cells.cell_bytes(key + AGAIN if key in self._run else key)
         wanted = {card: held.get(card, 0) + size for card, size in taken.items()}
-        limits = self._session.ledger.read().limits or self._session.limits if wanted else {}
+        if not wanted:
+            return {}
+        limits = self._session.ledger.read().limits or self._session.limits
         hopeless = [card for card, size in wanted.items() if size > limits.get(card, 0)]
         return {} if hopeless else wanted  # no wait would help
 
@@ -212,7 +214,8 @@ class CellRoom:
             return f"Waited {show_seconds(waited)} in vain {line}. {why.rstrip('.')}."
         after = self._of_others(more)
         left = ", ".join(title for id, title in before.items() if id not in after)
-        return f"Waited {show_seconds(waited)} {line}{f'; {left} left the card' if left else ''}."
+        who_left = f"; {left} left the card" if left else ""
+        return f"Waited {show_seconds(waited)} {line}{who_left}."
 
     def _of_others(self, cards: Iterable[str]) -> dict[str, str]:
         """The leases of other processes that are wholly on one of the `cards`: their titles, by id."""
@@ -259,9 +262,10 @@ class CellRoom:
         """Writes into the journal that the kernel's lease has grown by the bytes `more`."""
         session = self._session
         size = sum(more.values())
+        card = next(iter(more))
         lease = resident.lease if resident else Lease(session.me, "kernel", kind="kernel")
         because = f"The cell took {show_bytes(size)} more than this the last time it ran."
-        session.note(lease, "grown", "cell", because, size=size, device=next(iter(more)))
+        session.note(lease, "grown", "cell", because, size=size, device=card)
 
     def end(self, resident: KernelResident | None) -> bool:
         """Ends the claim on the cell's room. Returns whether there was such a claim."""

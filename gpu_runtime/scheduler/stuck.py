@@ -110,7 +110,8 @@ def _sets_that_fit(leases: Iterable[Lease], host_bytes: int) -> list[tuple[str, 
     """The ids of every set of `leases` that fits into `host_bytes`; None if the sets are too many."""
     sets: list[tuple[int, tuple[str, ...]]] = [(0, ())]  # bytes, ids
     for lease in leases:
-        more = [(size + lease.card_bytes, (*ids, lease.id)) for size, ids in sets]
+        size = lease.card_bytes
+        more = [(bytes + size, (*ids, lease.id)) for bytes, ids in sets]
         sets += [one for one in more if one[0] <= host_bytes]
         if len(sets) > MOST_TRIED:
             return None
