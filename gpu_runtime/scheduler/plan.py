@@ -222,6 +222,14 @@ def _as_if_measured(
 
 
 def _sentences(reasons: list[str]) -> list[str]:
-    """The `reasons` as sentences, without repetitions."""
-    distinct = dict.fromkeys(reasons)
-    return [reason if reason.endswith(".") else reason + "." for reason in distinct]
+    """The `reasons` as sentences, without repetitions.
+
+    Several reasons may begin with what the model needs. Only the first one keeps this part.
+    """
+    first, *others = dict.fromkeys(reasons)
+    head = first.partition("; ")[0] + "; "
+    found = [first]
+    for reason in others:
+        rest = reason.removeprefix(head)
+        found.append(reason if rest == reason else f"Then {rest}")
+    return [reason if reason.endswith(".") else reason + "." for reason in found]

@@ -274,3 +274,12 @@ def test_a_size_with_a_layout_is_placed_as_a_model_of_that_size():
         assert rt.plan("2GiB", devices="sim:1").shares[0].device == "sim:1"
         with pytest.raises(BadSetting, match="layout"):
             rt.plan("2GiB", layout="diagonal")
+
+
+def test_the_reason_of_a_plan_with_an_eviction_says_only_once_what_the_model_needs(runtime):
+    rt = runtime(monitor=False)
+    fakes(rt, llama="14GiB", qwen="14GiB")
+    rt.preload("llama")
+    because = rt.plan("qwen").because
+    assert because.count("qwen needs") == 1
+    assert because.endswith("Then sim:0 has 21.6 GiB free and would keep 7.6 GiB.")

@@ -961,7 +961,7 @@ def test_a_plan_lists_every_step_and_does_none():
     assert told.because == (
         "qwen needs 14.0 GiB; sim:0 has 6.0 GiB free. "
         "old (14.0 GiB, idle 17 min) is offloaded to host. "
-        "qwen needs 14.0 GiB; sim:0 has 20.0 GiB free and would keep 6.0 GiB."
+        "Then sim:0 has 20.0 GiB free and would keep 6.0 GiB."
     )
 
 
