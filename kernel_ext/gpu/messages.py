@@ -98,4 +98,4 @@ def _is_of_console(callback: Any) -> bool:
     if not any(kind.__module__.startswith("pyviz_comms") for kind in type(comm).__mro__):
         return False
     view = getattr(getattr(comm._on_msg, "func", None), "__self__", None)
-    return type(view).__module__.startswith("gpu_panels.")
+    return type(view).__module__.startswith("gpu_panels.") and not view.has_objects_of_the_user

@@ -86,6 +86,11 @@ class Inline(pn.Column):
             threads.start(self._run)
         return {**data, "text/html": page, "text/plain": still["text/plain"]}, *meta
 
+    @property
+    def has_objects_of_the_user(self) -> bool:
+        """Whether the user's code has added an object, such as a button, whose callback may read a tensor."""
+        return any(shown is not self._console.page for shown in self.objects)
+
     def get_root(self, doc: Any = None, comm: Any = None, preprocess: bool = True) -> Any:
         """The root model of the page. Panel's own method makes it from `doc`, `comm` and `preprocess`.
 

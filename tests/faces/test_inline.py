@@ -106,6 +106,13 @@ def test_it_cannot_be_served_without_authentication(shown):
         shown.get_root(doc)
 
 
+def test_it_knows_whether_it_shows_objects_of_the_user(shown):
+    """The callback of a button that the user has added may read a tensor, which may be parked."""
+    assert not shown.has_objects_of_the_user
+    shown.append(pn.widgets.Button(name="sum"))
+    assert shown.has_objects_of_the_user
+
+
 def test_a_console_that_was_never_shown_is_freed(rt):
     made = Inline(rt)
     gone = weakref.ref(made), weakref.ref(made._console)

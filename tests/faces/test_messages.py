@@ -246,13 +246,21 @@ def test_an_interrupt_of_the_wait_does_not_leave_the_hook(follows):
 
 
 @pytest.mark.parametrize(
-    ("package", "cells"), [("gpu_panels.inline", []), ("panel", ["cell ", "end"])]
+    ("package", "added", "cells"),
+    [
+        ("gpu_panels.inline", False, []),
+        ("gpu_panels.inline", True, ["cell ", "end"]),
+        ("panel", False, ["cell ", "end"]),
+    ],
 )
 def test_a_click_on_our_own_console_does_not_bring_the_memory_back(
-    follows, package, cells, monkeypatch
+    follows, package, added, cells, monkeypatch
 ):
-    """A click on the console reads no tensor. Another Panel page may read a tensor in its callback."""
-    view = type("View", (), {"__module__": package, "_on_msg": lambda *_: None})()
+    """A click on the console reads no tensor. Another Panel page may read a tensor in its callback,
+    and so may a button that the user has added to the console.
+    """
+    members = {"__module__": package, "_on_msg": lambda *_: None, "has_objects_of_the_user": added}
+    view = type("View", (), members)()
     monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=Mock()))
     callback = JupyterCommJSBinary(on_msg=partial(view._on_msg, "ref", None))._handle_msg
     manager = follows.kernel.comm_manager
