@@ -42,16 +42,23 @@ def close(session: Session) -> None:
     session.blocks.clear()
     try:
         if session.me in session.ledger.read().sections:
-            session.decide(partial(_resign, session.owner, leases))
+            *earlier, last = earlier_uses.pages(leases)
+            for page in earlier:
+                session.decide(partial(_release, session.owner, page))
+            session.decide(partial(_resign, session.owner, last))
     except GpuError as error:  # the next owner that checks finds this one dead
         log.debug("the book could not be left in order: %s", error)
     session.journal.flush()
     session.ledger.close()
 
 
-def _resign(owner: Owner, leases: list[Lease], book: Book, world: World) -> tuple[Book, None]:
+def _release(owner: Owner, leases: list[Lease], book: Book, world: World) -> tuple[Book, None]:
     because = f"{owner.label} released it when it closed."
-    book = earlier_uses.released(book, leases, world, because)
+    return earlier_uses.released(book, leases, world, because), None
+
+
+def _resign(owner: Owner, leases: list[Lease], book: Book, world: World) -> tuple[Book, None]:
+    book, _ = _release(owner, leases, book, world)
     return books.resign(book, owner.id), None
 
 

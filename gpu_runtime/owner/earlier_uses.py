@@ -10,10 +10,20 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from ..facts import MOST_USES, Book, Lease, World, merged_uses
+from ..facts import MOST_EVENTS, MOST_USES, Book, Lease, World, merged_uses
 from ..scheduler import transitions as books
 from .resident import Resident
 from .session import Session
+
+
+def pages(leases: Iterable[Lease]) -> list[list[Lease]]:
+    """Those of the `leases` that get an event when they end, in lists of at most MOST_EVENTS.
+
+    The book keeps MOST_EVENTS events, and the journal gets the events that the book has after a
+    transaction. More events in one transaction would be lost. There is at least one list.
+    """
+    used = [lease for lease in leases if lease.source and lease.recent_uses]
+    return [used[first : first + MOST_EVENTS] for first in range(0, len(used) or 1, MOST_EVENTS)]
 
 
 def released(book: Book, leases: Iterable[Lease], world: World, because: str) -> Book:

@@ -8,7 +8,7 @@ import pytest
 
 from gpu_runtime.backends.base import Evidence
 from gpu_runtime.backends.fake import FakeBackend
-from gpu_runtime.facts import decode_uses
+from gpu_runtime.facts import MOST_EVENTS, decode_uses
 
 from .conftest import fakes
 
@@ -116,3 +116,27 @@ def test_the_uses_of_processes_that_ended_at_the_same_time_count_together(
     with later.use("c"):
         pass
     assert recent_uses(later) == (1000, 1050, 1100)
+
+
+def test_the_uses_of_more_models_than_the_book_has_events_outlive_their_process(
+    runtime, clock, tmp_path, monkeypatch
+):
+    """Each model gets an event. A transaction with more events than the book keeps would lose some."""
+    by_name = lambda self, spec, origin=None: Evidence(fingerprint=f"{spec.name:f<64}")  # noqa: E731
+    monkeypatch.setattr(FakeBackend, "evidence", by_name)
+    settings = {
+        "ledger": f"sqlite:///{tmp_path}/ledger.db",
+        "monitor": False,
+        "clock": clock,
+        "wall": clock,
+    }
+    names = [f"m{number}" for number in range(2 * MOST_EVENTS + 1)]
+    earlier = runtime(**settings)
+    for name in names:
+        fakes(earlier, **{name: "64MiB"})
+        with earlier.use(name):
+            pass
+    earlier.close()
+    later = runtime(**settings)
+    released = later._session.journal.tail(1000, None, ("released",))
+    assert sorted(event.model for event in released) == sorted(names)
