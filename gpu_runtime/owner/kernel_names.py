@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import shlex
 
-from ..errors import GpuError
-from ..facts import Book, Lease, LeaseId, Outcome, Phase
+from ..errors import AmbiguousName, GpuError
+from ..facts import Book, Lease, LeaseId, Outcome, Owner, Phase
 from ..units import show_bytes, show_seconds
 from . import registry
 from .kernel_resident import NAME
@@ -18,18 +18,18 @@ from .session import Session
 def find(session: Session, who: str) -> LeaseId:
     """The lease of the kernel `who`: a notebook's file name, a process id or an owner's id.
 
-    Raises GpuError if no kernel or several kernels have the name. The error lists the kernels that
-    hold memory.
+    Raises GpuError if no kernel has the name; the error lists the kernels that hold memory. Raises
+    AmbiguousName if several kernels have the name.
     """
     book = session.ledger.read()
     kernels = [section.owner for section in book.sections.values() if section.lease(NAME)]
-    found = [owner.id for owner in kernels if who in owner.names]
+    found = [owner for owner in kernels if who in owner.names]
     if len(found) == 1:
-        return LeaseId(found[0], NAME)
+        return LeaseId(found[0].id, NAME)
     known = ", ".join(sorted(owner.label for owner in kernels))
     those = f"Kernels with memory of their own: {known or 'none'}."
     if found:
-        raise GpuError(f"{who} is the name of {len(found)} kernels. {those}\n  Use a process id.")
+        raise ambiguous(who, found)
     models = _models_of(book, who)
     if models:
         those = f"It holds models: {', '.join(models)}. Name one, as in {models[0]}@{who}"
@@ -41,6 +41,13 @@ def find(session: Session, who: str) -> LeaseId:
         those = f"To move it to RAM:  %gpu evict {who}      and back:  %gpu restore {who}"
         raise GpuError(f"{who} is a model, and not a notebook.\n  {those}", process=who)
     raise GpuError(f"no kernel {who!r} holds memory. {those}", process=who)
+
+
+def ambiguous(name: str, owners: list[Owner]) -> AmbiguousName:
+    """The error that several `owners` have the `name`. It lists their paths, or pids if those are equal."""
+    paths = {owner.notebook for owner in owners}
+    pids = {str(owner.pid) for owner in owners}
+    return AmbiguousName(name, tuple(sorted(paths if len(paths) == len(owners) else pids)))
 
 
 def is_own(session: Session, who: str) -> bool:

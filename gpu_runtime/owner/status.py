@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ..errors import BadSetting, GpuError, UnknownModel
+from ..errors import AmbiguousName, BadSetting, GpuError, UnknownModel
 from ..facts import (
     AllocatorMap,
     Book,
@@ -327,13 +327,15 @@ def _of_process(session: Session, events: tuple[Event, ...], process: str) -> tu
 
 
 def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
-    """The last decisions on the kernel `who`; see `kernel_names.find`. Raises UnknownModel.
+    """The last decisions on the kernel `who`; see `kernel_names.find`. Raises UnknownModel, AmbiguousName.
 
     If the notebook `who` has no kernel now, the result has the decisions on its last kernel.
     """
     of_all = recorded_events(session, model=kernel_names.NAME)
     try:
         owner = kernel_names.find(session, who).owner
+    except AmbiguousName:
+        raise
     except GpuError:
         owners = [one.owner for one in of_all if who in (one.notebook, Path(one.notebook).name)]
         if not who or not owners:

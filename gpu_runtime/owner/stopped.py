@@ -10,7 +10,7 @@ import signal
 from ..errors import GpuError, NotAllowed
 from ..facts import Book, Lease, Outcome, Owner
 from ..ledgers.liveness import Sight, end_of
-from . import requests
+from . import kernel_names, requests
 from .session import Session
 
 
@@ -79,15 +79,15 @@ def _send(owner: Owner) -> None:
 def owner_named(book: Book, process: str) -> Owner:
     """The owner in `book` with the id, the pid or the notebook `process`.
 
-    Raises GpuError if no owner or more than one has this name.
+    Raises GpuError if no owner has this name, and AmbiguousName if several owners have it.
     """
     owners = [section.owner for section in book.sections.values()]
     found = [owner for owner in owners if process.removeprefix("@") in owner.names]
     if len(found) == 1:
         return found[0]
-    labels = ", ".join(sorted(owner.label for owner in owners))
     if found:
-        raise GpuError(f"{process} is the name of {len(found)} processes: {labels}.\n  Use a pid.")
+        raise kernel_names.ambiguous(process, found)
+    labels = ", ".join(sorted(owner.label for owner in owners))
     raise GpuError(
         f"no process {process!r} shares this ledger. Those that do: {labels or 'none'}.",
         process=process,

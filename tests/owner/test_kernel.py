@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpu_runtime import GpuError, OutOfMemory, StillInUse, UnknownModel
+from gpu_runtime import AmbiguousName, GpuError, OutOfMemory, StillInUse, UnknownModel
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import kernel_reading
 from gpu_runtime.units import MIB, show_seconds
@@ -580,6 +580,27 @@ def test_a_notebooks_name_is_an_address_for_every_verb(started, runtime, shared_
                 known("train.ipynb")
         with pytest.raises(GpuError, match="no kernel 'evel.ipynb'.*train.ipynb"):
             here.pin("evel.ipynb")
+    del kept
+
+
+def test_of_two_notebooks_with_one_file_name_the_path_is_the_address(started, runtime, shared_book):
+    """`gpu why train.ipynb` was about one of them without a word. The error of other verbs listed all
+    notebooks of the host, and no path.
+    """
+    devices = "sim:1GiB,host:4GiB"
+    kept = torch.zeros(4 * FLOATS)
+    for folder in ("ann", "bob"):
+        rt, kernel = started(devices=devices, ledger=shared_book)
+        rt._session.notebook = f"/{folder}/train.ipynb"
+        cell(kernel)
+        rt.tick()
+    other = runtime(devices=devices, ledger=shared_book)
+    choices = "'train.ipynb': /ann/train.ipynb, /bob/train.ipynb. Name one"
+    for verb in (other.park, other.why, other.who, other.plan, other.pin, other.evict):
+        with pytest.raises(AmbiguousName, match=choices):
+            verb("train.ipynb")
+    [event] = other.why("/bob/train.ipynb")
+    assert event.notebook == "/bob/train.ipynb"
     del kept
 
 

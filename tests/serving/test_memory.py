@@ -124,6 +124,28 @@ def test_all_that_a_notebook_holds_is_evicted_by_its_name(rt):
     assert http.post("/memory/evict/train.ipynb").json()["status"] == "no_action"
 
 
+def test_one_of_two_notebooks_with_the_same_file_name_is_evicted_by_its_path(runtime, tmp_path):
+    """`POST /memory/evict/train.ipynb` evicted what both held. `gpu evict` asked which one is meant."""
+    settings = {
+        "ledger": f"sqlite:///{tmp_path}/ledger.db",
+        "monitor": False,
+        "eviction_grace_seconds": 0,
+    }
+    held = {}
+    for user in ("ann", "bob"):
+        held[user] = runtime(**settings)
+        held[user].register(f"of-{user}", backend="fake", size="1GiB")
+        held[user].preload(f"of-{user}")
+        held[user]._session.notebook = f"/{user}/train.ipynb"
+        held[user].tick()
+    http = client(held["ann"])
+    answer = http.post("/memory/evict/train.ipynb")
+    assert answer.status_code == 409
+    assert "Name one, as in /ann/train.ipynb" in answer.json()["error"]
+    answer = http.post("/memory/evict//ann/train.ipynb").json()
+    assert (answer["status"], answer["models"]) == ("evicted", ["of-ann"])
+
+
 @pytest.mark.parametrize("kind", ["llm", "vision", "diffusion", "other"])
 def test_without_a_model_to_evict_nothing_is_done(rt, kind):
     answer = client(rt).post(f"/memory/evict/{kind}")

@@ -15,7 +15,7 @@ from fastapi import APIRouter
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field
 
-from ...errors import GpuError, StillInUse
+from ...errors import AmbiguousName, GpuError, StillInUse
 from ...facts import HOST, AllocatorMap, Health, Lease, Level, ModelSpec, Snapshot, lease_title
 from ...units import MIB
 from ..queue.thread_stream import in_thread
@@ -232,7 +232,10 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
     `type:name:quantization`, or a notebook, all of whose memory is evicted. With `drop`, models leave host memory too.
     `rt` requests the evictions.
     """
-    found = _of_notebook(rt, wanted)
+    try:
+        found = _of_notebook(rt, wanted)
+    except AmbiguousName as error:
+        return 409, {"error": str(error), "model_type": wanted}
     if found is None:
         found = _held(rt, wanted, drop)
     if found is None:
@@ -268,12 +271,15 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
 def _of_notebook(rt: Any, wanted: str) -> list[tuple[int, str]] | None:
     """The pairs (pid, name) of what the notebook with the file name or path `wanted` holds on a card.
 
-    The result is None if no notebook has this name.
+    The result is None if no notebook has this name. Raises AmbiguousName if several notebooks have it.
     """
     sections = rt.status().sections.values()
     named = [one for one in sections if wanted in {one.owner.file, one.owner.notebook} - {""}]
     if not named:
         return None
+    paths = tuple(sorted({section.owner.notebook for section in named}))
+    if len(paths) > 1:
+        raise AmbiguousName(wanted, paths)
     return [
         (section.owner.pid, lease.name)
         for section in named
