@@ -57,6 +57,7 @@ class CellRoom:
         self._cells = cells_of_this_user() if lasting else Measurements()
         self._held: Bytes | None = {}  # when the cell began; None: unknown
         self._run: set[str] = set()  # the keys of the cells that this kernel has run
+        self._is_first = True  # whether the last cell ran for the first time in this kernel
         self._replaced: dict[str, Bytes] = {}  # what was known before the last cell, by key
         self._leased_bytes = 0  # bytes that blocks of code had leased before this cell
         self._block: str | None = None  # the name of this cell's room, if the kernel has no lease
@@ -104,9 +105,10 @@ class CellRoom:
         self._held = dict(held) if is_known else None
         self._replaced = {}
         key = cell_key(notebook_path(), text)
+        self._is_first = key not in self._run
         if not key or not self._session.settings.enable_memory_governor:
             return {}
-        taken = self._cells.cell_bytes(key + AGAIN if key in self._run else key)
+        taken = self._cells.cell_bytes(key if self._is_first else key + AGAIN)
         wanted = {card: held.get(card, 0) + size for card, size in taken.items()}
         if not wanted:
             return {}
@@ -117,6 +119,7 @@ class CellRoom:
     def learn(self, text: str, peak: Bytes, left: Bytes | None = None) -> None:
         """Stores what the cell with the source `text` took, unless the cell leased memory.
 
+        Called again for the same run if a count that was skipped after the cell is made later.
         `peak` has the most bytes that the notebook's own code held while the cell ran, and `left`
         the bytes that it held after the cell; None: unknown.
         """
@@ -124,12 +127,11 @@ class CellRoom:
         leased = self._session.blocks.leased_bytes != self._leased_bytes
         if not key or held is None or leased:
             return
-        is_first = key not in self._run
         if len(self._run) >= MOST_RUN:
             self._run.clear()
         self._run.add(key)
-        self._remember(key if is_first else key + AGAIN, _beyond(held, peak))
-        if is_first and left is not None and not self._cells.cell_bytes(key + AGAIN):
+        self._remember(key if self._is_first else key + AGAIN, _beyond(held, peak))
+        if self._is_first and left is not None and not self._cells.cell_bytes(key + AGAIN):
             # The next run probably replaces what this run left, and needs the rest again.
             self._remember(key + AGAIN, _beyond(left, peak))
 

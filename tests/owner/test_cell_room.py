@@ -409,6 +409,22 @@ def test_a_card_tells_the_peak_of_a_cell_after_which_no_count_was_made(cards):
     assert in_a_new_kernel(kernel, "takes") == {"simgpu:0": 4 * MIB}
 
 
+def test_a_count_that_is_made_later_makes_no_second_run_of_the_cell(cards):
+    """The next run replaces the 10 MiB that the first run left. It requested 10 MiB more for them."""
+    _, kernel = cards
+    kept = [on(0, 2)]
+    cell(kernel)
+    kernel._count_again_at = math.inf
+    kernel.begin("makes")
+    kept.append(on(0, 10))
+    kernel.end()
+    kernel._count_again_at = 0.0
+    kernel.catch_up()
+    assert kernel._room.wanted("makes", {"simgpu:0": 12 * MIB}) == {}
+    assert in_a_new_kernel(kernel, "makes") == {"simgpu:0": 10 * MIB}
+    del kept
+
+
 def test_a_peak_counts_the_kernels_own_bytes_and_no_model(cards):
     rt, kernel = cards
     kept = on(0, 2)
