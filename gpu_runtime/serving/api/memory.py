@@ -236,14 +236,9 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
         found = _of_notebook(rt, wanted)
     except AmbiguousName as error:
         return 409, {"error": str(error), "model_type": wanted}
-    if found is None:
-        found = _held(rt, wanted, drop)
-    if found is None:
-        text = (
-            f"{wanted[:100]!r} is neither a model type ({', '.join(TYPES)}) nor the name of a model, nor a "
-            "notebook that holds memory"
-        )
-        return 400, {"error": text}
+    if found is None and (found := _held(rt, wanted, drop)) is None:
+        what = f"a model type ({', '.join(TYPES)}) nor the name of a model or of a notebook"
+        return 400, {"error": f"{wanted[:100]!r} is neither {what} that holds memory"}
     evicted: list[str] = []
     freed_bytes = 0
     reasons: list[str] = []
