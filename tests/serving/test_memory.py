@@ -146,6 +146,16 @@ def test_one_of_two_notebooks_with_the_same_file_name_is_evicted_by_its_path(run
     assert (answer["status"], answer["models"]) == ("evicted", ["of-ann"])
 
 
+@pytest.mark.parametrize("wanted", ["*", "reranker"])
+def test_a_notebook_called_like_a_model_type_does_not_hide_the_type(rt, wanted):
+    """With a notebook called `*`, `POST /memory/evict/*` meant this notebook alone."""
+    rt.pin("emb")  # a pinned model is not one of `*`, nor a reranker
+    rt._session.notebook = f"/work/{wanted}"
+    rt.tick()
+    answer = client(rt).post(f"/memory/evict/{wanted}").json()
+    assert (answer["models"], "detail" in answer) == (["rank"], False)
+
+
 @pytest.mark.parametrize("kind", ["llm", "vision", "diffusion", "other"])
 def test_without_a_model_to_evict_nothing_is_done(rt, kind):
     answer = client(rt).post(f"/memory/evict/{kind}")

@@ -19,6 +19,7 @@ from ...errors import AmbiguousName, GpuError, StillInUse
 from ...facts import HOST, AllocatorMap, Health, Lease, Level, ModelSpec, Snapshot, lease_title
 from ...units import MIB
 from ..queue.thread_stream import in_thread
+from .notebook_names import held_by_notebook
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -232,8 +233,10 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
     `type:name:quantization`, or a notebook, all of whose memory is evicted. With `drop`, models leave host memory too.
     `rt` requests the evictions.
     """
+    # A notebook may be called anything, also `*` or `llm`.
+    selects_models = wanted == "*" or wanted.lower() in TYPES
     try:
-        found = _of_notebook(rt, wanted)
+        found = None if selects_models else held_by_notebook(rt, wanted)
     except AmbiguousName as error:
         return 409, {"error": str(error), "model_type": wanted}
     if found is None and (found := _held(rt, wanted, drop)) is None:
@@ -261,26 +264,6 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
     if reasons:
         answer["detail"] = "; ".join(reasons)
     return 200, answer
-
-
-def _of_notebook(rt: Any, wanted: str) -> list[tuple[int, str]] | None:
-    """The pairs (pid, name) of what the notebook with the file name or path `wanted` holds on a card.
-
-    The result is None if no notebook has this name. Raises AmbiguousName if several notebooks have it.
-    """
-    sections = rt.status().sections.values()
-    named = [one for one in sections if wanted in {one.owner.file, one.owner.notebook} - {""}]
-    if not named:
-        return None
-    paths = tuple(sorted({section.owner.notebook for section in named}))
-    if len(paths) > 1:
-        raise AmbiguousName(wanted, paths)
-    return [
-        (section.owner.pid, lease.name)
-        for section in named
-        for lease in section.leases
-        if lease.kind in ("model", "kernel") and lease.on_device
-    ]
 
 
 def _held(rt: Any, wanted: str, in_host: bool) -> list[tuple[int, str]] | None:
