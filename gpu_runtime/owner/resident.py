@@ -443,8 +443,8 @@ def _weakly(value: Any) -> Callable[[], Any]:
 def held_by(residents: Iterable[Resident], thread: int) -> tuple[str, ...]:
     """Ids of the leases that `thread` pins, as `owner/name`.
 
-    The result also has modules in training that the running cell keeps on their devices without a
-    pin. Such a module can leave when the cell has ended.
+    The result also has modules in training, which the running cell keeps on their devices without a
+    pin. A module in training can leave when the cell has ended.
     """
     held = [r for r in residents if r.pinned_by(thread) or (not r.pins and r.kept_by_training())]
     return tuple([r.lease.id for r in held])

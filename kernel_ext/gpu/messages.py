@@ -56,7 +56,7 @@ def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
 
 
 def is_for_console(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
-    """Whether a message is for a console that this notebook shows. Such a message reads no tensor."""
+    """Whether a message is for a console that this notebook shows. The console reads no tensor."""
     return kind == "comm_msg" and _is_of_console(_comm_callback(kernel, kind, content))
 
 

@@ -42,7 +42,7 @@ class _Connector(aiohttp.TCPConnector):
 
 
 class HttpClient:
-    """Sends requests. It keeps no cookies and follows no redirect, so a key is sent only where it belongs."""
+    """Sends requests. It keeps no cookies and follows no redirect, so a key is sent only to the given URL."""
 
     def __init__(self, *, proxies: bool) -> None:
         """A client of the running event loop.
