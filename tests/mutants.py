@@ -46,6 +46,7 @@ WARM_POOL = ["tests/scheduler/test_warm_pool.py"]
 EARLIER_USES = ["tests/stories/test_earlier_uses.py"]
 DUPLEX = ["tests/scheduler/test_duplex.py", "tests/owner/test_duplex.py"]
 QUARANTINE = ["tests/ledgers/test_quarantine.py", "tests/ledgers/test_pages.py"]
+QUEUE = ["tests/ledgers/test_writer_queue.py"]
 LEDGER = ["tests/ledgers/test_contract.py", "tests/ledgers/test_sqlite.py"]
 CATALOGUE = [
     "tests/catalog/test_documents.py",
@@ -627,6 +628,20 @@ FAULTS = [
         "                    if new is page.book and known and self._store.look() is not known:\n",
         "                    if False:\n",
         LEDGER,
+    ),
+    Fault(
+        "a process whose patience ends passes the process that was woken",
+        "ledgers/sqlite/writer_queue",
+        "                may_try = not self._will_continue() if is_next else ended == ended_before\n",
+        "                may_try = True\n",
+        QUEUE,
+    ),
+    Fault(
+        "a woken process takes the turn between a lease and its release",
+        "ledgers/sqlite/writer_queue",
+        "        mark = CONTINUES if continues else ALL_MAY\n",
+        "        mark = ALL_MAY\n",
+        QUEUE,
     ),
     Fault(
         "an unreadable section claims nothing",

@@ -144,25 +144,23 @@ class SharedLedger:
         try:
             while True:
                 self._require_open()
-                # The first attempt usually does not queue, so this process can read and decide while
-                # the process with the turn writes. A process that has the turn keeps it until its
-                # book is written.
-                if paced and turn is None and (races_lost or self._pace.should_queue):
+                # If few processes write, the first attempt does not queue, so this process can read
+                # and decide while another one writes. If many write, most such attempts are lost. A
+                # process that has the turn keeps it until its book is written.
+                if (
+                    paced
+                    and turn is None
+                    and (races_lost or self._pace.is_crowded(time.monotonic()))
+                ):
                     turn = self._wait_for_turn()
                 began = time.monotonic()
                 try:
                     known = self._store.glance() if may_glance else None
                     may_glance = False
                     page = known or self._store.look()
-                    # If many processes write, most attempts without the turn are lost. The process
-                    # reads before it waits, so in its turn it reads only what changed meanwhile.
-                    waits = paced and turn is None and self._pace.is_crowded(began)
-                    if waits:
-                        turn = self._wait_for_turn()
-                        began = time.monotonic()
                     # The book also changes while a process reads all of it.
-                    if (waits or not (known or turn)) and self._store.is_behind(page):
-                        known, page = None, self._store.look()
+                    if not (known or turn) and self._store.is_behind(page):
+                        page = self._store.look()
                     new, answer = decide(page.book)
                     if new is page.book and known and self._store.look() is not known:
                         continue  # the decision was made on an older page
@@ -185,7 +183,7 @@ class SharedLedger:
                 self._pause_after_loss(races_lost, turn, deadline)
         finally:
             if turn:
-                turn.leave(wake=not self._pace.will_write_again)
+                turn.leave(continues=self._pace.will_continue)
 
     def _others_must_queue(self) -> bool:
         return bool(self._queue and self._queue.must_queue)
@@ -193,7 +191,7 @@ class SharedLedger:
     def _wait_for_turn(self) -> WriterQueue | None:
         """The queue if this process now has the turn; None if it must write without the turn."""
         queue = self._queue
-        if queue is None or queue.try_enter():
+        if queue is None or (self._pace.continues and queue.try_enter()):
             return queue
         self._pace.note_contention(time.monotonic())
         return queue if queue.enter() else None

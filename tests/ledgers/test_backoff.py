@@ -18,7 +18,7 @@ def test_a_single_process_never_waits():
     assert waits_in_a_row(Pace(), 5 * FREE_TURNS) == [0.0] * 5 * FREE_TURNS
 
 
-def test_under_contention_every_ninth_turn_in_a_row_waits():
+def test_under_contention_each_row_of_free_turns_ends_with_a_wait():
     pace = Pace()
     pace.note_contention(10.0)
     waited = [wait > 0 for wait in waits_in_a_row(pace, 3 * FREE_TURNS)]
@@ -40,37 +40,47 @@ def test_an_occasional_writer_never_waits():
     )
 
 
-def test_only_a_constant_writer_under_contention_queues_before_its_first_attempt():
-    """Without contention the first attempt of a write usually succeeds, so queueing would only
-    delay the write. Under contention the first attempt would fail.
+def test_a_transaction_continues_a_row_until_the_wait():
+    """A process takes the turn at once only within a row. Else it could take the turn before a
+    process that has waited longer.
     """
-    alone, among = Pace(), Pace()
-    among.note_contention(10.0)
-    queued = {
-        pace: [
-            (pace.before(10.0), pace.should_queue, pace.note_end(0.0001, 10.0))[1]
-            for _ in range(FREE_TURNS + 4)
-        ]
-        for pace in (alone, among)
-    }
-    assert not any(queued[alone])
-    assert queued[among] == [False, False] + [True] * (FREE_TURNS + 2)
-    among.before(10.0 + 2 * IN_A_ROW_SECONDS)
-    assert not among.should_queue
-
-
-def test_a_constant_writer_wakes_the_next_process_only_before_its_wait():
-    """A process that was woken earlier would find the turn taken again."""
     pace = Pace()
     pace.note_contention(10.0)
-    expects = []
+    continues = []
     for _ in range(2 * FREE_TURNS):
         pace.before(10.0)
-        expects.append(pace.will_write_again)
+        continues.append(pace.continues)
         pace.note_end(0.0001, 10.0)
-    first_eight = [False, False] + [True] * (FREE_TURNS - 3) + [False]
-    next_eight = [True] * (FREE_TURNS - 1) + [False]
-    assert expects == first_eight + next_eight
+    assert continues == 2 * [False, *[True] * (FREE_TURNS - 1)]
+    pace.before(10.0 + 2 * IN_A_ROW_SECONDS)
+    assert not pace.continues
+
+
+def expectations(pace: Pace, count: int, now: float) -> list[bool]:
+    """After each of `count` transactions in a row: whether another one is expected."""
+    expects = []
+    for _ in range(count):
+        pace.before(now)
+        expects.append(pace.will_continue)
+        pace.note_end(0.0001, now)
+    return expects
+
+
+def test_a_constant_writer_is_expected_to_go_on_until_its_wait():
+    pace = Pace()
+    pace.note_contention(10.0)
+    first = [False, False] + [True] * (FREE_TURNS - 3) + [False]
+    next_ones = [True] * (FREE_TURNS - 1) + [False]
+    assert expectations(pace, 2 * FREE_TURNS, 10.0) == first + next_ones
+
+
+def test_a_release_is_expected_after_each_lease_that_follows_a_pair():
+    """Both transactions then have one turn. The second one is four times as fast."""
+    pace = Pace()
+    assert expectations(pace, 2, now=10.0) == [False, False]
+    assert expectations(pace, 2, now=20.0) == [True, False]
+    assert expectations(pace, 1, now=30.0) == [True]
+    assert expectations(pace, 1, now=40.0) == [False], "the last lease was not released at once"
 
 
 def test_waits_after_losses_are_random_and_grow_within_a_bound():

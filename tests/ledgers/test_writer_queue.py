@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -32,6 +33,7 @@ def compute():
     while time.monotonic() < end: pass
     queue.leave()
 actions = {"enter": queue.try_enter, "leave": queue.leave, "require": queue.require_queue}
+actions |= {"go on": lambda: queue.leave(continues=True), "wait": queue.enter}
 actions |= {"compute": compute, "pause": lambda: (queue.pause(0.1), queue.leave())}
 for line in sys.stdin:
     print(actions[line.strip()](), flush=True)
@@ -64,6 +66,11 @@ class Other:
         self.process.wait(10)
         self.process.stdin.close()
         self.process.stdout.close()
+
+
+def readable(other: Other, seconds: float) -> bool:
+    """Whether `other` answers within `seconds`."""
+    return bool(select.select([other.process.stdout], [], [], seconds)[0])
 
 
 @pytest.fixture
@@ -116,6 +123,47 @@ def test_a_process_that_does_not_end_its_turn_is_passed(ours, other, how):
     if how == "thinking":
         other.run("leave")
         assert ours.try_enter(), "the queue works again"
+
+
+def test_a_process_that_goes_on_keeps_the_others_waiting_for_a_moment(ours, other, monkeypatch):
+    """Without the moment, the woken process takes the turn between a lease and its release."""
+    monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.CONTINUES_SECONDS", 0.1)
+    other.run("enter")
+    began = time.monotonic()
+    other.run("go on")
+    assert ours.enter()
+    assert time.monotonic() - began >= 0.1
+
+
+def test_a_process_whose_patience_ends_does_not_pass_the_one_that_was_woken(ours, monkeypatch):
+    """Each process looks every 40 ms whether the others still write. Turns that end in the meantime
+    show that they do, so it does not try to take the turn.
+    """
+    ended = iter(range(100))
+    monkeypatch.setattr(ours, "_turns_ended", lambda: next(ended).to_bytes(8, "little"))
+    monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.UNCALLED_SECONDS", 0.1)
+    os.read(ours._pipe, 100)  # nobody wakes this process
+    tried = []
+    monkeypatch.setattr(ours, "try_enter", lambda: tried.append(time.monotonic()) or True)
+    began = time.monotonic()
+    assert ours.enter()
+    assert len(tried) == 1 and tried[0] - began >= 0.1
+
+
+def test_a_stopped_process_that_was_woken_does_not_keep_the_others_waiting(ours, other, tmp_path):
+    """The system would wake the stopped process again and again, as it has waited longest."""
+    third = Other(tmp_path)
+    try:
+        assert ours.try_enter()
+        other.begin("wait")
+        assert not readable(other, 0.05)
+        other.process.send_signal(signal.SIGSTOP)
+        third.begin("wait")
+        assert not readable(third, 0.05)
+        ours.leave()
+        assert third.process.stdout.readline() == "True\n"
+    finally:
+        third.end()
 
 
 def test_a_process_that_uses_the_processor_is_not_passed(ours, other):

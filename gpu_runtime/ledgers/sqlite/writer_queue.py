@@ -33,14 +33,16 @@ from pathlib import Path
 from ..access import Access, access_to
 
 STALLED_SECONDS = 0.005
-RUNNABLE_SECONDS = (
-    0.25  # how long a turn may last while its thread could run, but gets no processor
-)
+# How long a turn may last while its thread could run, but gets no processor.
+RUNNABLE_SECONDS = 0.25
+# How soon a process takes its next turn, if it said so at the end of its last turn.
+CONTINUES_SECONDS = 0.001
+UNCALLED_SECONDS = 0.5  # after such a wait, a process that was never woken tries to take the turn
 MOST_SECONDS = 5.0  # the longest wait for the turn, even if other turns end
 LOCK, PIPE = "turn", "turn.pipe"
 _COUNT_BYTES = 8
 # In the lock file, the mark follows the time at which the last turn ended.
-ALL_MAY, MUST_QUEUE = b"-", b"!"
+ALL_MAY, MUST_QUEUE, CONTINUES = b"-", b"!", b"+"
 # The mark is followed by the native id of the thread that has the turn, or by _PAUSES.
 _HOLDER = struct.Struct("<I")
 _PAUSES = 0xFFFFFFFF
@@ -72,7 +74,9 @@ class WriterQueue:
         # descriptors. If they were closed, their numbers could belong to other files already.
         self._closing = weakref.finalize(self, _close, self._lock, self._pipe)
         self._closing.atexit = False
+        self._next_is_awake = False  # whether `leave` has woken a process for a later turn
         self._stalled = b"-"  # the last `_turns_ended` after which a process did not end its turn
+        self._wake_next()  # without a byte in the pipe, the first process would wait in vain
 
     def try_enter(self) -> bool:
         """Takes the turn if no process has it. After True, the caller must call `leave`."""
@@ -92,27 +96,34 @@ class WriterQueue:
         ended = self._turns_ended()
         began = ended_at = now = time.monotonic()
         patience = STALLED_SECONDS
+        is_next = False
         # The system wakes the process that registered the pipe first, and no other. This process
         # registers it once for the whole wait, so it keeps its place in the queue.
         with select.epoll() as poll:
             poll.register(self._pipe, select.EPOLLIN | select.EPOLLEXCLUSIVE)
             while ended != self._stalled and now - began < MOST_SECONDS:
-                poll.poll(patience)
-                with contextlib.suppress(BlockingIOError):  # another process was woken
-                    os.read(self._pipe, 65536)
-                if self.try_enter():
-                    return True
+                if poll.poll(patience):
+                    is_next = True
+                    with contextlib.suppress(BlockingIOError):  # another process was woken
+                        os.read(self._pipe, 65536)
                 ended_before, ended = ended, self._turns_ended()
-                looked_before, now = now, time.monotonic()
+                # Without this rule, a process whose patience ends would take the turn before the
+                # process that was woken for it.
+                may_try = not self._will_continue() if is_next else ended == ended_before
+                if may_try and self.try_enter():
+                    return True
+                now = time.monotonic()
                 if ended != ended_before:
                     ended_at = now
-                elif now - looked_before >= STALLED_SECONDS and not (
+                elif now - ended_at >= STALLED_SECONDS and not (
                     now - ended_at < RUNNABLE_SECONDS and self._holder_is_runnable()
                 ):
                     self._stalled = ended
+                # A process that was woken but is stopped gets every call to wake the next process.
+                is_next = is_next or now - began >= UNCALLED_SECONDS
                 # The first check is after 5 ms. Later checks are rarer, because the process with the
                 # turn was not stopped at the first check.
-                patience = 8 * STALLED_SECONDS
+                patience = CONTINUES_SECONDS if is_next else 8 * STALLED_SECONDS
         return False
 
     def pause(self, seconds: float) -> None:
@@ -137,17 +148,21 @@ class WriterQueue:
         """
         return os.pread(self._lock, 1, _COUNT_BYTES) == MUST_QUEUE
 
-    def leave(self, wake: bool = True) -> None:
+    def leave(self, continues: bool = False) -> None:
         """Ends the turn and wakes the next process.
 
-        If `wake` is false, no process is woken, because this process will probably write again
-        before another process is awake.
+        If `continues` is true, this process will probably take another turn within
+        CONTINUES_SECONDS. The next process is woken too, and waits for the end of that turn.
         """
-        count = time.monotonic_ns().to_bytes(_COUNT_BYTES, "little")
-        os.pwrite(self._lock, count + ALL_MAY, 0)
+        mark = CONTINUES if continues else ALL_MAY
+        os.pwrite(self._lock, time.monotonic_ns().to_bytes(_COUNT_BYTES, "little") + mark, 0)
         fcntl.flock(self._lock, fcntl.LOCK_UN)
-        if not wake:
+        next_is_awake, self._next_is_awake = self._next_is_awake, continues
+        if continues and next_is_awake:
             return
+        self._wake_next()
+
+    def _wake_next(self) -> None:
         # A full pipe wakes every process that waits.
         with contextlib.suppress(BlockingIOError):
             os.write(self._pipe, b"!")
@@ -173,6 +188,14 @@ class WriterQueue:
         except OSError:  # it has ended, or it cannot be seen from here
             return False
         return stat.rpartition(")")[2].split()[0] == "R"
+
+    def _will_continue(self) -> bool:
+        """Whether the process that had the last turn will probably take the next one too."""
+        state = os.pread(self._lock, _COUNT_BYTES + 1, 0)
+        if state[_COUNT_BYTES:] != CONTINUES:
+            return False
+        age = time.monotonic_ns() - int.from_bytes(state[:_COUNT_BYTES], "little")
+        return 0 <= age < CONTINUES_SECONDS * 1e9
 
     def _turns_ended(self) -> bytes:
         """A value that changes whenever a turn ends."""
