@@ -148,6 +148,16 @@ def test_only_the_header_is_read(tmp_path):
     assert bytes_read() - before < 8 << 20
 
 
+def test_an_unchanged_header_is_read_once(tmp_path):
+    path = write(tmp_path / "m.gguf", vocabulary=150_000)
+    first = ours.read(path, "m")
+    before = bytes_read()
+    assert ours.read(path, "m") == first
+    assert bytes_read() - before < 64 << 10
+    write(path, [Type.Q8_0] * 2)
+    assert ours.read(path, "m").weight_bytes == real_bytes(path)
+
+
 def test_the_parts_of_a_split_model_are_one(tmp_path):
     """The model can be given by one of its files, or by their directory."""
     parts = [write(tmp_path / f"m-0000{n}-of-00002.gguf", [Type.Q8_0] * n) for n in (1, 2)]
