@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run lint check check-models check-rest test soak bench gpu gpu-tests gpu-figures gpu-wheels docs clean packages
+.PHONY: help run lint check check-models check-rest test soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -56,6 +56,7 @@ help:
 	@echo "make bench   the figures"
 	@echo "make gpu     the tests and the figures of a real card, within 15 minutes (tests/gpu/README.md)"
 	@echo "make gpu-figures   its figures; without a card, on a simulated accelerator"
+	@echo "make vllm    the tests of real servers, with vLLM for CPUs in an environment of its own (3 GB)"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -119,6 +120,14 @@ gpu-wheels:
 	python3 -m pip download -q --only-binary=:all: --python-version $(FOR) -d $(GPU_OUT)/wheels $(LACKS)
 	@echo "There:  python3 -m pip install --no-index --find-links $(GPU_OUT)/wheels --target PLACE $(LACKS); export PYTHONPATH=PLACE"
 
+vllm: $(STAMP) .venv-vllm/.ready
+	$(BIN)/python -m pytest -q -rs tests/stories/test_real_servers.py
+
+.venv-vllm/.ready: tests/install/vllm_for_cpus.py
+	python3 -m venv .venv-vllm
+	.venv-vllm/bin/python $< $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	@touch $@
+
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
 	@echo "Open  docs/_build/html/index.html"
@@ -130,7 +139,7 @@ packages:
 	@$(call install,chromium,chromium)
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
+	rm -rf $(VENV) $(GPU_VENV) .venv-vllm build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Another flavour's environment is made anew: pip takes an installed CPU build of torch for good enough.

@@ -1,8 +1,9 @@
 """Which fields of a request each kind of engine can serve.
 
 This module is pure. No field is ignored silently: if a field has an effect that the engine cannot serve, the call is
-refused with 400. `requests` checks the ranges of values for all engines. Engines that are servers, and clouds, get
-every field. They check the fields themselves.
+refused with 400. `requests` checks the ranges of values for all engines. An engine that is a server ignores fields that
+it does not read. So a call is checked against the fields that the server reads, if they are known. Clouds check the
+fields themselves.
 """
 
 from __future__ import annotations
@@ -67,7 +68,7 @@ FIELDS: dict[str, Field] = {
     "functions": Field(("chat",), ()),
     "function_call": Field(("chat",), (), neutral=("auto", "none")),
     "parallel_tool_calls": Field(("chat",), neutral=(True,)),
-    "n": Field(),
+    "n": Field(neutral=(1,)),
     "best_of": Field(("completions",), (), neutral=(1,)),
     "echo": Field(("completions",), neutral=(False,)),
     "suffix": Field(("completions",), ()),
@@ -84,6 +85,11 @@ WITHOUT_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
+_OTHER_NAMES = {
+    "repetition_penalty": "repeat_penalty",
+    "repeat_penalty": "repetition_penalty",
+    "max_completion_tokens": "max_tokens",
+}
 _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -104,6 +110,28 @@ def require_fields(call: Call, spec: ModelSpec) -> None:
         raise Refused(
             400, "not_supported", f"{spec.name} cannot be asked this: {why}", param="logprobs"
         )
+
+
+def read_by_server(
+    model: str, kind: str, body: Mapping[str, Any], known: frozenset[str]
+) -> dict[str, Any]:
+    """The fields of `body` that a server gets. Raises Refused for a field that has an effect but is not `known`.
+
+    `known` are the fields that the server of the `model` reads in calls of this `kind`. A field gets the server's own
+    name if the server knows it by another name.
+    """
+    read = {}
+    for name, value in body.items():
+        own = name if name in known else _OTHER_NAMES.get(name, name)
+        if own in known:
+            read[own] = value
+        elif not (name in WITHOUT_EFFECT or _is_neutral(name, value) or _is_empty(value)):
+            why = f"its engine has no field {name[:60]!r} in a call for {kind}"
+            if name not in FIELDS:
+                why = no_field(name, known)
+            text = f"{model} cannot be asked this: {why}"
+            raise Refused(400, "not_supported", text, param=name[:60])
+    return read
 
 
 def serves(backend: str, kind: str, name: str) -> bool:

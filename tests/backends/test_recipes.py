@@ -1,7 +1,7 @@
 """The command line of each engine for a lease. It has only flags that are in the engine's own help.
 
-vLLM, Ollama and llama-server are not installed on the test machine. Their command lines are
-compared with expected ones, and every flag is looked up in the engine's recorded help
+vLLM, Ollama and llama-server are not among the packages that the tests install (`make vllm` runs
+vLLM). Their command lines are compared with expected ones, and every flag is looked up in the engine's recorded help
 (`recorded/engines`). `test_engine_server.py` starts a stand-in that rejects other flags.
 llama-cpp-python's server is installed, so its own help is read.
 """
@@ -371,3 +371,73 @@ def test_diffusers_runs_our_own_server_program():
         "float16",
         "--balanced",
     )
+
+
+OPENAPI = {
+    "paths": {
+        "/v1/chat/completions": {
+            "post": {
+                "requestBody": {
+                    "content": {
+                        "application/json": {"schema": {"$ref": "#/components/schemas/Chat"}}
+                    }
+                }
+            }
+        },
+        "/v1/embeddings": {
+            "post": {
+                "requestBody": {
+                    "content": {
+                        "application/json": {
+                            "schema": {
+                                "anyOf": [
+                                    {"$ref": "#/components/schemas/Texts"},
+                                    {"type": "object", "properties": {"messages": {}}},
+                                ]
+                            }
+                        }
+                    }
+                }
+            }
+        },
+        "/v1/completions": {"post": {}},
+    },
+    "components": {
+        "schemas": {
+            "Chat": {"properties": {"messages": {}, "temperature": {}}},
+            "Texts": {"properties": {"input": {}}},
+        }
+    },
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "fields"),
+    [
+        (
+            (200, OPENAPI),
+            {"chat": {"messages", "temperature"}, "embeddings": {"input", "messages"}},
+        ),
+        ((404, "Not Found"), {}),
+        ((0, None), {}),
+        ((200, "no JSON"), {}),
+    ],
+)
+def test_vllm_tells_which_fields_it_reads(answer, fields):
+    """It ignores other fields, and only logs them. Without a document nothing is known."""
+    asked = []
+
+    def send(method, path, body):
+        asked.append((method, path))
+        return answer
+
+    assert recipe("vllm").request_fields(order("vllm"), send) == fields
+    assert asked == [("GET", "/openapi.json")]
+
+
+def test_the_fields_of_the_other_servers_are_those_of_their_code(installed):
+    native = recipe("llama-server").request_fields(order("llama-server"), None)
+    assert {"temperature", "repeat_penalty", "tools"} <= native["chat"]
+    assert "repetition_penalty" not in native["chat"] and "dimensions" not in native["embeddings"]
+    ollama = recipe("ollama").request_fields(order("ollama"), None)
+    assert "top_k" not in ollama["chat"] and "dimensions" in ollama["embeddings"]

@@ -101,7 +101,7 @@ def test_a_field_is_served_or_refused(backend, name):
 def test_an_unknown_field_is_refused_with_the_nearest_name():
     with pytest.raises(Refused, match="no field 'temprature'; did you mean temperature"):
         require_fields(call("chat", temprature=1), ModelSpec("qwen", "llama_cpp"))
-    require_fields(call("chat", temprature=1), ModelSpec("qwen", "vllm"))  # it checks by itself
+    require_fields(call("chat", temprature=1), ModelSpec("qwen", "vllm"))  # once it has started
     require_fields(call("chat", user="ann", store=False), ModelSpec("qwen", "transformers"))
     with pytest.raises(Refused, match="store=True is not supported"):
         require_fields(call("chat", store=True), ModelSpec("qwen", "transformers"))

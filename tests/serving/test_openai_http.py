@@ -20,7 +20,9 @@ from tests.serving.loopback import END, Loopback, chunk, completion, loopback
 from tests.serving.loops import in_loop, until
 
 
-def engine(there: Loopback, chat_template: str | None = None) -> Any:
+def engine(
+    there: Loopback, chat_template: str | None = None, fields: frozenset[str] = frozenset()
+) -> Any:
     """A function that makes adapters. With it, the server `there` answers for every model.
 
     The adapters behave as if `rt.use` had yielded the address of that server.
@@ -32,6 +34,7 @@ def engine(there: Loopback, chat_template: str | None = None) -> Any:
             model="theirs",
             headers={"Authorization": "Bearer inside"},
             chat_template=chat_template,
+            request_fields={"chat": fields},
         )
         return HttpAdapter(spec.name, served, http, spec)
 
@@ -287,6 +290,36 @@ async def test_tools_that_the_engine_s_template_would_ignore_are_refused(templat
             await k.chat("qwen", "hi", tools=[TOOL], tool_choice="required")
         assert (refused.value.status, refused.value.facts["param"]) == (400, "tools")
         assert not there.requests
+
+
+@pytest.mark.parametrize(
+    ("field", "sent"),
+    [
+        ({"temperature": 0.5}, {"temperature": 0.5}),
+        ({"repetition_penalty": 1.1}, {"repeat_penalty": 1.1}),
+        ({"max_completion_tokens": 5}, {"max_tokens": 5}),
+        ({"user": "ann", "store": False, "n": 1, "top_logprobs": 0}, {}),
+        ({"temprature": 1}, "no field 'temprature'; did you mean temperature"),
+        ({"top_k": 5}, "its engine has no field 'top_k' in a call for chat"),
+    ],
+)
+@in_loop
+async def test_a_field_that_the_engine_would_ignore_is_refused(field, sent):
+    """vLLM, llama-server and Ollama answer as if such a field were missing."""
+    known = frozenset(
+        {"model", "messages", "temperature", "repeat_penalty", "max_tokens", "stream"}
+    )
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there, None, known)) as k:
+        there.answers = [completion("a")]
+        if isinstance(sent, str):
+            with pytest.raises(Refused, match=sent) as refused:
+                await k.chat("qwen", "hi", **field)
+            assert (refused.value.status, refused.value.facts["param"]) == (400, next(iter(field)))
+            assert not there.requests
+            return
+        await k.chat("qwen", "hi", **field)
+        got = there.requests[0][2]
+        assert {name: got[name] for name in got if name not in ("model", "messages")} == sent
 
 
 @in_loop

@@ -18,7 +18,7 @@ from ..base import Progress
 from ..processes.engine_models import EngineBackend, EngineHandle, EngineModel
 from ..processes.visible_devices import card_environment
 from .ports import ports
-from .recipe import LaunchOrder
+from .recipe import LaunchOrder, RequestFields
 from .registry import recipe
 from .server import POLL_SECONDS, Server, ServerState
 
@@ -65,6 +65,11 @@ class Served(EngineModel[Server]):
     def api_key(self) -> str:
         """The key in `headers`, or `none` for an engine without a key."""
         return self.headers.get("Authorization", "Bearer none").removeprefix("Bearer ")
+
+    @property
+    def request_fields(self) -> RequestFields:
+        """The fields that the server reads, by kind of call. A missing kind is not known."""
+        return self._engine.request_fields if self._engine else {}
 
     @property
     def pids(self) -> tuple[int, ...]:

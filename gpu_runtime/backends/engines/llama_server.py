@@ -3,7 +3,8 @@
 If the command `llama-server` is missing, `python -m llama_cpp.server` starts the server of
 llama-cpp-python.
 
-Sources: llama.cpp, tools/server/README; llama-cpp-python, server/settings.
+Sources: llama.cpp, tools/server: README, server-schema.cpp, server-chat.cpp (as in llama-cpp-python
+0.3.36); llama-cpp-python, server/settings.
 """
 
 from __future__ import annotations
@@ -26,9 +27,34 @@ from ..llama_cpp.options import (
     llama_arguments,
 )
 from .arguments import has_flag, user_arguments
-from .recipe import Command, LaunchOrder, Recipe, custom_template, placeholders
+from .recipe import (
+    Command,
+    LaunchOrder,
+    Recipe,
+    RequestFields,
+    SendRequest,
+    custom_template,
+    fields_in_openapi,
+    placeholders,
+)
 
 ALL_LAYERS = "999"  # every version accepts a number that is too large; only newer ones accept `all`
+
+_SAMPLING_FIELDS = """adaptive_decay adaptive_target backend_sampling cache_prompt dry_allowed_length dry_base
+    dry_multiplier dry_penalty_last_n dry_sequence_breakers dynatemp_exponent dynatemp_range frequency_penalty grammar
+    id_slot ignore_eos json_schema logit_bias logprobs lora max_completion_tokens max_tokens min_keep min_p mirostat
+    mirostat_eta mirostat_tau n n_cache_reuse n_cmpl n_discard n_indent n_keep n_predict n_probs post_sampling_probs
+    presence_penalty repeat_last_n repeat_penalty response_fields return_progress return_tokens samplers seed
+    sse_ping_interval stop stream stream_options t_max_predict_ms t_max_prompt_ms temperature timings_per_token top_k
+    top_n_sigma top_p typical_p verbose xtc_probability xtc_threshold"""
+_CHAT_FIELDS = """messages tools tool_choice parallel_tool_calls parse_tool_calls response_format top_logprobs
+    chat_template_kwargs add_generation_prompt continue_final_message reasoning_format reasoning_effort
+    reasoning_budget_tokens reasoning_budget_message reasoning_control thinking_budget_tokens"""
+_NATIVE_FIELDS = {
+    "chat": frozenset(f"model {_CHAT_FIELDS} {_SAMPLING_FIELDS}".split()),
+    "completions": frozenset(f"model prompt echo {_SAMPLING_FIELDS}".split()),
+    "embeddings": frozenset("model input content encoding_format embd_normalize".split()),
+}
 
 
 class LlamaServer(Recipe):
@@ -78,6 +104,10 @@ class LlamaServer(Recipe):
         metadata = gguf.read(Path(order.source), order.spec.name).metadata
         found = metadata.get("tokenizer.chat_template")
         return found if isinstance(found, str) else ""
+
+    def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
+        """The fields that the server's code reads. It ignores any other field."""
+        return _NATIVE_FIELDS if shutil.which("llama-server") else fields_in_openapi(send)
 
 
 def _llama_arguments(order: LaunchOrder) -> dict[str, Any]:

