@@ -95,6 +95,7 @@ from .models import (
     ModelSpec,
     Part,
 )
+from .notebooks import EVICTED, has_notebook, held_on_cards, of_notebook
 from .offers import HostRoom, Offer
 from .problems import Problem, ProblemKind, problems
 from .recent_uses import MOST_USES, decode_uses, encode_uses, expected_use, merged_uses

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 
 from ..errors import AmbiguousName, GpuError
-from ..facts import Book, Lease, LeaseId, Outcome, Owner, Phase
+from ..facts import Book, Lease, LeaseId, Outcome, Owner, Phase, has_notebook, of_notebook
 from ..units import show_bytes, show_seconds
 from . import registry
 from .kernel_resident import NAME
@@ -52,8 +52,7 @@ def ambiguous(name: str, owners: list[Owner]) -> AmbiguousName:
 
 def is_own(session: Session, who: str) -> bool:
     """Whether `who` is the notebook of this process, whose memory a cell parks when it has ended."""
-    owner = session.owner
-    return session.kernel is not None and who in {owner.file, owner.notebook} - {""}
+    return session.kernel is not None and has_notebook(session.owner, who)
 
 
 def is_notebook(session: Session, name: str | LeaseId) -> bool:
@@ -130,8 +129,5 @@ def in_ram(session: Session, id: LeaseId) -> Lease | None:
 
 def _models_of(book: Book, who: str) -> list[str]:
     """The names of the models that the notebook `who` holds."""
-    found: list[str] = []
-    for section in book.sections.values():
-        if section.owner.notebook.endswith(who):
-            found += [lease.name for lease in section.leases if lease.kind == "model"]
-    return found
+    leases = [lease for one in of_notebook(book.sections.values(), who) for lease in one.leases]
+    return [lease.name for lease in leases if lease.kind == "model"]

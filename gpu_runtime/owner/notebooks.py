@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..errors import AmbiguousName, GpuError
-from ..facts import Lease, LeaseId, Outcome, Section
+from ..errors import GpuError
+from ..facts import EVICTED, Lease, LeaseId, Outcome, held_on_cards, of_notebook
 from ..safe_text import quoted
 from ..scheduler.asks import PERSON
 from ..scheduler.evictable import reason_to_stay
@@ -15,8 +15,6 @@ from . import kernel_names, kernel_resident, operations
 from .session import Session
 
 ALL_IDLE = "*"  # in place of a name: every idle model
-# The kinds of leases that are evicted. A block of code keeps its bytes until it ends.
-EVICTED = ("model", "kernel")
 
 
 def evict(
@@ -74,14 +72,9 @@ def _idle(session: Session, drop: bool) -> list[LeaseId]:
 
 def _in_ram(session: Session, notebook: str) -> list[Lease]:
     """The leases of the `notebook` in host memory."""
-    leases = [lease for section in _sections(session, notebook) for lease in section.leases]
+    sections = of_notebook(session.ledger.read().sections.values(), notebook)
+    leases = [lease for section in sections for lease in section.leases]
     return [lease for lease in leases if lease.kind in EVICTED and lease.on_host]
-
-
-def _sections(session: Session, notebook: str) -> list[Section]:
-    """The sections of the processes that have the file name or path `notebook`."""
-    sections = session.ledger.read().sections.values()
-    return [one for one in sections if notebook in (one.owner.notebook, one.owner.file)]
 
 
 def held_by(session: Session, notebook: str) -> list[LeaseId]:
@@ -91,17 +84,9 @@ def held_by(session: Session, notebook: str) -> list[LeaseId]:
     do. Raises AmbiguousName if several notebooks have the name.
     """
     sections = session.ledger.read().sections.values()
-    found = _sections(session, notebook)
+    found = of_notebook(sections, notebook)
     if not found:
         names = sorted({section.owner.file for section in sections} - {""})
         those = f"Notebooks that hold memory: {', '.join(names) or 'none'}."
         raise GpuError(f"no notebook {quoted(notebook)} holds memory. {those}", name=notebook)
-    paths = tuple(sorted({section.owner.notebook for section in found}))
-    if len(paths) > 1:
-        raise AmbiguousName(notebook, paths)
-    held: list[LeaseId] = []
-    for section in found:
-        for lease in section.leases:
-            if lease.kind in EVICTED and lease.on_device:
-                held.append(LeaseId(lease.owner, lease.name))
-    return held
+    return held_on_cards(found)

@@ -388,8 +388,7 @@ def _holders(
         owner = section.owner
         if not holds:
             continue
-        addresses = {str(owner.pid), id, owner.notebook, owner.file}
-        if not pid or pid in addresses:
+        if not pid or pid in owner.names:
             found.append(owner)
     return found
 

@@ -6,7 +6,7 @@ A thread whose wait was ended raises WaitEnded when it decides next, and withdra
 from __future__ import annotations
 
 from ..errors import AmbiguousName, GpuError
-from ..facts import THIS_PROCESS, LeaseId, Outcome, Ticket
+from ..facts import THIS_PROCESS, LeaseId, Outcome, Ticket, has_notebook
 from ..safe_text import quoted
 from ..scheduler.recall import Order
 from . import operations, registry, requests
@@ -72,11 +72,9 @@ def _waiting(session: Session, name: str | LeaseId) -> LeaseId:
         address = f"{ticket.name}@{owner.pid}"
         id = LeaseId(owner.id, ticket.name)
         waiting[address] = id
-        files = {owner.notebook, owner.file} - {""}
         names = (ticket.name, ticket.name.partition("#")[0])  # a block's name ends with a number
-        addresses = {str(owner.pid), owner.id, *files}
-        is_named = bare in names and (not process or process in addresses)
-        if is_named or name in files:
+        is_named = bare in names and (not process or process in owner.names)
+        if is_named or has_notebook(owner, name):
             found[address] = id
     if len(found) > 1:
         raise AmbiguousName(name, tuple(sorted(found)))

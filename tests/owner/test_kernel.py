@@ -618,6 +618,17 @@ def test_a_notebook_without_memory_of_its_own_is_an_address_of_its_models(runtim
         other.park("qwen")
 
 
+def test_a_notebook_is_not_found_by_the_end_of_its_name(runtime, shared_book):
+    """`%gpu park rain.ipynb` answered that rain.ipynb holds the models of train.ipynb."""
+    rt, other = (runtime(ledger=shared_book) for _ in range(2))
+    rt._session.notebook = "/work/train.ipynb"
+    fakes(rt, qwen="3GiB")
+    rt.preload("qwen")
+    rt.tick()
+    with pytest.raises(GpuError, match="no kernel 'rain.ipynb' holds memory"):
+        other.park("rain.ipynb")
+
+
 def test_why_without_a_name_is_about_this_process(runtime, shared_book):
     """`%gpu why` was an error. In a terminal, which holds nothing, it is about the host."""
     rt, other, command = (runtime(ledger=shared_book) for _ in range(3))

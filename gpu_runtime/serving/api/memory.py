@@ -16,10 +16,21 @@ from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field
 
 from ...errors import AmbiguousName, GpuError, StillInUse
-from ...facts import HOST, AllocatorMap, Health, Lease, Level, ModelSpec, Snapshot, lease_title
+from ...facts import (
+    HOST,
+    AllocatorMap,
+    Health,
+    Lease,
+    LeaseId,
+    Level,
+    ModelSpec,
+    Snapshot,
+    held_on_cards,
+    lease_title,
+    of_notebook,
+)
 from ...units import MIB
 from ..queue.thread_stream import in_thread
-from .notebook_names import held_by_notebook
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -236,18 +247,19 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
     # A notebook may be called anything, also `*` or `llm`.
     selects_models = wanted == "*" or wanted.lower() in TYPES
     try:
-        found = None if selects_models else held_by_notebook(rt, wanted)
+        notebook = of_notebook(() if selects_models else rt.status().sections.values(), wanted)
     except AmbiguousName as error:
         return 409, {"error": str(error), "model_type": wanted}
-    if found is None and (found := _held(rt, wanted, drop)) is None:
+    found = held_on_cards(notebook) if notebook else _held(rt, wanted, drop)
+    if found is None:
         what = f"a model type ({', '.join(TYPES)}) nor the name of a model or of a notebook"
         return 400, {"error": f"{wanted[:100]!r} is neither {what} that holds memory"}
     evicted: list[str] = []
     freed_bytes = 0
     reasons: list[str] = []
-    for pid, name in found:
+    for id in found:
         try:
-            outcome = rt.evict(f"{name}@{pid}", drop=drop)
+            outcome = rt.evict(id, drop=drop)
         except GpuError as error:
             reasons.append(str(error).splitlines()[0])
             if not isinstance(error, StillInUse) and len(found) == 1:
@@ -266,8 +278,8 @@ def evict(rt: Any, wanted: str, drop: bool = False) -> tuple[int, dict[str, Any]
     return 200, answer
 
 
-def _held(rt: Any, wanted: str, in_host: bool) -> list[tuple[int, str]] | None:
-    """The pairs (pid, name) of the models on a card that `wanted` selects. With `in_host`, also those in host memory.
+def _held(rt: Any, wanted: str, in_host: bool) -> list[LeaseId] | None:
+    """The models on a card that `wanted` selects. With `in_host`, also those in host memory.
 
     The result is None if `wanted` is neither a model type nor the name of a known model.
     """
@@ -276,12 +288,11 @@ def _held(rt: Any, wanted: str, in_host: bool) -> list[tuple[int, str]] | None:
     for section in snapshot.sections.values():
         for lease in section.leases:
             if lease.kind == "model" and (lease.on_device or in_host):
-                held.append((section.owner.pid, lease))
+                held.append((f"{lease.name}@{section.owner.pid}", lease))
     if wanted == "*":
-        return [(pid, lease.name) for pid, lease in held if not lease.pins and not lease.keep]
+        return _ids(lease for _, lease in held if not lease.pins and not lease.keep)
     if wanted.lower() in TYPES:
-        type_ = wanted.lower()
-        return [(pid, lease.name) for pid, lease in held if lease.model_type == type_]
+        return _ids(lease for _, lease in held if lease.model_type == wanted.lower())
     names = {lease.name for _, lease in held}
     names |= {spec.name for spec in snapshot.specs}
     names |= set(rt.catalog_names())
@@ -290,7 +301,11 @@ def _held(rt: Any, wanted: str, in_host: bool) -> list[tuple[int, str]] | None:
         name = _name_in_key(wanted)
         if name not in names:
             return None
-    return [(pid, lease.name) for pid, lease in held if name in (lease.name, f"{lease.name}@{pid}")]
+    return _ids(lease for address, lease in held if name in (lease.name, address))
+
+
+def _ids(leases: Iterable[Lease]) -> list[LeaseId]:
+    return [LeaseId(lease.owner, lease.name) for lease in leases]
 
 
 def preload(rt: Any, wanted: Preload) -> dict[str, Any]:
