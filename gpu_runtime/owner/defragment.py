@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from ..errors import GpuError
-from ..facts import Book, LeaseId, Outcome, Owner
+from ..facts import Book, LeaseId, Outcome, Owner, of_notebook
 from ..units import parse_seconds, show_bytes
 from . import operations, permissions, registry, requests
 from .session import Session
@@ -86,10 +86,8 @@ def _named(session: Session, process: str, book: Book) -> list[str]:
     """
     if process in book.sections:
         return [process]
-    notebooks = [section.owner for section in book.sections.values() if section.owner.notebook]
-    named = [owner.id for owner in notebooks if process in (owner.file, owner.notebook)]
-    if named:
-        return named
+    if notebook := of_notebook(book.sections.values(), process):
+        return [section.owner.id for section in notebook]
     number = process.removeprefix("@")
     if not number.isdigit():
         return [registry.resolve(session, process, loadable=True).owner]

@@ -585,7 +585,7 @@ def test_a_notebooks_name_is_an_address_for_every_verb(started, runtime, shared_
 
 def test_of_two_notebooks_with_one_file_name_the_path_is_the_address(started, runtime, shared_book):
     """`gpu why train.ipynb` was about one of them without a word. The error of other verbs listed all
-    notebooks of the host, and no path.
+    notebooks of the host, and no path. `gpu defrag train.ipynb` acted on both.
     """
     devices = "sim:1GiB,host:4GiB"
     kept = torch.zeros(4 * FLOATS)
@@ -596,7 +596,8 @@ def test_of_two_notebooks_with_one_file_name_the_path_is_the_address(started, ru
         rt.tick()
     other = runtime(devices=devices, ledger=shared_book)
     choices = "'train.ipynb': /ann/train.ipynb, /bob/train.ipynb. Name one"
-    for verb in (other.park, other.why, other.who, other.plan, other.pin, other.evict):
+    verbs = (other.park, other.why, other.who, other.plan, other.pin, other.evict, other.defrag)
+    for verb in verbs:
         with pytest.raises(AmbiguousName, match=choices):
             verb("train.ipynb")
     [event] = other.why("/bob/train.ipynb")
