@@ -72,14 +72,14 @@ def resolve(session: Session, name: str | LeaseId, loadable: bool = False) -> Le
 _MODELS_ONLY = {
     "pin": "To keep it on its card, type in that notebook:  %gpu park never",
     "unpin": "To let it be parked again, type in that notebook:  %gpu park asked",
-    "move": "It returns only to the card that its tensors name. To free that card:  %gpu park {name}",
+    "move": "It returns only to the card that its tensors name. To free that card:  %gpu park {address}",
 }
 
 
-def require_model(session: Session, verb: str, target: LeaseId) -> None:
+def require_model(session: Session, verb: str, typed: str | LeaseId, target: LeaseId) -> None:
     """Raises GpuError if `target` is not a model, but the memory of a notebook's own code.
 
-    `verb` is pin, unpin or move. The error says what to type instead.
+    `verb` is pin, unpin or move, and `typed` is what the caller named. The error says what to type instead.
     """
     section = session.ledger.read().sections.get(target.owner)
     lease = section.lease(target.name) if section else None
@@ -87,7 +87,9 @@ def require_model(session: Session, verb: str, target: LeaseId) -> None:
         return
     owner = section.owner
     name, kind = (owner.file, "notebook") if owner.file else (str(owner.pid), "process")
-    advice = _MODELS_ONLY[verb].format(name=shlex.quote(name))
+    # Another notebook may have the same file name. The path that was typed has one meaning.
+    address = str(typed) if has_notebook(owner, str(typed)) else str(owner.pid)
+    advice = _MODELS_ONLY[verb].format(address=shlex.quote(address))
     raise GpuError(
         f"{name} is a {kind}: {verb} is for models, and it holds {show_bytes(lease.bytes)} of its "
         f"own.\n  {advice}",

@@ -83,7 +83,7 @@ def move(
 ) -> Outcome:
     """Moves an idle model to other cards; see Runtime.move."""
     target = kernel_names.resolve(session, name)
-    kernel_names.require_model(session, "move", target)
+    kernel_names.require_model(session, "move", name, target)
     cards = migrate.cards(session, target.name, device)
     if target.owner != session.me:
         return ask_owner(session, "move", target, timeout, places=cards)
@@ -159,7 +159,7 @@ def evict(
 def set_keep(session: Session, name: str | LeaseId, verb: str) -> Outcome:
     """Keeps a model on its device if `verb` is "pin"; allows its eviction if `verb` is "unpin"."""
     target = kernel_names.resolve(session, name, loadable=True)
-    kernel_names.require_model(session, verb, target)
+    kernel_names.require_model(session, verb, name, target)
     if target.owner != session.me:
         return ask_owner(session, verb, target, ASK_SECONDS)
     resident = registry.find(session, target.name)

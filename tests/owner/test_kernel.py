@@ -602,6 +602,8 @@ def test_of_two_notebooks_with_one_file_name_the_path_is_the_address(started, ru
             verb("train.ipynb")
     [event] = other.why("/bob/train.ipynb")
     assert event.notebook == "/bob/train.ipynb"
+    with pytest.raises(GpuError, match="To free that card:  %gpu park /bob/train.ipynb"):
+        other.move("/bob/train.ipynb", "sim:0")
     del kept
 
 
