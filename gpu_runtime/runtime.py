@@ -585,7 +585,7 @@ class Runtime:
 
     @checked
     def why(self, name: str = "", *, replay: bool = False) -> tuple[Event | Replayed, ...]:
-        """The last decisions on the model or notebook `name`, or here. Raises UnknownModel.
+        """The last decisions on the model or notebook `name`, or here. Raises UnknownModel, GpuError.
 
         The newest is first. With `replay`, the recorded decisions are made again; `name` may be a decision's number.
         """

@@ -7,7 +7,7 @@ import os
 from ..errors import GpuError
 from ..facts import Book, LeaseId, Outcome, Owner, of_notebook
 from ..units import parse_seconds, show_bytes
-from . import operations, permissions, registry, requests
+from . import kernel_names, operations, permissions, registry, requests
 from .session import Session
 
 
@@ -89,7 +89,7 @@ def _named(session: Session, process: str, book: Book) -> list[str]:
     if notebook := of_notebook(book.sections.values(), process):
         return [section.owner.id for section in notebook]
     number = process.removeprefix("@")
-    if not number.isdigit():
+    if not (number.isdigit() or kernel_names.is_notebook(session, process)):
         return [registry.resolve(session, process, loadable=True).owner]
     known = [section.owner for section in book.sections.values()]
     owners = [owner.id for owner in known if str(owner.pid) == number]

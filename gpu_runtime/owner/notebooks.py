@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from ..errors import GpuError
-from ..facts import EVICTED, Lease, LeaseId, Outcome, held_on_cards, of_notebook
+from ..facts import EVICTED, Lease, LeaseId, Outcome, Section, held_on_cards, of_notebook
 from ..safe_text import quoted
 from ..scheduler.asks import PERSON
 from ..scheduler.evictable import reason_to_stay
@@ -30,7 +30,7 @@ def evict(
     if name == ALL_IDLE:
         targets = _idle(session, drop)
     elif kernel_names.is_notebook(session, name):
-        targets = held_by(session, str(name))
+        targets = held_on_cards(kernels(session, str(name)))
     else:
         return evict_one(name)
     if not targets and name != ALL_IDLE:
@@ -77,8 +77,8 @@ def _in_ram(session: Session, notebook: str) -> list[Lease]:
     return [lease for lease in leases if lease.kind in EVICTED and lease.on_host]
 
 
-def held_by(session: Session, notebook: str) -> list[LeaseId]:
-    """The leases that the notebook with the file name or path `notebook` has on devices.
+def kernels(session: Session, notebook: str) -> list[Section]:
+    """The sections of the notebook with the file name or path `notebook`: one for each of its kernels.
 
     Raises GpuError if no notebook of this name holds memory; the message lists the notebooks that
     do. Raises AmbiguousName if several notebooks have the name.
@@ -88,5 +88,8 @@ def held_by(session: Session, notebook: str) -> list[LeaseId]:
     if not found:
         names = sorted({section.owner.file for section in sections} - {""})
         those = f"Notebooks that hold memory: {', '.join(names) or 'none'}."
-        raise GpuError(f"no notebook {quoted(notebook)} holds memory. {those}", name=notebook)
-    return held_on_cards(found)
+        raise GpuError(
+            f"no notebook {quoted(notebook)} holds memory. {those}\n  All holders:  %gpu leases",
+            name=notebook,
+        )
+    return found

@@ -5,6 +5,7 @@ The functions here only read, except `delete`, which changes the catalogue.
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,7 +43,7 @@ from ..scheduler.queue import queue
 from ..scheduler.unmanaged import stranger_bytes, strangers
 from ..telemetry.moments import moments_of
 from ..units import parse_seconds
-from . import dry_run, kernel_names, loading, permissions, presence, registry
+from . import dry_run, kernel_names, loading, notebooks, permissions, presence, registry
 from . import replays as recorded
 from .history import recorded_events
 from .session import Session
@@ -297,12 +298,11 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
     """The last decisions on a model, or on the memory of the notebook `name`, the newest first.
 
     Without a `name`, the last decisions that concern this process. In a terminal, the last ones on
-    this host. Raises UnknownModel if there is no decision on `name` and no model has this name.
+    this host. Raises UnknownModel if there is no decision on `name` and no model has this name, and
+    GpuError if no notebook has it.
     """
     if not name:
-        recent = recorded_events(session, MOST_RECENT)[::-1]
-        mine = [event for event in recent if session.guest or event.owner == session.me]
-        return tuple(mine[:FEW])
+        return _last_of(session, None if session.guest else {session.me})[::-1]
     bare, process = registry.split_address(name)
     resident = registry.by_key(session, bare)
     found = recorded_events(
@@ -313,6 +313,12 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
     if not found and resident is None and session.catalogue.spec(bare) is None:
         found = _on_kernel(session, bare)
     return found[::-1]
+
+
+def _last_of(session: Session, owners: Collection[str] | None) -> tuple[Event, ...]:
+    """The last events of the `owners`, which are ids; None: of all owners. The newest is last."""
+    recent = recorded_events(session, MOST_RECENT)
+    return tuple([event for event in recent if owners is None or event.owner in owners][-FEW:])
 
 
 def _of_process(session: Session, events: tuple[Event, ...], process: str) -> tuple[Event, ...]:
@@ -327,9 +333,10 @@ def _of_process(session: Session, events: tuple[Event, ...], process: str) -> tu
 
 
 def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
-    """The last decisions on the kernel `who`; see `kernel_names.find`. Raises UnknownModel, AmbiguousName.
+    """The last decisions on the kernel `who`; see `kernel_names.find`. Raises UnknownModel, GpuError.
 
-    If the notebook `who` has no kernel now, the result has the decisions on its last kernel.
+    If the notebook `who` has no kernel now, the result has the decisions on its last kernel. If its own code
+    never held memory, the result has the last events of its process.
     """
     of_all = recorded_events(session, model=kernel_names.NAME)
     try:
@@ -338,6 +345,8 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
         raise
     except GpuError:
         owners = [one.owner for one in of_all if who in (one.notebook, Path(one.notebook).name)]
+        if not owners and kernel_names.is_notebook(session, who):
+            return _last_of(session, {one.owner.id for one in notebooks.kernels(session, who)})
         if not who or not owners:
             raise UnknownModel(who, registry.addresses(session)) from None
         owner = owners[-1]

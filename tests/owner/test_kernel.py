@@ -664,10 +664,30 @@ def test_the_decisions_on_a_notebook_are_found_after_its_kernel_has_ended(
         after = other.why(name)
         assert {event.owner for event in after} == {before[0].owner}
         assert {event.action for event in before} <= {event.action for event in after}
-    for unknown in ("evel.ipynb", "rain.ipynb", ""):
-        with pytest.raises(UnknownModel):
-            other.why(unknown or "/")
+    with pytest.raises(UnknownModel):
+        other.why("/")
     del kept
+
+
+def test_why_of_an_unknown_notebook_says_which_there_are_and_what_to_type(runtime, shared_book):
+    """It answered "no model is called …", and "For a notebook type evict, park, restore or why". A
+    notebook that holds only models got the same answer; its last events are shown now.
+    """
+    rt, other = (runtime(ledger=shared_book) for _ in range(2))
+    rt._session.notebook = "/work/train.ipynb"
+    fakes(rt, qwen="3GiB")
+    fakes(other, llama="1GiB")
+    for one, name in ((rt, "qwen"), (other, "llama")):
+        one.preload(name)
+        one.tick()
+    those = r"Notebooks that hold memory: train.ipynb.\n  All holders:  %gpu leases"
+    for unknown in ("nope.ipynb", "rain.ipynb"):
+        with pytest.raises(GpuError, match=f"no notebook '{unknown}' holds memory. {those}"):
+            other.why(unknown)
+        with pytest.raises(GpuError, match="shares this ledger.*train.ipynb"):
+            other.defrag(unknown)
+    found = other.why("train.ipynb")
+    assert {event.model for event in found} == {"qwen"} and found[0].action == "loaded"
 
 
 @pytest.mark.parametrize(
