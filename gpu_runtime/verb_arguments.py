@@ -201,6 +201,12 @@ HELD = positional(
     "held",
     nargs="?",
 )
+LOADABLE = positional(
+    "name",
+    "NAME",
+    "a model; another process's as NAME@PID; or a notebook's own memory: FILE.ipynb",
+    "held",
+)
 WAITING = positional(
     "name", "NAME", "for what it waits; in another process NAME@PID; or a notebook: FILE.ipynb"
 )
@@ -210,6 +216,13 @@ WHO = positional(
     "NOTEBOOK",
     "its file name or process id; without it, this notebook",
     "kernels",
+    nargs="?",
+)
+PROCESS = positional(
+    "process",
+    "PROCESS",
+    "only this one: its pid, FILE.ipynb, or a model that it holds, as NAME@PID",
+    "held",
     nargs="?",
 )
 BY_DRIVER = switch("--checkpoint", "the driver moves any process: NOTEBOOK is its pid")

@@ -578,6 +578,24 @@ def test_tab_offers_other_processes_models_with_their_pid(shell, models, monkeyp
     assert notebook_names(Other()) == ["analysis.ipynb", "train.ipynb"]
 
 
+def test_help_and_tab_name_notebooks_where_a_verb_takes_one():
+    """`%gpu restore train.ipynb` worked, but its help and the Tab key knew only models."""
+    from gpu.completion import candidates
+
+    from . import samples
+
+    class Other:
+        status = staticmethod(lambda: samples.busy)
+        catalog_names = staticmethod(lambda: ())
+
+    for verb in verbs.VERBS.values():
+        takes = verb.name in ("why", "evict", "restore", "preload", "plan", "defrag")
+        offered = candidates([verb.name], "", False, Other) or ()
+        told = "FILE.ipynb" in verbs.details(verb, verbs.MAGIC)
+        assert takes == ("train.ipynb" in offered and "qwen" in offered), verb.name
+        assert takes == told or verb.name == "cancel"
+
+
 def test_tab_leaves_python_and_the_body_of_a_cell_alone(shell, models):
     from IPython.core.completer import CompletionContext
 
