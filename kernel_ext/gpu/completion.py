@@ -155,6 +155,8 @@ def model_names(rt: Any) -> list[str]:
 
 
 def notebook_names(rt: Any) -> list[str]:
-    """The file names of the notebooks that hold memory on a device."""
-    sections = rt.status().sections.values()
-    return sorted({section.owner.file for section in sections} - {""})
+    """The file names of the notebooks of this host; the paths of those that share a file name."""
+    owners = [section.owner for section in rt.status().sections.values()]
+    files = {owner.notebook: owner.file for owner in owners if owner.notebook}
+    of_all = list(files.values())
+    return sorted(file if of_all.count(file) == 1 else path for path, file in files.items())

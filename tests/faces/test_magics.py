@@ -578,6 +578,23 @@ def test_tab_offers_other_processes_models_with_their_pid(shell, models, monkeyp
     assert notebook_names(Other()) == ["analysis.ipynb", "train.ipynb"]
 
 
+def test_tab_offers_the_paths_of_notebooks_with_one_file_name():
+    """The file name alone was offered, which every verb refuses as ambiguous."""
+    from gpu.completion import notebook_names
+
+    from ..worlds import owner
+
+    paths = ("/ann/train.ipynb", "/bob/train.ipynb", "/bob/other.ipynb", "")
+    owners = [owner(pid, notebook=path) for pid, path in enumerate(paths, 1)]
+
+    class Host:
+        status = staticmethod(
+            lambda: facts.Book(sections={one.id: facts.Section(one) for one in owners})
+        )
+
+    assert notebook_names(Host()) == ["/ann/train.ipynb", "/bob/train.ipynb", "other.ipynb"]
+
+
 def test_help_and_tab_name_notebooks_where_a_verb_takes_one():
     """`%gpu restore train.ipynb` worked, but its help and the Tab key knew only models."""
     from gpu.completion import candidates
