@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from .. import threads
 from ..backends.base import Progress
 from ..errors import Busy, GpuError, NotAllowed, StillInUse
-from ..facts import Grant, LeaseId, Move, Outcome, Refuse, Wait, lease_title
+from ..facts import Grant, Lease, LeaseId, Move, Outcome, Refuse, Wait, lease_title
 from ..scheduler.asks import DISK
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import (
@@ -220,14 +220,13 @@ def ask_owner(
     with interrupts.in_one_line(session, lambda: "the request was withdrawn"):
         verdict = requests.request(session, verb, target, timeout=seconds, wait=wait, places=places)
     if isinstance(verdict, Grant):
-        size = before.bytes if before and verb == "evict" else verdict.bytes
         where = verdict.lease.where if verdict.lease.shares else ""
         return Outcome(
             verb=verb,
             name=title,
             done=True,
             because=verdict.because,
-            bytes=size,
+            bytes=_moved_bytes(verb, before, verdict),
             where=where,
         )
     if must and isinstance(verdict, Refuse):
@@ -240,6 +239,21 @@ def ask_owner(
         done=False,
         because=verdict.because,
     )
+
+
+def _moved_bytes(verb: str, before: Lease | None, done: Grant) -> int:
+    """The bytes that the request `verb` has moved, of a lease that was as `before`.
+
+    `done` has bytes only if the owner answered the request. It may also follow from the state of
+    the lease: the model is where the request wants it.
+    """
+    if verb not in ("preload", "move", "evict"):
+        return done.bytes
+    if before is not None and before.shares == done.lease.shares:
+        return 0
+    if verb == "evict":
+        return before.bytes if before else done.bytes
+    return done.bytes or done.lease.bytes
 
 
 def _refused(session: Session, target: LeaseId, verdict: Refuse) -> GpuError:

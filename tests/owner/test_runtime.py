@@ -36,6 +36,7 @@ from gpu_runtime import (
 )
 from gpu_runtime.facts import Drop, Level, Load, Move
 from gpu_runtime.owner import registry
+from gpu_runtime.scheduler import asks
 from gpu_runtime.units import GIB
 
 from .conftest import claims, fakes, where
@@ -785,6 +786,33 @@ def test_a_name_that_several_hold_is_ambiguous_and_an_unknown_one_is_named(runti
         c.evict("qwen")
     with pytest.raises(UnknownModel):
         c.evict("nobody@1")
+
+
+@pytest.mark.parametrize("answered", [True, False])
+def test_a_verb_on_another_processs_model_has_the_bytes_that_moved(
+    runtime, shared_book, monkeypatch, answered
+):
+    """`%gpu restore` had 0 bytes if the lease was on its card before the answer was read. An eviction
+    of a model in RAM had its bytes again, although nothing moved.
+    """
+    if not answered:  # the result follows from the lease
+        monkeypatch.setattr(asks, "_answer_in_events", lambda *_: None)
+    a, b = (runtime(ledger=shared_book, devices="sim:2x24GiB,host:64GiB") for _ in "ab")
+    fakes(a, qwen="3GiB")
+    a.tick()
+    moved = [
+        b.preload("qwen"),
+        b.move("qwen", "sim:1"),
+        b.evict("qwen"),
+        b.restore("qwen"),
+        b.evict("qwen", drop=True),
+        b.preload("qwen"),
+    ]
+    assert [done.bytes // GIB for done in moved] == [3] * 6
+    place = moved[-1].where
+    assert [done.bytes for done in (b.preload("qwen"), b.move("qwen", place))] == [0, 0]
+    b.evict("qwen")
+    assert b.evict("qwen").bytes == 0
 
 
 def test_a_slip_in_the_name_of_another_process_s_model_gets_its_address(runtime, shared_book):
