@@ -17,6 +17,7 @@ from .allocators import (
 )
 from .base import (
     HOST,
+    KERNEL,
     MOST_ENTRIES,
     MOST_EVENTS,
     NEVER,
@@ -95,7 +96,7 @@ from .models import (
     ModelSpec,
     Part,
 )
-from .notebooks import EVICTED, has_notebook, held_on_cards, of_notebook
+from .notebooks import EVICTED, held_on_cards, notebook_has_name, of_notebook
 from .offers import HostRoom, Offer
 from .problems import Problem, ProblemKind, problems
 from .recent_uses import MOST_USES, decode_uses, encode_uses, expected_use, merged_uses

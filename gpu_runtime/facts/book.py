@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ..safe_text import lines
 from ..units import show_bytes
-from .base import HOST, NEVER, SCHEMA, Value
+from .base import HOST, KERNEL, NEVER, SCHEMA, Value
 from .devices import Device, Sample, Shares, one_memory
 from .leases import Lease, Owner, Section, Ticket
 
@@ -97,7 +97,9 @@ class Event(Value):
     # For a load: the other models that were in use or arriving on the same cards when the load
     # ended.
     beside: tuple[str, ...] = ()
-    notebook: str = ""  # of the memory of a notebook's own code: the notebook's path
+    notebook: str = (
+        ""  # the path of the owner's notebook, which is also shown after the owner's end
+    )
     # If a lease left a device or host memory: the times of the lease's last uses
     # (`facts.recent_uses`), and the digest of the model's source.
     uses: str = ""
@@ -106,7 +108,7 @@ class Event(Value):
     @property
     def title(self) -> str:
         """The model's name, or the file name of the notebook whose own memory the event is about."""
-        return self.notebook.rpartition("/")[2] or self.model
+        return (self.model == KERNEL and self.notebook.rpartition("/")[2]) or self.model
 
     def __str__(self) -> str:
         return lines(f"{self.title} {self.action}: {self.because}")

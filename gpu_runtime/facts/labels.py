@@ -90,8 +90,8 @@ def ended_label(owner_id: str, notebook: str = "") -> str:
 
 
 def notebooks_in(events: Iterable[Event]) -> dict[str, str]:
-    """The file names of notebooks by their owner's id, from `events` about their own memory."""
-    return {event.owner: event.title for event in events if event.notebook}
+    """The file names of notebooks by their owner's id, from `events`."""
+    return {event.owner: event.notebook.rpartition("/")[2] for event in events if event.notebook}
 
 
 def cards_label(shares: Shares, backend: str = "") -> str:

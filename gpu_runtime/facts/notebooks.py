@@ -5,20 +5,20 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from ..errors import AmbiguousName
-from .leases import LeaseId, Owner, Section
+from .leases import LeaseId, Section
 
 # The kinds of leases that are evicted. A block of code keeps its bytes until it ends.
 EVICTED = ("model", "kernel")
 
 
-def has_notebook(owner: Owner, name: str) -> bool:
-    """Whether `name` is the file name or the path of the notebook of `owner`.
+def notebook_has_name(path: str, name: str) -> bool:
+    """Whether `name` is the file name or the path of the notebook at `path`. An empty path is no notebook.
 
-    >>> ann = Owner("h", "b", 41, 0, notebook="/ann/train.ipynb")
-    >>> [has_notebook(ann, name) for name in ("train.ipynb", "/ann/train.ipynb", "rain.ipynb", "")]
-    [True, True, False, False]
+    >>> names = ("train.ipynb", "/ann/train.ipynb", "rain.ipynb", "")
+    >>> [notebook_has_name("/ann/train.ipynb", name) for name in names], notebook_has_name("", "")
+    ([True, True, False, False], False)
     """
-    return name != "" and name in (owner.file, owner.notebook)
+    return path != "" and name in (path, path.rpartition("/")[2])
 
 
 def of_notebook(sections: Iterable[Section], name: str) -> list[Section]:
@@ -26,7 +26,7 @@ def of_notebook(sections: Iterable[Section], name: str) -> list[Section]:
 
     Raises AmbiguousName if notebooks in several folders have the `name`.
     """
-    found = [section for section in sections if has_notebook(section.owner, name)]
+    found = [section for section in sections if notebook_has_name(section.owner.notebook, name)]
     paths = tuple(sorted({section.owner.notebook for section in found}))
     if len(paths) > 1:
         raise AmbiguousName(name, paths)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import shlex
 
 from ..errors import AmbiguousName, GpuError
-from ..facts import Book, Lease, LeaseId, Outcome, Owner, Phase, has_notebook, of_notebook
+from ..facts import Book, Lease, LeaseId, Outcome, Owner, Phase, notebook_has_name, of_notebook
 from ..units import show_bytes, show_seconds
 from . import registry
 from .kernel_resident import NAME
@@ -52,7 +52,7 @@ def ambiguous(name: str, owners: list[Owner]) -> AmbiguousName:
 
 def is_own(session: Session, who: str) -> bool:
     """Whether `who` is the notebook of this process, whose memory a cell parks when it has ended."""
-    return session.kernel is not None and has_notebook(session.owner, who)
+    return session.kernel is not None and notebook_has_name(session.owner.notebook, who)
 
 
 def is_notebook(session: Session, name: str | LeaseId) -> bool:
@@ -88,7 +88,7 @@ def require_model(session: Session, verb: str, typed: str | LeaseId, target: Lea
     owner = section.owner
     name, kind = (owner.file, "notebook") if owner.file else (str(owner.pid), "process")
     # Another notebook may have the same file name. The path that was typed has one meaning.
-    address = str(typed) if has_notebook(owner, str(typed)) else str(owner.pid)
+    address = str(typed) if notebook_has_name(owner.notebook, str(typed)) else str(owner.pid)
     advice = _MODELS_ONLY[verb].format(address=shlex.quote(address))
     raise GpuError(
         f"{name} is a {kind}: {verb} is for models, and it holds {show_bytes(lease.bytes)} of its "

@@ -13,11 +13,11 @@ from msgspec.structs import replace
 
 from ..backends.base import NotStill
 from ..errors import StillInUse
-from ..facts import HOST, Footprint, Lease, ModelSpec, Part, Share, Shares
+from ..facts import HOST, KERNEL, Footprint, Lease, ModelSpec, Part, Share, Shares
 from .resident import Place, Resident
 from .session import Session
 
-NAME = "kernel"
+NAME = KERNEL
 SPEC = ModelSpec(NAME, NAME, model_type="kernel")
 
 Bytes = Mapping[str, int]  # by the id of a card

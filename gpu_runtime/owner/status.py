@@ -5,8 +5,6 @@ The functions here only read, except `delete`, which changes the catalogue.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
@@ -31,6 +29,7 @@ from ..facts import (
     Snapshot,
     World,
     lease_title,
+    notebook_has_name,
     problems,
 )
 from ..scheduler import transitions as books
@@ -302,7 +301,9 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
     GpuError if no notebook has it.
     """
     if not name:
-        return _last_of(session, None if session.guest else {session.me})[::-1]
+        recent = recorded_events(session, MOST_RECENT)[::-1]
+        mine = [event for event in recent if session.guest or event.owner == session.me]
+        return tuple(mine[:FEW])
     bare, process = registry.split_address(name)
     resident = registry.by_key(session, bare)
     found = recorded_events(
@@ -315,16 +316,11 @@ def why(session: Session, name: str) -> tuple[Event, ...]:
     return found[::-1]
 
 
-def _last_of(session: Session, owners: Collection[str] | None) -> tuple[Event, ...]:
-    """The last events of the `owners`, which are ids; None: of all owners. The newest is last."""
-    recent = recorded_events(session, MOST_RECENT)
-    return tuple([event for event in recent if owners is None or event.owner in owners][-FEW:])
-
-
 def _of_process(session: Session, events: tuple[Event, ...], process: str) -> tuple[Event, ...]:
     """Those of the `events` that the `process` recorded: its notebook, pid or owner's id."""
     sections = session.ledger.read().sections.values()
     owners = {one.owner.id for one in sections if process in one.owner.names}
+    owners |= {one.owner for one in events if notebook_has_name(one.notebook, process)}
     return tuple(
         event
         for event in events
@@ -335,8 +331,7 @@ def _of_process(session: Session, events: tuple[Event, ...], process: str) -> tu
 def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
     """The last decisions on the kernel `who`; see `kernel_names.find`. Raises UnknownModel, GpuError.
 
-    If the notebook `who` has no kernel now, the result has the decisions on its last kernel. If its own code
-    never held memory, the result has the last events of its process.
+    If the notebook `who` has no kernel now, the result has the decisions on its last kernel.
     """
     of_all = recorded_events(session, model=kernel_names.NAME)
     try:
@@ -344,14 +339,26 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
     except AmbiguousName:
         raise
     except GpuError:
-        owners = [one.owner for one in of_all if who in (one.notebook, Path(one.notebook).name)]
+        owners = [one.owner for one in of_all if notebook_has_name(one.notebook, who)]
         if not owners and kernel_names.is_notebook(session, who):
-            return _last_of(session, {one.owner.id for one in notebooks.kernels(session, who)})
-        if not who or not owners:
+            return _on_models_of(session, who)
+        if not owners:
             raise UnknownModel(who, registry.addresses(session)) from None
         owner = owners[-1]
     found = [event for event in of_all if event.owner == owner]
     return tuple(found[-MOST_OF_ONE:])
+
+
+def _on_models_of(session: Session, notebook: str) -> tuple[Event, ...]:
+    """The last decisions on the models of the `notebook`. Raises GpuError, AmbiguousName."""
+    recent = recorded_events(session, MOST_RECENT)
+    found = [event for event in recent if notebook_has_name(event.notebook, notebook)]
+    paths = tuple(sorted({event.notebook for event in found}))
+    if len(paths) > 1:
+        raise AmbiguousName(notebook, paths)
+    if not found:
+        notebooks.kernels(session, notebook)  # raises GpuError if no notebook has the name
+    return tuple(found[-FEW:])
 
 
 def replays(session: Session, name: str) -> tuple[Replayed, ...]:

@@ -6,7 +6,7 @@ A thread whose wait was ended raises WaitEnded when it decides next, and withdra
 from __future__ import annotations
 
 from ..errors import AmbiguousName, GpuError
-from ..facts import THIS_PROCESS, LeaseId, Outcome, Ticket, has_notebook
+from ..facts import THIS_PROCESS, LeaseId, Outcome, Ticket, notebook_has_name
 from ..safe_text import quoted
 from ..scheduler.recall import Order
 from . import operations, registry, requests
@@ -74,7 +74,7 @@ def _waiting(session: Session, name: str | LeaseId) -> LeaseId:
         waiting[address] = id
         names = (ticket.name, ticket.name.partition("#")[0])  # a block's name ends with a number
         is_named = bare in names and (not process or process in owner.names)
-        if is_named or has_notebook(owner, name):
+        if is_named or notebook_has_name(owner.notebook, name):
             found[address] = id
     if len(found) > 1:
         raise AmbiguousName(name, tuple(sorted(found)))

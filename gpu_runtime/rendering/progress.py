@@ -6,12 +6,12 @@ This module is pure. `kernel_ext/gpu/waiting.py` shows the lines.
 
 from __future__ import annotations
 
+from gpu_runtime.facts import KERNEL
 from gpu_runtime.owner.arrivals import LOADING, Arrival
 from gpu_runtime.units import show_bytes, show_rate, show_seconds
 
 from . import html, text
 from .views import clean
-from .words import KERNEL
 
 STOP_IN_NOTEBOOK, STOP_IN_TERMINAL = "■ stops it", "Ctrl-C stops it"
 

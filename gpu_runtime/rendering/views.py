@@ -16,6 +16,7 @@ from gpu_runtime.facts import (
     UNUSUAL,
     Device,
     DeviceView,
+    Event,
     Lease,
     Level,
     Owner,
@@ -327,16 +328,18 @@ def _marks(lease: Lease) -> Iterator[str]:
         yield importance_name(lease.importance)
 
 
-def holder(snapshot: Snapshot, owner_id: str) -> str:
+def holder(snapshot: Snapshot, owner_id: str, events: Iterable[Event] = ()) -> str:
     """The label of the process with the id `owner_id`, for readers of the `snapshot`.
 
-    For the process that made the snapshot, the label is `this process`.
+    For the process that made the snapshot, the label is `this process`. `events` that are not in the snapshot may name
+    the notebook of an ended process.
     """
     if owner_id == snapshot.owner.id:
         return THIS_PROCESS
     section = snapshot.sections.get(owner_id)
     if section is None:
-        return ended_label(owner_id, notebooks_in(snapshot.events).get(owner_id, ""))
+        notebooks = notebooks_in((*snapshot.events, *events))
+        return ended_label(owner_id, notebooks.get(owner_id, ""))
     label = holder_label(section.owner, snapshot.owner)
     presence = snapshot.presences.get(owner_id)
     if presence is None or presence.state not in UNUSUAL:

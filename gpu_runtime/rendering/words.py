@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from gpu_runtime.facts import (
+    KERNEL,
     NORMAL,
     Event,
     Load,
@@ -25,7 +26,6 @@ from gpu_runtime.units import show_bytes, show_seconds
 
 from .views import clean, clock, holder
 
-KERNEL = "kernel"  # the name of the lease for a notebook's own memory
 QUIET_SECONDS = 10.0  # a host is shown as quiet after so long without an update by any owner
 GOVERNOR_OFF = "The governor is off (ENABLE_MEMORY_GOVERNOR=false): models load without a grant."
 MOST_CONSIDERED = 8  # alternatives that a plan lists
@@ -133,8 +133,8 @@ def titled(events: Sequence[Event], snapshot: Snapshot | None) -> list[tuple[str
     found = []
     for event in events_to_show(events):
         title = event.title
-        if snapshot is not None and is_of_several and not event.notebook:
-            title = f"{title} of {holder(snapshot, event.owner)}"
+        if snapshot is not None and is_of_several and event.title == event.model:
+            title = f"{title} of {holder(snapshot, event.owner, events)}"
         found.append((title, event))
     return found
 

@@ -75,7 +75,7 @@ def note(
     `reason`, `because`, `by`, `answers`, `seconds` and `beside` are fields of the event
     (`facts.Event`), and `size` is its bytes. `device` defaults to the lease's first device.
     """
-    owner = book.owner(lease.owner) if lease.kind == "kernel" else None
+    owner = book.owner(lease.owner)
     event = Event(
         seq=book.seq + 1,
         wall=world.wall,

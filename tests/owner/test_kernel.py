@@ -19,6 +19,7 @@ from torch import nn
 from gpu_runtime import AmbiguousName, GpuError, OutOfMemory, StillInUse, UnknownModel
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import kernel_reading
+from gpu_runtime.rendering import words
 from gpu_runtime.units import MIB, show_seconds
 
 from .conftest import claims, fakes
@@ -667,6 +668,26 @@ def test_the_decisions_on_a_notebook_are_found_after_its_kernel_has_ended(
     with pytest.raises(UnknownModel):
         other.why("/")
     del kept
+
+
+def test_an_ended_notebook_that_held_only_models_keeps_its_name(runtime, shared_book):
+    """Its events named it by its pid, because only events about a notebook's own memory had its path."""
+    rt, other = (runtime(ledger=shared_book) for _ in range(2))
+    rt._session.notebook = "/work/train.ipynb"
+    fakes(rt, qwen="3GiB")
+    fakes(other, llama="1GiB")
+    for one, name in ((rt, "qwen"), (other, "llama")):
+        one.preload(name)
+        one.tick()
+    me = rt._session.me
+    rt.close()
+    ended = f"train.ipynb (pid {os.getpid()}), ended"
+    assert other.events().attrs["owners"][me] == ended
+    assert words.holder(other.status(), me) == ended
+    [loaded, *_] = [event for event in other.why("qwen") if event.action == "loaded"]
+    assert (loaded.title, str(loaded).split()[0]) == ("qwen", "qwen")
+    for name in ("train.ipynb", "/work/train.ipynb", "qwen@train.ipynb"):
+        assert {event.model for event in other.why(name)} == {"qwen"}
 
 
 def test_why_of_an_unknown_notebook_says_which_there_are_and_what_to_type(runtime, shared_book):

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import msgspec
 
 from gpu_runtime.facts import (
+    KERNEL,
     Device,
     DeviceView,
     History,
@@ -33,7 +34,6 @@ from .device_totals import DeviceBar, Stretch
 from .history import MARKED, devices_of, spans_of
 from .lease_rows import kernel_buttons
 from .model_rows import buttons as model_buttons
-from .names import KERNEL
 from .queue_rows import ASLEEP_SECONDS
 from .row_parts import if_awake
 

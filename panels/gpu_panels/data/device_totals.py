@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 from gpu_runtime.facts import (
     HOST,
+    KERNEL,
     Device,
     DeviceView,
     Lease,
@@ -32,7 +33,7 @@ from gpu_runtime.rendering.views import (
 from gpu_runtime.units import show_bytes
 
 from ..palette import label_of
-from .names import KERNEL, notebook_name, process_name
+from .names import notebook_name, process_name
 from .row_parts import lasting
 
 ENDED = "ended, not yet freed"

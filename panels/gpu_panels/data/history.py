@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from statistics import median
 
-from gpu_runtime.facts import Event, Moment, Share, Snapshot, notebooks_in
+from gpu_runtime.facts import KERNEL, Event, Moment, Share, Snapshot, notebooks_in
 from gpu_runtime.rendering.views import clean
 
 from ..palette import label_of
-from .names import KERNEL, notebook_name
+from .names import notebook_name
 
 MARKED = ("offloaded", "unloaded")  # the evictions
 
@@ -50,8 +50,7 @@ def lease_titles(
 ) -> dict[str, str]:
     """The title of each of `labels`: `qwen · train.ipynb`, or `train.ipynb` for a notebook's own code.
 
-    If the process is not in the `snapshot`, and no event about its own memory is in `events`, the title is
-    `qwen · pid 4121`.
+    If the process is not in the `snapshot`, and none of the `events` is of it, the title is `qwen · pid 4121`.
     """
     ended = {label_of(id, ""): clean(name) for id, name in notebooks_in(events).items()}
     notebooks = ended | {

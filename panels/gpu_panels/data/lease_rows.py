@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from gpu_runtime.facts import (
     HOST,
+    KERNEL,
     UNUSUAL,
     Event,
     Lease,
@@ -26,7 +27,6 @@ from gpu_runtime.rendering.views import RESIDUE, clean, clock, strangers_bytes
 from .. import palette
 from .cells import Button, Cell, Column, Row
 from .model_rows import model_kind
-from .names import KERNEL
 from .row_parts import (
     NO_ANSWER,
     NOTHING,

@@ -8,8 +8,6 @@ from __future__ import annotations
 from gpu_runtime.facts import ProcessState, Section, Snapshot, holder_label
 from gpu_runtime.rendering.views import clean
 
-KERNEL = "kernel"  # the name and the kind of the lease of a notebook's own code
-
 
 def notebook_name(section: Section) -> str:
     """The name of the process of `section`: `train.ipynb`, or `pid 4121` if the process has no notebook."""

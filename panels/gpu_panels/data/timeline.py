@@ -13,13 +13,12 @@ from typing import NamedTuple
 
 import msgspec
 
-from gpu_runtime.facts import HOST, Event, History, Moment, Snapshot
+from gpu_runtime.facts import HOST, KERNEL, Event, History, Moment, Snapshot
 from gpu_runtime.rendering.views import clean
 from gpu_runtime.units import show_bytes, show_seconds
 
 from ..palette import COLOURS, label_of
 from .history import MARKED, Span, devices_of, lease_titles, spans_of
-from .names import KERNEL
 from .row_parts import natural
 
 WHOLE = 1000  # the length of the range in the drawing

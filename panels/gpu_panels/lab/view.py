@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from gpu_runtime.facts import (
+    KERNEL,
     UNUSUAL,
     DeviceView,
     Lease,
@@ -29,7 +30,7 @@ from ..data.confirmations import ticket_title
 from ..data.lease_rows import kernel_buttons, kernel_state
 from ..data.model_rows import buttons as model_buttons
 from ..data.model_rows import model_kind
-from ..data.names import KERNEL, notebook_name, why_no_answer
+from ..data.names import notebook_name, why_no_answer
 from ..data.problem_rows import FirstSeen, pressed, problem_rows
 from ..data.queue_rows import end_wait
 from ..data.row_parts import if_awake, place
