@@ -53,6 +53,7 @@ from .owner import (
     notebooks,
     opening,
     operations,
+    past_decisions,
     registry,
     status,
     stopped,
@@ -133,9 +134,7 @@ class Runtime:
     @property
     def _session(self) -> Session:
         """This process as an owner. Raises LedgerUnavailable once the runtime is closed."""
-        if self._opened.closed:
-            return self._reopened()
-        return self._opened
+        return self._reopened() if self._opened.closed else self._opened
 
     def _reopened(self) -> Session:
         """This process as a new owner, at the first use of the runtime in a forked child.
@@ -589,7 +588,7 @@ class Runtime:
 
         The newest is first. With `replay`, the recorded decisions are made again; `name` may be a decision's number.
         """
-        return status.replays(self._session, name) if replay else status.why(self._session, name)
+        return past_decisions.why(self._session, name, replay)
 
     @checked
     def backtest(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from functools import partial
 
-from ..facts import Book, Candidate, Grant, Refuse, Replayed, Request, Verdict, Wait, World
+from ..facts import Book, Candidate, Decided, Grant, Refuse, Replayed, Request, Verdict, Wait, World
 from ..scheduler import explain
 from ..scheduler.admission import admit
 from ..scheduler.replay import is_new, recorded, replayed
+from ..telemetry.decided import KEPT
 from ..version import VERSION
 from .session import Session
 
@@ -37,10 +38,18 @@ def admitted(
     return verdict
 
 
-def again(session: Session, name: str) -> tuple[Replayed, ...]:
+def again(session: Session, name: str, process: str = "") -> tuple[Replayed, ...]:
     """Decides the recorded decisions on the model `name` again. The newest decision is first.
 
-    `name` may also be the number of a single decision in the journal.
+    `name` may also be the number of a single decision in the journal. If `process` is the pid, the
+    id or the notebook of an owner, only the decisions of this owner are made again.
     """
-    decided = session.journal.decided(name, MOST)
-    return tuple(replayed(one, VERSION) for one in decided)
+    decided = session.journal.decided(name, KEPT if process else MOST)
+    mine = [one for one in decided if not process or _is_by(process, one)]
+    return tuple(replayed(one, VERSION) for one in mine[:MOST])
+
+
+def _is_by(process: str, decided: Decided) -> bool:
+    """Whether the owner with the name `process` made the request of the decision `decided`."""
+    owner = decided.book.owner(decided.request.lease.owner)
+    return owner is not None and process in owner.names

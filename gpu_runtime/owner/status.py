@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
-from ..errors import AmbiguousName, BadSetting, GpuError, UnknownModel
+from ..errors import BadSetting, GpuError, UnknownModel
 from ..facts import (
     AllocatorMap,
     Book,
@@ -23,13 +23,11 @@ from ..facts import (
     Plan,
     PlanLevel,
     Quarantined,
-    Replayed,
     Request,
     Section,
     Snapshot,
     World,
     lease_title,
-    notebook_has_name,
     problems,
 )
 from ..scheduler import transitions as books
@@ -42,8 +40,7 @@ from ..scheduler.queue import queue
 from ..scheduler.unmanaged import stranger_bytes, strangers
 from ..telemetry.moments import moments_of
 from ..units import parse_seconds
-from . import dry_run, kernel_names, loading, notebooks, permissions, presence, registry
-from . import replays as recorded
+from . import dry_run, kernel_names, loading, permissions, presence, registry
 from .history import recorded_events
 from .session import Session
 
@@ -52,9 +49,6 @@ if TYPE_CHECKING:
 
     from ..ledgers.redis.scripts import HostPage
 
-FEW = 8  # events that `why` returns without a name, among the last MOST_RECENT
-MOST_RECENT = 500
-MOST_OF_ONE = 20  # events that `why` returns about one name
 HEALTH_MESSAGES = {
     Level.LOW: "Memory usage normal",
     Level.MODERATE: "Memory usage moderate",
@@ -291,87 +285,6 @@ def history(session: Session, found: Snapshot, seconds: str | float, points: int
     now = moments_of(found.devices, found.sections.values(), found.wall)
     before = session.record.between(since, found.wall, points - 1) if session.record else ()
     return History((*before, *now), recorded_events(session, since=since), span)
-
-
-def why(session: Session, name: str) -> tuple[Event, ...]:
-    """The last decisions on a model, or on the memory of the notebook `name`, the newest first.
-
-    Without a `name`, the last decisions that concern this process. In a terminal, the last ones on
-    this host. Raises UnknownModel if there is no decision on `name` and no model has this name, and
-    GpuError if no notebook has it.
-    """
-    if not name:
-        recent = recorded_events(session, MOST_RECENT)[::-1]
-        mine = [event for event in recent if session.guest or event.owner == session.me]
-        return tuple(mine[:FEW])
-    bare, process = registry.split_address(name)
-    resident = registry.by_key(session, bare)
-    found = recorded_events(
-        session, None if process else MOST_OF_ONE, resident.spec.name if resident else bare
-    )
-    if process:
-        found = _of_process(session, found, process)[-MOST_OF_ONE:]
-    if not found and resident is None and session.catalogue.spec(bare) is None:
-        found = _on_kernel(session, bare)
-    return found[::-1]
-
-
-def _of_process(session: Session, events: tuple[Event, ...], process: str) -> tuple[Event, ...]:
-    """Those of the `events` that the `process` recorded: its notebook, pid or owner's id."""
-    sections = session.ledger.read().sections.values()
-    owners = {one.owner.id for one in sections if process in one.owner.names}
-    owners |= {one.owner for one in events if notebook_has_name(one.notebook, process)}
-    return tuple(
-        event
-        for event in events
-        if event.owner in owners or process in (event.owner, event.owner.partition(".")[0])
-    )
-
-
-def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
-    """The last decisions on the kernel `who`; see `kernel_names.find`. Raises UnknownModel, GpuError.
-
-    If the notebook `who` has no kernel now, the result has the decisions on its last kernel.
-    """
-    of_all = recorded_events(session, model=kernel_names.NAME)
-    try:
-        owner = kernel_names.find(session, who).owner
-    except AmbiguousName:
-        raise
-    except GpuError:
-        owners = [one.owner for one in of_all if notebook_has_name(one.notebook, who)]
-        if not owners and kernel_names.is_notebook(session, who):
-            return _on_models_of(session, who)
-        if not owners:
-            raise UnknownModel(who, registry.addresses(session)) from None
-        owner = owners[-1]
-    found = [event for event in of_all if event.owner == owner]
-    return tuple(found[-MOST_OF_ONE:])
-
-
-def _on_models_of(session: Session, notebook: str) -> tuple[Event, ...]:
-    """The last decisions on the models of the `notebook`. Raises GpuError, AmbiguousName."""
-    recent = recorded_events(session, MOST_RECENT)
-    found = [event for event in recent if notebook_has_name(event.notebook, notebook)]
-    paths = tuple(sorted({event.notebook for event in found}))
-    if len(paths) > 1:
-        raise AmbiguousName(notebook, paths)
-    if not found:
-        notebooks.kernels(session, notebook)  # raises GpuError if no notebook has the name
-    return tuple(found[-FEW:])
-
-
-def replays(session: Session, name: str) -> tuple[Replayed, ...]:
-    """Decides the recorded decisions on the model `name` again; see Runtime.why.
-
-    Raises UnknownModel if no decision is recorded and no model has this name.
-    """
-    bare = name.partition("@")[0]
-    resident = registry.by_key(session, bare)
-    found = recorded.again(session, resident.spec.name if resident else bare)
-    if not found and resident is None and session.catalogue.spec(bare) is None:
-        raise UnknownModel(bare, registry.addresses(session))
-    return found
 
 
 # -- dry runs

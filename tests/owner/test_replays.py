@@ -7,7 +7,7 @@ import sqlite3
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime import DoesNotFit, UnknownModel
+from gpu_runtime import DoesNotFit, GpuError, UnknownModel
 from gpu_runtime.scheduler import eviction_policy
 from gpu_runtime.scheduler.replay import replayed
 from gpu_runtime.telemetry import decided as decisions
@@ -140,3 +140,25 @@ def test_the_journal_keeps_the_newest_decisions_and_none_on_a_large_book(
 def test_a_record_of_another_version_says_so(busy):
     again = replayed(replace(decided_of(busy), version="0.1"), "0.2")
     assert again.same and again.result.endswith("It was recorded by version 0.1.")
+
+
+def test_an_address_replays_the_decisions_of_that_process(runtime, tmp_path):
+    """`why qwen@PID --replay` had the decisions of all processes, and a notebook was no name."""
+    ledger = f"sqlite://{tmp_path}/ledger"
+    train, other = (runtime(ledger=ledger, monitor=False) for _ in range(2))
+    train._session.notebook = "/work/train.ipynb"
+    for rt, size in ((train, "3GiB"), (other, "4GiB")):
+        fakes(rt, qwen=size)
+        rt.preload("qwen")
+        rt.tick()
+    everybodys = other.why("qwen", replay=True)
+    assert len(everybodys) == 2
+    for address, size in (
+        ("qwen@train.ipynb", "3.0 GiB"),
+        (f"qwen@{other._session.me}", "4.0 GiB"),
+    ):
+        [mine] = other.why(address, replay=True)
+        assert mine in everybodys and size in mine.decided, mine
+    with pytest.raises(GpuError, match="no notebook 'nope.ipynb' holds memory"):
+        other.why("nope.ipynb", replay=True)
+    assert other.why("train.ipynb", replay=True) == ()
