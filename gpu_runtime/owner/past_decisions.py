@@ -24,9 +24,9 @@ def why(session: Session, name: str, replay: bool) -> tuple[Event | Replayed, ..
     if replay:
         return _replays(session, name)
     if not name:
-        recent = recorded_events(session, MOST_RECENT)[::-1]
+        recent = _recent(session)
         mine = [event for event in recent if session.guest or event.owner == session.me]
-        return tuple(mine[:FEW])
+        return tuple(mine[-FEW:][::-1])
     bare, process = registry.split_address(name)
     resident = registry.by_key(session, bare)
     found = recorded_events(
@@ -37,6 +37,15 @@ def why(session: Session, name: str, replay: bool) -> tuple[Event | Replayed, ..
     if not found and resident is None and session.catalogue.spec(bare) is None:
         found = _on_kernel(session, bare)
     return found[::-1]
+
+
+def _recent(session: Session) -> list[Event]:
+    """The last events. A model that its process releases at its end is no decision.
+
+    With these events, a process that ends with eight models would displace all decisions.
+    """
+    recent = recorded_events(session, MOST_RECENT)
+    return [event for event in recent if event.action != "released"]
 
 
 def _of_process(session: Session, events: tuple[Event, ...], process: str) -> tuple[Event, ...]:
@@ -74,8 +83,7 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
 
 def _on_models_of(session: Session, notebook: str) -> tuple[Event, ...]:
     """The last decisions on the models of the `notebook`. Raises GpuError, AmbiguousName."""
-    recent = recorded_events(session, MOST_RECENT)
-    found = [event for event in recent if notebook_has_name(event.notebook, notebook)]
+    found = [event for event in _recent(session) if notebook_has_name(event.notebook, notebook)]
     paths = tuple(sorted({event.notebook for event in found}))
     if len(paths) > 1:
         raise AmbiguousName(notebook, paths)

@@ -138,5 +138,7 @@ def test_the_uses_of_more_models_than_the_book_has_events_outlive_their_process(
             pass
     earlier.close()
     later = runtime(**settings)
+    later.guest = True
+    assert {event.action for event in later.why()} == {"granted", "loaded"}, "no place is taken"
     released = later._session.journal.tail(1000, None, ("released",))
     assert sorted(event.model for event in released) == sorted(names)
