@@ -32,9 +32,10 @@ def find(session: Session, who: str) -> LeaseId:
         raise ambiguous(who, found)
     models = _models_of(book, who)
     if models:
-        those = f"It holds models: {', '.join(models)}. Name one, as in {models[0]}@{who}"
+        address = shlex.quote(f"{models[0]}@{who}")
+        those = f"It holds models: {', '.join(models)}. Name one, as in {address}"
         raise GpuError(
-            f"{who} has no memory of its own. {those}\n  All of them:  %gpu evict {who}",
+            f"{who} has no memory of its own. {those}\n  All of them:  %gpu evict {shlex.quote(who)}",
             process=who,
         )
     if any(lease.kind == "model" and lease.name == who for lease in book.leases()):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -50,20 +51,23 @@ def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], Sim
         offered = candidates(before, fragment, is_cell, runtime)
         if offered is None:
             return _NOTHING
-        return _completed(fragment, offered)
+        return _completed(fragment, offered, shlex.quote)
 
     return gpu_matcher
 
 
-def _completed(fragment: str, offered: Iterable[str]) -> SimpleMatcherResult:
+def _completed(
+    fragment: str, offered: Iterable[str], typed: Callable[[str], str] = str
+) -> SimpleMatcherResult:
     """The words among `offered` that begin with `fragment`, as a result for IPython.
 
-    IPython's other matchers are suppressed even if no word matches, since files and Python names
-    would be wrong at this place.
+    `typed` returns a word as it is typed: in a magic, a name with a space needs quotes. IPython's
+    other matchers are suppressed even if no word matches, since files and Python names would be
+    wrong at this place.
     """
     matching = [word for word in offered if word.startswith(fragment)]
     return {
-        "completions": [SimpleCompletion(text=word, type="magic") for word in matching],
+        "completions": [SimpleCompletion(text=typed(word), type="magic") for word in matching],
         "matched_fragment": fragment,
         "suppress": True,
         "ordered": True,

@@ -595,6 +595,17 @@ def test_tab_offers_the_paths_of_notebooks_with_one_file_name():
     assert notebook_names(Host()) == ["/ann/train.ipynb", "/bob/train.ipynb", "other.ipynb"]
 
 
+def test_tab_quotes_a_name_with_a_space(shell, monkeypatch):
+    """`%gpu evict my train.ipynb` is an error; the name needs quotes."""
+    from gpu import completion
+
+    monkeypatch.setattr(completion, "notebook_names", lambda rt: ["my train.ipynb", "train.ipynb"])
+    with capture_output(display=False):
+        found = [one.text for one in shell.Completer.completions("%gpu park my", 12)]
+        others = [one.text for one in shell.Completer.completions("%gpu park t", 11)]
+    assert (found, others) == (["'my train.ipynb'"], ["train.ipynb"])
+
+
 def test_help_and_tab_name_notebooks_where_a_verb_takes_one():
     """`%gpu restore train.ipynb` worked, but its help and the Tab key knew only models."""
     from gpu.completion import candidates
