@@ -97,9 +97,7 @@ class Event(Value):
     # For a load: the other models that were in use or arriving on the same cards when the load
     # ended.
     beside: tuple[str, ...] = ()
-    notebook: str = (
-        ""  # the path of the owner's notebook, which is also shown after the owner's end
-    )
+    notebook: str = ""  # the path of the owner's notebook, to name the owner after its end
     # If a lease left a device or host memory: the times of the lease's last uses
     # (`facts.recent_uses`), and the digest of the model's source.
     uses: str = ""
