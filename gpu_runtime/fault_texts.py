@@ -119,11 +119,21 @@ def decode_failures(before: int, fault: Fault | None) -> int:
     return before + 1 if is_decode else 0
 
 
+_EXCEPTION = re.compile(r"\b\w*(?:Error|Exception): .+")
+
+
 def last_line(text: str) -> str:
     """The last line of `text` that is not blank, at most 300 characters; empty if there is none.
 
+    If this line only refers to an earlier one, as vLLM's does, the result is the first exception.
+
     >>> last_line("loading\\nno such file\\n\\n")
     'no such file'
+    >>> last_line("(Worker) ValueError: no tokenizer\\nRuntimeError: failed. See root cause above.")
+    'ValueError: no tokenizer'
     """
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:LONGEST_LINE] if lines else ""
+    last = lines[-1] if lines else ""
+    if "cause above" in last and (found := _EXCEPTION.search(text)):
+        last = found[0]
+    return last[:LONGEST_LINE]

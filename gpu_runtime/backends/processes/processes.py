@@ -25,7 +25,7 @@ from ... import threads
 from . import orphan_guard
 
 MOST_RESTARTS = 3  # of a process that ended by itself; then its model is lost
-TAIL_BYTES = 8192
+TAIL_BYTES = 32768
 STOP_SECONDS = 3.0  # that a guarded process has to end after SIGTERM
 _POLL_SECONDS = 0.01
 _lock = threading.Lock()
