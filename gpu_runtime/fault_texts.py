@@ -119,21 +119,26 @@ def decode_failures(before: int, fault: Fault | None) -> int:
     return before + 1 if is_decode else 0
 
 
+_LINK = "For further information visit https://errors.pydantic.dev/"
 _EXCEPTION = re.compile(r"\b\w*(?:Error|Exception): .+")
 
 
 def last_line(text: str) -> str:
     """The last line of `text` that is not blank, at most 300 characters; empty if there is none.
 
-    If this line only refers to an earlier one, as vLLM's does, the result is the first exception.
+    A link of pydantic's is not counted. If the line only refers to an earlier one, as vLLM's does,
+    the result is the first exception.
 
     >>> last_line("loading\\nno such file\\n\\n")
     'no such file'
     >>> last_line("(Worker) ValueError: no tokenizer\\nRuntimeError: failed. See root cause above.")
     'ValueError: no tokenizer'
+    >>> last_line(f"Value error, 512 is more than 256\\n{_LINK}2.14/v/value_error")
+    'Value error, 512 is more than 256'
     """
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    last = lines[-1] if lines else ""
+    lines = [line.strip() for line in text.splitlines()]
+    said = [line for line in lines if line and not line.startswith(_LINK)]
+    last = said[-1] if said else ""
     if "cause above" in last and (found := _EXCEPTION.search(text)):
         last = found[0]
     return last[:LONGEST_LINE]

@@ -77,6 +77,16 @@ def test_vllm_takes_its_share_of_the_card(installed):
     assert command.environment == {"VLLM_API_KEY": "k3y"}
 
 
+def test_vllm_makes_vectors_with_its_pooling_runner(installed):
+    """It loaded an embedding model without a head like a model that writes text, and failed."""
+    for kind in ("embedding", "reranker"):
+        words = recipe("vllm").command(order("vllm", model_type=kind)).words
+        assert words[words.index("--runner") + 1] == "pooling"
+    assert "--runner" not in recipe("vllm").command(order("vllm")).words
+    own = order("vllm", model_type="embedding", runtime_args=["--runner", "auto"])
+    assert recipe("vllm").command(own).words.count("--runner") == 1
+
+
 def test_vllm_over_two_cards_is_tensor_parallel(installed):
     """vLLM takes the same fraction of each card, so the smaller share determines the fraction."""
     words = recipe("vllm").command(order("vllm", gib=(40, 36))).words

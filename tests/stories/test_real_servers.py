@@ -84,8 +84,13 @@ def engine(request):
 @pytest.fixture(scope="module")
 def served(engine, tmp_path_factory):
     place, port = tmp_path_factory.mktemp("served"), free_port()
-    catalogue = {"models": {"m": entry(engine, place)}}
-    (place / "models.json").write_text(json.dumps(catalogue))
+    models = {"m": entry(engine, place)}
+    if engine == "vllm":
+        vectors = samples.embedder(place / "e", size="16 MiB")
+        models["e"] = {**models["m"], "source": str(vectors), "type": "embedding"}
+        models["e"]["context_length"] = 256
+        models["e"]["runtime_args"] = ["--enforce-eager"]
+    (place / "models.json").write_text(json.dumps({"models": models}))
     environment = {
         "PATH": f"{ROOT}/.venv-vllm/bin{os.pathsep}{os.environ['PATH']}",
         "GPU_CONSOLE_TOKEN": TOKEN,
@@ -176,6 +181,18 @@ def test_both_names_of_the_penalty_have_an_effect(talk):
     for name in ("repeat_penalty", "repetition_penalty"):
         said = ask(talk, max_tokens=60, extra_body={name: 1.9}).choices[0].message.content
         assert said != plain
+
+
+def test_vectors_of_texts_and_of_tokens(engine, talk):
+    if engine == "llama-server":
+        pytest.skip("this llama-server has no embedding model")
+    made = talk.embeddings.create(model="e", input=["hello", "fox"], encoding_format="float")
+    again = talk.embeddings.create(model="e", input="hello")  # the client asks for base64
+    assert again.data[0].embedding == pytest.approx(made.data[0].embedding, abs=1e-6)
+    tokens = talk.embeddings.create(model="e", input=[5, 6, 7])
+    assert {len(one.embedding) for one in (*made.data, *tokens.data)} == {512}
+    with pytest.raises(openai.BadRequestError, match="dimensions"):
+        talk.embeddings.create(model="e", input="hello", dimensions=64)
 
 
 def test_a_hang_up_frees_the_engine(talk):

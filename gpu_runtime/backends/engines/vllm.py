@@ -53,6 +53,10 @@ class Vllm(Recipe):
         words += ["--gpu-memory-utilization", f"{utilization(order):g}"]
         if not has_flag(own, "--tensor-parallel-size", "-tp"):
             words += ["--tensor-parallel-size", str(len(order.shares))]
+        # Without it, vLLM 0.32 loads an embedding model like a model that writes text, and fails.
+        makes_vectors = order.spec.model_type in ("embedding", "reranker")
+        if makes_vectors and not has_flag(own, "--runner", "--task"):
+            words += ["--runner", "pooling"]
         for option, flag in _OPTION_FLAGS.items():
             if options.get(option) is not None and not has_flag(own, flag):
                 words += [flag, str(options[option])]
