@@ -12,9 +12,13 @@ gave up after 10 s. With the present rule they made 700 to 1,400 writes a second
 Other processes may write without queueing, as long as the process with the turn loses no race.
 After it has lost a race, they must queue until the turn ends.
 
-The queue has two files. The lock file contains the time at which the last turn ended, a mark whether
-all processes must queue, and the id of the thread that has the turn. The second file is a pipe that
-wakes the process that has waited longest. In a shared ledger, a member may write to both files, and
+A process that has several writes to make says so at the end of a turn, and takes the next turn too if
+it comes back within 1 ms. Its second write is four times as fast as its first one.
+
+The queue has two files. The lock file contains the time at which the last turn ended, a mark, and the
+id of the thread that has the turn. The mark says whether all processes must queue, or whether the
+process of the last turn will come back. The second file is a pipe that wakes the process that has
+waited longest. In a shared ledger, a member may write to both files, and
 so make other processes wait up to MOST_SECONDS for a turn.
 """
 
