@@ -50,7 +50,7 @@ endef
 help:
 	@echo "make run     JupyterLab on the runbooks, at 127.0.0.1:$(PORT)"
 	@echo "make lint    ruff (rules and format) and mypy"
-	@echo "make check   lint, and the tests without real processes, browsers and notebooks: under a minute"
+	@echo "make check   lint, and the tests without real processes, browsers and notebooks: about a minute"
 	@echo "make test    lint, and every test, doctest and notebook"
 	@echo "make soak    every property test with long counts, and the long stories (tests/bench/SOAK.md)"
 	@echo "make bench   the figures"
