@@ -448,6 +448,32 @@ async def test_many_texts_are_embedded_in_few_batches(sources):
             assert refused.value.status == 400
 
 
+@pytest.mark.parametrize("family", ["XLMRoberta", "MPNet"])
+@in_loop
+async def test_a_long_text_fits_a_model_whose_first_positions_are_for_padding(family, tmp_path):
+    """Of 66 positions such a model uses 64. A text of 66 tokens was an index error, which counted as the engine's."""
+    import transformers
+
+    config = getattr(transformers, f"{family}Config")(
+        **dict(vocab_size=512, hidden_size=32, intermediate_size=64, num_hidden_layers=1),
+        **dict(num_attention_heads=2, max_position_embeddings=66, pad_token_id=1, num_labels=1),
+    )
+    heads = {"embedder": "Model", "ranker": "ForSequenceClassification"}
+    sources = {name: tmp_path / name for name in heads}
+    for name, head in heads.items():
+        getattr(transformers, family + head)(config).save_pretrained(sources[name])
+        tiny_models.tokenizer().save_pretrained(sources[name])
+    async with with_models(sources, *heads) as k:
+        words = "fox " * 100
+        for kind, body in (
+            ("embeddings", {"model": "embedder", "input": words}),
+            ("embeddings", {"model": "embedder", "input": [[5] * 100]}),
+            ("rerank", {"model": "ranker", "query": "fox", "documents": [words]}),
+        ):
+            answer = (await k.gateway.answer(kind, body)).json
+            assert answer["usage"]["prompt_tokens"] == 64
+
+
 @in_loop
 async def test_documents_are_ranked(sources):
     """The best document is first. A document has the same score alone and among others."""

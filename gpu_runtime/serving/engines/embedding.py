@@ -34,6 +34,22 @@ def pooling_of(source: str) -> str:
     return next((mode for key, mode in _POOLING_KEYS.items() if modes.get(key)), MEAN)
 
 
+def most_tokens(module: Any) -> int | None:
+    """The largest number of tokens that `module` reads of one text; None if its config names no limit.
+
+    RoBERTa, XLM-R and MPNet number positions from the row after the padding token's row. So of their 514 positions
+    only 512 are for a text. A longer text is an index error, and on a real card it ends the CUDA context.
+    """
+    positions = getattr(module.config, "max_position_embeddings", None)
+    if positions is None:
+        return None
+    for name, part in module.named_modules():
+        if name.rpartition(".")[2] == "position_embeddings":
+            padding = getattr(part, "padding_idx", None)
+            return positions if padding is None else positions - padding - 1
+    return positions
+
+
 def batches(lengths: list[int]) -> Iterator[list[int]]:
     """Yields the indices of texts that are computed together; `lengths` are the texts' numbers of tokens.
 

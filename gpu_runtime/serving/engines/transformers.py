@@ -15,7 +15,7 @@ from ..fields import SAMPLING, sampling
 from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot
-from .embedding import embed_in_batches, pooling_of, rank_in_batches
+from .embedding import embed_in_batches, most_tokens, pooling_of, rank_in_batches
 from .images import images_of
 from .json_answers import ForcedTokens, require_library, schema_of
 from .llama_cpp import too_long
@@ -198,10 +198,11 @@ class TransformersAdapter(TextAdapter):
     ) -> tuple[list[list[float]], int]:
         """An embedding of each of the `texts`, and the number of tokens read. Ends early once `cancelled` is set."""
         tokens: list[list[int]] = []
+        limit = most_tokens(self.value)
         for text in texts:
             if cancelled.is_set():
                 return [], 0
-            tokens.append(self._tokens_of(text))
+            tokens.append(self._tokens_of(text, limit))
         rows = embed_in_batches(self.value, tokens, pooling_of(self.spec.source), cancelled.is_set)
         return rows, sum(map(len, tokens))
 
@@ -212,7 +213,7 @@ class TransformersAdapter(TextAdapter):
 
         def work(cancelled: threading.Event) -> tuple[list[float], int]:
             """Ranks the documents in a thread."""
-            limit = getattr(self.value.config, "max_position_embeddings", None)
+            limit = most_tokens(self.value)
             pairs = []
             for text in documents:
                 if cancelled.is_set():
@@ -238,12 +239,11 @@ class TransformersAdapter(TextAdapter):
             raise cannot(self.spec.name, why, "tokens")
         return await in_thread_until(lambda cancelled: self.tokenizer.decode(tokens))
 
-    def _tokens_of(self, text: str | list[int]) -> list[int]:
-        """The tokens of a `text`, at most as many as fit the context.
+    def _tokens_of(self, text: str | list[int], limit: int | None) -> list[int]:
+        """The tokens of a `text`, at most `limit`.
 
         Raises Refused if a token is not in the vocabulary, or if the text has no tokens.
         """
-        limit = getattr(self.value.config, "max_position_embeddings", None)
         if isinstance(text, str):
             # A text longer than the context is cut before it is tokenised. The tokenizer would tokenise all of it,
             # which takes long, and then drop the tokens after the context.
