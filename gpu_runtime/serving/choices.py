@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from msgspec.structs import replace
 
 from ..errors import GpuError, UnknownModel
 from ..facts import ModelSpec
+from ..safe_text import quoted
 from .health.costs import Costs
 from .requests import Call, Refused
 from .routing.fallback import Choice, CloudGuard, address_variable, chain, is_configured_cloud
@@ -85,6 +86,17 @@ class Choices:
         if task is None:
             raise self._unknown(name)
         return task
+
+    def doubts(self, config: ServingConfig) -> Iterator[str]:
+        """Yields a sentence for each name in `config` that no call can use now, and for each hidden model."""
+        for field, name in config.named_models():
+            task = name.removeprefix(TASK_PREFIX) if name.startswith(TASK_PREFIX) else None
+            is_known = name in config.aliases or self._known(name) or task in config.tasks
+            if not is_known and not is_configured_cloud(name, self._environment):
+                yield f"{field}: there is no model {quoted(name)} now"
+        for name, model in config.aliases.items():
+            if self._known(name):
+                yield f"aliases.{name}: this hides the model {quoted(name)}; calls get {model}"
 
     def models(self) -> list[dict[str, Any]]:
         """The rows of `/v1/models`: the models of this process and of the catalogue, and the tasks and aliases."""

@@ -110,9 +110,6 @@ class Gateway:
         self._clock = clock
         self._make_adapter = make_adapter
         self._environment = os.environ if environment is None else environment
-        self._tasks = (
-            TasksFile(settings.gpu_tasks or default_file(), clock) if serving is None else None
-        )
         self._serving = serving or ServingConfig()
         self.guard = guard or CloudGuard(guard_file(), settings.model_boss_allow_cloud_fallback)
         self.breakers = Breakers(
@@ -126,6 +123,8 @@ class Gateway:
         self.costs = Costs()
         self.figures = CallFigures()
         self._choices = Choices(rt, lambda: self.serving, self.guard, self.costs, self._environment)
+        path = settings.gpu_tasks or default_file()
+        self._tasks = TasksFile(path, clock, self._choices.doubts) if serving is None else None
         self._holds = Holds(rt, lambda: self.queue.advance(), self.costs.add_load, clock)
         self.keep_warm = KeepWarm(clock, self._evict)
         self.queue = Queue(

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import os
+from contextlib import closing
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_runtime import Runtime
 from gpu_runtime.errors import BadDocument, BadSetting
+from gpu_runtime.serving.choices import Choices
+from gpu_runtime.serving.health.costs import Costs
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import Choice, CloudGuard, chain, cloud_of, guarded
 from gpu_runtime.serving.routing.tasks import (
@@ -19,7 +23,7 @@ from gpu_runtime.serving.routing.tasks import (
     candidates,
     expected_seconds,
 )
-from gpu_runtime.serving.routing.tasks_file import TasksFile, read_serving_config
+from gpu_runtime.serving.routing.tasks_file import TasksFile, default_file, read_serving_config
 from tests.serving.harness import Clock
 
 LOCAL = ("a", "b", "c", "d:local")
@@ -261,8 +265,16 @@ fallback:
             "clients.bot.defaults.messages",
             "only a call can set it",
         ),
-        ("\ntasks: [", 2, "", "no YAML"),
-        ("!!python/object/apply:os.system [true]", 1, "", "no YAML"),
+        (
+            "tasks:\n a: {candidates: [x]}\n a: {candidates: [y]}",
+            3,
+            "tasks.a",
+            "appears here twice",
+        ),
+        ("aliases: {a: x}\npreload: [x]\naliases: {b: x}", 3, "aliases", "appears here twice"),
+        ("preload: [x]\n---\naliases: {b: x}", 3, "", "a second one begins here"),
+        ("\ntasks: ]", 2, "", "not YAML"),
+        ("!!python/object/apply:os.system [true]", 1, "", "is not supported"),
     ],
 )
 def test_an_error_in_the_file_is_named(tmp_path, text, line, field, problem):
@@ -292,6 +304,47 @@ def test_an_error_in_the_names_of_models_is_named(tmp_path, text, line, problem)
     path.write_text("aliases: {gpt: qwen}\npreload: [qwen, phi]\n")
     config = read_serving_config(path)
     assert (config.aliases, config.preload) == ({"gpt": "qwen"}, ("qwen", "phi"))
+
+
+def test_a_file_that_a_setting_names_and_that_is_missing_is_logged(tmp_path, caplog):
+    """With a wrong path in GPU_TASKS the server started without any task, and said nothing."""
+    tasks = TasksFile(tmp_path / "taks.yaml", Clock())
+    assert tasks.content() == ServingConfig() and "there is no file" in caplog.text
+    caplog.clear()
+    assert TasksFile(default_file(), Clock()).content() and not caplog.text
+
+
+def test_names_that_may_be_mistakes_are_logged_once_for_each_content(tmp_path, caplog):
+    """A model may be added to the catalogue later, so an unknown name does not stop the server."""
+    file, clock = tmp_path / "tasks.yaml", Clock()
+    config = """
+tasks: {a: {candidates: [qwen, gone, claude:haiku, who:knows]}}
+clients: {bot: {model: "task:a"}}
+fallback: {qwen: [task:b], "*": [phi]}
+aliases: {gpt: qwen, phi: gpt4}
+preload: [gpt, gone]
+"""
+    file.write_text(config)
+    with closing(Runtime(devices="sim:24GiB", ledger="memory:")) as rt:
+        for name in ("qwen", "phi"):
+            rt.register(name, backend="fake", size="1 GiB")
+        choices = Choices(rt, ServingConfig, CloudGuard(None, True), Costs(), {})
+        tasks = TasksFile(file, clock, choices.doubts)
+        for _ in range(2):
+            tasks.content()
+        assert [message.partition("tasks.yaml, ")[2] for message in caplog.messages] == [
+            "tasks.a.candidates: there is no model 'gone' now",
+            "tasks.a.candidates: there is no model 'who:knows' now",
+            "fallback.qwen: there is no model 'task:b' now",
+            "aliases.phi: there is no model 'gpt4' now",
+            "preload: there is no model 'gone' now",
+            "aliases.phi: this hides the model 'phi'; calls get gpt4",
+        ]
+        caplog.clear()
+        file.write_text("preload: [gone]")
+        clock.advance(2)
+        tasks.content()
+        assert "preload: there is no model 'gone' now" in caplog.text
 
 
 def test_a_changed_file_is_read_again_and_a_mistake_changes_nothing(tmp_path, caplog):

@@ -21,7 +21,7 @@ module is pure.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Annotated, Any
 
 from msgspec import Meta
@@ -67,6 +67,19 @@ class ServingConfig(Value, forbid_unknown_fields=True):
     def stand_ins(self, model: str) -> tuple[str, ...]:
         """The models that may answer when `model` cannot."""
         return self.fallback.get(model, self.fallback.get("*", ()))
+
+    def named_models(self) -> Iterator[tuple[str, str]]:
+        """Yields the field and the name, for each name of a model, a cloud or a task in the file."""
+        for name, task in self.tasks.items():
+            yield from ((f"tasks.{name}.candidates", model) for model in task.candidates)
+        for name, profile in self.clients.items():
+            if profile.model:
+                yield f"clients.{name}.model", profile.model
+        for name, models in self.fallback.items():
+            own = () if name == "*" else (name,)
+            yield from ((f"fallback.{name}", model) for model in (*own, *models))
+        yield from ((f"aliases.{name}", model) for name, model in self.aliases.items())
+        yield from (("preload", model) for model in self.preload)
 
 
 class Cost(Value):

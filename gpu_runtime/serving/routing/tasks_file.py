@@ -9,20 +9,19 @@ from __future__ import annotations
 import logging
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import yaml
 
+from ...catalog import documents
 from ...errors import BadDocument
 from ...facts import IMPORTANCE
 from ...private_paths import config_home
 from ..requests import Refused, check_numbers
 from .tasks import Profile, ServingConfig, Task
 
-MAX_FILE_BYTES = 1 << 20
 CHECK_SECONDS = 1.0  # the time between two checks of the file
 FIELDS_OF_CALLS = ("model", "messages", "prompt", "input", "stream")  # a profile may not set them
 _SECTIONS: dict[str, Any] = {
@@ -47,13 +46,21 @@ class TasksFile:
     After a change with a mistake, the earlier content stays.
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None,
+        clock: Callable[[], float],
+        doubts: Callable[[ServingConfig], Iterable[str]] = lambda config: (),
+    ) -> None:
         """The content of the file `path`. A file that does not exist has no content. `clock` returns seconds.
 
-        Raises BadDocument.
+        `doubts(content)` are sentences on names that may be mistakes. They are logged when the content is first used,
+        and after each change. Raises BadDocument.
         """
         self.path = path
         self._clock = clock
+        self._doubts = doubts
+        self._is_new = True  # whether the doubts have not been logged
         self._stamp = _stamp(path)
         self._checked_at = clock()
         self._content = read_serving_config(path)
@@ -68,13 +75,23 @@ class TasksFile:
             stamp = _stamp(self.path)
             if stamp is not None and stamp != self._stamp:
                 self.reload()
+        if self._is_new:
+            self._is_new = False
+            self._log_doubts()
         return self._content
+
+    def _log_doubts(self) -> None:
+        if self._stamp is None and self.path not in (None, default_file()):
+            log.warning("there is no file %s; it is read once it exists", self.path)
+        for doubt in self._doubts(self._content):
+            log.warning("%s, %s", self.path, doubt)
 
     def reload(self) -> None:
         """Reads the file now, also if it was removed. If the file has a mistake, the earlier content stays."""
         self._stamp = _stamp(self.path)
         try:
             self._content = read_serving_config(self.path)
+            self._is_new = True
         except BadDocument as error:
             log.warning(
                 "%s was changed and has a mistake; the earlier content stays: %s", self.path, error
@@ -101,43 +118,34 @@ def read_serving_config(path: str | os.PathLike[str] | None) -> ServingConfig:
         return ServingConfig()
     name = os.fspath(path)
     try:
-        text = _read(name)
-        content = yaml.safe_load(text)
-        lines = yaml.compose(text, yaml.SafeLoader)
+        with open(name, "rb") as file:
+            data = file.read(documents.MOST_BYTES + 1)
     except OSError as error:
         raise BadDocument(name, 0, "", f"it cannot be read ({error.strerror or error})") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        line = mark.line + 1 if mark else 0
-        problem = getattr(error, "problem", error)
-        raise BadDocument(name, line, "", f"it is no YAML: {problem}") from None
-    return _TasksReader(name, lines).config(content or {})
-
-
-def _read(name: str) -> bytes:
-    data = Path(name).read_bytes()[: MAX_FILE_BYTES + 1]
-    if len(data) > MAX_FILE_BYTES:
-        raise BadDocument(name, 0, "", f"it is larger than {MAX_FILE_BYTES >> 20} MiB")
-    return data
+    found = documents.read(data, name)
+    if len(found) > 1:
+        raise found[1].wrong((), "the file must have one document; a second one begins here")
+    return _TasksReader(found[0]).config() if found else ServingConfig()
 
 
 class _TasksReader:
-    """Converts the content of one file, and finds the line of each mistake."""
+    """Converts one document."""
 
-    def __init__(self, name: str, lines: Any) -> None:
-        """`lines` is the file's content as nodes of PyYAML, which have the numbers of their lines."""
-        self._name = name
-        self._lines = lines
+    def __init__(self, document: documents.Document) -> None:
+        """`document` has the lines of its values."""
+        self._document = document
+        self._bad = document.wrong
 
-    def config(self, content: Any) -> ServingConfig:
-        """The `content` of the file as a ServingConfig. Raises BadDocument."""
+    def config(self) -> ServingConfig:
+        """The document as a ServingConfig. Raises BadDocument."""
+        content = self._document.value
         if not isinstance(content, dict):
             raise self._bad((), "the file must have sections such as tasks")
         sections = {}
         for section, entries in content.items():
             if section not in _SECTIONS:
-                expected = ", ".join(_SECTIONS)
-                raise self._bad((section,), f"unknown field `{section}`; known: {expected}", "")
+                problem = f"unknown field `{section}`; known: {', '.join(_SECTIONS)}"
+                raise BadDocument(self._document.file, self._document.line((section,)), "", problem)
             sections[section] = self._section(section, entries)
         self._check_aliases(sections.get("aliases", {}))
         return ServingConfig(**sections)
@@ -159,15 +167,15 @@ class _TasksReader:
             raise self._bad((section,), "it must have one entry for each name")
         found = {}
         for name, entry in entries.items():
-            place = (section, str(name))
+            place = (section, name)
             try:
-                found[str(name)] = msgspec.convert(entry, _SECTIONS[section])
+                found[name] = msgspec.convert(entry, _SECTIONS[section])
             except msgspec.ValidationError as error:
                 problem, _, field = str(error).partition(" - at ")
                 steps = [name or int(index) for name, index in _STEP.findall(field)]
                 raise self._bad((*place, *steps), problem) from None
             if section == "clients":
-                self._check_profile(found[str(name)], place)
+                self._check_profile(found[name], place)
         return found
 
     def _check_profile(self, profile: Profile, place: tuple[Any, ...]) -> None:
@@ -189,30 +197,3 @@ class _TasksReader:
         except Refused as refused:
             field = refused.facts["param"]
             raise self._bad((*place, "defaults", field), refused.message) from None
-
-    def _bad(self, place: tuple[Any, ...], problem: str, shown: str | None = None) -> BadDocument:
-        """The error for a `problem` at this `place`, with its line. `shown` replaces the name of the place."""
-        if shown is None:
-            shown = ""
-            for step in place:
-                shown += f"[{step}]" if isinstance(step, int) else f".{step}"
-        return BadDocument(self._name, self._line(place), shown.lstrip("."), problem)
-
-    def _line(self, place: tuple[Any, ...]) -> int:
-        """The line of `place` in the file, counted from 1.
-
-        If the file has no such place, the result is the line of the innermost existing place that should contain it.
-        """
-        node = self._lines
-        line = node.start_mark.line if node else 0
-        for step in place:
-            found = None
-            if isinstance(node, yaml.MappingNode):
-                found = next(((k, v) for k, v in node.value if k.value == str(step)), None)
-            elif isinstance(node, yaml.SequenceNode) and isinstance(step, int):
-                found = next(((v, v) for v in node.value[step : step + 1]), None)
-            if found is None:
-                break
-            line = found[0].start_mark.line
-            node = found[1]
-        return line + 1
