@@ -309,10 +309,11 @@ def test_jobs_are_bounded_and_old_results_go_first():
         slow = {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "slow"}}
         done = jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": CHAT}, "ann")
         await done.task
+        assert jobs.fetch(done.id)["result"]
         running = [
             jobs.start(gateway, slow, "ann") for _ in range(MAX_JOBS)
-        ]  # the last one replaces the result
-        with pytest.raises(Exception, match="running already") as refused:
+        ]  # the last one replaces the result that was fetched
+        with pytest.raises(Exception, match="256 jobs run") as refused:
             jobs.start(gateway, slow, "ann")
         assert refused.value.status == 503 and refused.value.retry_after
         with pytest.raises(Exception, match="no job"):
@@ -329,6 +330,34 @@ def test_jobs_are_bounded_and_old_results_go_first():
     asyncio.run(story())
 
 
+def test_a_result_is_not_lost_before_its_client_has_fetched_it():
+    """Of 400 short jobs that were all accepted, 144 results were gone within the hour.
+
+    A client that fetches nothing does not keep others out.
+    """
+
+    async def story():
+        jobs, gateway = Jobs(lambda: 1000.0), Gateway()
+        quick = {"endpoint": "/v1/chat/completions", "body": CHAT}
+        started = [jobs.start(gateway, quick, "ann") for _ in range(MAX_JOBS)]
+        await asyncio.gather(*(job.task for job in started))
+        with pytest.raises(Exception, match="Fetch or delete results") as refused:
+            jobs.start(gateway, quick, "ann")
+        assert refused.value.status == 503 and all(jobs.find(job.id) for job in started)
+        bob = jobs.start(gateway, quick, "bob")
+        await bob.task
+        with pytest.raises(Exception, match="no job"):
+            jobs.find(started[0].id)
+        assert jobs.fetch(started[5].id)["status"] == "succeeded"
+        await jobs.start(gateway, quick, "ann").task
+        with pytest.raises(Exception, match="no job"):
+            jobs.find(started[5].id)
+        assert jobs.find(bob.id) and jobs.find(started[1].id)
+        await jobs.close()
+
+    asyncio.run(story())
+
+
 @pytest.mark.parametrize(
     "wanted",
     [
@@ -336,6 +365,7 @@ def test_jobs_are_bounded_and_old_results_go_first():
         {"endpoint": "/v1/models", "body": {}},
         {"endpoint": "/v1/embeddings"},
         {"endpoint": "/v1/chat/completions", "body": {**CHAT, "stream": True}},
+        {"endpoint": "/v1/chat/completions", "body": CHAT, "webhook": "http://127.0.0.1/"},
         7,
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 import uuid
+from collections import Counter
 from collections.abc import Callable
 from typing import Any
 
@@ -18,7 +19,7 @@ ENDPOINTS = {
     "/v1/embeddings": "embeddings",
     "/v1/images/generations": "images",
 }
-MAX_JOBS = 256  # running and ended; to start another job, the oldest result is dropped
+MAX_JOBS = 256  # running and ended
 KEPT_SECONDS = 3600.0  # how long a result is kept
 _STORED = ("id", "endpoint", "created", "client", "status", "ended", "result", "error")
 
@@ -40,6 +41,7 @@ class Job:
         self.result: Any = None
         self.error: dict[str, Any] | None = None
         self.task: asyncio.Task[None] | None = None
+        self.was_fetched = False  # the ended job, since this server started
 
     @staticmethod
     def of(row: dict[str, Any], wall: float) -> Job:
@@ -95,12 +97,10 @@ class Jobs:
         """Starts a call in the background for the visitor `client`, and returns its job. `gateway` answers the call.
 
         `wanted` is the call: its `endpoint` and its `body`. Raises Refused with 400 if `wanted` is invalid, and with
-        503 if MAX_JOBS jobs are running already.
+        503 if there are MAX_JOBS jobs, and none of them may be forgotten.
         """
         body = _checked_body(wanted)
-        self._drop_old_results()
-        if len(self._jobs) >= MAX_JOBS:
-            raise Refused(503, "full", f"{MAX_JOBS} jobs are running already", 5.0)
+        self._make_room(client)
         job = Job(wanted["endpoint"], self._wall(), client)
         self._jobs[job.id] = job
         job.task = asyncio.ensure_future(self._run(job, gateway, body, client))
@@ -113,6 +113,12 @@ class Jobs:
             text = f"there is no job {id[:64]!r}; results are kept for an hour"
             raise Refused(404, "no_job", text, param="id")
         return job
+
+    def fetch(self, id: str) -> dict[str, Any]:
+        """The job with this `id` as JSON. Once its result was fetched, it may make room. Raises Refused, 404."""
+        job = self.find(id)
+        job.was_fetched = bool(job.ended)
+        return job.as_json()
 
     def of(self, client: str) -> list[dict[str, Any]]:
         """The jobs of the visitor `client` as JSON, without their results. The newest job is first."""
@@ -171,14 +177,30 @@ class Jobs:
         finally:
             job.ended = self._wall()
 
-    def _drop_old_results(self) -> None:
-        """Forgets the results that are too old, and further old results until there is room for one more job."""
-        done = sorted((job for job in self._jobs.values() if job.ended), key=lambda job: job.ended)
+    def _make_room(self, client: str) -> None:
+        """Forgets the results that are too old, and makes room for one more job of `client`.
+
+        1. The oldest result that was fetched is forgotten.
+        2. Otherwise the client with the most jobs loses its oldest result, if that client is not `client`.
+        3. Otherwise Refused (503) is raised. A client's own results are not lost by its next job.
+        """
         oldest_kept = self._wall() - KEPT_SECONDS
-        excess = len(self._jobs) - MAX_JOBS + 1
-        for at, job in enumerate(done):
-            if job.ended < oldest_kept or at < excess:
+        for job in self.all():
+            if job.ended and job.ended < oldest_kept:
                 self._forget(job.id)
+        if len(self._jobs) < MAX_JOBS:
+            return
+        done = sorted((job for job in self.all() if job.ended), key=lambda job: job.ended)
+        unneeded = [job for job in done if job.was_fetched]  # 1
+        if not unneeded:
+            jobs_of = Counter(job.client for job in self.all())
+            most = max(jobs_of, key=jobs_of.__getitem__)
+            if jobs_of[client] < jobs_of[most]:
+                unneeded = [job for job in done if job.client == most]  # 2
+        if not unneeded:  # 3
+            text = f"{MAX_JOBS} jobs run, or have results that were not fetched. Fetch or delete results"
+            raise Refused(503, "full", text, 5.0)
+        self._forget(unneeded[0].id)
 
 
 def _checked_body(wanted: Any) -> dict[str, Any]:
@@ -187,6 +209,10 @@ def _checked_body(wanted: Any) -> dict[str, Any]:
     if not isinstance(endpoint, str) or endpoint not in ENDPOINTS:
         text = f"endpoint must be one of {', '.join(ENDPOINTS)}"
         raise Refused(400, "bad_endpoint", text, param="endpoint")
+    for name in wanted:
+        if name not in ("endpoint", "body"):
+            text = f"{name[:64]!r} is no field of a job; its call is in body"
+            raise Refused(400, "bad_field", text, param=name[:64])
     body = wanted.get("body")
     if not isinstance(body, dict):
         text = "body must be the JSON object that the endpoint takes"

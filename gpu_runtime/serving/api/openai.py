@@ -261,7 +261,7 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
     )
     def get_job(id: str) -> dict[str, Any]:
         """The state of a job, and its result once it is done."""
-        return jobs.find(id).as_json()
+        return jobs.fetch(id)
 
     @routes.delete("/jobs/{id}", tags=["jobs"], responses={404: {"description": "no such job"}})
     async def delete_job(id: str, request: Request, actor: str = acts) -> dict[str, Any]:
