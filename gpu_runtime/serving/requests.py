@@ -18,7 +18,8 @@ from ..errors import BadSetting
 from ..facts import IMPORTANCE, Value, parse_importance
 from .prompt_size import MOST_CHARACTERS, characters
 
-KINDS = ("chat", "completions", "embeddings", "images", "rerank", "tokenize", "detokenize")
+LOAD = "load"  # a call that only brings its model to a device
+KINDS = ("chat", "completions", "embeddings", "images", "rerank", "tokenize", "detokenize", LOAD)
 MAX_TOKENS = 1_000_000  # a larger number for one answer is a mistake for any model
 MAX_MESSAGES = 10_000
 MAX_TEXTS = 2048  # the most texts of one call for embeddings
@@ -197,9 +198,8 @@ def _require_utf8(body: Mapping[str, Any]) -> None:
     try:
         msgspec.json.encode(body)
     except (UnicodeEncodeError, TypeError, RecursionError) as error:
-        raise Refused(
-            400, "bad_body", f"the body cannot be written as UTF-8 JSON: {error}", param=None
-        ) from None
+        text = f"the body cannot be written as UTF-8 JSON: {error}"
+        raise Refused(400, "bad_body", text, param=None) from None
 
 
 def _stream(kind: str, body: Mapping[str, Any]) -> bool:
@@ -332,6 +332,7 @@ _CHECKS = {
     "rerank": _check_rerank,
     "tokenize": _check_completions,
     "detokenize": _check_detokenize,
+    LOAD: lambda body: None,
 }
 _WHOLE_NUMBERS = {
     "max_tokens": (1, MAX_TOKENS),
@@ -398,9 +399,8 @@ def _check_logit_bias(biases: Any) -> None:
 
 
 def _check_stop(stop: Any) -> None:
-    is_list = isinstance(stop, list) and len(stop) <= 16
-    is_list = is_list and all(isinstance(text, str) and text for text in stop)
-    if stop is not None and not is_list and not (isinstance(stop, str) and stop):
+    stops = stop if isinstance(stop, list) else [stop]
+    if stop is not None and (len(stops) > 16 or not all(isinstance(s, str) and s for s in stops)):
         raise bad("stop", stop, "text, or a list of at most 16 texts")
 
 

@@ -8,12 +8,16 @@ from typing import Any
 import pytest
 from starlette.testclient import TestClient
 
+from gpu_runtime.access_keys import AccessKey
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.api.ollama import chat_of, embed_of, generate_of
 from gpu_runtime.serving.requests import Refused
+from gpu_runtime.web.auth import Visitor
+from tests.nvml_driver import until
 from tests.serving.app_client import OPERATOR, with_visitor
 from tests.serving.harness import Harness
 
+BOT = Visitor("key:bot", False, may_call=True, api_only=True)
 HI = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
 TEMPLATE = (
@@ -97,7 +101,7 @@ def test_a_text_is_a_chat_unless_it_is_raw():
         (chat_of, {"keep_alive": "soon"}, "keep_alive"),
         (chat_of, {"raw": True}, "raw"),
         (generate_of, {"prompt": "a", "messages": None, "suffix": "b"}, "suffix"),
-        (generate_of, {"messages": None}, "prompt"),
+        (generate_of, {"messages": None, "prompt": 7}, "prompt"),
         (generate_of, {"messages": None, "prompt": "a", "raw": True, "system": "b"}, "system"),
         (chat_of, {"messages": [{"role": "user", "images": True}]}, "messages[0].images"),
         (chat_of, {"messages": [{"role": "user", "tool_calls": 7}]}, "messages[0].tool_calls"),
@@ -112,13 +116,31 @@ def test_what_our_routes_have_not_is_refused(translate, change, param):
         translate([])
 
 
+def test_a_call_without_a_text_only_loads_its_model():
+    """Ollama's clients load a model in this way, and unload it with `keep_alive: 0`."""
+    for translate, body in (
+        (generate_of, {"prompt": ""}),
+        (generate_of, {"system": "Be brief.", "options": {"temperature": 0}}),
+        (chat_of, {"messages": []}),
+        (chat_of, {}),
+    ):
+        made = {"model": "qwen", "x_stay_warm": 60.0}
+        assert translate({"model": "qwen", "keep_alive": "1m", **body}) == ("load", made)
+
+
 @pytest.fixture(scope="module")
 def http():
     """A client of the application over a real gateway. The model `qwen` repeats the last message."""
     options = {"qwen": {"chat_template": TEMPLATE}, "bge": {"model_type": "embedding"}}
-    made = Harness(qwen=4, bge=2, options=options)
-    app = with_visitor(application(made.rt, lambda: made.gateway, "7"), OPERATOR)
-    with TestClient(app, raise_server_exceptions=False) as client:
+    made = Harness(qwen=4, bge=2, options=options, keys=lambda: {"bot": AccessKey("0" * 64)})
+    app = application(made.rt, lambda: made.gateway, "7")
+    operators, bots = with_visitor(app, OPERATOR), with_visitor(app, BOT)
+
+    async def either(scope: Any, *channels: Any) -> None:
+        is_bot = (b"x-bot", b"1") in scope.get("headers", ())
+        await (bots if is_bot else operators)(scope, *channels)
+
+    with TestClient(either, raise_server_exceptions=False) as client:
         yield client
         client.portal.call(made.gateway.close)
     made.rt.close()
@@ -153,6 +175,36 @@ def test_texts_and_embeddings(http):
         assert "".join(line["response"] for line in lines) == "one" and lines[-1]["done"]
     answer = http.post("/api/embed", json={"model": "bge", "input": ["fox", "a dog"]}).json()
     assert answer["embeddings"] == [[3.0, 1.0], [5.0, 1.0]] and answer["prompt_eval_count"] == 3
+
+
+def warm(http: Any) -> set[str]:
+    return {row["name"] for row in http.get("/api/ps").json()["models"]}
+
+
+def test_a_model_is_loaded_and_unloaded_without_a_text(http):
+    """An empty prompt made the model write an answer, and a missing one was refused."""
+    loaded = http.post("/api/generate", json={"model": "qwen"}).json()
+    assert (loaded["response"], loaded["done"], loaded["done_reason"]) == ("", True, "load")
+    assert "qwen" in warm(http)
+    body = {"model": "qwen", "messages": [], "keep_alive": 0}
+    unloaded = http.post("/api/chat", json=body).json()
+    assert (unloaded["message"]["content"], unloaded["done_reason"]) == ("", "unload")
+    until(lambda: "qwen" not in warm(http))
+    assert http.post("/api/chat", json=body).json()["done_reason"] == "unload"
+    assert "qwen" not in warm(http)  # it was not loaded only to be unloaded
+    for keep_alive in (0, 60):
+        none = {"model": "none", "keep_alive": keep_alive}
+        assert http.post("/api/generate", json=none).status_code == 404
+
+
+def test_a_key_may_load_a_model_and_not_unload_it(http):
+    """A key changes nothing for others, who may use the model."""
+    bot = {"x-bot": "1"}
+    loaded = http.post("/api/generate", json={"model": "qwen"}, headers=bot)
+    assert loaded.json()["done_reason"] == "load"
+    refused = http.post("/api/generate", json={"model": "qwen", "keep_alive": 0}, headers=bot)
+    assert refused.status_code == 403 and "not unload" in refused.json()["error"]
+    assert "qwen" in warm(http)
 
 
 def test_the_models(http):

@@ -20,6 +20,7 @@ ASKS = {
     "rerank": {"model": "bge", "query": "a cat", "documents": ["a dog"]},
     "tokenize": {"model": "qwen", "prompt": "a cat"},
     "detokenize": {"model": "qwen", "tokens": [1, 2]},
+    "load": {"model": "qwen"},
 }
 ANYTHING = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(),

@@ -16,7 +16,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
 from ..fields import SAMPLING
-from ..requests import MAX_SECONDS, Refused, bad
+from ..requests import LOAD, MAX_SECONDS, Refused, bad
 from .openai import REFUSALS, Sent, read_json, request_body, unless_gone, visitor_name
 from .translation import Writer, require_object
 
@@ -91,9 +91,14 @@ def _add_call(
     routes: APIRouter, gateway: Any, acts: Any, path: str, translate: Translate, part: Any
 ) -> None:
     async def post(request: Request, actor: str = acts) -> Any:
-        """Answers one call in the format of Ollama's clients. Chats and texts are streamed unless `stream` is false."""
+        """Answers one call in the format of Ollama's clients. Chats and texts are streamed unless `stream` is false.
+
+        A chat without messages and a text without a prompt load the model. With `keep_alive: 0` they unload it.
+        """
         try:
             kind, body = translate(await read_json(request))
+            if kind == LOAD:
+                return JSONResponse(await _loaded(request, gateway(), actor, body, part))
             reply = await unless_gone(request, gateway().answer(kind, body, actor))
         except Refused as refused:
             error = {"error": refused.message}
@@ -113,6 +118,29 @@ def _add_call(
         responses=REFUSALS,
         openapi_extra=request_body(_SCHEMA),
     )
+
+
+async def _loaded(
+    request: Request, gateway: Any, actor: str, body: dict[str, Any], part: Any
+) -> dict[str, Any]:
+    """Loads the model of `body`, or evicts it if it stays warm for 0 s. Returns the answer. Raises Refused.
+
+    A key may load its models. It may not evict one, which other callers may use.
+    """
+    end = {**_head(body["model"]), **part("", ()), "done": True}
+    if body.get("x_stay_warm") != 0:
+        await unless_gone(request, gateway.answer(LOAD, body, actor))
+        return {**end, "done_reason": "load"}
+    if not request.scope["state"]["visitor"].may_act:
+        text = f"{actor} may call models, and not unload them: that takes the operator's token"
+        raise Refused(403, "may_not_act", text, param="keep_alive")
+    facts = {row["id"]: row["x_gpu"] for row in gateway.models(actor)}
+    name = facts.get(str(body["model"]), {}).get("alias_of", str(body["model"]))
+    if "warm" not in facts.get(name, {}):
+        raise Refused(404, "model_not_found", f"model {name[:64]!r} not found", param="model")
+    if facts[name]["warm"]:
+        gateway.keep_warm.evict_soon(name)
+    return {**end, "done_reason": "unload"}
 
 
 def _add_refusal(routes: APIRouter, name: str, acts: Any) -> None:
@@ -138,6 +166,8 @@ def chat_of(body: Any) -> tuple[str, dict[str, Any]]:
     """
     made = _common(body, ("messages", "tools"))
     messages = body.get("messages")
+    if messages is None or messages == []:
+        return _load_of(made)
     if not isinstance(messages, list) or not all(isinstance(one, Mapping) for one in messages):
         raise bad("messages", messages, "a list of messages")
     made["messages"] = [_message(f"messages[{at}]", one) for at, one in enumerate(messages)]
@@ -159,11 +189,13 @@ def generate_of(body: Any) -> tuple[str, dict[str, Any]]:
     With `raw` the model gets the prompt as it is. Otherwise the prompt is the user's message of a chat.
     """
     made = _common(body, ("prompt", "system", "images", "raw", "suffix"))
-    prompt = body.get("prompt")
-    if not isinstance(prompt, str):
-        raise bad("prompt", prompt, "text")
     if body.get("suffix"):
         raise bad("suffix", body["suffix"], "left out: no text can be inserted here")
+    prompt = body.get("prompt")
+    if not prompt and not body.get("images"):
+        return _load_of(made)
+    if not isinstance(prompt, str):
+        raise bad("prompt", prompt, "text")
     if body.get("raw"):
         for name in ("system", "images"):
             if body.get(name):
@@ -172,6 +204,12 @@ def generate_of(body: Any) -> tuple[str, dict[str, Any]]:
     system = [{"role": "system", "content": body["system"]}] if body.get("system") else []
     message = _message("images", {"role": "user", "content": prompt, "images": body.get("images")})
     return "chat", {**made, "messages": [*system, message]}
+
+
+def _load_of(made: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """The kind and the body of a call that only loads the model, from the fields that `_common` has made."""
+    kept = {name: value for name, value in made.items() if name == "model" or name[:2] == "x_"}
+    return LOAD, kept
 
 
 def embed_of(body: Any) -> tuple[str, dict[str, Any]]:

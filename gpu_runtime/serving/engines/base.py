@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ...errors import GpuError
 from ...facts import ModelSpec
 from ..prompt_size import LONGEST_TOKEN, characters
-from ..requests import Call, Refused, documents_of, texts_of_embeddings
+from ..requests import LOAD, Call, Refused, documents_of, texts_of_embeddings
 from ..routing.profiles import with_thinking
 from . import chat_template
 from .openai_format import (
@@ -197,6 +197,8 @@ class TextAdapter:
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
+        if kind == LOAD:
+            return {"model": self.spec.name}
         if kind == "embeddings":
             vectors, tokens = await self.vectors(texts_of_embeddings(body))
             if body.get("dimensions"):

@@ -12,7 +12,7 @@ import aiohttp
 
 from ...facts import ModelSpec
 from ..fields import read_by_server
-from ..requests import Refused
+from ..requests import LOAD, Refused
 from ..routing.profiles import with_thinking
 from . import chat_template
 from .base import EngineFailed, cannot
@@ -60,6 +60,8 @@ class HttpAdapter:
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
+        if kind == LOAD and self._spec is not None:
+            return {"model": self.name}
         async with self._send(kind, {**body, "stream": None}, think) as response:
             data = await self._read(response)
         try:
