@@ -200,7 +200,7 @@ def keys(rt: Any, args: argparse.Namespace) -> str:
         access_keys.AccessKey(
             sha256,
             role=args.role,
-            models=tuple(args.models.split(",")) if args.models else ("*",),
+            models=args.models,
             importance=args.importance,
             requests_a_minute=args.requests,
             tokens_a_minute=args.tokens,

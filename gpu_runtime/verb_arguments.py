@@ -150,9 +150,14 @@ def rows(text: str) -> int:
     return _whole(text, 1, "a number of rows")
 
 
-def limit(text: str) -> int:
-    """The limit in `text`. Raises ArgumentTypeError if it is not a number above 0."""
-    return _whole(text, 1, "a number")
+def model_names(text: str) -> tuple[str, ...]:
+    """The names in `text`, which are separated by commas. Raises ArgumentTypeError if one is empty."""
+    names = tuple(name.strip() for name in text.split(","))
+    if not all(names):
+        raise argparse.ArgumentTypeError(
+            f"{quoted(text)} has an empty name; for all models leave the option out"
+        )
+    return names
 
 
 def days(text: str) -> float:
@@ -342,10 +347,16 @@ KEYS = (
         choices=("user", "viewer"),
         default="user",
     ),
-    option("--models", "NAMES", "with add: its models, as in qwen*,task:chat; all unless given"),
+    option(
+        "--models",
+        "NAMES",
+        "with add: its models, as in qwen*,task:chat; all unless given",
+        type=model_names,
+        default=("*",),
+    ),
     option("--importance", "I", "with add: the highest that its calls can have", type=importance),
-    option("--requests", "N", "with add: requests a minute", type=limit),
-    option("--tokens", "N", "with add: tokens a minute", type=limit),
+    option("--requests", "N", "with add: requests a minute", type=count),
+    option("--tokens", "N", "with add: tokens a minute", type=count),
 )
 LEDGER = (
     positional("action", "init", "the only action", choices=["init"]),

@@ -118,5 +118,12 @@ def test_the_verb_adds_lists_and_removes(path, environment, capsys):
     assert cli.main(["keys", "remove", "bot"]) == 0 and read(path) == {}
     for words in (["remove", "bot"], ["add", "a/b"], ["add"]):
         assert cli.main(["keys", *words]) == 1
+    for models in ("", "qwen,", " ,qwen"):  # as of an empty variable: it used to allow all models
+        assert cli.main(["keys", "add", "web", "--models", models]) and read(path) == {}
+    assert cli.main(["keys", "add", "web", "--models", "qwen, phi"]) == 0
+    assert read(path)["web"].models == ("qwen", "phi")
+    assert cli.main(["keys", "add", "all"]) == 0 and read(path)["all"].models == ("*",)
+    for name in ("web", "all"):
+        assert cli.main(["keys", "remove", name]) == 0
     assert "Make one:  gpu keys add NAME" in access_keys.table({})
     assert json.loads(path.read_text()) == {"keys": {}}
