@@ -63,6 +63,18 @@ REFUSED_FOR_TRANSFORMERS = dict.fromkeys(
 )  # fmt: skip
 
 
+def embedded_tokens(options: Mapping[str, Any]) -> int:
+    """The most tokens of one text that llama.cpp embeds with these `options` of a model.
+
+    A text must be computed in one batch. In several, the vector would be that of the last one alone (measured with
+    n_batch=2048 and n_ubatch=512), so both options get the same value.
+
+    >>> embedded_tokens({}), embedded_tokens({"n_batch": 2048})
+    (512, 2048)
+    """
+    return max(options.get("n_batch") or 0, options.get("n_ubatch") or 0) or 512
+
+
 def _refused(instead: str) -> Rule:
     """The rule of an option that is always refused. `instead` is the advice in the error."""
     return Rule(instead, whole(1, 0))

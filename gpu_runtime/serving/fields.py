@@ -76,6 +76,7 @@ FIELDS: dict[str, Field] = {
     "top_logprobs": Field(("chat",), neutral=(0,)),
     "encoding_format": Field(("embeddings",)),
     "dimensions": Field(("embeddings",)),
+    "truncate": Field(("embeddings",), neutral=(False,)),
 }
 # These fields label the caller or the call, or control OpenAI's prompt cache. They have no effect on an answer.
 WITHOUT_EFFECT = (

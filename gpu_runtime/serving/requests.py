@@ -260,6 +260,7 @@ def _check_embeddings(body: Mapping[str, Any]) -> None:
     texts_of_embeddings(body)
     if body.get("encoding_format") not in (None, "float", "base64"):
         raise bad("encoding_format", body["encoding_format"], "float or base64")
+    _flag("truncate", body.get("truncate"))
 
 
 def texts_of_embeddings(body: Mapping[str, Any]) -> list[str | list[int]]:
@@ -320,8 +321,7 @@ def _is_size(text: str) -> bool:
 
 
 def _is_pixels(text: str) -> bool:
-    is_number = text.isascii() and text.isdigit() and len(text) <= 4
-    return is_number and 0 < int(text) <= 4096
+    return text.isascii() and text.isdigit() and len(text) <= 4 and 0 < int(text) <= 4096
 
 
 _CHECKS = {

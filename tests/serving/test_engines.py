@@ -466,12 +466,49 @@ async def test_a_long_text_fits_a_model_whose_first_positions_are_for_padding(fa
     async with with_models(sources, *heads) as k:
         words = "fox " * 100
         for kind, body in (
-            ("embeddings", {"model": "embedder", "input": words}),
-            ("embeddings", {"model": "embedder", "input": [[5] * 100]}),
+            ("embeddings", {"model": "embedder", "input": words, "truncate": True}),
+            ("embeddings", {"model": "embedder", "input": [[5] * 100], "truncate": True}),
             ("rerank", {"model": "ranker", "query": "fox", "documents": [words]}),
         ):
             answer = (await k.gateway.answer(kind, body)).json
             assert answer["usage"]["prompt_tokens"] == 64
+
+
+@pytest.mark.parametrize("name", ["embedder", in_a_worker])
+@in_loop
+async def test_a_text_that_is_too_long_is_refused_and_not_cut_off(name, sources):
+    """A vector of the first part of a text looks like one of the whole text. OpenAI's own server refuses it too."""
+    limits = {"embedder": 256, "gguf": 512}
+    async with with_models(sources, name, model_type="embedding") as k:
+
+        async def embed(text: Any, **more: Any) -> Any:
+            return (
+                await k.gateway.answer("embeddings", {"model": name, "input": text, **more})
+            ).json
+
+        for text in ("fox " * 1000, "fox " * 300_000, [[5] * 1000], ["a", "fox " * 1000]):
+            with pytest.raises(Refused, match=f"reads at most {limits[name]}") as refused:
+                await embed(text)
+            assert (refused.value.status, refused.value.facts["param"]) == (400, "input")
+        cut = await embed("fox " * 1000, truncate=True)
+        assert cut["usage"]["prompt_tokens"] == limits[name]
+        assert k.gateway.state().breakers[name].failures == 0
+        assert (await embed("fox " * 50))["data"]
+
+
+@pytest.mark.processes
+@in_loop
+async def test_a_gguf_embeds_a_text_in_one_batch(tmp_path):
+    """With n_batch=1024 alone, a text of 900 tokens had the vector of its last 388 tokens."""
+    source = tiny_models.gguf_lm(tmp_path / "long.gguf", context=1024)
+    vectors = []
+    for options in ({"n_batch": 1024}, {"n_batch": 1024, "n_ubatch": 1024}, {"n_ubatch": 1024}):
+        async with with_models({"gguf": source}, "gguf", model_type="embedding", **options) as k:
+            body = {"model": "gguf", "input": "the quick fox " * 20 + "a dog " * 80}
+            answer = (await k.gateway.answer("embeddings", body)).json
+            assert 512 < answer["usage"]["prompt_tokens"] < 1024
+            vectors.append(answer["data"][0]["embedding"])
+    assert vectors[0] == vectors[1] == vectors[2]
 
 
 @in_loop

@@ -57,6 +57,7 @@ VALUES: dict[str, Any] = {
     "top_logprobs": 2,
     "encoding_format": "base64",
     "dimensions": 8,
+    "truncate": True,
     "add_special_tokens": True,
     "top_n": 1,
     "return_documents": True,

@@ -105,7 +105,6 @@ def test_a_text_is_a_chat_unless_it_is_raw():
         (generate_of, {"messages": None, "prompt": "a", "raw": True, "system": "b"}, "system"),
         (chat_of, {"messages": [{"role": "user", "images": True}]}, "messages[0].images"),
         (chat_of, {"messages": [{"role": "user", "tool_calls": 7}]}, "messages[0].tool_calls"),
-        (embed_of, {"messages": None, "input": "a", "truncate": False}, "truncate"),
     ],
 )
 def test_what_our_routes_have_not_is_refused(translate, change, param):
@@ -114,6 +113,13 @@ def test_what_our_routes_have_not_is_refused(translate, change, param):
     assert (refused.value.status, refused.value.facts["param"]) == (400, param)
     with pytest.raises(Refused):
         translate([])
+
+
+def test_a_long_text_is_cut_off_unless_the_caller_forbids_it():
+    """This is the default of Ollama."""
+    body = {"model": "bge", "input": "a"}
+    for given, truncate in ({}, True), ({"truncate": None}, True), ({"truncate": False}, False):
+        assert embed_of({**body, **given}) == ("embeddings", {**body, "truncate": truncate})
 
 
 def test_a_call_without_a_text_only_loads_its_model():

@@ -169,7 +169,7 @@ def test_an_embedding_ends_with_its_caller():
     value = SimpleNamespace(config=config, named_modules=tuple, tokenizer=read.append)
     adapter = TransformersAdapter(value, ModelSpec(QWEN, "transformers", model_type="embedding"))
     left.set()
-    assert adapter._embed(["text"] * 2048, left) == ([], 0) and read == []
+    assert adapter._embed(["text"] * 2048, False, left) == ([], 0) and read == []
 
 
 def test_the_worker_of_llama_cpp_stops_counting_when_the_caller_has_left(monkeypatch):

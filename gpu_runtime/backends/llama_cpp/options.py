@@ -16,7 +16,7 @@ from msgspec.structs import replace
 
 from ...errors import BadSetting, NotAModel
 from ...facts import Evidence, ModelSpec, Share, Shares, beside
-from ...options import PASSED_TO_LLAMA, REFUSED_FOR_LLAMA, require_none
+from ...options import PASSED_TO_LLAMA, REFUSED_FOR_LLAMA, embedded_tokens, require_none
 from ..formats import gguf, sources
 from ..missing import AbsentBackend
 
@@ -185,6 +185,8 @@ def llama_arguments(
     if arguments["embedding"] and config and not config.get("pooling_type"):
         arguments["pooling_type"] = MEAN_POOLING  # without it, each token has a vector of its own
     passed_on = {name: spec.options[name] for name in PASSED_TO_LLAMA if name in spec.options}
+    if arguments["embedding"] and passed_on.keys() & {"n_batch", "n_ubatch"}:
+        passed_on["n_batch"] = passed_on["n_ubatch"] = embedded_tokens(spec.options)
     return arguments | passed_on
 
 

@@ -219,9 +219,8 @@ def embed_of(body: Any) -> tuple[str, dict[str, Any]]:
     """
     made = _common(body, ("input", "dimensions", "truncate"))
     made = {name: value for name, value in made.items() if not name.startswith("stream")}
-    if body.get("truncate") is False:
-        raise bad("truncate", False, "true: a text that is too long is always cut off")
-    for name in ("input", "dimensions"):
+    made["truncate"] = True  # unless the caller sets it
+    for name in ("input", "dimensions", "truncate"):
         if body.get(name) is not None:
             made[name] = body[name]
     return "embeddings", made

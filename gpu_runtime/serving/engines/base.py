@@ -93,6 +93,12 @@ def no_embeddings(spec: ModelSpec) -> Refused:
     return cannot(spec.name, why, "model")
 
 
+def text_too_long(model: str, tokens: int, most: int, more: str = "") -> Refused:
+    """The refusal of a text of `tokens` tokens. `model` reads `most` tokens; `more` is how it can read more."""
+    why = f"one of the texts has {tokens} tokens, and it reads at most {most}{more}. "
+    return cannot(model, f"{why}With truncate: true, longer texts are cut off", "input")
+
+
 def require_room(call: Call, spec: ModelSpec) -> None:
     """Refuses (400) a `call` whose prompt cannot fit the context of `spec`. The check runs before the call is queued.
 
@@ -178,8 +184,13 @@ class TextAdapter:
         """The texts of the tokens that begin and end a sequence, by the names `bos_token` and `eos_token`."""
         return {}
 
-    async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
-        """An embedding of each of the `texts`, and the number of tokens read. A text may be a list of tokens."""
+    async def vectors(
+        self, texts: list[str | list[int]], truncate: bool
+    ) -> tuple[list[list[float]], int]:
+        """An embedding of each of the `texts`, and the number of tokens read. A text may be a list of tokens.
+
+        With `truncate`, texts that are too long are cut off. Otherwise Refused is raised for them.
+        """
         raise no_embeddings(self.spec)
 
     async def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
@@ -200,7 +211,9 @@ class TextAdapter:
         if kind == LOAD:
             return {"model": self.spec.name}
         if kind == "embeddings":
-            vectors, tokens = await self.vectors(texts_of_embeddings(body))
+            vectors, tokens = await self.vectors(
+                texts_of_embeddings(body), bool(body.get("truncate"))
+            )
             if body.get("dimensions"):
                 vectors = self._shortened(vectors, body["dimensions"])
             return embeddings(vectors, self.spec.name, tokens, body.get("encoding_format"))

@@ -12,17 +12,20 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...facts import ModelSpec, Value
+from ...options import embedded_tokens
 from ...threads import Cancellation
 from ..fields import SAMPLING, sampling
+from ..prompt_size import tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from ..requests import Refused
-from .base import TextAdapter, cannot, unit_vector
+from .base import TextAdapter, cannot, text_too_long, unit_vector
 from .json_answers import schema_of
 from .llama_schemas import enforceable
 from .logprobs import Token, Unsent, count_of
 from .openai_format import TextPiece, max_tokens_of, stops_of
 from .tool_calls import tools_of
 
+_ADDED_TOKENS = 4  # at most: those that begin and end a text, and a space before it
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repeat_penalty")
 _OTHERS = ("seed", "mirostat_mode", "mirostat_tau", "mirostat_eta", "logit_bias")
 _SAMPLING_FIELDS = {
@@ -124,14 +127,17 @@ class LlamaCppAdapter(TextAdapter):
 
         return stream_from_thread(work)
 
-    async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
+    async def vectors(
+        self, texts: list[str | list[int]], truncate: bool
+    ) -> tuple[list[list[float]], int]:
         """The library's embedding of each of the `texts`, scaled to length one, and the number of tokens read."""
         if self.spec.model_type != "embedding":
-            return await super().vectors(texts)
+            return await super().vectors(texts, truncate)
 
         def embed(cancelled: Cancellation) -> Any:
             """Embeds the texts. The library takes no tokens, so lists of tokens are turned into text first."""
             size = self.value.n_vocab()
+            most = min(self.facts.context, embedded_tokens(self.spec.options))
             plain = []
             for text in texts:
                 if not isinstance(text, str) and max(text) >= size:
@@ -139,11 +145,26 @@ class LlamaCppAdapter(TextAdapter):
                     raise cannot(self.spec.name, why, "input")
                 known = isinstance(text, str)
                 plain.append(text if known else _text(self.value.detokenize(text)))
+                if not truncate:
+                    self._require_short(plain[-1], most, cancelled)
             answer = self.value.create_embedding(plain, cancelled=cancelled)
             vectors = [unit_vector(row["embedding"]) for row in answer["data"]]
             return vectors, answer["usage"]["prompt_tokens"]
 
         return await in_thread_until(embed)
+
+    def _require_short(self, text: str, most: int, cancelled: Cancellation) -> None:
+        """Raises Refused if `text` has more than `most` tokens. Without this, the library would cut it off."""
+        if len(text.encode()) + _ADDED_TOKENS <= most:  # a token has at least one byte
+            return
+
+        def count(piece: str) -> int:
+            return len(self.value.tokenize(piece.encode(), cancelled=cancelled))
+
+        found = tokens_if_too_many(text, most, count, cancelled.is_set) or count(text)
+        if found > most and not cancelled.is_set():
+            option = "n_batch" if most < self.facts.context else "context_length"
+            raise text_too_long(self.spec.name, found, most, f" ({option} in the catalogue)")
 
     async def tokenize(self, text: str, special: bool) -> list[int]:
         """The library's tokens of `text`. With `special`, the token that begins a sequence is added."""

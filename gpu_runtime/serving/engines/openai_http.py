@@ -95,6 +95,8 @@ class HttpAdapter:
         if path is None:
             raise cannot(self.name, f"its engine has no route for {kind} here", "model")
         fields = {name: value for name, value in body.items() if value is not None}
+        if kind == "embeddings":  # engines decide by themselves whether a long text is refused
+            fields.pop("truncate", None)
         fields["model"] = handle.model
         if kind == "chat" and self._spec is not None:
             fields |= self._prompt_fields(fields, think, self._spec)

@@ -37,7 +37,9 @@ class EchoAdapter(TextAdapter):
             completion_tokens=len(written),
         )
 
-    async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
+    async def vectors(
+        self, texts: list[str | list[int]], truncate: bool
+    ) -> tuple[list[list[float]], int]:
         """A vector [length, 1] for each of the `texts`, and the number of words or tokens in all of them.
 
         The length of a text is in characters; the length of a list of tokens is in tokens.

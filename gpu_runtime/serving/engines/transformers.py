@@ -14,7 +14,7 @@ from ...facts import ModelSpec
 from ..fields import SAMPLING, sampling
 from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
-from .base import TextAdapter, cannot
+from .base import TextAdapter, cannot, text_too_long
 from .embedding import embed_in_batches, most_tokens, pooling_of, rank_in_batches
 from .images import images_of
 from .json_answers import ForcedTokens, require_library, schema_of
@@ -187,14 +187,16 @@ class TransformersAdapter(TextAdapter):
         ends = self.value.generation_config.eos_token_id
         return ends if isinstance(ends, list) else [] if ends is None else [ends]
 
-    async def vectors(self, texts: list[str | list[int]]) -> tuple[list[list[float]], int]:
+    async def vectors(
+        self, texts: list[str | list[int]], truncate: bool
+    ) -> tuple[list[list[float]], int]:
         """The embeddings of the `texts`, and the number of tokens read."""
         if self.spec.model_type != "embedding":
-            return await super().vectors(texts)
-        return await in_thread_until(lambda cancelled: self._embed(texts, cancelled))
+            return await super().vectors(texts, truncate)
+        return await in_thread_until(lambda cancelled: self._embed(texts, truncate, cancelled))
 
     def _embed(
-        self, texts: list[str | list[int]], cancelled: threading.Event
+        self, texts: list[str | list[int]], truncate: bool, cancelled: threading.Event
     ) -> tuple[list[list[float]], int]:
         """An embedding of each of the `texts`, and the number of tokens read. Ends early once `cancelled` is set."""
         tokens: list[list[int]] = []
@@ -202,7 +204,7 @@ class TransformersAdapter(TextAdapter):
         for text in texts:
             if cancelled.is_set():
                 return [], 0
-            tokens.append(self._tokens_of(text, limit))
+            tokens.append(self._tokens_of(text, limit, truncate))
         rows = embed_in_batches(self.value, tokens, pooling_of(self.spec.source), cancelled.is_set)
         return rows, sum(map(len, tokens))
 
@@ -239,25 +241,28 @@ class TransformersAdapter(TextAdapter):
             raise cannot(self.spec.name, why, "tokens")
         return await in_thread_until(lambda cancelled: self.tokenizer.decode(tokens))
 
-    def _tokens_of(self, text: str | list[int], limit: int | None) -> list[int]:
-        """The tokens of a `text`, at most `limit`.
+    def _tokens_of(self, text: str | list[int], limit: int | None, truncate: bool) -> list[int]:
+        """The tokens of a `text`. With `truncate`, tokens after the first `limit` are left out.
 
-        Raises Refused if a token is not in the vocabulary, or if the text has no tokens.
+        Raises Refused if a token is not in the vocabulary, if the text has no tokens, or if it has too many.
         """
         if isinstance(text, str):
             # A text longer than the context is cut before it is tokenised. The tokenizer would tokenise all of it,
             # which takes long, and then drop the tokens after the context.
             kept = text if limit is None else text[: limit * LONGEST_TOKEN]
-            found = self.tokenizer(kept, truncation=limit is not None, max_length=limit)
+            cuts = truncate and limit is not None
+            found = self.tokenizer(kept, truncation=cuts, max_length=limit if cuts else None)
             tokens = list(found["input_ids"])
         else:
             size = self.value.config.vocab_size
             if max(text) >= size:
                 why = f"the token {max(text)} is not in its vocabulary of {size}"
                 raise cannot(self.spec.name, why, "input")
-            tokens = text[:limit]
+            tokens = text[:limit] if truncate else text
         if not tokens:
             raise cannot(self.spec.name, "one of the texts has no tokens", "input")
+        if limit is not None and len(tokens) > limit:
+            raise text_too_long(self.spec.name, len(tokens), limit)
         return tokens
 
     def _on_device(self, inputs: Any) -> dict[str, Any]:
