@@ -11,7 +11,7 @@ import csv
 import math
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from ..errors import BadSetting
 from ..facts import NORMAL, Event, Lease, decode_uses, parse_importance
@@ -24,6 +24,7 @@ HOST_BYTES_PER_SECOND = 10 * GB  # assumed for an offload, and for a restore wit
 USED = ("loaded", "restored", "offloaded", "unloaded", "lost", "reaped", "released")
 REQUEST_FIELDS = ("t_s", "model", "service_s", "importance")
 MODEL_FIELDS = ("model", "size_gb", "load_s", "restore_s", "offload_s")
+T = TypeVar("T")
 
 
 class HistoryModel(NamedTuple):
@@ -69,7 +70,11 @@ def read_history(requests: str | Path, models: str | Path) -> UseHistory:
     with the columns model, size_gb (10⁹ bytes), load_s, restore_s, offload_s. Raises BadSetting
     with the file and the line of a mistake.
     """
-    known = {model.name: model for model in _rows(models, MODEL_FIELDS, _model)}
+    known: dict[str, HistoryModel] = {}
+    for model in _rows(models, MODEL_FIELDS, _model):
+        if model.name in known:
+            raise BadSetting(str(models), model.name, "described once, and it is there twice")
+        known[model.name] = model
     found = list(_rows(requests, REQUEST_FIELDS, _request))
     for line, request in enumerate(found, 2):
         if request.model not in known:
@@ -143,8 +148,8 @@ class _SeenModel:
 
 
 def _rows(
-    path: str | Path, fields: tuple[str, ...], parsed: Callable[[dict[str, str]], object]
-) -> Iterator[object]:
+    path: str | Path, fields: tuple[str, ...], parsed: Callable[[dict[str, str]], T]
+) -> Iterator[T]:
     try:
         file = open(path, newline="", encoding="utf-8-sig")  # a spreadsheet may write a BOM
     except OSError as error:
@@ -160,8 +165,8 @@ def _parsed(
     path: str | Path,
     reader: csv.DictReader[str],
     fields: tuple[str, ...],
-    parsed: Callable[[dict[str, str]], object],
-) -> Iterator[object]:
+    parsed: Callable[[dict[str, str]], T],
+) -> Iterator[T]:
     missing = [field for field in fields if field not in (reader.fieldnames or ())]
     if missing:
         raise BadSetting(
@@ -204,7 +209,10 @@ def _request(row: dict[str, str]) -> HistoryRequest:
 
 
 def _number(text: str) -> float:
-    number = float(text)
+    try:
+        number = float(text)
+    except ValueError:  # refused below
+        number = math.nan
     if not math.isfinite(number) or number < 0:
-        raise ValueError(f"a number from 0, not {text}")
+        raise ValueError(f"a number from 0, not {text or 'empty'}")
     return number

@@ -43,6 +43,12 @@ def test_two_files_are_a_history(files):
         (REQUESTS.replace("high", "huge"), MODELS, r"r.csv, line 2"),
         (REQUESTS.replace(",b,", ",c,"), MODELS, r"r.csv, line 2.*'c'.*m.csv describes"),
         (REQUESTS, MODELS.replace("1.5", "0"), r"m.csv, line 2"),
+        (
+            REQUESTS,
+            MODELS.replace("1.5", ""),
+            r"m.csv, line 2.* must be a number from 0, not empty",
+        ),
+        (REQUESTS, MODELS + "a,9,1,1,1\n", r"m.csv='a' .*described once, and it is there twice"),
         (REQUESTS, MODELS + "c,1\n", r"m.csv, line 4.*must be 5 values"),
         (
             REQUESTS.replace("high", "huge"),
