@@ -95,8 +95,8 @@ def _on_models_of(session: Session, notebook: str) -> tuple[Event, ...]:
 def _replays(session: Session, name: str) -> tuple[Replayed, ...]:
     """Decides the recorded decisions on the model or notebook `name` again; see Runtime.why.
 
-    Raises UnknownModel if no decision is recorded and no model has this name, and GpuError if no
-    notebook has it.
+    `name` may be the number of one decision. Raises UnknownModel if no decision is recorded and no
+    model has this name, and GpuError if no notebook has it.
     """
     bare, process = registry.split_address(name)
     is_notebook = kernel_names.is_notebook(session, name)
@@ -107,5 +107,7 @@ def _replays(session: Session, name: str) -> tuple[Replayed, ...]:
     if not found and is_notebook:
         notebooks.kernels(session, name)  # raises GpuError if no notebook has the name
     elif not found and resident is None and session.catalogue.spec(bare) is None:
-        raise UnknownModel(bare, registry.addresses(session))
+        numbers = "No recorded decision has this number. See the numbers:  gpu why NAME --replay"
+        advice = numbers if bare.isdecimal() else ""
+        raise UnknownModel(bare, registry.addresses(session), advice=advice)
     return found

@@ -81,7 +81,7 @@ def test_a_block_that_gets_free_memory_at_once_is_not_recorded(busy):
 def test_one_decision_is_replayed_by_its_number(busy):
     _, waiting = busy.why("c", replay=True)
     assert busy.why(str(waiting.id), replay=True) == (waiting,)
-    with pytest.raises(UnknownModel):
+    with pytest.raises(UnknownModel, match="No recorded decision has this number"):
         busy.why("999", replay=True)
 
 
