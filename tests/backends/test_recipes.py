@@ -207,6 +207,59 @@ def test_the_number_of_layers_on_the_card(installed, layers, said):
     assert words[words.index("--n-gpu-layers") + 1] == said
 
 
+OPTIONS = {
+    **{"n_batch": 2048, "n_ubatch": 1024, "n_threads": 4, "n_threads_batch": 8, "seed": 7},
+    **{"rope_freq_base": 1e6, "rope_freq_scale": 0.5, "lora_path": "/m/lora.gguf"},
+    **{"offload_kqv": False, "use_mmap": True, "use_mlock": False},
+}
+
+
+def flags_of(**options) -> dict[str, str]:
+    """The flags that `options` add to the command of llama.cpp's server, with their values."""
+    plain, words = (
+        recipe("llama-server").command(order("llama-server", source="/m/phi.gguf", **given)).words
+        for given in ({}, options)
+    )
+    found = {}
+    for at, word in enumerate(words):
+        if word.startswith("--") and word not in plain:
+            value = words[at + 1] if at + 1 < len(words) else ""
+            found[word] = "" if value.startswith("--") else value
+    return found
+
+
+def test_llama_server_gets_the_options_of_the_model(installed):
+    """They were accepted, checked and then left out of the command."""
+    found = flags_of(**OPTIONS, swa_full=True)
+    assert found == {
+        **{"--batch-size": "2048", "--ubatch-size": "1024", "--threads": "4"},
+        **{"--threads-batch": "8", "--seed": "7", "--rope-freq-base": "1000000.0"},
+        **{"--rope-freq-scale": "0.5", "--lora": "/m/lora.gguf"},
+        **{"--no-kv-offload": "", "--swa-full": ""},
+    }
+    assert rejected("llama-server", list(found)) == []
+    own = flags_of(n_batch=2048, runtime_args=["-b", "512"])
+    assert "--batch-size" not in own
+    assert flags_of(model_type="embedding", n_batch=2048)["--ubatch-size"] == "2048"
+
+
+def test_llama_cpp_python_s_server_gets_the_options_of_the_model(nothing_installed):
+    found = flags_of(**OPTIONS)
+    assert found == {f"--{name}": str(value) for name, value in OPTIONS.items()} | {
+        **{"--offload_kqv": "false", "--use_mmap": "true", "--use_mlock": "false"}
+    }
+
+
+@pytest.mark.parametrize("option", [{"use_mlock": True}, {"lora_scale": 2.0}, {"chat_format": "a"}])
+def test_an_option_that_a_server_has_not_is_refused(installed, monkeypatch, option):
+    """A flag for it exists in some versions only. `runtime_args` can have it."""
+    with pytest.raises(LoadFailed, match=f"llama-server has no option {next(iter(option))}"):
+        flags_of(**option)
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(LoadFailed, match="has no option swa_full"):
+        flags_of(swa_full=True)
+
+
 def test_without_llama_server_llama_cpp_python_serves(nothing_installed):
     command = recipe("llama-server").command(
         order(

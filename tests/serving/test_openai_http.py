@@ -224,6 +224,19 @@ async def test_an_engines_refusal_is_the_callers_mistake():
 
 
 @in_loop
+async def test_a_text_that_is_too_large_for_llama_server_is_the_callers_mistake():
+    """llama-server answers 500 for it. Five such calls opened the breaker for everybody."""
+    said = "input (949 tokens) is too large to process. increase the physical batch size"
+    body = json.dumps({"error": {"code": 500, "message": said}}).encode()
+    head = b"HTTP/1.1 500 Internal Server Error\r\nContent-Length: %d\r\n\r\n" % len(body)
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
+        there.answers = [head + body]
+        with pytest.raises(Refused, match=r"949 tokens.* n_ubatch in the catalogue") as refused:
+            await k.chat("qwen")
+        assert refused.value.status == 400 and k.gateway.state().breakers["qwen"].failures == 0
+
+
+@in_loop
 async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
     """The variable `enable_thinking` is sent if the engine's template reads it or is unknown.
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from ...errors import LoadFailed
 from ...facts import Evidence, ModelSpec
+from ...options import PASSED_TO_LLAMA
 from ..formats import gguf
 from ..llama_cpp.options import (
     context_tokens,
@@ -38,6 +39,23 @@ from .recipe import (
     placeholders,
 )
 
+_FLAGS = {  # an option of the model -> the flags of llama-server, the usual one first
+    "n_batch": ("--batch-size", "-b"),
+    "n_ubatch": ("--ubatch-size", "-ub"),
+    "n_threads": ("--threads", "-t"),
+    "n_threads_batch": ("--threads-batch", "-tb"),
+    "rope_freq_base": ("--rope-freq-base",),
+    "rope_freq_scale": ("--rope-freq-scale",),
+    "seed": ("--seed", "-s"),
+    "lora_path": ("--lora",),
+}
+_SWITCHES = {"offload_kqv": (False, "--no-kv-offload"), "swa_full": (True, "--swa-full")}
+# Options without a flag in every version of the server. Each has the value that needs no flag.
+_NATIVE_LACKS = {
+    **{"use_mmap": True, "use_mlock": False, "logits_all": False},
+    **{"lora_scale": 1.0, "chat_format": None},
+}
+_PYTHON_LACKS = {"swa_full": False, "lora_scale": 1.0}
 ALL_LAYERS = "999"  # every version accepts a number that is too large; only newer ones accept `all`
 
 _SAMPLING_FIELDS = """adaptive_decay adaptive_target backend_sampling cache_prompt dry_allowed_length dry_base
@@ -140,6 +158,7 @@ def _native(order: LaunchOrder, executable: str) -> Command:
         words += ["--embedding"]
         if "pooling_type" in arguments and not has_flag(own, "--pooling"):
             words += ["--pooling", "mean"]
+    words += _option_flags(order, arguments, own)
     # Without --jinja, llama-server uses only a few built-in templates, and ignores the switches
     # that a request sets for a template.
     if not has_flag(own, "--jinja", "--no-jinja"):
@@ -148,6 +167,37 @@ def _native(order: LaunchOrder, executable: str) -> Command:
     if chat and not has_flag(own, "--chat-template", "--chat-template-file"):
         words += ["--chat-template" if "{" in chat else "--chat-template-file", chat]
     return Command((executable, *words, *own), {"LLAMA_API_KEY": order.key})
+
+
+def _option_flags(order: LaunchOrder, arguments: dict[str, Any], own: tuple[str, ...]) -> list[str]:
+    """The flags of llama-server for the model's other `arguments`, except for flags in `own`.
+
+    Raises LoadFailed for an option that the server has not.
+    """
+    _require_options(order, arguments, _NATIVE_LACKS, "llama-server")
+    words = []
+    for name, flags in _FLAGS.items():
+        if name in arguments and not has_flag(own, *flags):
+            words += [flags[0], str(arguments[name])]
+    for name, (value, flag) in _SWITCHES.items():
+        if arguments.get(name) is value and not has_flag(own, flag):
+            words.append(flag)
+    return words
+
+
+def _require_options(
+    order: LaunchOrder, arguments: dict[str, Any], lacks: dict[str, Any], server: str
+) -> None:
+    for name, neutral in lacks.items():
+        if arguments.get(name, neutral) != neutral:
+            why = f"{server} has no option {name}"
+            raise LoadFailed(
+                f"{order.spec.name} cannot be loaded: {why}.\n"
+                f"  Leave it out, or use the backend llama_cpp.",
+                name=order.spec.name,
+                source=order.source,
+                why=why,
+            )
 
 
 def _python(order: LaunchOrder) -> Command:
@@ -175,6 +225,11 @@ def _python(order: LaunchOrder) -> Command:
     for name in ("flash_attn", "embedding"):
         if arguments[name]:
             words += [f"--{name}", "true"]
+    _require_options(order, arguments, _PYTHON_LACKS, "llama-cpp-python's server")
+    for name in PASSED_TO_LLAMA:
+        if name in arguments and name not in _PYTHON_LACKS:
+            value = arguments[name]
+            words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
     # By default, a call that arrives during another call's stream ends the stream, without an
     # error.
     words += ["--interrupt_requests", "false"]

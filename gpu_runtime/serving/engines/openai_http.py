@@ -31,6 +31,7 @@ POLL_SECONDS = 0.05
 # newer templates read tools and turn thinking off. Without these names, calls with tools would be refused.
 UNKNOWN_TEMPLATE = "enable_thinking, tools"
 TOO_MANY = 429
+TOO_LARGE = "is too large to process"  # a text for an embedding. Source: llama.cpp, tools/server
 BUSY_SECONDS = 5.0  # until the caller may retry, if a busy engine names no time
 _CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the request
 
@@ -168,6 +169,9 @@ class HttpAdapter:
             return Refused(
                 503, "engine_busy", f"{self.name} is busy: HTTP {status}: {text}", seconds
             )
+        if status == 500 and TOO_LARGE in text:  # llama-server does not send 400
+            why = f"{self.name} refused: {text}. n_ubatch in the catalogue raises the limit"
+            return Refused(400, "engine_refused", why)
         if 400 <= status < 500:  # for example a wrong key, which is no fault of the engine
             return Refused(502, "engine_refused", f"{self.name} refused us: HTTP {status}: {text}")
         return self._failed(f"HTTP {status}: {text}")
