@@ -352,6 +352,21 @@ def test_an_option_without_a_rule_is_refused_with_the_nearest_name(option):
         assert "the nearest is " in str(error)
 
 
+@pytest.mark.parametrize(
+    ("backend", "option", "value"),
+    [
+        ("transformers", "gpu_layers", 20),
+        ("vllm", "gpu_layers", 20),
+        ("llama_cpp", "attn_implementation", "sdpa"),
+        ("llama_cpp", "task", "text-generation"),
+    ],
+)
+def test_an_option_of_another_backend_is_refused(backend, option, value):
+    """With `gpu_layers=20` a transformers model was accepted, and all its layers were on the card."""
+    with box() as rt, pytest.raises(BadSetting, match=f"option that the backend {backend} takes"):
+        rt.register("m", "org/name", backend=backend, **{option: value})
+
+
 def test_the_nearest_name_is_named():
     with box() as rt, pytest.raises(BadSetting, match="the nearest is context_length"):
         rt.register("m", backend="fake", size="1GiB", contxt_length=8192)
