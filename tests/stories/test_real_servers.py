@@ -117,6 +117,12 @@ def ask(talk, words: str = "hello fox", **more):
     return talk.chat.completions.create(messages=[{"role": "user", "content": words}], **given)
 
 
+def evict(served, model: str) -> None:
+    url = f"http://127.0.0.1:{served.port}/memory/evict/{model}"
+    request = urllib.request.Request(url, b"", {"Authorization": f"Bearer {TOKEN}"})
+    urllib.request.urlopen(request, timeout=60).close()
+
+
 def test_a_chat_its_counts_and_its_stream(talk):
     whole = ask(talk)
     assert whole.model == "m" and whole.usage.completion_tokens == 8
@@ -183,7 +189,7 @@ def test_both_names_of_the_penalty_have_an_effect(talk):
         assert said != plain
 
 
-def test_vectors_of_texts_and_of_tokens(engine, talk):
+def test_vectors_of_texts_and_of_tokens(engine, served, talk):
     if engine == "llama-server":
         pytest.skip("this llama-server has no embedding model")
     made = talk.embeddings.create(model="e", input=["hello", "fox"], encoding_format="float")
@@ -193,6 +199,7 @@ def test_vectors_of_texts_and_of_tokens(engine, talk):
     assert {len(one.embedding) for one in (*made.data, *tokens.data)} == {512}
     with pytest.raises(openai.BadRequestError, match="dimensions"):
         talk.embeddings.create(model="e", input="hello", dimensions=64)
+    evict(served, "e")
 
 
 def test_a_hang_up_frees_the_engine(talk):
@@ -236,9 +243,7 @@ def test_a_killed_engine_starts_again_and_the_last_one_leaves_no_process(engine,
             time.sleep(0.5)
     else:
         pytest.fail("the engine did not come back")
-    headers = {"Authorization": f"Bearer {TOKEN}"}
-    url = f"http://127.0.0.1:{served.port}/memory/evict/m"
-    urllib.request.urlopen(urllib.request.Request(url, b"", headers), timeout=60).close()
+    evict(served, "m")
     until = time.monotonic() + 20
     while processes_of(engine) and time.monotonic() < until:
         time.sleep(0.1)
