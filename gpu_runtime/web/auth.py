@@ -17,7 +17,10 @@ Role = Literal["operator", "viewer"]
 OPERATOR: Role = "operator"
 VIEWER: Role = "viewer"
 # The words after /v1 in the paths of calls. If a client forgets /v1, the server knows by this word which path is meant.
-CALLS = ("chat", "completions", "embeddings", "messages", "models", "rerank", "responses")
+CALLS = (
+    *("chat", "completions", "embeddings", "messages", "models", "rerank", "responses"),
+    *("tokenize", "detokenize"),
+)
 API_PATHS = ("/v1/", "/api/", "/health", "/usage", *(f"/{word}" for word in CALLS))
 GUEST = "guest"  # Panel's name for a visitor without a login, if its options admit such visitors
 

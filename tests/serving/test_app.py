@@ -220,6 +220,16 @@ def test_a_base_url_without_v1_or_with_two_is_a_404_with_the_right_path(rt, path
     assert f"there is no {path}; did you mean {meant}?" in answer.json()["error"]["message"]
 
 
+def test_the_routes_for_tokens_are_served_outside_v1_too(rt):
+    """vLLM and llama-server have them there."""
+    http = client(rt)
+    for path in ("/tokenize", "/detokenize"):
+        wrong = {"model": "echo"}  # the text, or the tokens, are missing
+        here, there = http.post(path, json=wrong), http.post(f"/v1{path}", json=wrong)
+        assert (here.status_code, here.json()) == (there.status_code, there.json())
+        assert here.status_code == 400
+
+
 def test_a_path_that_is_like_no_other_is_a_404_without_a_guess(rt):
     text = client(rt).get("/v1/nothing").json()["error"]["message"]
     assert text == "there is no /v1/nothing; GET /docs shows all paths"

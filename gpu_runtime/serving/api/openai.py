@@ -210,6 +210,14 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
     return routes
 
 
+def token_router(gateway: Any, acts: Any) -> APIRouter:
+    """The routes for tokens outside `/v1`, where vLLM and llama-server have them. The parameters are as in `router`."""
+    routes = APIRouter()
+    for kind in _TOKEN_PATHS:
+        _add_call_route(routes, kind, gateway, acts)
+    return routes
+
+
 def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> None:
     async def post(request: Request, actor: str = acts) -> Any:
         """Answers one call, whole or as a stream."""
