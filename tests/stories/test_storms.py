@@ -56,23 +56,22 @@ def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
     signal.signal(signal.SIGALRM, signal.default_int_handler)
     while done["interrupts"] < wanted or not all(map(done.get, deeds)):
         name = dice.choice(list(deeds))
+        seconds = dice.choice([0.0001, 0.0005, 0.002]) * dice.uniform(0.2, 2)
         try:
-            signal.setitimer(
-                signal.ITIMER_REAL, dice.choice([0.0001, 0.0005, 0.002]) * dice.uniform(0.2, 2)
-            )
-            until = (
-                time.monotonic() + 0.05
-            )  # an interrupt can be lost, because the interpreter ignores it in a destructor
-            while time.monotonic() < until:
-                deeds[name]()
-                done[name] += 1
-        except KeyboardInterrupt as error:
+            try:
+                signal.setitimer(signal.ITIMER_REAL, seconds)
+                # An interrupt can be lost, because the interpreter ignores it in a destructor.
+                until = time.monotonic() + 0.05
+                while time.monotonic() < until:
+                    deeds[name]()
+                    done[name] += 1
+            finally:
+                signal.setitimer(signal.ITIMER_REAL, 0)
+        except KeyboardInterrupt as error:  # also one that arrives before the timer is stopped
             last = error  # noqa: F841 - kept, frames and all, as a notebook keeps its last error
             done["interrupts"] += 1
         except StillInUse:
             assert name == "evict"  # the eviction met a step that an interrupted use had started
-        finally:
-            calm(done)
         if name == "pin":
             rt.unpin("small")  # an interrupted `pin` may have been done, and stays done
         if done["interrupts"] % 250 == 0:
@@ -84,15 +83,6 @@ def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
     with Runtime(devices="sim:16GiB,host:16GiB", ledger=url, monitor=False) as other:
         assert not other._session.ledger.read().sections
     return done
-
-
-def calm(done: dict[str, int]) -> None:
-    while True:
-        try:
-            signal.setitimer(signal.ITIMER_REAL, 0)
-            return
-        except KeyboardInterrupt:
-            done["interrupts"] += 1
 
 
 def used(rt: Runtime, name: str) -> None:
