@@ -37,14 +37,12 @@ A notebook shows the sentence of an error and the user's lines that failed. `%tb
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from typing import Any
 
-from .safe_text import MOST_MESSAGE, MOST_QUOTED, printable, quoted
+from .safe_text import MOST_MESSAGE, MOST_QUOTED, listed, nearest, printable, quoted
 from .user_frames import rendered, user_lines
 
 _SIZES = "'8 GiB', '10GB' or bytes as a number"
-MOST_NAMES = 12  # names in one sentence
 MOST_PROBLEM = 600  # characters of one problem of a file
 MOST_PROBLEMS = 9  # further errors of one file that are listed after the first
 
@@ -152,28 +150,12 @@ class UnknownModel(GpuError, LookupError):
         usual = f"Register it:  %gpu load {short} PATH      or  rt.register({quoted(name)}, PATH)"
         if name.endswith(".ipynb"):
             usual = f"For a notebook type evict, park, restore or why. Its models:  NAME@{short}"
-        existing = f"Known: {_listed(known)}." if known else none
+        existing = f"Known: {listed(known)}." if known else none
         super().__init__(
-            f"no model is called {quoted(name)}. {_nearest(name, known)}{existing}\n  {advice or usual}",
+            f"no model is called {quoted(name)}. {nearest(name, known)}{existing}\n  {advice or usual}",
             name=name,
             known=known,
         )
-
-
-def _nearest(name: str, known: Collection[str]) -> str:
-    """`Did you mean qwen? `, or an empty text if no name is similar."""
-    import difflib
-
-    names = {text: one for one in known for text in (one, one.partition("@")[0])}
-    close = difflib.get_close_matches(name[:MOST_QUOTED], names, n=1)
-    return f"Did you mean {names[close[0]]}? " if close else ""
-
-
-def _listed(names: Collection[str]) -> str:
-    """The names in order. Of many names, only the first names, and how many more there are."""
-    text = ", ".join(sorted(names)[:MOST_NAMES])
-    more = len(names) - MOST_NAMES
-    return f"{text} and {more} more" if more > 0 else text
 
 
 class UnknownDevice(GpuError, LookupError):
@@ -337,11 +319,18 @@ class ModelDisabled(GpuError):
 
 
 class LoadFailed(GpuError):
-    """A source could not be loaded. Attributes: name, source."""
+    """A source could not be loaded. Attributes: name, source, mistake.
+
+    `mistake` is True if the source, an option or a missing library is the reason, not an engine.
+    """
+
+    mistake: bool = False
 
 
 class NotAModel(LoadFailed):
     """The source is not a model that can be loaded. Attributes: name, source."""
+
+    mistake = True
 
 
 class NotLoaded(GpuError):

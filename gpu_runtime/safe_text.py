@@ -7,12 +7,14 @@ their `repr` may fail. Errors and owner records contain only what these function
 from __future__ import annotations
 
 import reprlib
+from collections.abc import Collection
 from typing import Any
 
 LONGEST_NAME = 200  # characters of a name that is stored: of a model, or of a user
 LONGEST_PATH = 1024  # of a notebook's path in an owner record
 MOST_QUOTED = 120  # characters of one quoted value
 MOST_MESSAGE = 6000  # characters of one error; an out-of-memory report is the longest
+MOST_NAMES = 12  # names in one sentence
 _CUT = "…"
 
 _repr = reprlib.Repr()
@@ -86,3 +88,19 @@ def lines(text: str) -> str:
     return "".join(
         one if one.isprintable() or one == "\n" else "\N{REPLACEMENT CHARACTER}" for one in text
     )
+
+
+def nearest(name: str, known: Collection[str]) -> str:
+    """`Did you mean qwen? `, or an empty text if no name is similar."""
+    import difflib
+
+    names = {text: one for one in known for text in (one, one.partition("@")[0])}
+    close = difflib.get_close_matches(name[:MOST_QUOTED], names, n=1)
+    return f"Did you mean {names[close[0]]}? " if close else ""
+
+
+def listed(names: Collection[str]) -> str:
+    """The names in order. Of many names, only the first names, and how many more there are."""
+    text = ", ".join(sorted(names)[:MOST_NAMES])
+    more = len(names) - MOST_NAMES
+    return f"{text} and {more} more" if more > 0 else text

@@ -47,6 +47,7 @@ class AbsentBackend(Backend):
             f"{spec.name} cannot be loaded: its backend {self.name} is not part of this version.",
             name=spec.name,
             source=spec.source,
+            mistake=True,
         )
 
 

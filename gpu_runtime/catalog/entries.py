@@ -183,7 +183,10 @@ def require_loadable(spec: ModelSpec) -> None:
     install = missing(spec.backend).partition("\n")[2]
     hint = install or f"  What it would take:  %gpu plan {spec.name}"
     raise LoadFailed(
-        f"{spec.name} cannot be loaded: {because}.\n{hint}", name=spec.name, source=spec.source
+        f"{spec.name} cannot be loaded: {because}.\n{hint}",
+        name=spec.name,
+        source=spec.source,
+        mistake=True,
     )
 
 

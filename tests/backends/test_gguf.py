@@ -172,6 +172,15 @@ def test_the_parts_of_a_split_model_are_one(tmp_path):
         ours.read(parts[0], "m")
 
 
+def test_a_file_that_is_no_gguf_is_a_mistake_of_the_catalogue(tmp_path):
+    """`gpu serve` opens no breaker for such errors."""
+    path = tmp_path / "m.gguf"
+    path.write_text("no model")
+    with pytest.raises(LoadFailed, match="it does not begin as a GGUF file") as error:
+        ours.read(path, "m")
+    assert error.value.mistake
+
+
 def test_a_directory_of_several_models_is_refused(tmp_path):
     for name in ("a", "b"):
         write(tmp_path / f"{name}.gguf")

@@ -103,6 +103,18 @@ def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_g
         )
 
 
+def test_an_absent_file_is_a_mistake_of_the_catalogue(tmp_path):
+    """`gpu serve` opens no breaker for such errors."""
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    from gpu_runtime.backends.llama_cpp.channels import ThreadChannel
+    from gpu_runtime.backends.llama_cpp.rpc import LlamaEngine
+
+    engine = LlamaEngine("phi", ThreadChannel(lambda line: None), None)
+    with pytest.raises(LoadFailed, match="path does not exist") as error:
+        engine.load({"model_path": str(tmp_path / "absent.gguf"), "name": "phi"}, None)
+    assert error.value.mistake
+
+
 def test_further_sequences_cost_no_memory(tiny_gguf):
     """The library computes one sequence after the other, so one context is enough. llama-server has slots."""
     assert arguments(8, context_length=8192, sequences=2)["n_ctx"] == 8192

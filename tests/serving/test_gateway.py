@@ -694,6 +694,7 @@ async def test_the_state_contains_the_cloud_guard():
 NO_FAULTS = (
     ValueError("top_k has to be positive"),
     NotAModel("it is no model", name="qwen", source="/m"),
+    LoadFailed("the file is damaged", name="qwen", source="/m", mistake=True),
     DoesNotFit("it does not fit"),
     BadSetting("gpu_layers", "x", "a number"),
 )

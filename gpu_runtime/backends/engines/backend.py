@@ -171,6 +171,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
                 f"{spec.name} cannot be loaded by {self.name}: {missing}",
                 name=spec.name,
                 source=spec.source,
+                mistake=True,
             )
         total = sum(share.bytes for share in shares)
         if progress:

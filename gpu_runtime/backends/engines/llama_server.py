@@ -197,6 +197,7 @@ def _require_options(
                 name=order.spec.name,
                 source=order.source,
                 why=why,
+                mistake=True,
             )
 
 
@@ -246,6 +247,7 @@ def _only_native(order: LaunchOrder, why: str) -> LoadFailed:
         name=order.spec.name,
         source=order.source,
         why=why,
+        mistake=True,
     )
 
 

@@ -86,6 +86,7 @@ class Ollama(Recipe):
                 f"  Pull it:  ollama pull {order.source}",
                 name=order.spec.name,
                 source=order.source,
+                mistake=True,
             )
         if status != 200:
             why = answer.get("error", answer) if isinstance(answer, dict) else answer

@@ -314,7 +314,11 @@ class _HeaderReader:
 
 def _damaged(name: str, path: Path, why: str) -> LoadFailed:
     return LoadFailed(
-        f"{name}: {path} cannot be loaded: {why}.", name=name, source=str(path), why=why
+        f"{name}: {path} cannot be loaded: {why}.",
+        name=name,
+        source=str(path),
+        why=why,
+        mistake=True,
     )
 
 

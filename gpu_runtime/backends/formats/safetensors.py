@@ -261,6 +261,7 @@ def _weight_files(directory: Path, name: str) -> list[Path]:
             f"  Convert them once with safetensors:  model.save_pretrained(DIRECTORY)",
             name=name,
             source=str(directory),
+            mistake=True,
         )
     raise NotAModel(
         f"{directory} is not a model: looked for model.safetensors or model.safetensors.index.json, "
@@ -298,7 +299,11 @@ def _json_object(path: Path, data: bytes, name: str) -> dict[str, Any]:
 
 def _damaged(name: str, path: Path, why: str) -> LoadFailed:
     return LoadFailed(
-        f"{name}: {path} cannot be loaded: {why}.", name=name, source=str(path), why=why
+        f"{name}: {path} cannot be loaded: {why}.",
+        name=name,
+        source=str(path),
+        why=why,
+        mistake=True,
     )
 
 

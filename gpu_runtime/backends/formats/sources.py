@@ -76,6 +76,7 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
             f"downloaded. Correct the path, or download it first:  hf download {source}",
             name=name,
             source=source,
+            mistake=True,
         ) from error
 
 

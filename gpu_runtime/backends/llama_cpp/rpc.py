@@ -113,6 +113,7 @@ class LlamaEngine(Engine):
                 name=self.name,
                 source="",
                 why=text,
+                mistake=True,
             )
         log = self._channel.child.tail() if self._channel.child else ""
         fault = recognise(f"{text}\n{log}")
@@ -126,6 +127,7 @@ class LlamaEngine(Engine):
             why=why,
             kind=fault.kind.value if fault else "",
             log=str(self.log or ""),
+            mistake=text.startswith("Model path does not exist"),
         )
 
     def _no_gpu_support(self, why: str) -> LoadFailed:
@@ -137,6 +139,7 @@ class LlamaEngine(Engine):
             name=self.name,
             source="",
             why=why,
+            mistake=True,
         )
 
     @property

@@ -101,6 +101,7 @@ class TorchBackend(Backend):
                 f"the factory of {spec.name} returned a {type(module).__name__}, not an nn.Module.",
                 name=spec.name,
                 source=spec.source,
+                mistake=True,
             )
         return self._settled(TorchModel(spec, module), shares, progress, into)
 

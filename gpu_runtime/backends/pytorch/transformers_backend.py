@@ -276,6 +276,7 @@ class TransformersBackend(TorchBackend):
             f"  To load those:  rt.forget({name!r}), then  rt.register({name!r}, {source!r})",
             name=name,
             source=source,
+            mistake=True,
         )
 
     def pieces(

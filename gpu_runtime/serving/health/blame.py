@@ -25,7 +25,6 @@ _NOT_OF_THE_MODEL = (
     errors.BadSetting,
     errors.BadSize,
     errors.UnknownDevice,
-    errors.NotAModel,
     errors.CannotGovern,
     errors.DoesNotFit,
     errors.StillInUse,
@@ -58,7 +57,7 @@ def blame(error: BaseException, model: str) -> tuple[Blame, Refused | None]:
         return Blame.NOBODY, Refused(403, "model_disabled", str(error), param="model")
     if isinstance(error, errors.NotAllowed):
         return Blame.NOBODY, Refused(403, "not_allowed", str(error))
-    if isinstance(error, _NOT_OF_THE_MODEL):
+    if isinstance(error, _NOT_OF_THE_MODEL) or getattr(error, "mistake", False):
         return Blame.NOBODY, None
     if isinstance(error, ValueError):  # a library rejected an argument
         return Blame.CALLER, Refused(400, "engine_refused", f"{model} refused: {first_line(error)}")
