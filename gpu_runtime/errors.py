@@ -37,6 +37,7 @@ A notebook shows the sentence of an error and the user's lines that failed. `%tb
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 from .safe_text import MOST_MESSAGE, MOST_QUOTED, listed, nearest, printable, quoted
@@ -61,6 +62,22 @@ class GpuError(Exception):
         super().__init__(printable(message, MOST_MESSAGE, keep="\n"))
         self.facts = facts
         self.__dict__.update(facts)
+
+    message = property(str, doc="The sentence.")
+
+    def __init_subclass__(cls) -> None:
+        """Lets `cls(message=…)` make an error of each class, whatever its own constructor takes.
+
+        torch makes the error of a DataLoader's worker again so, as the classes have a `message`.
+        """
+        if (own := vars(cls).get("__init__")) is not None:
+
+            @functools.wraps(own)
+            def constructor(self: GpuError, *arguments: Any, **named: Any) -> None:
+                alone = not arguments and named.keys() == {"message"}
+                (GpuError.__init__ if alone else own)(self, *arguments, **named)
+
+            cls.__init__ = constructor  # type: ignore[method-assign]
 
     def _render_traceback_(self) -> list[str]:
         """The lines for IPython: the message, the user's lines that failed, and a help command."""
@@ -282,12 +299,7 @@ class BadDocument(GpuError, ValueError):
         if len(others) > MOST_PROBLEMS:
             lines.append(f"  and {len(others) - MOST_PROBLEMS} more")
         super().__init__(
-            "\n".join(lines),
-            file=file,
-            line=line,
-            field=field,
-            problem=problem,
-            others=others,
+            "\n".join(lines), file=file, line=line, field=field, problem=problem, others=others
         )
 
     @classmethod

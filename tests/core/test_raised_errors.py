@@ -69,13 +69,32 @@ def test_such_a_line_is_found(body, lines):
     assert cycles(f"def f(found):\n{body}\n") == lines
 
 
-@pytest.mark.parametrize(
+KINDS = pytest.mark.parametrize(
     "kind",
     [one for one in vars(errors).values() if isinstance(one, type) and issubclass(one, Exception)],
     ids=lambda one: one.__name__,
 )
+
+
+@KINDS
 def test_an_error_of_each_class_is_the_same_after_pickling(kind):
     """`OutOfMemory`, which is a MemoryError too, could not be made again."""
     error = errors.rebuilt(kind, "no room", {"cell": "In [7]"})
     again = pickle.loads(pickle.dumps(error))
     assert (type(again), str(again), again.cell) == (kind, "no room", "In [7]")
+
+
+@KINDS
+def test_an_error_of_a_dataloaders_worker_keeps_its_class_and_its_text(kind):
+    """torch makes it again from one text, which became the name of the model in UnknownModel."""
+    wrapper = pytest.importorskip("torch._utils", reason="torch is not installed").ExceptionWrapper
+    try:
+        raise errors.rebuilt(kind, "no room\n  Type this", {"cell": "In [7]"})
+    except errors.GpuError:
+        caught = wrapper(where="in DataLoader worker process 0")
+    with pytest.raises(kind) as again:
+        caught.reraise()
+    assert type(again.value) is kind
+    assert str(again.value).startswith(f"Caught {kind.__name__} in DataLoader worker process 0.\n")
+    assert str(again.value).rstrip().endswith("no room\n  Type this")
+    assert again.value.message == str(again.value)
