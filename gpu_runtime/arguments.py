@@ -360,7 +360,7 @@ RULES: dict[str, Rule] = {
     "name_or_size": Rule("a model's name, a path, or a size such as '8 GiB'", _size_or_source),
     "requests": optional(PATH),
     "models": optional(PATH),
-    "days": Rule("a number of days above 0", _days),
+    "days": optional(Rule("a number of days above 0", _days)),
     "backtest.policy": WORDS,
     "engine": WORDS,
     "backtest.device": WORDS,

@@ -596,7 +596,7 @@ class Runtime:
         requests: str | os.PathLike[str] | None = None,
         models: str | os.PathLike[str] | None = None,
         *,
-        days: float = 7.0,
+        days: float | None = None,
         policy: str | Iterable[str] = backtests.POLICIES,
         engine: str | Iterable[str] = "full",
         device: str | Iterable[str] = backtests.DEVICES,
@@ -605,8 +605,8 @@ class Runtime:
         """Replays a history, and shows how long users wait with each policy, card and RAM.
 
         The history is in the CSV files `requests` and `models`. Without files, the history is the
-        journal of the last `days` days. `policy`, `engine`, `device` and `host` are lists of words,
-        or strings of words with commas. A word of `device` or `host` is a size such as "80GB", or a
+        journal of the last `days` days (7). `policy`, `engine`, `device` and `host` are lists of
+        words, or strings of words with commas. A word of `device` or `host` is a size such as "80GB", or a
         percentage of the bytes of all models, such as "50%". Raises BadSetting, GpuError.
         """
         choices: dict[str, Any] = {"days": days, "policy": policy, "engine": engine}

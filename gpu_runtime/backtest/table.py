@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from ..errors import BadSetting, BadSize, GpuError
 from ..facts import Lease, Policy, World
-from ..scheduler.eviction_policy import policy
+from ..scheduler.eviction_policy import POLICIES, policy
 from ..units import parse_bytes
 from .histories import UseHistory
 from .replay import ENGINES, Result, replay
@@ -63,8 +63,8 @@ def compare(
             "  Replay a trace:  gpu backtest --requests FILE --models FILE"
         )
     for name in policies:
-        if name != CLAIRVOYANT:
-            policy(name)
+        if name not in (*POLICIES, CLAIRVOYANT):
+            raise BadSetting("policy", name, f"one of {', '.join(POLICIES)}")
     for name in engines:
         if name not in ENGINES:
             raise BadSetting("engine", name, f"one of {', '.join(ENGINES)}")

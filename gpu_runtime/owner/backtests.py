@@ -17,7 +17,7 @@ from ..backtest import (
     read_history,
     split_words,
 )
-from ..errors import GpuError
+from ..errors import BadSetting, GpuError
 from .history import recorded_events
 from .session import Session
 
@@ -35,7 +35,7 @@ def backtest(
     requests: str | os.PathLike[str] | None = None,
     models: str | os.PathLike[str] | None = None,
     *,
-    days: float = DAYS,
+    days: float | None = None,
     policy: Words = POLICIES,
     engine: Words = "full",
     device: Words = DEVICES,
@@ -44,7 +44,7 @@ def backtest(
     """A table of the waiting that each choice of policy, engine, card and host memory would cause.
 
     The history is read from the CSV files `requests` and `models`; without them, from the journal
-    of the last `days` days. `policy`, `engine`, `device` and `host` are each a list of
+    of the last `days` days (7). `policy`, `engine`, `device` and `host` are each a list of
     words, or one string of words with commas. The words of `device` and `host` are sizes such as
     `80GB`, or percents of the bytes of all models. The columns of the table are the fields of
     `backtest.Row`. Raises BadSetting, GpuError.
@@ -57,11 +57,13 @@ def backtest(
             "  Type both:  gpu backtest --requests FILE --models FILE"
         )
     if requests is not None and models is not None:
+        if days is not None:
+            raise BadSetting("days", days, "left out beside a trace, which is replayed in full")
         history = read_history(os.fspath(requests), os.fspath(models))
         note = ""
     else:
         assert session is not None, "only a runtime has a journal"
-        history = _recorded(session, days)
+        history = _recorded(session, DAYS if days is None else days)
         note = f"The journal does not know how long uses took: each counts as {USE_SECONDS:g} s."
     rows = compare(
         history,

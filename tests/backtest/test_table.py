@@ -39,7 +39,7 @@ def test_percents_are_of_all_models_and_a_card_holds_at_least_the_largest():
 @pytest.mark.parametrize(
     ("choices", "message"),
     [
-        ({"policies": ["mru"]}, "GPU_POLICY='mru'"),
+        ({"policies": ["mru"]}, "^policy='mru' cannot be used: it must be one of lru"),
         ({"engines": ["warp"]}, "engine='warp'.*plain, full"),
         ({"devices": ["much"]}, "device='much'.*80GB"),
         ({"devices": ["-5%"]}, "device='-5%'"),
@@ -66,6 +66,14 @@ def test_words_are_separated_by_commas():
 def test_one_file_alone_is_refused(tmp_path):
     with pytest.raises(GpuError, match="has two files"):
         backtest(None, tmp_path / "r.csv")
+
+
+def test_days_beside_a_trace_are_refused(tmp_path):
+    """They had no effect."""
+    with pytest.raises(
+        BadSetting, match="^days=7.0 cannot be used: it must be left out beside a trace"
+    ):
+        backtest(None, tmp_path / "r.csv", tmp_path / "m.csv", days=7.0)
 
 
 def test_the_journal_of_a_runtime_is_replayed(runtime):  # noqa: F811
