@@ -403,7 +403,7 @@ def peer_uid(request: HTTPServerRequest) -> int | None:
 @functools.cache
 def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
     """A subclass of `handler`. The headers of its answers allow a page to load things only from
-    this server.
+    this server. It answers HEAD as it does GET.
     """
 
     def set_default_headers(self: RequestHandler) -> None:
@@ -420,6 +420,8 @@ def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
     if issubclass(handler, WebSocketHandler):
         # Messages are compressed, because the first one has the whole page: 233 kB, or 30 kB compressed.
         members["get_compression_options"] = lambda self: {"mem_level": 5}
+    elif handler.head is RequestHandler.head:
+        members["head"] = handler.get  # without the body, which Tornado leaves out
     hardened = type(handler.__name__, (handler,), members)
     return hardened
 

@@ -140,6 +140,15 @@ def test_no_route_answers_without_a_token(server, route):
         assert answer.status == 403 and "SECRET" not in answer.body, (method, answer)
 
 
+def test_head_has_the_headers_of_get(server):
+    """The reference says so. Bokeh's pages answered 405."""
+    server.get()
+    token = {"Authorization": f"Bearer {OPERATORS}"}
+    page, head = (server.get(server.path, method=one, **token) for one in ("GET", "HEAD"))
+    assert (head.status, head.body) == (page.status, "") == (200, "")
+    assert head.headers["content-type"] == page.headers["content-type"]
+
+
 def test_a_program_without_the_token_gets_json(server):
     """The JSON has the shape of OpenAI's errors and of plain HTTP errors. A program could not use a
     page with a form.
