@@ -183,6 +183,17 @@ def test_texts_and_embeddings(http):
     assert answer["embeddings"] == [[3.0, 1.0], [5.0, 1.0]] and answer["prompt_eval_count"] == 3
 
 
+def test_the_older_route_embeds_one_text(http):
+    """Clients from before `/api/embed` send `prompt`. Without a prompt the model is only loaded."""
+    body = {"model": "bge", "prompt": "fox"}
+    assert http.post("/api/embeddings", json=body).json() == {"embedding": [3.0, 1.0]}
+    loaded = http.post("/api/embeddings", json={"model": "bge"}).json()
+    assert (loaded["embedding"], loaded["done_reason"]) == ([], "load")
+    for wrong in ({"prompt": ["fox"]}, {"input": "fox"}):
+        answer = http.post("/api/embeddings", json={**body, **wrong})
+        assert (answer.status_code, list(answer.json())) == (400, ["error"])
+
+
 def warm(http: Any) -> set[str]:
     return {row["name"] for row in http.get("/api/ps").json()["models"]}
 
@@ -220,7 +231,9 @@ def test_the_models(http):
     http.post("/api/chat", json={**HI, "stream": False})
     assert "qwen" in {row["name"] for row in http.get("/api/ps").json()["models"]}
     assert http.post("/api/show", json={"model": "bge"}).json()["capabilities"] == ["embedding"]
+    assert http.post("/api/show", json={"name": "qwen"}).json()["model"] == "qwen"  # older clients
     assert http.post("/api/show", json={"model": "none"}).status_code == 404
+    assert http.post("/api/show", json={}).json() == {"error": "model is required"}
 
 
 def test_errors_are_in_the_format_of_ollama(http):

@@ -68,7 +68,10 @@ def router(gateway: Any, version: str, acts: Any) -> APIRouter:
     async def post_show(request: Request, actor: str = acts) -> Any:
         """The description of one model."""
         body = await read_json(request)
-        name = body.get("model") if isinstance(body, Mapping) else None
+        given = body if isinstance(body, Mapping) else {}
+        name = given.get("model") or given.get("name")  # older clients send `name`
+        if not name:
+            return JSONResponse({"error": "model is required"}, 400)
         for row in gateway().models(actor):
             if row["id"] == name:
                 kind = row.get("x_gpu", {}).get("model_type", "llm")
@@ -76,19 +79,26 @@ def router(gateway: Any, version: str, acts: Any) -> APIRouter:
                 return {**_row(row), "model_info": {}, "capabilities": capabilities}
         return JSONResponse({"error": f"model {str(name)[:64]!r} not found"}, 404)
 
-    for path, translate, finish in (
-        ("/chat", chat_of, _chat_part),
-        ("/generate", generate_of, _generate_part),
-        ("/embed", embed_of, None),
+    for path, translate, part, finish in (
+        ("/chat", chat_of, _chat_part, whole),
+        ("/generate", generate_of, _generate_part, whole),
+        ("/embed", embed_of, None, embedded),
+        ("/embeddings", embedding_of, _vector_part, one_embedded),
     ):
-        _add_call(routes, gateway, acts, path, translate, finish)
+        _add_call(routes, gateway, acts, path, translate, part, finish)
     for name in _REFUSED:
         _add_refusal(routes, name, acts)
     return routes
 
 
 def _add_call(
-    routes: APIRouter, gateway: Any, acts: Any, path: str, translate: Translate, part: Any
+    routes: APIRouter,
+    gateway: Any,
+    acts: Any,
+    path: str,
+    translate: Translate,
+    part: Any,
+    finish: Callable[[dict[str, Any], Any], dict[str, Any]],
 ) -> None:
     async def post(request: Request, actor: str = acts) -> Any:
         """Answers one call in the format of Ollama's clients. Chats and texts are streamed unless `stream` is false.
@@ -105,9 +115,7 @@ def _add_call(
             return JSONResponse(error, refused.status, headers=refused.headers)
         if reply.events is not None:
             return Sent(reply, _OllamaWriter(part).events(reply), NDJSON)
-        answer = reply.json or {}
-        made = embedded(answer) if part is None else whole(answer, part)
-        return JSONResponse(made, headers=reply.headers)
+        return JSONResponse(finish(reply.json or {}, part), headers=reply.headers)
 
     routes.add_api_route(
         path,
@@ -226,6 +234,21 @@ def embed_of(body: Any) -> tuple[str, dict[str, Any]]:
     return "embeddings", made
 
 
+def embedding_of(body: Any) -> tuple[str, dict[str, Any]]:
+    """Translates the `body` of a call of `/api/embeddings`, the older route for one text. Raises Refused (400).
+
+    Returns the kind and the body of the same call in OpenAI's format.
+    """
+    made = _common(body, ("prompt",))
+    prompt = body.get("prompt")
+    if not prompt:
+        return _load_of(made)
+    if not isinstance(prompt, str):
+        raise bad("prompt", prompt, "text")
+    rest = {name: value for name, value in body.items() if name != "prompt"}
+    return embed_of({**rest, "input": prompt})
+
+
 def _common(body: Any, own: tuple[str, ...]) -> dict[str, Any]:
     """Translates the fields of `body` that all routes have. `own` are the names of this route's other fields."""
     require_object(body)
@@ -329,11 +352,16 @@ def whole(answer: dict[str, Any], part: Any) -> dict[str, Any]:
     return {**head, **made, **_end(choice["finish_reason"], answer.get("usage"))}
 
 
-def embedded(answer: dict[str, Any]) -> dict[str, Any]:
+def embedded(answer: dict[str, Any], _: Any) -> dict[str, Any]:
     """Translates the `answer` to a call for embeddings into the answer of `/api/embed`."""
     count = (answer.get("usage") or {}).get("prompt_tokens", 0)
     vectors = [row["embedding"] for row in answer["data"]]
     return {"model": answer["model"], "embeddings": vectors, "prompt_eval_count": count}
+
+
+def one_embedded(answer: dict[str, Any], _: Any) -> dict[str, Any]:
+    """Translates the `answer` to a call for embeddings into the answer of `/api/embeddings`."""
+    return {"embedding": answer["data"][0]["embedding"]}
 
 
 class _OllamaWriter(Writer):
@@ -371,6 +399,10 @@ def _chat_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:
 
 def _generate_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:
     return {"response": text, "thinking": thought} if thought else {"response": text}
+
+
+def _vector_part(text: str, calls: Any) -> dict[str, Any]:
+    return {"embedding": []}
 
 
 def _head(model: str) -> dict[str, Any]:
