@@ -86,10 +86,11 @@ WITHOUT_EFFECT = (
     "prompt_cache_key",
     "prompt_cache_retention",
 )
-_OTHER_NAMES = {
+OTHER_NAMES = {
     "repetition_penalty": "repeat_penalty",
     "repeat_penalty": "repetition_penalty",
     "max_completion_tokens": "max_tokens",
+    "max_tokens": "max_completion_tokens",
 }
 _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),
@@ -99,7 +100,8 @@ _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
 
 
 def require_fields(call: Call, spec: ModelSpec) -> None:
-    """Refuses (400) a `call` with a field that the backend of `spec` cannot serve."""
+    """Refuses (400) a `call` with a field that the backend of `spec` cannot serve, or with two values of one field."""
+    _require_one_value(call.body)
     if spec.backend not in CHECKED_BACKENDS:
         return
     for name, value in call.body.items():
@@ -113,6 +115,14 @@ def require_fields(call: Call, spec: ModelSpec) -> None:
         )
 
 
+def _require_one_value(body: Mapping[str, Any]) -> None:
+    for name, other in OTHER_NAMES.items():
+        value, second = body.get(name), body.get(other)
+        if None not in (value, second) and value != second:
+            text = f"{name}={value} and {other}={second} are two names of one field: leave one out"
+            raise Refused(400, "bad_field", text, param=name)
+
+
 def read_by_server(
     model: str, kind: str, body: Mapping[str, Any], known: frozenset[str]
 ) -> dict[str, Any]:
@@ -123,7 +133,7 @@ def read_by_server(
     """
     read = {}
     for name, value in body.items():
-        own = name if name in known else _OTHER_NAMES.get(name, name)
+        own = name if name in known else OTHER_NAMES.get(name, name)
         if own in known:
             read[own] = value
         elif not (name in WITHOUT_EFFECT or _is_neutral(name, value) or _is_empty(value)):

@@ -96,6 +96,13 @@ def test_the_body_overrides_the_profile():
     )
 
 
+def test_the_body_overrides_the_profile_under_the_fields_other_name_too():
+    """The profile's `max_completion_tokens` won against the caller's `max_tokens`."""
+    profile = Profile(defaults={"max_completion_tokens": 50, "repetition_penalty": 1.2})
+    call = apply_profile(read_call("chat", {**CHAT, "max_tokens": 10}), profile)
+    assert call.body == {**CHAT, "max_tokens": 10, "repetition_penalty": 1.2}
+
+
 def test_a_profile_replaces_the_model_default():
     """A call of the model `default` uses the model of the profile. Some programs must send a model name."""
     assert (

@@ -110,6 +110,20 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
         require_fields(call("embeddings", messages=["a"]), ModelSpec("e", "transformers"))
 
 
+@pytest.mark.parametrize("backend", [*CHECKED_BACKENDS, "vllm"])
+def test_two_values_of_one_field_are_refused(backend):
+    """One of them won, without a word."""
+    spec = ModelSpec("qwen", backend)
+    text = "^max_completion_tokens=9 and max_tokens=5 are two names of one field: leave one out$"
+    with pytest.raises(Refused, match=text) as refused:
+        require_fields(call("chat", max_tokens=5, max_completion_tokens=9), spec)
+    assert refused.value.status == 400
+    with pytest.raises(Refused, match="two names of one field"):
+        require_fields(call("chat", repeat_penalty=1.1, repetition_penalty=1.2), spec)
+    require_fields(call("chat", max_tokens=5, max_completion_tokens=5), spec)
+    require_fields(call("chat", max_tokens=5, max_completion_tokens=None), spec)
+
+
 def test_the_documented_table_is_the_table_of_the_code():
     found: dict[str, dict[str, bool]] = {}
     header = re.search(r"\| field \| (.*) \|\n\|[-|]+\|\n((?:\|.*\|\n)+)", DOCS.read_text())

@@ -12,6 +12,7 @@ from typing import Any, NoReturn
 from msgspec.structs import replace
 
 from ...facts import parse_importance
+from ..fields import OTHER_NAMES
 from ..requests import Call, Refused
 from .tasks import Profile
 
@@ -26,7 +27,9 @@ def apply_profile(call: Call, profile: Profile | None) -> Call:
     """
     if profile is None:
         return call
-    body = {**profile.defaults, **call.body}
+    given = {OTHER_NAMES.get(name) for name in call.body}
+    defaults = {name: value for name, value in profile.defaults.items() if name not in given}
+    body = {**defaults, **call.body}
     if call.model == "default" and profile.model:
         body["model"] = profile.model
     if profile.system and call.kind == "chat":
