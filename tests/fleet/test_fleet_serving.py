@@ -110,6 +110,7 @@ def test_slots_over_http_and_the_metrics_of_each_host(models, hosts):
             return slot in http.get("/api/v1/slots").json()["slots"]
 
         assert listed()
+        assert http.get("/api/v1/slots?hots=box2").status_code == 400
         os.kill(hosts.agent_pid("box2"), signal.SIGKILL)
         eventually(listed, "the slot is filled again")
         metrics = http.get("/metrics").text

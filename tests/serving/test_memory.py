@@ -324,3 +324,15 @@ def test_every_idle_model_is_evicted_and_with_drop_leaves_ram(rt):
     assert "idle" in http.post("/memory/evict/*").json()["models"]
     assert "idle" in http.post("/memory/evict/*?drop=true").json()["models"]
     assert "idle" not in {lease.name for lease in rt.status().leases()}
+
+
+def test_an_unknown_parameter_is_refused_with_the_nearest_name(rt):
+    """`?dorp=true` evicted to RAM, as if nothing had been asked."""
+    http = client(rt)
+    answer = http.post("/memory/evict/*?dorp=true")
+    error = answer.json()["error"]
+    assert (answer.status_code, error["param"]) == (400, "dorp")
+    assert error["message"] == "no parameter here is called 'dorp'. Did you mean drop? Known: drop."
+    assert len(http.get("/memory/models").json()) == 2
+    assert http.get("/memory/models?limit=1").status_code == 400
+    assert http.get("/health?verbose=1").status_code == 200

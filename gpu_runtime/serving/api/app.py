@@ -22,6 +22,7 @@ from starlette.exceptions import HTTPException as StarletteError
 from starlette.routing import Match
 
 from ...errors import BadSetting, DoesNotFit, GpuError, NotAllowed, UnknownModel
+from ...safe_text import listed, nearest, quoted
 from ..request_log import request_id
 from ..requests import Refused
 from ..store import Store
@@ -53,7 +54,7 @@ def application(
     The first call of `gateway()` makes the Gateway; each call returns it. `store` keeps the jobs.
     """
     app = _application(gateway, version, store)
-    app.include_router(memory.router(rt, ACTS))
+    app.include_router(memory.router(rt, ACTS), dependencies=[KNOWN_QUERY])
     app.include_router(engine_logs.router(ACTS))
     metrics = Metrics(rt, lambda: gateway().state(), lambda: gateway().figures.collect())
 
@@ -71,7 +72,7 @@ def fleet_application(
 ) -> FastAPI:
     """The application of `gpu serve --fleet`. `models` reads the models of the fleet's hosts. See `application`."""
     app = _application(gateway, version, store)
-    app.include_router(fleet.router(models, ACTS))
+    app.include_router(fleet.router(models, ACTS), dependencies=[KNOWN_QUERY])
     add_metrics(app, FleetMetrics(models, gateway))
     return app
 
@@ -204,7 +205,21 @@ async def _caller(request: Request) -> str:
     return visitor.name if visitor.may_call else await _actor(request)
 
 
+async def _known_query(request: Request) -> None:
+    """Refuses (400) a `request` with a query parameter that its route does not have, such as `?dorp=true`.
+
+    `/health` ignores such parameters, because programs that watch servers may add some.
+    """
+    known = [one.alias for one in request.scope["route"].dependant.query_params]
+    for name in request.query_params:
+        if name not in known and request.scope["path"] != "/health":
+            all_known = f"Known: {listed(known)}." if known else "There is none."
+            text = f"no parameter here is called {quoted(name)}. {nearest(name, known)}{all_known}"
+            raise Refused(400, "bad_parameter", text, param=name[:60])
+
+
 ACTS = Depends(_actor)
+KNOWN_QUERY = Depends(_known_query)
 
 
 async def _refused(request: Request, refused: Any) -> Response:
