@@ -43,6 +43,8 @@ class Option(NamedTuple):
 _LLAMA = ("llama_cpp", "llama-server")
 _TRANSFORMERS = ("transformers",)
 _SERVERS = ("llama-server", "ollama", "vllm", "diffusers")
+# A GGUF file has the dtypes of its weights, and llama.cpp and Ollama convert none.
+_CONVERTING = ("transformers", "torch", "fake", "vllm", "diffusers")
 _SWITCHES = ("use_mmap", "use_mlock", "logits_all", "offload_kqv", "swa_full")
 _NUMBERS = ("rope_freq_base", "rope_freq_scale", "lora_scale")
 _COUNTS = ("n_batch", "n_ubatch", "n_threads", "n_threads_batch")
@@ -85,15 +87,14 @@ OPTIONS: dict[str, Option] = {
     "sequences": Option(SEQUENCES),
     "cache_dtype": Option(DTYPE._replace(expected="the dtype of a cache, such as float16 or q8_0")),
     "gpu_layers": Option(LAYERS, (*_LLAMA, "ollama")),
-    "dtype": Option(DTYPE),
-    "torch_dtype": Option(DTYPE),
+    **dict.fromkeys(("dtype", "torch_dtype"), Option(DTYPE, _CONVERTING)),
     "revision": Option(WORD),
     "attn_implementation": Option(WORD, _TRANSFORMERS),
     "task": Option(WORD, _TRANSFORMERS),
     "chat_template": Option(TEMPLATE),
     "thinking": Option(TRUTH),
     "trust_remote_code": Option(TRUTH),
-    "runtime_args": Option(Rule("a list of words, such as ['--seed', '1']", words)),
+    "runtime_args": Option(Rule("a list of words, such as ['--seed', '1']", words), _SERVERS),
     "fails": Option(TRUTH, ("fake",)),
     "shadow": Option(TRUTH, ("fake",)),
     "pieces": Option(_COUNT, ("fake",)),
@@ -108,7 +109,8 @@ OPTIONS: dict[str, Option] = {
     "lora_path": Option(PATH, _LLAMA),
     **dict.fromkeys(_NUMBERS, Option(NUMBER, _LLAMA)),
     **dict.fromkeys(_COUNTS, Option(_COUNT, _LLAMA)),
-    **dict.fromkeys((*_SWITCHES, "flash_attn", "isolated"), Option(TRUTH, _LLAMA)),
+    "isolated": Option(TRUTH, ("llama_cpp",)),
+    **dict.fromkeys((*_SWITCHES, "flash_attn"), Option(TRUTH, _LLAMA)),
     **{name: Option(_refused(instead), _LLAMA) for name, instead in REFUSED_FOR_LLAMA.items()},
     **dict.fromkeys(REFUSED_FOR_TRANSFORMERS, Option(_refused(_PLACED), _TRANSFORMERS)),
 }

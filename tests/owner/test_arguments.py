@@ -359,6 +359,12 @@ def test_an_option_without_a_rule_is_refused_with_the_nearest_name(option):
         ("vllm", "gpu_layers", 20),
         ("llama_cpp", "attn_implementation", "sdpa"),
         ("llama_cpp", "task", "text-generation"),
+        ("llama_cpp", "dtype", "bfloat16"),
+        ("llama-server", "torch_dtype", "bfloat16"),
+        ("ollama", "dtype", "bfloat16"),
+        ("llama_cpp", "runtime_args", ["--seed", "1"]),
+        ("transformers", "runtime_args", ["--seed", "1"]),
+        ("llama-server", "isolated", False),
     ],
 )
 def test_an_option_of_another_backend_is_refused(backend, option, value):
