@@ -11,7 +11,7 @@ from pathlib import Path
 from ...errors import NotAModel
 from ...facts import Evidence, ModelSpec
 from ..processes.processes import python_file
-from .recipe import Command, LaunchOrder, Recipe
+from .recipe import Command, LaunchOrder, Recipe, dtype_option
 
 NEEDED = ("diffusers", "fastapi", "uvicorn")
 
@@ -55,11 +55,10 @@ class Diffusers(Recipe):
 
     def command(self, order: LaunchOrder) -> Command:
         """The command that starts our own server program for `order`."""
-        options = order.spec.options
         words = ["--model", order.source, "--name", order.spec.name]
         words += ["--socket", str(order.socket_fd)]
         words += ["--device", "cpu" if order.simulated else "cuda"]
-        words += ["--dtype", str(options.get("dtype", "auto"))]
+        words += ["--dtype", dtype_option(order.spec) or "auto"]
         if len(order.shares) > 1 and not order.simulated:
             words += ["--balanced"]
         program = python_file(Path(__file__).with_name("diffusers_app.py"))

@@ -191,6 +191,11 @@ def placeholders(order: LaunchOrder) -> dict[str, str]:
     }
 
 
+def dtype_option(spec: ModelSpec) -> str | None:
+    """The dtype of the weights in the options of `spec`, under either of its names; None if not set."""
+    return spec.options.get("dtype") or spec.options.get("torch_dtype") or None
+
+
 def custom_template(spec: ModelSpec) -> str | None:
     """The chat template in the options of `spec`: a text or a path; None if not set.
 

@@ -20,6 +20,7 @@ from .recipe import (
     RequestFields,
     SendRequest,
     custom_template,
+    dtype_option,
     fields_in_openapi,
     placeholders,
     utilization,
@@ -48,6 +49,7 @@ class Vllm(Recipe):
         """The command for `order`. A flag is left out if the user's own arguments set it."""
         own = user_arguments(order.spec, placeholders(order))
         options = {"context_length": order.config.get("context_at_load"), **order.spec.options}
+        options["dtype"] = dtype_option(order.spec)
         words = ["serve", order.source, "--host", "127.0.0.1", "--port", str(order.port)]
         words += ["--served-model-name", order.spec.name]
         words += ["--gpu-memory-utilization", f"{utilization(order):g}"]
