@@ -68,7 +68,7 @@ class GpuError(Exception):
     def __init_subclass__(cls) -> None:
         """Lets `cls(message=…)` make an error of each class, whatever its own constructor takes.
 
-        torch makes the error of a DataLoader's worker again so, as the classes have a `message`.
+        If a DataLoader's worker raises an error with a `message`, torch makes it again in this way.
         """
         if (own := vars(cls).get("__init__")) is not None:
 

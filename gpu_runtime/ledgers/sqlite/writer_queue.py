@@ -18,8 +18,8 @@ it comes back within 1 ms. Its second write is four times as fast as its first o
 The queue has two files. The lock file contains the time at which the last turn ended, a mark, and the
 id of the thread that has the turn. The mark says whether all processes must queue, or whether the
 process of the last turn will come back. The second file is a pipe that wakes the process that has
-waited longest. In a shared ledger, a member may write to both files, and
-so make other processes wait up to MOST_SECONDS for a turn.
+waited longest. In a shared ledger, a member may write to both files, and so make other processes
+wait up to MOST_SECONDS for a turn.
 """
 
 from __future__ import annotations
