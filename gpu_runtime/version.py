@@ -4,4 +4,4 @@ Each recorded decision contains the version. It is a constant, so that no packag
 read.
 """
 
-VERSION = "0.2.0"
+VERSION = "0.3.0.dev0"
