@@ -24,6 +24,7 @@ _OPTIONS = (
     "gpu_layers",
     "dtype",
     "revision",
+    "allow_missing",
     "attn_implementation",
     "task",
     "chat_template",

@@ -303,6 +303,10 @@ class Fields(BaseModel):
         None,
         description="`true`: the model's own code may run, if GPU_TRUST_REMOTE_CODE allows it.",
     )
+    allow_missing: bool | None = Field(
+        None,
+        description="`true`: tensors that the files lack get random values. Else the load fails.",
+    )
     revision: Text | None = Field(None, description="The revision of a hub id.")
     attn_implementation: Text | None = Field(None, description="Passed to transformers.")
     task: Text | None = Field(

@@ -9,8 +9,10 @@ from typing import Any
 from msgspec.structs import replace
 
 from ..arguments import unknown_option
+from ..backends.engines.arguments import group_flags
 from ..backends.registry import LAYERED, backend_for
 from ..catalog.entries import require_loadable
+from ..catalog.schema import is_trust
 from ..errors import (
     AlreadyRegistered,
     AmbiguousName,
@@ -100,11 +102,26 @@ def register(
 def _with_defaults(session: Session, backend: str, options: dict[str, Any]) -> dict[str, Any]:
     """Returns the `options`, completed with the settings that apply to `backend`."""
     settings = session.settings
+    if not settings.gpu_trust_remote_code:
+        _require_no_trust(options)
     if settings.inference_gpu_layers is not None and backend in LAYERED:
         options.setdefault("gpu_layers", settings.inference_gpu_layers)
     if settings.gpu_trust_remote_code and backend == "transformers":
         options.setdefault("trust_remote_code", True)
     return options
+
+
+def _require_no_trust(options: dict[str, Any]) -> None:
+    """Raises BadSetting if the `options` let the code of a model's directory run."""
+    instead = (
+        "left out, because the model's own code would run with your rights.\n"
+        "  Read that code. To let it run:  GPU_TRUST_REMOTE_CODE=true, before the start of this process"
+    )
+    if options.get("trust_remote_code"):
+        raise BadSetting("trust_remote_code", True, instead)
+    for flag, _, _ in group_flags(tuple(map(str, options.get("runtime_args") or ()))):
+        if is_trust(flag):
+            raise BadSetting("runtime_args", flag, instead)
 
 
 def adoption_options(

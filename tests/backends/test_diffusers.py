@@ -16,7 +16,7 @@ import pytest
 from gpu_runtime.backends.engines.ports import claim, ports
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
-from gpu_runtime.errors import NotAModel
+from gpu_runtime.errors import LoadFailed, NotAModel
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.settings import Settings
 from tests.worlds import footprint
@@ -96,6 +96,51 @@ def tiny_pipeline(directory):
         requires_safety_checker=False,
     ).save_pretrained(directory)
     return directory
+
+
+def test_a_part_that_lacks_a_tensor_is_not_painted_with(tmp_path):
+    """It would have random values. The program ends with the name of the tensor."""
+    from safetensors.torch import load_file, save_file
+
+    path = tiny_pipeline(tmp_path / "tiny")
+    weights = path / "unet" / "diffusion_pytorch_model.safetensors"
+    tensors = load_file(weights)
+    del tensors["conv_out.weight"]
+    save_file(tensors, weights, {"format": "pt"})
+    backend = open_backend("diffusers", open_probe("sim:64MiB,host:64MiB"))
+    for options, why in (({}, "conv_out.weight"), ({"allow_missing": True}, "")):
+        spec = ModelSpec("p", "diffusers", source=str(path), options=options)
+        share = (Share("sim:0", footprint(backend, spec).bytes),)
+        if why:
+            with pytest.raises(LoadFailed, match=why):
+                backend.load(spec, share)
+        else:
+            backend.drop(backend.load(spec, share))
+
+
+@pytest.mark.parametrize("where", ["pipeline", "unet", "text_encoder"])
+def test_code_of_a_pipelines_directory_does_not_run(tmp_path, where):
+    path = tiny_pipeline(tmp_path / "tiny")
+    code = f"open({str(tmp_path / 'ran')!r}, 'w')\nraise SystemExit('it ran')"
+    index = json.loads((path / "model_index.json").read_text())
+    if where == "pipeline":
+        index["_class_name"] = ["own", "Own"]
+        (path / "own.py").write_text(code)
+    elif where == "unet":
+        index["unet"] = ["own", "Own"]
+        (path / "unet" / "own.py").write_text(code)
+    else:
+        index["text_encoder"] = ["transformers", "AutoModel"]
+        config = json.loads((path / "text_encoder" / "config.json").read_text())
+        config |= {"model_type": "own", "auto_map": {"AutoConfig": "own.C", "AutoModel": "own.M"}}
+        (path / "text_encoder" / "config.json").write_text(json.dumps(config))
+        (path / "text_encoder" / "own.py").write_text(code)
+    (path / "model_index.json").write_text(json.dumps(index))
+    backend = open_backend("diffusers", open_probe("sim:64MiB,host:64MiB"))
+    spec = ModelSpec("p", "diffusers", source=str(path))
+    with pytest.raises(LoadFailed):
+        backend.load(spec, (Share("sim:0", footprint(backend, spec).bytes),))
+    assert not (tmp_path / "ran").exists()
 
 
 def linger_on_the_first_free_port():

@@ -13,11 +13,13 @@ from gpu_runtime.backends.llama_cpp.options import (
     taken,
 )
 from gpu_runtime.backends.processes.visible_devices import card_environment
-from gpu_runtime.devices.probe import Probe
+from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.devices.probe import Probe, open_probe
 from gpu_runtime.errors import BadSetting, LoadFailed
 from gpu_runtime.estimation.footprint import footprint
 from gpu_runtime.facts import HOST, Device, ModelSpec, Share
 from gpu_runtime.units import GIB, MIB
+from tests import tiny_models
 
 CONFIG = {"num_hidden_layers": 32, "max_position_embeddings": 131072}
 
@@ -101,6 +103,25 @@ def test_a_build_without_gpu_support_is_refused_for_a_real_card(tmp_path, tiny_g
             {"model_path": str(tiny_gguf), "name": "phi", "n_gpu_layers": -1, "needs_gpu": True},
             None,
         )
+
+
+def test_a_file_that_lacks_a_tensor_is_refused_with_its_name(tmp_path, monkeypatch):
+    """llama.cpp makes up no weights. Its Python error names only the file; its log has the tensor."""
+    import gguf
+
+    add = gguf.GGUFWriter.add_tensor
+    lacked = "blk.1.ffn_up.weight"
+    monkeypatch.setattr(
+        gguf.GGUFWriter,
+        "add_tensor",
+        lambda self, name, *args, **options: (
+            None if name == lacked else add(self, name, *args, **options)
+        ),
+    )
+    path = tiny_models.gguf_lm(tmp_path / "lacks.gguf")
+    backend = open_backend("llama_cpp", open_probe("sim:1GiB,host:1GiB"))
+    with pytest.raises(LoadFailed, match=lacked):
+        backend.load(ModelSpec("m", "llama_cpp", source=str(path)), (Share("sim:0", GIB),))
 
 
 def test_an_absent_file_is_a_mistake_of_the_catalogue(tmp_path):

@@ -5,6 +5,7 @@ is never lost.
 from __future__ import annotations
 
 import json
+import logging
 import shutil
 import struct
 
@@ -158,18 +159,141 @@ def test_options_are_passed_on_or_refused(backend, llama):
             footprint(backend, spec(llama, dtype=dtype))
 
 
-def test_remote_code_does_not_run_by_default(backend, copy):
-    """Python code from a repository runs only if the caller allows it."""
-    config = json.loads((copy / "config.json").read_text())
-    config.update(
-        model_type="custom",
-        architectures=["Custom"],
-        auto_map={"AutoConfig": "custom.Config", "AutoModelForCausalLM": "custom.Custom"},
-    )
-    (copy / "config.json").write_text(json.dumps(config))
-    (copy / "custom.py").write_text("raise SystemExit('remote code ran')")
-    with pytest.raises(LoadFailed):
+OWN = {"model_type": "own", "architectures": ["Own"]}
+MODEL = {"AutoModel": "own.Own", "AutoModelForCausalLM": "own.Own"}
+OWN_CODE = {  # the file, its fields that name the code, and its auto_map
+    "config": ("config.json", OWN, {"AutoConfig": "own.Own", **MODEL}),
+    "model": ("config.json", {**OWN, "model_type": "idefics3_vision"}, MODEL),
+    "tokenizer": (
+        "tokenizer_config.json",
+        {"tokenizer_class": "Own"},
+        {"AutoTokenizer": ["own.Own", None]},
+    ),
+    "processor": ("processor_config.json", {"processor_class": "Own"}, {"AutoProcessor": "own.O"}),
+    "image processor": (
+        "preprocessor_config.json",
+        {"image_processor_type": "Own"},
+        {"AutoImageProcessor": "own.Own"},
+    ),
+}
+
+
+@pytest.mark.parametrize("part", OWN_CODE)
+@pytest.mark.parametrize("answer", ["y", "n"])
+def test_code_of_a_models_directory_never_runs_unasked_and_nobody_is_asked(
+    backend, copy, monkeypatch, part, answer
+):
+    """Where the option was left out, transformers asked on the terminal, and `y` ran the code."""
+    file, own, entries = OWN_CODE[part]
+    path = copy / file
+    saved = json.loads(path.read_text()) if path.exists() else {}
+    path.write_text(json.dumps({**saved, **own, "auto_map": entries}))
+    (copy / "own.py").write_text(f"open({str(copy / 'ran')!r}, 'w')\nraise SystemExit('it ran')")
+    asked = []
+    monkeypatch.setattr("builtins.input", lambda text="": asked.append(text) or answer)
+    if part in ("config", "tokenizer", "processor"):
+        with pytest.raises(LoadFailed, match="GPU_TRUST_REMOTE_CODE=true"):
+            backend.load(spec(copy), CARD)
+    else:  # transformers has a class of its own, and takes that
+        backend.load(spec(copy, allow_missing=True), CARD)
+    backend.pieces(spec(copy))
+    assert not asked and not (copy / "ran").exists()
+
+
+# -- no weight is made up --------------------------------------------------------------------------
+
+
+def without(copy, *names, shape=None):
+    """Removes the tensors `names` from the weight file, or gives them another `shape`."""
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(copy / "model.safetensors")
+    for name in names:
+        taken = tensors.pop(name)
+        if shape:
+            tensors[name] = taken.new_ones(shape)
+    save_file(tensors, copy / "model.safetensors", {"format": "pt"})
+
+
+LACKED = "model.layers.1.mlp.up_proj.weight"
+
+
+def test_a_file_that_lacks_a_tensor_is_not_loaded_with_a_random_one(backend, copy, caplog):
+    """Two loads of such a model had different weights, and nothing was said."""
+    without(copy, LACKED)
+    state = torch.get_rng_state()
+    with pytest.raises(LoadFailed, match=f"lack 1 of the .*{LACKED}") as failed:
         backend.load(spec(copy), CARD)
+    assert failed.value.missing == (LACKED,) and "allow_missing=True" in str(failed.value)
+    assert torch.equal(torch.get_rng_state(), state)
+    model = backend.load(spec(copy, allow_missing=True), CARD)
+    assert not backend.droppable(model)
+    assert torch.equal(torch.get_rng_state(), state)
+    backend.load(spec(copy, allow_missing=True), CARD)
+    assert [record.message for record in caplog.records if LACKED in record.message] == [
+        caplog.records[0].message
+    ]
+
+
+def test_a_shard_that_lacks_what_the_index_lists_is_named(backend, tmp_path):
+    directory = tiny_models.causal_lm(tmp_path / "m", shard="40KB")
+    index = json.loads((directory / "model.safetensors.index.json").read_text())["weight_map"]
+    name = next(iter(index))
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(directory / index[name])
+    del tensors[name]
+    save_file(tensors, directory / index[name], {"format": "pt"})
+    with pytest.raises(LoadFailed, match=name.replace(".", r"\.")):
+        backend.load(spec(directory), CARD)
+
+
+@pytest.mark.parametrize("allowed", [False, True])
+def test_a_tensor_of_another_shape_is_named_with_both_shapes(backend, copy, allowed):
+    without(copy, LACKED, shape=(3, 5))
+    with pytest.raises(LoadFailed, match=rf"{LACKED} has \(3, 5\) in the files"):
+        backend.load(spec(copy, allow_missing=allowed), CARD)
+
+
+def test_weights_of_another_architecture_are_refused(backend, copy, tmp_path):
+    """All its tensors would be random, and all tensors of the files unused."""
+    import transformers
+
+    sizes = {"n_embd": 32, "n_layer": 1, "n_head": 2, "vocab_size": 64}
+    transformers.GPT2LMHeadModel(transformers.GPT2Config(**sizes)).save_pretrained(tmp_path / "g")
+    shutil.copy(tmp_path / "g" / "model.safetensors", copy / "model.safetensors")
+    with pytest.raises(LoadFailed, match="its files lack .* and .* more"):
+        backend.load(spec(copy), CARD)
+
+
+def test_tensors_that_the_module_does_not_use_are_named_once(backend, copy, caplog):
+    config = json.loads((copy / "config.json").read_text())
+    (copy / "config.json").write_text(json.dumps({**config, "num_hidden_layers": 1}))
+    for _ in range(2):
+        backend.load(spec(copy), CARD)
+    told = [record.message for record in caplog.records if "does not use" in record.message]
+    assert len(told) == 1 and "model.layers.1." in told[0] and told[0].startswith("m: ")
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_tied_weights_and_computed_buffers_are_not_missing(backend, tmp_path, tied):
+    directory = tiny_models.causal_lm(tmp_path / "m", tied=tied)
+    assert backend.droppable(backend.load(spec(directory), CARD))
+
+
+def test_a_library_s_warning_is_shown_under_the_model_s_name(backend, copy, caplog, monkeypatch):
+    import transformers
+
+    original = transformers.AutoTokenizer.from_pretrained
+
+    def warns(*args, **options):
+        logging.getLogger("transformers.any").warning("the tokenizer\nis old")
+        return original(*args, **options)
+
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", warns)
+    for _ in range(2):
+        backend.load(spec(copy), CARD)
+    assert [record.message for record in caplog.records] == ["m: the tokenizer is old"]
 
 
 # -- a changed weight is never lost ----------------------------------------------------------------
@@ -281,7 +405,7 @@ def test_weights_missing_in_the_source_make_it_undroppable(backend, copy):
     """Weights that the source lacks were initialised at random. The next load would initialise them
     differently.
     """
-    module = backend.load(spec(copy, task="reranker"), CARD)
+    module = backend.load(spec(copy, task="reranker", allow_missing=True), CARD)
     assert not backend.droppable(module) and not backend.unchanged(module)
 
 

@@ -10,7 +10,14 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runtime import DoesNotFit, MemoryLimitExceeded, NotAllowed, Runtime
+from gpu_runtime import (
+    BadSetting,
+    DoesNotFit,
+    LoadFailed,
+    MemoryLimitExceeded,
+    NotAllowed,
+    Runtime,
+)
 from gpu_runtime.facts import Drop, Move
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.owner import registry
@@ -348,9 +355,14 @@ def test_models_may_bring_code_only_where_that_was_allowed(runtime, tmp_path):
         )
     )
     careful = runtime()
-    with pytest.raises(Exception, match="own"):
-        careful.register("own", directory, task="causal-lm")
+    careful.register("own", directory, task="causal-lm")
+    with pytest.raises(LoadFailed, match="GPU_TRUST_REMOTE_CODE=true"):
         careful.preload("own")
+    for asked in ({"trust_remote_code": True}, {"runtime_args": ["--trust_remote_code"]}):
+        with pytest.raises(BadSetting, match="GPU_TRUST_REMOTE_CODE=true"):
+            careful.register("other", str(directory), **asked, backend="vllm")
+    with pytest.raises(BadSetting, match="GPU_TRUST_REMOTE_CODE=true"):
+        careful.load("own", trust_remote_code=True)
     assert not any("own_code" in name for name in sys.modules)
     trusting = runtime(gpu_trust_remote_code=True)
     trusting.register("own", directory, task="causal-lm")

@@ -59,6 +59,9 @@ class Diffusers(Recipe):
         words += ["--socket", str(order.socket_fd)]
         words += ["--device", "cpu" if order.simulated else "cuda"]
         words += ["--dtype", dtype_option(order.spec) or "auto"]
+        for option in ("trust_remote_code", "allow_missing"):
+            if order.spec.options.get(option):
+                words += [f"--{option.replace('_', '-')}"]
         if len(order.shares) > 1 and not order.simulated:
             words += ["--balanced"]
         program = python_file(Path(__file__).with_name("diffusers_app.py"))

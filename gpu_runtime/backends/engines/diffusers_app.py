@@ -180,23 +180,65 @@ def base64_png(picture: Any) -> str:
     return base64.b64encode(file.getvalue()).decode()
 
 
-def load(model: str, device: str, dtype: str, balanced: bool) -> Any:
-    """The pipeline from the local safetensors files of `model`, on the torch device `device`.
+def load(given: argparse.Namespace) -> Any:
+    """The pipeline that the command line `given` describes, from its local safetensors files.
 
-    `dtype` is the name of a torch dtype, or "auto": bfloat16 on CUDA, diffusers' default elsewhere.
-    With `balanced` the pipeline is spread over all visible cards.
+    Ends the program if the files of a part lack tensors, unless `given` allows that. They would
+    have random values.
     """
     import torch
     from diffusers import DiffusionPipeline
 
+    model, device, dtype = given.model, given.device, given.dtype
+    faults = watch_parts()
     options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
+    # It is always passed on: where it is left out, transformers asks on the terminal.
+    options["trust_remote_code"] = given.trust_remote_code
     if dtype != "auto":
         options["torch_dtype"] = getattr(torch, dtype)
     elif device == "cuda":
         options["torch_dtype"] = torch.bfloat16
-    if balanced:
-        return DiffusionPipeline.from_pretrained(model, device_map="balanced", **options)
-    return DiffusionPipeline.from_pretrained(model, **options).to(device)
+    if given.balanced:
+        options["device_map"] = "balanced"
+    elif given.allow_missing:  # else diffusers leaves what is missing without data
+        options["low_cpu_mem_usage"] = False
+    try:
+        pipeline = DiffusionPipeline.from_pretrained(model, **options)
+    finally:
+        if faults and not given.allow_missing:  # one line, because the last line is reported
+            advice = (
+                "They would get random values; to load them so all the same: allow_missing=True"
+            )
+            raise SystemExit(" ".join([*faults, advice]))
+    return pipeline if given.balanced else pipeline.to(device)
+
+
+def watch_parts() -> list[str]:
+    """Sentences about the parts of a pipeline whose files lack tensors, once they are loaded.
+
+    A pipeline loads its parts itself, and shows no loading report. So the loaders of the parts are
+    wrapped in this program.
+    """
+    import diffusers
+    import transformers
+
+    faults: list[str] = []
+
+    def watched(original: Any) -> Any:
+        def from_pretrained(kind: Any, source: Any, *args: Any, **options: Any) -> Any:
+            wanted = options.pop("output_loading_info", False)
+            part, info = original(kind, source, *args, output_loading_info=True, **options)
+            names = sorted(info["missing_keys"])
+            if names:
+                more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+                faults.append(f"the files of {source} lack {', '.join(names[:5])}{more}.")
+            return (part, info) if wanted else part
+
+        return classmethod(from_pretrained)
+
+    for kind in (diffusers.ModelMixin, transformers.PreTrainedModel):
+        kind.from_pretrained = watched(kind.from_pretrained.__func__)
+    return faults
 
 
 def main() -> None:
@@ -209,9 +251,10 @@ def main() -> None:
     parser.add_argument("--socket", type=int, required=True)  # the descriptor of a bound socket
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--dtype", default="auto")
-    parser.add_argument("--balanced", action="store_true")
+    for switch in ("--balanced", "--trust-remote-code", "--allow-missing"):
+        parser.add_argument(switch, action="store_true")
     given = parser.parse_args()
-    pipeline = load(given.model, given.device, given.dtype, given.balanced)
+    pipeline = load(given)
     pipeline.set_progress_bar_config(disable=True)
     application = app(pipeline, given.name, os.environ["GPU_ENGINE_KEY"])
     server = uvicorn.Server(uvicorn.Config(application, log_level="warning"))

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import itertools
 import queue
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -41,6 +42,7 @@ _CALLER_ERRORS = (  # classes of the errors that the caller caused, not the engi
     "UndefinedError",
     "TemplateSyntaxError",
 )
+_LLAMA_ERROR = re.compile(r"error loading model: (.+)")  # in llama.cpp's log
 
 
 class LlamaEngine(Engine):
@@ -120,6 +122,9 @@ class LlamaEngine(Engine):
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
             return out_of_memory(fault.line, device="", asked_bytes=0, holders=(), report="")
         why = fault.line if fault else text or last_line(log) or "its process ended"
+        named = _LLAMA_ERROR.search(log)  # `text` names only the file
+        if named and not fault:
+            why = f"{why} ({named[1].strip()})"
         return LoadFailed(
             f"{self.name} could not be loaded: {why}.{self._log_line}",
             name=self.name,

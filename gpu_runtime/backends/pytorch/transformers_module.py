@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import re
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import nn
 from ... import forks
 from ...errors import BadSetting, GpuError, LoadFailed
 from ...facts import ModelSpec
+from ...safe_text import printable
 from ..base import is_out_of_memory
 from ..formats.safetensors import Checkpoint
 
@@ -29,7 +31,10 @@ AUTO_CLASSES = {  # task or model type -> transformers' class
     "sequence-classification": "AutoModelForSequenceClassification",
     "feature-extraction": "AutoModel",
 }
-_PASSED_ON = ("attn_implementation", "trust_remote_code", "revision")
+LIBRARIES = ("transformers", "huggingface_hub", "accelerate")  # their loggers are heard in a load
+_MOST_NAMES = 5  # tensors that an error names
+MOST_TOLD = 500  # characters of a library's warning
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 _TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -104,30 +109,73 @@ def built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
 
     If the dtype is not converted, the weights are in mapped pages of the files.
     """
-    options = {key: spec.options[key] for key in _PASSED_ON if key in spec.options}
-    options.pop("revision", None)  # the directory is of that revision already
+    before = torch.get_rng_state()
     try:
-        with _silence():
+        with _heard(spec.name):
             module, info = _model_class(spec, checkpoint.config).from_pretrained(
                 checkpoint.directory,
                 local_files_only=True,
                 use_safetensors=True,
                 output_loading_info=True,
+                ignore_mismatched_sizes=True,  # transformers' own error names no tensor
                 dtype=dtype_of(spec) or "auto",
-                **options,
+                **_options(spec),
+                **_trust(spec),
             )
-            _attach_tokenizer(module, checkpoint.directory, options)
+            if info["missing_keys"] or info["mismatched_keys"]:  # these drew random values
+                torch.set_rng_state(before)
+            _require_whole(spec, module, info)
+            _attach_tokenizer(module, checkpoint.directory, _trust(spec))
     except GpuError:
         raise
     except Exception as error:
         if is_out_of_memory(error):
             raise
+        raise _failed(spec, checkpoint.directory, error) from error
+    return module, not info["missing_keys"]
+
+
+def _require_whole(spec: ModelSpec, module: nn.Module, info: dict[str, Any]) -> None:
+    """Raises LoadFailed if tensors of the `module` are not in its files, or have other shapes there.
+
+    Such a tensor has random values. The option `allow_missing` accepts missing tensors, with a
+    warning. A warning also names the tensors of the files that the module does not use.
+    """
+    shapes = [
+        f"{name} has {tuple(stored)} in the files, and {tuple(needed)} in the model"
+        for name, stored, needed in sorted(info["mismatched_keys"])
+    ]
+    missing = sorted(info["missing_keys"])
+    kind = type(module).__name__
+    total = len(module.state_dict())
+    lacks = f"its files lack {len(missing)} of the {total} tensors of {kind}: {_listed(missing)}"
+    fault = f"the shapes in its files are wrong: {_listed(shapes)}" if shapes else ""
+    if missing and not spec.options.get("allow_missing"):
+        fault = fault or lacks
+    if fault:
+        advice = (
+            "  They would get random values. To load them so all the same:  allow_missing=True"
+            if missing and not shapes
+            else "  Its config.json and its weights belong to different models."
+        )
         raise LoadFailed(
-            f"{spec.name}: {checkpoint.directory} could not be loaded: {_first_line(error)}",
+            f"{spec.name} cannot be loaded: {fault}.\n{advice}",
             name=spec.name,
             source=spec.source,
-        ) from error
-    return module, not info["missing_keys"] and not info["mismatched_keys"]
+            missing=tuple(missing),
+            mistake=True,
+        )
+    if missing:
+        tell_once(spec.name, f"{lacks}. They have random values (allow_missing).")
+    if info["unexpected_keys"]:
+        unused = sorted(info["unexpected_keys"])
+        tell_once(spec.name, f"its files hold tensors that {kind} does not use: {_listed(unused)}")
+
+
+def _listed(names: list[str]) -> str:
+    shown = ", ".join(names[:_MOST_NAMES])
+    more = len(names) - _MOST_NAMES
+    return f"{shown} and {more} more" if more > 0 else shown
 
 
 def built_from(
@@ -139,21 +187,24 @@ def built_from(
     """
     from transformers import GenerationConfig
 
-    kind = type(without_data(spec, checkpoint))
-    options = {key: spec.options[key] for key in ("attn_implementation",) if key in spec.options}
+    before = torch.get_rng_state()
     try:
-        with _silence():
+        with _heard(spec.name):
+            kind = type(without_data(spec, checkpoint))
             module, info = kind.from_pretrained(  # type: ignore[attr-defined]
                 None,
                 config=_config(spec, checkpoint),
                 state_dict=weights,
                 output_loading_info=True,
                 dtype=dtype_of(spec) or "auto",
-                **options,
+                **_options(spec),
+                **_trust(spec),
             )
+            if info["missing_keys"]:  # these drew random values
+                torch.set_rng_state(before)
             if (checkpoint.directory / "generation_config.json").exists():
                 module.generation_config = GenerationConfig.from_pretrained(checkpoint.directory)
-            _attach_tokenizer(module, checkpoint.directory, spec.options)
+            _attach_tokenizer(module, checkpoint.directory, _trust(spec))
     except Exception as error:  # the load from the files reports what is wrong
         log.debug("%s is read from its files: %s", spec.name, _first_line(error))
         return None
@@ -161,29 +212,62 @@ def built_from(
     return module if whole and not info["unexpected_keys"] else None
 
 
+def _options(spec: ModelSpec) -> dict[str, Any]:
+    return {key: spec.options[key] for key in ("attn_implementation",) if key in spec.options}
+
+
+def _trust(spec: ModelSpec) -> dict[str, bool]:
+    """Whether code of the model's directory may run. It is always passed on.
+
+    If it is left out, transformers asks the user on the terminal, and a `y` there runs the code.
+    """
+    return {"trust_remote_code": bool(spec.options.get("trust_remote_code"))}
+
+
+def _failed(spec: ModelSpec, directory: Path, error: Exception) -> LoadFailed:
+    """The error for a load of the model of `spec` that failed with `error`."""
+    why = _first_line(error)
+    if "trust_remote_code" in str(error):  # transformers' error about code in the directory
+        why = (
+            "it needs code of its own directory, and that code may not run.\n"
+            "  Read the code. To run it:  GPU_TRUST_REMOTE_CODE=true, and trust_remote_code=True "
+            "for the model"
+        )
+    return LoadFailed(
+        f"{spec.name}: {directory} could not be loaded: {why}",
+        name=spec.name,
+        source=spec.source,
+        mistake="trust_remote_code" in str(error),
+    )
+
+
 def without_data(spec: ModelSpec, checkpoint: Checkpoint) -> nn.Module:
-    """The module of `spec` with its tensors on the meta device."""
-    config = _config(spec, checkpoint)
-    kind = _model_class(spec, checkpoint.config)
-    make = kind.from_config if kind.__name__.startswith("Auto") else kind._from_config
-    with torch.device("meta"):
-        return make(config)
+    """The module of `spec` with its tensors on the meta device. Raises LoadFailed."""
+    try:
+        config = _config(spec, checkpoint)
+        kind = _model_class(spec, checkpoint.config)
+        with torch.device("meta"):
+            if kind.__name__.startswith("Auto"):
+                return kind.from_config(config, **_trust(spec))
+            return kind._from_config(config)
+    except GpuError:
+        raise
+    except (ValueError, OSError, ImportError) as error:
+        raise _failed(spec, checkpoint.directory, error) from error
 
 
 def _config(spec: ModelSpec, checkpoint: Checkpoint) -> Any:
     import transformers
 
-    options = {key: spec.options[key] for key in ("trust_remote_code",) if key in spec.options}
     return transformers.AutoConfig.from_pretrained(
-        checkpoint.directory, local_files_only=True, **options
+        checkpoint.directory, local_files_only=True, **_trust(spec)
     )
 
 
-def _attach_tokenizer(module: nn.Module, directory: Path, options: dict[str, Any]) -> None:
+def _attach_tokenizer(module: nn.Module, directory: Path, trust: dict[str, bool]) -> None:
     """Sets `.tokenizer` and `.processor` of the `module`, if the `directory` has files for them."""
     import transformers
 
-    trust = {key: value for key, value in options.items() if key == "trust_remote_code"}
     if any((directory / file).exists() for file in _TOKENIZER_FILES):
         module.tokenizer = transformers.AutoTokenizer.from_pretrained(
             directory, local_files_only=True, **trust
@@ -199,33 +283,74 @@ def _first_line(error: BaseException) -> str:
     return lines[0] if lines else type(error).__name__
 
 
+_told: set[tuple[str, str]] = set()
+
+
+def tell_once(name: str, text: str) -> None:
+    """Logs a warning about the model `name`, unless this process has logged it before."""
+    text = " ".join(_COLOURS.sub("", text).split())
+    if (name, text) not in _told:
+        _told.add((name, text))
+        log.warning("%s: %s", name, printable(text, MOST_TOLD))
+
+
+class _Records(logging.Filter):
+    """Removes the records of the LIBRARIES in this thread from a handler, and keeps the warnings."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.thread = threading.get_ident()
+        self.warnings: dict[str, None] = {}
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.thread != self.thread or record.name.partition(".")[0] not in LIBRARIES:
+            return True
+        if record.levelno >= logging.WARNING:
+            self.warnings[record.getMessage()] = None
+        return False
+
+
 _active_loads = 0
-_users_settings: tuple[int, bool] = (0, False)
+_had_bars = False
 _loads_lock = forks.freed(threading.Lock())
 
 
 @contextlib.contextmanager
-def _silence() -> Iterator[None]:
-    """A context manager in which transformers shows no progress bars and logs only errors.
+def _heard(name: str) -> Iterator[None]:
+    """A context manager in which the LIBRARIES print nothing.
 
-    After the last of several simultaneous loads, the user's settings are restored.
+    Their warnings are logged at its end, each once, under the `name` of the model. After the last
+    of several simultaneous loads, progress bars are shown again if the user had them.
     """
-    global _active_loads, _users_settings
-    from transformers.utils import logging
+    global _active_loads, _had_bars
+    from transformers.utils import logging as users
 
+    records = _Records()
+    handlers = [handler for library in LIBRARIES for handler in _handlers(library)]
+    for handler in handlers:
+        handler.addFilter(records)
     with _loads_lock:
         if _active_loads == 0:
-            _users_settings = logging.get_verbosity(), logging.is_progress_bar_enabled()
-            logging.set_verbosity_error()
-            logging.disable_progress_bar()
+            _had_bars = users.is_progress_bar_enabled()
+            users.disable_progress_bar()
         _active_loads += 1
     try:
         yield
     finally:
         with _loads_lock:
             _active_loads -= 1
-            if _active_loads == 0:
-                verbosity, had_bars = _users_settings
-                logging.set_verbosity(verbosity)
-                if had_bars:
-                    logging.enable_progress_bar()
+            if _active_loads == 0 and _had_bars:
+                users.enable_progress_bar()
+        for handler in handlers:
+            handler.removeFilter(records)
+        for text in records.warnings:
+            if "LOAD REPORT" not in text:  # `_require_whole` has said it in one sentence
+                tell_once(name, text)
+
+
+def _handlers(library: str) -> Iterator[logging.Handler]:
+    """The handlers that get the records of the logger `library`."""
+    logger: logging.Logger | None = logging.getLogger(library)
+    while logger:
+        yield from logger.handlers
+        logger = logger.parent if logger.propagate else None
