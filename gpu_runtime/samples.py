@@ -254,15 +254,16 @@ def _save(
     import torch
     from transformers.utils import logging
 
-    state = (
-        torch.random.get_rng_state()
-    )  # restored later: the caller's random numbers do not change
-    torch.manual_seed(seed)
-    model = kind(config).to(getattr(torch, dtype)).eval()
-    torch.random.set_rng_state(state)
+    with torch.random.fork_rng(devices=()):  # the caller's random numbers do not change
+        torch.default_generator.manual_seed(seed)  # torch.manual_seed would seed the cards too
+        model = kind(config).to(getattr(torch, dtype)).eval()
+    had_bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
-    options = {"max_shard_size": shard} if shard else {}
-    model.save_pretrained(directory, **options)
+    try:
+        model.save_pretrained(directory, **({"max_shard_size": shard} if shard else {}))
+    finally:
+        if had_bars:
+            logging.enable_progress_bar()
     words = tokenizer()
     words.save_pretrained(directory)
     if getattr(model, "generation_config", None) is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 from gpu_runtime.ledgers.sqlite.backoff import CROWDED_SECONDS, FREE_TURNS, IN_A_ROW_SECONDS, Pace
 
 
@@ -23,6 +25,14 @@ def test_under_contention_each_row_of_free_turns_ends_with_a_wait():
     pace.note_contention(10.0)
     waited = [wait > 0 for wait in waits_in_a_row(pace, 3 * FREE_TURNS)]
     assert [place for place, late in enumerate(waited) if late] == [FREE_TURNS, 2 * FREE_TURNS]
+
+
+def test_a_wait_draws_nothing_from_the_user_s_generator():
+    """`random.seed(0)` in a notebook gives the same numbers with other processes and without."""
+    pace, before = Pace(), random.getstate()
+    pace.note_contention(10.0)
+    assert any(waits_in_a_row(pace, 3 * FREE_TURNS)) and pace.after_loss(3, 10.0) > 0
+    assert random.getstate() == before
 
 
 def test_contention_is_forgotten():

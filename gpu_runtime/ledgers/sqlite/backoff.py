@@ -22,6 +22,8 @@ CROWDED_SECONDS = 1.0  # how long contention is remembered
 MOST_DOUBLINGS = 4  # more doublings change nothing, because 4 · 2⁴ exceeds the cap of 50
 LONGEST_ATTEMPT_SECONDS = 0.01
 _NEVER = float("-inf")
+# The user's generator is not drawn from. This one has no state that a forked child would share.
+_chance = random.SystemRandom()
 
 
 class Pace:
@@ -59,7 +61,7 @@ class Pace:
         if here.turns <= FREE_TURNS or not self.is_crowded(now):
             return 0.0
         here.turns = 1
-        return random.uniform(2, 6) * self.attempt_seconds
+        return _chance.uniform(2, 6) * self.attempt_seconds
 
     @property
     def continues(self) -> bool:
@@ -84,7 +86,7 @@ class Pace:
         self.note_contention(now)
         doublings = min(times, MOST_DOUBLINGS)
         most = min(50, 4 * 2**doublings)
-        return self.attempt_seconds * (1 + random.uniform(0, most))
+        return self.attempt_seconds * (1 + _chance.uniform(0, most))
 
     def note_end(self, attempt_seconds: float, now: float) -> None:
         """Records that a transaction ended at `now`. Its last attempt took `attempt_seconds`."""

@@ -398,5 +398,7 @@ def _seeded(seed: int | None) -> Any:
         return
     cards = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
     with torch.random.fork_rng(cards, device_type="cuda"):
-        torch.manual_seed(seed)
+        torch.default_generator.manual_seed(seed)
+        for card in cards:  # torch.manual_seed would also seed cards that are not in use yet
+            torch.cuda.default_generators[card].manual_seed(seed)
         yield

@@ -1,0 +1,85 @@
+"""Nothing of the user's changes because gpu-console is loaded: no generator, default, filter,
+handler or setting of the process.
+"""
+
+from __future__ import annotations
+
+import pytest
+
+from gpu_runtime import Runtime, samples
+from gpu_runtime.verb_arguments import MAGIC
+from gpu_runtime.verbs import verbs
+from tests.nvml_driver import until
+from tests.stories.test_parking import DEVICES, Notebook, held_bytes
+
+pytestmark = pytest.mark.processes
+
+# A library changes some filters when it is imported. That is the user's choice of library.
+LIBRARIES = "import torch._dynamo, transformers.models.llama.modeling_llama, torch.optim.lr_scheduler, pandas, panel"
+VERBS = (  # all verbs of a notebook; each row is a cell, and the notebook is parked before it
+    "register m {models}/m; load q {models}/q; preload g; status; models; leases",
+    "evict m; restore m; pin m; unpin m; move q sim:0; evictions --all; fragmentation --map",
+    "health; plan 20MiB; why m; drain sim:0; drain sim:0 --undo; defrag; next; who; free; cancel m",
+    "apply -f {models}/models.yaml; catalog; inspect c; delete c; doctor; config",
+    "backtest --last 1h; park; unpark; forget q; console; fleet; help",
+)
+CELL = """
+for line in {lines!r}:
+    try:
+        get_ipython().run_line_magic("gpu", line)
+    except GpuError as error:
+        print(error)
+    if found := changed(before):
+        print("CHANGED by", line, found)
+        before = state()
+"""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    """A directory with two models of transformers, one of llama.cpp, and a file of the catalogue."""
+    directory = tmp_path_factory.mktemp("models")
+    samples.causal_lm(directory / "m")
+    samples.causal_lm(directory / "q", seed=1)
+    samples.gguf_lm(directory / "g.gguf")
+    (directory / "models.yaml").write_text("models:\n  c: {backend: fake, memory: 1MiB}\n")
+    return directory
+
+
+def test_no_verb_and_no_background_duty_changes_anything_of_the_user_s(models, tmp_path):
+    """Each verb runs in a real kernel. Another process parks it, and changes the ledger meanwhile.
+
+    The monitor, the sampler and the ledger's back-off run in this kernel all the time.
+    """
+    tried = {line.split()[0] for row in VERBS for line in row.split(";")}
+    assert tried == {verb.name for verb in verbs(MAGIC)}
+    url = f"sqlite://{tmp_path}/ledger"
+    settings = {"XDG_STATE_HOME": str(tmp_path / "state"), "GPU_PARK_TURN_SECONDS": "1"}
+    notebook = Notebook("one.ipynb", url, **settings)
+    try:
+        with Runtime(devices=DEVICES, ledger=url) as other:
+            notebook.run(
+                f"{LIBRARIES}\nfrom tests.users_state import state, changed\n"
+                "import random, signal, warnings, numpy, torch\nfrom gpu_runtime import GpuError\n"
+                "random.seed(0); numpy.random.seed(0); torch.manual_seed(0)\n"
+                "warnings.filterwarnings('error', 'mine')\n"
+                "signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+                "held = torch.ones(3_000_000)\nbefore = state()"
+            )
+            notebook.run(f"rt.register('g', '{models}/g.gguf')")
+            for number, row in enumerate(VERBS):
+                parked(other, notebook, number)
+                lines = [line.strip() for line in row.format(models=models).split(";")]
+                shown = notebook.run(CELL.format(lines=lines))
+                assert "CHANGED" not in shown and "Traceback" not in shown, shown
+            parks = notebook.run("%gpu evictions").count("offloaded")
+            assert parks >= len(VERBS), "else the parks were not tried"
+    finally:
+        notebook.close()
+
+
+def parked(other: Runtime, notebook: Notebook, number: int) -> None:
+    """Waits until the memory of `notebook` is in RAM, because `other` needs the card."""
+    until(lambda: held_bytes(other, notebook) > 0, 60)
+    with other.lease("40MiB", purpose=f"lease {number}", timeout=60):
+        pass
