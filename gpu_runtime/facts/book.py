@@ -19,7 +19,7 @@ from ..safe_text import lines
 from ..units import show_bytes
 from .base import HOST, KERNEL, NEVER, SCHEMA, Value
 from .devices import Device, Sample, Shares, one_memory
-from .leases import Lease, Owner, Section, Ticket
+from .leases import Lease, Owner, Phase, Section, Ticket
 
 
 class Ghost(Value):
@@ -314,6 +314,9 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
     requested) may exceed the limit. If the claims in `old` exceed the limit already, only bytes
     above these claims count. Devices that share the machine's RAM also have one joint entry, such
     as `cuda:0+host`.
+
+    A return may fill a device to its size, not only to its limit: bytes that exist nowhere else
+    were there before (law 16). The same holds for the departure that such a return waits for.
     """
     # An unchanged section promises nothing new, and most writes change one section of many.
     changed = [id for id, section in new.sections.items() if old.sections.get(id) is not section]
@@ -331,6 +334,8 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
     over = {}
     for device in raised:
         limit = new.limits.get(device, after[device])
+        if after[device] > limit and _raised_by_returns(old, new, changed, device):
+            limit = max(limit, _size_of(new, device))
         over[device] = after[device] - max(limit, before.get(device, 0))
     shared = one_memory(new.devices)
     if shared & raised:  # these devices share one budget, the largest of their budgets
@@ -339,6 +344,39 @@ def overdrafts(old: Book, new: Book) -> dict[str, int]:
         sum_after = sum(after.get(device, 0) for device in shared)
         over["+".join(sorted(shared))] = sum_after - max(limit, sum_before)
     return {device: excess for device, excess in over.items() if excess > 0}
+
+
+def _size_of(book: Book, device: str) -> int:
+    return sum([one.total_bytes for one in book.devices if one.id == device])
+
+
+def _raised_by_returns(old: Book, new: Book, changed: Collection[str], device: str) -> bool:
+    """Whether only returns of bytes that exist nowhere else, or departures for them, promise more."""
+
+    def ordinary_bytes(book: Book) -> int:
+        waiting = [ticket for ticket in book.tickets if _waits_to_return(book, ticket)]
+        total = 0
+        for lease in (
+            one for id in changed if id in book.sections for one in book.sections[id].leases
+        ):
+            if device == HOST:
+                exempt = lease.phase is Phase.LEAVING and not lease.droppable
+                exempt = exempt and any(
+                    lease.id in ticket.recalls or lease.owner == ticket.owner for ticket in waiting
+                )
+            else:
+                exempt = lease.phase is Phase.ARRIVING and lease.must_return
+            if not exempt:
+                total += sum([share.bytes for share in lease.target if share.device == device])
+        return total
+
+    return ordinary_bytes(new) <= ordinary_bytes(old)
+
+
+def _waits_to_return(book: Book, ticket: Ticket) -> bool:
+    """Whether the `ticket` requests the return of bytes that exist nowhere else."""
+    lease = book.lease(ticket.owner, ticket.name) if ticket.verb == "use" else None
+    return lease is not None and lease.must_return
 
 
 def _claims_after(

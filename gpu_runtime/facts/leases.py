@@ -196,6 +196,15 @@ class Lease(Value):
         return False
 
     @property
+    def must_return(self) -> bool:
+        """Whether bytes of the lease that exist nowhere else are in host memory.
+
+        They may return to where they were, if the device itself has room (law 16 in
+        docs/architecture.md).
+        """
+        return not self.droppable and self.kind != "block" and self.bytes_on(HOST) > 0
+
+    @property
     def in_parts(self) -> bool:
         """Whether some bytes of the lease are on a card, and the rest in host memory."""
         return len(self.shares) > 1 and self.on_device and not self.all_on_device

@@ -25,7 +25,7 @@ from ..facts import (
     World,
     lease_title,
 )
-from ..scheduler import duplex, evictable, explain, shadows
+from ..scheduler import duplex, evictable, explain, feasibility, shadows
 from ..scheduler import transitions as books
 from ..scheduler.capacity import room
 from ..units import show_bytes
@@ -113,6 +113,8 @@ def _leave(
         found = shadows.room_for(book, lease, host_room, world, session.rank, spared=kept)
         if found:
             return book, tuple([shadows.shed(other, because, "evict") for other in found[0]])
+    if not isinstance(step, Drop) and (why := feasibility.why_no_return(book, lease, world)):
+        return book, _cannot_return(session, lease, why)
     if step is None:
         return book, _only_copy(lease)
     return evictable.mark_leaving(book, step, key.text), step
@@ -133,6 +135,16 @@ def _free_shadows(session: Session, steps: tuple[Shed, ...]) -> set[str]:
         if not isinstance(verdict, Grant):
             kept.add(step.lease)
     return kept
+
+
+def _cannot_return(session: Session, lease: Lease, why: str) -> DoesNotFit:
+    title, size = lease_title(lease, session.owner), show_bytes(lease.own_bytes)
+    return DoesNotFit(
+        f"{title} ({size}) stays on {lease.where}: {why}.\n  What holds its memory:  %gpu who",
+        name=lease.name,
+        need_bytes=lease.own_bytes,
+        device=lease.shares[0].device,
+    )
 
 
 def _only_copy(lease: Lease) -> DoesNotFit:

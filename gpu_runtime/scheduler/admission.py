@@ -18,7 +18,7 @@ on its device nor leaving it. A ticket is the book's entry of a waiting request.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 from msgspec.structs import replace
 
@@ -47,6 +47,7 @@ from ..facts import (
 from ..units import show_bytes
 from . import duplex, quotas
 from .candidates import candidates_for, laid_out, not_on, waiting_candidates, without_hopeless
+from .capacity import filled_to_size
 from .context import Context
 from .deadlock import deadlocked
 from .drain import drained
@@ -58,6 +59,9 @@ from .obstacles import wait_for_obstacles
 from .page_entries import free_an_entry, full_for_waiting, needs_entry, page_full
 from .queue import load_seconds
 from .transitions import note
+
+# Kinds of refusals that more room could change.
+OF_ROOM = frozenset(("hopeless", "precious", "kept", "cap"))
 
 
 def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Book, Verdict]:
@@ -73,10 +77,51 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     6. It is the youngest of several deadlocked requests → Refuse, and name these requests
     7. Otherwise → Wait
 
+    Bytes that exist nowhere else may return to where they were (law 16). So if such a return is
+    refused in 3, it is decided again: the cards may then be filled to their sizes, and if that does
+    not help, host memory too while the return makes room.
+
     A Grant with steps is a reservation: the lease is in the book and pinned, and its bytes count
     from now on. Steps of an earlier call with the same key are returned again if they are not done.
     The caller publishes the owner's section before the call. `rank` orders the evictions.
     """
+    after, verdict = _decided(book, request, world, rank)
+    if not isinstance(verdict, Refuse) or verdict.kind not in OF_ROOM:
+        return after, verdict
+    for wider_book, wider_world in _as_it_was(book, request, world, verdict):
+        found, wider = _decided(wider_book, request, wider_world, rank)
+        if not isinstance(wider, Refuse):
+            return replace(found, limits=book.limits), wider
+    return after, verdict
+
+
+def _as_it_was(
+    book: Book, request: Request, world: World, refusal: Refuse
+) -> Iterator[tuple[Book, World]]:
+    """Yields books and worlds with more room, for the return of bytes that exist nowhere else.
+
+    Only bytes that were on the card count: the room that a cell needs beside them is no return. A
+    user may hold more than the operator's cap, and then parked bytes return in spite of the cap.
+    """
+    lease = book.lease(request.lease.owner, request.lease.name)
+    if lease is None or not lease.must_return or lease.phase is not Phase.SETTLED:
+        return
+    if lease.kind == "kernel" and request.footprint.bytes > lease.own_bytes:
+        return
+    cap = world.rules.cap
+    if refusal.kind == "cap":
+        if cap is None or cap.bytes_per_device is None or lease.own_bytes <= cap.bytes_per_device:
+            return
+        rules = replace(world.rules, cap=replace(cap, bytes_per_device=None))
+        world = replace(world, rules=rules)
+        yield book, world
+    cards = {device.id for device in world.devices if not device.is_host}
+    yield filled_to_size(book, world, cards)
+    yield filled_to_size(book, world, {*cards, HOST})
+
+
+def _decided(book: Book, request: Request, world: World, rank: Policy) -> tuple[Book, Verdict]:
+    """The new book and the verdict of the numbered tree; see `admit`."""
     lease = book.lease(request.lease.owner, request.lease.name)
     if unreceived := _unreceived(book, request, lease):
         return book, unreceived

@@ -10,7 +10,9 @@ driver may not have freed yet.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
+
+from msgspec.structs import replace
 
 from ..facts import HOST, Book, Device, Event, Lease, Phase, Sample, Share, World, one_memory
 from ..units import show_seconds
@@ -29,6 +31,18 @@ def limit_of(
     """The budget of a `device` in bytes: the smaller of the book's and this process's limit."""
     own_limit = world.limits.get(device, 0)
     return min(own_limit, book.limits.get(device, own_limit))
+
+
+def filled_to_size(book: Book, world: World, devices: Collection[str]) -> tuple[Book, World]:
+    """The `book` and the `world` in which the `devices` may be filled to their sizes.
+
+    Bytes that return to where they were may use more than the budget (law 16). They never use more
+    than a device has: the claims and the measured bytes of all others still count.
+    """
+    sizes = {one.id: one.total_bytes for one in world.devices if one.id in devices}
+    book = replace(book, limits={**book.limits, **sizes})
+    rules = replace(world.rules, reserve_bytes=0) if HOST not in devices else world.rules
+    return book, replace(world, limits={**world.limits, **sizes}, rules=rules)
 
 
 def room(book: Book, world: World) -> dict[str, int]:

@@ -97,9 +97,25 @@ def can_move(lease: Lease, world: World) -> bool:
     """Whether this `lease` could be offloaded if the host had room.
 
     A lease on a card of the `world` that uses the host's memory is never offloaded: this would free
-    nothing.
+    nothing. A lease that exists nowhere else and holds more than a card has is never offloaded: it
+    could not return.
     """
-    return lease.movable and world.rules.offload and not _uses_host_memory(lease, world)
+    if not (lease.movable and world.rules.offload) or _uses_host_memory(lease, world):
+        return False
+    return lease.droppable or not beyond_its_card(lease, world)
+
+
+def beyond_its_card(lease: Lease, world: World) -> str:
+    """The id of a card on which this `lease` holds more bytes than the card has, or an empty text.
+
+    Only a simulated card can hold more than it has, since plain code takes memory unasked there.
+    """
+    for share in lease.filled or lease.shares:
+        if share.device != HOST:
+            for device in world.devices:
+                if device.id == share.device and share.bytes > device.total_bytes:
+                    return device.id
+    return ""
 
 
 def _uses_host_memory(lease: Lease, world: World) -> bool:
@@ -135,6 +151,8 @@ def permanent_reason_to_stay(
         return ""
     if _uses_host_memory(lease, world):
         return "exists nowhere else, and is in the host's memory already"
+    if card := beyond_its_card(lease, world):
+        return f"holds more than {card} has, so it could not return"
     return needs_host_room(lease)
 
 

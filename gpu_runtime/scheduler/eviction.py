@@ -20,6 +20,7 @@ from .drain import drained
 from .evictable import can_move, largest_fitting_set, reason_to_stay
 from .eviction_multi import multi_card_ways, within_host
 from .eviction_policy import with_uses_of_equal_models
+from .feasibility import why_no_return
 from .splitting import may_split
 from .victims import (
     OWNER,
@@ -113,7 +114,9 @@ def _cheapest(
     """
     if wanted is None:
         wanted = request.lease.id
-    idle = eviction_order(_evictable(request, world, context, spared), world, rank)
+    evictable = _evictable(request, world, context, spared)
+    evictable = [one for one in evictable if not why_no_return(book, one, world)]
+    idle = eviction_order(evictable, world, rank)
     host_now = context.room_now.get(HOST, 0)
     host_later = host_now
     shadowed: list[Lease] = []

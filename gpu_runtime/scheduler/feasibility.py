@@ -26,9 +26,9 @@ from ..facts import (
 )
 from ..units import show_bytes
 from . import quotas
-from .capacity import limit_of
+from .capacity import filled_to_size, limit_of
 from .drain import drained
-from .evictable import largest_fitting_set, permanent_reason_to_stay
+from .evictable import beyond_its_card, largest_fitting_set, permanent_reason_to_stay
 from .placement import claim, place
 from .splitting import divisions, may_split, may_use_one_card
 from .stuck import Stuck, less_pieces, sets_that_stay, stuck_leases
@@ -358,6 +358,44 @@ def _sizes(room: Bytes) -> str:
 
 def _card_bytes(lease: Lease) -> int:
     return sum(share.bytes for share in lease.shares if share.device != HOST)
+
+
+# -- leaving and returning --------------------------------------------------------------------------
+
+
+def why_no_return(book: Book, lease: Lease, world: World) -> str:
+    """Why `lease`, which exists nowhere else, could not return if it left its cards now.
+
+    The text is a sentence without a full stop. It is empty if the lease may return: its cards have
+    room for it beside the leases that never leave (law 16).
+    """
+    if lease.droppable:
+        return ""
+    if card := beyond_its_card(lease, world):
+        return f"it holds more than the {show_bytes(_size(world, card))} of {card}, so it could not return"
+    claims = book.claims()
+    cards = [share for share in lease.filled or lease.shares if share.device != HOST]
+    if all([claims.get(share.device, 0) <= _size(world, share.device) for share in cards]):
+        return ""  # it fits beside all that is there
+    away = replace(lease, shares=(Share(HOST, lease.own_bytes),), filled=(), target=())
+    emptier, roomy = filled_to_size(book.with_lease(away), world, {share.device for share in cards})
+    for share in cards:
+        request = Request(
+            "",
+            lease,
+            Footprint.of(share.bytes, "measured"),
+            world.now,
+            PlacementRules(devices=(share.device,)),
+        )
+        never = hopeless_cards(emptier, request, roomy)
+        if refusal := hopeless(emptier, request, roomy, never):
+            return f"it could not return: {refusal.because}"
+    return ""
+
+
+def _size(world: World, device: str) -> int:
+    found = world.device(device)
+    return found.total_bytes if found else 0
 
 
 # -- this owner's own limit ------------------------------------------------------------------------

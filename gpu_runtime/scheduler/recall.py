@@ -32,7 +32,7 @@ from ..facts import (
 )
 from . import shadows
 from .asks import ASKS, DISK, PERSON, host_victims, process_of, wish
-from .capacity import room
+from .capacity import filled_to_size, room
 from .evictable import (
     copied_bytes,
     eviction_step,
@@ -41,6 +41,7 @@ from .evictable import (
     worth_less,
 )
 from .eviction_policy import lru
+from .feasibility import why_no_return
 from .queue import awake
 from .transitions import note
 
@@ -206,6 +207,8 @@ def _steps_for(
         lease, host_room, world, part=part, drop=drop, because=because, reason=reason
     )
     alone = (replace(step, by=by),) if step is not None else ()
+    if isinstance(step, Move) and why_no_return(book, lease, world):
+        return ()
     if isinstance(step, Move) or (step is not None and drop):
         return alone
     # Host memory has no room for the lease.
@@ -214,6 +217,11 @@ def _steps_for(
     found = shadows.room_for(
         book, going, host_room, world, rank, owner=lease.owner, renewed=renewed
     )
+    if found is None and step is None and _makes_way_for_a_return(book, ticket):
+        # The returning bytes leave host memory next, so its budget may be exceeded meanwhile.
+        wide = room(*filled_to_size(book, world, {HOST})).get(HOST, 0)
+        step = eviction_step(lease, wide, world, part=part, because=because, reason=reason)
+        return (replace(step, by=by),) if step is not None else ()
     if found is None:
         return alone
     because = f"The warm pool is full; {because}"
@@ -230,6 +238,12 @@ def _only_host_memory_is_needed(lease: Lease, ticket: Ticket) -> bool:
         return False
     cards = {share.device for share in ticket.need}
     return bool(cards) and not any(lease.bytes_on(card) for card in cards)
+
+
+def _makes_way_for_a_return(book: Book, ticket: Ticket) -> bool:
+    """Whether the `ticket` waits for the return of bytes that exist nowhere else."""
+    lease = book.lease(ticket.owner, ticket.name) if ticket.verb == "use" else None
+    return lease is not None and lease.must_return
 
 
 def _names_of_asker(book: Book, ticket: Ticket, asker: Asker) -> tuple[str, str]:

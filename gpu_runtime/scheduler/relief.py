@@ -27,6 +27,7 @@ from ..units import show_seconds
 from . import shadows
 from .capacity import room
 from .evictable import copied_bytes, eviction_step, mark_leaving, reason_to_stay
+from .feasibility import why_no_return
 from .pressure import level, pressure, relief, views
 from .victims import part_of
 
@@ -132,7 +133,7 @@ def park_kernels(
             )
             if copies:
                 return book, copies
-            if step is not None:
+            if step is not None and not why_no_return(book, lease, world):
                 return mark_leaving(book, step, key), (step,)
     return book, ()
 

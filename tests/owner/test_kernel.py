@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpu_runtime import AmbiguousName, GpuError, OutOfMemory, StillInUse, UnknownModel
+from gpu_runtime import AmbiguousName, DoesNotFit, GpuError, OutOfMemory, StillInUse, UnknownModel
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import kernel_reading
 from gpu_runtime.rendering import words
@@ -277,6 +277,28 @@ def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started
     card.squeeze(0)
     cell(kernel)
     assert not kernel.refused and HOST not in own(rt)
+
+
+def test_what_held_more_than_the_budget_returns_to_the_card(started):
+    """60 of 64 MiB with a budget of 57.6. In 0.2 no cell of such a notebook ran again after a park,
+    not even `del x`: law 16.
+    """
+    rt, kernel = started(devices="sim:64MiB,host:4GiB")
+    kept = torch.full((60 * FLOATS,), 5.0)
+    cell(kernel)
+    assert rt.park().done
+    cell(kernel)
+    assert not kernel.refused and own(rt) == {"sim:0": 60 * MIB} and bool((kept == 5).all())
+
+
+def test_what_holds_more_than_the_card_is_not_parked(started):
+    """On a simulated card plain code can take more than the card has. It could not return."""
+    rt, kernel = started(devices="sim:32MiB,host:4GiB")
+    kept = torch.zeros(40 * FLOATS)
+    cell(kernel)
+    with pytest.raises(DoesNotFit, match=r"holds more than the 32.* of sim:0.*could not return"):
+        rt.park()
+    assert own(rt) == {"sim:0": 40 * MIB} and kept is not None
 
 
 def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(started, monkeypatch):

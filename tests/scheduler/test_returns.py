@@ -1,0 +1,196 @@
+"""Law 16: what leaves must be able to return. Two notebooks of plain tensors share a card and RAM.
+
+Only the decisions are real here; `Notebooks` does the moves. Each write is checked against the laws
+of the ledger.
+"""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+from msgspec.structs import replace
+
+from gpu_runtime.facts import (
+    HOST,
+    Device,
+    Footprint,
+    Grant,
+    PlacementRules,
+    Refuse,
+    Request,
+    Share,
+    World,
+)
+from gpu_runtime.ledgers.invariants import refuse_unlawful
+from gpu_runtime.scheduler import evictable, feasibility
+from gpu_runtime.scheduler import transitions as books
+from gpu_runtime.scheduler.admission import admit
+from gpu_runtime.scheduler.capacity import room
+from gpu_runtime.scheduler.eviction_policy import lru
+from gpu_runtime.scheduler.recall import obey
+from tests.worlds import NOW, WALL, Rules, at, book, lease, owner
+
+CARD = "sim:0"
+KERNEL = {"kind": "kernel", "droppable": False}
+
+
+class Notebooks:
+    """Two notebooks, 1 and 2, each with the sizes of its tensors. The sizes are small numbers."""
+
+    def __init__(self, card: int, budget: int, ram: int, ram_budget: int) -> None:
+        devices = (Device(CARD, card, simulated=True), Device(HOST, ram, simulated=True))
+        limits = {CARD: budget, HOST: ram_budget}
+        self.world = World(NOW, NOW + WALL, devices, limits, rules=Rules(grace_seconds=0))
+        self.book = replace(book(owners=(1, 2)), devices=devices, limits=limits)
+        self.tensors: dict[int, list[int]] = {}
+        self.away: dict[int, list[int]] = {1: [], 2: []}
+
+    # -- facts
+
+    def lease(self, who: int):
+        return self.book.lease(owner(who).id, "kernel")
+
+    def hold(self, who: int, sizes: list[int]) -> None:
+        """A cell of this notebook took tensors of these `sizes`, without a request."""
+        self.tensors[who] = sizes
+        held = lease("kernel", by=who, shares=(Share(CARD, sum(sizes)),), **KERNEL)
+        self.write(self.book.with_lease(held), who)
+
+    def write(self, after, who: int) -> None:
+        self.world = replace(self.world, now=self.world.now + 1)
+        refuse_unlawful(self.book, after, owner(who).id, lambda book: frozenset())
+        self.book = after
+
+    def move(self, step, who: int) -> None:
+        """Moves the tensors as the step says, and settles the lease."""
+        self.away[who] = list(self.tensors[who])
+        shares = (Share(HOST, sum(self.away[who])),)
+        self.write(books.left(self.book, step, shares, self.world), who)
+
+    # -- what a user or a cell requests
+
+    def park(self, who: int) -> bool:
+        """`%gpu park` in this notebook. Returns whether it was parked."""
+        held = self.lease(who)
+        step = evictable.eviction_step(held, room(self.book, self.world)[HOST], self.world)
+        if step is None or feasibility.why_no_return(self.book, held, self.world):
+            return False
+        self.write(evictable.mark_leaving(self.book, step, "park"), who)
+        self.move(step, who)
+        return True
+
+    def cell(self, who: int) -> bool:
+        """A cell of this notebook begins. Returns whether it may run."""
+        held = self.lease(who)
+        request = Request(
+            f"cell {who}",
+            replace(held, shares=(), piece_bytes=0),
+            Footprint.of(held.own_bytes, "measured"),
+            self.world.now,
+            PlacementRules(devices=(CARD,)),
+            stage_bytes=1,
+        )
+        other = 3 - who
+        for _ in range(99):
+            after, verdict = admit(self.book, request, self.world, lru)
+            self.write(after, who)
+            if isinstance(verdict, Refuse):
+                return False
+            if isinstance(verdict, Grant):
+                if not verdict.steps:
+                    return True
+                self.arrive(verdict, who)
+                continue
+            after, steps, _ = obey(self.book, owner(other).id, self.world, "obey")
+            self.write(after, other)
+            assert steps, verdict.because
+            for step in steps:
+                self.move(step, other)
+        raise AssertionError("the return does not end")
+
+    def arrive(self, grant: Grant, who: int) -> None:
+        self.away[who] = []
+        shares = (Share(CARD, sum(self.tensors[who])),)
+        after = books.arrived(self.book, owner(who).id, "kernel", shares, self.world)
+        on_card = sum(one.bytes_on(CARD) for one in after.leases())
+        assert on_card <= self.world.device(CARD).total_bytes, "the real card is overcommitted"
+        lease = replace(after.lease(owner(who).id, "kernel"), pins=0)
+        self.write(after.with_lease(lease), who)
+
+
+def test_a_notebook_that_held_more_than_the_budget_returns_to_the_card():
+    """488 of 512 MiB, with a budget of 461. In 0.2 no cell ran again, not even `del x`."""
+    both = Notebooks(card=512, budget=461, ram=4096, ram_budget=2048)
+    both.hold(1, [488])
+    assert both.park(1) and both.cell(1)
+    assert both.lease(1).shares == (Share(CARD, 488),)
+
+
+def test_the_budget_holds_while_others_can_make_room():
+    """The part of the card above its budget is only for returns that need it."""
+    both = Notebooks(card=512, budget=400, ram=4096, ram_budget=2048)
+    both.hold(1, [300])
+    assert both.park(1)
+    both.hold(2, [150])
+    assert both.cell(1) and both.lease(2).shares == (Share(HOST, 150),)
+
+
+def test_two_notebooks_that_fill_card_and_ram_take_turns():
+    """Twice 1.25 GiB, budgets of 1.8 and 2.0 GiB: host memory holds both while they change places."""
+    both = Notebooks(card=200, budget=180, ram=400, ram_budget=200)
+    both.hold(1, [125])
+    assert both.park(1)
+    both.hold(2, [125])
+    for who in (1, 2, 1, 2):
+        assert both.cell(who)
+        assert both.lease(who).shares == (Share(CARD, 125),)
+        assert both.lease(3 - who).shares == (Share(HOST, 125),)
+
+
+def test_a_notebook_that_holds_more_than_its_card_is_not_parked():
+    """On a simulated card plain code can take more than there is. It could never return."""
+    both = Notebooks(card=100, budget=90, ram=1000, ram_budget=500)
+    both.hold(1, [101])
+    assert not both.park(1)
+    assert "holds more than the 100 B of sim:0" in feasibility.why_no_return(
+        both.book, both.lease(1), both.world
+    )
+
+
+def test_beside_a_kept_model_only_what_fits_with_it_is_parked():
+    """A kept model never makes room, so the notebook must fit beside it."""
+    both = Notebooks(card=100, budget=90, ram=1000, ram_budget=500)
+    kept = lease("m", by=2, shares=(Share(CARD, 40),), keep=True)
+    both.write(both.book.with_lease(kept), 2)
+    both.hold(1, [60])
+    assert both.park(1) and both.cell(1)
+    both.hold(1, [61])
+    assert not both.park(1)
+    assert at(2, "m") in {one.id for one in both.book.leases()}
+
+
+def test_an_ordinary_grant_never_uses_the_part_above_the_budget():
+    """Only a return may: the same bytes, requested anew, are refused."""
+    both = Notebooks(card=512, budget=461, ram=4096, ram_budget=2048)
+    request = Request("m", lease("m", shares=()), Footprint.of(488, "declared"), NOW)
+    _, verdict = admit(both.book, request, both.world, lru)
+    assert isinstance(verdict, Refuse) and verdict.budget_bytes == 461
+
+
+@given(
+    card=st.integers(10, 60),
+    budget=st.integers(5, 10),
+    ram=st.integers(10, 120),
+    ram_budget=st.integers(3, 10),
+    sizes=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    doings=st.lists(st.tuples(st.sampled_from(["park", "cell"]), st.integers(1, 2)), max_size=8),
+)
+def test_what_left_can_return_or_its_park_was_refused(card, budget, ram, ram_budget, sizes, doings):
+    """For all sizes of card, RAM and budgets, and both ways to leave: by hand or by request."""
+    both = Notebooks(card, card * budget // 10, ram, ram * ram_budget // 10)
+    both.hold(1, [sizes[0]])
+    both.hold(2, [sizes[1]])
+    for doing, who in doings:
+        getattr(both, doing)(who)
+    for who in (1, 2, 1):
+        assert both.cell(who) or sum(sizes) > card + min(ram, both.world.limits[HOST])
