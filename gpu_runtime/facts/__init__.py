@@ -85,6 +85,7 @@ from .leases import (
     Owner,
     Phase,
     Section,
+    Staying,
     Ticket,
 )
 from .models import (

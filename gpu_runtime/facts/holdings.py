@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .base import Value
+from .leases import Staying
 
 
 class Holder(Value):
@@ -15,6 +16,8 @@ class Holder(Value):
     alone_bytes: int  # bytes that become free if only this name is deleted
     cell: str = ""  # the cell that made the object, such as In [7]; empty if unknown
     what: str = ""  # the class of the object, or who else refers to the memory
+    stays: str = ""  # why some of its bytes cannot leave their device; empty: all can
+    stays_bytes: int = 0  # how many of its bytes
 
 
 class Holdings(Value):
@@ -32,6 +35,7 @@ class Holdings(Value):
     unseen_bytes: int = 0  # allocated, but no storage was found
     whole: bool = True  # False: the time limit ended the search early
     seconds: float = 0.0
+    staying: tuple[Staying, ...] = ()  # the bytes that cannot leave their device, by reason
     # The next six fields are set only in the answer of another process.
     process: str = ""  # such as train.ipynb (pid 4121)
     parked_bytes: int = 0  # bytes that are parked in host memory

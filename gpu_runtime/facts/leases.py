@@ -334,6 +334,19 @@ class Lease(Value):
         return self.shadow_bytes >= on_cards or leaving >= on_cards
 
 
+class Staying(Value):
+    """Bytes of a process that cannot leave their card, and the reason."""
+
+    device: str
+    why: str
+    bytes: int
+
+    def words(self, names: str = "") -> str:
+        """A sentence without its full stop. `names` are the variables, as far as they may be shown."""
+        names = f" ({names})" if names else ""
+        return f"{show_bytes(self.bytes)} stays on {self.device}{names}: {self.why}"
+
+
 class Section(Value):
     """The part of the book that one owner writes. No other process may change it."""
 
@@ -342,6 +355,7 @@ class Section(Value):
     # Maps a device to the bytes that the process holds beyond its leases: CUDA context, the
     # allocator's cache, and tensors of the user's code.
     residue: dict[str, int] = {}
+    staying: tuple[Staying, ...] = ()  # the part of the residue that is known not to leave, and why
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
     # Processes that the owner started to run models in. Their memory belongs to the owner's leases.
     engines: tuple[int, ...] = ()
@@ -368,6 +382,15 @@ class Section(Value):
     def copies(self) -> tuple[tuple[str, int], ...]:
         """For each lease with shared pages: the id of the pages, and the lease's bytes in them."""
         return self._sums()[3]
+
+    def staying_on(self, device: str) -> tuple[Staying, ...]:
+        """What cannot leave `device`, by reason."""
+        return tuple(one for one in self.staying if one.device == device)
+
+    def cache_on(self, device: str) -> int:
+        """The residue on `device` without what is known not to leave: context, cache, own tensors."""
+        stays = sum(one.bytes for one in self.staying_on(device))
+        return max(0, self.residue.get(device, 0) - stays)
 
     def _sums(self) -> _Sums:
         """This section, its claims, its promises and its shared pages."""

@@ -36,7 +36,7 @@ LEASES = (
     "model device bytes measured_bytes owner user pid notebook importance pins idle_seconds"
 ).split()
 EVENTS = "time model action reason bytes device owner".split()
-HOLDERS = "name kind device bytes alone_bytes cell what".split()
+HOLDERS = "name kind device bytes alone_bytes cell what stays stays_bytes".split()
 FRAGMENTATION = (
     "device allocated_bytes reserved_bytes fragmentation_bytes fragmentation_percent "
     "alloc_retries ooms inactive_bytes releasable_bytes largest_free_bytes "
@@ -247,7 +247,9 @@ def holders(found: Holdings) -> DataFrame:
     The fields of `found` other than `holders` are sums; they are in the table's `attrs`.
     """
     rows = [[getattr(row, column) for column in HOLDERS] for row in found.holders]
-    frame = _frame(rows, HOLDERS, {"bytes": "int64", "alone_bytes": "int64"})
+    frame = _frame(
+        rows, HOLDERS, {"bytes": "int64", "alone_bytes": "int64", "stays_bytes": "int64"}
+    )
     sums = (name for name in found.__struct_fields__ if name != "holders")
     frame.attrs = {name: getattr(found, name) for name in sums}
     return frame

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from msgspec.structs import replace
 
 from ..errors import GpuError
-from ..facts import HOST, Holder, Holdings, Outcome
+from ..facts import HOST, Holder, Holdings, Outcome, Staying
 from ..names import ELSEWHERE, ERROR, MODEL, OUTPUT, VARIABLE, Name, Namespace, registered
 from ..units import show_bytes
 from . import requests
@@ -32,6 +32,8 @@ class _Storage(NamedTuple):
 
     device: str
     bytes: int
+    own_bytes: int  # without the bytes that another storage of the list has in the same memory
+    stays: str  # why it cannot leave its device; empty: it can
 
 
 class _Reached(NamedTuple):
@@ -129,9 +131,9 @@ def _summed(
     autograd graphs hold. `of_others` are the bytes of models whose storages are not in this
     process.
     """
-    known_bytes = sum(storages[key].bytes for key in explained) + of_others
-    graph_bytes = sum(storages[key].bytes for key in saved)
-    found_bytes = sum(one.bytes for one in storages.values())
+    known_bytes = sum(storages[key].own_bytes for key in explained) + of_others
+    graph_bytes = sum(storages[key].own_bytes for key in saved)
+    found_bytes = sum(one.own_bytes for one in storages.values())
     unknown_bytes = found_bytes + of_others - known_bytes - graph_bytes
     allocated, reserved = _allocated(session)
     # A simulated card does not count the user's tensors as allocated, so the figure is unknown there.
@@ -145,13 +147,43 @@ def _summed(
         *parts,
         whole=whole,
         seconds=round(seconds, 3),
+        staying=_staying(storages.values()),
     )
+
+
+def _staying(storages: Iterable[_Storage]) -> tuple[Staying, ...]:
+    """The bytes of `storages` that cannot leave their device, for each device and reason."""
+    sizes: dict[tuple[str, str], int] = {}
+    for one in storages:
+        if one.stays:
+            sizes[one.device, one.stays] = sizes.get((one.device, one.stays), 0) + one.own_bytes
+    return tuple(Staying(*key, size) for key, size in sorted(sizes.items()))
+
+
+def staying_in_words(session: Session, by_name: bool = True) -> str:
+    """What cannot leave this process's cards, as a sentence; empty if everything can.
+
+    With `by_name`, the sentence names the variables, and the memory is searched. This is for the
+    user of this notebook only.
+    """
+    if not session.staying():
+        return ""
+    if not by_name:
+        return "; ".join(one.words() for one in session.staying())
+    found = who(session)
+    said = []
+    for one in found.staying:
+        names = [row.name for row in found.holders if row.stays == one.why]
+        said.append(one.words(_listed(names) if names else ""))
+    return "; ".join(said)
 
 
 def _search(session: Session, limit: Any) -> tuple[dict[int, _Storage], bool]:
     """The storages on the governed devices by their keys, and whether the search was complete."""
     result = _found(session, limit)
-    found = {one.key: _Storage(one.device, one.bytes) for one in result.found}
+    found = {
+        one.key: _Storage(one.device, one.bytes, one.own_bytes, one.stays) for one in result.found
+    }
     return found, result.whole
 
 
@@ -176,8 +208,9 @@ def _found(session: Session, limit: Any) -> Any:
     result = search(counted_on(memories), governed=frozenset(ours), limit=limit)
     found = []
     for one in result.found:
-        in_host = one.stays == FOREIGN and host.contains(one.storage.data_ptr())
-        if one.key in parked or not in_host:
+        if one.key in parked:
+            found.append(one._replace(stays=""))
+        elif one.stays != FOREIGN or not host.contains(one.storage.data_ptr()):
             found.append(one)
     return result._replace(found=tuple(found))
 
@@ -220,7 +253,15 @@ def _row(reached: _Reached, storages: Mapping[int, _Storage]) -> Holder:
         sum(storage.bytes for storage in alone),
         cell,
         what,
+        *_why_it_stays(held),
     )
+
+
+def _why_it_stays(held: Iterable[_Storage]) -> tuple[str, int]:
+    """The reasons why some of the storages `held` stay, and their bytes."""
+    staying = [one for one in held if one.stays]
+    whys = dict.fromkeys(one.stays for one in staying)
+    return "; ".join(whys), sum(one.own_bytes for one in staying)
 
 
 def _devices(ids: Iterable[str]) -> str:
@@ -312,8 +353,11 @@ def _elsewhere(
         if before := rows.get(said):
             size += before.bytes
             devices += before.device.split(",")
-        device = _devices(devices)
-        rows[said] = Holder(said, ELSEWHERE, device, size, 0, "", "no variable refers to it")
+        why, stays_bytes = one.stays, one.own_bytes if one.stays else 0
+        if before:
+            why, stays_bytes = why or before.stays, stays_bytes + before.stays_bytes
+        row = Holder(said, ELSEWHERE, _devices(devices), size, 0, "", "no variable refers to it")
+        rows[said] = replace(row, stays=why, stays_bytes=stays_bytes)
     return list(rows.values()), frozenset(known)
 
 

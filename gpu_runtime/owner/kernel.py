@@ -20,10 +20,10 @@ from msgspec.structs import replace
 from .. import threads
 from ..backends.base import Stillness, is_out_of_memory
 from ..errors import CannotGovern, GpuError, WaitEnded
-from ..facts import LeaseId, Outcome, Shares
+from ..facts import LeaseId, Outcome, Shares, Staying
 from ..scheduler import relief
 from ..units import MIB, show_bytes, show_seconds
-from . import kernel_names, operations, release
+from . import holdings, kernel_names, operations, release
 from .cell_room import CellRoom, forget_frames, make_room
 from .kernel_reading import Reading, bring_back
 from .kernel_resident import NAME, Bytes, KernelResident, governed_keys, governed_shares
@@ -76,6 +76,11 @@ class Kernel:
         """The resident of the kernel's lease; None while the kernel holds too little for a lease."""
         found = self._session.residents.get(NAME)
         return found if isinstance(found, KernelResident) else None
+
+    @property
+    def staying(self) -> tuple[Staying, ...]:
+        """What the kernel holds on a card and cannot be moved, as it was last counted."""
+        return self._handle.staying if self._handle is not None else ()
 
     @property
     def away(self) -> bool:
@@ -218,6 +223,7 @@ class Kernel:
         began = clock()
         self._uncounted = not idle and began < self._count_again_at
         if self._uncounted:
+            self._session.start_monitor()  # it calls `catch_up`
             return
         self.count()
         seconds = clock() - began
@@ -244,12 +250,16 @@ class Kernel:
             self._handle = backend.open(  # type: ignore[attr-defined]
                 self._stillness, lambda: governed_keys(session), lambda: governed_shares(session)
             )
+        stayed = self.staying
         if resident is None:
             held = backend.measure(self._handle)
             if sum(share.bytes for share in held) >= LEAST_BYTES:
                 self._open(held)
+            elif self.staying != stayed:
+                session.start_monitor()
+                session.publish()
             return
-        changed = resident.remeasure()
+        changed = resident.remeasure() or self.staying != stayed
         if resident.lease.own_bytes < LEAST_BYTES and resident.begin_moving():
             session.residents.pop(NAME, None)
             session.publish()
@@ -328,17 +338,20 @@ class Kernel:
             self.count()
             resident = self.resident
         if resident is None:
-            because = "this kernel's own code holds nothing on a card"
+            stays = holdings.staying_in_words(self._session)
+            because = stays or "this kernel's own code holds nothing on a card"
             return Outcome(verb="park", name="", done=True, because=because, bytes=0)
         if self._running:
             self._park_next = True
-            because = f"{show_bytes(resident.lease.bytes)} leaves when this cell has ended"
+            leaves = f"{show_bytes(resident.lease.bytes)} leaves when this cell has ended"
+            because = "; ".join(filter(None, [leaves, holdings.staying_in_words(self._session)]))
             return Outcome(verb="park", name="", done=True, because=because, bytes=0)
         if self.away:
             return kernel_names.in_ram_already(self._session, "park", "", [resident.lease])
-        return replace(
-            operations.evict(self._session, self._id(), timeout=None), verb="park", name=""
-        )
+        outcome = operations.evict(self._session, self._id(), timeout=None)
+        stays = holdings.staying_in_words(self._session)
+        because = "; ".join(filter(None, [outcome.because, stays]))
+        return replace(outcome, verb="park", name="", because=because)
 
     def exempt(self, never: bool) -> Outcome:
         """If `never` is true, brings the memory back and forbids parking. If false, allows parking."""
@@ -423,7 +436,14 @@ def park(session: Session, who: str = "") -> Outcome:
     target = kernel_names.find(session, who)
     if (parked := kernel_names.in_ram(session, target)) is not None:
         return kernel_names.in_ram_already(session, "park", who, [parked])
-    return replace(operations.evict(session, target, timeout=None), verb="park", name=who)
+    section = session.ledger.read().sections.get(target.owner)
+    if section is not None and section.lease(NAME) is None:
+        because = "; ".join(one.words() for one in section.staying)
+        return Outcome(verb="park", name=who, done=True, because=because, bytes=0)
+    outcome = replace(operations.evict(session, target, timeout=None), verb="park", name=who)
+    section = session.ledger.read().sections.get(target.owner)
+    stays = [one.words() for one in section.staying] if section is not None else []
+    return replace(outcome, because="; ".join([outcome.because, *stays]))
 
 
 def unpark(session: Session, who: str = "") -> Outcome:

@@ -22,7 +22,11 @@ def find(session: Session, who: str) -> LeaseId:
     AmbiguousName if several kernels have the name.
     """
     book = session.ledger.read()
-    kernels = [section.owner for section in book.sections.values() if section.lease(NAME)]
+    kernels = [
+        section.owner
+        for section in book.sections.values()
+        if section.lease(NAME) or section.staying
+    ]
     found = [owner for owner in kernels if who in owner.names]
     if len(found) == 1:
         return LeaseId(found[0].id, NAME)

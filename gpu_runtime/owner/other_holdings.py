@@ -13,7 +13,7 @@ from collections.abc import Callable
 from msgspec.structs import replace
 
 from ..errors import Busy, GpuError
-from ..facts import HOST, Book, Holder, Holdings, LeaseId, Outcome, Owner
+from ..facts import HOST, Book, Holdings, LeaseId, Outcome, Owner
 from ..names import MODEL
 from ..scheduler.recall import Order
 from ..units import show_bytes
@@ -116,7 +116,8 @@ def own(session: Session, stop: Callable[[], bool] | None = None) -> Holdings:
         return found
     rows = []
     for row in found.holders:
-        rows.append(row if row.kind == MODEL else replace(row, device=HOST))
+        is_parked = row.kind != MODEL and not row.stays
+        rows.append(replace(row, device=HOST) if is_parked else row)
     size = kernel.lease.bytes
     return replace(
         found,
@@ -142,7 +143,7 @@ def _without_names(found: Holdings, user: str) -> Holdings:
     rows = []
     for row in found.holders:
         if row.kind != MODEL:
-            row = Holder("–", row.kind, row.device, row.bytes, row.alone_bytes)
+            row = replace(row, name="–", cell="", what="")
         rows.append(row)
     note = " ".join(filter(None, [found.note, HIDDEN.format(user=user)]))
     return replace(found, holders=tuple(rows), note=note)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ..errors import AmbiguousName, GpuError, UnknownModel
 from ..facts import Event, Replayed, notebook_has_name
+from ..units import show_bytes
 from . import kernel_names, notebooks, registry
 from . import replays as recorded
 from .history import recorded_events
@@ -26,7 +27,7 @@ def why(session: Session, name: str, replay: bool) -> tuple[Event | Replayed, ..
     if not name:
         recent = _recent(session)
         mine = [event for event in recent if session.guest or event.owner == session.me]
-        return tuple(mine[-FEW:][::-1])
+        return (*_staying(session, session.me), *mine[-FEW:][::-1])
     bare, process = registry.split_address(name)
     resident = registry.by_key(session, bare)
     found = recorded_events(
@@ -78,7 +79,28 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
             raise UnknownModel(who, registry.addresses(session)) from None
         owner = owners[-1]
     found = [event for event in of_all if event.owner == owner]
-    return tuple(found[-MOST_OF_ONE:])
+    return (*found[-MOST_OF_ONE:], *_staying(session, owner))
+
+
+def _staying(session: Session, owner_id: str) -> tuple[Event, ...]:
+    """An event for each part of the memory of the process `owner_id` that cannot leave its card now."""
+    section = session.ledger.read().sections.get(owner_id)
+    if section is None:
+        return ()
+    now = session.wall()
+    return tuple(
+        Event(
+            seq=0,
+            wall=now,
+            model=kernel_names.NAME,
+            action="stays",
+            reason="shared",
+            because=f"{show_bytes(one.bytes)} on {one.device}: {one.why}",
+            owner=owner_id,
+            notebook=section.owner.notebook,
+        )
+        for one in section.staying
+    )
 
 
 def _on_models_of(session: Session, notebook: str) -> tuple[Event, ...]:

@@ -24,7 +24,7 @@ from ..backends.registry import backend_names, open_backend
 from ..catalog.resolve import Catalogued
 from ..devices.probe import Probe
 from ..errors import GpuError, LedgerUnavailable, ProbeFailed
-from ..facts import Asker, Book, Device, Event, Lease, Owner, Wait, World
+from ..facts import Asker, Book, Device, Event, Lease, Owner, Staying, Wait, World
 from ..kernel_activity import activity
 from ..ledgers.base import Ledger
 from ..ledgers.host_config import Machine, groups_of
@@ -172,11 +172,19 @@ class Session:
             self._residue(models),
             *self.activity.state,
             engines,
+            self.staying(),
         )
+
+    def staying(self) -> tuple[Staying, ...]:
+        """What the notebook's own code holds on a card, and cannot leave it."""
+        return self.kernel.staying if self.kernel is not None else ()
 
     def _residue(self, models: tuple[Lease, ...]) -> dict[str, int]:
         if self.probe.simulated:
-            return {}
+            found: dict[str, int] = {}
+            for one in self.staying():
+                found[one.device] = found.get(one.device, 0) + one.bytes
+            return found
         engine_models = {r.spec.name for r in list(self.residents.values()) if r.engines}
         in_process = [lease for lease in models if lease.name not in engine_models]
         blocks = [lease for lease, _ in list(self.blocks.values())]

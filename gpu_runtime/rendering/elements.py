@@ -204,7 +204,7 @@ def stretch(
 def swatch(row: views.Holding) -> str:
     """A square in the colour of the model in `row`; a grey square for memory without a lease."""
     drawn = Look(_GREY, "", "", "▧")
-    if row.kind in ("model", "block", "kernel"):
+    if row.kind in ("model", "block", "kernel", "stays"):
         drawn = look(row.name)
     return f'<span style="color:{drawn.colour}">{drawn.square}</span> '
 

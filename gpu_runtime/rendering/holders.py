@@ -67,10 +67,16 @@ def _rows(frame: Any) -> list[list[str]]:
             show_bytes(int(record["bytes"])),
             show_bytes(int(record["alone_bytes"])),
             clean(record["cell"]),
-            clean(record["what"]),
+            what(record),
         ]
         for record in records
     ]
+
+
+def what(record: Mapping[str, Any]) -> str:
+    """The last cell of a row: what holds the memory, and how much of it cannot be parked."""
+    stays = f"{show_bytes(int(record['stays_bytes']))} stays" if record["stays"] else ""
+    return "; ".join(filter(None, [clean(record["what"]), stays]))
 
 
 def _nothing(sums: Mapping[str, Any]) -> str:
@@ -100,6 +106,8 @@ def sentences(sums: Mapping[str, Any]) -> list[str]:
         lines = []
     if sums["process"]:
         lines.insert(0, f"{clean(sums['process'])} holds this.")
+    for one in sums["staying"]:
+        lines.append(f"{clean(one.words())}.")
     if sums["stays"]:
         lines.append(f"It cannot be parked now: {clean(sums['stays'])}.")
     if sums["parked_bytes"]:

@@ -69,7 +69,7 @@ def _devices(snapshot: Snapshot) -> str:
 def _holders(snapshot: Snapshot) -> str:
     rows = views.holdings(snapshot)
     hint = ""
-    if not any(row.kind in ("model", "block", "kernel") for row in rows):
+    if not any(row.kind in ("model", "block", "kernel", "stays") for row in rows):
         hint = line(with_code(text.nothing_yet("%gpu", [spec.name for spec in snapshot.specs])))
     if not rows:
         return hint

@@ -75,7 +75,7 @@ _HOLDERS = ("MODEL", "SIZE", "WHERE", "HELD BY", "IMPORTANCE", "STATE")
 
 def _holders(snapshot: Snapshot, prompt: str) -> list[str]:
     rows = views.holdings(snapshot)
-    if not any(row.kind in ("model", "block", "kernel") for row in rows):
+    if not any(row.kind in ("model", "block", "kernel", "stays") for row in rows):
         hint = nothing_yet(prompt, registered=[spec.name for spec in snapshot.specs])
         return [hint, *table(_cells(rows), _HOLDERS, right=(1,))] if rows else [hint]
     lines = table(_cells(rows[: views.MOST_ROWS]), _HOLDERS, right=(1,))

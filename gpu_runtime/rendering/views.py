@@ -38,6 +38,8 @@ from gpu_runtime.units import show_bytes
 MOST_ROWS = 20  # rows in one table; the others are counted, and `%gpu leases` shows all of them
 STRANGERS = "other programs"
 RESIDUE = "context and cache"
+STAYS = "cannot be parked"
+OWN_CODE = "its own code"  # the memory of a notebook's variables
 NOT_LISTED = 99  # sort key of a device that the snapshot does not list: it is last
 _LEVELS = (Level.UNKNOWN, Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)
 
@@ -91,7 +93,7 @@ class Holding(NamedTuple):
     where: str
     holder: str
     state: str
-    kind: str = "model"  # model, block, residue, strangers
+    kind: str = "model"  # model, kernel, block, stays, residue, strangers
     marks: tuple[str, ...] = ()
 
 
@@ -128,8 +130,11 @@ def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[BarSegment]:
             yield BarSegment(title, arriving, "arriving", lease.id)
         if view.device.is_host and lease.shadow_beyond_target:
             yield BarSegment(f"copy of {title}", lease.shadow_beyond_target, "settled", lease.id)
-    if view.residue_bytes:
-        yield BarSegment(RESIDUE, view.residue_bytes, "residue")
+    cache = sum(section.cache_on(view.device.id) for section in snapshot.sections.values())
+    if view.residue_bytes > cache:
+        yield BarSegment(STAYS, view.residue_bytes - cache, "residue")
+    if cache:
+        yield BarSegment(RESIDUE, cache, "residue")
     unleased = strangers_bytes(view)
     if unleased > 0:
         yield BarSegment(STRANGERS, unleased, "strangers")
@@ -293,7 +298,12 @@ def _residues(snapshot: Snapshot) -> Iterator[Holding]:
         for device, size in section.residue.items():
             if size:
                 owner = holder(snapshot, section.owner.id)
-                yield Holding(RESIDUE, size, device, owner, "", "residue")
+                for one in section.staying_on(device):
+                    title = section.owner.file or f"pid {section.owner.pid}"
+                    why = f"stays: {clean(one.why)}"
+                    yield Holding(title, one.bytes, device, owner, why, "stays")
+                if cache := section.cache_on(device):
+                    yield Holding(RESIDUE, cache, device, owner, "", "residue")
 
 
 def _strangers(snapshot: Snapshot) -> Iterator[Holding]:

@@ -28,6 +28,7 @@ from ..facts import (
     Section,
     Shares,
     Shed,
+    Staying,
     Step,
     Value,
     World,
@@ -53,6 +54,7 @@ class Truth(Value):
     busy_since: float = NEVER
     idle_since: float = NEVER
     engines: tuple[int, ...] = ()  # pids of the processes in which it runs models
+    staying: tuple[Staying, ...] = ()
 
 
 def note(
@@ -310,6 +312,7 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
         owner=truth.owner,
         leases=_published_leases(section, truth),
         residue=truth.residue,
+        staying=truth.staying,
         counts=section.counts,
         engines=truth.engines,
         busy_since=truth.busy_since,

@@ -16,6 +16,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -23,6 +24,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from gpu_runtime.backends.pytorch import memory_owner
 from gpu_runtime.backends.pytorch import search as se
 from gpu_runtime.units import MIB
 
@@ -213,19 +215,125 @@ def test_memory_that_others_use_stays(make, reason):
     assert why(tensor) == reason
 
 
-def test_a_tensor_that_numpy_uses_stays():
-    """NumPy keeps the address of a shared storage, so the storage is not moved."""
-    tensor = torch.ones(7)
-    array = tensor.numpy()
-    assert why(tensor) == se.FOREIGN
+held: dict[str, torch.Tensor] = {}  # like a notebook's variables, and unlike those of a function
+
+
+@pytest.fixture
+def holding():
+    """Puts tensors into `held`, by name."""
+    yield lambda **tensors: held.update(tensors)
+    held.clear()
+
+
+def reasons():
+    """The reason for each tensor in `held`, by name. No variable of a function refers to the tensors."""
+    key_of = {name: one.untyped_storage()._cdata for name, one in held.items()}
+    found = {one.key: one.stays for one in se.search(every).found}
+    return {name: found[key] for name, key in key_of.items()}
+
+
+@pytest.mark.parametrize("use", [
+    lambda tensor: tensor.numpy(),
+    lambda tensor: np.asarray(tensor)[1:],
+    lambda tensor: tensor.view(7, 1)[2:].numpy(),
+    lambda tensor: memoryview(tensor.numpy()),
+    lambda tensor: [one.numpy() for one in tensor.unbind()],
+], ids=["numpy", "part", "view", "buffer", "many"])  # fmt: skip
+@pytest.mark.parametrize("few", [0, 99], ids=["all-references", "referrers"])
+def test_a_tensor_stays_as_long_as_a_numpy_array_uses_it(use, few, holding, monkeypatch):
+    """NumPy keeps the address of a shared storage. torch's mark of such a storage stays for ever, so
+    the mark alone does not decide.
+    """
+    monkeypatch.setattr(memory_owner, "FEW", few)
+    holding(x=torch.ones(7))
+    users = [use(held["x"]), use(held["x"])]
+    assert reasons() == {"x": se.ARRAY}
+    users.pop()
+    assert reasons() == {"x": se.ARRAY}
+    users.clear()
+    assert reasons() == {"x": ""}
+    assert not held["x"].untyped_storage().resizable()
+
+
+def test_a_graph_and_a_gradient_are_no_numpy_array(holding):
+    """Autograd's C++ objects hold references to tensors too, which Python cannot list."""
+    holding(weight=nn.Parameter(torch.ones(7)))
+    holding(view=held["weight"].detach().view(7, 1))
+    held["view"].numpy()
+    holding(loss=(held["weight"] * held["weight"]).sum())
+    assert reasons() == {"weight": "", "view": "", "loss": ""}
+    held["loss"].backward()
+    assert reasons() == {"weight": "", "view": "", "loss": ""}
+
+
+def test_a_private_mapping_of_a_file_can_be_moved(holding, tmp_path):
+    """Nobody else sees what is written there, so equal bytes elsewhere are as good. A tensor that
+    torch.load has mapped is a slice of its file.
+    """
+    path = tmp_path / "weights.pt"
+    torch.save({"a": torch.ones(7), "b": torch.ones(3)}, path)
+    save_file({"c": torch.ones(7), "d": torch.ones(3)}, tmp_path / "weights.safetensors")
+    holding(**torch.load(path, mmap=True), **load_file(tmp_path / "weights.safetensors"))
+    holding(e=torch.from_file(str(path), size=7))
+    assert not any(one.untyped_storage().resizable() for one in held.values())
+    assert reasons() == dict.fromkeys("abcde", "")
+    array = held["a"].numpy()
+    assert reasons() == {**dict.fromkeys("abcde", ""), "a": se.ARRAY}
     assert array is not None
 
 
-def test_memory_mapped_files_stay(tmp_path):
-    torch.save(torch.ones(7), tmp_path / "weights.pt")
-    mapped = torch.load(tmp_path / "weights.pt", mmap=True)
-    whole_file = torch.from_file(str(tmp_path / "weights.pt"), size=7)
-    assert why(mapped) and why(whole_file)
+def test_a_mapping_that_others_see_stays(holding, tmp_path):
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(28))
+    holding(shared=torch.from_file(str(path), shared=True, size=7))
+    holding(of_numpy=torch.from_numpy(np.memmap(path, dtype="float32", mode="c")))
+    assert reasons() == {"shared": se.SHARED, "of_numpy": se.FOREIGN}
+
+
+def test_a_slice_of_a_file_stays_as_long_as_the_whole_has_a_name(holding, tmp_path):
+    path = tmp_path / "numbers"
+    path.write_bytes(bytes(28))
+    whole = torch.UntypedStorage.from_file(str(path), False, 28)
+    holding(part=torch.empty(0).set_(whole[0:8]))
+    assert reasons() == {"part": se.OVERLAPS}
+    del whole
+    assert reasons() == {"part": ""}
+
+
+def test_memory_in_two_storages_counts_once(holding):
+    array = np.zeros(7, dtype="float32")
+    holding(one=torch.from_numpy(array), other=torch.from_numpy(array))
+    assert reasons() == dict.fromkeys(held, se.OVERLAPS)
+    mine = {one.untyped_storage()._cdata for one in held.values()}
+    sizes = [one.own_bytes for one in se.search(every).found if one.key in mine]
+    assert sorted(sizes) == [0, 28]
+
+
+def test_a_known_result_is_used_until_a_reference_changes(holding, monkeypatch):
+    """To count all references takes longer than the rest of the search."""
+    holding(x=torch.ones(7))
+    held["x"].numpy()
+    counted = []
+    count = memory_owner._counted
+    monkeypatch.setattr(memory_owner, "_counted", lambda g: counted.append(1) or count(g))
+    known: memory_owner.Known = {}
+    key = held["x"].untyped_storage()._cdata
+
+    def stays():
+        return [one.stays for one in se.search(every, known=known).found if one.key == key]
+
+    assert [stays(), stays(), len(counted)] == [[""], [""], 1]
+    array = held["x"].numpy()
+    assert [stays(), stays(), len(counted)] == [[se.ARRAY], [se.ARRAY], 2]
+    assert array is not None
+
+
+def test_a_layout_that_is_not_understood_makes_it_stay(holding, monkeypatch):
+    """A future torch may lay out its storages in another way."""
+    monkeypatch.setattr(memory_owner, "_layout", lambda: None)
+    holding(x=torch.ones(7))
+    held["x"].numpy()
+    assert reasons() == {"x": se.FOREIGN}
 
 
 def test_a_copy_on_write_storage_stays_and_is_not_copied():
@@ -261,7 +369,10 @@ def test_overlaps_are_those_of_comparing_every_pair(rows):
         for one, other in itertools.permutations(spans, 2)
         if one[0] < other[0] + other[1] and other[0] < one[0] + one[1]
     }
-    assert se._overlapping(spans) == expected
+    overlapping = dict(se._overlapping(spans))
+    assert overlapping.keys() == expected
+    covered = {at for start, size, _ in spans for at in range(start, start + size)}
+    assert sum(size for _, size, _ in spans) - sum(overlapping.values()) == len(covered)
 
 
 def test_equal_addresses_on_two_cards_do_not_overlap(monkeypatch):
@@ -276,7 +387,7 @@ def test_equal_addresses_on_two_cards_do_not_overlap(monkeypatch):
 
     monkeypatch.setattr(se, "_reason", lambda storage, tensors, sent: ("", 4096))
     entries = [se._Entry(Storage(card), card, []) for card in ("cuda:0", "cuda:1", "cuda:0")]
-    assert [one.stays for one in se._judged(entries)] == [se.OVERLAPS, "", se.OVERLAPS]
+    assert [one.stays for one in se._judged(entries, [], None)] == [se.OVERLAPS, "", se.OVERLAPS]
 
 
 # -- it changes nothing ----------------------------------------------------------------------------

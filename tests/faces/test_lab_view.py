@@ -11,7 +11,7 @@ from gpu_panels.lab import view
 from gpu_panels.lab.view import LabKernel, LedgerName
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, Presence, ProcessState, Ticket
+from gpu_runtime.facts import HOST, Presence, ProcessState, Staying, Ticket
 
 from .samples import BOB, GIB, ME, NOW, WALL, lease, snapshot
 
@@ -55,6 +55,16 @@ def test_memory_without_a_lease_counts_as_used():
     assert shown(world)["groups"][-1]["title"] == "other programs, without a lease"
     card = shown(world)["devices"][0]
     assert card["fill"] == "14.0 of 21.6 GiB, 10.0 GiB without a lease", "as in the status bar"
+
+
+def test_what_cannot_be_parked_has_a_row_with_the_reason():
+    world = snapshot(lease("qwen", 4))
+    stays = (Staying("sim:0", "NumPy uses it", GIB),)
+    mine = replace(world.sections[ME.id], leases=(), residue={"sim:0": GIB}, staying=stays)
+    [group] = shown(replace(world, sections={ME.id: mine}))["groups"]
+    [row] = group["rows"]
+    assert (row["name"], row["bytes"], row["state"]) == ("its own code", "1.0 GiB", "stays")
+    assert row["hint"] == "It cannot be parked: NumPy uses it" and group["bytes"] == "1.0 GiB"
 
 
 def test_waiting_requests_are_counted_and_listed():

@@ -98,7 +98,7 @@ FRAMES = {
     "leases": "model device bytes measured_bytes owner user pid notebook importance pins idle_seconds",
     "evictions": "time model action reason bytes device owner",
     "evictions --all --limit 2": "time model action reason bytes device owner",
-    "who": "name kind device bytes alone_bytes cell what",
+    "who": "name kind device bytes alone_bytes cell what stays stays_bytes",
     "backtest --policy lru --device 50%": "policy engine device_bytes host_bytes requests wait_s wait_p50_s "
     "wait_p99_s loads restores moved_bytes wait_vs_lru",
     "catalog": "name type backend bytes context_length importance keep state source",

@@ -21,6 +21,7 @@ from gpu_runtime.facts import (
     Presence,
     ProcessState,
     Share,
+    Staying,
     Ticket,
 )
 
@@ -192,6 +193,19 @@ def test_residue_is_listed_without_leased_bytes():
     mine = replace(world.sections[ME.id], residue={"sim:0": GIB})
     found = leases(replace(world, sections={**world.sections, ME.id: mine}))
     assert texts(found[1])[4:8] == ["context and cache", "sim:0", "–", "1.0 GiB"]
+
+
+def test_what_cannot_be_parked_is_listed_with_the_reason_and_its_variables():
+    """Also if the process has no lease. What is beyond it is the allocator's cache."""
+    world = snapshot(lease("qwen", 14))
+    stays = (Staying("sim:0", "NumPy uses it", GIB),)
+    mine = replace(world.sections[ME.id], leases=(), residue={"sim:0": 3 * GIB}, staying=stays)
+    [first, second] = leases(replace(world, sections={ME.id: mine}))
+    assert texts(first)[4:9] == ["its own code", "sim:0", "–", "1.0 GiB", "stays"]
+    assert "NumPy uses it" in first.cells[8].hint
+    assert [button.verb for button in first.buttons] == ["who"]
+    assert first.id.partition("/")[0] == ME.id
+    assert texts(second)[4:8] == ["context and cache", "sim:0", "–", "2.0 GiB"]
 
 
 def test_programs_without_a_lease_are_listed():

@@ -84,6 +84,8 @@ def test_a_variable_is_listed_with_its_bytes_and_its_cell(notebook, rt):
         "alone_bytes": 3 * MIB,
         "cell": f"In [{count}]",
         "what": "Tensor",
+        "stays": "",
+        "stays_bytes": 0,
     }
 
 
@@ -311,7 +313,14 @@ def test_nothing_is_said_to_be_explained_if_all_of_it_is_parked():
     """The two lines were "explained 0 B of 0 B." and "600 MiB of it is parked in RAM"."""
     sums = dict.fromkeys(("held_bytes", "explained_bytes", "graph_bytes", "left_out"), 0)
     sums |= dict.fromkeys(("cached_bytes", "unknown_bytes", "unseen_bytes"), 0)
-    sums |= {"process": "", "stays": "", "note": "", "whole": True, "parked_bytes": 600 * MIB}
+    sums |= {
+        "process": "",
+        "stays": "",
+        "note": "",
+        "whole": True,
+        "parked_bytes": 600 * MIB,
+        "staying": (),
+    }
     assert holders.sentences(sums) == ["600 MiB is parked in RAM, until a cell needs it."]
     sums |= {"held_bytes": MIB, "explained_bytes": MIB}
     assert holders.sentences(sums)[0] == "explained 1.0 MiB of 1.0 MiB."
@@ -322,6 +331,15 @@ def test_who_as_json_has_rows_and_sums(notebook):
     value = json.loads(run(notebook, "%gpu who --json"))
     assert value["rows"][0]["name"] == "x"
     assert value["held_bytes"] == value["explained_bytes"] == 3 * MIB
+    assert value["staying"] == []
+
+
+def test_who_as_json_has_what_stays(notebook):
+    run(notebook, "import numpy; x = torch.from_numpy(numpy.zeros(1 << 20, dtype='uint8'))")
+    value = json.loads(run(notebook, "%gpu who --json"))
+    [one] = value["staying"]
+    assert (one["device"], one["bytes"]) == ("sim:0", MIB) and "NumPy" in one["why"]
+    assert value["rows"][0]["stays"] == one["why"]
 
 
 def test_names_are_escaped(notebook, rt):

@@ -10,6 +10,7 @@ import re
 from collections.abc import Callable
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -17,9 +18,11 @@ from hypothesis import strategies as st
 from torch import nn
 
 from gpu_runtime import AmbiguousName, DoesNotFit, GpuError, OutOfMemory, StillInUse, UnknownModel
-from gpu_runtime.facts import HOST
-from gpu_runtime.owner import kernel_reading
-from gpu_runtime.rendering import words
+from gpu_runtime.backends.pytorch.memory_owner import ARRAY, FOREIGN
+from gpu_runtime.facts import HOST, Holdings, Staying
+from gpu_runtime.names import Namespace, registered
+from gpu_runtime.owner import holdings, kernel_reading, maintenance
+from gpu_runtime.rendering import holders, views, words
 from gpu_runtime.units import MIB, show_seconds
 
 from .conftest import claims, fakes
@@ -907,3 +910,121 @@ def test_an_idle_kernel_is_parked_after_the_time_that_is_set(started, clock, idl
     rt.tick()
     assert (HOST in own(rt)) is leaves
     del kept
+
+
+# -- what stays ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def variables(monkeypatch):
+    """The variables of a notebook. No function's variable refers to their tensors."""
+    found: dict[str, torch.Tensor] = {}
+    kind = type("Variables", (Namespace,), {"_variables": found})
+    monkeypatch.setattr(registered, "front_end", kind())
+    return found
+
+
+def staying(rt) -> dict[str, int]:
+    """The MiB that cannot leave a card in the book, by reason."""
+    sections = rt.status().sections.values()
+    return {one.why: one.bytes // MIB for section in sections for one in section.staying}
+
+
+def test_what_numpy_uses_is_counted_named_and_does_not_leave(started, variables):
+    """In an earlier version it was not counted."""
+    rt, kernel = started()
+    cell(kernel, lambda: variables.update(y=torch.zeros(8 * FLOATS)))
+    before, claimed = own(rt)["sim:0"], claims(rt)["sim:0"]
+    array = np.zeros(16 * FLOATS, dtype="float32")
+    cell(kernel, lambda: variables.update(x=torch.from_numpy(array)))
+    assert own(rt)["sim:0"] == before and staying(rt) == {FOREIGN: 16}
+    assert claims(rt)["sim:0"] == claimed + 16 * MIB
+    assert f"16.0 MiB stays on sim:0 (x): {FOREIGN}" in rt.park().because
+    assert claims(rt)["sim:0"] == 16 * MIB
+    assert f"16.0 MiB on sim:0: {FOREIGN}" in [event.because for event in rt.why()]
+
+
+def test_what_stays_has_a_row_and_a_name_everywhere(started, variables):
+    rt, kernel = started()
+    array = np.zeros(16 * FLOATS, dtype="float32")
+    cell(kernel, lambda: variables.update(x=torch.from_numpy(array)))
+    [row] = [row for row in views.holdings(rt.status()) if row.kind == "stays"]
+    assert (row.bytes, row.where, row.state) == (16 * MIB, "sim:0", f"stays: {FOREIGN}")
+    table = rt.who()
+    [x] = [row for row in table.to_dict("records") if row["name"] == "x"]
+    assert (x["stays"], x["stays_bytes"]) == (FOREIGN, 16 * MIB)
+    text = holders.as_text(table)
+    assert "Tensor; 16.0 MiB stays" in text and f"16.0 MiB stays on sim:0: {FOREIGN}." in text
+
+
+def test_a_notebook_without_a_lease_says_what_stays(started, monkeypatch):
+    """In an earlier version, `park` reported "holds nothing on a card" beside the bytes in `who`."""
+    rt, kernel = started()
+    cell(kernel)
+    found = Staying("sim:0", FOREIGN, 16 * MIB)
+    monkeypatch.setattr(type(kernel), "resident", None)
+    monkeypatch.setattr(type(kernel), "count", lambda self: None)
+    monkeypatch.setattr(rt._session, "staying", lambda: (found,))
+    monkeypatch.setattr(holdings, "who", lambda session: Holdings((), staying=(found,)))
+    assert rt.park().because == f"16.0 MiB stays on sim:0: {FOREIGN}"
+
+
+def test_a_reason_to_stay_ends_with_the_array(started, variables):
+    """torch marks a tensor for ever once `numpy()` was called."""
+    rt, kernel = started()
+    cell(kernel, lambda: variables.update(x=torch.ones(16 * FLOATS)))
+    before = own(rt)["sim:0"]
+    arrays = []
+    cell(kernel, lambda: arrays.append(variables["x"].numpy()))
+    assert before - own(rt).get("sim:0", 0) == 16 * MIB and staying(rt) == {ARRAY: 16}
+    cell(kernel, arrays.clear)
+    assert own(rt)["sim:0"] == before and staying(rt) == {}
+    address = variables["x"].data_ptr()
+    assert rt.park().done and variables["x"].data_ptr() != address
+    cell(kernel)
+    assert variables["x"].sum() == 16 * FLOATS
+
+
+def test_a_model_that_is_mapped_from_its_file_is_counted_and_parked(started, variables, tmp_path):
+    """Nobody else sees a private mapping, so its bytes can be exchanged for equal ones."""
+    path = tmp_path / "weights.pt"
+    torch.save({"a": torch.ones(8 * FLOATS), "b": torch.ones(4)}, path)
+    rt, kernel = started()
+    cell(kernel, lambda: variables.update(y=torch.zeros(8 * FLOATS)))
+    before = own(rt)["sim:0"]
+    cell(kernel, lambda: variables.update(torch.load(path, mmap=True)))
+    assert own(rt)["sim:0"] - before == 8 * MIB and staying(rt) == {}
+    assert rt.park().done
+    cell(kernel, lambda: variables["a"].add_(1))
+    assert variables["a"].sum() == 16 * FLOATS and variables["b"].sum() == 4
+    assert torch.load(path)["a"].sum() == 8 * FLOATS
+
+
+def test_a_kernel_all_of_whose_memory_stays_is_not_parked(started, variables, monkeypatch):
+    """The failed move names the reason."""
+    rt, kernel = started()
+    cell(kernel, lambda: variables.update(x=torch.ones(16 * FLOATS)))
+    backend = kernel.resident.backend
+    found = backend._found
+
+    def of_numpy(model, known=None):
+        every, streams = found(model, known)
+        return [one._replace(stays=ARRAY) for one in every], streams
+
+    monkeypatch.setattr(backend, "_found", of_numpy)
+    with pytest.raises(StillInUse, match=f"all of it stays: {ARRAY}"):
+        rt.park()
+
+
+def test_a_skipped_count_is_made_up_for_without_a_lease(started, variables):
+    """A slow first count that found nothing delayed the next one for ever, because the monitor
+    started with the first lease.
+    """
+    rt, kernel = started()
+    kernel._count_again_at = rt._session.clock() + 60
+    kernel.begin("")
+    variables.update(x=torch.ones(16 * FLOATS))
+    kernel.end()
+    assert rt._session.monitor_started and not own(rt)
+    maintenance.tick(rt._session)
+    assert own(rt)["sim:0"] >= 16 * MIB

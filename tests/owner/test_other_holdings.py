@@ -150,7 +150,7 @@ def test_names_are_for_the_own_user_unless_the_setting_says_all(pair):
 
 def test_the_answer_is_bounded():
     many = tuple(
-        other_holdings.Holder("x" * 1000, "variable", "sim:0", 1, 1, "", "y" * 1000)
+        other_holdings.holdings.Holder("x" * 1000, "variable", "sim:0", 1, 1, "", "y" * 1000)
         for _ in range(MOST_ROWS + 5)
     )
     short = other_holdings._shortened(other_holdings.Holdings(many))

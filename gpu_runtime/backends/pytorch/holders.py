@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
+from .memory_owner import cpp_keeps_python
 from .search import Found, gradient, graph, plain_tensors, saved_by, saved_in, tracked
 from .time_limit import Limit
 from .torch_model import TorchModel
@@ -258,16 +259,7 @@ def _in_cpp(uses: int) -> int:
     Python counts this one.
     """
     others = uses - 1
-    return others - 1 if others > 0 and _cpp_keeps_python() else others
-
-
-@functools.cache
-def _cpp_keeps_python() -> bool:
-    """Whether torch counts a C++ reference as a reference to the Python object (since 2.10)."""
-    leaf = torch.ones(1, requires_grad=True)
-    before = sys.getrefcount(leaf)
-    result = leaf * 2
-    return sys.getrefcount(leaf) > before and result is not None
+    return others - 1 if others > 0 and cpp_keeps_python() else others
 
 
 @functools.cache

@@ -9,8 +9,10 @@ A card works asynchronously. So in both directions the copy waits until the card
 work, and so does the exchange. If a card does not finish within REST_SECONDS, nothing moves.
 
 On a simulated card the storages are CPU storages of at least 1 MiB. Their offloaded bytes count as
-host memory and stay readable. On a real card a guard replaces offloaded bytes: memory without
-content, where every access raises an error (see `swap.py`).
+host memory and stay readable. Storages that cannot be moved stay on their card, such as those that
+NumPy uses too. They are no part of the kernel's lease, and `KernelMemory.staying` lists them. On a
+real card a guard replaces offloaded bytes: memory without content, where every access raises an
+error (see `swap.py`).
 """
 
 from __future__ import annotations
@@ -27,11 +29,12 @@ import torch
 from ...devices.probe import Probe
 from ...devices.process_memory import Block, Memory
 from ...errors import CannotGovern
-from ...facts import HOST, Evidence, ModelSpec, Share, Shares
+from ...facts import HOST, Evidence, ModelSpec, Share, Shares, Staying
 from ..base import Backend, NotStill, Progress, Stillness
 from . import storages as st
 from . import streams, swap
 from .fingerprint import every_key, keys_on_cards
+from .memory_owner import Known
 from .search import Found, Place, counted_on, search
 
 SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
@@ -71,6 +74,11 @@ class KernelMemory:
         self.memories, self.stillness, self.governed = tuple(memories), stillness, governed
         self.on_swapped: Callable[[], None] = lambda: None  # called at once after the exchange
         self.noted: Block | None = None  # the account of bytes that torch allocated
+        self.noted_staying: Block | None = None  # the account of the bytes in `staying`
+        # What cannot be moved. On a real card it is known, and no part of the lease, while the
+        # kernel is parked.
+        self.staying: tuple[Staying, ...] = ()
+        self.known: Known = {}  # for the next search
         self.away: tuple[Away, ...] = ()
         self.streams: dict[torch.device, set[int]] = {}  # of each card, when the bytes left
         self.last: Shares = ()  # the result of the last count
@@ -166,11 +174,13 @@ class KernelBackend(Backend):
         """The bytes on each card that the process of `model` holds beyond its governed models.
 
         The bytes on a real card are read from torch's allocator. On a simulated card all storages
-        are searched, and those that cannot be moved do not count.
+        are searched. Those that cannot be moved do not count, and are recorded as `staying` of
+        `model`.
         """
         if model.memory.counted:
-            found, _ = self._found(model)
-            return {model.memory.device: sum(one.bytes for one in found if not one.stays)}
+            found, _ = self._found(model, model.known)
+            _set_staying(model, found)
+            return {model.memory.device: sum(one.own_bytes for one in found if not one.stays)}
         held = {card.device: streams.allocated_bytes(card.torch) for card in model.memories}
         governed = _governed_bytes(model) if any(held.values()) else {}
         return {card: max(0, size - governed.get(card, 0)) for card, size in held.items()}
@@ -221,6 +231,8 @@ class KernelBackend(Backend):
         mark = model.stillness.mark()
         here, known = self._found(model)
         found = [one for one in here if not one.stays]
+        if here and not found:
+            raise NotStill(f"all of it stays: {here[0].stays}")
         cards = {one.storage.device for one in found}
         used = [one.torch for one in model.memories if streams.allocated_bytes(one.torch)]
         homes = _homes(found, cards)
@@ -242,8 +254,10 @@ class KernelBackend(Backend):
             else:
                 exchange.put(one.storage, copy.untyped_storage())
             away.append(Away(one.storage, copy if on_card else None, home))
+        staying = [one._replace(tensors=()) for one in here if one.stays]
         del here, found, copies
         self._exchange(model, mark, exchange, tuple(away), None)
+        _set_staying(model, staying)
         model.streams = _streams(known, away, cards)
         del exchange  # this frees the old memory
         for card in used:  # a card without tensors can still have a workspace of cuBLAS
@@ -262,6 +276,8 @@ class KernelBackend(Backend):
             self._fill(model, fresh, exchange)
             _rest(cards)
             self._exchange(model, mark, exchange, (), noted)
+            if not model.memory.counted:
+                model.staying = ()  # its allocator counts all bytes again
         except BaseException as error:
             # The traceback keeps this frame and its variables, possibly for long.
             fresh.clear()
@@ -328,7 +344,7 @@ class KernelBackend(Backend):
         if model.away and not model.memory.counted:
             self._return(model)
         model.away = ()
-        model.noted = None
+        model.noted = model.noted_staying = None
 
     def must_return_to(self, model: KernelMemory) -> dict[str, int]:
         """The offloaded bytes of each card. Each tensor returns to the card where it was."""
@@ -344,13 +360,15 @@ class KernelBackend(Backend):
     def _place(self) -> Place:
         return counted_on([self.probe.place(device.id) for device in self.probe.devices])
 
-    def _found(self, model: KernelMemory) -> tuple[list[Found], tuple[torch.Stream, ...]]:
+    def _found(
+        self, model: KernelMemory, known: Known | None = None
+    ) -> tuple[list[Found], tuple[torch.Stream, ...]]:
         """The storages on the cards of `model` that belong to no governed model, and all streams
-        that have a Python object.
+        that have a Python object. `known` is for `search`.
         """
         keys = (one.untyped_storage()._cdata for one in every_key())
         governed = frozenset((*model.governed.keys(), *keys))
-        seen = search(self._place(), governed=governed)
+        seen = search(self._place(), governed=governed, known=known)
         cards = {one.device for one in model.memories}
         return [one for one in seen.found if one.device in cards], seen.streams
 
@@ -438,6 +456,20 @@ def _bytes(storages: Sequence[torch.UntypedStorage]) -> list[torch.Tensor]:
             rows = torch.empty((len(storages), 0), dtype=torch.uint8, device=device)
             empty[device] = iter(rows.unbind())
         return [next(empty[one.device]).set_(one) for one in storages]
+
+
+def _set_staying(model: KernelMemory, found: Iterable[Found]) -> None:
+    """Records what stays among the storages `found`: the bytes on each card for each reason."""
+    sizes: dict[tuple[str, str], int] = {}
+    for one in found:
+        if one.stays:
+            sizes[one.device, one.stays] = sizes.get((one.device, one.stays), 0) + one.own_bytes
+    model.staying = tuple(Staying(*key, size) for key, size in sorted(sizes.items()))
+    total = sum(sizes.values())
+    if model.memory.counted and total != (model.noted_staying.size if model.noted_staying else 0):
+        model.noted_staying = None
+        if total:
+            model.noted_staying = model.memory.allocate(total, force=True)
 
 
 def _note(model: KernelMemory, size: int) -> None:

@@ -22,13 +22,22 @@ from ...devices.process_memory import Memory
 from ...facts import HOST
 from ...tracked_objects import instances
 from ...units import MIB
+from .memory_owner import (
+    ARRAY,
+    FOREIGN,
+    SHARED,
+    Known,
+    is_within,
+    of_torch,
+    only_cut,
+    private_files,
+    used_elsewhere,
+)
 from .time_limit import Limit
 
 Place = Callable[[torch.UntypedStorage], str]  # returns the device of a storage; "" for none
 
 SIMULATED_BYTES = MIB  # smaller CPU storages do not count on a simulated card
-FOREIGN = "NumPy, DLPack, a file or another library uses the same memory"
-SHARED = "other processes share its memory (share_memory_)"
 SENT = "another process maps it (CUDA IPC)"
 COPY_ON_WRITE = "it is a copy-on-write copy, which torch would copy as soon as it is touched"
 OVERLAPS = "another storage lies in the same memory"
@@ -53,6 +62,7 @@ class Found(NamedTuple):
     bytes: int
     tensors: tuple[Tensor, ...]  # those in this storage that can be found
     stays: str  # why the storage cannot be moved; empty: it can
+    own_bytes: int  # `bytes`, less those that an earlier storage in the list has in the same memory
 
     @property
     def key(self) -> int:
@@ -73,23 +83,30 @@ class Search(NamedTuple):
     @property
     def bytes(self) -> int:
         """The bytes of all storages that were found."""
-        return sum(one.bytes for one in self.found)
+        return sum(one.own_bytes for one in self.found)
 
     def bytes_on(self, device: str) -> int:
         """The bytes of the storages that were found on `device`."""
-        return sum(one.bytes for one in self.found if one.device == device)
+        return sum(one.own_bytes for one in self.found if one.device == device)
 
 
 # -- the search ------------------------------------------------------------------------------------
 
 
-def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None = None) -> Search:
+def search(
+    place: Place,
+    *,
+    governed: Collection[int] = (),
+    limit: Limit | None = None,
+    known: Known | None = None,
+) -> Search:
     """Every storage on a device that can be found, each with the reason if it cannot be moved.
 
     `place(storage)` returns the id of the device on which a storage counts (see `counted_on`), or
     "" if the storage is left out, such as a storage of the meta device. Storages whose key
     (`storage._cdata`) is in `governed` are left out too, such as the storages of models. If `limit`
-    ends the search early, `whole` of the result is false.
+    ends the search early, `whole` of the result is false. `known` has results of an earlier search,
+    which make the next one faster; see `used_elsewhere`.
 
     The search holds the interpreter for about 0.15 s for each million objects. It changes no
     tensor. It runs no code of the user: no unpack hook, no `__torch_function__`, no mode of torch.
@@ -100,8 +117,8 @@ def search(place: Place, *, governed: Collection[int] = (), limit: Limit | None 
         seen = tracked(limit)
         nodes: set[Any] = set()
         everything = list(_with_hidden(seen.tensors, nodes, limit))
-        entries, opaque = _storages(everything, seen.bare, place, governed, limit)
-        found = _judged(entries)
+        entries, opaque, small = _storages(everything, seen.bare, place, governed, limit)
+        found = _judged(entries, small, known)
     return Search(
         tuple(found),
         tuple(opaque),
@@ -222,18 +239,20 @@ class _Entry(NamedTuple):
 
 def _storages(
     tensors: Iterable[Tensor],
-    bare: Iterable[torch.UntypedStorage],
+    bare: list[torch.UntypedStorage],
     place: Place,
     governed: Collection[int],
     limit: Limit,
-) -> tuple[list[_Entry], list[Tensor]]:
-    """The storages on a device, and the tensors among `tensors` that have no storage.
+) -> tuple[list[_Entry], list[Tensor], list[torch.UntypedStorage]]:
+    """The storages on a device, the tensors among `tensors` without a storage, and the CPU storages
+    that are too small to count.
 
     `bare` are storages that the collector lists. Some of them have no tensor.
     """
     by_key: dict[int, _Entry] = {}
     elsewhere = set(governed)
     opaque: list[Tensor] = []
+    small: list[torch.UntypedStorage] = []
 
     def entry(storage: torch.UntypedStorage) -> _Entry | None:
         """The entry of `storage`; a new one for a new storage. None if the storage is left out."""
@@ -245,6 +264,8 @@ def _storages(
         device = place(storage) if storage.nbytes() else ""
         if not device:
             elsewhere.add(key)
+            if storage.device.type == "cpu":
+                small.append(storage)
             return None
         by_key[key] = found = _Entry(storage, device, [])
         return found
@@ -262,9 +283,10 @@ def _storages(
             found = entry(storage)
             if found is not None:
                 found.tensors.append(part)
+    elsewhere |= only_cut(bare) - by_key.keys()
     for storage in bare:
         entry(storage)
-    return list(by_key.values()), opaque
+    return list(by_key.values()), opaque, small
 
 
 # -- what one tensor consists of -------------------------------------------------------------------
@@ -375,25 +397,63 @@ def _saved(node: Any, name: str) -> Iterator[Any]:
 # -- why a storage stays ---------------------------------------------------------------------------
 
 
-def _judged(entries: list[_Entry]) -> list[Found]:
+def _judged(
+    entries: list[_Entry], small: list[torch.UntypedStorage], known: Known | None
+) -> list[Found]:
     """The storages in `entries`, each with the reason if it cannot be moved.
 
-    Storages that have no memory yet (address 0) are left out.
+    Storages that have no memory yet (address 0) are left out. `small` are further CPU storages,
+    which may lie in the same memory. `known` is for `used_elsewhere`.
     """
     sent = _sent_to_others()
     spans: dict[torch.device, list[tuple[int, int, int]]] = {}  # address, bytes, place in the list
     found: list[Found] = []
+    not_ours: list[int] = []  # places in the list
     for storage, device, tensors in entries:
         size = storage.nbytes()
         why, address = _reason(storage, tensors, sent)
+        if why == FOREIGN:
+            not_ours.append(len(found))
         if address:
             spans.setdefault(storage.device, []).append((address, size, len(found)))
         if why or address:
-            found.append(Found(storage, device, size, tuple(tensors), why))
-    for number in itertools.chain.from_iterable(map(_overlapping, spans.values())):
-        if found[number].stays in ("", FOREIGN):
-            found[number] = found[number]._replace(stays=OVERLAPS)
+            found.append(Found(storage, device, size, tuple(tensors), why, size))
+    if not_ours:
+        _look_closer(found, not_ours, known)
+        if any(not found[number].stays for number in not_ours):
+            spans.setdefault(torch.device("cpu"), []).extend(
+                (one.data_ptr(), one.nbytes(), -1)
+                for one in small
+                if one.nbytes() and not one.resizable()
+            )
+    for number, shared_bytes in itertools.chain.from_iterable(map(_overlapping, spans.values())):
+        one = found[number]
+        stays = OVERLAPS if one.stays in ("", FOREIGN, ARRAY) else one.stays
+        found[number] = one._replace(stays=stays, own_bytes=one.bytes - shared_bytes)
     return found
+
+
+def _look_closer(found: list[Found], numbers: list[int], known: Known | None) -> None:
+    """Finds the reason of those CPU storages in `found` that torch can no longer resize.
+
+    Some of them can be moved: private mappings of files, and memory whose NumPy array is gone.
+    """
+    files = None
+    candidates: list[int] = []
+    for number in numbers:
+        storage = found[number].storage
+        made_by = of_torch(storage) if storage.device.type == "cpu" else ""
+        if made_by == "file":
+            files = private_files() if files is None else files
+            if is_within(storage.data_ptr(), storage.nbytes(), files):
+                candidates.append(number)
+            else:
+                found[number] = found[number]._replace(stays=SHARED)
+        elif made_by == "torch":
+            candidates.append(number)
+    groups = [(found[number].storage, found[number].tensors) for number in candidates]
+    for number, used in zip(candidates, used_elsewhere(groups, known), strict=True):
+        found[number] = found[number]._replace(stays=ARRAY if used else "")
 
 
 def _reason(
@@ -401,7 +461,7 @@ def _reason(
 ) -> tuple[str, int]:
     """Why `storage` cannot be moved (empty if it can), and its address (0: none or unknown)."""
     if torch._C._is_cow_tensor(tensors[0] if tensors else _view(storage)):
-        return COPY_ON_WRITE, 0  # data_ptr() would copy it
+        return COPY_ON_WRITE, torch._C._data_address(_view(storage, 1))  # data_ptr() would copy it
     try:
         address = storage.data_ptr()
     except RuntimeError:  # for example a storage of the meta device
@@ -417,9 +477,9 @@ def _reason(
     return (SENT if storage._cdata in sent else ""), address  # on a card is_shared() is always true
 
 
-def _view(storage: torch.UntypedStorage) -> Tensor:
-    """A tensor of `storage` without elements. To make it, torch does not read `data_ptr()`."""
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (0,))
+def _view(storage: torch.UntypedStorage, size: int = 0) -> Tensor:
+    """The first `size` bytes of `storage`. To make the tensor, torch does not read `data_ptr()`."""
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage, 0, (size,))
 
 
 def _sent_to_others() -> frozenset[int]:
@@ -430,18 +490,22 @@ def _sent_to_others() -> frozenset[int]:
     return frozenset(ref.cdata for ref in list(reductions.shared_cache.values()))
 
 
-def _overlapping(spans: list[tuple[int, int, int]]) -> set[int]:
-    """The numbers of storages that overlap in memory, as two `from_numpy()` of one array do.
+def _overlapping(spans: list[tuple[int, int, int]]) -> Iterable[tuple[int, int]]:
+    """The storages that overlap in memory, as two `from_numpy()` of one array do.
 
-    `spans` has the address, bytes and number of each storage on one device. torch does not know
-    that two storages share bytes, so each would be moved separately. After that, a change of one
-    storage would not change the other.
+    `spans` has the address, bytes and number of each storage on one device. The result has the
+    number of each storage that overlaps another one, and how many of its bytes the storages before
+    it have too. Spans of the number -1 are not in the result. torch does not know that two storages
+    share bytes, so each would be moved separately. After that, a change of one storage would not
+    change the other.
     """
-    overlapping: set[int] = set()
+    overlapping: dict[int, int] = {}
     end, last = 0, -1
     for address, size, number in sorted(spans):
         if address < end:
-            overlapping |= {last, number}
+            overlapping.setdefault(last, 0)
+            overlapping[number] = min(size, end - address)
         if address + size > end:
             end, last = address + size, number
-    return overlapping
+    overlapping.pop(-1, None)
+    return overlapping.items()

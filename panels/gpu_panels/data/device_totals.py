@@ -26,6 +26,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.rendering.views import (
     RESIDUE,
+    STAYS,
     STRANGERS,
     clean,
     strangers_bytes,
@@ -230,20 +231,24 @@ def _residue_stretch(snapshot: Snapshot, view: DeviceView) -> Stretch | None:
     """The stretch of the bytes that processes hold beyond their leases. None if there are no such bytes."""
     held = sorted(
         (
-            (section.residue.get(view.device.id, 0), process_name(section))
+            (size, process_name(section), section)
             for section in snapshot.sections.values()
+            if (size := section.residue.get(view.device.id, 0))
         ),
-        reverse=True,
+        key=lambda one: (-one[0], one[1]),
     )
-    size = sum(size for size, _ in held)
+    size = sum(size for size, _, _ in held)
     if not size:
         return None
-    title = (
-        f"{show_bytes(size)} that processes hold beyond their leases: CUDA context, reserved "
-        "cache, own tensors"
-    )
-    named = [f"{show_bytes(size)} {process}" for size, process in held if size]
-    return Stretch(RESIDUE, size, "residue", "\n".join([title, *_first(named)]))
+    is_cache = any(section.cache_on(view.device.id) for _, _, section in held)
+    beyond = "CUDA context, reserved cache, own tensors" if is_cache else "it cannot be parked"
+    title = f"{show_bytes(size)} that processes hold beyond their leases: {beyond}"
+    named = []
+    for size_there, process, section in held:
+        whys = [f" ({clean(one.words())})" for one in section.staying_on(view.device.id)]
+        named.append(f"{show_bytes(size_there)} {process}{''.join(whys)}")
+    label = RESIDUE if is_cache else STAYS
+    return Stretch(label, size, "residue", "\n".join([title, *_first(named)]))
 
 
 def _strangers_tooltip(snapshot: Snapshot, view: DeviceView, size: int) -> str:

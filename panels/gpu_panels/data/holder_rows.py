@@ -60,7 +60,7 @@ def _cells(record: dict[str, Any]) -> tuple[Cell, ...]:
         Cell(show_bytes(size), size),
         Cell(show_bytes(alone), alone),
         Cell(clean(record["cell"]), kind="soft"),
-        Cell(clean(record["what"]), kind="soft"),
+        Cell(table.what(record), kind="soft"),
     )
 
 

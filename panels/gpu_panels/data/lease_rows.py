@@ -22,7 +22,7 @@ from gpu_runtime.facts import (
     Snapshot,
     Stranger,
 )
-from gpu_runtime.rendering.views import RESIDUE, clean, clock, strangers_bytes
+from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, clean, clock, strangers_bytes
 
 from .. import palette
 from .cells import Button, Cell, Column, Row
@@ -52,6 +52,7 @@ LEASES = (
     Column("State"),
 )
 
+VARIABLES = Button("who", "Variables")
 _HINTS = {
     "block": "memory for running code",
     KERNEL: "all tensors of the notebook that belong to no model",
@@ -103,7 +104,7 @@ def _share_rows(
     is_kernel = lease.kind == KERNEL
     name = lease_name_cell(lease, _HINTS.get(lease.kind) or model_kind(lease), styles)
     if is_kernel:
-        name = name._replace(text="its own code")  # the first column has the notebook's name
+        name = name._replace(text=OWN_CODE)  # the first column has the notebook's name
     state = kernel_state(lease, snapshot) if is_kernel else state_cell(lease, snapshot.now)
     buttons = if_awake(kernel_buttons(lease, owner), owner.id, snapshot) if is_kernel else ()
     filled_bytes = {share.device: share.bytes for share in lease.filled}
@@ -167,29 +168,30 @@ def why_it_stays(lease: Lease, events: Sequence[Event]) -> str:
 def kernel_buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
     """The buttons for the memory of a notebook's own code. A button that cannot be pressed now shows the reason."""
     moving = "" if lease.phase is Phase.SETTLED else f"It is {lease.phase}"
-    variables = Button("who", "Variables")
     if lease.on_host:
-        return Button("unpark", "Unpark", moving), variables
+        return Button("unpark", "Unpark", moving), VARIABLES
     why_not = moving
     if lease.pins:
         why_not = f"{owner.label} runs a cell"
     elif not lease.movable:
         why_not = "Parking is turned off in this notebook (GPU_PARK=never)"
-    return Button("park", "Park", why_not), variables
+    return Button("park", "Park", why_not), VARIABLES
 
 
 def _residue_rows(section: Section, process: tuple[Cell, ...]) -> Iterator[Row]:
     """A row for each device on which the process of `section` holds bytes beyond its leases."""
-    for device, size in section.residue.items():
-        if size:
-            cells = (
-                Cell(RESIDUE, kind="soft"),
-                Cell(device),
-                NOTHING,
-                bytes_cell(size, UNKNOWN),
-                NOTHING,
-            )
+    for device in section.residue:
+        for number, one in enumerate(section.staying_on(device)):
+            hint = f"It cannot be parked: {clean(one.why)}"
+            cells = _beyond_leases(OWN_CODE, device, one.bytes, Cell("stays", hint=hint))
+            yield Row(f"{section.owner.id}//{device}/{number}", process + cells, (VARIABLES,))
+        if cache := section.cache_on(device):
+            cells = _beyond_leases(RESIDUE, device, cache, NOTHING)
             yield Row(f"{section.owner.id}//{device}", process + cells)
+
+
+def _beyond_leases(name: str, device: str, size: int, state: Cell) -> tuple[Cell, ...]:
+    return Cell(name, kind="soft"), Cell(device), NOTHING, bytes_cell(size, UNKNOWN), state
 
 
 def _stranger_row(stranger: Stranger) -> Row:

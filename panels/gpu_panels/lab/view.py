@@ -22,7 +22,7 @@ from gpu_runtime.facts import (
     Ticket,
     lease_state,
 )
-from gpu_runtime.rendering.views import RESIDUE, cards, clean, fill, strangers_bytes
+from gpu_runtime.rendering.views import OWN_CODE, RESIDUE, cards, clean, fill, strangers_bytes
 from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
 from ..data.cells import Button, Row
@@ -183,8 +183,12 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
     leases = sorted(section.leases, key=lambda lease: (lease.on_host, -lease.bytes, lease.name))
     rows = [_row(lease, section, snapshot) for lease in leases]
     residue = sum(section.residue.values())
-    if residue:
-        rows.append(_plain_row(f"{owner.id}//", RESIDUE, residue))
+    for number, one in enumerate(section.staying):
+        row = _plain_row(f"{owner.id}//{number}", OWN_CODE, one.bytes)
+        hint = f"It cannot be parked: {clean(one.why)}"
+        rows.append(row | {"hint": hint, "where": one.device, "state": "stays"})
+    if cache := sum(section.cache_on(device) for device in section.residue):
+        rows.append(_plain_row(f"{owner.id}//", RESIDUE, cache))
     return {
         "id": owner.id,
         "title": notebook_name(section),
