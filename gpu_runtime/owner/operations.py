@@ -265,13 +265,15 @@ def _refused(session: Session, target: LeaseId, verdict: Refuse) -> GpuError:
 
 
 def _unanswered(target: LeaseId, verdict: Wait, seconds: float | None) -> Busy:
+    facts = {"name": target.name, "waited_seconds": seconds, "because": verdict.because}
+    if not verdict.silent:  # the owner has begun, and says what it waits for
+        because = f"not done within {show_seconds(seconds or 0)}: {verdict.because.rstrip('.')}"
+        return Busy(f"{because}.\n  Watch:  %gpu status", **facts)
     # The sentences after the first one describe the process, for example that it is stopped.
     asked, dot, rest = verdict.because.partition(". ")
     about = f" {rest.rstrip('.')}." if dot else ""
     return Busy(
         f"{asked}, and has not answered for {show_seconds(seconds or 0)}.{about}\n"
         f"  It answers once its kernel runs again. Watch:  %gpu status",
-        name=target.name,
-        waited_seconds=seconds,
-        because=verdict.because,
+        **facts,
     )

@@ -36,6 +36,7 @@ def request(
     ask = _ask(session, key, verb, target, places)
     settled = False
     rechecks = 0
+    begun: Wait | None = None  # what the owner last said about the request
     try:
         while True:
             verdict = _ask_once(session, ask)
@@ -50,7 +51,10 @@ def request(
                 if wait and (because := _prevented_by_caller(session, target)):
                     _journal_declined(session, ask, because)
                     return Refuse(because, kind="in use")
-                verdict = presence.explained(session, verdict)
+                if not verdict.silent:
+                    begun = verdict
+                # An owner that has begun and says nothing now is about to answer.
+                verdict = presence.explained(session, begun or verdict)
             if refusal and refusal != "failed":  # a failure was journaled by its owner
                 _journal_declined(session, ask, verdict.because)
             timed_out = deadline is not None and session.clock() >= deadline

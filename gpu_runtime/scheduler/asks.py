@@ -98,7 +98,24 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
         ticket = _new_ticket(asked, world)
         book = _log(book, asked, world, "asked", request)
     book = book.with_ticket(replace(ticket, refreshed=world.now))
-    return book, Wait(request, asked=(asked.target,))
+    begun = _begun(book, asked, section, name)
+    if begun:
+        return book, Wait(f"{request}, {begun}", asked=(asked.target,))
+    return book, Wait(request, asked=(asked.target,), silent=(asked.target,))
+
+
+def _begun(book: Book, asked: Ask, section: Section | None, name: str) -> str:
+    """The words that say what the owner does for the request; empty if it does not show that yet."""
+    if section is None:
+        return ""
+    if asked.verb in ("preload", "restore"):
+        for ticket in book.tickets:
+            if (ticket.verb, ticket.owner, ticket.name) == ("use", section.owner.id, name):
+                return f"and waits for room: {ticket.because}".rstrip(": .")
+    lease = section.lease(name)
+    if lease is None or lease.phase is Phase.SETTLED:
+        return ""
+    return "and is moving it"
 
 
 def declined(book: Book, asked: Ask, world: World, because: str) -> Book:

@@ -6,13 +6,17 @@ wrote into the book.
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 
 from gpu_runtime import Busy
-from gpu_runtime.facts import Lease, Owner, Presence, ProcessState, Section
+from gpu_runtime.facts import Lease, LeaseId, Owner, Presence, ProcessState, Section, Wait
 from gpu_runtime.ledgers.process_state import Sight
+from gpu_runtime.owner import requests
 from gpu_runtime.owner.presence import presence
 from gpu_runtime.rendering import plain, text
+from tests.nvml_driver import until
 
 from .conftest import fakes
 
@@ -63,3 +67,31 @@ def test_who_waits_for_a_process_that_writes_a_core_dump_learns_who_and_why(
     assert f"{label}, writing a core dump" in text.status(seen)
     [lease] = plain.status(seen)["leases"]
     assert lease["owner_state"] == "writing a core dump"
+
+
+def test_the_owner_s_reason_comes_before_the_asker_s_time_out(runtime, shared_book):
+    """The owner waits for room with the same time-out. It was blamed as a process that hangs."""
+    a, b, asker = (runtime(ledger=shared_book) for _ in range(3))
+    fakes(a, qwen="14GiB")
+    fakes(b, llama="14GiB")
+    with b.use("llama"):
+        waiting = threading.Thread(target=a.preload, args=("qwen",))
+        waiting.start()
+        until(lambda: asker.status().tickets)
+        with pytest.raises(Busy, match=r"waits for room: .*llama .* is in use") as raised:
+            asker.preload(LeaseId(a._session.me, "qwen"), timeout=0.1)
+        assert "kernel runs again" not in str(raised.value)
+    waiting.join()
+
+
+def test_an_owner_that_has_just_given_up_is_not_blamed(runtime, shared_book, clock, monkeypatch):
+    """Its ticket is gone, and its answer is not in the book yet."""
+    a, asker = (runtime(ledger=shared_book, monitor=False, clock=clock) for _ in range(2))
+    fakes(a, qwen="14GiB")
+    target = LeaseId(a._session.me, "qwen")
+    said = [Wait("a waits for room: llama is in use"), Wait("a was asked", silent=(str(target),))]
+    monkeypatch.setattr(requests, "_ask_once", lambda *_: said.pop(0))
+    monkeypatch.setattr(requests, "pause", lambda *_: clock.advance(40))
+    with pytest.raises(Busy, match="not done within 30 s: a waits for room: llama is in use"):
+        asker.preload(target, timeout=30)
+    assert not said

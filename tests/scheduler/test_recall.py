@@ -50,7 +50,7 @@ def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
     """Other processes request, and only the owner acts. Grace does not apply to a person's request."""
     qwen = lease("qwen", sim0=8, last_used=NOW - 1)
     page, verdict = asking(two(qwen), "evict")
-    assert verdict == Wait("pid 1 was asked to evict qwen", asked=(qwen.id,))
+    assert verdict == Wait("pid 1 was asked to evict qwen", asked=(qwen.id,), silent=(qwen.id,))
     page, steps, orders = obeying(page)
     [step] = steps
     to_host = (Share(HOST, size(8)),)
@@ -175,7 +175,9 @@ def test_a_full_page_refuses_a_request_to_an_owner():
 @pytest.mark.parametrize("verb, before", [("pin", False), ("unpin", True)])
 def test_pin_and_unpin_are_orders_to_the_owner(verb, before):
     page, verdict = asking(two(lease("qwen", sim0=8, keep=before)), verb)
-    assert verdict == Wait(f"pid 1 was asked to {verb} qwen", asked=(at(1, "qwen"),))
+    assert verdict == Wait(
+        f"pid 1 was asked to {verb} qwen", asked=(at(1, "qwen"),), silent=(at(1, "qwen"),)
+    )
     assert obeying(page)[1:] == (
         (),
         (Order(f"2:{verb}", verb, "qwen", who="pid 2", asker="2.1.0"),),
@@ -391,7 +393,9 @@ def test_an_owner_whose_section_cannot_be_read_is_asked_all_the_same():
     unread = Quarantined(owner(1), held={}, promised={}, settled_at=0.0, entries=1, why="torn")
     page = replace(book(owners=(2,)), quarantined={unread.owner.id: unread})
     page, verdict = asking(page, "evict")
-    assert verdict == Wait("pid 1 was asked to evict qwen", asked=(at(1, "qwen"),))
+    assert verdict == Wait(
+        "pid 1 was asked to evict qwen", asked=(at(1, "qwen"),), silent=(at(1, "qwen"),)
+    )
     assert [one.recalls for one in page.tickets] == [(at(1, "qwen"),)]
 
 
@@ -402,7 +406,9 @@ def test_a_wait_is_ended_by_its_owner_and_the_request_is_done_once_it_is_gone():
     """Only the owner withdraws its ticket. The requester reads in the book that this has happened."""
     waits = ticket("qwen", by=1, sim0=14, arrived=NOW - 5)
     page, verdict = asking(two(tickets=[waits]), "cancel")
-    assert verdict == Wait("pid 1 was asked to end its wait for qwen", asked=(at(1, "qwen"),))
+    assert verdict == Wait(
+        "pid 1 was asked to end its wait for qwen", asked=(at(1, "qwen"),), silent=(at(1, "qwen"),)
+    )
     _, steps, orders = obeying(page)
     assert (steps, [(order.verb, order.name) for order in orders]) == ((), [("cancel", "qwen")])
     page, verdict = asking(page.without_ticket(waits.key), "cancel")
@@ -422,3 +428,23 @@ def test_another_user_may_not_end_a_wait():
     eve = {asked("cancel").key: Asker("eve")}
     _, _, [order] = obey(page, owner(1).id, THERE, "k", eve)
     assert order.refused.startswith("eve may not ask to end its wait for qwen in pid 1: only ")
+
+
+@pytest.mark.parametrize(
+    ("verb", "there", "begun"),
+    [
+        (
+            "preload",
+            {"tickets": [ticket("qwen", by=1, because="llama is in use")]},
+            "llama is in use",
+        ),
+        ("evict", {"phase": Phase.LEAVING}, "and is moving it"),
+        ("restore", {"phase": Phase.ARRIVING}, "and is moving it"),
+    ],
+)
+def test_an_owner_that_has_begun_is_not_silent(verb, there, begun):
+    """The asker's time-out then gives the owner's reason."""
+    tickets = there.pop("tickets", [])
+    leases = [lease("qwen", sim0=8, **there)] if there else [lease("other", sim0=1)]
+    _, verdict = asking(two(*leases, tickets=tickets), verb)
+    assert begun in verdict.because and verdict.silent == ()
