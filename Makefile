@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run lint check check-models check-rest test soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages
+.PHONY: help run lint check check-models check-rest test soak bench gpu gpu-tests gpu-figures gpu-wheels vllm frameworks docs clean packages
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -57,6 +57,7 @@ help:
 	@echo "make gpu     the tests and the figures of a real card, within 15 minutes (tests/gpu/README.md)"
 	@echo "make gpu-figures   its figures; without a card, on a simulated accelerator"
 	@echo "make vllm    the tests of real servers, with vLLM for CPUs in an environment of its own (3 GB)"
+	@echo "make frameworks   notebooks of 26 frameworks, parked after each cell, in an environment of its own (3 GB)"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -87,7 +88,7 @@ test:
 	@$(MAKE) --no-print-directory lint
 	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 5 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
 
-soak: $(STAMP) packages
+soak: $(STAMP) packages .venv-frameworks/.ready
 	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
 
 bench: $(STAMP)
@@ -128,6 +129,17 @@ vllm: $(STAMP) .venv-vllm/.ready
 	.venv-vllm/bin/python $< $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@touch $@
 
+frameworks: $(STAMP) .venv-frameworks/.ready
+	$(BIN)/python -m pytest -q -rs -m soak tests/frameworks
+
+# Kernels run in it, so it has gpu-console too. The operators of torchvision and torch.compile need a C++ compiler.
+.venv-frameworks/.ready: pyproject.toml constraints-cpu.txt tests/frameworks/requirements.txt tests/frameworks/torchvision_for_cpus.py | $(STAMP)
+	@$(call install,c++,g++)
+	$(BIN)/python -m venv .venv-frameworks
+	.venv-frameworks/bin/python -m pip install -q -c constraints-cpu.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX)) -e ".[torch]" ipykernel -r tests/frameworks/requirements.txt
+	.venv-frameworks/bin/python tests/frameworks/torchvision_for_cpus.py
+	@touch $@
+
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
 	@echo "Open  docs/_build/html/index.html"
@@ -139,7 +151,7 @@ packages:
 	@$(call install,chromium,chromium)
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) .venv-vllm build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
+	rm -rf $(VENV) $(GPU_VENV) .venv-vllm .venv-frameworks build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Another flavour's environment is made anew: pip takes an installed CPU build of torch for good enough.

@@ -78,6 +78,7 @@ def guards(mark: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch) ->
 # Tests in these places start real processes, browsers or servers.
 PROCESSES = (
     "browser/",
+    "frameworks/",
     "install/",
     "stories/",
     "backends/test_contract.py",
