@@ -320,9 +320,11 @@ def worth_less(
         wanted=wanted,
     )
     for other in able:
-        if not other.on_host or other.id == lease.id:
+        if other.id == lease.id:
             continue
-        if (-other.importance, rank(other, world)) < worth:
+        # A lease in parts is a load from its source away once it is unloaded, like one in host memory.
+        there = replace(other, shares=(Share(HOST, other.own_bytes),), target=(), filled=())
+        if (-other.importance, rank(there, world)) < worth:
             pool.append(other)
     return victims({HOST: shortage}, pool, world, rank) or ()
 

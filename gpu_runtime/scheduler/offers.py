@@ -97,8 +97,8 @@ def room_of(
                 by_card[share.device] = by_card.get(share.device, 0) + share.bytes
     return HostRoom(
         host,
-        here=own is not None and own.on_device,
-        warm=own is not None and own.on_host,
+        here=own is not None and own.all_on_device,
+        warm=own is not None and (own.on_host or own.in_parts),
         drained=set(drained(book, world)) >= set(cards),
         need_bytes=need_bytes,
         may_split=may_split,

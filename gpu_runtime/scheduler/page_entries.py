@@ -85,7 +85,7 @@ def _leaving(book: Book, request: Request, context: Context) -> Lease | None:
 def _victim(request: Request, world: World, rank: Policy, context: Context) -> Lease | None:
     """The idle lease that leaves first; None if no lease may leave.
 
-    Of leases with equal importance, leases in host memory leave first.
+    Of leases with equal importance, leases that are not wholly on cards leave first.
     """
     asker, importance = request.lease.owner, request.lease.importance
     idle = []
@@ -95,5 +95,5 @@ def _victim(request: Request, world: World, rank: Policy, context: Context) -> L
         if not reason_to_stay(lease, world, asker=asker, importance=importance):
             idle.append(lease)
     ordered = eviction_order(idle, world, rank)
-    ordered.sort(key=lambda lease: (-lease.importance, not lease.on_host))
+    ordered.sort(key=lambda lease: (-lease.importance, lease.all_on_device))
     return ordered[0] if ordered else None

@@ -99,7 +99,7 @@ def room_for(
     unloaded = renewed(host_room + total(able)) if short > 0 else ()
     if short > 0 and not unloaded:
         return None
-    freed = sum([other.bytes for other in unloaded])
+    freed = sum([other.bytes_on(HOST) for other in unloaded])
     return enough(able, shortage - freed, world, rank), unloaded
 
 

@@ -313,3 +313,23 @@ def test_on_several_cards_it_leaves_as_a_whole_and_on_one_card_in_pieces_again(r
     rt.evict("*")
     rt.preload("m")
     assert lease_of(rt, "m").piece_bytes == 2 * GIB
+
+
+@pytest.mark.parametrize("pieces", [1, 16])
+def test_a_lease_in_parts_does_not_block_the_warm_pool(runtime, pieces):
+    """Two models take turns, and a third was used before. It lay in parts, and its bytes in host
+    memory were never given back: 23 loads from disk and no return from host memory.
+    """
+    rt = runtime(
+        devices="sim:10GiB,host:10GiB",
+        gpu_shadows="never",
+        gpu_memory_max_percent=1.0,
+        cpu_memory_max_percent=1.0,
+    )
+    for name, size in (("a", "10GiB"), ("b", "9GiB"), ("c", "9GiB")):
+        rt.register(name, backend="fake", size=size, pieces=pieces)
+    for name in "abc" + "bc" * 11:
+        with rt.use(name):
+            pass
+    actions = list(rt.events()["action"])
+    assert (actions.count("loaded"), actions.count("restored")) == (14, 11)

@@ -46,6 +46,14 @@ def test_a_model_that_is_worth_more_stays_in_host_memory():
     assert places(page) == {"warm": "host", "qwen": "arriving"}
 
 
+def test_a_stale_lease_in_parts_leaves_host_memory_for_a_victim():
+    """Its bytes there blocked the warm pool for ever: each other model was loaded from disk."""
+    parts = lease("parts", sim0=1, host=9, piece_bytes=size(1), last_used=NOW - 900)
+    victim = lease("victim", sim0=8, last_used=NOW - 60)
+    page, _ = ask_until(book(parts, victim), request("wanted", 8), world(sim0=9, host=10))
+    assert places(page) == {"victim": "host", "wanted": "arriving"}
+
+
 def test_the_model_that_is_about_to_return_is_not_unloaded():
     """The returning model was used longest ago, and its place in host memory would be just large
     enough for the victim. It is still not unloaded.
