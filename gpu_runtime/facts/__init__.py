@@ -97,7 +97,7 @@ from .models import (
     ModelSpec,
     Part,
 )
-from .notebooks import EVICTED, held_on_cards, notebook_has_name, of_notebook
+from .notebooks import EVICTED, PASSING, held_on_cards, notebook_has_name, of_notebook
 from .offers import HostRoom, Offer
 from .problems import Problem, ProblemKind, problems
 from .recent_uses import MOST_USES, decode_uses, encode_uses, expected_use, merged_uses

@@ -9,6 +9,8 @@ from .leases import LeaseId, Section
 
 # The kinds of leases that are evicted. A block of code keeps its bytes until it ends.
 EVICTED = ("model", "kernel")
+# How a reason begins that keeps a notebook's memory for a moment only. Any other reason ends by an act of its user.
+PASSING = ("a cell runs", "a thread runs", "the kernel was used meanwhile")
 
 
 def notebook_has_name(path: str, name: str) -> bool:

@@ -192,7 +192,7 @@ def _here_already(book: Book, request: Request, lease: Lease) -> tuple[Book, Ver
 def _wait_for_arrival_or_end(
     book: Book, request: Request, world: World, lease: Lease
 ) -> tuple[Book, Verdict]:
-    going = "is arriving" if lease.phase is Phase.ARRIVING else leaves_in_words(lease)
+    going = "is arriving" if lease.phase is Phase.ARRIVING else leaves_in_words(book, lease)
     title = lease_title(lease, book.owner(lease.owner))
     return _enqueue(book, request, world, Wait(f"{title} {going}"), ())
 

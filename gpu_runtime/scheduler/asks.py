@@ -15,6 +15,7 @@ from ..attribution import attributed
 from ..facts import (
     HOST,
     MOST_ENTRIES,
+    PASSING,
     Book,
     Event,
     Grant,
@@ -260,10 +261,11 @@ def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> R
         )
         return Refuse(because, kind="in use", holders=holders)
     if why == MOVE_FAILED:
-        wait = show_seconds(max(1.0, lease.moves_again_at - world.now))
-        because = (
-            f"{holding} could not be moved{why_not_moved(book, lease)}. Request it again in {wait}"
-        )
+        reason = why_not_moved(book, lease)
+        because = f"{holding} could not be moved{reason}"
+        if lease.kind != "kernel" or not reason or reason[2:].startswith(PASSING):
+            wait = show_seconds(max(1.0, lease.moves_again_at - world.now))
+            because += f". Request it again in {wait}"
         return Refuse(because, kind="failed", holders=holders)
     if not why and not _can_leave_for_a_person(book, lease, world):
         because = f"{holding} {needs_host_room(lease)}"

@@ -181,8 +181,16 @@ def why_not_moved(book: Book, lease: Lease) -> str:
     return ""
 
 
-def leaves_in_words(lease: Lease) -> str:
-    """How this `lease` leaves its card now. The text is the end of a sentence."""
+def leaves_in_words(book: Book, lease: Lease) -> str:
+    """How this `lease` leaves its card now. The text is the end of a sentence.
+
+    If its last event is a failed move, the text has the reason: its process tries the move again.
+    """
+    for event in reversed(book.events):
+        if not event.answers and (event.owner, event.model) == (lease.owner, lease.name):
+            if event.action != "failed":
+                break
+            return f"could not be moved{why_not_moved(book, lease)}; its process tries again"
     return "is being moved to RAM" if lease.kind == "kernel" else "is being evicted"
 
 

@@ -94,7 +94,7 @@ def _wait_for_what_left(
     for card in cards:
         if (lease := context.leaving.get(card)) is not None:
             title = lease_title(lease, book.owner(lease.owner))
-            return Wait(f"{head} {title} {leaves_in_words(lease)}.")
+            return Wait(f"{head} {title} {leaves_in_words(book, lease)}.")
     for ghost in book.ghosts:
         if ghost.device in cards:
             return Wait(

@@ -246,7 +246,7 @@ def _in_words(
     if why == "kept":
         return "is kept"
     if why == Phase.LEAVING or lease.id in context.recalled:
-        return leaves_in_words(lease)
+        return leaves_in_words(book, lease)
     all_fit_in_host = precious_bytes(context.leases) <= host_bytes_to_be_had(book, world)
     if lease.droppable or (can_move(lease, world) and all_fit_in_host):
         return "would not free enough"

@@ -1,58 +1,51 @@
-"""The reasons why the memory of a kernel must not be moved now: threads, tasks and callbacks of the
-user, and other libraries.
+"""The reasons why the memory of a kernel must not be moved now: threads, tasks, callbacks and timers, and other
+libraries.
 
-Threads, tasks and callbacks could run code while the memory is not on the card. Libraries could have stored addresses
-of the memory. Nothing here moves memory.
+What could run while the memory is away is a reason. The parts of the kernel are known by identity: they are objects of
+the running kernel application. Everything else is judged. A library may have stored addresses of the memory. Nothing
+here moves memory.
 """
 
 from __future__ import annotations
 
 import asyncio
+import collections
+import contextlib
 import functools
+import gc
+import signal
 import sys
+import sysconfig
 import threading
-from collections.abc import Iterator
-from types import BuiltinMethodType, CodeType, MethodType
-from typing import Any, NamedTuple
+import time
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from types import (
+    BuiltinMethodType,
+    CodeType,
+    CoroutineType,
+    FrameType,
+    FunctionType,
+    GeneratorType,
+    MethodType,
+    ModuleType,
+)
+from typing import Any
+
+from gpu_runtime.names import values_in
 
 # These libraries may have stored the addresses of tensors, or run code of their own on the card.
 OTHER_LIBRARIES = (
     "cupy", "numba.cuda", "jax", "tensorflow", "cudf", "rmm", "pycuda", "tensorrt", "warp", "vllm",
     "deepspeed", "transformer_engine", "dgl",
 )  # fmt: skip
-KERNEL_THREADS = frozenset(
-    ("MainThread", "IOPub", "Control", "Heartbeat", "Shell channel", "IPythonHistorySavingThread")
-)
-KERNEL_THREAD_TYPES = frozenset(
-    (
-        "ParentPollerUnix", "HistorySavingThread", "Heartbeat", "ControlThread", "ShellChannelThread",
-        "WriterThread", "ReaderThread", "TMonitor", "GarbageCollectorThread",
-    )
-)  # fmt: skip
-KERNEL_TASKS = frozenset(
-    ("Kernel.dispatch_queue", "Kernel.shell_main", "Kernel.dispatch_shell", "Kernel.process_one")
-)
-# A callback of these packages runs no code of the user.
-CALLBACK_PACKAGES = frozenset(
-    ("ipykernel", "tornado", "zmq", "asyncio", "jupyter_client", "panel", "bokeh")
-)
-# A place is the file and the function that a thread executes now. RESTING has the places where the
-# kernel's own threads wait.
-WAITING = ("threading.py", "wait")
-RESTING = frozenset(
-    (
-        ("selectors.py", "select"), WAITING, ("iostream.py", "_watch_pipe_fd"),
-        ("__init__.py", "device"), ("parentpoller.py", "run"), ("_monitor.py", "run"),
-        ("queue.py", "get"), ("thread.py", "_worker"), ("pydevd_comm.py", "_read_line"),
-        ("garbage.py", "run"),  # of ZeroMQ; it frees the bytes of large outputs
-    )
-)  # fmt: skip
-# A thread that waits at one of these places does not prevent a move, even if its name is not known as a name of
-# the kernel's threads: a worker of a thread pool with an empty queue, and two threads of ipykernel and tqdm.
-IDLE = frozenset(
-    (("thread.py", "_worker"), ("iostream.py", "_watch_pipe_fd"), ("_monitor.py", "run"))
-)
-OURS = "gpu_runtime."  # the threads of these modules touch the kernel's tensors only to move them
+OURS = ("gpu_runtime", "gpu", "gpu_panels")  # the packages of gpu-console
+TIMERS = {"ITIMER_REAL": "SIGALRM", "ITIMER_VIRTUAL": "SIGVTALRM", "ITIMER_PROF": "SIGPROF"}
+PANEL = "panel.io.callbacks"
+WAIT = threading.Condition.wait.__code__
+RUN_FOREVER = asyncio.BaseEventLoop.run_forever.__code__
+MOST_OBJECTS = 20_000  # the nearest objects that a thread or a callback refers to; 20 ms
+_PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), ModuleType, CodeType)
 
 
 def why_not_modules() -> str:
@@ -70,196 +63,426 @@ def why_not_modules() -> str:
     return ""
 
 
-def why_not_loop(kernel: Any) -> str:
+def why_not_timers(own: Own | None = None) -> str:
+    """The reason why the memory must not be moved now: an armed timer, or a function that each collection calls."""
+    for name, number in TIMERS.items():
+        if hasattr(signal, name) and signal.getitimer(getattr(signal, name))[0]:
+            handler = signal.getsignal(getattr(signal, number))
+            return f"a timer is armed (signal.{name}, which calls {_described(handler)})"
+    found = users(gc.callbacks, own or Own())
+    return f"each garbage collection calls {_described(found)} (gc.callbacks)" if found else ""
+
+
+# -- the kernel's own ------------------------------------------------------------------------------
+
+
+class Own:
+    """The objects of one running kernel application: its loops, streams, sockets and threads."""
+
+    def __init__(self, kernel: Any = None) -> None:
+        """Collects the objects of `kernel`. A kernel of another version may lack some of them."""
+        app, shell = getattr(kernel, "parent", None), getattr(kernel, "shell", None)
+        channel = getattr(kernel, "shell_channel_thread", None)
+        self.subshells = getattr(channel, "_manager", None)
+        cache = getattr(self.subshells, "_cache", {})
+        self.shells = [cache.get(name) for name in self._subshell_names()]
+        threads = [channel, *self.shells]
+        threads += [getattr(app, name, None) for name in ("heartbeat", "control_thread", "poller")]
+        threads.append(getattr(getattr(app, "iopub_thread", None), "thread", None))
+        history = getattr(shell, "history_manager", None)
+        threads.append(getattr(history, "save_thread", None))
+        streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+        threads += [getattr(stream, "watch_fd_thread", None) for stream in streams]
+        # ZeroMQ frees the bytes of large outputs in a thread.
+        zeromq = _loaded("zmq.utils.garbage", "gc")
+        threads.append(getattr(zeromq, "thread", None))
+        threads += _debugger_threads()
+        self.threads = [thread for thread in threads if thread is not None]
+        self.kernel, io_loops = kernel, [getattr(kernel, "io_loop", None)]
+        io_loops += [getattr(one, "io_loop", None) for one in self.shells]
+        loops = [getattr(one, "asyncio_loop", None) for one in io_loops]
+        # Panel repeats a function of its own for each page, also for `%gpu console`.
+        panel = _loaded("panel.io.state", "state")
+        parts = [kernel, app, shell, self.subshells, panel, *self.threads, *io_loops, *loops]
+        parts += [getattr(kernel, name, None) for name in ("session", "comm_manager", "log")]
+        parts += [getattr(app, "iopub_thread", None), *streams]
+        self._ids = {id(one) for one in parts if one is not None}
+
+    def _subshell_names(self) -> list[str]:
+        return self.subshells.list_subshell() if self.subshells is not None else []
+
+    def has(self, value: Any) -> bool:
+        """Whether `value` is one of the objects."""
+        return id(value) in self._ids
+
+    def runs(self, coroutine: Any) -> bool:
+        """Whether the `coroutine` is a method of the kernel, or ipykernel's wrapper around such a method."""
+        code, frame = getattr(coroutine, "cr_code", None), getattr(coroutine, "cr_frame", None)
+        variables = frame.f_locals if frame is not None else {}
+        method = getattr(type(self.kernel), getattr(code, "co_name", ""), None)
+        if method is not None and getattr(method, "__code__", None) is code:
+            return variables.get("self") is self.kernel
+        periodic = _loaded(PANEL, "PeriodicCallback")
+        if periodic is not None and code is periodic._async_repeat.__code__:
+            return not any(self.strangers(variables.get("func")))
+        return code in _wrappers() and not any(self.strangers(variables.get("f")))
+
+    def strangers(self, *values: Any) -> Iterator[Any]:
+        """Yields the functions that `values` (a callback and its arguments) call and that are not the kernel's."""
+        for value in values:
+            if isinstance(value, functools.partial):
+                yield from self.strangers(value.func, *value.args, *value.keywords.values())
+            elif callable(value) and not self._is_own(value):
+                yield value
+
+    def _is_own(self, function: Any) -> bool:
+        if type(function) in (MethodType, BuiltinMethodType):
+            holder = function.__self__
+            if self.has(holder) or isinstance(holder, asyncio.Task):  # tasks are judged as such
+                return True
+            called = _callbacks_of(holder)
+            return called is not None and not any(self.strangers(*called))
+        if type(function) is not FunctionType:
+            return False
+        if function.__code__ in _wrappers():
+            return not any(self.strangers(_closure(function).get("f")))
+        if function is asyncio.futures._set_result_unless_cancelled:  # type: ignore[attr-defined]
+            return True  # of `asyncio.sleep`; the task that sleeps is judged
+        return _is_ours(function.__globals__)
+
+    def described(self, stranger: Any) -> str:
+        """What the function `stranger` is, and which code of the user it calls."""
+        target = users([stranger], self)
+        if target is None or target is stranger:
+            return _described(stranger)
+        return f"{_described(stranger)}, which calls {_described(target)}"
+
+
+def _debugger_threads() -> list[threading.Thread]:
+    """The threads of JupyterLab's debugger, which evaluates nothing without a request; see `messages.py`."""
+    pydevd = sys.modules.get("pydevd")
+    daemon = _loaded("_pydevd_bundle.pydevd_daemon_thread", "PyDBDaemonThread")
+    debugger = pydevd.get_global_debugger() if pydevd is not None else None
+    made = list(getattr(debugger, "created_pydb_daemon_threads", ()))
+    active = list(threading._active.values())  # type: ignore[attr-defined]
+    return made + [one for one in active if daemon in type(one).__mro__]
+
+
+def _wrappers() -> tuple[CodeType, ...]:
+    """The codes of the functions in which ipykernel 7 wraps the methods of a kernel."""
+    made_by = _loaded("ipykernel.utils", "_async_in_context")
+    constants = made_by.__code__.co_consts if made_by is not None else ()
+    return tuple(one for one in constants if isinstance(one, CodeType))
+
+
+def _loaded(module: str, name: str) -> Any:
+    """The object `name` of a `module`, or None if the module is not loaded."""
+    return getattr(sys.modules.get(module), name, None)
+
+
+def _callbacks_of(holder: Any) -> tuple[Any, ...] | None:
+    """The functions that a stream of ZeroMQ or a `PeriodicCallback` calls; None for another object."""
+    kind = type(holder)
+    if kind is _loaded("zmq.eventloop.zmqstream", "ZMQStream"):
+        called = (holder._recv_callback, holder._send_callback)
+        nothing = kind.send_multipart.__code__.co_consts  # has the function that does nothing
+        return tuple(one for one in called if getattr(one, "__code__", kind) not in nothing)
+    periodic = [_loaded(name, "PeriodicCallback") for name in ("tornado.ioloop", PANEL)]
+    return (holder.callback,) if kind in periodic else None
+
+
+def _closure(function: FunctionType) -> dict[str, Any]:
+    cells = zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    return {name: _content(cell) for name, cell in cells}
+
+
+def _content(cell: Any) -> Any:
+    with contextlib.suppress(ValueError):  # it is empty
+        return cell.cell_contents
+    return None
+
+
+def _is_ours(variables: dict[str, Any] | None) -> bool:
+    """Whether `variables` are the globals of a loaded module of gpu-console."""
+    name = str((variables or {}).get("__name__", ""))
+    module = sys.modules.get(name) if name.partition(".")[0] in OURS else None
+    return module is not None and vars(module) is variables
+
+
+# -- the event loops -------------------------------------------------------------------------------
+
+
+def why_not_loop(kernel: Any, own: Own | None = None) -> str:
     """The reason why the memory must not be moved now, or "" if no event loop of the `kernel` is a reason.
 
-    Reasons are code of the user that waits in the main thread's event loop, or in the loop of a subshell. JupyterLab
-    opens a subshell for the messages of widgets. Before a message to a subshell is handled, parked memory comes back,
-    as before a message to the main thread.
+    Reasons are tasks, callbacks, servers and connections in the main thread's event loop, or in the loop of a subshell,
+    that are not the kernel's own. JupyterLab opens a subshell for the messages of widgets. Before a message to a
+    subshell is handled, parked memory comes back, as before a message to the main thread.
     """
     if getattr(kernel, "eventloop", None) is not None:
         return "a GUI event loop runs its callbacks (%gui)"
-    if why := _why_not_io_loop(kernel.io_loop):
+    own = own or Own(kernel)
+    if why := _why_not_io_loop(own, kernel.io_loop):
         return why
-    manager = getattr(getattr(kernel, "shell_channel_thread", None), "_manager", None)
-    threads = getattr(manager, "_cache", {})
-    for subshell in manager.list_subshell() if manager is not None else ():
-        io_loop = getattr(threads.get(subshell), "io_loop", None)
+    for shell in own.shells:
+        io_loop = getattr(shell, "io_loop", None)
         if io_loop is None:  # another version of ipykernel
             return "a subshell is open"
-        if why := _why_not_io_loop(io_loop):
+        if why := _why_not_io_loop(own, io_loop):
             return f"{why}, in a subshell"
     return ""
 
 
-def _why_not_io_loop(io_loop: Any) -> str:
+def _why_not_io_loop(own: Own, io_loop: Any) -> str:
     loop = getattr(io_loop, "asyncio_loop", None)
     if loop is None:
         return ""
     for task in asyncio.all_tasks(loop):
-        if not is_kernel_task(task) and not _repeats_panel(task):
-            name = getattr(task.get_coro(), "__qualname__", "?")
-            return f"an asyncio task is pending ({name})"
-    for handle in tuple(getattr(loop, "_scheduled", ())):
-        if not handle.cancelled() and not _is_kernels(handle._callback, *(handle._args or ())):
-            return "a callback is scheduled (call_later)"
-    for handlers in _handlers(io_loop, loop):
-        if not _is_kernels(*handlers):
-            return "a callback waits for a file or a socket (add_reader)"
+        if not own.runs(task.get_coro()):
+            return f"an asyncio task is pending ({_described(task.get_coro())})"
+    for handles, how in (
+        (getattr(loop, "_scheduled", ()), "a callback is scheduled (call_later)"),
+        (getattr(loop, "_ready", ()), "a callback is due (call_soon)"),
+        (getattr(loop, "_signal_handlers", {}).values(), "a callback waits for a signal"),
+    ):
+        for handle in tuple(handles):
+            for stranger in () if handle.cancelled() else own.strangers(*_calls(handle)):
+                return f"{how}: {own.described(stranger)}"
+    for called in _watching(io_loop, loop):
+        for stranger in own.strangers(*called):
+            return f"{_watches(called)}: {own.described(stranger)}"
     return ""
 
 
-def _handlers(io_loop: Any, loop: Any) -> Iterator[tuple[Any, ...]]:
+def _calls(handle: asyncio.Handle) -> tuple[Any, ...]:
+    return (handle._callback, *(handle._args or ()))  # type: ignore[attr-defined]
+
+
+def _watching(io_loop: Any, loop: Any) -> Iterator[tuple[Any, ...]]:
     """The callbacks that wait for a file or a socket, each with its arguments."""
     selector = getattr(loop, "_selector", None)
     watched = (selector.get_map() if selector is not None else None) or {}
     for key in list(watched.values()):
         for handle in key.data if isinstance(key.data, tuple) else ():
             if handle is not None and not handle.cancelled():
-                yield (handle._callback, *(handle._args or ()))
+                yield _calls(handle)
     for _, handler in list(getattr(io_loop, "handlers", {}).values()):
         yield (handler,)
 
 
-def is_kernel_task(task: asyncio.Task[Any]) -> bool:
-    """Whether the kernel itself made the `task`, and not a cell.
-
-    ipykernel 7 makes its tasks through the function `_async_in_context` in `ipykernel.utils`. Such a task runs a
-    coroutine that is defined inside this function.
-    """
-    coroutine = task.get_coro()
-    if getattr(coroutine, "__qualname__", "") in KERNEL_TASKS:
-        return True
-    code, utils = getattr(coroutine, "cr_code", None), sys.modules.get("ipykernel.utils")
-    made_by = getattr(utils, "_async_in_context", None)
-    constants = made_by.__code__.co_consts if made_by is not None else ()
-    return any(code is one for one in constants if code is not None)
+def _watches(called: tuple[Any, ...]) -> str:
+    """What a callback that waits for a file or a socket is, from the functions that it calls."""
+    if getattr(called[0], "__name__", "") in ("_accept_connection", "accept_handler"):
+        return "a server listens on the event loop"
+    if isinstance(getattr(called[0], "__self__", None), asyncio.BaseTransport):
+        return "a connection is open on the event loop"
+    return "a callback waits for a file or a socket (add_reader)"
 
 
-def _repeats_panel(task: asyncio.Task[Any]) -> bool:
-    """Whether the `task` is Panel's, and repeats a function of CALLBACK_PACKAGES.
-
-    Panel starts such a task at the first event of a widget, and never ends it.
-    """
-    coroutine = task.get_coro()
-    if getattr(coroutine, "__qualname__", "") != "PeriodicCallback._async_repeat":
-        return False
-    frame = getattr(coroutine, "cr_frame", None)
-    repeated = frame.f_locals.get("func") if frame is not None else None
-    return repeated is not None and _is_kernels(repeated)
+# -- threads ---------------------------------------------------------------------------------------
 
 
-def _is_kernels(*values: Any) -> bool:
-    """Whether all functions among the `values` (a callback and its arguments) belong to CALLBACK_PACKAGES."""
-    functions = (function for value in values for function in _functions(value))
-    return all(package(function) in CALLBACK_PACKAGES for function in functions)
-
-
-def _functions(value: Any) -> Iterator[Any]:
-    """The functions that `value` calls; `value` is a callback or one of its arguments.
-
-    tornado and Panel wrap the user's function in a `partial` or a `PeriodicCallback`, which are unwrapped here.
-    """
-    if isinstance(value, functools.partial):
-        for part in (value.func, *value.args, *value.keywords.values()):
-            yield from _functions(part)
-    elif isinstance(value, MethodType) and type(value.__self__).__name__ == "PeriodicCallback":
-        yield from _functions(value.__self__.callback)
-    elif callable(value):
-        yield value
-
-
-def package(function: Any) -> str:
-    """The name of the top-level package in which `function` is defined."""
-    if isinstance(function, MethodType):
-        function = function.__func__
-    of_type = isinstance(function, BuiltinMethodType) and function.__self__ is not None
-    module = type(function.__self__).__module__ if of_type else getattr(function, "__module__", "")
-    return str(module).partition(".")[0]
-
-
-class _Thread(NamedTuple):
-    """The position of a thread, as a file and a function.
-
-    The frame of the thread is not kept. A frame can be part of a reference cycle, which would keep the
-    moved bytes alive.
-    """
-
-    code: CodeType  # the code of its innermost function
-    is_ours: bool  # gpu_runtime started it
-    wakes: bool  # it waits with a time limit, and then runs by itself
-
-    @property
-    def rests(self) -> bool:
-        """Whether the thread waits in one of the functions where the kernel's own threads wait."""
-        return self.place in RESTING
-
-    @property
-    def is_idle(self) -> bool:
-        """Whether the thread waits until a cell gives it work."""
-        return self.place in IDLE or (self.place == WAITING and not self.wakes)
-
-    @property
-    def place(self) -> tuple[str, str]:
-        """The name of the file, and the function."""
-        return self.code.co_filename.rpartition("/")[2], self.code.co_name
-
-
-def _threads() -> dict[int, _Thread]:
-    """The threads that run Python, by their identifiers."""
-    return {
-        ident: _Thread(frame.f_code, _is_ours(frame), _wakes(frame))
-        for ident, frame in sys._current_frames().items()
-    }
-
-
-def _is_ours(frame: Any) -> bool:
-    """Whether gpu_runtime started the thread of `frame`. If so, the thread's outermost frame is in the module
-    `gpu_runtime.threads`.
-    """
-    while frame.f_back is not None:
-        frame = frame.f_back
-    return frame.f_globals.get("__name__", "").startswith(OURS)
-
-
-def _wakes(frame: Any) -> bool:
-    """Whether the thread of `frame` waits for another thread, and this wait has a time limit."""
-    place = frame.f_code.co_filename.rpartition("/")[2], frame.f_code.co_name
-    return place == WAITING and frame.f_locals.get("timeout") is not None
-
-
-def why_not_threads(main: int | None) -> str:
+def why_not_threads(main: int | None, own: Own | None = None) -> str:
     """The reason why the memory must not be moved now, with the name of a thread; or "" if no thread is a reason.
 
-    A thread prevents the move if it runs, or will run by itself as a `threading.Timer` does. Threads of the kernel and
-    of gpu_runtime never prevent it. `main` is the identifier of the main thread.
+    A thread prevents the move if it runs. It also prevents the move if it will wake by itself, and its stack refers to
+    code of the user or to a tensor. Threads of the kernel and of gpu_runtime never prevent it. `main` is the identifier
+    of the main thread.
     """
+    own = own or Own()
+    for ident, frame in _threads(own, {main, threading.get_ident()}).items():
+        if frame.f_code is WAIT and values_of(frame).get("timeout") is None:
+            continue  # another thread or a cell wakes it
+        stack = _stack(frame)
+        found = users([*stack, *_tasks(stack)], own)
+        if found is not None:
+            return f"a thread of its own runs ({_named(ident, stack, found)})"
+        if not _sleeps(ident):
+            return f"a thread of its own runs ({_named(ident, stack)})"
+    return ""
+
+
+def not_at_rest(but: Iterable[int | None], own: Own | None = None) -> str:
+    """The thread that runs instead of waiting, or "" if all threads wait.
+
+    The caller has raised `sys.setswitchinterval`, so that no thread runs Python after the return, until the caller
+    releases the GIL. The threads whose identifiers are in `but`, and the threads of the kernel and of gpu_runtime, are
+    not examined.
+    """
+    own, but = own or Own(), {*but, threading.get_ident()}
+    before = {ident: _position(ident, frame) for ident, frame in _threads(own, but).items()}
+    running = [ident for ident in before if not _sleeps(ident)]  # this reads files: others may run
+    for ident, frame in _threads(own, but).items():
+        if ident in running or before.get(ident) != _position(ident, frame):
+            return _named(ident, _stack(frame))
+    return ""
+
+
+def _position(ident: int, frame: FrameType) -> tuple[Any, ...]:
+    """Where the thread is, and the processor time that it has used. A thread that waits changes neither."""
+    return id(frame), frame.f_lasti, _processor_seconds(ident)
+
+
+def _threads(own: Own, but: set[int | None]) -> dict[int, FrameType]:
+    """The innermost frames of the threads that run Python, without those of the kernel and of gpu_runtime."""
     # `threading.enumerate` is not used: debugpy replaces it by a function that leaves out the threads of
     # debugpy and of the kernel.
     known: dict[int, threading.Thread] = dict(threading._active)  # type: ignore[attr-defined]
-    for ident, found in _threads().items():
-        if ident in (main, threading.get_ident()) or found.is_idle or found.is_ours:
-            continue
-        thread = known.get(ident)
-        if thread is None or not _is_kernel_thread(thread):
-            return f"a thread of its own runs ({thread.name if thread else ident})"
-    return ""
+    return {
+        ident: frame
+        for ident, frame in sys._current_frames().items()
+        if ident not in but
+        and not any(known.get(ident) is one for one in own.threads)
+        and not _is_ours(_stack(frame)[-1].f_globals)
+    }
 
 
-def _is_kernel_thread(thread: threading.Thread) -> bool:
-    return (
-        thread.name in KERNEL_THREADS
-        or type(thread).__name__ in KERNEL_THREAD_TYPES
-        or getattr(thread, "is_pydev_daemon_thread", False)  # of the debugger
-    )
+def _stack(frame: FrameType | None) -> list[FrameType]:
+    """The frames of a thread, the innermost first."""
+    stack = []
+    while frame is not None:
+        stack.append(frame)
+        frame = frame.f_back
+    return stack
 
 
-def not_at_rest(but: set[int]) -> str:
-    """The function in which a thread runs instead of waiting, or "" if all threads wait.
+def _tasks(stack: Iterable[FrameType]) -> Iterator[Any]:
+    """The coroutines of the event loops that a thread with this `stack` runs."""
+    for frame in stack:
+        if frame.f_code is RUN_FOREVER:
+            for task in asyncio.all_tasks(values_of(frame)["self"]):
+                yield task.get_coro()
 
-    The threads whose identifiers are in `but`, and the threads of gpu_runtime, are not examined.
+
+def values_of(frame: FrameType) -> dict[str, Any]:
+    """The local variables of `frame`; the frame keeps no copy of them."""
+    names = list(frame.f_locals)
+    return dict(zip(names, values_in([frame]), strict=True))
+
+
+def _processor_seconds(ident: int) -> float:
+    if not hasattr(time, "pthread_getcpuclockid"):  # macOS
+        return 0.0
+    return time.clock_gettime(time.pthread_getcpuclockid(ident))
+
+
+def _sleeps(ident: int) -> bool:
+    """Whether the thread waits for the system: it neither computes, nor waits for a processor."""
+    thread = threading._active.get(ident)  # type: ignore[attr-defined]
+    number = thread.native_id if thread is not None else None
+    if number is None and hasattr(time, "pthread_getcpuclockid"):
+        number = ~(time.pthread_getcpuclockid(ident) >> 3)  # glibc and musl: the number is in it
+    try:
+        with open(f"/proc/self/task/{number}/stat", "rb") as file:
+            return file.read().rpartition(b")")[2][1:2] == b"S"
+    except FileNotFoundError:  # the thread has ended, or the system has no /proc
+        return True
+
+
+def _named(ident: int, stack: list[FrameType], found: Any = None) -> str:
+    """The thread's name, its class, the function that it calls, and the object `found` to which it refers."""
+    thread = threading._active.get(ident)  # type: ignore[attr-defined]
+    if thread is None:
+        kind, target = "a thread without a name", stack[-1]
+    else:
+        kind = f"{thread.name}: {type(thread).__module__}.{type(thread).__qualname__}"
+        is_timer = type(thread) is threading.Timer
+        own = thread.function if is_timer else getattr(thread, "_target", None)
+        target = own or type(thread).run
+    calls, refers = _described(target), "" if found is None else _described(found)
+    return f"{kind} calls {calls}" + (f", and refers to {refers}" if refers not in calls else "")
+
+
+# -- whose code ------------------------------------------------------------------------------------
+
+
+def users(roots: Iterable[Any], own: Own) -> Any:
+    """The nearest object of the user's that the objects `roots` refer to, or None.
+
+    Such an object is a function, a class or a frame whose code is in no installed package, or a tensor of torch.
     """
-    for ident, found in _threads().items():
-        if ident not in but and not found.rests and not found.is_ours:
-            return f"{found.code.co_name} in {found.code.co_filename}"
-    return ""
+    torch = sys.modules.get("torch")
+    tensor = getattr(torch, "Tensor", None)
+    modules = {id(vars(module)) for module in list(sys.modules.values()) if module is not None}
+    waiting, seen = collections.deque(roots), set[int]()
+    while waiting and len(seen) < MOST_OBJECTS:
+        value = waiting.popleft()
+        kind = type(value)
+        if kind in _PLAIN or id(value) in seen or id(value) in modules or own.has(value):
+            continue
+        if kind is MethodType and own.has(value.__self__):
+            continue
+        seen.add(id(value))
+        code = _code(value)
+        if code is not None and not _is_installed(code):
+            if not _is_ours(
+                getattr(value, "__globals__", None) or getattr(value, "f_globals", None)
+            ):
+                return value
+        elif tensor in kind.__mro__:
+            return value
+        if kind is FrameType:
+            waiting += values_in([value])
+        elif kind is FunctionType:
+            waiting += (value.__defaults__, value.__kwdefaults__, value.__closure__)
+        elif isinstance(value, type):
+            if _is_users_class(value):
+                return value
+        elif _is_users_class(kind):
+            return kind
+        else:
+            waiting += gc.get_referents(value)
+    return None
+
+
+def _code(value: Any) -> CodeType | None:
+    """The code of a function, a frame, a coroutine or a generator."""
+    names = {
+        FunctionType: "__code__", FrameType: "f_code", CoroutineType: "cr_code", GeneratorType: "gi_code"
+    }  # fmt: skip
+    name = names.get(type(value))
+    return getattr(value, name) if name else None
+
+
+def _is_users_class(kind: type) -> bool:
+    """Whether a function of the class is the user's."""
+    functions = [one for one in vars(kind).values() if type(one) is FunctionType]
+    return bool(functions) and not any(map(_is_installed_function, functions))
+
+
+def _is_installed_function(function: FunctionType) -> bool:
+    return _is_ours(function.__globals__) or _is_installed(function.__code__)
+
+
+def _is_installed(code: CodeType) -> bool:
+    """Whether the `code` is in Python's own library, or in an installed package."""
+    name = code.co_filename
+    return name.startswith("<frozen ") or name.startswith(_installed_folders(tuple(sys.path)))
+
+
+@functools.lru_cache(maxsize=4)
+def _installed_folders(path: tuple[str, ...]) -> tuple[str, ...]:
+    """The folders of Python's library, and those folders of `path` into which pip has installed something."""
+    folders = [sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")]
+    folders += [one for one in path if one and any(Path(one).glob("*.dist-info"))]
+    return tuple({f"{one}/" for folder in folders for one in (folder, Path(folder).resolve())})
+
+
+def _described(value: Any) -> str:
+    """What kind of thing `value` is, and its name, such as `the function __main__.step`."""
+    if isinstance(value, functools.partial):
+        return _described(value.func)
+    if isinstance(value, FrameType):
+        return f"the function {value.f_globals.get('__name__')}.{value.f_code.co_qualname}"
+    if isinstance(value, type):
+        return f"the class {value.__module__}.{value.__qualname__}"
+    if isinstance(value, (CoroutineType, GeneratorType)):
+        return f"the coroutine {value.__qualname__}"
+    if type(value) in (MethodType, BuiltinMethodType) and not isinstance(
+        value.__self__, ModuleType
+    ):
+        holder = type(value.__self__)
+        return f"the method {holder.__module__}.{holder.__qualname__}.{value.__name__}"
+    if type(value) in (FunctionType, BuiltinMethodType):
+        return f"the function {value.__module__}.{value.__qualname__}"
+    return f"an object of {_described(type(value))}"

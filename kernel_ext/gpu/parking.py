@@ -235,10 +235,12 @@ class Parking:
             return ""
         if self._cells:
             return "a cell runs"
+        own = obstacles.Own(self._kernel)
         return (
-            obstacles.why_not_loop(self._kernel)
+            obstacles.why_not_loop(self._kernel, own)
             or obstacles.why_not_modules()
-            or obstacles.why_not_threads(self._main)
+            or obstacles.why_not_timers(own)
+            or obstacles.why_not_threads(self._main, own)
             or ("gc.freeze() has hidden objects from the search" if gc.get_freeze_count() else "")
         )
 
@@ -280,7 +282,8 @@ class Parking:
         with _Undisturbed():
             if self._mark != mark:
                 return "the kernel was used meanwhile"
-            moving = obstacles.not_at_rest({threading.get_ident(), caller, *self._in_hooks})
+            own = obstacles.Own(self._kernel)
+            moving = obstacles.not_at_rest({caller, *self._in_hooks}, own)
             if moving:
                 return f"a thread runs ({moving})"
             act()

@@ -9,10 +9,10 @@ from __future__ import annotations
 
 import ast
 import shlex
+import sys
 from collections.abc import Mapping
 from typing import Any
 
-from . import obstacles
 from .cell_scan import MAGICS
 
 # These verbs call no function of the user's, and bind no name. All but `park` only read; `park` finds this notebook
@@ -49,7 +49,7 @@ def _reads(shell: Any, line: str) -> bool:
     # final backslash continues the line.
     if magic[:1] != "%" or magic[1:] not in MAGICS or set("{$?\\") & set(rest):
         return False
-    if obstacles.package(shell.find_line_magic(magic[1:])) != "gpu":
+    if _package(shell.find_line_magic(magic[1:])) != "gpu":
         return False
     try:
         words = shlex.split(rest.removesuffix(";"))
@@ -74,6 +74,15 @@ def _is_constant(code: str) -> bool:
 def _has_hooks(shell: Any) -> bool:
     """Whether code of the user runs before or after each cell, or changes each cell."""
     hooks = [hook for name in HOOKS for hook in shell.events.callbacks[name]]
-    changes = [type(one).__module__.partition(".")[0] for one in shell.ast_transformers]
-    packages = {*map(obstacles.package, hooks), *changes}
-    return not packages <= HOOK_PACKAGES
+    changes = [type(one).visit for one in shell.ast_transformers]
+    return not {*map(_package, [*hooks, *changes])} <= HOOK_PACKAGES
+
+
+def _package(function: Any) -> str:
+    """The top-level package of the loaded module in which `function` is defined, or "" without such a module."""
+    function = getattr(function, "__func__", function)
+    variables = getattr(function, "__globals__", {})
+    name = str(variables.get("__name__"))
+    module = sys.modules.get(name)
+    is_there = module is not None and vars(module) is variables
+    return name.partition(".")[0] if is_there else ""

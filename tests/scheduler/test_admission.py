@@ -609,6 +609,14 @@ def test_the_sentences_about_a_notebooks_own_memory_name_the_notebook():
     leaving = replace(memory, phase=Phase.LEAVING, key="x", target=whole(HOST, 12))
     _, verdict = decide(book(leaving), request("qwen", 12), world(sim0=20))
     assert verdict.because.endswith(" free. pid 2 is being moved to RAM.")
+    because = "pid 2 stays where it is: a thread of its own runs (loader)."
+    event = Event(1, WALL, "kernel", "failed", "move", because, owner=leaving.owner)
+    page = replace(book(leaving), events=(event,))
+    _, verdict = decide(page, request("qwen", 12), world(sim0=20))
+    assert "being moved" not in verdict.because
+    assert verdict.because.endswith(
+        "could not be moved: a thread of its own runs (loader); its process tries again."
+    )
 
 
 def test_leases_recalled_by_an_elder_are_not_recalled_twice():

@@ -10,6 +10,7 @@ from gpu_runtime.facts import (
     MOST_ENTRIES,
     Asker,
     Drop,
+    Event,
     Grant,
     Lease,
     Move,
@@ -85,6 +86,24 @@ def test_a_model_in_use_is_not_evicted_and_the_refusal_names_its_user():
     assert page.tickets == ()
     busy = two(lease("qwen", sim0=8, pins=1), tickets=[evicting()])
     assert obeying(busy) == (busy, (), ()), "nor where the ask came before the use"
+
+
+@pytest.mark.parametrize(
+    "reason, again",
+    [
+        ("a cell runs", ". Request it again in 30 s"),
+        ("a thread of its own runs (loader)", ""),
+        ("a process group is open (torch.distributed)", ""),
+    ],
+)
+def test_a_request_is_repeated_only_where_that_helps(reason, again):
+    """A thread, a process group or a pool ends by an act of the notebook's user, and not by itself."""
+    held = lease("kernel", sim0=8, kind="kernel", droppable=False, moves_again_at=NOW + 30)
+    event = Event(
+        1, 0.0, "kernel", "failed", "move", f"pid 1 stays where it is: {reason}.", owner=held.owner
+    )
+    _, verdict = asking(replace(two(held), events=(event,)), "evict", target="kernel")
+    assert verdict.because == f"pid 1 (8.0 GiB on sim:0) could not be moved: {reason}{again}"
 
 
 def evicting(by=2, of=1, name="qwen"):

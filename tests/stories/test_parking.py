@@ -141,20 +141,42 @@ OBSTACLES = {
         "t.cancel(); t.join()",
         "a thread of its own runs",
     ),
+    "a thread with the name of a thread of the kernel": (
+        "import time; over = threading.Event()\n"
+        "def beat():\n    while not over.wait(0.01): x.add_(0)\n"
+        "t = threading.Thread(target=beat, name='Heartbeat'); t.start()",
+        "over.set(); t.join()",
+        "(Heartbeat: threading.Thread calls the function __main__.beat)",
+    ),
+    "an armed timer": (
+        "import signal\ndef tick(*_): x.add_(0)\n"
+        "old = signal.signal(signal.SIGALRM, tick); signal.setitimer(signal.ITIMER_REAL, 600)",
+        "signal.setitimer(signal.ITIMER_REAL, 0); _ = signal.signal(signal.SIGALRM, old)",
+        "a timer is armed (signal.ITIMER_REAL, which calls the function __main__.tick)",
+    ),
+    "a server": (
+        "import asyncio\nasync def serve(reader, writer): x.add_(0)\n"
+        "server = await asyncio.start_server(serve, '127.0.0.1', 0)",
+        "server.close()",
+        "which calls the function __main__.serve",
+    ),
     "a periodic callback": (
         "from tornado.ioloop import PeriodicCallback\n"
         "h = PeriodicCallback(lambda: x.sum(), 600_000); h.start()",
         "h.stop()",
-        "a callback is scheduled (call_later)",
+        "PeriodicCallback._run, which calls the function __main__.<lambda>",
     ),
 }
-# These wait for a cell, and do not prevent parking.
-IDLE = """
-import queue, threading
-from concurrent.futures import ThreadPoolExecutor
-pool = ThreadPoolExecutor(1); pool.submit(int).result()
-todo = queue.Queue(); consumer = threading.Thread(target=todo.get); consumer.start()
-"""
+# These wait for a cell, or wake and find nothing of the user's. They do not prevent parking.
+IDLE = (
+    "import queue, threading\n"
+    "from concurrent.futures import ThreadPoolExecutor\n"
+    "pool = ThreadPoolExecutor(1); pool.submit(int).result()\n"
+    "todo = queue.Queue(); consumer = threading.Thread(target=todo.get); consumer.start()",
+    "%%bash\ntrue",  # IPython keeps a thread with an event loop
+    "from tqdm import tqdm\nbar = tqdm(range(3)); next(iter(bar))",  # a thread that wakes each 10 s
+    "writer = threading.Thread(target=todo.get, kwargs={'timeout': 600}, daemon=True); writer.start()",
+)
 
 
 def test_what_could_run_meanwhile_keeps_the_notebook_and_is_named(two, rt):
@@ -187,10 +209,11 @@ def test_what_could_run_meanwhile_keeps_the_notebook_and_is_named(two, rt):
         assert reason in rt.why("one.ipynb")[0].because, name
         assert places(rt)["one.ipynb"] == {"sim:0"}, name
         one.run(end)
-    one.run(IDLE)
+    for idle in IDLE:
+        one.run(idle)
     until(lambda: answer("") and places(rt)["one.ipynb"] == {HOST}, 15)
     assert "x is whole" in one.run("if bool((x == 1).all()): print('x is whole')")
-    one.run("todo.put(1); consumer.join(); pool.shutdown()")
+    one.run("todo.put(1); todo.put(1); consumer.join(); pool.shutdown(); bar.close()")
 
 
 def test_a_cell_whose_memory_cannot_return_does_not_run(two, rt):
