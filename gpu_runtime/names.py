@@ -6,11 +6,12 @@ The IPython extension registers its namespace in this module. A script has the v
 
 from __future__ import annotations
 
+import gc
 import sys
 import threading
 import traceback
 from collections.abc import Iterable, Sequence
-from types import FrameType
+from types import FrameType, TracebackType
 from typing import Any, NamedTuple
 
 VARIABLE, OUTPUT, ERROR = "variable", "output", "last error"
@@ -64,7 +65,7 @@ class Namespace:
         """
         if name.kind == ERROR:
             errors = self._errors()
-            return [*values_in(frames_of(errors)), *objects_of(errors)]
+            return [*variables_of(frames_of(errors)), *objects_of(errors)]
         if name.kind == VARIABLE:
             return [self._variables[name.name]] if name.name in self._variables else []
         return values_in(frames_named(name))
@@ -72,6 +73,10 @@ class Namespace:
     def shared(self) -> list[Any]:
         """Containers that many names share. A search for a name's memory does not enter them."""
         return [self._variables]
+
+    def emptied(self, name: Name) -> list[Any]:
+        """What a deletion of `name` empties, so that it holds nothing then: the frames of an error."""
+        return [*frames_of(self._errors())] if name.kind == ERROR else []
 
     def variables(self) -> list[str]:
         """The names of the user's variables."""
@@ -160,8 +165,9 @@ def functions_of(errors: Iterable[BaseException]) -> str:
 def clear(errors: Iterable[BaseException]) -> None:
     """Removes the references that `errors` and their causes have to the user's objects.
 
-    Clears the local variables of the user's frames that no longer run. In the arguments of an
-    error, an object that is not plain is replaced by the name of its class.
+    Clears the local variables of the user's frames that no longer run. The traceback ends before a
+    function with variables of an enclosing function, since its frame keeps them. In the arguments
+    of an error, an object that is not plain is replaced by the name of its class.
     """
     errors = _with_causes(errors)
     for frame in frames_of(errors):
@@ -173,12 +179,40 @@ def clear(errors: Iterable[BaseException]) -> None:
         except RuntimeError:  # the frame still runs; its variables end with the frame
             pass
     for error in errors:
+        error.__traceback__ = _without_closures(error.__traceback__)
         if isinstance(error, AttributeError):
             error.obj = None
         if not all(isinstance(one, _PLAIN) for one in error.args):
             error.args = tuple(
                 one if isinstance(one, _PLAIN) else describe(one) for one in error.args
             )
+
+
+def _without_closures(traceback: TracebackType | None) -> TracebackType | None:
+    """The `traceback`, cut before the first of the user's functions that has a closure."""
+    kept, one = None, traceback
+    while one is not None:
+        if one.tb_frame.f_code.co_freevars and _is_users(one.tb_frame):
+            if kept is None:
+                return None
+            kept.tb_next = None
+            return traceback
+        kept, one = one, one.tb_next
+    return traceback
+
+
+def variables_of(frames: Iterable[FrameType]) -> list[Any]:
+    """The objects to which finished `frames` refer, with one entry for each reference.
+
+    A variable that an inner function uses too is in a cell, and the frame refers to the cell.
+    """
+    found: list[Any] = []
+    for frame in frames:
+        others = (frame.f_globals, frame.f_builtins, frame.f_code)
+        for one in gc.get_referents(frame):
+            if not (isinstance(one, FrameType) or any(one is other for other in others)):
+                found.append(one)
+    return found
 
 
 # -- frames that run -------------------------------------------------------------------------------

@@ -138,7 +138,7 @@ def _summed(
     allocated, reserved = _allocated(session)
     # A simulated card does not count the user's tensors as allocated, so the figure is unknown there.
     unseen_bytes = 0 if session.probe.simulated else max(0, allocated - found_bytes)
-    cached_bytes = max(0, reserved - allocated)
+    cached_bytes = 0 if session.probe.simulated else max(0, reserved - allocated)
     parts = (known_bytes, graph_bytes, cached_bytes, unknown_bytes, unseen_bytes)
     ordered = sorted(rows, key=lambda row: (-row.alone_bytes, -row.bytes, row.name))
     return Holdings(
@@ -228,7 +228,8 @@ def _reach(
     ours = (session, session.residents, sys.modules, *session.residents.values())
     shared = {id(one) for one in (*namespace.shared(), *ours)}
     for name in namespace.names():
-        reach = reached(namespace.held(name), graphs, shared=shared, limit=limit)
+        emptied = {id(one) for one in namespace.emptied(name)}
+        reach = reached(namespace.held(name), graphs, shared=shared | emptied, limit=limit)
         whole = whole and reach.whole
         one = _Reached(
             name,
@@ -473,14 +474,13 @@ def _held_bytes(session: Session) -> int:
 
     No allocator counts the tensors on simulated cards, so this function searches the tensors there.
     """
-    allocated, reserved = _allocated(session)
     if not session.probe.simulated or "torch" not in sys.modules:
-        return reserved
+        return _allocated(session)[1]
     from ..backends.pytorch.time_limit import Limit
 
     found, _ = _search(session, Limit())
     *_, of_others = _models(session, found)
-    return reserved - allocated + of_others + sum(one.bytes for one in found.values())
+    return of_others + sum(one.own_bytes for one in found.values())
 
 
 def _allocated(session: Session) -> tuple[int, int]:

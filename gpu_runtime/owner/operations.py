@@ -12,7 +12,7 @@ from msgspec.structs import replace
 from .. import threads
 from ..backends.base import Progress
 from ..errors import Busy, GpuError, NotAllowed, StillInUse
-from ..facts import Grant, Lease, LeaseId, Move, Outcome, Refuse, Wait, lease_title
+from ..facts import KERNEL, Grant, Lease, LeaseId, Move, Outcome, Refuse, Wait, lease_title
 from ..scheduler.asks import DISK
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import (
@@ -143,6 +143,8 @@ def evict(
         )
     freed = sum(share.bytes for share in step.source)
     where = "host" if isinstance(step, Move) else "disk"
+    if resident.lease.kind == KERNEL and resident.lease.on_host:
+        freed = resident.lease.bytes  # it may have taken more since it was counted
     moved = "was offloaded to host memory" if where == "host" else "was unloaded"
     because = f"{title} {moved}; {show_bytes(freed)} came free"
     return Outcome(

@@ -73,6 +73,10 @@ CASES = {
     "closure": "def make(b):\n  return lambda: b.sum()\nx = make(torch.ones(10))",
     "default": "x = lambda b=torch.ones(10): b",
     "bound method": "x = torch.ones(10).sum",
+    "future": "x = torch.futures.Future(); x.set_result(torch.ones(10))",
+    "future shared": "x = torch.futures.Future(); x.set_result(torch.ones(10)); y = x.value()",
+    "script list": "x = torch._C.ScriptList([torch.ones(10)])",
+    "script dict": "x = torch._C.ScriptDict({'a': torch.ones(10)})",
     "partial": "x = functools.partial(torch.add, torch.ones(10))",
     "generator": "x = (a.sum() for a in [torch.ones(10), torch.ones(20)]); next(x)",
     "class": "class x:\n  cache = torch.ones(10)",
@@ -187,6 +191,18 @@ def test_alone_is_what_deleting_frees_in_random_programs(lines, name):
 # -- what no name reaches --------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("traced", [
+    "lambda x, constant=held: x + constant",
+    "nn.Linear(7, 7)",
+], ids=["function", "module"])  # fmt: skip
+def test_the_tensors_of_a_traced_function_are_reached(traced):
+    """They are in C++ objects, which Python cannot list."""
+    names = program(f"held = torch.ones(7); traced = torch.jit.trace({traced}, torch.ones(7))")
+    constants = [*getattr(names["traced"], "parameters", lambda: [names["held"]])()]
+    keys = {one.untyped_storage()._cdata for one in constants}
+    assert keys and keys <= reach(names, "traced").direct
+
+
 def referrer_of(tensor):
     key = tensor.untyped_storage()._cdata
     del tensor
@@ -209,6 +225,20 @@ def test_a_module_a_class_and_a_cache_are_named():
         return [torch.ones(7)]
 
     assert referrer_of(table()[0]).endswith("table")
+
+
+def test_what_a_function_that_runs_holds_is_no_garbage():
+    """A collection would not free it."""
+    kept = torch.ones(7)
+    assert referrer_of(kept) == ho.CPP
+
+
+def test_what_a_future_without_a_name_holds_is_no_garbage():
+    future = torch.futures.Future()
+    future.set_result(torch.ones(7))
+    key = future.value().untyped_storage()._cdata
+    (found,) = [one for one in se.search(every).found if one.key == key]
+    assert ho.referrer(found, (), se.Limit()) == ho.CPP
 
 
 def test_a_cycle_without_a_name_is_garbage():

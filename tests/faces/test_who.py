@@ -129,6 +129,71 @@ def test_the_last_error_is_listed(notebook, rt):
     assert (row["bytes"], row["alone_bytes"]) == (3 * MIB, 3 * MIB)
 
 
+CLOSURE = """
+def step():
+    big = mib(3)
+    def inner():
+        return big.typo
+    inner()
+step()
+"""
+KEPT = """
+def step():
+    big = mib(3)
+    try:
+        1 / 0
+    except ZeroDivisionError as error:
+        kept = error
+    raise kept
+step()
+"""
+CHAINED = """
+def step():
+    try:
+        first = mib(2)
+        1 / 0
+    except ZeroDivisionError as error:
+        big = mib(1)
+        raise ValueError from error
+step()
+"""
+GENERATOR = "def step():\n    big = mib(3)\n    yield 1\n    1 / 0\nlist(step())"
+
+
+@pytest.mark.parametrize("cell", [CLOSURE, KEPT, CHAINED, GENERATOR])
+def test_what_an_error_frees_is_what_free_frees(notebook, rt, cell):
+    """In an earlier version, FREES was 0 B, or `free` kept the variables of an inner function."""
+    fails(notebook, cell)
+    (row,) = rt.who().to_dict("records")
+    assert (row["name"], row["bytes"], row["alone_bytes"]) == ("the last error", 3 * MIB, 3 * MIB)
+    assert rt.free().bytes == 3 * MIB and table(rt) == {}
+
+
+def test_a_closure_that_lives_on_keeps_its_variables(notebook, rt):
+    run(notebook, "def make(big):\n    def step():\n        big.typo\n    return step")
+    run(notebook, "step = make(mib(3))")
+    fails(notebook, "step()")
+    assert table(rt)["step"][0] == 3
+    assert rt.free().bytes == 0 and table(rt) == {"step": (3, 3)}
+
+
+def test_what_a_future_holds_is_listed_by_its_variable(notebook, rt):
+    """Python cannot list what a future holds."""
+    run(notebook, "future = torch.futures.Future(); future.set_result(mib(3))")
+    assert table(rt) == {"future": (3, 3)}
+
+
+def test_nothing_is_cached_on_a_simulated_card(notebook, rt):
+    """What is reserved there beyond its tensors is an account, and no memory."""
+    kernel = rt.attach_kernel(Quiet())
+    run(notebook, "x = mib(24)")
+    kernel.count()
+    run(notebook, "del x; y = mib(30)")
+    kernel.count()
+    sums = rt.who().attrs
+    assert (sums["held_bytes"], sums["cached_bytes"]) == (30 * MIB, 0)
+
+
 @pytest.mark.parametrize("cell", ["x.typo", "raise ValueError('bad', x)"])
 def test_the_object_that_an_error_names_is_listed_and_released(notebook, rt, cell):
     """After a typing mistake such as `x.typo`, the error keeps `x`, also after `del x`."""
@@ -241,7 +306,7 @@ def test_garbage_and_modules_are_listed_as_elsewhere(notebook, rt):
     try:
         frame = rt.who()
         assert dict(zip(frame["name"], frame["kind"], strict=True)) == {
-            "garbage in a reference cycle, or C++ code": "elsewhere",
+            "garbage in a reference cycle": "elsewhere",
             "module helpers_of_test": "elsewhere",
         }
     finally:

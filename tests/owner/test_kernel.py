@@ -23,7 +23,7 @@ from gpu_runtime.facts import HOST, Holdings, Staying
 from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner import holdings, kernel_reading, maintenance
 from gpu_runtime.rendering import holders, views, words
-from gpu_runtime.units import MIB, show_seconds
+from gpu_runtime.units import MIB, show_bytes, show_seconds
 
 from .conftest import claims, fakes
 from .kernels import FLOATS, Quiet, cell, own
@@ -967,6 +967,17 @@ def test_a_notebook_without_a_lease_says_what_stays(started, monkeypatch):
     monkeypatch.setattr(rt._session, "staying", lambda: (found,))
     monkeypatch.setattr(holdings, "who", lambda session: Holdings((), staying=(found,)))
     assert rt.park().because == f"16.0 MiB stays on sim:0: {FOREIGN}"
+
+
+def test_park_reports_the_bytes_that_moved(started, variables):
+    """In an earlier version it reported what was counted last."""
+    rt, kernel = started()
+    cell(kernel, lambda: variables.update(x=torch.ones(2 * FLOATS)))
+    counted = own(rt)["sim:0"]
+    variables["y"] = torch.ones(16 * FLOATS)
+    outcome = rt.park()
+    assert outcome.bytes == counted + 16 * MIB == own(rt)[HOST]
+    assert f"{show_bytes(outcome.bytes)} came free" in outcome.because
 
 
 def test_a_reason_to_stay_ends_with_the_array(started, variables):

@@ -8,20 +8,21 @@ with everything to which it refers. The count includes references from C++ that 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
-from .memory_owner import cpp_keeps_python
+from .memory_owner import cpp_keeps_python, hidden_references
 from .search import Found, gradient, graph, plain_tensors, saved_by, saved_in, tracked
 from .time_limit import Limit
 from .torch_model import TorchModel
@@ -35,7 +36,8 @@ _LEAVES = frozenset(
 )
 _LOOK_EVERY = 4096  # objects between two checks of the time limit
 _STEPS_UP = 8  # the longest path from a storage that no name reaches to an object with a name
-GARBAGE = "garbage in a reference cycle, or C++ code"
+GARBAGE = "garbage in a reference cycle"
+CPP = "C++ code, or a function that runs"
 UNKNOWN = "something without a name"
 
 
@@ -150,6 +152,9 @@ class _Walk:
         if kind is torch.UntypedStorage:
             return []
         below = gc.get_referents(one)
+        if (content := self._kinds.content_of(kind)) is not None:
+            with contextlib.suppress(Exception):  # a future that ended with an error
+                below += content(one)
         if kind is types.FunctionType:  # all functions of a module share its globals: not followed
             own = (one.__globals__, one.__builtins__)
             return [child for child in below if not any(child is names for names in own)]
@@ -188,6 +193,26 @@ class _Walk:
         return {one._cdata for one in gone if type(one) is torch.UntypedStorage}
 
 
+def _in_script(function: torch._C.ScriptFunction) -> list[Any]:
+    constants = function.graph.findAllNodes("prim::Constant")
+    return [node.t("value") for node in constants if _is_tensor(node)]
+
+
+# The objects of torch's C++ code whose content Python cannot list, by class.
+_IN_CPP: dict[type, Callable[[Any], list[Any]]] = {
+    torch._C.Future: lambda one: [one.value()] if one.done() else [],
+    torch._C.ScriptList: list,
+    torch._C.ScriptDict: lambda one: [part for item in one.items() for part in item],
+    torch._C.ScriptFunction: _in_script,
+    torch.jit.ScriptModule: lambda one: [*one.parameters(), *one.buffers()],
+}
+
+
+def _is_tensor(constant: Any) -> bool:
+    """Whether the value of this `constant` of a graph is a tensor."""
+    return constant.hasAttribute("value") and constant.kindOf("value") == "t"
+
+
 def _of_tensor(tensor: Tensor) -> list[Any]:
     """The objects to which the C++ object of the `tensor` refers."""
     below: list[Any] = [*gradient(tensor), *graph(tensor)]
@@ -207,7 +232,7 @@ def _of_tensor(tensor: Tensor) -> list[Any]:
 
 
 class _Kinds:
-    """Finds out whether the objects of a class are nodes of autograd graphs.
+    """Finds out whether the objects of a class are nodes of autograd graphs, or hold objects in C++.
 
     The results are stored by the ids of the classes. A reference to a class of the notebook would
     keep this class alive.
@@ -215,6 +240,14 @@ class _Kinds:
 
     def __init__(self) -> None:
         self._known: dict[int, bool] = {}
+        self._content: dict[int, Callable[[Any], list[Any]] | None] = {}
+
+    def content_of(self, kind: type) -> Callable[[Any], list[Any]] | None:
+        """A function that lists what objects of the class `kind` hold in C++; None for most."""
+        if id(kind) not in self._content:
+            found = [one for above, one in _IN_CPP.items() if issubclass(kind, above)]
+            self._content[id(kind)] = found[0] if found else None
+        return self._content[id(kind)]
 
     def is_node(self, kind: type) -> bool:
         """Whether objects of the class `kind`, which exists now, are nodes."""
@@ -284,13 +317,15 @@ def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
 
     Goes from the storage to the objects that refer to it, then to the objects that refer to those,
     and so on. Each step checks all objects of the process. If a step finds no further object, the
-    result is GARBAGE. If `limit` or _STEPS_UP steps are reached, it is UNKNOWN. `ignored` are the
-    ids of objects of the search itself.
+    result is GARBAGE, or CPP if something that Python cannot list holds one of the objects. If
+    `limit` or _STEPS_UP steps are reached, it is UNKNOWN. `ignored` are the ids of objects of the
+    search itself.
     """
     level: list[Any] = [storage.storage, *storage.tensors]
+    visited = level
     seen = {*ignored, id(storage), id(storage.tensors), *map(id, level)}
     for _ in range(_STEPS_UP):
-        seen.add(id(level))
+        seen |= {id(level), id(visited)}
         if limit.over:
             return UNKNOWN
         above: list[Any] = []
@@ -304,9 +339,18 @@ def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
                 return named
             above.append(one)
         if not above:
-            return GARBAGE
+            return CPP if _is_held(visited) else GARBAGE
         level = above
+        visited = [*visited, *above]
     return UNKNOWN
+
+
+def _is_held(objects: list[Any]) -> bool:
+    """Whether anything but listed Python objects holds one of `objects`."""
+    tensors = [one for one in objects if isinstance(one, Tensor)]
+    views_of = Counter(id(one._base) for one in tensors if one._is_view())
+    in_cpp = any(one._use_count() > 1 + views_of[id(one)] for one in tensors)
+    return in_cpp or any(count > 0 for count in hidden_references(objects).values())
 
 
 def _named(one: Any) -> str:

@@ -175,30 +175,27 @@ def _counted(groups: Sequence[tuple[torch.UntypedStorage, Sequence[Tensor]]]) ->
         of_views = [one._base for one in tensors if one._is_view()]
         both = [*tensors, *(one for one in of_views if one is not None)]
         own[storage._cdata] = {id(one): one for one in both}
-    probe: Any = _Probe()  # an object to which only `every` refers
-    every = (probe, *chain.from_iterable(tensors.values() for tensors in own.values()))
-    del probe
-    unseen = _unseen(every)
-    usual = unseen[id(every[0])]
+    hidden = hidden_references(one for tensors in own.values() for one in tensors.values())
     answers = {}
     for storage, _ in groups:
         known = own[storage._cdata]
-        hidden = any(unseen[key] - _from_cpp(one) > usual for key, one in known.items())
         # Each tensor holds the storage once, and its Python object once more.
         more = torch._C._storage_Use_Count(storage._cdata) > len(known) + 1
-        answers[storage._cdata] = hidden or more
+        answers[storage._cdata] = more or any(hidden[key] > 0 for key in known)
     return answers
 
 
 class _Probe:
-    """An object of this module."""
+    """An object to which only `hidden_references` refers."""
 
 
-def _unseen(every: tuple[Any, ...]) -> dict[int, int]:
-    """For each object of `every`, by its id: the references that no listed object holds.
+def hidden_references(objects: Iterable[Any]) -> dict[int, int]:
+    """For each of `objects`, by its id: the references that Python's garbage collector cannot list.
 
-    The references of this module's own variables are among them.
+    NumPy's arrays and C++ objects hold such references, and functions that run. The reference that
+    the C++ object of a tensor or storage holds to its own Python object is left out.
     """
+    every = (_Probe(), *{id(one): one for one in objects}.values())
     wanted = {id(one) for one in every}
     holders: Iterable[Any]
     if len(every) <= FEW:
@@ -209,12 +206,19 @@ def _unseen(every: tuple[Any, ...]) -> dict[int, int]:
     held = map(id, chain.from_iterable(map(gc.get_referents, holders)))
     # One call into C, so that no other thread changes the objects meanwhile.
     seen = Counter(list(filter(wanted.__contains__, held)))
-    return {id(one): sys.getrefcount(one) - seen[id(one)] for one in every}
+    hidden = {id(one): sys.getrefcount(one) - seen[id(one)] - _from_cpp(one) for one in every}
+    usual = hidden[id(every[0])]  # the references of this function's variables
+    return {key: count - usual for key, count in hidden.items()}
 
 
-def _from_cpp(tensor: Tensor) -> int:
-    """The references to the Python object of `tensor` that its own C++ object holds."""
-    return 1 if tensor._use_count() > 1 and cpp_keeps_python() else 0
+def _from_cpp(one: Any) -> int:
+    """The references to the Python object of `one` that its own C++ object holds."""
+    uses = 0
+    if isinstance(one, Tensor):
+        uses = one._use_count()
+    elif type(one) is torch.UntypedStorage:
+        uses = torch._C._storage_Use_Count(one._cdata)
+    return 1 if uses > 1 and cpp_keeps_python() else 0
 
 
 @functools.cache
