@@ -391,6 +391,8 @@ def free(session: Session, variable: str | None) -> Outcome:
         session.probe.empty_cache()
         before = _held_bytes(session)
         said = _delete(session, namespace, variable)
+    if session.kernel is not None:
+        session.kernel.forget_deleted()
     session.probe.empty_cache()
     freed = max(0, before - _held_bytes(session))
     if session.kernel is not None:
@@ -429,6 +431,8 @@ def _delete(session: Session, namespace: Namespace, variable: str) -> list[str]:
         models = [one for one in _on_devices(session) if mine & _keys_of(one)]
     namespace.delete(variable)
     gc.collect()
+    if session.kernel is not None:
+        session.kernel.forget_deleted()
     kept = _search_keys(session) if mine else frozenset()
     left = {name.name for name in namespace.names()}
     names = [name for name, keys in others.items() if keys & kept and name in left]

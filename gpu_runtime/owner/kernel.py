@@ -10,9 +10,11 @@ parked.
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import threading
 import weakref
+from collections.abc import Callable
 from typing import Any, cast
 
 from msgspec.structs import replace
@@ -176,6 +178,38 @@ class Kernel:
         if self._park_next:
             self._park_next = False
             threads.start(lambda: self.park_quietly("It was parked by hand."))
+
+    # -- cells that run while the memory is parked
+
+    def readable(self) -> contextlib.AbstractContextManager[Callable[[Any], Any]]:
+        """While the block runs, parked tensors can be saved; see `KernelBackend.readable`."""
+        resident = self.resident
+        if resident is None or not self.away:
+            return contextlib.nullcontext(lambda value: value)
+        return resident.backend.readable(resident.handle)  # type: ignore[attr-defined]
+
+    def forget_deleted(self) -> str:
+        """Called after a cell that ran while the memory is parked, such as `del x`.
+
+        Frees the bytes in host memory that nothing refers to any more. Returns a sentence for the
+        user, or an empty text if nothing was freed.
+        """
+        resident = self.resident
+        if resident is None or not self.away or not resident.begin_moving():
+            return ""
+        freed = resident.backend.forget_unused(resident.handle)  # type: ignore[attr-defined]
+        if not freed:
+            resident.stay()
+            return ""
+        lease = resident.lease.holding(resident.backend.measure(resident.handle))
+        resident.settle_at(replace(lease, away_since=resident.lease.away_since))
+        if not resident.handle.away and resident.begin_moving():
+            self._session.residents.pop(NAME, None)
+            left = "Nothing is parked any more."
+        else:
+            left = f"{show_bytes(lease.own_bytes)} is still parked in RAM."
+        self._session.publish()
+        return f"{show_bytes(freed)} came free. {left}"
 
     def _yield_turn(self, resident: KernelResident) -> None:
         """Before a cell: leaves the card if another process waits and this kernel's turn is over.
@@ -355,10 +389,10 @@ class Kernel:
 
     def exempt(self, never: bool) -> Outcome:
         """If `never` is true, brings the memory back and forbids parking. If false, allows parking."""
+        self._may_leave = not never
         resident = self.resident
         if never and resident is not None and resident.place is not Place.HERE:
             operations.preload(self._session, self._id())
-        self._may_leave = not never
         if resident is not None:
             resident.settle_at(replace(resident.lease, movable=self._may_leave))
             self._session.publish()

@@ -15,6 +15,9 @@ LEAST_PART = (
     0.5  # if the last holder had the card for a smaller part of the time, both times are named
 )
 
+# What to type while the memory cannot return. The front end runs such cells without the card.
+IN_RAM = "These cells run while it is parked:  del NAME      %gpu free NAME      torch.save(NAME, 'name.pt')"
+
 
 class Return:
     """One return of a kernel's memory, from the request until the memory is on its cards."""
@@ -90,6 +93,8 @@ def refusal(why: Exception, parked_bytes: int = 0) -> GpuError:
     """
     parked = f": {show_bytes(parked_bytes)} of its memory is parked in host memory"
     message = f"the cell did not run{parked if parked_bytes else ''}. {why}"
+    if parked_bytes and not isinstance(why, WaitEnded):
+        message += f"\n  {IN_RAM}"
     if isinstance(why, GpuError):
         return rebuilt(type(why), message, why.facts)
     return GpuError(message)

@@ -15,7 +15,7 @@ import contextlib
 import gc
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 from IPython.core.error import InputRejected
@@ -151,7 +151,7 @@ class Parking:
             self._lease is not None
             and self._lease.away
             and not self._cells
-            and quiet_cells.touches_nothing(self._shell, content)
+            and self._runs_in_ram(content)
         ):
             self._here.touches_nothing = True
             return
@@ -169,10 +169,32 @@ class Parking:
         if news:
             self._show(news)
 
+    def _runs_in_ram(self, content: Mapping[str, Any]) -> bool:
+        """Whether the cell in `content` may run while the memory is parked. Prepares for the cell if so."""
+        if quiet_cells.touches_nothing(self._shell, content):
+            return True
+        cell = quiet_cells.in_ram(self._shell, content)
+        if cell is None:
+            return False
+        until_the_end = self._here.until_the_end = contextlib.ExitStack()
+        if cell.returns:
+            until_the_end.enter_context(self._waiting())
+        else:
+            stand_in = until_the_end.enter_context(self._lease.readable())
+            until_the_end.callback(self._forget_deleted)
+            _bind(self._shell.user_ns, cell.printed, stand_in, until_the_end)
+        return True
+
+    def _forget_deleted(self) -> None:
+        with contextlib.suppress(GpuError):  # the bytes are free, and the monitor publishes that
+            if news := self._lease.forget_deleted():
+                self._show(news)
+
     def after(self) -> None:
         """Called after a cell, a silent request or a comm callback. Counts the bytes that the kernel holds."""
         if self._here.touches_nothing:
             self._here.touches_nothing = False
+            self._here.until_the_end.close()
             return
         self._mark += 1
         thread = threading.get_ident()
@@ -294,7 +316,35 @@ class _Here(threading.local):
     """The state of the message that this thread handles now. Each subshell handles messages in its own thread."""
 
     cells_before = 0  # how many cells of this thread ran when its current message arrived
-    touches_nothing = False  # whether the running cell or callback touches no object of the user's
+    # Whether the running cell or callback touches no object of the user's, or only those in host memory.
+    touches_nothing = False
+
+    def __init__(self) -> None:
+        self.until_the_end = contextlib.ExitStack()  # closed at the end of a cell that runs in RAM
+
+
+def _bind(
+    values: dict[str, Any],
+    names: Iterable[str],
+    stand_in: Callable[[Any], Any],
+    until_the_end: contextlib.ExitStack,
+) -> None:
+    """Binds the `names` in `values` to CPU tensors with the same bytes until the cell ends.
+
+    A name that the cell has bound or deleted meanwhile stays as it is.
+    """
+    for name in names:
+        value = values[name]
+        shown = stand_in(value)
+        if shown is value:
+            continue
+        values[name] = shown
+        until_the_end.callback(_restore, values, name, shown, value)
+
+
+def _restore(values: dict[str, Any], name: str, shown: Any, value: Any) -> None:
+    if values.get(name) is shown:
+        values[name] = value
 
 
 class _Refusing(ast.NodeTransformer):

@@ -1,17 +1,23 @@
-"""Finds cells that touch no object of the user's. Such cells run at once while the notebook is parked.
+"""Finds cells that run at once while the notebook is parked.
 
 Two kinds of cells touch no object of the user's: cells of `%gpu` lines that only read, and cells of constants and
-operators. Before every other cell the notebook's memory returns to the card, because a name, a call or an import may
-run any code.
+operators. Some more cells need only the bytes in host memory, and so need no card: they delete, save or free, or print
+something small. Before every other cell the notebook's memory returns to the card, because a name, a call or an import
+may run any code.
 """
 
 from __future__ import annotations
 
 import ast
+import builtins
+import gc
+import io
 import shlex
 import sys
 from collections.abc import Mapping
-from typing import Any
+from pathlib import PosixPath
+from types import ModuleType, NoneType
+from typing import Any, NamedTuple
 
 from .cell_scan import MAGICS
 
@@ -23,6 +29,14 @@ READS = frozenset(
         "why", "next", "who", "catalog", "inspect", "doctor", "config", "console", "help", "park",
     )
 )  # fmt: skip
+WITH_RAM = READS | {"free", "unpark"}  # these verbs need no card either, but they change something
+METHODS = frozenset(
+    ("item", "sum", "mean", "min", "max", "std", "numel", "size", "norm")
+)  # of tensors
+MOST_SHOWN = 1000  # the most entries of a list that is printed
+INDEX = (ast.Constant, ast.Slice, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
+FUNCTIONS = frozenset((float, int, len, round, str, repr, bool, abs))
+_PRINT = print  # as it was when this module was imported
 HOOKS = ("pre_execute", "pre_run_cell", "post_execute", "post_run_cell")
 HOOK_PACKAGES = frozenset(("gpu", "IPython", "ipykernel", "matplotlib", "matplotlib_inline"))
 CONSTANT = (
@@ -42,8 +56,191 @@ def touches_nothing(shell: Any, content: Mapping[str, Any]) -> bool:
     return all(_reads(shell, line) for line in lines) or _is_constant(code)
 
 
-def _reads(shell: Any, line: str) -> bool:
-    """Whether the `line` is a `%gpu` line that only reads, and `%gpu` is gpu-console's magic in this `shell`."""
+class InRam(NamedTuple):
+    """A cell that needs the bytes in host memory, and no card."""
+
+    printed: frozenset[str] = frozenset()  # the names of the tensors that the cell prints
+    returns: bool = False  # whether a `%gpu` line of the cell brings the memory back
+
+
+def in_ram(shell: Any, content: Mapping[str, Any]) -> InRam | None:
+    """What the cell in `content` needs, if it runs while the memory is parked; None for every other cell.
+
+    Such a cell has `%gpu` lines, and statements that delete names, bind them to constants, call
+    `torch.save`, `print`, `gc.collect` or `torch.cuda.empty_cache`. Nothing else runs but the finalizers of what is
+    deleted. On a card, a finalizer that reads parked bytes gets an error.
+    """
+    code = content.get("code", "")
+    if not code.strip() or content.get("user_expressions") or _has_hooks(shell):
+        return None
+    lines = code.splitlines()
+    ours = [line for line in lines if _reads(shell, line.strip(), WITH_RAM)]
+    returns = any(_returns(line) for line in ours)
+    rest = "\n".join(["" if line in ours else line for line in lines])
+    try:
+        tree = ast.parse(rest)
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    cell = _Statements(shell.user_ns)
+    if returns and tree.body or not all(map(cell.allows, tree.body)):
+        return None
+    return InRam(frozenset(cell.printed), returns)
+
+
+def _returns(line: str) -> bool:
+    words = line.split()
+    return "unpark" in words or "never" in words
+
+
+class _Statements:
+    """Judges the statements of one cell by the values in `names`, the user's variables. Runs no code of the user's."""
+
+    def __init__(self, names: Mapping[str, Any]) -> None:
+        self._names = names
+        self._torch = sys.modules.get("torch")
+        self.printed: set[str] = set()
+
+    def allows(self, node: ast.stmt) -> bool:
+        """Whether the statement `node` needs only the bytes in host memory."""
+        if isinstance(node, ast.Delete):
+            return all(map(self._is_variable, node.targets))
+        if isinstance(node, ast.Assign):
+            bound = all(isinstance(one, ast.Name) for one in node.targets)
+            return bound and isinstance(node.value, ast.Constant)
+        if isinstance(node, ast.Import):  # only what was imported before, so no code runs
+            return all(
+                one.name in ("gc", "torch") and one.name in sys.modules for one in node.names
+            )
+        return (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Call)
+            and self._may_call(node.value)
+        )
+
+    def _is_variable(self, node: ast.expr) -> bool:
+        """Whether `node` is a variable whose deletion calls no method `__del__` of the value itself."""
+        if not isinstance(node, ast.Name) or node.id not in self._names:
+            return False
+        return not hasattr(type(self._names[node.id]), "__del__")
+
+    def _may_call(self, call: ast.Call) -> bool:
+        function = self._function(call.func)
+        options = [one.value for one in call.keywords if one.arg]
+        if len(options) < len(call.keywords):
+            return False
+        torch = self._torch
+        if function is gc.collect or (torch and function is torch.cuda.empty_cache):
+            return not (call.args or options)
+        if function is _PRINT:
+            return all(map(self._is_small, call.args)) and all(map(_is_text, options))
+        if torch and function is torch.save and function.__module__ == "torch.serialization":
+            return (
+                bool(call.args)
+                and self._may_save(call.args[0])
+                and all(map(self._is_path, [*call.args[1:], *options]))
+            )
+        return False
+
+    def _function(self, node: ast.expr) -> Any:
+        """The function of that name: one of Python's, or an attribute of the module `torch` or `gc`."""
+        words = ast.unparse(node).split(".")
+        known: Any = self._names.get(words[0], vars(builtins).get(words[0]))
+        if len(words) == 1:
+            return known
+        if not isinstance(known, ModuleType) or known is not sys.modules.get(words[0]):
+            return None
+        for word in words[1:]:
+            known = vars(known).get(word) if isinstance(known, ModuleType) else None
+        return known
+
+    def _may_save(self, node: ast.expr) -> bool:
+        """Whether `node` is a variable, its `state_dict()`, or a container of those and of constants."""
+        if isinstance(node, ast.Name):
+            return node.id in self._names
+        if isinstance(node, ast.Dict):
+            keys = all(isinstance(key, ast.Constant) for key in node.keys)
+            return keys and all(map(self._may_save, node.values))
+        if isinstance(node, (ast.List, ast.Tuple)):
+            return all(map(self._may_save, node.elts))
+        if isinstance(node, ast.Call):
+            return not (node.args or node.keywords) and self._is_state_dict(node.func)
+        return isinstance(node, ast.Constant)
+
+    def _is_state_dict(self, node: ast.expr) -> bool:
+        if not isinstance(node, ast.Attribute) or node.attr != "state_dict" or not self._torch:
+            return False
+        value = self._names.get(node.value.id) if isinstance(node.value, ast.Name) else None
+        method = getattr(type(value), "state_dict", None)
+        return method in (self._torch.nn.Module.state_dict, self._torch.optim.Optimizer.state_dict)
+
+    def _is_path(self, node: ast.expr) -> bool:
+        if isinstance(node, ast.Name):
+            return type(self._names.get(node.id)) in (str, PosixPath, bool, int, io.BytesIO)
+        return _is_text(node) or self._is_formatted(node)
+
+    def _is_small(self, node: ast.expr) -> bool:
+        """Whether `node` is a number, a text, a tensor or a part of it, or a method of METHODS of those."""
+        if isinstance(node, ast.Name):
+            value = self._names.get(node.id)
+            if self._is_tensor(node):
+                self.printed.add(node.id)
+                return True
+            return node.id in self._names and _is_plain(value)
+        if isinstance(node, ast.Subscript):
+            return self._is_small(node.value) and all(
+                isinstance(one, INDEX) for one in ast.walk(node.slice)
+            )
+        if isinstance(node, ast.Call):
+            method = node.func
+            if node.keywords:
+                return False
+            if isinstance(method, ast.Name):
+                return self._function(method) in FUNCTIONS and all(map(self._is_small, node.args))
+            if node.args or not isinstance(method, ast.Attribute):
+                return False
+            return method.attr in METHODS and self._is_part(method.value)
+        if isinstance(node, ast.Attribute):
+            return node.attr in ("shape", "dtype", "ndim") and self._is_part(node.value)
+        return isinstance(node, ast.Constant) or self._is_formatted(node)
+
+    def _is_part(self, node: ast.expr) -> bool:
+        """Whether `node` is a tensor, a part of one, or the result of a method in METHODS."""
+        while isinstance(node, (ast.Subscript, ast.Call, ast.Attribute)):
+            if not self._is_small(node):
+                return False
+            node = node.func.value if isinstance(node, ast.Call) else node.value  # type: ignore[attr-defined]
+        return self._is_small(node) and self._is_tensor(node)
+
+    def _is_tensor(self, node: ast.expr) -> bool:
+        value = self._names.get(node.id) if isinstance(node, ast.Name) else None
+        torch = self._torch
+        return torch is not None and type(value) in (torch.Tensor, torch.nn.Parameter)
+
+    def _is_formatted(self, node: ast.expr) -> bool:
+        if not isinstance(node, ast.JoinedStr):
+            return False
+        parts = [one.value for one in node.values if isinstance(one, ast.FormattedValue)]
+        return all(map(self._is_small, parts))
+
+
+def _is_text(node: ast.expr) -> bool:
+    return isinstance(node, ast.Constant)
+
+
+def _is_plain(value: Any, depth: int = 2) -> bool:
+    """Whether Python itself shows `value`: a number, a text, or a small container of those."""
+    if type(value) in (int, float, complex, bool, str, NoneType):
+        return True
+    if depth and type(value) in (list, tuple) and len(value) <= MOST_SHOWN:
+        return all(_is_plain(one, depth - 1) for one in value)
+    return False
+
+
+def _reads(shell: Any, line: str, verbs: frozenset[str] = READS) -> bool:
+    """Whether the `line` is a `%gpu` line with one of these `verbs`, and `%gpu` is gpu-console's magic in this `shell`.
+
+    `park never` is no such line with the verbs READS, because it brings the memory back.
+    """
     magic, _, rest = line.partition(" ")
     # IPython replaces `{x}` and `$x` by the user's values, and reads `x?` as a question about x. A
     # final backslash continues the line.
@@ -57,9 +254,9 @@ def _reads(shell: Any, line: str) -> bool:
         return False
     if any(word.startswith(("-o", "--output")) for word in words):  # it binds a name
         return False
-    if "never" in words[1:]:  # `park never` brings the memory back
+    if "never" in words[1:] and verbs is READS:
         return False
-    return not words or words[0] in READS or words[0].startswith("-")
+    return not words or words[0] in verbs or words[0].startswith("-")
 
 
 def _is_constant(code: str) -> bool:

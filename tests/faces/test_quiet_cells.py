@@ -5,6 +5,8 @@ user's is never among them.
 from __future__ import annotations
 
 import ast
+import gc
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -81,6 +83,110 @@ def test_reading_verbs_and_constants_touch_nothing(shell, code):
 )
 def test_every_other_cell_gets_its_memory_first(shell, code):
     assert not touches_nothing(shell, code)
+
+
+# -- cells that run on the bytes in host memory
+
+
+class WithFinalizer:
+    def __del__(self):
+        pass
+
+
+@pytest.fixture
+def user(shell):
+    """The user's variables in this shell."""
+    import torch
+
+    shell.user_ns = {
+        "torch": torch,
+        "gc": gc,
+        "x": torch.ones(4),
+        "p": torch.nn.Parameter(torch.ones(2)),
+        "model": torch.nn.Linear(2, 2),
+        "mine": type("Mine", (torch.nn.Module,), {"state_dict": lambda self: {}})(),
+        "optimizer": torch.optim.SGD([torch.ones(1)], lr=1.0),
+        "losses": [0.5, 0.25],
+        "path": Path("x.pt"),
+        "finalized": WithFinalizer(),
+        "data": object(),
+    }
+    return shell.user_ns
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "del x",
+        "del x, p, data",
+        "x = None",
+        "x = p = None; del model",
+        "# free it\ndel x\nimport gc\ngc.collect()\ntorch.cuda.empty_cache()",
+        "%gpu free x",
+        "%gpu free",
+        "del x\n%gpu free p",
+        "torch.save(x, 'x.pt')",
+        "torch.save(x, path)",
+        "torch.save(x, f=path)",
+        "torch.save(model.state_dict(), 'm.pt')",
+        "torch.save({'m': model.state_dict(), 'o': optimizer.state_dict(), 'step': 3}, 'all.pt')",
+        "print(x)",
+        "print('mean', x[:2].mean().item(), p.shape, sep=' ')",
+        "print(f'{x.sum()} {losses}', losses[0])",
+        "print(float(x[0]), round(x.mean().item(), 2), len(x))",
+    ],
+)
+def test_cells_that_delete_save_free_or_print_run_in_ram(shell, user, code):
+    cell = quiet_cells.in_ram(shell, {"code": code})
+    assert cell is not None and not cell.returns
+
+
+@pytest.mark.parametrize("code", ["%gpu unpark", "%gpu park never", "%gpu who\n%gpu unpark"])
+def test_the_verbs_that_bring_the_memory_back_run_while_it_is_away(shell, user, code):
+    cell = quiet_cells.in_ram(shell, {"code": code})
+    assert cell is not None and cell.returns
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "del unknown",
+        "del finalized",  # its method may read anything
+        "del x[0]",
+        "del model.weight",
+        "x = x + 1",
+        "x += 1",
+        "x[0] = 1",
+        "a, b = 1, 2",
+        "import numpy",
+        "print(data)",
+        "print(model)",
+        "print(x.add_(1))",
+        "print(x.mean(0))",
+        "print(x.data)",
+        "print(x, file=data)",
+        "print(*losses)",
+        "print(sum(x))",
+        "torch.save(x + 1, 'x.pt')",
+        "torch.save(mine.state_dict(), 'm.pt')",
+        "torch.save(x, data)",
+        "torch.load('x.pt')",
+        "x.cpu()",
+        "!ls",
+        "%time del x",
+        "%gpu unpark\ndel x",
+        "del x if 1 else 2",
+    ],
+)
+def test_every_other_cell_needs_the_card(shell, user, code):
+    assert quiet_cells.in_ram(shell, {"code": code}) is None
+
+
+def test_a_name_of_the_users_that_hides_a_function_needs_the_card(shell, user):
+    user["print"] = lambda x: x.add_(1)
+    user["torch"] = SimpleNamespace(save=print)
+    assert quiet_cells.in_ram(shell, {"code": "print(x)"}) is None
+    assert quiet_cells.in_ram(shell, {"code": "torch.save(x, 'x.pt')"}) is None
 
 
 def test_expressions_and_hooks_of_the_user_get_the_memory_first(shell):

@@ -8,6 +8,7 @@ leases leave, and its decision must agree with what the cards measure.
 from __future__ import annotations
 
 import gc
+import io
 
 import pytest
 import torch
@@ -96,6 +97,59 @@ def test_a_card_that_is_full_on_the_return_changes_nothing_and_refuses_the_cell(
     cell(kernel)
     assert not kernel.refused and own(rt) == held
     assert (float(zero.cpu()[0]), float(one.cpu()[0])) == (1.0, 2.0)
+
+
+# -- what runs on the bytes in host memory
+
+
+def saved(what) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(what, buffer)
+    return buffer.getvalue()
+
+
+def test_torch_save_reads_parked_tensors_from_host_memory(late):
+    """The file is the same as one that is written while the memory is on the card."""
+    rt, kernel = late
+    both = {"one": on(1, 3, 2.0), "zero": on(0, 2, 1.0)}
+    both["view"] = both["one"][5:8]
+    cell(kernel)
+    here = saved(both)
+    rt.park()
+    with pytest.raises(RuntimeError, match="parked in host memory"):
+        saved(both)
+    with kernel.readable():
+        assert saved(both) == here
+    with pytest.raises(RuntimeError, match="parked in host memory"):
+        saved(both)
+
+
+def test_a_parked_tensor_has_a_stand_in_that_can_be_printed(late):
+    rt, kernel = late
+    one = on(1, 30, 2.0)
+    cell(kernel)
+    rt.park()
+    with kernel.readable() as stand_in:
+        assert stand_in(one)[3:5].tolist() == [2.0, 2.0] and stand_in("text") == "text"
+        assert stand_in(one).device.type == "cpu"
+
+
+def test_what_is_deleted_while_it_is_parked_is_free(late):
+    rt, kernel = late
+    zero, one = on(0, 20, 1.0), on(1, 30, 2.0)
+    view = one[:3]
+    cell(kernel)
+    rt.park()
+    del one
+    assert kernel.forget_deleted() == "", "a view refers to its bytes"
+    del view
+    assert kernel.forget_deleted() == "30.0 MiB came free. 20.0 MiB is still parked in RAM."
+    assert own(rt) == {HOST: 20 * MIB} and rt.probe.used()[HOST] == 20 * MIB
+    cell(kernel)
+    assert own(rt) == {"simgpu:0": 20 * MIB} and float(zero.cpu()[0]) == 1.0
+    rt.park()
+    del zero
+    assert "Nothing is parked any more" in kernel.forget_deleted() and own(rt) == {}
 
 
 # -- what is measured ------------------------------------------------------------------------------

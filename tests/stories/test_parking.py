@@ -134,6 +134,31 @@ def test_a_thread_of_the_users_keeps_the_kernel_and_is_named(two, rt):
     assert "came back from RAM" in busy.run("assert float(x.sum()) == 0")
 
 
+def test_a_notebook_that_cannot_return_saves_and_deletes_what_it_types(two, rt, tmp_path):
+    """Another notebook keeps the card. In 0.2 no cell of the parked one ran, so the advice in the
+    message could not be typed. Each way out of the message is typed here.
+    """
+    parked, keeper = two
+    parked.run("import torch; x = torch.full((7_500_000,), 3.0); y = torch.ones(300_000)")
+    until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 10)
+    assert "host memory" in keeper.run("%gpu park one.ipynb")
+    keeper.run("import torch; z = torch.zeros(9_000_000)")
+    keeper.run("%gpu park never")
+    refused = parked.run("x += 1")
+    assert "did not run" in refused and "two.ipynb" in refused and "exempt from parking" in refused
+    for way in ("del NAME", "%gpu free NAME", "torch.save(NAME, 'name.pt')"):
+        assert way in refused
+    assert "exempt from parking" in parked.run("%gpu unpark")
+    assert "29.8 MiB is parked in RAM" in parked.run("%gpu who")
+    assert parked.run("print(float(x[0]), x[-2:].sum())").strip() == "3.0 tensor(6.)"
+    path = tmp_path / "x.pt"
+    assert parked.run(f"torch.save({{'x': x, 'step': 7}}, {str(path)!r})") == ""
+    assert "1.1 MiB came free" in parked.run("%gpu free y")
+    assert "28.6 MiB came free. Nothing is parked any more." in parked.run("del x")
+    assert parked.run(f"print(torch.load({str(path)!r})['x'].sum().item())").strip() == "22500000.0"
+    keeper.run("%gpu park asked")
+
+
 # What a cell begins, what ends it, and the reason that the notebook gives while it is pending.
 OBSTACLES = {
     "a timer": (
@@ -228,7 +253,7 @@ def test_a_cell_whose_memory_cannot_return_does_not_run(two, rt):
         assert places(rt)["one.ipynb"] == {HOST}
         assert "big" in parked.run("%gpu leases") and "in RAM" in parked.run("%gpu who")
         assert parked.run("1 + 1") == "2" and places(rt)["one.ipynb"] == {HOST}
-        message = parked.client.execute("ran = True")
+        message = parked.client.execute("ran = bool(x.numel())")
         until(lambda: bool(rt.status().tickets), 15)
         parked.manager.interrupt_kernel()
         reply = parked.client.get_shell_msg(timeout=20)

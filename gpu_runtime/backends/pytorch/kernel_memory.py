@@ -19,8 +19,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -346,6 +347,37 @@ class KernelBackend(Backend):
         model.away = ()
         model.noted = model.noted_staying = None
 
+    def forget_unused(self, model: KernelMemory) -> int:
+        """Frees offloaded bytes to which the user's code refers no longer. Returns their number."""
+        gc.collect()
+        with model.gate:
+            used = tuple([one for one in model.away if _is_used(one)])
+            freed = model.away_bytes - sum([one.storage.nbytes() for one in used])
+            model.away = used
+        return freed
+
+    @contextlib.contextmanager
+    def readable(self, model: KernelMemory) -> Iterator[Callable[[Any], Any]]:
+        """While the block runs, `torch.save` reads offloaded tensors from host memory.
+
+        `torch.save` calls the methods `cpu` and `data_ptr` of each storage, and a guard raises in
+        both. So each storage gets its own two methods for this time. The file is the same as if the
+        bytes were on the card.
+
+        Yields a function that returns a CPU tensor with the same bytes for an offloaded tensor, and
+        any other object as it is.
+        """
+        guarded = {one.storage._cdata: one for one in model.away if one.copy is not None}
+        try:
+            for one in guarded.values():
+                content = one.copy.untyped_storage()  # type: ignore[union-attr]
+                vars(one.storage).update(cpu=partial(_same, content), data_ptr=content.data_ptr)
+            yield partial(_stand_in, guarded)
+        finally:
+            for one in guarded.values():
+                for name in ("cpu", "data_ptr"):
+                    vars(one.storage).pop(name, None)
+
     def must_return_to(self, model: KernelMemory) -> dict[str, int]:
         """The offloaded bytes of each card. Each tensor returns to the card where it was."""
         cards = {torch.device(one.torch): one.device for one in model.memories}
@@ -470,6 +502,33 @@ def _set_staying(model: KernelMemory, found: Iterable[Found]) -> None:
         model.noted_staying = None
         if total:
             model.noted_staying = model.memory.allocate(total, force=True)
+
+
+_ONE_REFERENCE = 3  # what `sys.getrefcount` returns in `_is_used` if only `Away` has the storage
+
+
+def _is_used(one: Away) -> bool:
+    """Whether anything but `one` refers to its storage: a tensor, a graph, or a Python object."""
+    storage = one.storage
+    if torch._C._storage_Use_Count(storage._cdata) > 1:
+        return True
+    return sys.getrefcount(storage) > _ONE_REFERENCE
+
+
+def _same(content: torch.UntypedStorage) -> torch.UntypedStorage:
+    return content
+
+
+def _stand_in(guarded: Mapping[int, Away], value: Any) -> Any:
+    """A CPU tensor with the bytes of the tensor `value`, if they are in `guarded`; else `value`."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    away = guarded.get(value.untyped_storage()._cdata)
+    if away is None or away.copy is None:
+        return value
+    content = away.copy.untyped_storage()
+    place = (value.storage_offset(), value.size(), value.stride())
+    return torch.empty(0, dtype=value.dtype).set_(content, *place)
 
 
 def _note(model: KernelMemory, size: int) -> None:
