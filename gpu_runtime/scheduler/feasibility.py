@@ -377,9 +377,15 @@ def why_no_return(book: Book, lease: Lease, world: World) -> str:
     cards = [share for share in lease.filled or lease.shares if share.device != HOST]
     if all([claims.get(share.device, 0) <= _size(world, share.device) for share in cards]):
         return ""  # it fits beside all that is there
+    unleased = dict(claims)  # contexts, caches, and memory that cannot be moved
+    for one in book.leases():
+        for share in one.claims():
+            unleased[share.device] = unleased.get(share.device, 0) - share.bytes
     away = replace(lease, shares=(Share(HOST, lease.own_bytes),), filled=(), target=())
     emptier, roomy = filled_to_size(book.with_lease(away), world, {share.device for share in cards})
     for share in cards:
+        left = _size(world, share.device) - max(0, unleased.get(share.device, 0))
+        emptier.limits[share.device] = roomy.limits[share.device] = left
         request = Request(
             "",
             lease,
