@@ -80,7 +80,7 @@ def in_ram(shell: Any, content: Mapping[str, Any]) -> InRam | None:
     try:
         tree = ast.parse(rest)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+        return None  # IPython may still accept the cell, so the memory returns before it runs
     cell = _Statements(shell.user_ns)
     if returns and tree.body or not all(map(cell.allows, tree.body)):
         return None
