@@ -173,11 +173,20 @@ class Kernel:
         if self.refusal is not None:
             self._cell = ""  # nothing of it ran
         self._room.after(self._cell, self._handle, self.resident, self._uncounted)
-        if claimed_more:
-            self._session.publish()  # other processes may wait for the bytes
+        if claimed_more or self._refuses_in_book():
+            self._session.publish()  # other processes wait for the bytes, or read that none can leave
         if self._park_next:
             self._park_next = False
             threads.start(lambda: self.park_quietly("It was parked by hand."))
+
+    def _refuses_in_book(self) -> bool:
+        """Whether the book still shows the ended cell, or a failed attempt to park before it.
+
+        The monitor publishes a cell that runs when it ticks. Its next tick may begin with a count, which takes 0.3 s
+        among a million objects. Until then every request to park would be refused.
+        """
+        lease = self._session.ledger.read().lease(self._session.me, NAME)
+        return lease is not None and bool(lease.pins or lease.moves_again_at)
 
     # -- cells that run while the memory is parked
 
