@@ -15,6 +15,7 @@ import contextlib
 import gc
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -30,7 +31,8 @@ from gpu_runtime.units import MIB
 
 from . import messages, obstacles, quiet_cells
 
-LOOP_SECONDS = 10.0  # the longest wait until the kernel's loop begins the exchange
+LOOP_SECONDS = 10.0  # the longest wait until the exchange begins, in the kernel's loop and with all threads at rest
+AGAIN_SECONDS = 0.005  # between two looks whether all threads are at rest
 UNDISTURBED_SECONDS = 60.0  # the switch interval during the exchange, so that no other thread runs
 DEBUG = "debug_request"  # the type of a message to the debugger
 
@@ -274,8 +276,17 @@ class Parking:
         """Calls `act` while no other thread runs.
 
         Returns the reason why `act` was not called, or "" if it was called. `mark` is an earlier result
-        of the method `mark`.
+        of the method `mark`. A thread of the kernel's own may run for a moment, in a `send` of ZeroMQ for
+        example, so it is waited for.
         """
+        end = time.monotonic() + LOOP_SECONDS
+        while isinstance(why := self._change_once(mark, act), _EndsByItself):
+            if time.monotonic() > end:
+                break
+            time.sleep(AGAIN_SECONDS)
+        return why
+
+    def _change_once(self, mark: object, act: Callable[[], None]) -> str:
         if self._in_hooks or threading.get_ident() == self._main:
             return self._change_here(mark, act, threading.get_ident())
         answer: list[str | BaseException] = []
@@ -307,9 +318,13 @@ class Parking:
             own = obstacles.Own(self._kernel)
             moving = obstacles.not_at_rest({caller, *self._in_hooks}, own)
             if moving:
-                return f"a thread runs ({moving})"
+                return _EndsByItself(f"a thread runs ({moving})")
             act()
             return ""
+
+
+class _EndsByItself(str):
+    """A reason not to move the memory that ends within moments, and that nobody need do anything about."""
 
 
 class _Here(threading.local):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -83,6 +84,21 @@ def floats(value: float, card: int = 0, count: int = 1024) -> torch.Tensor:
     tensor = torch.full((count,), value, device=f"simgpu:{card}")
     torch.simgpu.synchronize(card)
     return tensor
+
+
+def test_bytes_whose_count_is_being_recorded_leave_a_moment_later(kernel):
+    x = floats(2.0)
+    recorded = iter([True, False])
+
+    def begin_a_record() -> str:
+        if next(recorded):
+            kernel.handle.gate.acquire()
+            threading.Timer(0.01, kernel.handle.gate.release).start()
+        return ""
+
+    kernel.still.at_exchange = begin_a_record
+    kernel.park()
+    assert kernel.bytes == {HOST: x.nbytes} and next(recorded, None) is None
 
 
 def side_stream() -> torch.simgpu.Stream:

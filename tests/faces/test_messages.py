@@ -16,7 +16,7 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from gpu import messages
+from gpu import messages, obstacles, parking
 from gpu.obstacles import Own
 from gpu.parking import Parking
 from IPython.core.error import InputRejected
@@ -308,6 +308,36 @@ def test_a_refused_cell_raises_the_public_error_and_stays_refused(follows):
         assert caught.type.__name__ == "Busy" and caught.value.name == "kernel"
         assert caught.value._render_traceback_()[0] == "Busy: no room"
         assert caught.value._render_traceback_()[-1] == "More:  %gpu help Busy"
+
+
+def test_a_thread_of_the_kernels_that_runs_for_a_moment_is_waited_for(follows, monkeypatch):
+    """ZeroMQ's `send` of an output was reported to the user, who would have had to ask again."""
+    moving, story = ["send in socket.py", "send in socket.py"], []
+    monkeypatch.setattr(obstacles, "not_at_rest", lambda *_: moving.pop() if moving else "")
+    mark = follows.parking.mark()
+    assert follows.parking.change(mark, lambda: story.append("moved")) == ""
+    assert story == ["moved"] and moving == []
+
+
+def test_a_thread_that_does_not_come_to_rest_is_named_at_last(follows, monkeypatch):
+    monkeypatch.setattr(parking, "LOOP_SECONDS", 0.02)
+    monkeypatch.setattr(obstacles, "not_at_rest", lambda *_: "send in socket.py")
+    assert (
+        follows.parking.change(follows.parking.mark(), Mock())
+        == "a thread runs (send in socket.py)"
+    )
+
+
+def test_what_ends_the_chance_to_move_is_not_waited_for(follows, monkeypatch):
+    """A cell ran while a thread did not rest, so the copies are old."""
+    mark = follows.parking.mark()
+
+    def used_meanwhile(*_):
+        follows.kernel.handle("execute_request", code="x")
+        return "send in socket.py"
+
+    monkeypatch.setattr(obstacles, "not_at_rest", used_meanwhile)
+    assert follows.parking.change(mark, Mock()) == "the kernel was used meanwhile"
 
 
 def test_a_task_that_ipykernel_wraps_is_the_kernels_and_the_users_task_is_not():

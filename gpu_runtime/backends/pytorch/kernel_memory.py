@@ -52,6 +52,10 @@ class Away(NamedTuple):
     stream: int | None  # the stream that its block on the card belonged to
 
 
+class _IsRecorded(Exception):
+    """A thread records a count of the bytes at this moment, so they cannot be exchanged."""
+
+
 class GovernedModels(NamedTuple):
     """Functions that report the models of this process, whose memory is not the kernel's own."""
 
@@ -322,7 +326,7 @@ class KernelBackend(Backend):
 
         def act() -> None:
             if model.gate.locked():  # a wait would let other threads run
-                raise NotStill("its memory is being counted")
+                raise _IsRecorded
             with model.gate:
                 try:
                     swap.at_once(exchange.calls)
@@ -333,7 +337,14 @@ class KernelBackend(Backend):
                 model.exchanges += 1
             model.on_swapped()
 
-        if why := model.stillness.change(mark, act):
+        while True:
+            try:
+                why = model.stillness.change(mark, act)
+                break
+            except _IsRecorded:
+                with model.gate:
+                    pass  # until the count is recorded
+        if why:
             raise NotStill(why)
 
     def drop(self, model: KernelMemory) -> None:
