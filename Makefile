@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run lint check check-models check-rest test soak bench gpu gpu-tests gpu-figures gpu-wheels vllm frameworks docs clean packages
+.PHONY: help run lint check check-models check-rest test test-busy soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -52,7 +52,8 @@ help:
 	@echo "make lint    ruff (rules and format) and mypy"
 	@echo "make check   lint, and the tests without real processes, browsers and notebooks: about a minute"
 	@echo "make test    lint, and every test, doctest and notebook"
-	@echo "make soak    every property test with long counts, and the long stories (tests/bench/SOAK.md)"
+	@echo "make test-busy   make test beside four busy loops: no test depends on how fast the machine is"
+	@echo "make soak    every property test with long counts, the long stories (tests/bench/SOAK.md), and test-busy"
 	@echo "make bench   the figures"
 	@echo "make gpu     the tests and the figures of a real card, within 15 minutes (tests/gpu/README.md)"
 	@echo "make gpu-figures   its figures; without a card, on a simulated accelerator"
@@ -88,8 +89,12 @@ test:
 	@$(MAKE) --no-print-directory lint
 	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 5 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
 
+test-busy:
+	@trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do while :; do :; done & done; $(MAKE) --no-print-directory test
+
 soak: $(STAMP) packages .venv-frameworks/.ready
 	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
+	@$(MAKE) --no-print-directory test-busy
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench

@@ -10,6 +10,7 @@ import os
 import pytest
 
 from tests import isolation  # noqa: F401 - importing it isolates
+from tests.clock import pytest_timeout_set_timer  # noqa: F401 - a hook
 
 # The drill with many hosts needs Ray, which only the extra `fleet` installs.
 collect_ignore = [] if importlib.util.find_spec("ray") else ["15_many_hosts.ipynb"]

@@ -18,6 +18,7 @@ from hypothesis import HealthCheck, settings
 
 from gpu_runtime.settings import Settings
 from tests import isolation, soak
+from tests.clock import pytest_timeout_set_timer  # noqa: F401 - a hook
 
 _began = time.monotonic()
 

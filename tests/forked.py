@@ -19,8 +19,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
 
+from tests.clock import PATIENCE
+
 REPO = Path(__file__).resolve().parents[1]
-START_SECONDS = 60.0
 
 # The program of the nursery. Each request is a line of JSON with three file descriptors. A child
 # leaves the loop, and runs its code as the main module: the interpreter ends as usual after it.
@@ -114,7 +115,7 @@ class Nursery:
     def _opened(self) -> socket.socket:
         if self._door is None:
             self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            self._door.settimeout(START_SECONDS)
+            self._door.settimeout(PATIENCE)
             program = NURSERY.format(imports=self._imports)
             with theirs:
                 subprocess.Popen(
@@ -154,7 +155,7 @@ class Child:
             self.returncode = self._nursery.status(self.pid)
         return self.returncode
 
-    def wait(self, timeout: float = START_SECONDS) -> int:
+    def wait(self, timeout: float = PATIENCE) -> int:
         """Waits for the end of the process and returns its exit status."""
         until = time.monotonic() + timeout
         while (code := self.poll()) is None:

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from tests.clock import PATIENCE
+
 NOBODY = 65534
 ANSWER = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\nConnection: close\r\n\r\n{}"
 
@@ -30,7 +32,7 @@ class Impostor:
         left out.
         """
         self._process.terminate()
-        lines = self._process.communicate(timeout=20)[0].splitlines()
+        lines = self._process.communicate(timeout=PATIENCE)[0].splitlines()
         return [text for line in lines if (text := json.loads(line))]
 
 
@@ -44,7 +46,7 @@ def impostor(port: int, uid: int | None = None) -> Iterator[Impostor]:
         yield Impostor(process)
     finally:
         process.kill()
-        process.wait(20)
+        process.wait(PATIENCE)
         process.stdout.close()
 
 
@@ -58,7 +60,7 @@ def main(port: int, uid: int | None) -> None:
         while True:
             connection, _ = listening.accept()
             with connection:
-                connection.settimeout(5)
+                connection.settimeout(PATIENCE)
                 try:
                     sent = connection.recv(1 << 16)
                     print(json.dumps(sent.decode("latin-1")), flush=True)

@@ -15,8 +15,7 @@ import signal
 import subprocess
 import sys
 import textwrap
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,8 +23,7 @@ import psutil
 import pytest
 
 from gpu_runtime.devices.sampler_client import Figures, Sampling
-
-PATIENCE = 20.0  # seconds for an event that must happen; events that must happen soon have their own limits
+from tests.clock import PATIENCE
 
 
 class Driver:
@@ -197,14 +195,3 @@ def host(driver: Driver, tmp_path: Path) -> Iterator[Host]:
     made = Host(driver, tmp_path)
     yield made
     made.end()
-
-
-def until(condition: Callable[[], Any], seconds: float = PATIENCE) -> float:
-    """Waits until `condition()` is true and returns the seconds that this took. Fails after
-    `seconds`.
-    """
-    began = time.monotonic()
-    while not condition():
-        assert time.monotonic() - began < seconds, "the condition did not become true"
-        time.sleep(0.01)
-    return time.monotonic() - began

@@ -11,6 +11,8 @@ from contextlib import contextmanager
 
 import pytest
 
+from tests.clock import PATIENCE
+
 
 class RedisServer:
     """A redis-server that a test can kill and start again. Each test gets a database of its own."""
@@ -40,7 +42,7 @@ class RedisServer:
             stdout=subprocess.DEVNULL,
             start_new_session=True,
         )
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + PATIENCE
         while not self.cli("PING").startswith(("PONG", "NOAUTH")):
             assert self.process.poll() is None and time.monotonic() < deadline, (
                 "redis-server does not start"
@@ -49,7 +51,7 @@ class RedisServer:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(PATIENCE)
 
     def cli(self, *words: str, database: int = 0) -> str:
         """The output of redis-cli for the command `words`."""

@@ -21,6 +21,7 @@ from gpu_runtime.devices.probe import Probe
 from gpu_runtime.errors import CannotGovern
 from gpu_runtime.facts import Measurement, ModelSpec, Share, Shares
 from gpu_runtime.units import MIB
+from tests.clock import PATIENCE
 from tests.worlds import footprint
 
 
@@ -129,7 +130,7 @@ def _over_http(served: Any) -> str:
     ).encode()
     headers = {"Content-Type": "application/json", **served.headers}
     request = urllib.request.Request(f"{served.base_url}/completions", body, headers)
-    return json.load(urllib.request.urlopen(request, timeout=60))["choices"][0]["text"]
+    return json.load(urllib.request.urlopen(request, timeout=PATIENCE))["choices"][0]["text"]
 
 
 def answer(case: Case, model: Any) -> Any:
@@ -374,4 +375,4 @@ def test_the_registry_imports_no_framework():
         "b.open_backend('fake', p.open_probe('sim:1GiB'));"
         "assert not {'torch', 'transformers', 'numpy'} & sys.modules.keys(), sorted(sys.modules)"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)

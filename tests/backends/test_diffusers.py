@@ -19,6 +19,7 @@ from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import LoadFailed, NotAModel
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.settings import Settings
+from tests.clock import PATIENCE
 from tests.worlds import footprint
 
 if not importlib.util.find_spec("diffusers"):  # importing it takes each worker a second
@@ -184,7 +185,7 @@ def post(served, path, body, headers=None):
         {"Content-Type": "application/json", **(served.headers if headers is None else headers)},
     )
     try:
-        with urllib.request.urlopen(request, timeout=60) as answer:
+        with urllib.request.urlopen(request, timeout=PATIENCE) as answer:
             return answer.status, json.load(answer)
     except urllib.error.HTTPError as error:
         return error.code, json.load(error)

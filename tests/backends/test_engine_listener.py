@@ -27,7 +27,8 @@ from gpu_runtime.serving.engines.connections import HttpClient
 from gpu_runtime.serving.engines.openai_http import HttpAdapter
 from gpu_runtime.tcp_sockets import listeners, of_another_user, socket_inodes
 from gpu_runtime.units import GIB
-from tests.backends.test_engine_server import BASE, PORTS, SHARES, alive, record, server, soon
+from tests.backends.test_engine_server import BASE, PORTS, SHARES, alive, record, server
+from tests.clock import until
 from tests.impostor import NOBODY, impostor
 
 __all__ = ["record", "server"]  # fixtures
@@ -115,7 +116,7 @@ def robbed(record, monkeypatch):
     )
     os.kill(guard, signal.SIGSTOP)
     os.kill(engine, signal.SIGKILL)
-    assert soon(lambda: not alive(engine) and not listeners(loaded.engine.order.port))
+    until(lambda: not alive(engine) and not listeners(loaded.engine.order.port))
     yield served, before, loaded.engine.order.port
     os.kill(guard, signal.SIGCONT)
     backend.drop(loaded)

@@ -16,7 +16,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import time
 import urllib.error
 import urllib.request
 from pathlib import Path
@@ -33,6 +32,7 @@ from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, EngineDied, LoadFailed, NotResident
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB
+from tests.clock import PATIENCE, until
 
 STAND_IN = Path(__file__).parents[1] / "engine_stand_in.py"
 SHARES = (Share("sim:0", 4 * GIB),)
@@ -46,17 +46,6 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
-
-
-def soon(condition, seconds: float = 15.0) -> bool:
-    """Waits until `condition()` is true. Returns False if it is not true within `seconds`."""
-    until = time.monotonic() + seconds
-    waiting = threading.Event()
-    while time.monotonic() < until:
-        if condition():
-            return True
-        waiting.wait(0.02)
-    return bool(condition())
 
 
 @pytest.fixture
@@ -112,7 +101,7 @@ def get(server: Server, path: str, headers: dict[str, str] | None = None) -> int
         f"http://127.0.0.1:{server.order.port}{path}", headers=headers or {}
     )
     try:
-        return urllib.request.urlopen(request, timeout=5).status
+        return urllib.request.urlopen(request, timeout=PATIENCE).status
     except urllib.error.HTTPError as error:
         return error.code
 
@@ -144,11 +133,11 @@ def test_a_server_that_answers_while_it_loads_is_not_ready(server, engine, tmp_p
     one = server(engine)
     starting = threading.Thread(target=one.start)
     starting.start()
-    assert soon(lambda: one.order and one.listens() and get(one, "/v1/models", one.headers) == 200)
+    until(lambda: one.order and one.listens() and get(one, "/v1/models", one.headers) == 200)
     assert get(one, "/health") == 503 and one.state is ServerState.LOADING
     assert starting.is_alive() and not one.healthy()
     (tmp_path / "loaded").touch()
-    starting.join(30)
+    starting.join(PATIENCE)
     assert one.state is ServerState.READY and one.healthy()
 
 
@@ -222,15 +211,13 @@ def test_a_killed_server_is_restarted_on_the_same_cards_at_most_three_times(serv
     one.start()
     for restart in range(1, MOST_RESTARTS + 1):
         os.kill(one.pids[1], signal.SIGKILL)
-        assert soon(
-            lambda restart=restart: one.restarts == restart and one.state is ServerState.READY
-        )
+        until(lambda restart=restart: one.restarts == restart and one.state is ServerState.READY)
         assert one.healthy()
     same = {json.dumps(start["words"]) for start in record()}
     assert len(record()) == 1 + MOST_RESTARTS and len(same) == 1
     assert lost == []
     os.kill(one.pids[1], signal.SIGKILL)
-    assert soon(lambda: lost)
+    until(lambda: lost)
     assert (
         lost[0][0] == "crash"
         and "killed by SIGKILL" in lost[0][1]
@@ -250,7 +237,7 @@ def test_a_server_ends_when_its_guard_is_killed(server):
     one.start()
     guard, engine = one.pids
     os.kill(guard, signal.SIGKILL)
-    assert soon(lambda: not alive(engine))
+    until(lambda: not alive(engine))
 
 
 def test_ollama_is_restarted_until_its_model_is_on_the_card(server, record, monkeypatch):
@@ -358,7 +345,7 @@ def test_a_claim_holds_for_all_processes():
         f"print(claim(range({BASE + 30}, {BASE + 32}), 'b').number)"
     )
     other = subprocess.run(
-        [sys.executable, "-c", trial], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", trial], capture_output=True, text=True, timeout=PATIENCE, check=True
     )
     assert (held.number, other.stdout.strip()) == (BASE + 30, str(BASE + 31))
     held.close()
@@ -425,7 +412,7 @@ def test_a_read_of_the_address_waits_for_a_restart(record):
     loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
     served = backend.value(loaded)
     os.kill(loaded.pids[1], signal.SIGKILL)
-    assert soon(lambda: served.starting)
+    until(lambda: served.starting)
     assert served.base_url and served.health() and not served.starting
     backend.drop(loaded)
     assert not served.starting
@@ -438,7 +425,7 @@ def test_a_read_of_a_lost_server_s_address_raises(record, monkeypatch):
     lost = threading.Event()
     loaded.watch(lambda kind, because: lost.set())
     os.kill(loaded.pids[1], signal.SIGKILL)
-    assert lost.wait(20)
+    assert lost.wait(PATIENCE)
     with pytest.raises(EngineDied, match="killed by SIGKILL"):
         backend.value(loaded).base_url  # noqa: B018
     backend.drop(loaded)
@@ -473,7 +460,7 @@ def owner(record):
     assert alive(guard) and alive(engine)
     yield process, guard, engine, port
     process.kill()
-    process.wait(20)
+    process.wait(PATIENCE)
     if alive(guard):  # a failed test may have left it stopped
         os.kill(guard, signal.SIGCONT)
 
@@ -484,8 +471,8 @@ def test_a_server_ends_when_its_owner_is_killed(owner):
     """
     process, guard, engine, _ = owner
     process.kill()
-    process.wait(20)
-    assert soon(lambda: not alive(guard) and not alive(engine))
+    process.wait(PATIENCE)
+    until(lambda: not alive(guard) and not alive(engine))
 
 
 def test_a_server_ends_with_its_guard_while_its_owner_is_stopped(owner):
@@ -495,7 +482,7 @@ def test_a_server_ends_with_its_guard_while_its_owner_is_stopped(owner):
     process, guard, engine, _ = owner
     process.send_signal(signal.SIGSTOP)
     os.kill(guard, signal.SIGKILL)
-    assert soon(lambda: not alive(engine))
+    until(lambda: not alive(engine))
     process.send_signal(signal.SIGCONT)
 
 
@@ -507,10 +494,10 @@ def test_a_port_stays_claimed_until_the_server_has_ended_even_without_its_owner(
     process, guard, engine, port = owner
     os.kill(guard, signal.SIGSTOP)
     process.kill()
-    process.wait(20)
+    process.wait(PATIENCE)
     assert alive(engine)
     with pytest.raises(LoadFailed, match="are taken"):
         claim(range(port, port + 1), "next")
     os.kill(guard, signal.SIGCONT)
-    assert soon(lambda: not alive(guard) and not alive(engine))
+    until(lambda: not alive(guard) and not alive(engine))
     claim(range(port, port + 1), "next").close()

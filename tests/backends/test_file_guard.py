@@ -9,14 +9,13 @@ import os
 import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable
 
 import pytest
 
 from gpu_runtime.backends.formats.file_guard import untouched
 from gpu_runtime.errors import LoadFailed
 from tests import tiny_models
+from tests.clock import PATIENCE, scaled, until
 
 CONTENT = b"w" * 10_000
 
@@ -40,13 +39,6 @@ def file(tmp_path):
     path = tmp_path / "model.safetensors"
     path.write_bytes(CONTENT)
     return path
-
-
-def until(true: Callable[[], bool]) -> None:
-    end = time.monotonic() + 20
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        os.sched_yield()
 
 
 def raises(check) -> bool:
@@ -78,7 +70,7 @@ def test_a_writer_waits_until_the_load_is_over(file, write):
             check()
         assert str(file) in str(error.value) and "Load it again" in str(error.value)
         assert file.stat().st_size == len(CONTENT) and writer.is_alive()
-    writer.join(20)
+    writer.join(PATIENCE)
     assert not writer.is_alive()
 
 
@@ -134,7 +126,7 @@ try:
     print("loaded")
 except GpuError as error:
     print(type(error).__name__, error)
-writer.join(20)
+writer.join()
 print(os.stat(weights).st_size, rt.status().sections)
 """
 
@@ -146,7 +138,7 @@ def test_a_notebook_survives_a_truncation_during_its_load(file, tmp_path):
     directory = tiny_models.causal_lm(tmp_path / "m", hidden=256)
     run = subprocess.run(
         [sys.executable, "-c", TRUNCATES, str(directory)],
-        capture_output=True, text=True, timeout=120,
+        capture_output=True, text=True, timeout=scaled(120),
     )  # fmt: skip
     assert run.returncode == 0, (run.returncode, run.stderr[-500:])
     assert run.stdout.startswith("LoadFailed m cannot be loaded: another process started to write")

@@ -13,6 +13,7 @@ from gpu_runtime.backends.llama_cpp.backend import LlamaModel
 from gpu_runtime.backends.llama_cpp.channels import Channel
 from gpu_runtime.backends.llama_cpp.rpc import LlamaEngine
 from gpu_runtime.threads import Cancellation
+from tests.clock import PATIENCE
 
 
 class Silent(Channel):
@@ -55,7 +56,7 @@ def test_a_call_without_an_answer_ends_when_it_is_cancelled(channel, stream):
     while not channel.sent:
         calling.join(0.01)
     cancelled.set()
-    calling.join(30)
+    calling.join(PATIENCE)
     assert answers == [[] if stream else None]
     call_id = channel.sent[0]["id"]
     assert channel.sent[0]["kwargs"] == ({"stream": True} if stream else {"stream": False})

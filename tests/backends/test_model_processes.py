@@ -6,7 +6,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -21,6 +21,7 @@ from gpu_runtime.backends.processes.remote_calls import pack, uncopied, unpack
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import GpuError, LoadFailed, NotResident
 from gpu_runtime.facts import HOST, ModelSpec, Share
+from tests.clock import PATIENCE, scaled, until
 
 DEVICES = "sim:1x24GiB,host:48GiB"
 GIB = 1 << 30
@@ -37,16 +38,6 @@ def rt(tmp_path) -> Iterator[Runtime]:
 
 def ask(model: Any, path: tuple[str, ...], *args: object) -> Any:
     return unpack(model.run_there(path, pack((args, {}))))
-
-
-def until(condition: Callable[[], Any], what: str) -> None:
-    """Waits until `condition` is true, for 60 s at most."""
-    pause = threading.Event()
-    for _ in range(6000):
-        if condition():
-            return
-        pause.wait(0.01)
-    raise AssertionError(f"not within 60 s: {what}")
 
 
 def kill(model: Any) -> None:
@@ -95,7 +86,7 @@ def test_a_killed_process_keeps_its_lease_three_times_and_then_a_waiting_rival_h
 
         def wait_for_the_card() -> None:
             """Waits for bytes that are free only once the model is lost."""
-            with rival.lease("20GiB", purpose="training", timeout=120):
+            with rival.lease("20GiB", purpose="training", timeout=scaled(120)):
                 got.set()
 
         with rt.use("qwen") as model:
@@ -112,7 +103,7 @@ def test_a_killed_process_keeps_its_lease_three_times_and_then_a_waiting_rival_h
             lost = model._engine
             kill(model)
             assert isinstance(lost.error, EngineDied) and "restarted 3 times" in str(lost.error)
-            waiting.join(120)
+            waiting.join(scaled(120))
             assert got.is_set(), "the fourth time the model is lost, and the rival has the card"
 
 
@@ -133,7 +124,7 @@ def test_a_call_that_is_cut_off_raises_and_the_next_one_waits_for_the_restart(rt
         calling.start()
         until(lambda: model._engine._program._pending, "the call is sent")
         kill(model)
-        calling.join(60)
+        calling.join(PATIENCE)
         assert [type(error) for error in outcome] == [EngineDied]
         assert ask(model, (), 2) == 2
 

@@ -22,6 +22,7 @@ from gpu_runtime.backends.engines.registry import RECIPES, recipe
 from gpu_runtime.errors import LoadFailed
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB
+from tests.clock import scaled
 from tests.engine_stand_in import rejected
 
 CARDS = {"cuda:0": 80 * GIB, "cuda:1": 80 * GIB}
@@ -311,7 +312,7 @@ def test_the_flags_of_llama_cpp_python_s_server_are_in_its_help(nothing_installe
     )
     words = recipe("llama-server").command(one).words
     said = subprocess.run(
-        [*words[:3], "--help"], capture_output=True, text=True, timeout=120, check=True
+        [*words[:3], "--help"], capture_output=True, text=True, timeout=scaled(120), check=True
     ).stdout
     flags = {word for word in words if word.startswith("--")}
     assert {"--tensor_split", "--type_k", "--flash_attn", "--embedding"} < flags

@@ -19,7 +19,8 @@ import gpu_runtime
 from gpu_runtime import Runtime
 from gpu_runtime.facts import PlanLevel
 from gpu_runtime.fleet import cluster
-from tests.fleet.ray_cluster import Hosts, eventually, started, write_models
+from tests.clock import until
+from tests.fleet.ray_cluster import Hosts, started, write_models
 
 HOSTS = {
     "box1": ("sim:2x80GiB,host:1GiB", 2),
@@ -58,7 +59,7 @@ def figures() -> Iterator[Loss]:
 
 def _until(condition: Callable[[], Any], what: str) -> float:
     began = time.perf_counter()
-    eventually(condition, what)
+    until(condition, what)
     return time.perf_counter() - began
 
 

@@ -12,9 +12,11 @@ from urllib.parse import urlsplit
 
 import pytest
 
+from tests.clock import PATIENCE
+
 CHROMIUM = os.environ.get("CHROMIUM", "/usr/bin/chromium")
 WIDE = {"width": 1280, "height": 900}
-SHOWN_MS = 30_000.0  # how long anything may take to be visible on a busy machine
+SHOWN_MS = 1000 * PATIENCE  # how long anything may take to be visible
 
 
 @contextmanager

@@ -15,13 +15,14 @@ from pathlib import Path
 
 import nbformat
 
+from tests.clock import PATIENCE, scaled
 from tests.faces.conftest import FOUND_BY_CHILDREN
 from tests.faces.served import end, free_port
 
 from .chromium import SHOWN_MS, BrowserPage
 
 TOKEN = "a-token-of-these-tests-alone"
-START_SECONDS = 90.0
+START_SECONDS = scaled(90.0)
 _ENDED = re.compile(r"\[\d+\]:")  # the prompt of a cell that has run
 EXTENSION = Path(__file__).parents[2] / "panels/gpu_panels/lab"
 KERNEL = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
@@ -100,7 +101,7 @@ def _wait(url: str, server: subprocess.Popen[bytes], output: Path) -> None:
     while time.monotonic() < until:
         assert server.poll() is None, output.read_text()
         try:
-            urllib.request.urlopen(url, timeout=5).close()
+            urllib.request.urlopen(url, timeout=PATIENCE).close()
             return
         except OSError:
             time.sleep(0.1)  # there is no other way to know that another process listens
@@ -114,8 +115,8 @@ class LabNotebook:
         url = f"http://127.0.0.1:{port}/lab/workspaces/{name.removesuffix('.ipynb')}/tree/{name}"
         self.seen = BrowserPage(browser, f"{url}?token={TOKEN}&reset", **context)
         self.page = self.seen.page
-        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=3 * SHOWN_MS)
-        self.page.wait_for_selector("text=/Python 3 .* Idle/", timeout=3 * SHOWN_MS)
+        self.page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=2 * SHOWN_MS)
+        self.page.wait_for_selector("text=/Python 3 .* Idle/", timeout=2 * SHOWN_MS)
 
     def command(self, name: str, arguments: Mapping[str, object] | None = None) -> None:
         """Runs one of JupyterLab's commands, as its menu does."""
@@ -128,13 +129,13 @@ class LabNotebook:
         """The code cell with this number; the first code cell is 0."""
         return self.page.locator(".jp-Notebook .jp-CodeCell").nth(number)
 
-    def run(self, number: int, timeout: float = 90.0) -> str:
+    def run(self, number: int, timeout: float = START_SECONDS) -> str:
         """Runs a cell as a user does, waits until it has ended, and returns the text that it shows."""
         self.cell(number).locator(".cm-content").click()
         self.page.keyboard.press("Shift+Enter")
         return self.output(number, timeout)
 
-    def output(self, number: int, timeout: float = 90.0) -> str:
+    def output(self, number: int, timeout: float = START_SECONDS) -> str:
         """Waits until a cell has ended, and returns the text that it shows."""
         prompt = self.cell(number).locator(".jp-InputPrompt", has_text=_ENDED)
         prompt.wait_for(timeout=1000 * timeout)

@@ -14,7 +14,7 @@ import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.facts import HOST, Lease
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, until
 
 from .chromium import CHROMIUM, SHOWN_MS, BrowserPage, running
 from .lab import TOKEN, serving_lab
@@ -60,20 +60,20 @@ def run_next(lab):
 def live(lab):
     """The console, shown by `%gpu console`."""
     page = lab.page
-    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=3 * SHOWN_MS)
-    page.wait_for_selector("text=/Python 3 .* Idle/", timeout=3 * SHOWN_MS)
+    page.wait_for_selector(".jp-Notebook .jp-CodeCell", timeout=2 * SHOWN_MS)
+    page.wait_for_selector("text=/Python 3 .* Idle/", timeout=2 * SHOWN_MS)
     page.click(".jp-Notebook .jp-CodeCell >> nth=0 >> .cm-content")
     run_next(lab)
-    page.wait_for_selector("text=qwen is on sim:0", timeout=3 * SHOWN_MS)
+    page.wait_for_selector("text=qwen is on sim:0", timeout=2 * SHOWN_MS)
     run_next(lab)
-    page.wait_for_selector("text=/as of \\d/", timeout=3 * SHOWN_MS)
+    page.wait_for_selector("text=/as of \\d/", timeout=2 * SHOWN_MS)
     return lab
 
 
 def see_updates(page, number: int) -> None:
     """Waits until the page has shown as many times of update."""
     fresh, seen = page.locator("text=/as of \\d/").first, set()
-    until(lambda: seen.add(fresh.inner_text()) or len(seen) >= number, 60)
+    until(lambda: seen.add(fresh.inner_text()) or len(seen) >= number)
 
 
 def test_the_page_is_live_and_a_click_acts(live):
@@ -129,12 +129,12 @@ def test_the_notebooks_file_stays_small_and_holds_a_picture(live):
     """The saved file is smaller than 1 MiB. A reader without a kernel sees the last state of the console."""
     live.page.keyboard.press("Escape")
     live.page.click(".jp-Notebook .jp-CodeCell >> nth=0 >> .jp-InputPrompt")
-    until = time.monotonic() + 60
+    end = time.monotonic() + PATIENCE
     while True:
         live.page.keyboard.press("Control+s")
         live.page.wait_for_timeout(500)
         text = live.notebook.read_text()
-        if "data-gpuc" in text and len(text) < 2**20 or time.monotonic() > until:
+        if "data-gpuc" in text and len(text) < 2**20 or time.monotonic() > end:
             break
     assert len(text) < 2**20, f"{len(text):,} bytes"
     (output,) = (
@@ -170,7 +170,7 @@ def test_in_a_narrow_window_the_page_stays_inside_its_output(live):
         return found
 
     try:
-        until(lambda: all(inside().values()), 10.0)
+        until(lambda: all(inside().values()))
         assert all(inside().values()), inside()
     finally:
         page.set_viewport_size(wide)

@@ -15,6 +15,7 @@ import urllib.request
 import pytest
 
 from gpu_runtime import Runtime
+from tests.clock import PATIENCE
 
 from .chromium import CHROMIUM, running
 from .lab import TOKEN, LabNotebook, serving_lab
@@ -170,10 +171,10 @@ def test_no_token_is_in_the_page_and_none_is_needed_beside_jupyters(train, port)
     """The panel's own requests and answers contain no token. Without Jupyter's login there is no answer."""
     url = f"http://127.0.0.1:{port}/api/gpu-console/status"
     with pytest.raises(urllib.error.HTTPError) as refused:
-        urllib.request.urlopen(url, timeout=30)
+        urllib.request.urlopen(url, timeout=PATIENCE)
     assert refused.value.code == 403
     asked = urllib.request.Request(url, headers={"Authorization": f"token {TOKEN}"})
-    answer = urllib.request.urlopen(asked, timeout=30).read().decode()
+    answer = urllib.request.urlopen(asked, timeout=PATIENCE).read().decode()
     shown = (
         train.page.locator(".gpu-panel").inner_html()
         + train.page.locator(".gpu-status").inner_html()

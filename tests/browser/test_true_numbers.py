@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 import sys
+import time
 
 import pytest
 from gpu_panels.data.device_totals import bars
@@ -11,10 +12,11 @@ from gpu_panels.data.device_words import room_words
 
 from gpu_runtime import Runtime
 from gpu_runtime.units import show_bytes
+from tests.clock import PATIENCE
 from tests.faces.served import OPERATORS, free_port, serving
 from tests.stories.test_processes import Kernel
 
-from .chromium import CHROMIUM, SHOWN_MS, BrowserPage, running
+from .chromium import CHROMIUM, BrowserPage, running
 
 pytest.importorskip("playwright")
 pytestmark = pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium")
@@ -111,9 +113,10 @@ def _compare(seen: BrowserPage, rt) -> None:
     """Waits until the page shows the ledger's figures. If it never does, the test fails with both
     the shown and the expected figures.
     """
-    for _ in range(int(SHOWN_MS / 100)):
+    end = time.monotonic() + PATIENCE
+    while True:
         shown, expected = seen.page.evaluate(FIGURES), figures_of(rt)
-        if shown == expected:
+        if shown == expected or time.monotonic() > end:
             break
         seen.page.wait_for_timeout(100)
     assert shown == expected

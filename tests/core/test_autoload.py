@@ -13,6 +13,7 @@ import pytest
 
 from gpu_runtime import GpuError
 from gpu_runtime.autoload import END, FILE, autoload
+from tests.clock import PATIENCE
 
 
 def test_it_is_written_once_and_removed_without_a_trace(tmp_path):
@@ -99,6 +100,10 @@ def test_a_kernel_finds_the_extension_and_imports_no_torch(tmp_path):
     )
     environment = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=PATIENCE,
     )
     assert done.stdout.strip() == "['gpu'] False", done.stderr

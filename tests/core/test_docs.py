@@ -28,6 +28,7 @@ from gpu_runtime.serving import requests
 from gpu_runtime.serving.api import memory, openai
 from gpu_runtime.settings import Settings
 from gpu_runtime.verbs import VERBS
+from tests.clock import scaled
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -341,7 +342,7 @@ def run_examples(names: list[str], devices: str, place: Path) -> str:
         env=os.environ | settings,
         capture_output=True,
         text=True,
-        timeout=MOST_SECONDS,
+        timeout=scaled(MOST_SECONDS),
         check=False,
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.clock import PATIENCE
+
 NEEDED_LATER = [
     "torch",
     "transformers",
@@ -28,7 +30,7 @@ def output_of(program: str, folder: Path) -> tuple[str, str]:
         cwd=folder,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     return shown.stdout.strip(), shown.stderr

@@ -17,6 +17,7 @@ from gpu_runtime.facts import (
     problems,
 )
 from gpu_runtime.owner.status import health
+from tests.clock import PATIENCE
 from tests.faces.samples import BOB, GIB, ME, NOW, WALL, event, lease, snapshot
 
 
@@ -194,10 +195,10 @@ def test_two_processes_that_swap_their_models_are_that_problem_too():
             rt.register(name, backend="fake", size="14GiB")
         for _ in range(2):
             for name, rt in (("a", one), ("b", other)):
-                with rt.use(name, timeout=30):
+                with rt.use(name, timeout=PATIENCE):
                     pass
         assert problems(one.status()) == ()
-        with one.use("a", timeout=30):
+        with one.use("a", timeout=PATIENCE):
             pass
         [found] = problems(one.status())
         assert found.kind is ProblemKind.SWAPPING and "evict one another" in found.text

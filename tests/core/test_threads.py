@@ -13,14 +13,15 @@ import weakref
 import pytest
 
 from gpu_runtime import threads
+from tests.clock import PATIENCE, until
 
 
 def test_it_runs_in_parallel_and_can_be_waited_for():
     ends, began = threading.Event(), threading.Event()
-    running = threads.start(lambda: (began.set(), ends.wait(20)))
-    assert began.wait(20) and not running.wait(0.01)
+    running = threads.start(lambda: (began.set(), ends.wait(PATIENCE)))
+    assert began.wait(PATIENCE) and not running.wait(0.01)
     ends.set()
-    assert running.wait(20) and running.wait(0), "a second wait returns at once"
+    assert running.wait(PATIENCE) and running.wait(0), "a second wait returns at once"
     assert running.ident != threading.get_ident()
 
 
@@ -36,7 +37,7 @@ def test_short_work_takes_a_thread_that_is_free_and_keeps_nothing_of_the_work_be
     assert gone() is None, "the model that the work held can leave"
     threads.start_short(second)
     assert second.thread() == used
-    threads.start_short(lambda: ends.wait(20))
+    threads.start_short(lambda: ends.wait(PATIENCE))
     third = Work()
     threads.start_short(third)
     assert third.thread(), "it runs beside the work that waits"
@@ -63,15 +64,8 @@ class Work:
         self._ran.set()
 
     def thread(self):
-        assert self._ran.wait(20)
+        assert self._ran.wait(PATIENCE)
         return self._thread
-
-
-def until(condition, seconds=20):
-    deadline = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < deadline
-        time.sleep(0.001)
 
 
 @pytest.mark.thorough
@@ -97,14 +91,14 @@ def test_an_interrupt_during_its_start_leaves_it_running():
                 pass
     finally:
         signal.signal(signal.SIGALRM, old)
-    assert all(running.wait(20) for running in begun)
+    assert all(running.wait(PATIENCE) for running in begun)
     assert len(ended) >= len(begun) > 0
 
 
 @pytest.mark.parametrize("many", [0, 1, 3])
 def test_works_are_done_in_parallel(many):
     """The functions run at the same time: each one waits until all others have begun."""
-    all_here, done = threading.Barrier(many or 1, timeout=20), []
+    all_here, done = threading.Barrier(many or 1, timeout=PATIENCE), []
     threads.side_by_side([lambda: done.append(all_here.wait())] * many)
     assert sorted(done) == list(range(many))
 

@@ -21,10 +21,10 @@ from pathlib import Path
 from tornado.httpclient import HTTPRequest
 from tornado.websocket import websocket_connect
 
+from tests.clock import PATIENCE
 from tests.faces.conftest import FOUND_BY_CHILDREN
 
 OPERATORS, VIEWERS = "operator-0123456789abcdef", "viewer-0123456789abcdef"
-START_SECONDS = 60.0
 # The page of these tests: it shows the visitor, counts the actions, and has a button for a forged click.
 PAGE = """
 import panel as pn
@@ -64,7 +64,7 @@ class Conversation:
             name: value for name, value in (("Cookie", cookie), ("Origin", origin)) if value
         }
         self._request = HTTPRequest(
-            f"ws://127.0.0.1:{server.port}{path}", headers=headers, request_timeout=20
+            f"ws://127.0.0.1:{server.port}{path}", headers=headers, request_timeout=PATIENCE
         )
         self._subprotocols = ["bokeh", subprotocol] if subprotocol else None
 
@@ -112,7 +112,7 @@ class Conversation:
         """Receives one message of Bokeh's protocol and returns its three parts."""
         parts: list[str] = []
         while len(parts) < 3:
-            part = await asyncio.wait_for(self._socket.read_message(), 20)
+            part = await asyncio.wait_for(self._socket.read_message(), PATIENCE)
             if part is None:
                 raise ConnectionError(f"closed: {self._socket.close_code}")
             parts.append(part)
@@ -129,12 +129,12 @@ class Conversation:
 
 class UnixConnection(http.client.HTTPConnection):
     def __init__(self, path: str) -> None:
-        super().__init__("localhost", timeout=20)
+        super().__init__("localhost", timeout=PATIENCE)
         self._path = path
 
     def connect(self) -> None:
         self.sock = socket.socket(socket.AF_UNIX)
-        self.sock.settimeout(20)
+        self.sock.settimeout(PATIENCE)
         self.sock.connect(self._path)
 
 
@@ -184,7 +184,7 @@ class Served:
         connection = (
             UnixConnection(self.socket)
             if self.socket
-            else http.client.HTTPConnection(host, self.port, timeout=20)
+            else http.client.HTTPConnection(host, self.port, timeout=PATIENCE)
         )
         began = time.monotonic()
         try:
@@ -261,14 +261,14 @@ def end(process: subprocess.Popen) -> None:
     if process.poll() is None:
         process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(10)
+            process.wait(PATIENCE)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
 
 
 def _wait(served: Served) -> None:
-    until = time.monotonic() + START_SECONDS
+    until = time.monotonic() + PATIENCE
     while time.monotonic() < until:
         if served.process.poll() is not None:
             raise AssertionError(f"the server ended: {served.output}")

@@ -15,6 +15,7 @@ from tornado.web import Application
 
 from gpu_runtime.web.asgi import Asgi
 from gpu_runtime.web.gate import COOKIE
+from tests.clock import PATIENCE
 
 FINE = {
     "type": "http.response.start",
@@ -38,7 +39,9 @@ def serving(app, talk, handler=Asgi, write_seconds=20.0, **options):
         server.add_sockets([sock])
         client = AsyncHTTPClient(force_instance=True)
         try:
-            await asyncio.wait_for(talk(f"http://127.0.0.1:{sock.getsockname()[1]}", client), 20)
+            await asyncio.wait_for(
+                talk(f"http://127.0.0.1:{sock.getsockname()[1]}", client), PATIENCE
+            )
         finally:
             client.close()
             server.stop()

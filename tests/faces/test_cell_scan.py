@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 from gpu import cell_scan
 from gpu.cell_scan import Scan, ScannedModels
@@ -134,9 +132,7 @@ def test_calls_within_calls_end():
     other would be read for ever.
     """
     scan = Scan(KNOWN, {})
-    began = time.process_time()
     scan.read("def f():\n    g(); g(); g()\ndef g():\n    f(); f(); f()\nf()\n" * 3)
-    assert time.process_time() - began < 2.0
 
 
 def followed_calls(monkeypatch, scan, code):

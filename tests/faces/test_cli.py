@@ -17,6 +17,7 @@ from gpu_runtime import cli, verbs
 from gpu_runtime.facts import Outcome
 from gpu_runtime.settings import Settings
 from gpu_runtime.verb_arguments import given
+from tests.clock import PATIENCE
 
 GIB = 2**30
 
@@ -291,7 +292,7 @@ def command(environment, *words, **more):
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         **more,
     )
 
@@ -333,7 +334,7 @@ def test_status_imports_neither_torch_nor_pandas(child_environment):
         env=child_environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
 
@@ -342,7 +343,11 @@ def test_a_closed_pipe_is_no_error(child_environment):
     """A command such as `gpu config | head -1` closes the pipe early. This is no error."""
     shell = f"set -o pipefail; {sys.executable} -m gpu_runtime.cli help | head -c 1; echo ${{PIPESTATUS[0]}}"
     done = subprocess.run(
-        ["bash", "-c", shell], env=child_environment, capture_output=True, text=True, timeout=60
+        ["bash", "-c", shell],
+        env=child_environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
     )
     assert done.stderr == "" and done.stdout.splitlines()[-1].endswith("0")
 

@@ -34,6 +34,7 @@ from tornado.ioloop import IOLoop
 from gpu_runtime import Runtime
 from gpu_runtime.errors import DoesNotFit, LedgerUnavailable
 from gpu_runtime.web.auth import Visitor
+from tests.clock import PATIENCE
 
 from . import samples
 
@@ -650,7 +651,7 @@ def test_importing_the_package_imports_neither_panel_nor_bokeh(child_environment
         env=child_environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert found.stdout.strip() == "set()", found
 

@@ -22,7 +22,8 @@ from gpu_runtime.web.auth import AccessRules, GuessLimiter
 from gpu_runtime.web.connections import Connections, PerStranger, stranger_of
 from gpu_runtime.web.gate import Gate, install
 from gpu_runtime.web.http_server import LINES_AT_ONCE, LineLimit
-from tests.faces.served import OPERATORS
+from tests.clock import PATIENCE
+from tests.faces.served import OPERATORS, Answer
 from tests.impostor import NOBODY
 from tests.serving.loops import in_loop, until
 from tests.serving.test_headless import TOKEN, start
@@ -35,7 +36,7 @@ os.setgroups([]); os.setgid(uid); os.setuid(uid)
 opened = []
 for _ in range(count):
     one = socket.socket()
-    one.settimeout(20)
+    one.settimeout(60)
     one.connect(("127.0.0.1", port))
     one.send(b"GET / HTTP/1.1\\r\\n")
     opened.append(one)
@@ -55,11 +56,11 @@ def test_the_right_token_is_admitted_during_a_flood_of_wrong_ones(server):
     """During a flood of wrong tokens, only the answers to wrong tokens are delayed."""
 
     def guess(number: int) -> None:
-        statuses.append(
-            server.get("/health", Authorization=f"Bearer wrong{number}", Accept="text/plain").status
+        wrong.append(
+            server.get("/health", Authorization=f"Bearer wrong{number}", Accept="text/plain")
         )
 
-    statuses: list[int] = []
+    wrong: list[Answer] = []
     flood = [threading.Thread(target=guess, args=(number,)) for number in range(60)]
     for one in flood:
         one.start()
@@ -67,10 +68,10 @@ def test_the_right_token_is_admitted_during_a_flood_of_wrong_ones(server):
     form = {"Content_Type": "application/x-www-form-urlencoded"}
     typed = server.get("/", method="POST", body=f"token={OPERATORS}", **form)
     assert {answer.status for answer in answers} == {200} and typed.status == 302
-    assert sorted(answer.seconds for answer in answers)[5] < 1.0
     for one in flood:
-        one.join(30)
-    assert set(statuses) == {401, 429}
+        one.join(PATIENCE)
+    assert {answer.status for answer in wrong} == {401, 429}
+    assert sorted(answer.seconds for answer in answers)[5] < max(one.seconds for one in wrong)
 
 
 @pytest.mark.processes
@@ -98,7 +99,7 @@ def test_half_open_connections_of_another_user_keep_nobody_out(tmp_path):
                 assert server.get("/health", **TOKEN).status == 200
             assert server.output_file.stat().st_size - before < 20_000
         finally:
-            flood.communicate("\n", timeout=20)
+            flood.communicate("\n", timeout=PATIENCE)
 
 
 class Hello(RequestHandler):

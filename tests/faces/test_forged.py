@@ -8,10 +8,10 @@ import asyncio
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 
+from tests.clock import scaled, until
 from tests.faces import served
 from tests.faces.served import OPERATORS, VIEWERS, Conversation, free_port, serving
 
@@ -109,7 +109,9 @@ async def evicts(server, token):
             await client.change(
                 data_of(tabs)["id"], "active", turn % len(tabs["attributes"]["children"])
             )
-            await asyncio.sleep(0.3)  # until the page has received the model and drawn the tab
+            await asyncio.sleep(
+                scaled(0.3)
+            )  # until the page has received the model and drawn the tab
             document = await client.document()
             rows = {
                 id: table["id"]
@@ -128,15 +130,8 @@ async def evicts(server, token):
         for form in components(document, "ConfirmationForm"):
             number = data_of(form)["attributes"].get("question", 0)
             await client.forge("data_event", form["id"], {"answer": "confirm", "question": number})
-        await asyncio.sleep(1.0)  # the action runs in a thread of the server
+        await asyncio.sleep(scaled(1.0))  # the action runs in a thread of the server
         return rows
-
-
-def until(ask, expected, seconds):
-    end = time.monotonic() + seconds
-    while not (answer := ask()).startswith(expected) and time.monotonic() < end:
-        time.sleep(0.1)  # another process does it
-    return answer
 
 
 def test_a_viewers_forged_eviction_is_refused_and_an_operators_is_done(server, kernel):
@@ -146,4 +141,5 @@ def test_a_viewers_forged_eviction_is_refused_and_an_operators_is_done(server, k
     assert asyncio.run(evicts(server, VIEWERS))
     assert kernel().startswith("sim:0")
     assert asyncio.run(evicts(server, OPERATORS))
-    assert "console" in until(kernel, "host", 20)
+    until(lambda: kernel().startswith("host"))
+    assert "console" in kernel()

@@ -5,13 +5,14 @@ releases it.
 from __future__ import annotations
 
 import sys
-import time
 from pathlib import Path
 
 import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.units import MIB
+from tests.browser.chromium import SHOWN_MS
+from tests.clock import until
 from tests.faces.served import OPERATORS, VIEWERS, environ, free_port, serving
 from tests.stories.test_processes import DEVICES, Kernel
 
@@ -99,6 +100,7 @@ class VisitorPage:
 
     def __init__(self, browser, served, token: str) -> None:
         self.page = browser.new_page(viewport={"width": 1280, "height": 900})
+        self.page.set_default_timeout(SHOWN_MS)
         self.problems: list[str] = []
         ours = f"127.0.0.1:{served.port}"
         self.page.on(
@@ -117,13 +119,13 @@ class VisitorPage:
             ),
         )
         self.page.goto(f"http://{ours}/?token={token}")
-        self.page.get_by_role("tab", name="Fragmentation").click(timeout=60_000)
+        self.page.get_by_role("tab", name="Fragmentation").click()
 
     def row(self, kernel: Kernel):
         return self.page.locator("tr", has_text=f"pid {kernel.process.pid}")
 
     def shows(self, kernel: Kernel, words: str) -> None:
-        self.row(kernel).get_by_text(words, exact=True).first.wait_for(timeout=30_000)
+        self.row(kernel).get_by_text(words, exact=True).first.wait_for()
 
 
 def reserved_bytes(rt: Runtime) -> int:
@@ -131,19 +133,11 @@ def reserved_bytes(rt: Runtime) -> int:
     return sum(map.reserved_bytes for map in rt.allocator_maps())
 
 
-def until(true) -> bool:
-    """Waits until `true()` is true. Fails after 20 s."""
-    deadline = time.monotonic() + 20
-    while not true() and time.monotonic() < deadline:
-        time.sleep(0.05)
-    return true()
-
-
 def test_another_kernels_memory_is_drawn_without_errors(visitors, kernel):
     """The map is drawn in both themes, without a request to another host."""
     visitor = visitors(OPERATORS)
     visitor.shows(kernel, "84.0 MiB")
-    visitor.page.get_by_text("inactive, released by defrag").wait_for(timeout=30_000)
+    visitor.page.get_by_text("inactive, released by defrag").wait_for()
     assert visitor.page.locator("canvas").count() >= 1
     visitor.page.get_by_role("button", name="theme").click()
     visitor.page.wait_for_function(
@@ -163,10 +157,10 @@ def test_cancel_changes_nothing_and_confirm_releases_the_cache(visitors, kernel,
     for answer, after in (("Cancel", 84 * MIB), ("Compact", 20 * MIB)):
         asker.row(kernel).get_by_role("button", name="Compact").click()
         dialog = asker.page.get_by_role("dialog")
-        dialog.get_by_text(f"Compact pid {kernel.process.pid}").wait_for(timeout=20_000)
+        dialog.get_by_text(f"Compact pid {kernel.process.pid}").wait_for()
         dialog.get_by_role("button", name=answer).click()
-        dialog.wait_for(state="hidden", timeout=20_000)
-        assert until(lambda after=after: reserved_bytes(observer) == after)
+        dialog.wait_for(state="hidden")
+        until(lambda after=after: reserved_bytes(observer) == after)
     for visitor in (asker, other):
         visitor.shows(kernel, "20.0 MiB")
         assert visitor.problems == []
@@ -182,7 +176,7 @@ def test_a_killed_kernel_disappears_and_an_empty_page_shows_what_to_do(visitors,
     visitor = visitors(VIEWERS)
     visitor.shows(kernel, "84.0 MiB")
     kernel.end()
-    visitor.page.get_by_text("No process holds memory on a card yet").wait_for(timeout=30_000)
+    visitor.page.get_by_text("No process holds memory on a card yet").wait_for()
     visitor.page.get_by_text("inactive, released by defrag").wait_for(
-        state="detached", timeout=10_000
+        state="detached",
     )

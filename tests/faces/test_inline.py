@@ -23,6 +23,7 @@ from panel.io.resources import CDN_DIST
 from gpu_runtime import GpuError, NotAllowed
 from gpu_runtime.owner import console_hook
 from gpu_runtime.rendering import render
+from tests.clock import scaled
 
 from .test_magics import run
 
@@ -136,7 +137,7 @@ def test_every_widget_is_defined_before_a_page_is_shown(child_environment):
         env=child_environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
     )
     assert names and names - set(found.stdout.split()) == set(), found.stderr
 

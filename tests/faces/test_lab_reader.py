@@ -16,7 +16,7 @@ import gpu_runtime
 from gpu_runtime import watching
 from gpu_runtime.errors import GpuError, WaitEnded
 from gpu_runtime.ledgers import in_use
-from tests.clock import Clock
+from tests.clock import PATIENCE, Clock
 
 KERNEL = LabKernel("k1", (41,), "train.ipynb")
 
@@ -99,7 +99,7 @@ def test_a_wait_is_ended_from_the_panel(reader, rt, clock):
 
     def wait():
         try:
-            with rt.use("llama", timeout=60):
+            with rt.use("llama", timeout=PATIENCE):
                 pass
         except WaitEnded as error:
             errors.append(error)
@@ -107,14 +107,14 @@ def test_a_wait_is_ended_from_the_panel(reader, rt, clock):
     with rt.use("qwen"):
         waiting = threading.Thread(target=wait)
         waiting.start()
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE)
         clock.now += 1.0
         found = plain(reader.status([KERNEL]))
         [row] = found["waiting"]
         asked = reader.ask(found["ledger"]["key"], "cancel", row["id"])
         assert asked["title"] == "End the wait for llama?" and asked["process"]
         assert reader.act(asked["question"])["done"]
-        waiting.join(30)
+        waiting.join(PATIENCE)
     assert ", JupyterLab (" in errors[0].by
     refused = reader.ask(found["ledger"]["key"], "cancel", row["id"])["refused"]
     assert refused == "This request no longer waits. Nothing was done."

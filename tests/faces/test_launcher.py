@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.browser.chromium import SHOWN_MS
+from tests.clock import scaled
 from tests.faces import served
 from tests.faces.conftest import FOUND_BY_CHILDREN, ROOT
 from tests.faces.served import free_port
@@ -73,7 +75,7 @@ def jupyter(tmp_path_factory):
             start_new_session=True,
         )
     try:
-        until = time.monotonic() + 90
+        until = time.monotonic() + scaled(90)
         while get(port, "/api", Authorization=f"token {JUPYTERS}")[0] != 200:
             assert time.monotonic() < until and process.poll() is None, said.read_text()
             time.sleep(0.2)  # there is no other way to know that another process listens
@@ -84,7 +86,7 @@ def jupyter(tmp_path_factory):
 
 def get(port, path, **headers):
     """The status and the body of the answer. The status is 0 if there is no answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=90)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=scaled(90))
     try:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
@@ -128,6 +130,7 @@ def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
             args=["--no-sandbox", "--disable-background-networking"],
         )
         page = browser.new_page(viewport={"width": 1280, "height": 800})
+        page.set_default_timeout(SHOWN_MS)
         outside, sockets = [], []
         page.on(
             "request",
@@ -140,12 +143,12 @@ def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
         page.on("websocket", lambda socket: sockets.append(socket.url))
         page.goto(f"http://127.0.0.1:{jupyter}/lab?token={JUPYTERS}")
         tile = page.locator(".jp-LauncherCard", has_text="GPU console")
-        tile.wait_for(timeout=60_000)
+        tile.wait_for()
         shown = "image => image.decode().then(() => image.naturalWidth)"  # waits for the picture
         assert tile.locator("img").evaluate(shown) > 0
         tile.click()
         frame = page.frame_locator("iframe[src*='gpu-console']")
-        frame.get_by_text("simulated").first.wait_for(timeout=60_000)  # in the status bar
+        frame.get_by_text("simulated").first.wait_for()  # in the status bar
         assert any("/gpu-console/ws" in url for url in sockets) and outside == []
         for is_light, shade in (
             ("false", "< 90"),
@@ -155,7 +158,6 @@ def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
             inside = next(one for one in page.frames if "/gpu-console/" in one.url)
             inside.wait_for_function(
                 "parseInt(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]) "
-                + shade,
-                timeout=60_000,
+                + shade
             )
         browser.close()

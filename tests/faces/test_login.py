@@ -24,6 +24,7 @@ from bokeh.util.token import get_token_payload
 
 from gpu_runtime.errors import GpuError
 from gpu_runtime.web import http_server, sockets
+from tests.clock import PATIENCE
 from tests.faces.served import OPERATORS, console, free_port, panel_serve, serving
 from tests.faces.test_gate import document_from, open_page, refused_status, websocket_of
 
@@ -67,7 +68,7 @@ def asking(tmp_path_factory):
 
 def cookies_of(server, name):
     """Logs in as a browser does, with the person's password. Returns the cookies."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     connection.request(
         "POST",
         "/login",
@@ -229,7 +230,7 @@ def by_oauth(server, name):
     asked = server.get("/login?next=/console")
     assert asked.status == 302 and "/authorize?" in asked.headers["location"]
     state = parse_qs(urlsplit(asked.headers["location"]).query)["state"][0]
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     connection.request(
         "GET",
         "/login?" + urlencode({"code": name, "state": state}),
@@ -329,7 +330,7 @@ def status_for_nobody(path):
             os.setgid(65534)
             os.setuid(65534)
             with socket.socket(socket.AF_UNIX) as theirs:
-                theirs.settimeout(20)
+                theirs.settimeout(PATIENCE)
                 theirs.connect(path)
                 theirs.sendall(b"GET / HTTP/1.0\r\n\r\n")
                 os.write(writes, theirs.recv(99).split()[1])
@@ -483,7 +484,7 @@ def test_an_interrupted_console_leaves_nothing(tmp_path):
     with serving(console(tmp_path, socket_path=path), tmp_path, socket_path=path) as server:
         assert server.get().status == 200
         server.process.send_signal(signal.SIGINT)
-        server.process.wait(20)
+        server.process.wait(PATIENCE)
         assert "Traceback" not in server.output and not os.path.exists(path)
 
 

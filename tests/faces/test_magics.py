@@ -16,6 +16,7 @@ import gpu_runtime
 from gpu_runtime import errors, facts, verbs
 from gpu_runtime.options import FLAGS
 from gpu_runtime.rendering import render
+from tests.clock import PATIENCE
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:To exit", "ignore::IPython.core.completer.ProvisionalCompleterWarning"
@@ -728,7 +729,7 @@ def test_loading_imports_nothing_heavy(child_environment):
         env=child_environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 

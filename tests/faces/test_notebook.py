@@ -11,6 +11,8 @@ import nbformat
 import pytest
 from nbclient import NotebookClient
 
+from tests.clock import PATIENCE
+
 from .conftest import FOUND_BY_CHILDREN
 
 INTERRUPTED = """\
@@ -63,7 +65,7 @@ def outputs(tmp_path_factory):
     )
     client = NotebookClient(
         notebook,
-        timeout=60,
+        timeout=PATIENCE,
         kernel_name="python3",
         allow_errors=True,
         resources={"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}},

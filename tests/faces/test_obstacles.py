@@ -32,7 +32,7 @@ from zmq.utils.garbage import GarbageCollector
 
 import gpu_runtime
 from gpu_runtime.devices import drivers
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, scaled, until
 
 
 class Model:
@@ -411,7 +411,7 @@ def test_a_thread_that_computes_prevents_parking():
         env={**os.environ, "PYTHONPATH": paths},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
     )
     assert shown.stdout.count("calls the function _hashlib.pbkdf2_hmac") == 2, shown
 
@@ -438,7 +438,7 @@ def test_the_thread_that_calls_the_driver_keeps_no_kernel():
     made = drivers._DriverThread()
     answer: queue.SimpleQueue[int] = queue.SimpleQueue()
     made.calls.put(lambda: answer.put(7))
-    assert answer.get(timeout=10) == 7
+    assert answer.get(timeout=PATIENCE) == 7
     assert not obstacles._threads(obstacles.Own(), before)
 
 

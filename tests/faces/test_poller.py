@@ -15,7 +15,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.facts import Phase
-from tests.clock import Clock
+from tests.clock import PATIENCE, Clock
 
 from . import samples
 
@@ -213,12 +213,12 @@ def test_it_polls_only_while_a_session_is_open(rt):
     assert len(running) == 1 and poller.first(10).snapshot is not None
     for session in sessions:
         poller.leave(session)
-    running[0].join(10)
+    running[0].join(PATIENCE)
     assert not running[0].is_alive()
     poller.join(sessions[0])
     assert len(running) == 2, "polling starts again"
     poller.leave(sessions[0])
-    running[1].join(10)
+    running[1].join(PATIENCE)
 
 
 def test_a_session_that_was_never_closed_does_not_keep_it_polling(rt):
@@ -234,7 +234,7 @@ def test_a_session_that_was_never_closed_does_not_keep_it_polling(rt):
     gc.collect()
     assert gone() is None
     poller.nudge()
-    running[0].join(10)
+    running[0].join(PATIENCE)
     assert not running[0].is_alive()
 
 

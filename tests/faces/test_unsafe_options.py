@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.clock import scaled
 from tests.faces import served
 from tests.faces.served import free_port, panel_serve, serving
 
@@ -107,7 +108,7 @@ def ended(folder):
         start_new_session=True,
     )
     try:
-        codes, _ = process.communicate("\n".join(map(json.dumps, words)), timeout=100)
+        codes, _ = process.communicate("\n".join(map(json.dumps, words)), timeout=scaled(100))
     finally:
         served.end(process)
     by_number = dict(map(int, line.split()) for line in codes.splitlines())
@@ -166,7 +167,7 @@ def test_with_a_token_that_is_too_short_nothing_is_served(folder):
     words = panel_serve(folder, "--port", str(port), "--warm")
     environ = served.environ(folder) | {"GPU_CONSOLE_TOKEN": "short"}
     output = subprocess.run(
-        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=100
+        words, cwd=folder, env=environ, capture_output=True, text=True, timeout=scaled(100)
     )
     assert (
         output.returncode == 1

@@ -16,6 +16,7 @@ from gpu_runtime.facts import Candidate, Share, Wait
 from gpu_runtime.owner.arrivals import LOADING, RESTORING, Arrival
 from gpu_runtime.rendering import progress
 from gpu_runtime.units import GIB
+from tests.clock import PATIENCE
 
 WAIT = Wait(
     "llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min",
@@ -160,7 +161,7 @@ def test_a_load_is_drawn_until_it_has_ended(shown):
     arrival = Arrival("qwen", LOADING, 4 * GIB, 0.0)
     arrival(2 * GIB, 4 * GIB)
     line.arrival(arrival)
-    until = time.monotonic() + 60
+    until = time.monotonic() + PATIENCE
     while not shown and time.monotonic() < until:
         time.sleep(0.01)
     arrival.ended = True

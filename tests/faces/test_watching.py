@@ -11,6 +11,7 @@ import pytest
 
 import gpu_runtime
 from gpu_runtime import cli, watching
+from tests.clock import PATIENCE
 
 OWNER = """
 import sys, gpu_runtime
@@ -47,7 +48,7 @@ def owner(tmp_path, child_environment, monkeypatch):
     assert process.stdout.readline().strip() == "ready"
     monkeypatch.setattr(watching.in_use, "processes_of_this_user", lambda: [process.pid])
     yield url
-    process.communicate("\n", timeout=60)
+    process.communicate("\n", timeout=PATIENCE)
 
 
 @pytest.mark.processes

@@ -24,6 +24,7 @@ from gpu_runtime import errors, names
 from gpu_runtime.names import registered
 from gpu_runtime.rendering import holders
 from gpu_runtime.units import MIB
+from tests.clock import PATIENCE
 from tests.owner.kernels import Quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -218,13 +219,13 @@ def test_a_background_thread_is_listed(notebook, rt):
     def work():
         local = torch.ones(3 * 2**18)
         ready.set()
-        stop.wait(60)
+        stop.wait(PATIENCE)
         assert local is not None
 
     thread = threading.Thread(target=work, name="loader")
     thread.start()
     try:
-        assert ready.wait(60)
+        assert ready.wait(PATIENCE)
         assert table(rt) == {"thread loader": (3, 3)}
     finally:
         stop.set()
@@ -519,7 +520,9 @@ def test_who_answers_at_once_without_torch_and_does_not_import_it():
         "rt.register('m', backend='fake', size='5MiB'); rt.preload('m')\n"
         "print(rt.who().to_dict('records')[0]['name'], rt.free().because, 'torch' in sys.modules)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.stdout == "m 0 B came free False\n", done.stderr
 
 
@@ -532,7 +535,9 @@ def test_a_script_s_variables_are_listed_without_a_shell():
         "def inner():\n    big = torch.ones(2**19); return list(rt.who()['name'])\n"
         "print(sorted(inner()), rt.free('x').because)"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
+    )
     assert done.stdout == "['inner()', 'x'] 4.0 MiB came free\n", done.stderr
 
 

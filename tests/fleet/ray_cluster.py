@@ -7,11 +7,9 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,16 +27,6 @@ ENVIRONMENT = drill.ENVIRONMENT | {
     "EVICTION_GRACE_SECONDS": "0",  # an idle model leaves at once
     "PYTHONPATH": os.pathsep.join(PATHS),
 }
-PATIENCE_SECONDS = 60.0
-
-
-def eventually(condition: Callable[[], Any], what: str) -> Any:
-    """The first true value of `condition`. Fails after 60 s, naming `what` was expected."""
-    until = time.monotonic() + PATIENCE_SECONDS
-    while not (found := condition()):
-        assert time.monotonic() < until, f"not within {PATIENCE_SECONDS:.0f} s: {what}"
-        time.sleep(0.02)
-    return found
 
 
 class Hosts(Drill):

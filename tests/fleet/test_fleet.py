@@ -33,8 +33,9 @@ from gpu_runtime.facts import PlanLevel
 from gpu_runtime.fleet import cluster, joining
 from gpu_runtime.scheduler.offers import shortlist
 from tests.browser.chromium import CHROMIUM, BrowserPage, running
+from tests.clock import PATIENCE, until
 from tests.faces.served import OPERATORS, free_port, serving
-from tests.fleet.ray_cluster import ENVIRONMENT, Hosts, eventually, started, write_models
+from tests.fleet.ray_cluster import ENVIRONMENT, Hosts, started, write_models
 
 MODELS = {"seventy": 70, "thirty": 30, "small": 4, "colossus": 500}
 HOSTS = {
@@ -143,7 +144,7 @@ def test_a_host_that_became_busy_is_passed_over(empty, hosts, monkeypatch, caplo
     monkeypatch.setattr(empty, "_choose", choose_then_fill)
     try:
         with caplog.at_level(logging.INFO, "gpu_runtime"):
-            with empty.use("thirty", timeout=30) as model:
+            with empty.use("thirty", timeout=PATIENCE) as model:
                 assert model.host == order[1]
     finally:
         for notebook in notebooks:
@@ -273,7 +274,7 @@ def test_a_slot_is_on_its_cards_again_after_its_agent_was_killed(empty, hosts, c
     with pytest.raises(UnknownDevice, match="sim:7"):
         empty.create_slot("small", "box1", "sim:7")
     os.kill(hosts.agent_pid("box1"), signal.SIGKILL)
-    eventually(lambda: ("small@box1", "sim:0", 0, True) in slots(empty), "the slot is filled again")
+    until(lambda: ("small@box1", "sim:0", 0, True) in slots(empty), "the slot is filled again")
     assert gpu("slots", "--delete", "small@box1") == 0
     assert gpu("slots") == 0
     assert slots(empty) == []
@@ -362,7 +363,7 @@ def test_the_pins_of_a_killed_driver_end(empty, hosts):
     assert pins(empty, host) == 1
     driver.kill()
     driver.wait()
-    eventually(lambda: not pins(empty, host), "the pin of the dead driver ends")
+    until(lambda: not pins(empty, host), "the pin of the dead driver ends")
 
 
 def test_a_killed_model_keeps_its_card_three_times_and_then_is_used_elsewhere(empty, hosts):
@@ -374,20 +375,18 @@ def test_a_killed_model_keeps_its_card_three_times_and_then_is_used_elsewhere(em
     with empty.use("thirty", retry=True) as model:
         empty.drain("box2", undo=True)
         assert model.host == "box3"
-        block = rival.lease("30GiB", timeout=60)
+        block = rival.lease("30GiB", timeout=PATIENCE)
         waiting = threading.Thread(target=block.__enter__)
         waiting.start()
-        eventually(lambda: rival.status().tickets, "the rival waits")
+        until(lambda: rival.status().tickets, "the rival waits")
         for count in range(MOST_RESTARTS + 1):
             *_, program = descendants(hosts.agent_pid("box3"))
             os.kill(program, signal.SIGKILL)
-            eventually(
-                lambda gone=program: gone not in descendants(hosts.agent_pid("box3")), "its end"
-            )
+            until(lambda gone=program: gone not in descendants(hosts.agent_pid("box3")), "its end")
             assert model(count) == count
             assert model.host == ("box3" if count < MOST_RESTARTS else "box2")
             assert waiting.is_alive() or count == MOST_RESTARTS
-        waiting.join(60)
+        waiting.join(PATIENCE)
         assert [lease.kind for lease in rival.status().leases()] == ["block"]
     rival.close()
 
@@ -441,7 +440,7 @@ def test_the_console_acts_on_the_host_that_was_chosen(empty, console):
     console.ready().row("small", "agent of box3").get_by_role("button", name="Evict").click()
     console.page.get_by_text("The agent of box3 does this.").wait_for()
     console.page.get_by_role("button", name="Evict, freeing 4.0 GiB").click()
-    eventually(lambda: held_by(empty, "box3") == [], "box3 evicts its copy")
+    until(lambda: held_by(empty, "box3") == [], "box3 evicts its copy")
     assert held_by(empty, "box1") == ["small"]
     assert (console.errors, console.elsewhere) == ([], [])
 
@@ -460,7 +459,7 @@ def test_a_model_answers_elsewhere_after_its_node_was_killed(empty, hosts):
         assert (lost.value.name, lost.value.host) == ("thirty", "box3")
         assert again("second") == "second"
         assert again.host == "box2"
-    eventually(lambda: empty.hosts() == ("box1", "box2"), "the dead host is no longer listed")
+    until(lambda: empty.hosts() == ("box1", "box2"), "the dead host is no longer listed")
 
 
 def test_the_console_greys_the_figures_of_a_host_that_is_gone(hosts, console):
@@ -487,9 +486,9 @@ def test_a_frozen_host_is_replaced_and_holds_nothing_when_it_wakes(empty, hosts)
         try:
             assert model("words") == "words"
             assert model.host == "box1"
-            eventually(lambda: where(empty, "small") == ["box1"], "the wished model moves")
+            until(lambda: where(empty, "small") == ["box1"], "the wished model moves")
         finally:
             wake()
     with Runtime(devices=HOSTS["box2"][0], ledger=hosts.ledger("box2")) as notebook:
-        with notebook.lease("36 GiB", timeout=30), notebook.lease("36 GiB", timeout=30):
+        with notebook.lease("36 GiB", timeout=PATIENCE), notebook.lease("36 GiB", timeout=PATIENCE):
             assert {lease.kind for lease in notebook.status().leases()} == {"block"}

@@ -15,7 +15,8 @@ import gpu_runtime
 from gpu_runtime.serving.api.app import fleet_application
 from gpu_runtime.serving.fleet_calls import FleetGateway, FleetModels
 from gpu_runtime.settings import Settings
-from tests.fleet.ray_cluster import Hosts, eventually, started, write_models
+from tests.clock import scaled, until
+from tests.fleet.ray_cluster import Hosts, started, write_models
 from tests.serving.app_client import OPERATOR, Gateway, with_visitor
 
 DEVICES = "sim:2x40GiB,host:1GiB"
@@ -91,14 +92,14 @@ def test_calls_run_again_elsewhere_while_agents_are_killed(models, hosts):
         finally:
             await gateway.close()
 
-    assert asyncio.run(asyncio.wait_for(all_calls(), 120)) == texts
+    assert asyncio.run(asyncio.wait_for(all_calls(), scaled(120))) == texts
 
 
 def test_slots_over_http_and_the_metrics_of_each_host(models, hosts):
     """A slot is on exactly its cards, is listed with its bytes, and survives the agent's death."""
     app = with_visitor(fleet_application(models, Gateway, "0"), OPERATOR)
     with TestClient(app, raise_server_exceptions=False) as http:
-        eventually(lambda: http.get("/health").json()["hosts"] == ["box1", "box2"], "all hosts")
+        until(lambda: http.get("/health").json()["hosts"] == ["box1", "box2"], "all hosts")
         new = {"model": "echo", "host": "box2", "devices": ["sim:1"]}
         assert http.post("/api/v1/slots", json=new).status_code == 201
         slot = {
@@ -112,7 +113,7 @@ def test_slots_over_http_and_the_metrics_of_each_host(models, hosts):
         assert listed()
         assert http.get("/api/v1/slots?hots=box2").status_code == 400
         os.kill(hosts.agent_pid("box2"), signal.SIGKILL)
-        eventually(listed, "the slot is filled again")
+        until(listed, "the slot is filled again")
         metrics = http.get("/metrics").text
         assert 'gpu_host_model_bytes{host="box2",model="echo"} 4.294967296e+09' in metrics
         assert 'gpu_device_claimed_bytes{device="sim:1",host="box2"' in metrics

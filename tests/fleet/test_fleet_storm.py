@@ -15,6 +15,7 @@ import pytest
 
 import gpu_runtime
 from gpu_runtime import Busy, DoesNotFit, NodeLost, Runtime, samples
+from tests.clock import PATIENCE, scaled
 from tests.faces.served import OPERATORS, free_port, serving
 from tests.fleet.ray_cluster import ENVIRONMENT, started, write_models
 
@@ -38,7 +39,7 @@ def test_no_book_is_overfull_and_every_client_gets_an_answer(tmp_path):
             """Uses the model `name` again and again."""
             while time.monotonic() < until:
                 try:
-                    with fleet.use(name, timeout=20) as model:
+                    with fleet.use(name, timeout=PATIENCE) as model:
                         assert model(name) == name
                     answers.append("served")
                 except NodeLost:
@@ -66,7 +67,7 @@ def test_no_book_is_overfull_and_every_client_gets_an_answer(tmp_path):
                 os.kill(hosts.agent_pid(with_agent), signal.SIGKILL)
             time.sleep(0.1)
         for thread in threads:
-            thread.join(90)
+            thread.join(scaled(90))
         assert not any(thread.is_alive() for thread in threads)
         assert not wrong and killed >= 3
         counts = {answer: answers.count(answer) for answer in set(answers)}

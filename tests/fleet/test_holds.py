@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 
 from gpu_runtime import Busy, NodeLost, Runtime, UnknownModel
 from gpu_runtime.backends.processes.remote_calls import pack, unpack
 from gpu_runtime.fleet.holds import FleetHold, FleetHolds
 from gpu_runtime.threads import start
+from tests.clock import PATIENCE, until
 
 
 @pytest.fixture
@@ -33,16 +32,6 @@ def ask(holds: FleetHolds, hold: str, path: tuple[str, ...], *args: object) -> o
 def pins(rt: Runtime) -> dict[str, int]:
     rt.tick()
     return {lease.name: lease.pins for lease in rt.status().leases()}
-
-
-def until(condition) -> None:
-    """Waits until `condition` is true, for 30 s at most."""
-    done = threading.Event()
-    for _ in range(3000):
-        if condition():
-            return
-        done.wait(0.01)
-    raise AssertionError("the condition is not true after 30 s")
 
 
 def test_a_hold_pins_its_model_until_it_is_released(rt, holds):
@@ -88,7 +77,7 @@ def test_a_client_that_ended_frees_its_models_and_its_waits(rt, holds):
     thread = start(wait_for_room)
     until(lambda: rt.status().tickets)
     assert holds.release_jobs({"job2"}) == 1
-    assert thread.wait(30) and waited
+    assert thread.wait(PATIENCE) and waited
     until(lambda: not rt.status().tickets)
     assert holds.release_jobs({"job1"}) == 1
     until(lambda: pins(rt) == {"qwen": 0})

@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.clock import scaled
+
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.install
 
@@ -32,7 +34,7 @@ def run(*command: str | Path, cwd: Path) -> str:
         env=environment,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=scaled(120),
         check=False,
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"

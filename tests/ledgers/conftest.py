@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import select
 import signal
 import threading
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.access import MARK, Access
 from gpu_runtime.ledgers.base import Ledger
 from tests import forked
+from tests.clock import PATIENCE
 from tests.redis_server import RedisServer, redis_server
 
 GIB = 2**30
@@ -195,12 +197,15 @@ class Notebook:
     def answer(self) -> str:
         return self.process.stdout.readline().strip()
 
+    def has_answered(self) -> bool:
+        return bool(select.select([self.process.stdout], [], [], 0)[0])
+
     def signal(self, number: int) -> None:
         self.process.send_signal(number)
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE)
 
 
 @pytest.fixture

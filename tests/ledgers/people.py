@@ -11,6 +11,7 @@ import subprocess
 import pytest
 
 from tests import forked
+from tests.clock import PATIENCE
 
 COMMANDS = ("groupadd", "useradd", "userdel", "groupdel")
 
@@ -65,7 +66,7 @@ class Person:
 
     def kill(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE)
 
     def end(self) -> None:
         self.kill()
@@ -82,4 +83,4 @@ def require_root() -> None:
 
 
 def run_command(*words: str) -> None:
-    subprocess.run(words, check=True, capture_output=True, timeout=30)
+    subprocess.run(words, check=True, capture_output=True, timeout=PATIENCE)

@@ -26,6 +26,7 @@ from gpu_runtime.ledgers import book_store, open_ledger
 from gpu_runtime.ledgers.base import Ledger
 from gpu_runtime.ledgers.sqlite import page as sqlite_page
 from gpu_runtime.ledgers.sqlite import recovery
+from tests.clock import PATIENCE
 from tests.impostor import NOBODY
 
 from .conftest import GIB, lease
@@ -58,7 +59,7 @@ FILES = [
 # A Redis keeps the page; these files are still beside it.
 FILES_OF_REDIS = ["directory", "owners", "turn", "turn.pipe", "own lock", "other lock", "own bell"]
 KEYS_OF_REDIS = ["page", "marker", "all", "scripts"]
-HANG_SECONDS = 60.0
+HANG_SECONDS = PATIENCE
 REGISTER_SECONDS = 0.05  # for a Redis, whose closed period goes by the server's clock
 
 

@@ -28,6 +28,7 @@ from gpu_runtime.facts import (
 )
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.revision_hint import RevisionHint
+from tests.clock import PATIENCE
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without
 
@@ -382,9 +383,9 @@ def test_a_ring_wakes_once(new_owner):
     a, b = new_owner(), new_owner()
     assert not a.wait(0)
     b.ring([a.owner.id, "1.2.3", b.owner.id])
-    assert a.wait(5)
+    assert a.wait(PATIENCE)
     assert not a.wait(0)
-    assert b.wait(5)
+    assert b.wait(PATIENCE)
 
 
 def test_a_ring_between_two_looks_is_not_lost(new_owner):
@@ -395,7 +396,7 @@ def test_a_ring_between_two_looks_is_not_lost(new_owner):
     a.wait(0)
     b.ring([a.owner.id])
     woken = []
-    other = threading.Thread(target=lambda: woken.append(a.wait(5)))
+    other = threading.Thread(target=lambda: woken.append(a.wait(PATIENCE)))
     other.start()
     other.join()
     assert woken == [True] and a.wait(0)
@@ -404,22 +405,20 @@ def test_a_ring_between_two_looks_is_not_lost(new_owner):
 def test_one_ring_wakes_all_waiting_threads(new_owner):
     a, b = new_owner(), new_owner()
     woken = []
-    threads = [threading.Thread(target=lambda: woken.append(a.wait(10))) for _ in range(4)]
-    started = time.monotonic()
+    threads = [threading.Thread(target=lambda: woken.append(a.wait(PATIENCE))) for _ in range(4)]
     for thread in threads:
         thread.start()
     b.ring([a.owner.id])
     for thread in threads:
         thread.join()
     assert woken == [True] * 4
-    assert time.monotonic() - started < 5
 
 
 def test_a_wait_without_a_ring_times_out(new_owner):
     a = new_owner()
     started = time.monotonic()
     assert not a.wait(0.05)
-    assert 0.05 <= time.monotonic() - started < 10
+    assert time.monotonic() - started >= 0.05
 
 
 def test_closing_wakes_waiting_threads(new_owner):
@@ -430,15 +429,15 @@ def test_closing_wakes_waiting_threads(new_owner):
     def wait() -> None:
         waiting.set()
         try:
-            a.wait(30)
+            a.wait(PATIENCE)
         except LedgerUnavailable:
             pass
 
     thread = threading.Thread(target=wait)
     thread.start()
-    waiting.wait(5)
+    waiting.wait(PATIENCE)
     a.close()
-    thread.join(5)
+    thread.join(PATIENCE)
     assert not thread.is_alive()
 
 

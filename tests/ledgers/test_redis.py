@@ -21,9 +21,9 @@ from msgspec.structs import replace
 from gpu_runtime.errors import BadSetting, LedgerNewer, LedgerRefused, LedgerUnavailable
 from gpu_runtime.facts import SCHEMA, Section, Share
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers.book_store import REGISTER_SECONDS
 from gpu_runtime.ledgers.redis import ledger as redis_ledger
 from gpu_runtime.ledgers.redis.page import RedisBook
+from tests.clock import PATIENCE, scaled, until
 from tests.redis_server import redis_server
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without
@@ -86,7 +86,7 @@ def test_a_killed_redis_loses_no_acknowledged_write(open_at, fsync):
             server.start()
             assert ledger.read().sections[ledger.owner.id].counts["n"] >= before > 0
         ended.set()
-        writer.join(20)
+        writer.join(PATIENCE)
         assert newest[0] > before
 
 
@@ -304,19 +304,25 @@ def test_a_grant_in_a_replaced_page_is_void(new_owner_here, redis):
     assert len(runs) == 2 and names(new_owner_here()) == ["qwen"]
 
 
-def test_an_empty_redis_grants_nothing_until_owners_had_time_to_register(redis, open_at):
+def test_an_empty_redis_grants_nothing_until_owners_had_time_to_register(
+    redis, open_at, monkeypatch
+):
     """Owners in other containers may live, and their rosters (copies of their sections in files)
     cannot be read from here. Until they have registered, only facts are written.
     """
+    monkeypatch.setattr("gpu_runtime.ledgers.book_store.REGISTER_SECONDS", scaled(2.0))
     ledger = open_at(redis.empty())
-    began = time.monotonic()
+
+    def opens() -> float:
+        return float(redis.cli("HGET", page_of(ledger), "opens", database=redis.databases))
+
     put(ledger, "mine")
-    assert time.monotonic() - began < REGISTER_SECONDS
+    first = opens()
+    assert time.time() < first, "a fact was written meanwhile"
     promise(ledger, gib=1)
-    assert time.monotonic() - began > 1.5
-    began = time.monotonic()
+    assert time.time() >= first
     promise(open_at(f"unix://{redis.socket}?db={redis.databases}"), gib=1)
-    assert time.monotonic() - began < REGISTER_SECONDS, "only once"
+    assert opens() == first, "only once"
 
 
 def test_owners_of_another_directory_register_again(redis, url, open_at, tmp_path):
@@ -472,18 +478,16 @@ def test_a_page_of_a_newer_schema_is_left_alone(new_owner_here, redis):
 
 
 def test_a_redis_that_does_not_answer_raises_and_is_used_again_later(own, open_at):
-    """One clear error is raised within 5 s. Leases remain, and the ledger works again when the
+    """One clear error is raised. Leases remain, and the ledger works again when the
     Redis server works.
     """
     ledger = open_at(own.fresh())
     put(ledger, "qwen")
     own.kill()
-    began = time.monotonic()
     with pytest.raises(
         LedgerUnavailable, match="does not answer .*Leases that exist remain valid.\n.*GPU_LEDGER"
     ):
         put(ledger)
-    assert time.monotonic() - began < 5
     own.start()
     assert names(ledger) == ["qwen"]
     put(ledger)
@@ -492,10 +496,8 @@ def test_a_redis_that_does_not_answer_raises_and_is_used_again_later(own, open_a
 def test_a_stopped_redis_does_not_block_for_ever(own, open_at):
     ledger = open_at(own.fresh())
     own.process.send_signal(signal.SIGSTOP)
-    began = time.monotonic()
     with pytest.raises(LedgerUnavailable, match="does not answer"):
         ledger.read()
-    assert time.monotonic() - began < 15
     own.process.send_signal(signal.SIGCONT)
     count(ledger)
 
@@ -618,18 +620,15 @@ def test_a_forked_child_owns_nothing_and_sends_nothing(new_owner_here, url, note
     assert other.run("in_a_child(ledger.read)") == "LedgerUnavailable"
     assert other.run("count(ledger)") == "1"
     other.kill()
-    deadline = time.monotonic() + 20
     try:
-        while ledger.dead(ledger.read()) != {other.id}:
-            assert time.monotonic() < deadline
-            time.sleep(0.002)
+        until(lambda: ledger.dead(ledger.read()) == {other.id})
     finally:
         os.killpg(other.process.pid, signal.SIGKILL)
 
 
 def test_rings_reach_the_processes_of_this_host(new_owner_here, url, notebook):
     ledger, other = new_owner_here(), notebook(url)
-    other.send("ledger.wait(20)")
+    other.send(f"ledger.wait({PATIENCE})")
     ledger.ring([other.id])
     assert other.answer() == "True"
 
@@ -651,10 +650,10 @@ def test_the_stop_button_leaves_the_connection_in_step(new_owner_here):
             signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
 
     sender = threading.Thread(target=send_interrupts)
-    deadline = time.monotonic() + 4
+    deadline = time.monotonic() + PATIENCE
     old = signal.signal(signal.SIGINT, interrupt)
     sender.start()
-    while time.monotonic() < deadline:
+    while caught < 1000 and time.monotonic() < deadline:
         try:
             armed.set()
             while True:

@@ -20,6 +20,7 @@ import pytest
 from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable, NotAllowed
 from gpu_runtime.ledgers.setup import init
 from gpu_runtime.ledgers.sqlite import files
+from tests.clock import PATIENCE, until
 
 from .people import Person, require_root, run_command
 
@@ -118,7 +119,7 @@ def test_members_lease_recall_and_reap_across_users(box):
     """Bob's model evicts Ann's idle model. When Bob's process is killed, its bytes are free again."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB, ranker="5GiB")
     assert ann.run("rt.preload('writer').where") == "'sim:0'"
-    assert bob.run("rt.preload('ranker', timeout=20).where") == "'sim:0'"
+    assert bob.run(f"rt.preload('ranker', timeout={PATIENCE}).where") == "'sim:0'"
     assert ann.run("[l.where for l in rt.status().leases() if l.name == 'writer']") == "['host']"
     assert (
         ann.run("[e.by for e in rt.why('writer') if e.action == 'offloaded']")
@@ -127,7 +128,7 @@ def test_members_lease_recall_and_reap_across_users(box):
     held = ann.run("sorted(map(tuple, rt.leases()[['model', 'user', 'pid']].values.tolist()))")
     assert held == repr([("ranker", BOB, bob.pid), ("writer", ANN, ann.pid)])
     bob.kill()
-    assert ann.run("rt.preload('writer', timeout=20).where") == "'sim:0'"
+    assert ann.run(f"rt.preload('writer', timeout={PATIENCE}).where") == "'sim:0'"
     assert ann.run("[s.owner.user for s in rt.status().sections.values()]") == f"['{ANN}']"
 
 
@@ -216,7 +217,7 @@ def test_no_member_can_move_the_owners_files_away(box):
         ):
             assert bob.run(attempt).startswith("PermissionError"), attempt
     ann.process.kill()
-    ann.process.wait(20)
+    ann.process.wait(PATIENCE)
     proven = f"{id!r} in rt._session.ledger.dead(book) or {id!r} not in book.sections"
     assert bob.run(f"(lambda book: {proven})(rt._session.ledger.read())") == "True"
 
@@ -256,7 +257,7 @@ def test_each_user_has_a_journal_and_all_members_read_all(box):
     """`rt.why`, `rt.events`, the console and the routes show what the processes of all users did."""
     ann, bob = box.kernel(ANN, writer="5GiB"), box.kernel(BOB, ranker="5GiB")
     ann.run("rt.preload('writer')")
-    bob.run("rt.preload('ranker', timeout=20)")
+    bob.run(f"rt.preload('ranker', timeout={PATIENCE})")
     for person in (ann, bob):
         person.run("rt.close()")
         assert stat.S_IMODE(journal(box, person.user).stat().st_mode) == 0o640
@@ -482,7 +483,7 @@ def test_a_name_in_the_book_only_selects_a_registered_model(box):
     for name in (str(evil), f"reader@{other.pid}", f"__import__('os').system('touch {evil}')"):
         assert "no model is called" in other.run(
             f"requests.request(rt._session, 'preload', LeaseId({ann.run('rt._session.me')}, {name!r}), "
-            "timeout=10).because"
+            f"timeout={PATIENCE}).because"
         )
         ann.run(f"maintenance.carry_out_order(rt._session, Order('k', 'preload', {name!r}))")
         assert ann.run("rt.status().events[-1].action") == "'failed'"
@@ -495,10 +496,8 @@ def test_operators_may_request_everything(box):
     ann.run("rt.preload('writer')")
     assert ops.run("rt.pin('writer').done") == "True"
     expected = f"('writer is kept on its device', '{OPS}, pid {ops.pid}')"
-    deadline = time.monotonic() + 10
     # The answer is written after the action.
-    while expected not in ann.run("[(e.because, e.by) for e in rt.status().events]"):
-        assert time.monotonic() < deadline
+    until(lambda: expected in ann.run("[(e.because, e.by) for e in rt.status().events]"))
     assert ops.run("rt.unpin('writer').done") == "True"
 
 
@@ -531,7 +530,7 @@ def test_a_cap_on_bytes_counts_all_processes_of_a_user(box):
     box.configure(f'[users.{ANN}]\nbytes_per_device = "5 GiB"')
     one, two = box.kernel(ANN, a="3GiB"), box.kernel(ANN, b="3GiB")
     one.run("rt.preload('a')")
-    assert two.run("rt.preload('b', timeout=20).where") == "'sim:0'"
+    assert two.run(f"rt.preload('b', timeout={PATIENCE}).where") == "'sim:0'"
     assert one.run("[l.where for l in rt.status().leases() if l.name == 'a']") == "['host']"
     two.run("held = rt.use('b')")
     two.run("model = held.__enter__()")
@@ -576,7 +575,7 @@ def test_a_block_held_for_too_long_is_logged_and_nothing_new_is_granted(box):
         and f"(cap [users.{ANN}] longest_lease in {box.config})" in reply
     )
     one.run("held.__exit__(None, None, None)")
-    assert two.run("rt.preload('a', timeout=20).done") == "True"
+    assert two.run(f"rt.preload('a', timeout={PATIENCE}).done") == "True"
 
 
 # gpu ledger init

@@ -15,7 +15,6 @@ import shutil
 import signal
 import sqlite3
 import stat
-import statistics
 import subprocess
 import sys
 import threading
@@ -38,16 +37,9 @@ from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.ledgers.sqlite.ledger import SqliteLedger
 from gpu_runtime.ledgers.sqlite.page import SqliteBook
 from tests import forked
+from tests.clock import PATIENCE, scaled, until
 
 from .conftest import GIB, REPO, Notebook, count, lease, names, put, section, share, ticket, without
-
-
-def wait_until(condition) -> None:
-    """Waits until another process has made `condition()` true. Fails after 20 s."""
-    deadline = time.monotonic() + 20
-    while not condition():
-        assert time.monotonic() < deadline, "it never became true"
-        time.sleep(0.002)
 
 
 def copy_of(path: Path, to: Path) -> Path:
@@ -79,7 +71,7 @@ def test_a_stopped_process_is_not_dead(new_owner_here, notebook):
     ledger, other = new_owner_here(), notebook()
     other.run("put(ledger, 'qwen')")
     other.signal(signal.SIGSTOP)
-    wait_until(lambda: " (stopped)" in Path(f"/proc/{other.process.pid}/status").read_text())
+    until(lambda: " (stopped)" in Path(f"/proc/{other.process.pid}/status").read_text())
     assert ledger.dead(ledger.read()) == frozenset()
     other.signal(signal.SIGCONT)
     assert other.run("names(ledger)") == "['qwen']"
@@ -156,7 +148,7 @@ def test_a_forked_child_owns_nothing_and_does_not_keep_its_parent_alive(new_owne
     assert ledger.dead(ledger.read()) == frozenset()
     other.kill()
     try:
-        wait_until(lambda: ledger.dead(ledger.read()) == {other.id})
+        until(lambda: ledger.dead(ledger.read()) == {other.id})
     finally:
         os.killpg(other.process.pid, signal.SIGKILL)
 
@@ -472,7 +464,7 @@ def test_taking_back_a_void_grant_keeps_the_grant_of_another_thread(new_owner_he
         if len(seen) == 2:  # in the rebuilt book
             thread = threading.Thread(target=beside)
             thread.start()
-            thread.join(20)
+            thread.join(PATIENCE)
         return book.with_section(section(ledger, *ours(book, ledger), "ghost")), None
 
     ledger.transact(decide)
@@ -582,7 +574,7 @@ def test_a_deleted_directory_is_made_again(new_owner_here, notebook):
     other.run(f"ledger.ring(['{ledger.owner.id}'])")
     ledger.wait(0)  # reads the notification about the move to the new directory
     other.run(f"ledger.ring(['{ledger.owner.id}'])")
-    assert ledger.wait(5)
+    assert ledger.wait(PATIENCE)
 
 
 def test_a_deleted_lock_file_is_made_again(new_owner_here):
@@ -781,7 +773,7 @@ def test_a_doorbell_works_at_a_long_path(tmp_path):
     url = tmp_path / ("x" * 120)
     a, b = SqliteLedger(url), SqliteLedger(url)
     b.ring([a.owner.id])
-    assert a.wait(5)
+    assert a.wait(PATIENCE)
     a.close()
     b.close()
 
@@ -839,7 +831,7 @@ def test_a_full_disk_refuses_grants_and_accepts_releases(tmp_path):
         capture_output=True,
         text=True,
         cwd=REPO,
-        timeout=60,
+        timeout=PATIENCE,
     )
     if (
         done.returncode in (1, 77, 127)
@@ -891,7 +883,7 @@ def test_the_stop_button_leaves_the_ledger_usable(new_owner_here, notebook):
     ledger, other = new_owner_here(), notebook()
     dice = random.Random(1)
     caught, counted = [], 0
-    deadline = time.monotonic() + 15
+    deadline = time.monotonic() + PATIENCE
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
         while (counted < 400 or len(caught) < 400) and time.monotonic() < deadline:
@@ -946,16 +938,14 @@ def test_a_kernel_that_keeps_the_gil_delays_nobody(new_owner_here, notebook):
     ledger, other = new_owner_here(), notebook()
     put(ledger, "qwen")
     other.run("looping(ledger)")
-    other.send("[keep_the_gil(0.2) for _ in range(15)]")
-    waits = []
-    deadline = time.monotonic() + 2.9
-    while time.monotonic() < deadline:
-        began = time.monotonic()
+    wrote_meanwhile = 0
+    for _ in range(8):
+        other.send(f"[print('begun', flush=True), keep_the_gil({scaled(0.4)})]")
+        assert other.answer() == "begun"
         count(ledger)
-        waits.append(time.monotonic() - began)
-        time.sleep(0.003)
-    assert other.answer()
-    assert statistics.median(waits) < 0.1
+        wrote_meanwhile += not other.has_answered()
+        assert other.answer()
+    assert wrote_meanwhile > 4, "the kernel still keeps the GIL"
 
 
 def test_processes_lose_no_increment(notebook):
@@ -976,9 +966,7 @@ def test_the_death_of_an_owner_wakes_a_waiting_one(new_owner_here, notebook):
     other.signal(signal.SIGSTOP)
     assert not a.wait(0.05, ends), "a stopped process is alive"
     threading.Timer(0.05, other.kill).start()
-    began = time.monotonic()
-    assert a.wait(30, ends)
-    assert time.monotonic() - began < 15
+    assert a.wait(PATIENCE, ends)
     assert not a.wait(0.05, ends), "once is enough"
 
 

@@ -28,6 +28,7 @@ from gpu_runtime.ledgers.sqlite.writer_queue import (
     WriterQueue,
     writer_queue_in,
 )
+from tests.clock import PATIENCE, scaled
 
 from .conftest import REPO
 
@@ -69,7 +70,7 @@ class Other:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait(10)
+        self.process.wait(PATIENCE)
         self.process.stdin.close()
         self.process.stdout.close()
 
@@ -100,20 +101,18 @@ def test_one_process_has_the_turn_at_a_time(ours, other):
 
 
 def test_the_end_of_a_turn_wakes_a_waiting_process(ours, other, monkeypatch):
-    monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.STALLED_SECONDS", 30.0)
+    monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.STALLED_SECONDS", PATIENCE)
     other.run("enter")
     leaving = threading.Timer(0.05, other.run, ["leave"])
     leaving.start()
-    began = time.monotonic()
     assert ours.enter()
-    assert time.monotonic() - began < 15
     leaving.join()
 
 
 @pytest.mark.parametrize("how", ["stopped", "thinking"])
-def test_a_process_that_does_not_end_its_turn_is_passed(ours, other, how):
+def test_a_process_that_does_not_end_its_turn_is_passed(ours, other, how, monkeypatch):
     """The process with the turn may be stopped, or may wait for the GIL, which another of its
-    threads holds. Other processes then pass it.
+    threads holds. Other processes then pass it. No process waits for the same turn twice.
     """
     other.run("enter")
     if how == "stopped":
@@ -121,11 +120,8 @@ def test_a_process_that_does_not_end_its_turn_is_passed(ours, other, how):
     began = time.monotonic()
     assert not ours.enter()
     assert time.monotonic() - began >= STALLED_SECONDS
-    began = time.monotonic()
+    monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.STALLED_SECONDS", 100 * PATIENCE)
     assert not any(ours.enter() for _ in range(100))
-    assert time.monotonic() - began < 100 * STALLED_SECONDS, (
-        "no process waits for the same turn twice"
-    )
     if how == "thinking":
         other.run("leave")
         assert ours.try_enter(), "the queue works again"
@@ -201,7 +197,7 @@ def test_a_process_with_the_turn_that_loses_makes_the_others_queue_until_it_leav
 
 @pytest.fixture
 def ledger(tmp_path, monkeypatch):
-    monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.STALLED_SECONDS", 30.0)
+    monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.STALLED_SECONDS", PATIENCE)
     ledger = open_ledger(f"sqlite://{tmp_path}/ledger")
     yield ledger
     ledger.close()
@@ -231,7 +227,7 @@ def writing(ledger, decided: threading.Semaphore) -> threading.Thread:
 
 
 def test_a_writer_does_not_wait_for_the_turn_while_nobody_must_queue(ledger, other_with_turn):
-    writing(ledger, threading.Semaphore(0)).join(20)
+    writing(ledger, threading.Semaphore(0)).join(PATIENCE)
     assert ledger.read().ticket("ours")
 
 
@@ -257,7 +253,7 @@ def test_a_process_decides_on_what_was_written_while_it_read(ledger, tmp_path, m
         write("before")
         monkeypatch.setattr(ledger._store, "look", look_slowly)
         decided = threading.Semaphore(0)
-        writing(ledger, decided).join(20)
+        writing(ledger, decided).join(PATIENCE)
     assert decided.acquire(blocking=False) and not decided.acquire(blocking=False)
     assert {ticket.key for ticket in ledger.read().tickets} == {"before", "while it read", "ours"}
 
@@ -268,7 +264,7 @@ def test_a_writer_that_must_queue_decides_on_what_the_process_with_the_turn_wrot
     other_with_turn.run("require")
     decided, favoured = threading.Semaphore(0), open_ledger(f"sqlite://{tmp_path}/ledger")
     thread = writing(ledger, decided)
-    assert decided.acquire(timeout=20)
+    assert decided.acquire(timeout=PATIENCE)
     thread.join(0.05)
     assert not favoured.read().tickets
     favoured._queue = None  # as if it had the turn
@@ -279,7 +275,7 @@ def test_a_writer_that_must_queue_decides_on_what_the_process_with_the_turn_wrot
         )
     )
     other_with_turn.run("leave")
-    thread.join(20)
+    thread.join(PATIENCE)
     assert {ticket.key for ticket in ledger.read().tickets} == {"ours", "theirs"}
     assert decided.acquire(blocking=False), "it decided again before it wrote"
     assert not decided.acquire(blocking=False), "once: it lost no race"
@@ -291,7 +287,7 @@ def test_a_process_with_the_turn_that_cannot_write_does_not_spin(ledger, monkeyp
 
     The process with the turn then sleeps between its attempts, like the others.
     """
-    ledger.patience_seconds, decided, slept = 0.2, [], []
+    ledger.patience_seconds, decided, slept = scaled(0.2), [], []
     sleep = time.sleep
 
     def lose(page, new):
@@ -319,7 +315,7 @@ def test_a_process_with_the_turn_that_cannot_write_does_not_spin(ledger, monkeyp
 def test_death_ends_a_turn(ours, other):
     other.run("enter")
     other.process.kill()
-    other.process.wait(10)
+    other.process.wait(PATIENCE)
     assert ours.try_enter()
 
 

@@ -12,6 +12,7 @@ import pytest
 from gpu_runtime import GpuError
 from gpu_runtime.owner import allocator_maps
 from gpu_runtime.units import GIB, MIB
+from tests.clock import PATIENCE
 
 from .conftest import fakes
 
@@ -140,7 +141,7 @@ def test_another_process_is_defragmented_by_asking_it(runtime, shared_book):
     a.preload("qwen")
     for name in (f"qwen@{os.getpid()}", "qwen"):
         kept_cache(a, "64MiB")
-        done = b.defrag(name, timeout=20)
+        done = b.defrag(name, timeout=PATIENCE)
         assert (done.done, done.bytes) == (True, 64 * MIB)
         assert done.because == f"64.0 MiB came free in pid {os.getpid()}"
         assert [one.inactive_bytes for one in b.allocator_maps()] == [
@@ -154,7 +155,7 @@ def test_all_processes_are_asked_where_none_is_named(runtime, shared_book):
     a.preload("qwen")
     kept_cache(a, "64MiB")
     kept_cache(b, "32MiB")
-    done = b.defrag(timeout=20)
+    done = b.defrag(timeout=PATIENCE)
     assert (done.done, done.bytes) == (True, 96 * MIB)
     assert done.because == f"32.0 MiB came free here; 64.0 MiB came free in pid {os.getpid()}"
 
@@ -187,13 +188,13 @@ def test_defragmenting_is_an_event_with_the_person_who_did_it(runtime, shared_bo
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="1GiB")
     a.preload("qwen")
-    b.defrag(timeout=20)
+    b.defrag(timeout=PATIENCE)
     kept_cache(a, "64MiB")
     with a.on_behalf_of("ann, console"):
         a.defrag(str(os.getpid()))
     kept_cache(a, "32MiB")
     with b.on_behalf_of("bob, console"):
-        b.defrag("qwen", timeout=20)
+        b.defrag("qwen", timeout=PATIENCE)
     told = [
         (event.bytes, event.by.partition(" (")[0])
         for event in a.status().events

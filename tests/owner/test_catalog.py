@@ -37,6 +37,7 @@ from gpu_runtime.facts.base import encode
 from gpu_runtime.facts.book import decode_book
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB
+from tests.clock import scaled
 
 from .conftest import claims, fakes, where
 
@@ -394,7 +395,7 @@ def test_concurrent_applies_of_several_processes_lose_nothing(catalog, place, tm
         subprocess.Popen([sys.executable, "-c", APPLY, who, str(tmp_path)], env=environment)
         for who in "abcd"
     ]
-    assert [racer.wait(120) for racer in racers] == [0] * 4
+    assert [racer.wait(scaled(120)) for racer in racers] == [0] * 4
     assert set(catalog.entries()) == {
         f"{who}-{number}" for who in "abcd" for number in (0, 1, 3, 4)
     }

@@ -19,6 +19,7 @@ from gpu_runtime.telemetry import measurements
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import GIB, MIB
 from tests import simgpu
+from tests.clock import PATIENCE
 
 from .conftest import claims, fakes
 from .kernels import FLOATS, Quiet, cell, own
@@ -457,7 +458,7 @@ def test_a_request_for_either_card_parks_the_whole_kernel(cards, runtime):
     zero, one = on(0, 3), on(1, 40)
     cell(kernel)
     rt.register("elsewhere", backend="fake", size="30MiB", devices=("simgpu:1",))
-    rt.preload("elsewhere", timeout=10)
+    rt.preload("elsewhere", timeout=PATIENCE)
     assert own(rt) == {HOST: 43 * MIB}
     cell(kernel)
     assert own(rt) == {"simgpu:0": 3 * MIB, "simgpu:1": 40 * MIB} and not rt.here("elsewhere")

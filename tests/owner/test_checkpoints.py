@@ -19,7 +19,7 @@ from gpu_runtime.owner import checkpoints, parked_processes
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.units import GIB
 from tests.checkpoint_driver import STAND_IN, CheckpointDriver
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, until
 
 
 @pytest.fixture
@@ -76,7 +76,7 @@ def test_a_parked_process_gives_its_room_and_gets_it_back(rt, driver):
     assert park(rt, target, yes=True).bytes == 14 * GIB
     assert driver.state(target) == "checkpointed" and free(rt) == [24, 24]
     rt.register("big", backend="fake", size="20GiB", devices="cuda:0")
-    assert rt.preload("big", timeout=5).done, "its room is room in the ledger"
+    assert rt.preload("big", timeout=PATIENCE).done, "its room is room in the ledger"
     rt.evict("big")
     back = unpark(rt, target)
     assert driver.state(target) == "running" and free(rt) == [12, 22]
@@ -94,12 +94,12 @@ def test_room_is_leased_before_a_return(rt, driver):
     park(rt, target, yes=True)
     rt.register("big", backend="fake", size="20GiB", devices="cuda:0")
     answers = []
-    with rt.use("big", timeout=5):
+    with rt.use("big", timeout=PATIENCE):
         waiting = threading.Thread(target=lambda: answers.append(unpark(rt, target)))
         waiting.start()
         until(lambda: rt.status().tickets)
         assert "restore" not in driver.calls()
-    waiting.join(30)
+    waiting.join(PATIENCE)
     assert answers[0].done and driver.state(target) == "running"
 
 

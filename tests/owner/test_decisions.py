@@ -12,7 +12,7 @@ from gpu_runtime import Busy, DoesNotFit, NotAllowed, StillInUse
 from gpu_runtime.facts import Event
 from gpu_runtime.owner import permissions
 from gpu_runtime.telemetry.journal import Journal
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, until
 
 from .conftest import fakes
 
@@ -39,7 +39,7 @@ def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path)
     other.preload("b")
     with other.use("a"), other.use("b"), pytest.raises(Busy):
         rt.preload("c", timeout=0.1)
-    rt.preload("c", timeout=30)
+    rt.preload("c", timeout=PATIENCE)
     with pytest.raises(DoesNotFit):
         rt.preload("huge")
     other.decisions()  # writes its part of the journal, which its monitor otherwise does within a second
@@ -194,7 +194,7 @@ def test_two_visitors_who_act_at_once_are_not_mixed_up(two):
     for one in clicks:
         one.start()
     for one in clicks:
-        one.join(20)
+        one.join(PATIENCE)
     assert {(model, by.split(" ")[0]) for model, by in told(kernel, "asked")} == {
         ("llama", "ann"),
         ("phi", "ben"),

@@ -9,6 +9,7 @@ import pytest
 from gpu_runtime.errors import DoesNotFit, NotAllowed, UnknownDevice
 from gpu_runtime.ledgers.memory import MemoryLedger
 from gpu_runtime.owner import opening, permissions
+from tests.clock import PATIENCE
 
 
 def fake(rt, name, gib=4, **options):
@@ -89,7 +90,7 @@ def test_another_process_moves_its_own_when_a_terminal_drains(runtime, tmp_path)
         runtime(devices="sim:2x16GiB", ledger=ledger),
     )
     fake(kernel, "a")
-    done = terminal.drain("sim:0", timeout=20)
+    done = terminal.drain("sim:0", timeout=PATIENCE)
     assert done.bytes == 4 * 2**30 and where(terminal) == {"a": "host"}
 
 

@@ -24,6 +24,7 @@ from gpu_runtime.owner import dry_run
 from gpu_runtime.owner.resident import Resident
 from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
+from tests.clock import PATIENCE
 
 from .conftest import fakes
 
@@ -99,7 +100,7 @@ def test_a_plan_opens_no_torch(tmp_path):
         f"print(rt.plan({str(tmp_path / 'm')!r}).footprint.bytes, 'torch' in sys.modules)"
     )
     said = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE, check=True
     ).stdout
     assert said.split()[1] == "False" and int(said.split()[0]) > MIB / 2
 

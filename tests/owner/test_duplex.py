@@ -23,6 +23,7 @@ from gpu_runtime.facts import HOST, Phase
 from gpu_runtime.owner import granted, parts
 from gpu_runtime.scheduler import duplex
 from gpu_runtime.units import GIB
+from tests.clock import PATIENCE, scaled
 
 BOX = {
     "devices": "sim:40GiB,host:256GiB",
@@ -51,7 +52,7 @@ class Crossing:
         if self.stages == self.broken_stage:
             raise RuntimeError("the bus is gone")
         if self.stages == 3:
-            self.overlapped = self.began.wait(30)
+            self.overlapped = self.began.wait(PATIENCE)
 
     def returning(self, verb: str) -> None:
         """The hook of the model that returns."""
@@ -93,7 +94,7 @@ def test_a_model_returns_while_another_leaves(runtime, shared_book, processes):
     leaver = runtime(**BOX, ledger=shared_book)
     returner = runtime(**BOX, ledger=shared_book) if processes == 2 else leaver
     hooks = crossing(leaver, returner)
-    with returner.use("new", timeout=60):
+    with returner.use("new", timeout=PATIENCE):
         assert places(returner) == {"new": {"sim:0": 40 * GIB}, "old": {HOST: 40 * GIB}}
     assert hooks.overlapped, "the return began only after the departure"
     assert hooks.stages == 8 and hooks.parts > 1
@@ -114,7 +115,7 @@ def test_a_return_in_parts_measures_the_time_of_the_whole_and_shows_all_its_byte
     rt.tell_waits(None, lambda a: arrivals.append((a.verb, a.all_bytes, a.earlier_seconds)))
     hooks = crossing(rt, rt)
     arrivals.clear()
-    with rt.use("new", timeout=60):
+    with rt.use("new", timeout=PATIENCE):
         assert hooks.parts > 1
         assert rt._session.residents["new"].lease.restore_seconds == hooks.parts
     last = ("restoring", 40 * GIB, hooks.parts - 1.0)
@@ -135,7 +136,7 @@ def test_where_a_stage_fails_the_rest_is_tried_again(runtime):
     assert here["old"] == {"sim:0": 35 * GIB, HOST: 5 * GIB}
     assert sum(here["new"].values()) == 40 * GIB
     rt._session.residents["old"].moves_again_at = 0.0
-    with rt.use("new", timeout=60):
+    with rt.use("new", timeout=PATIENCE):
         assert places(rt) == {"new": {"sim:0": 40 * GIB}, "old": {HOST: 40 * GIB}}
 
 
@@ -146,14 +147,14 @@ def test_where_a_part_fails_to_return_the_model_is_whole_in_parts(runtime, error
     hooks = crossing(rt, rt)
     hooks.broken_part, hooks.error = 2, error
     expected = LoadFailed if isinstance(error, Exception) else KeyboardInterrupt
-    with pytest.raises(expected), rt.use("new", timeout=60):
+    with pytest.raises(expected), rt.use("new", timeout=PATIENCE):
         pass
     del error
     book = rt._session.ledger.read()
     assert not book.tickets
     new = book.lease(rt._session.me, "new")
     assert new.in_parts and new.phase is Phase.SETTLED and not new.pins and new.bytes == 40 * GIB
-    with rt.use("new", timeout=60):
+    with rt.use("new", timeout=PATIENCE):
         assert places(rt) == {"new": {"sim:0": 40 * GIB}, "old": {HOST: 40 * GIB}}
 
 
@@ -198,7 +199,7 @@ def test_modules_that_cross_keep_every_bit(runtime, monkeypatch):
         rt.adopt(name, module)
     for turn in range(12):
         name = ("one", "two")[turn % 2]
-        with rt.use(name, timeout=60):
+        with rt.use(name, timeout=PATIENCE):
             assert rt._session.probe.place("sim:0").held_bytes() <= size + size // 3
             for pair in (modules, twins):
                 for weight in pair[name].parameters():
@@ -207,7 +208,7 @@ def test_modules_that_cross_keep_every_bit(runtime, monkeypatch):
             assert torch.equal(modules[name](x), twins[name](x))
     assert crossed["part_left"] >= 12 and crossed["grant_part"] >= 4, "they left and returned whole"
     for name, module in modules.items():
-        with rt.use(name, timeout=60):
+        with rt.use(name, timeout=PATIENCE):
             state, expected = module.state_dict(), twins[name].state_dict()
             assert all(torch.equal(state[key], expected[key]) for key in expected)
 
@@ -230,19 +231,19 @@ def test_the_end_of_a_leaving_model_is_no_failed_move(runtime, caplog, end):
 
     def use() -> None:
         try:
-            with rt.use("new", timeout=30):
+            with rt.use("new", timeout=PATIENCE):
                 outcome.append("used")
         except Exception as error:
             outcome.append(type(error).__name__)
 
     thread = threading.Thread(target=use)
     thread.start()
-    assert ended.wait(30)
+    assert ended.wait(PATIENCE)
     if end == "close":
         rt.close()
     else:
         rt.forget("old")
-    thread.join(60)
+    thread.join(PATIENCE)
     assert outcome == ["used"] or end == "close"
     assert "AttributeError" not in caplog.text and "did not leave" not in caplog.text
 
@@ -265,7 +266,7 @@ def test_models_of_two_processes_cross_in_four_threads(runtime, shared_book, mon
 
     def work(rt: Any, name: str) -> None:
         for turn in range(150):
-            with rt.use(name, timeout=60):
+            with rt.use(name, timeout=PATIENCE):
                 for pair in (modules, twins):
                     for weight in pair[name].parameters():
                         weight.add_(turn)
@@ -279,11 +280,11 @@ def test_models_of_two_processes_cross_in_four_threads(runtime, shared_book, mon
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(scaled(120))
     assert sorted(ended) == list(modules)
     assert crossed["part_left"], "they left whole"
     for n, (name, module) in enumerate(modules.items()):
-        with owners[n % 2].use(name, timeout=60):
+        with owners[n % 2].use(name, timeout=PATIENCE):
             state, expected = module.state_dict(), twins[name].state_dict()
             assert all(torch.equal(state[key], expected[key]) for key in expected)
     assert not owners[0]._session.ledger.read().tickets

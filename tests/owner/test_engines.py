@@ -17,6 +17,7 @@ from gpu_runtime import BadCall, EngineDied, EngineFault, OutOfMemory, ProcessLo
 from gpu_runtime.owner import registry
 from gpu_runtime.units import MIB
 from tests import tiny_models
+from tests.clock import PATIENCE, scaled
 
 from .conftest import claims, fakes, where
 
@@ -110,7 +111,7 @@ def test_killed_while_nobody_uses_it_its_lease_is_returned_too(rt):
     tell = resident.report_loss
     resident.report_loss = lambda *said: (tell(*said), lost.set())
     os.kill(resident.engines[0], signal.SIGKILL)
-    assert lost.wait(20) and claims(rt) == {} and where(rt) == {"phi": "disk"}
+    assert lost.wait(PATIENCE) and claims(rt) == {} and where(rt) == {"phi": "disk"}
     with rt.use("phi") as phi:
         assert write(phi)
 
@@ -321,7 +322,7 @@ def test_a_model_in_this_process_leaves_the_library_usable(file):
     function was gone with its model, and the next model of the user's own code ended the process.
     """
     command = [sys.executable, "-c", LIBRARY_AFTERWARDS, str(file)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
     assert ended.returncode == 0 and int(ended.stdout) > 0, ended.stderr[-2000:]
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from gpu_runtime import Busy, OutOfMemory, Runtime
 from gpu_runtime.devices.process_memory import out_of_memory
 from gpu_runtime.owner import maintenance, release
+from tests.clock import PATIENCE
 
 from .conftest import fakes, where
 
@@ -60,7 +61,7 @@ def test_the_next_victim_leaves_where_a_move_fails(runtime):
     bus = Bus(rt, "oldest")
     fakes(rt, next="10GiB", wanted="10GiB")
     rt.preload("next")
-    with rt.use("wanted", timeout=5):
+    with rt.use("wanted", timeout=PATIENCE):
         assert where(rt) == {"oldest": "sim:0", "next": "host", "wanted": "sim:0"}
     assert bus.tries == 1
 
@@ -70,7 +71,7 @@ def test_a_model_that_may_be_dropped_is_dropped_where_its_move_fails(runtime, ca
     Bus(rt, "oldest", droppable=True)
     fakes(rt, next="10GiB", wanted="10GiB")
     rt.preload("next")
-    with caplog.at_level(logging.WARNING, "gpu_runtime"), rt.use("wanted", timeout=5):
+    with caplog.at_level(logging.WARNING, "gpu_runtime"), rt.use("wanted", timeout=PATIENCE):
         assert where(rt) == {"oldest": "disk", "next": "sim:0", "wanted": "sim:0"}
     assert "no pinned memory left" in rt.why("oldest")[0].because
     assert len(caplog.records) == 1
@@ -90,7 +91,7 @@ def test_a_request_waits_for_a_move_that_fails_at_first(runtime, quick):
             bus.broken = None
 
     rt.tell_waits(mend)
-    with rt.use("wanted", timeout=20):
+    with rt.use("wanted", timeout=PATIENCE):
         assert where(rt) == {"only": "host", "wanted": "sim:0"}
     assert set(told) == {
         "only (20.0 GiB on sim:0) could not be moved: RuntimeError: the host has no pinned memory left; "
@@ -133,7 +134,7 @@ def test_a_drop_that_its_backend_complains_of_is_a_drop(runtime, monkeypatch, ca
         raise RuntimeError("close() twice")
 
     monkeypatch.setattr(backend, "drop", complain)
-    with caplog.at_level(logging.WARNING, "gpu_runtime"), rt.use("wanted", timeout=5):
+    with caplog.at_level(logging.WARNING, "gpu_runtime"), rt.use("wanted", timeout=PATIENCE):
         assert where(rt) == {"m": "disk", "wanted": "sim:0"}
     assert "close() twice" in caplog.text
     monkeypatch.undo()
@@ -240,7 +241,7 @@ def test_another_process_gets_its_room_from_the_next_victim(two):
     fakes(a, next="10GiB")
     a.preload("next")
     fakes(b, wanted="10GiB")
-    with b.use("wanted", timeout=20):
+    with b.use("wanted", timeout=PATIENCE):
         assert where(b) == {"oldest": "sim:0", "next": "host", "wanted": "sim:0"}
     assert bus.tries == 1
     assert len(failures(a, "oldest")) == 1
@@ -258,7 +259,7 @@ def test_another_process_waits_for_a_move_that_fails_at_first(two, quick, caplog
             bus.broken = None
 
     b.tell_waits(mend)
-    with caplog.at_level(logging.WARNING, "gpu_runtime"), b.use("wanted", timeout=20):
+    with caplog.at_level(logging.WARNING, "gpu_runtime"), b.use("wanted", timeout=PATIENCE):
         assert where(b) == {"only": "host", "wanted": "sim:0"}
     assert len(caplog.records) == len(failures(a, "only")) == 1
     assert "could not be moved: RuntimeError: the host has no" in "".join(filter(None, told))
@@ -268,7 +269,7 @@ def test_a_person_elsewhere_is_refused_with_the_reason_and_not_kept_waiting(two)
     a, b = two
     Bus(a, "m")
     with pytest.raises(Exception, match=r"m \(10.0 GiB on sim:0\) could not be moved.*again in"):
-        b.evict("m", timeout=20)
+        b.evict("m", timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("verb", ["move", "preload"])
@@ -283,6 +284,9 @@ def test_an_order_that_fails_with_a_drivers_error_is_answered(runtime, shared_bo
         bus.broken = None
         a.evict("m")
         bus.broken = RuntimeError("the bus is gone")
-    act = {"move": lambda: b.move("m", "sim:1", timeout=20), "preload": lambda: b.preload("m")}
+    act = {
+        "move": lambda: b.move("m", "sim:1", timeout=PATIENCE),
+        "preload": lambda: b.preload("m"),
+    }
     with pytest.raises(Exception, match="pinned memory left|the bus is gone"):
         act[verb]()

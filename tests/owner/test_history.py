@@ -23,6 +23,7 @@ from gpu_runtime.ledgers.access import MARK
 from gpu_runtime.telemetry.recorder import Recorder, now_of, record_in
 from gpu_runtime.telemetry.timeline import DAY, Record
 from gpu_runtime.units import GIB
+from tests.clock import PATIENCE
 from tests.worlds import book, lease
 
 from .conftest import fakes
@@ -348,7 +349,7 @@ def _as_nobody(program: str) -> str:
         preexec_fn=renounce,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
         check=False,
     )
     assert ran.returncode == 0, ran.stderr

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -24,6 +25,7 @@ from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner import holdings, kernel_reading, maintenance
 from gpu_runtime.rendering import holders, views, words
 from gpu_runtime.units import MIB, show_bytes, show_seconds
+from tests.clock import PATIENCE
 
 from .conftest import claims, fakes
 from .kernels import FLOATS, Quiet, cell, own
@@ -409,7 +411,7 @@ def test_an_idle_kernel_leaves_for_another_processs_request(started, runtime, sh
     held = own(rt)["sim:0"]
     other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
     fakes(other, m=f"{57 * MIB - held // 2} B")
-    other.preload("m", timeout=20)
+    other.preload("m", timeout=PATIENCE)
     assert own(rt) == {HOST: held} and claims(other)["sim:0"] > 0
     del kept
 
@@ -431,7 +433,7 @@ def test_a_cell_does_not_wait_for_memory_that_needs_the_cells_own(started, runti
         with pytest.raises(
             StillInUse, match=r"m needs 48.* on sim:0, where .* holds 32.*gpu preload m@"
         ):
-            rt.preload(f"m@{other._session.me}", timeout=20)
+            rt.preload(f"m@{other._session.me}", timeout=PATIENCE)
     finally:
         kernel.end()
     del kept
@@ -507,17 +509,16 @@ def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
     done = threading.Event()
 
     def use():
-        with other.use("m", timeout=30):
+        with other.use("m", timeout=PATIENCE):
             done.set()
         other.evict("m")
 
     waiting = threading.Thread(target=use)
     waiting.start()
-    for _ in range(2000):
+    end = time.monotonic() + PATIENCE
+    while not done.is_set() and time.monotonic() < end:
         cell(kernel, lambda: kept.add_(1))
-        if done.is_set():
-            break
-    waiting.join(30)
+    waiting.join(PATIENCE)
     assert done.is_set() and not kernel.refused
     assert [e.action for e in rt.why("kernel")].count("offloaded") == 1
 
@@ -539,24 +540,23 @@ def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
     def use():
         with other.use("m"):
             began.set()
-            left.wait(30)
+            left.wait(PATIENCE)
         other.evict("m")
 
     using = threading.Thread(target=use)
     using.start()
-    assert began.wait(30)
+    assert began.wait(PATIENCE)
     kept = torch.randn(8 * FLOATS)
     told = rt._session.on_wait
     rt._session.on_wait = lambda *_: left.set()  # the kernel waits for its return, so it has left
     try:
-        for _ in range(2000):
+        end = time.monotonic() + PATIENCE
+        while not left.is_set() and time.monotonic() < end:
             cell(kernel, lambda: kept.add_(1))
-            if left.is_set():
-                break
     finally:
         left.set()
         rt._session.on_wait = told
-        using.join(30)
+        using.join(PATIENCE)
     assert [e.action for e in rt.why("kernel")].count("offloaded") == 1 and not kernel.refused
 
 
@@ -578,7 +578,7 @@ def test_a_notebook_may_be_exempt_from_parking(started, runtime, shared_book):
     with pytest.raises(GpuError):
         rt.park()
     assert rt.park("asked").done
-    other.preload("m", timeout=20)
+    other.preload("m", timeout=PATIENCE)
     assert HOST in own(rt) and kept is not None
 
 
@@ -783,9 +783,9 @@ def test_a_cell_that_parks_its_own_kernel_parks_it_at_its_end(started, verb, nam
     told = []
     cell(kernel, lambda: told.append(getattr(rt, verb)(name)))
     assert told[0].done and "when this cell has ended" in told[0].because
-    from tests.nvml_driver import until
+    from tests.clock import until
 
-    until(lambda: HOST in own(rt), 10.0)
+    until(lambda: HOST in own(rt))
     del kept
 
 

@@ -18,6 +18,7 @@ from gpu_runtime.backends.pytorch import search
 from gpu_runtime.facts import HOST, Sample
 from gpu_runtime.units import MIB
 from tests import simgpu
+from tests.clock import PATIENCE
 
 from .kernels import FLOATS, cell, own
 
@@ -210,7 +211,7 @@ def test_if_a_segment_keeps_a_storage_the_next_victim_leaves_too(
             importance="high",
             devices=("simgpu:0",),
         )
-        rt.preload("wanted", timeout=10)
+        rt.preload("wanted", timeout=PATIENCE)
         assert rt.here("wanted") and own(rt)[HOST] >= 15 * MIB
         assert rt.here("idle") != stays
         del moving, staying

@@ -10,6 +10,7 @@ from gpu_runtime import threads
 from gpu_runtime.facts import CellModels, ModelSpec
 from gpu_runtime.owner.file_staging import stage
 from gpu_runtime.upcoming_cells import upcoming
+from tests.clock import PATIENCE
 from tests.owner.conftest import fakes, where
 
 GIB = 2**30
@@ -99,12 +100,11 @@ def test_a_real_request_may_have_the_room_of_a_guess_at_once(runtime, notebook, 
     """A model that was loaded ahead has no grace time, so a request of another process evicts it at
     once.
     """
-    rt = runtime(ledger=shared_book)
-    other = runtime(ledger=shared_book)
+    rt, other = (runtime(ledger=shared_book, eviction_grace_seconds=600) for _ in range(2))
     fakes(rt, b="20GiB")
     fakes(other, theirs="20GiB")
     assert step(rt, notebook("", "b"))
-    with other.use("theirs", timeout=3.0):
+    with other.use("theirs", timeout=PATIENCE):
         assert where(rt)["b"] != "sim:0"
 
 
@@ -172,7 +172,7 @@ def test_a_change_of_the_cells_wakes_the_thread(runtime, notebook):
     loaded = threading.Event()
     rt.register("b", lambda what: loaded.set(), backend="fake", size="1GiB")
     notebook("", "b")
-    for _ in range(30):
+    for _ in range(int(PATIENCE)):
         upcoming.changed()
         if loaded.wait(1.0):
             break
@@ -222,12 +222,12 @@ def test_never_loads_nothing(runtime, notebook):
 def test_preload_without_wait_returns_at_once(runtime):
     rt = runtime()
     go, done = threading.Event(), threading.Event()
-    rt.register("b", lambda what: (go.wait(10), done.set()), backend="fake", size="1GiB")
+    rt.register("b", lambda what: (go.wait(PATIENCE), done.set()), backend="fake", size="1GiB")
     outcome = rt.preload("b", wait=False)
     assert not outcome.done and outcome.because == "b is loaded in the background"
     go.set()
-    assert done.wait(10)
-    with rt.use("b", timeout=10):
+    assert done.wait(PATIENCE)
+    with rt.use("b", timeout=PATIENCE):
         assert where(rt)["b"] == "sim:0"
     assert rt.preload("b", wait=False).done
 

@@ -17,6 +17,7 @@ from gpu_runtime.errors import (
 from gpu_runtime.owner import registry
 from gpu_runtime.scheduler import torch_limit
 from gpu_runtime.units import GIB
+from tests.clock import PATIENCE
 from tests.owner.conftest import claims, fakes, where
 
 FOUR = "sim:4x10GiB,host:64GiB"
@@ -114,15 +115,15 @@ def test_another_processes_model_is_asked_for_and_the_asker_is_told(runtime, sha
     one, other = (runtime(devices=FOUR, ledger=shared_book) for _ in range(2))
     fakes(one, qwen="6GiB")
     one.preload("qwen")
-    outcome = other.move("qwen", "sim:1", timeout=20)
+    outcome = other.move("qwen", "sim:1", timeout=PATIENCE)
     assert outcome.done and outcome.where == "sim:1"
     assert where(one) == {"qwen": "sim:1"}
     with one.use("qwen"), pytest.raises(GpuError, match="is in use by"):
-        other.move("qwen", "sim:2", timeout=20)
+        other.move("qwen", "sim:2", timeout=PATIENCE)
     other.register("there", backend="fake", size="8GiB", devices=("sim:0",))
     other.preload("there")
     with pytest.raises(GpuError, match="qwen needs 6.0 GiB; sim:0 has .* free"):
-        other.move("qwen", "sim:0", timeout=20)
+        other.move("qwen", "sim:0", timeout=PATIENCE)
     assert where(one)["qwen"] == "sim:1"
 
 
@@ -134,13 +135,13 @@ def test_a_call_meanwhile_waits_and_never_runs_half_moved(runtime):
     def slow(what: str) -> None:
         if what == "move":
             travelling.set()
-            go_on.wait(20)
+            go_on.wait(PATIENCE)
 
     rt.register("qwen", slow, backend="fake", size="6GiB")
     rt.preload("qwen")
     mover = threading.Thread(target=rt.move, args=("qwen", "sim:1"))
     mover.start()
-    assert travelling.wait(20)
+    assert travelling.wait(PATIENCE)
     assert claims(rt) == {"sim:0": 6 * GIB, "sim:1": 6 * GIB}, "both count until it is done"
 
     def use() -> None:
@@ -152,8 +153,8 @@ def test_a_call_meanwhile_waits_and_never_runs_half_moved(runtime):
     user.join(0.2)
     assert not seen
     go_on.set()
-    mover.join(20)
-    user.join(20)
+    mover.join(PATIENCE)
+    user.join(PATIENCE)
     assert seen == ["<fake qwen on sim:1>"]
 
 

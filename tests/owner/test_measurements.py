@@ -18,6 +18,7 @@ from gpu_runtime.telemetry import measurements
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import MIB
 from tests import tiny_models
+from tests.clock import PATIENCE
 
 SPEC = ModelSpec("qwen", "transformers", "/models/qwen", options={"dtype": "bfloat16"})
 EVIDENCE = Evidence(100, "safetensors header", fingerprint="as it was")
@@ -154,7 +155,7 @@ def test_processes_that_write_at_once_lose_nothing_of_each_other(path):
     for writer in writers:
         writer.start()
     for writer in writers:
-        writer.join(60)
+        writer.join(PATIENCE)
     assert len(json.loads(path.read_bytes())["models"]) == 30
 
 

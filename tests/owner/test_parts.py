@@ -18,6 +18,7 @@ from gpu_runtime import NotResident
 from gpu_runtime.backends.pytorch import torch_model
 from gpu_runtime.facts import HOST
 from gpu_runtime.units import GIB, MIB
+from tests.clock import PATIENCE
 
 from .conftest import fakes, where
 
@@ -135,11 +136,11 @@ def test_another_owner_gives_a_part(runtime, shared_book):
     second = runtime(**BOX, ledger=shared_book)
     big(first)
     fakes(second, small="3GiB")
-    with second.use("small", timeout=30):
+    with second.use("small", timeout=PATIENCE):
         [lease] = [one for one in second.status().leases() if one.name == "big"]
         assert [share.bytes for share in lease.shares] == [37 * GIB, 3 * GIB]
     second.forget("small")
-    with first.use("big", timeout=30):
+    with first.use("big", timeout=PATIENCE):
         assert where(first)["big"] == "sim:0"
 
 
@@ -307,7 +308,7 @@ def test_on_several_cards_it_leaves_as_a_whole_and_on_one_card_in_pieces_again(r
             rt.preload("m")
     assert shares(rt, "m").keys() == {"sim:0", "sim:1"} and lease_of(rt, "m").piece_bytes == 0
     rt.register("other", backend="fake", size="20GiB", devices=("sim:1",))
-    with rt.use("other", timeout=5):
+    with rt.use("other", timeout=PATIENCE):
         assert shares(rt, "m") == {HOST: 20 * GIB}
     rt.forget("other")
     rt.evict("*")

@@ -16,7 +16,7 @@ from gpu_runtime.ledgers.process_state import Sight
 from gpu_runtime.owner import requests
 from gpu_runtime.owner.presence import presence
 from gpu_runtime.rendering import plain, text
-from tests.nvml_driver import until
+from tests.clock import until
 
 from .conftest import fakes
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import time
 from inspect import CO_GENERATOR
 
 import pytest
@@ -13,6 +14,7 @@ import pytest
 from gpu_runtime import Runtime
 from gpu_runtime.owner import release
 from gpu_runtime.units import GIB
+from tests.clock import PATIENCE
 
 from .conftest import claims, fakes, where
 
@@ -25,12 +27,11 @@ def in_threads(*acts) -> list[threading.Thread]:
 
 
 def until(true, rt: Runtime) -> None:
-    """Waits until `true()` is true. It is checked at every notification. Fails after 100 checks."""
-    for _ in range(100):
-        if true():
-            return
+    """Waits until `true()` is true. It is checked at every notification. Fails after PATIENCE."""
+    end = time.monotonic() + PATIENCE
+    while not true():
+        assert time.monotonic() < end, "it never came true"
         rt._session.ledger.wait(0.1)
-    raise AssertionError("it never came true")
 
 
 def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
@@ -41,17 +42,17 @@ def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
 
     def slow(verb):
         begun.set()
-        go.wait(20)
+        go.wait(PATIENCE)
 
     rt.register("m", slow, backend="fake", size="3GiB")
     outcomes = []
-    first = in_threads(lambda: outcomes.append(rt.preload("m", timeout=20)))
-    begun.wait(20)
-    second = in_threads(lambda: outcomes.append(rt.preload("m", timeout=20)))
+    first = in_threads(lambda: outcomes.append(rt.preload("m", timeout=PATIENCE)))
+    begun.wait(PATIENCE)
+    second = in_threads(lambda: outcomes.append(rt.preload("m", timeout=PATIENCE)))
     until(lambda: rt.status().tickets, rt)
     go.set()
     for thread in first + second:
-        thread.join(20)
+        thread.join(PATIENCE)
     assert [outcome.where for outcome in outcomes] == ["sim:0", "sim:0"]
 
 
@@ -176,10 +177,10 @@ def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch
     def hold():
         with rt.use("other"):
             inside.set()
-            done.wait(20)
+            done.wait(PATIENCE)
 
     holder = in_threads(hold)
-    inside.wait(20)
+    inside.wait(PATIENCE)
     rt.tell_waits(stop)
     monkeypatch.setattr(rt._session, "withdraw", stop)
     with pytest.raises(KeyboardInterrupt) as kept, rt.use("m"):
@@ -189,7 +190,7 @@ def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch
     assert kept.value.__traceback__, "a notebook keeps its last error, frames and all"
     monkeypatch.undo()
     done.set()
-    holder[0].join(20)
+    holder[0].join(PATIENCE)
 
 
 def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):

@@ -23,6 +23,7 @@ from gpu_runtime import (
 )
 from gpu_runtime.owner import registry, release
 from tests import tiny_models
+from tests.clock import PATIENCE, scaled
 
 from .conftest import claims, where
 
@@ -149,7 +150,7 @@ def test_where_a_changed_model_can_neither_be_dropped_nor_kept_the_newcomer_is_r
         changed = logits(module)
     with (
         pytest.raises(DoesNotFit, match=r"(?s)tied.*llm.*exists nowhere else"),
-        rt.use("tied", timeout=5),
+        rt.use("tied", timeout=PATIENCE),
     ):
         pass
     assert torch.equal(logits(module), changed)
@@ -301,7 +302,7 @@ def test_threads_sharing_one_model_and_swapping_others_get_right_answers(runtime
 
     def work(order):
         for name in order * 5:
-            with rt.use(name, timeout=60) as module:
+            with rt.use(name, timeout=PATIENCE) as module:
                 if not torch.equal(logits(module), expected[name]):
                     wrong.append(name)
 
@@ -312,6 +313,6 @@ def test_threads_sharing_one_model_and_swapping_others_get_right_answers(runtime
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(120)
+        thread.join(scaled(120))
     gc.collect()
     assert wrong == []

@@ -9,6 +9,7 @@ import pytest
 from gpu_runtime.backends.base import Evidence
 from gpu_runtime.backends.fake import FakeBackend
 from gpu_runtime.facts import MOST_EVENTS, decode_uses
+from tests.clock import PATIENCE
 
 from .conftest import fakes
 
@@ -26,7 +27,7 @@ def test_a_use_that_waited_counts_from_its_request(runtime, clock):
 
     def load(verb):
         loading.set()
-        assert second_waits.wait(30)
+        assert second_waits.wait(PATIENCE)
         clock.advance(60)
 
     def use():
@@ -36,12 +37,12 @@ def test_a_use_that_waited_counts_from_its_request(runtime, clock):
     rt.register("a", load, backend="fake", size="3GiB")
     first = threading.Thread(target=use)
     first.start()
-    assert loading.wait(30)
+    assert loading.wait(PATIENCE)
     clock.advance(7)
     second = threading.Thread(target=use)
     second.start()
-    first.join(30)
-    second.join(30)
+    first.join(PATIENCE)
+    second.join(PATIENCE)
     assert recent_uses(rt) == (1000, 1007)
 
 

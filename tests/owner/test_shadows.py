@@ -22,6 +22,7 @@ from gpu_runtime.ledgers.process_state import Sight
 from gpu_runtime.owner import shadows as own_shadows
 from gpu_runtime.units import GIB
 from tests import tiny_models
+from tests.clock import PATIENCE
 
 from .conftest import claims, fakes, where
 
@@ -229,13 +230,13 @@ def test_the_second_of_two_loads_at_once_waits_for_the_first(runtime, tmp_path, 
         assert loader.stdout.readline() == "loading\n"
         thread = threading.Thread(target=second.preload, args=("llama",))
         thread.start()
-        assert waiting.wait(30) and not reads
+        assert waiting.wait(PATIENCE) and not reads
         if ends == "killed":
             loader.kill()
         else:
             loader.stdin.write("fail\n" if ends == "failed" else "\n")
             loader.stdin.flush()
-        thread.join(60)
+        thread.join(PATIENCE)
         assert where(second) == {"llama": "sim:0"}
         assert len(reads) == (0 if ends == "loaded" else 1)
         assert shadows(second)["llama"] > 0

@@ -16,7 +16,7 @@ from gpu_runtime import AmbiguousName, GpuError, WaitEnded
 from gpu_runtime.facts import LeaseId
 from gpu_runtime.owner import permissions, waits
 from gpu_runtime.scheduler import recall
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, until
 
 from .conftest import fakes
 
@@ -41,7 +41,7 @@ def waiting(rt, *names):
 
     def wait(name):
         try:
-            with rt.use(name, timeout=60):
+            with rt.use(name, timeout=PATIENCE):
                 pass
         except GpuError as error:
             errors.append(error)
@@ -53,10 +53,10 @@ def waiting(rt, *names):
     for thread in threads:
         thread.start()
     for _ in names:
-        assert begun.acquire(timeout=30)
+        assert begun.acquire(timeout=PATIENCE)
     yield errors
     for thread in threads:
-        thread.join(30)
+        thread.join(PATIENCE)
         assert not thread.is_alive()
 
 

@@ -13,6 +13,7 @@ from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import ProblemKind
 from gpu_runtime.serving.api.app import READS, application
 from gpu_runtime.serving.api.jobs import MAX_JOBS, Jobs
+from tests.clock import PATIENCE
 
 from .app_client import OPERATOR, VIEWER, Gateway, Words, client, with_visitor
 
@@ -158,7 +159,7 @@ def parts_until_disconnect(app, body, disconnect_after: int = 1):
             "client": ("", 0),
             "server": ("", 0),
         }
-        await asyncio.wait_for(app(scope, receive, send), 10)
+        await asyncio.wait_for(app(scope, receive, send), PATIENCE)
 
     asyncio.run(talk())
     return sent

@@ -8,7 +8,6 @@ import json
 import os
 import signal
 import sys
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -16,6 +15,7 @@ import pytest
 from gpu_runtime.errors import BadDocument
 from gpu_runtime.serving import server
 from gpu_runtime.serving.requests import Refused
+from tests import clock
 from tests.faces.served import OPERATORS, free_port, serving
 from tests.serving.harness import harness, stream_text
 from tests.serving.loops import in_loop, settle, until
@@ -48,7 +48,7 @@ CHAT = {"model": "slow", "messages": [{"role": "user", "content": "one two three
 
 
 def post(port: int, body: dict) -> http.client.HTTPResponse:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=30)
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=clock.PATIENCE)
     headers = {"Authorization": f"Bearer {OPERATORS}", "Content-Type": "application/json"}
     connection.request("POST", "/v1/chat/completions", json.dumps(body), headers)
     return connection.getresponse()
@@ -77,29 +77,19 @@ def test_sigterm_lets_running_answers_end_and_sighup_reads_the_tasks_again(tmp_p
         assert models() == {"slow"}
         tasks.write_text("tasks: {write: {candidates: [slow]}}")
         os.kill(served.process.pid, signal.SIGHUP)
-        wait_for(lambda: models() == {"slow", "task:write"})
+        clock.until(lambda: models() == {"slow", "task:write"})
         running = post(port, {**CHAT, "stream": True})
         first = running.readline()
         assert first.startswith(b"data: ")
         os.kill(served.process.pid, signal.SIGTERM)
-        wait_for(lambda: post(port, CHAT).status == 503)
+        clock.until(lambda: post(port, CHAT).status == 503)
         refused = post(port, CHAT)
         assert refused.getheader("Retry-After")
         assert json.loads(refused.read())["error"]["code"] == "ending"
         (tmp_path / "go").touch()
         assert running.read().endswith(b"data: [DONE]\n\n")
-        assert served.process.wait(30) == 0
+        assert served.process.wait(clock.PATIENCE) == 0
         assert "ended in order" in served.output
-
-
-def wait_for(condition) -> None:
-    """Returns when `condition()` is true. Raises TimeoutError after 30 s."""
-    pause = threading.Event()
-    for _ in range(600):
-        if condition():
-            return
-        pause.wait(0.05)
-    raise TimeoutError
 
 
 def test_a_mistake_in_the_tasks_stops_the_server_at_its_start(tmp_path):

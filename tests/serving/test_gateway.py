@@ -27,6 +27,7 @@ from gpu_runtime.serving.queue.thread_stream import in_thread
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import CloudGuard
 from gpu_runtime.serving.routing.tasks import Profile, ServingConfig, Task
+from tests.clock import PATIENCE
 from tests.serving.harness import answer_text, chat, harness, stream_text
 from tests.serving.loops import in_loop, settle, until
 
@@ -164,7 +165,7 @@ class SlowLoad:
 
     def __call__(self, step: str) -> None:
         self.begun.set()
-        assert self.go.wait(20)
+        assert self.go.wait(PATIENCE)
 
 
 @in_loop

@@ -9,6 +9,7 @@ import sys
 
 import pytest
 
+from tests.clock import PATIENCE
 from tests.faces.served import OPERATORS, Conversation, free_port, serving
 
 # A script that starts `gpu serve` as if Panel and Bokeh were not installed.
@@ -61,7 +62,7 @@ def with_console(tmp_path_factory):
 
 def upgrade(server, path, **headers):
     """The HTTP status of a request for a websocket."""
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     handshake = {
         "Upgrade": "websocket",
         "Connection": "Upgrade",
@@ -117,7 +118,7 @@ def test_no_websocket_opens_without_the_token(server):
 def test_a_body_above_the_limit_is_refused_with_a_reason(server):
     """The limit is 32 MiB. The announced length is enough for the refusal, so the test sends no body."""
     headers = {**TOKEN, "Expect": "100-continue", "Content-Length": str(40 << 20)}
-    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=20)
+    connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
     connection.putrequest("POST", "/v1/chat/completions")
     for name, value in headers.items():
         connection.putheader(name, value)

@@ -8,6 +8,7 @@ import pytest
 
 from gpu_runtime import WaitEnded
 from gpu_runtime.units import GIB, MIB
+from tests.clock import PATIENCE
 
 from .app_client import OPERATOR, client
 
@@ -181,11 +182,11 @@ def test_a_wait_is_ended_and_what_does_not_wait_is_a_conflict(rt):
     with rt.use("emb"), rt.use("rank"):
         waiting = threading.Thread(target=wait)
         waiting.start()
-        assert begun.wait(30)
+        assert begun.wait(PATIENCE)
         answer = http.post("/memory/cancel/nobody")
         assert answer.status_code == 409 and "These wait: a/b#1@" in answer.json()["error"]
         answer = http.post("/memory/cancel/a/b")
-        waiting.join(30)
+        waiting.join(PATIENCE)
     assert answer.json() == {"status": "cancelled", "detail": "the wait for a/b#1 was ended"}
     assert errors[0].by.startswith(f"{OPERATOR.name}, HTTP")
 

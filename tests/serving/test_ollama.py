@@ -13,7 +13,7 @@ from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.api.ollama import chat_of, embed_of, generate_of
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.web.auth import Visitor
-from tests.nvml_driver import until
+from tests.clock import until
 from tests.serving.app_client import OPERATOR, with_visitor
 from tests.serving.harness import Harness
 

@@ -22,6 +22,7 @@ from gpu_runtime.serving.engines.base import require_room
 from gpu_runtime.serving.engines.transformers import TransformersAdapter
 from gpu_runtime.serving.prompt_size import CUT_TOKENS, MOST_CHARACTERS, tokens_if_too_many
 from gpu_runtime.serving.requests import Refused, read_call
+from tests.clock import PATIENCE
 from tests.serving.harness import harness
 from tests.serving.loops import in_loop, settle, until
 
@@ -147,7 +148,7 @@ async def test_counting_before_the_turn_ends_with_the_call():
 
     def wait() -> None:
         counts.set()
-        goes_on.wait(10)
+        goes_on.wait(PATIENCE)
 
     async with harness(qwen=4) as k:
         tokenizer = Words(wait)

@@ -40,11 +40,13 @@ from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import Shares
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.units import GIB
+from tests.clock import scaled
 
 DEVICES = "sim:2x24GiB,host:40GiB"
 LIMITS = {"sim:0": 24 * GIB, "sim:1": 24 * GIB, "host": 40 * GIB}
 IDS = tuple(LIMITS)
-HANG_SECONDS = 40.0  # an action that takes longer hangs: every time-out below has a few seconds
+# An action that takes longer hangs: every time-out below has a few seconds.
+HANG_SECONDS = scaled(40.0)
 EXPECTED = (Busy, Deadlock, DoesNotFit, StillInUse, UnknownModel)
 
 

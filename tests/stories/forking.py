@@ -20,8 +20,9 @@ from collections import Counter
 from collections.abc import Callable
 
 import gpu_runtime
+from tests.clock import PATIENCE
 
-ENDS_SECONDS = 30.0  # a child that takes longer hangs
+ENDS_SECONDS = PATIENCE  # a child that takes longer hangs
 BATCH = 20  # children of one pool
 
 
@@ -30,7 +31,7 @@ def status(rt: gpu_runtime.Runtime) -> None:
 
 
 def lease(rt: gpu_runtime.Runtime) -> None:
-    with rt.lease("1MiB", timeout=20):
+    with rt.lease("1MiB", timeout=PATIENCE):
         pass
 
 

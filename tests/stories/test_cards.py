@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from gpu_runtime.units import GIB, MIB
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, until
 
 WHERE = "[[lease.name, lease.where] for lease in sorted(rt.status().leases(), key=lambda lease: lease.name)]"
 TORCH = "{device.id: rt.probe.place(device.id).torch for device in rt.probe.devices}"
@@ -23,7 +23,7 @@ def hold(kernel, name, gib, **options):
     """Loads a model of `gib` GiB in the kernel. Returns the cards that hold it, or the error."""
     words = "".join(f", {key}={value!r}" for key, value in options.items())
     kernel.evaluate(f"rt.register({name!r}, backend='fake', size='{gib}GiB'{words}) and None")
-    return kernel.evaluate(f"rt.preload({name!r}, timeout=3).where")
+    return kernel.evaluate(f"rt.preload({name!r}, timeout={PATIENCE}).where")
 
 
 def test_two_processes_that_see_different_cards_do_not_take_them_for_one(host, driver):

@@ -25,6 +25,7 @@ from gpu_runtime import Runtime
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import Ledger
 from gpu_runtime.ledgers.sqlite import files
+from tests.clock import scaled
 from tests.ledgers.conftest import names, put, without
 
 REPO = Path(__file__).resolve().parents[2]
@@ -219,7 +220,7 @@ def test_a_kill_before_any_change_of_a_file_harms_nobody_else(deed, every, libra
         env=os.environ | {"PYTHONPATH": str(REPO), "LD_PRELOAD": str(library)},
         capture_output=True,
         text=True,
-        timeout=150,
+        timeout=scaled(150),
     )
     assert ran.returncode == 0, ran.stderr[-6000:]
     print(ran.stdout)

@@ -13,6 +13,7 @@ import pytest
 from gpu_runtime import Busy, Runtime
 from gpu_runtime.facts import AllocatorMap
 from gpu_runtime.units import MIB
+from tests.clock import PATIENCE
 from tests.stories.test_processes import DEVICES, Kernel, kernel, ledger, redis  # noqa: F401
 
 CACHE = "rt.probe.place('sim:0').allocate(64 << 20).free()"  # leaves 64 MiB of cache, as freed tensors do
@@ -29,8 +30,8 @@ def here(ledger: str) -> Iterator[Runtime]:  # noqa: F811
 
 
 def seen(rt: Runtime, wanted: Callable[[AllocatorMap | None], bool]) -> AllocatorMap | None:
-    """The only map, once `wanted` is true for it. After 15 s the map is returned as it is then."""
-    deadline = time.monotonic() + 15
+    """The only map, once `wanted` is true for it. After PATIENCE the map is returned as it is then."""
+    deadline = time.monotonic() + PATIENCE
     while True:
         map = next(iter(rt.allocator_maps()), None)
         if wanted(map) or time.monotonic() > deadline:
@@ -51,7 +52,7 @@ def test_another_kernels_cache_is_seen_and_given_back(kernel, here):  # noqa: F8
         84 * MIB,
         64 * MIB,
     )
-    done = here.defrag(f"a0@{other.process.pid}", timeout=20)
+    done = here.defrag(f"a0@{other.process.pid}", timeout=PATIENCE)
     assert (done.done, done.bytes) == (True, 64 * MIB)
     (after,) = here.allocator_maps()
     assert (after.reserved_bytes, after.inactive_bytes, after.releasable_bytes) == (
@@ -66,7 +67,7 @@ def test_what_a_killed_kernel_held_is_drawn_no_longer(kernel, here):  # noqa: F8
     assert other.tell(ADAPTERS) == "done"
     assert seen(here, lambda map: map is not None) is not None
     other.signal(signal.SIGKILL)
-    other.process.wait(20)
+    other.process.wait(PATIENCE)
     assert here.allocator_maps() == ()
 
 
@@ -86,4 +87,4 @@ def test_a_stopped_kernel_keeps_its_cache_and_who_asked_is_told(kernel, here):  
     assert here.status().tickets == ()
     assert seen(here, lambda map: True).reserved_bytes == 84 * MIB
     other.signal(signal.SIGCONT)
-    assert here.defrag(str(other.process.pid), timeout=20).bytes == 64 * MIB
+    assert here.defrag(str(other.process.pid), timeout=PATIENCE).bytes == 64 * MIB

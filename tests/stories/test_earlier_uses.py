@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from gpu_runtime.facts import decode_uses
+from tests.clock import PATIENCE
 
 from .test_processes import Kernel
 from .test_processes import kernel as kernel
@@ -66,7 +67,7 @@ def test_uses_outlive_the_ordinary_end_of_a_process(kernel):
         one = start(kernel, name, at)
         use(one, name, at, at + 10)
         one.process.stdin.close()
-        assert one.process.wait(20) == 0
+        assert one.process.wait(PATIENCE) == 0
     later = start(kernel, "qwen", 1200)
     use(later, "qwen", 1200)
     assert uses(later, "qwen", 1200) == (1000, 1010, 1100, 1110, 1200)
@@ -83,7 +84,7 @@ def test_uses_outlive_a_killed_process(kernel, loaded_before):
     killed = start(kernel, "qwen", 1000)
     use(killed, "qwen", 1000, 1100)
     killed.signal(signal.SIGKILL)
-    killed.process.wait(20)
+    killed.process.wait(PATIENCE)
     if not loaded_before:
         use(later, "qwen", 1300)
     for _ in range(4):

@@ -19,7 +19,8 @@ import pytest
 from gpu_runtime import EngineDied, Runtime
 from gpu_runtime.owner import registry
 from tests import tiny_models
-from tests.backends.test_engine_server import alive, soon
+from tests.backends.test_engine_server import alive
+from tests.clock import PATIENCE, until
 from tests.owner.conftest import claims
 
 pytest.importorskip(
@@ -86,7 +87,7 @@ def kernel(ledger, file):
     made = Kernel(ledger, file)
     yield made
     made.process.kill()
-    made.process.wait(20)
+    made.process.wait(PATIENCE)
 
 
 def test_a_kernel_that_is_killed_takes_its_worker_along_and_its_lease_goes(kernel, ledger):
@@ -95,17 +96,18 @@ def test_a_kernel_that_is_killed_takes_its_worker_along_and_its_lease_goes(kerne
     """
     kernel.say("phi.create_completion('hello', max_tokens=400)")
     os.kill(kernel.process.pid, signal.SIGKILL)
-    assert soon(lambda: not alive(kernel.worker))
-    kernel.process.wait(20)
+    until(lambda: not alive(kernel.worker))
+    kernel.process.wait(PATIENCE)
     with Runtime(devices="sim:256MiB,host:256MiB", ledger=ledger) as rt:
         rt.register("drill", backend="fake", size="200MiB")
-        with rt.use("drill", timeout=30):
+        with rt.use("drill", timeout=PATIENCE):
             assert list(claims(rt)) == ["sim:0"]
 
 
 def test_a_kernel_that_ends_in_order_leaves_no_worker(kernel):
     kernel.process.stdin.close()
-    assert kernel.process.wait(30) == 0 and soon(lambda: not alive(kernel.worker))
+    assert kernel.process.wait(PATIENCE) == 0
+    until(lambda: not alive(kernel.worker))
 
 
 def test_the_stop_button_ends_the_call_and_not_the_worker(kernel):
@@ -113,7 +115,7 @@ def test_the_stop_button_ends_the_call_and_not_the_worker(kernel):
     stops the abandoned call.
     """
     kernel.say("while True: phi.create_completion('hello', max_tokens=480)")
-    assert soon(lambda: psutil.Process(kernel.worker).cpu_percent(0.1) > 20)
+    until(lambda: psutil.Process(kernel.worker).cpu_percent(0.1) > 20)
     os.killpg(kernel.process.pid, signal.SIGINT)
     assert kernel.hear() == "KeyboardInterrupt"
     kernel.say("assert phi.n_ctx() == 512")
@@ -143,10 +145,10 @@ def test_a_worker_that_kills_itself_with_others_waiting_fails_each_of_them_once(
         callers = [threading.Thread(target=call) for _ in range(4)]
         for caller in callers:
             caller.start()
-        assert soon(lambda: len(registry.find(rt._session, "phi").pins) == 4)
+        until(lambda: len(registry.find(rt._session, "phi").pins) == 4)
         os.kill(phi.pid, signal.SIGKILL)
         for caller in callers:
-            caller.join(60)
+            caller.join(PATIENCE)
         assert len(errors) == 4 and claims(rt) == {}
 
 
@@ -158,7 +160,7 @@ def _killing_at_random(rt: Runtime, names: list[str], kills: int, seed: int) -> 
         mine = random.Random(of)
         while not ended.is_set():
             try:
-                with rt.use(mine.choice(names), timeout=60) as model:
+                with rt.use(mine.choice(names), timeout=PATIENCE) as model:
                     model.create_completion("hello", max_tokens=mine.choice((2, 60)))
                 went["answered"] += 1
             except EngineDied:
@@ -175,10 +177,10 @@ def _killing_at_random(rt: Runtime, names: list[str], kills: int, seed: int) -> 
                 os.kill(chance.choice(pids), signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        assert soon(lambda before=before: went["answered"] > before, 60)
+        until(lambda before=before: went["answered"] > before, 60)
     ended.set()
     for user in users:
-        user.join(60)
+        user.join(PATIENCE)
         assert not user.is_alive()
     return went
 
@@ -201,13 +203,13 @@ def test_killed_at_random_every_lease_comes_back_and_no_process_and_no_memory_st
         assert went["answered"] >= kills
         for name in names:
             rt.evict(name)
-        assert soon(lambda: claims(rt) == {}) and rt.probe.used()["sim:0"] == 0
+        until(lambda: claims(rt) == {}) and rt.probe.used()["sim:0"] == 0
         workers = lambda: [
             one
             for one in me.children(recursive=True)
             if "llama_cpp/worker" in " ".join(_words(one))
         ]
-        assert soon(lambda: not workers())
+        until(lambda: not workers())
         assert me.num_fds() <= files + 4 and me.memory_info().rss < before + 64 * 2**20
 
 

@@ -24,6 +24,7 @@ from gpu_runtime.ledgers.sqlite import after_fork
 from gpu_runtime.ledgers.sqlite.writer_queue import writer_queue_in
 from gpu_runtime.owner.monitor import promptly
 from tests import soak
+from tests.clock import PATIENCE, scaled
 from tests.redis_server import redis_server
 
 REPO = Path(__file__).resolve().parents[2]
@@ -70,7 +71,7 @@ def run(url: str, forks: int, seed: int, environment: dict[str, str]) -> dict[st
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=60 + forks,
+        timeout=scaled(60 + forks),
     )
     assert done.returncode == 0, done.stderr[-3000:]
     return json.loads(done.stdout)
@@ -117,7 +118,7 @@ class Paused:
         self._thread = threads.start(self._run)
 
     def end(self) -> None:
-        assert self._thread.wait(30)
+        assert self._thread.wait(PATIENCE)
 
     def _run(self) -> None:
         sys.settrace(self._enter)
@@ -165,7 +166,7 @@ def fork_at_each_step(rt: Runtime, stride: int) -> int:
     lines = range(1, counting.lines, stride)
     for line in lines:
         writing = Paused(write, line)
-        assert writing.at.wait(30)
+        assert writing.at.wait(PATIENCE)
         answer = child(lambda: (forks.is_clean(), list(rt.status().sections) != []))
         writing.done.set()
         writing.end()
@@ -257,16 +258,16 @@ def test_another_librarys_thread_inside_sqlite_at_the_fork_hangs_no_child(rt, wh
     def inside() -> None:
         sqlite.sqlite3_mutex_enter(lock)
         holds.set()
-        ends.wait(30)
+        ends.wait(PATIENCE)
         sqlite.sqlite3_mutex_leave(lock)
 
     thread = threads.start(inside)
     try:
-        assert holds.wait(10)
+        assert holds.wait(PATIENCE)
         answer = child(rt.status)
     finally:
         ends.set()
-        thread.wait(10)
+        thread.wait(PATIENCE)
     assert answer.startswith("LedgerUnavailable") and "spawn" in answer
     assert child(lambda: bool(rt.status())) == "True", "the next child is not affected"
 
@@ -274,8 +275,8 @@ def test_another_librarys_thread_inside_sqlite_at_the_fork_hangs_no_child(rt, wh
 def test_locks_that_other_threads_hold_are_free_in_the_child():
     lock = forks.freed(threading.Lock())
     with lock:
-        assert child(lambda: lock.acquire(timeout=5)) == "True"
-    assert lock.acquire(timeout=1)
+        assert child(lambda: lock.acquire(timeout=PATIENCE)) == "True"
+    assert lock.acquire(timeout=PATIENCE)
 
 
 def test_a_child_has_nothing_to_finish_for_its_parent():
@@ -312,7 +313,7 @@ def test_a_child_keeps_neither_the_turn_nor_the_lock_of_its_parent(rt):
         rt._opened.ledger._queue = None
         queue.close_here()  # as at the parent's death
         other = writer_queue_in(directory)
-        deadline = time.monotonic() + 10  # the child closes its copy in a hook a moment later
+        deadline = time.monotonic() + PATIENCE  # the child closes its copy in a hook a moment later
         while not other.try_enter():
             assert time.monotonic() < deadline, "the child keeps the turn"
             time.sleep(0.001)
@@ -374,7 +375,7 @@ def test_workers_of_a_data_loader_feed_a_governed_model(rt):
         4,
         num_workers=2,
         multiprocessing_context="fork",
-        timeout=60,
+        timeout=PATIENCE,
     )
     with rt.use("m") as used:
         shapes = [tuple(used(batch).shape) for _ in range(2) for (batch,) in loader]

@@ -18,7 +18,7 @@ from gpu_runtime import Runtime
 from gpu_runtime.facts import Moment
 from gpu_runtime.telemetry.recorder import record_in
 from gpu_runtime.units import GIB
-from tests.nvml_driver import until
+from tests.clock import until
 from tests.redis_server import redis_server
 from tests.stories.test_processes import DEVICES, Kernel
 

@@ -19,7 +19,8 @@ from filelock import FileLock
 
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.facts import HOST
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, scaled, until
+from tests.stories.test_look_ahead import awaited
 from tests.stories.test_parking import DEVICES, ROOT, Notebook, places
 
 OLDER = ("ipykernel==6.30.1", "nest-asyncio==1.6.0", "jupyter_client==8.6.3")
@@ -29,7 +30,7 @@ OLDER = ("ipykernel==6.30.1", "nest-asyncio==1.6.0", "jupyter_client==8.6.3")
 def older() -> str:
     """A directory with ipykernel 6.30. It is kept in the environment, so that it is installed once."""
     directory = Path(sys.prefix) / "ipykernel-6.30"
-    with FileLock(f"{directory}.lock", timeout=120):
+    with FileLock(f"{directory}.lock", timeout=scaled(120)):
         done = directory / "installed"  # written last: an interrupted installation is repeated
         if not done.exists():
             _install(directory)
@@ -41,10 +42,10 @@ def _install(directory: Path) -> None:
     words = (sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--upgrade", "--target")
     try:
         result = subprocess.run(
-            [*words, str(directory), *OLDER], capture_output=True, text=True, timeout=100
+            [*words, str(directory), *OLDER], capture_output=True, text=True, timeout=scaled(100)
         )
     except subprocess.TimeoutExpired:
-        pytest.skip("pip did not install ipykernel 6.30 within 100 s")
+        pytest.skip("pip did not install ipykernel 6.30 in time")
     if result.returncode:
         pytest.skip(f"pip cannot install ipykernel 6.30: {result.stderr.strip()[-200:]}")
 
@@ -62,7 +63,7 @@ def kernel(request, tmp_path_factory):
             out = notebook.run(SET_UP)
             if f"v{request.param}." not in out:
                 pytest.skip(f"the installed ipykernel is another one: {out}")
-            until(lambda: places(rt).get("a.ipynb") == {"sim:0"}, 10)
+            until(lambda: places(rt).get("a.ipynb") == {"sim:0"})
             yield notebook, rt
         finally:
             notebook.close()
@@ -104,9 +105,10 @@ def park(notebook, rt) -> None:
             rt.park("a.ipynb")
         except GpuError as error:  # the end of its last cell is published within a second
             refusals.append(f"{time.monotonic():.1f}: {error}")
-        return places(rt)["a.ipynb"] == {HOST} or len(refusals) > 200
+        return places(rt)["a.ipynb"] == {HOST}
 
-    until(is_parked, 60)
+    with contextlib.suppress(AssertionError):
+        until(is_parked)
     assert places(rt)["a.ipynb"] == {HOST}, refusals[-3:]
 
 
@@ -120,7 +122,7 @@ def request(client, kind: str, channel: str = "shell", subshell: str = "", **con
     if kind.startswith("comm_"):
         return {}
     while True:
-        reply = sender.get_msg(timeout=30)
+        reply = sender.get_msg(timeout=PATIENCE)
         if reply["parent_header"].get("msg_id") == message["header"]["msg_id"]:
             return reply["content"]
 
@@ -184,17 +186,17 @@ def test_a_cell_without_its_memory_is_refused(kernel):
     notebook, rt = kernel
     park(notebook, rt)
     rt.register("big", backend="fake", size="41MiB", importance="urgent")
-    with rt.use("big", timeout=60):
+    with rt.use("big", timeout=PATIENCE):
         message = notebook.client.execute("story.append('ran')")
-        until(lambda: bool(rt.status().tickets), 15)
+        until(lambda: bool(rt.status().tickets))
         notebook.manager.interrupt_kernel()
-        reply = notebook.client.get_shell_msg(timeout=20)
+        reply = notebook.client.get_shell_msg(timeout=PATIENCE)
         while reply["parent_header"].get("msg_id") != message:
-            reply = notebook.client.get_shell_msg(timeout=20)
+            reply = notebook.client.get_shell_msg(timeout=PATIENCE)
         assert reply["content"]["status"] == "error"
     rt.evict("big")
     # ipykernel 6 may still abort cells for a moment after the failed one.
-    until(lambda: "[] 5000000.0" in notebook.run("print(story, float(x.sum()))"), 20)
+    until(lambda: "[] 5000000.0" in notebook.run("print(story, float(x.sum()))"))
 
 
 def test_the_memory_is_back_before_a_subshell_reads_it(kernel):
@@ -238,7 +240,7 @@ def test_a_notebook_with_a_subshell_is_parked_unless_the_subshell_runs_a_cell(ke
         rt.park("a.ipynb")
     if not client.shell_channel.msg_ready():  # on a busy machine the cell may have ended
         assert places(rt)["a.ipynb"] == {"sim:0"}
-    client.shell_channel.get_msg(timeout=30)
+    client.shell_channel.get_msg(timeout=PATIENCE)
     park(notebook, rt)
     request(client, "delete_subshell_request", "control", subshell_id=subshell)
     assert "5000000.0" in notebook.run("print(float(x.sum()))")
@@ -268,7 +270,7 @@ def test_a_console_that_is_opened_and_used_in_a_parked_notebook_leaves_it_parked
     park(notebook, rt)
     user, client.session.username = client.session.username, ""  # as in a request of JupyterLab
     try:
-        client.execute_interactive("%gpu console", timeout=90, output_hook=shown.append)
+        client.execute_interactive("%gpu console", timeout=scaled(90), output_hook=shown.append)
     finally:
         client.session.username = user
     assert places(rt)["a.ipynb"] == {HOST}
@@ -286,7 +288,7 @@ def test_the_cells_that_wait_are_seen_and_run_in_their_order(kernel):
     notebook, _ = kernel
     notebook.run("for name in 'uv': rt.register(name, backend='fake', size='8MiB')")
     sent = (
-        "time.sleep(1)",  # until all have arrived
+        awaited(4),
         "from gpu_runtime.upcoming_cells import upcoming\n"
         "seen = [cell.uses for cell in upcoming.cells(['u', 'v'], lambda value: '')]",
         "with rt.use('u'): story.append('u')",

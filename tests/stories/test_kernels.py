@@ -9,7 +9,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 from gpu_runtime import Runtime
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, until
 
 ROOT = Path(__file__).parents[2]
 
@@ -35,7 +35,7 @@ def kernel(tmp_path):
     with Runtime(devices=devices, ledger=url) as rt:
         try:
             client.execute_interactive(
-                "%load_ext gpu\nrt.register('m', backend='fake', size='1GiB')", timeout=60
+                "%load_ext gpu\nrt.register('m', backend='fake', size='1GiB')", timeout=PATIENCE
             )
             yield client, rt
         finally:

@@ -12,6 +12,7 @@ import pytest
 
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.units import GIB
+from tests.clock import PATIENCE
 from tests.owner.conftest import claims
 from tests.stories.test_processes import Kernel
 
@@ -46,20 +47,20 @@ def test_another_kernels_model_makes_room_by_moving_over(other, here):
     nothing is evicted.
     """
     here.register("llama", backend="fake", size="20GiB", devices=("sim:0",))
-    moved = here.move(f"qwen@{other.process.pid}", "sim:1,2", timeout=20)
+    moved = here.move(f"qwen@{other.process.pid}", "sim:1,2", timeout=PATIENCE)
     assert moved.done and moved.where == "sim:1,2"
     assert claims(here) == {"sim:1": 7 * GIB, "sim:2": 7 * GIB}
-    with here.use("llama", timeout=20):
+    with here.use("llama", timeout=PATIENCE):
         assert claims(here) == {"sim:0": 20 * GIB, "sim:1": 7 * GIB, "sim:2": 7 * GIB}
         assert (
             other.tell("u = rt.use('qwen'); assert repr(u.__enter__()) == '<fake qwen on sim:1,2>'")
             == "done"
         )
         with pytest.raises(GpuError, match="in use by"):
-            here.move("qwen", "sim:2", timeout=20)
+            here.move("qwen", "sim:2", timeout=PATIENCE)
         assert other.tell("del u; rt.tick()") == "done"
         with pytest.raises(GpuError, match="qwen needs 14.0 GiB; sim:0 has 1.6 GiB free"):
-            here.move("qwen", "sim:0", timeout=20)
+            here.move("qwen", "sim:0", timeout=PATIENCE)
     assert here.evictions().empty
     assert [event.action for event in here.why("qwen")].count("moved") == 1
 

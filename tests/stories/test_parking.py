@@ -14,7 +14,7 @@ from jupyter_client.manager import start_new_kernel
 
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.facts import HOST
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, scaled, until
 
 ROOT = Path(__file__).parents[2]
 DEVICES = "sim:48MiB,host:2GiB"
@@ -40,7 +40,7 @@ class Notebook:
         self.manager, self.client = start_new_kernel(env=environment)
         self.run("%load_ext gpu")
 
-    def run(self, code: str, timeout: float = 90) -> str:
+    def run(self, code: str) -> str:
         """Runs a cell. Returns what it printed, displayed or raised, as text."""
         shown: list[str] = []
 
@@ -53,7 +53,7 @@ class Notebook:
             elif message["msg_type"] == "error":
                 shown.append("\n".join(content["traceback"]))
 
-        self.client.execute_interactive(code, timeout=timeout, output_hook=show)
+        self.client.execute_interactive(code, timeout=scaled(90), output_hook=show)
         return "\n".join(shown)
 
     def close(self) -> None:
@@ -93,7 +93,7 @@ def two(kernels, rt):
     yield kernels
     for notebook in kernels:
         notebook.run("%reset -f")
-    until(lambda: not any(held_bytes(rt, notebook) for notebook in kernels), 15)
+    until(lambda: not any(held_bytes(rt, notebook) for notebook in kernels))
 
 
 def places(rt) -> dict[str, set[str]]:
@@ -125,11 +125,11 @@ def test_a_thread_of_the_users_keeps_the_kernel_and_is_named(two, rt):
         "def work():\n    while not stop.is_set(): time.sleep(0.01)\n"
         "threading.Thread(target=work, name='worker').start()"
     )
-    until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 10)
+    until(lambda: places(rt).get("one.ipynb") == {"sim:0"})
     refused = other.run("%gpu park one.ipynb")
     assert "worker" in refused and places(rt)["one.ipynb"] == {"sim:0"}
     busy.run("stop.set()")
-    until(lambda: "host memory" in other.run("%gpu park one.ipynb"), 20)
+    until(lambda: "host memory" in other.run("%gpu park one.ipynb"))
     assert places(rt)["one.ipynb"] == {HOST}
     assert "came back from RAM" in busy.run("assert float(x.sum()) == 0")
 
@@ -223,7 +223,7 @@ def test_what_could_run_meanwhile_keeps_the_notebook_and_is_named(two, rt):
             return end in answers[-1]
 
         try:
-            until(is_given, 15)
+            until(is_given)
         except AssertionError:
             raise AssertionError(f"wanted {end!r}: {answers}") from None
         return answers[-1]
@@ -247,18 +247,18 @@ def test_a_cell_whose_memory_cannot_return_does_not_run(two, rt):
     """
     parked = two[0]
     parked.run("import torch; x = torch.ones(7_500_000); ran = False")
-    until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 10)
+    until(lambda: places(rt).get("one.ipynb") == {"sim:0"})
     rt.register("big", backend="fake", size="37MiB", importance="urgent")
-    with rt.use("big", timeout=60):
+    with rt.use("big", timeout=PATIENCE):
         assert places(rt)["one.ipynb"] == {HOST}
         assert "big" in parked.run("%gpu leases") and "in RAM" in parked.run("%gpu who")
         assert parked.run("1 + 1") == "2" and places(rt)["one.ipynb"] == {HOST}
         message = parked.client.execute("ran = bool(x.numel())")
         until(lambda: bool(rt.status().tickets), 15)
         parked.manager.interrupt_kernel()
-        reply = parked.client.get_shell_msg(timeout=20)
+        reply = parked.client.get_shell_msg(timeout=PATIENCE)
         while reply["parent_header"].get("msg_id") != message:
-            reply = parked.client.get_shell_msg(timeout=20)
+            reply = parked.client.get_shell_msg(timeout=PATIENCE)
         assert reply["content"]["status"] == "error" and reply["content"]["ename"] == "WaitEnded"
     rt.evict("big")
     rt.forget("big")
@@ -272,8 +272,8 @@ def test_the_prompt_of_the_debugger_has_the_memory_and_keeps_it(two, rt):
     failed = two[0]
     failed.run("import torch\ndef f():\n    y = torch.ones(5_000_000)\n    raise ValueError(1)")
     assert "ValueError" in failed.run("f()")
-    until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 10)
-    until(lambda: parks(rt, "one.ipynb") and places(rt)["one.ipynb"] == {HOST}, 20)
+    until(lambda: places(rt).get("one.ipynb") == {"sim:0"})
+    until(lambda: parks(rt, "one.ipynb") and places(rt)["one.ipynb"] == {HOST})
     typed, seen, shown = ["p float(y.sum())", "q"], [], []
 
     def answer(message):
@@ -281,7 +281,7 @@ def test_the_prompt_of_the_debugger_has_the_memory_and_keeps_it(two, rt):
         failed.client.input(typed.pop(0))
 
     failed.client.execute_interactive(
-        "%debug", allow_stdin=True, stdin_hook=answer, output_hook=shown.append, timeout=90
+        "%debug", allow_stdin=True, stdin_hook=answer, output_hook=shown.append, timeout=scaled(90)
     )
     texts = [one["content"]["text"] for one in shown if one["msg_type"] == "stream"]
     assert seen == [({"sim:0"}, False)] * 2 and "5000000.0" in "".join(texts)
@@ -302,19 +302,20 @@ def test_cells_that_were_sent_together_leave_the_card_at_the_end_of_a_turn(two, 
     """
     runs, waits = two
     waits.run("import torch; y = torch.ones(7_500_000)")
-    until(lambda: "two.ipynb" in places(rt), 10)
+    until(lambda: "two.ipynb" in places(rt))
     runs.run("import torch, time; x = torch.ones(7_500_000)")
-    until(lambda: places(rt).get("two.ipynb") == {HOST}, 15)
-    cells = [runs.client.execute("time.sleep(0.25); x.add_(1)") for _ in range(60)]
-    out = waits.run("print(float(y.sum()))", timeout=60)
+    until(lambda: places(rt).get("two.ipynb") == {HOST})
+    count = int(scaled(60))
+    cells = [runs.client.execute("time.sleep(0.25); x.add_(1)") for _ in range(count)]
+    out = waits.run("print(float(y.sum()))")
     answered = time.monotonic()
     assert "7500000.0" in out
     done = set()
     while len(done) < len(cells):
-        reply = runs.client.get_shell_msg(timeout=60)
+        reply = runs.client.get_shell_msg(timeout=PATIENCE)
         done |= {reply["parent_header"]["msg_id"]} & set(cells)
     assert time.monotonic() - answered > 0.25, "the other notebook's cell ran between two cells"
-    assert "61.0 61.0" in runs.run("print(float(x.min()), float(x.max()))")
+    assert f"{count + 1}.0 {count + 1}.0" in runs.run("print(float(x.min()), float(x.max()))")
 
 
 TAKES_MOST = """import torch
@@ -348,11 +349,11 @@ def test_a_cell_runs_again_after_room_was_made_only_with_consent(two, rt):
     idle, needs = two
     needs.run("import torch; tries = []; mine = torch.zeros(500_000)")
     idle.run("import torch; x = torch.ones(6_250_000)")
-    until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 10)
+    until(lambda: places(rt).get("one.ipynb") == {"sim:0"})
     told = needs.run(FAILS_ONCE)
     assert "(one.ipynb stepped aside): run the cell again" in told and "tries" not in told.split()
     assert "['1']" in needs.run("print([str(len(tries))]); tries = []")
     assert "came back from RAM" in idle.run("assert float(x.sum()) == 6_250_000")
-    until(lambda: not any(lease.pins for lease in rt.status().leases()), 10)
+    until(lambda: not any(lease.pins for lease in rt.status().leases()))
     told = needs.run("%%gpu --retry\n" + FAILS_ONCE)
     assert "(one.ipynb stepped aside): the cell runs again" in told and "tries 2" in told

@@ -24,6 +24,7 @@ from typing import Any
 import pytest
 
 from tests import soak
+from tests.clock import PATIENCE, scaled
 
 REPO = Path(__file__).resolve().parents[2]
 DEVICES = "sim:64MiB,host:1GiB"
@@ -43,7 +44,7 @@ def interrupts(url: str, wanted: int) -> dict[str, int]:
     import torch
 
     from gpu_runtime import GpuError, Runtime
-    from tests.nvml_driver import until
+    from tests.clock import until
     from tests.owner.kernels import Quiet
 
     torch.set_num_threads(1)
@@ -74,7 +75,7 @@ def interrupts(url: str, wanted: int) -> dict[str, int]:
     def look() -> None:
         """Without interrupts, a park and a cell work, and the ledger says where the bytes are."""
         done["looks"] += 1
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + PATIENCE
         while True:
             try:
                 kernel.begin()
@@ -177,7 +178,7 @@ def kills(url: str, wanted: int) -> dict[str, int]:
         done["cycles_before_kills"] += len(cycles)
     with Runtime(ledger=url, **SETTINGS) as rt:
         rt.register("wanted", backend="fake", size="64MiB")
-        rt.preload("wanted", timeout=30)
+        rt.preload("wanted", timeout=PATIENCE)
         [lease] = rt._session.ledger.read().leases()
         assert lease.name == "wanted"
     return done
@@ -237,7 +238,7 @@ def hammered(url: str, wanted: int) -> dict[str, int]:
             done["hammered_cycles"] += 1
     finally:
         over.set()
-        thread.join(30)
+        thread.join(PATIENCE)
     assert not wrong and bool((kept == 1).all()), wrong
     return done
 
@@ -255,7 +256,7 @@ def in_a_process_of_its_own(storm: str, url: str, count: int) -> dict[str, int]:
         env=os.environ | {"PYTHONPATH": os.pathsep.join((str(REPO), str(REPO / "kernel_ext")))},
         capture_output=True,
         text=True,
-        timeout=120 + count,
+        timeout=scaled(120 + count),
     )
     assert ran.returncode == 0, ran.stderr[-6000:]
     return json.loads(ran.stdout.splitlines()[-1])

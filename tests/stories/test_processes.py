@@ -19,6 +19,7 @@ import pytest
 from gpu_runtime import Busy, LedgerUnavailable, Runtime
 from gpu_runtime.units import GIB
 from tests import forked
+from tests.clock import PATIENCE, scaled
 from tests.owner.conftest import claims, fakes, where
 from tests.redis_server import RedisServer, redis_server
 
@@ -59,7 +60,7 @@ class Kernel:
 
     def end(self) -> None:
         self.process.kill()
-        self.process.wait(20)
+        self.process.wait(PATIENCE)
 
 
 @pytest.fixture(scope="session")
@@ -113,9 +114,9 @@ def test_a_killed_kernel_leaves_nothing_behind(kernel, here):
     )
     assert claims(here)["sim:0"] == 14 * GIB
     other.signal(signal.SIGKILL)
-    other.process.wait(20)
+    other.process.wait(PATIENCE)
     fakes(here, llama="14GiB")
-    with here.use("llama", timeout=20):
+    with here.use("llama", timeout=PATIENCE):
         assert claims(here) == {"sim:0": 14 * GIB}
     assert here.why("qwen")[0].action == "reaped"
 
@@ -127,7 +128,7 @@ def test_a_restarted_kernel_finds_the_card_empty(kernel, here):
         == "done"
     )
     other.process.stdin.close()  # an ordinary end of the process
-    other.process.wait(20)
+    other.process.wait(PATIENCE)
     assert claims(here) == {}
 
 
@@ -138,9 +139,9 @@ def test_an_idle_model_of_another_kernel_makes_room_and_comes_back(kernel, here)
         == "done"
     )
     fakes(here, llama="14GiB")
-    with here.use("llama", timeout=20):
+    with here.use("llama", timeout=PATIENCE):
         assert where(here) == {"llama": "sim:0", "qwen": "host"}
-    assert other.tell("rt.preload('qwen', timeout=20)") == "done"
+    assert other.tell(f"rt.preload('qwen', timeout={PATIENCE})") == "done"
     assert where(here) == {"llama": "host", "qwen": "sim:0"}
 
 
@@ -155,11 +156,11 @@ def test_a_model_in_use_in_another_kernel_is_waited_for(kernel, here):
     fakes(here, llama="14GiB")
     with (
         pytest.raises(Busy, match=f"qwen .* is in use by pid {other.process.pid}"),
-        here.use("llama", timeout=1.5),
+        here.use("llama", timeout=scaled(1.5)),
     ):
         pass
     assert other.tell("type(u).__exit__(u, None, None, None)") == "done"
-    with here.use("llama", timeout=20):
+    with here.use("llama", timeout=PATIENCE):
         assert where(here)["qwen"] == "host"
 
 
@@ -176,12 +177,12 @@ def test_a_stopped_kernel_is_not_dead(kernel, here):
     fakes(here, llama="14GiB")
     with (
         pytest.raises(Busy, match=f"(?s)has not answered for.*kill -CONT {other.process.pid}"),
-        here.use("llama", timeout=3),
+        here.use("llama", timeout=scaled(3)),
     ):
         pass
     assert claims(here)["sim:0"] == 14 * GIB
     other.signal(signal.SIGCONT)
-    with here.use("llama", timeout=20):
+    with here.use("llama", timeout=PATIENCE):
         assert where(here)["qwen"] == "host"
 
 
@@ -192,9 +193,9 @@ def test_a_kernel_killed_in_the_middle_of_a_load_gives_its_reservation_back(kern
         "backend='fake', size='14GiB'); rt.preload('qwen')\n"
     )
     other.process.stdin.flush()
-    other.process.wait(20)
+    other.process.wait(PATIENCE)
     fakes(here, llama="20GiB")
-    with here.use("llama", timeout=20):
+    with here.use("llama", timeout=PATIENCE):
         assert claims(here) == {"sim:0": 20 * GIB}
 
 
@@ -212,7 +213,7 @@ def test_a_corrupt_ledger_is_set_aside_named_and_rebuilt_from_the_living(
     books = [path for path in tmp_path.rglob("book-*.db")]
     assert len(books) == 1
     books[0].write_bytes(b"\0" * books[0].stat().st_size)
-    here.evict("llama", timeout=20)
+    here.evict("llama", timeout=PATIENCE)
     assert claims(here) == {"sim:0": 14 * GIB, "host": 5 * GIB}, "nobody living lost a lease"
     assert any("damaged" in path.name for path in tmp_path.rglob("*")), "the damaged file is kept"
     assert other.tell("rt.evict('qwen')") == "done"
@@ -249,7 +250,7 @@ def test_the_command_line_sees_and_steers_what_kernels_hold(kernel, here, ledger
             [sys.executable, "-m", "gpu_runtime.cli", *words],
             text=True,
             capture_output=True,
-            timeout=60,
+            timeout=PATIENCE,
             env={**os.environ, "GPU_LEDGER": ledger, "GPU_DEVICES": DEVICES},
         )
 

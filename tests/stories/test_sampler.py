@@ -18,9 +18,10 @@ import pytest
 from gpu_runtime.devices.sampler_client import Sampling
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.units import GIB
-from tests.nvml_driver import PATIENCE, Host, until
+from tests.clock import PATIENCE, scaled, until
+from tests.nvml_driver import Host
 
-FROZEN_SECONDS = 2.0  # a call of a driver that hangs lasts longer
+FROZEN_SECONDS = scaled(2.0)  # a call of a driver that hangs lasts longer
 
 
 def test_two_kernels_share_one_helper_and_its_figures(host, driver):
@@ -83,14 +84,10 @@ def test_a_helper_ends_when_all_its_kernels_have(host):
     [helper] = host.helpers()
     kernel.end()
     other.end()
-    assert (
-        until(
-            lambda: (
-                not psutil.pid_exists(helper)
-                or psutil.Process(helper).status() == psutil.STATUS_ZOMBIE
-            )
+    until(
+        lambda: (
+            not psutil.pid_exists(helper) or psutil.Process(helper).status() == psutil.STATUS_ZOMBIE
         )
-        < 12
     )
 
 
@@ -127,7 +124,7 @@ def test_a_hanging_driver_freezes_no_kernel_and_grants_nothing(host, driver):
     until(lambda: len(host.helpers()) == 1)
     driver.set(all_hang=None)
     until(lambda: kernel.degraded == "")
-    assert kernel.evaluate("rt.preload('m', timeout=20).done") is True
+    assert kernel.evaluate(f"rt.preload('m', timeout={PATIENCE}).done") is True
 
 
 def test_a_stopped_helper_is_replaced(host):
@@ -160,7 +157,7 @@ def test_a_lost_card_is_named_and_not_granted_on(host, driver):
     until(lambda: "cuda:0 (Fake 80GB) does not answer: GPU is lost" in kernel.degraded)
     kernel.evaluate("rt.register('m', backend='fake', size='1GiB', devices=('cuda:0',)) and None")
     kernel.evaluate("rt.register('n', backend='fake', size='1GiB', devices=('cuda:1',)) and None")
-    assert kernel.evaluate("rt.preload('n', timeout=20).where") == "cuda:1"
+    assert kernel.evaluate(f"rt.preload('n', timeout={PATIENCE}).where") == "cuda:1"
     told = kernel.evaluate("rt.preload('m', timeout=0.2)")
     assert (
         told.startswith("Busy")
@@ -168,7 +165,7 @@ def test_a_lost_card_is_named_and_not_granted_on(host, driver):
     )
     driver.set(_0_error=None)
     until(lambda: kernel.degraded == "")
-    assert kernel.evaluate("rt.preload('m', timeout=20).where") == "cuda:0"
+    assert kernel.evaluate(f"rt.preload('m', timeout={PATIENCE}).where") == "cuda:0"
 
 
 def test_memory_that_the_driver_will_not_tell_is_waited_for_with_the_reason(host, driver):
@@ -180,7 +177,7 @@ def test_memory_that_the_driver_will_not_tell_is_waited_for_with_the_reason(host
     )
     assert kernel.evaluate("[v.stranger_bytes for v in rt.status().devices][0]") is None
     driver.set(_0_free=None)
-    assert kernel.evaluate("rt.preload('m', timeout=20).done") is True
+    assert kernel.evaluate(f"rt.preload('m', timeout={PATIENCE}).done") is True
 
 
 @pytest.mark.parametrize(
@@ -206,7 +203,7 @@ def test_a_driver_that_is_broken_is_told_and_one_that_is_missing_simulated(
         env=environment,
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=PATIENCE,
     )
     assert re.search(says, ran.stdout + ran.stderr)
 
@@ -228,7 +225,9 @@ def test_memory_of_strangers_is_measured_and_named(host, driver):
     ]
     assert kernel.evaluate("rt.status().strangers[0].command")
     assert kernel.evaluate("[v.stranger_bytes for v in rt.status().devices][0]") == 30 * GIB
-    assert kernel.evaluate("rt.preload('m', timeout=20).done") is True, "50 GiB are really there"
+    assert kernel.evaluate(f"rt.preload('m', timeout={PATIENCE}).done") is True, (
+        "50 GiB are really there"
+    )
     driver.set(_0_free=0, _0_processes=f"{kernel.process.pid}:{51 * GIB},{os.getpid()}:{20 * GIB}")
     until(lambda: kernel.evaluate("[v.residue_bytes for v in rt.status().devices][0]") == GIB)
     assert kernel.evaluate("[v.stranger_bytes for v in rt.status().devices][0]") == 29 * GIB
@@ -238,12 +237,12 @@ def test_memory_of_strangers_is_measured_and_named(host, driver):
 def test_what_a_killed_kernel_held_is_granted_when_the_driver_shows_it_free(host, driver):
     kernel, other = host.kernel(), host.kernel()
     kernel.evaluate("rt.register('m', backend='fake', size='60GiB') and None")
-    assert kernel.evaluate("rt.preload('m', timeout=20).done") is True
+    assert kernel.evaluate(f"rt.preload('m', timeout={PATIENCE}).done") is True
     held = {"_0_free": 20 * GIB, "_0_processes": f"{kernel.process.pid}:{60 * GIB}"}
     driver.set(**held)
     other.evaluate("rt.register('n', backend='fake', size='30GiB') and None")
     kernel.end()
-    other.send("rt.preload('n', timeout=20).done")
+    other.send(f"rt.preload('n', timeout={PATIENCE}).done")
     until(lambda: any(ghost.pid == kernel.process.pid for ghost in _book(host).ghosts))
     until(
         lambda: any(

@@ -22,6 +22,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.clock import scaled
+
 httpx = pytest.importorskip("httpx")
 openai = pytest.importorskip("openai")
 pytest.importorskip("llama_cpp")
@@ -215,7 +217,7 @@ class Load:
     def _http(self) -> httpx.AsyncClient:
         headers = {"Authorization": f"Bearer {TOKEN}"}
         limits = httpx.Limits(max_connections=None)
-        return httpx.AsyncClient(headers=headers, limits=limits, timeout=300)
+        return httpx.AsyncClient(headers=headers, limits=limits, timeout=scaled(300))
 
 
 @pytest.mark.soak

@@ -21,6 +21,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.clock import PATIENCE, scaled, until
+
 openai = pytest.importorskip("openai")
 pytest.importorskip("llama_cpp")
 
@@ -40,7 +42,7 @@ MODELS: dict[str, dict[str, str]] = {
 }
 CALLERS = 4
 ENGINES = ("llama_cpp/worker", "llama_cpp.server", "llama-server")
-FAR_FUTURE = 300.0  # seconds after which every call must have ended
+FAR_FUTURE = scaled(300.0)  # seconds after which every call must have ended
 # A process of another user. It guesses tokens, sends requests that do not end, announces bodies
 # that it does not send, and sends bytes that are no HTTP. When its input ends, it prints the number
 # of its requests.
@@ -81,7 +83,7 @@ def flooded(server: Served, sent: list[int]) -> Iterator[None]:
     flood = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
         yield
-        sent.append(int(flood.communicate("\n", timeout=60)[0]))
+        sent.append(int(flood.communicate("\n", timeout=PATIENCE)[0]))
     finally:
         flood.kill()
         flood.communicate()
@@ -241,16 +243,9 @@ def told(server: Served, path: str, method: str = "GET") -> object:
     return json.loads(answer.body)
 
 
-def until(holds: Callable[[], bool], seconds: float) -> None:
-    """Waits until `holds()` is true, or until `seconds` have passed."""
-    deadline = time.monotonic() + seconds
-    while not holds() and time.monotonic() < deadline:
-        time.sleep(0.05)
-
-
 def put_away(server: Served) -> None:
     """Evicts all models, and checks that they leave nothing."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + PATIENCE
     while told(server, "/memory/models"):
         told(server, "/memory/evict/llm", "POST")
         assert time.monotonic() < deadline, told(server, "/memory/models")
@@ -309,7 +304,7 @@ def under_fire(
     with flood(server):
         fire.run()
     put_away(server)
-    until(lambda: holdings(server)["files"] <= before["files"] + 4, 60)  # connections that ended
+    until(lambda: holdings(server)["files"] <= before["files"] + 4)  # connections that ended
     after = holdings(server)
     assert fire.unexpected == []
     assert fire.kills and fire.ended["answered"], (fire.kills, fire.ended)
@@ -368,5 +363,5 @@ def test_the_server_is_killed_and_its_engines_end_with_it(served):
     assert len(started) >= 2
     served.process.kill()
     served.process.wait()
-    _, alive = psutil.wait_procs(started, timeout=20)
+    _, alive = psutil.wait_procs(started, timeout=PATIENCE)
     assert alive == []

@@ -7,7 +7,7 @@ import signal
 import pytest
 
 from gpu_runtime import Runtime
-from tests.nvml_driver import until
+from tests.clock import until
 from tests.stories.test_processes import DEVICES, Kernel
 
 
@@ -24,7 +24,7 @@ def test_a_stopped_kernel_is_named_with_since_when_until_it_goes_on(tmp_path):
             with console.on_behalf_of("ann"):
                 assert not console.evict("qwen", wait=False).done
             assert console.status().unanswered == (), "too soon to say"
-            until(lambda: console.status().unanswered, 10.0)
+            until(lambda: console.status().unanswered)
             [one] = console.status().unanswered
             assert (one.owner.pid, one.ticket.verb, one.ticket.said_by) == (
                 kernel.process.pid,
@@ -33,8 +33,8 @@ def test_a_stopped_kernel_is_named_with_since_when_until_it_goes_on(tmp_path):
             )
             assert one.since == pytest.approx(asked_at, abs=1.0)
             kernel.signal(signal.SIGCONT)
-            until(lambda: not console.status().unanswered, 10.0)
-            until(lambda: console.leases()["device"].tolist() == ["host"], 10.0)
+            until(lambda: not console.status().unanswered)
+            until(lambda: console.leases()["device"].tolist() == ["host"])
     finally:
         kernel.signal(signal.SIGCONT)
         kernel.end()

@@ -24,6 +24,7 @@ import pytest
 from gpu_runtime import Runtime, StillInUse
 from gpu_runtime.units import GIB
 from tests import soak
+from tests.clock import PATIENCE, scaled
 from tests.redis_server import redis_server
 
 REPO = Path(__file__).resolve().parents[2]
@@ -47,7 +48,7 @@ def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
         "nested": lambda: nested(rt),
         "lease": lambda: leased(rt),
         "evict": lambda: rt.evict(dice.choice(list(HELD))),
-        "preload": lambda: rt.preload(dice.choice(list(HELD)), timeout=5),
+        "preload": lambda: rt.preload(dice.choice(list(HELD)), timeout=PATIENCE),
         "pin": lambda: (rt.pin("small"), rt.unpin("small")),
         "status": rt.status,
     }
@@ -86,18 +87,18 @@ def storm(url: str, wanted: int, seed: int) -> dict[str, int]:
 
 
 def used(rt: Runtime, name: str) -> None:
-    with rt.use(name, timeout=5) as model:
+    with rt.use(name, timeout=PATIENCE) as model:
         held = {share.device: share.bytes for share in model.place[0]}
         assert held == {"sim:0": HELD[name] * GIB}, f"{name} is used where it is not: {held}"
 
 
 def nested(rt: Runtime) -> None:
-    with rt.use("here", timeout=5), rt.use("small", timeout=5):
+    with rt.use("here", timeout=PATIENCE), rt.use("small", timeout=PATIENCE):
         pass
 
 
 def leased(rt: Runtime) -> None:
-    with rt.lease("5GiB", purpose="work", timeout=5):
+    with rt.lease("5GiB", purpose="work", timeout=PATIENCE):
         pass
 
 
@@ -107,7 +108,7 @@ def look_for_leaks(rt: Runtime) -> None:
     Nothing may be pinned, leased or requested. The book must show the real place of each model.
     """
     keeper = rt._session
-    until = time.monotonic() + 20
+    until = time.monotonic() + PATIENCE
     while why := leaks(rt):
         assert time.monotonic() < until, why
         keeper.ledger.ring([keeper.me])
@@ -157,7 +158,7 @@ def in_a_process_of_its_own(url: str, interrupts: int, seed: int) -> dict[str, i
         env=os.environ | {"PYTHONPATH": str(REPO)},
         capture_output=True,
         text=True,
-        timeout=60 + interrupts / 5,
+        timeout=scaled(60 + interrupts / 5),
     )
     assert ran.returncode == 0, ran.stderr[-6000:]
     print(ran.stdout)

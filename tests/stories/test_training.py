@@ -21,6 +21,7 @@ import pytest
 from jupyter_client.manager import start_new_kernel
 
 from gpu_runtime import GpuError, Runtime
+from tests.clock import PATIENCE, scaled
 
 ROOT = Path(__file__).parents[2]
 DEVICES = "sim:2GiB,host:4GiB"
@@ -98,7 +99,7 @@ class Evictor:
 
     def __exit__(self, *_: object) -> None:
         self.ended.set()
-        self.thread.join(20)
+        self.thread.join(PATIENCE)
 
 
 @pytest.fixture
@@ -125,16 +126,16 @@ def test_a_script_trains_on_while_another_process_evicts_its_model(here, ledger)
     try:
         assert script.stdout.readline().strip() == "ready"
         with Evictor(here) as evictor:
-            evictor.enough.wait(100)
+            evictor.enough.wait(scaled(100))
             script.stdin.write("end\n")
             script.stdin.flush()
             said = script.stdout.readline()
-        assert script.wait(20) == 0 and evictor.evictions >= EVICTIONS
+        assert script.wait(PATIENCE) == 0 and evictor.evictions >= EVICTIONS
         losses, weights = json.loads(said)
         assert [losses, weights] == undisturbed(len(losses))
     finally:
         script.kill()
-        script.wait(20)
+        script.wait(PATIENCE)
 
 
 def test_a_notebook_trains_on_while_another_process_evicts_its_model(here, ledger, tmp_path):
@@ -152,7 +153,9 @@ def test_a_notebook_trains_on_while_another_process_evicts_its_model(here, ledge
         so they are not used.
         """
         request = client.execute(code)
-        while (reply := client.get_shell_msg(timeout=60))["parent_header"]["msg_id"] != request:
+        while (reply := client.get_shell_msg(timeout=PATIENCE))["parent_header"][
+            "msg_id"
+        ] != request:
             pass
         assert reply["content"]["status"] == "ok", reply["content"]
 
@@ -166,7 +169,7 @@ def test_a_notebook_trains_on_while_another_process_evicts_its_model(here, ledge
                 run("for _ in range(8): step()")
                 run("x = torch.randn(64, 256, generator=data); opt.zero_grad()")
                 run("loss = (m(x) - x).square().mean()")
-                before, until = evictor.evictions, time.monotonic() + 1.5
+                before, until = evictor.evictions, time.monotonic() + scaled(1.5)
                 while evictor.evictions == before and time.monotonic() < until:
                     time.sleep(0.01)  # between two cells the kernel is idle
                 run("loss.backward()")

@@ -9,7 +9,7 @@ import pytest
 from gpu_runtime import Runtime, samples
 from gpu_runtime.verb_arguments import MAGIC
 from gpu_runtime.verbs import verbs
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, until
 from tests.stories.test_parking import DEVICES, Notebook, held_bytes
 
 pytestmark = pytest.mark.processes
@@ -80,6 +80,6 @@ def test_no_verb_and_no_background_duty_changes_anything_of_the_user_s(models, t
 
 def parked(other: Runtime, notebook: Notebook, number: int) -> None:
     """Waits until the memory of `notebook` is in RAM, because `other` needs the card."""
-    until(lambda: held_bytes(other, notebook) > 0, 60)
-    with other.lease("40MiB", purpose=f"lease {number}", timeout=60):
+    until(lambda: held_bytes(other, notebook) > 0)
+    with other.lease("40MiB", purpose=f"lease {number}", timeout=PATIENCE):
         pass

@@ -10,7 +10,9 @@ from contextlib import contextmanager
 
 import pytest
 
-from ..browser.chromium import serious
+from tests.clock import until
+
+from ..browser.chromium import SHOWN_MS, serious
 from ..faces import pasts
 from ..faces.served import OPERATORS, free_port, serving
 
@@ -128,8 +130,9 @@ def opened(browser, url, **context):
             else None
         ),
     )
+    page.set_default_timeout(SHOWN_MS)
     page.goto(url)
-    page.get_by_text("as of").wait_for(timeout=60_000)
+    page.get_by_text("as of").wait_for()
     return page, complaints
 
 
@@ -145,7 +148,7 @@ SHOWN = {
 @pytest.mark.parametrize("tab", SHOWN)
 def test_each_view_is_drawn_in_both_themes(pages, tab):
     with pages.at(tab) as page:
-        page.get_by_text(SHOWN[tab]).first.wait_for(timeout=30_000)
+        page.get_by_text(SHOWN[tab]).first.wait_for()
         background = "() => getComputedStyle(document.body).backgroundColor"
         light = page.evaluate(background)
         page.get_by_label("Toggle theme").click()
@@ -160,7 +163,7 @@ PHONE = {"viewport": {"width": 390, "height": 844}, "has_touch": True, "is_mobil
 def test_the_figures_of_serving_fit_and_are_accessible(pages, context):
     """The other tabs are checked on the page of a real server, in tests/browser/test_served.py."""
     with pages.at("Serving", **context) as page:
-        page.get_by_text(SHOWN["Serving"]).wait_for(timeout=30_000)
+        page.get_by_text(SHOWN["Serving"]).wait_for()
         assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
         assert serious(page) == []
 
@@ -169,19 +172,19 @@ def test_the_menu_of_a_lease_shows_its_process_and_returns_the_focus(pages):
     """A part of a bar is a button with a name. Escape closes its menu and returns the focus."""
     with pages.at("Now") as page:
         part = page.get_by_role("button", name="qwen · train.ipynb, 14.0 GiB")
-        part.click(timeout=30_000)
+        part.click()
         menu = page.get_by_role("dialog", name="qwen · train.ipynb")
         menu.get_by_text("held by train.ipynb (pid 4000), ann").wait_for()
         assert menu.get_by_role("button", name="Evict").is_disabled()
         page.keyboard.press("Escape")
         menu.wait_for(state="detached")
-        assert part.evaluate("(node) => node.getRootNode().activeElement === node")
+        until(lambda: part.evaluate("(node) => node.getRootNode().activeElement === node"))
 
 
 def test_eight_cards_fit_on_a_laptop(pages):
     """Rows have 44 pixels. The bars of the two devices here begin and end at the same place."""
     with pages.at("Now") as page:
-        page.get_by_text("18.0 of 21.6 GiB leased").wait_for(timeout=30_000)
+        page.get_by_text("18.0 of 21.6 GiB leased").wait_for()
         boxes = [row.bounding_box() for row in page.get_by_role("listitem").all()]
         assert [box["height"] for box in boxes] == [44, 44]
         bars = [row.bounding_box() for row in page.get_by_role("group").all()]
@@ -193,15 +196,15 @@ def test_times_are_shown_in_the_viewers_time_zone(pages):
     Kolkata.
     """
     with pages.at("Timeline", timezone_id="Asia/Kolkata", locale="en-GB") as page:
-        page.get_by_text("17:32:08").first.wait_for(timeout=30_000)
+        page.get_by_text("17:32:08").first.wait_for()
 
 
 def test_the_events_of_the_range_can_be_saved(pages):
     day = pasts.day(busy=1.5)
     with pages.at("Timeline") as page:
-        page.get_by_role("button", name="24 h").click(timeout=30_000)
+        page.get_by_role("button", name="24 h").click()
         page.get_by_text("bge · ").first.wait_for()
-        with page.expect_download(timeout=30_000) as saved:
+        with page.expect_download() as saved:
             page.get_by_text("Save as CSV").click()
         lines = saved.value.path().read_text().splitlines()
     own = 4  # events of the snapshot, which the journal here does not have
@@ -210,9 +213,9 @@ def test_the_events_of_the_range_can_be_saved(pages):
 
 def test_a_plan_is_shown_and_drawn(pages):
     with pages.at("What if") as page:
-        page.get_by_label("or a size, such as 14 GiB").fill("12 GiB", timeout=30_000)
+        page.get_by_label("or a size, such as 14 GiB").fill("12 GiB")
         page.keyboard.press("Enter")
-        page.get_by_text("gemma fits once 1 other is evicted").wait_for(timeout=30_000)
+        page.get_by_text("gemma fits once 1 other is evicted").wait_for()
         page.get_by_text("Would be evicted").wait_for()
         page.get_by_text("sim:0 after").wait_for()
         page.get_by_label("or a size, such as 14 GiB").fill("14 Gob")

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from jupyter_client.manager import start_new_kernel
 
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, until
 
 from .test_parking import Notebook
 
@@ -40,7 +40,7 @@ def cell(tmp_path):
             content = message["content"]
             shown.append(content.get("text") or content.get("data", {}).get("text/plain", ""))
 
-        client.execute_interactive(code, output_hook=hook, timeout=60)
+        client.execute_interactive(code, output_hook=hook, timeout=PATIENCE)
         return "".join(shown)
 
     try:
@@ -96,7 +96,7 @@ def test_another_notebooks_variables_are_listed_while_it_is_idle_or_parked(tmp_p
     train, other = Notebook("train.ipynb", url), Notebook("other.ipynb", url)
     try:
         train.run("import torch\nweights = torch.ones(8 * 2**18)")
-        until(lambda: "weights" in other.run("%gpu who train.ipynb"), 20)
+        until(lambda: "weights" in other.run("%gpu who train.ipynb"))
         pid = train.manager.provisioner.pid
         assert "weights" in other.run(f"%gpu who {pid}")
         assert "In [" in other.run("%gpu who train.ipynb"), "with the cell that made it"
