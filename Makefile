@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run lint check check-models check-rest test test-busy soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks
+.PHONY: help run llama lint check check-models check-rest test test-busy soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -19,11 +19,16 @@ CONSTRAINTS_cpu := -c constraints-cpu.txt
 LLAMA_cpu := -DGGML_NATIVE=OFF -DLLAVA_BUILD=OFF
 LLAMA_cuda := $(LLAMA_cpu) $(if $(shell command -v nvcc),-DGGML_CUDA=on)
 LLAMA := $(shell grep -o 'llama-cpp-python\[server\][^"]*' pyproject.toml)
-WITHOUT_LLAMA := torch,notebook,console,redis,serve,diffusion,fleet,test,docs
+# What the runbooks need, but llama.cpp: JupyterLab opens before that is built.
+RUNBOOKS := torch,notebook,console,redis,serve,fleet,runbooks
 JOBS ?= 2
 # Compiled modules are kept: without them each worker and each kernel compiles 400 files anew.
 unexport PYTHONDONTWRITEBYTECODE
 STAMP := $(VENV)/.installed-$(FLAVOUR)
+RUNBOOKS_STAMP := $(VENV)/.runbooks-$(FLAVOUR)
+LLAMA_WHEEL := $(VENV)/wheels/.built-$(FLAVOUR)
+# An environment of the other flavour is made anew: pip takes an installed CPU build of torch for good enough.
+OTHER_FLAVOUR := $(filter-out %-$(FLAVOUR),$(wildcard $(VENV)/.installed-* $(VENV)/.runbooks-*))
 # Without these plugins a process starts two seconds earlier.
 LEAN := -p no:nbval -p no:schemathesis -p no:xdist
 CHECK := -m "not processes and not thorough and not soak" --hypothesis-profile=quick
@@ -49,6 +54,7 @@ endef
 
 help:
 	@echo "make run     JupyterLab on the runbooks, at 127.0.0.1:$(PORT)"
+	@echo "make llama   builds llama.cpp, for GGUF models: some minutes, once"
 	@echo "make lint    ruff (rules and format) and mypy"
 	@echo "make check   lint, and the tests without real processes, browsers and notebooks: about a minute"
 	@echo "make test    lint, and every test, doctest and notebook"
@@ -62,11 +68,16 @@ help:
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
-run: $(STAMP)
+run: $(RUNBOOKS_STAMP)
 	@echo "JupyterLab on the runbooks; the URL to open follows. Stop it with Ctrl-C."
 	@# With this environment first on the PATH, `gpu` works in JupyterLab's terminals too.
 	@export PATH="$(abspath $(BIN)):$$PATH"; exec jupyter lab --ip=127.0.0.1 --port=$(PORT) --ServerApp.root_dir=. --LabApp.default_url=/lab/tree/notebooks/00_start_here.ipynb \
 		$$([ "$$(id -u)" = 0 ] && echo --allow-root) $$([ -n "$${DISPLAY:-}$${WAYLAND_DISPLAY:-}" ] || echo --no-browser)
+
+# Also the runbooks of GGUF models call it, for the environment of their kernel: VENV is then another one.
+llama: $(LLAMA_WHEEL)
+	@[ -s $< ] || { echo "llama.cpp is built with a C++ compiler, and none is here. Install g++:  apt install g++"; rm $<; exit 1; }
+	@$(BIN)/python -m pip install -q --find-links $(VENV)/wheels $(CONSTRAINTS_$(FLAVOUR)) '$(LLAMA)'
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -85,7 +96,7 @@ check-rest: $(STAMP)
 
 # One run for all. Five workers on two cores: the tests with processes wait for half of their time.
 test:
-	@$(MAKE) --no-print-directory -j2 $(STAMP) packages
+	@$(MAKE) --no-print-directory -j3 $(STAMP) packages
 	@$(MAKE) --no-print-directory lint
 	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 5 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
 
@@ -159,27 +170,35 @@ clean:
 	rm -rf $(VENV) $(GPU_VENV) .venv-vllm .venv-frameworks build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
-# Another flavour's environment is made anew: pip takes an installed CPU build of torch for good enough.
-$(STAMP): pyproject.toml constraints-cpu.txt
-	@if ls $(VENV)/.installed-* >/dev/null 2>&1 && [ ! -e $@ ]; then \
-		echo "The NVIDIA driver has come or gone since $(VENV) was made: making it anew."; rm -rf $(VENV); fi
-	@[ -x $(BIN)/python ] || $(MAKE) --no-print-directory $(BIN)/python
-	@echo "Installing into $(VENV), with torch for $(FLAVOUR): about a minute where packages are near, 2 GB of disk."
-	@echo "The first time llama.cpp is built as well: some minutes more. It takes a C++ compiler."
-	$(if $(TORCH_INDEX),$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) --extra-index-url $(TORCH_INDEX) torch)
-	@$(call install,c++,g++)
-	@export CMAKE_ARGS='$(LLAMA_$(FLAVOUR))' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS); \
-	pip="$(BIN)/python -m pip"; wheels=$(VENV)/wheels; extras='$(WITHOUT_LLAMA)'; \
-	if command -v c++ >/dev/null; then extras=all,test,docs; \
-		$$pip wheel -q --no-deps -w $$wheels '$(LLAMA)' & \
-	else echo "No C++ compiler: llama.cpp is left out. For GGUF models: install g++, then  make clean run"; fi; \
-	$$pip install -q $(CONSTRAINTS_$(FLAVOUR)) -e ".[$(WITHOUT_LLAMA)]"; \
-	wait; $$pip install -q --find-links $$wheels $(CONSTRAINTS_$(FLAVOUR)) -e ".[$$extras]"
+# Everything: what the runbooks need, what the tests and the documentation need, and llama.cpp.
+$(STAMP): $(RUNBOOKS_STAMP) $(LLAMA_WHEEL)
+	@echo "Installing into $(VENV) what tests and documentation need."
+	@extras=$$([ -s $(LLAMA_WHEEL) ] && echo all,test,docs || echo $(RUNBOOKS),diffusion,test,docs); \
+	$(BIN)/python -m pip install -q --find-links $(VENV)/wheels $(CONSTRAINTS_$(FLAVOUR)) -e ".[$$extras]"
 	@touch $@
+
+$(RUNBOOKS_STAMP): pyproject.toml constraints-cpu.txt | $(BIN)/python
+	@echo "Installing into $(VENV) what the runbooks need, with torch for $(FLAVOUR): about a minute where packages are near, 2 GB of disk."
+	$(if $(TORCH_INDEX),$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) --extra-index-url $(TORCH_INDEX) torch)
+	@$(BIN)/python -m pip install -q $(CONSTRAINTS_$(FLAVOUR)) -e ".[$(RUNBOOKS)]"
+	@touch $@
+
+# The stamp is empty where there is no compiler. Of the build's lines those with a count are shown: [12/216] ...
+$(LLAMA_WHEEL): | $(BIN)/python
+	@$(call install,c++,g++)
+	@mkdir -p $(@D); if command -v c++ >/dev/null; then \
+		echo "Building llama.cpp for GGUF models: some minutes, once. pip keeps what was built."; \
+		CMAKE_ARGS='$(LLAMA_$(FLAVOUR))' CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+			$(BIN)/python -m pip wheel -v --no-deps -w $(@D) '$(LLAMA)' >$@.log 2>&1 & build=$$!; \
+		tail -n +1 -f --pid=$$build $@.log | grep --line-buffered -o '\[[0-9]*0/[0-9]*\].*' || true; \
+		wait $$build || { tail -30 $@.log; exit 1; }; \
+		echo built >$@; \
+	else echo "No C++ compiler: llama.cpp is left out. For GGUF models: install g++, then  make llama"; : >$@; fi
 
 # The newest Python from 3.11 to 3.13 that can make environments, else any python3 that is new enough.
 # On Debian that takes python3-venv, which is installed here where that is allowed.
-$(BIN)/python:
+$(BIN)/python: $(OTHER_FLAVOUR:%=FORCE)
+	@$(if $(OTHER_FLAVOUR),echo "The NVIDIA driver has come or gone since $(VENV) was made: making it anew."; rm -rf $(VENV))
 	@suitable() { "$$1" -c "import sys$$2; sys.exit(sys.version_info < (3, 11))" >/dev/null 2>&1; }; \
 	find_python() { for python in python3.13 python3.12 python3.11 python3; do \
 		if suitable $$python "$$1"; then echo $$python; return; fi; done; }; \
@@ -199,3 +218,5 @@ $(BIN)/python:
 	fi; \
 	echo "Making $(VENV) with $$($$python --version)."; \
 	$$python -m venv $(VENV)
+
+FORCE:
