@@ -50,7 +50,7 @@ def scaled(seconds: float) -> float:
 
 
 # An event that must happen takes a few seconds at most, beside five workers on 2 cores.
-PATIENCE = scaled(60.0)
+PATIENCE = round(scaled(60))
 
 
 def until(condition: Callable[[], Any], what: str = "the condition did not become true") -> Any:

@@ -177,7 +177,7 @@ def _killing_at_random(rt: Runtime, names: list[str], kills: int, seed: int) -> 
                 os.kill(chance.choice(pids), signal.SIGKILL)
             except ProcessLookupError:
                 pass
-        until(lambda before=before: went["answered"] > before, 60)
+        until(lambda before=before: went["answered"] > before)
     ended.set()
     for user in users:
         user.join(PATIENCE)
