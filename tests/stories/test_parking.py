@@ -236,7 +236,7 @@ def test_what_could_run_meanwhile_keeps_the_notebook_and_is_named(two, rt):
         one.run(end)
     for idle in IDLE:
         one.run(idle)
-    until(lambda: answer("") and places(rt)["one.ipynb"] == {HOST}, 15)
+    until(lambda: answer("") and places(rt)["one.ipynb"] == {HOST})
     assert "x is whole" in one.run("if bool((x == 1).all()): print('x is whole')")
     one.run("todo.put(1); todo.put(1); consumer.join(); pool.shutdown(); bar.close()")
 
