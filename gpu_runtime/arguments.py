@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from .errors import BadSetting, GpuError
 from .facts import LeaseId, parse_importance
 from .safe_text import LONGEST_NAME, MOST_QUOTED, printable
+from .torch_modes import outside_modes
 from .units import parse_room, parse_seconds
 
 P = ParamSpec("P")
@@ -411,12 +412,15 @@ def _rule(method: str, parameter: str) -> Rule:
 def checked(method: Callable[P, T]) -> Callable[P, T]:
     """Wraps `method`, so that it gets only arguments that the table allows.
 
+    `method` runs outside the user's modes of torch; see `outside_modes`.
+
     If `method` has `**options`, keywords that its signature does not name are passed on unchanged.
     If `method` has no `**options`, such keywords raise BadSetting, which names the nearest keyword.
     """
     rules = rules_of(method)
     takes_more = bool(method.__code__.co_flags & inspect.CO_VARKEYWORDS)
     by_position = tuple(rules.items())
+    run = outside_modes(method)
 
     @functools.wraps(method)
     def call(self: Any, *args: Any, **given: Any) -> T:
@@ -430,7 +434,7 @@ def checked(method: Callable[P, T]) -> Callable[P, T]:
                 given[name] = read(name, value, rule)
             elif not takes_more:
                 raise unknown_option(name, value, rules, f"{method.__name__}()")
-        return method(self, *args, **given)  # type: ignore[call-arg]
+        return run(self, *args, **given)  # type: ignore[call-arg]
 
     call.rules = rules  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]

@@ -30,6 +30,7 @@ from ..facts import (
     parse_importance,
 )
 from ..scheduler import duplex, explain
+from ..torch_modes import outside_modes
 from ..units import parse_seconds
 from . import (
     demand,
@@ -92,6 +93,7 @@ class Use(Held):
         for base in self._resident.bases() if self._resident.shares_storages else ():
             base.pins.discard(anchor)
 
+    @outside_modes
     def _finish(self, error: BaseException | None) -> None:
         if error is not None:
             failures.finish_block(self._session, error, self._resident)
@@ -120,6 +122,7 @@ def call(session: Session, resident: Resident, restore: bool) -> Held:
     return ModelCall(session, resident)
 
 
+@outside_modes
 def obtain(
     session: Session,
     resident: Resident,

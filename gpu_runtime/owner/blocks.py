@@ -16,6 +16,7 @@ from msgspec.structs import replace
 from ..devices.torch_allocators import Peak, counts_bytes
 from ..facts import NORMAL, Device, Footprint, Lease, Phase, PlacementRules, parse_importance
 from ..safe_text import LONGEST_NAME, printable
+from ..torch_modes import outside_modes
 from ..units import parse_room, parse_seconds, show_bytes
 from . import acquire, failures, interrupts
 from .pins import AnchorRef, Held
@@ -127,6 +128,7 @@ class _Block(Held):
         size = self._wanted[0]
         return f"rt.lease({(show_bytes(size) if size else None)!r})", "block"
 
+    @outside_modes
     def _start(self, anchor: AnchorRef) -> LeasedBlock:
         session = self._session
         session.start_monitor()
@@ -137,6 +139,7 @@ class _Block(Held):
         self._running.append(LeasedBlock(lease, device, session.probe.place(id).torch))
         return self._running[0]
 
+    @outside_modes
     def _finish(self, error: BaseException | None) -> None:
         for block in self._running:
             block.end()
@@ -159,10 +162,12 @@ class RoomForProcess(Held):
         self._session, self._name = session, f"return of pid {pid}#{session.blocks.new_number()}"
         self._wanted = (size, NORMAL, None, (device,), seconds)
 
+    @outside_modes
     def _start(self, anchor: AnchorRef) -> Lease:
         self._session.start_monitor()
         return _lease_block(self._session, self._name, anchor, *self._wanted)
 
+    @outside_modes
     def _finish(self, error: BaseException | None) -> None:
         _end_block(self._session, self._name)
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import functools
+import os
+from types import FunctionType
+from typing import Any
+
 import pytest
 
 from gpu_runtime.devices.probe import open_probe
@@ -26,3 +31,48 @@ def tiny_gguf(tmp_path_factory):
 def probe():
     """A probe with two simulated cards and a simulated host of 64 MiB each."""
     return open_probe("sim:2x64MiB,host:64MiB")
+
+
+@pytest.fixture(autouse=True)
+def users_mode(monkeypatch):
+    """Opens a mode of torch around each call of a backend: the one named in BACKENDS_IN_MODE.
+
+    test_user_modes.py runs the tests of this directory once in each mode.
+    """
+    name = os.environ.get("BACKENDS_IN_MODE")
+    if name is None:
+        return
+    import torch
+
+    from gpu_runtime.backends.pytorch.kernel_memory import KernelBackend
+    from gpu_runtime.backends.pytorch.torch_backend import TorchBackend
+    from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
+    from tests.user_modes import MODES
+
+    def as_written(factory: Any) -> Any:
+        """The `factory` with the dtype for which the test was written. A factory is user's code."""
+
+        @functools.wraps(factory)
+        def call(*args: Any, **named: Any) -> Any:
+            usual = torch.get_default_dtype()
+            torch.set_default_dtype(torch.float32)
+            try:
+                return factory(*args, **named)
+            finally:
+                torch.set_default_dtype(usual)
+
+        return call
+
+    def in_mode(method: Any) -> Any:
+        @functools.wraps(method)
+        def call(*args: Any, **named: Any) -> Any:
+            given = [as_written(one) if isinstance(one, FunctionType) else one for one in args]
+            with MODES[name]():
+                return method(*given, **named)
+
+        return call
+
+    for kind in (KernelBackend, TorchBackend, TransformersBackend):
+        for method, value in list(vars(kind).items()):
+            if isinstance(value, FunctionType) and not method.startswith("_"):
+                monkeypatch.setattr(kind, method, in_mode(value))

@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 GROUND = (
     "safe_text errors fault_texts units facts arguments options settings forks threads attribution"
     " presets kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
-    " notebook cell_keys user_frames error_pages engine_logs access_keys version"
+    " notebook cell_keys user_frames error_pages engine_logs access_keys version torch_modes"
 )
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
@@ -39,7 +39,8 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "access_keys": "safe_text errors facts private_paths",
     "units": "errors",
     "facts": "safe_text errors units",
-    "arguments": "safe_text errors units facts",
+    "torch_modes": "",
+    "arguments": "safe_text errors units facts torch_modes",
     "options": "safe_text errors arguments",
     "kernel_activity": "facts",
     "presets": "safe_text errors",

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import _disable_current_modes
 
+from ...torch_modes import outside_modes
 from .memory_owner import cpp_keeps_python, hidden_references
 from .search import Found, gradient, graph, plain_tensors, saved_by, saved_in, tracked
 from .time_limit import Limit
@@ -57,18 +57,19 @@ class Graphs:
     that refer to it. This object keeps the nodes alive.
     """
 
+    @outside_modes
     def __init__(self, limit: Limit) -> None:
-        with torch._C.DisableTorchFunction(), _disable_current_modes():
-            tensors = tracked(limit).tensors
-            roots = [node for tensor in tensors for node in graph(tensor)]
-            nodes: set[Any] = set()
-            for _ in saved_in(roots, nodes, limit):
-                pass
-            self.holders: Counter[Any] = Counter(roots)
-            for node in nodes:
-                self.holders.update(below for below, _ in node.next_functions if below is not None)
+        tensors = tracked(limit).tensors
+        roots = [node for tensor in tensors for node in graph(tensor)]
+        nodes: set[Any] = set()
+        for _ in saved_in(roots, nodes, limit):
+            pass
+        self.holders: Counter[Any] = Counter(roots)
+        for node in nodes:
+            self.holders.update(below for below, _ in node.next_functions if below is not None)
 
 
+@outside_modes
 def reached(
     held: list[Any], graphs: Graphs, *, shared: Collection[int] = (), limit: Limit | None = None
 ) -> Reach:
@@ -79,16 +80,16 @@ def reached(
     counted. `shared` are the ids of containers whose content is not followed, such as the
     notebook's namespace. The search ends early at `limit`.
     """
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        walk = _Walk(graphs, frozenset(shared), limit or Limit())
-        walk.follow(held)
-        direct = walk.storages()
-        walk.follow(walk.later)
-        every = walk.storages()
-        alone = walk.freed() & every if walk.whole else set()
+    walk = _Walk(graphs, frozenset(shared), limit or Limit())
+    walk.follow(held)
+    direct = walk.storages()
+    walk.follow(walk.later)
+    every = walk.storages()
+    alone = walk.freed() & every if walk.whole else set()
     return Reach(frozenset(direct), frozenset(every - direct), frozenset(alone), walk.whole)
 
 
+@outside_modes
 def storages_of(handle: Any) -> frozenset[int]:
     """The keys of the storages of the model with this `handle`; empty if it is no torch model."""
     if not isinstance(handle, TorchModel):
@@ -312,6 +313,7 @@ def _references_to_node() -> int:
 # -- what no name reaches --------------------------------------------------------------------------
 
 
+@outside_modes
 def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
     """The name of the module, class or cache that refers to a `storage` which no variable reaches.
 

@@ -31,6 +31,7 @@ from ...devices.probe import Probe
 from ...devices.process_memory import Block, Memory
 from ...errors import CannotGovern
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares, Staying
+from ...torch_modes import all_outside_modes
 from ..base import Backend, NotStill, Progress, Stillness
 from . import storages as st
 from . import streams, swap
@@ -107,6 +108,7 @@ class KernelMemory:
         return sum(one.storage.nbytes() for one in self.away)
 
 
+@all_outside_modes
 class KernelBackend(Backend):
     """Counts, offloads and restores the memory of a notebook's own code."""
 

@@ -16,10 +16,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import _disable_current_modes
 
 from ...devices.process_memory import Memory
 from ...facts import HOST
+from ...torch_modes import outside_modes
 from ...tracked_objects import instances
 from ...units import MIB
 from .memory_owner import (
@@ -93,6 +93,7 @@ class Search(NamedTuple):
 # -- the search ------------------------------------------------------------------------------------
 
 
+@outside_modes
 def search(
     place: Place,
     *,
@@ -113,12 +114,11 @@ def search(
     An object that `gc.freeze()` hid is found only if it can be reached from a Python module.
     """
     limit = limit or Limit()
-    with torch._C.DisableTorchFunction(), _disable_current_modes():
-        seen = tracked(limit)
-        nodes: set[Any] = set()
-        everything = list(_with_hidden(seen.tensors, nodes, limit))
-        entries, opaque, small = _storages(everything, seen.bare, place, governed, limit)
-        found = _judged(entries, small, known)
+    seen = tracked(limit)
+    nodes: set[Any] = set()
+    everything = list(_with_hidden(seen.tensors, nodes, limit))
+    entries, opaque, small = _storages(everything, seen.bare, place, governed, limit)
+    found = _judged(entries, small, known)
     return Search(
         tuple(found),
         tuple(opaque),

@@ -25,6 +25,7 @@ from ...devices.probe import Probe
 from ...devices.process_memory import Memory
 from ...errors import CannotGovern, LoadFailed
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
+from ...torch_modes import all_outside_modes, with_own_modes
 from ..base import Backend, Progress, is_out_of_memory
 from . import shadows, streams, swap, unsupported
 from . import storages as st
@@ -40,6 +41,7 @@ _models_of: weakref.WeakKeyDictionary[Probe, weakref.WeakSet[TorchModel]] = (
 )
 
 
+@all_outside_modes
 class TorchBackend(Backend):
     """Loads modules from factories, and adopts existing modules."""
 
@@ -64,7 +66,7 @@ class TorchBackend(Backend):
             size = st.nbytes(TorchModel(spec, origin).groups())
             return Evidence(size, "module", config=_config(origin))
         try:
-            with torch.device("meta"):
+            with with_own_modes(), torch.device("meta"):
                 module = origin()
             size = st.nbytes(st.grouped(st.slots(module)))
             return Evidence(size, "shapes", config=_config(module))
@@ -95,7 +97,8 @@ class TorchBackend(Backend):
             model = self.adopt(spec, origin)
             self._place(model, shares, progress)
             return model
-        module = origin()
+        with with_own_modes():
+            module = origin()
         if not isinstance(module, nn.Module):
             raise LoadFailed(
                 f"the factory of {spec.name} returned a {type(module).__name__}, not an nn.Module.",
@@ -215,7 +218,7 @@ class TorchBackend(Backend):
         module = model.module if model else origin
         if not isinstance(module, nn.Module):
             try:
-                with torch.device("meta"):
+                with with_own_modes(), torch.device("meta"):
                     module = origin()
             except Exception:  # the factory is the user's code; the load reports its error
                 return (1,)

@@ -16,6 +16,7 @@ from torch import nn
 from ...devices.process_memory import Block, Memory
 from ...errors import CannotGovern
 from ...facts import HOST, ModelSpec
+from ...torch_modes import all_outside_modes
 from ...units import MIB, show_bytes
 from . import storages as st
 from .device_hooks import Dispatch
@@ -26,6 +27,7 @@ from .swap import can_guard
 LEAST_BYTES_IN_PARTS = 256 * MIB
 
 
+@all_outside_modes
 class TorchModel:
     """A module and the places of its bytes. The PyTorch backends use it as their handle.
 

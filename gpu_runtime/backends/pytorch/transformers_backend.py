@@ -22,6 +22,7 @@ from ...devices.probe import Probe
 from ...errors import CannotGovern, GpuError, LoadFailed
 from ...facts import HOST, Evidence, ModelSpec, Shares
 from ...options import REFUSED_FOR_TRANSFORMERS, require_none
+from ...torch_modes import all_outside_modes
 from ..base import Progress
 from ..formats import safetensors, sources
 from ..formats.file_guard import untouched
@@ -52,6 +53,7 @@ class TransformersModel(TorchModel):
     proven = False
 
 
+@all_outside_modes
 class TransformersBackend(TorchBackend):
     """Loads models from the directories that Hugging Face's libraries write.
 

@@ -17,6 +17,7 @@ from ... import forks
 from ...errors import BadSetting, GpuError, LoadFailed
 from ...facts import ModelSpec
 from ...safe_text import printable
+from ...torch_modes import with_own_modes
 from ..base import is_out_of_memory
 from ..formats.safetensors import Checkpoint
 
@@ -104,6 +105,7 @@ def _serves(architecture: str, model_type: str) -> bool:
     return architecture.endswith(endings.get(model_type, ""))
 
 
+@with_own_modes()
 def built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
     """The module on the CPU, and whether all its weights came from the source. Raises LoadFailed.
 
@@ -178,6 +180,7 @@ def _listed(names: list[str]) -> str:
     return f"{shown} and {more} more" if more > 0 else shown
 
 
+@with_own_modes()
 def built_from(
     spec: ModelSpec, checkpoint: Checkpoint, weights: dict[str, torch.Tensor]
 ) -> nn.Module | None:
@@ -241,6 +244,7 @@ def _failed(spec: ModelSpec, directory: Path, error: Exception) -> LoadFailed:
     )
 
 
+@with_own_modes()
 def without_data(spec: ModelSpec, checkpoint: Checkpoint) -> nn.Module:
     """The module of `spec` with its tensors on the meta device. Raises LoadFailed."""
     try:
