@@ -6,6 +6,7 @@ import threading
 
 from ..attribution import attributed, speaking_for
 from ..facts import Book, Lease, LeaseId, Refuse, Verdict, Wait
+from ..ledgers.process_state import Sight
 from ..scheduler import asks
 from ..scheduler.asks import Ask
 from ..units import show_bytes
@@ -13,7 +14,9 @@ from . import presence
 from .resident import held_by
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
-MOST_RECHECKS = 4  # times that an owner is notified to publish its pins before "in use" is final
+# An owner that runs answers within this time whether a lease is in use. Without an answer, the pins
+# in the book count.
+OWNER_SECONDS = 10.0
 
 
 def request(
@@ -35,17 +38,13 @@ def request(
     key = session.new_key(f"{verb} {target}")
     ask = _ask(session, key, verb, target, places)
     settled = False
-    rechecks = 0
     begun: Wait | None = None  # what the owner last said about the request
     try:
         while True:
-            verdict = _ask_once(session, ask)
+            patience = OWNER_SECONDS if timeout is None else min(OWNER_SECONDS, timeout)
+            answers = wait and session.clock() - began < patience and _runs(session, target.owner)
+            verdict = _ask_once(session, ask, not answers)
             refusal = verdict.kind if isinstance(verdict, Refuse) else ""
-            if refusal == "in use" and rechecks < MOST_RECHECKS:
-                rechecks += 1  # pins may be a second old: notify the owner to publish them now
-                session.ledger.ring([target.owner])
-                session.ledger.wait(NEAR_SECONDS)
-                continue
             settled = not isinstance(verdict, Wait)
             if isinstance(verdict, Wait):
                 if wait and (because := _prevented_by_caller(session, target)):
@@ -55,7 +54,8 @@ def request(
                     begun = verdict
                 # An owner that has begun and says nothing now is about to answer.
                 verdict = presence.explained(session, begun or verdict)
-            if refusal and refusal != "failed":  # a failure was journaled by its owner
+            # A failure, and an answer that the lease is in use, were journaled by the owner.
+            if refusal and refusal != "failed" and not _is_answered(session, ask):
                 _journal_declined(session, ask, verdict.because)
             timed_out = deadline is not None and session.clock() >= deadline
             if not isinstance(verdict, Wait) or not wait or timed_out:
@@ -170,8 +170,18 @@ def pause(session: Session, verdict: Wait, deadline: float | None) -> None:
             return
 
 
-def _ask_once(session: Session, ask: Ask) -> Verdict:
-    return session.decide(lambda book, world: asks.ask(book, ask, world))
+def _ask_once(session: Session, ask: Ask, believes_book: bool = True) -> Verdict:
+    return session.decide(lambda book, world: asks.ask(book, ask, world, believes_book))
+
+
+def _runs(session: Session, owner: str) -> bool:
+    """Whether the process of this `owner` runs: it is neither stopped nor crashed."""
+    seen = session.ledger.sights(session.ledger.read(), {owner})
+    return seen.get(owner) not in (Sight.STOPPED, Sight.DUMPING, Sight.DEAD)
+
+
+def _is_answered(session: Session, ask: Ask) -> bool:
+    return any(event.answers == ask.key for event in session.ledger.read().events)
 
 
 def _ask(

@@ -71,8 +71,12 @@ class Ask(Value):
     said_by: str = ""  # the person for whom the process asks, as the process claims; may be empty
 
 
-def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
+def ask(book: Book, asked: Ask, world: World, believes_book: bool = True) -> tuple[Book, Verdict]:
     """Returns the book with the request `asked` on a ticket, and the state of the request.
+
+    A pin in the book may have ended already, because an owner publishes the end within a second or
+    more. If `believes_book` is false, an eviction of a lease that the book shows in use is a Wait,
+    and its owner answers whether the lease is in use now.
 
     The state is Grant (done), Wait (under way) or Refuse. The requester repeats the call with the
     same key until the state is Grant or Refuse. The returned book then has no ticket for the
@@ -87,6 +91,10 @@ def ask(book: Book, asked: Ask, world: World) -> tuple[Book, Verdict]:
         verdict = _answer_in_events(book, asked, section, name)
         if verdict is None:
             verdict = _known_result(book, asked, section, name, world)
+            lease = section.lease(name)
+            pinned = lease is not None and lease.pins > 0 and lease.kind != "block"
+            if asked.verb in ("evict", "move") and pinned and not believes_book:
+                verdict = None
         if verdict is not None:
             return book.without_ticket(asked.key), verdict
 
@@ -175,6 +183,8 @@ def _answer_in_events(book: Book, asked: Ask, section: Section, name: str) -> Ve
 
 
 def _verdict_of(event: Event, lease: Lease) -> Verdict:
+    if event.action == "declined":
+        return Refuse(event.because, kind="in use", holders=(lease.id,))
     if event.action == "failed":
         return Refuse(event.because, kind="failed")
     return Grant(lease, (), event.because, bytes=event.bytes)
@@ -213,7 +223,7 @@ def _known_result(
         return _result_of_pin(lease, title, keep=asked.verb == "pin")
     if asked.verb == "move" and {share.device for share in lease.shares} == set(asked.places):
         return Grant(lease, (), f"{title} is on {lease.where}")
-    refusal = _refusal_to_leave(book, lease, section.owner, world)
+    refusal = refusal_to_leave(book, lease, section.owner, world)
     if refusal and refusal.kind == "failed" and asked.verb == "move":
         return None  # the owner tries the move again at once, and answers
     return refusal
@@ -241,7 +251,7 @@ def _result_of_cancel(book: Book, asked: Ask, section: Section, name: str) -> Ve
     return Grant(Lease(section.owner.id, name), (), waits)
 
 
-def _refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Refuse | None:
+def refusal_to_leave(book: Book, lease: Lease, owner: Owner, world: World) -> Refuse | None:
     """Why the lease cannot be moved or evicted, even for a person; None if nothing prevents it."""
     why = reason_to_stay(lease, world, asker=owner.id, importance=PERSON)
     holding = f"{lease_title(lease, owner)} ({bytes_label(lease)})"

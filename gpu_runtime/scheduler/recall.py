@@ -31,7 +31,15 @@ from ..facts import (
     World,
 )
 from . import shadows
-from .asks import ASKS, DISK, PERSON, host_victims, process_of, wish
+from .asks import (
+    ASKS,
+    DISK,
+    PERSON,
+    host_victims,
+    process_of,
+    refusal_to_leave,
+    wish,
+)
 from .capacity import filled_to_size, room
 from .evictable import (
     copied_bytes,
@@ -103,7 +111,7 @@ def obey(
             if lease is not None and lease.owner == owner and lease.phase is Phase.SETTLED:
                 steps += _shed_for(book, lease, ticket, asker)
         for lease in _recalled(book, owner, ticket):
-            for step in _steps_for(
+            found = _steps_for(
                 book,
                 lease,
                 ticket,
@@ -111,7 +119,10 @@ def obey(
                 world,
                 asker,
                 rank,
-            ):
+            )
+            if ticket.verb == "evict" and not found and ticket.key not in answered:
+                book = _decline(book, lease, ticket, world, asker)
+            for step in found:
                 host_room -= copied_bytes(lease, step)
                 if not isinstance(step, Shed):
                     book = mark_leaving(book, step, key)
@@ -238,6 +249,15 @@ def _only_host_memory_is_needed(lease: Lease, ticket: Ticket) -> bool:
         return False
     cards = {share.device for share in ticket.need}
     return bool(cards) and not any(lease.bytes_on(card) for card in cards)
+
+
+def _decline(book: Book, lease: Lease, ticket: Ticket, world: World, asker: Asker) -> Book:
+    """The book with the owner's answer that this lease is in use; the same book if it is not."""
+    refusal = refusal_to_leave(book, lease, book.sections[lease.owner].owner, world)
+    if refusal is None or not lease.pins or lease.kind == "block":
+        return book
+    _, by = _names_of_asker(book, ticket, asker)
+    return note(book, world, lease, "declined", "evict", refusal.because, by=by, answers=ticket.key)
 
 
 def _makes_way_for_a_return(book: Book, ticket: Ticket) -> bool:

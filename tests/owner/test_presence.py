@@ -7,10 +7,11 @@ wrote into the book.
 from __future__ import annotations
 
 import threading
+from typing import Any
 
 import pytest
 
-from gpu_runtime import Busy
+from gpu_runtime import Busy, StillInUse
 from gpu_runtime.facts import Lease, LeaseId, Owner, Presence, ProcessState, Section, Wait
 from gpu_runtime.ledgers.process_state import Sight
 from gpu_runtime.owner import requests
@@ -95,3 +96,29 @@ def test_an_owner_that_has_just_given_up_is_not_blamed(runtime, shared_book, clo
     with pytest.raises(Busy, match="not done within 30 s: a waits for room: llama is in use"):
         asker.preload(target, timeout=30)
     assert not said
+
+
+def test_a_use_that_has_just_ended_refuses_no_eviction(runtime, shared_book):
+    """The book shows the pin until its owner publishes the end, which took 4.1 s on a busy machine.
+    So the owner is asked, and the request waits for its answer.
+    """
+    a, asker = (runtime(ledger=shared_book, monitor=False) for _ in range(2))
+    fakes(a, m="1GiB")
+    with a.use("m"):
+        a.tick()
+    done: list[Any] = []
+    asking = threading.Thread(target=lambda: done.append(asker.evict(f"m@{a._session.me}")))
+    asking.start()
+    until(lambda: asker._session.ledger.read().tickets)
+    a.tick()
+    asking.join(60)
+    assert done and done[0].done and done[0].bytes == 1 << 30
+
+
+def test_a_lease_in_use_is_refused_by_its_owner_at_once(runtime, shared_book):
+    a, asker = (runtime(ledger=shared_book, monitor=name == "a") for name in "ab")
+    fakes(a, m="1GiB")
+    with a.use("m"), pytest.raises(StillInUse, match="m .* is in use by"):
+        asker.evict(f"m@{a._session.me}", timeout=None)
+    [declined] = [event for event in asker.why("m") if event.action == "declined"]
+    assert declined.answers

@@ -85,7 +85,29 @@ def test_a_model_in_use_is_not_evicted_and_the_refusal_names_its_user():
     )
     assert page.tickets == ()
     busy = two(lease("qwen", sim0=8, pins=1), tickets=[evicting()])
-    assert obeying(busy) == (busy, (), ()), "nor where the ask came before the use"
+    after, steps, orders = obeying(busy)
+    assert (steps, orders) == ((), ()), "nor where the ask came before the use"
+    assert [(event.action, event.answers) for event in after.events] == [
+        ("declined", busy.tickets[0].key)
+    ]
+    assert obeying(after)[0] == after, "an owner answers once"
+
+
+def test_whether_a_lease_is_in_use_is_asked_of_its_owner():
+    """The owner publishes the end of a use up to seconds later on a busy machine. In 0.2 `gpu park`
+    was refused half a second after the cell had ended: "in use for 745 ms".
+    """
+    used = two(lease("qwen", sim0=8, pins=1))
+    wish = asked("evict")
+    page, verdict = ask(used, wish, THERE, believes_book=False)
+    assert isinstance(verdict, Wait) and page.tickets
+    idle = page.with_lease(lease("qwen", sim0=8))
+    page, steps, _ = obeying(idle)
+    assert [step.lease for step in steps] == [at(1, "qwen")]
+    said, _, _ = obeying(ask(used, wish, THERE, believes_book=False)[0])
+    _, verdict = ask(said, wish, THERE, believes_book=False)
+    assert isinstance(verdict, Refuse) and verdict.kind == "in use"
+    assert verdict.because == "qwen (8.0 GiB on sim:0) is in use by pid 1"
 
 
 @pytest.mark.parametrize(
