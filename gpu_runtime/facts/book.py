@@ -99,9 +99,11 @@ class Event(Value):
     beside: tuple[str, ...] = ()
     notebook: str = ""  # the path of the owner's notebook, to name the owner after its end
     # If a lease left a device or host memory: the times of the lease's last uses
-    # (`facts.recent_uses`), and the digest of the model's source.
+    # (`facts.recent_uses`), the digest of the model's source, and what kind of model it was.
     uses: str = ""
     source: str = ""
+    model_type: str = ""
+    quantization: str = ""
 
     @property
     def title(self) -> str:

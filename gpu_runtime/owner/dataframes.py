@@ -165,7 +165,8 @@ def events(rows: Iterable[Event]) -> DataFrame:
     """A table of the events in `rows`. Its column `time` is time-zone aware, in UTC.
 
     Columns: EVENTS. The attribute `owners` has the labels of ended processes whose notebooks the
-    events name, by owner id.
+    events name, by owner id. The attribute `kinds` has the type and quantization of each model that
+    left a device or host memory, by name.
     """
     import pandas
 
@@ -178,6 +179,7 @@ def events(rows: Iterable[Event]) -> DataFrame:
     seconds = frame["time"].astype("float64")
     frame["time"] = pandas.to_datetime(seconds, unit="s", utc=True)
     frame.attrs["owners"] = {id: ended_label(id, name) for id, name in notebooks_in(rows).items()}
+    frame.attrs["kinds"] = {e.title: (e.model_type, e.quantization) for e in rows if e.model_type}
     return frame
 
 

@@ -96,6 +96,8 @@ def note(
         notebook=owner.notebook if owner else "",
         uses=lease.recent_uses if action in ENDED_A_STAY else "",
         source=lease.source,
+        model_type=lease.model_type if action in ENDED_A_STAY else "",
+        quantization=lease.quantization if action in ENDED_A_STAY else "",
     )
     book = replace(book, events=(*book.events[-MOST_EVENTS + 1 :], event), seq=event.seq)
     section = book.sections.get(lease.owner)

@@ -57,6 +57,14 @@ def test_memory_without_a_lease_counts_as_used():
     assert card["fill"] == "14.0 of 21.6 GiB, 10.0 GiB without a lease", "as in the status bar"
 
 
+@pytest.mark.parametrize(("held", "level"), [
+    (1, "LOW"), (16, "MODERATE"), (19, "HIGH"), (21, "CRITICAL"),
+])  # fmt: skip
+def test_each_card_has_its_level(held, level):
+    ram, card = sorted(shown(snapshot(lease("m", held)))["devices"], key=lambda one: one["id"])
+    assert (card["level"], ram["level"]) == (level, "")
+
+
 def test_what_cannot_be_parked_has_a_row_with_the_reason():
     world = snapshot(lease("qwen", 4))
     stays = (Staying("sim:0", "NumPy uses it", GIB),)

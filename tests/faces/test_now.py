@@ -65,10 +65,12 @@ def test_a_stopped_process_acts_on_no_button_of_its_bar():
     assert all(one.why_not.startswith("Its process is stopped") for one in part.buttons)
 
 
-def test_a_row_shows_free_memory_and_use_and_no_level():
-    """A card full of idle models is no problem, so it has no alarming word."""
+def test_a_row_shows_free_memory_use_and_the_level():
+    """A card full of idle models is no problem, so the row is not marked as one."""
     row = rows(samples.busy)["sim:0"]
     assert (row.free, row.facts) == ("3.6 GiB free", "18.0 of 21.6 GiB leased · 4.0 GiB idle")
+    assert (row.level, row.level_hint.partition(" of")[0]) == ("HIGH", "83 %")
+    assert rows(samples.busy)["host"].level == ""
     assert not row.is_over and (row.busy, row.celsius, row.watts) == ("", "", "")
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from gpu_runtime.engine_logs import new_log
 from gpu_runtime.errors import DoesNotFit
-from gpu_runtime.facts import ProblemKind
+from gpu_runtime.facts import AllocatorMap, ProblemKind
 from gpu_runtime.serving.api.app import READS, application
 from gpu_runtime.serving.api.jobs import MAX_JOBS, Jobs
 from tests.clock import PATIENCE
@@ -447,6 +448,23 @@ def test_metrics_count_the_problems_of_each_kind(rt):
     assert figures["gpu_problem_bytes", "refused"] == 20 * 2**30
     assert {labels[0] for name, *labels in figures if name == "gpu_problems"} == set(ProblemKind)
     assert http.get("/memory/health").json()["healthy"] is False
+
+
+def test_metrics_count_allocator_retries_and_out_of_memory_errors(rt, monkeypatch):
+    """For each process and card, because a sum over processes would fall when a process ends."""
+    me = rt._session.me
+    rt.register("a", backend="fake", size="1GiB")
+    rt.preload("a")
+    found = (
+        AllocatorMap(me, "sim:0", 0.0, 5, 9, alloc_retries=3, ooms=2),
+        AllocatorMap("gone", "sim:0", 0.0, 5, 9, alloc_retries=30, ooms=20),
+    )
+    monkeypatch.setattr(type(rt), "allocator_maps", lambda self: found)
+    figures = samples(client(rt).get("/metrics").text)
+    pid = str(os.getpid())
+    assert figures["gpu_allocator_retries_total", *sorted((pid, "sim:0"))] == 3
+    assert figures["gpu_allocator_out_of_memory_total", *sorted((pid, "sim:0"))] == 2
+    assert sum(name == "gpu_allocator_retries_total" for name, *_ in figures) == 1
 
 
 def test_counters_include_all_events_between_two_scrapes(rt):

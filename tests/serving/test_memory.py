@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from gpu_runtime import WaitEnded
+from gpu_runtime.serving.api import memory
 from gpu_runtime.units import GIB, MIB
 from tests.clock import PATIENCE
 
@@ -100,6 +101,14 @@ def test_evictions_and_the_warm_pool_agree(rt):
     [warm] = http.get("/memory/offloaded").json()
     assert (warm["model_key"], warm["original_device"]) == ("embedding:emb:float16", "sim:0")
     assert warm["seconds_offloaded"] >= 0 and abs(warm["offload_time"] - row["timestamp"]) < 5
+
+
+def test_an_eviction_keeps_its_model_s_type_after_a_restart(rt, monkeypatch):
+    """The new server does not know the model. In an earlier version, the type became "other"."""
+    client(rt).post("/memory/evict/embedding")
+    monkeypatch.setattr(memory, "kinds", lambda snapshot: {})
+    [row] = client(rt).get("/memory/evictions").json()
+    assert (row["model_type"], row["quantization"]) == ("embedding", "float16")
 
 
 @pytest.mark.parametrize("named", ["reranker", "rank", "reranker:rank:"])

@@ -372,7 +372,8 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
     @routes.get("/evictions")
     def get_evictions() -> list[dict[str, Any]]:
         """The models that left a card or host memory, and the reasons. The newest eviction is last."""
-        return evictions(rt.evictions(MAX_ROWS), kinds(rt.status()))
+        frame = rt.evictions(MAX_ROWS)
+        return evictions(frame, {**frame.attrs["kinds"], **kinds(rt.status())})
 
     @routes.get("/fragmentation")
     def get_fragmentation() -> dict[str, Any]:

@@ -17,7 +17,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
 from prometheus_client.openmetrics.exposition import generate_latest as openmetrics
 
-from ...facts import Event, ProblemKind, Snapshot, problems
+from ...facts import AllocatorMap, Event, ProblemKind, Snapshot, problems
 
 SECONDS_BUCKETS = (0.01, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 EVICTION_ACTIONS = ("offloaded", "unloaded", "lost")
@@ -84,6 +84,7 @@ class Metrics:
         yield GaugeMetricFamily("gpu_waiting_requests", "Requests for memory that wait", waiting)
         yield GaugeMetricFamily("gpu_processes", "Processes that take part", len(snapshot.sections))
         yield from _problems(snapshot)
+        yield from _allocators(self._rt.allocator_maps(), snapshot)
         yield from calls(self._state())
         yield from self._figures()
 
@@ -126,6 +127,22 @@ def exposition(registry: CollectorRegistry, accepts: str) -> tuple[bytes, str]:
     if "application/openmetrics-text" in accepts:
         return openmetrics(registry), OPENMETRICS
     return generate_latest(registry), CONTENT_TYPE_LATEST
+
+
+def _allocators(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> Iterator[CounterMetricFamily]:
+    """Yields the counters of the allocator of each process on each card. They end with the process."""
+    counters = (
+        ("gpu_allocator_retries", "Allocations that needed the cache to be released first"),
+        ("gpu_allocator_out_of_memory", "Allocations that failed for want of memory"),
+    )
+    families = [CounterMetricFamily(*one, labels=["device", "pid"]) for one in counters]
+    for one in maps:
+        section = snapshot.sections.get(one.owner)
+        if section is None:
+            continue
+        for family, count in zip(families, (one.alloc_retries, one.ooms), strict=True):
+            family.add_metric([one.device, str(section.owner.pid)], count)
+    yield from families
 
 
 def _problems(snapshot: Snapshot) -> Iterator[GaugeMetricFamily]:

@@ -67,6 +67,8 @@ class DeviceRow(msgspec.Struct, frozen=True):
     is_over: bool  # over its budget, or not measured: a problem
     free: str  # after reservations
     facts: str
+    level: str  # LOW to CRITICAL; empty for the host, and if it is unknown
+    level_hint: str
     busy: str
     celsius: str
     watts: str
@@ -149,6 +151,7 @@ def _row(snapshot: Snapshot, view: DeviceView, bar: DeviceBar, drawing: _Drawing
         bool(view.blind) or view.claimed_bytes > view.limit_bytes,
         device_words.room_words(view, kept_bytes),
         " · ".join(rest),
+        *device_words.level(view),
         *device_words.figures(view),
         drawing.percent(view.device.total_bytes),
         drawing.percent(view.limit_bytes),

@@ -6,7 +6,7 @@ This module computes no totals. The totals of a device are computed in `schedule
 
 from __future__ import annotations
 
-from gpu_runtime.facts import DeviceView, Snapshot
+from gpu_runtime.facts import DeviceView, Level, Snapshot
 from gpu_runtime.rendering.views import clean, fill, warm_pool
 from gpu_runtime.units import show_bytes, show_seconds
 
@@ -42,6 +42,17 @@ def facts(snapshot: Snapshot, view: DeviceView) -> list[str]:
     elif abs(view.measured_bytes - view.claimed_bytes) > view.device.total_bytes // 100:
         found.append(f"{show_bytes(view.measured_bytes)} in use")
     return found
+
+
+def level(view: DeviceView) -> tuple[str, str]:
+    """The level of pressure on the card of `view`, such as `HIGH`, and what it means. Empty texts if it is unknown."""
+    if view.device.is_host or view.level is Level.UNKNOWN:
+        return "", ""
+    percent = f"{100 * view.pressure:.0f} %"
+    return (
+        view.level.value,
+        f"{percent} of what may be used: leased of the budget, or measured of the card",
+    )
 
 
 def figures(view: DeviceView) -> tuple[str, str, str]:

@@ -27,6 +27,7 @@ from gpu_runtime.units import GIB, MIB, show_bytes, show_seconds
 
 from ..data.cells import Button, Row
 from ..data.confirmations import ticket_title
+from ..data.device_words import level
 from ..data.lease_rows import kernel_buttons, kernel_state
 from ..data.model_rows import buttons as model_buttons
 from ..data.model_rows import model_kind
@@ -297,6 +298,7 @@ def _device(view: DeviceView) -> dict[str, Any]:
         "id": view.device.id,
         "title": card_name(view),
         "name": "" if view.device.simulated else clean(view.device.name),
+        "level": level(view)[0],
         "fill": words,
         "part": round(min(1.0, used / max(1, view.limit_bytes)), 3),
         "drained": clean(view.drained.by) if view.drained else "",

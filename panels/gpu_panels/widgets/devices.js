@@ -67,6 +67,7 @@ export function render({model}) {
     row.setAttribute("role", "listitem")
     const name = made("span", "name", row)
     row.id_ = made("b", "", name)
+    row.level = made("span", "level", name)
     row.sub = made("span", "sub", name)
     row.bar = made("div", "bar", row)
     row.whole = made("span", "whole", row.bar)
@@ -93,6 +94,9 @@ export function render({model}) {
     say(row.sub, notice || now.name)
     row.sub.title = [notice, now.name].filter(Boolean).join("\n")
     row.sub.classList.toggle("notice", Boolean(notice))
+    say(row.level, now.level)
+    row.level.title = now.level_hint
+    row.level.dataset.level = now.level
     row.classList.toggle("drained", now.is_drained)
     row.classList.toggle("over", now.is_over)
     row.bar.setAttribute("role", "group")

@@ -197,7 +197,7 @@
 
     cards(found) {
       const cards = found.devices.map(card => make('div', {},
-        make('div', {class: 'gpu-line'}, make('span', {}, card.title),
+        make('div', {class: 'gpu-line'}, make('span', {}, card.title), card.level ? make('span', {class: 'gpu-soft'}, card.level) : null,
           card.drained ? make('span', {class: 'gpu-soft'}, `drained by ${card.drained}`) : null,
           make('span', {class: 'gpu-size'}, card.fill)),
         make('div', {class: 'gpu-bar', role: 'img', 'aria-label': `${card.title}: ${card.fill}`, title: card.name},
