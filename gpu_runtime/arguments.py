@@ -15,7 +15,7 @@ import os
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
-from .errors import BadSetting, GpuError
+from .errors import BadSetting, GpuError, reword
 from .facts import LeaseId, parse_importance
 from .safe_text import LONGEST_NAME, MOST_QUOTED, printable
 from .torch_modes import outside_modes
@@ -416,6 +416,7 @@ def checked(method: Callable[P, T]) -> Callable[P, T]:
 
     If `method` has `**options`, keywords that its signature does not name are passed on unchanged.
     If `method` has no `**options`, such keywords raise BadSetting, which names the nearest keyword.
+    An error of the system or of another package is raised as `errors.in_one_sentence` words it.
     """
     rules = rules_of(method)
     takes_more = bool(method.__code__.co_flags & inspect.CO_VARKEYWORDS)
@@ -434,7 +435,11 @@ def checked(method: Callable[P, T]) -> Callable[P, T]:
                 given[name] = read(name, value, rule)
             elif not takes_more:
                 raise unknown_option(name, value, rules, f"{method.__name__}()")
-        return run(self, *args, **given)  # type: ignore[call-arg]
+        try:
+            return run(self, *args, **given)  # type: ignore[call-arg]
+        except Exception as error:
+            reword(error)
+            raise
 
     call.rules = rules  # type: ignore[attr-defined]
     return call  # type: ignore[return-value]

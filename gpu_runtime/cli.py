@@ -16,7 +16,7 @@ from functools import partial
 from typing import Any, NoReturn, TextIO
 
 from . import error_pages, verbs
-from .errors import GpuError, UnknownVerb
+from .errors import GpuError, UnknownVerb, in_one_sentence
 from .facts import Outcome, Plan
 from .verb_arguments import fill, usage_error, with_sizes_joined
 from .verbs import CLI, Verb
@@ -53,6 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `gpu models | head`: the reader has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
+    except (ImportError, OSError, RuntimeError) as error:
+        told = in_one_sentence(error)
+        if told is None:
+            raise
+        return _report_failure(told, FAILED)
 
 
 def _report_failure(error: object, code: int) -> int:

@@ -37,11 +37,14 @@ A notebook shows the sentence of an error and the user's lines that failed. `%tb
 
 from __future__ import annotations
 
+import errno
 import functools
+import os
+import re
 from typing import Any
 
 from .safe_text import MOST_MESSAGE, MOST_QUOTED, listed, nearest, printable, quoted
-from .user_frames import rendered, user_lines
+from .user_frames import came_through_user_code, rendered, user_lines
 
 _SIZES = "'8 GiB', '10GB' or bytes as a number"
 MOST_PROBLEM = 600  # characters of one problem of a file
@@ -448,3 +451,119 @@ class LedgerRefused(LedgerUnavailable):
 
     The laws are in docs/architecture.md. Attributes: path, why.
     """
+
+
+# -- errors of the system and of other packages ------------------------------------------------------
+
+_HERE = os.path.join(os.path.dirname(__file__), "version.py")
+_OURS = ("gpu_runtime", "gpu", "gpu_panels")
+_LIMITS = {  # what the system refused -> what happened, and what to type
+    errno.EMFILE: ("this process may open no more files", "Allow more:  ulimit -n 4096"),
+    errno.ENFILE: ("this machine may open no more files", "Allow more:  sysctl fs.file-max"),
+    errno.EFBIG: (
+        "this process may write no larger files",
+        "Allow larger ones:  ulimit -f unlimited",
+    ),
+    errno.ENOSPC: ("the disk is full", "Make room:  df -h"),
+    errno.EDQUOT: ("the disk quota of this user is used up", "Make room:  quota"),
+    errno.EROFS: ("the disk is read-only", "See:  mount"),
+}
+
+
+def _stamp() -> tuple[int, int] | None:
+    """Identifies the installed files of this package. None if they are gone."""
+    try:
+        stat = os.stat(_HERE)
+    except OSError:  # the package was removed
+        return None
+    return stat.st_ino, stat.st_mtime_ns
+
+
+_LOADED = _stamp()
+
+
+def in_one_sentence(error: BaseException) -> GpuError | None:
+    """What to type about an `error` of the system or of a package, as an error of ours.
+
+    The result is None for an error of ours, for an error of the user's code, and for an error that
+    this function does not know.
+    """
+    if isinstance(error, GpuError) or came_through_user_code(error):
+        return None
+    found: GpuError | None = None
+    if isinstance(error, ImportError):
+        found = _of_import(error)
+    elif isinstance(error, (AttributeError, FileNotFoundError)) and _stamp() != _LOADED:
+        found = _upgraded(error)
+    elif isinstance(error, OSError) and error.errno in _LIMITS:
+        what, advice = _LIMITS[error.errno]
+        found = GpuError(f"{what} ({error}). Nothing was changed.\n  {advice}")
+    elif isinstance(error, RuntimeError) and "start new thread" in str(error):
+        found = GpuError(
+            f"this process may start no more threads ({error}). Nothing was changed.\n"
+            "  Allow more:  ulimit -u 4096"
+        )
+    return found
+
+
+def reword(error: BaseException) -> None:
+    """Raises what `in_one_sentence` returns for `error`, with `error` as its cause.
+
+    If it returns nothing, this function does nothing, and the caller raises `error` itself.
+    """
+    told = in_one_sentence(error)
+    try:
+        if told is not None:
+            raise told from error
+    finally:
+        del told  # the error would keep this frame, and the frame the error
+
+
+def _of_import(error: ImportError) -> GpuError | None:
+    package = (error.name or "").partition(".")[0]
+    if package in _OURS:
+        return _upgraded(error)
+    need = _requirement(package)
+    if not need:
+        return None
+    return GpuError(
+        f"gpu-console needs {need}, and this environment has {_version(package)}: {error}.\n"
+        f"  Install it:  pip install '{need}'"
+    )
+
+
+def _upgraded(error: BaseException) -> GpuError:
+    what = "removed" if _stamp() is None else "upgraded"
+    return GpuError(
+        f"gpu-console was {what} while this process runs ({printable(str(error), MOST_QUOTED)}).\n"
+        "  Save what you need, and restart the kernel. Until then its variables stay."
+    )
+
+
+def _requirement(package: str, of: str = "gpu-console") -> str:
+    """The requirement of gpu-console, or of a library that it needs, on `package`; empty if none.
+
+    An example is `pandas>=2.1`.
+    """
+    from importlib import metadata
+
+    try:
+        lines = metadata.requires(of) or ()
+    except metadata.PackageNotFoundError:  # nothing is known about its needs
+        return ""
+    needed = {re.split(r"[^\w.-]", line)[0]: line.partition(";")[0].strip() for line in lines}
+    for name, line in needed.items():
+        if name.lower().replace("-", "_") == package.lower():
+            return line
+    if of != "gpu-console":
+        return ""
+    return next(filter(None, (_requirement(package, name) for name in needed)), "")
+
+
+def _version(package: str) -> str:
+    from importlib import metadata
+
+    try:
+        return f"{package} {metadata.version(package)}"
+    except metadata.PackageNotFoundError:  # the sentence says so
+        return "none"

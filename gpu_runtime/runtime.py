@@ -244,6 +244,7 @@ class Runtime:
         """
         registry.forget(self._session, name)
 
+    @checked
     def specs(self) -> tuple[ModelSpec, ...]:
         """The specifications of the models that are registered in this process."""
         return status.specs(self._session)
@@ -486,11 +487,13 @@ class Runtime:
 
     # -- reading
 
+    @checked
     def status(self) -> Snapshot:
         """A snapshot of the current devices, leases, queue and recent events."""
         maintenance.keep_helpers_alive(self._session)
         return status.snapshot(self._session)
 
+    @checked
     def reap(self) -> int:
         """Removes owners that are proven dead, and returns the number of these owners.
 
@@ -498,14 +501,17 @@ class Runtime:
         """
         return self._session.reap()
 
+    @checked
     def status_all(self) -> tuple[Snapshot, ...]:
         """A snapshot of this host, then of every other host that shares the ledger, by name."""
         return self.status(), *status.other_hosts(self._session)
 
+    @checked
     def models(self) -> DataFrame:
         """A table of every model that is registered here, held anywhere, or in the catalogue."""
         return status.models(self._session)
 
+    @checked
     def leases(self) -> DataFrame:
         """A table of leases: owner, model, device and bytes, with one row for each share."""
         return status.leases(self._session)
@@ -537,6 +543,7 @@ class Runtime:
         """The last `limit` grants, waits and refusals with reasons. The newest one is first."""
         return recorded_events(self._session, limit, actions=books.DECISIONS)[::-1]
 
+    @checked
     def fragmentation(self) -> DataFrame:
         """A table of each process's allocator on each card. Missing figures are empty."""
         return status.fragmentation(self._session)
@@ -550,6 +557,7 @@ class Runtime:
         """
         return status.who(self._session, who)
 
+    @checked
     def allocator_maps(self) -> tuple[AllocatorMap, ...]:
         """The maps of the allocators of all processes, with their segments and blocks.
 
@@ -557,6 +565,7 @@ class Runtime:
         """
         return status.allocator_maps(self._session)
 
+    @checked
     def health(self) -> Health:
         """Whether the host has a problem, and the gravest problem in one line."""
         return status.health(self.status())
@@ -613,14 +622,17 @@ class Runtime:
         choices |= {"device": device, "host": host}
         return backtests.backtest(self._session, requests, models, **choices)
 
+    @checked
     def schedule(self) -> Schedule:
         """The waiting cells of this notebook, their models, and the models loaded ahead."""
         return self._session.look_ahead.schedule()
 
+    @checked
     def doctor(self) -> Report:
         """A report to paste: versions, drivers, devices, ledger, settings, refusals. No secrets."""
         return doctor.report(self._session)
 
+    @checked
     def console(self) -> Any:
         """The operator's console, a Panel object, live in a notebook. Raises GpuError."""
         return console_hook.console(self)
@@ -641,10 +653,12 @@ class Runtime:
         """
         return self._catalogue.catalog.apply(file)
 
+    @checked
     def catalog(self) -> DataFrame:
         """A table of the catalogue's models. Raises CatalogUnavailable, BadDocument."""
         return status.catalog(self._session)
 
+    @checked
     def catalog_names(self) -> tuple[str, ...]:
         """The names of the catalogue's models; empty if the catalogue cannot be read."""
         return self._catalogue.names()
@@ -667,10 +681,12 @@ class Runtime:
 
     # -- the monitor, and the end
 
+    @checked
     def tick(self) -> float:
         """Runs one round of the monitor. Returns the seconds until the next round."""
         return maintenance.tick(self._session, notebook_path())
 
+    @checked
     def close(self) -> None:
         """Frees all models, and this runtime's entry in the book. Adopted modules stay usable."""
         with self._closing:

@@ -173,7 +173,12 @@ def uninterrupted(work: Callable[[], Any]) -> Any:
         finally:
             _unfinished.discard(mark)
 
-    start(run).wait()
+    try:
+        thread = start(run)
+    except RuntimeError:  # the system starts no more threads: the work is done here
+        run()
+    else:
+        thread.wait()
     result, error = outcome.pop()
     try:
         if error is not None:

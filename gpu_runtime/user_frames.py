@@ -56,6 +56,11 @@ def user_lines(error: BaseException) -> list[str]:
     return [*lines[:kept], f"… {len(lines) - 2 * kept} more (%tb) …", *lines[-kept:]]
 
 
+def came_through_user_code(error: BaseException) -> bool:
+    """Whether a frame of the traceback of `error`, below the frame that caught it, is the user's."""
+    return any(_is_users(frame) for frame, _ in traceback.walk_tb(error.__traceback__))
+
+
 def shorten_interrupt(error: KeyboardInterrupt, sentence: str) -> None:
     """Lets IPython show `error` as the line `sentence`. A second call for `error` does nothing."""
     if hasattr(error, "_render_traceback_"):

@@ -141,5 +141,5 @@ class Monitor:
     def _safe_wait(self, delay: float) -> None:
         try:
             self._wait(delay)
-        except GpuError:  # the next tick logs the same error
+        except (GpuError, OSError):  # the next tick logs the same error
             self._stopping.wait(delay)

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from types import MethodType
 from typing import Any
 
-from ..errors import NeedsWith
+from ..errors import NeedsWith, reword
 
 Anchor = MethodType
 AnchorRef = Callable[[], Anchor | None]  # a weak reference to an anchor
@@ -144,7 +144,11 @@ class Held:
         anchor, self._anchor = self._anchor, None
         if anchor is None or anchor() is None:  # no `with` statement holds an anchor
             return self._enter_by_hand(self._start)
-        return self._start(anchor)
+        try:
+            return self._start(anchor)
+        except Exception as error:
+            reword(error)
+            raise
 
     def enter_if_here(self) -> tuple[Any, ...]:
         """Enters the block if that needs no wait, and returns its value in a tuple.

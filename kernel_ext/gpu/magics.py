@@ -20,6 +20,7 @@ from IPython.core.magic_arguments import MagicArgumentParser
 
 import gpu_runtime
 from gpu_runtime import GpuError, error_pages, facts, verbs
+from gpu_runtime.errors import reword
 from gpu_runtime.kernel_activity import activity
 from gpu_runtime.names import registered
 from gpu_runtime.verb_arguments import (
@@ -36,7 +37,7 @@ from .log_lines import LogLines
 from .look_ahead import CellSchedule
 from .namespace import NotebookNames
 from .parking import Parking
-from .waiting import OthersWait, WaitLine, quiet_line
+from .waiting import OthersWait, WaitLine, hook, quiet_line
 
 # The rendering modules are imported with the first answer, so that loading the extension is fast.
 
@@ -99,7 +100,11 @@ class GpuMagics(Magics):
     @line_cell_magic
     def gpu(self, line: str, cell: str | None = None) -> Any:
         words = split(line)
-        return self.line(words) if cell is None else self.cell(words, cell)
+        try:
+            return self.line(words) if cell is None else self.cell(words, cell)
+        except Exception as error:
+            reword(error)
+            raise
 
     # -- %gpu ------------------------------------------------------------------------------------
 
@@ -339,6 +344,7 @@ class _Loaded:
                 self.shell.user_ns["rt"] = self.rt = rt
         return rt
 
+    @hook
     def before_cell(self, info: Any) -> None:
         """Records that a cell runs, from IPython's `info`. The first cell with `rt` in its text opens the runtime."""
         activity.began(info)
@@ -349,6 +355,7 @@ class _Loaded:
                 self.open()
         self.look_ahead.before_cell(info)
 
+    @hook
     def after_cell(self, result: Any) -> None:
         """Records that a cell ended with IPython's `result`, and which variables the cell assigned."""
         activity.ended(result.info)

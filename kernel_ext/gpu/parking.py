@@ -30,6 +30,7 @@ from gpu_runtime.tracked_objects import instances
 from gpu_runtime.units import MIB
 
 from . import messages, obstacles, quiet_cells
+from .waiting import hook
 
 LOOP_SECONDS = 10.0  # the longest wait until the exchange begins, in the kernel's loop and with all threads at rest
 AGAIN_SECONDS = 0.005  # between two looks whether all threads are at rest
@@ -113,6 +114,7 @@ class Parking:
         finally:
             del held
 
+    @hook
     def _hold(self) -> Any:
         """Brings parked memory back to the card. The memory stays on the card until the returned object is dropped.
 
@@ -142,6 +144,7 @@ class Parking:
         """How many cells run now, in the main thread and in subshells."""
         return sum([*self._cells_of.values()])
 
+    @hook
     def before(self) -> None:
         """Called before a cell, a silent request or a comm callback. Brings parked memory back."""
         kind, content = messages.current(self._kernel)
@@ -192,6 +195,7 @@ class Parking:
             if news := self._lease.forget_deleted():
                 self._show(news)
 
+    @hook
     def after(self) -> None:
         """Called after a cell, a silent request or a comm callback. Counts the bytes that the kernel holds."""
         if self._here.touches_nothing:
@@ -233,6 +237,7 @@ class Parking:
             return ""
         return self._lease.make_room_to_retry(error)
 
+    @hook
     def after_error(self, error: BaseException) -> None:
         """Called after a cell that failed. If the cell ran out of memory, idle notebooks and models are evicted."""
         # The notebook may have failed before it held any memory. So any error that mentions memory

@@ -9,18 +9,21 @@ shown before it.
 
 from __future__ import annotations
 
+import functools
 import html as escaping
 import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 from gpu_runtime import threads
+from gpu_runtime.errors import in_one_sentence
 from gpu_runtime.facts import Lease, Snapshot, Ticket, Wait, holder_label, lease_title
 from gpu_runtime.safe_text import lines
 from gpu_runtime.units import show_bytes, show_seconds
 
+T = TypeVar("T")
 QUIET_SECONDS = 1.0
 RESUMED_SECONDS = 0.5  # a cell's next wait for the same name within this time continues the last
 HOLDERS = "All holders, in a terminal:  gpu status"
@@ -257,6 +260,32 @@ def _of_request(snapshot: Snapshot, ticket: Ticket, held: list[Lease], more: int
     holding = f"{title} holds {show_bytes(largest.bytes)} there"
     free = "" if largest.kind == "block" else f" To let it in:  %gpu {act}"
     return lines(f"{waiting}{others} has waited {waited} for {need}; {holding}.{free}")
+
+
+_told: set[str] = set()
+
+
+def hook(act: Callable[..., T]) -> Callable[..., T | None]:
+    """Wraps a method that IPython calls around each cell.
+
+    A limit of the system, or an upgrade of gpu-console under this kernel, is told once in a line. It
+    would be a traceback under every cell.
+    """
+
+    @functools.wraps(act)
+    def call(*args: Any) -> T | None:
+        try:
+            return act(*args)
+        except Exception as error:
+            told = in_one_sentence(error)
+            if told is None:
+                raise
+            if str(told) not in _told:
+                _told.add(str(told))
+                quiet_line(str(told))
+            return None
+
+    return call
 
 
 def quiet_line(line: str) -> None:

@@ -1,0 +1,164 @@
+"""gpu-console is upgraded or removed under a running kernel, and the user's libraries and limits do
+not suit it: one sentence each, and nothing is lost.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from gpu_runtime import Runtime
+from tests.nvml_driver import until
+from tests.stories.test_parking import DEVICES, ROOT, Notebook, held_bytes
+
+pytestmark = pytest.mark.processes
+LATER = ("leases", "evictions", "who", "why", "fragmentation --map", "doctor", "config", "catalog")
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    """A copy of the packages, which the kernels of the test import."""
+    copy = tmp_path / "site"
+    for package in ("gpu_runtime", "kernel_ext/gpu"):
+        shutil.copytree(
+            ROOT / package, copy / Path(package).name, ignore=shutil.ignore_patterns("__pycache__")
+        )
+    monkeypatch.setattr("tests.stories.test_parking.ROOT", copy)
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    return copy
+
+
+def upgrade(copy: Path) -> None:
+    """Each module needs a name now that the modules in memory have not."""
+    for path in copy.rglob("*.py"):
+        text = path.read_text().replace(
+            "from __future__ import annotations\n",
+            "from __future__ import annotations\nfrom gpu_runtime.facts import NewInThisVersion\n",
+            1,
+        )
+        path.unlink()
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("change", [upgrade, shutil.rmtree])
+def test_after_an_upgrade_under_a_kernel_each_verb_says_so_and_nothing_is_lost(
+    installed, tmp_path, change
+):
+    url = f"sqlite://{tmp_path}/ledger"
+    with (
+        closing(Notebook("one.ipynb", url)) as notebook,
+        Runtime(devices=DEVICES, ledger=url) as rt,
+    ):
+        notebook.run("import torch\nx = torch.ones(3_000_000)")
+        until(lambda: held_bytes(rt, notebook) > 0, 60)
+        with rt.lease("40MiB", purpose="a colleague's", timeout=60):  # the notebook is parked
+            change(installed)
+        shown = [notebook.run(f"%gpu {verb}") for verb in LATER]
+        told = [text for text in shown if "while this process runs" in text]
+        assert told, shown
+        for text in shown:
+            assert "ImportError" not in text and "ModuleNotFoundError" not in text, text
+            assert "Traceback" not in text and "Error in callback" not in text, text
+        assert "restart the kernel" in told[0]
+        assert notebook.run("print(float(x.sum()))").strip().endswith("3000000.0")
+        assert notebook.run("y = x + 1\nprint(1)").strip().endswith("1")
+
+
+def gpu(verb: str, lacks: str, tmp_path: Path) -> str:
+    """What the command prints where a library cannot be imported as we need it."""
+    (tmp_path / "sitecustomize.py").write_text(f"import sys, types\n{lacks}\n")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": f"{tmp_path}:{ROOT}",
+        "GPU_LEDGER": f"sqlite://{tmp_path}/ledger",
+        "GPU_DEVICES": "sim:1GiB,host:1GiB",
+    }
+    program = "import sys; from gpu_runtime.cli import main; sys.exit(main())"
+    words = [sys.executable, "-c", program, *verb.split()]
+    done = subprocess.run(words, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1
+    return done.stderr
+
+
+@pytest.mark.parametrize(
+    ("verb", "lacks", "says"),
+    [
+        ("leases", "sys.modules['pandas'] = None", "gpu-console needs pandas>="),
+        (
+            "status",
+            "sys.modules['pydantic'] = types.ModuleType('pydantic')",  # like 1.10: without the names of 2
+            "gpu-console needs pydantic>=2",
+        ),
+    ],
+)
+def test_a_library_that_is_missing_or_too_old_is_named_with_what_to_install(
+    tmp_path, verb, lacks, says
+):
+    said = gpu(verb, lacks, tmp_path)
+    assert said.startswith(f"gpu: {says}") and "pip install '" in said
+    assert said.count("\n") == 1
+
+
+LIMITED = """
+import os, resource, signal, sys, _thread
+from gpu_runtime import Runtime, GpuError
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+
+def limit():
+    {limit}
+
+if {before}:
+    limit()
+try:
+    rt = Runtime(devices="sim:1GiB,host:1GiB", ledger="sqlite://{ledger}")
+    rt.register("m", backend="fake", size="10MiB")
+except GpuError as error:
+    print("told", str(error).splitlines()[0])
+    sys.exit()
+if not {before}:
+    limit()
+
+def use():
+    with rt.use("m"):
+        pass
+
+def lease():
+    with rt.lease("1MiB", purpose="p"):
+        pass
+
+acts = [rt.status, use, lease, lambda: rt.preload("m"), lambda: rt.evict("m"), lambda: rt.pin("m")]
+acts += [rt.models, rt.leases, rt.events, rt.health, rt.doctor, rt.who, rt.defrag, lambda: rt.why("m")]
+acts += [lambda: rt.restore("m"), lambda: rt.forget("m"), rt.close]
+for act in acts:
+    try:
+        act()
+    except GpuError as error:
+        print("told", str(error).splitlines()[0])
+    except BaseException as error:
+        print("RAW", act, repr(error))
+"""
+FILES = "resource.setrlimit(resource.RLIMIT_FSIZE, ({0}, {0}))"
+OPEN = "used = len(os.listdir('/proc/self/fd')); resource.setrlimit(resource.RLIMIT_NOFILE, (used + {0},) * 2)"
+
+
+@pytest.mark.parametrize("before", [True, False])
+@pytest.mark.parametrize(
+    "limit",
+    [
+        *[FILES.format(size) for size in (0, 100, 4096, 20_000, 70_000)],
+        *[OPEN.format(more) for more in (0, 1, 3, 5, 8, 12)],
+    ],
+)
+def test_a_limit_of_the_process_is_one_sentence(tmp_path, limit, before):
+    code = LIMITED.format(limit=limit, before=before, ledger=tmp_path / "ledger")
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+    )
+    assert "RAW" not in done.stdout and "Traceback" not in done.stderr, done.stdout + done.stderr
