@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import collections
 import contextlib
+import datetime
 import functools
 import gc
 import signal
@@ -42,6 +43,9 @@ OTHER_LIBRARIES = (
 OURS = ("gpu_runtime", "gpu", "gpu_panels")  # the packages of gpu-console
 TIMERS = {"ITIMER_REAL": "SIGALRM", "ITIMER_VIRTUAL": "SIGVTALRM", "ITIMER_PROF": "SIGPROF"}
 PANEL = "panel.io.callbacks"
+PENDING = datetime.timedelta(
+    seconds=1
+)  # the longest wait for operations of gloo that are under way
 WAIT = threading.Condition.wait.__code__
 RUN_FOREVER = asyncio.BaseEventLoop.run_forever.__code__
 MOST_OBJECTS = 20_000  # the nearest objects that a thread or a callback refers to; 20 ms
@@ -51,16 +55,40 @@ _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), ModuleTy
 def why_not_modules() -> str:
     """The reason why the memory must not be moved now, or "" if no module is a reason.
 
-    Reasons are a loaded library that may have stored addresses of tensors, and an open process group.
+    Reasons are a loaded library that may have stored addresses of tensors, and a connection to other processes.
     """
     for name in OTHER_LIBRARIES:
         if name in sys.modules:
             return f"{name} is loaded, which may keep addresses of its own"
-    torch = sys.modules.get("torch")
-    group = getattr(torch, "distributed", None)
-    if group is not None and group.is_available() and group.is_initialized():
-        return "a process group is open (torch.distributed)"
-    return ""
+    return _why_not_groups()
+
+
+def _why_not_groups() -> str:
+    """The reason why the memory must not be moved now: torch's connections to other processes.
+
+    A group of gloo that has only this process is allowed. Its barrier ends after all earlier operations have ended, in
+    12 µs if there are none. In a larger group other processes decide when an operation ends, and NCCL may keep
+    addresses.
+    """
+    calls = _loaded("torch.distributed.rpc.api", "_is_current_rpc_agent_set")
+    if calls is not None and calls():
+        return "other processes may call functions of this one (torch.distributed.rpc)"
+    distributed = sys.modules.get("torch.distributed.distributed_c10d")
+    groups = getattr(getattr(distributed, "_world", None), "pg_map", {})
+    for group, (backend, _) in list(groups.items()):
+        size = group.size()
+        parts = [group._get_backend(device) for device in group._device_types]
+        gloo = getattr(distributed, "ProcessGroupGloo", None)
+        if size > 1 or not parts or any(type(part) is not gloo for part in parts):
+            processes = "1 process" if size == 1 else f"{size} processes"
+            return f"a process group is open (torch.distributed: {backend}, {processes})"
+        for part in parts:
+            try:
+                part.barrier().wait(PENDING)
+            except RuntimeError:
+                return "an operation of torch.distributed is pending"
+    known = groups or distributed is None or not distributed.is_initialized()
+    return "" if known else "a process group is open (torch.distributed)"
 
 
 def why_not_timers(own: Own | None = None) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import gc
 import os
 import queue
@@ -425,11 +426,70 @@ def test_a_library_that_may_keep_addresses_is_named(monkeypatch, name):
     assert obstacles.why_not_modules() == f"{name} is loaded, which may keep addresses of its own"
 
 
-def test_a_process_group_is_named(monkeypatch):
+@pytest.fixture
+def distributed(monkeypatch):
+    """torch.distributed, without a group when the test ends."""
     for other in obstacles.OTHER_LIBRARIES:
         monkeypatch.delitem(sys.modules, other, raising=False)
-    monkeypatch.setattr(torch.distributed, "is_initialized", lambda: True)
+    yield torch.distributed
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+def alone(distributed):
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+
+
+def test_a_process_group_of_this_process_alone_keeps_no_kernel(distributed):
+    """DDP and FSDP on one card open one, and it stays open over all cells."""
+    alone(distributed)
+    distributed.new_group([0])
+    assert obstacles.why_not_modules() == ""
+
+
+def test_operations_of_a_process_group_end_before_a_kernel_is_moved(distributed):
+    """A thread of gloo reads and writes the tensors, and Python does not see this thread."""
+    alone(distributed)
+    tensors = [torch.ones(1 << 20) for _ in range(30)]
+    works = [distributed.all_gather([torch.zeros(1 << 20)], one, async_op=True) for one in tensors]
+    assert obstacles.why_not_modules() == ""
+    assert all(work.is_completed() for work in works)
+
+
+def test_a_pending_operation_of_a_process_group_is_named(distributed, monkeypatch):
+    alone(distributed)
+    monkeypatch.setattr(obstacles, "PENDING", datetime.timedelta(milliseconds=1))
+    tensors = [torch.ones(1 << 22) for _ in range(30)]
+    works = [distributed.all_gather([torch.zeros(1 << 22)], one, async_op=True) for one in tensors]
+    assert obstacles.why_not_modules() == "an operation of torch.distributed is pending"
+    for work in works:
+        work.wait()
+
+
+def test_a_process_group_with_others_is_named(distributed):
+    """The others decide when an operation ends. This process has them as stand-ins of torch's own tests."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    distributed.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    named = "a process group is open (torch.distributed: fake, 2 processes)"
+    assert obstacles.why_not_modules() == named
+
+
+def test_a_process_group_that_torch_does_not_list_is_named(distributed, monkeypatch):
+    """Another version of torch may list its groups elsewhere."""
+    monkeypatch.setattr(distributed.distributed_c10d, "is_initialized", lambda: True)
     assert obstacles.why_not_modules() == "a process group is open (torch.distributed)"
+
+
+def test_calls_of_other_processes_are_named(distributed, tmp_path):
+    from torch.distributed import rpc
+
+    options = rpc.TensorPipeRpcBackendOptions(init_method=f"file://{tmp_path}/rpc")
+    rpc.init_rpc("one", rank=0, world_size=1, rpc_backend_options=options)
+    named = "other processes may call functions of this one (torch.distributed.rpc)"
+    assert obstacles.why_not_modules() == named
+    rpc.shutdown()
+    assert obstacles.why_not_modules() == ""
 
 
 def test_the_thread_that_calls_the_driver_keeps_no_kernel():
