@@ -93,10 +93,9 @@ class Use(Held):
         for base in self._resident.bases() if self._resident.shares_storages else ():
             base.pins.discard(anchor)
 
-    @outside_modes
     def _finish(self, error: BaseException | None) -> None:
-        if error is not None:
-            failures.finish_block(self._session, error, self._resident)
+        if error is not None:  # leaving the modes costs 1.7 µs, as much as all else here
+            outside_modes(failures.finish_block)(self._session, error, self._resident)
 
 
 class ModelCall(Use):
