@@ -21,8 +21,10 @@ from gpu_runtime.facts import HOST, Share
 from gpu_runtime.units import show_bytes
 from tests.owner.kernels import Quiet
 
+from .results import MEASURED, Row
+
 if TYPE_CHECKING:
-    from .gpu_figures import Bench, Row
+    from .gpu_figures import Bench
 
 SMALL_STORAGES = 10_000
 MODELS = 20
@@ -92,7 +94,7 @@ def parking(bench: Bench) -> Iterator[Row]:
         bare = _median([bench.seconds(copy) for _ in range(figures.ROUNDS + 1)])
         seconds = _median(taken[what])
         rate = f"{size / seconds / 1e9:.1f} GB/s = {seconds / bare:.2f}×"
-        yield figures.Row(
+        yield Row(
             f"{what} of {show_bytes(size)} of a notebook's own tensors, against a pinned copy",
             rate if bench.real else figures.NOT_RUN,
             "≤ 1.3×",
@@ -117,17 +119,17 @@ def small(bench: Bench) -> Iterator[Row]:
     finally:
         search.SIMULATED_BYTES = usual
     away, back = (_median(taken[what]) for what in taken)
-    yield figures.Row(
+    yield Row(
         f"{SMALL_STORAGES:,} storages of 4 KiB, parked and returned",
         f"{away * 1e3:.0f} and {back * 1e3:.0f} ms" if bench.real else figures.NOT_RUN,
         "≤ 200 ms each",
         max(away, back) <= 0.2 if bench.real else None,
     )
     guards, returns = (_median(exchanging.seconds[part::2]) for part in (0, 1))
-    yield figures.Row(
+    yield Row(
         f"the second phase, in which no other code runs: {SMALL_STORAGES:,} guards in place, and removed",
         f"{guards * 1e3:.1f} and {returns * 1e3:.1f} ms" if bench.real else figures.NOT_RUN,
-        figures.MEASURED,
+        MEASURED,
         None,
     )
 
@@ -145,7 +147,7 @@ def count(bench: Bench) -> Iterator[Row]:
         kernel = rt.attach_kernel(Quiet())
         taken = [bench.seconds(lambda: (kernel.begin("x = 1"), kernel.end())) for _ in range(CELLS)]
         del kept
-    yield figures.Row(
+    yield Row(
         f"beginning and end of a cell beside {MODELS} models on the card",
         f"{_median(taken) * 1e3:.2f} ms" if bench.real else figures.NOT_RUN,
         "≤ 1 ms",
@@ -180,11 +182,11 @@ def swap(bench: Bench) -> Iterator[Row]:
         kept = None  # noqa: F841
     assert restored >= figures.ROUNDS, f"only {restored} of the swaps took place"
     seconds = statistics.median(taken[2:])
-    yield figures.Row(
+    yield Row(
         f"a model of {show_bytes(bench.size)} is wanted whose room another one has: until it can be used",
         f"{seconds * 1e3:.0f} ms, {2 * bench.size / seconds / 1e9:.1f} GB/s out and in"
         if bench.real
         else figures.NOT_RUN,
-        figures.MEASURED,
+        MEASURED,
         None,
     )

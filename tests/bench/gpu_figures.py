@@ -11,7 +11,6 @@ for each figure that only a card can give.
 from __future__ import annotations
 
 import argparse
-import datetime
 import gc
 import statistics
 import sys
@@ -21,7 +20,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -35,22 +34,11 @@ from gpu_runtime.units import GIB, MIB, show_bytes
 from tests import storage_swap
 
 from .bench_shared import save
+from .results import HEAD, RESULTS, Row, merged
 
-RESULTS = Path(__file__).with_name("RESULTS.md")
-SECTION = "## On a GPU\n"
 ROUNDS = 5
 LAYER_BYTES = 32 * MIB
 NOT_RUN = "not run: no card"
-MEASURED = "–"  # the target of a figure that has none
-
-
-class Row(NamedTuple):
-    """One line of the table. `reached` is None if the figure was not measured."""
-
-    what: str
-    figure: str
-    target: str
-    reached: bool | None
 
 
 class Bench:
@@ -104,18 +92,18 @@ class Bench:
 
 
 def machine(bench: Bench) -> str:
-    """The date, the card, its driver and its clocks; or that the accelerator is simulated."""
-    today, version = datetime.date.today(), f"torch {torch.__version__}"
+    """The card, its driver and its clocks; or that the accelerator is simulated."""
+    version = f"torch {torch.__version__}"
     if bench.stand_in:
         version += " with a stand-in for the exchange of storages"
     if not bench.real:
-        return f"{today}, simulated accelerator, {version}, no driver, no clock"
+        return f"simulated accelerator, {version}, no driver, no clock"
     listing = bench.probe.listing
     assert listing is not None
     driver = listing.source.versions().get("driver", "unknown")
     name = torch.cuda.get_device_name(bench.torch)
     parts = (name, f"driver {driver}", f"CUDA {torch.version.cuda}", version, clocks(listing))
-    return ", ".join((str(today), *parts))
+    return ", ".join(parts)
 
 
 def clocks(listing: Listing) -> str:
@@ -154,8 +142,8 @@ def restore_and_pinned(bench: Bench) -> Iterator[Row]:
     ratio = restore / peak
     reference = "pinned `cudaMemcpyAsync`" if bench.real else "a preallocated copy"
     yield Row(
-        f"restore of {show_bytes(size)}, against {reference} at {peak / 1e9:.1f} GB/s",
-        f"{restore / 1e9:.1f} GB/s = {ratio:.2f}×",
+        f"restore of {show_bytes(size)}, against {reference}",
+        f"{restore / 1e9:.1f} of {peak / 1e9:.1f} GB/s = {ratio:.2f}×",
         "≥ 0.90×",
         ratio >= 0.90,
     )
@@ -290,16 +278,6 @@ def _figures() -> dict[str, Callable[[Bench], Iterator[Row]]]:
     }
 
 
-MARKS = {True: "reached", False: "**missed**", None: "not run"}
-
-
-def line(row: Row) -> str:
-    mark = "measured" if row.reached is None and row.target == MEASURED else MARKS[row.reached]
-    if row.figure.startswith(NOT_RUN):
-        mark = "not run"
-    return f"| {row.what} | {row.figure} | {row.target} | {mark} |"
-
-
 def measured(bench: Bench, wanted: list[str]) -> Iterator[Row]:
     """The rows of the figures called `wanted`. If a figure fails, its row has the error."""
     figures = _figures()
@@ -315,35 +293,25 @@ def measured(bench: Bench, wanted: list[str]) -> Iterator[Row]:
         bench.probe.empty_cache()
 
 
-def put(text: str, old: str) -> str:
-    """The text of RESULTS.md with the section of the card's figures replaced by `text`.
-
-    >>> put("new", "figures\\n\\n## On a GPU\\n\\nold")
-    'figures\\n\\n## On a GPU\\n\\nnew\\n'
-    """
-    before, _, _ = old.partition(SECTION)
-    return f"{before}{SECTION}\n{text.strip()}\n"
-
-
 def main(words: list[str] | None = None) -> int:
-    """Prints the machine and the table. Returns the exit status: 1 if a figure failed."""
+    """Prints the table. Returns the exit status: 1 if a figure failed."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("only", nargs="*", choices=[[], *_figures()], help="only these figures")
     parser.add_argument("--gib", type=float, default=2.0, help="bytes of a model, in GiB (2)")
     parser.add_argument("--out", type=Path, help="a file that gets the table too")
-    parser.add_argument("--put", type=Path, help="a file whose table goes into RESULTS.md")
+    parser.add_argument("--put", type=Path, help="a file whose rows go into RESULTS.md")
     given = parser.parse_args(words)
     if given.put:
-        RESULTS.write_text(put(given.put.read_text(), RESULTS.read_text()))
+        table = given.put.read_text().splitlines()[len(HEAD.splitlines()) :]
+        RESULTS.write_text(merged(RESULTS.read_text(), table))
         return 0
     bench = Bench(int(given.gib * GIB))
-    head = "| what | figure | target | |\n|---|---|---|---|"
-    lines, failed = [f"Measured {machine(bench)}.\n", *head.splitlines()], False
+    lines, failed = HEAD.splitlines(), False
     print("\n".join(lines), flush=True)
     for row in measured(bench, given.only):
-        lines.append(line(row))
+        lines.append(row.line(machine(bench)))
         failed |= row.figure.startswith("**failed**")
         print(lines[-1], flush=True)  # if the time is up, the rows until then are known
         if given.out:

@@ -13,6 +13,7 @@ from gpu_runtime.devices import nvml
 from gpu_runtime.devices.drivers import Card, Listing
 from gpu_runtime.facts import Device
 from tests.bench import bench_card, gpu_figures
+from tests.bench.results import HEAD, MEASURED, RESULTS, Row
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +27,7 @@ def _few(monkeypatch):
 def figures_of(table: list[str]) -> dict[str, str]:
     """Maps the beginning of each row to its mark."""
     rows = [line.strip("| ").split(" | ") for line in table]
-    return {re.split(r",|:| of | from ", what)[0]: mark for what, *_, mark in rows}
+    return {re.split(r",|:| of | from ", row[0])[0]: row[3] for row in rows}
 
 
 @pytest.mark.thorough  # it measures for three seconds
@@ -35,8 +36,8 @@ def test_without_a_card_the_table_has_the_bytes_and_says_what_was_not_run(capsys
     assert gpu_figures.main(["--gib", "0.02", "--out", str(out)]) == 0
     printed = capsys.readouterr().out
     assert out.read_text() == printed
-    first, _, _, _, *table = printed.splitlines()
-    assert first.startswith(f"Measured {datetime.date.today()}, simulated accelerator, ")
+    _, _, *table = printed.splitlines()
+    assert all(f"| {datetime.date.today()} | simulated accelerator, " in line for line in table)
     assert len(table) == 12
     marks = figures_of(table)
     del marks["restore"]  # a speed, which depends on the load of this machine
@@ -53,39 +54,48 @@ def test_without_a_card_the_table_has_the_bytes_and_says_what_was_not_run(capsys
         "a model": "not run",
     }
     clean = [line for line in table if "clean offload" in line]
-    assert [line.rpartition(" | ")[2] for line in clean] == ["reached |", "not run |"]
+    assert [line.split(" | ")[3] for line in clean] == ["reached", "not run"]
 
 
 def test_a_figure_that_fails_is_a_row_and_the_others_are_measured(capsys, monkeypatch):
     """On a rented card nobody can start again because one of eight figures had an error."""
 
     def fails(bench):
-        yield gpu_figures.Row("before", "1 ms", gpu_figures.MEASURED, None)
+        yield Row("before", "1 ms", MEASURED, None)
         raise RuntimeError("CUDA error: a | b\nmore")
 
     def works(bench):
-        yield gpu_figures.Row("after", "2 ms", "≤ 3 ms", True)
+        yield Row("after", "2 ms", "≤ 3 ms", True)
 
     monkeypatch.setattr(gpu_figures, "_figures", lambda: {"fails": fails, "works": works})
     assert gpu_figures.main(["--gib", "0.02"]) == 1
-    assert capsys.readouterr().out.splitlines()[4:] == [
-        "| before | 1 ms | – | measured |",
-        "| fails | **failed**: RuntimeError: CUDA error: a / b |  | **missed** |",
-        "| after | 2 ms | ≤ 3 ms | reached |",
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.partition(f" | {datetime.date.today()}")[0] for line in lines] == [
+        "| before | 1 ms | – | measured",
+        "| fails | **failed**: RuntimeError: CUDA error: a / b |  | **missed**",
+        "| after | 2 ms | ≤ 3 ms | reached",
     ]
 
 
-def test_the_table_of_a_card_goes_into_the_results(tmp_path, monkeypatch):
-    results, table = tmp_path / "RESULTS.md", tmp_path / "figures.md"
-    results.write_text(f"all\n\n{gpu_figures.SECTION}\nNot run yet.\n")
-    table.write_text("Measured today.\n\n| what |\n")
-    monkeypatch.setattr(gpu_figures, "RESULTS", results)
-    assert gpu_figures.main(["--put", str(table)]) == 0
-    assert results.read_text() == f"all\n\n{gpu_figures.SECTION}\nMeasured today.\n\n| what |\n"
-    assert (
-        gpu_figures.SECTION
-        in (gpu_figures.Path(gpu_figures.__file__).with_name("RESULTS.md")).read_text()
+def test_the_rows_of_a_card_go_into_the_results(tmp_path, monkeypatch):
+    """Each takes the place of its earlier row. A figure that was not run keeps its row."""
+    old, table = tmp_path / "RESULTS.md", tmp_path / "figures.md"
+    old.write_text(f"words\n\n{HEAD}\n| a | 1 ms |\n| b | 2 ms |\n")
+    table.write_text(
+        f"{HEAD}\n| b | 3 ms | – | measured |\n| a | not run | – | not run |\n| c | 4 |\n"
     )
+    monkeypatch.setattr(gpu_figures, "RESULTS", old)
+    assert gpu_figures.main(["--put", str(table)]) == 0
+    rows = "| a | 1 ms |\n| b | 3 ms | – | measured |\n| c | 4 |\n"
+    assert old.read_text() == f"words\n\n{HEAD}\n{rows}"
+
+
+def test_the_results_are_one_table_with_a_line_for_each_figure():
+    """The history of a figure is git's."""
+    words, _, rows = RESULTS.read_text().partition(HEAD)
+    lines = rows.strip().splitlines()
+    assert all(len(line.split(" | ")) == 6 for line in lines) and "|" not in words
+    assert len({line.split(" | ")[0] for line in lines}) == len(lines) > 60
 
 
 @pytest.mark.parametrize("known", [True, False])

@@ -1,0 +1,55 @@
+"""RESULTS.md: one table, one line a row. A row is known by what it measures; its history is git's."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+from collections.abc import Iterable
+from pathlib import Path
+from typing import NamedTuple
+
+RESULTS = Path(__file__).with_name("RESULTS.md")
+HEAD = "| what | figure | target | | date | machine |\n|---|---|---|---|---|---|"
+MEASURED = "–"  # the target of a figure that has none
+NOT_RUN = "not run"
+_MARKS = {True: "reached", False: "**missed**"}
+
+
+class Row(NamedTuple):
+    """One figure. `what` has no measured value, so that a later run finds its row."""
+
+    what: str
+    figure: str
+    target: str
+    reached: bool | None  # None: it has no target, or was not measured
+
+    def line(self, machine: str) -> str:
+        """The row as a line of the table, measured today on this `machine`."""
+        mark = _MARKS.get(self.reached, "measured" if self.target == MEASURED else NOT_RUN)
+        mark = NOT_RUN if self.figure.startswith(NOT_RUN) else mark
+        cells = (self.what, self.figure, self.target, mark, f"{datetime.date.today()}", machine)
+        return f"| {' | '.join(cells)} |"
+
+
+def this_machine() -> str:
+    """The processors and the Python of this machine."""
+    return f"{os.cpu_count()} × {platform.machine()}, Python {platform.python_version()}"
+
+
+def merged(old: str, lines: Iterable[str]) -> str:
+    """The text `old` of RESULTS.md with `lines` in place of the rows of the same figures.
+
+    New rows are at the end. A figure that was not run keeps its row.
+
+    >>> old = "words\\n\\n| a | 1 | \\n| b | 2 |\\n"
+    >>> merged(old, ["| b | 3 |", "| c | 4 |", "| a | not run |"]).splitlines()[2:]
+    ['| a | 1 | ', '| b | 3 |', '| c | 4 |']
+    """
+    new = {_what(one): one for one in lines if f"| {NOT_RUN}" not in one}
+    kept = [new.pop(_what(one), one) if one.startswith("| ") else one for one in old.splitlines()]
+    return "\n".join([*kept, *new.values()]) + "\n"
+
+
+def _what(line: str) -> str:
+    return line.split(" | ")[0].removeprefix("| ")
