@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime import Runtime
-from tests.nvml_driver import until
+from tests.clock import PATIENCE, until
 from tests.stories.test_parking import DEVICES, ROOT, Notebook, held_bytes
 
 pytestmark = pytest.mark.processes
@@ -56,8 +56,8 @@ def test_after_an_upgrade_under_a_kernel_each_verb_says_so_and_nothing_is_lost(
         Runtime(devices=DEVICES, ledger=url) as rt,
     ):
         notebook.run("import torch\nx = torch.ones(3_000_000)")
-        until(lambda: held_bytes(rt, notebook) > 0, 60)
-        with rt.lease("40MiB", purpose="a colleague's", timeout=60):  # the notebook is parked
+        until(lambda: held_bytes(rt, notebook) > 0)
+        with rt.lease("40MiB", purpose="a colleague's", timeout=PATIENCE):  # the notebook is parked
             change(installed)
         shown = [notebook.run(f"%gpu {verb}") for verb in LATER]
         told = [text for text in shown if "while this process runs" in text]
