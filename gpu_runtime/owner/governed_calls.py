@@ -121,7 +121,20 @@ def _named_like(base: type) -> dict[str, Any]:
         "__qualname__": base.__qualname__,
         "__doc__": base.__doc__,
         "_gpu_base": base,
+        "_gpu_reloaded": functools.partial(_move_to_class, base),
     }
+
+
+def _move_to_class(old: type, new: type) -> None:
+    """Makes the governed modules of the class `old` modules of the class `new`.
+
+    `%autoreload` does this with plain modules after their file has changed.
+    """
+    for module, resident in list(_governed.items()):
+        kind = type(module)
+        if vars(kind).get("_gpu_base") is old:
+            module.__class__ = new
+            _govern(module, resident, dropped=kind is _dropped_class(old))
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import contextlib
 import keyword
 import re
 import shlex
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -363,6 +364,7 @@ class _Loaded:
             self.wait_line.cell_ended()
         self.names.after_cell(result.execution_count)
         self.look_ahead.after_cell(result)
+        _follow_reloads()
         self._tell_of_waits()
         if self.parking is not None and result.error_in_exec is not None:
             self.parking.after_error(result.error_in_exec)
@@ -389,6 +391,9 @@ class _Loaded:
             self.parking.remove()
         if self.log_lines is not None:
             self.log_lines.remove()
+        rules = getattr(sys.modules.get("IPython.extensions.autoreload"), "UPDATE_RULES", [])
+        if _RELOADS in rules:
+            rules.remove(_RELOADS)
         activity.forget()
         if registered.front_end is self.names:
             registered.front_end = None
@@ -412,6 +417,34 @@ class _Loaded:
                 formatter.type_printers[kind] = before
 
 
+def _follow_reloads() -> None:
+    """Lets `%autoreload` move governed modules to the new class of a changed file.
+
+    It moves the objects whose class is exactly the old one. A governed module has a subclass of it.
+    """
+    autoreload = sys.modules.get("IPython.extensions.autoreload")
+    rules = getattr(autoreload, "UPDATE_RULES", None)
+    if rules is None or _RELOADS in rules:
+        return
+    rules.insert(0, _RELOADS)  # the first rule that fits is the only one
+
+
+def _is_governed(old: Any, new: Any) -> bool:
+    return isinstance(old, type) and isinstance(new, type) and bool(_governed_classes(old))
+
+
+def _update_class(old: type, new: type) -> None:
+    governed = _governed_classes(old)
+    sys.modules["IPython.extensions.autoreload"].update_class(old, new)
+    for kind in governed:
+        vars(kind)["_gpu_reloaded"](new)
+
+
+def _governed_classes(base: type) -> list[type]:
+    return [kind for kind in type.__subclasses__(base) if "_gpu_reloaded" in vars(kind)]
+
+
+_RELOADS = (_is_governed, _update_class)
 _SHOWN = (facts.Snapshot, facts.Plan, facts.Outcome, facts.Health, facts.Schedule)
 _loaded: dict[int, _Loaded] = {}  # id(shell) -> the extension in it
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+import time
 
 import pandas
 import pytest
@@ -763,3 +765,55 @@ def test_a_kernel_without_the_extension_records_no_cells(shell, models):
     run(shell, "2")
     section = models.status().sections[models.status().owner.id]
     assert (section.busy_since, section.idle_since) == (0.0, 0.0)
+
+
+NET = """
+from torch import nn
+
+class Base(nn.Module):
+    def name(self):
+        return "base"
+
+class Net(Base):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(2, 2)
+
+    def forward(self, x):
+        return self.layer(x) * {factor}
+{more}
+"""
+MORE = """
+    def name(self):
+        return "new " + super().name()
+"""
+
+
+def test_autoreload_moves_a_governed_module_to_the_new_class(shell, rt, tmp_path, monkeypatch):
+    """A governed module has a hidden subclass of the user's class, which autoreload did not move."""
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    file = tmp_path / "mynet.py"
+    file.write_text(NET.format(factor=1, more=""))
+
+    def run(code):
+        shell.run_cell(code).raise_error()
+
+    run("%load_ext autoreload")
+    run("%autoreload 2 --full")
+    run("import mynet, torch; net, plain = mynet.Net().eval(), mynet.Net(); x = torch.ones(1, 2)")
+    shell.user_ns["rt"] = rt
+    run("rt.adopt('net', net); first = net(x).tolist()")
+    file.write_text(NET.format(factor=2, more=MORE))
+    os.utime(file, (time.time() + 9, time.time() + 9))
+    run("same = isinstance(plain, mynet.Net), isinstance(net, mynet.Net), type(net.layer).__name__")
+    assert shell.user_ns["same"] == (True, True, "Linear")
+    run("said = net.name(), plain.name(); rt.evict('net'); second = net(x).tolist()")
+    assert shell.user_ns["said"] == ("new base", "new base")
+    [first], [second] = shell.user_ns["first"], shell.user_ns["second"]
+    assert second == pytest.approx([2 * one for one in first])
+    assert rt.models().set_index("name")["where"]["net"] == "sim:0"
+    run("rt.forget('net'); kind = type(net) is mynet.Net")
+    assert shell.user_ns["kind"]
+    sys.modules.pop("mynet")
+    run("%autoreload off")
