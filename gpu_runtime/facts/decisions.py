@@ -18,6 +18,8 @@ class Cap(Value):
     user: str
     file: str  # the configuration file that sets it
     bytes_per_device: int | None = None  # on each card; host memory is not capped
+    # Whether torch itself refuses more bytes; on simulated cards, the next cell is refused.
+    enforce: bool = False
     importance: int | None = None  # the highest importance allowed, that is, the lowest number
     keep: bool = True
     longest_lease_seconds: float | None = None  # the limit for a block of code

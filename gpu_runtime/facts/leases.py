@@ -356,6 +356,8 @@ class Section(Value):
     # allocator's cache, and tensors of the user's code.
     residue: dict[str, int] = {}
     staying: tuple[Staying, ...] = ()  # the part of the residue that is known not to leave, and why
+    # What the owner's user holds above the operator's cap, as a sentence without its full stop.
+    over_cap: str = ""
     counts: dict[str, int] = {}  # loaded, offloaded, restored, unloaded, refused
     # Processes that the owner started to run models in. Their memory belongs to the owner's leases.
     engines: tuple[int, ...] = ()

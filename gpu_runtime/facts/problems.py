@@ -12,7 +12,7 @@ from collections.abc import Iterator
 
 from ..safe_text import lines
 from ..units import show_bytes
-from .base import HOST, Value
+from .base import HOST, KERNEL, Value
 from .book import Event
 from .labels import lease_title
 from .leases import Lease, Phase, Ticket
@@ -21,6 +21,8 @@ from .snapshot import DeviceView, Level, ProcessState, Snapshot
 LONG_WAIT_SECONDS = 300.0  # a request that waits longer is a problem
 REFUSED_SECONDS = 600.0  # a refusal is shown for so long, or until the model is granted room
 SWAPPING_SECONDS = 300.0  # the time within which two models evict one another
+# Two notebooks whose turns are longer on average are used at a person's pace, which is no problem.
+PERSON_SECONDS = 20.0
 LEAST_TURNS = 4  # so many alternating evictions of the same two models are a problem
 UNLEASED_BYTES = 2**30  # a desktop normally uses less memory than this without a lease
 LOW_HOST_PART = 0.05  # the host's memory is low if a smaller part of it is free
@@ -37,6 +39,7 @@ class ProblemKind(enum.StrEnum):
     HOST_MEMORY_LOW = "host_memory_low"
     PRESSURE = "pressure"
     LONG_WAIT = "long_wait"
+    OVER_CAP = "over_cap"
     SWAPPING = "swapping"
     REFUSED = "refused"
     UNLEASED = "unleased"
@@ -72,6 +75,7 @@ def problems(seen: Snapshot) -> tuple[Problem, ...]:
         *_low_host_memory(seen),
         *_pressure(seen),
         *_long_waits(seen),
+        *_over_cap(seen),
         *_swapping(seen),
         *_refusals(seen),
         *_unleased(seen),
@@ -215,6 +219,18 @@ def _requested(seen: Snapshot, ticket: Ticket) -> str:
     return f"{title} of {section.owner.label}"
 
 
+def _over_cap(seen: Snapshot) -> Iterator[Problem]:
+    """Yields a problem for each process of a user who holds more than the operator's cap."""
+    for id, section in seen.sections.items():
+        if not section.over_cap:
+            continue
+        text = f"{section.over_cap}. In {section.owner.label} it leaves first when anybody waits."
+        idle = [lease for lease in _unused(seen) if lease.owner == id and lease.on_device]
+        size = sum(lease.bytes for lease in section.leases if lease.on_device)
+        actions = tuple(("evict", lease.id) for lease in idle[:MOST_BUTTONS])
+        yield Problem(ProblemKind.OVER_CAP, id, text, size, actions=actions)
+
+
 _LEFT = ("offloaded", "unloaded")
 _FOR_ANOTHER = ("request", "recall")  # evicted for a request of the same, or of another process
 _ARRIVED = ("granted", "loaded", "restored")
@@ -233,6 +249,9 @@ def _swapping(seen: Snapshot) -> Iterator[Problem]:
         if len(turns) < LEAST_TURNS:
             continue
         one, other = turns[-2], turns[-1]
+        pace_seconds = (turns[-1].wall - turns[0].wall) / (len(turns) - 1)
+        if one.model == other.model == KERNEL and pace_seconds >= PERSON_SECONDS:
+            continue
         remedy = "run them one after the other" if one.notebook and other.notebook else "pin one"
         several = f"Use another card for one, or {remedy}."
         advice = several if len(cards) > 1 else f"{remedy.capitalize()}."

@@ -11,6 +11,7 @@ machine without the file has no shared ledger and no caps. An example:
 
     [users.ann]                       # a user's own table overrides those of groups
     bytes_per_device = "20 GiB"       # on each card, all of ann's processes together
+    enforce = true                    # torch itself refuses more; without it, more leaves first
     importance = "normal"             # the highest importance that her requests may have
     keep = false                      # nothing of hers is pinned to a card
     longest_lease = "4h"              # of `rt.lease` and `%%gpu`
@@ -71,8 +72,8 @@ class Machine(Value):
 
 
 def _more_generous(field: str, value: Any, than: Any) -> bool:
-    if field == "importance":
-        return value < than  # a lower number is more important
+    if field in ("importance", "enforce"):
+        return value < than  # a lower number is more important, and `false` enforces nothing
     return value > than
 
 
@@ -209,6 +210,7 @@ class _CapKey(NamedTuple):
 
 _CAP_KEYS: dict[str, _CapKey] = {
     "bytes_per_device": _CapKey("bytes_per_device", parse_bytes, "a size, such as '20 GiB'"),
+    "enforce": _CapKey("enforce", _yes_or_no, "true or false"),
     "importance": _CapKey(
         "importance",
         _importance,

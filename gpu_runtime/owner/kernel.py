@@ -21,15 +21,15 @@ from msgspec.structs import replace
 
 from .. import threads
 from ..backends.base import Stillness, is_out_of_memory
-from ..errors import CannotGovern, GpuError, WaitEnded
+from ..errors import CannotGovern, GpuError, NotAllowed, WaitEnded
 from ..facts import LeaseId, Outcome, Shares, Staying
-from ..scheduler import relief
+from ..scheduler import quotas, relief
 from ..units import MIB, show_bytes, show_seconds
 from . import holdings, kernel_names, operations, release
-from .cell_room import CellRoom, forget_frames, make_room
+from .cell_room import CellRoom, bytes_wanted, forget_frames, make_room
 from .kernel_reading import Reading, bring_back
 from .kernel_resident import NAME, Bytes, KernelResident, governed_keys, governed_shares
-from .kernel_return import Return, interrupted, refusal
+from .kernel_return import WAYS_OUT, Return, interrupted, refusal
 from .pins import Anchor, AnchorRef, new_anchor
 from .resident import Place
 from .session import Session, log
@@ -59,6 +59,7 @@ class Kernel:
         self._turn_began = session.clock()
         self._count_again_at = 0.0
         self._uncounted = False
+        self._shown_beyond = 0  # the bytes above the cap that the notebook showed last
         self._park_again_at = 0.0
         self._may_leave = session.settings.gpu_park != "never"
         self._here = threading.local()  # a subshell runs its cells in a thread of its own
@@ -91,11 +92,12 @@ class Kernel:
 
     # -- cells
 
-    def begin(self, text: str = "", outermost: bool = True) -> str:
+    def begin(self, text: str = "", outermost: bool = True, frees: bool = False) -> str:
         """Called before the cell `text`: brings the kernel's memory back and pins it for the cell.
 
         `outermost` is false for a cell that another cell runs. If an outermost cell finds pins,
-        they belong to earlier cells whose end was interrupted; such pins are dropped.
+        they belong to earlier cells whose end was interrupted; such pins are dropped. `frees` is
+        true for a cell that only deletes, saves or frees; it runs above an enforced cap too.
 
         Then requests room for what the same cell took last time, and waits a limited time for this
         room. Returns a sentence about the memory that came back to the card, or about a wait for the
@@ -103,6 +105,12 @@ class Kernel:
         run, or empty.
         """
         self._here.refusal = None
+        if not frees and self._refuses_above_cap() and self._uncounted:
+            self.count()
+            self._uncounted = False
+        if not frees and (beyond := self.beyond_enforced_cap()):
+            because = f"{beyond}.\n  These cells run, until less is held:  {WAYS_OUT}"
+            self._here.refusal = refusal(NotAllowed(because, name=NAME, because=beyond))
         if outermost:
             self._running.clear()
         is_first, resident = not self._running, self.resident
@@ -130,6 +138,36 @@ class Kernel:
             self._here.refusal = refusal(why)
         del why  # see pins.py
         return news
+
+    def _over_cap(self) -> tuple[str, int]:
+        """What the user holds above the operator's cap, as a sentence, and its bytes; ("", 0) if not."""
+        cap = self._session.rules.cap
+        if cap is None or cap.bytes_per_device is None:
+            return "", 0
+        beyond = quotas.over_cap(*self._session.look())
+        return (quotas.over_cap_in_words(beyond, cap), sum(beyond.values())) if beyond else ("", 0)
+
+    def beyond_enforced_cap(self) -> str:
+        """Why no cell may run: the user holds more than a cap that is enforced. Empty if cells may run.
+
+        On a real card torch itself refuses more memory. On a simulated card nothing does.
+        """
+        resident = self.resident
+        if resident is None or resident.place is not Place.HERE:
+            return ""
+        return self._over_cap()[0] if self._refuses_above_cap() else ""
+
+    def _refuses_above_cap(self) -> bool:
+        cap = self._session.rules.cap
+        return cap is not None and cap.enforce and self._session.probe.simulated
+
+    def news_of_cap(self) -> str:
+        """The line below a cell that has brought the user above the cap, or higher above it."""
+        words, size = self._over_cap()
+        grown, self._shown_beyond = size - self._shown_beyond, size
+        if grown < LEAST_BYTES:
+            return ""
+        return f"{words}. This memory leaves first when anybody waits, and nothing new is granted."
 
     def _obtain(self, resident: KernelResident, pin: AnchorRef, wanted: Bytes) -> str:
         """Pins the kernel, with room for `wanted` if possible. Returns a sentence for the user."""
@@ -355,10 +393,27 @@ class Kernel:
         self.count_when_due(idle=True)
         if isinstance(error, GpuError):  # an error of this package names the holders itself
             return ""
+        if beyond := self._refused_by_cap(error):
+            return beyond
         freed = make_room(self._session, error)
         if not freed.titles:
             return "No idle model could leave the GPU. See which process holds its memory:  %gpu"
         return f"{freed}: run the cell again."
+
+    def _refused_by_cap(self, error: BaseException) -> str:
+        """The sentence after an out-of-memory `error` that the enforced cap explains; else empty."""
+        cap = self._session.rules.cap
+        if cap is None or not cap.enforce or cap.bytes_per_device is None:
+            return ""
+        wanted = bytes_wanted(error)
+        left = quotas.left(*self._session.look())
+        if not left or wanted <= max(left.values()):
+            return ""
+        most = show_bytes(cap.bytes_per_device)
+        return (
+            f"{cap.user} may hold at most {most} of each card ({cap.named('bytes_per_device')}), so torch "
+            "refused more. What holds memory:  %gpu who"
+        )
 
     def make_room_to_retry(self, error: BaseException) -> str:
         """Makes room after the out-of-memory `error` of a cell that the user allows to run again.

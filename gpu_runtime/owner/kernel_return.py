@@ -15,8 +15,8 @@ LEAST_PART = (
     0.5  # if the last holder had the card for a smaller part of the time, both times are named
 )
 
-# What to type while the memory cannot return. The front end runs such cells without the card.
-IN_RAM = "These cells run while it is parked:  del NAME      %gpu free NAME      torch.save(NAME, 'name.pt')"
+# Cells that need no card. The front end runs them while the memory is parked, or above a cap.
+WAYS_OUT = "del NAME      %gpu free NAME      torch.save(NAME, 'name.pt')"
 
 
 class Return:
@@ -94,7 +94,7 @@ def refusal(why: Exception, parked_bytes: int = 0) -> GpuError:
     parked = f": {show_bytes(parked_bytes)} of its memory is parked in host memory"
     message = f"the cell did not run{parked if parked_bytes else ''}. {why}"
     if parked_bytes and not isinstance(why, WaitEnded):
-        message += f"\n  {IN_RAM}"
+        message += f"\n  These cells run while it is parked:  {WAYS_OUT}"
     if isinstance(why, GpuError):
         return rebuilt(type(why), message, why.facts)
     return GpuError(message)

@@ -403,7 +403,9 @@ class Session:
 
     def limit_torch(self, book: Book, world: World) -> None:
         """Caps torch's allocator on real cards: torch cannot take what other owners have leased."""
-        if self.probe.simulated or not (self._torch_limits or self.residents):
+        cap = self.rules.cap
+        enforced = cap is not None and cap.enforce
+        if self.probe.simulated or not (self._torch_limits or self.residents or enforced):
             return
         busy = {share.device for lease, _ in list(self.blocks.values()) for share in lease.shares}
         wanted = torch_limit.bounds(book, self.me, world, self.probe.contexts(), busy)

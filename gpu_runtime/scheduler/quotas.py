@@ -7,7 +7,9 @@ its memory is in use. Until the block ends, the user is granted nothing new.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+
+from msgspec.structs import replace
 
 from ..facts import (
     HOST,
@@ -18,6 +20,7 @@ from ..facts import (
     Phase,
     Refuse,
     Request,
+    Section,
     World,
     importance_name,
 )
@@ -143,6 +146,60 @@ def _left_beside(leases: Iterable[Lease], world: World) -> dict[str, int]:
             if share.device != HOST:
                 free[share.device] = free.get(share.device, most) - share.bytes
     return free
+
+
+OVER_CAP = 99  # the importance in the book of leases of a user who holds more than the cap
+
+
+def over_cap(book: Book, world: World) -> dict[str, int]:
+    """The bytes that the user holds on each card beyond the cap, on the cards where it is exceeded.
+
+    Plain code takes memory without a request, so a user may exceed the cap. All leases count, also
+    those of notebooks, and memory that is known to stay on its card.
+    """
+    cap = world.rules.cap
+    if cap is None or cap.bytes_per_device is None:
+        return {}
+    beyond = {
+        card: -left_bytes for card, left_bytes in _left_beside(_theirs(book, cap), world).items()
+    }
+    for section in book.sections.values():
+        if section.owner.user == cap.user:
+            for one in section.staying:
+                if one.device in beyond:
+                    beyond[one.device] += one.bytes
+    return {card: size for card, size in beyond.items() if size > 0}
+
+
+def over_cap_in_words(beyond: Mapping[str, int], cap: Cap) -> str:
+    """The sentence, without its full stop, that the user holds the bytes `beyond` the cap."""
+    most = cap.bytes_per_device or 0
+    held = ", ".join([f"{show_bytes(most + size)} on {card}" for card, size in beyond.items()])
+    return (
+        f"{cap.user} holds {held}, and may hold at most {show_bytes(most)} of each card "
+        f"({cap.named('bytes_per_device')})"
+    )
+
+
+def as_capped(book: Book, section: Section, world: World) -> Section:
+    """The `section`, of a process of the capped user, as it is published.
+
+    Memory of a user above the cap leaves first when anybody waits, whatever its importance was.
+    """
+    cap = world.rules.cap
+    if cap is None or cap.bytes_per_device is None or section.owner.user != cap.user:
+        return section
+    beyond = over_cap(book.with_section(section), world)
+    if not beyond:
+        return section
+    leases = []
+    for lease in section.leases:
+        if any(share.device in beyond for share in lease.shares) and lease.kind != "block":
+            lease = replace(lease, importance=max(lease.importance, OVER_CAP))
+        leases.append(lease)
+    holds = any(lease.importance == OVER_CAP for lease in leases) or section.staying
+    words = over_cap_in_words(beyond, cap) if holds else ""
+    return replace(section, leases=tuple(leases), over_cap=words)
 
 
 def owners_of(book: Book, user: str) -> frozenset[str]:

@@ -28,6 +28,9 @@ def bounds(
     which torch does not count. `contexts` maps cards to the bytes of the context. The bound is at
     least the owner's own leases on the card, and at most 99 % of the card.
 
+    If the operator enforces the user's cap, the bound is also at most the cap less what the user's
+    other processes hold on the card.
+
     A card has no bound, and no entry in the result, for one of three reasons: the owner has nothing
     on the card, one of the owner's models is split over several cards, or a block of code sets its
     own bound (`open_cards`).
@@ -53,7 +56,28 @@ def bounds(
         free = device.total_bytes - others - contexts.get(device.id, 0)
         fraction = max(free, leased) / device.total_bytes
         found[device.id] = min(MOST, max(LEAST, fraction))
+    allowed = _enforced(book, owner, world)
+    for device in world.devices:
+        if device.id in allowed and not device.simulated:
+            fraction = max(LEAST, allowed[device.id] / device.total_bytes)
+            found[device.id] = min(fraction, found.get(device.id, ALL))
     return found
+
+
+def _enforced(book: Book, owner: str, world: World) -> dict[str, int]:
+    """The bytes of each card that the process of `owner` may hold, if its user's cap is enforced."""
+    cap = world.rules.cap
+    if cap is None or not cap.enforce or cap.bytes_per_device is None:
+        return {}
+    allowed = {device.id: cap.bytes_per_device for device in world.devices if not device.is_host}
+    for id, section in book.sections.items():
+        if id == owner or section.owner.user != cap.user:
+            continue
+        for lease in section.leases:
+            for share in lease.claims():
+                if share.device in allowed:
+                    allowed[share.device] -= share.bytes
+    return allowed
 
 
 def _is_split(lease: Lease) -> bool:

@@ -35,6 +35,7 @@ from ..facts import (
 )
 from .ghosts import ghosts_of, ghosts_of_unread
 from .interference import MOST_BESIDE
+from .quotas import as_capped
 
 # Actions of a lease that left its device or host memory: it was evicted, or lost with its engine.
 LEFT = ("offloaded", "unloaded", "lost")
@@ -320,6 +321,7 @@ def publish(book: Book, truth: Truth, world: World) -> Book:
         busy_since=truth.busy_since,
         idle_since=truth.idle_since,
     )
+    fresh = as_capped(book, fresh, world)
     if fresh != section:
         book = book.with_section(fresh)
     stale = [

@@ -169,8 +169,9 @@ class Parking:
             self._attach()  # what the cell takes is known from a run before the kernel's restart
         if self._lease is None:
             return
+        frees = bool(self._lease.beyond_enforced_cap()) and quiet_cells.frees(self._shell, content)
         with self._waiting():
-            news = self._lease.begin(text, outermost=self._cells == 1)
+            news = self._lease.begin(text, outermost=self._cells == 1, frees=frees)
         if news:
             self._show(news)
 
@@ -216,6 +217,8 @@ class Parking:
         if self._attach():
             with contextlib.suppress(GpuError):  # the next cell reports it
                 self._lease.end(self._text)
+                if not self._cells and (news := self._lease.news_of_cap()):
+                    self._show(news)
 
     def _attach(self) -> bool:
         """Opens the runtime, and registers this kernel with the runtime. Returns whether both succeeded.

@@ -87,6 +87,11 @@ def in_ram(shell: Any, content: Mapping[str, Any]) -> InRam | None:
     return InRam(frozenset(cell.printed), returns)
 
 
+def frees(shell: Any, content: Mapping[str, Any]) -> bool:
+    """Whether the cell in `content` takes no memory: it touches nothing, or only deletes, saves, frees or prints."""
+    return touches_nothing(shell, content) or in_ram(shell, content) is not None
+
+
 def _returns(line: str) -> bool:
     words = line.split()
     return "unpark" in words or "never" in words

@@ -137,6 +137,21 @@ def test_a_real_request_that_can_never_fit_leaves_the_host_healthy():
         assert kinds(rt.status()) == ["refused"], "unpinning the other model would help"
 
 
+@pytest.mark.parametrize("seconds, expected", [(5, ["swapping"]), (60, [])])
+def test_two_notebooks_at_a_person_s_pace_are_no_problem(seconds, expected):
+    """A person who works in two notebooks by turns gets what the turns are for."""
+    turns = [
+        replace(
+            event(number, "kernel", "offloaded", "x"),
+            owner=("1", "2")[number % 2],
+            reason="recall",
+            wall=WALL - 290 + seconds * number,
+        )
+        for number in range(4)
+    ]
+    assert kinds(snapshot(events=turns)) == expected
+
+
 def test_memory_without_a_lease_names_its_programs():
     seen = snapshot(simulated=False, strangers=2.0, processes={999: 2 * GIB})
     [found] = problems(with_views(seen, stranger_bytes=2 * GIB))

@@ -18,9 +18,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from gpu_runtime import AmbiguousName, DoesNotFit, GpuError, OutOfMemory, StillInUse, UnknownModel
+from gpu_runtime import (
+    AmbiguousName,
+    DoesNotFit,
+    GpuError,
+    NotAllowed,
+    OutOfMemory,
+    StillInUse,
+    UnknownModel,
+)
 from gpu_runtime.backends.pytorch.memory_owner import ARRAY, FOREIGN
-from gpu_runtime.facts import HOST, Holdings, Staying
+from gpu_runtime.facts import HOST, Holdings, Staying, problems
+from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner import holdings, kernel_reading, maintenance
 from gpu_runtime.rendering import holders, views, words
@@ -393,6 +402,70 @@ def test_a_ledger_that_cannot_be_read_refuses_no_cell_whose_memory_is_here(start
     monkeypatch.undo()
     kernel.end()
     del kept
+
+
+# -- the operator's cap
+
+
+@pytest.fixture
+def capped(started, tmp_path):
+    """Starts a runtime whose user may hold 8 MiB of each card, with these further lines."""
+
+    def start(*lines, **settings):
+        me = name_of(os.geteuid())
+        text = "\n".join([f"[users.{me}]", 'bytes_per_device = "8 MiB"', *lines])
+        (tmp_path / "config.toml").write_text(text)
+        return started(gpu_config_file=str(tmp_path / "config.toml"), **settings)
+
+    return start
+
+
+def test_above_the_cap_one_line_says_so_and_the_console_names_it(capped):
+    rt, kernel = capped()
+    kept = [torch.zeros(6 * FLOATS)]
+    cell(kernel)
+    assert kernel.news_of_cap() == ""
+    kept.append(torch.zeros(6 * FLOATS))
+    cell(kernel)
+    line = kernel.news_of_cap()
+    assert (
+        "holds 12.0 MiB on sim:0, and may hold at most 8.0 MiB" in line and "leaves first" in line
+    )
+    cell(kernel)
+    assert (kernel.news_of_cap(), kernel.refused) == ("", ""), "it is shown once"
+    rt.tick()
+    [problem] = [one for one in problems(rt.status()) if one.kind == "over_cap"]
+    assert "config.toml" in problem.text and problem.bytes == 12 * MIB
+    kept.clear()
+    cell(kernel)
+    rt.tick()
+    assert not problems(rt.status())
+
+
+def test_an_enforced_cap_refuses_the_next_cell_until_less_is_held(capped):
+    """A simulated card cannot refuse memory to plain code, as torch does on a real card."""
+    rt, kernel = capped("enforce = true")
+    kept = [torch.zeros(6 * FLOATS), torch.zeros(6 * FLOATS)]
+    cell(kernel)
+    cell(kernel)
+    assert "may hold at most 8.0 MiB" in kernel.refused and "torch.save(NAME" in kernel.refused
+    assert type(kernel.refusal) is NotAllowed
+    kernel.begin("del kept[0]", frees=True)
+    assert kernel.refused == ""
+    del kept[0]
+    kernel.end()
+    cell(kernel)
+    assert kernel.refused == ""
+
+
+def test_torchs_out_of_memory_error_at_the_cap_is_explained(capped):
+    rt, kernel = capped("enforce = true")
+    kept = torch.zeros(6 * FLOATS)
+    cell(kernel)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 MiB. GPU 0 has …")
+    assert "may hold at most 8.0 MiB of each card" in kernel.make_room(error)
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 has …")
+    assert "may hold" not in kernel.make_room(error) and kept is not None
 
 
 # -- who leaves for whom ---------------------------------------------------------------------------

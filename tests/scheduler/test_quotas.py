@@ -10,6 +10,8 @@ from msgspec.structs import replace
 from gpu_runtime.errors import BadSetting
 from gpu_runtime.facts import Cap, Grant, Refuse, Wait
 from gpu_runtime.ledgers import host_config
+from gpu_runtime.scheduler import quotas, torch_limit
+from gpu_runtime.scheduler.transitions import Truth, publish
 
 from ..worlds import NOW, at, block, book, decide, lease, owner, request, size, world
 
@@ -60,6 +62,62 @@ def test_bytes_on_each_device_limit_each_part_of_a_divided_model():
     _, verdict = decide(page, request("qwen", gib=34, layout="proportional"), box)
     assert isinstance(verdict, Grant)
     assert all(share.bytes <= size(20) for share in verdict.lease.target)
+
+
+def kernel(by=1, **fields):
+    return lease("kernel", by=by, kind="kernel", droppable=False, **fields)
+
+
+def published(page, box):
+    """The page after the owner 1 has published its leases as they are."""
+    mine = page.sections[owner(1).id]
+    return publish(page, Truth(mine.owner, mine.leases, staying=mine.staying), box)
+
+
+def test_what_plain_code_holds_counts_and_leaves_first():
+    """Plain code takes memory without a request. In 0.2 a notebook held 1.2 GiB above a cap of 100 MiB
+    without a word. Its memory leaves before memory that is less important.
+    """
+    box = there(capped(bytes_per_device=size(20)))
+    page = of(book(kernel(sim0=24, importance=1), lease("b", by=2, sim0=10)), ann=(1,), bob=(2,))
+    page = published(page, box)
+    [section] = [one for one in page.sections.values() if one.over_cap]
+    assert section.over_cap == (
+        "ann holds 24.0 GiB on sim:0, and may hold at most 20.0 GiB of each card (cap [users.ann] "
+        f"bytes_per_device in {FILE})"
+    )
+    _, verdict = decide(page, request("new", gib=10, by=3, importance="batch"), there(None))
+    assert isinstance(verdict, Wait) and verdict.asked == (at(1, "kernel"),)
+
+
+def test_memory_within_the_cap_has_its_own_importance():
+    box = there(capped(bytes_per_device=size(20)))
+    page = of(book(kernel(sim0=12, importance=1), kernel(by=2, sim0=9)), ann=(1, 2))
+    assert published(page, box).lease(owner(1).id, "kernel").importance == quotas.OVER_CAP
+    page = of(book(kernel(sim0=12, importance=1), kernel(by=2, sim0=8)), ann=(1, 2))
+    assert published(page, box).lease(owner(1).id, "kernel").importance == 1
+
+
+def test_above_the_cap_nothing_new_is_granted_and_parked_memory_returns():
+    """The cap takes no memory away for ever: what was there may return (law 16)."""
+    box = there(capped(bytes_per_device=size(20)))
+    page = of(book(kernel(sim0=24, pins=1)), ann=(1,))
+    _, verdict = decide(page, request("new", gib=1), box)
+    assert isinstance(verdict, Refuse) and verdict.kind == "cap"
+    away = of(book(kernel(host=24)), ann=(1,))
+    back = request("kernel", gib=24, kind="kernel", devices=("sim:0",))
+    _, verdict = decide(away, back, box)
+    assert isinstance(verdict, Grant) and verdict.steps
+
+
+def test_torch_itself_refuses_more_if_the_cap_is_enforced():
+    """On a real card the bound is the cap, less what the user's other processes hold there."""
+    mine = {"cap": capped(bytes_per_device=size(20), enforce=True)}
+    box = world(cuda0=36, total={"cuda:0": 40}, free={"cuda:0": 40}, **mine)
+    page = of(book(kernel(by=2, cuda0=8), owners=(1, 3)), ann=(1, 2), bob=(3,))
+    assert torch_limit.bounds(page, owner(1).id, box, {}) == {"cuda:0": 12 / 40}
+    free = replace(box, rules=replace(box.rules, cap=capped(bytes_per_device=size(20))))
+    assert torch_limit.bounds(page, owner(1).id, free, {}) == {}
 
 
 def test_cards_that_hold_more_than_their_budgets_could_give_nothing_to_a_divided_model():
