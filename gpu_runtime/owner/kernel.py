@@ -114,6 +114,7 @@ class Kernel:
         if outermost:
             self._running.clear()
         is_first, resident = not self._running, self.resident
+        self._note_use()
         self._running.append(new_anchor())  # so that no other thread counts the memory
         pin = weakref.ref(self._running[-1])
         news, why = "", cast(Exception | None, None)
@@ -201,6 +202,7 @@ class Kernel:
             self._running.pop()  # before anything else, so that an interrupt cannot leave the pin
         if self._running:
             return
+        self._note_use()
         self._cell = self._cell or text  # the first cell may begin before the Kernel exists
         claimed_more = self._room.end(self.resident)
         if (resident := self.resident) is not None:
@@ -216,6 +218,10 @@ class Kernel:
         if self._park_next:
             self._park_next = False
             threads.start(lambda: self.park_quietly("It was parked by hand."))
+
+    def _note_use(self) -> None:
+        if (resident := self.resident) is not None:
+            resident.last_used = self._session.clock()
 
     def _refuses_in_book(self) -> bool:
         """Whether the book still shows the ended cell, or a failed attempt to park before it.

@@ -39,6 +39,9 @@ class KernelResident(Resident):
         self.footprint = self._footprint
         handle.on_swapped = self.swapped
 
+    def _used_now(self) -> None:
+        """Does nothing: `Kernel` notes the time of each cell. A message that reads memory is no use."""
+
     def _footprint(self) -> Footprint:
         own = self.lease.own_bytes
         parts = [Part("weights", own, "measured")]

@@ -138,9 +138,9 @@ class Resident:
         return True
 
     def _pin(self, anchor: AnchorRef) -> None:
-        self.last_used = self._clock()
+        self._used_now()
         if not self.pins:
-            self.pinned_since = self.last_used
+            self.pinned_since = self._clock()
         try:
             # Never bind the anchor to a name: a traceback would keep this frame and the pin alive.
             self.pins.add(weakref.ref(anchor(), self.pins.discard))
@@ -194,7 +194,7 @@ class Resident:
             return None
         pins = self.training.pinned() or int(self.in_use())
         if self._was_pinned and not pins:
-            self.last_used = self._clock()
+            self._used_now()
         self._was_pinned = bool(pins)
         if self.uses != self._uses_noted:  # at least once a second while it is used
             self._uses_noted = self.uses
@@ -212,6 +212,9 @@ class Resident:
             **shared_part(self.handle),
             importance=self.lease.importance if pins else self.spec.importance,
         )
+
+    def _used_now(self) -> None:
+        self.last_used = self._clock()
 
     def note_uses(self, recent: str) -> None:
         """Adds the times of use in `recent`, a text from `encode_uses`, to the remembered times."""

@@ -7,10 +7,14 @@ widget). The messages that are found here run code of the user, such as a proper
 from __future__ import annotations
 
 import asyncio
+import sys
 from collections.abc import Callable
+from types import FunctionType, MethodType
 from typing import Any
 
 from gpu_runtime import threads
+
+from . import obstacles
 
 # Messages that run no code of the user's.
 QUIET = frozenset(
@@ -51,13 +55,17 @@ def may_read(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
         return bool(content.get("user_expressions")) and not content.get("code", "").strip()
     if kind in ("comm_open", "comm_close"):
         callback = _comm_callback(kernel, kind, content)
-        return callback is not None and not _is_of_console(callback)
+        return callback is not None and not reads_nothing(kernel, kind, content)
     return kind in READING
 
 
-def is_for_console(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
-    """Whether a message is for a console that this notebook shows. The console reads no tensor."""
-    return kind == "comm_msg" and _is_of_console(_comm_callback(kernel, kind, content))
+def reads_nothing(kernel: Any, kind: str, content: dict[str, Any]) -> bool:
+    """Whether a comm's message is for a console that this notebook shows, or is sent by each page that is loaded.
+
+    The console reads no tensor. A page asks ipywidgets for the state of all widgets.
+    """
+    callback = _comm_callback(kernel, kind, content) if kind.startswith("comm_") else None
+    return _is_of_console(callback) or _is_of_page(callback, content)
 
 
 async def in_thread(work: Callable[[], Any]) -> Any:
@@ -89,6 +97,28 @@ def _comm_callback(kernel: Any, kind: str, content: dict[str, Any]) -> Any:
         return getattr(manager, "targets", {}).get(content.get("target_name"))
     comm = getattr(manager, "comms", {}).get(content.get("comm_id"))
     return getattr(comm, "_close_callback" if kind == "comm_close" else "_msg_callback", None)
+
+
+def _is_of_page(callback: Any, content: dict[str, Any]) -> bool:
+    """Whether `callback` belongs to ipywidgets and only reports the state of widgets, none of a class of the user's.
+
+    JupyterLab sends such messages by itself whenever its page is loaded.
+    """
+    module = sys.modules.get("ipywidgets.widgets.widget")
+    if module is None or not isinstance(callback, (MethodType, FunctionType)):
+        return False
+    widget, function = module.Widget, getattr(callback, "__func__", callback)
+    if function is widget.handle_control_comm_opened.__func__:
+        return True
+    asked = content.get("data", {}).get("method")
+    if function is widget._handle_control_comm_msg.__func__ and asked == "request_states":
+        shown = list(module._instances.values())
+    elif function is widget._handle_msg and asked == "request_state":
+        shown = [callback.__self__]
+    else:
+        return False
+    kinds = {kind for one in shown for kind in type(one).__mro__}
+    return not any(map(obstacles.is_users_class, kinds))
 
 
 def _is_of_console(callback: Any) -> bool:

@@ -454,9 +454,9 @@ def users(roots: Iterable[Any], own: Own) -> Any:
         elif kind is FunctionType:
             waiting += (value.__defaults__, value.__kwdefaults__, value.__closure__)
         elif isinstance(value, type):
-            if _is_users_class(value):
+            if is_users_class(value):
                 return value
-        elif _is_users_class(kind):
+        elif is_users_class(kind):
             return kind
         else:
             waiting += gc.get_referents(value)
@@ -472,7 +472,7 @@ def _code(value: Any) -> CodeType | None:
     return getattr(value, name) if name else None
 
 
-def _is_users_class(kind: type) -> bool:
+def is_users_class(kind: type) -> bool:
     """Whether a function of the class is the user's."""
     functions = [one for one in vars(kind).values() if type(one) is FunctionType]
     return bool(functions) and not any(map(_is_installed_function, functions))

@@ -86,7 +86,7 @@ class Parking:
     def on_message(self) -> Any:
         """Called before the kernel handles a message."""
         kind, content = messages.current(self._kernel)
-        is_quiet = kind in messages.QUIET or messages.is_for_console(self._kernel, kind, content)
+        is_quiet = kind in messages.QUIET or self._reads_nothing(kind, content)
         self._mark += 0 if is_quiet else 1
         self._here.cells_before = self._cells_of.get(threading.get_ident(), 0)
         try:
@@ -113,6 +113,11 @@ class Parking:
             await self._debug(stream, ident, message)
         finally:
             del held
+
+    def _reads_nothing(self, kind: str, content: Mapping[str, Any]) -> bool:
+        """Whether a message of a comm runs no code of the user's, and no hook of the user runs with it."""
+        is_known = messages.reads_nothing(self._kernel, kind, content)
+        return is_known and not quiet_cells.has_hooks(self._shell)
 
     @hook
     def _hold(self) -> Any:
@@ -148,7 +153,7 @@ class Parking:
     def before(self) -> None:
         """Called before a cell, a silent request or a comm callback. Brings parked memory back."""
         kind, content = messages.current(self._kernel)
-        self._here.touches_nothing = messages.is_for_console(self._kernel, kind, content)
+        self._here.touches_nothing = self._reads_nothing(kind, content)
         if self._here.touches_nothing:
             return
         self._mark += 1

@@ -49,7 +49,7 @@ CONSTANT = (
 def touches_nothing(shell: Any, content: Mapping[str, Any]) -> bool:
     """Whether the cell in `content` of an execute request touches no object of the user of `shell`."""
     code = content.get("code", "")
-    if not code.strip() or content.get("user_expressions") or _has_hooks(shell):
+    if not code.strip() or content.get("user_expressions") or has_hooks(shell):
         return False
     lines = [line.strip() for line in code.splitlines()]
     lines = [line for line in lines if line and not line.startswith("#")]
@@ -273,7 +273,7 @@ def _is_constant(code: str) -> bool:
     return all(isinstance(node, CONSTANT) for node in ast.walk(tree))
 
 
-def _has_hooks(shell: Any) -> bool:
+def has_hooks(shell: Any) -> bool:
     """Whether code of the user runs before or after each cell, or changes each cell."""
     hooks = [hook for name in HOOKS for hook in shell.events.callbacks[name]]
     changes = [type(one).visit for one in shell.ast_transformers]

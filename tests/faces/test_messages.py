@@ -15,6 +15,7 @@ from functools import partial
 from types import SimpleNamespace
 from unittest.mock import Mock
 
+import ipywidgets
 import pytest
 from gpu import messages, obstacles, parking
 from gpu.obstacles import Own
@@ -178,7 +179,7 @@ def test_the_end_of_a_cell_ends_no_cell_of_a_subshell(follows):
 
 def test_a_click_in_a_subshell_ends_no_cell_of_the_main_thread(follows, monkeypatch):
     """The console's callback begins before the cell, and ends while the cell runs."""
-    monkeypatch.setattr(messages, "is_for_console", lambda *_: threading.get_ident() != main)
+    monkeypatch.setattr(messages, "reads_nothing", lambda *_: threading.get_ident() != main)
     main = threading.get_ident()
     events = follows.shell.events
     with ThreadPoolExecutor(1) as subshell:
@@ -278,6 +279,52 @@ def test_a_click_on_our_own_console_does_not_bring_the_memory_back(
     follows.story.clear()
     follows.kernel.handle("comm_open", target_name="page")
     assert ("back" in follows.story) is bool(cells)
+
+
+class Slider(ipywidgets.IntSlider):
+    def get_state(self, *args, **options):
+        """What a page asks for when it is loaded; the user's version may read a tensor."""
+        return super().get_state(*args, **options)
+
+
+@pytest.mark.parametrize("kind", [ipywidgets.IntSlider, Slider])
+def test_a_page_that_is_loaded_again_does_not_bring_the_memory_back(follows, kind, monkeypatch):
+    """JupyterLab opens the widget manager's comm, and asks for the state of all widgets. No user does so.
+
+    Each reload unparked every notebook that had imported ipywidgets, also by tqdm.
+    """
+    widget = ipywidgets.Widget
+    monkeypatch.setattr(ipywidgets.widgets.widget, "_instances", {"1": kind()})
+    manager = follows.kernel.comm_manager
+    manager.targets["jupyter.widget.control"] = widget.handle_control_comm_opened
+    manager.comms["page"] = SimpleNamespace(_msg_callback=widget._handle_control_comm_msg)
+    [shown] = ipywidgets.widgets.widget._instances.values()
+    manager.comms["one"] = SimpleNamespace(_msg_callback=shown._handle_msg)
+
+    def call():
+        follows.shell.events.trigger("pre_execute")
+        follows.shell.events.trigger("post_execute")
+
+    mark = follows.parking.mark()
+    follows.kernel.handle("comm_open", target_name="jupyter.widget.control")
+    assert follows.story == NOT_HELD
+    cells = [] if kind is ipywidgets.IntSlider else ["cell ", "end"]
+    for comm, method in (("page", "request_states"), ("one", "request_state")):
+        follows.story.clear()
+        follows.kernel.handle("comm_msg", call, comm_id=comm, data={"method": method})
+        assert follows.story == ["hook", "handled", *cells, "hook after"]
+    assert (follows.parking.mark() != mark) is bool(cells)
+    follows.story.clear()
+    follows.kernel.handle("comm_msg", call, comm_id="one", data={"method": "update"})
+    assert follows.story == ["hook", "handled", "cell ", "end", "hook after"]
+
+
+def test_a_hook_of_the_user_has_the_memory_also_when_a_page_is_loaded(follows, monkeypatch):
+    """IPython calls the hook before each message of a comm."""
+    monkeypatch.setattr(messages, "reads_nothing", lambda *_: True)
+    follows.shell.events.register("pre_execute", lambda: follows.story.append("the user's hook"))
+    follows.kernel.handle("comm_msg", lambda: follows.shell.events.trigger("pre_execute"))
+    assert follows.story[:4] == ["hook", "handled", "cell ", "the user's hook"]
 
 
 @pytest.mark.parametrize(("away", "cells"), [(True, []), (False, ["cell 1+1", "end"])])

@@ -51,6 +51,23 @@ def test_memory_that_is_there_stays_while_a_message_reads_it(parked):
     assert set(own(rt)) == {HOST}
 
 
+def test_a_message_that_reads_is_no_use(parked, clock):
+    """A page of JupyterLab sends such messages by itself, and made a forgotten notebook young."""
+    rt, kernel, _ = parked
+    cell(kernel)
+    ended = clock()
+    clock.advance(600)
+    for _ in range(2):
+        held = kernel.reading.hold()
+        rt.status()
+        del held
+        rt.status()
+        assert kernel.resident.truth().last_used == ended
+        rt.park()
+    cell(kernel)
+    assert kernel.resident.truth().last_used == clock()
+
+
 def test_a_message_waits_once_for_room_and_then_no_more_for_a_while(parked, clock, monkeypatch):
     """An editor sends a completion request for each typed key. If each request waited for room, it
     would also wait for all requests before it.
