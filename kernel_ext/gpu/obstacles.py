@@ -321,12 +321,10 @@ def why_not_threads(main: int | None, own: Own | None = None) -> str:
     for ident, frame in _threads(own, {main, threading.get_ident()}).items():
         if frame.f_code is WAIT and values_of(frame).get("timeout") is None:
             continue  # another thread or a cell wakes it
-        stack = _stack(frame)
-        found = users([*stack, *_tasks(stack)], own)
-        if found is not None:
-            return f"a thread of its own runs ({_named(ident, stack, found)})"
-        if not _sleeps(ident):
-            return f"a thread of its own runs ({_named(ident, stack)})"
+        frames = stack(frame)
+        found = users([*frames, *_tasks(frames)], own)
+        if found is not None or not _sleeps(ident):
+            return f"a thread of its own runs ({_named(ident, frames, found)})"
     return ""
 
 
@@ -342,7 +340,7 @@ def not_at_rest(but: Iterable[int | None], own: Own | None = None) -> str:
     running = [ident for ident in before if not _sleeps(ident)]  # this reads files: others may run
     for ident, frame in _threads(own, but).items():
         if ident in running or before.get(ident) != _position(ident, frame):
-            return _named(ident, _stack(frame))
+            return _named(ident, stack(frame))
     return ""
 
 
@@ -361,22 +359,22 @@ def _threads(own: Own, but: set[int | None]) -> dict[int, FrameType]:
         for ident, frame in sys._current_frames().items()
         if ident not in but
         and not any(known.get(ident) is one for one in own.threads)
-        and not _is_ours(_stack(frame)[-1].f_globals)
+        and not _is_ours(stack(frame)[-1].f_globals)
     }
 
 
-def _stack(frame: FrameType | None) -> list[FrameType]:
+def stack(frame: FrameType | None) -> list[FrameType]:
     """The frames of a thread, the innermost first."""
-    stack = []
+    frames = []
     while frame is not None:
-        stack.append(frame)
+        frames.append(frame)
         frame = frame.f_back
-    return stack
+    return frames
 
 
-def _tasks(stack: Iterable[FrameType]) -> Iterator[Any]:
-    """The coroutines of the event loops that a thread with this `stack` runs."""
-    for frame in stack:
+def _tasks(frames: Iterable[FrameType]) -> Iterator[Any]:
+    """The coroutines of the event loops that a thread with these `frames` runs."""
+    for frame in frames:
         if frame.f_code is RUN_FOREVER:
             for task in asyncio.all_tasks(values_of(frame)["self"]):
                 yield task.get_coro()
@@ -407,11 +405,11 @@ def _sleeps(ident: int) -> bool:
         return True
 
 
-def _named(ident: int, stack: list[FrameType], found: Any = None) -> str:
+def _named(ident: int, frames: list[FrameType], found: Any = None) -> str:
     """The thread's name, its class, the function that it calls, and the object `found` to which it refers."""
     thread = threading._active.get(ident)  # type: ignore[attr-defined]
     if thread is None:
-        kind, target = "a thread without a name", stack[-1]
+        kind, target = "a thread without a name", frames[-1]
     else:
         kind = f"{thread.name}: {type(thread).__module__}.{type(thread).__qualname__}"
         is_timer = type(thread) is threading.Timer

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FrameType
 from typing import Any
 
 from IPython.core.error import InputRejected
@@ -48,7 +49,8 @@ class Parking:
         self._runtime: Any = None
         self._lease: Any = None  # the runtime's Kernel, once torch holds something
         self._mark = 0
-        self._cells_of: dict[int, int] = {}  # how many cells run now, by the thread that runs them
+        # The cells that run now, by the thread that runs them: of each cell, the frame that began it.
+        self._cells_of: dict[int, list[FrameType]] = {}
         self._here = _Here()
         self._text = ""  # the text of the outermost cell
         self._in_hooks: set[int] = set()  # the threads that wait for the memory before a message
@@ -88,7 +90,7 @@ class Parking:
         kind, content = messages.current(self._kernel)
         is_quiet = kind in messages.QUIET or self._reads_nothing(kind, content)
         self._mark += 0 if is_quiet else 1
-        self._here.cells_before = self._cells_of.get(threading.get_ident(), 0)
+        self._here.cells_before = len(self._cells_here)
         try:
             return self._hook()  # from this call on, the stop button raises KeyboardInterrupt
         finally:
@@ -98,8 +100,8 @@ class Parking:
     def after_message(self) -> Any:
         """Called after the kernel has handled a message."""
         self._held = None
-        while self._cells_of.get(threading.get_ident(), 0) > self._here.cells_before:
-            self.after()  # a comm's callback failed: `post_execute` is not called then
+        while len(self._cells_here) > self._here.cells_before:
+            self._ended()  # a comm's callback failed: `post_execute` is not called then
         return self._end_hook()
 
     async def on_debug_request(self, stream: Any, ident: Any, message: Any) -> None:
@@ -147,7 +149,12 @@ class Parking:
     @property
     def _cells(self) -> int:
         """How many cells run now, in the main thread and in subshells."""
-        return sum([*self._cells_of.values()])
+        return sum(map(len, [*self._cells_of.values()]))
+
+    @property
+    def _cells_here(self) -> list[FrameType]:
+        """The cells that this thread runs now."""
+        return self._cells_of.get(threading.get_ident(), [])
 
     @hook
     def before(self) -> None:
@@ -165,8 +172,7 @@ class Parking:
         ):
             self._here.touches_nothing = True
             return
-        thread = threading.get_ident()
-        self._cells_of[thread] = self._cells_of.get(thread, 0) + 1
+        self._cells_of.setdefault(threading.get_ident(), []).append(sys._getframe(2))
         text = content.get("code", "")  # the message of a comm has none
         if self._cells == 1:
             self._text = text
@@ -203,17 +209,24 @@ class Parking:
 
     @hook
     def after(self) -> None:
-        """Called after a cell, a silent request or a comm callback. Counts the bytes that the kernel holds."""
+        """Called after a cell, a silent request or a comm callback."""
         if self._here.touches_nothing:
             self._here.touches_nothing = False
             self._here.until_the_end.close()
             return
+        # For an empty cell IPython calls `post_execute` only: `%run` of a notebook whose last cell is empty. The
+        # frame that began the cell around it still runs then.
+        cells, running = self._cells_here, list(obstacles.stack(sys._getframe(2)))
+        if not cells or cells[-1] is running[0] or cells[-1] not in running:
+            self._ended()
+
+    def _ended(self) -> None:
+        """Notes that the last cell that began in this thread has ended, and counts the bytes that the kernel holds."""
         self._mark += 1
-        thread = threading.get_ident()
-        if self._cells_of.get(thread, 0) > 1:
-            self._cells_of[thread] -= 1
-        else:
-            self._cells_of.pop(thread, None)
+        if self._cells_here:
+            self._cells_here.pop()
+        if not self._cells_here:
+            self._cells_of.pop(threading.get_ident(), None)
         if self._runtime is not None and gpu_runtime._opened() is None:
             self._lease = None  # the user has closed the runtime, and may change its settings
             return

@@ -191,6 +191,32 @@ def test_a_click_in_a_subshell_ends_no_cell_of_the_main_thread(follows, monkeypa
         assert follows.story.count("end") == 1
 
 
+def test_an_empty_cell_inside_a_cell_ends_no_cell(follows):
+    """IPython calls `post_execute` for an empty cell, and not `pre_execute`. `%run` of a notebook whose last cell is
+    empty ended the cell around it: the memory could leave while that cell ran.
+    """
+    trigger = follows.shell.events.trigger
+
+    def run_cell_async():
+        trigger("pre_execute")
+        run_empty_cell()
+        inner()
+        assert follows.parking.why_not() == "a cell runs"
+        assert follows.story == ["cell ", "cell ", "end"]
+
+    def inner():
+        trigger("pre_execute")
+        trigger("post_execute")
+
+    def run_empty_cell():
+        trigger("post_execute")
+
+    run_cell_async()
+    trigger("post_execute")
+    assert follows.parking.why_not() != "a cell runs"
+    assert follows.story == ["cell ", "cell ", "end", "end"]
+
+
 def test_a_message_during_a_cell_requests_nothing(follows):
     """While a cell runs, the memory is on the card already. A cell that awaits something lets other
     messages in.

@@ -9,6 +9,7 @@ import time
 from contextlib import closing
 from pathlib import Path
 
+import nbformat
 import pytest
 from jupyter_client.manager import start_new_kernel
 
@@ -316,6 +317,21 @@ def test_cells_that_were_sent_together_leave_the_card_at_the_end_of_a_turn(two, 
         done |= {reply["parent_header"]["msg_id"]} & set(cells)
     assert time.monotonic() - answered > 0.25, "the other notebook's cell ran between two cells"
     assert f"{count + 1}.0 {count + 1}.0" in runs.run("print(float(x.min()), float(x.max()))")
+
+
+def test_a_cell_that_runs_a_notebook_with_an_empty_cell_is_in_use(two, rt, tmp_path):
+    """The lease had no pin while the rest of the cell ran, so the memory could leave in the middle of it."""
+    one, _ = two
+    cells = [nbformat.v4.new_code_cell(source) for source in ("y = 2", "", "z = 3", " ")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "setup.ipynb")
+    one.run("import torch; x = torch.ones(5_000_000)")
+    until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 10)
+    shown = one.run(
+        f"%run {tmp_path}/setup.ipynb\nfrom gpu_runtime import runtime\n"
+        "print(y, z, [lease.pins for lease in runtime().status().leases() if lease.name == 'kernel'])"
+    )
+    assert "2 3 [1]" in shown
+    until(lambda: parks(rt, "one.ipynb"), 20)
 
 
 TAKES_MOST = """import torch
