@@ -71,7 +71,7 @@ def in_ram(shell: Any, content: Mapping[str, Any]) -> InRam | None:
     deleted. On a card, a finalizer that reads parked bytes gets an error.
     """
     code = content.get("code", "")
-    if not code.strip() or content.get("user_expressions") or _has_hooks(shell):
+    if not code.strip() or content.get("user_expressions") or has_hooks(shell):
         return None
     lines = code.splitlines()
     ours = [line for line in lines if _reads(shell, line.strip(), WITH_RAM)]
