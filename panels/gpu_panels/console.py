@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import html
 import logging
+import time
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -39,6 +40,7 @@ from .widgets.table import Table
 
 log = logging.getLogger("gpu_runtime")
 
+CONNECTS_SECONDS = 300.0  # for so long Bokeh accepts the token of a page
 TICK_MILLISECONDS = 250  # between two checks of a session for a new result of the poller
 FIRST_SECONDS = 0.5  # the longest time that a new page waits for the first figures
 OLD_FIGURES = {"filter": "grayscale(1) opacity(.55)"}  # of a host that is gone
@@ -323,6 +325,32 @@ def deliver_early_changes(document: Any) -> None:
     pn.state._connected[document] = True
 
 
+def wait_for_browser(document: Any) -> None:
+    """Keeps the session of `document` until its browser has connected, or cannot connect any more.
+
+    Bokeh ends a session 15 s after its last browser left, and also if none has connected for 15 s. When 40 pages were
+    opened at once on a busy machine, up to 19 sessions ended before their page was loaded, and it stayed empty.
+    """
+    began = time.monotonic()
+    unused_since: list[float] = []  # since when no browser was connected, at the first look
+
+    def look() -> None:
+        """Blocks the end of the session at the first call, and allows it later."""
+        session = document.session_context.session
+        now = time.monotonic()
+        since = now - session.milliseconds_since_last_unsubscribe / 1e3
+        if not unused_since:
+            unused_since.append(since)
+            session.block_expiration()
+            return
+        has_left = since > unused_since[0] + 1.0  # the two clocks differ a little
+        if session.connection_count or has_left or now - began > CONNECTS_SECONDS:
+            session.unblock_expiration()
+            document.remove_periodic_callback(looking)
+
+    looking = document.add_periodic_callback(look, 1000)
+
+
 # The components of Material are one module of 1.4 MB. Panel's loader would fetch it last, as text, and compile it anew
 # for each page. So the browser itself loads it, at once, and keeps its compiled code. All other scripts follow the
 # preview, which the browser draws before they arrive.
@@ -362,6 +390,7 @@ def page(visitor: Any, poller: Poller, chooser: Any = None) -> pmui.Page:
     pn.state.curdoc.template_variables.setdefault("dist_url", LOCAL_DIST)
     document = pn.state.curdoc
     deliver_early_changes(document)
+    wait_for_browser(document)
     console = Console(poller, visitor, address=query_of_page(), chooser=chooser)
     console.page.param.update(template=_template(), favicon=ICON)
     document.template_variables["preview"] = console.preview()

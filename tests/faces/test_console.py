@@ -16,6 +16,7 @@ from bokeh.application.handlers.document_lifecycle import _on_session_destroyed
 from bokeh.document import Document
 from bokeh.document.events import ModelChangedEvent
 from bokeh.models import ImportedStyleSheet
+from bokeh.server import session as bokeh_session
 from bokeh.server.session import ServerSession
 from gpu_panels import console
 from gpu_panels.actions import DONE_SECONDS, MOST_REPORTS
@@ -592,6 +593,39 @@ def test_a_closed_session_is_freed(poller, monkeypatch):
     del made
     gc.collect()
     assert gone() is None and len(poller._sessions) == 0
+
+
+@pytest.mark.parametrize("end", ["connects", "left", "late"])
+def test_a_session_waits_for_its_browser(monkeypatch, end):
+    """Bokeh ends a session after 15 s without a browser. On a busy machine a page can need longer
+    until it connects for the first time.
+    """
+    clock = [1000.0]
+    monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(bokeh_session, "current_time", lambda: 1e3 * clock[0])
+    document = Document()
+    loop = IOLoop()
+    context = SimpleNamespace(session=ServerSession("1", document, io_loop=loop))
+    document._session_context = lambda: context
+    console.wait_for_browser(document)
+    [looking] = document.session_callbacks
+    look, session = looking.callback, context.session
+
+    clock[0] += 1
+    look()
+    clock[0] += console.CONNECTS_SECONDS - 2
+    look()
+    assert session.expiration_blocked and session.milliseconds_since_last_unsubscribe > 15_000
+    if end == "late":
+        clock[0] += 2
+    else:
+        browser = object()
+        session.subscribe(browser)
+        if end == "left":
+            session.unsubscribe(browser)
+    look()
+    assert not session.expiration_blocked and document.session_callbacks == []
+    loop.close()
 
 
 class Context(SimpleNamespace):
