@@ -443,7 +443,10 @@ class Kernel:
             resident = self.resident
         if resident is None:
             stays = holdings.staying_in_words(self._session)
-            because = stays or "this kernel's own code holds nothing on a card"
+            nothing = (
+                f"this notebook's own code holds less than {show_bytes(LEAST_BYTES)} on a card"
+            )
+            because = stays or f"{nothing}, so nothing is parked"
             return Outcome(verb="park", name="", done=True, because=because, bytes=0)
         if self._running:
             self._park_next = True

@@ -318,6 +318,7 @@ def _stays(session: Session, resident: Resident, error: BaseException) -> str:
 
 def _in_words(error: BaseException) -> str:
     line = explain.first_line(error)
+    line = line.rstrip(".")  # the caller ends the sentence
     return line if isinstance(error, StillInUse) else f"{type(error).__name__}: {line}"
 
 

@@ -30,6 +30,8 @@ def load(
         resident.lease,
         shares=shares,
         reload_seconds=seconds,
+        movable=known.movable,
+        droppable=resident.backend.droppable(handle),
         importance=known.importance,
         keep=known.keep,
         keep_alive=known.keep_alive,

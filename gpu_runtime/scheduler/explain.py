@@ -238,7 +238,7 @@ def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> Gpu
         use = "runs a cell" if lease.kind == "kernel" else f"is in use by {holder}"
         return StillInUse(
             f"{title} ({show_bytes(lease.bytes)}, {lease.where}) {use} for {show_seconds(since)}.\n"
-            "  It can leave when that cell has ended: type it again then. Watch:  %gpu status",
+            f"  {_end_of_use(book, lease)}",
             since_seconds=since,
             **facts,
         )
@@ -248,6 +248,17 @@ def still_here(book: Book, me: str, lease: Lease, why: str, world: World) -> Gpu
             **facts,
         )
     return StillInUse(f"{title} cannot leave now: it is {why}. Try again.", **facts)
+
+
+def _end_of_use(book: Book, lease: Lease) -> str:
+    """When the `lease`, which is in use, can leave: a cell ends it in a notebook, but not in a script."""
+    section = book.sections.get(lease.owner)
+    if section is None or section.owner.notebook or section.busy_since or section.idle_since:
+        return "It can leave when that cell has ended: type it again then. Watch:  %gpu status"
+    return (
+        "It can leave when that block has ended. An output that keeps its graph is a use too: delete it, "
+        "or call backward() and step()."
+    )
 
 
 def _holder(book: Book, me: str, lease: Lease) -> str:

@@ -176,8 +176,9 @@ class Parking:
         text = content.get("code", "")  # the message of a comm has none
         if self._cells == 1:
             self._text = text
-        if self._lease is None and text and _took_memory(text):
-            self._attach()  # what the cell takes is known from a run before the kernel's restart
+        # What the cell takes is known from a run before the kernel's restart, or it parks this notebook.
+        if self._lease is None and text and (_took_memory(text) or "park" in text):
+            self._attach()
         if self._lease is None:
             return
         frees = bool(self._lease.beyond_enforced_cap()) and quiet_cells.frees(self._shell, content)

@@ -404,6 +404,13 @@ def test_a_ledger_that_cannot_be_read_refuses_no_cell_whose_memory_is_here(start
     del kept
 
 
+def test_a_park_of_less_than_a_mebibyte_says_so(started):
+    """In 0.2 it said that only the kernel of a notebook can be parked, in the kernel of a notebook."""
+    rt, kernel = started()
+    cell(kernel)
+    assert "holds less than 1.0 MiB on a card, so nothing is parked" in rt.park().because
+
+
 # -- the operator's cap
 
 

@@ -15,6 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 
 from gpu_runtime import (
     AlreadyRegistered,
@@ -39,6 +40,7 @@ from gpu_runtime.owner import registry
 from gpu_runtime.scheduler import asks
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
+from tests.tiny_models import gguf_lm
 
 from .conftest import claims, fakes, where
 
@@ -1201,3 +1203,24 @@ def test_a_full_page_is_emptied_for_a_model_and_by_an_operator(runtime, shared_b
         names = sorted(lease.name for lease in here.status().leases())
         assert names == ["b", "c", "urgent"], "the one that was idle longest left"
     assert here.evict("b", timeout=PATIENCE).done
+
+
+def test_a_model_that_cannot_be_moved_is_unloaded_without_a_governor(runtime, tmp_path):
+    """In 0.2 the error of `rt.evict` advised `rt.evict`."""
+    pytest.importorskip("llama_cpp")
+    rt = runtime(enable_memory_governor=False)
+    rt.register("g", str(gguf_lm(tmp_path / "m.gguf")))
+    rt.preload("g")
+    assert rt.evict("g").where == "disk" and not rt.here("g")
+
+
+def test_a_script_that_keeps_a_graph_is_not_told_to_wait_for_a_cell(runtime):
+    rt = runtime(devices="sim:2x1GiB,host:4GiB")
+    model = torch.nn.Linear(8, 8).eval()
+    rt.adopt("m", model)
+    logits = model(torch.ones(1, 8))
+    with pytest.raises(StillInUse, match=r"(?s)when that block has ended.*backward\(\)") as told:
+        rt.move("m", "sim:1")
+    assert "cell" not in str(told.value)
+    del logits
+    assert rt.move("m", "sim:1").done

@@ -204,3 +204,9 @@ class BreakerMachine(RuleBasedStateMachine):
 
 
 TestBreakerMachine = BreakerMachine.TestCase
+
+
+def test_the_time_until_the_next_call_is_never_shown_as_zero():
+    """In 0.2 the message ended with "left alone for another 0 s"."""
+    state = BreakerState("open", failures=3, retry_after=0.2, last="gone")
+    assert "left alone for another 1 s; the last time: gone" in str(BreakerOpen("m", state))

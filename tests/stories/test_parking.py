@@ -135,6 +135,11 @@ def test_a_thread_of_the_users_keeps_the_kernel_and_is_named(two, rt):
     assert "came back from RAM" in busy.run("assert float(x.sum()) == 0")
 
 
+def test_a_notebook_that_holds_nothing_yet_can_be_told_to_park(two):
+    """torch is not imported in it, so nothing of it was counted."""
+    assert "holds less than 1.0 MiB on a card" in two[0].run("%gpu park")
+
+
 def test_a_notebook_that_cannot_return_saves_and_deletes_what_it_types(two, rt, tmp_path):
     """Another notebook keeps the card. In 0.2 no cell of the parked one ran, so the advice in the
     message could not be typed. Each way out of the message is typed here.

@@ -12,6 +12,7 @@ libraries, circuitbreaker and purgatory, let every call pass when a probe is due
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pybreaker
@@ -42,13 +43,13 @@ class BreakerOpen(Exception):
 
     def __init__(self, model: str, state: BreakerState) -> None:
         """`model` is the model that failed too often, and `state` the state of its breaker."""
-        super().__init__(
-            f"{model} has failed {state.failures} times in a row and is left alone for another "
-            f"{state.retry_after:.0f} s; the last time: {state.last}"
-        )
         self.model = model
         self.state = state
         self.retry_after = max(state.retry_after, 1.0)
+        super().__init__(
+            f"{model} has failed {state.failures} times in a row and is left alone for another "
+            f"{math.ceil(self.retry_after)} s; the last time: {state.last}"
+        )
 
 
 class Permit:
