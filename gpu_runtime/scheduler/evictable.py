@@ -177,7 +177,8 @@ def why_not_moved(book: Book, lease: Lease) -> str:
         if event.answers:  # the answer to an order, such as a pin by a user without the right
             continue
         if (event.owner, event.model, event.action) == (lease.owner, lease.name, "failed"):
-            return ": " + event.because.partition(": ")[2].rstrip(".")
+            reason = event.because.partition(": ")[2].rstrip(".")
+            return f": {reason}" if reason else ""
     return ""
 
 

@@ -330,6 +330,7 @@ class Auditor(RuleBasedStateMachine):
                 or verdict.retry_at is not None
                 or "more important" in verdict.because
                 or "being evicted" in verdict.because
+                or "its process tries again" in verdict.because
                 or "is kept" in verdict.because
                 or "no room for it now" in verdict.because
                 or (again and again.phase is not Phase.SETTLED)
