@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from .. import limited_files
 from ..backends.base import looks_like_hub_id
 from ..backends.engines.arguments import RESERVED_FLAGS, group_flags
 from ..backends.registry import backend_names, missing
@@ -125,9 +126,8 @@ def _template(given: str) -> str:
     if "{" in given:
         return given
     try:
-        with open(os.path.expanduser(given), encoding="utf-8") as file:
-            return file.read(MOST_TEMPLATE)
-    except (OSError, UnicodeDecodeError):  # the use of the template raises the error
+        return limited_files.text(os.path.expanduser(given), MOST_TEMPLATE)
+    except OSError:  # the use of the template raises the error
         return given
 
 

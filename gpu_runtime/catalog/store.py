@@ -23,6 +23,7 @@ from typing import Any
 import msgspec
 from filelock import FileLock, Timeout
 
+from .. import limited_files
 from ..arguments import checked
 from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownModel
 from ..facts import Applied, ModelSpec
@@ -181,7 +182,7 @@ class Catalog:
     def _bytes(self, file: Path) -> bytes | None:
         """The content of `file`. None if the file was deleted after the directory was listed."""
         try:
-            with open(file, "rb") as opened:
+            with limited_files.open_regular(file) as opened:
                 return opened.read(MOST_STORED_BYTES)
         except FileNotFoundError:  # deleted since it was listed
             return None

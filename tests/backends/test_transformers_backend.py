@@ -453,9 +453,12 @@ DAMAGES = {
     ),
     "no json": (
         lambda p: p.write_bytes(p.read_bytes()[:8] + bytes(200) + p.read_bytes()[208:]),
-        "JSON cannot be read",
+        "not a safetensors header",
     ),
-    "json list": (lambda p: p.write_bytes(struct.pack("<Q", 2) + b"[]"), "not an object"),
+    "json list": (
+        lambda p: p.write_bytes(struct.pack("<Q", 2) + b"[]"),
+        "not a safetensors header",
+    ),
     "overlap": (
         header(lambda h: first(h).update(dtype="F32", shape=[1], data_offsets=[4, 8])),
         "a gap or an overlap",

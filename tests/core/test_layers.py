@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 GROUND = (
     "safe_text errors fault_texts units facts arguments options settings forks threads attribution"
     " presets kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
-    " notebook cell_keys user_frames error_pages engine_logs access_keys version torch_modes"
+    " notebook cell_keys user_frames error_pages engine_logs access_keys version torch_modes limited_files"
 )
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
@@ -36,6 +36,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "private_paths": "",
     "tcp_sockets": "",
     "engine_logs": "private_paths",
+    "limited_files": "units",
     "access_keys": "safe_text errors facts private_paths",
     "units": "errors",
     "facts": "safe_text errors units",

@@ -8,10 +8,10 @@ Source: vLLM, CLI reference, `vllm serve`.
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
+from ... import limited_files
 from .arguments import has_flag, user_arguments
 from .recipe import (
     Command,
@@ -81,10 +81,10 @@ class Vllm(Recipe):
         config_file = Path(order.source, "tokenizer_config.json")
         try:
             if own_file.exists():
-                return own_file.read_text()
+                return limited_files.text(own_file)
             if not config_file.exists():
                 return None
-            found = json.loads(config_file.read_text()).get("chat_template")
+            found = limited_files.json_object(config_file).get("chat_template")
         except (OSError, ValueError, AttributeError):  # vLLM reports what is wrong with the file
             return None
         return found if isinstance(found, str) else None

@@ -17,6 +17,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from ... import limited_files
 from ...errors import LoadFailed
 from ...units import MIB
 from .safetensors import Stamp
@@ -57,7 +58,9 @@ BLOCKS = {  # type -> name, weights per block, bytes per block. Source: ggml, gg
     40: ("NVFP4", 64, 36),
     41: ("Q1_0", 128, 18),
 }
-_LONGEST_HEADER = 256 * MIB
+_LONGEST_HEADER = 64 * MIB  # the largest known vocabularies take 20 MiB
+_MOST_TENSORS = 100_000
+_MOST_STRINGS = 4_000_000  # of all lists of strings together
 _CHUNK = 4 * MIB
 _SCALARS = {  # metadata type -> format of struct
     0: "<B",
@@ -159,7 +162,7 @@ def _read_file(path: Path, name: str) -> GgufHeader:
 # One load reads the header three times, and a header with a vocabulary takes 45 ms.
 @lru_cache(maxsize=32)
 def _header(stamp: Stamp) -> GgufHeader:
-    with open(stamp.path, "rb", buffering=0) as file:
+    with limited_files.open_regular(stamp.path) as file:
         return _parse(_HeaderReader(file, stamp.size), stamp.size)
 
 
@@ -175,6 +178,9 @@ def _parse(data: _HeaderReader, size: int) -> GgufHeader:
     tensors, pairs = data.number("<Q"), data.number("<Q")
     if tensors > size or pairs > size:  # each takes more than one byte
         raise ValueError(f"it declares {max(tensors, pairs):,} entries in {size:,} bytes")
+    if max(tensors, pairs) > _MOST_TENSORS:
+        found = f"{max(tensors, pairs):,} entries"
+        raise ValueError(f"it declares {found}, and at most {_MOST_TENSORS:,} are read")
     metadata: dict[str, Any] = {}
     try:
         for _ in range(pairs):
@@ -184,6 +190,8 @@ def _parse(data: _HeaderReader, size: int) -> GgufHeader:
                 metadata[key] = value
     except _Unreadable:  # a type that is newer than this reader
         return GgufHeader(metadata, None, size)
+    if why := limited_files.count_fault(config(metadata)):
+        raise ValueError(why)
     rows = [_tensor_row(data) for _ in range(tensors)]
     alignment = metadata.get("general.alignment", 32)
     if type(alignment) is not int or not 0 < alignment <= MIB:
@@ -234,7 +242,7 @@ class _HeaderReader:
 
     def __init__(self, file: Any, size: int) -> None:
         self._file, self._most = file, min(size, _LONGEST_HEADER)
-        self._data, self.position = b"", 0
+        self._data, self.position, self._strings = b"", 0, 0
 
     def _need(self, count: int) -> None:
         """Reads the file until `count` bytes after the current position are in memory.
@@ -284,6 +292,9 @@ class _HeaderReader:
         if count > self._most:
             raise ValueError(f"it declares an array of {count:,}")
         if kind == _STRING:
+            self._strings += count
+            if self._strings > _MOST_STRINGS:
+                raise ValueError(f"it declares more than {_MOST_STRINGS:,} strings")
             self._skip_strings(count)
             return StringCount(count)
         if kind not in _SCALARS:

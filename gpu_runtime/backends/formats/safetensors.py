@@ -7,7 +7,6 @@ a truncated file would end the whole process.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -15,6 +14,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import msgspec
+
+from ... import limited_files
 from ...errors import LoadFailed, NotAModel
 from ...units import MIB
 
@@ -33,7 +35,8 @@ _LAYER = re.compile(r"([\w.]*?)\.(\d+)\.")
 _BEFORE_LAYERS = re.compile(r"embed|wte|wpe|patch|rotary|shared", re.IGNORECASE)
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
-_LONGEST_HEADER = 100 * MIB  # the format's own limit
+_LONGEST_HEADER = 32 * MIB  # 300,000 tensors in one file
+_LONGEST_INDEX = 64 * MIB
 
 
 class TensorEntry(NamedTuple):
@@ -168,7 +171,13 @@ def read(directory: Path, name: str) -> Checkpoint:
             name=name,
             source=str(directory),
         )
-    config = _json_object(config_path, config_path.read_bytes(), name)
+    try:
+        limited_files.require_regular_files(directory)
+        config = limited_files.json_object(config_path)
+    except OSError as error:
+        raise _unreadable(name, error, config_path) from error
+    if why := limited_files.count_fault(config):
+        raise _damaged(name, config_path, why)
     weight_files = _weight_files(directory, name)
     tensors: dict[str, TensorEntry] = {}
     for path in weight_files:
@@ -187,22 +196,20 @@ def read_header(path: Path, name: str) -> dict[str, TensorEntry]:
     has no gaps and reaches to the end of the file.
     """
     try:
-        size = path.stat().st_size
-        with path.open("rb") as file:
+        with limited_files.open_regular(path) as file:
+            size = os.fstat(file.fileno()).st_size
             start = file.read(8)
             length = int.from_bytes(start, "little")
             if len(start) < 8 or not 2 <= length <= min(_LONGEST_HEADER, size - 8):
                 why = f"it is {size} bytes long, and its header would be {length}"
                 raise _damaged(name, path, why)
-            header = _json_object(path, file.read(length), name)
+            header = _decoded_header(file.read(length))
     except OSError as error:
-        raise _damaged(name, path, error.strerror or str(error)) from error
-    header.pop("__metadata__", None)
-    try:
-        entries = {key: _entry(fields) for key, fields in header.items()}
-        spans = sorted(tuple(fields["data_offsets"]) for fields in header.values())
-    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise _unreadable(name, error, path) from error
+    except (RecursionError, ValueError) as error:  # msgspec's errors too
         raise _damaged(name, path, "its header is not a safetensors header") from error
+    entries = {key: _entry(row) for key, row in header.items()}
+    spans = sorted(row.data_offsets for row in header.values())
     why = _span_fault(spans, 8 + length, size)
     if why:
         raise _damaged(name, path, why)
@@ -226,19 +233,34 @@ def _span_fault(spans: Iterable[tuple[int, int]], start: int, size: int) -> str:
     return f"it is {state}: {size} bytes, but its header declares {start + end}"
 
 
-def _entry(fields: dict[str, Any]) -> TensorEntry:
-    """The entry of a tensor in a header, after a check.
+class _Row(msgspec.Struct):
+    """A tensor in a header. `__metadata__` has other fields, and is no tensor."""
 
-    Raises ValueError, TypeError or KeyError if the `fields` are impossible.
-    """
-    begin, end = fields["data_offsets"]
-    entry = TensorEntry(fields["dtype"], tuple(fields["shape"]), end - begin)
-    if any(type(number) is not int or number < 0 for number in (*entry.shape, begin, end)):
-        raise ValueError
-    average_bits = 8 * entry.bytes // max(1, entry.items)
-    if entry.items * ITEM_BITS.get(entry.dtype, average_bits) > 8 * entry.bytes:
-        raise ValueError
-    return entry
+    dtype: str = ""
+    shape: tuple[int, ...] = ()
+    data_offsets: tuple[int, int] = (-1, -1)
+
+
+_HEADER = msgspec.json.Decoder(dict[str, _Row])  # its values take no more memory than their JSON
+
+
+def _decoded_header(data: bytes) -> dict[str, _Row]:
+    """The rows of a header. Raises ValueError if one is impossible, RecursionError if it is too deep."""
+    header = _HEADER.decode(data)
+    header.pop("__metadata__", None)
+    for row in header.values():
+        begin, end = row.data_offsets
+        if not row.dtype or min((*row.shape, begin, end)) < 0:
+            raise ValueError
+        entry = _entry(row)
+        average_bits = 8 * entry.bytes // max(1, entry.items)
+        if entry.items * ITEM_BITS.get(entry.dtype, average_bits) > 8 * entry.bytes:
+            raise ValueError
+    return header
+
+
+def _entry(row: _Row) -> TensorEntry:
+    return TensorEntry(row.dtype, row.shape, row.data_offsets[1] - row.data_offsets[0])
 
 
 def _weight_files(directory: Path, name: str) -> list[Path]:
@@ -273,11 +295,16 @@ def _weight_files(directory: Path, name: str) -> list[Path]:
 
 def _shards(index: Path, name: str) -> list[Path]:
     """The files that the `index` lists. Raises LoadFailed if one is not beside the `index`."""
-    weight_map = _json_object(index, index.read_bytes(), name).get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
+    try:
+        weight_map = _INDEX.decode(limited_files.read(index, _LONGEST_INDEX)).weight_map
+    except OSError as error:
+        raise _unreadable(name, error, index) from error
+    except (RecursionError, ValueError) as error:
+        raise _damaged(name, index, "its JSON cannot be read") from error
+    if not weight_map:
         raise _damaged(name, index, "it has no weight_map")
     directory = index.parent
-    shards = sorted({str(shard) for shard in weight_map.values()})
+    shards = sorted(set(weight_map.values()))
     for shard in shards:
         # An index must not lead out of its directory.
         if Path(shard).name != shard or shard in ("", ".", ".."):
@@ -287,14 +314,17 @@ def _shards(index: Path, name: str) -> list[Path]:
     return [directory / shard for shard in shards]
 
 
-def _json_object(path: Path, data: bytes, name: str) -> dict[str, Any]:
-    try:
-        value = json.loads(data)
-    except ValueError as error:
-        raise _damaged(name, path, "its JSON cannot be read") from error
-    if not isinstance(value, dict):
-        raise _damaged(name, path, "its JSON is not an object")
-    return value
+class _Index(msgspec.Struct):
+    """The index of a model in several files."""
+
+    weight_map: dict[str, str] = {}  # tensor -> file
+
+
+_INDEX = msgspec.json.Decoder(_Index)
+
+
+def _unreadable(name: str, error: OSError, path: Path) -> LoadFailed:
+    return _damaged(name, Path(error.filename or path), error.strerror or str(error))
 
 
 def _damaged(name: str, path: Path, why: str) -> LoadFailed:

@@ -173,7 +173,7 @@ def _bytes_behind_pointers(files: Iterable[Path]) -> int:
 
 def _pointed_bytes(file: Path) -> int | None:
     """The size that the Git LFS pointer `file` states; None if `file` is no pointer."""
-    if file.stat().st_size >= _LARGEST_POINTER:
+    if not file.is_file() or file.stat().st_size >= _LARGEST_POINTER:
         return None
     text = file.read_bytes()
     if not text.startswith(_LFS_POINTER):

@@ -10,13 +10,13 @@ import json
 import os
 from collections.abc import Callable, Mapping
 from datetime import datetime
-from pathlib import Path
 from typing import Any
 
 from jinja2 import TemplateError
 from jinja2.ext import loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+from ... import limited_files
 from ...errors import BadSetting
 
 MAX_LETTERS = 1 << 20  # of a template's file; the rest of a longer file is ignored
@@ -41,7 +41,7 @@ def override(options: Mapping[str, Any]) -> str | None:
     if "{" in value:
         return value
     try:
-        return Path(os.path.expanduser(value)).read_text()[:MAX_LETTERS]
+        return limited_files.text(os.path.expanduser(value))[:MAX_LETTERS]
     except OSError as error:
         expected = f"{_EXPECTED} ({error.strerror or error})"
         raise BadSetting("chat_template", value, expected) from None

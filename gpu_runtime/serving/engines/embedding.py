@@ -6,11 +6,11 @@ padding is masked, so a text has the same vector alone and among other texts.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from ... import limited_files
 from .base import cannot
 
 TEXTS_AT_ONCE = 32
@@ -27,7 +27,7 @@ def pooling_of(source: str) -> str:
     MEAN.
     """
     try:
-        found = json.loads((Path(source).expanduser() / _POOLING_FILE).read_text())
+        found = limited_files.json_object(Path(source).expanduser() / _POOLING_FILE)
     except (OSError, ValueError):  # there is no such model, or its files are not on this machine
         return MEAN
     modes = found if isinstance(found, dict) else {}

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ... import limited_files
 from ...catalog import documents
 from ...errors import BadDocument
 from ...facts import IMPORTANCE
@@ -118,7 +119,7 @@ def read_serving_config(path: str | os.PathLike[str] | None) -> ServingConfig:
         return ServingConfig()
     name = os.fspath(path)
     try:
-        with open(name, "rb") as file:
+        with limited_files.open_regular(name) as file:
             data = file.read(documents.MOST_BYTES + 1)
     except OSError as error:
         raise BadDocument(name, 0, "", f"it cannot be read ({error.strerror or error})") from None
