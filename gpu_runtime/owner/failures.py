@@ -15,7 +15,7 @@ import traceback
 from ..backends.base import is_out_of_memory
 from ..backends.registry import runs_here
 from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost
-from ..facts import Grant, Lease, LeaseId, Load, Share, Step, World
+from ..facts import HOST, Grant, Lease, LeaseId, Load, Share, Step, World
 from ..fault_texts import Fault, Kind, recognise
 from ..scheduler import explain
 from ..scheduler import transitions as books
@@ -27,6 +27,32 @@ from .session import Session
 
 log = logging.getLogger("gpu_runtime")
 LEAVE_SECONDS = 5.0  # time for another owner to evict an idle model after an out-of-memory error
+
+
+REFUSED = "Cannot access data pointer of Tensor"  # how torch's error begins; see swap.py
+
+
+def refused_write(session: Session, error: BaseException) -> str:
+    """After a write into bytes in host memory of a simulated card: which bytes, and what to type.
+
+    torch's own error does not name them. The result is empty for any other error.
+    """
+    if not (isinstance(error, RuntimeError) and str(error).startswith(REFUSED)):
+        return ""
+    away = [one for one in session.residents.values() if one.lease.where == HOST]
+    names = [one.spec.name for one in away if one.lease.kind == "model"]
+    if any(one.lease.kind == "kernel" for one in away):
+        return (
+            "This notebook is parked: its memory is in host memory (gpu-console), where it can be "
+            "read and not written. Bring it back:  %gpu unpark"
+        )
+    if not names:
+        return ""
+    named = " and ".join([", ".join(names[:-1]), names[-1]] if names[1:] else names)
+    return (
+        f"The weights of {named} are in host memory (gpu-console), where they can be read and not "
+        f"written. Bring them back:  with rt.use({names[0]!r}) as model:"
+    )
 
 
 # -- a model that is lost

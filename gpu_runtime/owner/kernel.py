@@ -25,7 +25,7 @@ from ..errors import CannotGovern, GpuError, NotAllowed, WaitEnded
 from ..facts import LeaseId, Outcome, Shares, Staying
 from ..scheduler import quotas, relief
 from ..units import MIB, show_bytes, show_seconds
-from . import holdings, kernel_names, operations, release
+from . import failures, holdings, kernel_names, operations, release
 from .cell_room import CellRoom, bytes_wanted, forget_frames, make_room
 from .kernel_reading import Reading, bring_back
 from .kernel_resident import NAME, Bytes, KernelResident, governed_keys, governed_shares
@@ -389,12 +389,13 @@ class Kernel:
     def make_room(self, error: BaseException) -> str:
         """After a cell that failed. After an out-of-memory `error`, evicts idle leases.
 
-        Plain code makes no request before it takes memory. Returns a sentence for the user, or an
-        empty text if `error` is no out-of-memory error. The cell is not run again.
+        Plain code makes no request before it takes memory. Returns a sentence for the user. After a
+        write that bytes in host memory refused, the sentence names them. After any other error it
+        is empty. The cell is not run again.
         """
         self._room.failed(is_out_of_memory(error))
         if not is_out_of_memory(error):
-            return ""
+            return failures.refused_write(self._session, error)
         forget_frames(error)
         self.count_when_due(idle=True)
         if isinstance(error, GpuError):  # an error of this package names the holders itself

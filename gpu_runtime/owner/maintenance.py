@@ -206,14 +206,18 @@ def log_overstays(session: Session) -> None:
 def remeasure(session: Session) -> None:
     """Measures again the models that were used since the last tick.
 
-    A use can change a model's size: for example, training adds gradients and optimizer state.
+    A use can change a model's size: for example, training adds gradients and optimizer state. And
+    while the result of a use keeps a graph, the model cannot be dropped.
     """
-    residents = list(session.residents.values())
-    used = [
-        r
-        for r in residents
-        if r.uses != r.uses_counted and r.place is Place.HERE and r.lease.kind == "model"
-    ]
+    residents = [r for r in session.residents.values() if r.lease.kind == "model"]
+    used = [r for r in residents if r.uses != r.uses_counted and r.place is Place.HERE]
+    for resident in residents:
+        if resident.lease.droppable or resident.in_use() or not resident.work.acquire(False):
+            continue
+        try:
+            resident.note_droppable()
+        finally:
+            resident.work.release()
     for resident in used:
         if resident.postpones_measuring() or not resident.work.acquire(False):
             continue

@@ -116,7 +116,7 @@ def _leave(
     if not isinstance(step, Drop) and (why := feasibility.why_no_return(book, lease, world)):
         return book, _cannot_return(session, lease, why)
     if step is None:
-        return book, _only_copy(lease)
+        return book, _only_copy(lease, resident.needed_elsewhere())
     return evictable.mark_leaving(book, step, key.text), step
 
 
@@ -147,11 +147,14 @@ def _cannot_return(session: Session, lease: Lease, why: str) -> DoesNotFit:
     )
 
 
-def _only_copy(lease: Lease) -> DoesNotFit:
+def _only_copy(lease: Lease, is_needed: bool) -> DoesNotFit:
+    why, advice = "exists nowhere else", f"give it up for good:  rt.forget({lease.name!r})"
+    if is_needed:
+        why = "is needed by an autograd graph or a view"
+        advice = "delete what holds it, for example the loss of an unfinished step"
     return DoesNotFit(
-        f"{lease.name} ({show_bytes(lease.bytes)}) exists nowhere else and host memory has no room "
-        f"for it.\n"
-        f"  Raise CPU_MEMORY_MAX_PERCENT, or give it up for good:  rt.forget({lease.name!r})",
+        f"{lease.name} ({show_bytes(lease.bytes)}) {why} and host memory has no room for it.\n"
+        f"  Raise CPU_MEMORY_MAX_PERCENT, or {advice}",
         name=lease.name,
         need_bytes=lease.bytes,
         device=HOST,

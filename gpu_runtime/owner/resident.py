@@ -346,6 +346,8 @@ class Resident:
                 raise Stays("it was released meanwhile")
             if isinstance(step, Drop):
                 if not self.backend.unchanged(self.handle):
+                    if self.needed_elsewhere():
+                        raise Stays("an autograd graph or a view needs its weights")
                     raise Stays("its weights differ from their source, so they exist nowhere else")
                 value = self.value
                 self._drop()
@@ -394,6 +396,7 @@ class Resident:
         if self.handle is None:
             return False
         shares = self.backend.measure(self.handle)
+        self.note_droppable()
         if shares == (self.lease.filled or self.lease.shares):
             return False
         lease = self.lease.holding(shares)
@@ -429,6 +432,15 @@ class Resident:
             return
         self.backend.drop(handle)
         self._shell = _weakly(value)
+
+    def needed_elsewhere(self) -> bool:
+        """Whether a live graph or a view needs the weights of the model."""
+        return getattr(self.handle, "needed_elsewhere", bool)()
+
+    def note_droppable(self) -> None:
+        """Records whether the model could be dropped now. A live graph or a view prevents it."""
+        if hasattr(self.handle, "needed_elsewhere"):
+            self.lease = replace(self.lease, droppable=self.droppable())
 
     def droppable(self) -> bool:
         """Whether the source can restore the model, by a cheap check; see `Backend.droppable`."""

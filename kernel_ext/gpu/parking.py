@@ -264,7 +264,8 @@ class Parking:
         """Called after a cell that failed. If the cell ran out of memory, idle notebooks and models are evicted."""
         # The notebook may have failed before it held any memory. So any error that mentions memory
         # opens the runtime. The runtime then recognises out-of-memory errors exactly.
-        about_memory = "memory" in f"{type(error).__name__} {error}".lower()
+        text = f"{type(error).__name__} {error}".lower()
+        about_memory = "memory" in text or "data pointer" in text
         if self._lease is None and not (about_memory and self._attach()):
             return
         with contextlib.suppress(GpuError):  # the cell's own error is shown already

@@ -113,12 +113,17 @@ def test_the_pages_are_freed_with_the_last_holder(llama):
 
 
 def test_what_one_user_of_the_pages_writes_no_other_one_sees(llama):
-    """On a simulated card, weights in host memory can be written."""
+    """Weights in host memory refuse writes. After the return they are the process's own."""
     first, one = kernel(llama)
     second, other = kernel(llama)
     before = content(other)
     move(first, one, HOST)
     move(second, other, HOST)
+    for parameter in one.module.parameters():
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            parameter.data.zero_()
+    same(content(one), before)
+    move(first, one, CARD)
     for parameter in one.module.parameters():
         parameter.data.zero_()
     same(content(other), before)

@@ -7,12 +7,15 @@ from __future__ import annotations
 
 import copy
 import gc
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from gpu_runtime.backends.pytorch import swap
 from gpu_runtime.backends.registry import backend_for, open_backend
 from gpu_runtime.errors import BadSetting, CannotGovern, LoadFailed, NotAModel, UnknownSize
 from gpu_runtime.facts import ModelSpec, Share
@@ -172,8 +175,12 @@ def test_training_continues_after_moves(backend, probe, how):
         backend.move(model, shares)
         assert backend.measure(model) == (Share(shares[0].device, size),)
         assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0} | {shares[0].device: size}
-        train(module, optimizer, 2, seed=3)
-        train(twin, other, 2, seed=3)
+        if shares is HOST:
+            with pytest.raises(RuntimeError, match=swap.WRITE_REFUSED), torch.no_grad():
+                module[2].weight.add_(1)
+        else:
+            train(module, optimizer, 2, seed=3)
+            train(twin, other, 2, seed=3)
         assert same_weights(module, twin)
     for mine, theirs in zip(optimizer.state.values(), other.state.values(), strict=True):
         assert all(torch.equal(mine[key], theirs[key]) for key in theirs)
@@ -225,6 +232,7 @@ def test_a_kept_view_moves_with_the_module(backend, probe):
     other = backend.load(ModelSpec("other", "torch"), CARD, lambda: nn.Linear(300, 300))
     assert torch.equal(kept, value), "another model was given a kept tensor's memory"
     backend.drop(other)
+    backend.move(model, CARD)
     module[1].bias.data.add_(1)
     assert torch.equal(kept, value + 1)
 
@@ -234,9 +242,50 @@ def test_a_kept_parameter_moves_with_the_module(backend):
     model = backend.load(SPEC, CARD, lambda: module)
     weight = module.weight
     backend.move(model, HOST)
+    backend.move(model, CARD)
     with torch.no_grad():
         weight.zero_()
+    assert not module.weight.any()
+
+
+WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
+    "add_": lambda w: w.add_(1),
+    "data": lambda w: w.data.zero_(),
+    "view": lambda w: w[1:].mul_(2),
+    "out=": lambda w: torch.add(w, 1, out=w),
+    "copy_": lambda w: w.copy_(torch.ones(4, 4)),
+    "foreach": lambda w: torch._foreach_add_([w], 1),
+    "numpy": lambda w: w.numpy(),
+    "dlpack": lambda w: torch.utils.dlpack.to_dlpack(w),
+    "data_ptr": lambda w: w.data_ptr(),
+    "set item": lambda w: w.__setitem__(0, 1.0),
+    "storage": lambda w: w.untyped_storage().fill_(0),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_weights_in_host_memory_are_read_and_refuse_writes(backend, write):
+    """A write there would be lost, or would change what the card gets back. It raises as on a real
+    card, and nothing has changed. After the return it works.
+    """
+    module = nn.Linear(4, 4).eval()
+    model = backend.load(SPEC, CARD, lambda: module)
+    before, other = module.weight.detach().clone(), module.weight.detach()
+    backend.move(model, HOST)
+    for weight in (module.weight.detach(), other):
+        with pytest.raises(RuntimeError, match=swap.WRITE_REFUSED):
+            WRITES[write](weight)
+        assert torch.equal(weight, before)
     backend.move(model, CARD)
+    WRITES[write](other)
+
+
+def test_a_module_that_is_forgotten_in_host_memory_can_be_written(backend):
+    module = nn.Linear(4, 4).eval()
+    model = backend.load(SPEC, CARD, lambda: module)
+    backend.move(model, HOST)
+    backend.drop(model)
+    module.weight.data.zero_()
     assert not module.weight.any()
 
 

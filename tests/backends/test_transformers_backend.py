@@ -4,11 +4,15 @@ is never lost.
 
 from __future__ import annotations
 
+import io
 import json
 import logging
+import pickle
 import shutil
 import struct
+from copy import deepcopy as copy_of
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -559,3 +563,85 @@ def test_a_hub_id_that_was_downloaded_is_loaded_from_the_cache(
     tiny_models.hub_cache(tmp_path, "org/tiny", llama)
     model = backend.load(spec("org/tiny"), CARD)
     assert footprint(backend, spec("org/tiny")).bytes > 0 and backend.unchanged(model)
+
+
+# -- what else needs the bytes, and what a drop leaves
+
+
+def _graph(module):
+    return module(torch.tensor([[5, 6, 7]])).logits
+
+
+NEEDS = {
+    "a graph": _graph,
+    "a state dict": lambda module: module.state_dict(),
+    "a view": lambda module: module.lm_head.weight[:4].detach(),
+    "a storage's tensor": lambda module: torch.empty(0).set_(
+        next(module.parameters()).untyped_storage(), 0, (4,)
+    ),
+}
+
+
+@pytest.mark.parametrize("need", NEEDS)
+def test_weights_that_something_else_needs_are_not_dropped(backend, llama, need):
+    """A dropped weight has no bytes. A graph would compute wrong gradients from it in silence."""
+    model = backend.load(spec(llama), CARD)
+    held = NEEDS[need](backend.value(model))
+    assert not backend.droppable(model) and not backend.unchanged(model)
+    backend.move(model, HOST)
+    assert not backend.droppable(model)
+    backend.move(model, CARD)
+    del held
+    assert backend.unchanged(model)
+
+
+def test_copies_with_bytes_of_their_own_keep_nothing(backend, llama):
+    """A deep copy, `half()` of it and a cloned state dict stay right after a drop of the model."""
+    model = backend.load(spec(llama), CARD)
+    module = backend.value(model)
+    twin, half = copy_of(module), copy_of(module).half()
+    cloned = {name: one.clone() for name, one in module.state_dict().items()}
+    assert backend.unchanged(model)
+    backend.drop(model)
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.isfinite(half(ids).logits).all() and twin(ids).logits.any()
+    assert all(torch.equal(one, cloned[name]) for name, one in twin.state_dict().items())
+
+
+READS = {
+    "sum": lambda w: w.sum(),
+    "item": lambda w: w[0, 0].item(),
+    "repr": repr,
+    "tolist": lambda w: w.tolist(),
+    "clone": lambda w: w.clone(),
+    "detach": lambda w: w.detach(),
+    "data": lambda w: w.data,
+    "half": lambda w: w.half(),
+    "transposed": lambda w: w.T,
+    "matmul": lambda w: torch.ones(w.shape[0]) @ w,
+    "foreach": lambda w: torch._foreach_add([w], 1),
+    "deepcopy": copy_of,
+    "pickle": pickle.dumps,
+    "save": lambda w: torch.save(w, io.BytesIO()),
+    "numpy": lambda w: np.asarray(w.detach()),
+    "dlpack": lambda w: np.from_dlpack(w),
+    "storage": lambda w: w.untyped_storage().tolist(),
+    "write": lambda w: w.zero_(),
+}
+
+
+@pytest.mark.parametrize("read", READS)
+def test_a_dropped_weight_is_never_readable_as_zeros(backend, llama, read):
+    """On a simulated card it is a CPU tensor, whose guard reads as zeros. What it is can be read."""
+    model = backend.load(spec(llama), CARD)
+    module = backend.value(model)
+    weight, before = module.lm_head.weight, module.lm_head.weight.detach().clone()
+    kind = type(weight)
+    backend.drop(model)
+    with pytest.raises(RuntimeError, match=r"m is unloaded .gpu-console.*rt.use\('m'\)"):
+        READS[read](weight)
+    assert weight.shape == before.shape and weight.dtype == before.dtype and weight.numel()
+    assert isinstance(weight, torch.nn.Parameter) and weight.requires_grad and weight.is_leaf
+    again = backend.load(spec(llama), CARD, into=model)
+    assert backend.value(again) is module and module.lm_head.weight is weight
+    assert type(weight) is kind and torch.equal(weight, before)

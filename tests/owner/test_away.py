@@ -238,7 +238,7 @@ def test_a_tensor_kept_from_before_a_drop_is_never_written_empty(governed, direc
     cards it is our own error: see tests/backends/test_swap.py.
     """
     module = governed("dropped")
-    kept = vars(module.lm_head)["_parameters"]["weight"].detach()
+    kept = vars(module.lm_head)["_parameters"]["weight"]
     with pytest.raises((RuntimeError, GpuError)):
         way(kept)
     with torch.no_grad():
@@ -265,3 +265,28 @@ def test_what_was_set_on_a_model_survives_a_drop_although_nobody_keeps_it(runtim
         assert module.training and module.generation_config.temperature == 0.25
         assert module.bias_table.sum() == 3 and "<new>" in module.tokenizer.get_vocab()
     assert calls == [1]
+
+
+def test_a_refused_write_names_what_is_away_and_what_to_type(started, directory):
+    """torch's own error names no model. The sentence is shown under the cell that failed."""
+    rt, kernel = started(devices="sim:64MiB,host:64MiB")
+    rt.register("llm", directory)
+    with rt.use("llm") as model:
+        weight = model.lm_head.weight
+    rt.evict("llm")
+    with pytest.raises(RuntimeError) as raised:
+        weight.data.add_(1)
+    news = kernel.make_room(raised.value)
+    assert "weights of llm are in host memory" in news and "rt.use('llm')" in news
+    assert kernel.make_room(RuntimeError("another error")) == ""
+    with rt.use("llm"):
+        weight.data.add_(1)
+    assert kernel.make_room(raised.value) == "", "nothing is away"
+    held = torch.ones(1 << 20)
+    kernel.begin("cell")
+    kernel.end("cell")
+    assert rt.park().done
+    with pytest.raises(RuntimeError) as raised:
+        held.add_(1)
+    assert "%gpu unpark" in kernel.make_room(raised.value)
+    assert held.sum() == 1 << 20

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import pytest
 
+from gpu_runtime import GpuError
+from tests import tiny_models
+
 from .conftest import fakes
 from .conftest import where as places
 
@@ -49,3 +52,45 @@ def test_all_idle_models_of_all_processes_leave(runtime, shared_book):
         assert where(first) == {"a": "host", "used": "sim:0", "kept": "sim:0", "b": "host"}
         second.evict("*", drop=True)
         assert where(first) == {"used": "sim:0", "kept": "sim:0"}
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    pytest.importorskip("transformers")
+    return str(tiny_models.causal_lm(tmp_path_factory.mktemp("llama") / "model"))
+
+
+@pytest.mark.parametrize("room", ["64MiB", "64KiB"])
+def test_a_live_graph_keeps_the_weights_that_it_needs(runtime, llama, room):
+    """With room in host memory the model leaves for it, without room it stays. Either way backward
+    computes what it computes without an eviction, and the next use works.
+    """
+    import torch
+
+    rt = runtime(devices=f"sim:64MiB,host:{room}")
+    rt.register("w", llama)
+    ids = torch.arange(8)[None]
+    with rt.use("w") as model:
+        expected = torch.autograd.grad(model(ids).logits.pow(2).sum(), list(model.parameters()))
+        out = model(ids).logits
+    before = {name: one.clone() for name, one in model.state_dict().items()}
+    if room == "64KiB":
+        with pytest.raises(GpuError, match="is needed by an autograd graph or a view"):
+            rt.evict("w", drop=True)
+    else:
+        assert rt.evict("w", drop=True).where == "host"
+    assert where(rt) == {"w": "sim:0" if room == "64KiB" else "host"}
+    out.pow(2).sum().backward()
+    for parameter, gradient in zip(model.parameters(), expected, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+        parameter.grad = None
+    del out
+    assert all(torch.equal(one, before[name]) for name, one in model.state_dict().items())
+    for _ in range(2):
+        with rt.use("w") as again, torch.no_grad():
+            assert again is model and torch.isfinite(again(ids).logits).all()
+    rt.tick()
+    rt.evict("w", drop=True)
+    assert where(rt) == {}, "nothing needs its bytes any more"
+    with rt.use("w") as again:
+        assert all(torch.equal(one, before[name]) for name, one in again.state_dict().items())

@@ -9,7 +9,7 @@ A card works asynchronously. So in both directions the copy waits until the card
 work, and so does the exchange. If a card does not finish within REST_SECONDS, nothing moves.
 
 On a simulated card the storages are CPU storages of at least 1 MiB. Their offloaded bytes count as
-host memory and stay readable. Storages that cannot be moved stay on their card, such as those that
+host memory, stay readable, and refuse writes. Storages that cannot be moved stay on their card, such as those that
 NumPy uses too. They are no part of the kernel's lease, and `KernelMemory.staying` lists them. On a
 real card a guard replaces offloaded bytes: memory without content, where every access raises an
 error (see `swap.py`).
@@ -38,6 +38,7 @@ from . import streams, swap
 from .fingerprint import every_key, keys_on_cards
 from .memory_owner import Known
 from .search import Found, Place, counted_on, search
+from .two_phases import ending
 
 SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
 _NEVER = 2**31 - 1  # a threshold of new objects that no process reaches, so no collection starts
@@ -51,6 +52,11 @@ class Away(NamedTuple):
     storage: torch.UntypedStorage
     copy: torch.Tensor | None  # on a real card its bytes, [nbytes] uint8; else the storage has them
     stream: int | None  # the stream that its block on the card belonged to
+
+    @property
+    def bytes(self) -> torch.Tensor:
+        """The content of the storage, as a tensor [nbytes] of uint8."""
+        return torch.empty(0, dtype=torch.uint8, device=self.storage.device).set_(self.storage)
 
 
 class _IsRecorded(Exception):
@@ -259,7 +265,7 @@ class KernelBackend(Backend):
             if on_card:
                 exchange.take(one.storage, SENTENCE)
             else:
-                exchange.put(one.storage, copy.untyped_storage())
+                exchange.put(one.storage, copy.untyped_storage(), refuses=True)
             away.append(Away(one.storage, copy if on_card else None, home))
         staying = [one._replace(tensors=()) for one in here if one.stays]
         del here, found, copies
@@ -270,14 +276,14 @@ class KernelBackend(Backend):
         for card in used:  # a card without tensors can still have a workspace of cuBLAS
             streams.release_cached(card)
 
-    def _return(self, model: KernelMemory) -> None:
+    def _return(self, model: KernelMemory, counts: bool = True) -> None:
         mark = model.stillness.mark()
         noted = None
         exchange = swap.Exchange()
         fresh: list[torch.Tensor] = []
         cards = {one.storage.device for one in model.away}
         try:
-            if model.memory.counted:
+            if model.memory.counted and counts:
                 noted = model.memory.allocate(model.away_bytes)
             _rest(cards)  # a fresh block may have been freed while work on it was pending
             self._fill(model, fresh, exchange)
@@ -352,11 +358,11 @@ class KernelBackend(Backend):
     def drop(self, model: KernelMemory) -> None:
         """Returns offloaded bytes to their card, because they exist nowhere else.
 
-        On a simulated card the bytes stay where they are, readable, and are no longer counted. A
-        repeated call does nothing. Raises NotStill, and the device's out-of-memory error.
+        On a simulated card they are no longer counted. A repeated call does nothing. Raises
+        NotStill, and the device's out-of-memory error.
         """
-        if model.away and not model.memory.counted:
-            self._return(model)
+        if model.away and not (ending.is_set() and model.memory.counted):
+            self._return(model, counts=False)
         model.away = ()
         model.noted = model.noted_staying = None
 
@@ -374,8 +380,8 @@ class KernelBackend(Backend):
         """While the block runs, `torch.save` reads offloaded tensors from host memory.
 
         `torch.save` calls the methods `cpu` and `data_ptr` of each storage, and a guard raises in
-        both. So each storage gets its own two methods for this time. The file is the same as if the
-        bytes were on the card.
+        both; memory that refuses writes raises in `data_ptr`. So each storage gets its own methods
+        for this time. The file is the same as if the bytes were on the card.
 
         Yields a function that returns a CPU tensor with the same bytes for an offloaded tensor, and
         any other object as it is.
@@ -385,9 +391,12 @@ class KernelBackend(Backend):
             for one in guarded.values():
                 content = one.copy.untyped_storage()  # type: ignore[union-attr]
                 vars(one.storage).update(cpu=partial(_same, content), data_ptr=content.data_ptr)
+            for one in model.away:
+                if one.copy is None:
+                    vars(one.storage)["data_ptr"] = partial(_same, swap.address(one.bytes))
             yield partial(_stand_in, guarded)
         finally:
-            for one in guarded.values():
+            for one in model.away:
                 for name in ("cpu", "data_ptr"):
                     vars(one.storage).pop(name, None)
 
@@ -528,8 +537,8 @@ def _is_used(one: Away) -> bool:
     return sys.getrefcount(storage) > _ONE_REFERENCE
 
 
-def _same(content: torch.UntypedStorage) -> torch.UntypedStorage:
-    return content
+def _same(value: Any) -> Any:
+    return value
 
 
 def _stand_in(guarded: Mapping[int, Away], value: Any) -> Any:

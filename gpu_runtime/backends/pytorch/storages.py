@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import itertools
 import traceback
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -23,7 +24,7 @@ from torch import Tensor, nn
 
 from ...devices.process_memory import Memory
 from ...units import MIB
-from . import streams
+from . import streams, swap
 from .swap import Exchange, can_swap
 
 LEG_BYTES = 64 * MIB  # after each part of this size, a load reports progress and can be interrupted
@@ -63,8 +64,21 @@ class Group(NamedTuple):
         """Whether an object other than `slots` refers to the storage, such as a view or a live
         graph.
         """
-        known = len(self.slots) + 1  # each tensor, and the storage's own Python object
-        return torch._C._storage_Use_Count(self.storage._cdata) > known
+        # A tensor has one reference from all of Python, and one from each view of it. A graph that
+        # needs a leaf refers to the tensor itself.
+        known = Counter(id(slot.tensor._base) for slot in self.slots if slot.tensor._is_view())
+        tensors = self.tensors
+        if any(tensor._use_count() > 1 + known[id(tensor)] for tensor in tensors):
+            return True
+        # each tensor, and the storage's own Python object
+        return torch._C._storage_Use_Count(self.storage._cdata) > len(tensors) + 1
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """The tensors of `slots`, and those of which they are views."""
+        every = [slot.tensor for slot in self.slots]
+        every += [one._base for one in every if one._is_view() and one._base is not None]
+        return list({id(one): one for one in every}.values())
 
     @property
     def layout(self) -> tuple[tuple[Any, ...], ...]:
@@ -367,6 +381,7 @@ def refilling(
     calls: list[Callable[[], Any]] = []
     content = {group.layout: group for group in grouped(_weight_slots(fresh))}
     for group in grouped(_weight_slots(held)):
+        calls += [swap.readable(tensor) for tensor in group.tensors]
         other = content.get(group.layout)
         if other is not None and other.storage.device == group.storage.device and can_swap():
             exchange.put(group.storage, other.storage)

@@ -3,7 +3,8 @@
 A storage (c10::StorageImpl) is the object that a weight shares with its views, with tied weights,
 and with autograd graphs that saved the weight. Only the pointer changes, so all these objects stay
 valid. If the bytes leave, a guard replaces them: memory of the same size without content. Shape,
-dtype and device stay. An access raises an error; only a plain read on the CPU gets zeros.
+dtype and device stay. An access raises an error; only a plain read on the CPU gets zeros. So the
+tensors of a guard on the CPU are replaced by `unreadable` ones where Python could read them.
 
 This module searches and copies nothing. The caller passes the storages, and has copied their bytes.
 """
@@ -11,6 +12,7 @@ This module searches and copies nothing. The caller passes the storages, and has
 from __future__ import annotations
 
 import collections
+import functools
 import mmap
 import operator
 from collections.abc import Callable, Iterable
@@ -18,6 +20,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import Tensor
 
 _NO_RESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000)  # Python 3.13 names it
 
@@ -44,9 +47,9 @@ def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorag
     """A storage that claims `size` bytes on `device` and has no memory.
 
     On an accelerator every access raises RuntimeError with the text `sentence`. On the CPU a write,
-    `numpy()`, `data_ptr()` and `torch.save` raise torch's own error, and a plain read gets zeros.
-    On the CPU the text `sentence` is not used, because such an error would end the process in
-    `is_shared()`.
+    `numpy()`, `data_ptr()` and `torch.save` raise torch's own error, and a plain read gets zeros;
+    see `unreadable`. On the CPU the text `sentence` is not used, because such an error would end
+    the process in `is_shared()`.
     """
     if device.type != "cpu":
         empty = torch._C._construct_storage_from_data_pointer(0, device, size)
@@ -57,8 +60,97 @@ def guard(size: int, device: torch.device, sentence: str) -> torch.UntypedStorag
     # No code touches these pages, so the system gives them no memory.
     pages = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _NO_RESERVE)
     tensor = torch.frombuffer(pages, dtype=torch.uint8)
-    torch._C._set_throw_on_mutable_data_ptr(tensor)
+    refuse_writes(tensor)
     return tensor.untyped_storage()
+
+
+WRITE_REFUSED = "Cannot access data pointer of Tensor"  # how torch's error for a write begins
+
+
+def refuse_writes(content: Tensor) -> None:
+    """From now on, a write into the CPU storage of `content` raises, and reads go on.
+
+    In-place operations, `out=`, `numpy()`, `data_ptr()` and DLPack raise torch's error, whose text
+    begins with WRITE_REFUSED. The refusal belongs to the bytes: an exchange moves it with them.
+    torch has no call that ends it.
+    """
+    torch._C._set_throw_on_mutable_data_ptr(content)
+
+
+def refuses_writes(content: Tensor) -> bool:
+    """Whether writes into the CPU storage of `content` raise; see `refuse_writes`."""
+    if content.device.type != "cpu" or torch._C._is_cow_tensor(content):
+        return False
+    try:
+        content.untyped_storage().data_ptr()
+    except RuntimeError:
+        return True
+    return False
+
+
+def address(content: Tensor) -> int:
+    """The address of the first byte of the storage of `content`, also if it refuses writes."""
+    start = torch.empty(0, dtype=torch.uint8, device=content.device)
+    return torch._C._data_address(start.set_(content.untyped_storage()))
+
+
+# -- tensors whose bytes were dropped, on the CPU --------------------------------------------------
+
+# Attributes and methods of a tensor that do not read its bytes.
+_WITHOUT_BYTES = frozenset(
+    "shape dtype device layout requires_grad requires_grad_ is_leaf grad grad_fn retains_grad ndim "
+    "is_cpu is_cuda is_meta is_sparse is_quantized is_nested is_mps is_xpu itemsize nbytes names "
+    "_version output_nr _base _is_view size stride numel nelement dim ndimension element_size "
+    "storage_offset is_contiguous is_floating_point is_complex is_signed is_inference is_conj "
+    "is_neg get_device __len__ __hash__ register_hook".split()
+)
+
+
+@functools.lru_cache(maxsize=256)
+def _unreadable_class(base: type, sentence: str) -> type:
+    """A subclass of `base` for tensors without bytes: a use of their content raises `sentence`."""
+
+    def __torch_function__(
+        cls: type, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        name = func.__name__
+        if name in ("__get__", "__set__"):  # of a property
+            name = func.__self__.__name__
+        if name not in _WITHOUT_BYTES:
+            raise RuntimeError(sentence)
+        with torch._C.DisableTorchFunctionSubclass():
+            return func(*args, **(kwargs or {}))
+
+    body = {
+        "__module__": base.__module__,
+        "__qualname__": base.__qualname__,
+        "__doc__": base.__doc__,
+        "__torch_function__": classmethod(__torch_function__),
+        "_gpu_readable": base,
+    }
+    return type(base)(base.__name__, (base,), body)
+
+
+def unreadable(tensor: Tensor, sentence: str) -> Callable[[], Any]:
+    """A call for `at_once`, after which every use of the content of `tensor` raises `sentence`.
+
+    `tensor` is a plain tensor or a Parameter on the CPU, whose bytes a guard replaces. Its class
+    becomes a subclass, because a guard on the CPU cannot refuse reads. C++ code, such as an
+    autograd graph, still reads zeros, so a tensor of a graph must keep its bytes.
+    """
+    return partial(
+        setattr, tensor, "__class__", _unreadable_class(readable_class(tensor), sentence)
+    )
+
+
+def readable_class(tensor: Tensor) -> type:
+    """The class that `tensor` has or had before it became unreadable."""
+    return vars(type(tensor)).get("_gpu_readable", type(tensor))
+
+
+def readable(tensor: Tensor) -> Callable[[], Any]:
+    """A call for `at_once` that undoes `unreadable`."""
+    return partial(setattr, tensor, "__class__", readable_class(tensor))
 
 
 class Exchange:
@@ -73,10 +165,13 @@ class Exchange:
         self._calls: list[Callable[[], Any]] = []
         self._made: list[Callable[[], Any]] = []  # each exchange is its own inverse
 
-    def put(self, storage: torch.UntypedStorage, content: torch.UntypedStorage) -> None:
+    def put(
+        self, storage: torch.UntypedStorage, content: torch.UntypedStorage, *, refuses: bool = False
+    ) -> None:
         """Prepares the exchange of the bytes of `storage` and `content`.
 
-        Raises ValueError if they differ in device or size.
+        If `refuses` is true, `storage` refuses writes from then on; see `refuse_writes`. Raises
+        ValueError if they differ in device or size.
         """
         if storage.device != content.device or storage.nbytes() != content.nbytes():
             raise ValueError(
@@ -84,6 +179,9 @@ class Exchange:
                 f"{content.nbytes()} on {content.device}"
             )
         self.pairs.append((storage, content))
+        if refuses:
+            whole = torch.empty(0, dtype=torch.uint8, device=content.device).set_(content)
+            self._calls.append(partial(torch._C._set_throw_on_mutable_data_ptr, whole))
         exchange = partial(storage._swap_data_ptr_, content)
         self._calls += [exchange, partial(self._made.append, exchange)]
 

@@ -161,6 +161,10 @@ class TorchModel:
             p.grad is not None for part in parts for p in part._parameters.values() if p is not None
         )
 
+    def needed_elsewhere(self) -> bool:
+        """Whether something else needs the bytes: a live graph, a view, a state dict."""
+        return any(group.referenced_elsewhere for group in self.groups())
+
     def moves_in_training(self) -> bool:
         """Whether the storages can move while an autograd graph refers to them.
 

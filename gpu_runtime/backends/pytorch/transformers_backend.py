@@ -248,9 +248,12 @@ class TransformersBackend(TorchBackend):
             model.dispatch.remove()
         left = model.memories
         exchange, calls = swap.Exchange(), []
+        sentence = dropped_sentence(model.spec.name)
         for group in model.groups():
             if swap.can_guard(group.storage.device):
-                exchange.take(group.storage, dropped_sentence(model.spec.name))
+                exchange.take(group.storage, sentence)
+                if group.storage.device.type == "cpu":
+                    calls += [swap.unreadable(tensor, sentence) for tensor in group.tensors]
             else:
                 calls += st.emptying(group.slots)
         try:
@@ -301,12 +304,15 @@ class TransformersBackend(TorchBackend):
     def droppable(self, model: TransformersModel) -> bool:
         """Whether `model` has the same tensors as after its load, and its source is unchanged.
 
-        False for a model with gradients, and for a model that shares storages with another model.
+        False for a model with gradients, for a model that shares storages with another model, and
+        while something else needs its bytes: a live graph, a view, a state dict.
         The bytes of the tensors are not compared here; `unchanged` compares them.
         """
         if not model.memories or not model.reproducible or not model.checkpoint.unchanged():
             return False
         if model.is_shared or model.bases:
+            return False
+        if model.needed_elsewhere():
             return False
         layouts = {group.layout for group in st.grouped(st.slots(model.module))}
         return layouts == model.given.keys()

@@ -34,9 +34,10 @@ class TwoPhaseMove:
     """The calls of the second phase of one move, and a way to undo them.
 
     There are three cases. If a storage is on the same device as its copy, the two exchange their
-    bytes. If the bytes of a storage leave a card for host memory, a guard replaces them, and the
-    copy is recorded in `away`. In all other cases, and if this torch cannot exchange data pointers,
-    the storage keeps its bytes, and its tensors are rebound to the copy.
+    bytes; bytes that leave a simulated card refuse writes. If the bytes of a storage leave a card
+    for host memory, a guard replaces them, and the copy is recorded in `away`. In all other cases,
+    and if this torch cannot exchange data pointers, the storage keeps its bytes, and its tensors
+    are rebound to the copy.
     """
 
     def __init__(
@@ -63,7 +64,8 @@ class TwoPhaseMove:
         for group, memory, target in zip(going, places, targets, strict=True):
             storage, content = group.storage, target.untyped_storage()
             if swap.can_swap() and storage.device == content.device:
-                self.exchange.put(storage, content)
+                leaves = memory.device == HOST and _was_on_card(model, group)
+                self.exchange.put(storage, content, refuses=leaves)
                 self.own[storage._cdata] = memory
             elif memory.device == HOST and swap.can_guard(storage.device):
                 self.exchange.take(storage, away_sentence(model.spec.name))
@@ -100,6 +102,11 @@ class TwoPhaseMove:
                 self.calls.pop()()
 
 
+def _was_on_card(model: TorchModel, group: st.Group) -> bool:
+    """Whether the CPU storage of `group` was on a simulated card."""
+    return bool(model.memories) and model.place_of(group, {}).device != HOST
+
+
 def _staying(
     table: Mapping[int, T], groups: Sequence[st.Group], going: Sequence[st.Group]
 ) -> dict[int, T]:
@@ -114,7 +121,10 @@ def handing_over(model: TorchModel, host: Memory) -> list[Callable[[], Any]]:
 
     The module is governed no longer, and keeps these bytes.
     """
-    away = [group for group in model.groups() if group.storage._cdata in model.away]
+    away = []
+    for group in model.groups():
+        if group.storage._cdata in model.away or swap.refuses_writes(group.bytes):
+            away.append(group)
     return st.rebinding(away, [_ordinary(model.content(group), host) for group in away])
 
 
@@ -122,8 +132,11 @@ def _ordinary(content: Tensor, host: Memory) -> Tensor:
     """The tensor `content`, in ordinary memory of this process: a copy if it is not there.
 
     A write into pages that other processes share would end the process. A read of pages that forks
-    leave out would end a forked child, such as a worker of a DataLoader.
+    leave out would end a forked child, such as a worker of a DataLoader. Bytes that left a simulated
+    card refuse writes.
     """
+    if swap.refuses_writes(content):
+        return content if ending.is_set() else content.clone()
     address = content.data_ptr()
     left_out = host.is_left_out_of_forks(address) and not ending.is_set()
     return content.clone() if left_out or host.is_read_only(address) else content

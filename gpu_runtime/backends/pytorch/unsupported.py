@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ...errors import CannotGovern
+from . import swap
 from .storages import Group, TensorSlot, grouped
 
 _PLAIN = (Tensor, nn.Parameter)
@@ -125,7 +126,7 @@ def _of_storages(groups: list[Group]) -> str | None:
     spans = sorted(
         (
             group.storage.device.index or 0,
-            group.storage.data_ptr(),
+            swap.address(group.slots[0].tensor),
             group.nbytes,
             group.slots[0].name,
         )
