@@ -83,7 +83,7 @@ def refuses_writes(content: Tensor) -> bool:
         return False
     try:
         content.untyped_storage().data_ptr()
-    except RuntimeError:
+    except RuntimeError:  # it has no other reason for an ordinary CPU storage
         return True
     return False
 
