@@ -17,6 +17,7 @@ from IPython.core.completer import (
 from gpu_runtime import verbs
 from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.names import registered
+from gpu_runtime.torch_modes import outside_modes
 from gpu_runtime.verb_arguments import Argument
 
 _LINE = re.compile(
@@ -35,6 +36,7 @@ def matcher_for(runtime: Callable[[], Any]) -> Callable[[CompletionContext], Sim
     """A matcher for IPython's completer. `runtime()` returns the runtime with the models."""
 
     @context_matcher(identifier="gpu_matcher")
+    @outside_modes
     def gpu_matcher(context: CompletionContext) -> SimpleMatcherResult:
         """The completions of a line with one of the magics, and of a model's name in `rt.use("`.
 

@@ -21,12 +21,14 @@ from types import FrameType
 from typing import Any
 
 from IPython.core.error import InputRejected
+from IPython.core.events import EventManager
 
 import gpu_runtime
 from gpu_runtime import GpuError
 from gpu_runtime.cell_keys import cell_key, is_remembered
 from gpu_runtime.errors import rebuilt
 from gpu_runtime.notebook import notebook_path
+from gpu_runtime.torch_modes import outside_modes
 from gpu_runtime.tracked_objects import instances
 from gpu_runtime.units import MIB
 
@@ -85,6 +87,7 @@ class Parking:
 
     # -- messages and cells
 
+    @outside_modes
     def on_message(self) -> Any:
         """Called before the kernel handles a message."""
         kind, content = messages.current(self._kernel)
@@ -97,6 +100,7 @@ class Parking:
             if not self._cells and messages.may_read(self._kernel, kind, content):
                 self._held = self._hold()
 
+    @outside_modes
     def after_message(self) -> Any:
         """Called after the kernel has handled a message."""
         self._held = None
@@ -172,7 +176,7 @@ class Parking:
         ):
             self._here.touches_nothing = True
             return
-        self._cells_of.setdefault(threading.get_ident(), []).append(sys._getframe(2))
+        self._cells_of.setdefault(threading.get_ident(), []).append(_event_of())
         text = content.get("code", "")  # the message of a comm has none
         if self._cells == 1:
             self._text = text
@@ -217,7 +221,7 @@ class Parking:
             return
         # For an empty cell IPython calls `post_execute` only: `%run` of a notebook whose last cell is empty. The
         # frame that began the cell around it still runs then.
-        cells, running = self._cells_here, list(obstacles.stack(sys._getframe(2)))
+        cells, running = self._cells_here, list(obstacles.stack(_event_of()))
         if not cells or cells[-1] is running[0] or cells[-1] not in running:
             self._ended()
 
@@ -250,6 +254,7 @@ class Parking:
                 self._runtime, self._lease = rt, rt.attach_kernel(self)
         return self._lease is not None
 
+    @outside_modes
     def make_room_to_retry(self, error: BaseException) -> str:
         """Makes room after a failed `%%gpu --retry` cell, and returns a sentence about what was evicted.
 
@@ -321,6 +326,7 @@ class Parking:
         done = threading.Event()
         caller = threading.get_ident()
 
+        @outside_modes
         def on_loop() -> None:
             """Runs between two messages of the kernel."""
             try:
@@ -353,6 +359,14 @@ class Parking:
 
 class _EndsByItself(str):
     """A reason not to move the memory that ends within moments, and that nobody need do anything about."""
+
+
+def _event_of() -> FrameType:
+    """The frame of the function that IPython's event comes from, which now calls a hook of this module."""
+    frame = sys._getframe(1)
+    while frame.f_code is not EventManager.trigger.__code__:
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame.f_back  # type: ignore[return-value]
 
 
 class _Here(threading.local):
@@ -396,6 +410,7 @@ class _Refusing(ast.NodeTransformer):
     def __init__(self, parking: Parking) -> None:
         self._parking = parking
 
+    @outside_modes
     def visit(self, node: Any) -> Any:
         if isinstance(node, ast.Module) and (why := self._parking.refusal):
             raise _rejecting(why)

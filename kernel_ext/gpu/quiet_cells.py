@@ -38,7 +38,9 @@ INDEX = (ast.Constant, ast.Slice, ast.Tuple, ast.UnaryOp, ast.USub, ast.Load)
 FUNCTIONS = frozenset((float, int, len, round, str, repr, bool, abs))
 _PRINT = print  # as it was when this module was imported
 HOOKS = ("pre_execute", "pre_run_cell", "post_execute", "post_run_cell")
-HOOK_PACKAGES = frozenset(("gpu", "IPython", "ipykernel", "matplotlib", "matplotlib_inline"))
+HOOK_PACKAGES = frozenset(
+    ("gpu", "gpu_runtime", "IPython", "ipykernel", "matplotlib", "matplotlib_inline")
+)
 CONSTANT = (
     ast.Module, ast.Expr, ast.Constant, ast.Tuple, ast.List, ast.Load,
     ast.BinOp, ast.UnaryOp, ast.BoolOp, ast.Compare,

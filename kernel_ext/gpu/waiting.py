@@ -21,6 +21,7 @@ from gpu_runtime import threads
 from gpu_runtime.errors import in_one_sentence
 from gpu_runtime.facts import Lease, Snapshot, Ticket, Wait, holder_label, lease_title
 from gpu_runtime.safe_text import lines
+from gpu_runtime.torch_modes import outside_modes
 from gpu_runtime.units import show_bytes, show_seconds
 
 T = TypeVar("T")
@@ -266,13 +267,14 @@ _told: set[str] = set()
 
 
 def hook(act: Callable[..., T]) -> Callable[..., T | None]:
-    """Wraps a method that IPython calls around each cell.
+    """Wraps a method that IPython or the kernel calls: it runs outside the user's modes of torch.
 
     A limit of the system, or an upgrade of gpu-console under this kernel, is told once in a line. It
     would be a traceback under every cell.
     """
 
     @functools.wraps(act)
+    @outside_modes
     def call(*args: Any) -> T | None:
         try:
             return act(*args)

@@ -42,7 +42,13 @@ class Lease:
             raise self.raises
         return _Held(self.story)
 
-    def begin(self, text, outermost=True):
+    def beyond_enforced_cap(self):
+        return 0
+
+    def news_of_cap(self):
+        return ""
+
+    def begin(self, text, outermost=True, frees=False):
         self.story.append(f"cell {text}")
         return ""
 

@@ -16,6 +16,7 @@ from jupyter_client.manager import start_new_kernel
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.facts import HOST
 from tests.clock import PATIENCE, scaled, until
+from tests.user_modes import MODES
 
 ROOT = Path(__file__).parents[2]
 DEVICES = "sim:48MiB,host:2GiB"
@@ -337,6 +338,28 @@ def test_a_cell_that_runs_a_notebook_with_an_empty_cell_is_in_use(two, rt, tmp_p
     )
     assert "2 3 [1]" in shown
     until(lambda: parks(rt, "one.ipynb"), 20)
+
+
+def test_a_mode_that_a_cell_leaves_open_locks_nobody_out(two, rt):
+    """A mode that raises on `torch.device` made every cell fail before it ran, also `%gpu unpark`, and the cell that
+    ends the mode.
+    """
+    one, other = two
+    one.run("import torch; from tests.user_modes import MODES; x = torch.ones(5_000_000)")
+    for name in MODES:
+        assert one.run(f"mode = MODES[{name!r}](); _ = mode.__enter__(); print('open')") == "open\n"
+        until(lambda: parks(rt, "one.ipynb") and places(rt)["one.ipynb"] == {HOST}, 20)
+        shown = one.run("print('a cell ran')")
+        assert "came back from RAM" in shown and "a cell ran" in shown, (name, shown)
+        for verb in ("%gpu", "%gpu who", "%gpu why kernel", "%gpu doctor", "%gpu free nothing"):
+            assert "user's mode" not in one.run(verb), (name, verb)
+        assert "leaves when" in one.run("%gpu park"), name
+        until(lambda: places(rt)["one.ipynb"] == {HOST}, 20)
+        assert "user's mode" not in one.run("%gpu unpark"), name
+        request = one.client.complete("torch.on", reply=True, timeout=30)
+        assert "'ones'" in str(request["content"]["matches"]), name
+        ended = "mode.__exit__(None, None, None); print(float(x.sum()))"
+        assert "5000000.0" in one.run(ended), name
 
 
 TAKES_MOST = """import torch
