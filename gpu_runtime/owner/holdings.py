@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from msgspec.structs import replace
 
+from .. import other_libraries
 from ..errors import GpuError
 from ..facts import HOST, Holder, Holdings, Outcome, Staying
 from ..names import ELSEWHERE, ERROR, MODEL, OUTPUT, VARIABLE, Name, Namespace, registered
@@ -62,7 +63,7 @@ def who(
     """
     began = time.perf_counter()
     if "torch" not in sys.modules:
-        rows = [_of_lease(resident) for resident in _on_devices(session)]
+        rows = [_of_lease(resident) for resident in _on_devices(session)] + _of_libraries()
         seconds = time.perf_counter() - began
         return _summed(session, rows, {}, set(), set(), 0, True, seconds)
     from ..backends.pytorch.time_limit import Limit
@@ -83,7 +84,7 @@ def who(
     is_whole = whole and all_reached and not limit.over
     return _summed(
         session,
-        [*models, *names, *elsewhere],
+        [*models, *names, *elsewhere, *_of_libraries()],
         storages,
         direct | explained,
         saved,
@@ -360,6 +361,24 @@ def _elsewhere(
         row = Holder(said, ELSEWHERE, _devices(devices), size, 0, "", "no variable refers to it")
         rows[said] = replace(row, stays=why, stays_bytes=stays_bytes)
     return list(rows.values()), frozenset(known)
+
+
+def _of_libraries() -> list[Holder]:
+    """What other libraries hold on the cards. torch does not count it, so no sum has it."""
+    return [
+        Holder(
+            one.library,
+            ELSEWHERE,
+            one.device,
+            one.bytes,
+            0,
+            "",
+            one.what,
+            "not of torch",
+            one.bytes,
+        )
+        for one in other_libraries.held()
+    ]
 
 
 # -- free ------------------------------------------------------------------------------------------

@@ -33,13 +33,9 @@ from types import (
 )
 from typing import Any
 
+from gpu_runtime import other_libraries
 from gpu_runtime.names import values_in
 
-# These libraries may have stored the addresses of tensors, or run code of their own on the card.
-OTHER_LIBRARIES = (
-    "cupy", "numba.cuda", "jax", "tensorflow", "cudf", "rmm", "pycuda", "tensorrt", "warp", "vllm",
-    "deepspeed", "transformer_engine", "dgl",
-)  # fmt: skip
 OURS = ("gpu_runtime", "gpu", "gpu_panels")  # the packages of gpu-console
 TIMERS = {"ITIMER_REAL": "SIGALRM", "ITIMER_VIRTUAL": "SIGVTALRM", "ITIMER_PROF": "SIGPROF"}
 PANEL = "panel.io.callbacks"
@@ -55,11 +51,11 @@ _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), ModuleTy
 def why_not_modules() -> str:
     """The reason why the memory must not be moved now, or "" if no module is a reason.
 
-    Reasons are a loaded library that may have stored addresses of tensors, and a connection to other processes.
+    Reasons are a library that holds memory of a card, since it may have stored addresses of tensors, and a connection
+    to other processes.
     """
-    for name in OTHER_LIBRARIES:
-        if name in sys.modules:
-            return f"{name} is loaded, which may keep addresses of its own"
+    for one in other_libraries.held():
+        return f"{one}, and may keep addresses of tensors"
     return _why_not_groups()
 
 

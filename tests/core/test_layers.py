@@ -20,6 +20,7 @@ GROUND = (
     "safe_text errors fault_texts units facts arguments options settings forks threads attribution"
     " presets kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
     " notebook cell_keys user_frames error_pages engine_logs access_keys version torch_modes limited_files"
+    " other_libraries"
 )
 ACTING = (
     f"catalog backends telemetry devices ledgers {GROUND}"  # none of these imports the scheduler
@@ -41,6 +42,7 @@ MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself,
     "units": "errors",
     "facts": "safe_text errors units",
     "torch_modes": "",
+    "other_libraries": "threads tracked_objects units",
     "arguments": "safe_text errors units facts torch_modes",
     "options": "safe_text errors arguments",
     "kernel_activity": "facts",

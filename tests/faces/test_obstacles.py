@@ -31,7 +31,9 @@ from tornado.ioloop import IOLoop, PeriodicCallback
 from zmq.utils.garbage import GarbageCollector
 
 import gpu_runtime
+from gpu_runtime import other_libraries
 from gpu_runtime.devices import drivers
+from gpu_runtime.units import MIB
 from tests.clock import PATIENCE, scaled, until
 
 
@@ -416,20 +418,54 @@ def test_a_thread_that_computes_prevents_parking():
     assert shown.stdout.count("calls the function _hashlib.pbkdf2_hmac") == 2, shown
 
 
-@pytest.mark.parametrize("name", obstacles.OTHER_LIBRARIES)
-def test_a_library_that_may_keep_addresses_is_named(monkeypatch, name):
-    for other in obstacles.OTHER_LIBRARIES:
-        monkeypatch.delitem(sys.modules, other, raising=False)
+class OfALibrary:
+    """A class whose objects have addresses of a card's memory."""
+
+
+@pytest.mark.parametrize("library, module, name", other_libraries.CLASSES)
+def test_a_library_is_an_obstacle_while_it_holds_something(monkeypatch, library, module, name):
+    """It was one as soon as it was imported: botorch imports jax, and its notebook was never parked again."""
+    monkeypatch.setitem(sys.modules, module, SimpleNamespace(**{name: OfALibrary}))
     assert obstacles.why_not_modules() == ""
-    monkeypatch.setitem(sys.modules, name, sys)
-    assert obstacles.why_not_modules() == f"{name} is loaded, which may keep addresses of its own"
+    held = type("Derived", (OfALibrary,), {})()
+    assert obstacles.why_not_modules().startswith(f"{library} holds 1 objects of Derived")
+    del held
+    assert obstacles.why_not_modules() == ""
+
+
+def _client(platform, arrays, size):
+    device = SimpleNamespace(local_hardware_id=1, memory_stats=lambda: {"pool_bytes": size})
+    return SimpleNamespace(
+        platform=platform, live_arrays=lambda: arrays, local_devices=lambda: [device]
+    )
+
+
+@pytest.mark.parametrize(
+    "clients, why",
+    [
+        ([], ""),  # it is imported, and has opened no card
+        ([_client("cpu", [1, 2], 4096)], ""),
+        ([_client("cuda", [], 0)], ""),
+        ([_client("cuda", [1], MIB)], "jax holds 1 arrays (1.0 MiB) on cuda:1"),
+    ],
+)
+def test_jax_is_asked_what_it_holds(monkeypatch, clients, why):
+    bridge = SimpleNamespace(_backends=dict(enumerate(clients)))
+    monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", bridge)
+    assert obstacles.why_not_modules() == (
+        f"{why}, and may keep addresses of tensors" if why else ""
+    )
+
+
+def test_a_library_that_cannot_be_asked_is_an_obstacle(monkeypatch):
+    """Another version of jax may keep its cards elsewhere. Unknown is not nothing."""
+    monkeypatch.setitem(sys.modules, "jax._src.xla_bridge", SimpleNamespace())
+    assert obstacles.why_not_modules().startswith("jax holds what it does not say (AttributeError)")
 
 
 @pytest.fixture
-def distributed(monkeypatch):
+def distributed():
     """torch.distributed, without a group when the test ends."""
-    for other in obstacles.OTHER_LIBRARIES:
-        monkeypatch.delitem(sys.modules, other, raising=False)
     yield torch.distributed
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import torch
 
+from gpu_runtime import other_libraries
 from gpu_runtime.backends.pytorch.fingerprint import digest, every_key
 from gpu_runtime.backends.pytorch.time_limit import Limit
 from gpu_runtime.owner import holdings, other_holdings
@@ -57,3 +58,17 @@ def test_the_keys_of_digests_are_not_listed(started):
     [keys] = [key for key in every_key() if key.device.type == "cpu"]
     found = holdings._found(rt._session, Limit(60.0)).found
     assert keys.untyped_storage()._cdata not in {one.key for one in found}
+
+
+def test_who_shows_what_other_libraries_hold_and_that_it_cannot_be_moved(started, monkeypatch):
+    """Its memory is no tensor's, so it was part of what nothing explained."""
+    rt, _ = started(devices="sim:64MiB,host:64MiB")
+    held = other_libraries.Held("jax", "2 arrays", "cuda:0", 3 * MIB)
+    monkeypatch.setattr(other_libraries, "held", lambda: [held])
+    [row] = [one for one in other_holdings.own(rt._session).holders if one.name == "jax"]
+    assert (row.device, row.bytes, row.what, row.stays) == (
+        "cuda:0",
+        3 * MIB,
+        "2 arrays",
+        "not of torch",
+    )
