@@ -176,12 +176,13 @@ def claiming(lease: Lease, claims: Bytes) -> Lease:
 
 
 def governed_keys(session: Session) -> set[int]:
-    """The keys of all storages that belong to models of this process."""
+    """The keys of all storages that belong to models of this process, their shadows included."""
     keys: set[int] = set()
     for resident in list(session.residents.values()):
         groups = getattr(resident.handle, "groups", None)
         if groups is not None:
             keys.update(group.storage._cdata for group in groups())
+            keys.update(copy.untyped_storage()._cdata for copy in resident.handle.shadow.values())
     return keys
 
 

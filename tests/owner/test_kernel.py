@@ -26,6 +26,7 @@ from gpu_runtime import (
     OutOfMemory,
     StillInUse,
     UnknownModel,
+    samples,
 )
 from gpu_runtime.backends.pytorch import swap
 from gpu_runtime.backends.pytorch.memory_owner import ARRAY, FOREIGN
@@ -123,6 +124,22 @@ def test_the_lease_is_no_model(started):
     assert "kernel" not in set(rt.models().name) and rt.specs() == ()
     assert f"pid {os.getpid()}" in set(rt.leases().model), "the name of its notebook, if it has one"
     del kept
+
+
+def test_the_copies_of_models_in_host_memory_are_not_the_notebooks_own(started, tmp_path):
+    """Such a copy lies in pages that processes share. It was counted as memory of the notebook that
+    stays on the card, and the model found no room to return.
+    """
+    rt, kernel = started(devices="sim:48MiB,host:1GiB")
+    rt.register("m", samples.causal_lm(tmp_path / "m", size="24 MiB"))
+    rt.preload("m")
+    cell(kernel)
+    assert rt._session.residents["m"].shadow_bytes > 20 * MIB
+    assert rt.status().devices[0].claimed_bytes == rt._session.residents["m"].lease.bytes
+    rt.evict("m")
+    cell(kernel)
+    with rt.use("m", timeout=PATIENCE):
+        assert own(rt) == {}
 
 
 # -- leaving and returning -------------------------------------------------------------------------
