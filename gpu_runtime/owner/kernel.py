@@ -504,6 +504,7 @@ def look_after(session: Session) -> None:
     if kernel is None:
         return
     kernel.catch_up()
+    _know_pieces(session, kernel)
     _relieve(session, kernel.resident)
     if settings.gpu_park != "idle":
         return
@@ -513,6 +514,21 @@ def look_after(session: Session) -> None:
     if resident.lease.idle_seconds(session.clock()) < settings.gpu_park_idle_seconds:
         return
     kernel.park_quietly(f"It was idle for {show_seconds(settings.gpu_park_idle_seconds)}.")
+
+
+def _know_pieces(session: Session, kernel: Kernel) -> None:
+    """On a real card, looks for the kernel's largest storage while another lease waits in host memory.
+
+    The other lease may have to change places with this kernel in pieces. A count on a simulated card
+    searches all storages anyway.
+    """
+    resident = kernel.resident
+    if resident is None or session.probe.simulated or resident.pins:
+        return
+    leases = session.ledger.read().leases()
+    resident.handle.searches = any(one.must_return and one.owner != session.me for one in leases)
+    if resident.handle.searches and not resident.lease.piece_bytes:
+        kernel.count()
 
 
 def _relieve(session: Session, resident: KernelResident | None) -> None:

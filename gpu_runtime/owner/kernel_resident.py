@@ -77,10 +77,10 @@ class KernelResident(Resident):
         While the bytes are on the device, the recorded lease includes the claims of the running
         cell. Claims end when the bytes leave. `anchor` pins the kernel for the caller.
         """
-        if lease.on_device:
+        if lease.all_on_device:
             lease = claiming(lease, self.claims)
         super().settle_at(lease, anchor)
-        if not lease.on_device:
+        if lease.on_host:
             self.claim({})
         self._moving = False
 
@@ -105,7 +105,9 @@ class KernelResident(Resident):
         with self.gate:
             if handle.exchanges != exchanges or self.place is Place.MOVING:
                 return False
-            lease = claiming(replace(self.lease, filled=(), shares=shares), self.claims)
+            piece = self.backend.piece_bytes(handle)
+            lease = replace(self.lease, filled=(), shares=shares, piece_bytes=piece)
+            lease = claiming(lease, self.claims) if lease.all_on_device else self.lease
             changed = lease != self.lease
             self.lease = lease
         return changed
@@ -128,7 +130,8 @@ class KernelResident(Resident):
         If the kernel's bytes are away, the cards are those to which the bytes will return.
         """
         if self.place is Place.AWAY:
-            return dict(self.backend.must_return_to(self.handle))
+            away = self.backend.must_return_to(self.handle)
+            return {card: size + self.lease.bytes_on(card) for card, size in away.items()}
         return sizes(self.lease.filled or self.lease.shares)
 
     def _claimed(self) -> dict[str, int]:

@@ -51,7 +51,14 @@ from .capacity import filled_to_size
 from .context import Context
 from .deadlock import deadlocked
 from .drain import drained
-from .evictable import leaves_in_words, unfinished_steps
+from .evictable import (
+    can_move,
+    eviction_step,
+    leaves_in_words,
+    mark_leaving,
+    reason_to_stay,
+    unfinished_steps,
+)
 from .eviction import cheapest_way
 from .eviction_verdict import make_room
 from .feasibility import hopeless
@@ -90,9 +97,81 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
         return after, verdict
     for wider_book, wider_world in _as_it_was(book, request, world, verdict):
         found, wider = _decided(wider_book, request, wider_world, rank)
+        if isinstance(wider, Refuse):
+            found, wider = _in_pieces(wider_book, request, wider_world) or (found, wider)
         if not isinstance(wider, Refuse):
             return replace(found, limits=book.limits), wider
     return after, verdict
+
+
+def _in_pieces(book: Book, request: Request, world: World) -> tuple[Book, Verdict] | None:
+    """The next step of a return for which another lease leaves piece by piece; see `duplex.exchange`.
+
+    The result is None if the return is impossible like that.
+    """
+    lease = book.lease(request.lease.owner, request.lease.name)
+    cards = request.placement.devices
+    if lease is None or not lease.piece_bytes or len(cards) != 1:
+        return None
+    if not (request.wait and request.stage_bytes):
+        return None
+    [card] = cards
+    context = Context.of(book, request, world)
+    if card in context.blind or card not in context.room_now:
+        return None
+    givers = [one for one in context.leases if _gives(one, lease, card, world)]
+    free, host_free = context.room_now[card], context.room_now[HOST]
+    turn = duplex.exchange(lease, givers, max(0, free), host_free)
+    if turn is None:
+        return None
+    size = show_bytes(lease.own_bytes)
+    title = lease_title(request.lease, book.owner(lease.owner))
+    head = f"{title} needs {size}; {card} has {show_bytes(max(0, free))} free."
+    need = (Share(card, lease.bytes_on(HOST) - (0 if turn.giver else turn.bytes)),)
+    leaving = next((one for one in context.leases if _leaves(one, card)), None)
+    busy = leaving or next((one for one in givers if _is_busy(one, request, world)), None)
+    if context.blocking_elders or busy:
+        why = "Another request is ahead"
+        if busy:
+            holder = lease_title(busy, book.owner(busy.owner))
+            why = f"{holder} {leaves_in_words(book, busy) if busy is leaving else 'is in use'}"
+        blockers = (busy.id,) if busy else ()
+        return _enqueue(book, request, world, Wait(f"{head} {why}.", blockers=blockers), ())
+    if turn.giver is None:
+        if turn.bytes < lease.bytes_on(HOST):
+            book, _ = _enqueue(book, request, world, Wait(head), need)
+        else:
+            book = book.without_ticket(request.key)
+        return duplex.grant_part(book, request, world, (Share(card, turn.bytes),), turn.bytes, head)
+    giver = turn.giver
+    holder = lease_title(giver, book.owner(giver.owner))
+    because = f"{head} {show_bytes(turn.bytes)} of {holder} leave for it, piece by piece."
+    if giver.owner != lease.owner:
+        wait = Wait(because, asked=(giver.id,), asked_bytes=(turn.bytes,))
+        return _enqueue(book, request, world, wait, need)
+    step = eviction_step(giver, host_free, world, part=turn.bytes, because=because)
+    if step is None:
+        return None
+    book = mark_leaving(book, step, request.key)
+    return _enqueue(book, request, world, Wait(because, (step,)), need)
+
+
+def _gives(one: Lease, lease: Lease, card: str, world: World) -> bool:
+    """Whether pieces of `one` may leave the `card`, now or later, so that `lease` returns."""
+    if one.id == lease.id or one.droppable or one.kind == "block" or not one.bytes_on(card):
+        return False
+    if one.importance < lease.importance or one.keep or not can_move(one, world):
+        return False
+    return len([share for share in one.shares if share.device != HOST]) == 1
+
+
+def _leaves(one: Lease, card: str) -> bool:
+    return one.phase is Phase.LEAVING and bool(one.bytes_on(card))
+
+
+def _is_busy(one: Lease, request: Request, world: World) -> bool:
+    importance = request.lease.importance
+    return bool(reason_to_stay(one, world, asker=request.lease.owner, importance=importance))
 
 
 def _as_it_was(

@@ -8,6 +8,8 @@ than the bytes that are free now.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from msgspec.structs import replace
 
 from ..facts import (
@@ -20,6 +22,7 @@ from ..facts import (
     Request,
     Share,
     Shares,
+    Value,
     World,
 )
 from ..units import show_bytes
@@ -49,7 +52,7 @@ def departure_stages(lease: Lease, target: Shares, least_bytes: int) -> int:
     """
     size = sum([share.bytes for share in target])
     copied = not (lease.shadow_bytes or lease.copy)
-    if not copied or not lease.piece_bytes:
+    if not copied or not lease.piece_bytes or lease.kind == "kernel":
         return 0
     if not least_bytes:
         return 0
@@ -91,7 +94,7 @@ def returning_part(book: Book, request: Request, context: Context, need: Shares)
     lease = book.lease(request.lease.owner, request.lease.name)
     if not request.stage_bytes or not request.wait:
         return 0
-    if lease is None or lease.phase is not Phase.SETTLED:
+    if lease is None or lease.phase is not Phase.SETTLED or lease.kind == "kernel":
         return 0
     if not lease.piece_bytes or len(need) != 1:
         return 0
@@ -104,6 +107,37 @@ def returning_part(book: Book, request: Request, context: Context, need: Shares)
     least = stage_bytes(lease.own_bytes, lease.piece_bytes, request.stage_bytes)
     part = min(free, in_host - lease.piece_bytes)
     return part if part >= least else 0
+
+
+class Turn(Value):
+    """The next step of an exchange in pieces: bytes of the card that another lease gives or that the lease takes."""
+
+    giver: Lease | None  # None: the returning lease takes the bytes
+    bytes: int
+
+
+def exchange(lease: Lease, givers: Sequence[Lease], free: int, host_free: int) -> Turn | None:
+    """The next step by which `lease` returns to a card from which `givers` leave, piece by piece.
+
+    Two leases may fill a card and host memory so far that neither has room for a whole copy of the
+    other. `free` and `host_free` are the free bytes of the card and of host memory. What one lease
+    frees, the other one takes. The result is None if the lease cannot return as a whole like that:
+    then no piece moves at all.
+    """
+    missing = lease.bytes_on(HOST) - free
+    if missing <= 0:
+        return Turn(None, lease.bytes_on(HOST))
+    able = [one for one in givers if one.piece_bytes]
+    if sum([one.card_bytes for one in able]) < missing:
+        return None
+    # With a spare piece of each, one of them always has room for its next piece.
+    giver = max(able, key=lambda one: one.card_bytes)
+    piece = max([one.piece_bytes for one in able])
+    if host_free < missing + piece and free + host_free < lease.piece_bytes + piece:
+        return None
+    if host_free >= giver.piece_bytes:
+        return Turn(giver, min(host_free, missing + giver.piece_bytes - 1, giver.card_bytes))
+    return Turn(None, free)
 
 
 def is_part(lease: Lease) -> bool:

@@ -124,7 +124,7 @@ def _is_needless(staying: tuple[Lease, ...], host_bytes: int) -> bool:
     If the leases have pieces, the host may rather take pieces of another lease.
     """
     fits = any([lease.card_bytes <= host_bytes for lease in staying])
-    return fits and not any([lease.piece_bytes for lease in staying])
+    return fits and not any([lease.piece_bytes for lease in staying if lease.kind != "kernel"])
 
 
 def less_pieces(staying: tuple[Lease, ...], host_bytes: int) -> Iterator[tuple[Lease, ...]]:

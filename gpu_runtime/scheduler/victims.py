@@ -258,7 +258,7 @@ def part_of(lease: Lease, need: int) -> Lease:
     memory there.
     """
     piece = lease.piece_bytes
-    if not piece or not _on_one_card(lease):
+    if not piece or lease.kind == "kernel" or not _on_one_card(lease):
         return lease
     own = lease.card_bytes
     if lease.filled:  # its working memory is freed without a copy
@@ -280,7 +280,11 @@ def parts_within(leases: Sequence[Lease], host_bytes: int) -> Iterator[list[Leas
     that can be cut is the first one once, up to MOST_FIRST leases: as many of its pieces leave as
     fit.
     """
-    able = [one for one in leases if 0 < one.piece_bytes <= host_bytes and _on_one_card(one)]
+    able = [
+        one
+        for one in leases
+        if 0 < one.piece_bytes <= host_bytes and one.kind != "kernel" and _on_one_card(one)
+    ]
     for first in able[:MOST_FIRST]:
         left, parts = host_bytes, []
         for lease in (first, *[other for other in able if other is not first]):

@@ -15,7 +15,7 @@ import torch
 from msgspec.structs import replace
 
 from gpu_runtime.backends.pytorch import search
-from gpu_runtime.facts import HOST, Sample
+from gpu_runtime.facts import HOST, Sample, Share
 from gpu_runtime.units import MIB
 from tests import simgpu
 from tests.clock import PATIENCE
@@ -151,6 +151,31 @@ def test_what_is_deleted_while_it_is_parked_is_free(late):
     rt.park()
     del zero
     assert "Nothing is parked any more" in kernel.forget_deleted() and own(rt) == {}
+
+
+def test_storages_leave_and_return_one_by_one(late):
+    """Two notebooks change places in pieces if card and RAM are too full for whole copies."""
+    rt, kernel = late
+    tensors = [on(1, size, float(size)) for size in (8, 6, 3)]
+    cell(kernel)
+    backend, handle = kernel.resident.backend, kernel.resident.handle
+
+    def at(card: int, host: int) -> list[tuple[str, int]]:
+        shares = (Share("simgpu:1", card * MIB), Share(HOST, host * MIB))
+        backend.move(handle, tuple(share for share in shares if share.bytes))
+        return [(share.device, share.bytes // MIB) for share in backend.measure(handle)]
+
+    handle.searches = True  # another lease waits in host memory
+    kernel.count()
+    assert kernel.resident.lease.piece_bytes == 8 * MIB
+    assert at(7, 10) == [("simgpu:1", 9), (HOST, 8)], "the largest storages that fit into 10 MiB"
+    with pytest.raises(RuntimeError, match="parked in host memory"):
+        tensors[0].cpu()
+    assert at(3, 14) == [("simgpu:1", 3), (HOST, 14)]
+    assert at(9, 8) == [("simgpu:1", 9), (HOST, 8)]
+    assert at(0, 17) == [(HOST, 17)] and reserved_bytes()[1] == 0
+    assert at(17, 0) == [("simgpu:1", 17)]
+    assert [float(one.cpu()[-1]) for one in tensors] == [8.0, 6.0, 3.0]
 
 
 # -- what is measured ------------------------------------------------------------------------------

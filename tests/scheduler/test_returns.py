@@ -15,6 +15,7 @@ from gpu_runtime.facts import (
     Device,
     Footprint,
     Grant,
+    Phase,
     PlacementRules,
     Refuse,
     Request,
@@ -34,6 +35,16 @@ CARD = "sim:0"
 KERNEL = {"kind": "kernel", "droppable": False}
 
 
+def fitting(sizes: list[int], most: int) -> list[int]:
+    """The largest of the `sizes` that together are at most `most`, as the backend chooses storages."""
+    chosen = []
+    for size in sorted(sizes, reverse=True):
+        if size <= most:
+            most -= size
+            chosen.append(size)
+    return chosen
+
+
 class Notebooks:
     """Two notebooks, 1 and 2, each with the sizes of its tensors. The sizes are small numbers."""
 
@@ -44,6 +55,7 @@ class Notebooks:
         self.book = replace(book(owners=(1, 2)), devices=devices, limits=limits)
         self.tensors: dict[int, list[int]] = {}
         self.away: dict[int, list[int]] = {1: [], 2: []}
+        self.turns = 0  # how often bytes have returned
 
     # -- facts
 
@@ -53,7 +65,8 @@ class Notebooks:
     def hold(self, who: int, sizes: list[int]) -> None:
         """A cell of this notebook took tensors of these `sizes`, without a request."""
         self.tensors[who] = sizes
-        held = lease("kernel", by=who, shares=(Share(CARD, sum(sizes)),), **KERNEL)
+        shares = (Share(CARD, sum(sizes)),)
+        held = lease("kernel", by=who, shares=shares, piece_bytes=max(sizes), **KERNEL)
         self.write(self.book.with_lease(held), who)
 
     def write(self, after, who: int) -> None:
@@ -62,10 +75,17 @@ class Notebooks:
         self.book = after
 
     def move(self, step, who: int) -> None:
-        """Moves the tensors as the step says, and settles the lease."""
-        self.away[who] = list(self.tensors[who])
-        shares = (Share(HOST, sum(self.away[who])),)
-        self.write(books.left(self.book, step, shares, self.world), who)
+        """Moves tensors to host memory, at most the bytes of the step, and settles the lease."""
+        here = list(self.tensors[who])
+        for size in self.away[who]:
+            here.remove(size)
+        self.away[who] = self.away[who] + fitting(here, sum(one.bytes for one in step.shares))
+        self.write(books.left(self.book, step, self.places(who), self.world), who)
+
+    def places(self, who: int) -> tuple[Share, ...]:
+        away = sum(self.away[who])
+        found = (Share(CARD, sum(self.tensors[who]) - away), Share(HOST, away))
+        return tuple(share for share in found if share.bytes)
 
     # -- what a user or a cell requests
 
@@ -84,7 +104,7 @@ class Notebooks:
         held = self.lease(who)
         request = Request(
             f"cell {who}",
-            replace(held, shares=(), piece_bytes=0),
+            replace(held, shares=(), piece_bytes=0, phase=Phase.SETTLED),
             Footprint.of(held.own_bytes, "measured"),
             self.world.now,
             PlacementRules(devices=(CARD,)),
@@ -103,17 +123,18 @@ class Notebooks:
                 continue
             after, steps, _ = obey(self.book, owner(other).id, self.world, "obey")
             self.write(after, other)
-            assert steps, verdict.because
+            assert steps or verdict.steps, verdict.because
             for step in steps:
                 self.move(step, other)
         raise AssertionError("the return does not end")
 
     def arrive(self, grant: Grant, who: int) -> None:
-        self.away[who] = []
-        shares = (Share(CARD, sum(self.tensors[who])),)
-        after = books.arrived(self.book, owner(who).id, "kernel", shares, self.world)
+        for size in fitting(self.away[who], grant.steps[0].shares[0].bytes):
+            self.away[who].remove(size)
+        after = books.arrived(self.book, owner(who).id, "kernel", self.places(who), self.world)
         on_card = sum(one.bytes_on(CARD) for one in after.leases())
         assert on_card <= self.world.device(CARD).total_bytes, "the real card is overcommitted"
+        self.turns += 1
         lease = replace(after.lease(owner(who).id, "kernel"), pins=0)
         self.write(after.with_lease(lease), who)
 
@@ -177,20 +198,58 @@ def test_an_ordinary_grant_never_uses_the_part_above_the_budget():
     assert isinstance(verdict, Refuse) and verdict.budget_bytes == 461
 
 
+def test_two_notebooks_that_fill_card_and_ram_change_places_in_pieces():
+    """Neither the card nor RAM has room for a whole copy: 90 of 100, and 45 of 50. RAM could never hold
+    the larger notebook, and still each gets its turn.
+    """
+    both = Notebooks(card=100, budget=100, ram=50, ram_budget=50)
+    both.hold(1, [5] * 9)
+    assert both.park(1)
+    both.hold(2, [5] * 18)
+    for who in (1, 2, 1):
+        assert both.cell(who)
+        assert both.lease(who).shares == (Share(CARD, sum(both.tensors[who])),)
+    assert both.turns > 3, "more than one piece returned at a time"
+
+
+def test_a_return_that_cannot_end_moves_no_piece():
+    """Half a return would stop both notebooks. There is room for one piece less than it takes."""
+    both = Notebooks(card=100, budget=100, ram=50, ram_budget=50)
+    both.hold(1, [10] * 5)
+    assert both.park(1)
+    both.hold(2, [50, 50])
+    assert not both.cell(1)
+    assert both.lease(1).on_host and both.lease(2).all_on_device and both.cell(2)
+
+
 @given(
     card=st.integers(10, 60),
     budget=st.integers(5, 10),
     ram=st.integers(10, 120),
     ram_budget=st.integers(3, 10),
-    sizes=st.tuples(st.integers(1, 60), st.integers(1, 60)),
+    first=st.lists(st.integers(1, 20), min_size=1, max_size=6),
+    second=st.lists(st.integers(1, 20), min_size=1, max_size=6),
     doings=st.lists(st.tuples(st.sampled_from(["park", "cell"]), st.integers(1, 2)), max_size=8),
+    parks_first=st.booleans(),
 )
-def test_what_left_can_return_or_its_park_was_refused(card, budget, ram, ram_budget, sizes, doings):
-    """For all sizes of card, RAM and budgets, and both ways to leave: by hand or by request."""
+def test_what_left_can_return_or_its_park_was_refused(
+    card, budget, ram, ram_budget, first, second, doings, parks_first
+):
+    """For all sizes of card, RAM and budgets, and both ways to leave: by hand or by request.
+
+    Both together fit into card and RAM, with a spare piece of each, as two that change places in
+    pieces need it.
+    """
     both = Notebooks(card, card * budget // 10, ram, ram * ram_budget // 10)
-    both.hold(1, [sizes[0]])
-    both.hold(2, [sizes[1]])
+    both.hold(1, first)
+    parked = parks_first and both.park(1)
+    on_card = sum(second) + (0 if parked else sum(first))
+    spare = card + ram - sum(first) - sum(second)
+    if on_card > card or spare < max(first) + max(second):
+        return
+    both.hold(2, second)
     for doing, who in doings:
         getattr(both, doing)(who)
     for who in (1, 2, 1):
-        assert both.cell(who) or sum(sizes) > card + min(ram, both.world.limits[HOST])
+        assert both.cell(who)
+        assert both.lease(who).shares == (Share(CARD, sum(both.tensors[who])),)

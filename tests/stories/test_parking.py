@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import os
 import time
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import nbformat
@@ -164,6 +164,29 @@ def test_a_notebook_that_cannot_return_saves_and_deletes_what_it_types(two, rt, 
     assert "28.6 MiB came free. Nothing is parked any more." in parked.run("del x")
     assert parked.run(f"print(torch.load({str(path)!r})['x'].sum().item())").strip() == "22500000.0"
     keeper.run("%gpu park asked")
+
+
+def test_two_notebooks_that_fill_card_and_ram_change_places_in_pieces(tmp_path):
+    """40 MiB on a card of 48 and 18 MiB in RAM, whose budget of 24 MiB never has room for the 40.
+    In 0.2 the second one was locked out until the other user freed memory.
+    """
+    devices, url = "sim:48MiB,host:48MiB", f"sqlite://{tmp_path}/ledger"
+    names = ("one.ipynb", "two.ipynb")
+    with ExitStack() as stack:
+        one, two = [
+            stack.enter_context(closing(Notebook(name, url, GPU_DEVICES=devices))) for name in names
+        ]
+        rt = stack.enter_context(closing(Runtime(devices=devices, ledger=url, monitor=False)))
+        fill = "import torch; x = [torch.full((2**19,), float(i)) for i in range({})]"
+        one.run(fill.format(9))
+        until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 20)
+        assert "host memory" in two.run("%gpu park one.ipynb")
+        two.run(fill.format(20))
+        until(lambda: places(rt).get("two.ipynb") == {"sim:0"}, 20)
+        for notebook, count in ((one, 9), (two, 20), (one, 9)):
+            shown = notebook.run("print([int(one[-1]) for one in x])")
+            assert str(list(range(count))) in shown, shown
+            assert places(rt)[notebook.name] == {"sim:0"}
 
 
 # What a cell begins, what ends it, and the reason that the notebook gives while it is pending.

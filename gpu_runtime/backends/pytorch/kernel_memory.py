@@ -1,6 +1,7 @@
 """The memory that a notebook's own code holds: all its tensors that belong to no governed model.
 
-The memory of a kernel leaves the cards and returns as a whole. The bytes are copied while the
+The memory of a kernel leaves the cards and returns as a whole. If card and host memory are too full
+for that, it leaves and returns in pieces, which are whole storages. The bytes are copied while the
 kernel continues. Then one call into C exchanges the data pointers of all storages, at a moment when
 no thread of the process uses torch. Tensors, views, gradients, optimizer state and the saved
 tensors of graphs keep their identity and version.
@@ -23,7 +24,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -32,6 +33,7 @@ from ...devices.process_memory import Block, Memory
 from ...errors import CannotGovern
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares, Staying
 from ...torch_modes import all_outside_modes
+from ...units import show_bytes
 from ..base import Backend, NotStill, Progress, Stillness
 from . import storages as st
 from . import streams, swap
@@ -92,8 +94,11 @@ class KernelMemory:
         self.staying: tuple[Staying, ...] = ()
         self.known: Known = {}  # for the next search
         self.away: tuple[Away, ...] = ()
+        self.in_parts = False  # whether only some of its storages are in `away`
         self.streams: dict[torch.device, set[int]] = {}  # of each card, when the bytes left
         self.last: Shares = ()  # the result of the last count
+        self.largest = 0  # the bytes of the largest storage that can be moved; 0: not known
+        self.searches = False  # whether a count on a real card looks for the largest storage
         self.governed_bytes: dict[str, int] = {}  # by card, at the last `watch_peaks`
         self.exchanges = 0  # the number of times that the bytes have left or returned
         self.gate = threading.Lock()  # held while a count is recorded, or bytes are exchanged
@@ -172,7 +177,7 @@ class KernelBackend(Backend):
         while True:
             exchanges = model.exchanges
             if model.away:
-                return (Share(HOST, model.away_bytes),)
+                return (*self._rest_on_card(model), Share(HOST, model.away_bytes))
             sizes = self.count(model)
             held = tuple(Share(card, size) for card, size in sizes.items() if size)
             with model.gate:
@@ -193,7 +198,10 @@ class KernelBackend(Backend):
         if model.memory.counted:
             found, _ = self._found(model, model.known)
             _set_staying(model, found)
+            model.largest = _largest(found)
             return {model.memory.device: sum(one.own_bytes for one in found if not one.stays)}
+        if model.searches:
+            model.largest = _largest(self._found(model)[0])
         held = {card.device: streams.allocated_bytes(card.torch) for card in model.memories}
         governed = _governed_bytes(model) if any(held.values()) else {}
         return {card: max(0, size - governed.get(card, 0)) for card, size in held.items()}
@@ -225,18 +233,43 @@ class KernelBackend(Backend):
         return tuple(Share(card, size) for card, size in peak.items() if size > 0)
 
     def move(self, model: KernelMemory, shares: Shares) -> None:
-        """Moves all bytes of the kernel to `shares`. If the move fails, no byte has moved.
+        """Moves the bytes of the kernel to `shares`. If the move fails, no byte has moved.
+
+        If `shares` are on a card and on the host, only a part moves: at most as many bytes as the
+        host shares differ from the offloaded bytes, in whole storages.
 
         Raises NotStill if the bytes cannot be moved now, and the device's out-of-memory error.
         """
         to_host = all(share.device == HOST for share in shares)
+        in_host = sum(share.bytes for share in shares if share.device == HOST)
+        going = in_host - model.away_bytes
         with _without_collections():
-            if to_host and not model.away:
+            if to_host:
                 self._leave(model)
-            elif not to_host and model.away:
-                self._return(model)
+            elif going > 0:
+                self._leave(model, going)
+            elif model.away:
+                self._return(model, -going if in_host else None)
 
-    def _leave(self, model: KernelMemory) -> None:
+    def piece_bytes(self, model: KernelMemory) -> int:
+        """The bytes of the largest storage; 0 if it is not known, or if several cards have storages.
+
+        A kernel leaves in pieces only to change places with another lease; see `duplex.exchange`.
+        """
+        return model.largest if len(model.last) == 1 else 0
+
+    def _rest_on_card(self, model: KernelMemory) -> Shares:
+        """What is still on the card while other storages of the kernel are in host memory."""
+        if model.memory.counted:
+            return (Share(model.memory.device, model.noted.size),) if model.noted else ()
+        if not model.in_parts:
+            return ()
+        stays = {one.device: one.bytes for one in model.staying}
+        left = {card: size - stays.get(card, 0) for card, size in self.count(model).items()}
+        return tuple(Share(card, size) for card, size in left.items() if size > 0)
+
+    def _leave(self, model: KernelMemory, most: int | None = None) -> None:
+        """Offloads all storages; if `most` is given, only some, with at most so many bytes."""
         if why := model.stillness.why_not():
             raise NotStill(why)
         if not swap.can_guard(torch.device(model.memory.torch)):
@@ -246,6 +279,14 @@ class KernelBackend(Backend):
         found = [one for one in here if not one.stays]
         if here and not found:
             raise NotStill(f"all of it stays: {here[0].stays}")
+        model.largest = max(model.largest, _largest(found))
+        rest = 0
+        if most is not None:
+            total = sum([one.storage.nbytes() for one in found])
+            found = _fitting(found, most)
+            if not found:
+                raise NotStill(f"none of its tensors fits into {show_bytes(most)}")
+            rest = total - sum([one.storage.nbytes() for one in found])
         cards = {one.storage.device for one in found}
         used = [one.torch for one in model.memories if streams.allocated_bytes(one.torch)]
         homes = _homes(found, cards)
@@ -269,27 +310,41 @@ class KernelBackend(Backend):
             away.append(Away(one.storage, copy if on_card else None, home))
         staying = [one._replace(tensors=()) for one in here if one.stays]
         del here, found, copies
-        self._exchange(model, mark, exchange, tuple(away), None)
+        self._exchange(model, mark, exchange, (*model.away, *away), None)
+        model.in_parts = rest > 0
+        if model.memory.counted:
+            _note(model, rest)
         _set_staying(model, staying)
-        model.streams = _streams(known, away, cards)
+        model.streams |= _streams(known, away, cards)
         del exchange  # this frees the old memory
         for card in used:  # a card without tensors can still have a workspace of cuBLAS
             streams.release_cached(card)
 
-    def _return(self, model: KernelMemory, counts: bool = True) -> None:
+    def _return(self, model: KernelMemory, most: int | None = None, counts: bool = True) -> None:
+        """Returns all storages to their card; if `most` is given, only some, with at most so many bytes."""
         mark = model.stillness.mark()
+        coming = list(model.away) if most is None else _fitting(model.away, most)
+        if not coming:
+            raise NotStill(f"none of its tensors fits into {show_bytes(most or 0)}")
+        keys = {one.storage._cdata for one in coming}
+        staying = tuple([one for one in model.away if one.storage._cdata not in keys])
+        before = model.noted.size if model.noted else 0
+        size = sum([one.storage.nbytes() for one in coming])
         noted = None
         exchange = swap.Exchange()
         fresh: list[torch.Tensor] = []
-        cards = {one.storage.device for one in model.away}
+        cards = {one.storage.device for one in coming}
         try:
             if model.memory.counted and counts:
-                noted = model.memory.allocate(model.away_bytes)
+                noted = model.memory.allocate(size)
             _rest(cards)  # a fresh block may have been freed while work on it was pending
-            self._fill(model, fresh, exchange)
+            self._fill(model, coming, fresh, exchange)
             _rest(cards)
-            self._exchange(model, mark, exchange, (), noted)
-            if not model.memory.counted:
+            self._exchange(model, mark, exchange, staying, noted)
+            model.in_parts = bool(staying)
+            if model.memory.counted and counts and before:
+                _note(model, before + size)
+            if not model.memory.counted and not staying:
                 model.staying = ()  # its allocator counts all bytes again
         except BaseException as error:
             # The traceback keeps this frame and its variables, possibly for long.
@@ -299,22 +354,26 @@ class KernelBackend(Backend):
             raise
 
     def _fill(
-        self, model: KernelMemory, fresh: list[torch.Tensor], exchange: swap.Exchange
+        self,
+        model: KernelMemory,
+        coming: Sequence[Away],
+        fresh: list[torch.Tensor],
+        exchange: swap.Exchange,
     ) -> None:
-        """Starts the copies of all offloaded bytes to the cards, and prepares `exchange`.
+        """Starts the copies of the storages in `coming` to the cards, and prepares `exchange`.
 
         The new tensors are put into the list `fresh`.
         """
-        for one in model.away:
+        for one in coming:
             size, device = one.storage.nbytes(), one.storage.device
             with streams.on_stream(device, one.stream):
                 fresh.append(torch.empty(size, dtype=torch.uint8, device=device))
             streams.record(fresh[-1], one.stream, model.streams.get(device, ()))
-        here = iter(_bytes([one.storage for one in model.away if one.copy is None]))
-        sources = [next(here) if one.copy is None else one.copy for one in model.away]
+        here = iter(_bytes([one.storage for one in coming if one.copy is None]))
+        sources = [next(here) if one.copy is None else one.copy for one in coming]
         if sources:
             torch._foreach_copy_(fresh, sources, non_blocking=True)
-        for one, tensor in zip(model.away, fresh, strict=True):
+        for one, tensor in zip(coming, fresh, strict=True):
             exchange.put(one.storage, tensor.untyped_storage())
 
     def _exchange(
@@ -421,7 +480,8 @@ class KernelBackend(Backend):
         that have a Python object. `known` is for `search`.
         """
         keys = (one.untyped_storage()._cdata for one in every_key())
-        governed = frozenset((*model.governed.keys(), *keys))
+        away = (one.storage._cdata for one in model.away)  # a guard has no content to look at
+        governed = frozenset((*model.governed.keys(), *keys, *away))
         seen = search(self._place(), governed=governed, known=known)
         cards = {one.device for one in model.memories}
         return [one for one in seen.found if one.device in cards], seen.streams
@@ -524,6 +584,23 @@ def _set_staying(model: KernelMemory, found: Iterable[Found]) -> None:
         model.noted_staying = None
         if total:
             model.noted_staying = model.memory.allocate(total, force=True)
+
+
+def _largest(found: Iterable[Found]) -> int:
+    return max([one.storage.nbytes() for one in found if not one.stays], default=0)
+
+
+_HasStorage = TypeVar("_HasStorage", Found, Away)
+
+
+def _fitting(storages: Sequence[_HasStorage], most: int) -> list[_HasStorage]:
+    """The largest of the `storages` that together have at most `most` bytes."""
+    chosen = []
+    for one in sorted(storages, key=lambda one: -one.storage.nbytes()):
+        if one.storage.nbytes() <= most:
+            most -= one.storage.nbytes()
+            chosen.append(one)
+    return chosen
 
 
 _ONE_REFERENCE = 3  # what `sys.getrefcount` returns in `_is_used` if only `Away` has the storage
