@@ -82,6 +82,9 @@ def _holders(snapshot: Snapshot) -> str:
 
 def _holding(row: views.Holding) -> tuple[str, ...]:
     in_use = "g-in-use" if row.state.startswith("in use") else ""
+    state = td(row.state, in_use)
+    if row.kind == "stays":  # a reason, which is long
+        state = table_cell("td", esc(row.state), "g-wrap", "min-width:150px")
     marks = " ".join(f'<span class="g-mark">{esc(mark)}</span>' for mark in row.marks)
     name = esc(row.name)
     if len(row.name) > LONGEST_SHOWN:  # the end of a longer name is hidden
@@ -93,7 +96,7 @@ def _holding(row: views.Holding) -> tuple[str, ...]:
         td(row.where),
         td(row.holder, "g-wrap"),
         table_cell("td", marks),
-        td(row.state, in_use),
+        state,
     )
 
 

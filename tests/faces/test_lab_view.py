@@ -71,8 +71,8 @@ def test_what_cannot_be_parked_has_a_row_with_the_reason():
     mine = replace(world.sections[ME.id], leases=(), residue={"sim:0": GIB}, staying=stays)
     [group] = shown(replace(world, sections={ME.id: mine}))["groups"]
     [row] = group["rows"]
-    assert (row["name"], row["bytes"], row["state"]) == ("its own code", "1.0 GiB", "stays")
-    assert row["hint"] == "It cannot be parked: NumPy uses it" and group["bytes"] == "1.0 GiB"
+    assert (row["name"], row["bytes"], row["where"]) == ("its own code", "1.0 GiB", "GPU0")
+    assert row["state"] == "stays: NumPy uses it" and group["bytes"] == "1.0 GiB"
 
 
 def test_waiting_requests_are_counted_and_listed():

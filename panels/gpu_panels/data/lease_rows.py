@@ -180,11 +180,13 @@ def kernel_buttons(lease: Lease, owner: Owner) -> tuple[Button, ...]:
 
 def _residue_rows(section: Section, process: tuple[Cell, ...]) -> Iterator[Row]:
     """A row for each device on which the process of `section` holds bytes beyond its leases."""
+    buttons = () if section.lease(KERNEL) else (VARIABLES,)  # else that lease's row has it
     for device in section.residue:
         for number, one in enumerate(section.staying_on(device)):
-            hint = f"It cannot be parked: {clean(one.why)}"
-            cells = _beyond_leases(OWN_CODE, device, one.bytes, Cell("stays", hint=hint))
-            yield Row(f"{section.owner.id}//{device}/{number}", process + cells, (VARIABLES,))
+            state = Cell(f"stays: {clean(one.why)}", kind="short")
+            cells = _beyond_leases(OWN_CODE, device, one.bytes, state)
+            yield Row(f"{section.owner.id}//{device}/{number}", process + cells, buttons)
+            buttons = ()
         if cache := section.cache_on(device):
             cells = _beyond_leases(RESIDUE, device, cache, NOTHING)
             yield Row(f"{section.owner.id}//{device}", process + cells)

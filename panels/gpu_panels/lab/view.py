@@ -186,8 +186,8 @@ def _group(section: Section, snapshot: Snapshot, kernel: LabKernel | None) -> di
     residue = sum(section.residue.values())
     for number, one in enumerate(section.staying):
         row = _plain_row(f"{owner.id}//{number}", OWN_CODE, one.bytes)
-        hint = f"It cannot be parked: {clean(one.why)}"
-        rows.append(row | {"hint": hint, "where": one.device, "state": "stays"})
+        where = f"GPU{one.device.partition(':')[2]}"
+        rows.append(row | {"where": where, "state": f"stays: {clean(one.why)}"})
     if cache := sum(section.cache_on(device) for device in section.residue):
         rows.append(_plain_row(f"{owner.id}//", RESIDUE, cache))
     return {
