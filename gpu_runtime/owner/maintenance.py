@@ -12,7 +12,7 @@ from functools import partial
 
 from .. import threads
 from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel
-from ..facts import Book, Drop, LeaseId, Level, Move, Outcome, Shed, World
+from ..facts import HOST, Book, Drop, LeaseId, Level, Move, Outcome, Shed, World
 from ..ledgers.book_store import TICKS_A_SECOND
 from ..scheduler import drain, explain, quotas, recall, relief
 from ..scheduler import transitions as books
@@ -38,6 +38,7 @@ from .session import NEAR_SECONDS, POLL_SECONDS, Session
 
 log = logging.getLogger("gpu_runtime")
 
+GIVE_BACK_SECONDS = 60.0  # unused pages of host memory are kept for so long
 DOZE_SECONDS = 12.0  # longest sleep with many kernels; unnotified changes are noticed this late
 RECORD_AFTER_SECONDS = 5.0  # a runtime on simulated cards must live this long to get a helper
 
@@ -63,6 +64,7 @@ def tick(session: Session, notebook: str = "") -> float:
     session.journal.flush()
     vacate(session)
     kernel.look_after(session)
+    give_back(session)
     session.maps.publish()
     session.publish_names()
     earlier_uses.read_book(session, book)
@@ -175,6 +177,21 @@ def vacate(session: Session) -> None:
             release.step_aside(session, step, key)
     finally:
         session.done_with(key.note)
+
+
+def give_back(session: Session) -> None:
+    """Returns pages of host memory to the system that were unused for GIVE_BACK_SECONDS.
+
+    After a return from host memory its pages are kept for the next park, because a copy into used
+    pages is faster. Without an end, a notebook held its bytes twice: on the card, and in idle pages.
+    """
+    host, now = session.probe.place(HOST), session.clock()
+    pulse = host.pulse()
+    if session.host_pulse is None or pulse != session.host_pulse[0]:
+        session.host_pulse = (pulse, now)
+    elif now - session.host_pulse[1] >= GIVE_BACK_SECONDS:
+        host.empty_cache()
+        session.host_pulse = (host.pulse(), now)
 
 
 def log_overstays(session: Session) -> None:

@@ -124,6 +124,8 @@ class Session:
         self.orders: set[str] = set()  # keys of other owners' requests that are being carried out
         self.overstayed: set[str] = set()  # blocks whose overlong lease was logged
         self.reap_turn = 0
+        # The last `Memory.pulse` of host memory, and when it was first seen.
+        self.host_pulse: tuple[Any, float] | None = None
         self.checked_at, self.opened_at = clock(), time.monotonic()
         self._announced = False  # whether the book has had a section of this owner
 
