@@ -167,7 +167,8 @@ _STATES = {
     ),
     ProcessState.SILENT: (
         ProblemKind.SILENT,
-        "{who} does not answer and holds {size}. Its interpreter is blocked, or it is gone.",
+        "{who} of {user} does not answer and holds {size}. Its interpreter is blocked, or it is gone. "
+        "Interrupt its cell: kill -INT {pid}  If that does not help: kill -9 {pid}",
     ),
 }
 
@@ -184,7 +185,7 @@ def _processes(seen: Snapshot) -> Iterator[Problem]:
             continue
         kind, text = _STATES[presence.state]
         owner = section.owner
-        words = text.format(who=owner.label, size=show_bytes(size), pid=owner.pid)
+        words = text.format(who=owner.label, size=show_bytes(size), pid=owner.pid, user=owner.user)
         can_continue = presence.state is ProcessState.STOPPED
         actions = (("resume", f"{id}/"),) if can_continue else ()
         yield Problem(kind, id, words, size, _wall(seen, presence.since), actions)

@@ -75,6 +75,15 @@ class Ledger(Protocol):
         result has all owners with a section. A check takes about 50 µs for each process.
         """
 
+    def give_sign(self) -> None:
+        """Notes that this owner lives and runs. A write of its section is such a sign too."""
+
+    def silences(self, book: Book) -> dict[str, float]:
+        """The seconds since the last sign of each owner in `book`, by owner id.
+
+        An owner whose signs cannot be read from here is missing.
+        """
+
     def declare_dead(self, owners: Iterable[str]) -> None:
         """Makes `dead` return these `owners` (ids), unless they are proven alive.
 

@@ -8,6 +8,7 @@ maps, names and answers.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import time
 import weakref
@@ -255,6 +256,18 @@ class SharedLedger:
             owner = book.sections[id].owner
             is_mine = id == self.owner.id
             found[id] = Sight.ALIVE if is_mine else sight_of(owner, self._lock_file(id))
+        return found
+
+    def give_sign(self) -> None:
+        """Notes that this owner lives and runs. See base.py."""
+        self._store.owner_file.sign()
+
+    def silences(self, book: Book) -> dict[str, float]:
+        """The seconds since the last sign of each owner, by owner id. See base.py."""
+        found, now = {}, time.time()
+        for id in book.sections:
+            with contextlib.suppress(OSError):
+                found[id] = now - os.stat(self._lock_file(id)).st_mtime
         return found
 
     def declare_dead(self, owners: Iterable[str]) -> None:

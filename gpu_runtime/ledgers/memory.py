@@ -120,6 +120,13 @@ class MemoryLedger:
         wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
         return {id: Sight.DEAD if id in dead else Sight.ALIVE for id in wanted}
 
+    def give_sign(self) -> None:
+        """Does nothing: all owners are in this process."""
+
+    def silences(self, book: Book) -> dict[str, float]:
+        """An empty result, since all owners are in this process."""
+        return {}
+
     def declare_dead(self, owners: Iterable[str]) -> None:
         """Does nothing, because every owner is known to be dead or alive."""
 

@@ -65,6 +65,8 @@ def tick(session: Session, notebook: str = "") -> float:
     vacate(session)
     kernel.look_after(session)
     give_back(session)
+    if session.activity.running:
+        session.ledger.give_sign()  # a cell that blocks the interpreter ends these signs
     session.maps.publish()
     session.publish_names()
     earlier_uses.read_book(session, book)

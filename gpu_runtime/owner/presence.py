@@ -14,6 +14,8 @@ from ..facts import Book, Presence, ProcessState, Section, Unanswered, Wait
 from ..ledgers.liveness import Sight
 from .session import Session
 
+# While a cell runs, a process gives a sign once a second. With many kernels it may sleep for 12 s.
+HUNG_SECONDS = 20.0
 _SEEN = {
     Sight.STOPPED: ProcessState.STOPPED,
     Sight.DUMPING: ProcessState.DUMPING,
@@ -31,7 +33,10 @@ def presences(
     silent_since: dict[str, float] = {}
     for one in unanswered:
         silent_since.setdefault(one.owner.id, one.since)
-    sights = session.ledger.sights(book)
+    sights, now = session.ledger.sights(book), session.clock()
+    for id, seconds in session.ledger.silences(book).items():
+        if seconds > HUNG_SECONDS and book.sections[id].busy_since:
+            silent_since[id] = min(now - seconds, silent_since.get(id, now))
     return {
         id: presence(section, sights[id], silent_since.get(id))
         for id, section in book.sections.items()
@@ -42,7 +47,8 @@ def presence(section: Section, sight: Sight, silent_since: float | None = None) 
     """The state of the process of `section`.
 
     `sight` is what the operating system shows of the process. `silent_since` is the time of the
-    oldest request that the process has not answered, or None.
+    oldest request that the process has not answered, or of its last sign if its cell blocks its
+    interpreter; or None.
     """
     if sight in _SEEN:
         return Presence(_SEEN[sight])

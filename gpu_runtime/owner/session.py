@@ -10,6 +10,7 @@ a thread that an interrupt cannot stop.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
+from .. import threads
 from ..backends.base import Backend
 from ..backends.missing import AbsentBackend
 from ..backends.registry import backend_names, open_backend
@@ -51,6 +53,7 @@ log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
 Decision = Callable[[Book, World], tuple[Book, T]]
 
+PUBLISH_SECONDS = 0.05  # how long a cell waits until the book shows that it runs; usually 2 ms
 POLL_SECONDS = 1.0  # between two reads of the book without a notification
 NEAR_SECONDS = 0.05  # between two checks of an own model that a waiting request needs
 
@@ -445,11 +448,21 @@ class Session:
         )
 
     def cell_began(self) -> None:
-        """Wakes a sleeping monitor, and waits until moves of modules in training have ended."""
+        """Publishes that a cell runs, and waits until moves of modules in training have ended.
+
+        A cell that blocks the interpreter at once (a long call into C) would look idle for ever, since no thread
+        could publish it. So the cell waits for the publication, for at most PUBLISH_SECONDS.
+        """
+        if self.residents and not self.closed:
+            threads.start(self._publish_quietly).wait(PUBLISH_SECONDS)
         if self.dozing and not self.closed:
             self.wake_monitor()
         for resident in list(self.residents.values()):
             resident.await_move()
+
+    def _publish_quietly(self) -> None:
+        with contextlib.suppress(GpuError):  # the monitor publishes it at its next tick
+            self.publish()
 
     def wake_monitor(self) -> None:
         """Ends the monitor's sleep now."""

@@ -4,7 +4,9 @@
 
 from __future__ import annotations
 
+import getpass
 import os
+import signal
 import time
 from contextlib import ExitStack, closing
 from pathlib import Path
@@ -15,6 +17,8 @@ from jupyter_client.manager import start_new_kernel
 
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.facts import HOST
+from gpu_runtime.facts.problems import ProblemKind, problems
+from gpu_runtime.owner import presence
 from tests.clock import PATIENCE, scaled, until
 from tests.user_modes import MODES
 
@@ -383,6 +387,36 @@ def test_a_mode_that_a_cell_leaves_open_locks_nobody_out(two, rt):
         assert "'ones'" in str(request["content"]["matches"]), name
         ended = "mode.__exit__(None, None, None); print(float(x.sum()))"
         assert "5000000.0" in one.run(ended), name
+
+
+def test_a_kernel_that_is_hung_in_c_is_silent_and_the_row_says_what_to_type(two, rt, monkeypatch):
+    """Nobody waits for it. Its cell began and gave up Python's lock no more, so the book called it idle and healthy."""
+    monkeypatch.setattr(presence, "HUNG_SECONDS", 2.0)
+    hung, _ = two
+    hung.run("import re, torch; x = torch.ones(5_000_000)")
+    until(lambda: places(rt).get("one.ipynb") == {"sim:0"}, 10)
+    message = hung.client.execute("re.match(r'(a+)+$', 'a' * 60 + 'b')")
+    found: list = []
+
+    def is_silent() -> bool:
+        found[:] = [one for one in problems(rt.status()) if one.kind is ProblemKind.SILENT]
+        return bool(found)
+
+    until(is_silent, 30)
+    pid = hung.manager.provisioner.process.pid
+    [one] = found
+    assert "one.ipynb" in one.text and f"of {getpass.getuser()}" in one.text
+    assert f"kill -INT {pid}" in one.text and f"kill -9 {pid}" in one.text
+    since = one.wall
+    with pytest.raises(GpuError):
+        rt.park("one.ipynb")
+    assert is_silent() and abs(found[0].wall - since) < 1.0, "it is silent since its last sign"
+    os.kill(pid, signal.SIGINT)
+    reply = hung.client.get_shell_msg(timeout=scaled(30))
+    while reply["parent_header"].get("msg_id") != message:
+        reply = hung.client.get_shell_msg(timeout=scaled(30))
+    assert reply["content"]["ename"] == "KeyboardInterrupt"
+    until(lambda: not is_silent(), 10)
 
 
 TAKES_MOST = """import torch
