@@ -266,7 +266,7 @@ class SharedLedger:
         """The seconds since the last sign of each owner, by owner id. See base.py."""
         found, now = {}, time.time()
         for id in book.sections:
-            with contextlib.suppress(OSError):
+            with contextlib.suppress(OSError):  # the owner has just ended
                 found[id] = now - os.stat(self._lock_file(id)).st_mtime
         return found
 

@@ -209,7 +209,7 @@ class OwnerFile:
 
     def sign(self) -> None:
         """Changes the time of the file, as a sign that a thread of the owner runs. Never fails."""
-        with suppress(OSError):
+        with suppress(OSError):  # the disk is full: the sign is missing, and others see silence
             os.utime(self._fd)
 
     def in_place(self) -> bool:
