@@ -349,8 +349,9 @@ class Runtime:
     ) -> Outcome:
         """Loads the model onto its device now, so that the next `use` does not wait.
 
-        `progress(bytes, total)` is called during the load. `timeout` is as in `use`. Without `wait`
-        the model is loaded in the background, and a failure is logged. Raises the errors of `use`.
+        `progress(bytes, total)` is called during the load. `timeout` limits the wait and the load
+        together. Without `wait` the model is loaded in the background, and a failure is logged.
+        Raises the errors of `use`.
         """
         session = self._session
         return operations.preload(session, name, progress=progress, timeout=timeout, wait=wait)
@@ -695,6 +696,10 @@ class Runtime:
                 return
             self._opened.closed = True
         closing.close(self._opened)
+
+    def _stop_loads(self, why: str) -> None:
+        """Ends the loads that run now with an error that says `why`."""
+        closing.stop_loads(self._session, why)
 
     def __enter__(self) -> Runtime:
         return self

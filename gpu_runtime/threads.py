@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import ctypes
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from queue import Empty
 from typing import Any
 
 MOST_SECONDS = 60.0  # the longest time that the interpreter waits at its end for unfinished work
@@ -77,6 +79,67 @@ class Cancellation(threading.Event):
             callbacks, self._callbacks = self._callbacks, []
         for callback in callbacks:
             callback()
+
+
+class Stopped(BaseException):
+    """Raised in a thread whose work another thread has stopped; see `Stoppable`."""
+
+
+class Stoppable:
+    """A `with` block that another thread can stop, between two lines of its Python code.
+
+    The thread of the block then gets Stopped, as the stop button gives it a KeyboardInterrupt. A call
+    of C code, such as the read of a file, ends first.
+    """
+
+    def __init__(self, seconds: float | None = None) -> None:
+        """The block stops by itself after `seconds`; None means no limit."""
+        self.why = ""
+        self._seconds, self._thread = seconds, 0
+        self._lock, self._ended = threading.Lock(), threading.Event()
+
+    def __enter__(self) -> Stoppable:
+        self._thread = _thread.get_ident()
+        if self._seconds is not None:
+            start(self._stop_late)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._ended.set()
+            if self.why:  # it may not have arrived yet
+                _set_async_error(self._thread, None)
+
+    def _stop_late(self) -> None:
+        assert self._seconds is not None
+        if not self._ended.wait(max(0.0, self._seconds)):
+            self.stop("its time is over")
+
+    def stop(self, why: str) -> None:
+        """Stops the block, because of `why`. Does nothing if the block has ended."""
+        with self._lock:
+            if not self._ended.is_set() and not self.why:
+                self.why = why
+                _set_async_error(self._thread, Stopped)
+
+    def wait(self, seconds: float) -> bool:
+        """Waits at most `seconds` for the end of the block. Returns whether it has ended."""
+        return self._ended.wait(seconds)
+
+
+def next_item(queue: Any) -> Any:
+    """The next item of a SimpleQueue. A `Stoppable` block can be stopped while it waits here."""
+    while True:
+        try:
+            return queue.get(timeout=0.2)
+        except Empty:  # a wait without an end would be one call of C code
+            continue
+
+
+def _set_async_error(thread: int, kind: type[BaseException] | None) -> None:
+    """Lets the thread with this id raise an error of this `kind` at its next line; None: takes it back."""
+    error = ctypes.py_object(kind) if kind else None
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
 
 
 def start(work: Callable[[], None]) -> Running:

@@ -130,13 +130,14 @@ def obtain(
     timeout: str | float | None = None,
     keep_alive: str | float | None = None,
     progress: Progress | None = None,
+    with_load: bool = False,
 ) -> None:
     """Brings the model onto its device, and pins it if `anchor` is given.
 
     `anchor` refers weakly to an object, and the pin lasts as long as this object. If `importance`
     or `keep_alive` is None, the value of the registration applies. If `timeout` is None, the wait
-    has no limit. Raises DoesNotFit, Busy, Deadlock, LoadFailed, ModelDisabled, BadSetting,
-    ProcessLost, OutOfMemory.
+    has no limit. If `with_load` is true, the time of a load counts too. Raises DoesNotFit, Busy,
+    Deadlock, LoadFailed, ModelDisabled, BadSetting, ProcessLost, OutOfMemory.
     """
     spec = resident.spec
     require_loadable(spec)
@@ -147,7 +148,7 @@ def obtain(
     requested = session.wall()
     with interrupts.in_one_line(session, partial(interrupts.outcome_of, resident)):
         if session.settings.enable_memory_governor:
-            _obtain_governed(session, resident, anchor, rank, alive, limit, progress)
+            _obtain_governed(session, resident, anchor, rank, alive, limit, progress, with_load)
         else:
             ungoverned.load(session, resident, anchor, progress)
     if anchor is not None:
@@ -163,7 +164,9 @@ def _obtain_governed(
     keep_alive: float,
     timeout: float | None,
     progress: Progress | None,
+    with_load: bool,
 ) -> None:
+    deadline = session.clock() + timeout if with_load and timeout is not None else None
     attempts, returned = 0, parts.NOTHING
     wanted = demand.wanted_lease(session, resident, importance, keep_alive)
     footprint = resident.footprint()
@@ -184,7 +187,7 @@ def _obtain_governed(
             attempts += 1
             try:
                 further = granted.perform(
-                    session, resident, verdict, anchor, key, progress, returned
+                    session, resident, verdict, anchor, key, progress, returned, deadline
                 )
                 if further is None:
                     return

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import time
 import weakref
 from functools import partial
 from typing import Any
@@ -19,6 +20,8 @@ from . import earlier_uses
 from .governed_calls import release_calls
 from .session import Session, log
 
+LOAD_SECONDS = 5.0  # the longest wait until a load has stopped
+
 
 def close(session: Session) -> None:
     """Frees all models of a closed session, and removes the owner's section of the book.
@@ -28,7 +31,9 @@ def close(session: Session) -> None:
     session.activity.watchers.discard(session.cell_began)
     if session.monitor and session.monitor_started:
         session.monitor.stop(lambda: session.ledger.ring([session.me]))
-    residents = list(session.residents.values())
+    stop_loads(session, "its runtime was closed")
+    # The thread of a load that does not stop is in C code. It ends with the process.
+    residents = [one for name, one in session.residents.items() if name not in session.loads]
     # With their times of use, which the models lose once they are freed.
     leases = [lease for resident in residents if (lease := resident.truth()) is not None]
     engines = [resident for resident in residents if resident.engines]
@@ -50,6 +55,18 @@ def close(session: Session) -> None:
         log.debug("the book could not be left in order: %s", error)
     session.journal.flush()
     session.ledger.close()
+
+
+def stop_loads(session: Session, why: str) -> None:
+    """Stops the loads that run now, because of `why`. Waits at most LOAD_SECONDS for their ends."""
+    loads = list(session.loads.values())
+    for load in loads:
+        load.stop(why)
+    until = time.monotonic() + LOAD_SECONDS
+    for load in loads:
+        load.wait(max(0.0, until - time.monotonic()))
+    while session.loads and time.monotonic() < until:  # they put the book in order
+        time.sleep(0.01)
 
 
 def _release(owner: Owner, leases: list[Lease], book: Book, world: World) -> tuple[Book, None]:

@@ -20,12 +20,14 @@ from ..facts import HOST, Book, Grant, Lease, Load, Move, Share, World
 from ..scheduler import duplex, explain
 from ..scheduler import transitions as books
 from ..scheduler.shadows import kept
+from ..threads import Stoppable, Stopped
 from . import arrivals, earlier_uses, parts, shadows
 from .pins import AnchorRef
 from .resident import Resident
 from .session import Key, Session
 
 log = logging.getLogger("gpu_runtime")
+LEAST_LOAD_SECONDS = 1.0  # a load has so long, even after a wait that took all the time
 
 
 def perform(
@@ -36,11 +38,13 @@ def perform(
     key: Key,
     progress: Progress | None = None,
     earlier: parts.Returned = parts.NOTHING,
+    deadline: float | None = None,
 ) -> parts.Returned | None:
     """Loads or restores the model as granted in `verdict`, and settles its lease.
 
     If `anchor` is given, `anchor` pins the model. `key` is the key of the decision. `earlier` are
-    the parts that this request has restored already. Returns None if the model is on its device,
+    the parts that this request has restored already. A load ends at the `deadline`, in seconds of the
+    session's clock. Returns None if the model is on its device,
     else the parts that have returned so far, while the rest is in host memory. If the load or the
     restore raises, the grant is abandoned and the error is raised.
     """
@@ -50,7 +54,7 @@ def perform(
         return _restore_part(session, resident, verdict.lease, step, key, earlier)
     with arrivals.shown(session, resident, step, progress, earlier) as progress:
         if isinstance(step, Load):
-            _load(session, resident, verdict.lease, step, anchor, key, progress)
+            _load(session, resident, verdict.lease, step, anchor, key, progress, deadline)
         else:
             lease = verdict.lease
             restore = partial(_restore, session, resident, lease, step, anchor, key, earlier)
@@ -66,12 +70,17 @@ def _load(
     anchor: AnchorRef | None,
     key: Key,
     progress: Progress | None,
+    deadline: float | None,
 ) -> None:
     handle = None
+    name = resident.spec.name
+    left = None if deadline is None else max(LEAST_LOAD_SECONDS, deadline - session.clock())
+    load = session.loads[name] = Stoppable(left)
     try:
         session.probe.watch_peaks()
         more = shadows.reserve(session, resident, step.shares)
-        handle, shares, seconds = resident.load(step.shares, progress, more)
+        with load:
+            handle, shares, seconds = resident.load(step.shares, progress, more)
         settled = replace(
             lease.holding(shares),
             pins=0,
@@ -90,7 +99,16 @@ def _load(
             if handle is not None:
                 resident.backend.drop(handle)
             _abandon(session, resident.spec.name, key, error)
+        if isinstance(error, Stopped):
+            raise LoadFailed(
+                f"{name} was not loaded: {load.why}. Nothing of it is held.",
+                name=name,
+                source=resident.spec.source,
+            ) from None
         raise
+    finally:
+        if session.loads.get(name) is load:
+            del session.loads[name]
     is_first = not resident.content
     session.sizing.learn(resident, shares)
     if is_first:

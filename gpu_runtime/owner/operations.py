@@ -56,7 +56,7 @@ def preload(
     if already:
         session.look_ahead.requested(target.name)
     else:
-        acquire.obtain(session, resident, None, timeout=timeout, progress=progress)
+        acquire.obtain(session, resident, None, timeout=timeout, progress=progress, with_load=True)
     lease = resident.lease
     title = lease_title(lease, session.owner)
     because = f"{title} is on {lease.where}" + (" already" if already else "")
@@ -97,7 +97,7 @@ def _preload_later(session: Session, resident: Resident, timeout: str | float | 
     def load() -> None:
         """Loads the model. No caller waits for the result, so an error is logged."""
         try:
-            acquire.obtain(session, resident, None, timeout=timeout)
+            acquire.obtain(session, resident, None, timeout=timeout, with_load=True)
         except GpuError as error:
             log.warning("%s was not preloaded: %s", name, error)
 

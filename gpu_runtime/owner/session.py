@@ -39,6 +39,7 @@ from ..settings import Settings
 from ..telemetry.journal import Journal
 from ..telemetry.measurements import Measurements
 from ..telemetry.timeline import Record
+from ..threads import Stoppable
 from ..units import MIB
 from .allocator_maps import Maps
 from .block_table import Blocks
@@ -116,6 +117,7 @@ class Session:
         self.new_key, self.done_with = self.keys.new, self.keys.done_with
         self.uninterrupted = self.keys.uninterrupted
         self.standing: dict[Key, Ask] = {}  # requests to other owners that no caller waits for
+        self.loads: dict[str, Stoppable] = {}  # the loads that run now, by the model's name
         self.users: dict[str, Asker] = {}  # what each user may request of this process
         self._torch_limits: dict[str, float] = {}  # card -> fraction that torch may allocate here
         self._named: tuple[Device, ...] = ()  # the book's devices when the names last agreed

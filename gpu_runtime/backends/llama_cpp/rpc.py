@@ -90,7 +90,7 @@ class LlamaEngine(Engine):
         """
         try:
             self._channel.send({"load": arguments})
-            while "loaded" not in (message := self._load_messages.get()):
+            while "loaded" not in (message := threads.next_item(self._load_messages)):
                 if "failed" in message:
                     raise self._load_error(message["failed"])
                 if "over" in message:

@@ -53,7 +53,7 @@ class Program:
         Raises the error of the request, or Ended if the process ends before it answers.
         """
         with self._answers(kind, args) as answers:
-            what, value = answers.get()
+            what, value = threads.next_item(answers)
         if what == "result":
             return value
         try:

@@ -157,6 +157,7 @@ class Holds:
         for hold in holds:
             hold.release()
         if holds:
+            await asyncio.to_thread(self._rt._stop_loads, "the server ends")
             await asyncio.wait([hold.ended for hold in holds], timeout=CLOSING_SECONDS)
         self._rt.tell_waits(None)
 
