@@ -557,7 +557,7 @@ def park(session: Session, who: str = "") -> Outcome:
         return _own(session).exempt(who == NEVER)
     if not who or kernel_names.is_own(session, who):
         return _own(session).park()
-    target = kernel_names.find(session, who)
+    target = kernel_names.find(session, who, leased=False)
     if (parked := kernel_names.in_ram(session, target)) is not None:
         return kernel_names.in_ram_already(session, "park", who, [parked])
     section = session.ledger.read().sections.get(target.owner)

@@ -15,9 +15,10 @@ from .kernel_resident import NAME
 from .session import Session
 
 
-def find(session: Session, who: str) -> LeaseId:
+def find(session: Session, who: str, leased: bool = True) -> LeaseId:
     """The lease of the kernel `who`: a notebook's file name, a process id or an owner's id.
 
+    Unless it must be `leased`, the kernel may have no lease, but only memory that cannot leave.
     Raises GpuError if no kernel has the name; the error lists the kernels that hold memory. Raises
     AmbiguousName if several kernels have the name.
     """
@@ -25,7 +26,7 @@ def find(session: Session, who: str) -> LeaseId:
     kernels = [
         section.owner
         for section in book.sections.values()
-        if section.lease(NAME) or section.staying
+        if section.lease(NAME) or (section.staying and not leased)
     ]
     found = [owner for owner in kernels if who in owner.names]
     if len(found) == 1:

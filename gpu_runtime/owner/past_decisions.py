@@ -68,7 +68,7 @@ def _on_kernel(session: Session, who: str) -> tuple[Event, ...]:
     """
     of_all = recorded_events(session, model=kernel_names.NAME)
     try:
-        owner = kernel_names.find(session, who).owner
+        owner = kernel_names.find(session, who, leased=False).owner
     except AmbiguousName:
         raise
     except GpuError:

@@ -1138,6 +1138,21 @@ def test_park_reports_the_bytes_that_moved(started, variables):
     assert f"{show_bytes(outcome.bytes)} came free" in outcome.because
 
 
+def test_another_process_is_told_what_stays(started, runtime, shared_book, variables, monkeypatch):
+    """Without the names of the variables, also if the notebook has no lease."""
+    rt, kernel = started(ledger=shared_book)
+    other = runtime(ledger=shared_book, monitor=False)
+    found = (Staying("sim:0", FOREIGN, 16 * MIB),)
+    monkeypatch.setattr(rt._session, "staying", lambda: found)
+    rt._session.publish()
+    me = rt._session.me
+    outcome = other.park(me)
+    assert (outcome.bytes, outcome.because) == (0, f"16.0 MiB stays on sim:0: {FOREIGN}")
+    assert [event.action for event in other.why(me)] == ["stays"]
+    with pytest.raises(GpuError, match="no kernel .* holds memory"):
+        other.unpark(me)
+
+
 def test_a_reason_to_stay_ends_with_the_array(started, variables):
     """torch marks a tensor for ever once `numpy()` was called."""
     rt, kernel = started()
