@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import hashlib
 import os
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -76,6 +77,12 @@ _on_cards: dict[torch.device, Tensor] = {}
 def keys_on_cards() -> tuple[Tensor, ...]:
     """The keys that `digest` keeps on cards. Later digests read them, so they are not offloaded."""
     return tuple(_on_cards.values())
+
+
+def forget_keys(cards: Iterable[torch.device]) -> None:
+    """Frees the keys on these `cards`. A later digest makes them again."""
+    for card in cards:
+        _on_cards.pop(card, None)
 
 
 def every_key() -> tuple[Tensor, ...]:

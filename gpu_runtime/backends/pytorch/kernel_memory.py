@@ -34,10 +34,10 @@ from ...errors import CannotGovern
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares, Staying
 from ...torch_modes import all_outside_modes
 from ...units import show_bytes
-from ..base import Backend, NotStill, Progress, Stillness
+from ..base import Backend, NotStill, Progress, Stillness, is_out_of_memory
 from . import storages as st
 from . import streams, swap
-from .fingerprint import every_key, keys_on_cards
+from .fingerprint import digest, every_key, forget_keys, keys_on_cards
 from .memory_owner import Known
 from .search import Found, Place, counted_on, search
 from .two_phases import ending
@@ -45,6 +45,7 @@ from .two_phases import ending
 SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
 _NEVER = 2**31 - 1  # a threshold of new objects that no process reaches, so no collection starts
 _usual_threshold = [*gc.get_threshold()]
+COPIES = 4  # how often bytes that change meanwhile are copied
 REST_SECONDS = 10.0  # how long the work of a card may take to end
 
 
@@ -63,6 +64,76 @@ class Away(NamedTuple):
 
 class _IsRecorded(Exception):
     """A thread records a count of the bytes at this moment, so they cannot be exchanged."""
+
+
+class _Copied:
+    """Compares bytes with their copies at the exchange, and copies again what has changed.
+
+    On a card the digests of the bytes are compared, and then the version counters of the tensors.
+    Between the two, only a write that changes no counter would be missed, such as one to `.data`,
+    by code that interrupts the exchange.
+    """
+
+    def __init__(
+        self, sources: list[torch.Tensor], tensors: Iterable[torch.Tensor], rest: Callable[[], None]
+    ) -> None:
+        """`sources` are about to be copied, and `rest` waits for their cards.
+
+        `tensors` are the tensors of `sources` if these are on cards.
+        """
+        self._sources, self._tensors, self._rest = sources, list(tensors), rest
+        self._copies: list[torch.Tensor] = []
+        self._digests: list[torch.Tensor] = []
+        known = {one.device for one in keys_on_cards()}
+        self._without_keys = {one.device for one in sources} - known
+        self._start()
+
+    def _start(self) -> None:
+        self._rest()
+        self._unchanged = swap.Unchanged(self._tensors)
+        if self._on_card:
+            self._digests = [_digest(one) for one in self._sources]
+
+    @property
+    def _on_card(self) -> bool:
+        return any(one.device.type != "cpu" for one in self._sources)
+
+    def to(self, copies: Iterable[torch.Tensor]) -> None:
+        """Records the `copies` of the sources."""
+        self._copies = list(copies)
+        if not self._on_card:
+            for source, copy in zip(self._sources, self._copies, strict=True):
+                self._unchanged.add(source, copy)
+
+    def then(self, calls: Iterable[Callable[[], Any]]) -> bool:
+        """Makes all `calls` if the sources equal their copies. Returns whether it made them."""
+        if self._on_card and self._changed():
+            return False
+        return self._unchanged.then(calls)
+
+    def _changed(self) -> list[int]:
+        if not self._on_card:
+            return self._unchanged.changed()
+        pairs = zip(self._sources, self._digests, strict=True)
+        return [i for i, (one, known) in enumerate(pairs) if not torch.equal(_digest(one), known)]
+
+    def again(self) -> None:
+        """Copies again the sources that have changed."""
+        self._rest()
+        changed = self._changed()
+        if self._on_card:
+            self._start()
+        if changed:
+            copies = [self._copies[i] for i in changed]
+            torch._foreach_copy_(copies, [self._sources[i] for i in changed])
+        self._rest()
+
+    def forget(self) -> None:
+        """Releases all tensors, so that the traceback of an error does not keep them."""
+        forget_keys(self._without_keys)
+        for some in (self._sources, self._tensors, self._copies, self._digests):
+            some.clear()
+        self._unchanged = swap.Unchanged()
 
 
 class GovernedModels(NamedTuple):
@@ -292,14 +363,13 @@ class KernelBackend(Backend):
         homes = _homes(found, cards)
         _rest(cards)
         host = self.probe.place(HOST)
-        copies = st.copied(
-            _bytes([one.storage for one in found]),
-            [host] * len(found),
-            host,
-            wait=partial(_rest, cards),
-            together=True,
-        )
         on_card = not model.memory.counted
+        sources = _bytes([one.storage for one in found])
+        tensors = [tensor for one in found for tensor in one.tensors]
+        copied = _Copied(sources, tensors if on_card else (), partial(_rest, cards))
+        copies = st.copied(
+            list(sources), [host] * len(found), host, wait=partial(_rest, cards), together=True
+        )
         exchange = swap.Exchange()
         away = []
         for one, copy, home in zip(found, copies, homes, strict=True):
@@ -309,8 +379,12 @@ class KernelBackend(Backend):
                 exchange.put(one.storage, copy.untyped_storage(), refuses=True)
             away.append(Away(one.storage, copy if on_card else None, home))
         staying = [one._replace(tensors=()) for one in here if one.stays]
-        del here, found, copies
-        self._exchange(model, mark, exchange, (*model.away, *away), None)
+        copied.to(copies)
+        del here, found, copies, sources, tensors
+        try:
+            self._exchange(model, mark, exchange, (*model.away, *away), None, copied)
+        finally:
+            copied.forget()
         model.in_parts = rest > 0
         if model.memory.counted:
             _note(model, rest)
@@ -383,36 +457,51 @@ class KernelBackend(Backend):
         exchange: swap.Exchange,
         away: tuple[Away, ...],
         noted: Block | None,
+        copied: _Copied | None = None,
     ) -> None:
         """Makes the exchange while no other thread runs, and records the new place in `model`.
 
         After the exchange, the storages `away` are in host memory. `noted` is the block that counts the
-        bytes on a simulated card. `mark` is the result of `Stillness.mark` before the copies.
-        Raises NotStill if the exchange is impossible; then nothing has changed.
+        bytes on a simulated card. `mark` is the result of `Stillness.mark` before the copies. If
+        `copied` is given, the bytes are compared with the copies at the exchange. What has changed
+        is copied again, at most COPIES times in all. Raises NotStill if the exchange is impossible;
+        then nothing has changed.
         """
 
         def act() -> None:
+            nonlocal made
             if model.gate.locked():  # a wait would let other threads run
                 raise _IsRecorded
             with model.gate:
                 try:
-                    swap.at_once(exchange.calls)
+                    if copied is None:
+                        swap.at_once(exchange.calls)
+                    elif not copied.then(exchange.calls):
+                        return
                 except BaseException:
                     exchange.undo()
                     raise
+                made = True
                 model.away, model.noted = away, noted
                 model.exchanges += 1
             model.on_swapped()
 
-        while True:
-            try:
-                why = model.stillness.change(mark, act)
-                break
-            except _IsRecorded:
-                with model.gate:
-                    pass  # until the count is recorded
-        if why:
-            raise NotStill(why)
+        made = False
+        for number in range(1, COPIES + 1):
+            while True:
+                try:
+                    why = model.stillness.change(mark, act)
+                    break
+                except _IsRecorded:
+                    with model.gate:
+                        pass  # until the count is recorded
+            if why:
+                raise NotStill(why)
+            if made:
+                return
+            if copied is not None and number < COPIES:
+                copied.again()
+        raise NotStill("its memory changes while it is copied")
 
     def drop(self, model: KernelMemory) -> None:
         """Returns offloaded bytes to their card, because they exist nowhere else.
@@ -505,6 +594,16 @@ def _without_collections() -> Iterator[None]:
     finally:
         if gc.get_threshold()[0] == _NEVER:  # else the user's code has set it
             gc.set_threshold(*_usual_threshold)
+
+
+def _digest(content: torch.Tensor) -> torch.Tensor:
+    """The digest of `content`. If its card has no room for the computation, the CPU computes it."""
+    try:
+        return digest(content)
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+    return digest(content.cpu())
 
 
 def _rest(cards: Iterable[torch.device]) -> None:

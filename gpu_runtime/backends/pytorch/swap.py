@@ -12,7 +12,9 @@ This module searches and copies nothing. The caller passes the storages, and has
 from __future__ import annotations
 
 import collections
+import ctypes
 import functools
+import itertools
 import mmap
 import operator
 from collections.abc import Callable, Iterable
@@ -212,3 +214,47 @@ def at_once(calls: Iterable[Callable[[], Any]]) -> None:
     An interrupt therefore takes effect before the first of the `calls` or after the last one.
     """
     collections.deque(map(operator.call, calls), maxlen=0)
+
+
+# The C library's function. `PyDLL` keeps the interpreter's lock during the call.
+_memcmp = ctypes.PyDLL(None).memcmp
+_memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
+_memcmp.restype = ctypes.c_int
+_version_of = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+
+
+class Unchanged:
+    """A proof, at an exchange, that the sources are what was copied.
+
+    In host memory the bytes are compared. On a card the version counters of its tensors are
+    compared, because nothing there can be read within one call into C; see `digests`.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
+        """`tensors` are those whose version counters must stay as they are now."""
+        self._tensors = [one for one in tensors if not one.is_inference()]
+        self._versions = [*map(_version_of, self._tensors)]
+        self._pairs: list[Callable[[], int]] = []
+
+    def add(self, source: Tensor, copy: Tensor) -> None:
+        """The bytes of `source`, [nbytes] uint8 in host memory, must equal those of `copy`."""
+        places = (address(source), address(copy), source.nbytes)
+        self._pairs.append(partial(_memcmp, *places))
+
+    def then(self, calls: Iterable[Callable[[], Any]]) -> bool:
+        """Makes all `calls` if nothing has changed, and returns whether it made them.
+
+        Comparison and calls are one call into C, as in `at_once`. Each of `calls` must return None.
+        """
+        made: list[bool] = []
+        differences = itertools.chain(
+            map(operator.ne, map(_version_of, self._tensors), self._versions),
+            map(operator.call, self._pairs),
+            map(operator.call, [*calls, partial(made.append, True)]),
+        )
+        collections.deque(itertools.takewhile(operator.not_, differences), maxlen=0)
+        return bool(made)
+
+    def changed(self) -> list[int]:
+        """The numbers of the pairs, in the order of `add`, whose bytes differ now."""
+        return [number for number, compare in enumerate(self._pairs) if compare()]

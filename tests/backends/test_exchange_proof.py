@@ -1,0 +1,159 @@
+"""At the exchange the bytes are compared with what was copied. A write between the two is never lost.
+
+What runs between two cells cannot be predicted completely. So the last step proves that nothing
+has been written since the copy.
+"""
+
+from __future__ import annotations
+
+import gc
+import signal
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from gpu_runtime.backends.base import NotStill
+from gpu_runtime.backends.pytorch import swap
+from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.facts import HOST, Share
+from tests import simgpu
+from tests.backends.test_kernel_memory import Still
+
+TO_HOST = (Share(HOST, 1),)
+SIZE = 1 << 18  # floats, 1 MiB
+
+
+class Kernel:
+    """The memory that this process holds on cards of one kind, and how it is parked."""
+
+    def __init__(self, kind: str) -> None:
+        simulated = kind == "sim"
+        probe = open_probe("sim:1GiB,host:1GiB") if simulated else simgpu.SimProbe()
+        self.card = "cpu" if simulated else "simgpu:0"
+        self.back = (Share("sim:0" if simulated else "simgpu:0", 1),)
+        self.backend = open_backend("kernel", probe)
+        self.still = Still()
+        self.handle = self.backend.open(self.still, lambda: ())
+
+    def park(self) -> None:
+        self.backend.move(self.handle, TO_HOST)
+
+    def unpark(self) -> None:
+        self.backend.move(self.handle, self.back)
+
+
+@pytest.fixture(params=["sim", "simgpu"])
+def kernel(request, guards):
+    gc.collect()
+    return Kernel(request.param)
+
+
+def add(tensor: torch.Tensor) -> None:
+    tensor.add_(1)
+
+
+WRITES: dict[str, Callable[[torch.Tensor], object]] = {
+    "in place": add,
+    "a view": lambda tensor: tensor[-1:].mul_(3),
+    "data, which changes no version": lambda tensor: tensor.data.add_(1),
+    "foreach": lambda tensor: torch._foreach_add_([tensor], 1),
+    "out=": lambda tensor: torch.add(tensor, 1, out=tensor),
+}
+
+
+@pytest.mark.parametrize("write", WRITES)
+def test_a_write_between_copy_and_exchange_is_copied_too(kernel, write):
+    """One write before each of the first two tries. The other tensors are copied once."""
+    changed = torch.ones(SIZE, device=kernel.card)
+    other = torch.full((SIZE,), 7.0, device=kernel.card)
+    twin = torch.ones(SIZE)
+    tries = []
+
+    def at_exchange() -> str:
+        tries.append(1)
+        if len(tries) <= 2:
+            WRITES[write](changed)
+            WRITES[write](twin)
+        return ""
+
+    kernel.still.at_exchange = at_exchange
+    kernel.park()
+    assert len(tries) == 3 and kernel.handle.away
+    kernel.unpark()
+    assert torch.equal(changed.cpu(), twin) and (other == 7).all()
+
+
+def test_memory_that_changes_at_each_try_is_not_parked(kernel):
+    changed = torch.zeros(SIZE, device=kernel.card)
+    tries = []
+
+    def at_exchange() -> str:
+        tries.append(changed.add_(1) is changed)
+        return ""
+
+    kernel.still.at_exchange = at_exchange
+    with pytest.raises(NotStill, match="its memory changes while it is copied"):
+        kernel.park()
+    assert not kernel.handle.away and (changed == len(tries)).all() and len(tries) == 4
+    kernel.still.at_exchange = lambda: ""
+    kernel.park()
+    kernel.unpark()
+    assert (changed == len(tries)).all()
+
+
+def test_a_signal_handler_that_writes_loses_no_write(monkeypatch):
+    """It runs between any two instructions of Python: also during the copy, and just before the
+    exchange. While the bytes are away it gets an error.
+    """
+    if "_swap_data_ptr_" in vars(torch.UntypedStorage):  # the stand-in of simgpu is Python code
+        monkeypatch.delattr(torch.UntypedStorage, "_swap_data_ptr_")
+    kernel = Kernel("sim")
+    counter = torch.zeros(SIZE)
+    written = refused = parked = 0
+
+    def handler(number: int, frame: object) -> None:
+        nonlocal written, refused
+        try:
+            counter.add_(1)
+        except RuntimeError as error:
+            assert str(error).startswith(swap.WRITE_REFUSED)
+            refused += 1
+        else:
+            written += 1
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        for number in range(60):
+            signal.setitimer(signal.ITIMER_REAL, 0.0005 * (number % 12 + 1), 0.02)
+            try:
+                kernel.park()
+            except NotStill as error:
+                assert "its memory changes" in str(error)
+                continue
+            parked += 1
+            signal.raise_signal(signal.SIGALRM)
+            kernel.unpark()
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert parked and refused and (counter == written).all()
+
+
+def test_no_code_of_python_runs_between_comparison_and_exchange():
+    """A signal that arrives during the comparison is handled after the exchange."""
+    source, copy = torch.ones(SIZE), torch.ones(SIZE)
+    proof = swap.Unchanged()
+    order: list[str] = []
+    proof.add(source.view(torch.uint8), copy.view(torch.uint8))
+    proof._pairs.append(lambda: signal.raise_signal(signal.SIGUSR1) or 0)  # type: ignore[func-returns-value]
+    before = signal.signal(signal.SIGUSR1, lambda *_: order.append("handler"))
+    try:
+        assert proof.then([lambda: None])
+    finally:
+        signal.signal(signal.SIGUSR1, before)
+    assert order == ["handler"]
+    copy[-1] = 5
+    assert not proof.then([lambda: order.append("exchange")]) and proof.changed() == [0]
+    assert order == ["handler"]
