@@ -138,8 +138,12 @@ def test_the_copies_of_models_in_host_memory_are_not_the_notebooks_own(started, 
     assert rt.status().devices[0].claimed_bytes == rt._session.residents["m"].lease.bytes
     rt.evict("m")
     cell(kernel)
-    with rt.use("m", timeout=PATIENCE):
+    with rt.use("m", timeout=PATIENCE) as model:
         assert own(rt) == {}
+    rt.evict("m", drop=True)
+    cell(kernel)
+    assert rt.status().devices[0].claimed_bytes == 0, "nor are the weights of a dropped model"
+    del model
 
 
 # -- leaving and returning -------------------------------------------------------------------------

@@ -33,6 +33,7 @@ from .memory_owner import (
     private_files,
     used_elsewhere,
 )
+from .swap import readable_class
 from .time_limit import Limit
 
 Place = Callable[[torch.UntypedStorage], str]  # returns the device of a storage; "" for none
@@ -422,9 +423,9 @@ def _judged(
         _look_closer(found, not_ours, known)
         if any(not found[number].stays for number in not_ours):
             spans.setdefault(torch.device("cpu"), []).extend(
-                (one.data_ptr(), one.nbytes(), -1)
+                (address, one.nbytes(), -1)
                 for one in small
-                if one.nbytes() and not one.resizable()
+                if one.nbytes() and not one.resizable() and (address := _address(one))
             )
     for number, shared_bytes in itertools.chain.from_iterable(map(_overlapping, spans.values())):
         one = found[number]
@@ -456,15 +457,24 @@ def _look_closer(found: list[Found], numbers: list[int], known: Known | None) ->
         found[number] = found[number]._replace(stays=ARRAY if used else "")
 
 
+def _address(storage: torch.UntypedStorage) -> int | None:
+    """The address of `storage`; None if torch refuses to give it."""
+    try:
+        return storage.data_ptr()
+    except RuntimeError:  # for example a storage of the meta device, or a guard
+        return None
+
+
 def _reason(
     storage: torch.UntypedStorage, tensors: list[Tensor], sent: Collection[int]
 ) -> tuple[str, int]:
     """Why `storage` cannot be moved (empty if it can), and its address (0: none or unknown)."""
+    if any(readable_class(one) is not type(one) for one in tensors):
+        return "", 0  # the bytes of a dropped model: a guard without memory is in their place
     if torch._C._is_cow_tensor(tensors[0] if tensors else _view(storage)):
         return COPY_ON_WRITE, torch._C._data_address(_view(storage, 1))  # data_ptr() would copy it
-    try:
-        address = storage.data_ptr()
-    except RuntimeError:  # for example a storage of the meta device
+    address = _address(storage)
+    if address is None:
         return UNREADABLE, 0
     if not address:
         return "", 0
