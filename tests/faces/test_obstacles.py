@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import gc
 import os
 import queue
@@ -482,9 +483,10 @@ def test_a_process_group_of_this_process_alone_keeps_no_kernel(distributed):
     assert obstacles.why_not_modules() == ""
 
 
-def test_operations_of_a_process_group_end_before_a_kernel_is_moved(distributed):
+def test_operations_of_a_process_group_end_before_a_kernel_is_moved(distributed, monkeypatch):
     """A thread of gloo reads and writes the tensors, and Python does not see this thread."""
     alone(distributed)
+    monkeypatch.setattr(obstacles, "PENDING", datetime.timedelta(seconds=PATIENCE))
     tensors = [torch.ones(1 << 20) for _ in range(30)]
     works = [distributed.all_gather([torch.zeros(1 << 20)], one, async_op=True) for one in tensors]
     assert obstacles.why_not_modules() == ""
