@@ -203,7 +203,7 @@ def table(runs: dict[str, tuple[Run, Run]]) -> str:
         f"The last run: {datetime.date.today()}, {os.cpu_count()} × {platform.machine()}, "
         f"Python {platform.python_version()}, torch {known['ddp']}. {equal} of {len(runs)} notebooks are equal. "
         f"{sum(one.parked for one in requests)} of {len(requests)} requests parked ({share(requests):.1f} %), "
-        f"{len(within)} of them within 1 s.\n\n"
+        f"{len(within)} of them within 1 s, with a load of {os.getloadavg()[2]:.1f} on the machine.\n\n"
         "| notebook | version | cells | parked | most MiB | longest wait (s) | values | equal | refusals |\n"
         "|---|---|---|---|---|---|---|---|---|\n"
         + "".join(_line(name, known[name], *both) for name, both in runs.items())
