@@ -178,6 +178,11 @@ class Settings(BaseSettings):
         description="When the memory of an idle notebook leaves its GPU for RAM: asked (another process "
         "needs it, or someone parks it), idle (also after GPU_PARK_IDLE_SECONDS) or never.",
     )
+    gpu_return_at_exit: Seconds = Field(
+        30.0,
+        description="How long a signal handler or an exit function of a parked notebook waits for its "
+        "memory to return from host memory.",
+    )
     gpu_park_idle_seconds: Seconds = Field(
         600.0, description="With GPU_PARK=idle: how long a notebook is idle before it is parked."
     )

@@ -50,11 +50,12 @@ class Reading:
         self._returned = returned
         self._again_at = 0.0
 
-    def hold(self) -> Anchor | None:
+    def hold(self, seconds: float = 0.0) -> Anchor | None:
         """Keeps the memory on its cards for as long as the caller keeps the returned object.
 
-        The result is None if the kernel has no lease, or if its memory did not return in time.
-        After such a failure, no return is tried for PAUSE_SECONDS.
+        The result is None if the kernel has no lease, or if its memory did not return in time: in
+        `seconds`, or for a message in WAIT_SECONDS. After such a failure of a message, no return is
+        tried for other messages for PAUSE_SECONDS.
         """
         resident = self._session.residents.get(NAME)
         if not isinstance(resident, KernelResident):
@@ -64,10 +65,10 @@ class Reading:
         if resident.enter(pin):
             return anchors.pop()
         clock = self._session.clock
-        if clock() < self._again_at:
+        if clock() < self._again_at and not seconds:
             return None
         try:
-            bring_back(self._session, resident, pin, WAIT_SECONDS)
+            bring_back(self._session, resident, pin, seconds or WAIT_SECONDS)
         except Exception as error:  # the message is handled in any case
             log.debug("a message is handled while the kernel's memory is away: %s", error)
             self._again_at = clock() + PAUSE_SECONDS

@@ -226,6 +226,24 @@ def _content(cell: Any) -> Any:
     return None
 
 
+def is_ours(function: Any) -> bool:
+    """Whether `function` is a function or a method of gpu-console."""
+    return _is_ours(getattr(getattr(function, "__func__", function), "__globals__", None))
+
+
+def is_users(function: Any) -> bool:
+    """Whether code of the user is called by `function`: a function, a method, a class or a callable object."""
+    while isinstance(function, (functools.partial, MethodType)):
+        holder = getattr(function, "__self__", None)
+        if holder is not None and any(map(is_users_class, type(holder).__mro__)):
+            return True
+        function = function.func if isinstance(function, functools.partial) else function.__func__
+    if isinstance(function, FunctionType):
+        return not _is_installed_function(function)
+    kind = function if isinstance(function, type) else type(function)
+    return any(map(is_users_class, kind.__mro__))
+
+
 def _is_ours(variables: dict[str, Any] | None) -> bool:
     """Whether `variables` are the globals of a loaded module of gpu-console."""
     name = str((variables or {}).get("__name__", ""))

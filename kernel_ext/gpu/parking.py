@@ -24,7 +24,7 @@ from IPython.core.error import InputRejected
 from IPython.core.events import EventManager
 
 import gpu_runtime
-from gpu_runtime import GpuError
+from gpu_runtime import GpuError, threads
 from gpu_runtime.cell_keys import cell_key, is_remembered
 from gpu_runtime.errors import rebuilt
 from gpu_runtime.notebook import notebook_path
@@ -33,6 +33,7 @@ from gpu_runtime.tracked_objects import instances
 from gpu_runtime.units import MIB
 
 from . import messages, obstacles, quiet_cells
+from .handlers import Handlers
 from .waiting import hook
 
 LOOP_SECONDS = 10.0  # the longest wait until the exchange begins, in the kernel's loop and with all threads at rest
@@ -61,6 +62,7 @@ class Parking:
         shell.events.callbacks["pre_execute"].insert(0, self.before)  # before anybody else's hook
         shell.events.register("post_execute", self.after)
         shell.ast_transformers.insert(0, self._refusing)
+        self._preceding = Handlers(self._with_memory, self._at_exit, self._exit_seconds)
         self._held: Any = None  # while it is set, the memory stays for the current message
         self._hook, self._end_hook = self._kernel.pre_handler_hook, self._kernel.post_handler_hook
         self._kernel.pre_handler_hook = self.on_message
@@ -72,6 +74,7 @@ class Parking:
 
     def remove(self) -> None:
         """Removes everything that was added."""
+        self._preceding.restore()
         events = self._shell.events
         for name, callback in (("pre_execute", self.before), ("post_execute", self.after)):
             if callback in events.callbacks[name]:
@@ -94,10 +97,16 @@ class Parking:
         is_quiet = kind in messages.QUIET or self._reads_nothing(kind, content)
         self._mark += 0 if is_quiet else 1
         self._here.cells_before = len(self._cells_here)
+        self._restore_handlers()
         try:
             return self._hook()  # from this call on, the stop button raises KeyboardInterrupt
         finally:
-            if not self._cells and messages.may_read(self._kernel, kind, content):
+            reads = messages.may_read(self._kernel, kind, content)
+            # Code of the user's may run before IPython calls `pre_execute`.
+            is_cell = kind in ("execute_request", "is_complete_request")
+            if is_cell and not reads and self._bytes_are_away():
+                reads = quiet_cells.runs_before_hooks(self._shell)
+            if not self._cells and reads:
                 self._held = self._hold()
 
     @outside_modes
@@ -144,11 +153,44 @@ class Parking:
     def _waiting(self) -> Iterator[None]:
         """A context manager in which this thread waits for parked memory, and runs no code of the user."""
         thread = threading.get_ident()
+        with self._preceding.postponed():
+            try:
+                self._in_hooks.add(thread)
+                yield
+            finally:
+                self._in_hooks.discard(thread)
+                self._restore_handlers()
+
+    def _bytes_are_away(self) -> bool:
+        resident = getattr(self._lease, "resident", None)
+        return bool(resident is not None and getattr(resident.handle, "away", ()))
+
+    def _with_memory(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls `function(*args)`, a signal handler of the user's, with the memory if it returns in time."""
+        if not self._bytes_are_away():
+            return function(*args)
+        seconds, held = self._exit_seconds(), []
+        with self._waiting():
+            # The signal may have interrupted this thread in code that holds a lock. So another thread waits for it.
+            threads.start(lambda: held.append(self._lease.reading.hold(seconds))).wait(seconds + 1)
+        self._restore_handlers()
         try:
-            self._in_hooks.add(thread)
-            yield
+            return function(*args)
         finally:
-            self._in_hooks.discard(thread)
+            held.clear()
+
+    def _at_exit(self) -> None:
+        """Called at the end of the process, before the user's exit functions."""
+        if self._bytes_are_away():
+            with self._waiting():
+                self._held = self._lease.reading.hold(self._exit_seconds())
+
+    def _exit_seconds(self) -> float:
+        return float(self._runtime.settings.gpu_return_at_exit)
+
+    def _restore_handlers(self) -> None:
+        if not self._bytes_are_away():
+            self._preceding.restore()
 
     @property
     def _cells(self) -> int:
@@ -346,6 +388,14 @@ class Parking:
         return answer[0] if answer else "the kernel's loop did not answer"  # type: ignore[return-value]
 
     def _change_here(self, mark: object, act: Callable[[], None], caller: int) -> str:
+        with self._preceding.postponed():
+            self._preceding.precede()
+            try:
+                return self._exchange(mark, act, caller)
+            finally:
+                self._restore_handlers()
+
+    def _exchange(self, mark: object, act: Callable[[], None], caller: int) -> str:
         with _Undisturbed():
             if self._mark != mark:
                 return "the kernel was used meanwhile"

@@ -19,6 +19,7 @@ from pathlib import PosixPath
 from types import ModuleType, NoneType
 from typing import Any, NamedTuple
 
+from . import obstacles
 from .cell_scan import MAGICS
 
 # These verbs call no function of the user's, and bind no name. All but `park` only read; `park` finds this notebook
@@ -279,7 +280,31 @@ def has_hooks(shell: Any) -> bool:
     """Whether code of the user runs before or after each cell, or changes each cell."""
     hooks = [hook for name in HOOKS for hook in shell.events.callbacks[name]]
     changes = [type(one).visit for one in shell.ast_transformers]
-    return not {*map(_package, [*hooks, *changes])} <= HOOK_PACKAGES
+    if not {*map(_package, [*hooks, *changes])} <= HOOK_PACKAGES:
+        return True
+    shown = [type(getattr(shell, name, None)) for name in ("displayhook", "display_pub")]
+    for formatter in getattr(getattr(shell, "display_formatter", None), "formatters", {}).values():
+        printers = (
+            formatter.type_printers,
+            formatter.singleton_printers,
+            formatter.deferred_printers,
+        )
+        shown += [function for one in printers for function in one.values()]
+    return any(map(obstacles.is_users, shown)) or runs_before_hooks(shell)
+
+
+def runs_before_hooks(shell: Any) -> bool:
+    """Whether code of the user runs with each cell before IPython's first hook.
+
+    Such code transforms the text of the cell, or observes a trait of the shell, such as its number of cells.
+    """
+    manager = getattr(shell, "input_transformer_manager", None)
+    names = ("cleanup_transforms", "line_transforms", "token_transformers")
+    found = [function for name in names for function in getattr(manager, name, ())]
+    found += getattr(shell, "input_transformers_post", ())
+    for observers in getattr(shell, "_trait_notifiers", {}).values():
+        found += [function for functions in observers.values() for function in functions]
+    return any(map(obstacles.is_users, found))
 
 
 def _package(function: Any) -> str:

@@ -45,6 +45,7 @@ ELSEWHERE = {  # settings that are tested with real servers
     "gpu_progress_seconds": "faces/test_waiting.py",
     "gpu_shadows": "owner/test_shadows.py",
     "gpu_park": "owner/test_kernel.py",
+    "gpu_return_at_exit": "stories/test_handlers.py",
     "gpu_park_idle_seconds": "owner/test_kernel.py",
     "gpu_park_turn_seconds": "owner/test_kernel.py",
     "gpu_who_names": "owner/test_other_holdings.py",
