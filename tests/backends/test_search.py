@@ -10,6 +10,7 @@ import io
 import itertools
 import weakref
 from collections import Counter
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -469,3 +470,65 @@ def test_storages_count_on_the_card_where_they_are():
     assert place(storage_of(torch.empty(2 * MIB, dtype=torch.uint8))) == ""
     found = [one for one in se.search(place).found if one.key == storage_of(on_card)._cdata]
     assert [(one.device, one.bytes) for one in found] == [("simgpu:1", 4000)]
+
+
+# -- addresses that left torch ---------------------------------------------------------------------
+
+
+class Taker:
+    """A library that takes tensors by torch's C functions for DLPack, as Apache TVM's FFI does."""
+
+    def __init__(self) -> None:
+        self.takes = pytest.importorskip(
+            "tvm_ffi", reason="apache-tvm-ffi is not installed: pip install apache-tvm-ffi"
+        ).from_dlpack
+
+    def __call__(self, tensor: torch.Tensor) -> object:
+        return self.takes(tensor)
+
+
+EXPORTS: dict[str, Callable[[torch.Tensor], object]] = {
+    "NumPy by DLPack": np.from_dlpack,
+    "NumPy of a view": lambda x: np.from_dlpack(x[5:]),
+    "NumPy of a detached tensor": lambda x: np.from_dlpack(x.detach()),
+    "to_dlpack": torch.utils.dlpack.to_dlpack,
+    "__dlpack__": lambda x: x.__dlpack__(),
+    "__dlpack__, versioned": lambda x: x.__dlpack__(max_version=(1, 0)),
+    "torch by DLPack": torch.utils.dlpack.from_dlpack,
+    "C functions of DLPack": lambda x: Taker()(x),
+}
+
+
+@pytest.mark.parametrize("export", EXPORTS)
+def test_exported_memory_stays_until_its_last_user_is_gone(export):
+    """The taker reads the address for as long as it lives. A move made it read freed memory."""
+    x = torch.ones(MIB)
+    assert why(x) == ""
+    taken = EXPORTS[export](x)
+    assert why(x) != ""
+    del taken
+    gc.collect()
+    assert why(x) == ""
+
+
+def test_what_torch_itself_refers_to_can_be_moved():
+    """Views, gradients, graphs, hooks, optimizers and compiled modules hold no addresses."""
+    net = nn.Sequential(nn.Linear(1024, 512), nn.BatchNorm1d(512), nn.ReLU(), nn.Linear(512, 512))
+    optimizer = torch.optim.AdamW(net.parameters())
+    x = torch.randn(600, 1024, requires_grad=True)
+    view = x[3:].view(-1)
+    kept = []
+    x.register_hook(kept.append)
+    hidden = net(x)
+    hidden.retain_grad()
+    lstm = nn.LSTM(512, 256)
+    out, state = lstm(hidden[None])
+    loss = out.pow(2).mean()
+    alive = [view, state, net, lstm]
+    assert {one.stays for one in se.search(every).found if one.bytes >= MIB} == {""}
+    loss.backward(retain_graph=True)
+    assert {one.stays for one in se.search(every).found if one.bytes >= MIB} == {""}
+    loss.backward()
+    optimizer.step()
+    del loss, out
+    assert {one.stays for one in se.search(every).found if one.bytes >= MIB} == {""} and alive

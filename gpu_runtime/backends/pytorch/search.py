@@ -11,7 +11,8 @@ from __future__ import annotations
 import itertools
 import sys
 import weakref
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -117,9 +118,16 @@ def search(
     limit = limit or Limit()
     seen = tracked(limit)
     nodes: set[Any] = set()
-    everything = list(_with_hidden(seen.tensors, nodes, limit))
+    references: Counter[int] = Counter()
+    everything = list(_with_hidden(seen.tensors, nodes, references, limit))
+    scripted = set(map(id, seen.scripted))
     entries, opaque, small = _storages(everything, seen.bare, place, governed, limit)
-    found = _judged(entries, small, known)
+    exported = [
+        entry.storage._cdata
+        for entry in entries
+        if any(_is_exported(one, references, scripted) for one in entry.tensors)
+    ]
+    found = _judged(entries, small, known, frozenset(exported))
     return Search(
         tuple(found),
         tuple(opaque),
@@ -163,6 +171,7 @@ class Tracked(NamedTuple):
     tensors: list[Tensor]
     bare: list[torch.UntypedStorage]  # the storages that have a Python object
     streams: list[torch.Stream]
+    scripted: list[Tensor]  # the parameters and buffers of TorchScript modules, also in `tensors`
     whole: bool  # False: the limit was reached before the search, and nothing was listed
 
 
@@ -174,7 +183,7 @@ def tracked(limit: Limit) -> Tracked:
     kinds, streams = subclasses(Tensor), subclasses(torch.Stream)
     scripted = _scripted_classes()
     interesting = kinds | streams | {torch.UntypedStorage} | scripted
-    found = Tracked([], [], [], not limit.over)
+    found = Tracked([], [], [], [], not limit.over)
     if limit.over:
         return found
     for one in instances(interesting):
@@ -184,9 +193,10 @@ def tracked(limit: Limit) -> Tracked:
         elif kind in streams:
             found.streams.append(one)
         elif kind in scripted:
-            found.tensors.extend(itertools.chain(one.parameters(), one.buffers()))
+            found.scripted.extend(itertools.chain(one.parameters(), one.buffers()))
         else:
             found.bare.append(one)
+    found.tensors.extend(found.scripted)
     return found
 
 
@@ -209,10 +219,14 @@ def _scripted_classes() -> set[type]:
     return subclasses(script.RecursiveScriptModule) if script else set()
 
 
-def _with_hidden(tensors: list[Tensor], nodes: set[Any], limit: Limit) -> Iterator[Tensor]:
+def _with_hidden(
+    tensors: list[Tensor], nodes: set[Any], known: Counter[int], limit: Limit
+) -> Iterator[Tensor]:
     """The `tensors`, their gradients, and the tensors that their autograd graphs saved.
 
-    A few tensors are yielded twice. The visited nodes of the graphs are added to `nodes`.
+    A few tensors are yielded twice. The visited nodes of the graphs are added to `nodes`. For each
+    tensor, by its id, the references that are found from views, gradients and graphs are added to
+    `known`.
     """
     seen = {id(tensor) for tensor in tensors}
     pending = tensors
@@ -225,9 +239,23 @@ def _with_hidden(tensors: list[Tensor], nodes: set[Any], limit: Limit) -> Iterat
                 return
             hidden += gradient(tensor)
             roots += graph(tensor)
+            if type(tensor) in _PLAIN and tensor._is_view():
+                known[id(tensor._base)] += 1
         hidden += (one for one in saved_in(roots, nodes, limit) if isinstance(one, Tensor))
+        known.update(map(id, hidden))
         pending = [one for one in hidden if id(one) not in seen]
         seen.update(map(id, pending))
+
+
+def _is_exported(tensor: Tensor, references: Mapping[int, int], scripted: Collection[int]) -> bool:
+    """Whether something unknown in C++ refers to `tensor`, such as a DLPack capsule.
+
+    Its taker stores the address: NumPy, JAX, a library that uses torch's C functions for DLPack. A
+    tensor has one reference from all of Python. `references` are those that were found in C++, and
+    `scripted` the tensors of TorchScript modules, which refer to them without their address.
+    """
+    uses = tensor._use_count()
+    return uses > 1 and uses > 1 + references[id(tensor)] and id(tensor) not in scripted
 
 
 class _Entry(NamedTuple):
@@ -399,12 +427,16 @@ def _saved(node: Any, name: str) -> Iterator[Any]:
 
 
 def _judged(
-    entries: list[_Entry], small: list[torch.UntypedStorage], known: Known | None
+    entries: list[_Entry],
+    small: list[torch.UntypedStorage],
+    known: Known | None,
+    exported: Collection[int] = (),
 ) -> list[Found]:
     """The storages in `entries`, each with the reason if it cannot be moved.
 
     Storages that have no memory yet (address 0) are left out. `small` are further CPU storages,
-    which may lie in the same memory. `known` is for `used_elsewhere`.
+    which may lie in the same memory. `known` is for `used_elsewhere`. `exported` are the keys of
+    storages whose address something in C++ may have.
     """
     sent = _sent_to_others()
     spans: dict[torch.device, list[tuple[int, int, int]]] = {}  # address, bytes, place in the list
@@ -413,6 +445,8 @@ def _judged(
     for storage, device, tensors in entries:
         size = storage.nbytes()
         why, address = _reason(storage, tensors, sent)
+        if exported and storage._cdata in exported:
+            why = why or ARRAY
         if why == FOREIGN:
             not_ours.append(len(found))
         if address:
