@@ -52,20 +52,23 @@ class Choices:
         # Returns how many calls of a model wait or run.
         self.calls_of: Callable[[str], int] = lambda model: 0
 
-    def of(self, call: Call) -> tuple[tuple[Choice, ...], Call]:
+    def of(
+        self, call: Call, may_name: Callable[[str], bool] = lambda name: True
+    ) -> tuple[tuple[Choice, ...], Call]:
         """The models that may answer `call`, in the order in which they are tried, and the `call` itself.
 
         If the call names a task and sets no time budget, the returned call has the task's budget.
 
-        Raises Refused with 404 for an unknown model, and with 504 if the budget is too short for all models.
+        Raises Refused with 404 for an unknown model, and with 504 if the budget is too short for all models. The text
+        of a 404 has the names for which `may_name` returns true.
         """
-        task = self.task(call.model)
+        task = self.task(call.model, may_name)
         if task is not None:
             budget = task.budget_s if call.budget is None else call.budget
             call = replace(call, budget=budget)
             return self._of_task(call, task), call
         if not self._known(call.model) and not is_configured_cloud(call.model, self._environment):
-            raise self._unknown(call.model)
+            raise self._unknown(call.model, may_name)
         stand_ins = self._config().stand_ins(call.model)
         guard = self._guard
         choices = chain(call.model, stand_ins, self._context, self._known, lambda: guard.allowed)
@@ -75,7 +78,7 @@ class Choices:
             raise too_short(call.model, choices, call.budget, warm, cost)
         return fitting, call
 
-    def task(self, name: str) -> Task | None:
+    def task(self, name: str, may_name: Callable[[str], bool] = lambda name: True) -> Task | None:
         """The task of a `name` in the form `task:NAME`, or None if `name` has another form.
 
         Raises Refused (404) if there is no such task.
@@ -84,7 +87,7 @@ class Choices:
             return None
         task = self._config().tasks.get(name.removeprefix(TASK_PREFIX))
         if task is None:
-            raise self._unknown(name)
+            raise self._unknown(name, may_name)
         return task
 
     def doubts(self, config: ServingConfig) -> Iterator[str]:
@@ -154,8 +157,8 @@ class Choices:
             return True
         return True
 
-    def _unknown(self, name: str) -> Refused:
-        known = tuple(sorted(row["id"] for row in self.models()))
+    def _unknown(self, name: str, may_name: Callable[[str], bool]) -> Refused:
+        known = tuple(sorted(filter(may_name, [row["id"] for row in self.models()])))
         advice = "See them:  GET /v1/models"
         if ":" in name and not name.startswith(TASK_PREFIX):
             variable = address_variable(name.partition(":")[0])

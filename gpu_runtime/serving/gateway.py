@@ -14,6 +14,7 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from contextlib import AsyncExitStack
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -158,7 +159,7 @@ class Gateway:
             call = with_alias(call, self.serving.aliases)
             async with AsyncExitStack() as stack:
                 call = stack.enter_context(self._access.admitted(call, client))
-                choices, call = self._choices.of(call)
+                choices, call = self._choices.of(call, partial(self._may_call, client))
                 choices = self._access.allowed(choices, call, client)
                 self.clients.enter(call.client, call.model, self._clock())
                 stack.callback(self._leave, call)
@@ -166,9 +167,11 @@ class Gateway:
 
     def models(self, client: str = "") -> list[dict[str, Any]]:
         """The rows of `/v1/models` for `client`: the models, tasks and aliases that this visitor may call."""
-        rows, aliases = self._choices.models(), self.serving.aliases
-        may_call = self._access.may_call
-        return [row for row in rows if may_call(client, aliases.get(row["id"], row["id"]))]
+        return [row for row in self._choices.models() if self._may_call(client, row["id"])]
+
+    def _may_call(self, client: str, name: str) -> bool:
+        """Whether `client` may call the model, task or alias `name`."""
+        return self._access.may_call(client, self.serving.aliases.get(name, name))
 
     @property
     def serving(self) -> ServingConfig:

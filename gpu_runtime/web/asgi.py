@@ -16,6 +16,7 @@ from tornado.iostream import StreamClosedError
 from tornado.web import RequestHandler
 
 from .gate import COOKIE
+from .json_body import whole_number
 
 Message = MutableMapping[str, Any]
 App = Callable[
@@ -76,7 +77,7 @@ class Asgi(RequestHandler):
             "query_string": query.encode("latin-1", "replace"),
             "headers": headers,
             "client": (request.remote_ip or "", 0),
-            "server": (host or request.host, int(port) if port.isdigit() else 0),
+            "server": (host or request.host, whole_number(port, 5) or 0),
             "state": {"visitor": getattr(request, "visitor", None)},
         }
 

@@ -18,6 +18,7 @@ import functools
 import hashlib
 import os
 import posixpath
+import re
 import socket
 import struct
 import time
@@ -26,7 +27,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
 
-from tornado.httputil import HTTPServerRequest, parse_cookie
+from tornado.httputil import HTTPHeaders, HTTPMessageDelegate, HTTPServerRequest, parse_cookie
 from tornado.routing import ReversibleRouter
 from tornado.web import RequestHandler
 from tornado.websocket import WebSocketHandler
@@ -35,11 +36,15 @@ from . import auth, cors, login
 from .auth import OPERATOR, AccessRules, GuessLimiter, Role, Visitor
 from .compression import Compression
 from .connections import Connections, PerStranger
+from .json_body import whole_number
 
 COOKIE = "gpu-console"
 # These fields are removed from a request. A token is secret. A link with a session id would let the sender of the link
 # share the visitor's session.
 REMOVED_FROM_QUERY = ("token", "bokeh-session-id", "bokeh-token")
+# A key is accepted in a header only. Some programs send it in the query, which stands in logs.
+SECRET_IN_QUERY = re.compile(r"(.*[_-])?(api_?key|key|token|secret|password|authorization)", re.I)
+MASKED = "***"
 REMOVED_HEADERS = ("Authorization", "X-Api-Key", "Bokeh-Session-Id")
 REFUSED_BODY_BYTES = 4096  # largest body of a request that is refused
 # A client may finish sending a body that is too large, up to this size. Then the client can read the refusal.
@@ -271,9 +276,12 @@ class Gate(ReversibleRouter):
         found = self._routes.find_handler(request)
         if found is None:
             return self._refuse(request, 404, "There is nothing here.")
-        length = request.headers.get("Content-Length", "")
-        if length.isdigit() and self.max_body_bytes < int(length) <= DISCARDED_BODY_BYTES:
-            return self._refuse_body(request, int(length))
+        length = request.headers.get("Content-Length")
+        size = 0 if length is None else whole_number(length.strip())
+        if size is None:
+            return self._refuse(request, 400, "The header Content-Length must be a whole number.")
+        if self.max_body_bytes < size <= DISCARDED_BODY_BYTES:
+            return self._refuse_body(request, size)
         found.handler_class = harden(found.handler_class)
         return found
 
@@ -345,13 +353,17 @@ class Gate(ReversibleRouter):
         )
 
     def _take_from_query(self, request: HTTPServerRequest, query: str) -> str:
-        """Removes secrets from the `query` of `request`. Returns the last token in the query, or
-        "".
+        """Removes tokens from the `query` of `request`, and masks other secrets there. Returns the
+        last token in the query, or "".
 
         `query` is the query as text.
         """
         pairs = parse_qsl(query, keep_blank_values=True)
-        kept = [(name, value) for name, value in pairs if name not in REMOVED_FROM_QUERY]
+        kept = [
+            (name, MASKED if SECRET_IN_QUERY.fullmatch(name) else value)
+            for name, value in pairs
+            if name not in REMOVED_FROM_QUERY
+        ]
         request.query = urlencode(kept)
         for name in REMOVED_FROM_QUERY:
             request.arguments.pop(name, None)
@@ -378,8 +390,25 @@ def install(app: Any, rules: AccessRules, gate_class: type[Gate] = Gate) -> Gate
     if gate is None:
         gate = app.settings[COOKIE] = gate_class(app, rules)
         app.default_router = gate
+        start = app.start_request
+        app.start_request = lambda *connections: _PlainHost(start(*connections))
         app.add_transform(Compression)
     return gate
+
+
+class _PlainHost(HTTPMessageDelegate):
+    """Removes an impossible port from the header Host. Tornado would fail before any handler."""
+
+    def __init__(self, inner: HTTPMessageDelegate) -> None:
+        self._inner = inner
+        self.data_received, self.finish = inner.data_received, inner.finish  # type: ignore[method-assign]
+        self.on_connection_close = inner.on_connection_close  # type: ignore[method-assign]
+
+    def headers_received(self, start_line: Any, headers: HTTPHeaders) -> Any:
+        name, colon, port = headers.get("Host", "").rpartition(":")
+        if colon and "]" not in port and whole_number(port, 5) is None:
+            headers["Host"] = name
+        return self._inner.headers_received(start_line, headers)
 
 
 def is_websocket(request: HTTPServerRequest) -> bool:
@@ -420,7 +449,11 @@ def harden(handler: type[RequestHandler]) -> type[RequestHandler]:
     if issubclass(handler, WebSocketHandler):
         # Messages are compressed, because the first one has the whole page: 233 kB, or 30 kB compressed.
         members["get_compression_options"] = lambda self: {"mem_level": 5}
-    elif handler.head is RequestHandler.head:
+    elif handler.options.__module__.startswith(("bokeh.", "panel.")):
+        # Bokeh's own method reads the header Origin, which the gate has removed. The gate answers
+        # the preflight of an allowed origin itself.
+        members["options"] = lambda self, *_: self.set_status(204)
+    if handler.head is RequestHandler.head and not issubclass(handler, WebSocketHandler):
         members["head"] = handler.get  # without the body, which Tornado leaves out
     hardened = type(handler.__name__, (handler,), members)
     return hardened

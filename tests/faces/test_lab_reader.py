@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import threading
+from types import SimpleNamespace
 
 import pytest
 from gpu_panels import lab
 from gpu_panels.lab import routes
 from gpu_panels.lab.reader import MOST_LEDGERS, Reader, title_of
 from gpu_panels.lab.view import LabKernel
+from tornado import web
 
 import gpu_runtime
 from gpu_runtime import watching
@@ -192,3 +194,12 @@ def test_a_server_without_the_environments_path_finds_the_command(tmp_path, monk
     for _ in range(2):
         lab.make_command_found()
     assert os.environ["PATH"] == f"/nowhere:{tmp_path}"
+
+
+@pytest.mark.parametrize("body", [b"\xff", b'{"a": NaN}', b'{"a": "\\ud800"}', b"[]", b"{}", b"7"])
+def test_a_body_that_is_no_json_is_refused(body):
+    """A body of bytes was a 500 in JupyterLab's routes."""
+    handler = SimpleNamespace(request=SimpleNamespace(body=body))
+    with pytest.raises(web.HTTPError) as refused:
+        routes._Handler.body(handler, "a")
+    assert refused.value.status_code == 400

@@ -30,6 +30,7 @@ from . import anthropic, engine_logs, fleet, memory, ollama, openai, responses, 
 from .fleet_metrics import FleetMetrics
 from .jobs import Jobs
 from .metrics import Metrics
+from .strict_route import StrictRoute
 
 Send = Callable[[Any], Awaitable[None]]
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -87,6 +88,7 @@ def _application(gateway: Callable[[], Any], version: str, store: Store | None) 
         description="GPU memory that notebooks and programs share: models, memory, metrics. Every route needs the "
         "token: `Authorization: Bearer TOKEN`.",
     )
+    app.router.route_class = StrictRoute
     calls = Depends(_caller)
     app.state.jobs = Jobs(store=store)
     routes = openai.router(gateway, app.state.jobs, calls)

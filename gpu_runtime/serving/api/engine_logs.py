@@ -9,6 +9,7 @@ from fastapi.responses import PlainTextResponse
 
 from ...engine_logs import newest_log, part_of
 from ..requests import Refused
+from .strict_route import StrictRoute
 
 MOST_BYTES = 1 << 16  # the most bytes of the log in one answer
 NEXT = "X-GPU-Log-Next"
@@ -16,7 +17,7 @@ NEXT = "X-GPU-Log-Next"
 
 def router(acts: Any) -> APIRouter:
     """A router with the route. `acts` is the FastAPI dependency that admits visitors who may act."""
-    routes = APIRouter(prefix="/v1")
+    routes = APIRouter(prefix="/v1", route_class=StrictRoute)
 
     @routes.get(
         "/engines/{id:path}/log",

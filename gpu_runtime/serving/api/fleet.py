@@ -11,6 +11,7 @@ from fastapi import APIRouter, HTTPException
 from pydantic import BaseModel, ConfigDict, Field
 
 from ...errors import FleetUnavailable, StillInUse, UnknownDevice, UnknownModel
+from .strict_route import StrictRoute
 
 _STATUSES = {UnknownModel: 404, UnknownDevice: 404, FleetUnavailable: 404, StillInUse: 409}
 
@@ -26,7 +27,7 @@ class NewSlot(BaseModel):
 
 def router(models: Any, acts: Any) -> APIRouter:
     """The routes over the fleet of `models`. `acts` is the FastAPI dependency that admits visitors who may act."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=StrictRoute)
 
     @routes.get("/health", tags=["server"])
     def get_health() -> dict[str, Any]:

@@ -31,6 +31,7 @@ from ...facts import (
 )
 from ...units import MIB
 from ..queue.thread_stream import in_thread
+from .strict_route import StrictRoute
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -352,7 +353,7 @@ def router(rt: Any, acts: Any) -> APIRouter:
 
     `acts` is the FastAPI dependency that admits visitors who may act, and returns the visitor's name.
     """
-    routes = APIRouter(prefix="/memory", tags=["memory"])
+    routes = APIRouter(prefix="/memory", tags=["memory"], route_class=StrictRoute)
     _add_reads(routes, rt)
     _add_actions(routes, rt, acts)
     return routes

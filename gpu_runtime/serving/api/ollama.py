@@ -18,6 +18,7 @@ from fastapi.responses import JSONResponse
 from ..fields import SAMPLING
 from ..requests import LOAD, MAX_SECONDS, Refused, bad
 from .openai import REFUSALS, Sent, read_json, request_body, unless_gone, visitor_name
+from .strict_route import StrictRoute
 from .translation import Writer, require_object
 
 NDJSON = "application/x-ndjson"
@@ -45,7 +46,7 @@ Translate = Callable[[Any], tuple[str, dict[str, Any]]]
 
 def router(gateway: Any, version: str, acts: Any) -> APIRouter:
     """The routes below `/api`. `gateway()` returns the Gateway. `acts` admits visitors who may call models."""
-    routes = APIRouter(prefix="/api", tags=["models"])
+    routes = APIRouter(prefix="/api", tags=["models"], route_class=StrictRoute)
 
     @routes.get("/version")
     def get_version() -> dict[str, Any]:

@@ -14,8 +14,10 @@ import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from ...web import json_body
 from ..requests import Refused, Reply
 from .jobs import ENDPOINTS, Jobs
+from .strict_route import StrictRoute
 
 T = TypeVar("T")
 _MESSAGE = {
@@ -114,13 +116,11 @@ def schema(kind: str) -> dict[str, Any]:
 
 
 async def read_json(request: Request) -> Any:
-    """The body of `request`. Raises Refused (400) if the body is not JSON or contains NaN, which JSON forbids."""
+    """The body of `request`. Raises Refused (400) if the body is not JSON; see `json_body.parsed`."""
     try:
-        return json.loads(await request.body(), parse_constant=_reject_constant)
-    except RecursionError:
-        raise Refused(400, "bad_body", "the body is nested too deeply") from None
-    except ValueError as error:  # also UnicodeDecodeError
-        raise Refused(400, "bad_body", f"the body is no JSON: {error}") from None
+        return json_body.parsed(await request.body())
+    except ValueError as error:
+        raise Refused(400, "bad_body", str(error)) from None
 
 
 async def unless_gone(request: Request, work: Awaitable[T]) -> T:
@@ -184,7 +184,7 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
     `gateway()` returns the Gateway. `acts` is the FastAPI dependency that admits visitors who may call models, and
     returns the visitor's name.
     """
-    routes = APIRouter(prefix="/v1")
+    routes = APIRouter(prefix="/v1", route_class=StrictRoute)
 
     @routes.get("/models", tags=["models"])
     def get_models(request: Request) -> dict[str, Any]:
@@ -212,7 +212,7 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
 
 def token_router(gateway: Any, acts: Any) -> APIRouter:
     """The routes for tokens outside `/v1`, where vLLM and llama-server have them. The parameters are as in `router`."""
-    routes = APIRouter()
+    routes = APIRouter(route_class=StrictRoute)
     for kind in _TOKEN_PATHS:
         _add_call_route(routes, kind, gateway, acts)
     return routes
@@ -283,10 +283,6 @@ def request_body(schema: dict[str, Any]) -> dict[str, Any]:
     """The description of a body with this `schema`, for OpenAPI."""
     content = {"application/json": {"schema": schema}}
     return {"requestBody": {"required": True, "content": content}}
-
-
-def _reject_constant(word: str) -> float:
-    raise ValueError(f"{word} is no JSON number")
 
 
 async def _disconnect(request: Request) -> None:

@@ -19,6 +19,7 @@ from jupyter_server.utils import ensure_async, url_path_join
 from tornado import web
 
 from gpu_runtime.errors import GpuError
+from gpu_runtime.web import json_body
 
 from .reader import READ_SECONDS, Answer, Reader
 from .view import LabKernel
@@ -132,7 +133,10 @@ class _Handler(APIHandler):
 
     def body(self, *names: str) -> list[str]:
         """The texts with these `names` in the request's body. If one is missing, raises HTTPError with status 400."""
-        given = self.get_json_body()
+        try:
+            given = json_body.parsed(self.request.body)
+        except ValueError as error:
+            raise web.HTTPError(400, str(error)) from None
         values = [given.get(name) for name in names] if isinstance(given, dict) else [None]
         if not all(isinstance(value, str) for value in values):
             raise web.HTTPError(400, f"the body must have the texts {', '.join(names)}")
