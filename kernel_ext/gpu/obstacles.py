@@ -332,6 +332,8 @@ def why_not_threads(main: int | None, own: Own | None = None) -> str:
     of the main thread.
     """
     own = own or Own()
+    if starting := _starting():
+        return f"a thread of its own runs ({starting})"
     for ident, frame in _threads(own, {main, threading.get_ident()}).items():
         if frame.f_code is WAIT and values_of(frame).get("timeout") is None:
             continue  # another thread or a cell wakes it
@@ -355,7 +357,13 @@ def not_at_rest(but: Iterable[int | None], own: Own | None = None) -> str:
     for ident, frame in _threads(own, but).items():
         if ident in running or before.get(ident) != _position(ident, frame):
             return _named(ident, stack(frame))
-    return ""
+    return _starting()
+
+
+def _starting() -> str:
+    """The thread that has been started and runs no Python yet, so that it has no frame; or ""."""
+    threads = list(threading._limbo.values())  # type: ignore[attr-defined]
+    return f"{threads[0].name} starts" if threads else ""
 
 
 def _position(ident: int, frame: FrameType) -> tuple[Any, ...]:
