@@ -376,7 +376,7 @@ def test_a_mode_that_a_cell_leaves_open_locks_nobody_out(two, rt):
     for name in MODES:
         assert one.run(f"mode = MODES[{name!r}](); _ = mode.__enter__(); print('open')") == "open\n"
         until(lambda: parks(rt, "one.ipynb") and places(rt)["one.ipynb"] == {HOST}, 20)
-        shown = one.run("print('a cell ran')")
+        shown = one.run("size = len(MODES); print('a cell ran')")
         assert "came back from RAM" in shown and "a cell ran" in shown, (name, shown)
         for verb in ("%gpu", "%gpu who", "%gpu why kernel", "%gpu doctor", "%gpu free nothing"):
             assert "user's mode" not in one.run(verb), (name, verb)
