@@ -195,23 +195,28 @@ def _found(session: Session, limit: Any) -> Any:
     on a card, and bytes that are just leaving one. The parked storages of a kernel are found.
     """
     from ..backends.pytorch.fingerprint import every_key
-    from ..backends.pytorch.search import FOREIGN, counted_on, search
+    from ..backends.pytorch.search import FOREIGN, UNREADABLE, counted_on, search
 
     memories = [session.probe.place(device.id) for device in session.probe.devices]
     host = session.probe.place(HOST)
     ours = {key.untyped_storage()._cdata for key in every_key()}
     parked: set[int] = set()
+    of_models: set[int] = set()  # a model that is on its device leaves by the rules of its backend
     for resident in list(session.residents.values()):
         if resident.place is not Place.HERE:
             ours |= _keys_of(resident)
+        of_models |= _keys_of(resident)
         if resident.lease.kind == "kernel":
             parked = {one.storage._cdata for one in getattr(resident.handle, "away", ())}
     result = search(counted_on(memories), governed=frozenset(ours), limit=limit)
     found = []
     for one in result.found:
-        if one.key in parked:
+        if one.key in parked or one.key in of_models:
             found.append(one._replace(stays=""))
-        elif one.stays != FOREIGN or not host.contains(one.storage.data_ptr()):
+            continue
+        is_guard = one.stays == UNREADABLE and session.probe.simulated
+        in_host = one.stays == FOREIGN and host.contains(one.storage.data_ptr())
+        if not (is_guard or in_host):
             found.append(one)
     return result._replace(found=tuple(found))
 

@@ -36,6 +36,7 @@ from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner import holdings, kernel_reading, maintenance
 from gpu_runtime.rendering import holders, views, words
 from gpu_runtime.units import MIB, show_bytes, show_seconds
+from tests import tiny_models
 from tests.clock import PATIENCE
 
 from .conftest import claims, fakes
@@ -1140,6 +1141,22 @@ def test_park_reports_the_bytes_that_moved(started, variables):
     outcome = rt.park()
     assert outcome.bytes == counted + 16 * MIB == own(rt)[HOST]
     assert f"{show_bytes(outcome.bytes)} came free" in outcome.because
+
+
+def test_copies_of_models_in_host_memory_are_nothing_that_stays(started, tmp_path):
+    """They are counted on the host. A copy that counted on the card too would raise its pressure."""
+    rt, kernel = started(devices="sim:64MiB,host:256MiB")
+    cell(kernel)
+    before = staying(rt)
+    rt.register("writer", tiny_models.causal_lm(tmp_path / "writer", size="8 MiB"))
+    rt.preload("writer")
+    assert rt._session.residents["writer"].shadow_bytes > 8 * MIB
+    cell(kernel)
+    assert staying(rt) == before
+    assert rt.who().attrs["staying"] == ()
+    rt.evict("writer")
+    cell(kernel)
+    assert staying(rt) == before
 
 
 def test_another_process_is_told_what_stays(started, runtime, shared_book, variables, monkeypatch):

@@ -38,8 +38,8 @@ from ..base import Backend, NotStill, Progress, Stillness, is_out_of_memory
 from . import storages as st
 from . import streams, swap
 from .fingerprint import digest, every_key, forget_keys, keys_on_cards
-from .memory_owner import Known
-from .search import Found, Place, counted_on, search
+from .memory_owner import FOREIGN, Known
+from .search import UNREADABLE, Found, Place, counted_on, search
 from .two_phases import ending
 
 SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
@@ -567,13 +567,25 @@ class KernelBackend(Backend):
     ) -> tuple[list[Found], tuple[torch.Stream, ...]]:
         """The storages on the cards of `model` that belong to no governed model, and all streams
         that have a Python object. `known` is for `search`.
+
+        Pages of this package are left out, such as the copies of models in host memory: they are
+        counted where they were allocated.
         """
         keys = (one.untyped_storage()._cdata for one in every_key())
         away = (one.storage._cdata for one in model.away)  # a guard has no content to look at
         governed = frozenset((*model.governed.keys(), *keys, *away))
         seen = search(self._place(), governed=governed, known=known)
         cards = {one.device for one in model.memories}
-        return [one for one in seen.found if one.device in cards], seen.streams
+        places = [self.probe.place(device.id) for device in self.probe.devices]
+        found = []
+        for one in seen.found:
+            is_ours = one.stays == FOREIGN and any(
+                place.contains(one.storage.data_ptr()) for place in places
+            )
+            is_guard = one.stays == UNREADABLE and model.memory.counted
+            if one.device in cards and not (is_ours or is_guard):
+                found.append(one)
+        return found, seen.streams
 
 
 @contextlib.contextmanager
