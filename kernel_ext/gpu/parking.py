@@ -500,5 +500,12 @@ def _holds_memory() -> bool:
         return False
     if torch.cuda.is_initialized():
         return True
-    found = instances({torch.Tensor, torch.nn.Parameter})
-    return any(one.nbytes >= MIB and one.device.type == "cpu" for one in found)
+    found = instances({torch.Tensor, torch.nn.Parameter, torch.UntypedStorage})
+    return any(_may_be_large(one, torch) for one in found if one.device.type == "cpu")
+
+
+def _may_be_large(one: Any, torch: Any) -> bool:
+    """Whether the tensor or storage `one` has 1 MiB or more, or is sparse, so that torch does not say."""
+    if isinstance(one, torch.UntypedStorage):
+        return one.nbytes() >= MIB
+    return one.layout is not torch.strided or one.nbytes >= MIB

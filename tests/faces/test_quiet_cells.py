@@ -218,3 +218,19 @@ def test_the_hooks_of_this_extension_are_no_hooks_of_the_user(shell):
 
 def test_the_reading_verbs_are_verbs_of_a_notebook():
     assert {name for name in quiet_cells.READS} <= {one.name for one in verbs.verbs("%gpu")}
+
+
+@pytest.mark.parametrize("make", ["sparse", "compressed", "storage", "mkldnn", "none"])
+def test_memory_is_noticed_in_whatever_form_it_comes_first(make):
+    """A sparse tensor has no `nbytes`; the hook after each cell raised NameError for ever."""
+    torch = pytest.importorskip("torch")
+    from gpu.parking import _may_be_large
+
+    made = {
+        "sparse": lambda: torch.eye(8).to_sparse(),
+        "compressed": lambda: torch.eye(8).to_sparse_csr(),
+        "storage": lambda: torch.UntypedStorage(1 << 20),
+        "mkldnn": lambda: torch.ones(8, 8).to_mkldnn(),
+        "none": lambda: torch.ones(8),
+    }[make]()
+    assert _may_be_large(made, torch) == (make != "none")

@@ -16,7 +16,7 @@ from torch import nn
 from ...devices.process_memory import Block, Memory
 from ...errors import CannotGovern
 from ...facts import HOST, ModelSpec
-from ...torch_modes import all_outside_modes
+from ...torch_modes import outside_modes
 from ...units import MIB, show_bytes
 from . import storages as st
 from .device_hooks import Dispatch
@@ -27,7 +27,6 @@ from .swap import can_guard
 LEAST_BYTES_IN_PARTS = 256 * MIB
 
 
-@all_outside_modes
 class TorchModel:
     """A module and the places of its bytes. The PyTorch backends use it as their handle.
 
@@ -57,10 +56,12 @@ class TorchModel:
         self.sharers: weakref.WeakSet[TorchModel] = weakref.WeakSet()
 
     @property
+    @outside_modes
     def shadow_bytes(self) -> int:
         """The bytes in host memory that are copies of the model's storages on a card."""
         return sum(shadow.nbytes for shadow in self.shadow.values())
 
+    @outside_modes
     def groups(self) -> list[st.Group]:
         """The storages that move with this model.
 
@@ -80,6 +81,7 @@ class TorchModel:
         return [g for g in every if g.storage._cdata not in of_bases and not self._stays(g)]
 
     @property
+    @outside_modes
     def is_shared(self) -> bool:
         """Whether another model, which was placed later, has some of the storages of this model."""
         return any(sharer.memories for sharer in self.sharers)
@@ -95,6 +97,7 @@ class TorchModel:
                     more.append(slot)
         return group._replace(slots=(*group.slots, *more))
 
+    @outside_modes
     def share_with(self, others: Iterable[TorchModel]) -> None:
         """Adds to `bases` each placed model of `others` that has storages of this model."""
         mine = {group.storage._cdata for group in st.grouped(st.slots(self.module, self.optimizer))}
@@ -105,6 +108,7 @@ class TorchModel:
                 self.bases.add(other)
                 other.sharers.add(self)
 
+    @outside_modes
     def hand_over(self) -> None:
         """Copies the entries of `own` to the models in `sharers`, before this model is dropped.
 
@@ -130,6 +134,7 @@ class TorchModel:
         away = self.away.get(group.storage._cdata)
         return group.bytes if away is None else away
 
+    @outside_modes
     def piece_bytes(self) -> int:
         """Bytes of the largest piece of the model that can move without the others.
 
@@ -154,6 +159,7 @@ class TorchModel:
         """
         return any(group.storage._cdata not in self.own for group in groups)
 
+    @outside_modes
     def has_gradients(self) -> bool:
         """Whether a parameter has a gradient."""
         parts = self.module.modules()
@@ -161,10 +167,12 @@ class TorchModel:
             p.grad is not None for part in parts for p in part._parameters.values() if p is not None
         )
 
+    @outside_modes
     def needed_elsewhere(self) -> bool:
         """Whether something else needs the bytes: a live graph, a view, a state dict."""
         return any(group.referenced_elsewhere for group in self.groups())
 
+    @outside_modes
     def moves_in_training(self) -> bool:
         """Whether the storages can move while an autograd graph refers to them.
 
@@ -178,6 +186,7 @@ class TorchModel:
         """Whether the bytes of `tensor` have left their card and a guard replaces them."""
         return bool(self.away) and tensor.untyped_storage()._cdata in self.away
 
+    @outside_modes
     def cards_to_return_to(self) -> tuple[str, ...]:
         """The torch devices to which the model must return; empty if it can return to any device.
 
