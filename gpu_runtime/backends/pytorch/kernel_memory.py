@@ -314,7 +314,7 @@ class KernelBackend(Backend):
         to_host = all(share.device == HOST for share in shares)
         in_host = sum(share.bytes for share in shares if share.device == HOST)
         going = in_host - model.away_bytes
-        with _without_collections():
+        with without_collections():
             if to_host:
                 self._leave(model)
             elif going > 0:
@@ -589,7 +589,7 @@ class KernelBackend(Backend):
 
 
 @contextlib.contextmanager
-def _without_collections() -> Iterator[None]:
+def without_collections() -> Iterator[None]:
     """A context manager in which Python starts no garbage collection by itself.
 
     A move makes some objects for each storage. The garbage collections caused by these objects took

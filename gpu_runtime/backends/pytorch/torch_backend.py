@@ -30,6 +30,7 @@ from ..base import Backend, Progress, is_out_of_memory
 from . import shadows, streams, swap, unsupported
 from . import storages as st
 from .device_hooks import Dispatch
+from .kernel_memory import without_collections
 from .pieces import holder, pieces
 from .shared_copies import SharedCopy
 from .torch_model import Destination, TorchModel, destination
@@ -154,7 +155,8 @@ class TorchBackend(Backend):
         """
         left = model.memories
         try:
-            self._place(model, shares, shadow=shadow)
+            with without_collections():
+                self._place(model, shares, shadow=shadow)
         except BaseException as error:
             st.let_go(error)
             raise
