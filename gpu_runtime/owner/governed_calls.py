@@ -21,7 +21,8 @@ from ..threads import imported
 from .training import Training, watch_steps
 
 _CALLS = ("__call__", "forward", "generate")
-# Methods that read or replace weights. `to`, `half`, `cuda` and others call `_apply`.
+# Methods that read or replace weights. `to`, `half`, `cuda` and others call `_apply`. The function
+# that `apply` calls usually writes, such as one that initialises weights.
 _WHOLE = (
     "state_dict",
     "load_state_dict",
@@ -29,6 +30,7 @@ _WHOLE = (
     "push_to_hub",
     "resize_token_embeddings",
     "_apply",
+    "apply",
     "__reduce_ex__",
     "__deepcopy__",
 )

@@ -295,8 +295,8 @@ def test_a_dropped_model_is_loaded_into_its_object_with_all_that_was_set_on_it(
     module.train()
     module.register_forward_hook(lambda *_: calls.append(1))
     module.generation_config.temperature, module.note = 0.25, torch.ones(3)
-    kept = module.state_dict()["lm_head.weight"]
-    before = kept.cpu().clone()
+    kept = module.lm_head.weight
+    before = kept.detach().cpu().clone()
     assert backend.unchanged(model)
     backend.drop(model)
     assert backend.measure(model) == ()

@@ -342,18 +342,25 @@ CHANGES = {
 }
 
 
+IN_PLACE = list(CHANGES)[:10]
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("where", ["card", "host"])
-@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
-def test_a_model_changed_in_any_way_is_not_droppable(backend, llama, change, where):
+@pytest.mark.parametrize("name", CHANGES)
+def test_a_model_changed_in_any_way_is_not_droppable(backend, llama, name, where):
     """The changes are found by comparing bytes. For half of them the tensor's `_version` does not
-    change.
+    change. Bytes that are away refuse a change in place.
     """
     model = backend.load(spec(llama), CARD)
     if where == "host":
         backend.move(model, HOST)
     assert backend.droppable(model) and backend.unchanged(model)
-    change(backend.value(model))
+    if where == "host" and name in IN_PLACE:
+        with pytest.raises(RuntimeError, match="Cannot access data pointer"):
+            CHANGES[name](backend.value(model))
+        return
+    CHANGES[name](backend.value(model))
     assert not backend.unchanged(model)
     assert not backend.droppable(model), "after one difference it stays undroppable"
     backend.move(model, CARD if where == "host" else HOST)

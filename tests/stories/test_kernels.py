@@ -56,7 +56,8 @@ def test_others_see_that_a_kernel_is_busy_and_since_when_it_is_not(kernel, tmp_p
     client.execute(f"import os, time\nwhile not os.path.exists({str(end)!r}): time.sleep(0.02)")
     until(lambda: state()[0] > 0)
     busy, idle = state()
-    assert began - 0.2 <= busy <= rt.status().now and idle == 0.0 and before[1] <= busy
+    # The book has tenths of a second.
+    assert began - 0.2 <= busy <= rt.status().now + 0.1 and idle == 0.0 and before[1] <= busy
     ending = rt.status().now
     end.touch()
     until(lambda: state()[0] == 0.0)

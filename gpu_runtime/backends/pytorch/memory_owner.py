@@ -204,9 +204,15 @@ def hidden_references(objects: Iterable[Any]) -> dict[int, int]:
         generations = range(len(gc.get_count()))
         holders = chain.from_iterable(map(gc.get_objects, generations))
     held = map(id, chain.from_iterable(map(gc.get_referents, holders)))
-    # One call into C, so that no other thread changes the objects meanwhile.
+    # One call into C, so that no other thread changes the objects meanwhile. Before and after it, a
+    # thread can drop a reference that is seen. The larger number of references is the safe one.
+    before = [*map(sys.getrefcount, every)]
     seen = Counter(list(filter(wanted.__contains__, held)))
-    hidden = {id(one): sys.getrefcount(one) - seen[id(one)] - _from_cpp(one) for one in every}
+    after = [*map(sys.getrefcount, every)]
+    hidden = {
+        id(one): max(counts) - seen[id(one)] - _from_cpp(one)
+        for one, *counts in zip(every, before, after, strict=True)
+    }
     usual = hidden[id(every[0])]  # the references of this function's variables
     return {key: count - usual for key, count in hidden.items()}
 
