@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import numpy
+import psutil
 import pytest
 
 from gpu_runtime import EngineDied, Runtime
@@ -111,6 +112,8 @@ def test_a_call_that_is_cut_off_raises_and_the_next_one_waits_for_the_restart(rt
     """The call may have run, so it is not repeated."""
     with rt.use("qwen") as model:
         os.kill(model._engine.pids[-1], signal.SIGSTOP)  # the call is sent, and not answered
+        stopped = psutil.Process(model._engine.pids[-1])
+        until(lambda: stopped.status() == psutil.STATUS_STOPPED, "the process is stopped")
         outcome: list[BaseException] = []
 
         def call() -> None:
