@@ -63,6 +63,15 @@ class BrowserPage:
 
     # -- the console
 
+    def draws(self) -> bool:
+        """Whether the browser draws frames of this page. Without frames it cannot be clicked."""
+        self.page.bring_to_front()  # a page behind another one may get none
+        return self.page.evaluate(
+            "(limit) => Promise.race([new Promise((draws) => requestAnimationFrame(() => draws(true))), "
+            "new Promise((draws) => setTimeout(() => draws(false), limit))])",
+            SHOWN_MS / 4,
+        )
+
     def ready(self) -> BrowserPage:
         """Waits until the page shows figures."""
         self.page.wait_for_selector("text=/as of \\d/")

@@ -62,12 +62,15 @@ def served(box):
 def opened(chromium, served):
     """A function that opens the console, by default as an operator.
 
-    Tests share a page, because loading a page takes five seconds of the processor.
+    Tests share a page, because loading a page takes five seconds of the processor. A page of which
+    Chromium has stopped to draw frames is opened again: once, 13 tests waited in vain for it.
     """
     made: dict[str, BrowserPage] = {}
 
     def open(token: str = OPERATORS, **context) -> BrowserPage:
         key = f"{token} {context}"
+        if key in made and not made[key].draws():
+            made.pop(key).close()
         if key not in made:
             url = f"http://127.0.0.1:{served.port}/?token={token}"
             made[key] = BrowserPage(chromium, url, **context)
