@@ -54,7 +54,7 @@ log = logging.getLogger("gpu_runtime")
 T = TypeVar("T")
 Decision = Callable[[Book, World], tuple[Book, T]]
 
-PUBLISH_SECONDS = 0.05  # how long a cell waits until the book shows that it runs; usually 2 ms
+PUBLISH_SECONDS = 0.05  # the longest wait of a cell until the book shows that it runs
 POLL_SECONDS = 1.0  # between two reads of the book without a notification
 NEAR_SECONDS = 0.05  # between two checks of an own model that a waiting request needs
 

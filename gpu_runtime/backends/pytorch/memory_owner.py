@@ -1,4 +1,4 @@
-"""Who else uses the memory of CPU storages: a file, another process, NumPy, or nobody.
+"""Finds the other users of a CPU storage's memory: a file, another process, NumPy, or none.
 
 `storage.resizable()` is false for all memory that torch did not allocate, and for ever after one
 call of `Tensor.numpy()`. It does not tell whether a NumPy array still exists. So this module reads
