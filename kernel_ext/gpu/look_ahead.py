@@ -79,6 +79,8 @@ class CellSchedule:
     def read(self, known: Collection[str], governed: Governed) -> tuple[CellModels, ...]:
         """The running cell and the waiting cells, each with its models.
 
+        If no cell runs, the first cell of the queue is about to begin, and counts as running: it loads its own models.
+
         `known` are the names of models. `governed(value)` returns the name of the model that `value` is, or "".
         The runtime calls this method through `upcoming`.
         """
@@ -87,9 +89,13 @@ class CellSchedule:
         found = []
         for _, code in list(self._running):
             found.append(_read(scan, code, f"cell {self._number}", running=True))
-        waiting = self._queue.waiting() or list(self._from_file)
-        for number, cell in enumerate(waiting[:MOST_READ], self._number + 1):
-            found.append(_read(scan, cell.code, f"cell {number}"))
+        queued = self._queue.waiting()
+        begins = bool(queued) and not found
+        for number, cell in enumerate(
+            (queued or list(self._from_file))[:MOST_READ], self._number + 1
+        ):
+            found.append(_read(scan, cell.code, f"cell {number}", running=begins))
+            begins = False
         return tuple(found)
 
 

@@ -48,6 +48,10 @@ MOST_OBJECTS = 20_000  # the nearest objects that a thread or a callback refers 
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), ModuleType, CodeType)
 
 
+class EndsByItself(str):
+    """A reason not to move the memory that ends within moments, and that nobody need do anything about."""
+
+
 def why_not_modules() -> str:
     """The reason why the memory must not be moved now, or "" if no module is a reason.
 
@@ -282,14 +286,16 @@ def _why_not_io_loop(own: Own, io_loop: Any) -> str:
     for task in asyncio.all_tasks(loop):
         if not own.runs(task.get_coro()):
             return f"an asyncio task is pending ({_described(task.get_coro())})"
+    ready = getattr(loop, "_ready", ())
     for handles, how in (
         (getattr(loop, "_scheduled", ()), "a callback is scheduled (call_later)"),
-        (getattr(loop, "_ready", ()), "a callback is due (call_soon)"),
+        (ready, "a callback is due (call_soon)"),
         (getattr(loop, "_signal_handlers", {}).values(), "a callback waits for a signal"),
     ):
         for handle in tuple(handles):
             for stranger in () if handle.cancelled() else own.strangers(*_calls(handle)):
-                return f"{how}: {own.described(stranger)}"
+                why = f"{how}: {own.described(stranger)}"
+                return EndsByItself(why) if handles is ready else why
     for called in _watching(io_loop, loop):
         for stranger in own.strangers(*called):
             return f"{_watches(called)}: {own.described(stranger)}"
@@ -333,14 +339,15 @@ def why_not_threads(main: int | None, own: Own | None = None) -> str:
     """
     own = own or Own()
     if starting := _starting():
-        return f"a thread of its own runs ({starting})"
+        return EndsByItself(f"a thread of its own runs ({starting})")
     for ident, frame in _threads(own, {main, threading.get_ident()}).items():
         if frame.f_code is WAIT and values_of(frame).get("timeout") is None:
             continue  # another thread or a cell wakes it
         frames = stack(frame)
         found = users([*frames, *_tasks(frames)], own)
         if found is not None or not _sleeps(ident):
-            return f"a thread of its own runs ({_named(ident, frames, found)})"
+            why = f"a thread of its own runs ({_named(ident, frames, found)})"
+            return why if found is not None else EndsByItself(why)
     return ""
 
 

@@ -37,6 +37,9 @@ from .handlers import Handlers
 from .waiting import hook
 
 LOOP_SECONDS = 10.0  # the longest wait until the exchange begins, in the kernel's loop and with all threads at rest
+MOMENT_SECONDS = (
+    2.0  # the longest wait until a reason that ends by itself has ended, before the copies
+)
 AGAIN_SECONDS = 0.005  # between two looks whether all threads are at rest
 UNDISTURBED_SECONDS = 60.0  # the switch interval during the exchange, so that no other thread runs
 DEBUG = "debug_request"  # the type of a message to the debugger
@@ -329,7 +332,15 @@ class Parking:
     # -- the protocol Stillness
 
     def why_not(self) -> str:
-        """The reason why the kernel's memory must not be moved now, or "" if it may be moved."""
+        """The reason why the kernel's memory must not be moved now, or "" if it may be moved.
+
+        A reason that ends by itself is waited for, except in the kernel's loop, which ends some of them.
+        """
+        if threading.get_ident() == self._main:
+            return self._why_not_now()
+        return _waited_for(self._why_not_now, MOMENT_SECONDS)
+
+    def _why_not_now(self) -> str:
         if self._main in self._in_hooks:
             return ""
         if self._cells:
@@ -354,12 +365,7 @@ class Parking:
         of the method `mark`. A thread of the kernel's own may run for a moment, in a `send` of ZeroMQ for
         example, so it is waited for.
         """
-        end = time.monotonic() + LOOP_SECONDS
-        while isinstance(why := self._change_once(mark, act), _EndsByItself):
-            if time.monotonic() > end:
-                break
-            time.sleep(AGAIN_SECONDS)
-        return why
+        return _waited_for(lambda: self._change_once(mark, act), LOOP_SECONDS)
 
     def _change_once(self, mark: object, act: Callable[[], None]) -> str:
         if self._in_hooks or threading.get_ident() == self._main:
@@ -373,7 +379,7 @@ class Parking:
             """Runs between two messages of the kernel."""
             try:
                 if not done.is_set():
-                    answer.append(self.why_not() or self._change_here(mark, act, caller))
+                    answer.append(self._why_not_now() or self._change_here(mark, act, caller))
             except BaseException as error:
                 answer.append(error)
             finally:
@@ -402,13 +408,17 @@ class Parking:
             own = obstacles.Own(self._kernel)
             moving = obstacles.not_at_rest({caller, *self._in_hooks}, own)
             if moving:
-                return _EndsByItself(f"a thread runs ({moving})")
+                return obstacles.EndsByItself(f"a thread runs ({moving})")
             act()
             return ""
 
 
-class _EndsByItself(str):
-    """A reason not to move the memory that ends within moments, and that nobody need do anything about."""
+def _waited_for(why_not: Callable[[], str], seconds: float) -> str:
+    """The result of `why_not`, which is called again for at most `seconds` while its reason ends by itself."""
+    end = time.monotonic() + seconds
+    while isinstance(why := why_not(), obstacles.EndsByItself) and time.monotonic() < end:
+        time.sleep(AGAIN_SECONDS)
+    return why
 
 
 def _event_of() -> FrameType:

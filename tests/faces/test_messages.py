@@ -407,6 +407,23 @@ def test_a_thread_that_does_not_come_to_rest_is_named_at_last(follows, monkeypat
     )
 
 
+def test_a_reason_that_ends_by_itself_is_waited_for_outside_the_kernels_loop(follows, monkeypatch):
+    """`%gpu park` was given up for a minute where a callback of ZeroMQ's was due at the end of its cell."""
+    due = ["a callback is due (call_soon): f"]
+
+    def why_not_loop(*_):
+        return obstacles.EndsByItself(due.pop()) if due else ""
+
+    monkeypatch.setattr(obstacles, "why_not_loop", why_not_loop)
+    assert "is due" in follows.parking.why_not() and due == [], "the loop must run the callback"
+    due += ["a callback is due (call_soon): f"] * 2
+    with ThreadPoolExecutor(1) as other:
+        assert "is due" not in other.submit(follows.parking.why_not).result() and due == []
+        monkeypatch.setattr(parking, "MOMENT_SECONDS", 0.02)
+        due += ["a callback is due (call_soon): f"] * 1_000_000
+        assert "is due" in other.submit(follows.parking.why_not).result(), "it repeats itself"
+
+
 def test_what_ends_the_chance_to_move_is_not_waited_for(follows, monkeypatch):
     """A cell ran while a thread did not rest, so the copies are old."""
     mark = follows.parking.mark()

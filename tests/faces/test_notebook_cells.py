@@ -8,8 +8,12 @@ import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
+from gpu import look_ahead
+from gpu.cell_queue import WaitingCell
+from gpu.look_ahead import CellSchedule
 from gpu.notebook_cells import FileCell, Position, code_cells, notebook_file
 
 CELLS = [FileCell(f"id{n}", f"x = {n}") for n in range(4)]
@@ -96,3 +100,23 @@ def test_the_notebook_of_a_front_end_is_where_it_wrote_it(tmp_path, monkeypatch)
     assert notebook_file({}, os.getpid()) == (str(path), False)
     monkeypatch.setenv("JPY_SESSION_NAME", str(tmp_path / "none.ipynb"))
     assert notebook_file({}, os.getpid()) == ("", False)
+
+
+def test_a_cell_that_begins_now_loads_its_own_models(monkeypatch):
+    """Its request had arrived and no cell ran, and its model was loaded ahead: `%gpu preload` did nothing."""
+    queue = SimpleNamespace(waiting=lambda: list(waits), began=lambda: waits.pop(0))
+    monkeypatch.setattr(look_ahead, "CellQueue", lambda *_: queue)
+    waits = [WaitingCell("1", "rt.use('a')"), WaitingCell("2", "rt.use('b')")]
+    history = SimpleNamespace(input_hist_raw=[""])
+    schedule = CellSchedule(SimpleNamespace(kernel=object(), user_ns={}, history_manager=history))
+
+    def read() -> list[tuple[str, bool]]:
+        return [
+            (name, cell.running)
+            for cell in schedule.read(["a", "b"], lambda _: "")
+            for name in cell.uses
+        ]
+
+    assert read() == [("a", True), ("b", False)]
+    schedule.before_cell(SimpleNamespace(raw_cell="rt.use('a')"))
+    assert read() == [("a", True), ("b", False)]
