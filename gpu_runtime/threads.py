@@ -107,8 +107,8 @@ class Stoppable:
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self._ended.set()
-            if self.why:  # it may not have arrived yet
-                _set_async_error(self._thread, None)
+            if self.why:
+                _raise_pending(self._thread)
 
     def _stop_late(self) -> None:
         assert self._seconds is not None
@@ -136,10 +136,23 @@ def next_item(queue: Any) -> Any:
             continue
 
 
-def _set_async_error(thread: int, kind: type[BaseException] | None) -> None:
-    """Lets the thread with this id raise an error of this `kind` at its next line; None: takes it back."""
-    error = ctypes.py_object(kind) if kind else None
-    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+def _set_async_error(thread: int, kind: type[BaseException]) -> None:
+    """Lets the thread with this id raise an error of this `kind` at its next line."""
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), ctypes.py_object(kind))
+
+
+def _raise_pending(thread: int) -> None:
+    """Lets Stopped arrive here if it has not arrived in this `thread` yet.
+
+    It is not taken back: that would leave a flag of Python's set for ever (3.11 and 3.12). With the
+    flag set, a function that is traced, as by a debugger, never gets past its first instruction.
+    """
+    try:
+        _set_async_error(thread, Stopped)  # in place of one that is pending
+        while True:
+            pass
+    except Stopped:
+        pass  # it has arrived
 
 
 def start(work: Callable[[], None]) -> Running:

@@ -5,6 +5,7 @@ started.
 from __future__ import annotations
 
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -93,6 +94,29 @@ def test_an_interrupt_during_its_start_leaves_it_running():
         signal.signal(signal.SIGALRM, old)
     assert all(running.wait(PATIENCE) for running in begun)
     assert len(ended) >= len(begun) > 0
+
+
+def test_after_a_stopped_block_a_debugger_works():
+    """In an earlier version the stop left a flag of Python's set, with which each function that is
+    traced hangs: a breakpoint in a notebook never came after one load had taken too long.
+    """
+    code = """
+import sys
+from gpu_runtime.threads import Stoppable, Stopped
+block = Stoppable()
+try:
+    with block:
+        block.stop("it is enough")
+except Stopped:
+    pass
+def traced(): return 1
+seen = []
+sys.settrace(lambda frame, event, arg: seen.append(frame.f_code.co_name))
+traced()
+sys.settrace(None)
+assert seen == ["traced"], seen
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=PATIENCE)
 
 
 @pytest.mark.parametrize("many", [0, 1, 3])
