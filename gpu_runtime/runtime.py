@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -485,6 +485,22 @@ class Runtime:
         ended, `wait` is None. `arrived` gets an `Arrival` when a load or restore begins and ends.
         """
         self._session.on_wait, self._session.on_arrival = told, arrived
+
+    # -- for the agent of a fleet's host
+
+    def _set_wished(self, wished: Mapping[str, int]) -> None:
+        """Publishes how much the fleet wishes each model on this host; see `Lease.wished`."""
+        if wished != self._session.wished:
+            self._session.wished = dict(wished)
+            self._session.publish()
+
+    def _plan_wished(self, name: str) -> Plan:
+        """A dry run of `_load_wished`. Raises the errors of `plan`."""
+        return status.plan(self._session, name, None, {}, None, for_wish=True)
+
+    def _load_wished(self, name: str, timeout: float) -> str:
+        """Loads a wished model and returns its devices; see `operations.load_wished`."""
+        return operations.load_wished(self._session, name, timeout)
 
     # -- reading
 

@@ -111,6 +111,7 @@ PROCESSES = (
     "owner/test_torn_ledger.py",
     "fleet/test_fleet.py",
     "fleet/test_fleet_serving.py",
+    "fleet/test_wished_models.py",
     "serving/test_gateway.py",
     "serving/test_headless.py",
     "serving/test_official_clients.py",

@@ -76,6 +76,7 @@ class Rules(Value):
     # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models.
     limit_bytes: int | None = None
     cap: Cap | None = None  # the operator's cap on this owner's user
+    spared: int = 0  # `PlacementRules.spared` of the request that is decided
 
 
 class World(Value):
@@ -128,6 +129,8 @@ class PlacementRules(Value):
     largest_fraction: float = (
         0.8  # with a factor, a share of at least this fraction of a card claims the whole card
     )
+    # Models that the fleet wishes at least this much stay (see `Lease.wished`); 0: none stays.
+    spared: int = 0
 
 
 class Candidate(Value):
@@ -290,6 +293,7 @@ class Plan(Value):
     victims: tuple[str, ...] = ()  # ids of the leases that would be evicted
     # The importance of the most important victim; lower is more important. Without victims: 0.
     victims_importance: int = 0
+    victims_wished: int = 0  # the greatest `Lease.wished` of a victim
     left_bytes: int = 0  # free bytes that stay on the fullest of the model's cards
     # The command that carries the plan out. For a model: the words after `%gpu`, such as
     # `load qwen --context 256`, or a call of `rt.load`. For a size in bytes: the words after `%%gpu`.

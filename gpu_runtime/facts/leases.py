@@ -106,6 +106,9 @@ class Lease(Value):
     # which is never moved and is freed when the block of code ends.
     kind: str = "model"
     importance: int = NORMAL
+    # How much the fleet wishes the model on this host: 0 not, 1 wished, 2 in the dedicated set. Of
+    # equally important leases, those that are wished less leave first.
+    wished: int = 0
     keep: bool = False
     keep_alive: float = 0.0
     pins: int = 0  # number of users that hold it now

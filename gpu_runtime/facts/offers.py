@@ -18,6 +18,7 @@ class Offer(Value):
     victims: tuple[str, ...] = ()  # names of the models that would be evicted
     # The importance of the most important victim; lower is more important. Without victims: 0.
     victims_importance: int = 0
+    victims_wished: int = 0  # how much the fleet wishes the victim that it wishes most
     left_bytes: int = 0  # free bytes that stay on the fullest of the model's cards
     need_bytes: int = 0
     users: int = 0  # blocks that use the model on that host now
@@ -35,5 +36,5 @@ class HostRoom(Value):
     may_split: bool = False  # whether the model may use several cards
     free_bytes: tuple[int, ...] = ()  # of each card
     budget_bytes: tuple[int, ...] = ()  # of each card
-    # Importance -> for each card, the bytes of idle leases of this importance that may leave.
-    idle_bytes: dict[int, tuple[int, ...]] = {}
+    # Importance and wish (see `Lease.wished`) -> for each card, the bytes of such idle leases.
+    idle_bytes: dict[tuple[int, int], tuple[int, ...]] = {}

@@ -121,6 +121,7 @@ class HostAgent:
             known = {*self._removed, *self._wished}
             self._removed = tuple(known.difference(found.names))
             self._wished = found.names
+            self.rt._set_wished(wishes.marks(found, self.host))
             self._drain_if_wished(self.host in found.drained)
             self._revision = found.revision
             return found
@@ -134,19 +135,22 @@ class HostAgent:
                 self.rt.drain(view.device.id, undo=not wished, timeout=0.0)
         self._drained = wished
 
-    def offer(self, name: str, revision: int) -> Offer:
+    def offer(self, name: str, revision: int, for_wish: bool = False) -> Offer:
         """What this host offers for the model `name`: a plan, or the reason why the host cannot take the model.
 
-        Never raises GpuError.
+        If `for_wish` is true, the model is not requested for a use, but only wished: a wish takes free room, or evicts
+        models that are wished less, and never waits for other models. Never raises GpuError.
         """
         try:
             self.learn(revision)
             self._require_wish(name)
-            plan = self.rt.plan(name)
+            plan = self.rt._plan_wished(name) if for_wish else self.rt.plan(name)
             users = self.holds.users(name)
             if plan.level is PlanLevel.WAIT:
                 users += len(self.rt.status().tickets)
             found = offer_of(plan, self.host, users)
+            if for_wish and plan.level is PlanLevel.WAIT:
+                found = replace(found, level=PlanLevel.NEVER)
             return replace(found, because=self._from_afar(found.because))
         except GpuError as error:
             return Offer(self.host, name, PlanLevel.NEVER, self._from_afar(str(error)))
@@ -260,29 +264,29 @@ class HostAgent:
         self.holds.release(hold)
 
     def load(self, name: str, revision: int, timeout: float) -> str:
-        """Loads the model `name` and returns its devices. Raises the errors of `rt.preload`."""
+        """Loads the wished model `name` and returns its devices. Raises the errors of `rt.use`.
+
+        `timeout` (seconds) limits the wait for room; the load may take longer.
+        """
         self.learn(revision)
         if self._drained:
             raise NotAllowed(f"{self.host} is drained.", name=name, user="", because="drained")
         with self._errors_from_afar():
-            self.rt.preload(name, timeout=timeout)
-        lease = self._leases().get(name)
-        return lease.where if lease else ""
+            return self.rt._load_wished(name, timeout)
 
     def place(self, name: str, devices: tuple[str, ...], revision: int, timeout: float) -> str:
         """Loads the model `name` on exactly these `devices`, and returns their names.
 
-        If the model is on other cards, it is first evicted from those other cards. Raises StillInUse, DoesNotFit, Busy,
-        UnknownDevice.
+        If the model is elsewhere on this host, it is first unloaded, also from host memory: it returns from there only
+        to the cards that it was registered for. Raises StillInUse, DoesNotFit, Busy, UnknownDevice.
         """
         self.learn(revision)
         lease = self._leases().get(name)
-        if lease is not None and lease.on_device:
+        if lease is not None and lease.shares:
             if {share.device for share in lease.shares} == set(devices):
                 return lease.where
-            while (lease := self._leases().get(name)) is not None and lease.shares:
-                with self._errors_from_afar():
-                    self.rt.evict(name)  # first to host memory, then from there
+            with self._errors_from_afar():
+                self.rt.evict(name, drop=True)
         return self.load(name, revision, timeout)
 
     def slots(self) -> list[tuple[str, str, int, int]]:

@@ -143,14 +143,17 @@ class Controller:
         self._hosts.refresh()
         return self._hosts.nodes()
 
-    def choose(self, name: str, without: Iterable[str] = ()) -> tuple[tuple[Offer, ...], int]:
+    def choose(
+        self, name: str, without: Iterable[str] = (), for_wish: bool = False
+    ) -> tuple[tuple[Offer, ...], int]:
         """The offers for the model `name`, the best offer first, and the revision of the wishes.
 
-        The hosts in `without` are left out. A drained host is listed with an offer of the level
-        `never`. A host that did not answer lately is not asked, unless no host answered lately. A
-        host without an answer is listed with `answered` False. With more than eight hosts, all
-        hosts first report their room. Then the best eight hosts make a plan. If none of the eight
-        can take the model, for example because they lack its engine, the next eight hosts do.
+        `for_wish` is as in `HostAgent.offer`. The hosts in `without` are left out. A drained host is
+        listed with an offer of the level `never`. A host that did not answer lately is not asked,
+        unless no host answered lately. A host without an answer is listed with `answered` False.
+        With more than eight hosts, all hosts first report their room. Then the best eight hosts make
+        a plan. If none of the eight can take the model, for example because they lack its engine,
+        the next eight hosts do.
         """
         without = set(without)
         drained = set(self._wishes.drained)
@@ -168,7 +171,7 @@ class Controller:
             asked = [host for host in listed if host not in small]
         offers: dict[str, Offer] = {}
         while asked and not _can_serve(offers.values()):
-            more, missing = self._ask("offer", asked[:MOST_PLANNED], name, revision)
+            more, missing = self._ask("offer", asked[:MOST_PLANNED], name, revision, for_wish)
             offers, reasons, asked = offers | more, reasons | missing, asked[MOST_PLANNED:]
         others = [self._no_offer(name, host, why) for host, why in sorted(reasons.items())]
         return ranked([*offers.values(), *others]), revision
@@ -232,19 +235,22 @@ class Controller:
         has = {host for host, models in held.items() if name in models and host not in drained}
         why = ""
         while len(has) < wish.copies:
-            served = self._place(name, has, wish.dedicated)
+            served = self._place(name, has)
             if not served.host:
-                why = "; ".join(f"{host}: {reason}" for host, reason in served.reasons.items())
+                reasons = sorted(served.reasons.items())
+                why = "; ".join(f"{host}: {reason}" for host, reason in reasons) or "no other host"
                 break
             has.add(served.host)
-        return ", ".join(sorted(has)) or f"not loaded ({why or 'no host'})"
+        if not has:
+            return f"not loaded ({why if served.reasons else 'no host'})"
+        hosts = ", ".join(sorted(has))
+        return f"{hosts} ({len(has)} of {wish.copies} copies; {why})" if why else hosts
 
-    def _place(self, name: str, has: set[str], dedicated: bool) -> placing.FleetAnswer:
+    def _place(self, name: str, has: set[str]) -> placing.FleetAnswer:
         """Loads one more copy of the wished model `name`, on a host that is not in `has`."""
-        offers, revision = self.choose(name, has)
-        allowed = [offer for offer in offers if self._may_evict(offer, dedicated)]
+        offers, revision = self.choose(name, has, for_wish=True)
         if has:  # copies are spread: of equal offers, the host with the most free memory is first
-            allowed.sort(key=lambda offer: (offer.level.order, -offer.left_bytes))
+            offers = tuple(sorted(offers, key=lambda one: (one.level.order, -one.left_bytes)))
 
         def load(offer: Offer) -> str:
             """Loads the model on the host of this `offer`."""
@@ -252,24 +258,7 @@ class Controller:
             call = on(agent, "load", "loads", name, revision, LOAD_SECONDS)
             return cluster.answer(call, None)
 
-        return placing.attempts(name, allowed, load)
-
-    def _may_evict(self, offer: Offer, dedicated: bool) -> bool:
-        """Whether a wished model may be loaded by this `offer`.
-
-        `dedicated` is true if the model belongs to the dedicated set.
-
-        An offer that must wait is never taken. A `use` may evict any idle model. A wish is more
-        limited: it takes free room, or evicts models that are not wished. A wish of the dedicated
-        set may also evict wished models outside that set.
-        """
-        if offer.level is PlanLevel.WAIT:
-            return False
-        for victim in offer.victims:
-            wish = self._wishes.find(victim)
-            if wish is not None and (wish.dedicated or not dedicated):
-                return False
-        return True
+        return placing.attempts(name, offers, load)
 
     def _evict_everywhere(self, names: Iterable[str]) -> None:
         for name in names:

@@ -117,6 +117,16 @@ def bodies_on(wishes: Wishes, host: str) -> tuple[dict[str, Any], ...]:
     return tuple(found)
 
 
+def marks(wishes: Wishes, host: str) -> dict[str, int]:
+    """How much each model is wished on `host`, as in `Lease.wished`.
+
+    A model that has a slot on the host counts as one of the dedicated set. Models that are loaded on
+    request only are left out.
+    """
+    found = {wish.name: 2 if wish.dedicated else 1 for wish in wishes.models if wish.copies}
+    return found | {slot.model: 2 for slot in wishes.slots if slot.host == host}
+
+
 def with_drain(wishes: Wishes, host: str, *, undo: bool) -> Wishes:
     """The `wishes` with `host` drained. With `undo`, the host is open again."""
     hosts = {*wishes.drained} - {host} if undo else {*wishes.drained, host}

@@ -131,12 +131,14 @@ def obtain(
     keep_alive: str | float | None = None,
     progress: Progress | None = None,
     with_load: bool = False,
+    for_wish: bool = False,
 ) -> None:
     """Brings the model onto its device, and pins it if `anchor` is given.
 
     `anchor` refers weakly to an object, and the pin lasts as long as this object. If `importance`
     or `keep_alive` is None, the value of the registration applies. If `timeout` is None, the wait
-    has no limit. If `with_load` is true, the time of a load counts too. Raises DoesNotFit, Busy,
+    has no limit. If `with_load` is true, the time of a load counts too. If `for_wish` is true, models
+    that the fleet wishes as much as this one stay. Raises DoesNotFit, Busy,
     Deadlock, LoadFailed, ModelDisabled, BadSetting, ProcessLost, OutOfMemory.
     """
     spec = resident.spec
@@ -148,7 +150,10 @@ def obtain(
     requested = session.wall()
     with interrupts.in_one_line(session, partial(interrupts.outcome_of, resident)):
         if session.settings.enable_memory_governor:
-            _obtain_governed(session, resident, anchor, rank, alive, limit, progress, with_load)
+            rules = demand.placement(session, resident, for_wish)
+            _obtain_governed(
+                session, resident, anchor, rank, alive, rules, limit, progress, with_load
+            )
         else:
             ungoverned.load(session, resident, anchor, progress)
     if anchor is not None:
@@ -162,6 +167,7 @@ def _obtain_governed(
     anchor: AnchorRef | None,
     importance: int,
     keep_alive: float,
+    rules: PlacementRules,
     timeout: float | None,
     progress: Progress | None,
     with_load: bool,
@@ -170,7 +176,6 @@ def _obtain_governed(
     attempts, returned = 0, parts.NOTHING
     wanted = demand.wanted_lease(session, resident, importance, keep_alive)
     footprint = resident.footprint()
-    rules = demand.placement(session, resident)
 
     def is_here() -> bool:
         if anchor is None:

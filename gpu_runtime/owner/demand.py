@@ -26,6 +26,7 @@ def wanted_lease(
         session.me,
         spec.name,
         importance=spec.importance if importance is None else importance,
+        wished=session.wished.get(spec.name, 0),
         keep=spec.keep,
         keep_alive=spec.keep_alive if keep_alive is None else keep_alive,
         movable=resident.backend.can_move,
@@ -40,10 +41,11 @@ def wanted_lease(
     )
 
 
-def placement(session: Session, resident: Resident) -> PlacementRules:
+def placement(session: Session, resident: Resident, for_wish: bool = False) -> PlacementRules:
     """Rules for where the model may be placed and how it may be divided.
 
-    The model's own rules override the settings.
+    The model's own rules override the settings. If `for_wish` is true, the model is loaded because
+    the fleet wishes it, and not for a use. Models that are wished as much stay then.
     """
     splits = resident.backend.can_split and len(resident.pieces()) != 1
     layout = resident.spec.layout if splits else "single"
@@ -52,6 +54,8 @@ def placement(session: Session, resident: Resident) -> PlacementRules:
     devices = allowed_devices(session, resident)
     rules = replace(session.settings.placement(), devices=devices, layout=layout)
     rules = replace(rules, **resident.spec.placement)
+    if for_wish:
+        rules = replace(rules, spared=session.wished.get(resident.spec.name, 0))
     return _bound_to(resident.must_return_to(), rules)
 
 

@@ -74,6 +74,18 @@ def preload(
     )
 
 
+def load_wished(session: Session, name: str, timeout: float) -> str:
+    """Loads a model that the fleet wishes on this host, and returns the model's devices.
+
+    Models that are wished as much stay. `timeout` (seconds) limits the wait for room; the load may
+    take longer. Raises the errors of `use`.
+    """
+    resident = registry.find(session, name)
+    if resident.place is not Place.HERE:
+        acquire.obtain(session, resident, None, timeout=timeout, for_wish=True)
+    return resident.lease.where
+
+
 def move(
     session: Session,
     name: str | LeaseId,

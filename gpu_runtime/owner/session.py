@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -104,6 +104,9 @@ class Session:
         self.rules = replace(settings.rules(), cap=self.machine.cap(user, groups_of(user)))
 
         self.residents: dict[str, Resident] = {}
+        self.wished: Mapping[
+            str, int
+        ] = {}  # in the agent of a fleet's host: `Lease.wished`, by model
         self.blocks = Blocks()
         self.backends: dict[str, Backend] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
@@ -170,6 +173,9 @@ class Session:
         """The current facts of this process, from which its section of the book is written."""
         residents = [r for r in list(self.residents.values()) if r.handle is not None]
         models = tuple(lease for r in residents if (lease := r.truth()) is not None)
+        if self.wished:
+            wished = self.wished
+            models = tuple(replace(one, wished=wished.get(one.name, 0)) for one in models)
         blocks = self.blocks.running(self._lift_torch_limit)
         engines = tuple(pid for resident in residents for pid in resident.engines)
         return Truth(

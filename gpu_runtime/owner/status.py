@@ -296,15 +296,17 @@ def plan(
     source: Any,
     given: dict[str, Any],
     timeout: float | None,
+    for_wish: bool = False,
 ) -> Plan:
-    """The result of a dry run, which changes nothing; see Runtime.plan."""
+    """The result of a dry run, which changes nothing; see Runtime.plan and `demand.placement`."""
     subject = _subject(session, name_or_size, source, given)
+    rules = subject.rules
+    if for_wish:
+        rules = replace(rules, spared=session.wished.get(str(name_or_size), 0))
     book = session.read_book()
     world = session.world()
     book = books.publish(book, session.truth(), world)
-    request = Request(
-        "plan", subject.wanted, subject.footprint, world.now, subject.rules, wait=False
-    )
+    request = Request("plan", subject.wanted, subject.footprint, world.now, rules, wait=False)
     found = plan_request(book, request, world, session.rank)
     typed = given if timeout is None else {**given, "timeout": timeout}
     if subject.wanted.kind == "block" and dry_run.is_placed(given):

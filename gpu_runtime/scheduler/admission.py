@@ -92,6 +92,9 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     from now on. Steps of an earlier call with the same key are returned again if they are not done.
     The caller publishes the owner's section before the call. `rank` orders the evictions.
     """
+    if request.placement.spared:
+        rules = replace(world.rules, spared=request.placement.spared)
+        world = replace(world, rules=rules)
     after, verdict = _decided(book, request, world, rank)
     if not isinstance(verdict, Refuse) or verdict.kind not in OF_ROOM:
         return after, verdict

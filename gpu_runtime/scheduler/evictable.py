@@ -13,10 +13,11 @@ from heapq import nlargest
 from msgspec.structs import replace
 
 from ..facts import HOST, Book, Drop, Lease, Move, Phase, Policy, Share, Shed, World
-from .victims import victims
+from .victims import victims, worth
 
 EXEMPT = "is exempt from parking"  # `%gpu park never`, or GPU_PARK=never
 MOVE_FAILED = "waiting after a failed move"  # a reason to stay
+WISHED = "wished by the fleet"  # a reason to stay, for a load that only a wish requests
 MOST_TRIED = 12  # every combination of so many leases is tried
 MOST_SUMS = 128  # with more leases, only so many combinations are tried further: the largest ones
 
@@ -43,6 +44,8 @@ def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -
         return MOVE_FAILED
     if lease.importance < importance:
         return "more important"
+    if 0 < world.rules.spared <= lease.wished:
+        return WISHED
     now = world.now
     # A use may have begun after `now` was read.
     used = lease.last_used if lease.last_used < now else now
@@ -308,17 +311,16 @@ def worth_less(
 ) -> tuple[Lease, ...]:
     """Leases to unload from host memory so that `lease` fits into it.
 
-    Each returned lease is worth less in host memory than `lease` would be, by importance and then
-    by `rank`. The result is empty if such leases cannot make the room. If `lease` has a target,
-    only the bytes in the target must fit. `host_room` is the host's free bytes. All other
-    parameters are as in `warm`.
+    Each returned lease has a lower `worth` in host memory than `lease` would have. The result is
+    empty if such leases cannot make the room. If `lease` has a target, only the bytes in the target
+    must fit. `host_room` is the host's free bytes. All other parameters are as in `warm`.
     """
     shortage = lease.offload_bytes - host_room
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)
     if shortage <= 0 or not fits_alone or lease.on_host or not can_move(lease, world):
         return ()
     moved = replace(lease, shares=(Share(HOST, lease.own_bytes),), target=(), filled=())
-    worth = (-lease.importance, rank(moved, world))
+    own_worth = worth(moved, world, rank)
     pool = []
     able = warm(
         book,
@@ -333,7 +335,7 @@ def worth_less(
             continue
         # A lease in parts is a load from its source away once it is unloaded, like one in host memory.
         there = replace(other, shares=(Share(HOST, other.own_bytes),), target=(), filled=())
-        if (-other.importance, rank(there, world)) < worth:
+        if worth(there, world, rank) < own_worth:
             pool.append(other)
     return victims({HOST: shortage}, pool, world, rank) or ()
 

@@ -30,6 +30,7 @@ from .victims import (
     freed_bytes,
     precious_bytes,
     victims_in_order,
+    worth,
 )
 
 MOST_OTHERS = 8  # ways that are reported besides the chosen way; a dry run reports all ways
@@ -216,17 +217,18 @@ def _priced(
 
     Costs are compared in this order:
     1. the highest importance of an evicted lease
-    2. the rank of the evicted lease that is worth most, by the eviction policy
-    3. the seconds of loading the leases again
-    4. the number of cards
-    5. the number of leases; with the placement policy `fewest-evictions`, this is compared before 2
-    6. `order`, the position of the way in the search
+    2. how much a fleet wishes the evicted lease that is worth most
+    3. the rank of that lease, by the eviction policy
+    4. the seconds of loading the leases again
+    5. the number of cards
+    6. the number of leases; with the placement policy `fewest-evictions`, this is compared before 3
+    7. `order`, the position of the way in the search
 
     (When the seconds were compared before the rank, small models in use all day left again and
     again: on a simulated week over 8 cards without host memory, the loads took 2.2 to 3.1 times as
     long. See tests/bench/bench_week.py.)
     """
-    most_important, highest_rank = _most_precious(leaving, world, rank)
+    most_important, most_wished, highest_rank = _most_precious(leaving, world, rank)
     seconds = sum([_seconds_to_return(lease) for lease in leaving])
     # Measurements of the same load may differ by almost 0.1 s, so smaller differences do not count.
     rounded_seconds = round(seconds, 1)
@@ -234,6 +236,7 @@ def _priced(
     if request.placement.policy == "fewest-evictions":
         cost: tuple[float, ...] = (
             most_important,
+            most_wished,
             leases,
             highest_rank,
             rounded_seconds,
@@ -241,7 +244,15 @@ def _priced(
             order,
         )
     else:
-        cost = (most_important, highest_rank, rounded_seconds, cards, leases, order)
+        cost = (
+            most_important,
+            most_wished,
+            highest_rank,
+            rounded_seconds,
+            cards,
+            leases,
+            order,
+        )
     return _Priced(cost, candidate, leaving, seconds, highest_rank)
 
 
@@ -258,16 +269,12 @@ def _most_precious(
     leaving: tuple[Lease, ...],
     world: World,
     rank: Policy,
-) -> tuple[float, float]:
-    """The worth of the last lease in `leaving`: its negative importance, and its rank.
+) -> tuple[float, int, float]:
+    """The worth of the last lease in `leaving`.
 
-    The leases are in the order of their worth, so the last lease is worth most. For both numbers,
-    larger means worth more.
+    The leases are in the order of their worth, so the last lease is worth most.
     """
-    if not leaving:
-        return -(10**9), 0.0
-    last = leaving[-1]  # victims are in order
-    return (-last.importance, rank(last, world))
+    return worth(leaving[-1], world, rank) if leaving else (-(10**9), 0, 0.0)
 
 
 # -- which leases leave ----------------------------------------------------------------------------

@@ -26,6 +26,7 @@ from .context import Context
 from .evictable import (
     EXEMPT,
     MOVE_FAILED,
+    WISHED,
     can_move,
     leaves_in_words,
     needs_host_room,
@@ -243,8 +244,8 @@ def _in_words(
         return f"could not be moved{why_not_moved(book, lease)}; its process tries again"
     if why == "more important":
         return f"is more important (importance {lease.importance}, ours {wanted.importance})"
-    if why == "kept":
-        return "is kept"
+    if why in ("kept", WISHED):
+        return f"is {why}"
     if why == Phase.LEAVING or lease.id in context.recalled:
         return leaves_in_words(book, lease)
     all_fit_in_host = precious_bytes(context.leases) <= host_bytes_to_be_had(book, world)

@@ -39,6 +39,7 @@ def offer_of(plan: Plan, host: str, users: int = 0) -> Offer:
         measured=plan.measured,
         victims=tuple(id.partition("/")[2] for id in plan.victims),
         victims_importance=plan.victims_importance,
+        victims_wished=plan.victims_wished,
         left_bytes=plan.left_bytes,
         need_bytes=plan.footprint.bytes if plan.footprint else 0,
         users=users,
@@ -51,7 +52,7 @@ def ranked(offers: Iterable[Offer]) -> tuple[Offer, ...]:
     Offers are compared by these criteria, in this order:
     - the level, in the order of PlanLevel
     - the fewest users of the model on the host
-    - the least important victims
+    - the least important victims, and of these the least wished
     - the fewest seconds
     - the best fit: the fewest bytes left
     - the name of the host
@@ -70,11 +71,11 @@ def ranked(offers: Iterable[Offer]) -> tuple[Offer, ...]:
     return tuple(found)
 
 
-def _effort(offer: Offer) -> tuple[int, int, int]:
+def _effort(offer: Offer) -> tuple[int, int, int, int]:
     # The lowest result is the best. Less important victims have higher numbers, so the sign is
     # changed. An offer without victims is better than all others.
     victims = -offer.victims_importance if offer.victims else -(10**9)
-    return offer.level.order, offer.users, victims
+    return offer.level.order, offer.users, victims, offer.victims_wished
 
 
 def room_of(
@@ -86,13 +87,13 @@ def room_of(
     """
     cards = [device.id for device in world.devices if not device.is_host]
     free = room(book, world)
-    idle: dict[int, dict[str, int]] = {}
+    idle: dict[tuple[int, int], dict[str, int]] = {}
     own = None
     for lease in book.leases():
         if lease.name == name and lease.owner == owner:
             own = lease
         elif not reason_to_stay(lease, world, asker=owner, importance=lease.importance):
-            by_card = idle.setdefault(lease.importance, {})
+            by_card = idle.setdefault((lease.importance, lease.wished), {})
             for share in lease.shares:
                 by_card[share.device] = by_card.get(share.device, 0) + share.bytes
     return HostRoom(
@@ -115,7 +116,7 @@ def shortlist(rooms: Iterable[HostRoom], most: int = MOST_PLANNED) -> tuple[str,
     - hosts with the model on a device
     - hosts with the model in host memory
     - hosts with free room, the best fit first
-    - hosts that would have to evict, the least important idle models first
+    - hosts that would have to evict, the least important and least wished idle models first
     - hosts whose idle models are too few
     - hosts that are too small or drained, so that a refusal can name them
     """
@@ -129,23 +130,25 @@ def may_serve(room: HostRoom) -> bool:
     return _promise(room)[0] < _TOO_SMALL
 
 
-def _promise(room: HostRoom) -> tuple[int, int, int, str]:
+def _promise(room: HostRoom) -> tuple[int, tuple[int, int], int, str]:
     most_free = _most(room, room.free_bytes)
+    nobody = 0, 0  # the worth of the models that leave
     if room.here:
-        return 0, 0, -most_free, room.host
+        return 0, nobody, -most_free, room.host
     if room.drained or _most(room, room.budget_bytes) < room.need_bytes:
-        return _TOO_SMALL, 0, -most_free, room.host
+        return _TOO_SMALL, nobody, -most_free, room.host
     if room.warm:
-        return 1, 0, -most_free, room.host
+        return 1, nobody, -most_free, room.host
     fitting = [size for size in room.free_bytes if size >= room.need_bytes]
     if fitting or most_free >= room.need_bytes:
-        return 2, 0, min(fitting, default=most_free), room.host
+        return 2, nobody, min(fitting, default=most_free), room.host
     together = list(room.free_bytes)
-    for importance in sorted(room.idle_bytes, reverse=True):
-        together = [a + b for a, b in zip(together, room.idle_bytes[importance], strict=True)]
+    for importance, wished in sorted(room.idle_bytes, key=lambda one: (-one[0], one[1])):
+        more = room.idle_bytes[importance, wished]
+        together = [a + b for a, b in zip(together, more, strict=True)]
         if _most(room, together) >= room.need_bytes:
-            return 3, -importance, -most_free, room.host
-    return 4, 0, -most_free, room.host
+            return 3, (-importance, wished), -most_free, room.host
+    return 4, nobody, -most_free, room.host
 
 
 def _most(room: HostRoom, sizes: Iterable[int]) -> int:

@@ -131,7 +131,7 @@ def _with_effort(
     """
     leaving = [step for step in evictions if not isinstance(step, Shed)]
     victims = tuple(dict.fromkeys(step.lease for step in leaving))
-    ranks = [lease.importance for id in victims if (lease := before.find(id))]
+    evicted = [lease for id in victims if (lease := before.find(id))]
     own_seconds, measured = _own_seconds(grant)
     moves = [step for step in leaving if isinstance(step, Move)]
     offloaded = sum(lease.offload_bytes for one in moves if (lease := before.find(one.lease)))
@@ -142,7 +142,8 @@ def _with_effort(
         seconds=own_seconds + offloaded / HOST_BYTES_PER_SECOND,
         measured=measured and not offloaded,
         victims=victims,
-        victims_importance=min(ranks, default=0),
+        victims_importance=min([lease.importance for lease in evicted], default=0),
+        victims_wished=max([lease.wished for lease in evicted], default=0),
         left_bytes=min((free.get(share.device, 0) for share in granted.shares), default=0),
     )
 

@@ -29,7 +29,7 @@ from .capacity import room
 from .evictable import copied_bytes, eviction_step, mark_leaving, reason_to_stay
 from .feasibility import why_no_return
 from .pressure import level, pressure, relief, views
-from .victims import part_of
+from .victims import part_of, worth
 
 KERNEL_IDLE_SECONDS = 1.0  # a kernel whose last cell ended this long ago may leave an overfull card
 
@@ -282,7 +282,7 @@ def _least_important_first(
 ) -> list[Lease]:
     """The leases on this card in the order in which they leave."""
     there = [lease for lease in leases if _on(lease, view.device.id)]
-    return sorted(there, key=lambda lease: (-lease.importance, rank(lease, world)))
+    return sorted(there, key=lambda lease: worth(lease, world, rank))
 
 
 def _on(lease: Lease, device: str) -> bool:

@@ -14,6 +14,7 @@ from ..facts import HOST, Book, Lease, Phase, Policy, Share, Shed, World
 from .capacity import room
 from .evictable import can_move
 from .transitions import shadow_freed
+from .victims import worth
 
 Renewed = Callable[[int], tuple[Lease, ...]]  # host room in bytes -> leases to unload from there
 
@@ -55,8 +56,9 @@ def enough(leases: Iterable[Lease], shortage: int, world: World, rank: Policy) -
     copy to host memory.
     """
 
-    def key(lease: Lease) -> tuple[bool, int, float, str]:
-        return (not lease.pins, lease.importance, -rank(lease, world), lease.id)
+    def key(lease: Lease) -> tuple[bool, int, int, float, str]:
+        importance, wished, ranked = worth(lease, world, rank)
+        return (not lease.pins, -importance, -wished, -ranked, lease.id)
 
     chosen: list[Lease] = []
     missing = shortage

@@ -352,7 +352,7 @@ def _published_leases(section: Section, truth: Truth) -> tuple[Lease, ...]:
 
 
 def _under_way(moving: Lease, known: Lease) -> Lease:
-    """The book's lease `moving`, with the pins and the last use of the owner's own copy, `known`."""
+    """The book's lease `moving`, with the pins, uses and wishes of the owner's own copy, `known`."""
     born_with = moving.pins if moving.phase is Phase.ARRIVING else 0
     return replace(
         moving,
@@ -360,6 +360,7 @@ def _under_way(moving: Lease, known: Lease) -> Lease:
         pinned_since=known.pinned_since,
         last_used=known.last_used,
         uses=known.uses,
+        wished=known.wished,
     )
 
 

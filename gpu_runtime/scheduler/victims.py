@@ -1,6 +1,7 @@
 """Finds the leases to evict when room is needed: the cheapest set that is enough.
 
-Pure. Leases are ordered by importance, then by the rank that a policy of `eviction_policy` gives.
+Pure. Leases are ordered by importance, then by the wishes of a fleet, then by the rank that a
+policy of `eviction_policy` gives.
 `evictable` decides which leases may be evicted at all. A lease with a target leaves only in part:
 the target has the pieces of the model that leave.
 """
@@ -34,8 +35,7 @@ def victims(
 ) -> tuple[Lease, ...] | None:
     """The leases to evict to free `need` bytes on each device; None if all together are not enough.
 
-    The least important of the `idle` leases are chosen first. Of equally important leases, the
-    lease with the lowest `rank` in this `world` is first. Finally, every lease that is not needed
+    The `idle` leases with the lowest `worth` in this `world` are chosen first. Finally, every lease that is not needed
     is removed from the set. A key `owner:ID` in `need` stands for all cards on which this owner has
     leases.
     """
@@ -47,12 +47,16 @@ def eviction_order(
     world: World,
     rank: Policy,
 ) -> list[Lease]:
-    """The `idle` leases in order: by importance, then by `rank` in this `world`, then by name."""
+    """The `idle` leases in order: by `worth` in this `world`, then by name."""
+    return sorted(idle, key=lambda lease: (worth(lease, world, rank), lease.owner, lease.name))
 
-    def key(lease: Lease) -> tuple[int, float, str, str]:
-        return (-lease.importance, rank(lease, world), lease.owner, lease.name)
 
-    return sorted(idle, key=key)
+def worth(lease: Lease, world: World, rank: Policy) -> tuple[int, int, float]:
+    """How much the `lease` is worth; the lease with the lowest worth leaves first.
+
+    Compared are its importance, then how much a fleet wishes it, then its `rank` in this `world`.
+    """
+    return (-lease.importance, lease.wished, rank(lease, world))
 
 
 # -- the shortest prefix of the order that is enough -----------------------------------------------

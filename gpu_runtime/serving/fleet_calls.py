@@ -22,7 +22,9 @@ from ..access_keys import Keys
 from ..catalog.store import Catalog
 from ..errors import GpuError, NodeLost, UnknownModel
 from ..facts import ModelSpec, Outcome
+from ..fleet import cluster
 from ..fleet.client import Fleet
+from ..fleet.hosts import on
 from ..fleet.wishes import Wishes
 from ..settings import Settings
 from ..threads import Cancellation, start
@@ -51,6 +53,7 @@ class FleetModels:
         self._specs: dict[str, ModelSpec] = {}
         self.hosts: tuple[str, ...] = ()
         self.copies: dict[str, int] = {}  # model -> number of hosts that have it on a card
+        self._starting: dict[str, Any] = {}  # host -> the last call that starts its server
         self._closed = threading.Event()
         self.look()
         start(self._watch)
@@ -79,8 +82,20 @@ class FleetModels:
         while not self._closed.wait(LOOK_SECONDS):
             try:
                 self.look()
+                self._start_servers()
             except Exception as error:  # noqa: BLE001 - the head restarts: read again
                 log.debug("the fleet cannot be read: %s", error)
+
+    def _start_servers(self) -> None:
+        """Starts the server of each host before a call needs it, also of a host whose agent was restarted.
+
+        A server that runs already is not started again. On a busy machine a start takes many seconds.
+        """
+        for host in self.hosts:
+            call = self._starting.get(host)
+            if call is None or cluster.ended([call], 0):
+                agent = self.fleet._agent(host)
+                self._starting[host] = on(agent, "serve", "verbs", serve)
 
     # -- what the gateway calls
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import signal
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
+import psutil
 import pytest
 from starlette.testclient import TestClient
 
 import gpu_runtime
+from gpu_runtime.fleet import cluster
 from gpu_runtime.serving.api.app import fleet_application
 from gpu_runtime.serving.fleet_calls import FleetGateway, FleetModels
 from gpu_runtime.settings import Settings
@@ -62,6 +66,28 @@ async def streamed(gateway: FleetGateway, text: str) -> str:
             return await streamed(gateway, text)
         parts += [choice["delta"].get("content") or "" for choice in event["choices"]]
     return "".join(parts)
+
+
+def test_the_server_of_each_host_runs_before_a_call_needs_it(models, hosts):
+    """The agent of a host listens for HTTP although no call was made, also after its restart."""
+
+    def listens(host: str) -> bool:
+        """Whether a server for HTTP answers in the host's agent."""
+        try:
+            agent = psutil.Process(hosts.agent_pid(host))
+        except (cluster.Unreachable, psutil.Error):  # it is being restarted
+            return False
+        for one in agent.net_connections("tcp"):
+            if one.status == psutil.CONN_LISTEN and ":" not in one.laddr.ip:  # Ray's are IPv6
+                with contextlib.suppress(httpx.HTTPError):
+                    url = f"http://{one.laddr.ip}:{one.laddr.port}/health"
+                    if httpx.get(url, timeout=5).status_code in (200, 401):
+                        return True
+        return False
+
+    until(lambda: listens("box1") and listens("box2"), "both servers run")
+    os.kill(hosts.agent_pid("box2"), signal.SIGKILL)
+    until(lambda: listens("box2"), "the server of the restarted agent runs")
 
 
 def test_calls_run_again_elsewhere_while_agents_are_killed(models, hosts):

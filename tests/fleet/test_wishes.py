@@ -15,6 +15,7 @@ from gpu_runtime.fleet.wishes import (
     bodies_on,
     dump,
     load,
+    marks,
     with_drain,
     with_slot,
     without,
@@ -86,3 +87,12 @@ def test_a_slot_names_the_cards_on_its_host_only():
     assert without_slot(moved, "a@box2") is moved
     with pytest.raises(UnknownModel):
         with_slot(wishes, Slot("b", "box1", ("cuda:0",)))
+
+
+def test_a_host_knows_how_much_each_model_is_wished_there():
+    """A slot is wished on its own host only. A model on request is not wished."""
+    all_wishes = applied(Wishes(), [wish("a"), wish("b"), wish("c", copies=0)], dedicated=False)
+    all_wishes = applied(all_wishes, [wish("d", dedicated=True)], dedicated=True)
+    all_wishes = with_slot(all_wishes, Slot("b", "box1", ("sim:0",)))
+    assert marks(all_wishes, "box1") == {"a": 1, "b": 2, "d": 2}
+    assert marks(all_wishes, "box2") == {"a": 1, "b": 1, "d": 2}

@@ -113,6 +113,7 @@ def leases(draw: Any, quiet: bool = False) -> list[Lease]:
                 phase=phase,
                 key="" if phase is Phase.SETTLED else f"k{n}",
                 importance=draw(st.sampled_from(sorted(IMPORTANCE.values()))),
+                wished=draw(st.sampled_from([0, 0, 1, 2])),
                 movable=movable,
                 last_used=NOW
                 - draw(
@@ -303,6 +304,36 @@ def test_4_and_5_victims_are_idle_no_more_important_not_kept_and_not_the_only_co
         assert page.find(step.lease).droppable or not isinstance(step, Drop)
         if isinstance(step, Move):
             assert [share.device for share in step.shares] == [HOST] and there.rules.offload
+
+
+@given(situations(), st.sampled_from([1, 2]))
+def test_4_what_is_loaded_for_a_wish_evicts_nothing_that_is_wished_as_much(situation, spared):
+    """Two wished models would otherwise evict each other for ever."""
+    page, wanted, there = situation
+    wanted = replace(wanted, placement=replace(wanted.placement, spared=spared))
+    _, verdict = decide((page, wanted, there))
+    if isinstance(verdict, Wait):
+        gone = {step.lease for step in verdict.steps if not isinstance(step, Shed)}
+        assert all(page.find(id).wished < spared for id in gone.union(verdict.asked))
+
+
+@given(situations(quiet=True), st.integers(1, 8))
+def test_8_no_wished_model_leaves_if_models_that_are_wished_less_free_enough(situation, more):
+    """The importance is compared first, then the wish, and only then the policy's rank."""
+    page, _, there = situation
+    there = replace(there, rules=replace(there.rules, limit_bytes=None, offload=False))
+    plain = [replace(one, importance=10, piece_bytes=0) for one in page.leases()]
+    plain = [one for one in plain if one.all_on_device and one.droppable and len(one.shares) == 1]
+    page = book(*plain, owners=(1, 2, 3), limits=page.limits)
+    free = room(page, there)["sim:0"]
+    wanted = request("new", (free + more) * B, importance="urgent", devices=("sim:0",))
+    _, verdict = decide((page, wanted, there))
+    if not isinstance(verdict, Wait):
+        return
+    [candidate] = verdict.considered
+    most = max((page.find(id).wished for id in candidate.victims), default=0)
+    less = [one for one in plain if one.bytes_on("sim:0") and one.wished < most]
+    assert free + sum(one.bytes for one in less) < wanted.footprint.bytes
 
 
 @given(situations())
