@@ -197,11 +197,12 @@ class Runtime:
         that returns an nn.Module, or an existing module (see `adopt`). `backend` loads the model;
         "auto" chooses one by the source. `size` is the declared memory, such as "8 GiB".
         `importance` is urgent, high, normal, low, batch or a number (lower is more important).
-        `keep` forbids eviction. `keep_alive` forbids eviction for a time after each use (seconds or
-        "5m"). `layout` says how the model may be divided over `devices`, ids such as "cuda:1".
-        `model_type` and `quantization` describe the model. With `restore_on_call=False`, a call on
-        a kept reference raises NotResident while the model is away. The backend gets the `options`,
-        and refuses an option that it does not use. A second, equal call changes nothing.
+        `keep` forbids eviction. `keep_alive` is the time (seconds or "5m") after its last use from
+        which on the idle model may leave by itself; it reserves nothing. `layout` says how the
+        model may be divided over `devices`, ids such as "cuda:1". `model_type` and `quantization`
+        describe the model. With `restore_on_call=False`, a call on a kept reference raises
+        NotResident while the model is away. The backend gets the `options`, and refuses an option
+        that it does not use. A second, equal call changes nothing.
 
         Raises NotAModel, BadSize, BadSetting, AlreadyRegistered, UnknownDevice.
         """

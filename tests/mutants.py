@@ -307,7 +307,6 @@ FAULTS = [
         "    if False:\n",
     ),
     Fault("ignore grace", "scheduler/evictable", "used + world.rules.grace_seconds", "used"),
-    Fault("ignore keep_alive", "scheduler/evictable", "used + lease.keep_alive", "used"),
     Fault(
         "drop what exists nowhere else",
         "scheduler/evictable",
@@ -523,8 +522,8 @@ FAULTS = [
     Fault(
         "relief overrides keep_alive",
         "scheduler/relief",
-        'asker="", importance=lease.importance)',
-        'asker="", importance=-1)',
+        " or idle < lease.keep_alive",
+        "",
     ),
     Fault(
         "relief takes more than it must",

@@ -291,7 +291,7 @@ class Fields(BaseModel):
     pin: bool | None = Field(None, description="The same as `keep`.")
     keep_alive: Annotated[float, BeforeValidator(_seconds)] | None = Field(
         None,
-        description="For so long after a use, only a more important request evicts it: `10m`.",
+        description="An idle model leaves by itself after this time, such as `10m`. It reserves nothing.",
     )
     enabled: bool | None = Field(
         None, description="`false`: the model is listed, and cannot be loaded."

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
+from msgspec.structs import replace
+
 from .. import threads
 from ..backends.base import Progress, is_out_of_memory
 from ..catalog.entries import require_loadable
@@ -77,6 +79,7 @@ class Use(Held):
             for base in resident.bases():
                 if not base.enter(anchor):
                     obtain(session, base, anchor, *self._wishes)
+        self._renew_keep_alive()
         if session.dozing:
             session.wake_monitor()
         return resident.value
@@ -84,9 +87,16 @@ class Use(Held):
     def _start_if_here(self, anchor: AnchorRef) -> tuple[Any, ...]:
         if self._resident.shares_storages or not self._resident.enter(anchor):
             return ()
+        self._renew_keep_alive()
         if self._session.dozing:
             self._session.wake_monitor()
         return (self._resident.value,)
+
+    def _renew_keep_alive(self) -> None:
+        """A `keep_alive` of this block replaces that of an earlier one."""
+        if self._wishes and self._wishes[2] is not None:
+            seconds = parse_seconds(self._wishes[2])
+            self._resident.lease = replace(self._resident.lease, keep_alive=seconds)
 
     def _release(self, anchor: AnchorRef) -> None:
         self._resident.pins.discard(anchor)

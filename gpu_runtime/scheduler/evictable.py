@@ -29,8 +29,8 @@ def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -
     `asker` is the id of the owner that needs the room. `importance` is the importance of the
     asker's request; lower numbers are more important.
 
-    After the last use, the grace period protects a lease from other owners. `keep_alive` protects
-    it from requests that are not more important than the lease. Both are measured at `world.now`.
+    After the last use, the grace period protects a lease from other owners; it is measured at
+    `world.now`. `keep_alive` protects from no request: see `relief`.
     """
     if lease.pins:
         return "in use"
@@ -49,8 +49,6 @@ def reason_to_stay(lease: Lease, world: World, *, asker: str, importance: int) -
     now = world.now
     # A use may have begun after `now` was read.
     used = lease.last_used if lease.last_used < now else now
-    if lease.keep_alive and now < used + lease.keep_alive and importance >= lease.importance:
-        return "kept alive"
     if lease.owner != asker and now < used + world.rules.grace_seconds:
         return "just used"
     return ""

@@ -125,8 +125,8 @@ def _leases_in_the_way(
             continue  # the requested model itself, which is in parts and waits for its other bytes
         devices = {share.device for share in lease.claims()}
         why = reason_to_stay(lease, world, asker=wanted.owner, importance=wanted.importance)
-        if why in ("just used", "kept alive") and not devices.isdisjoint(all_cards):
-            retry.append(lease.last_used + _quiet_seconds(lease, wanted, world))
+        if why == "just used" and not devices.isdisjoint(all_cards):
+            retry.append(lease.last_used + world.rules.grace_seconds)
         if why == MOVE_FAILED and not devices.isdisjoint(all_cards):
             retry.append(lease.moves_again_at)
         counts_against_limit = over_own_limit and lease.owner == wanted.owner and lease.on_device
@@ -206,17 +206,6 @@ def _shortened(sentences: list[str]) -> str:
     return "; ".join(sentences)
 
 
-def _quiet_seconds(
-    lease: Lease,
-    wanted: Lease,
-    world: World,
-) -> float:
-    """Seconds that must pass after the last use of this `lease` before it may be evicted."""
-    grace = world.rules.grace_seconds if lease.owner != wanted.owner else 0.0
-    keep_alive = lease.keep_alive if wanted.importance >= lease.importance else 0.0
-    return max(grace, keep_alive)
-
-
 def _in_words(
     book: Book,
     lease: Lease,
@@ -234,12 +223,9 @@ def _in_words(
         return in_use + _by(book, lease, wanted.owner, world)
     if why == "just used":
         idle = lease.idle_seconds(world.now)
-        left = max(0.0, _quiet_seconds(lease, wanted, world) - idle)
+        left = max(0.0, world.rules.grace_seconds - idle)
         used = f"was used {show_seconds(idle)} ago{_by(book, lease, wanted.owner, world)}"
         return f"{used}, and becomes evictable in {show_seconds(left)}"
-    if why == "kept alive":
-        left = lease.last_used + lease.keep_alive - world.now
-        return f"is kept alive for {show_seconds(left)} more"
     if why == MOVE_FAILED:
         return f"could not be moved{why_not_moved(book, lease)}; its process tries again"
     if why == "more important":

@@ -175,12 +175,12 @@ def _steps(
     """
     demand = relief(at, world.rules)
     assert demand is not None
-    # These evictions serve no request, so they respect the grace period and `keep_alive` of every
-    # owner.
+    # These evictions serve no request, so they respect the grace period of every owner. A model
+    # leaves by itself, and so only after its `keep_alive`.
     if reason_to_stay(lease, world, asker="", importance=lease.importance):
         return ()
     idle = lease.idle_seconds(world.now)
-    if idle <= demand.idle_seconds:
+    if idle <= demand.idle_seconds or idle < lease.keep_alive:
         return ()
     on_host = view.device.is_host
     if on_host and not lease.droppable:

@@ -367,7 +367,7 @@ class Gateway:
         importance = spec.importance if call.importance is None else call.importance
         importance = max(importance, call.highest)
         if not spec.keep:
-            stack.callback(lambda: self.keep_warm.keep(spec.name, self._stay_warm(call, spec)))
+            stack.callback(self._keep_warm, call, spec)
         was_here = self.rt.here(spec.name)
         turn = await stack.enter_async_context(self.queue.turn(spec.name, importance, call.client))
         current().note(queue_seconds=turn.waited_seconds, loaded=not was_here)
@@ -380,14 +380,15 @@ class Gateway:
             self._http_clients[proxies] = HttpClient(proxies=proxies)
         return self._http_clients[proxies]
 
-    def _stay_warm(self, call: Call, spec: ModelSpec) -> float:
+    def _keep_warm(self, call: Call, spec: ModelSpec) -> None:
+        """Sets the time for which the model of `spec` stays on its device after the `call`."""
         task = self._choices.task(call.model)
-        seconds = call.stay_warm
-        if seconds is None and task is not None:
-            seconds = task.keep_alive_s
-        if seconds is None and spec.keep_alive:
-            seconds = spec.keep_alive
-        return stay_warm_seconds(seconds, spec.model_type)
+        wish = call.stay_warm
+        if wish is None and task is not None:
+            wish = task.keep_alive_s
+        default = spec.keep_alive or None
+        seconds = stay_warm_seconds(default if wish is None else wish, spec.model_type)
+        self.keep_warm.keep(spec.name, seconds, wished=wish is not None)
 
     def _concurrency(self, model: str) -> int:
         with contextlib.suppress(GpuError):  # the use of the model reports the error

@@ -229,3 +229,15 @@ def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
     a.tick()
     assert done == ["ring", "ring", "append", "reap_neighbours", "remeasure", "vacate"]
     assert where(b) == {"idle": "host"}
+
+
+def test_a_later_keep_alive_replaces_an_earlier_longer_one(runtime):
+    """`keep_alive` is the time after which the idle model may leave by itself. The last block that sets it counts."""
+    rt = runtime()
+    fakes(rt, qwen="4GiB")
+    for given, kept in (({"keep_alive": "1h"}, 3600.0), ({}, 3600.0), ({"keep_alive": 1}, 1.0)):
+        with rt.use("qwen", **given):
+            pass
+        rt.tick()
+        (lease,) = rt.status().leases()
+        assert lease.keep_alive == kept

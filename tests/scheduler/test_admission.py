@@ -449,13 +449,16 @@ def test_retry_at_counts_grace_periods_on_other_cards_too():
     assert decide(page, request("qwen", 14), world(sim0=20, sim1=20))[1].retry_at == NOW + 1
 
 
-def test_a_lease_within_keep_alive_yields_only_to_a_more_important_request():
-    alive = lease("mine", sim0=14, keep_alive=600, last_used=NOW - 100)
+@pytest.mark.parametrize("owner", [1, 2])
+def test_keep_alive_is_no_reservation(owner):
+    """It says when an idle model may leave by itself. A request of equal importance takes the room
+    at once; a less important one waits, with or without `keep_alive`.
+    """
+    alive = lease("alive", by=owner, sim0=14, keep_alive=600, last_used=NOW - 100)
     _, verdict = decide(book(alive), request("qwen", 14), world(sim0=20))
-    assert (verdict.steps, verdict.retry_at) == ((), NOW + 500)
-    assert verdict.because == "mine (14.0 GiB on sim:0) is kept alive for 8 min more"
-    _, verdict = decide(book(alive), request("qwen", 14, importance="high"), world(sim0=20))
-    assert len(verdict.steps) == 1
+    assert [*(step.lease for step in verdict.steps), *verdict.asked] == [alive.id]
+    _, verdict = decide(book(alive), request("qwen", 14, importance="low"), world(sim0=20))
+    assert (verdict.steps, verdict.asked) == ((), ())
 
 
 def test_a_lease_whose_last_move_failed_is_no_victim_until_its_time():

@@ -185,9 +185,6 @@ class Auditor(RuleBasedStateMachine):
                 assert lease.importance >= importance, (
                     "a request never displaces a more important lease"
                 )
-                assert (
-                    self.now >= lease.last_used + lease.keep_alive or importance < lease.importance
-                ), "kept alive"
 
     # -- requests
 

@@ -172,7 +172,7 @@ def test_leases_that_no_pressure_evicts(guarded):
     """Each case is a lease that pressure does not evict: in use, kept, in its grace time, already
     leaving, a block of code, or within its keep_alive.
 
-    Only a more important request overrides keep_alive, and pressure is no request.
+    A request overrides keep_alive, and pressure is no request.
     """
     assert leaving(book(guarded), always()) == []
     assert leaving(book(guarded, tickets=[ticket("q", by=2, sim0=5)]), world(sim0=10)) == []

@@ -307,7 +307,6 @@ def test_a_recall_is_obeyed_with_the_asker_s_name():
         dict(keep=True),
         dict(importance="high"),
         dict(last_used=NOW - 4),
-        dict(keep_alive=100, last_used=NOW - 50),
         dict(phase=Phase.LEAVING, key="x"),
     ],
     ids=lambda fields: next(iter(fields)),

@@ -26,13 +26,18 @@ class Card:
 
 
 @in_loop
-async def test_of_several_times_the_longest_counts():
-    """A later call with a shorter time does not shorten the time that an earlier call set."""
+async def test_a_later_wish_replaces_an_earlier_one_and_a_default_does_not_shorten_it():
+    """`keep_alive: 0` with a message unloads the model, though an earlier call set an hour."""
     card = Card()
+    card.keep_warm.keep("a", 3600.0, wished=True)
     card.keep_warm.keep("a", 100.0)
-    card.keep_warm.keep("a", 10.0)
-    assert await card.later(99.0) == []
+    assert card.keep_warm.until("a") == card.clock() + 3600.0
+    card.keep_warm.keep("a", 10.0, wished=True)
+    assert await card.later(9.0) == []
     assert await card.later(1.0) == ["a"]
+    card.keep_warm.keep("a", 300.0)
+    card.keep_warm.keep("a", 0.0, wished=True)
+    assert await card.later(0.0) == ["a", "a"]
     await card.keep_warm.close()
 
 

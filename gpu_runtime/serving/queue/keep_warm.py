@@ -38,14 +38,17 @@ class KeepWarm:
         self._tasks: set[asyncio.Task[None]] = set()
         self._closed = False
 
-    def keep(self, model: str, seconds: float) -> None:
-        """Sets the time of the eviction of `model` to `seconds` from now, unless a later time was set before.
+    def keep(self, model: str, seconds: float, *, wished: bool = False) -> None:
+        """Sets the time of the eviction of `model` to `seconds` from now.
 
-        The gateway does this at the end of each call that the model has answered. If `evict_soon` was requested for the
-        model, the eviction is due at once.
+        If `wished`, the caller has set this time, and it replaces the time that was set before. A default time only
+        replaces an earlier one. The gateway calls this at the end of each call that the model has answered. If
+        `evict_soon` was requested for the model, the eviction is due at once.
         """
         now = self._clock()
-        until = max(self._until.get(model, 0.0), now + seconds)
+        until = now + seconds
+        if not wished:
+            until = max(self._until.get(model, 0.0), until)
         self._until[model] = now if model in self._evict_soon else until
         self._schedule()
 
