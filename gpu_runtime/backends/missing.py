@@ -34,7 +34,7 @@ class AbsentBackend(Backend):
         if not is_local and not looks_like_hub_id(spec.source):
             return Evidence(name=spec.source, why_unknown=_why_absent(spec.source))
         try:
-            return sources.evidence(spec.source, spec.name, spec.options)
+            return sources.evidence(spec.source, spec.name, spec.options, spec.model_type)
         except LoadFailed as error:
             if is_local:
                 raise

@@ -11,11 +11,12 @@ import os
 from typing import TYPE_CHECKING, Any
 
 from ..devices.probe import Probe
-from ..errors import BadSetting, NotAModel
+from ..errors import BadSetting, GpuError, NotAModel
 from ..facts import ModelSpec
 from ..safe_text import quoted
 from .base import Backend, looks_like_hub_id
 from .engines.registry import RECIPES, recipe
+from .formats import sources
 
 if TYPE_CHECKING:  # settings load pydantic, a tenth of a second
     from ..settings import Settings
@@ -84,11 +85,25 @@ def backend_for(source: Any, requested: str = "auto") -> str:
     if callable(source) and not is_path:  # an nn.Module is callable too
         return "torch"
     text = os.fspath(source) if is_path or isinstance(source, str) else ""
-    if text.endswith(".gguf") or (os.path.isdir(text) and _holds_gguf(text)):
-        return "llama_cpp"
-    if os.path.isdir(text) or (looks_like_hub_id(text) and not os.path.exists(text)):
-        return "transformers"
+    if os.path.isdir(text) or text.endswith(".gguf"):
+        return file_backend(text)
+    if looks_like_hub_id(text) and not os.path.exists(text):
+        return file_backend(text)
     raise _not_a_model(source, text)
+
+
+def file_backend(source: str) -> str:
+    """The backend for a file, a directory or a hub id: `llama_cpp` if it has GGUF files only.
+
+    Without such files, and for a source that is not here, the result is `transformers`.
+    """
+    if source.endswith(".gguf"):
+        return "llama_cpp"
+    try:
+        found = sources.holds_gguf(sources.directory(source, source))
+    except GpuError:  # a hub id that was not downloaded
+        found = False
+    return "llama_cpp" if found else "transformers"
 
 
 def _not_a_model(source: Any, text: str) -> NotAModel:
@@ -108,9 +123,3 @@ def _not_a_model(source: Any, text: str) -> NotAModel:
         name=text,
         source=text,
     )
-
-
-def _holds_gguf(directory: str) -> bool:
-    """Whether `directory` has GGUF files and no Hugging Face model."""
-    names = os.listdir(directory)
-    return "config.json" not in names and any(name.endswith(".gguf") for name in names)

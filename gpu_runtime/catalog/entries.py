@@ -12,7 +12,7 @@ from typing import Any
 from .. import limited_files
 from ..backends.base import looks_like_hub_id
 from ..backends.engines.arguments import RESERVED_FLAGS, group_flags
-from ..backends.registry import backend_names, missing
+from ..backends.registry import backend_names, file_backend, missing
 from ..errors import LoadFailed, ModelDisabled
 from ..facts import NORMAL, ModelSpec, Value
 from ..settings import Settings
@@ -134,7 +134,7 @@ def _template(given: str) -> str:
 def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -> str:
     """The backend of the entry, else of the setting INFERENCE_BACKEND, else a default.
 
-    The default depends on the type of the model, and on whether the source is a GGUF file.
+    The default depends on the type of the model, and on whether the source has GGUF files.
     """
     named = fields.runtime or fields.backend
     if named:
@@ -142,9 +142,7 @@ def _backend(fields: Fields, settings: Settings, source: str, model_type: str) -
     preferred = settings.inference_backend
     if preferred:
         return BACKENDS.get(preferred.lower(), preferred)
-    if source.endswith(".gguf"):
-        return "llama_cpp"
-    return _BY_CATEGORY.get(model_type, "transformers")
+    return _BY_CATEGORY.get(model_type) or file_backend(source)
 
 
 def passed_on(words: tuple[str, ...], settings: Settings) -> tuple[str, ...]:

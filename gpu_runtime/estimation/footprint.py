@@ -155,11 +155,23 @@ def _weights(
     if evidence.file_bytes:
         files = f"of its {evidence.file_format} files"
         return Part("weights", evidence.file_bytes, "file size", files)
-    found = from_name(name, quantization) or from_name(evidence.name, quantization)
+    # The name of the file says more than the name that a person gave the model.
+    found = from_name(evidence.name, quantization) or from_name(name, quantization)
     if found is None:
         return None
     size, how = found
+    layers, all_layers = _typical_layers(name, evidence)
+    if len(layers) < all_layers:
+        size = size * len(layers) // all_layers
+        how += f", {len(layers)} of {all_layers} layers"
     return Part("weights", size, "name", how)
+
+
+def _typical_layers(name: str, evidence: Evidence) -> tuple[tuple[kv_cache.Layer, ...], int]:
+    """The cache of the layers on the card, and the number of all layers, if only a name is known."""
+    count, _ = _count_in(evidence.name) or _count_in(name) or (0.0, "")
+    layers = kv_cache.typical_layers(count)
+    return layers[: evidence.config.get("layers_on_card")], len(layers)
 
 
 def _declared(declared: int, weights: Part | None, use_requested: bool) -> tuple[Part, ...]:
@@ -195,8 +207,8 @@ def _beyond_weights(
 
 def _typical_cache(name: str, evidence: Evidence, use: kv_cache.PlannedUse) -> Part:
     """The largest cache that the model can have, if only its name is known."""
-    count, text = _count_in(name) or _count_in(evidence.name) or (0.0, "")
-    layers = kv_cache.typical_layers(count)
+    _, text = _count_in(evidence.name) or _count_in(name) or (0.0, "")
+    layers, _ = _typical_layers(name, evidence)
     size = kv_cache.kv_cache_bytes(
         layers, tokens=use.tokens, sequences=use.sequences, bits=use.cache_bits
     )

@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ..arguments import RULES, read
 from ..backends.missing import AbsentBackend
-from ..backends.registry import open_backend
+from ..backends.registry import file_backend, open_backend
 from ..catalog.entries import obstacle, source_absent
 from ..errors import BadSetting, BadSize, NotAModel, UnknownModel, UnknownSize
 from ..estimation.footprint import from_name
@@ -157,10 +157,10 @@ def unregistered(
         mistyped = difflib.get_close_matches(words, known, n=1)
         if mistyped or from_name(words) is None:
             raise UnknownModel(words, all_names)
-    is_gguf = words.endswith(".gguf")
-    kind = "llama_cpp" if is_gguf else "transformers"
+    kind = file_backend(words)
     wishes, options = loading.split(given)
     spec = ModelSpec(words, kind, source=words, options=options, **wishes)
+    is_gguf = kind == "llama_cpp"
     backend = open_backend(kind, session.probe) if is_gguf else AbsentBackend(kind)
     return Resident(spec, backend, session.me, session.clock)
 

@@ -4,17 +4,21 @@ activations.
 
 from __future__ import annotations
 
+import json
 import weakref
+from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from gpu_runtime.backends.formats import sources
-from gpu_runtime.backends.registry import open_backend
+from gpu_runtime.backends.missing import AbsentBackend
+from gpu_runtime.backends.registry import file_backend, open_backend
+from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.estimation.kv_cache import (
     PlannedUse,
     activation_bytes,
@@ -202,6 +206,121 @@ def test_estimated_weights_are_within_two_per_cent_of_the_resident_bytes(
     assert backend.evidence(spec) == sources.evidence(spec.source, "m", options)
     (resident,) = backend.measure(backend.load(spec, (Share("sim:0", 0),)))
     assert estimate.bytes == pytest.approx(resident.bytes, rel=0.02)
+
+
+def converted(directory: Path, dtype: str) -> Path:
+    """Rewrites all weights of `directory` as `dtype`. The config keeps its own dtype."""
+    for file in directory.glob("*.safetensors"):
+        tensors = {key: value.to(getattr(torch, dtype)) for key, value in load_file(file).items()}
+        save_file(tensors, file, {"format": "pt"})
+    return directory
+
+
+def config_with(directory: Path, **fields: object) -> Path:
+    """Sets `fields` of the config.json in `directory`. A field with None is removed."""
+    path = directory / "config.json"
+    config = {**json.loads(path.read_text()), **fields}
+    path.write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return directory
+
+
+def lm(path: Path, config: str, stored: str) -> Path:
+    """A language model whose config has the dtype `config`, with weights of the dtype `stored`."""
+    return converted(tiny_models.causal_lm(path, size="8 MiB", dtype=config), stored)
+
+
+def saved(path: Path, model: torch.nn.Module, **extra: torch.Tensor) -> Path:
+    """Saves `model` in `path`, and adds the tensors `extra` to its file."""
+    model.save_pretrained(path)
+    if extra:
+        file = path / "model.safetensors"
+        save_file({**load_file(file), **extra}, file, {"format": "pt"})
+    return path
+
+
+def t5(path: Path, dtype: str) -> Path:
+    shape = dict(vocab_size=512, d_model=128, d_kv=16, d_ff=512, num_layers=3, num_heads=8)
+    model = transformers.T5ForConditionalGeneration(transformers.T5Config(**shape))
+    copy = model.shared.weight.detach().to(getattr(torch, dtype)).clone()
+    older = {"encoder.embed_tokens.weight": copy, "lm_head.weight": copy.clone()}
+    return saved(path, model.to(getattr(torch, dtype)), **older)
+
+
+def masked_lm(path: Path) -> Path:
+    shape = dict(vocab_size=4096, hidden_size=64, num_hidden_layers=2, num_attention_heads=4)
+    model = transformers.BertForMaskedLM(transformers.BertConfig(**shape, intermediate_size=128))
+    model.bert.pooler = transformers.models.bert.modeling_bert.BertPooler(model.config)
+    copy = model.bert.embeddings.word_embeddings.weight.detach().clone()
+    return saved(path, model, **{"cls.predictions.decoder.weight": copy})
+
+
+def in_a_folder(path: Path) -> Path:
+    return gguf(path).parent
+
+
+def gguf(path: Path, **given: object) -> Path:
+    path.mkdir()
+    return tiny_models.gguf_lm(path / "m.gguf", size="32 MiB", **given)
+
+
+CHECKPOINTS = {  # what a person loads -> how it is made, and its options
+    "float32": (lambda path: lm(path, "float32", "float32"), {}),
+    "float16": (lambda path: lm(path, "float16", "float16"), {}),
+    "float16 files, float32 config": (lambda path: lm(path, "float32", "float16"), {}),
+    "float32 files, bfloat16 config": (lambda path: lm(path, "bfloat16", "float32"), {}),
+    "bfloat16 files, no dtype in the config": (
+        lambda path: config_with(lm(path, "bfloat16", "bfloat16"), dtype=None),
+        {},
+    ),
+    "float16 files, float32 in torch_dtype": (
+        lambda path: config_with(lm(path, "float16", "float16"), dtype=None, torch_dtype="float32"),
+        {},
+    ),
+    "float32 files, dtype=float16": (lambda p: lm(p, "float32", "float32"), {"dtype": "float16"}),
+    "tied": (lambda path: tiny_models.causal_lm(path, tied=True, vocab_size=8192), {}),
+    "sharded": (lambda path: tiny_models.causal_lm(path, size="8 MiB", shard="1MB"), {}),
+    "T5 in float16, embeddings three times": (lambda path: t5(path, "float16"), {}),
+    "BERT with its head, as an embedder": (masked_lm, {"task": "feature-extraction"}),
+    "a language model as an embedder": (
+        lambda path: tiny_models.causal_lm(path, vocab_size=8192),
+        {"task": "feature-extraction"},
+    ),
+    "reranker": (tiny_models.reranker, {}),
+    "pictures": (tiny_models.vision_lm, {}),
+    "GGUF file": (gguf, {}),
+    "GGUF folder": (in_a_folder, {}),
+    "GGUF with long context": (lambda path: gguf(path, context=4096), {"context_length": 4096}),
+    "GGUF with large batches": (
+        lambda path: gguf(path, context=2048),
+        {"n_batch": 2048, "n_ubatch": 2048},
+    ),
+    "GGUF with small batches": (gguf, {"n_batch": 64}),
+    "GGUF with half of its layers": (gguf, {"gpu_layers": 1}),
+    "GGUF, cache on the CPU": (
+        lambda path: gguf(path, context=4096),
+        {"offload_kqv": False, "context_length": 4096},
+    ),
+    "GGUF with a cache of q8_0": (
+        lambda path: gguf(path, context=4096),
+        {"cache_dtype": "q8_0", "context_length": 4096},
+    ),
+    "GGUF embedder": (gguf, {"embedding": True}),
+}
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("kind", CHECKPOINTS)
+def test_what_is_planned_is_loaded_within_seven_per_cent(tmp_path, kind):
+    """The plan of a path, the admission of a registered model and the catalogue have one figure."""
+    make, options = CHECKPOINTS[kind]
+    path = str(make(tmp_path / "m"))
+    backend = open_backend(file_backend(path), open_probe("sim:1GiB,host:1GiB"))
+    spec = ModelSpec("m", backend.name, path, options=options)
+    planned = footprint(backend, spec)
+    (held,) = backend.measure(handle := backend.load(spec, (Share("sim:0", planned.bytes),)))
+    backend.drop(handle)
+    assert planned.bytes == pytest.approx(held.bytes, rel=0.07)
+    assert footprint(AbsentBackend(backend.name), spec) == planned or backend.name == "llama_cpp"
 
 
 DTYPES = [

@@ -199,11 +199,14 @@ def test_on_real_cards_its_bytes_are_the_reported_buffers():
 
 def test_on_simulated_cards_its_bytes_are_those_a_real_card_would_hold():
     """The weights are exact to the byte. Cache and work space count as reported. Over several cards
-    the bytes are in proportion to the shares.
+    the bytes are in proportion to the shares. With a part of the layers, a card holds this part of
+    weights and cache, and the whole work space. The results are in host memory.
     """
-    facts = {"weight_bytes": 1000, "buffers": {"CPU": {"model": 1048, "KV": 200, "compute": 300}}}
+    buffers = {"model": 1048, "KV": 200, "compute": 300, "output": 50}
+    facts = {"weight_bytes": 1000, "buffers": {"CPU": buffers}}
     assert taken(facts, (Share("sim:0", 9),), 1.0, {}) == (Share("sim:0", 1500),)
-    assert taken(facts, (Share("sim:0", 9),), 0.5, {}) == (Share("sim:0", 750),)
+    assert taken(facts, (Share("sim:0", 9),), 0.5, {}) == (Share("sim:0", 900),)
+    assert taken(facts, (Share("sim:0", 9),), 0.0, {}) == (Share("sim:0", 0),)
     assert taken(facts, (Share("sim:0", 6), Share("sim:1", 3)), 1.0, {}) == (
         Share("sim:0", 1000),
         Share("sim:1", 500),

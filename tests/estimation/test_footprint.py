@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSetting, UnknownSize
 from gpu_runtime.estimation import kv_cache
@@ -216,6 +217,20 @@ def test_the_pieces_sum_to_the_footprint(weights, extra):
 
 
 # -- names --------------------------------------------------------------------------------------------------------
+
+
+def test_the_name_of_the_file_says_more_than_the_name_of_the_entry():
+    """With `codellama-7b: {path: codellama-7b.Q4_K_M.gguf, gpu_layers: 20}`, 20 of about 33 layers
+    are on the card, in 4.84 bits. The entry's name alone means 16 bits.
+    """
+    config = {"context_at_load": 4096}
+    file = Evidence(name="codellama-7b.Q4_K_M.gguf", config=config, at_load=True)
+    whole = footprint("codellama-7b", file)
+    assert whole.parts[0].bytes == from_name("codellama-7b.Q4_K_M.gguf")[0]
+    part = replace(file, config={**config, "layers_on_card": 20})
+    for before, after in zip(whole.parts, footprint("codellama-7b", part).parts, strict=True):
+        assert after.bytes == pytest.approx(before.bytes * 20 / 33, rel=0.01)
+    assert footprint("codellama-7b", replace(file, config={"layers_on_card": 0})).bytes == 0
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 
@@ -51,6 +52,40 @@ def test_a_path_is_planned_without_registering_it(rt, tmp_path):
     assert rt.specs() == () and not rt.plan("models/writer").obstacle
     rt.register("writer", "models/writer")
     assert rt.plan("writer").footprint == plan.footprint
+
+
+def test_a_folder_its_file_and_its_entry_have_the_same_plan(rt, tmp_path):
+    """One function leads from source and options to bytes. A folder of GGUF files was planned as a
+    model of transformers, without the cache that llama.cpp allocates at load.
+    """
+    (tmp_path / "models").mkdir()
+    tiny_models.gguf_lm(tmp_path / "models" / "writer.gguf")
+    (tmp_path / "models.yaml").write_text("models: {shelved: {path: models}}")
+    rt.apply(str(tmp_path / "models.yaml"))
+    rt.register("writer", "models")
+    names = ("models", "models/writer.gguf", "shelved", "writer")
+    plans = [rt.plan(name).footprint for name in names]
+    assert all(plan == plans[0] for plan in plans)
+    assert [part.name for part in plans[0].parts] == ["weights", "kv_cache", "activations"]
+
+
+@pytest.mark.parametrize(("stored", "config"), [("float16", "float32"), ("float32", "bfloat16")])
+def test_a_plan_has_the_dtype_of_the_load(rt, tmp_path, stored, config):
+    """transformers converts the weights to the config's dtype, and the cache has it too."""
+    whole = tiny_models.causal_lm(tmp_path / config, size="8 MiB", dtype=config)
+    other = tiny_models.causal_lm(tmp_path / stored, size="8 MiB", dtype=stored)
+    shutil.copy(whole / "config.json", other / "config.json")
+    plans = [rt.plan(str(path), context_length=64).footprint.bytes for path in (whole, other)]
+    assert plans[0] == plans[1]
+    rt.load("writer", str(other))
+    (lease,) = rt.status().leases()
+    assert lease.bytes == pytest.approx(rt.plan(str(whole)).footprint.bytes, rel=0.02)
+
+
+def test_a_file_of_a_checkpoint_is_planned_as_the_checkpoint(rt, tmp_path):
+    tiny_models.causal_lm(tmp_path / "writer", size="8 MiB", shard="1MB")
+    part = next((tmp_path / "writer").glob("model-00001-of-*.safetensors"))
+    assert rt.plan(str(part)).footprint == rt.plan("./writer").footprint
 
 
 def test_a_plan_says_how_long_loads_took_alone_and_beside_other_models(rt, monkeypatch):

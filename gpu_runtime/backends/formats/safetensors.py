@@ -30,10 +30,33 @@ ITEM_BITS = {  # dtype -> bits of an element
     "F4": 4,
     **dict.fromkeys(("F6_E2M3", "F6_E3M2"), 6),
 }
-FLOATING = {"F16", "BF16", "F32", "F64"}  # a dtype override converts these
+FLOATING = {"F16", "BF16", "F32", "F64"}  # a load converts these to one dtype
+DTYPE_BYTES = {
+    **dict.fromkeys(("float64", "double"), 8),
+    **dict.fromkeys(("float32", "float"), 4),
+    **dict.fromkeys(("float16", "half", "bfloat16"), 2),
+}
+_STORED = {"F16": "float16", "BF16": "bfloat16", "F32": "float32", "F64": "float64"}
+# Weights that transformers loads as float32, though the rest of the model is float16: model type ->
+# a part of their names. Source: transformers 5, `_keep_in_fp32_modules`; only large ones are here.
+_FLOAT32_IN_FLOAT16 = {
+    **dict.fromkeys(("t5", "mt5", "umt5", "udop"), ".wo."),
+    "blip-2": "qformer.",
+}
+# Heads, which a load as an embedder leaves out.
+_HEADS = ("lm_head.", "cls.", "score.", "classifier.", "vocab_", "lm_predictions.", "qa_outputs.")
 _LAYER = re.compile(r"([\w.]*?)\.(\d+)\.")
 _BEFORE_LAYERS = re.compile(r"embed|wte|wpe|patch|rotary|shared", re.IGNORECASE)
-_EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+_EMBEDDINGS = (
+    *("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight"),
+    *("shared.weight", "tok_embeddings.weight"),
+)
+_ALWAYS_TIED = ("t5", "mt5", "umt5")  # their configs use the field for something else
+_TIED_BY_DEFAULT = (
+    *("bert", "roberta", "xlm-roberta", "distilbert", "albert", "electra", "mpnet", "gpt2"),
+    *("bart", "mbart", "opt", "bloom", "falcon", "gemma", "gemma2", "gemma3_text", "whisper"),
+    *("gpt_bigcode", "marian", "pegasus", "cohere", "cohere2", "deberta-v2", "modernbert"),
+)
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _LONGEST_HEADER = 32 * MIB  # 300,000 tensors in one file
 _LONGEST_INDEX = 64 * MIB
@@ -76,29 +99,72 @@ class Checkpoint(NamedTuple):
     tensors: dict[str, TensorEntry]
     stamps: tuple[Stamp, ...]
 
-    def weight_bytes(self, item_bytes: int | None = None) -> int:
-        """Bytes of the weights once they are loaded. Tied weights count once.
+    def dtype(self, requested: object = None) -> str:
+        """The name of the dtype to which a load converts the floating-point weights.
 
-        With `item_bytes`, floating-point weights count that many bytes per element.
+        `requested` is the option `dtype` of the model. Without it, the config decides, as in
+        transformers; then the first floating-point tensor. The result is empty if each tensor keeps
+        its own dtype, because there is no config.
+        """
+        for wanted in (requested, self.config.get("dtype"), self.config.get("torch_dtype")):
+            name = str(wanted).removeprefix("torch.")
+            if name in DTYPE_BYTES:
+                return name
+        stored = [entry.dtype for entry in self.tensors.values() if entry.dtype in FLOATING]
+        return _STORED[stored[0]] if stored and self.config else ""
+
+    def weight_bytes(self, dtype: str = "", *, without_head: bool = False) -> int:
+        """Bytes of the weights once they are loaded as `dtype`. Tied weights count once.
+
+        If `dtype` is empty, each tensor has the bytes that it has in the files. With
+        `without_head`, the model is loaded as an embedder.
         """
         total = 0
+        wide = _FLOAT32_IN_FLOAT16.get(str(self.config.get("model_type")))
+        quantised = "quantization_config" in self.config
         for name, entry in self.tensors.items():
-            if self._is_tied(name, entry):
+            if self._is_tied(name, entry) or (without_head and name.startswith(_HEADS)):
                 continue
-            converted = item_bytes and entry.dtype in FLOATING
-            total += entry.items * item_bytes if converted else entry.bytes
+            small = entry.dtype.startswith("F8_") and self.config and not quantised
+            if not dtype or not (entry.dtype in FLOATING or small):
+                total += entry.bytes
+            elif wide and wide in name and dtype in ("float16", "half"):
+                total += entry.items * DTYPE_BYTES["float32"]
+            else:
+                total += entry.items * DTYPE_BYTES[dtype]
         return total
 
     def _is_tied(self, name: str, entry: TensorEntry) -> bool:
-        """Whether the tensor `name` is an output head that is tied to the input embeddings."""
-        if not name.endswith("lm_head.weight"):
+        """Whether the tensor `name` is a second copy of the input embeddings.
+
+        Checkpoints that an older transformers wrote may hold such copies: the output head, and the
+        embeddings of encoder and decoder beside `shared.weight`.
+        """
+        if name.endswith("embed_tokens.weight"):
+            shared = [key for key in self.tensors if key.split(".")[-2:] == ["shared", "weight"]]
+            return any(self.tensors[key].shape == entry.shape for key in shared)
+        if not name.endswith(("lm_head.weight", "cls.predictions.decoder.weight")):
             return False
-        if not self.config.get("tie_word_embeddings", False):
+        if not self._ties_head():
             return False
         return any(
             other.endswith(_EMBEDDINGS) and embedding.shape == entry.shape
             for other, embedding in self.tensors.items()
         )
+
+    def _ties_head(self) -> bool:
+        """Whether the output head has the weights of the input embeddings.
+
+        A config that does not say so has the default of its class in transformers.
+        """
+        kind = str(self.config.get("model_type"))
+        if kind in _ALWAYS_TIED:
+            return True
+        nested = self.config.get("text_config")
+        for config in (self.config, nested if isinstance(nested, dict) else {}):
+            if "tie_word_embeddings" in config:
+                return bool(config["tie_word_embeddings"])
+        return kind in _TIED_BY_DEFAULT
 
     def pieces(self) -> tuple[int, ...]:
         """Bytes of the pieces in order: before the layers, each layer, and after the layers.

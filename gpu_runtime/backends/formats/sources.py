@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -18,42 +18,40 @@ from ..base import looks_like_hub_id
 from . import gguf, safetensors
 from .safetensors import Checkpoint, Stamp
 
-DTYPE_BYTES = {
-    "float64": 8,
-    "double": 8,
-    "float32": 4,
-    "float": 4,
-    "float16": 2,
-    "half": 2,
-    "bfloat16": 2,
-}
 _LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _LARGEST_POINTER = 1024  # bytes
 
 
-def evidence(source: str, name: str, options: dict[str, Any] | None = None) -> Evidence:
+def evidence(
+    source: str, name: str, options: Mapping[str, Any] | None = None, model_type: str = ""
+) -> Evidence:
     """What the `source` of the model `name` shows about its size.
 
-    Only the `options` `dtype` (or `torch_dtype`) and `revision` are used. Raises NotAModel if the
-    source is not a model. Raises LoadFailed for a damaged source, and for a hub id that was not
-    downloaded.
+    Only the `options` `dtype` (or `torch_dtype`), `task` and `revision` are used. Raises NotAModel
+    if the source is not a model. Raises LoadFailed for a damaged source, and for a hub id that was
+    not downloaded.
     """
     options = options or {}
-    dtype = str(options.get("dtype", options.get("torch_dtype")))
-    item_bytes = DTYPE_BYTES.get(dtype.removeprefix("torch."))
     path = directory(source, name, options.get("revision"))
-    if path.is_dir() and not (path / "config.json").is_file():
-        found = sorted(path.glob("*.gguf"))
-        if found:
-            path = only(found, name)
+    if holds_gguf(path):
+        path = only(sorted(path.glob("*.gguf")), name)
     if path.suffix == ".gguf" and path.is_file():
         return of_gguf(path, name)
     if path.suffix == ".safetensors" and path.is_file():
-        return _of_one_file(path, name, item_bytes)
+        if not (path.parent / "config.json").is_file():
+            return _of_one_file(path, name, options)
+        path = path.parent  # a load reads the whole directory
     pointers = _of_pointers(path) if path.is_dir() else None
     if pointers:
         return pointers
-    return of_checkpoint(safetensors.read(path, name), item_bytes)
+    return of_checkpoint(safetensors.read(path, name), options, model_type)
+
+
+def holds_gguf(path: Path) -> bool:
+    """Whether `path` is a directory with GGUF files and without a Hugging Face model."""
+    if not path.is_dir() or (path / "config.json").is_file():
+        return False
+    return any(path.glob("*.gguf"))
 
 
 def directory(source: str, name: str, revision: str | None = None) -> Path:
@@ -80,15 +78,23 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
         ) from error
 
 
-def of_checkpoint(checkpoint: Checkpoint, item_bytes: int | None = None) -> Evidence:
-    """What the headers of a `checkpoint` show about the model's size.
+def of_checkpoint(
+    checkpoint: Checkpoint, options: Mapping[str, Any], model_type: str = ""
+) -> Evidence:
+    """What the headers of a `checkpoint` show about the model's size after its load.
 
-    With `item_bytes`, floating-point weights count that many bytes per element.
+    `options` are the options of the model. A model of the type `embedding` is loaded without the
+    head of its checkpoint. The config of the result states the dtype of the load, so that the
+    cache of a context has it too.
     """
+    dtype = checkpoint.dtype(options.get("dtype", options.get("torch_dtype")))
+    task = options.get("task")
+    embeds = task == "feature-extraction" or (task is None and model_type == "embedding")
+    config = checkpoint.config
     return Evidence(
-        checkpoint.weight_bytes(item_bytes),
+        checkpoint.weight_bytes(dtype, without_head=embeds),
         "safetensors header",
-        config=checkpoint.config,
+        config={**config, "dtype": dtype} if dtype and config else config,
         pieces=checkpoint.pieces(),
         fingerprint=_fingerprint(checkpoint.stamps),
     )
@@ -137,12 +143,12 @@ def only(found: list[Path], name: str) -> Path:
     )
 
 
-def _of_one_file(path: Path, name: str, item_bytes: int | None) -> Evidence:
+def _of_one_file(path: Path, name: str, options: Mapping[str, Any]) -> Evidence:
     pointed_bytes = _bytes_behind_pointers([path])
     if pointed_bytes:
         return Evidence(file_bytes=pointed_bytes, file_format="safetensors")
     tensors = safetensors.read_header(path, name)
-    return of_checkpoint(Checkpoint(path.parent, {}, tensors, (Stamp.of(path),)), item_bytes)
+    return of_checkpoint(Checkpoint(path.parent, {}, tensors, (Stamp.of(path),)), options)
 
 
 def _of_pointers(path: Path) -> Evidence | None:

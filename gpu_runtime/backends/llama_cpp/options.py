@@ -71,10 +71,15 @@ def gguf_evidence(spec: ModelSpec) -> Evidence:
     found = AbsentBackend(spec.backend).evidence(spec)
     part = offloaded(spec, found.config)
     weights = None if found.weight_bytes is None else round(found.weight_bytes * part)
+    if found.file_bytes and part == 0:
+        weights = 0
     config = {**found.config, "one_sequence": spec.backend == IN_PROCESS}
     layers = config.get("num_hidden_layers")
+    if layers is None and gpu_layers(spec) >= 0:
+        config["layers_on_card"] = gpu_layers(spec)
     if layers is not None:  # otherwise the size of the context's cache is unknown
-        config["context_at_load"] = context_tokens(spec, found.config)
+        config["context_at_load"] = _sequence_tokens(spec, found.config)
+        config["batch_tokens"] = _batch_tokens(spec)
         config["written_scores"] = not flash_attention(spec)
         if part < 1:  # the cache of a layer is on the same device as the layer
             config["all_layers"] = layers
@@ -130,12 +135,29 @@ def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
     model supports by its `config`, at most CONTEXT_TOKENS. In the backend llama_cpp all sequences
     use one context, because they are computed one after the other.
     """
+    sequences = 1 if spec.backend == IN_PROCESS else spec.options.get("sequences") or 1
+    return _sequence_tokens(spec, config) * sequences
+
+
+def _sequence_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
     supported = config.get("max_position_embeddings")
     usual = CONTEXT_TOKENS
     if isinstance(supported, int) and supported > 0:
         usual = min(CONTEXT_TOKENS, supported)
-    length = spec.options.get("context_length") or usual
-    return length * (1 if spec.backend == IN_PROCESS else spec.options.get("sequences") or 1)
+    return spec.options.get("context_length") or usual
+
+
+def _batch_tokens(spec: ModelSpec) -> int:
+    """The most tokens that llama.cpp computes at once for `spec`."""
+    if embeds(spec):
+        return embedded_tokens(spec.options)
+    given = [spec.options.get(name) for name in ("n_batch", "n_ubatch")]
+    return min(gguf.BATCH_TOKENS if count is None else count for count in given)
+
+
+def embeds(spec: ModelSpec) -> bool:
+    """Whether the model of `spec` makes vectors of texts."""
+    return spec.model_type == "embedding" or bool(spec.options.get("embedding"))
 
 
 def flash_attention(spec: ModelSpec) -> bool:
@@ -173,7 +195,7 @@ def llama_arguments(
         "n_ctx": context_tokens(spec, config),
         "main_gpu": numbers[main] if numbers else 0,
         "split_mode": split_mode,
-        "embedding": spec.model_type == "embedding" or bool(spec.options.get("embedding")),
+        "embedding": embeds(spec),
         "needs_gpu": cards is not None and gpu_layers(spec) != 0,
         "flash_attn": flash_attention(spec),
     }
@@ -217,9 +239,10 @@ def taken(
     `numbers` are llama.cpp's numbers of the cards, as in the names of their buffers (CUDA0, CUDA1).
     None means 0, 1 and so on, in the order of `shares`, as in a worker process.
 
-    If no buffer is on a card, llama.cpp computes on the CPU, as it does for simulated cards. Of
-    the model's bytes, a card would hold only the fraction `part` (see `offloaded`). These bytes are
-    divided in proportion to `shares`.
+    If no buffer is on a card, llama.cpp computes on the CPU, as it does for simulated cards. A card
+    would hold the fraction `part` of the weights and of the cache (see `offloaded`), and the whole
+    work space. Results are in host memory in both cases. These bytes are divided in proportion to
+    `shares`.
     """
     buffers = facts["buffers"]
     on_cards = {name: sizes for name, sizes in buffers.items() if name[-1:].isdigit()}
@@ -229,10 +252,14 @@ def taken(
             Share(share.device, max(by_number.get(number, 0), charged.get(share.device, 0)))
             for number, share in zip(numbers or range(len(shares)), shares, strict=True)
         )
-    beside_weights = sum(
-        size for sizes in buffers.values() for use, size in sizes.items() if use != "model"
-    )
-    total = round((facts["weight_bytes"] + beside_weights) * part)
+    by_use: dict[str, int] = {}
+    for sizes in buffers.values():
+        for use, size in sizes.items():
+            by_use[use] = by_use.get(use, 0) + size
+    cache = by_use.get("KV", 0) + by_use.get("RS", 0)
+    total = round((facts["weight_bytes"] + cache) * part)
+    if part:
+        total += by_use.get("compute", 0)
     if len(shares) == 1:
         return (Share(shares[0].device, total),)
     if not sum(share.bytes for share in shares):

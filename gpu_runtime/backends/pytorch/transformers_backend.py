@@ -74,10 +74,10 @@ class TransformersBackend(TorchBackend):
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
         """The bytes of the weights of `spec` in memory, computed from the safetensors headers.
 
-        `origin` is ignored. Raises NotAModel, LoadFailed.
+        `origin` is ignored. Raises BadSetting, NotAModel, LoadFailed.
         """
-        dtype = dtype_of(spec)
-        return sources.of_checkpoint(self._known(spec), dtype.itemsize if dtype else None)
+        dtype_of(spec)
+        return sources.of_checkpoint(self._known(spec), spec.options, spec.model_type)
 
     def _known(self, spec: ModelSpec) -> Checkpoint:
         """The headers of the source of `spec`. They are read again if the files have changed."""
