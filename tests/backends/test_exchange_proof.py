@@ -6,15 +6,17 @@ has been written since the copy.
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import signal
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 import torch
 
 from gpu_runtime.backends.base import NotStill
-from gpu_runtime.backends.pytorch import swap
+from gpu_runtime.backends.pytorch import fingerprint, kernel_memory, swap
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.facts import HOST, Share
@@ -142,19 +144,61 @@ def test_a_signal_handler_that_writes_loses_no_write(monkeypatch):
 
 
 def test_no_code_of_python_runs_between_comparison_and_exchange():
-    """A signal that arrives during the comparison is handled after the exchange."""
+    """A signal that arrives at the comparison is handled after the exchange."""
     source, copy = torch.ones(SIZE), torch.ones(SIZE)
-    proof = swap.Unchanged()
     order: list[str] = []
-    proof.add(source.view(torch.uint8), copy.view(torch.uint8))
-    proof._pairs.append(lambda: signal.raise_signal(signal.SIGUSR1) or 0)  # type: ignore[func-returns-value]
+    proof = swap.Unchanged([source.view(torch.uint8)])
+    proof.compare([copy.view(torch.uint8)])
+    exchange = partial(order.append, "exchange")
+    signals = partial(ctypes.PyDLL(None)["raise"], int(signal.SIGUSR1))
     before = signal.signal(signal.SIGUSR1, lambda *_: order.append("handler"))
     try:
-        assert proof.then([lambda: None])
+        assert proof.then([signals, exchange])
     finally:
         signal.signal(signal.SIGUSR1, before)
-    assert order == ["handler"]
-    proof._pairs.pop()
+    assert order == ["exchange", "handler"]
     copy[-1] = 5
-    assert not proof.then([lambda: order.append("exchange")]) and proof.changed() == [0]
-    assert order == ["handler"]
+    assert not proof.then([exchange]) and proof.changed() == [0]
+    assert order == ["exchange", "handler"]
+
+
+@pytest.mark.parametrize("factor", [0, 4])
+def test_a_storage_of_another_size_is_not_exchanged(factor):
+    """`resize_` frees the memory that was copied."""
+    kernel = Kernel("sim")
+    resized = torch.full((SIZE,), 3.0, device=kernel.card)
+
+    def at_exchange() -> str:
+        resized.untyped_storage().resize_(factor * SIZE * 4)
+        return ""
+
+    kernel.still.at_exchange = at_exchange
+    with pytest.raises(NotStill, match="its memory changes while it is copied"):
+        kernel.park()
+    assert not kernel.handle.away and resized.untyped_storage().nbytes() == factor * SIZE * 4
+    if factor:
+        assert (resized == 3).all()
+
+
+def test_small_tensors_on_a_card_are_digested_together(guards, monkeypatch):
+    """With one digest for each of 10,000 tensors, a card would compute 20,000 times."""
+    kernel = Kernel("simgpu")
+    small = [torch.full((1000,), float(number), device=kernel.card) for number in range(64)]
+    digests = []
+
+    def counted(content: torch.Tensor) -> torch.Tensor:
+        digests.append(content.nbytes)
+        return fingerprint.digest(content)
+
+    monkeypatch.setattr(kernel_memory, "digest", counted)
+
+    def at_exchange() -> str:
+        small[7].data.add_(1)
+        kernel.still.at_exchange = lambda: ""
+        return ""
+
+    kernel.still.at_exchange = at_exchange
+    kernel.park()
+    kernel.unpark()
+    assert set(digests) == {64 * 4000}, digests
+    assert [one[0].item() for one in small] == [*range(7), 8, *range(8, 64)]

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from gpu_runtime.autoload import BLOCK
-from gpu_runtime.units import GIB
+from gpu_runtime.units import GIB, MIB
 from tests.owner.kernels import Quiet
 
 from .bench_crowd import Child, Waits, book, ended, runtime
@@ -28,7 +28,7 @@ CELLS = 200
 STARTS = 8
 OBJECTS = 170_000  # that the garbage collector tracks in an ordinary notebook
 MANY_OBJECTS = 1_200_000  # in a large one
-SMALL_STORAGES = 10_000
+SMALL_STORAGES = 20_000
 ROUNDS = 8
 DEVICES = "sim:1536MiB,host:6GiB"
 
@@ -167,25 +167,36 @@ class _Parkable:
         self._backend.move(self.handle, (Share(device, 1),))
 
 
-def small_milliseconds() -> dict[str, float]:
-    """Median milliseconds to park and to return SMALL_STORAGES storages of 4 KiB."""
+def small_seconds() -> dict[str, dict[str, float]]:
+    """Median processor seconds for each GiB to park and to return SMALL_STORAGES storages of 4 KiB.
+
+    The same bytes in storages of 1 MiB are measured alternately.
+    """
     import torch
 
     from gpu_runtime.backends.pytorch import search
 
     usual, search.SIMULATED_BYTES = search.SIMULATED_BYTES, 4096
+    total = SMALL_STORAGES * 4096
+    taken: dict[str, dict[str, list[float]]] = {}
     try:
-        kept, kernel = [torch.ones(1024) for _ in range(SMALL_STORAGES)], _Parkable()
-        taken: dict[str, list[float]] = {"park": [], "return": []}
-        for _ in range(ROUNDS):
-            for name, act in (("park", kernel.park), ("return", kernel.unpark)):
-                began = time.thread_time()
-                act()
-                taken[name].append(time.thread_time() - began)
-        del kept
+        for number in range(ROUNDS + 1):
+            for name, size in (("4 KiB", 4096), ("1 MiB", MIB)):
+                kept = [torch.ones(size // 4) for _ in range(total // size)]
+                kernel = _Parkable()
+                for way, act in (("park", kernel.park), ("return", kernel.unpark)):
+                    began = time.thread_time()
+                    act()
+                    seconds = (time.thread_time() - began) * GIB / total
+                    if number:
+                        taken.setdefault(name, {}).setdefault(way, []).append(seconds)
+                del kept, kernel
     finally:
         search.SIMULATED_BYTES = usual
-    return {name: statistics.median(times) * 1e3 for name, times in taken.items()}
+    return {
+        name: {way: statistics.median(times) for way, times in ways.items()}
+        for name, ways in taken.items()
+    }
 
 
 def _held_gib() -> list[Any]:
@@ -194,22 +205,35 @@ def _held_gib() -> list[Any]:
     return [torch.ones(GIB // 4 // 16) for _ in range(16)]
 
 
-def _bare_copy() -> float:
-    """The seconds to copy 16 storages, 1 GiB in total, into fresh memory in one call."""
+def _bare_copy() -> tuple[float, float]:
+    """The seconds to copy 16 storages, 1 GiB in total, into fresh memory in one call.
+
+    The second figure are the seconds to compare both, as at an exchange.
+    """
     import torch
+
+    from gpu_runtime.backends.pytorch import swap
 
     sources = _held_gib()
     began = time.perf_counter()
     fresh = [torch.empty_like(one) for one in sources]
     torch._foreach_copy_(fresh, sources)
-    return time.perf_counter() - began
+    copied = time.perf_counter()
+    proof = swap.Unchanged([one.view(torch.uint8) for one in sources])
+    proof.compare([one.view(torch.uint8) for one in fresh])
+    assert proof.then(())
+    return copied - began, time.perf_counter() - copied
 
 
 def swap_seconds() -> dict[str, float]:
-    """Median seconds of a bare copy of 1 GiB, and of parking and returning 1 GiB. They are measured alternately."""
-    taken: dict[str, list[float]] = {"copy": [], "park": [], "return": []}
+    """Median seconds of a bare copy of 1 GiB, of its comparison, and of parking and returning 1 GiB.
+
+    They are measured alternately.
+    """
+    taken: dict[str, list[float]] = {"copy": [], "compare": [], "park": [], "return": []}
     for _ in range(ROUNDS):
-        taken["copy"].append(_bare_copy())
+        for name, seconds in zip(("copy", "compare"), _bare_copy(), strict=True):
+            taken[name].append(seconds)
         kept, kernel = _held_gib(), _Parkable()
         for name, act in (("park", kernel.park), ("return", kernel.unpark)):
             began = time.perf_counter()
@@ -245,9 +269,9 @@ def recall() -> Recall:
         kernel.begin()
         kernel.end()
         kernel.catch_up()
-        say(_bare_copy())
+        say(_bare_copy()[0])
         for _ in told:
-            copy = _bare_copy()
+            copy, _ = _bare_copy()
             kernel.begin()
             kernel.end()
             kernel.catch_up()
@@ -278,7 +302,7 @@ PARTS: dict[str, Callable[[], Any]] = {
     "count": count_milliseconds,
     "start": kernel_start_milliseconds,
     "search": search_milliseconds,
-    "small": small_milliseconds,
+    "small": small_seconds,
     "swap": swap_seconds,
     "recall": recall,
 }

@@ -65,8 +65,8 @@ def _sums(rows: Tensor) -> Tensor:
             torch.mv(keys, words, out=sums[index])
     else:
         for start in range(0, len(rows), _ROWS_ON_A_CARD):  # cards have no integer matrix product
-            part = rows[start : start + _ROWS_ON_A_CARD].long()
-            for key in (0, 1):
+            part = rows[start : start + _ROWS_ON_A_CARD]
+            for key in (0, 1):  # the words become 64-bit numbers in the product
                 sums[start : start + len(part), key] = (part * keys[key]).sum(1)
     return sums
 

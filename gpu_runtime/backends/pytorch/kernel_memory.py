@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import itertools
 import sys
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -33,7 +34,7 @@ from ...devices.process_memory import Block, Memory
 from ...errors import CannotGovern
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares, Staying
 from ...torch_modes import all_outside_modes
-from ...units import show_bytes
+from ...units import MIB, show_bytes
 from ..base import Backend, NotStill, Progress, Stillness, is_out_of_memory
 from . import storages as st
 from . import streams, swap
@@ -45,6 +46,8 @@ from .two_phases import ending
 SENTENCE = "These bytes are parked in host memory. They return before the next cell runs, or with  %gpu unpark"
 _NEVER = 2**31 - 1  # a threshold of new objects that no process reaches, so no collection starts
 _usual_threshold = [*gc.get_threshold()]
+CHANGES = "its memory changes while it is copied"
+BATCH_BYTES = 4 * MIB  # of small tensors on a card that are digested together
 COPIES = 4  # how often bytes that change meanwhile are copied
 REST_SECONDS = 10.0  # how long the work of a card may take to end
 
@@ -86,40 +89,52 @@ class _Copied:
         self._digests: list[torch.Tensor] = []
         known = {one.device for one in keys_on_cards()}
         self._without_keys = {one.device for one in sources} - known
+        self._on_card = any(one.device.type != "cpu" for one in sources)
+        self._batches = _batches(sources) if self._on_card else []
         self._start()
 
     def _start(self) -> None:
         self._rest()
-        self._unchanged = swap.Unchanged(self._tensors)
-        if self._on_card:
-            self._digests = [_digest(one) for one in self._sources]
+        self._unchanged = swap.Unchanged(self._sources, self._tensors)
+        self._digests = [*map(self._digest, self._batches)]
 
-    @property
-    def _on_card(self) -> bool:
-        return any(one.device.type != "cpu" for one in self._sources)
+    def _digest(self, batch: range) -> torch.Tensor:
+        """The digest of the sources with the numbers `batch`, whose bytes lie end to end.
+
+        If their card has no room for the computation, the CPU computes it.
+        """
+        sources = [self._sources[i] for i in batch]
+        try:
+            return digest(_joined(sources))
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+        return digest(_joined([one.cpu() for one in sources]))
 
     def to(self, copies: Iterable[torch.Tensor]) -> None:
         """Records the `copies` of the sources."""
         self._copies = list(copies)
         if not self._on_card:
-            for source, copy in zip(self._sources, self._copies, strict=True):
-                self._unchanged.add(source, copy)
+            self._unchanged.compare(self._copies)
 
     def then(self, calls: Iterable[Callable[[], Any]]) -> bool:
         """Makes all `calls` if the sources equal their copies. Returns whether it made them."""
-        if self._on_card and self._changed():
+        if self._on_card and (self._unchanged.elsewhere() or self._changed()):
             return False
         return self._unchanged.then(calls)
 
     def _changed(self) -> list[int]:
         if not self._on_card:
             return self._unchanged.changed()
-        pairs = zip(self._sources, self._digests, strict=True)
-        return [i for i, (one, known) in enumerate(pairs) if not torch.equal(_digest(one), known)]
+        pairs = zip(self._batches, self._digests, strict=True)
+        changed = [one for one, known in pairs if not torch.equal(self._digest(one), known)]
+        return [*itertools.chain.from_iterable(changed)]
 
     def again(self) -> None:
-        """Copies again the sources that have changed."""
+        """Copies again the sources that have changed. Raises NotStill if their size has."""
         self._rest()
+        if self._unchanged.elsewhere():
+            raise NotStill(CHANGES)
         changed = self._changed()
         if self._on_card:
             self._start()
@@ -134,6 +149,26 @@ class _Copied:
         for some in (self._sources, self._tensors, self._copies, self._digests):
             some.clear()
         self._unchanged = swap.Unchanged()
+
+
+def _batches(sources: Sequence[torch.Tensor]) -> list[range]:
+    """Ranges of the numbers of `sources`. Each range is on one card, and has at most BATCH_BYTES or one source.
+
+    One digest a batch: with one for each of 10,000 small tensors, a card would compute 20,000 times.
+    """
+    batches: list[range] = []
+    start = size = 0
+    for number, one in enumerate(sources):
+        fits = size + one.nbytes <= BATCH_BYTES and one.device == sources[start].device
+        if number > start and not fits:
+            batches.append(range(start, number))
+            start, size = number, 0
+        size += one.nbytes
+    return [*batches, range(start, len(sources))]
+
+
+def _joined(sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    return sources[0] if len(sources) == 1 else torch.cat(sources)
 
 
 class GovernedModels(NamedTuple):
@@ -376,7 +411,7 @@ class KernelBackend(Backend):
             if on_card:
                 exchange.take(one.storage, SENTENCE)
             else:
-                exchange.put(one.storage, copy.untyped_storage(), refuses=True)
+                exchange.put(one.storage, copy.untyped_storage(), refuses=copy)
             away.append(Away(one.storage, copy if on_card else None, home))
         staying = [one._replace(tensors=()) for one in here if one.stays]
         copied.to(copies)
@@ -438,11 +473,17 @@ class KernelBackend(Backend):
 
         The new tensors are put into the list `fresh`.
         """
-        for one in coming:
-            size, device = one.storage.nbytes(), one.storage.device
-            with streams.on_stream(device, one.stream):
-                fresh.append(torch.empty(size, dtype=torch.uint8, device=device))
-            streams.record(fresh[-1], one.stream, model.streams.get(device, ()))
+        made: dict[int, torch.Tensor] = {}
+        for places in st.places_of_equal([(one.storage.device, one.stream) for one in coming]):
+            device, stream = coming[places[0]].storage.device, coming[places[0]].stream
+            with streams.on_stream(device, stream):
+                for i in places:
+                    size = coming[i].storage.nbytes()
+                    made[i] = torch.empty(size, dtype=torch.uint8, device=device)
+            blocks = [made[i] for i in places]
+            streams.record(blocks, device, stream, model.streams.get(device, ()))
+            del blocks
+        fresh += [made.pop(i) for i in range(len(coming))]
         here = iter(_bytes([one.storage for one in coming if one.copy is None]))
         sources = [next(here) if one.copy is None else one.copy for one in coming]
         if sources:
@@ -501,7 +542,7 @@ class KernelBackend(Backend):
                 return
             if copied is not None and number < COPIES:
                 copied.again()
-        raise NotStill("its memory changes while it is copied")
+        raise NotStill(CHANGES)
 
     def drop(self, model: KernelMemory) -> None:
         """Returns offloaded bytes to their card, because they exist nowhere else.
@@ -606,16 +647,6 @@ def without_collections() -> Iterator[None]:
     finally:
         if gc.get_threshold()[0] == _NEVER:  # else the user's code has set it
             gc.set_threshold(*_usual_threshold)
-
-
-def _digest(content: torch.Tensor) -> torch.Tensor:
-    """The digest of `content`. If its card has no room for the computation, the CPU computes it."""
-    try:
-        return digest(content)
-    except Exception as error:
-        if not is_out_of_memory(error):
-            raise
-    return digest(content.cpu())
 
 
 def _rest(cards: Iterable[torch.device]) -> None:

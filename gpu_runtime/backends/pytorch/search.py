@@ -237,10 +237,13 @@ def _with_hidden(
             yield tensor
             if not number % 1024 and limit.over:
                 return
+            if type(tensor) in _PLAIN:
+                if tensor._is_view():
+                    known[id(tensor._base)] += 1
+                if not tensor.requires_grad:
+                    continue
             hidden += gradient(tensor)
             roots += graph(tensor)
-            if type(tensor) in _PLAIN and tensor._is_view():
-                known[id(tensor._base)] += 1
         hidden += (one for one in saved_in(roots, nodes, limit) if isinstance(one, Tensor))
         known.update(map(id, hidden))
         pending = [one for one in hidden if id(one) not in seen]
@@ -503,7 +506,8 @@ def _reason(
     storage: torch.UntypedStorage, tensors: list[Tensor], sent: Collection[int]
 ) -> tuple[str, int]:
     """Why `storage` cannot be moved (empty if it can), and its address (0: none or unknown)."""
-    if any(readable_class(one) is not type(one) for one in tensors):
+    is_plain = _PLAIN.issuperset(map(type, tensors))
+    if not is_plain and any(readable_class(one) is not type(one) for one in tensors):
         return "", 0  # the bytes of a dropped model: a guard without memory is in their place
     if torch._C._is_cow_tensor(tensors[0] if tensors else _view(storage)):
         return COPY_ON_WRITE, torch._C._data_address(_view(storage, 1))  # data_ptr() would copy it

@@ -186,7 +186,7 @@ def copied(
     targets: list[Tensor] = []
     made: dict[int, Tensor] = {}
     try:
-        for places in _places_of_equal(memories):
+        for places in places_of_equal(memories):
             sizes = [sources[i].nbytes for i in places]
             memory = memories[places[0]]
             empty = _empty_together if together and memory.counted else _empty
@@ -220,7 +220,7 @@ def _copy_all(
     if progress:
         progress(0, total)
     routes = list(zip(memories, (source.device for source in sources), strict=True))
-    for places in _places_of_equal(routes):
+    for places in places_of_equal(routes):
         legs = _legs([sources[i] for i in places]) if progress else [range(len(places))]
         for leg in legs:
             batch = [places[i] for i in leg]
@@ -306,7 +306,7 @@ def _empty_together(sizes: Sequence[int], memory: Memory) -> list[Tensor]:
     return [made[index] for index in range(len(sizes))]
 
 
-def _places_of_equal(items: Sequence[Hashable]) -> list[list[int]]:
+def places_of_equal(items: Sequence[Hashable]) -> list[list[int]]:
     """A list of indices for each distinct item of `items`: all places of this item."""
     places: dict[Hashable, list[int]] = {}
     for place, item in enumerate(items):

@@ -217,22 +217,29 @@ def copying_out(device: torch.device) -> contextlib.AbstractContextManager[Any]:
     return _current(module, device, module.Stream(device))
 
 
-def record(tensor: torch.Tensor, home: int | None, streams: Collection[int]) -> None:
-    """Records that all `streams`, and the current stream, use the block of memory of `tensor`.
+def record(
+    tensors: Iterable[torch.Tensor],
+    device: torch.device,
+    home: int | None,
+    streams: Collection[int],
+) -> None:
+    """Records that all `streams`, and the current stream, use the blocks of memory of `tensors`.
 
-    After the block is freed, the allocator waits until these streams have done the work that they
-    had at that moment. Only then it reuses the block. `home` is the stream to which the block
-    belongs; it needs no record.
+    After a block is freed, the allocator waits until these streams have done the work that they had
+    at that moment. Only then it reuses the block. `home` is the stream on `device` to which the
+    blocks belong; it needs no record.
     """
-    module = module_of(tensor.device)
+    module = module_of(device)
     if module is None:
         return
-    current = module.current_stream(tensor.device)
+    current = module.current_stream(device)
+    others = {*streams} - {home, pointer(current)}
+    users = [stream_at(device, stream) for stream in others]
     if pointer(current) != home:
-        tensor.record_stream(current)
-    for stream in streams:
-        if stream not in (home, pointer(current)):
-            tensor.record_stream(stream_at(tensor.device, stream))
+        users.append(current)
+    for tensor in tensors:
+        for user in users:
+            tensor.record_stream(user)
 
 
 # -- rest ------------------------------------------------------------------------------------------

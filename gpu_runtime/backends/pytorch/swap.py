@@ -17,7 +17,7 @@ import functools
 import itertools
 import mmap
 import operator
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -164,16 +164,21 @@ class Exchange:
 
     def __init__(self) -> None:
         self.pairs: list[tuple[torch.UntypedStorage, torch.UntypedStorage]] = []
-        self._calls: list[Callable[[], Any]] = []
-        self._made: list[Callable[[], Any]] = []  # each exchange is its own inverse
+        self._refusing: list[Tensor] = []
+        self._marks: list[Callable[[], Any]] = []
+        self._made: list[None] = []  # one entry for each exchange that was made
 
     def put(
-        self, storage: torch.UntypedStorage, content: torch.UntypedStorage, *, refuses: bool = False
+        self,
+        storage: torch.UntypedStorage,
+        content: torch.UntypedStorage,
+        *,
+        refuses: Tensor | None = None,
     ) -> None:
         """Prepares the exchange of the bytes of `storage` and `content`.
 
-        If `refuses` is true, `storage` refuses writes from then on; see `refuse_writes`. Raises
-        ValueError if they differ in device or size.
+        If `refuses` is a tensor of `content`, `storage` refuses writes from then on; see
+        `refuse_writes`. Raises ValueError if they differ in device or size.
         """
         if storage.device != content.device or storage.nbytes() != content.nbytes():
             raise ValueError(
@@ -181,11 +186,8 @@ class Exchange:
                 f"{content.nbytes()} on {content.device}"
             )
         self.pairs.append((storage, content))
-        if refuses:
-            whole = torch.empty(0, dtype=torch.uint8, device=content.device).set_(content)
-            self._calls.append(partial(torch._C._set_throw_on_mutable_data_ptr, whole))
-        exchange = partial(storage._swap_data_ptr_, content)
-        self._calls += [exchange, partial(self._made.append, exchange)]
+        if refuses is not None:
+            self._refusing.append(refuses)
 
     def take(self, storage: torch.UntypedStorage, sentence: str) -> None:
         """Prepares to replace the bytes of `storage` by a guard; see the function `guard`.
@@ -196,16 +198,26 @@ class Exchange:
         self.put(storage, guard(storage.nbytes(), device, sentence))
         if device.type != "cpu":
             # The text of the error does not move with the guard's pointer, so it is set here again.
-            self._calls.append(partial(_mark(), storage._cdata, sentence))
+            self._marks.append(partial(_mark(), storage._cdata, sentence))
 
     @property
     def calls(self) -> list[Callable[[], Any]]:
-        """The prepared exchanges, as calls for `at_once`."""
-        return list(self._calls)
+        """The prepared exchanges, as calls for `at_once`. Each call of it does its part for all storages."""
+        swaps = itertools.starmap(torch.UntypedStorage._swap_data_ptr_, self.pairs)
+        return [
+            partial(_exhaust, map(torch._C._set_throw_on_mutable_data_ptr, self._refusing)),
+            partial(_exhaust, map(self._made.append, swaps)),
+            partial(_exhaust, map(operator.call, self._marks)),
+        ]
 
     def undo(self) -> None:
-        """Reverts the calls that were made. A repeated call of `undo` does nothing."""
-        at_once([*reversed(self._made), self._made.clear])
+        """Reverts the exchanges that were made. A repeated call of `undo` does nothing."""
+        made = self.pairs[: len(self._made)]
+        back = itertools.starmap(torch.UntypedStorage._swap_data_ptr_, reversed(made))
+        at_once([partial(_exhaust, back), self._made.clear])
+
+
+_exhaust = partial(collections.deque, maxlen=0)  # takes all items of an iterator, within C
 
 
 def at_once(calls: Iterable[Callable[[], Any]]) -> None:
@@ -213,7 +225,7 @@ def at_once(calls: Iterable[Callable[[], Any]]) -> None:
 
     An interrupt therefore takes effect before the first of the `calls` or after the last one.
     """
-    collections.deque(map(operator.call, calls), maxlen=0)
+    _exhaust(map(operator.call, calls))
 
 
 # The C library's function. `PyDLL` keeps the interpreter's lock during the call.
@@ -221,40 +233,66 @@ _memcmp = ctypes.PyDLL(None).memcmp
 _memcmp.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t]
 _memcmp.restype = ctypes.c_int
 _version_of = torch._C.TensorBase._version.__get__  # type: ignore[attr-defined]
+_nbytes_of = torch.UntypedStorage.nbytes
 
 
 class Unchanged:
     """A proof, at an exchange, that the sources are what was copied.
 
-    In host memory the bytes are compared. On a card the version counters of its tensors are
-    compared, because nothing there can be read within one call into C; see `digests`.
+    They must lie where they lay, with as many bytes. In host memory the bytes are compared. On a
+    card the version counters of its tensors are compared, because nothing there can be read within
+    one call into C: the caller compares digests.
     """
 
-    def __init__(self, tensors: Iterable[Tensor] = ()) -> None:
-        """`tensors` are those whose version counters must stay as they are now."""
+    def __init__(self, sources: Sequence[Tensor] = (), tensors: Iterable[Tensor] = ()) -> None:
+        """`sources` are the whole bytes of storages, each [nbytes] uint8.
+
+        `tensors` are those whose version counters must stay as they are now.
+        """
+        self._sources = list(sources)
+        self._storages = [one.untyped_storage() for one in self._sources]
+        self._addresses = [*map(torch._C._data_address, self._sources)]
+        self._sizes = [*map(_nbytes_of, self._storages)]
         self._tensors = [one for one in tensors if not one.is_inference()]
         self._versions = [*map(_version_of, self._tensors)]
-        self._pairs: list[Callable[[], int]] = []
+        self._copies: list[int] = []
 
-    def add(self, source: Tensor, copy: Tensor) -> None:
-        """The bytes of `source`, [nbytes] uint8 in host memory, must equal those of `copy`."""
-        places = (address(source), address(copy), source.nbytes)
-        self._pairs.append(partial(_memcmp, *places))
+    def compare(self, copies: Iterable[Tensor]) -> None:
+        """The bytes of the sources, in host memory, must equal those of `copies`."""
+        self._copies = [*map(torch._C._data_address, copies)]
 
     def then(self, calls: Iterable[Callable[[], Any]]) -> bool:
         """Makes all `calls` if nothing has changed, and returns whether it made them.
 
-        Comparison and calls are one call into C, as in `at_once`. Each of `calls` must return None.
+        Comparison and calls are one call into C, as in `at_once`. Each of `calls` must return None
+        or something empty.
         """
         made: list[bool] = []
         differences = itertools.chain(
             map(operator.ne, map(_version_of, self._tensors), self._versions),
-            map(operator.call, self._pairs),
+            map(operator.or_, *self._elsewhere()),
+            self._different(),
             map(operator.call, [*calls, partial(made.append, True)]),
         )
-        collections.deque(itertools.takewhile(operator.not_, differences), maxlen=0)
+        _exhaust(itertools.takewhile(operator.not_, differences))
         return bool(made)
 
+    def _elsewhere(self) -> tuple[Iterable[bool], Iterable[bool]]:
+        """For each source, whether its address has changed, and whether its size has."""
+        addresses = map(torch._C._data_address, self._sources)
+        return (
+            map(operator.ne, addresses, self._addresses),
+            map(operator.ne, map(_nbytes_of, self._storages), self._sizes),
+        )
+
+    def _different(self) -> Iterable[int]:
+        """For each source with a copy, a number that is not 0 if their bytes differ."""
+        return map(_memcmp, self._addresses, self._copies, self._sizes)
+
+    def elsewhere(self) -> bool:
+        """Whether a source has another address or size than it had, after `resize_` for example."""
+        return any(map(operator.or_, *self._elsewhere()))
+
     def changed(self) -> list[int]:
-        """The numbers of the pairs, in the order of `add`, whose bytes differ now."""
-        return [number for number, compare in enumerate(self._pairs) if compare()]
+        """The numbers of the sources whose bytes differ from their copies now."""
+        return [number for number, differs in enumerate(self._different()) if differs]

@@ -65,7 +65,7 @@ class TwoPhaseMove:
             storage, content = group.storage, target.untyped_storage()
             if swap.can_swap() and storage.device == content.device:
                 leaves = memory.device == HOST and _was_on_card(model, group)
-                self.exchange.put(storage, content, refuses=leaves)
+                self.exchange.put(storage, content, refuses=target if leaves else None)
                 self.own[storage._cdata] = memory
             elif memory.device == HOST and swap.can_guard(storage.device):
                 self.exchange.take(storage, away_sentence(model.spec.name))
