@@ -148,9 +148,8 @@ def _raise_pending(thread: int) -> None:
     flag set, a function that is traced, as by a debugger, never gets past its first instruction.
     """
     try:
-        _set_async_error(thread, Stopped)  # in place of one that is pending
-        while True:
-            pass
+        while True:  # in place of one that is pending; another thread's error may clear the flag
+            _set_async_error(thread, Stopped)
     except Stopped:
         pass  # it has arrived
 
