@@ -9,6 +9,7 @@ from pathlib import Path
 from gpu_runtime.samples import (
     _SHAPE,
     VOCABULARY,
+    _gguf_vocabulary,
     _unprintable,
     causal_lm,
     embedder,
@@ -65,6 +66,56 @@ def vision_lm(directory: Path) -> Path:
     for saved in (model, processor):
         saved.save_pretrained(directory)
     return directory
+
+
+LONG_TOKENS = ["-" * 64, "\n" + " " * 40, "é" * 20, "a" * 600]  # of more than 32 bytes
+
+
+def gguf_vocabulary(file: Path, kind: str) -> Path:
+    """Saves a GGUF file of a vocabulary with LONG_TOKENS, without weights. Returns this path.
+
+    `kind` is "spm" for SentencePiece, "added" for SentencePiece with these tokens added by the user, or "bpe" for
+    bytes.
+    """
+    import gguf
+
+    kinds = gguf.TokenType
+    writer = gguf.GGUFWriter(str(file), "llama")
+    writer.add_context_length(256)
+    writer.add_embedding_length(64)
+    writer.add_block_count(1)
+    writer.add_feed_forward_length(64)
+    writer.add_head_count(4)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_dimension_count(16)
+    if kind == "bpe":
+        words = tokenizer()
+        words.add_tokens(LONG_TOKENS)
+        size = len(words)
+        names = words.convert_ids_to_tokens(range(size))
+        types = [kinds.CONTROL if at < 3 else kinds.NORMAL for at in range(size)]
+        types[-len(LONG_TOKENS) :] = [kinds.USER_DEFINED] * len(LONG_TOKENS)
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre("gpt-2")
+        merges = json.loads(words.backend_tokenizer.to_str())["model"]["merges"]
+        writer.add_token_merges([" ".join(pair) for pair in merges])
+    else:
+        added = kinds.USER_DEFINED if kind == "added" else kinds.NORMAL
+        space = " " if kind == "added" else "\u2581"
+        pairs = _gguf_vocabulary() + [(word.replace(" ", space), added) for word in LONG_TOKENS]
+        names, types = [word for word, _ in pairs], [type for _, type in pairs]
+        writer.add_tokenizer_model("llama")
+        writer.add_token_scores([-float(place) for place in range(len(names))])
+    writer.add_vocab_size(len(names))
+    writer.add_token_list([name.encode() for name in names])
+    writer.add_token_types(types)
+    writer.add_bos_token_id(1)
+    writer.add_eos_token_id(2)
+    writer.add_unk_token_id(0)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    return file
 
 
 def hub_cache(home: Path, repository: str, directory: Path) -> None:

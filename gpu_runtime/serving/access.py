@@ -18,7 +18,7 @@ from .engines.openai_format import max_tokens_of
 from .health.allowance import Allowance
 from .health.costs import prompt_tokens
 from .request_log import CallRecord, current
-from .requests import Call, Refused
+from .requests import Call, Refused, prompts_of
 from .routing.fallback import Choice
 from .usage import Usage
 
@@ -83,7 +83,8 @@ class KeyRules:
             raise Refused(403, "model_not_allowed", text, param="model")
         if key.importance is not None:
             call = replace(call, highest=parse_importance(key.importance))
-        choices = call.body.get("n") or 1
+        prompts = len(prompts_of(call.body)) if call.kind == "completions" else 1
+        choices = prompts * (call.body.get("n") or 1)
         asked = max_tokens_of(call.body) if call.kind in _WRITTEN else 0
         total = None if asked is None else asked * choices
         name = visitor.removeprefix(BEGIN)
@@ -130,5 +131,6 @@ class KeyRules:
 def _limited(call: Call, most: int) -> Call:
     """The `call`, changed so that each of the `n` texts of its answer has at most `most` tokens."""
     name = "max_completion_tokens" if "max_completion_tokens" in call.body else "max_tokens"
-    most = min(most, call.body.get(name) or most)
+    asked = call.body.get(name)
+    most = most if asked is None else min(most, asked)
     return replace(call, body={**call.body, name: most})

@@ -12,7 +12,6 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..facts import ModelSpec, Value
-from .engines.logprobs import count_of
 from .requests import KINDS, Call, Refused, no_field
 
 LLAMA, TORCH = "llama_cpp", "transformers"
@@ -108,11 +107,6 @@ def require_fields(call: Call, spec: ModelSpec) -> None:
         if _is_empty(value) or _serves(spec.backend, call.kind, name, value):
             continue
         raise _refusal(spec, call.kind, name, value)
-    if call.body.get("echo") and count_of(call.body) is not None:
-        why = "logprobs cannot be combined with echo: the prompt's tokens have no probabilities"
-        raise Refused(
-            400, "not_supported", f"{spec.name} cannot be asked this: {why}", param="logprobs"
-        )
 
 
 def _require_one_value(body: Mapping[str, Any]) -> None:

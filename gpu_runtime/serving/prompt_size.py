@@ -27,6 +27,17 @@ def characters(body: Mapping[str, Any]) -> int:
     return sum(map(len, texts(body)))
 
 
+def given_tokens(body: Mapping[str, Any]) -> int:
+    """The number of tokens in the prompt or input of a request's `body` that are given as numbers.
+
+    >>> given_tokens({"prompt": [[1, 2], [3]]}), given_tokens({"prompt": "a"})
+    (3, 0)
+    """
+    lists = [value for name in ("prompt", "input") if isinstance(value := body.get(name), list)]
+    parts = [part for given in lists for part in given]
+    return sum(len(part) if isinstance(part, list) else isinstance(part, int) for part in parts)
+
+
 def texts(body: Mapping[str, Any]) -> Iterator[str]:
     """The texts in the prompt, input, query, documents and messages of a request's `body`."""
     values = (body.get(name) for name in ("prompt", "input", "query", "documents"))

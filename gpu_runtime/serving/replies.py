@@ -17,6 +17,7 @@ from .requests import Refused, Reply
 from .routing.fallback import Choice
 
 MAX_HEADER_LENGTH = 400
+TOLD = ("max_tokens",)  # the limit of the answer, if it is less than the call requests
 
 
 class Streamed:
@@ -156,13 +157,21 @@ def why_this_model(choice: Choice, failed: Sequence[tuple[str, BaseException]]) 
 
 
 def add_origin(reply: Reply) -> None:
-    """Writes into the body and the headers of `reply` which model gave the answer and why."""
+    """Writes into the body and the headers of `reply` which model gave the answer and why.
+
+    Both also have what the adapter has noted in `x_gpu` about the answer (TOLD).
+    """
     origin = {"asked": reply.asked, "model": reply.model}
     if reply.because:
         origin["because"] = reply.because
     body = reply.json if reply.json is not None else reply.events.first  # type: ignore[union-attr]
+    told = body.get("x_gpu") or {}
+    origin |= {name: told[name] for name in TOLD if name in told}
     body["x_gpu"] = origin
-    reply.headers = {f"X-GPU-{name.title()}": _header_text(text) for name, text in origin.items()}
+    reply.headers = {
+        f"X-GPU-{name.replace('_', '-').title()}": _header_text(str(value))
+        for name, value in origin.items()
+    }
 
 
 @contextlib.contextmanager

@@ -23,6 +23,7 @@ KINDS = ("chat", "completions", "embeddings", "images", "rerank", "tokenize", "d
 MAX_TOKENS = 1_000_000  # a larger number for one answer is a mistake for any model
 MAX_MESSAGES = 10_000
 MAX_TEXTS = 2048  # the most texts of one call for embeddings
+MAX_PROMPTS = 128  # the most prompts of one call for completions
 MOST_LOGPROBS = 20  # the most tokens whose probabilities are given in place of one token
 MAX_SECONDS = 86_400.0  # largest duration that a client may set: a day
 MAX_NAME_LENGTH = 256
@@ -129,7 +130,7 @@ def read_call(kind: str, body: Any, client: str = "") -> Call:
     model = _model_name(plain)
     _CHECKS[kind](plain)
     _require_bounded(plain)
-    check_numbers(plain)
+    check_numbers(plain, kind)
     stream = _stream(kind, plain)
     profile = _client_id(own.get("x_client_id"))
     return Call(
@@ -248,12 +249,34 @@ def _check_message(place: str, message: Any) -> None:
 
 
 def _check_completions(body: Mapping[str, Any]) -> None:
-    if not isinstance(body.get("prompt"), str):
-        raise bad("prompt", body.get("prompt"), "text")
+    prompts_of(body)
     count = body.get("logprobs")
     is_count = type(count) is int and 0 <= count <= MOST_LOGPROBS
     if count is not None and count is not False and not is_count:
         raise bad("logprobs", count, f"a whole number from 0 to {MOST_LOGPROBS}")
+
+
+def _check_tokenize(body: Mapping[str, Any]) -> None:
+    if not isinstance(body.get("prompt"), str):
+        raise bad("prompt", body.get("prompt"), "text")
+
+
+def prompts_of(body: Mapping[str, Any]) -> list[str | list[int]]:
+    """The prompts in the `prompt` of a call for completions. A prompt may also be given as a list of tokens.
+
+    >>> prompts_of({"prompt": ["a", "b"]}), prompts_of({"prompt": [1, 2]})
+    (['a', 'b'], [[1, 2]])
+
+    Raises Refused (400).
+    """
+    given = body.get("prompt")
+    if given == "":
+        return [given]
+    found = _texts(given, MAX_PROMPTS)
+    if found is None:
+        expected = f"text, or a list of 1 to {MAX_PROMPTS} texts, or of lists of token numbers"
+        raise bad("prompt", given, expected)
+    return found
 
 
 def _check_embeddings(body: Mapping[str, Any]) -> None:
@@ -271,14 +294,21 @@ def texts_of_embeddings(body: Mapping[str, Any]) -> list[str | list[int]]:
 
     Raises Refused (400).
     """
-    given = body.get("input")
+    found = _texts(body.get("input"), MAX_TEXTS)
+    if found is None:
+        expected = f"text, or a list of 1 to {MAX_TEXTS} texts, or of lists of token numbers"
+        raise bad("input", body.get("input"), expected)
+    return found
+
+
+def _texts(given: Any, most: int) -> list[str | list[int]] | None:
+    """The texts or lists of tokens in `given`, which is one of them or a list of at most `most`; else None."""
     if isinstance(given, str) and given or _is_tokens(given):
-        return [given]  # type: ignore[list-item]
-    if isinstance(given, list) and 0 < len(given) <= MAX_TEXTS:
+        return [given]
+    if isinstance(given, list) and 0 < len(given) <= most:
         if all(isinstance(text, str) for text in given) or all(map(_is_tokens, given)):
             return list(given)
-    expected = f"text, or a list of 1 to {MAX_TEXTS} texts, or of lists of token numbers"
-    raise bad("input", given, expected)
+    return None
 
 
 def _is_tokens(value: Any) -> bool:
@@ -330,7 +360,7 @@ _CHECKS = {
     "embeddings": _check_embeddings,
     "images": _check_images,
     "rerank": _check_rerank,
-    "tokenize": _check_completions,
+    "tokenize": _check_tokenize,
     "detokenize": _check_detokenize,
     LOAD: lambda body: None,
 }
@@ -368,13 +398,15 @@ _PLAIN_TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
 )
 
 
-def check_numbers(body: Mapping[str, Any]) -> None:
+def check_numbers(body: Mapping[str, Any], kind: str = "chat") -> None:
     """Checks the values of the fields in `body` that engines read, so that no engine fails on an invalid value.
 
-    Raises Refused (400) for an invalid value.
+    `kind` is the kind of the call. Raises Refused (400) for an invalid value.
     """
     for name, (least, most) in _WHOLE_NUMBERS.items():
         value = body.get(name)
+        if kind == "completions" and "max_" in name:
+            least = 0  # with echo, a call may ask for the prompt's probabilities alone
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if value is not None and not (is_whole and least <= value <= most):
             raise bad(name, value, f"a whole number from {least} to {most}")

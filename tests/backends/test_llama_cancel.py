@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import queue
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
+from transformers import AutoTokenizer
 
 from gpu_runtime.backends.llama_cpp import worker
 from gpu_runtime.backends.llama_cpp.backend import LlamaModel
 from gpu_runtime.backends.llama_cpp.channels import Channel
 from gpu_runtime.backends.llama_cpp.rpc import LlamaEngine
+from gpu_runtime.serving.engines.scored_tokens import Vocabulary
 from gpu_runtime.threads import Cancellation
+from tests import tiny_models
 from tests.clock import PATIENCE
 
 
@@ -76,12 +80,16 @@ def test_a_cancellation_calls_each_function_once():
     assert called == ["before", "after"]
 
 
+def load(file: Path, **more: Any) -> Any:
+    """The model that a worker loads from `file`, in this process."""
+    pytest.importorskip("llama_cpp")
+    order = {"model_path": str(file), "n_ctx": 512, "verbose": False, **more}
+    return worker._load(order, worker.Inbox(), lambda part: None, lambda line: None)
+
+
 def test_the_worker_stops_within_one_batch_of_a_prompt(tiny_gguf):
     """A batch of 512 tokens takes seconds on a CPU. Afterwards the model computes the same as before."""
-    pytest.importorskip("llama_cpp")
-    inbox = worker.Inbox()
-    order = {"model_path": str(tiny_gguf), "n_ctx": 512, "verbose": False}
-    model = worker._load(order, inbox, lambda part: None, lambda line: None)
+    model = load(tiny_gguf)
     try:
         tokens = [1] * 300
         checks = []
@@ -95,3 +103,40 @@ def test_the_worker_stops_within_one_batch_of_a_prompt(tiny_gguf):
         assert model.n_tokens == 300
     finally:
         model.close()
+
+
+@pytest.mark.parametrize("kind", ["spm", "added", "bpe"])
+def test_every_token_has_the_bytes_that_transformers_gives_it(tmp_path, kind):
+    """The library's own method loses each token of more than 32 bytes, such as a line of dashes."""
+    file = tiny_models.gguf_vocabulary(tmp_path / "v.gguf", kind)
+    model = load(file, vocab_only=True)
+    try:
+        known = Vocabulary(AutoTokenizer.from_pretrained(tmp_path, gguf_file=file.name))
+        tokens = range(model.n_vocab())
+        ours = [model.detokenize([token], special=True) for token in tokens]
+        assert ours == [known.data(token) for token in tokens]
+        assert [data.decode() for data in ours[-4:]] == tiny_models.LONG_TOKENS
+        assert model._model.detokenize([*tokens][3:]) == b"".join(ours[3:])
+    finally:
+        model.close()
+
+
+@pytest.mark.parametrize("length", [1023, 1024, 1025])
+def test_a_chat_template_keeps_its_last_character(tmp_path, length):
+    """The library's own method cuts it off if the text just fills the buffer of 1024 bytes."""
+    gguf = pytest.importorskip("gguf")
+    plain = tiny_models.gguf_vocabulary(tmp_path / "v.gguf", "spm")
+    writer = gguf.GGUFWriter(str(tmp_path / "t.gguf"), "llama")
+    reader = gguf.GGUFReader(str(plain))
+    for field in list(reader.fields.values()):
+        if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+            kinds = [*field.types, None]
+            writer.add_key_value(field.name, field.contents(), kinds[0], kinds[1])
+    template = "x" * (length - 1) + "!"
+    writer.add_chat_template(template)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.close()
+    model = load(tmp_path / "t.gguf", vocab_only=True)
+    assert model.metadata["tokenizer.chat_template"] == template
+    model.close()

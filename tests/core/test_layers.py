@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[2]
 GROUND = (
     "safe_text errors fault_texts units facts arguments options settings forks threads attribution"
     " presets kernel_activity private_paths tcp_sockets names tracked_objects upcoming_cells"
-    " notebook cell_keys user_frames error_pages engine_logs access_keys version torch_modes limited_files"
+    " notebook cell_keys user_frames error_pages engine_logs access_keys version torch_modes limited_files stop_text"
     " other_libraries"
 )
 ACTING = (
@@ -27,6 +27,7 @@ ACTING = (
 )
 MAY_IMPORT = {  # folder or top-level file -> what it may import besides itself, and only downward
     "safe_text": "",
+    "stop_text": "",
     "user_frames": "safe_text",
     "errors": "safe_text user_frames",
     "error_pages": "errors",

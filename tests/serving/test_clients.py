@@ -7,11 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.serving.engines import chat_template
-from gpu_runtime.serving.engines.openai_format import StopText
 from gpu_runtime.serving.health.clients import MAX_CLIENTS, MAX_MODELS, Clients, Pattern
 from gpu_runtime.serving.requests import Refused, read_call
 from gpu_runtime.serving.routing.profiles import apply_profile
 from gpu_runtime.serving.routing.tasks import Profile
+from gpu_runtime.stop_text import StopText
 
 CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
 

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from gpu_runtime import samples
 from gpu_runtime.serving.engines.embedding import FIRST, LAST, MEAN, _pooled, pooling_of
 from gpu_runtime.serving.engines.registry import adapter_for
 from gpu_runtime.serving.fields import serves
@@ -116,15 +117,35 @@ async def test_the_refusal_of_a_too_long_prompt_has_the_figures(name, sources):
     ) as k:
         for body in (
             {"text": "word " * 400},
-            {"max_tokens": 100_000},
+            {"text": "word " * 400, "max_tokens": 100_000},
             {"text": "word " * 400, "stream": True},
         ):
             with pytest.raises(
                 Refused, match="its context is [0-9]+ tokens; the prompt has [0-9]+"
             ) as refused:
                 await k.chat(name, **body)
-            assert refused.value.status == 400
+            assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+            assert refused.value.facts["param"] == "messages"
         assert answer_text(await k.chat(name, max_tokens=3))
+
+
+@both
+@in_loop
+async def test_an_answer_may_have_the_rest_of_the_context(name, sources):
+    """Anthropic's clients must send a maximum, so their defaults are larger than many contexts."""
+    options = {"context_length": 256} if name == "gguf" else {}
+    async with with_models(sources, name, **options) as k:
+        reply = await k.chat(name, max_tokens=128_000)
+        [choice] = reply.json["choices"]
+        room = reply.json["usage"]["completion_tokens"]
+        assert choice["finish_reason"] == "length" and room == reply.json["x_gpu"]["max_tokens"]
+        assert reply.json["usage"]["total_tokens"] == 256
+        assert reply.headers["X-GPU-Max-Tokens"] == str(room)
+        stream = await k.chat(name, max_tokens=128_000, stream=True)
+        assert stream.headers["X-GPU-Max-Tokens"] == str(room)
+        assert await stream_text(stream) and "X-GPU-Max-Tokens" not in (
+            (await k.chat(name, max_tokens=3)).headers
+        )
 
 
 @both
@@ -196,6 +217,111 @@ async def test_several_choices_and_the_prompt_are_in_one_answer(name, sources):
             for choice in event["choices"]:
                 streamed[choice["index"]] += choice["text"]
         assert streamed == texts and events[-1]["usage"] == whole["usage"]
+
+
+@both
+@in_loop
+async def test_several_prompts_are_texts_or_lists_of_tokens(name, sources):
+    """Each prompt has `n` choices, in order. A prompt counts once in the usage."""
+    plain = {"model": name, "max_tokens": 3, "temperature": 0}
+    async with with_models(sources, name) as k:
+
+        async def complete(prompt: Any, **more: Any) -> dict[str, Any]:
+            body = {**plain, "prompt": prompt, **more}
+            return (await k.gateway.answer("completions", body)).json
+
+        async def tokens(text: str) -> list[int]:
+            body = {"model": name, "prompt": text, "add_special_tokens": True}
+            return (await k.gateway.answer("tokenize", body)).json["tokens"]
+
+        texts = ["the quick", "the lazy dog"]
+        alone = [await complete(text) for text in texts]
+        known = [one["choices"][0]["text"] for one in alone]
+        numbers = [await tokens(text) for text in texts]
+        for prompt in (texts, numbers):
+            found = await complete(prompt, n=2)
+            assert [choice["index"] for choice in found["choices"]] == [0, 1, 2, 3]
+            assert [choice["text"] for choice in found["choices"]] == [
+                *known[:1] * 2,
+                *known[1:] * 2,
+            ]
+            assert found["usage"]["prompt_tokens"] == sum(map(len, numbers))
+            assert found["usage"]["completion_tokens"] == 12
+        assert (await complete(numbers[0]))["choices"][0]["text"] == known[0]
+        with pytest.raises(Refused, match="9999999 is not in its vocabulary") as refused:
+            await complete([1, 9999999])
+        assert refused.value.facts["param"] == "prompt"
+
+
+@both
+@in_loop
+async def test_special_tokens_of_a_plain_prompt_are_read_as_such(name, sources):
+    """Templates of clients, and the marks of fill-in-the-middle, are written in special tokens."""
+    async with with_models(sources, name) as k:
+        body = {"model": name, "prompt": "<s>a</s><s>b</s>", "max_tokens": 1}
+        used = (await k.gateway.answer("completions", body)).json["usage"]["prompt_tokens"]
+        wanted = {"model": name, "prompt": body["prompt"], "add_special_tokens": True}
+        assert used == (await k.gateway.answer("tokenize", wanted)).json["count"]
+        assert used < len(body["prompt"])
+
+
+@both
+@in_loop
+async def test_the_prompt_itself_is_scored(name, sources):
+    """lm-evaluation-harness reads the probabilities of a text from its echo. The first token has none."""
+    async with with_models(sources, name) as k:
+        body = {"model": name, "prompt": "the quick brown", "echo": True, "logprobs": 1}
+
+        async def choice(**more: Any) -> dict[str, Any]:
+            reply = await k.gateway.answer("completions", {**body, "temperature": 0, **more})
+            return reply.json["choices"][0]
+
+        bare = await choice(max_tokens=0)
+        assert bare["text"] == body["prompt"] and bare["finish_reason"] == "length"
+        found = bare["logprobs"]
+        assert (found["token_logprobs"][0], found["top_logprobs"][0]) == (None, None)
+        assert all(value < 0 for value in found["token_logprobs"][1:])
+        assert found["text_offset"][0] == 0 and len(set(map(len, found.values()))) == 1
+        whole = await choice(max_tokens=4)
+        written = whole["text"].removeprefix(body["prompt"])
+        first = len(bare["logprobs"]["tokens"])
+        scored = whole["logprobs"]
+        assert scored["token_logprobs"][:first] == pytest.approx(found["token_logprobs"])
+        assert "".join(scored["tokens"][first:]) == written and len(scored["tokens"]) == first + 4
+        for token, offset in zip(
+            scored["tokens"][first:], scored["text_offset"][first:], strict=True
+        ):
+            assert whole["text"][offset:].startswith(token)
+        # The written tokens have the same probabilities if they are part of the prompt.
+        ids = {"model": name, "prompt": body["prompt"], "add_special_tokens": True}
+        prompt = (await k.gateway.answer("tokenize", ids)).json["tokens"]
+        more = (await k.gateway.answer("tokenize", {"model": name, "prompt": written})).json
+        if name == "writer":
+            again = await choice(prompt=[*prompt, *more["tokens"]], max_tokens=0)
+            values = again["logprobs"]["token_logprobs"]
+            if len(values) == first + 4:
+                assert values[1:] == pytest.approx(scored["token_logprobs"][1:], abs=1e-3)
+        stream = {**body, "max_tokens": 2, "stream": True}
+        events = [event async for event in (await k.gateway.answer("completions", stream)).events]
+        assert events[0]["choices"][0]["text"] == body["prompt"]
+
+
+@pytest.mark.processes
+@in_loop
+async def test_a_token_of_more_than_32_bytes_is_in_the_text(tmp_path, monkeypatch):
+    """The buffer of llama-cpp-python's method has 32 bytes, and such a token was lost in silence."""
+    import gguf
+
+    words = samples._gguf_vocabulary()
+    more = [(word, gguf.TokenType.NORMAL) for word in ("-" * 64, "é" * 30)]
+    monkeypatch.setattr(samples, "_gguf_vocabulary", lambda: words + more)
+    async with with_models({"gguf": tiny_models.gguf_lm(tmp_path / "long.gguf")}, "gguf") as k:
+        for number, (word, _) in enumerate(more, len(words)):
+            bias = {"logit_bias": {str(number): 100}, "temperature": 0, "max_tokens": 3}
+            reply = await k.chat("gguf", "hi", **bias)
+            assert answer_text(reply) == 3 * word and reply.json["usage"]["completion_tokens"] == 3
+            stream = await k.chat("gguf", "hi", stream=True, **bias)
+            assert await stream_text(stream) == 3 * word
 
 
 @both
@@ -273,7 +399,7 @@ async def test_a_json_schema_is_enforced(name, sources):
 async def test_without_its_library_forced_json_is_refused_with_what_to_type(sources, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     async with with_models(sources, "writer") as k:
-        with pytest.raises(Refused, match=r"pip install 'gpu-console\[torch\]'") as refused:
+        with pytest.raises(Refused, match="pip install llguidance") as refused:
             await k.chat("writer", response_format={"type": "json_object"})
         assert refused.value.status == 400
         assert answer_text(await k.chat("writer", max_tokens=2, response_format={"type": "text"}))

@@ -11,8 +11,10 @@ import pytest
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 
+from gpu_runtime.backends.llama_cpp import worker
 from gpu_runtime.facts import ModelSpec
 from gpu_runtime.serving.api.responses import chat_of, events, response_of
+from gpu_runtime.serving.engines import scored_tokens
 from gpu_runtime.serving.engines.llama_cpp import LlamaCppAdapter
 from gpu_runtime.serving.engines.logprobs import LEAST, LogprobsWriter, Token, Unsent
 from gpu_runtime.serving.engines.scored_tokens import ScoredTokens
@@ -96,7 +98,7 @@ async def test_a_completion_has_the_probabilities_in_its_own_format(name, source
                 found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
             ):
                 assert top[text] == logprob and len(top) in (2, 3)
-        for refused in ({"echo": True}, {"logprobs": 21}, {"logprobs": True}):
+        for refused in ({"logprobs": 21}, {"logprobs": True}):
             with pytest.raises(Refused, match="logprobs"):
                 await k.gateway.answer("completions", {**body, **refused})
 
@@ -248,12 +250,50 @@ def test_a_character_of_several_tokens_is_kept_as_bytes():
     for token in tokens:
         unsent.add(token)
     assert unsent.take("é") == tokens and unsent.take_rest() == ()
-    plain = LogprobsWriter(chat=False).field(tokens) or {}
+    plain = LogprobsWriter(chat=False).field(tokens, "é") or {}
     assert plain["tokens"] == ["bytes:\\xc3", "bytes:\\xa9"] and plain["text_offset"] == [0, 1]
-    entries = (LogprobsWriter(chat=True).field(tokens) or {})["content"]
+    entries = (LogprobsWriter(chat=True).field(tokens, "é") or {})["content"]
     assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == "é"
     assert entries[0]["token"] == "\ufffd" and entries[1]["logprob"] == LEAST
 
 
 def _text(tokens: list[dict[str, Any]]) -> str:
     return bytes(byte for token in tokens for byte in token["bytes"]).decode()
+
+
+@in_loop
+async def test_a_prompt_that_is_scored_in_parts_has_the_same_figures(sources, monkeypatch):  # noqa: F811
+    """A long prompt is computed in parts, because all its logits at once might not fit the card."""
+    async with with_models(sources, "writer") as k:
+        with k.rt.use("writer") as module:
+            scored = ScoredTokens(module.tokenizer, 2)
+            tokens = list(range(10, 60))
+            whole = scored.of_prompt(module, tokens)
+            monkeypatch.setattr(scored_tokens, "LOGITS_AT_ONCE", 7 * 512)
+            parts = scored.of_prompt(module, tokens)
+    assert [token.data for token in parts] == [token.data for token in whole]
+    assert whole[0].logprob is parts[0].logprob is None and len(whole) == 50
+    for one, other in zip(parts[1:], whole[1:], strict=True):
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+
+
+def test_a_prompt_of_a_gguf_has_the_figures_of_the_library(sources, monkeypatch):  # noqa: F811
+    """The worker computes the prompt in small batches. It can continue the prompt afterwards."""
+    llama_cpp = pytest.importorskip("llama_cpp")
+    monkeypatch.setattr(worker, "SCORED_AT_ONCE", 3)
+    order = {"model_path": str(sources["gguf"]), "n_ctx": 256, "verbose": False}
+    model = worker._load(order, worker.Inbox(), lambda part: None, lambda line: None)
+    given = {"add_bos": True, "by_piece": False, "top_logprobs": 2, "temp": 0.0}
+    text = "the quick brown fox"
+    prompt, end = model.write(text, most=4, echo=True, **given)
+    [alone] = model.write(text, most=4, **given)
+    assert (end["text"], prompt["text"]) == (alone["text"], text)
+    own = llama_cpp.Llama(str(sources["gguf"]), logits_all=True, verbose=False, n_ctx=256)
+    tokens = own.tokenize(text.encode())
+    own.eval(tokens)
+    for at, (_, logprob, _) in enumerate(prompt["tokens"][1:], 1):
+        expected = own.logits_to_logprobs(own.scores[at - 1])[tokens[at]]
+        assert logprob == pytest.approx(float(expected), abs=1e-3)
+    assert len(prompt["tokens"]) == len(tokens)
+    own.close()
+    model.close()

@@ -13,16 +13,19 @@ these, each call gets any number of {"id", "item"} and one {"id", "end"} or {"id
 from __future__ import annotations
 
 import base64
+import codecs
 import ctypes
+import functools
 import json
 import os
 import queue
+import random
 import re
 import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +38,7 @@ OUR_METHODS = ("write", "drill")  # the methods of `_OurMethods` below
 LONGEST_LINE = 256 << 20
 PIECE_CHARACTERS = 32_768  # a prompt is first counted in pieces of this length
 CUT_TOKENS = 16  # a cut between two such pieces adds fewer tokens than this
+SCORED_AT_ONCE = 64  # tokens of a prompt whose logits are kept at the same time
 PR_SET_PDEATHSIG = 1
 _BUFFER = re.compile(
     r"([A-Za-z]+\d*)(?:_\w+)?\s+(model|KV|RS|output|compute) buffer size\s*=\s*([\d.]+) MiB"
@@ -143,6 +147,8 @@ def _load(
         finally:
             lib.llama_model_default_params = defaults
     model.kept = (on_progress,)  # keeps it alive: C code has its address
+    model.metadata = _metadata(model._model.model)
+    model._model.detokenize = functools.partial(_detokenized, model._model)
     _make_cancellable(model)
     model.model_path = name  # its answers carry this name
     if template:
@@ -153,114 +159,229 @@ def _load(
 class _OurMethods:
     """The methods of OUR_METHODS, for a class that extends `llama_cpp.Llama`."""
 
-    n_ctx: Callable[..., int]
-    tokenize: Callable[..., list[int]]
-    create_completion: Callable[..., Any]
-    written: list[Any]  # the tokens of the newest answer; see `_scored`
-    top_logprobs: int | None  # the number of most probable tokens that `_scored` has for each token
-    require_wanted: Callable[[], None]  # raises Cancelled if the caller has left
-
     def write(
         self,
-        prompt: str,
+        prompt: str | list[int],
         add_bos: bool,
         most: int | None,
         by_piece: bool,
         stream: bool = True,
         top_logprobs: int | None = None,
-        **given: Any,
+        echo: bool = False,
+        stop: Iterable[str] = (),
+        seed: int | None = None,
+        logit_bias: dict[str, float] | None = None,
+        json_grammar: str | None = None,
+        **sampling: Any,
     ) -> Iterator[dict[str, Any]]:
         """Continues `prompt` by at most `most` tokens (None: as many as fit into the context).
 
-        With `by_piece`, each piece of the new text is an item. Otherwise the last item has all of
-        the text. The last item also has the reason of the end and the token counts. If the prompt
-        and `most` tokens do not fit into the context, the only item is {"too_long": tokens of the
-        prompt}. With `top_logprobs`, each item also has its tokens; see `_scored`.
+        `prompt` is a text or a list of tokens. In a text, the names of special tokens are read as
+        these tokens. `add_bos` adds the tokens that begin and end a text in this vocabulary. A
+        prompt made by a chat template has them already.
 
-        `add_bos` is for a plain prompt: it adds the beginning-of-sequence token, and no text of the
-        prompt is read as a special token. A prompt made by a chat template has that token already.
-        `given` are other arguments of `create_completion`. `stream` has no effect here. The proxy
-        in the caller's process reads it, and returns the items one by one.
+        With `by_piece`, each piece of the new text is an item. Otherwise the last item has all of
+        the text. The last item also has the reason of the end and the token counts. With
+        `top_logprobs`, each item also has its tokens; see `_scores`. With `echo`, the first item is
+        the prompt. If the context has room for fewer than `most` tokens, an item {"room": tokens}
+        is first, and the answer has at most this number. If the prompt alone fills the context, the
+        only item is {"too_long": tokens of the prompt}; the number is 0 for a prompt without any.
+
+        The answer ends before the first of the texts `stop`. `logit_bias` has the number that is
+        added to the score of a token, by the token's number. `json_grammar` is a grammar of
+        llguidance that the answer must match. `sampling` are further arguments of `Llama.generate`.
+        `stream` has no effect here: the proxy in the caller's process reads it, and returns the
+        items one by one. Raises ValueError if the grammar cannot be used.
         """
-        if too_many := self._tokens_if_too_many(prompt, special=not add_bos):
-            yield {"too_long": too_many}
-            return
-        tokens = self.tokenize(prompt.encode(), add_bos=add_bos, special=not add_bos)
+        tokens = self._tokens_of(prompt, add_bos)
         room = self.n_ctx() - len(tokens)
-        if room < (most or 1):
+        if not tokens or room < (most != 0):
             yield {"too_long": len(tokens)}
             return
-        pieces, finish = [], ""  # empty: the library ended the text without a reason
-        self.written, self.top_logprobs, sent = [], top_logprobs, 0
-        for chunk in self.create_completion(tokens, stream=True, max_tokens=most or room, **given):
-            choice = chunk["choices"][0]
-            finish = choice.get("finish_reason") or finish
-            if choice["text"] and by_piece:
-                yield {"text": choice["text"], **self._scored(sent)}
-                sent = len(self.written)
-            else:
-                pieces.append(choice["text"])
-        yield {
-            "text": "".join(pieces),
-            "finish": finish,
-            "prompt_tokens": len(tokens),
-            "completion_tokens": len(self.written),
-            **self._scored(sent),
-        }
+        limit = room if most is None else min(most, room)
+        if most is not None and most > room:
+            yield {"room": room}
+        if echo:
+            scores = None if top_logprobs is None else self._scores_of_prompt(tokens, top_logprobs)
+            yield {"text": self._text(tokens) if prompt is tokens else prompt, "tokens": scores}
+        self.set_seed(random.SystemRandom().getrandbits(32) if seed is None else seed)
+        forced = None if json_grammar is None else _Forced(self, json_grammar)
+        masks = [_biased(logit_bias)] if logit_bias else []
+        masks += [forced.mask] if forced else []
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
+        stops = _stop_text()(list(stop))
+        made, ready, finish = 0, _Ready(), "length"
+        written = self.generate(tokens, logits_processor=masks or None, **sampling) if limit else ()
+        for token in written:
+            if self._is_end(token):
+                finish = "stop"
+                break
+            made += 1
+            if top_logprobs is not None:
+                ready.tokens.append(self._scores(token, self._logprobs(-1), top_logprobs))
+            ready.text += stops.feed(decoder.decode(self.detokenize([token])))
+            if stops.hit or (forced and forced.ends_with(token)):
+                finish = "stop"
+                break
+            if made >= limit:
+                break
+            if by_piece and ready.text:
+                yield ready.take(top_logprobs)
+        if not stops.hit:
+            ready.text += stops.feed(decoder.decode(b"", final=True)) + stops.rest()
+        counts = {"prompt_tokens": len(tokens), "completion_tokens": made}
+        yield {**ready.take(top_logprobs), "finish": finish, **counts}
 
-    def _scored(self, sent: int) -> dict[str, Any]:
-        """The answer's tokens after the first `sent`, in {"tokens": …}; {} without `top_logprobs`.
-
-        A token is [its bytes, the natural logarithm of its probability, alternatives]. The
-        alternatives are the most probable tokens at this place, each as [its bytes, its logarithm].
+    def _tokens_of(self, prompt: str | list[int], add_bos: bool) -> list[int]:
+        """The tokens of `prompt`. The count ends as soon as a text cannot fit into the context, so
+        that a huge text does not keep the model busy. Then the result is as long as is known.
         """
-        return {} if self.top_logprobs is None else {"tokens": self.written[sent:]}
-
-    def _tokens_if_too_many(self, prompt: str, special: bool) -> int:
-        """0 if `prompt` may fit into the context; else a lower bound of its number of tokens.
-
-        The prompt is counted in pieces. The count ends as soon as the prompt cannot fit, so that a
-        huge prompt does not keep the model busy.
-        """
+        if not isinstance(prompt, str):
+            return prompt
         counted = 0
         for number, at in enumerate(range(0, len(prompt), PIECE_CHARACTERS)):
             self.require_wanted()
             piece = prompt[at : at + PIECE_CHARACTERS].encode()
-            counted += len(self.tokenize(piece, add_bos=False, special=special))
+            counted += len(self.tokenize(piece, add_bos=False, special=True))
             if counted - number * CUT_TOKENS > self.n_ctx():
-                return counted - number * CUT_TOKENS
-        return 0
+                return [0] * (counted - number * CUT_TOKENS)
+        return self.tokenize(prompt.encode(), add_bos=add_bos, special=True)
+
+    def _is_end(self, token: int) -> bool:
+        from llama_cpp import llama_vocab_is_eog
+
+        return bool(llama_vocab_is_eog(self._model.vocab, token))
+
+    def _text(self, tokens: list[int]) -> str:
+        return self.detokenize(tokens, special=True).decode("utf-8", "replace")
+
+    def _logprobs(self, place: int) -> Any:
+        """The logarithm of each token's probability, at this `place` of the newest batch."""
+        from numpy.ctypeslib import as_array
+
+        logits = as_array(self._ctx.get_logits_ith(place), shape=(self.n_vocab(),))
+        return self.logits_to_logprobs(logits)
+
+    def _scores(self, token: int, logprobs: Any, count: int, special: bool = False) -> list[Any]:
+        """[the bytes of `token`, the natural logarithm of its probability, alternatives].
+
+        The alternatives are the `count` most probable tokens at this place, each as [its bytes, its
+        logarithm]. `logprobs` are the logarithms of all tokens. The bytes of a special token are
+        its name if `special` is true, otherwise empty.
+        """
+        best = sorted((-logprobs).argpartition(count)[:count], key=lambda one: -logprobs[one])
+        top = [[self.detokenize([int(i)], special=True), float(logprobs[i])] for i in best]
+        return [self.detokenize([token], special=special), float(logprobs[token]), top]
+
+    def _scores_of_prompt(self, tokens: list[int], count: int) -> list[list[Any]]:
+        """The `_scores` of the prompt's `tokens`. The first has no probability, so its own is None.
+
+        Computes the prompt in small batches, because the library keeps all logits of a batch.
+        """
+        found: list[list[Any]] = [[self.detokenize(tokens[:1], special=True), None, []]]
+        self.reset()
+        self._ctx.kv_cache_seq_rm(-1, 0, -1)
+        size = min(SCORED_AT_ONCE, self.n_batch)
+        for at in range(0, len(tokens), size):
+            batch = tokens[at : at + size]
+            self._batch.set_batch(batch=batch, n_past=at, logits_all=True)
+            self._ctx.decode(self._batch)
+            self.input_ids[at : at + len(batch)] = batch
+            self.n_tokens = at + len(batch)
+            self._requires_eval = False
+            for place, token in enumerate(tokens[at + 1 : at + 1 + len(batch)]):
+                found.append(self._scores(token, self._logprobs(place), count, special=True))
+        return found
 
     def drill(self, words: str) -> None:
         """Raises RuntimeError with the text `words`, as a failing driver does. For drills."""
         raise RuntimeError(words)
 
 
+class _Ready:
+    """The text, and its tokens, that can be sent to the caller."""
+
+    def __init__(self) -> None:
+        self.text = ""
+        self.tokens: list[Any] = []
+
+    def take(self, top_logprobs: int | None) -> dict[str, Any]:
+        """Removes and returns everything. The tokens are left out if `top_logprobs` is None."""
+        text, tokens = self.text, self.tokens
+        self.text, self.tokens = "", []
+        return {"text": text} if top_logprobs is None else {"text": text, "tokens": tokens}
+
+
+class _Forced:
+    """Computes which tokens may follow in an answer that must match a grammar of llguidance."""
+
+    def __init__(self, model: Any, grammar: str) -> None:
+        """Starts at the first token of an answer of `model`. Raises ValueError."""
+        from llguidance import LLMatcher
+
+        self._matcher = LLMatcher(_vocabulary(model), grammar, log_level=0)
+        self._require_no_error()
+
+    def mask(self, ids: Any, scores: Any) -> Any:
+        """The `scores` of all tokens; those of the tokens that must not follow are -inf."""
+        import numpy
+
+        allowed = numpy.frombuffer(self._matcher.compute_logit_bias(), dtype=numpy.uint8)
+        self._require_no_error()
+        return numpy.where(allowed[: len(scores)], scores, -numpy.inf)
+
+    def ends_with(self, token: int) -> bool:
+        """Reads the next `token` of the answer. Returns whether this token completes the answer."""
+        self._matcher.consume_token(token)
+        self._require_no_error()
+        return bool(self._matcher.is_stopped())
+
+    def _require_no_error(self) -> None:
+        """Raises ValueError if the grammar cannot be used. Without this, the answer would just end."""
+        if self._matcher.is_error():
+            raise ValueError(f"its grammar fails: {self._matcher.get_error().splitlines()[0]}")
+
+
+def _vocabulary(model: Any) -> Any:
+    """The vocabulary of `model` in llguidance's form. It takes about a second, so it is kept.
+
+    Raises ValueError if the vocabulary has no token that ends an answer.
+    """
+    from llguidance.llamacpp import lltokenizer_from_vocab
+
+    if model.vocabulary is None:
+        ends = [token for token in range(model.n_vocab()) if model._is_end(token)]
+        if not ends:
+            raise ValueError("its vocabulary has no token that ends an answer")
+        model.vocabulary = lltokenizer_from_vocab(model._model.vocab, eos_token=ends)
+    return model.vocabulary
+
+
+def _biased(biases: dict[str, float]) -> Callable[[Any, Any], Any]:
+    """A function that adds `biases` to the scores of tokens. They are given by the token's number."""
+    tokens = [int(token) for token in biases]
+
+    def add(ids: Any, scores: Any) -> Any:
+        """The `scores` of all tokens, with the biases added."""
+        changed = scores.copy()
+        changed[tokens] += list(biases.values())
+        return changed
+
+    return add
+
+
+@functools.cache
+def _stop_text() -> Any:
+    """The class StopText. As a program, this module has no package, so the file is run."""
+    return runpy.run_path(str(Path(__file__).parents[2] / "stop_text.py"))["StopText"]
+
+
 def _model_class(inbox: Inbox) -> Any:
     """`llama_cpp.Llama` with cancellation and the methods of OUR_METHODS."""
     import llama_cpp
-    from numpy.ctypeslib import as_array
 
     class Model(_OurMethods, llama_cpp.Llama):
-        job, top_logprobs = -1, None
-
-        def generate(self, *args: Any, **given: Any) -> Iterator[int]:
-            """The tokens of `Llama.generate`. Adds all but end tokens to `written`."""
-            self.written = []
-            for token in super().generate(*args, **given):
-                if not llama_cpp.llama_vocab_is_eog(self._model.vocab, token):
-                    self.written.append(self._scores_of(token))
-                yield token
-
-        def _scores_of(self, token: int) -> Any:
-            if (count := self.top_logprobs) is None:
-                return token
-            logits = as_array(self._ctx.get_logits_ith(-1), shape=(self.n_vocab(),))
-            logprobs = self.logits_to_logprobs(logits)
-            best = sorted((-logprobs).argpartition(count)[:count], key=lambda one: -logprobs[one])
-            name = self._model.detokenize  # without `special`, a special token has no bytes
-            top = [[name([int(one)], special=True), float(logprobs[one])] for one in best]
-            return [name([token]), float(logprobs[token]), top]
+        job, vocabulary = -1, None
 
         def wanted(self) -> bool:
             """Whether the caller still waits."""
@@ -272,6 +393,47 @@ def _model_class(inbox: Inbox) -> Any:
                 raise Cancelled
 
     return Model
+
+
+def _detokenized(model: Any, tokens: list[int], special: bool = False) -> bytes:
+    """The bytes of `tokens`. The library's own method leaves out a token of more than 32 bytes.
+
+    As in that method, a space at the beginning of a text is left out after the token that begins a
+    text. With `special`, a special token is written as its name.
+    """
+    from llama_cpp import llama_cpp as lib
+
+    found, size = b"", 256
+    piece = ctypes.create_string_buffer(size)
+    for token in tokens:
+        count = lib.llama_token_to_piece(model.vocab, token, piece, size, 0, special)
+        if count < 0:  # the number of bytes that the token needs
+            size = -count
+            piece = ctypes.create_string_buffer(size)
+            count = lib.llama_token_to_piece(model.vocab, token, piece, size, 0, special)
+        found += piece.raw[:count]
+    begins = bool(tokens) and tokens[0] == model.token_bos()
+    return found[1:] if begins and found[:1] == b" " else found
+
+
+def _metadata(model: Any) -> dict[str, str]:
+    """The metadata in the file of `model`. The library's own method cuts off the last character of
+    a value that just fills its buffer.
+    """
+    from llama_cpp import llama_cpp as lib
+
+    def text(read: Callable[..., int], index: int) -> str:
+        """The text that `read` writes for the entry `index`."""
+        size = read(model, index, None, 0) + 1
+        buffer = ctypes.create_string_buffer(size)
+        read(model, index, buffer, size)
+        return buffer.value.decode("utf-8", "replace")
+
+    count = lib.llama_model_meta_count(model)
+    return {
+        text(lib.llama_model_meta_key_by_index, at): text(lib.llama_model_meta_val_str_by_index, at)
+        for at in range(count)
+    }
 
 
 def _make_cancellable(model: Any) -> None:
@@ -340,7 +502,6 @@ def _answer(
 ) -> None:
     """Runs one call and sends its items, then its result or its error."""
     number = model.job = job["id"]
-    model.top_logprobs = None
     try:
         if number in inbox.cancelled:
             raise Cancelled
@@ -366,13 +527,23 @@ def _answer(
 
 
 def _with_grammar(kwargs: dict[str, Any], model: Any) -> dict[str, Any]:
-    """The `kwargs` of a call. A `grammar` text or a `json_schema` becomes a LlamaGrammar."""
-    given = dict(kwargs)
-    name = "json_schema" if "json_schema" in given else "grammar"
-    if isinstance(given.get(name), (dict, str)):
-        grammar = runpy.run_path(str(Path(__file__).with_name("grammar.py")))
-        given["grammar"] = grammar[f"of_{name}"](given.pop(name), model)
-    return given
+    """The `kwargs` of a call. A `grammar` text becomes a LlamaGrammar. Raises ValueError.
+
+    Without this check, the library would continue without a sampler, which ends the process
+    (SIGSEGV).
+    """
+    if not isinstance(kwargs.get("grammar"), str):
+        return kwargs
+    from llama_cpp import LlamaGrammar, llama_cpp
+
+    data = kwargs["grammar"].encode()
+    sampler = None
+    if b"\0" not in data:  # the library would read the text up to this byte
+        sampler = llama_cpp.llama_sampler_init_grammar(model._model.vocab, data, b"root")
+    if not sampler:
+        raise ValueError("its grammar cannot be read by llama.cpp")
+    llama_cpp.llama_sampler_free(sampler)
+    return {**kwargs, "grammar": LlamaGrammar.from_string(kwargs["grammar"], verbose=False)}
 
 
 def _described(error: BaseException) -> dict[str, str]:

@@ -19,7 +19,7 @@ from msgspec.structs import replace
 from ...errors import GpuError
 from ...facts import ModelSpec
 from ..prompt_size import LONGEST_TOKEN, characters
-from ..requests import LOAD, Call, Refused, documents_of, texts_of_embeddings
+from ..requests import LOAD, Call, Refused, documents_of, prompts_of, texts_of_embeddings
 from ..routing.profiles import with_thinking
 from . import chat_template
 from .openai_format import (
@@ -109,8 +109,22 @@ def require_room(call: Call, spec: ModelSpec) -> None:
         return
     count = characters(call.body)
     if count > context * LONGEST_TOKEN:
-        why = f"its context is {context} tokens; the prompt has {count // LONGEST_TOKEN} or more"
-        raise cannot(spec.name, why, "messages" if call.kind == "chat" else "prompt")
+        raise too_long(spec.name, call.kind, count // LONGEST_TOKEN, context)
+
+
+def too_long(model: str, kind: str, prompt: int, context: int) -> Refused:
+    """The refusal of a call of this `kind` whose prompt alone fills the `context` of `model`.
+
+    `prompt` is the number of its tokens, or a lower bound of it.
+    """
+    param = "messages" if kind == "chat" else "prompt"
+    if not prompt:
+        return cannot(model, "the prompt has no tokens", param)
+    text = (
+        f"{model} cannot be asked this: its context is {context} tokens; the prompt has {prompt} "
+        f"or more, which leaves no room for an answer"
+    )
+    return Refused(400, "context_length_exceeded", text, param=param)
 
 
 def unit_vector(vector: list[float]) -> list[float]:
@@ -145,7 +159,7 @@ class TextAdapter:
     def prompt(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
         """The engine's input. For a chat, the input is what the chat template makes of the conversation in `body`.
 
-        For a call of the kind `completions`, the input is the prompt in `body`.
+        For a call of the kind `completions`, the input is the prompt in `body`: a text or a list of tokens.
 
         `think` turns thinking on or off in a conversation. Raises Refused if the template rejects it.
         """
@@ -226,14 +240,14 @@ class TextAdapter:
         if kind == "detokenize":
             return {"model": self.spec.name, "prompt": await self.detokenize(body["tokens"])}
         choices = self._choices(kind, body, think)
-        return await whole_answer(choices, self._header(kind), _echo(kind, body))
+        return await whole_answer(choices, self._header(kind), body)
 
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
         """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`."""
         choices = self._choices(kind, body, think)
-        source = stream_chunks(choices, self._header(kind), body, _echo(kind, body))
+        source = stream_chunks(choices, self._header(kind), body)
         async with aclosing(source) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
                 yield chunk
@@ -249,14 +263,16 @@ class TextAdapter:
         if tools.forced and not self.can_force_calls:
             raise cannot(self.spec.name, "it cannot be forced to call a tool", "tool_choice")
 
-        def choice(number: int) -> Callable[[], Pieces]:
-            """The function that returns the pieces of the choice with this `number`.
+        prompts: list[Any] = prompts_of(body) if kind == "completions" else [body.get("prompt")]
+
+        def choice(prompt: Any, number: int) -> Callable[[], Pieces]:
+            """The function that returns the pieces of the choice with this `number` for this `prompt`.
 
             If the call has a seed, each choice uses a seed of its own.
             """
-            given = body
+            given = {**body, "prompt": prompt}
             if number and body.get("seed") is not None:
-                given = {**body, "seed": body["seed"] + number}
+                given["seed"] = body["seed"] + number
 
             def pieces() -> Pieces:
                 """The pieces of the choice, with the thoughts and the tool calls apart from the text."""
@@ -267,7 +283,7 @@ class TextAdapter:
 
             return pieces
 
-        return [choice(number) for number in range(body.get("n") or 1)]
+        return [choice(prompt, at) for prompt in prompts for at in range(body.get("n") or 1)]
 
     async def _with_thoughts(self, pieces: Pieces, is_json: bool) -> Pieces:
         """Yields the `pieces` with the thoughts moved from the text to the field `thought`.
@@ -318,10 +334,7 @@ class TextAdapter:
 
     def require_known(self, body: dict[str, Any], size: int) -> None:
         """Refuses (400) a `body` whose `logit_bias` has a token outside the vocabulary of `size` tokens."""
-        largest = max(map(int, body.get("logit_bias") or ()), default=0)
-        if largest >= size:
-            why = f"the token {largest} is not in its vocabulary of {size}"
-            raise cannot(self.spec.name, why, "logit_bias")
+        self.require_tokens([0, *map(int, body.get("logit_bias") or ())], size, "logit_bias")
 
     def _shortened(self, vectors: list[list[float]], size: int) -> list[list[float]]:
         """The first `size` parts of each vector, scaled to length one. Raises Refused if a vector is shorter."""
@@ -335,7 +348,8 @@ class TextAdapter:
         prefix = "chatcmpl" if is_chat else "cmpl"
         return Header(f"{prefix}-{uuid.uuid4().hex}", int(time.time()), self.spec.name, is_chat)
 
-
-def _echo(kind: str, body: dict[str, Any]) -> str:
-    """The text of the prompt if the answer must begin with it, else an empty text."""
-    return body["prompt"] if kind == "completions" and body.get("echo") else ""
+    def require_tokens(self, tokens: list[int], size: int, param: str) -> None:
+        """Refuses (400) a call whose field `param` has `tokens` outside the vocabulary of `size` tokens."""
+        if max(tokens) >= size:
+            why = f"the token {max(tokens)} is not in its vocabulary of {size}"
+            raise cannot(self.spec.name, why, param)

@@ -1,6 +1,6 @@
 """Forces an answer to be JSON: for `response_format`, and for a tool call that the caller requires.
 
-llama.cpp has grammars of its own. For transformers models the library llguidance computes which tokens may follow.
+The library llguidance computes which tokens may follow. For llama.cpp's models it does so in their worker.
 """
 
 from __future__ import annotations
@@ -11,10 +11,11 @@ import weakref
 from typing import Any
 
 from ... import forks
-from ..requests import bad
+from ..requests import Refused, bad
 from .base import cannot
 from .tool_calls import Tools
 
+MOST_CHARACTERS = 120_000  # of a schema
 FORMATS = "of type text, json_object or json_schema"
 # A JSON answer has one space after each comma and colon, and no other white space between values. If any white space
 # were allowed, a model might write nothing else until its limit of tokens.
@@ -45,52 +46,65 @@ def schema_of(body: dict[str, Any], tools: Tools) -> dict[str, Any] | None:
     return schema
 
 
-def require_library(model: str) -> None:
-    """Raises Refused (400) if llguidance is not installed here. The refusal names the transformers `model`."""
+def grammar_of(schema: dict[str, Any], model: str, *, is_hint: bool = False) -> str:
+    """The grammar, in llguidance's form, of the answers that match the JSON `schema`.
+
+    If `is_hint` is true, keywords that the library does not know are left out, as for the parameters of a tool. Raises
+    Refused (400), which names the `model`, if llguidance is not installed here or cannot enforce the schema.
+    """
     try:
-        import llguidance  # noqa: F401
+        from llguidance import LLMatcher
     except ImportError:
         why = (
             "the library that forces JSON is not installed here.\n"
-            "  Install it:  pip install 'gpu-console[torch]'"
+            "  Install it:  pip install llguidance"
         )
         raise cannot(model, why, "response_format") from None
+    param = "tools" if is_hint else "response_format"
+    text = json.dumps(schema)
+    if len(text) > MOST_CHARACTERS:
+        raise _not_enforced(model, f"it has more than {MOST_CHARACTERS:,} characters", param)
+    options = {**_SPACING, "lenient": is_hint}
+    grammar: str = LLMatcher.grammar_from_json_schema(text, overrides=options)
+    if wrong := LLMatcher.validate_grammar(grammar):
+        raise _not_enforced(model, wrong, param)
+    return grammar
+
+
+def _not_enforced(model: str, why: str, param: str = "response_format") -> Refused:
+    return cannot(model, f"its JSON schema cannot be enforced: {why.splitlines()[0]}", param)
 
 
 class ForcedTokens:
-    """Computes which tokens may follow in an answer that must match a JSON schema."""
+    """Computes which tokens may follow in an answer that must match a grammar."""
 
-    def __init__(
-        self,
-        schema: dict[str, Any],
-        tokenizer: Any,
-        ends: list[int],
-        model: str,
-        *,
-        is_hint: bool = False,
-    ) -> None:
-        """Starts at the first token of an answer of `model`. The answer must match the JSON `schema`.
+    def __init__(self, grammar: str, tokenizer: Any, ends: list[int], model: str) -> None:
+        """Starts at the first token of an answer of `model`. `grammar` is a result of `grammar_of`.
 
-        `ends` are the tokens that end an answer. If `is_hint` is true, keywords that the library does not know are left
-        out, as for the parameters of a tool. Raises Refused if the schema or the `tokenizer` cannot be used.
+        `ends` are the tokens that end an answer. Raises Refused if the `tokenizer` cannot be used.
         """
         from llguidance import LLMatcher
 
-        options = {**_SPACING, "lenient": is_hint}
-        grammar = LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=options)
+        self._model = model
         self._matcher = LLMatcher(_vocabulary(tokenizer, ends, model), grammar, log_level=0)
-        if self._matcher.is_error():
-            why = self._matcher.get_error().splitlines()[0]
-            raise cannot(model, f"its JSON schema cannot be enforced: {why}", "response_format")
+        self._require_no_error()
 
     def ends_with(self, token: int) -> bool:
         """Reads the next `token` of the answer. Returns whether this token completes the answer."""
         self._matcher.consume_token(token)
+        self._require_no_error()
         return self._matcher.is_stopped()
 
     def allowed(self) -> bytes:
         """For each token of the vocabulary a byte, which is 0 if the token must not follow."""
-        return self._matcher.compute_logit_bias()
+        allowed = self._matcher.compute_logit_bias()
+        self._require_no_error()
+        return allowed
+
+    def _require_no_error(self) -> None:
+        """Raises Refused if the grammar cannot be used. Without this, the answer would just end."""
+        if self._matcher.is_error():
+            raise _not_enforced(self._model, self._matcher.get_error())
 
 
 def _vocabulary(tokenizer: Any, ends: list[int], model: str) -> Any:

@@ -17,21 +17,20 @@ from ...threads import Cancellation
 from ..fields import SAMPLING, sampling
 from ..prompt_size import tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
-from ..requests import Refused
-from .base import TextAdapter, cannot, text_too_long, unit_vector
-from .json_answers import schema_of
-from .llama_schemas import enforceable
+from .base import TextAdapter, text_too_long, too_long, unit_vector
+from .json_answers import grammar_of, schema_of
 from .logprobs import Token, Unsent, count_of
 from .openai_format import TextPiece, max_tokens_of, stops_of
 from .tool_calls import tools_of
 
 _ADDED_TOKENS = 4  # at most: those that begin and end a text, and a space before it
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repeat_penalty")
-_OTHERS = ("seed", "mirostat_mode", "mirostat_tau", "mirostat_eta", "logit_bias")
+_OTHERS = ("seed", "mirostat_mode", "mirostat_tau", "mirostat_eta")
 _SAMPLING_FIELDS = {
     **SAMPLING,
     **{name: name for name in (*_PENALTIES, *_OTHERS)},
     "repetition_penalty": "repeat_penalty",
+    "temperature": "temp",
 }
 
 
@@ -87,38 +86,47 @@ class LlamaCppAdapter(TextAdapter):
         Raises Refused if the prompt does not fit the context.
         """
 
-        schema = None
-        if kind == "chat" and (wanted := schema_of(body, tools := tools_of(body))) is not None:
-            schema = enforceable(wanted, self.spec.name, is_hint=bool(tools.forced))
+        forced = {}
+        if kind == "chat" and (schema := schema_of(body, tools := tools_of(body))) is not None:
+            grammar = grammar_of(schema, self.spec.name, is_hint=bool(tools.forced))
+            forced = {"json_grammar": grammar}
 
         def work(emit: Emit, cancelled: Cancellation) -> None:
             """Requests the answer from the model, in a thread, and emits the pieces of the answer."""
-            limit = max_tokens_of(body)
+            prompt = self.prompt(kind, body, think)
+            if isinstance(prompt, list):
+                self.require_tokens(prompt, self.value.n_vocab(), "prompt")
             if body.get("logit_bias"):
                 self.require_known(body, self.value.n_vocab())
+            more = {"logit_bias": body["logit_bias"]} if body.get("logit_bias") else {}
             parts = self.value.write(
-                self.prompt(kind, body, think),
+                prompt,
                 kind != "chat",
-                limit,
+                max_tokens_of(body),
                 bool(body.get("stream")),
                 stop=stops_of(body),
                 stream=True,
                 cancelled=cancelled,
                 top_logprobs=count_of(body),
+                echo=bool(body.get("echo")),
                 **sampling(body, _SAMPLING_FIELDS),
-                **({} if schema is None else {"json_schema": schema}),
+                **more,
+                **forced,
             )
 
             unsent = Unsent()
 
             def emit_part(part: dict[str, Any]) -> None:
                 if "too_long" in part:
-                    raise too_long(self.spec.name, part["too_long"], limit, self.facts.context)
-                for data, logprob, top in part.pop("tokens", ()):
-                    if data:  # a special token is no text
-                        known = tuple((name, value) for name, value in top if name)
-                        unsent.add(Token(data, logprob, known))
-                tokens = unsent.take(part["text"])
+                    raise too_long(self.spec.name, kind, part["too_long"], self.facts.context)
+                found = [_token(one) for one in part.pop("tokens", None) or ()]
+                if found and found[0].logprob is None:  # the prompt
+                    emit(TextPiece(**part, tokens=tuple(found)))
+                    return
+                for token in found:
+                    if token.data:  # a special token is no text
+                        unsent.add(token)
+                tokens = unsent.take(part.get("text", ""))
                 if part.get("finish") and not stops_of(body):
                     tokens += unsent.take_rest()
                 emit(TextPiece(**part, tokens=tokens))
@@ -140,9 +148,8 @@ class LlamaCppAdapter(TextAdapter):
             most = min(self.facts.context, embedded_tokens(self.spec.options))
             plain = []
             for text in texts:
-                if not isinstance(text, str) and max(text) >= size:
-                    why = f"the token {max(text)} is not in its vocabulary of {size}"
-                    raise cannot(self.spec.name, why, "input")
+                if not isinstance(text, str):
+                    self.require_tokens(text, size, "input")
                 known = isinstance(text, str)
                 plain.append(text if known else _text(self.value.detokenize(text)))
                 if not truncate:
@@ -182,25 +189,16 @@ class LlamaCppAdapter(TextAdapter):
 
             Without the check, the library would read memory outside its table for an invalid token.
             """
-            size = self.value.n_vocab()
-            if max(tokens) >= size:
-                why = f"the token {max(tokens)} is not in its vocabulary of {size}"
-                raise cannot(self.spec.name, why, "tokens")
+            self.require_tokens(tokens, self.value.n_vocab(), "tokens")
             return _text(self.value.detokenize(tokens, special=True))
 
         return await in_thread_until(work)
 
 
-def too_long(model: str, prompt: int, limit: int | None, context: int) -> Refused:
-    """The refusal of a call whose `prompt` and answer do not fit the `context` of `model`.
-
-    `limit` is the largest answer that the call allows, or None. All three figures are in tokens.
-    """
-    wanted = ", which leaves no room for an answer"
-    if limit:
-        wanted = f" and {limit} are asked for in answer"
-    why = f"its context is {context} tokens; the prompt has {prompt}{wanted}"
-    return cannot(model, why, "max_tokens" if limit and prompt < context else "messages")
+def _token(found: list[Any]) -> Token:
+    """A token as the worker describes it: its bytes, the logarithm of its probability, and alternatives."""
+    data, logprob, top = found
+    return Token(data, logprob, tuple((name, value) for name, value in top if name))
 
 
 def _read(chunks: Any, emit: Emit, cancelled: Cancellation) -> None:

@@ -20,7 +20,7 @@ class Token(Value):
     """A token that the model wrote. Its bytes may be only a part of a character."""
 
     data: bytes
-    logprob: float
+    logprob: float | None  # None for the first token of a prompt
     top: tuple[Scored, ...] = ()  # the most probable tokens in its place, in order
 
 
@@ -82,24 +82,23 @@ class Unsent:
 class LogprobsWriter:
     """Writes the field `logprobs` of one choice, whole or chunk by chunk."""
 
-    def __init__(self, chat: bool, offset: int = 0) -> None:
-        """Writes the format of Chat if `chat` is true, else the format of Completions.
-
-        `offset` is the position of the first token in the text of Completions.
-        """
+    def __init__(self, chat: bool) -> None:
+        """Writes the format of Chat if `chat` is true, else the format of Completions."""
         self._chat = chat
-        self._offset = offset  # in characters of the text of Completions
+        self._offset = 0  # in characters of the text of Completions
 
-    def field(self, tokens: Iterable[Token]) -> dict[str, Any] | None:
-        """The field for the next `tokens`; None if there are none."""
+    def field(self, tokens: Iterable[Token], text: str) -> dict[str, Any] | None:
+        """The field for the next `tokens`, which begin in `text`; None if there are none."""
         found = list(tokens)
         if not found:
             return None
         if self._chat:
             return {"content": [_entry(token) for token in found], "refusal": None}
+        if found[0].logprob is None:  # a prompt may have tokens before its text, such as <s>
+            self._offset = len(text) - sum(len(_text(token.data)) for token in found)
         offsets = []
         for token in found:
-            offsets.append(self._offset)
+            offsets.append(max(0, self._offset))
             self._offset += len(_text(token.data))
         return {
             "tokens": [_name(token.data) for token in found],
@@ -118,8 +117,21 @@ def _described(data: bytes, logprob: float) -> dict[str, Any]:
     return {"token": _text(data), "logprob": _finite(logprob), "bytes": list(data)}
 
 
-def _top(token: Token) -> dict[str, float]:
+def joined(one: dict[str, Any] | None, next: dict[str, Any] | None) -> dict[str, Any] | None:
+    """The fields `one` and `next` of one choice, as one field.
+
+    >>> joined({"content": [1], "refusal": None}, {"content": [2], "refusal": None})
+    {'content': [1, 2], 'refusal': None}
+    """
+    if one is None or next is None:
+        return one or next
+    return {name: value and value + next[name] for name, value in one.items()}
+
+
+def _top(token: Token) -> dict[str, float | None] | None:
     """The most probable tokens and the written `token`, with the logarithms of their probabilities."""
+    if token.logprob is None:
+        return None
     pairs = (*token.top, (token.data, token.logprob))
     return {_name(data): _finite(logprob) for data, logprob in pairs}
 
@@ -140,5 +152,5 @@ def _text(data: bytes) -> str:
     return data.decode("utf-8", "replace")
 
 
-def _finite(logprob: float) -> float:
-    return max(logprob, LEAST)
+def _finite(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, LEAST)

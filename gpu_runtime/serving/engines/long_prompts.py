@@ -16,8 +16,7 @@ from ...facts import ModelSpec
 from ..prompt_size import PIECE_CHARACTERS, characters, texts, tokens_if_too_many
 from ..queue.thread_stream import in_thread_until
 from ..requests import Call
-from .llama_cpp import too_long
-from .openai_format import max_tokens_of
+from .base import too_long
 
 MOST_AT_ONCE = 2  # counts that run at the same time, each in a thread that computes without pause
 
@@ -51,10 +50,11 @@ async def require_tokens(call: Call, spec: ModelSpec, free: asyncio.Semaphore) -
     def count(text: str) -> int:
         return len(tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    text = "".join(texts(call.body))
+    prompts = list(texts(call.body))
+    text = "".join(prompts) if call.kind == "chat" else max(prompts, key=len)
     async with free:
         found = await in_thread_until(
             lambda cancelled: tokens_if_too_many(text, context, count, cancelled.is_set)
         )
     if found:
-        raise too_long(spec.name, found, max_tokens_of(call.body), context)
+        raise too_long(spec.name, call.kind, found, context)

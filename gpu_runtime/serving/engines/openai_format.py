@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import struct
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
 from contextlib import aclosing
 from typing import Any
 
@@ -29,6 +29,7 @@ class TextPiece(Value):
     completion_tokens: int = 0
     calls: tuple[dict[str, Any], ...] = ()
     tokens: tuple[Token, ...] = ()  # of text and thought, if the call requests probabilities
+    room: int = 0  # the most tokens of the answer, if the context has room for fewer than requested
 
 
 class Header(Value):
@@ -71,14 +72,16 @@ class Header(Value):
             delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
         return self.chunk([{"index": index, "delta": delta, **end}])
 
-    def whole(self, answers: Sequence[tuple[str, TextPiece]], echo: str = "") -> dict[str, Any]:
-        """The whole answer, with one choice for each of the `answers`.
+    def whole(
+        self, answers: Sequence[tuple[str, TextPiece, dict[str, Any] | None]], n: int
+    ) -> dict[str, Any]:
+        """The whole answer, with one choice for each of the `answers`, of which each prompt has `n`.
 
-        Each of the `answers` is a pair: the text of the choice, which begins with `echo`, and its last piece, which has
-        all thoughts and all tokens.
+        Each of the `answers` is the text of the choice, its last piece, which has all thoughts, and the field
+        `logprobs`.
         """
         choices = []
-        for index, (text, last) in enumerate(answers):
+        for index, (text, last, scores) in enumerate(answers):
             content: dict[str, Any] = {"text": text}
             if self.chat:
                 message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -87,11 +90,10 @@ class Header(Value):
                 if last.calls:
                     message |= {"content": text or None, "tool_calls": list(last.calls)}
                 content = {"message": message}
-            scores = logprobs.LogprobsWriter(self.chat, len(echo)).field(last.tokens)
             end = {"finish_reason": last.finish, "logprobs": scores}
             choices.append({"index": index, **content, **end})
         kind = "chat.completion" if self.chat else "text_completion"
-        counts = usage([last for _, last in answers])
+        counts = usage([last for _, last, _ in answers], n)
         return {**self._fields(kind, choices), "usage": counts}
 
     def _fields(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
@@ -104,9 +106,9 @@ class Header(Value):
         }
 
 
-def usage(lasts: Sequence[TextPiece]) -> dict[str, int]:
-    """OpenAI's `usage` from the last piece of each choice. The prompt is counted once for all choices."""
-    prompt = max((last.prompt_tokens for last in lasts), default=0)
+def usage(lasts: Sequence[TextPiece], n: int = 1) -> dict[str, int]:
+    """OpenAI's `usage` from the last piece of each choice. A prompt is counted once for its `n` choices."""
+    prompt = sum(last.prompt_tokens for last in lasts[::n])
     completion = sum(last.completion_tokens for last in lasts)
     return {
         "prompt_tokens": prompt,
@@ -119,26 +121,27 @@ Pieces = AsyncGenerator[TextPiece]
 
 
 async def stream_chunks(
-    choices: Sequence[Callable[[], Pieces]], header: Header, body: dict[str, Any], echo: str = ""
+    choices: Sequence[Callable[[], Pieces]], header: Header, body: dict[str, Any]
 ) -> AsyncIterator[dict[str, Any]]:
     """Yields the chunks of a streamed answer. Each of the `choices` is a function that returns the choice's pieces.
 
-    All chunks have the fields of `header`. The choices are written one after the other, and the text of each choice
-    begins with `echo`. With `stream_options.include_usage` in `body` the last chunk has the usage and no choice. No
-    chunk is sent before the first piece. So an error before the first piece can become an HTTP status, or another model
-    can answer.
+    All chunks have the fields of `header`. The choices are written one after the other. With
+    `stream_options.include_usage` in `body` the last chunk has the usage and no choice. No chunk is sent before the
+    first piece. So an error before the first piece can become an HTTP status, or another model can answer. A chunk has
+    `x_gpu` if the answer is limited to fewer tokens than requested.
     """
     lasts = []
     for index, choice in enumerate(choices):
         last = TextPiece()  # if no piece has `finish`, the gateway reports a cut-off answer
         begun = False
-        writer = logprobs.LogprobsWriter(header.chat, len(echo))
+        writer = logprobs.LogprobsWriter(header.chat)
         async with aclosing(choice()) as pieces:
             async for piece in pieces:
-                if not begun and (header.chat or echo):
-                    yield header.part(echo, index=index, first=True)
+                if not begun and (header.chat or piece.room):
+                    first = header.part("", index=index, first=True)
+                    yield {**first, **_limit(piece)}
                 begun = True
-                scores = writer.field(piece.tokens)
+                scores = writer.field(piece.tokens, piece.text)
                 if piece.thought:
                     yield header.part(None, index=index, thought=piece.thought, scores=scores)
                     scores = None
@@ -151,27 +154,32 @@ async def stream_chunks(
         yield header.part(None, last.finish, index=index)
         lasts.append(last)
     if asks_usage(body):
-        yield header.chunk([], usage=usage(lasts))
+        yield header.chunk([], usage=usage(lasts, body.get("n") or 1))
+
+
+def _limit(piece: TextPiece) -> dict[str, Any]:
+    return {"x_gpu": {"max_tokens": piece.room}} if piece.room else {}
 
 
 async def whole_answer(
-    choices: Sequence[Callable[[], Pieces]], header: Header, echo: str = ""
+    choices: Sequence[Callable[[], Pieces]], header: Header, body: dict[str, Any]
 ) -> dict[str, Any]:
     """The whole answer, made from the pieces of each choice. `stream_chunks` describes the arguments."""
-    answers = []
+    answers, limit = [], {}
     for choice in choices:
-        texts, thoughts, tokens = [echo], [], []
+        writer, scores = logprobs.LogprobsWriter(header.chat), None
+        texts, thoughts = [], []
         last = TextPiece()  # if no piece has `finish`, the gateway reports a cut-off answer
         async with aclosing(choice()) as pieces:
             async for piece in pieces:
                 texts.append(piece.text)
                 thoughts.append(piece.thought)
-                tokens += piece.tokens
+                scores = logprobs.joined(scores, writer.field(piece.tokens, piece.text))
+                limit |= _limit(piece)
                 if piece.finish:
                     last = piece
-        last = replace(last, thought="".join(thoughts), tokens=tuple(tokens))
-        answers.append(("".join(texts), last))
-    return header.whole(answers, echo)
+        answers.append(("".join(texts), replace(last, thought="".join(thoughts)), scores))
+    return {**header.whole(answers, body.get("n") or 1), **limit}
 
 
 def embeddings(
@@ -224,57 +232,6 @@ def _encoded(vector: Sequence[float], encoding: str | None) -> Any:
     return base64.b64encode(struct.pack(f"<{len(vector)}f", *vector)).decode()
 
 
-class StopText:
-    """Cuts a text at its first stop string. The text may arrive in pieces, and a stop string may span several pieces.
-
-    >>> stop = StopText(["END"])
-    >>> [stop.feed(text) for text in ("one E", "N", "D two")], stop.hit
-    (['one ', '', ''], True)
-    """
-
-    def __init__(self, stops: Sequence[str]) -> None:
-        """`stops` are the stop strings."""
-        self._stops = stops
-        self._held = ""  # an end of the text that may begin a stop string
-        self.hit = False  # whether a stop string was found
-
-    def feed(self, text: str) -> str:
-        """Adds `text`, and returns the new part of the whole text that may be sent now.
-
-        An end of the text that may be the beginning of a stop string is held back.
-        """
-        if self.hit:
-            return ""
-        text = self._held + text
-        found = [at for at in map(text.find, self._stops) if at >= 0]
-        if found:
-            self.hit = True
-            self._held = ""
-            return text[: min(found)]
-        safe = len(text) - held_back(text, self._stops)
-        self._held = text[safe:]
-        return text[:safe]
-
-    def rest(self) -> str:
-        """The text that was held back. Call this when no more text follows."""
-        held, self._held = self._held, ""
-        return held
-
-
-def held_back(text: str, words: Iterable[str]) -> int:
-    """The length of the longest end of `text` that may be the beginning of one of the `words`.
-
-    >>> held_back("one <thi", ["<think>"]), held_back("one", ["two"])
-    (4, 0)
-    """
-    longest = 0
-    for word in words:
-        for size in range(longest + 1, len(word)):
-            if text.endswith(word[:size]):
-                longest = size
-    return longest
-
-
 def stops_of(body: dict[str, Any]) -> list[str]:
     """The stop strings of `body`."""
     stop = body.get("stop")
@@ -283,7 +240,8 @@ def stops_of(body: dict[str, Any]) -> list[str]:
 
 def max_tokens_of(body: dict[str, Any]) -> int | None:
     """The largest number of tokens that the answer to `body` may have, or None if `body` sets no limit."""
-    return body.get("max_completion_tokens") or body.get("max_tokens")
+    given = body.get("max_completion_tokens")
+    return body.get("max_tokens") if given is None else given
 
 
 def wants_json(body: dict[str, Any]) -> bool:

@@ -8,7 +8,7 @@ from typing import Any
 
 from ...facts import ModelSpec
 from .base import EngineAdapter, TextAdapter, cannot
-from .openai_format import TextPiece
+from .openai_format import TextPiece, max_tokens_of
 
 
 class EchoAdapter(TextAdapter):
@@ -25,9 +25,13 @@ class EchoAdapter(TextAdapter):
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncGenerator[TextPiece]:
         """Yields the words of the model's answer to `prompt(kind, body, think)`, at most as many as `body` allows."""
-        words = str(self.value(self.prompt(kind, body, think))).split(" ")
-        limit = body.get("max_completion_tokens") or body.get("max_tokens") or len(words)
+        prompt = self.prompt(kind, body, think)
+        words = str(self.value(prompt)).split(" ")
+        limit = max_tokens_of(body)
+        limit = len(words) if limit is None else limit
         written = words[:limit]
+        if body.get("echo"):
+            yield TextPiece(str(prompt))
         for at, word in enumerate(written):
             yield TextPiece(word if at == 0 else f" {word}")
             await asyncio.sleep(0)  # lets other tasks run, so that a disconnect is noticed

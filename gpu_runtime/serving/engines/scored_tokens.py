@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import re
 import threading
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from .logprobs import Scored, Token, Unsent
 
 _ONE_BYTE = re.compile("<0x([0-9A-F]{2})>")  # a byte as SentencePiece writes it
 _SPACE = "▁"  # a space as SentencePiece writes it
+LOGITS_AT_ONCE = 1 << 24  # of a prompt; as float32, 64 MiB
 
 
 class ScoredTokens:
@@ -58,6 +60,31 @@ class ScoredTokens:
         logprobs = torch.log_softmax(self._logits.detach().float(), dim=-1)
         self.unsent.add(Token(data, float(logprobs[number]), self._top(logprobs)))
 
+    def of_prompt(self, module: Any, tokens: list[int]) -> tuple[Token, ...]:
+        """The prompt's `tokens` with the probabilities that `module` gives them. The first one has none.
+
+        A long prompt is computed in parts, so that only the logits of one part are held.
+        """
+        import torch
+
+        name = self._vocabulary.data
+        # transformers gave this parameter a new name in 5.24.
+        known = inspect.signature(module.forward).parameters
+        cache_field = "cache" if "cache" in known else "past_key_values"
+        found = [Token(name(tokens[0]), None)]
+        ids, cache, at = torch.tensor([tokens], device=module.device), None, 0
+        size = max(1, LOGITS_AT_ONCE // module.config.get_text_config().vocab_size)
+        with torch.inference_mode():
+            while at < len(tokens) - 1:
+                part = ids[:, at : at + size]
+                output = module(input_ids=part, use_cache=True, **{cache_field: cache})
+                cache = getattr(output, cache_field)
+                rows = torch.log_softmax(output.logits[0].float(), dim=-1)
+                for row, token in zip(rows, tokens[at + 1 :], strict=False):
+                    found.append(Token(name(token), float(row[token]), self._top(row)))
+                at += part.shape[1]
+        return tuple(found)
+
     def _top(self, logprobs: Any) -> tuple[Scored, ...]:
         """The most probable tokens. A model may have more logits than its tokenizer has tokens: these are left out."""
         found: list[Scored] = []
@@ -82,6 +109,7 @@ class Vocabulary:
 
         self._tokenizer = tokenizer
         self._special = frozenset(tokenizer.all_special_ids)
+        self._added = {number: text for text, number in tokenizer.get_added_vocab().items()}
         decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", None)
         # Tokenizers of this kind write each byte as one character.
         is_by_byte = "ByteLevel" in str(decoder)
@@ -95,6 +123,8 @@ class Vocabulary:
 
     def data(self, number: int) -> bytes:
         """The bytes of the token with this `number`; empty for a number without a token."""
+        if number in self._added:  # an added token is plain text, also where others are bytes
+            return self._added[number].encode()
         token = self._tokenizer.convert_ids_to_tokens(number)
         if token is None:
             return b""

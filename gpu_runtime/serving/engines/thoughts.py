@@ -6,7 +6,7 @@ themselves, at the end of the prompt.
 
 from __future__ import annotations
 
-from .openai_format import held_back
+from ...stop_text import held_back
 
 TAGS = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))  # DeepSeek and Qwen; Mistral
 

@@ -13,8 +13,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from ...facts import Value
+from ...stop_text import held_back
 from ..requests import bad
-from .openai_format import held_back
 
 MOST_LEVELS = 200  # of the parameters of a tool
 ID_LETTERS = 9  # Mistral's templates accept no other length

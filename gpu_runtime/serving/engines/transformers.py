@@ -11,17 +11,17 @@ from collections.abc import AsyncGenerator
 from typing import Any
 
 from ...facts import ModelSpec
+from ...stop_text import StopText
 from ..fields import SAMPLING, sampling
 from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
-from .base import TextAdapter, cannot, text_too_long
+from .base import TextAdapter, cannot, text_too_long, too_long
 from .embedding import embed_in_batches, most_tokens, pooling_of, rank_in_batches
 from .images import images_of
-from .json_answers import ForcedTokens, require_library, schema_of
-from .llama_cpp import too_long
+from .json_answers import ForcedTokens, grammar_of, schema_of
 from .logprobs import count_of
 from .long_prompts import remember
-from .openai_format import StopText, TextPiece, max_tokens_of, stops_of
+from .openai_format import TextPiece, max_tokens_of, stops_of
 from .scored_tokens import ScoredTokens
 from .tool_calls import Tools, tools_of
 
@@ -72,7 +72,7 @@ class TransformersAdapter(TextAdapter):
         """The tokens of the text that `TextAdapter.prompt` makes from `kind`, `body` and `think`."""
         return self._tokenized(kind, self._text(kind, body, think))
 
-    def _text(self, kind: str, body: dict[str, Any], think: bool | None) -> str:
+    def _text(self, kind: str, body: dict[str, Any], think: bool | None) -> Any:
         if not getattr(self.value, "can_generate", lambda: False)():
             why = f"it is of type {self.spec.model_type} and writes no text"
             raise cannot(self.spec.name, why, "model")
@@ -81,8 +81,23 @@ class TransformersAdapter(TextAdapter):
     def _count(self, text: str) -> int:
         return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
 
-    def _tokenized(self, kind: str, text: str) -> Any:
+    def _echoed(self, prompt: Any, text: str | list[int], count: int | None) -> TextPiece:
+        """The prompt as the first piece of the answer, with the probabilities of its tokens unless `count` is None."""
+        tokens = prompt["input_ids"][0].tolist()
+        plain = text if isinstance(text, str) else self.tokenizer.decode(tokens)
+        scored = ScoredTokens(self.tokenizer, count or 0)
+        return TextPiece(
+            plain, tokens=() if count is None else scored.of_prompt(self.value, tokens)
+        )
+
+    def _tokenized(self, kind: str, text: str | list[int]) -> Any:
         # For a chat the tokenizer adds no special tokens, because the chat template has written them.
+        if not isinstance(text, str):
+            import torch
+
+            self.require_tokens(text, self.value.config.get_text_config().vocab_size, "prompt")
+            ids = torch.tensor([text])
+            return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
         return self.tokenizer(text, return_tensors="pt", add_special_tokens=kind == "completions")
 
     def _with_images(self, text: str, images: list[Any]) -> Any:
@@ -104,8 +119,9 @@ class TransformersAdapter(TextAdapter):
         """
         tools = tools_of(body) if kind == "chat" else Tools()
         schema = schema_of(body, tools) if kind == "chat" else None
+        grammar = ""
         if schema is not None:
-            require_library(self.spec.name)
+            grammar = grammar_of(schema, self.spec.name, is_hint=bool(tools.forced))
 
         def work(emit: Emit, cancelled: threading.Event) -> None:
             """Makes the prompt and writes the answer, in a thread."""
@@ -113,20 +129,27 @@ class TransformersAdapter(TextAdapter):
             self.require_known(body, len(self.tokenizer))
             context = self._context()
             text = self._text(kind, body, think)
-            count = tokens_if_too_many(text, context, self._count, cancelled.is_set)
-            if count or cancelled.is_set():
-                raise too_long(self.spec.name, count, limit, context)
+            if isinstance(text, str):
+                count = tokens_if_too_many(text, context, self._count, cancelled.is_set)
+                if count or cancelled.is_set():
+                    raise too_long(self.spec.name, kind, count, context)
             images = images_of(body["messages"]) if kind == "chat" and self.takes_images else []
             prompt = self._with_images(text, images) if images else self._tokenized(kind, text)
             prompt_tokens = int(prompt["input_ids"].shape[1])
-            if not prompt_tokens or prompt_tokens + (limit or 1) > context:
-                raise too_long(self.spec.name, prompt_tokens, limit, context)
-            limit = limit or min(DEFAULT_TOKENS, context - prompt_tokens)
+            room = context - prompt_tokens
+            if not prompt_tokens or room < (limit != 0):
+                raise too_long(self.spec.name, kind, prompt_tokens, context)
+            if limit is not None and limit > room:
+                emit(TextPiece(room=room))
+            limit = min(DEFAULT_TOKENS if limit is None else limit, room)
+            if body.get("echo"):
+                emit(self._echoed(prompt, text, count_of(body)))
+            if not limit:
+                emit(TextPiece(finish="length", prompt_tokens=prompt_tokens))
+                return
             forced = None
-            if schema is not None:
-                forced = ForcedTokens(
-                    schema, self.tokenizer, self._ends(), self.spec.name, is_hint=bool(tools.forced)
-                )
+            if grammar:
+                forced = ForcedTokens(grammar, self.tokenizer, self._ends(), self.spec.name)
             self._write(prompt, limit, body, forced, emit, cancelled)
 
         return stream_from_thread(work)
@@ -236,9 +259,7 @@ class TransformersAdapter(TextAdapter):
 
     async def detokenize(self, tokens: list[int]) -> str:
         """The tokenizer's text of `tokens`. Raises Refused for a number that is no token."""
-        if max(tokens) >= len(self.tokenizer):
-            why = f"the token {max(tokens)} is not in its vocabulary of {len(self.tokenizer)}"
-            raise cannot(self.spec.name, why, "tokens")
+        self.require_tokens(tokens, len(self.tokenizer), "tokens")
         return await in_thread_until(lambda cancelled: self.tokenizer.decode(tokens))
 
     def _tokens_of(self, text: str | list[int], limit: int | None, truncate: bool) -> list[int]:
@@ -254,10 +275,7 @@ class TransformersAdapter(TextAdapter):
             found = self.tokenizer(kept, truncation=cuts, max_length=limit if cuts else None)
             tokens = list(found["input_ids"])
         else:
-            size = self.value.config.vocab_size
-            if max(text) >= size:
-                why = f"the token {max(text)} is not in its vocabulary of {size}"
-                raise cannot(self.spec.name, why, "input")
+            self.require_tokens(text, self.value.config.vocab_size, "input")
             tokens = text[:limit] if truncate else text
         if not tokens:
             raise cannot(self.spec.name, "one of the texts has no tokens", "input")

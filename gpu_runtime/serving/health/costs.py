@@ -13,7 +13,7 @@ from statistics import median
 from typing import Any
 
 from ...facts import Value
-from ..prompt_size import characters
+from ..prompt_size import characters, given_tokens
 from ..requests import Call
 from ..routing.tasks import Cost
 
@@ -146,7 +146,7 @@ class Timing:
 
 def prompt_tokens(call: Call) -> int:
     """About how many tokens the prompt of `call` has."""
-    return characters(call.body) // CHARACTERS_PER_TOKEN
+    return characters(call.body) // CHARACTERS_PER_TOKEN + given_tokens(call.body)
 
 
 def _counted(kind: str, prompt: int) -> int:

@@ -13,11 +13,18 @@ from msgspec.structs import replace
 
 from ...facts import parse_importance
 from ..fields import OTHER_NAMES
-from ..requests import Call, Refused
+from ..requests import Call, Refused, bad, prompts_of
 from .tasks import Profile
 
 # Some templates read these words in the last user message.
 SWITCHES = {True: "/think", False: "/no_think"}
+
+
+def _after(system: str, prompt: str | list[int]) -> str:
+    """The `prompt` after the text `system`. Raises Refused (400) for a prompt that is a list of tokens."""
+    if not isinstance(prompt, str):
+        raise bad("prompt", prompt, "text: this client's profile adds a system text to it")
+    return f"{system}\n\n{prompt}"
 
 
 def apply_profile(call: Call, profile: Profile | None) -> Call:
@@ -35,7 +42,8 @@ def apply_profile(call: Call, profile: Profile | None) -> Call:
     if profile.system and call.kind == "chat":
         body["messages"] = with_system(body["messages"], profile.system)
     elif profile.system and call.kind == "completions":
-        body["prompt"] = f"{profile.system}\n\n{body['prompt']}"
+        prompts = [_after(profile.system, prompt) for prompt in prompts_of(body)]
+        body["prompt"] = prompts if len(prompts) > 1 else prompts[0]
     importance = call.importance
     if importance is None and profile.importance is not None:
         importance = parse_importance(profile.importance)

@@ -1,22 +1,19 @@
-"""JSON schemas for llama.cpp: what its grammars enforce is enforced, and all else is refused."""
+"""JSON schemas: what the library llguidance enforces is enforced by both engines, and all else is refused."""
 
 from __future__ import annotations
 
 import json
-import re
 from typing import Any
 
 import jsonschema
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
-from gpu_runtime.serving.engines.llama_schemas import enforceable, plain_pattern
+from gpu_runtime.serving.engines.json_answers import grammar_of
 from gpu_runtime.serving.engines.tool_calls import tools_of
 from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import answer_text
 from tests.serving.loops import in_loop
-from tests.serving.test_engines import sources, with_models  # noqa: F401 - a fixture
+from tests.serving.test_engines import forcing, sources, with_models  # noqa: F401 - a fixture
 
 PLACE = {
     "type": "object",
@@ -54,126 +51,85 @@ ENFORCED = [
         "properties": {"place": {"enum": ["x"]}, "b": {"$ref": "#/$defs/place"}},
         "required": ["place", "b"],
     },
+    {"type": "integer", "minimum": 5},
+    {"type": "integer", "minimum": -3, "exclusiveMaximum": 12, "multipleOf": 2},
+    {"type": "number", "minimum": 0.5, "maximum": 0.75},
+    {"type": "object", "required": ["a"]},
+    {"type": ["string", "null"], "maxLength": 3},
+    {"allOf": [PLACE, {"properties": {"name": {"minLength": 5}}}]},
+    {"type": "string", "format": "uri", "maxLength": 30},
+    {"type": "string", "pattern": "^[^a]{2}[ -~]$"},
+    {"type": "string", "pattern": "^a{1001}$"},
+    {"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(200)}},
 ]
 REFUSED: list[tuple[Any, str]] = [
-    ({"type": "integer", "minimum": 5}, "minimum cannot be enforced"),
-    ({"type": "object", "required": ["a"]}, "required cannot be enforced"),
-    ({"anyOf": [{"type": "null"}], "type": "null"}, "type cannot be enforced together with anyOf"),
-    ({"type": ["string", "null"], "maxLength": 3}, "maxLength cannot be enforced together with type"),
-    ({"not": {}}, "not cannot be enforced"),
-    ({"allOf": [PLACE]}, "allOf cannot be enforced"),
-    ({"enum": []}, "enum must be a list with a value"),
-    ({"anyOf": []}, "anyOf must be a list with a value"),
-    ({"type": "string", "format": "uri"}, "format must be one of uuid"),
-    ({"type": "string", "maxLength": 10**9}, "maxLength must be a whole number from 0 to 1000"),
-    ({"type": "array", "minItems": True}, "minItems must be a whole number"),
-    ({"type": "array", "items": [{}]}, "/items is no schema"),
-    ({"properties": {"a": {"type": 7}}}, "type must be one of .* at /properties/a"),
-    ({"anyOf": [{"type": "string", "maxLength": 999}] * 11}, "it repeats more than 10,000 values"),
+    ({"not": {}}, "not"),
+    ({"type": "array", "uniqueItems": True}, "uniqueItems"),
+    ({"if": {}}, "if"),
+    ({"enum": []}, "empty"),
+    ({"anyOf": []}, "empty"),
+    ({"type": "string", "format": "date-tme"}, "date-tme"),
+    ({"type": "array", "minItems": True}, "minItems"),
+    ({"properties": {"a": {"type": 7}}}, "type must be"),
+    ({"type": "integer", "minimum": 5, "maximum": 3}, "minimum"),
+    ({"$ref": "https://example.com/x.json"}, "example.com"),
+    ({"$ref": "#/none"}, "none"),
+    ({"type": "object", "properties": [1]}, "properties"),
+    ({"type": "object", "required": 7}, "required"),
     ({"enum": ["x" * 50] * 3000}, "more than 120,000 characters"),
-    ({"type": "string", "pattern": "^a{1001}$"}, "pattern repeats more than 1000 times"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("schema", "why"), REFUSED)
-def test_what_a_grammar_cannot_express_is_refused_and_not_ignored(schema, why):
+def test_what_the_library_cannot_enforce_is_refused_and_not_ignored(schema, why):
+    """An answer that does not match its schema would be worse than a refusal."""
     with pytest.raises(Refused, match=why) as refused:
-        enforceable(schema, "qwen")
+        grammar_of(schema, "qwen")
     assert (refused.value.status, refused.value.facts["param"]) == (400, "response_format")
-
-
-def test_a_schema_of_many_levels_is_refused():
-    deep: dict[str, Any] = {"type": "null"}
-    for _ in range(64):
-        deep = {"type": "array", "items": deep}
-    with pytest.raises(Refused, match="more than 64 levels"):
-        enforceable(deep, "qwen")
 
 
 def test_for_a_hint_the_rest_is_left_out():
     """The parameters of a tool tell the model what to write. A missing bound is no wrong answer."""
-    given = {
-        "type": "object",
-        "properties": {
-            "count": {"type": "integer", "minimum": 0},
-            "url": {"type": "string", "format": "uri", "pattern": "^(?=h)"},
-            "other": {"not": {}},
-        },
-        "dependentRequired": {},
-    }
-    assert enforceable(given, "qwen", is_hint=True) == {
-        "type": "object",
-        "properties": {
-            "count": {"type": "integer"},
-            "url": {"type": "string"},
-            "other": {"type": "value"},
-        },
-    }
+    assert grammar_of({"type": "array", "uniqueItems": True, "not": {}}, "qwen", is_hint=True)
 
 
-@pytest.mark.parametrize(
-    "pattern",
-    ["^]$", "^a}$", "^(a)\\1$", "^(?=a)b$", "((", "a)", "^a**$", "^a|$", "^()$", '^"$', "^[^a]$"]
-    + ["^[ -~]$", "^[\\d]$", "^\\s$", "^a\n$", "^a{2$", "^*$", "\\", "^$", 7],
-)
-def test_a_pattern_that_the_library_reads_wrongly_is_refused(pattern):
-    """Some would make the library loop for ever (`^]$`), others would allow text that is no JSON (`^[^a]$`)."""
-    with pytest.raises(Refused, match="pattern"):
-        enforceable({"type": "string", "pattern": pattern}, "qwen")
-
-
-UNITS = st.sampled_from(["a", "é", "-", "\\.", "\\d", "[a-c]", ".", "(b|c)", "x{2,3}", "z+"])
-
-
-@given(st.lists(UNITS, min_size=1, max_size=4).map("".join), st.booleans(), st.booleans())
-def test_a_plain_pattern_matches_the_same_texts(pattern, begins, ends):
-    whole = "^" * begins + pattern + "$" * ends
-    ours = re.compile(plain_pattern(whole))
-    for text in ("abx", "é.", "-5", "xxz", "azz", "b", "aXc", "..", ""):
-        assert bool(ours.search(text)) == bool(re.search(whole, text))
-
-
-@pytest.mark.processes
+@forcing
 @in_loop
-async def test_every_answer_matches_its_schema(sources):  # noqa: F811
-    """The model writes random words. Schemas that once ended its process are among these."""
-    async with with_models(sources, "gguf") as k:
-        pids = set()
+async def test_every_answer_matches_its_schema(name, sources):  # noqa: F811
+    """The model writes random words. Schemas that once ended the process of llama.cpp are among these."""
+    async with with_models(sources, name) as k:
+        complete = 0
         for schema in ENFORCED:
             format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
-            for seed in range(4):
-                reply = await k.chat(
-                    "gguf", "hi", response_format=format, max_tokens=180, seed=seed, temperature=1
-                )
+            for seed in range(2):
+                options = {"response_format": format, "max_tokens": 60, "seed": seed}
+                reply = await k.chat(name, "hi", temperature=1, **options)
                 if reply.json["choices"][0]["finish_reason"] == "stop":
+                    complete += 1
                     jsonschema.validate(json.loads(answer_text(reply)), schema)
-            with k.rt.use("gguf") as model:
-                pids.add(model.pid)
-        assert len(pids) == 1
+        assert complete > len(ENFORCED) // 2
+        if name == "gguf":
+            with k.rt.use(name) as model, pytest.raises(Exception, match="cannot be read"):
+                list(model.create_completion("a", grammar="root ::= (", max_tokens=2, stream=True))
 
 
-@pytest.mark.processes
+@forcing
 @in_loop
-async def test_a_wrong_schema_is_the_callers_mistake(sources):  # noqa: F811
-    """It neither ends the process of the model nor opens the breaker."""
-    wrong = [schema for schema, _ in REFUSED] + [
-        {"$ref": "https://example.com/x.json"},
-        {"$ref": "#/none"},
-        {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}},
-        {"type": "object", "properties": [1]},
-        {"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(2000)}},
-        {"type": "object", "properties": {"a": {"type": "null"}}, "required": 7},
-    ]
-    async with with_models(sources, "gguf") as k:
-        for schema in wrong:
+async def test_a_wrong_schema_is_the_callers_mistake(name, sources):  # noqa: F811
+    """It neither ends the process of the model nor opens the breaker.
+
+    One schema here has no finite answer, and one is too large for the library. Only the first token shows this.
+    """
+    endless = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
+    large = {"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(2000)}}
+    async with with_models(sources, name) as k:
+        for schema in [*(schema for schema, _ in REFUSED), endless, large]:
             format = {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
             with pytest.raises(Refused) as refused:
-                await k.chat("gguf", "hi", response_format=format, max_tokens=9)
+                await k.chat(name, "hi", response_format=format, max_tokens=9)
             assert refused.value.status == 400, schema
         assert all(one.failures == 0 for one in k.gateway.state().breakers.values())
-        with k.rt.use("gguf") as model, pytest.raises(Exception, match="cannot be read"):
-            list(model.create_completion("a", grammar="root ::= (", max_tokens=2, stream=True))
-        assert answer_text(await k.chat("gguf", "hi", max_tokens=2))
+        assert answer_text(await k.chat(name, "hi", max_tokens=2))
 
 
 @pytest.mark.parametrize("name", ["writer", pytest.param("gguf", marks=pytest.mark.processes)])
