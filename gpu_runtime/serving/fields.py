@@ -34,6 +34,7 @@ class Field(Value):
 FIELDS: dict[str, Field] = {
     "model": Field(KINDS),
     "messages": Field(("chat",)),
+    "reasoning_effort": Field(("chat",)),  # the chat template serves it, see `with_thinking`
     "prompt": Field(("completions", "images", "tokenize")),
     "tokens": Field(("detokenize",)),
     "add_special_tokens": Field(("tokenize",), neutral=(False,)),
@@ -77,13 +78,15 @@ FIELDS: dict[str, Field] = {
     "dimensions": Field(("embeddings",)),
     "truncate": Field(("embeddings",), neutral=(False,)),
 }
-# These fields label the caller or the call, or control OpenAI's prompt cache. They have no effect on an answer.
+# These fields label the caller or the call, control OpenAI's prompt cache, or only save time (`prediction`). They have
+# no effect on an answer.
 WITHOUT_EFFECT = (
     "user",
     "metadata",
     "safety_identifier",
     "prompt_cache_key",
     "prompt_cache_retention",
+    "prediction",
 )
 OTHER_NAMES = {
     "repetition_penalty": "repeat_penalty",
@@ -95,6 +98,7 @@ _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
     "modalities": (["text"],),
+    "verbosity": ("medium",),
 }
 
 
@@ -130,6 +134,8 @@ def read_by_server(
         own = name if name in known else OTHER_NAMES.get(name, name)
         if own in known:
             read[own] = value
+        elif (name, kind) == ("reasoning_effort", "chat"):
+            continue  # the call has the variables of the chat template instead
         elif not (name in WITHOUT_EFFECT or _is_neutral(name, value) or _is_empty(value)):
             why = f"its engine has no field {name[:60]!r} in a call for {kind}"
             if name not in FIELDS:

@@ -29,6 +29,7 @@ MAX_SECONDS = 86_400.0  # largest duration that a client may set: a day
 MAX_NAME_LENGTH = 256
 MAX_CLIENT_LENGTH = 128
 OWN_FIELDS = ("x_client_id", "x_priority", "x_stay_warm", "x_cooldown", "x_thinking", "x_budget")
+EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh")
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 _EXAMPLE_MESSAGE = '{"role": "user", "content": "hi"}'
 
@@ -143,7 +144,7 @@ def read_call(kind: str, body: Any, client: str = "") -> Call:
         importance=_importance(own.get("x_priority")),
         stay_warm=_seconds("x_stay_warm", own.get("x_stay_warm")),
         cooldown=_seconds("x_cooldown", own.get("x_cooldown")) or 0.0,
-        thinking=_flag("x_thinking", own.get("x_thinking")),
+        thinking=_thinking(own.get("x_thinking"), plain),
         budget=_seconds("x_budget", own.get("x_budget"), least=0.001),
     )
 
@@ -476,6 +477,16 @@ def _flag(name: str, value: Any) -> bool | None:
     if value is not None and not isinstance(value, bool):
         raise bad(name, value, "true or false")
     return value
+
+
+def _thinking(own: Any, body: Mapping[str, Any]) -> bool | None:
+    """Whether the model thinks: our own field `x_thinking`, else any `reasoning_effort` but `none`."""
+    effort = body.get("reasoning_effort")
+    if effort is not None and effort not in EFFORTS:
+        raise bad("reasoning_effort", effort, f"one of {', '.join(EFFORTS)}")
+    if own is None and effort is not None:
+        return bool(effort != "none")
+    return _flag("x_thinking", own)
 
 
 def _kind_of(value: Any) -> str:

@@ -111,6 +111,21 @@ def test_images_are_translated():
         assert message["content"] == [{"type": "image_url", "image_url": {"url": url}}]
 
 
+def test_pictures_in_the_result_of_a_tool_follow_it_in_the_users_message():
+    """A chat's message of a tool has only text."""
+    picture = {"type": "image", "source": {"type": "url", "url": "https://a/b"}}
+    text = {"type": "text", "text": "The screen:"}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": [text, picture]}
+    body = {**HI, "messages": [{"role": "user", "content": [result]}]}
+    assert chat_of(body)["messages"] == [
+        {"role": "tool", "tool_call_id": "a", "content": "The screen:"},
+        {
+            "role": "user",
+            "content": [{"type": "image_url", "image_url": {"url": "https://a/b"}}],
+        },
+    ]
+
+
 @pytest.mark.parametrize(
     ("change", "param"),
     [
@@ -233,3 +248,18 @@ def test_errors_are_in_the_format_of_anthropic(http):
         assert answer.status_code == status
         assert answer.headers["request-id"] == answer.headers["x-request-id"]
         assert answer.json()["type"] == "error" and answer.json()["error"]["type"] == kind
+
+
+def test_the_tokens_of_a_conversation_are_counted(http):
+    """Anthropic's clients count before a call, to shorten the conversation in time. They mark what should be cached."""
+    body = {
+        "model": "qwen",
+        "messages": [{"role": "user", "content": "one two three"}],
+        "cache_control": {"type": "ephemeral"},
+    }
+    answer = http.post("/v1/messages/count_tokens", json=body)
+    assert (answer.status_code, answer.json()) == (200, {"input_tokens": 3})
+    whole = http.post("/v1/messages", json={**body, "max_tokens": 9}).json()
+    assert whole["usage"]["input_tokens"] == 3
+    refused = http.post("/v1/messages/count_tokens", json={"model": "qwen"})
+    assert refused.status_code == 400 and "messages" in refused.json()["error"]["message"]

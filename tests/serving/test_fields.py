@@ -61,6 +61,7 @@ VALUES: dict[str, Any] = {
     "add_special_tokens": True,
     "top_n": 1,
     "return_documents": True,
+    "reasoning_effort": "low",
 }
 _OTHERS = {("completions", "logprobs"): {"logprobs": 3}}  # VALUES has the value for a chat
 _TOGETHER = {"top_logprobs": {"logprobs": True}}
@@ -103,9 +104,13 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
     with pytest.raises(Refused, match="no field 'temprature'; did you mean temperature"):
         require_fields(call("chat", temprature=1), ModelSpec("qwen", "llama_cpp"))
     require_fields(call("chat", temprature=1), ModelSpec("qwen", "vllm"))  # once it has started
-    require_fields(call("chat", user="ann", store=False), ModelSpec("qwen", "transformers"))
-    with pytest.raises(Refused, match="store=True is not supported"):
-        require_fields(call("chat", store=True), ModelSpec("qwen", "transformers"))
+    spec = ModelSpec("qwen", "transformers")
+    prediction = {"type": "content", "content": "hi"}
+    sent = {"user": "ann", "store": False, "service_tier": "auto", "verbosity": "medium"}
+    require_fields(call("chat", **sent, prediction=prediction), spec)
+    for name, value in {"store": True, "service_tier": "flex", "verbosity": "high"}.items():
+        with pytest.raises(Refused, match=f"{name}={value!r} is not supported"):
+            require_fields(call("chat", **{name: value}), spec)
     with pytest.raises(Refused, match="messages has no meaning in a call for embeddings"):
         require_fields(call("embeddings", messages=["a"]), ModelSpec("e", "transformers"))
 

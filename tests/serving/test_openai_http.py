@@ -282,6 +282,26 @@ async def test_a_thinking_mode_that_cannot_be_set_is_refused(template, think):
         assert not there.requests
 
 
+@in_loop
+async def test_an_effort_is_the_switch_for_thinking_and_has_no_effect_without_one():
+    """Many clients always send `reasoning_effort`, also to models that cannot think."""
+    thinks, plain = "{% if enable_thinking %}", "{{ messages }}"
+    for template, effort, sent in (
+        (thinks, "none", {"enable_thinking": False}),
+        (thinks, "medium", {"enable_thinking": True}),
+        ("{{ reasoning_effort }}", "low", {"reasoning_effort": "low"}),
+        (plain, "high", None),
+        (plain, "none", None),
+    ):
+        async with loopback() as there, harness(qwen=4, make_adapter=engine(there, template)) as k:
+            there.answers = [completion("a")]
+            await k.chat("qwen", "hi", reasoning_effort=effort)
+            assert there.requests[0][2].get("chat_template_kwargs") == sent
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there, thinks)) as k:
+        with pytest.raises(Refused, match="one of none, minimal, low, medium, high, xhigh"):
+            await k.chat("qwen", "hi", reasoning_effort="much")
+
+
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
 
 

@@ -78,7 +78,7 @@ def test_a_conversation_is_translated():
             "type": "json_schema",
             "json_schema": {"name": "x", "schema": {"type": "object"}},
         },
-        "x_thinking": False,
+        "reasoning_effort": "none",
         "x_client_id": "bot",
         "stream": True,
         "stream_options": {"include_usage": True},

@@ -20,7 +20,7 @@ from .translation import Writer, functions, require_object
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
 _OTHER = ("messages", "system", "stop_sequences", "tools", "tool_choice", "thinking")
-_IGNORED = ("metadata", "service_tier")  # fields that have no effect on an answer
+_IGNORED = ("metadata", "service_tier", "cache_control")  # fields that have no effect on an answer
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     400: "invalid_request_error",
@@ -45,9 +45,15 @@ _SCHEMA = {
     "additionalProperties": True,
 }
 
+_COUNT_SCHEMA = {
+    **_SCHEMA,
+    "required": ["model", "messages"],
+    "properties": {name: _SCHEMA["properties"][name] for name in ("model", "messages")},  # type: ignore[index]
+}
+
 
 def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
-    """Adds the route `/v1/messages` to `routes`.
+    """Adds the routes `/v1/messages` and `/v1/messages/count_tokens` to `routes`.
 
     `gateway()` returns the Gateway. `acts` is the FastAPI dependency that admits visitors who may call models.
     """
@@ -69,6 +75,25 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
         if reply.events is None:
             return JSONResponse(message_of(reply.json or {}), headers=reply.headers)
         return Sent(reply, _AnthropicWriter().events(reply))
+
+    @routes.post(
+        "/messages/count_tokens",
+        tags=["models"],
+        response_model=None,
+        responses=REFUSALS,
+        openapi_extra=request_body(_COUNT_SCHEMA),
+    )
+    async def post_count(request: Request, actor: str = acts) -> Any:
+        """The tokens of a conversation. The model reads it and writes one token: only its engine can count them."""
+        try:
+            given = await read_json(request)
+            require_object(given)
+            body = chat_of({**given, "max_tokens": 1, "stream": False})
+            reply = await unless_gone(request, gateway().answer("chat", body, actor))
+        except Refused as refused:
+            return JSONResponse(error_of(refused), refused.status, headers=refused.headers)
+        count = _usage((reply.json or {}).get("usage"))["input_tokens"]
+        return JSONResponse({"input_tokens": count}, headers=reply.headers)
 
 
 # -- requests
@@ -101,7 +126,10 @@ def chat_of(body: Any) -> dict[str, Any]:
 
 
 def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Translates one `message` into messages of a chat. Each result of a tool becomes a separate message."""
+    """Translates one `message` into messages of a chat. Each result of a tool becomes a separate message.
+
+    A chat's message of a tool has only text. So the pictures of a result become a part of the user's message after it.
+    """
     role, content = message.get("role"), message.get("content")
     if role not in ("user", "assistant"):
         raise bad(f"{place}.role", role, "user or assistant")
@@ -116,7 +144,7 @@ def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
         if kind == "text":
             parts.append({"type": "text", "text": _text(where, [block])})
         elif kind == "image" and role == "user":
-            parts.append({"type": "image_url", "image_url": {"url": _image(where, block)}})
+            parts.append(_picture(where, block))
         elif kind == "thinking" and role == "assistant":
             thoughts.append(str(block.get("thinking") or ""))
         elif kind == "tool_use" and role == "assistant":
@@ -124,7 +152,13 @@ def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
             function = {"name": block.get("name"), "arguments": arguments}
             calls.append({"id": block.get("id"), "type": "function", "function": function})
         elif kind == "tool_result" and role == "user":
-            text = _text(f"{where}.content", block.get("content") or "")
+            inside = f"{where}.content"
+            found = block.get("content") or ""
+            if not isinstance(found, str):
+                pictures = [one for one in _blocks(inside, found) if one.get("type") == "image"]
+                found = [one for one in found if one not in pictures]
+                parts += [_picture(inside, one) for one in pictures]
+            text = _text(inside, found)
             results.append(
                 {"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": text}
             )
@@ -156,12 +190,14 @@ def _text(place: str, content: Any) -> str:
     return "".join(texts)
 
 
-def _image(place: str, block: Mapping[str, Any]) -> str:
+def _picture(place: str, block: Mapping[str, Any]) -> dict[str, Any]:
     source = block.get("source")
-    if isinstance(source, Mapping) and source.get("type") == "url":
-        return str(source.get("url"))
-    if isinstance(source, Mapping) and source.get("type") == "base64":
-        return f"data:{source.get('media_type')};base64,{source.get('data')}"
+    kind = source.get("type") if isinstance(source, Mapping) else None
+    if kind == "url":
+        return {"type": "image_url", "image_url": {"url": str(source.get("url"))}}
+    if kind == "base64":
+        url = f"data:{source.get('media_type')};base64,{source.get('data')}"
+        return {"type": "image_url", "image_url": {"url": url}}
     raise bad(f"{place}.source", source, "of type url or base64")
 
 

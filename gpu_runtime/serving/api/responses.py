@@ -214,15 +214,12 @@ def _format(text: Any) -> dict[str, Any]:
 
 
 def _thinking(reasoning: Any) -> dict[str, Any]:
-    """Translates the field `reasoning` of a call into the field `x_thinking` of a chat.
-
-    `x_thinking` is false for the effort `none`, and true for any other effort.
-    """
+    """Translates the field `reasoning` of a call into the field `reasoning_effort` of a chat."""
     known = isinstance(reasoning, Mapping) and set(reasoning) <= {"effort", "summary"}
     if not known or reasoning.get("summary") not in (None, "auto"):
         raise bad("reasoning", reasoning, "an object with an effort, and no summary but auto")
     effort = reasoning.get("effort")
-    return {} if effort is None else {"x_thinking": effort != "none"}
+    return {} if effort is None else {"reasoning_effort": effort}
 
 
 def _probabilities(include: Any, count: Any) -> dict[str, Any]:

@@ -172,7 +172,7 @@ class TextAdapter:
                 "it has no chat template; give it one (chat_template in the catalogue), "
                 "or use /v1/completions",
             )
-        messages, switches = with_thinking(body["messages"], think, template, self.spec.name)
+        messages, switches = with_thinking(body, think, template, self.spec.name)
         tools = {"tools": list(tools_of(body).tools)} if tools_of(body).tools else {}
         if tools and "tools" not in template:
             raise cannot(self.spec.name, "its chat template takes no tools", "tools")

@@ -131,7 +131,7 @@ class HttpAdapter:
             template = chat_template.override(spec.options) or template
         if template and "tools" not in template and tools_of(body).tools:
             raise cannot(self.name, "its chat template takes no tools", "tools")
-        messages, switches = with_thinking(body["messages"], think, template, self.name)
+        messages, switches = with_thinking(body, think, template, self.name)
         fields: dict[str, Any] = {"messages": messages}
         if switches:
             variables = body.get("chat_template_kwargs") or {}

@@ -92,29 +92,39 @@ def wants_thinking(call: Call, options: Mapping[str, Any]) -> bool | None:
 
 
 def with_thinking(
-    messages: list[dict[str, Any]], think: bool | None, template: str, model: str
+    body: Mapping[str, Any], think: bool | None, template: str, model: str
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Turns the thoughts of a model on or off, as `think` says. If `think` is None, nothing is changed.
 
-    Returns the messages and the variables for the chat `template`. A template that reads `enable_thinking` gets that
-    variable. If the template reads `/think` or `/no_think`, the word for `think` is added to the last user message.
+    Returns the messages of the call's `body`, and the variables for the chat `template`. A template that reads
+    `enable_thinking` gets that variable. If the template reads `/think` or `/no_think`, the word for `think` is added
+    to the last user message.
 
     Raises Refused (400) if the template of `model` has no such switch. Nothing is raised if `think` is false and the
-    template has no `<think>`, because such a model shows no thoughts.
+    template has no `<think>`, because such a model shows no thoughts. Nothing is raised either if `think` is true only
+    because of a `reasoning_effort`, which many clients always send. A template that reads it gets it.
 
-    >>> with_thinking([{"role": "user", "content": "hi"}], False, "{% if enable_thinking %}…", "qwen")
+    >>> hi = {"messages": [{"role": "user", "content": "hi"}]}
+    >>> with_thinking(hi, False, "{% if enable_thinking %}…", "qwen")
     ([{'role': 'user', 'content': 'hi'}], {'enable_thinking': False})
-    >>> with_thinking([{"role": "user", "content": "hi"}], False, "{% if '/no_think' in …", "smol")
+    >>> with_thinking(hi, False, "{% if '/no_think' in …", "smol")
     ([{'role': 'user', 'content': 'hi /no_think'}], {})
+    >>> with_thinking({**hi, "reasoning_effort": "low"}, True, "Reasoning: {{ reasoning_effort }}", "oss")
+    ([{'role': 'user', 'content': 'hi'}], {'reasoning_effort': 'low'})
     """
+    messages, effort = body["messages"], body.get("reasoning_effort")
     if think is None:
         return messages, {}
-    if "enable_thinking" in template:
-        return messages, {"enable_thinking": think}
+    variables = {"enable_thinking": think, "reasoning_effort": effort}
+    read = {name: variables[name] for name in variables if name in template}
+    if effort is None:
+        read.pop("reasoning_effort", None)
+    if read:
+        return messages, read
     if not any(word in template for word in SWITCHES.values()):
-        if not think and template and "<think>" not in template:
+        if (think and effort) or (not think and template and "<think>" not in template):
             return messages, {}
-        return _no_switch(model)
+        return _no_switch(model, "reasoning_effort" if effort else "x_thinking")
     for at in reversed(range(len(messages))):
         message = messages[at]
         content = message.get("content")
@@ -124,6 +134,6 @@ def with_thinking(
     return messages, {}
 
 
-def _no_switch(model: str) -> NoReturn:
-    text = f"{model} has no switch for thinking that can be set here; leave x_thinking out"
-    raise Refused(400, "no_thinking_switch", text, param="x_thinking")
+def _no_switch(model: str, field: str) -> NoReturn:
+    text = f"{model} has no switch for thinking that can be set here; leave {field} out"
+    raise Refused(400, "no_thinking_switch", text, param=field)
