@@ -24,6 +24,7 @@ from .facts import (
     AllocatorMap,
     Applied,
     Event,
+    Evidence,
     Health,
     History,
     LeaseId,
@@ -254,6 +255,14 @@ class Runtime:
     def spec(self, name: str) -> ModelSpec:
         """The specification of the model `name`, here or in the catalogue. Raises UnknownModel."""
         return registry.find(self._session, name).spec
+
+    @checked
+    def source_facts(self, name: str) -> tuple[Evidence, str]:
+        """What the source of the model `name` shows before a load, and its chat template.
+
+        The template is empty if the source has none. Raises UnknownModel.
+        """
+        return operations.source_facts(self._session, name)
 
     @checked
     def here(self, name: str) -> bool:

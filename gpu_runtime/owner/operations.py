@@ -11,8 +11,20 @@ from msgspec.structs import replace
 
 from .. import threads
 from ..backends.base import Progress
+from ..backends.formats import sources
 from ..errors import Busy, GpuError, NotAllowed, StillInUse
-from ..facts import KERNEL, Grant, Lease, LeaseId, Move, Outcome, Refuse, Wait, lease_title
+from ..facts import (
+    KERNEL,
+    Evidence,
+    Grant,
+    Lease,
+    LeaseId,
+    Move,
+    Outcome,
+    Refuse,
+    Wait,
+    lease_title,
+)
 from ..scheduler.asks import DISK
 from ..units import parse_seconds, show_bytes, show_seconds
 from . import (
@@ -84,6 +96,19 @@ def load_wished(session: Session, name: str, timeout: float) -> str:
     if resident.place is not Place.HERE:
         acquire.obtain(session, resident, None, timeout=timeout, for_wish=True)
     return resident.lease.where
+
+
+def source_facts(session: Session, name: str) -> tuple[Evidence, str]:
+    """What the source of a model shows about it, and its chat template; see Runtime.source_facts."""
+    resident = registry.find(session, name)
+    spec = resident.spec
+    template = ""
+    if spec.source:
+        template = sources.template(spec.source, spec.name, spec.options.get("revision")) or ""
+    try:
+        return resident.backend.evidence(spec, resident.origin), template
+    except (GpuError, OSError) as error:  # a load reports it
+        return Evidence(why_unknown=str(error)), template
 
 
 def move(

@@ -17,6 +17,7 @@ from ..errors import GpuError, UnknownModel
 from ..facts import ModelSpec
 from ..safe_text import quoted
 from .health.costs import Costs
+from .model_facts import ModelFacts
 from .requests import Call, Refused
 from .routing.fallback import Choice, CloudGuard, address_variable, chain, is_configured_cloud
 from .routing.tasks import Cost, ServingConfig, Task, candidates, fits, too_short
@@ -48,6 +49,7 @@ class Choices:
         self._guard = guard
         self._costs = costs
         self._environment = environment
+        self._facts: dict[str, ModelFacts] = {}
         self._began = int(time.time())  # `/v1/models` shows it as the creation time of each model
         # Returns how many calls of a model wait or run.
         self.calls_of: Callable[[str], int] = lambda model: 0
@@ -107,9 +109,7 @@ class Choices:
         for name in self._rt.catalog_names():
             with contextlib.suppress(GpuError):  # a broken entry is not listed
                 specs.setdefault(name, self._rt.spec(name))
-        rows = [
-            self._row(spec.name, self._facts_of(spec)) for spec in specs.values() if spec.enabled
-        ]
+        rows = [self._model_row(spec) for spec in specs.values() if spec.enabled]
         for name, task in self._config().tasks.items():
             rows.append(self._row(TASK_PREFIX + name, {"candidates": list(task.candidates)}))
         for name, model in self._config().aliases.items():
@@ -125,12 +125,32 @@ class Choices:
             "x_gpu": facts,
         }
 
-    def _facts_of(self, spec: ModelSpec) -> dict[str, Any]:
-        return {
+    def facts(self, name: str) -> ModelFacts | None:
+        """What is known of the model with this name or alias; None for a task, or if the model is unknown.
+
+        The source is read once for each specification of the model, which may take milliseconds.
+        """
+        name = self._config().aliases.get(name, name)
+        try:
+            spec = self._rt.spec(name)
+            known = self._facts.get(name)
+            if known is None or known.spec != spec:
+                known = self._facts[name] = ModelFacts(spec, *self._rt.source_facts(name))
+        except GpuError:  # the model is unknown, or its entry is broken: a call reports it
+            return None
+        return known
+
+    def _model_row(self, spec: ModelSpec) -> dict[str, Any]:
+        facts = {
             "model_type": spec.model_type,
             "backend": spec.backend,
             "warm": self._rt.here(spec.name),
         }
+        row = self._row(spec.name, facts)
+        known = self.facts(spec.name)
+        if known and known.context_length:  # the second name is vLLM's
+            row |= dict.fromkeys(("context_length", "max_model_len"), known.context_length)
+        return row
 
     def _of_task(self, call: Call, task: Task) -> tuple[Choice, ...]:
         return candidates(

@@ -21,7 +21,7 @@ from typing import Any
 from ..access_keys import Keys
 from ..catalog.store import Catalog
 from ..errors import GpuError, NodeLost, UnknownModel
-from ..facts import ModelSpec, Outcome
+from ..facts import Evidence, ModelSpec, Outcome
 from ..fleet import cluster
 from ..fleet.client import Fleet
 from ..fleet.hosts import on
@@ -118,6 +118,10 @@ class FleetModels:
         """The names of all models of the fleet."""
         return tuple(self._specs)
 
+    def source_facts(self, name: str) -> tuple[Evidence, str]:
+        """No facts: the source of the model `name` is on its hosts."""
+        return Evidence(), ""
+
     def here(self, name: str) -> bool:
         """Whether a host has the model on a card, as last read."""
         return self.copies.get(name, 0) > 0
@@ -135,7 +139,8 @@ class FleetModels:
 
     def status(self) -> Any:
         """The parts of a snapshot that the gateway reads: the owner, and rules that cap no call's importance."""
-        return SimpleNamespace(owner=SimpleNamespace(id="fleet"), rules=SimpleNamespace(cap=None))
+        rules = SimpleNamespace(cap=None)
+        return SimpleNamespace(owner=SimpleNamespace(id="fleet"), rules=rules, sections={})
 
 
 def _specs_of(wishes: Wishes) -> tuple[ModelSpec, ...]:

@@ -20,7 +20,7 @@ from weakref import WeakSet
 
 from ..access_keys import Keys
 from ..errors import GpuError, StillInUse
-from ..facts import ModelSpec, Value
+from ..facts import Lease, ModelSpec, Value
 from ..fault_texts import MOST_DECODE_FAILURES, decode_failures, recognise
 from .access import KeyRules
 from .choices import Choices
@@ -37,6 +37,7 @@ from .health.breaker import BreakerOpen, Breakers, BreakerState, Permit
 from .health.call_figures import CallFigures
 from .health.clients import Clients, Pattern
 from .health.costs import Costs, Timing
+from .model_facts import ModelFacts
 from .queue.concurrency import calls_at_once
 from .queue.keep_warm import KeepWarm, stay_warm_seconds
 from .queue.model_hold import Holds
@@ -163,11 +164,28 @@ class Gateway:
                 choices = self._access.allowed(choices, call, client)
                 self.clients.enter(call.client, call.model, self._clock())
                 stack.callback(self._leave, call)
-                return await self._first_answer(call, choices, stack)
+                reply = await self._first_answer(call, choices, stack)
+                reply.facts = record.facts
+                return reply
 
     def models(self, client: str = "") -> list[dict[str, Any]]:
         """The rows of `/v1/models` for `client`: the models, tasks and aliases that this visitor may call."""
         return [row for row in self._choices.models() if self._may_call(client, row["id"])]
+
+    def facts(self, name: str) -> ModelFacts | None:
+        """What is known of the model or alias `name`; None for a task, or if it is unknown."""
+        return self._choices.facts(name)
+
+    def leases(self) -> dict[str, Lease]:
+        """The leases of this server's models, by name."""
+        snapshot = self.rt.status()
+        section = snapshot.sections.get(snapshot.owner.id)
+        return {lease.name: lease for lease in section.leases} if section else {}
+
+    def warm_seconds(self, model: str) -> float | None:
+        """The seconds until `model` is evicted because nobody uses it; None if no time is set."""
+        until = self.keep_warm.until(model)
+        return None if until is None else max(0.0, until - self._clock())
 
     def _may_call(self, client: str, name: str) -> bool:
         """Whether `client` may call the model, task or alias `name`."""

@@ -108,6 +108,8 @@ class Reply:
     json: dict[str, Any] | None = None
     events: Events | None = None
     headers: dict[str, str] = field(default_factory=dict)
+    # The facts of the call in the request log. The last ones are added when a stream ends.
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     async def aclose(self) -> None:
         """Frees everything that a streamed answer holds. Does nothing for an answer that is not streamed."""

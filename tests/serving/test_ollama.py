@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
 from starlette.testclient import TestClient
 
+from gpu_runtime import samples
 from gpu_runtime.access_keys import AccessKey
 from gpu_runtime.serving.api.app import application
-from gpu_runtime.serving.api.ollama import chat_of, embed_of, generate_of
+from gpu_runtime.serving.api.ollama import OLLAMA_VERSION, chat_of, embed_of, generate_of
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.web.auth import Visitor
 from tests.clock import until
@@ -95,7 +97,9 @@ def test_a_text_is_a_chat_unless_it_is_raw():
     ("translate", "change", "param"),
     [
         (chat_of, {"messages": "hi"}, "messages"),
-        (chat_of, {"options": {"num_ctx": 4096}}, "options.num_ctx"),
+        (chat_of, {"options": {"num_ctx": 0}}, "options.num_ctx"),
+        (chat_of, {"options": {"num_gpu": 1}}, "options.num_gpu"),
+        (chat_of, {"keep_alive": "5 m"}, "keep_alive"),
         (chat_of, {"options": 7}, "options"),
         (chat_of, {"format": "yaml"}, "format"),
         (chat_of, {"keep_alive": "soon"}, "keep_alive"),
@@ -137,8 +141,14 @@ def test_a_call_without_a_text_only_loads_its_model():
 @pytest.fixture(scope="module")
 def http():
     """A client of the application over a real gateway. The model `qwen` repeats the last message."""
-    options = {"qwen": {"chat_template": TEMPLATE}, "bge": {"model_type": "embedding"}}
-    made = Harness(qwen=4, bge=2, options=options, keys=lambda: {"bot": AccessKey("0" * 64)})
+    options = {
+        "qwen": {"chat_template": TEMPLATE},
+        "bge": {"model_type": "embedding"},
+        "sized": {"context_length": 4096},
+    }
+    made = Harness(
+        qwen=4, bge=2, sized=1, options=options, keys=lambda: {"bot": AccessKey("0" * 64)}
+    )
     app = application(made.rt, lambda: made.gateway, "7")
     operators, bots = with_visitor(app, OPERATOR), with_visitor(app, BOT)
 
@@ -156,7 +166,8 @@ def test_a_chat_with_a_tool_call_whole_and_streamed(http):
     messages = [{"role": "user", "content": SAID}]
     body = {"model": "qwen", "messages": messages, "tools": [TOOL]}
     answer = http.post("/api/chat", json={**body, "stream": False}).json()
-    calls = [{"function": {"name": "time", "arguments": {"zone": "CET"}}}]
+    function = {"index": 0, "name": "time", "arguments": {"zone": "CET"}}
+    calls = [{"id": answer["message"]["tool_calls"][0]["id"], "function": function}]
     said = {"role": "assistant", "content": "See: ", "tool_calls": calls}
     assert (answer["message"], answer["done"], answer["done_reason"]) == (said, True, "stop")
     assert answer["eval_count"] > 0 and answer["created_at"]
@@ -167,7 +178,7 @@ def test_a_chat_with_a_tool_call_whole_and_streamed(http):
     assert "".join(line["message"]["content"] for line in lines) == "See: "
     assert [
         line["message"].get("tool_calls") for line in lines if "tool_calls" in line["message"]
-    ] == [calls]
+    ] == [[{**calls[0], "id": lines[-2]["message"]["tool_calls"][0]["id"]}]]
     assert lines[-1]["prompt_eval_count"] == answer["prompt_eval_count"]
 
 
@@ -225,9 +236,9 @@ def test_a_key_may_load_a_model_and_not_unload_it(http):
 
 
 def test_the_models(http):
-    assert http.get("/api/version").json() == {"version": "7"}
+    assert http.get("/api/version").json() == {"version": OLLAMA_VERSION, "gpu_console": "7"}
     names = {row["name"] for row in http.get("/api/tags").json()["models"]}
-    assert names == {"qwen", "bge"}
+    assert names == {"qwen", "bge", "sized"}
     http.post("/api/chat", json={**HI, "stream": False})
     assert "qwen" in {row["name"] for row in http.get("/api/ps").json()["models"]}
     assert http.post("/api/show", json={"model": "bge"}).json()["capabilities"] == ["embedding"]
@@ -261,3 +272,91 @@ def test_thoughts_have_a_field_of_their_own(http):
         json={"model": "qwen", "prompt": "<think>Hm.</think>Noon.", "stream": False},
     )
     assert (made.json()["thinking"], made.json()["response"]) == ("Hm.", "Noon.")
+
+
+def test_durations_are_read_as_go_writes_them():
+    for text, seconds in (
+        ("1h30m", 5400.0),
+        ("1.5h", 5400.0),
+        ("1m0s", 60.0),
+        ("2µs", 2e-6),
+        ("-1m", 86400.0),
+        (-1, 86400.0),
+        ("0", 0.0),
+    ):
+        made = chat_of({**HI, "keep_alive": text})[1]["x_stay_warm"]
+        assert made == pytest.approx(seconds)
+    assert chat_of({**HI, "think": "low"})[1]["reasoning_effort"] == "low"
+
+
+def test_an_answer_has_its_durations_in_nanoseconds(http):
+    """Clients divide the tokens by `eval_duration`."""
+    names = "total_duration load_duration prompt_eval_duration eval_duration".split()
+    whole = http.post("/api/chat", json={**HI, "stream": False}).json()
+    last = json.loads(http.post("/api/chat", json=HI).text.splitlines()[-1])
+    for answer in (whole, last):
+        assert all(type(answer[name]) is int and answer[name] >= 0 for name in names)
+        parts = sum(answer[name] for name in names[1:])
+        assert (
+            abs(answer["total_duration"] - parts) <= 2_000_000
+        )  # each was rounded to milliseconds
+    embedded = http.post("/api/embed", json={"model": "bge", "input": "fox"}).json()
+    assert {"total_duration", "load_duration"} < embedded.keys()
+
+
+def test_a_tag_and_a_context_that_the_model_has_are_no_reason_to_refuse(http):
+    """Ollama's clients add `:latest` to a name, and send the context that `/api/show` has told them."""
+    sized = {"model": "sized:latest", "messages": HI["messages"], "stream": False}
+    for tokens in (1, 2048, 4096):
+        assert http.post("/api/chat", json={**sized, "options": {"num_ctx": tokens}}).is_success
+    refused = http.post("/api/chat", json={**sized, "options": {"num_ctx": 4097}})
+    assert refused.status_code == 400
+    assert "at most 4096, the context of sized" in refused.json()["error"]
+    assert http.post("/api/chat", json={**HI, "model": "none:latest"}).status_code == 404
+    shown = http.post("/api/show", json={"model": "sized:latest"}).json()
+    assert shown["parameters"] == "num_ctx 4096"
+    assert shown["model_info"]["llm.context_length"] == 4096
+
+
+def test_what_runs_has_its_memory_and_its_end(http):
+    assert http.post("/api/chat", json={**HI, "keep_alive": "10m", "stream": False}).is_success
+    row = next(one for one in http.get("/api/ps").json()["models"] if one["name"] == "qwen")
+    assert (row["size"], row["size_vram"]) == (4 << 30, 4 << 30)
+    left = datetime.fromisoformat(row["expires_at"]) - datetime.now(UTC)
+    assert 0 < left.total_seconds() <= 600
+
+
+@pytest.mark.parametrize("kind", ["gguf", "folder"])
+def test_a_model_is_shown_with_the_facts_of_its_source(tmp_path, kind):
+    """The facts come from the files, so the model need not be loaded. Clients choose by `capabilities`."""
+    template = "{% if tools %}<think>{% endif %}{{ messages }}"
+    if kind == "gguf":
+        source = samples.gguf_lm(tmp_path / "lm.gguf")
+    else:
+        source = samples.causal_lm(tmp_path / "lm")
+    made = Harness()
+    try:
+        made.rt.register("lm", str(source), model_type="llm", quantization="Q4_0")
+        made.rt.register("two", str(source), model_type="llm", chat_template=template)
+        app = with_visitor(application(made.rt, lambda: made.gateway, "7"), OPERATOR)
+        with TestClient(app) as client:
+            shown = client.post("/api/show", json={"model": "lm"}).json()
+            two = client.post("/api/show", json={"model": "two"}).json()
+            [row] = [one for one in client.get("/api/tags").json()["models"] if one["name"] == "lm"]
+            listed = client.get("/v1/models/lm").json()
+            client.portal.call(made.gateway.close)
+    finally:
+        made.rt.close()
+    family = shown["details"]["family"]
+    info = shown["model_info"]
+    assert family and info["general.architecture"] == family
+    assert info[f"{family}.context_length"] == listed["context_length"] == listed["max_model_len"]
+    assert info[f"{family}.embedding_length"] > 0 and info[f"{family}.block_count"] > 0
+    assert shown["details"]["format"] == {"gguf": "gguf", "folder": "safetensors"}[kind]
+    assert shown["details"]["quantization_level"] == "Q4_0"
+    assert row["size"] > 0 and row["digest"] and row["details"] == shown["details"]
+    assert (shown["capabilities"], two["capabilities"]) == (
+        ["completion"],
+        ["completion", "tools", "thinking"],
+    )
+    assert (two["template"], "messages" in shown["template"]) == (template, True)

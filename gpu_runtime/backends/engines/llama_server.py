@@ -12,13 +12,12 @@ from __future__ import annotations
 import importlib.util
 import shutil
 import sys
-from pathlib import Path
 from typing import Any
 
 from ...errors import LoadFailed
 from ...facts import Evidence, ModelSpec
 from ...options import PASSED_TO_LLAMA
-from ..formats import gguf
+from ..formats import sources
 from ..llama_cpp.options import (
     context_tokens,
     flash_attention,
@@ -119,9 +118,7 @@ class LlamaServer(Recipe):
         """
         if not shutil.which("llama-server"):
             return ""
-        metadata = gguf.read(Path(order.source), order.spec.name).metadata
-        found = metadata.get("tokenizer.chat_template")
-        return found if isinstance(found, str) else ""
+        return sources.template(order.source, order.spec.name) or ""
 
     def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
         """The fields that the server's code reads. It ignores any other field."""

@@ -9,9 +9,8 @@ Source: vLLM, CLI reference, `vllm serve`.
 from __future__ import annotations
 
 import shutil
-from pathlib import Path
 
-from ... import limited_files
+from ..formats import sources
 from .arguments import has_flag, user_arguments
 from .recipe import (
     Command,
@@ -72,22 +71,8 @@ class Vllm(Recipe):
         return Command((executable, *words, *own), {"VLLM_API_KEY": order.key})
 
     def template(self, order: LaunchOrder) -> str | None:
-        """The model's chat template, read from the source directory of `order`.
-
-        The library transformers saves the template in a separate file or in the tokenizer's config.
-        The result is None if the template is missing or cannot be read.
-        """
-        own_file = Path(order.source, "chat_template.jinja")
-        config_file = Path(order.source, "tokenizer_config.json")
-        try:
-            if own_file.exists():
-                return limited_files.text(own_file)
-            if not config_file.exists():
-                return None
-            found = limited_files.json_object(config_file).get("chat_template")
-        except (OSError, ValueError, AttributeError):  # vLLM reports what is wrong with the file
-            return None
-        return found if isinstance(found, str) else None
+        """The model's chat template in the local files of `order`; None if there is none."""
+        return sources.template(order.source, order.spec.name)
 
     def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
         """The fields in vLLM's own OpenAPI document. vLLM only logs a field that it does not know."""

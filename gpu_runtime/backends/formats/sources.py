@@ -12,7 +12,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
-from ...errors import LoadFailed, NotAModel
+from ... import limited_files
+from ...errors import GpuError, LoadFailed, NotAModel
 from ...facts import Evidence
 from ..base import looks_like_hub_id
 from . import gguf, safetensors
@@ -45,6 +46,33 @@ def evidence(
     if pointers:
         return pointers
     return of_checkpoint(safetensors.read(path, name), options, model_type)
+
+
+def template(source: str, name: str, revision: str | None = None) -> str | None:
+    """The chat template that the `source` of the model `name` has; None if it has none, or cannot be read.
+
+    `revision` is as in `directory`. The library transformers saves the template in a file of its own or in the
+    tokenizer's config.
+    """
+    try:
+        path = directory(source, name, revision)
+        own_file, config_file = path / "chat_template.jinja", path / "tokenizer_config.json"
+        if own_file.is_file():
+            return limited_files.text(own_file)
+        if config_file.is_file():
+            found = limited_files.json_object(config_file).get("chat_template")
+        else:
+            if holds_gguf(path):
+                path = only(sorted(path.glob("*.gguf")), name)
+            found = gguf.read(path, name).metadata.get("tokenizer.chat_template")
+    except (
+        OSError,
+        ValueError,
+        AttributeError,
+        GpuError,
+    ):  # the load reports what is wrong with the files
+        return None
+    return found if isinstance(found, str) else None
 
 
 def holds_gguf(path: Path) -> bool:

@@ -6,16 +6,22 @@ A field with the value null counts as left out. Source: Ollama, docs/api.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import os
+import re
 from collections.abc import Callable, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 
+from ...facts import Evidence, Lease
 from ..fields import SAMPLING
+from ..model_facts import ModelFacts
+from ..queue.thread_stream import in_thread
 from ..requests import LOAD, MAX_SECONDS, Refused, bad
 from .openai import REFUSALS, Sent, read_json, request_body, unless_gone, visitor_name
 from .strict_route import StrictRoute
@@ -32,7 +38,33 @@ _OPTIONS = {  # Ollama's name of an option -> OpenAI's name of the field
     "mirostat": "mirostat_mode",
     "num_predict": "max_tokens",
 }
-_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "h": 3600.0}
+# Durations as Go writes them, such as 1h30m. Source: Go, time.ParseDuration
+_UNITS = {
+    "ns": 1e-9,
+    "us": 1e-6,
+    "µs": 1e-6,
+    "μs": 1e-6,
+    "ms": 0.001,
+    "s": 1.0,
+    "m": 60.0,
+    "h": 3600.0,
+}
+_PART = re.compile(r"(\d+\.?\d*|\.\d+)(ns|us|µs|μs|ms|s|m|h)")
+_DURATION = re.compile(rf"[+-]?({_PART.pattern})+")
+# The version of Ollama whose routes are spoken here. Clients refuse older ones: Copilot those before 0.6.4.
+OLLAMA_VERSION = "0.11.0"
+LATEST = ":latest"  # the tag of a name without a tag
+_NEVER = "9999-12-31T23:59:59Z"  # when a model leaves that stays as long as possible
+_INFO = {  # Ollama's name of a fact, after the architecture -> Hugging Face's name
+    "context_length": "max_position_embeddings",
+    "embedding_length": "hidden_size",
+    "block_count": "num_hidden_layers",
+    "feed_forward_length": "intermediate_size",
+    "attention.head_count": "num_attention_heads",
+    "attention.head_count_kv": "num_key_value_heads",
+    "vocab_size": "vocab_size",
+}
+_FORMATS = {"GGUF header": "gguf", "safetensors header": "safetensors"}
 _REFUSED = ("pull", "push", "create", "copy", "delete")
 _SCHEMA = {
     "type": "object",
@@ -50,20 +82,22 @@ def router(gateway: Any, version: str, acts: Any) -> APIRouter:
 
     @routes.get("/version")
     def get_version() -> dict[str, Any]:
-        """The version of this server."""
-        return {"version": version}
+        """The version of Ollama whose routes are spoken here, and the version of this server."""
+        return {"version": OLLAMA_VERSION, "gpu_console": version}
 
     @routes.get("/tags")
     def get_tags(request: Request) -> dict[str, Any]:
         """The models that this visitor can call."""
-        return {"models": [_row(row) for row in gateway().models(visitor_name(request))]}
+        rows = gateway().models(visitor_name(request))
+        return {"models": [_row(row, gateway().facts(row["id"])) for row in rows]}
 
     @routes.get("/ps")
     def get_ps(request: Request) -> dict[str, Any]:
         """The models that this visitor can call and that are on a device."""
         rows = gateway().models(visitor_name(request))
-        warm = (row for row in rows if row.get("x_gpu", {}).get("warm"))
-        return {"models": [_row(row) for row in warm]}
+        warm = [row for row in rows if row.get("x_gpu", {}).get("warm")]
+        leases = gateway().leases() if warm else {}
+        return {"models": [_running(gateway(), row, leases.get(row["id"])) for row in warm]}
 
     @routes.post("/show", openapi_extra=request_body(_SCHEMA), responses=REFUSALS)
     async def post_show(request: Request, actor: str = acts) -> Any:
@@ -73,11 +107,10 @@ def router(gateway: Any, version: str, acts: Any) -> APIRouter:
         name = given.get("model") or given.get("name")  # older clients send `name`
         if not name:
             return JSONResponse({"error": "model is required"}, 400)
-        for row in gateway().models(actor):
-            if row["id"] == name:
-                kind = row.get("x_gpu", {}).get("model_type", "llm")
-                capabilities = ["embedding"] if kind == "embedding" else ["completion"]
-                return {**_row(row), "model_info": {}, "capabilities": capabilities}
+        rows = {row["id"]: row for row in await in_thread(lambda: gateway().models(actor))}
+        row = rows.get(name) or rows.get(str(name).removesuffix(LATEST))
+        if row:
+            return _shown(row, await in_thread(lambda: gateway().facts(row["id"])))
         return JSONResponse({"error": f"model {str(name)[:64]!r} not found"}, 404)
 
     for path, translate, part, finish in (
@@ -107,7 +140,7 @@ def _add_call(
         A chat without messages and a text without a prompt load the model. With `keep_alive: 0` they unload it.
         """
         try:
-            kind, body = translate(await read_json(request))
+            kind, body = translate(await _fitting(gateway(), actor, await read_json(request)))
             if kind == LOAD:
                 return JSONResponse(await _loaded(request, gateway(), actor, body, part))
             reply = await unless_gone(request, gateway().answer(kind, body, actor))
@@ -115,8 +148,9 @@ def _add_call(
             error = {"error": refused.message}
             return JSONResponse(error, refused.status, headers=refused.headers)
         if reply.events is not None:
-            return Sent(reply, _OllamaWriter(part).events(reply), NDJSON)
-        return JSONResponse(finish(reply.json or {}, part), headers=reply.headers)
+            return Sent(reply, _OllamaWriter(part, reply.facts).events(reply), NDJSON)
+        answer = {**finish(reply.json or {}, part), **_durations(reply.facts, finish)}
+        return JSONResponse(answer, headers=reply.headers)
 
     routes.add_api_route(
         path,
@@ -127,6 +161,29 @@ def _add_call(
         responses=REFUSALS,
         openapi_extra=request_body(_SCHEMA),
     )
+
+
+async def _fitting(gateway: Any, actor: str, body: Any) -> Any:
+    """The `body` with the model's name as it is known here. Raises Refused (400) for a longer context than it has.
+
+    `NAME:latest` is the model NAME, unless a model has the tag in its name.
+    """
+    options = body.get("options") if isinstance(body, Mapping) else None
+    tokens = options.get("num_ctx") if isinstance(options, Mapping) else None
+    name = body.get("model") if isinstance(body, Mapping) else None
+    if not isinstance(name, str) or not (tokens or name.endswith(LATEST)):
+        return body
+    facts = await in_thread(lambda: gateway.facts(name))
+    if facts is None and name.endswith(LATEST):
+        name = name.removesuffix(LATEST)
+        facts = await in_thread(lambda: gateway.facts(name))
+    context = facts.context_length if facts else None
+    if tokens and context and isinstance(tokens, int) and tokens > context:
+        expected = (
+            f"at most {context}, the context of {name}; context_length in the catalogue sets it"
+        )
+        raise bad("options.num_ctx", tokens, expected)
+    return {**body, "model": name}
 
 
 async def _loaded(
@@ -265,7 +322,13 @@ def _common(body: Any, own: tuple[str, ...]) -> dict[str, Any]:
     if not isinstance(options, Mapping):
         raise bad("options", options, "an object")
     for name, value in options.items():
-        if value is None or (name == "num_predict" and value == -1):
+        if value is None or (
+            name == "num_predict" and value in (-1, -2)
+        ):  # to the end of the context
+            continue
+        if name == "num_ctx":  # `_fitting` compares it with the model's context
+            if type(value) is not int or value < 1:
+                raise bad("options.num_ctx", value, "a number of tokens")
             continue
         if name not in _OPTIONS:
             raise bad(f"options.{name}", value, "left out: it is set when the model is registered")
@@ -274,7 +337,9 @@ def _common(body: Any, own: tuple[str, ...]) -> dict[str, Any]:
         made["response_format"] = _format(body["format"])
     if body.get("keep_alive") is not None:
         made.setdefault("x_stay_warm", _seconds(body["keep_alive"]))
-    if body.get("think") is not None:
+    if isinstance(body.get("think"), str):
+        made.setdefault("reasoning_effort", body["think"])
+    elif body.get("think") is not None:
         made.setdefault("x_thinking", body["think"])
     return made
 
@@ -292,19 +357,19 @@ def _seconds(value: Any) -> float:
 
     A negative number means as long as possible.
 
-    >>> _seconds("5m"), _seconds(0), _seconds(-1), _seconds("250ms")
-    (300.0, 0.0, 86400.0, 0.25)
+    >>> _seconds("5m"), _seconds("1h30m"), _seconds(0), _seconds(-1), _seconds("250ms")
+    (300.0, 5400.0, 0.0, 86400.0, 0.25)
     """
-    number, unit = value, "s"
-    if isinstance(value, str):
-        number = value.rstrip("msh")
-        unit = value[len(number) :] or "s"
-    try:
-        seconds = float(number) * _UNITS[unit]
-    except (KeyError, TypeError, ValueError):
-        seconds = math.nan
+    seconds = math.nan
+    if isinstance(value, str) and _DURATION.fullmatch(value):
+        parts = _PART.findall(value)
+        seconds = sum(float(number) * _UNITS[unit] for number, unit in parts)
+        seconds = -seconds if value.startswith("-") else seconds
+    elif not isinstance(value, bool):
+        with contextlib.suppress(TypeError, ValueError):  # the text below names what is wrong
+            seconds = float(value)
     if math.isnan(seconds):
-        raise bad("keep_alive", value, "seconds, or a text such as 5m")
+        raise bad("keep_alive", value, "seconds, or a text such as 5m or 1h30m")
     return MAX_SECONDS if seconds < 0 else min(seconds, MAX_SECONDS)
 
 
@@ -366,11 +431,14 @@ def one_embedded(answer: dict[str, Any], _: Any) -> dict[str, Any]:
 
 
 class _OllamaWriter(Writer):
-    """Turns the chunks of one call into lines of JSON. `part` is the same function as in `whole`."""
+    """Turns the chunks of one call into lines of JSON.
 
-    def __init__(self, part: Any) -> None:
+    `part` is the same function as in `whole`. `facts` are those of the call, see `Reply`.
+    """
+
+    def __init__(self, part: Any, facts: Mapping[str, Any]) -> None:
         super().__init__()
-        self._part = part
+        self._part, self._facts = part, facts
 
     def pieces(self, thought: str, text: str) -> list[bytes]:
         return [self._line(self._part(text, (), thought), done=False)]
@@ -380,7 +448,8 @@ class _OllamaWriter(Writer):
 
     def end(self, calls: list[dict[str, Any]]) -> list[bytes]:
         found = [self._line(self._part("", calls), done=False)] if calls else []
-        return [*found, self._line(self._part("", ()), **_end(self.finish, self.usage))]
+        end = {**_end(self.finish, self.usage), **_durations(self._facts)}
+        return [*found, self._line(self._part("", ()), **end)]
 
     def _line(self, part: dict[str, Any], **fields: Any) -> bytes:
         return _line({**_head(self.model), **part, **fields})
@@ -394,7 +463,8 @@ def _chat_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:
     for call in calls:
         function = call["function"]
         arguments = json.loads(function["arguments"] or "{}")
-        made.append({"function": {"name": function["name"], "arguments": arguments}})
+        called = {"index": len(made), "name": function["name"], "arguments": arguments}
+        made.append({"id": call.get("id") or "", "function": called})
     return {"message": {**message, "tool_calls": made} if made else message}
 
 
@@ -420,17 +490,100 @@ def _end(finish: str, usage: Any) -> dict[str, Any]:
     }
 
 
-def _row(row: dict[str, Any]) -> dict[str, Any]:
+def _durations(facts: Mapping[str, Any], finish: Any = whole) -> dict[str, int]:
+    """The durations of a call in nanoseconds, from its `facts` in the request log.
+
+    `finish` makes the answer, and tells the routes apart: those for embeddings have fewer durations. The engine shows
+    how long it read the prompt only if it streams. Otherwise the whole time counts as writing.
+
+    >>> _durations({"queue_seconds": 1.0, "first_seconds": 0.5, "answer_seconds": 2.0})["eval_duration"]
+    1500000000
+    """
+    waited, answer = facts.get("queue_seconds"), facts.get("answer_seconds")
+    if waited is None or answer is None:
+        return {}
+    first = facts.get("first_seconds") or 0.0
+    seconds = {
+        "total_duration": waited + answer,
+        "load_duration": waited,
+        "prompt_eval_duration": first,
+        "eval_duration": answer - first,
+    }
+    names = {embedded: ("total_duration", "load_duration"), one_embedded: ()}.get(finish, seconds)
+    return {name: round(seconds[name] * 1e9) for name in names}
+
+
+def _row(row: dict[str, Any], facts: ModelFacts | None) -> dict[str, Any]:
     """A row of `/v1/models` as a row of `/api/tags`."""
     created = datetime.fromtimestamp(row.get("created", 0), UTC)
-    facts = row.get("x_gpu", {})
+    if facts:
+        with contextlib.suppress(OSError):  # the source is a hub id, or gone
+            changed = (
+                os.stat(os.path.expanduser(facts.spec.source)).st_mtime if facts.spec.source else 0
+            )
+            created = datetime.fromtimestamp(changed, UTC) if changed else created
     return {
         "name": row["id"],
         "model": row["id"],
         "modified_at": created.isoformat(),
-        "size": 0,
-        "digest": "",
-        "details": {"family": facts.get("model_type", ""), "format": ""},
+        "size": facts.file_bytes if facts else 0,
+        "digest": facts.evidence.fingerprint if facts else "",
+        "details": _details(facts),
+    }
+
+
+def _details(facts: ModelFacts | None) -> dict[str, Any]:
+    family = _architecture(facts) if facts else ""
+    evidence = facts.evidence if facts else Evidence()
+    return {
+        "parent_model": "",
+        "format": _FORMATS.get(evidence.source, evidence.file_format),
+        "family": family,
+        "families": [family] if family else [],
+        "parameter_size": "",
+        "quantization_level": facts.spec.quantization if facts else "",
+    }
+
+
+def _architecture(facts: ModelFacts) -> str:
+    return str(facts.config.get("model_type") or facts.spec.model_type)
+
+
+def _running(gateway: Any, row: dict[str, Any], lease: Lease | None) -> dict[str, Any]:
+    """A row of `/api/ps`: the row of `/api/tags`, the memory, and until when the model stays."""
+    facts = gateway.facts(row["id"])
+    found = _row(row, facts)
+    if lease is not None:
+        found |= {"size": lease.bytes, "size_vram": lease.card_bytes}
+    seconds = gateway.warm_seconds(row["id"])
+    until = _NEVER if seconds is None else datetime.now(UTC) + timedelta(seconds=seconds)
+    found["expires_at"] = until if isinstance(until, str) else until.isoformat()
+    if "context_length" in row:
+        found["context_length"] = row["context_length"]
+    return found
+
+
+def _shown(row: dict[str, Any], facts: ModelFacts | None) -> dict[str, Any]:
+    """The answer of `/api/show`."""
+    found = _row(row, facts)
+    if facts is None:  # a task
+        return {**found, "model_info": {}, "capabilities": ["completion"]}
+    family = _architecture(facts)
+    info: dict[str, Any] = {"general.architecture": family, "general.basename": row["id"]}
+    for name, own in _INFO.items():
+        if isinstance(facts.config.get(own), int):
+            info[f"{family}.{name}"] = facts.config[own]
+    context = facts.context_length
+    if context:
+        info[f"{family}.context_length"] = context
+    return {
+        **found,
+        "modelfile": f"FROM {row['id']}\n",
+        "parameters": f"num_ctx {context}" if context else "",
+        "template": facts.template,
+        "license": "",
+        "model_info": info,
+        "capabilities": facts.capabilities,
     }
 
 
