@@ -55,6 +55,7 @@ from .errors import (
     UnknownSize,
     WaitEnded,
 )
+from .threads import import_whole
 from .version import VERSION
 
 if TYPE_CHECKING:
@@ -113,6 +114,7 @@ def runtime() -> Runtime:
     setting that cannot be used, LedgerUnavailable and ProbeFailed.
     """
     global _runtime
+    import_whole(f"{__name__}.runtime")
     from .runtime import Runtime
 
     with _lock:
@@ -128,6 +130,7 @@ def fleet(address: str = "auto") -> Fleet:
     such as `box1:6379`. Raises FleetUnavailable if the extra `fleet` is not installed, or if the
     process cannot connect to the cluster.
     """
+    import_whole(f"{__name__}.fleet.client")
     from .fleet.client import open_fleet
 
     return open_fleet(address)
@@ -140,6 +143,7 @@ def _opened() -> Runtime | None:
 
 def __getattr__(name: str) -> Any:
     if name == "Runtime":
+        import_whole(f"{__name__}.runtime")
         from .runtime import Runtime
 
         return Runtime

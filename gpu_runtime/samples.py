@@ -13,6 +13,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from .threads import import_whole
 from .units import parse_bytes
 
 VOCABULARY = 512
@@ -35,6 +36,8 @@ def tokenizer() -> Any:
 
     The tokenizer has 312 entries, because its training text is short. The limit is VOCABULARY.
     """
+    import_whole("tokenizers.trainers")
+    import_whole("transformers", "PreTrainedTokenizerFast")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -77,6 +80,7 @@ def causal_lm(
     weights. `shape` overrides fields of the LlamaConfig. `generate` writes only printable
     characters, and never an end token. So a text has exactly as many tokens as were requested.
     """
+    import_whole("transformers", "LlamaConfig", "LlamaForCausalLM")
     from transformers import LlamaConfig, LlamaForCausalLM
 
     fields = {**_SHAPE, **_shape_for(size), "tie_word_embeddings": tied, **shape}
@@ -89,6 +93,7 @@ def embedder(directory: str | Path, *, size: str | int | None = None, seed: int 
 
     `size` and `seed` are as in `causal_lm`.
     """
+    import_whole("transformers", "LlamaConfig", "LlamaModel")
     from transformers import LlamaConfig, LlamaModel
 
     config = LlamaConfig(**{**_SHAPE, **_shape_for(size)})
@@ -100,6 +105,7 @@ def reranker(directory: str | Path, *, size: str | int | None = None, seed: int 
 
     `size` and `seed` are as in `causal_lm`.
     """
+    import_whole("transformers", "LlamaConfig", "LlamaForSequenceClassification")
     from transformers import LlamaConfig, LlamaForSequenceClassification
 
     config = LlamaConfig(**{**_SHAPE, **_shape_for(size)}, num_labels=1)
@@ -116,6 +122,7 @@ def gguf_lm(
     generates only printable characters and never an end token. So a text has exactly as many tokens
     as were requested.
     """
+    import_whole("gguf")
     import gguf
 
     shape = {
@@ -141,6 +148,7 @@ def gguf_lm(
 
 def _gguf_vocabulary() -> list[tuple[str, int]]:
     """Every token with its type: control tokens, all bytes, and printable characters."""
+    import_whole("gguf")
     import gguf
 
     kinds = gguf.TokenType
@@ -157,6 +165,7 @@ def _gguf_vocabulary() -> list[tuple[str, int]]:
 
 
 def _write_shape(writer: Any, shape: dict[str, int], context: int) -> None:
+    import_whole("gguf")
     import gguf
 
     width = shape["hidden_size"]
@@ -191,6 +200,8 @@ def _write_vocabulary(writer: Any, words: list[tuple[str, int]]) -> None:
 def _write_weights(
     writer: Any, shape: dict[str, int], words: list[tuple[str, int]], seed: int
 ) -> None:
+    import_whole("gguf")
+    import_whole("numpy")
     import gguf
     import numpy as np
 
@@ -251,6 +262,8 @@ def _unprintable(words: Any) -> list[int]:
 def _save(
     kind: Any, config: Any, directory: str | Path, dtype: str, shard: str | None, seed: int
 ) -> Path:
+    import_whole("torch")
+    import_whole("transformers.utils")
     import torch
     from transformers.utils import logging
 

@@ -5,12 +5,14 @@ from __future__ import annotations
 import _thread
 import contextlib
 import ctypes
+import importlib
 import os
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
 from queue import Empty
+from types import FrameType
 from typing import Any
 
 MOST_SECONDS = 60.0  # the longest time that the interpreter waits at its end for unfinished work
@@ -229,11 +231,12 @@ def finish() -> None:
         time.sleep(0.01)
 
 
-def uninterrupted(work: Callable[[], Any]) -> Any:
+def uninterrupted(work: Callable[[], Any], *, to_the_end: bool = False) -> Any:
     """Calls `work` in a separate thread, which gets no KeyboardInterrupt, and returns its result.
 
-    An interrupt ends the wait, not the work. So a move that has begun is completed and recorded.
-    Raises the exceptions of `work`.
+    An interrupt ends the wait, not the work. So a move that has begun is completed and recorded. If
+    `to_the_end` is true, the interrupt is raised only after the work has ended. Raises the
+    exceptions of `work`.
     """
     outcome: list[Any] = []
 
@@ -248,21 +251,55 @@ def uninterrupted(work: Callable[[], Any]) -> Any:
         finally:
             _unfinished.discard(mark)
 
+    interrupt: BaseException | None = None
     try:
         thread = start(run)
     except RuntimeError:  # the system starts no more threads: the work is done here
         run()
     else:
-        thread.wait()
+        while not outcome:
+            try:
+                thread.wait()
+            except BaseException as stop:  # also an error that a signal handler of the user raises
+                if not to_the_end:
+                    raise
+                interrupt = stop
     result, error = outcome.pop()
     try:
-        if error is not None:
-            raise error
+        if error is not None or interrupt is not None:
+            raise error or interrupt
         return result
     finally:
         # The traceback of `error` refers to this frame. If the variable `error` stayed, the frame
         # would refer to `error`: a reference cycle, which would keep the caller's frames alive.
-        del error
+        del error, interrupt
+
+
+def import_whole(name: str, *attributes: str) -> None:
+    """Imports the module `name` in a separate thread, which an interrupt does not reach.
+
+    The interrupt is raised in the caller after the import. In the middle of it, it would leave
+    pandas or torch half imported, and each later import would fail until the process is restarted.
+    Call this function before the import statement of a library, and name the `attributes` that a
+    module such as `transformers` imports when they are first read. An import that fails raises
+    nothing: the import statement raises the error again.
+    """
+    module = imported(name)
+    if module is not None and all(one in vars(module) for one in attributes):
+        return
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_filename == "<frozen importlib._bootstrap>":
+            return  # another thread could wait for this thread's import, and this thread for it
+        frame = frame.f_back
+
+    def work() -> None:
+        with contextlib.suppress(Exception):  # the caller's import statement raises it again
+            found = importlib.import_module(name)
+            for one in attributes:
+                getattr(found, one, None)
+
+    uninterrupted(work, to_the_end=True)
 
 
 def imported(name: str) -> Any:

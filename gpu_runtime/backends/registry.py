@@ -14,6 +14,7 @@ from ..devices.probe import Probe
 from ..errors import BadSetting, GpuError, NotAModel
 from ..facts import ModelSpec
 from ..safe_text import quoted
+from ..threads import import_whole
 from .base import Backend, looks_like_hub_id
 from .engines.registry import RECIPES, recipe
 from .formats import sources
@@ -47,6 +48,7 @@ def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> B
     if name not in _MODULES:
         raise BadSetting("backend", name, "one of " + ", ".join(sorted(_MODULES)))
     module_name, class_name = _MODULES[name]
+    import_whole(f"{__package__}.{module_name}")
     module = importlib.import_module(f".{module_name}", __package__)
     backend_class = getattr(module, class_name)
     if name in RECIPES:

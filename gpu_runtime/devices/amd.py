@@ -15,6 +15,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..facts import Device, Sample
+from ..threads import import_whole
 from ..units import MIB
 from .drivers import Card, Listing, NoAnswer, named_by
 
@@ -25,6 +26,7 @@ def list_cards() -> Listing:
     """All cards, with the numbers that HIP uses. Raises NoAnswer if the driver does not answer."""
     here = sys.modules[__name__]
     try:
+        import_whole("amdsmi")
         import amdsmi
     except ImportError:
         return Listing(here, absent="ROCm's Python binding amdsmi is not installed")
@@ -101,6 +103,7 @@ def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...
 
 def measure(card: Card, now: float) -> Sample:
     """The driver's figures of the `card`, stamped with `now`. Raises NoAnswer."""
+    import_whole("amdsmi")
     import amdsmi as smi
 
     handle = card.handle
@@ -158,6 +161,7 @@ def _temperature(smi: Any, handle: Any) -> float | None:
 
 def versions() -> dict[str, str]:
     """The versions of driver and binding. Raises NoAnswer."""
+    import_whole("amdsmi")
     import amdsmi as smi
 
     handles = _answer(smi, lambda: _handles(smi))

@@ -19,6 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 import psutil
 
 from ..facts import Device, Sample
+from ..threads import import_whole
 from .drivers import Card, Listing, NoAnswer, named_by
 
 KIND, NAME = "cuda", "NVML"
@@ -40,6 +41,7 @@ def list_cards() -> Listing:
     """
     here = sys.modules[__name__]
     try:
+        import_whole("pynvml")
         import pynvml
     except ImportError:
         return Listing(here, absent="the package nvidia-ml-py is not installed")
@@ -220,6 +222,7 @@ def _order_by_cuda(environment: Mapping[str, str]) -> list[str] | None:
 
 def measure(card: Card, now: float) -> Sample:
     """The driver's figures of the `card`, stamped with `now`. Raises NoAnswer."""
+    import_whole("pynvml")
     import pynvml
 
     try:
@@ -269,6 +272,7 @@ def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:
 
 def versions() -> dict[str, str]:
     """The versions of driver, CUDA and NVML. Raises NoAnswer."""
+    import_whole("pynvml")
     import pynvml
 
     try:

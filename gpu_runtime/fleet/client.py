@@ -16,6 +16,7 @@ from ..facts import Offer, Outcome, PlanLevel, Snapshot
 from ..safe_text import quoted
 from ..scheduler.offers import ranked
 from ..settings import Settings
+from ..threads import import_whole
 from ..units import parse_seconds
 from . import cluster, joining, placing
 from .far_runtime import FarRuntime
@@ -318,6 +319,7 @@ class Fleet:
         Columns: slot, model, host, device, bytes, active (the number of `with` blocks that use the
         model now), and wished (whether `create_slot` placed the model).
         """
+        import_whole("pandas")
         import pandas
 
         self._hosts.refresh()
@@ -402,6 +404,7 @@ class Fleet:
         return self._table("leases")
 
     def _table(self, verb: str) -> DataFrame:
+        import_whole("pandas")
         import pandas
 
         found = self._read(verb)

@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from ..errors import FleetUnavailable
+from ..threads import import_whole
 
 NAMESPACE = "gpu-console"
 CONTROLLER = "controller"
@@ -42,6 +43,7 @@ class Unreachable(Exception):
 def ray() -> Any:
     """The module `ray`. Raises FleetUnavailable where it is not installed."""
     try:
+        import_whole("ray")
         import ray
     except ImportError as error:
         raise FleetUnavailable(
@@ -115,25 +117,27 @@ def require_equal_versions(theirs: Mapping[str, str], whose: str) -> None:
 # -- stored values -------------------------------------------------------------------------------
 
 
-def stored(key: bytes) -> bytes | None:
-    """The value that the head stores for `key`, or None."""
+def _key_values() -> Any:
+    """Ray's module for values that the head stores by key."""
+    import_whole("ray.experimental.internal_kv")
     from ray.experimental import internal_kv
 
-    return internal_kv._internal_kv_get(key, namespace=NAMESPACE.encode())
+    return internal_kv
+
+
+def stored(key: bytes) -> bytes | None:
+    """The value that the head stores for `key`, or None."""
+    return _key_values()._internal_kv_get(key, namespace=NAMESPACE.encode())
 
 
 def store(key: bytes, value: bytes) -> None:
     """Stores `value` for `key` at the head."""
-    from ray.experimental import internal_kv
-
-    internal_kv._internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE.encode())
+    _key_values()._internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE.encode())
 
 
 def unstore(key: bytes) -> None:
     """Removes the value for `key`."""
-    from ray.experimental import internal_kv
-
-    internal_kv._internal_kv_del(key, namespace=NAMESPACE.encode())
+    _key_values()._internal_kv_del(key, namespace=NAMESPACE.encode())
 
 
 class Joined(NamedTuple):
@@ -152,9 +156,7 @@ def store_host(node: str, name: str) -> None:
 
 def stored_hosts() -> dict[str, Joined]:
     """The hosts that have joined, by the id of their node."""
-    from ray.experimental import internal_kv
-
-    keys = internal_kv._internal_kv_list(HOSTS, namespace=NAMESPACE.encode())
+    keys = _key_values()._internal_kv_list(HOSTS, namespace=NAMESPACE.encode())
     found = {}
     for key in keys:
         value = stored(key)

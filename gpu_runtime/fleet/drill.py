@@ -17,6 +17,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from ..threads import import_whole
 from . import cluster, joining
 
 ENVIRONMENT = {
@@ -64,6 +65,7 @@ class Drill:
 
         `cards` is the number of cards for Ray; None means the number in `devices`.
         """
+        import_whole("ray.cluster_utils")
         from ray.cluster_utils import Cluster
 
         node: dict[str, Any] = dict(

@@ -9,6 +9,7 @@ from typing import Any
 
 from ..errors import BadSetting, FleetUnavailable, GpuError
 from ..facts import Outcome
+from ..threads import import_whole
 from . import cluster
 from .agent import GROUPS, HostAgent
 from .controller import Controller
@@ -90,6 +91,7 @@ def _start_agent(host: str, node: str, cards: int, devices: str, ledger: str | N
     """Starts the agent of `host` on its `node`. The agent claims all `cards` in Ray, so that Ray
     gives them to no other task.
     """
+    import_whole("ray.util.scheduling_strategies")
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     module = cluster.ray()

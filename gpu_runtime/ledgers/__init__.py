@@ -10,6 +10,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from ..errors import BadSetting, LedgerUnavailable
+from ..threads import import_whole
 from .base import Ledger
 from .location import require_private, split_redis_url, sqlite_directory
 
@@ -52,6 +53,7 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
 
 def _open_redis(url: str, *, notebook: str, user: str) -> Ledger:
     try:
+        import_whole(f"{__name__}.redis.ledger")
         from .redis.ledger import RedisLedger
     except ModuleNotFoundError as error:
         raise LedgerUnavailable(

@@ -17,6 +17,7 @@ from urllib.parse import quote
 
 from ..errors import GpuError
 from ..facts import SCHEMA, Book
+from ..threads import import_whole
 from .decoding import UNREADABLE, decode_page
 from .location import split_redis_url
 from .sqlite import files
@@ -97,6 +98,7 @@ class RedisPeek:
 
     def __init__(self, url: str, boot: str) -> None:
         """`boot` is the boot id of the host, which names its page. Raises BadSetting."""
+        import_whole(f"{__package__}.redis.connection")
         from .redis.connection import RedisConnection
         from .redis.scripts import PAGE, look_at
 

@@ -18,6 +18,7 @@ from ..backtest import (
     split_words,
 )
 from ..errors import BadSetting, GpuError
+from ..threads import import_whole
 from .history import recorded_events
 from .session import Session
 
@@ -49,6 +50,7 @@ def backtest(
     `80GB`, or percents of the bytes of all models. The columns of the table are the fields of
     `backtest.Row`. Raises BadSetting, GpuError.
     """
+    import_whole("pandas")
     from pandas import DataFrame
 
     if (requests is None) != (models is None):

@@ -9,14 +9,12 @@ from __future__ import annotations
 
 import os
 import platform
-from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import psutil
 
-from .. import threads
 from ..devices import checkpoint, drivers
 from ..devices.checkpoint import CHECKPOINTED, FAILED, LOCKED, RUNNING, CallFailed
 from ..errors import Busy, GpuError, NotAllowed, ProbeFailed
@@ -24,6 +22,7 @@ from ..facts import HOST, Lease, Outcome, Share, where
 from ..ledgers.liveness import name_of
 from ..ledgers.process_state import start_ticks
 from ..safe_text import LONGEST_NAME, printable, quoted
+from ..threads import uninterrupted
 from ..units import GIB, show_bytes
 from . import kernel, parked_processes, permissions
 from .blocks import RoomForProcess
@@ -38,7 +37,6 @@ ENDING = (
     "Before you end it, park it again: on driver 595.71 the end of a process that had returned hung "
     "the machine"
 )
-T = TypeVar("T")
 
 
 class Target(NamedTuple):
@@ -86,7 +84,7 @@ def _park(session: Session, who: str, confirmed: bool) -> Outcome:
         )
         return Outcome(verb="park", name=str(target.pid), done=False, because=because)
     began = session.clock()
-    held = _to_the_end(lambda: _suspend(session, target))
+    held = uninterrupted(lambda: _suspend(session, target), to_the_end=True)
     size = sum(share.bytes for share in held)
     because = (
         f"{target.label} is parked; {show_bytes(size)} came free on {where(held)}. "
@@ -105,7 +103,7 @@ def _unpark(session: Session, who: str) -> Outcome:
         because = f"{target.label} is not parked"
         return Outcome("unpark", str(target.pid), True, because)
     if state == LOCKED:
-        _to_the_end(lambda: _call("unlock", target))
+        uninterrupted(lambda: _call("unlock", target), to_the_end=True)
         because = f"{target.label} was locked, and runs again; its memory had not moved"
         return Outcome("unpark", str(target.pid), True, because)
     if state != CHECKPOINTED:
@@ -118,7 +116,7 @@ def _unpark(session: Session, who: str) -> Outcome:
             room.enter_context(
                 RoomForProcess(session, target.pid, share.device, share.bytes, seconds)
             )
-        _to_the_end(lambda: _restore(session, target, held))
+        uninterrupted(lambda: _restore(session, target, held), to_the_end=True)
     size = sum(share.bytes for share in held)
     returned = f"{show_bytes(size)} on {where(held)}"
     because = f"{target.label} is back with {returned}. {ENDING}"
@@ -422,29 +420,3 @@ def _journal(
     lease = Lease(session.me, f"pid {target.pid}", shares=held)
     size = sum(share.bytes for share in held)
     session.note(lease, verb, verb, because, fresh=True, size=size, by=session.owner.user)
-
-
-def _to_the_end(work: Callable[[], T]) -> T:
-    """The result of `work`. An interrupt is raised only after `work` has ended."""
-    outcome: list[tuple[T | None, BaseException | None]] = []
-
-    def run() -> None:
-        try:
-            outcome.append((work(), None))
-        except BaseException as failure:  # raised again in the waiting thread
-            outcome.append((None, failure))
-
-    running = threads.start(run)
-    interrupt: KeyboardInterrupt | None = None
-    while not outcome:
-        try:
-            running.wait()
-        except KeyboardInterrupt as stop:
-            interrupt = stop
-    result, failure = outcome.pop()
-    try:
-        if failure is not None or interrupt is not None:
-            raise failure or interrupt  # type: ignore[misc]
-        return result  # type: ignore[return-value]
-    finally:
-        del failure, interrupt  # see pins.py

@@ -10,6 +10,7 @@ from importlib.metadata import entry_points
 from typing import Any
 
 from ..errors import GpuError
+from ..threads import import_whole
 
 INSTALL = "Install it:  pip install 'gpu-console[console]'"
 
@@ -18,6 +19,7 @@ def console(rt: Any) -> Any:
     """The console of the runtime `rt`. Raises GpuError if no console is installed."""
     for found in entry_points(group="gpu_runtime", name="console"):
         try:
+            import_whole(found.module)
             make = found.load()
         except ImportError as error:
             raise GpuError(

@@ -26,6 +26,7 @@ from ..facts import (
     notebooks_in,
 )
 from ..safe_text import lines
+from ..threads import import_whole
 
 if TYPE_CHECKING:
     from pandas import DataFrame
@@ -168,6 +169,7 @@ def events(rows: Iterable[Event]) -> DataFrame:
     events name, by owner id. The attribute `kinds` has the type and quantization of each model that
     left a device or host memory, by name.
     """
+    import_whole("pandas")
     import pandas
 
     rows = list(rows)
@@ -258,6 +260,7 @@ def holders(found: Holdings) -> DataFrame:
 
 
 def _frame(rows: list[list[Any]], columns: list[str], types: Mapping[str, str]) -> DataFrame:
+    import_whole("pandas")
     import pandas
 
     # Other users write names into the book, and pandas shows text unchanged. So unprintable

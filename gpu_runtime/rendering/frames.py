@@ -10,6 +10,7 @@ import functools
 from collections.abc import Callable
 from typing import Any
 
+from ..threads import import_whole
 from . import elements, text
 
 Show = Callable[[Any], str]  # a DataFrame -> what is shown
@@ -44,6 +45,7 @@ def showing(frame: Any, text_of: Show, html_of: Show) -> Any:
 
 @functools.cache
 def _class_that_shows(text_of: Show, html_of: Show) -> type:
+    import_whole("pandas")
     import pandas
 
     class Table(pandas.DataFrame):

@@ -8,9 +8,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from gpu_runtime.threads import import_whole
+
 
 def load_ipython_extension(shell: Any) -> None:
     """Adds the magics to the `shell`; IPython calls this for `%load_ext gpu`."""
+    import_whole("gpu.magics")
     from .magics import load
 
     load(shell)

@@ -4,12 +4,15 @@ started.
 
 from __future__ import annotations
 
+import ast
+import os
 import signal
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from pathlib import Path
 
 import pytest
 
@@ -153,3 +156,116 @@ def test_a_module_that_another_thread_imports_counts_as_not_imported(tmp_path, m
 
     assert slow_module.seen is None
     assert threads.imported("slow_module") is slow_module
+
+
+HALF = """
+import builtins, threading
+builtins.imports.append(__name__)
+if builtins.imports.count("whole.core") > 1:
+    raise ImportError("cannot load module more than once per process")
+for press in range(3):
+    builtins.press()  # the stop button, in the middle of the import
+"""
+
+
+@pytest.fixture
+def whole(tmp_path, monkeypatch):
+    """A package that, like numpy, cannot be imported again after an import that ended half-way. The
+    stop button is pressed while it is imported.
+    """
+    taken = threading.Event()
+    waits = threads.Running.wait.__code__
+
+    def press():
+        """Presses until the main thread has taken one: while it imports, or waits for the import."""
+        taken.clear()
+        os.kill(os.getpid(), signal.SIGINT)
+        while not taken.wait(0.01):
+            os.kill(os.getpid(), signal.SIGINT)
+
+    def stop(_, frame):
+        if frame.f_code in (waits, press.__code__):
+            taken.set()
+            raise KeyboardInterrupt
+
+    (tmp_path / "whole").mkdir()
+    (tmp_path / "whole/__init__.py").write_text(f"from .core import *\n{HALF}")
+    (tmp_path / "whole/core.py").write_text(f"{HALF}\nvalue = 7\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("builtins.imports", [], raising=False)
+    monkeypatch.setattr("builtins.press", press, raising=False)
+    old = signal.signal(signal.SIGINT, stop)
+    yield
+    signal.signal(signal.SIGINT, old)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "whole"]:
+        del sys.modules[name]
+
+
+def test_an_import_is_whole_however_often_the_stop_button_is_pressed(whole):
+    """In an earlier version the first table, interrupted, left pandas half imported: each table and
+    the user's own `import pandas` failed until the kernel was restarted.
+    """
+    with pytest.raises(KeyboardInterrupt):
+        threads.import_whole("whole")
+    import whole
+
+    assert whole.value == 7
+
+
+def test_without_it_the_interrupted_import_never_works_again(whole):
+    """This shows that the package of these tests breaks as numpy does."""
+    with pytest.raises(KeyboardInterrupt):
+        import whole
+    with pytest.raises(ImportError, match="more than once"):
+        import whole  # noqa: F401
+
+
+def test_in_the_middle_of_an_import_no_thread_waits_for_its_own_caller(tmp_path, monkeypatch):
+    """A module of the user's may load a model while it is imported. A thread that imports this module
+    again would wait for the import, and the import for the thread.
+    """
+    (tmp_path / "around.py").write_text("import builtins\nbuiltins.within()\n")
+    (tmp_path / "inner.py").write_text("import around\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr("builtins.within", lambda: threads.import_whole("inner"), raising=False)
+    import around  # noqa: F401
+
+
+def test_a_library_that_cannot_be_imported_is_reported_by_the_import_statement():
+    threads.import_whole("no_such_library")
+
+
+# What `%load_ext gpu` or a kernel has imported before any function of ours runs.
+AT_ONCE = {"IPython", "fastapi", "msgspec", "zmq"}
+# In these files functions run in a program of their own, or in threads. No interrupt reaches them.
+APART = ("serving/", "backends/engines/diffusers_app.py", "backends/llama_cpp/", "torch_modes.py")
+
+
+def test_every_import_of_a_library_in_a_function_is_whole():
+    """Each names the library to `import_whole` before its import statement."""
+    root = Path(__file__).parents[2]
+    bare = []
+    for folder in ("gpu_runtime", "kernel_ext", "panels"):
+        for path in (root / folder).rglob("*.py"):
+            if path.relative_to(root / folder).as_posix().startswith(APART):
+                continue
+            for function in ast.walk(ast.parse(path.read_text())):
+                if isinstance(function, ast.FunctionDef):
+                    bare += [f"{path.name}: {name}" for name in imported_bare(function)]
+    assert bare == []
+
+
+def imported_bare(function):
+    """The libraries that `function` imports without `import_whole`."""
+    nodes = list(ast.walk(function))
+    whole = {
+        node.args[0].value.partition(".")[0]
+        for node in nodes
+        if isinstance(node, ast.Call)
+        and getattr(node.func, "id", "") == "import_whole"
+        and isinstance(node.args[0], ast.Constant)
+    }
+    found = [alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names]
+    found += [node.module for node in nodes if isinstance(node, ast.ImportFrom) and not node.level]
+    known = whole | AT_ONCE | {"gpu_runtime", "gpu_panels"} | sys.stdlib_module_names
+    return {name.partition(".")[0] for name in found} - known

@@ -10,6 +10,7 @@ import json
 import subprocess
 import sys
 import weakref
+from importlib.metadata import EntryPoint
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -31,7 +32,7 @@ from .test_magics import run
 @pytest.fixture
 def installed(monkeypatch):
     """Installs the entry point `console`, as the package's metadata declares it."""
-    entry = SimpleNamespace(load=lambda: Inline)
+    entry = EntryPoint("console", "gpu_panels.inline:Inline", "gpu_runtime")
     monkeypatch.setattr(
         console_hook,
         "entry_points",
@@ -63,7 +64,11 @@ def test_without_panel_the_error_names_the_missing_package(rt, monkeypatch):
     def load():
         raise ImportError("No module named 'panel'", name="panel")
 
-    monkeypatch.setattr(console_hook, "entry_points", lambda **_: [SimpleNamespace(load=load)])
+    monkeypatch.setattr(
+        console_hook,
+        "entry_points",
+        lambda **_: [SimpleNamespace(load=load, module="gpu_panels.inline")],
+    )
     with pytest.raises(GpuError, match="the console needs panel, which is not installed"):
         rt.console()
 

@@ -83,3 +83,38 @@ def parked(other: Runtime, notebook: Notebook, number: int) -> None:
     until(lambda: held_bytes(other, notebook) > 0)
     with other.lease("40MiB", purpose=f"lease {number}", timeout=PATIENCE):
         pass
+
+
+PRESSES = """
+import os, signal, sys, threading, time
+
+def press():
+    \"\"\"Presses the stop button from the first library of pandas to the end of its import.\"\"\"
+    while "pandas._libs" not in sys.modules:
+        time.sleep(0.001)
+    while sys.modules.get("pandas") and sys.modules["pandas"].__spec__._initializing:
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+
+assert "pandas" not in sys.modules
+pressing = threading.Thread(target=press)
+pressing.start()
+"""
+
+
+def test_the_first_table_may_be_interrupted_at_any_moment(tmp_path):
+    """Half of pandas stayed in the process: each table, and the user's own `import pandas`, failed
+    until the kernel was restarted.
+    """
+    notebook = Notebook("one.ipynb", f"sqlite://{tmp_path}/ledger")
+    try:
+        notebook.run(PRESSES)
+        assert "KeyboardInterrupt" in notebook.run("%gpu leases")
+        notebook.run("pressing.join()")
+        assert notebook.run("import pandas; pandas.DataFrame({'a': [1, 2]}).a.sum()") in (
+            "3",
+            "np.int64(3)",
+        )
+        assert "Error" not in notebook.run("%gpu leases")
+    finally:
+        notebook.close()

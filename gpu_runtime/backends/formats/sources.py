@@ -15,6 +15,7 @@ from typing import Any
 from ... import limited_files
 from ...errors import GpuError, LoadFailed, NotAModel
 from ...facts import Evidence
+from ...threads import import_whole
 from ..base import looks_like_hub_id
 from . import gguf, safetensors
 from .safetensors import Checkpoint, Stamp
@@ -92,6 +93,7 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
     path = Path(source).expanduser()
     if path.exists() or not looks_like_hub_id(source):
         return path
+    import_whole("huggingface_hub", "snapshot_download")
     from huggingface_hub import snapshot_download
 
     try:

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...errors import BadCall
-from ...threads import imported
+from ...threads import import_whole, imported
 
 Packed = tuple[Any, ...]  # the pickle as bytes, and the buffers
 SMALL_BYTES = 1 << 14  # below this size a copy is cheaper than a separate buffer
@@ -40,6 +40,7 @@ class _LightTensor:
 
 def _array(tensor: Any) -> Any:
     """The bytes of `tensor` as a NumPy array. Dtypes that NumPy lacks become integers."""
+    import_whole("torch")
     import torch
 
     try:
@@ -50,6 +51,7 @@ def _array(tensor: Any) -> Any:
 
 def _tensor(array: Any, dtype: str) -> Any:
     """The tensor with the bytes of `array`, read as the torch dtype with the name `dtype`."""
+    import_whole("torch")
     import torch
 
     writable = array if array.flags.writeable else array.copy()
@@ -64,6 +66,7 @@ class _Tensors:
 
     def lightened(self, tensor: Any) -> Any:
         """`tensor` as a `_LightTensor`; the tensor itself if only torch can pickle it."""
+        import_whole("torch")
         import torch
 
         is_plain = type(tensor) is torch.Tensor and tensor.layout is torch.strided

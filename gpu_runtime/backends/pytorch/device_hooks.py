@@ -15,6 +15,8 @@ from typing import Any
 
 from torch import nn
 
+from ...threads import import_whole
+
 
 class Dispatch:
     """The hooks of one module while it is on several cards."""
@@ -26,6 +28,7 @@ class Dispatch:
         The paths must cover all weights, otherwise accelerate raises ValueError. With a complete
         map, accelerate uses no other card and plans no memory.
         """
+        import_whole("accelerate")
         from accelerate import dispatch_model
 
         first_device = next(iter(device_map.values()))
@@ -80,6 +83,7 @@ class Dispatch:
 
     def remove(self) -> None:
         """Removes the hooks. The weights stay on their devices. A repeated call does nothing."""
+        import_whole("accelerate.hooks")
         from accelerate.hooks import remove_hook_from_module
 
         for handle in self.handles:
@@ -111,6 +115,7 @@ class _Transfer:
 
     def enter(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """Moves the arguments to the first card, and records the device where they were."""
+        import_whole("accelerate.utils")
         from accelerate.utils import find_device, send_to_device
 
         self.call.source = find_device([args, kwargs])
@@ -120,6 +125,7 @@ class _Transfer:
 
     def leave(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Moves the output to the device of the inputs."""
+        import_whole("accelerate.utils")
         from accelerate.utils import send_to_device
 
         source = getattr(self.call, "source", None)

@@ -17,6 +17,7 @@ from ... import forks
 from ...errors import BadSetting, GpuError, LoadFailed
 from ...facts import ModelSpec
 from ...safe_text import printable
+from ...threads import import_whole
 from ...torch_modes import with_own_modes
 from ..base import is_out_of_memory
 from ..formats.safetensors import Checkpoint
@@ -66,17 +67,19 @@ def _model_class(spec: ModelSpec, config: dict[str, Any]) -> Any:
     If no task is set, and the class in `config` fits the model type, the result is that class.
     Otherwise it is the class for the task or the model type, or a default.
     """
+    architecture = (config.get("architectures") or [""])[0]
+    import_whole("transformers", architecture)
     import transformers
 
     task = spec.options.get("task")
     if task is not None and task not in AUTO_CLASSES:
         raise BadSetting("task", task, "one of " + ", ".join(AUTO_CLASSES))
-    architecture = (config.get("architectures") or [""])[0]
     saved = getattr(transformers, architecture, None)
     is_known = isinstance(saved, type) and issubclass(saved, nn.Module)
     if is_known and task is None and _serves(architecture, spec.model_type):
         return saved
     name = AUTO_CLASSES.get(task or spec.model_type) or _auto_class_in(config)
+    import_whole("transformers", name)
     return getattr(transformers, name)
 
 
@@ -188,6 +191,7 @@ def built_from(
 
     The result is None if the model cannot be built in this way.
     """
+    import_whole("transformers", "GenerationConfig")
     from transformers import GenerationConfig
 
     before = torch.get_rng_state()
@@ -261,6 +265,7 @@ def without_data(spec: ModelSpec, checkpoint: Checkpoint) -> nn.Module:
 
 
 def _config(spec: ModelSpec, checkpoint: Checkpoint) -> Any:
+    import_whole("transformers", "AutoConfig")
     import transformers
 
     return transformers.AutoConfig.from_pretrained(
@@ -270,6 +275,7 @@ def _config(spec: ModelSpec, checkpoint: Checkpoint) -> Any:
 
 def _attach_tokenizer(module: nn.Module, directory: Path, trust: dict[str, bool]) -> None:
     """Sets `.tokenizer` and `.processor` of the `module`, if the `directory` has files for them."""
+    import_whole("transformers", "AutoTokenizer", "AutoProcessor")
     import transformers
 
     if any((directory / file).exists() for file in _TOKENIZER_FILES):
@@ -327,6 +333,7 @@ def _heard(name: str) -> Iterator[None]:
     of several simultaneous loads, progress bars are shown again if the user had them.
     """
     global _active_loads, _had_bars
+    import_whole("transformers.utils")
     from transformers.utils import logging as users
 
     records = _Records()

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from importlib import import_module
 
+from gpu_runtime.threads import import_whole
+
 from .base import Tab
 
 TABS = {  # title -> module:class
@@ -30,4 +32,5 @@ def titles() -> list[str]:
 def kind(title: str) -> type[Tab]:
     """The class of the tab with that `title`."""
     module, _, name = TABS[title].partition(":")
+    import_whole(f"{__package__}.{module}")
     return getattr(import_module(f".{module}", __package__), name)
