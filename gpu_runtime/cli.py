@@ -7,6 +7,8 @@ processes that hold models. Exit codes: 0 done, 1 failed, 2 not understood.
 from __future__ import annotations
 
 import argparse
+import codecs
+import io
 import os
 import shutil
 import sys
@@ -40,6 +42,10 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Carries out the words in `argv`, by default the command line. Returns the exit code."""
     words = with_sizes_joined(sys.argv[1:] if argv is None else argv)
+    codecs.register_error(__name__, _in_ascii)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):  # not the stream of a test
+            stream.reconfigure(errors=__name__)
     try:
         return _run(words)
     except UnknownVerb as error:  # the lines after the first one describe the suggested verbs
@@ -58,6 +64,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         if told is None:
             raise
         return _report_failure(told, FAILED)
+
+
+# What a terminal without these letters shows, such as one with LANG=C. Of any other letter: ?
+_ASCII = {
+    **{"█": "#", "▓": "=", "▒": "+", "░": "%", "·": "-", "─": "-", "—": "-", "–": "-"},
+    **{"│": "|", "…": "...", "×": "x", "→": "->", "≤": "<=", "µ": "u"},
+}
+
+
+def _in_ascii(error: UnicodeError) -> tuple[str, int]:
+    """The replacement of the letters that the encoding of the stream lacks, and where it goes on."""
+    assert isinstance(error, UnicodeEncodeError)  # of a stream that is written
+    letters = error.object[error.start : error.end]
+    return "".join(_ASCII.get(letter, "?") for letter in letters), error.end
 
 
 def _report_failure(error: object, code: int) -> int:

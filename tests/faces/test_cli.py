@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import os
 import re
@@ -117,6 +118,19 @@ ANSWERS = {
 def test_a_verb_answers_on_standard_output(gpu, words):
     code, out, err = gpu(*words)
     assert (code, err) == (0, "") and ANSWERS[words] in out
+
+
+@pytest.mark.parametrize("words", ANSWERS, ids=" ".join)
+def test_a_verb_answers_in_a_terminal_that_has_only_ascii(gpu, monkeypatch, words):
+    """With LANG=C and without Python's UTF-8 mode, `gpu status` was a UnicodeEncodeError."""
+    written = io.BytesIO()
+    with monkeypatch.context() as patch:
+        terminal = io.TextIOWrapper(written, encoding="ascii")
+        patch.setattr(sys, "stdout", terminal)
+        code = cli.main(list(words))
+        terminal.flush()
+    assert code == 0 and written.getvalue().isascii()
+    assert b"?" not in written.getvalue().replace(b"gpu?", b"")
 
 
 def test_every_verb_of_the_table_is_tested_here():
