@@ -24,7 +24,7 @@ from msgspec import Meta
 
 from .errors import BadDocument, GpuError
 from .facts import Value, parse_importance
-from .private_paths import config_home, replace_file, weak_step
+from .private_paths import config_home, make_directory, replace_file, weak_step
 from .safe_text import printable
 
 BEGIN = "gpu-"  # of each key, so that people and scanners recognise one
@@ -209,7 +209,7 @@ def _changing(path: Path) -> Iterator[Keys]:
 
     At the end of the `with` block the keys replace the file in one step, with mode 0600.
     """
-    path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(path.parent)
     flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
     with open(os.open(path.with_name(f".{path.name}.lock"), flags, 0o600), "r+") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)

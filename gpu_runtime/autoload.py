@@ -6,7 +6,6 @@ marked block of lines into one file of this directory. `--remove` removes only t
 
 from __future__ import annotations
 
-import os
 import stat
 import sys
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from .errors import GpuError
 from .facts import Outcome
+from .private_paths import make_directory, replace_file
 
 FILE = "ipython_kernel_config.py"  # read by kernels, not by IPython in a terminal
 TEXT: Any = {"encoding": "utf-8", "errors": "surrogateescape"}  # bytes that are not UTF-8 stay
@@ -77,11 +77,7 @@ def _write(path: Path, text: str) -> None:
         path.unlink(missing_ok=True)
         return
     for directory in (path.parent.parent, path.parent):
-        if not directory.exists():
-            directory.mkdir(parents=True)
-            directory.chmod(0o755)
+        make_directory(directory, 0o755)
     path = path.resolve()  # a link stays a link
-    draft = path.with_name(f".{path.name}.{os.getpid()}")
-    draft.write_text(text, **TEXT)
-    draft.chmod(stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644)
-    draft.replace(path)
+    mode = stat.S_IMODE(path.stat().st_mode) if path.exists() else 0o644
+    replace_file(path, text.encode(**TEXT), lambda draft: draft.chmod(mode))

@@ -10,7 +10,7 @@ import os
 import re
 from pathlib import Path
 
-from .private_paths import state_home
+from .private_paths import make_directory, state_home
 
 KEPT_LOGS = 50
 _numbers = itertools.count(1)
@@ -22,7 +22,7 @@ def new_log(name: str) -> Path:
     The oldest logs are deleted, so that at most KEPT_LOGS remain.
     """
     directory = _directory()
-    directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(directory)
     known = sorted(directory.glob("*.log"), key=_modified_ns)
     for old in known[: -KEPT_LOGS + 1]:
         old.unlink(missing_ok=True)

@@ -30,6 +30,22 @@ def config_home() -> Path:
     return Path(config) / "gpu-console"
 
 
+def make_directory(path: Path, mode: int = 0o700) -> None:
+    """Makes the directory `path` with this `mode`, unless it exists, and those above it that are missing.
+
+    Those above may be read by all users and changed by this user only, also if the umask is 000:
+    another user could replace what is in them. Raises OSError.
+    """
+    missing = [path]
+    while not missing[-1].parent.exists():
+        missing.append(missing[-1].parent)
+    for above in reversed(missing[1:]):
+        above.mkdir(0o755, exist_ok=True)  # less with a umask such as 077
+    if not path.is_dir():
+        path.mkdir(mode, exist_ok=True)
+        path.chmod(mode)
+
+
 def replace_file(
     path: Path, content: bytes, prepare: Callable[[Path], object] | None = None
 ) -> None:

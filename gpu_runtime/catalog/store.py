@@ -27,7 +27,7 @@ from .. import limited_files
 from ..arguments import checked
 from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownModel
 from ..facts import Applied, ModelSpec
-from ..private_paths import state_home
+from ..private_paths import make_directory, state_home
 from ..settings import Settings
 from .documents import MOST_BYTES, as_yaml, read
 from .entries import CatalogEntry, notes, spec_of
@@ -281,7 +281,7 @@ class Catalog:
     def _locked(self) -> Any:
         """The acquired lock of the catalogue. Raises CatalogUnavailable after PATIENCE_SECONDS."""
         try:
-            self.directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(self.directory)
             mode = self.directory.stat().st_mode & 0o666  # users who may write here may lock
             return FileLock(
                 self.directory / f"{self.file.stem}.lock", timeout=PATIENCE_SECONDS, mode=mode
@@ -348,7 +348,8 @@ class Catalog:
 
     def _write_draft(self, draft: Path, data: bytes) -> None:
         """Writes a new file that has the mode of the old file."""
-        with open(draft, "xb") as file:
+        flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
+        with open(os.open(draft, flags, 0o644), "wb") as file:
             if self.file.exists():
                 os.fchmod(file.fileno(), self.file.stat().st_mode & 0o777)
             file.write(data)

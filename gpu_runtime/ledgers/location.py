@@ -13,7 +13,7 @@ from urllib.parse import parse_qsl, urlencode
 
 from ..errors import BadSetting, LedgerUnavailable
 from ..facts import Device
-from ..private_paths import state_home, weak_step
+from ..private_paths import make_directory, state_home, weak_step
 from ..units import show_bytes
 from .access import access_to
 from .sqlite import files
@@ -128,7 +128,7 @@ def require_private(directory: Path) -> None:
         return
     try:
         if is_default:
-            base.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(base)
         weak = weak_step(directory, may_be_writable=not is_default)
     except OSError as error:
         if not is_default:  # such as another group's ledger: opening it raises the right error

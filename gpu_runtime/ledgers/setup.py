@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from ..errors import BadSetting, GpuError, NotAllowed
 from ..facts import Outcome
-from ..private_paths import replace_file
+from ..private_paths import make_directory, replace_file
 from . import host_config
 from .access import MARK, Access, owners_in
 from .liveness import boot_id
@@ -197,5 +197,5 @@ def _write_configuration(file: Path, url: str, known: host_config.Machine) -> No
                 f"{file} could not be changed without changing its meaning.\n"
                 f'  Add at its top:  ledger = "{url}"'
             )
-    file.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
+    make_directory(file.parent, 0o755)
     replace_file(file, text.encode(), lambda draft: draft.chmod(0o644))

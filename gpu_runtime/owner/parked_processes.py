@@ -15,7 +15,7 @@ from ..errors import GpuError
 from ..facts import Value
 from ..ledgers.liveness import boot_id
 from ..ledgers.location import local_state
-from ..private_paths import replace_file, weak_step
+from ..private_paths import make_directory, replace_file, weak_step
 
 MOST_BYTES = 1 << 16
 
@@ -32,7 +32,7 @@ def note(process: ParkedProcess) -> None:
     """Stores the note on `process`. Raises GpuError on failure: unparking needs the note."""
     path = _path(process.pid, process.started)
     try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(path.parent)
         if weak := weak_step(path.parent):
             raise GpuError(f"the notes on parked processes are not private: {weak}.")
         replace_file(path, msgspec.json.encode(process))

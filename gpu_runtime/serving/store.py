@@ -17,7 +17,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any
 
-from ..private_paths import state_home
+from ..private_paths import make_directory, state_home
 
 KEPT_DAYS = 400
 BUSY_SECONDS = 5.0
@@ -49,7 +49,7 @@ class Store:
         self._lock = threading.Lock()
         self._claim: int | None = None
         try:
-            path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(path.parent)
             flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
             os.close(os.open(path, flags, 0o600))
             self._db = self._open(str(path))

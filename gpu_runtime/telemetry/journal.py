@@ -29,6 +29,7 @@ from ..facts import Decided, Event
 from ..ledgers.access import JournalPlace, access_to, make_own_journal, require_no_link
 from ..ledgers.sqlite import after_fork
 from ..ledgers.sqlite.files import has_plain_journal
+from ..private_paths import make_directory
 from . import decided as decisions
 from .users_journals import events_of, journals_of_others
 
@@ -215,7 +216,7 @@ class Journal:
                 make_own_journal(JournalPlace(self._path, self._users))
                 self._is_ours = True
         elif not self._path.exists():
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(self._path.parent)
             access_to(self._path.parent).make_file(self._path)
         db = opened(self._path)
         db.execute(

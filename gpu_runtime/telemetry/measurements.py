@@ -25,7 +25,7 @@ import msgspec
 from .. import forks
 from ..facts import Evidence, Measurement, ModelSpec, Value
 from ..ledgers.access import access_to, state_in
-from ..private_paths import read_plain, replace_file
+from ..private_paths import make_directory, read_plain, replace_file
 
 KEPT = 1000  # models, and as many cells; the oldest measurement is dropped first
 LONGEST = 1 << 20  # bytes; a larger file is not read
@@ -163,7 +163,7 @@ class Measurements:
         If the last write met a held lock, this write does not wait for the lock.
         """
         assert self._path is not None
-        self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(self._path.parent)
         lock = self._path.with_suffix(".lock")
         access_to(self._path.parent).make_file(lock)
         fd = os.open(lock, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)

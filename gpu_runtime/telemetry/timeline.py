@@ -26,6 +26,7 @@ from .. import forks
 from ..facts import Moment
 from ..ledgers.access import access_to
 from ..ledgers.sqlite import after_fork
+from ..private_paths import make_directory
 from .journal import opened
 
 DAY = 86400.0
@@ -81,7 +82,7 @@ class Record:
 
     def _insert(self, rows: list[_Row]) -> None:
         if not self.path.exists():
-            self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(self.path.parent)
             access_to(self.path.parent).make_file(self.path)
         with self._lock, contextlib.closing(self._connect()) as db:
             db.execute("PRAGMA journal_mode=TRUNCATE")

@@ -29,7 +29,7 @@ from tornado.ioloop import IOLoop
 from tornado.websocket import WebSocketClosedError
 
 from ..errors import GpuError
-from ..private_paths import state_home
+from ..private_paths import make_directory, state_home
 from ..settings import Settings, masked
 from . import sockets
 from .auth import AccessRules, Visitor
@@ -182,7 +182,7 @@ def printable_address(address: str) -> tuple[str, Path | None]:
     if sys.stdout.isatty():
         return address, None
     file = state_home() / f"url-{os.getpid()}.txt"
-    file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_directory(file.parent)
     file.unlink(missing_ok=True)  # an earlier process with this number left it
     flags = os.O_CREAT | os.O_EXCL | os.O_WRONLY | os.O_CLOEXEC
     with open(os.open(file, flags, 0o600), "w") as writing:

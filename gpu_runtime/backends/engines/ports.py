@@ -19,7 +19,7 @@ from typing import IO
 
 from ...errors import BadSetting, LoadFailed
 from ...ledgers.location import local_state
-from ...private_paths import weak_step
+from ...private_paths import make_directory, weak_step
 
 
 class Port:
@@ -105,7 +105,7 @@ def _claims_directory(name: str) -> Path:
     """
     directory = local_state() / "ports"
     try:
-        directory.mkdir(mode=0o700, parents=True, exist_ok=True)
+        make_directory(directory)
         weak = weak_step(directory)
     except OSError as error:
         weak = f"{directory} cannot be made ({error.strerror})"

@@ -34,7 +34,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from ...errors import LedgerUnavailable
-from ...private_paths import replace_file
+from ...private_paths import make_directory, replace_file
 from ..access import access_to, outsider, owners_in
 from ..liveness import Life, life
 
@@ -114,9 +114,10 @@ def prepare(directory: Path) -> None:
 
 
 def _make_private(directory: Path) -> None:
-    (directory / "owners").mkdir(mode=0o700, parents=True, exist_ok=True)
-    # Parent directories that are made here have the mode of the umask, so other users may read
-    # them. The ledger's own two directories get mode 0700, unless they belong to another user.
+    # Other users may read the directories above. The ledger's own two directories get mode 0700,
+    # unless they belong to another user.
+    make_directory(directory)
+    make_directory(directory / "owners")
     for made in (directory, directory / "owners"):
         if made.stat().st_uid == os.geteuid():
             made.chmod(0o700)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ...errors import BadSetting
 from ...facts import Value
-from ...private_paths import replace_file, state_home
+from ...private_paths import make_directory, replace_file, state_home
 
 # The OpenAI-compatible address of each provider. An address in the environment overrides it.
 KNOWN_CLOUDS = {
@@ -180,7 +180,7 @@ class CloudGuard:
             self._in_memory = allowed
             return
         try:
-            self._path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_directory(self._path.parent)
             replace_file(self._path, f"{json.dumps({'allowCloudFallback': allowed})}\n".encode())
         except OSError as error:
             raise BadSetting(

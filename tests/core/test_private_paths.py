@@ -1,0 +1,88 @@
+"""The directories and files that are made for this user, whatever the umask of the process is."""
+
+from __future__ import annotations
+
+import os
+import stat
+import subprocess
+import sys
+
+import pytest
+
+from gpu_runtime.private_paths import make_directory, weak_step
+from tests.clock import PATIENCE
+
+
+@pytest.fixture(params=[0o000, 0o022, 0o077], ids="umask {:03o}".format)
+def umask(request):
+    old = os.umask(request.param)
+    yield request.param
+    os.umask(old)
+
+
+def test_a_new_directory_has_its_mode_and_those_above_are_writable_for_this_user_only(
+    tmp_path, umask
+):
+    place = tmp_path / "state" / "gpu-console" / "ledger"
+    for _ in "twice":
+        make_directory(place)
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    above = stat.S_IMODE(place.parent.stat().st_mode)
+    assert above == 0o755 & ~umask
+    make_directory(tmp_path / "etc" / "gpu-console", 0o755)
+    assert stat.S_IMODE((tmp_path / "etc" / "gpu-console").stat().st_mode) == 0o755
+
+
+def test_a_directory_that_exists_keeps_its_mode(tmp_path):
+    (tmp_path / "mine").mkdir(mode=0o750)
+    make_directory(tmp_path / "mine")
+    assert stat.S_IMODE((tmp_path / "mine").stat().st_mode) == 0o750
+
+
+def test_a_file_in_its_place_is_an_error(tmp_path):
+    (tmp_path / "mine").touch()
+    with pytest.raises(OSError):
+        make_directory(tmp_path / "mine")
+    with pytest.raises(OSError):
+        make_directory(tmp_path / "mine" / "below")
+
+
+CODE = """
+import os, sys
+from gpu_runtime import Runtime, autoload, samples
+rt = Runtime(devices="sim:1x1GiB")
+rt.register("m", backend="fake", size="1MiB")
+with rt.use("m"):
+    rt.tick()
+open("models.yaml", "w").write("models: {c: {backend: fake, memory: 1MiB}}")
+os.chmod("models.yaml", 0o600)
+rt.apply("models.yaml")
+autoload.autoload(prefix=os.path.abspath("environment"))
+rt.close()
+"""
+
+
+def test_with_a_umask_of_000_nothing_of_ours_can_be_changed_by_others(tmp_path):
+    """`gpu apply` made ~/.local with mode 777, and the next command refused its own directory."""
+    environment = {**os.environ, "HOME": str(tmp_path)}
+    for name in (
+        "XDG_STATE_HOME",
+        "XDG_CONFIG_HOME",
+        "XDG_RUNTIME_DIR",
+        "GPU_LEDGER",
+        "IPYTHONDIR",
+    ):
+        environment.pop(name, None)
+    for _ in "twice":
+        command = f"import os; os.umask(0)\n{CODE}"
+        subprocess.run(
+            [sys.executable, "-c", command],
+            env=environment,
+            cwd=tmp_path,
+            check=True,
+            timeout=PATIENCE,
+        )
+    made = [path for path in tmp_path.rglob("*") if not path.is_symlink()]
+    open_to_all = [path for path in made if path.stat().st_mode & (stat.S_IWOTH | stat.S_IWGRP)]
+    assert len(made) > 10 and not open_to_all
+    assert not weak_step(tmp_path / ".local/state/gpu-console")
