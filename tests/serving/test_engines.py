@@ -7,6 +7,7 @@ import base64
 import importlib.util
 import json
 import math
+import shutil
 import struct
 import sys
 from collections.abc import AsyncIterator
@@ -16,7 +17,6 @@ from typing import Any
 import pytest
 
 from gpu_runtime import samples
-from gpu_runtime.serving.engines.embedding import FIRST, LAST, MEAN, _pooled, pooling_of
 from gpu_runtime.serving.engines.registry import adapter_for
 from gpu_runtime.serving.fields import serves
 from gpu_runtime.serving.requests import Refused
@@ -689,32 +689,135 @@ async def test_tokens_and_text_are_turned_into_each_other(name, sources):
             assert refused.value.status == 400
 
 
+def library() -> Any:
+    """The modules of sentence-transformers."""
+    return pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+
+
+def sentence_model(
+    source: Any, directory: Any, *modules: Any, template: bool = False, **more: Any
+) -> Any:
+    """Saves the model of `source` with these `modules` of sentence-transformers. Returns the library's own model."""
+    import sentence_transformers
+
+    plain = directory.parent / "plain"
+    without = shutil.ignore_patterns(*() if template else ("chat_template.jinja",))
+    shutil.copytree(source, plain, ignore=without)
+    first = library().Transformer(str(plain), max_seq_length=32)
+    made = sentence_transformers.SentenceTransformer(
+        modules=[first, *modules], device="cpu", **more
+    )
+    made.save(str(directory))
+    return made
+
+
+async def embedded(k: Harness, texts: Any, **more: Any) -> list[list[float]]:
+    body = {"model": "embedder", "input": texts, **more}
+    rows = (await k.gateway.answer("embeddings", body)).json["data"]
+    return [row["embedding"] for row in rows]
+
+
+POOLINGS = ["cls", "max", "mean", "mean_sqrt_len_tokens", "weightedmean", "lasttoken"]
+TEXTS = ["the quick fox", "a dog", "memory console operator " * 3]
+
+
+@pytest.mark.parametrize("mode", [*POOLINGS, ["cls", "max"]])
+@in_loop
+async def test_a_vector_is_that_of_sentence_transformers(mode, sources, tmp_path):
+    """Each pooling and each later module, with the prompt that the model's files name as its default."""
+    models = library()
+    width = 64 * (1 if isinstance(mode, str) else len(mode))
+    parts = [models.Pooling(64, mode, include_prompt=mode != "mean"), models.Dense(width, 16)]
+    more = {"prompts": {"query": "memory: "}, "default_prompt_name": "query"}
+    own = sentence_model(sources["embedder"], tmp_path / "m", *parts, models.Normalize(), **more)
+    expected = own.encode(TEXTS, normalize_embeddings=True).tolist()
+    async with with_models({"embedder": tmp_path / "m"}, "embedder") as k:
+        found = await embedded(k, TEXTS)
+        assert [len(vector) for vector in found] == [16] * 3
+        for ours, theirs in zip(found, expected, strict=True):
+            assert ours == pytest.approx(theirs, abs=1e-5)
+        with pytest.raises(Refused, match="it reads at most 32") as refused:
+            await embedded(k, "word " * 90)
+        assert refused.value.status == 400
+        [cut] = await embedded(k, "the fox " * 90, truncate=True)
+        [theirs] = own.encode(["the fox " * 90], normalize_embeddings=True).tolist()
+        assert cut == pytest.approx(theirs, abs=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["cls_token", "lasttoken", "max_tokens"])
+@in_loop
+async def test_the_keys_of_older_versions_are_read(mode, sources, tmp_path):
+    """Before version 6, each pooling was a key of its own. The keys without effect are left as they are."""
+    models = library()
+    own = sentence_model(sources["embedder"], tmp_path / "m", models.Pooling(64, "mean"))
+    old = {
+        "word_embedding_dimension": 64,
+        "pooling_mode_mean_tokens": False,
+        f"pooling_mode_{mode}": True,
+    }
+    (tmp_path / "m" / "1_Pooling" / "config.json").write_text(json.dumps(old))
+    own[1].pooling_mode = mode.split("_")[0]
+    [expected] = own.encode(["the quick fox"], normalize_embeddings=True).tolist()
+    async with with_models({"embedder": tmp_path / "m"}, "embedder") as k:
+        assert (await embedded(k, "the quick fox"))[0] == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize(
-    ("modes", "pooling"),
+    ("file", "change", "why"),
     [
-        ({"pooling_mode_cls_token": True}, FIRST),
-        ({"pooling_mode_lasttoken": True, "pooling_mode_cls_token": False}, LAST),
-        ({"pooling_mode_mean_tokens": True}, MEAN),
-        ([], MEAN),
+        ("1_Pooling/config.json", {"pooling_mode": "median"}, "median"),
+        ("1_Pooling/config.json", {"pooling_mode": None}, "names no way to pool"),
+        ("1_Pooling/config.json", {"pooling_mode_median": True}, "pooling_mode_median"),
+        ("2_Dense/config.json", {"activation_function": "my.Act"}, "my.Act"),
+        ("2_Dense/config.json", {"gated": True}, "gated"),
+        ("sentence_bert_config.json", {"module_output_name": "x"}, "module_output_name='x'"),
+        ("sentence_bert_config.json", {"query_expansion": True}, "query_expansion=True"),
+        ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "'q' is not among"),
+        ("modules.json", {"type": "sentence_transformers.models.CNN"}, "CNN is not implemented"),
+        ("modules.json", {"type": "my.code.Dense"}, "my.code.Dense is not implemented"),
+        ("modules.json", {"path": "../other"}, "leaves its folder"),
     ],
 )
-def test_the_pooling_is_that_of_the_model(modes, pooling, tmp_path):
-    """A model of sentence-transformers has a file that names its pooling."""
-    assert pooling_of(str(tmp_path)) == MEAN
-    (tmp_path / "1_Pooling").mkdir()
-    (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(modes))
-    assert pooling_of(str(tmp_path)) == pooling
+@in_loop
+async def test_what_is_unknown_in_an_embedder_is_refused_by_name(
+    file, change, why, sources, tmp_path
+):
+    """A vector that was pooled in another way looks like any other, and is wrong."""
+    models = library()
+    parts = models.Pooling(64, "mean"), models.Dense(64, 16)
+    sentence_model(sources["embedder"], tmp_path / "m", *parts)
+    path = tmp_path / "m" / file
+    content = json.loads(path.read_text())
+    (content[2] if isinstance(content, list) else content).update(change)
+    path.write_text(json.dumps(content))
+    async with with_models({"embedder": tmp_path / "m"}, "embedder") as k:
+        with pytest.raises(Refused, match=why) as refused:
+            await embedded(k, "the fox")
+        assert (refused.value.status, refused.value.facts["param"]) == (400, "model")
+        assert k.gateway.breakers.state("embedder").failures == 0
 
 
-@pytest.mark.parametrize("pooling", [FIRST, LAST, MEAN])
-def test_padding_changes_no_vector(pooling):
-    """In a batch, the last token of a short text is used, and not the padding after it."""
-    import torch
+@in_loop
+async def test_a_model_that_reads_texts_as_messages_is_refused(sources, tmp_path):
+    """sentence-transformers 6 writes each text into the chat template, if the model has one."""
+    pooling = library().Pooling(64, "mean")
+    sentence_model(sources["embedder"], tmp_path / "m", pooling, template=True)
+    async with with_models({"embedder": tmp_path / "m"}, "embedder") as k:
+        with pytest.raises(Refused, match="as messages of a chat"):
+            await embedded(k, "the fox")
 
-    states = torch.arange(24.0).reshape(2, 3, 4)
-    mask = torch.tensor([[1, 1, 1], [1, 1, 0]])
-    expected = {FIRST: states[1, 0], LAST: states[1, 1], MEAN: states[1, :2].mean(dim=0)}
-    assert torch.equal(_pooled(states, mask, pooling)[1], expected[pooling])
+
+@in_loop
+async def test_without_the_library_its_models_are_refused_with_what_to_type(
+    sources, tmp_path, monkeypatch
+):
+    """A mean in place of the model's own pooling would be wrong in silence."""
+    models = library()
+    sentence_model(sources["embedder"], tmp_path / "m", models.Pooling(64, "cls"))
+    monkeypatch.setitem(sys.modules, "sentence_transformers", None)
+    async with with_models({"embedder": tmp_path / "m"}, "embedder") as k:
+        with pytest.raises(Refused, match="pip install 'sentence-transformers"):
+            await embedded(k, "the fox")
 
 
 @in_loop

@@ -16,7 +16,7 @@ from ..fields import SAMPLING, sampling
 from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot, text_too_long, too_long
-from .embedding import embed_in_batches, most_tokens, pooling_of, rank_in_batches
+from .embedding import Recipe, embed_in_batches, most_tokens, rank_in_batches, recipe_of
 from .images import images_of
 from .json_answers import ForcedTokens, grammar_of, schema_of
 from .logprobs import count_of
@@ -223,12 +223,15 @@ class TransformersAdapter(TextAdapter):
     ) -> tuple[list[list[float]], int]:
         """An embedding of each of the `texts`, and the number of tokens read. Ends early once `cancelled` is set."""
         tokens: list[list[int]] = []
-        limit = most_tokens(self.value)
+        recipe = recipe_of(self.value, self.tokenizer, self.spec.name)
+        known = [limit for limit in (most_tokens(self.value), recipe.limit) if limit is not None]
+        limit = min(known, default=None)
         for text in texts:
             if cancelled.is_set():
                 return [], 0
-            tokens.append(self._tokens_of(text, limit, truncate))
-        rows = embed_in_batches(self.value, tokens, pooling_of(self.spec.source), cancelled.is_set)
+            tokens.append(self._tokens_of(_prepared(text, recipe), limit, truncate))
+        has_prompt = isinstance(texts[0], str)
+        rows = embed_in_batches(self.value, tokens, recipe, cancelled.is_set, has_prompt)
         return rows, sum(map(len, tokens))
 
     async def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
@@ -292,6 +295,14 @@ class TransformersAdapter(TextAdapter):
         if "pixel_values" not in found:  # only models with images tell types of tokens apart
             found.pop("token_type_ids", None)
         return found
+
+
+def _prepared(text: str | list[int], recipe: Recipe) -> str | list[int]:
+    """The `text` as the model of this `recipe` was trained to read it. Tokens stay as they are."""
+    if not isinstance(text, str):
+        return text
+    text = recipe.prompt + text
+    return text.lower() if recipe.lower else text
 
 
 def _streamer(
