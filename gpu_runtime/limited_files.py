@@ -1,4 +1,4 @@
-"""Reads files of models and settings, which anybody may have written: it always ends, and in little memory.
+"""Opens files of models and settings, which anybody may have written: it always ends, and in little memory.
 
 Only regular files are read. Their size is checked before, and the depth of their JSON after. Every
 error is one sentence with the path.
@@ -36,13 +36,17 @@ class BadFile(OSError):
         return f"{self.filename} cannot be read: {self.strerror}"
 
 
-def open_regular(path: str | os.PathLike[str]) -> BinaryIO:
-    """The file `path`, opened for unbuffered reading of bytes. Raises BadFile for a pipe or a device."""
-    # Without O_NONBLOCK, opening a pipe would wait for its writer.
-    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+def open_regular(path: str | os.PathLike[str], *, to_append: bool = False) -> BinaryIO:
+    """The file `path`, opened for unbuffered reading of bytes. Raises BadFile for a pipe or a device.
+
+    If `to_append` is true, the file is opened for writing at its end, and made if it is missing.
+    """
+    flags = os.O_RDWR | os.O_APPEND | os.O_CREAT if to_append else os.O_RDONLY
+    # Without O_NONBLOCK, opening a pipe would wait for its other end. With O_RDWR it never fails.
+    descriptor = os.open(path, flags | os.O_CLOEXEC | os.O_NONBLOCK, 0o644)
     mode = os.fstat(descriptor).st_mode
     if stat.S_ISREG(mode):
-        return open(descriptor, "rb", buffering=0)  # type: ignore[return-value]
+        return open(descriptor, "ab" if to_append else "rb", buffering=0)  # type: ignore[return-value]
     os.close(descriptor)
     kinds = {stat.S_IFDIR: "a directory", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
     raise BadFile(path, f"it is {kinds.get(stat.S_IFMT(mode), 'a device')}, not a file")

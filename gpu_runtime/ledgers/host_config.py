@@ -101,10 +101,9 @@ def read(file: str = CONFIG_FILE) -> Machine:
         text = limited_files.text(file)
     except FileNotFoundError:  # most machines have none
         return Machine(file)
-    except (OSError, UnicodeDecodeError) as error:
-        raise BadSetting(
-            "GPU_CONFIG_FILE", file, f"a text file that everybody may read ({error})"
-        ) from None
+    except OSError as error:
+        expected = f"a text file that everybody may read ({error.strerror or error})"
+        raise BadSetting("GPU_CONFIG_FILE", file, expected) from None
     return parse(text, file)
 
 

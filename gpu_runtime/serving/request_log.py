@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
+from .. import limited_files
 from .requests import Refused
 
 STDERR = "-"
@@ -94,12 +95,13 @@ def current() -> CallRecord:
 def open_log(target: str | None) -> None:
     """Writes the log's lines to the file `target`; to standard error if `target` is "-"; nowhere if it is None.
 
-    Raises OSError if the file cannot be opened.
+    Raises OSError if the file cannot be opened, or if it is a pipe or a device.
     """
     if target is None:
         return
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if target != STDERR:
+        limited_files.open_regular(target, to_append=True).close()
         handler = logging.FileHandler(target, delay=False)
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)

@@ -5,13 +5,16 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import os
 from types import SimpleNamespace
 
 import pytest
 
-from gpu_runtime.errors import BadSetting
+from gpu_runtime.errors import BadDocument, BadSetting
+from gpu_runtime.ledgers import host_config
 from gpu_runtime.serving import request_log, server
 from gpu_runtime.serving.requests import Refused
+from gpu_runtime.serving.routing import tasks_file
 from tests.serving.harness import harness
 from tests.serving.loops import in_loop, settle, until
 
@@ -129,3 +132,20 @@ def test_a_log_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
     )
     with pytest.raises(BadSetting, match="GPU_SERVE_LOG"):
         server.run(SimpleNamespace(settings=settings))
+
+
+@pytest.mark.parametrize("kind", ["a pipe", "a device", "a directory"])
+def test_what_is_no_file_is_refused_as_a_setting(tmp_path, kind):
+    """GPU_CONFIG_FILE, GPU_TASKS and GPU_SERVE_LOG each refuse it at once, in one sentence. Opening a
+    pipe for the log waited for ever.
+    """
+    path = {"a device": "/dev/full", "a directory": str(tmp_path)}.get(kind, str(tmp_path / "pipe"))
+    if kind == "a pipe":
+        os.mkfifo(path)
+    with pytest.raises(BadSetting, match=f"GPU_SERVE_LOG.*({kind}, not a file|Is {kind})"):
+        server._open_request_log(path)
+    with pytest.raises(BadSetting, match=f"GPU_CONFIG_FILE.*it is {kind}, not a file"):
+        host_config.read(path)
+    with pytest.raises(BadDocument, match=f"it is {kind}, not a file"):
+        tasks_file.read_serving_config(path)
+    assert request_log.log.level == logging.WARNING, "no line is written"
