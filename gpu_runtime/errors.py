@@ -493,6 +493,12 @@ def in_one_sentence(error: BaseException) -> GpuError | None:
     found: GpuError | None = None
     if isinstance(error, ImportError):
         found = _of_import(error)
+    elif isinstance(error, FileNotFoundError) and _is_of_missing_proc(error):
+        found = GpuError(
+            f"this process sees no /proc ({error}), where the system shows the memory of the machine "
+            "and which processes live. Nothing was changed.\n"
+            "  Mount it:  mount -t proc proc /proc"
+        )
     elif isinstance(error, (AttributeError, FileNotFoundError)) and _stamp() != _LOADED:
         found = _upgraded(error)
     elif isinstance(error, OSError) and error.errno in _LIMITS:
@@ -504,6 +510,10 @@ def in_one_sentence(error: BaseException) -> GpuError | None:
             "  Allow more:  ulimit -u 4096"
         )
     return found
+
+
+def _is_of_missing_proc(error: FileNotFoundError) -> bool:
+    return str(error.filename).startswith("/proc/") and not os.path.exists("/proc/self")
 
 
 def reword(error: BaseException) -> None:

@@ -50,3 +50,13 @@ def test_work_that_must_not_be_interrupted_needs_no_thread(monkeypatch):
     """Where the system starts no more threads, an eviction that has begun is completed."""
     monkeypatch.setattr(_thread, "start_new_thread", no_thread)
     assert threads.uninterrupted(lambda: 7) == 7
+
+
+def test_without_proc_one_sentence_says_what_to_type(monkeypatch):
+    """Neither the machine's memory nor the life of a process can be read: nothing is guessed."""
+    gone = FileNotFoundError(errno.ENOENT, "No such file or directory", "/proc/meminfo")
+    assert in_one_sentence(gone) is None, "here one file is missing, not the whole directory"
+    monkeypatch.setattr("os.path.exists", lambda path: path != "/proc/self")
+    assert "mount -t proc proc /proc" in str(in_one_sentence(gone))
+    mine = FileNotFoundError(errno.ENOENT, "No such file or directory", "/data/weights")
+    assert in_one_sentence(mine) is None
