@@ -41,7 +41,7 @@ from .model_facts import ModelFacts
 from .queue.concurrency import calls_at_once
 from .queue.keep_warm import KeepWarm, stay_warm_seconds
 from .queue.model_hold import Holds
-from .queue.queue import Queue
+from .queue.queue import Queue, Turn
 from .queue.thread_stream import in_thread
 from .replies import (
     Streamed,
@@ -135,6 +135,7 @@ class Gateway:
             self._concurrency,
             clock=clock,
             limit=settings.gpu_serve_queue,
+            load_seconds=self.costs.load_seconds,
         )
         self._choices.calls_of = self.queue.calls_of
         self._counts: Counter[str] = Counter()
@@ -145,14 +146,22 @@ class Gateway:
         self._streams: WeakSet[Streamed] = WeakSet()
         self._closed = self._draining = False
 
-    async def answer(self, kind: str, body: Any, client: str = "") -> Reply:
+    def record(self, kind: str, client: str = "") -> CallRecord:
+        """A record for a call of this `kind` by the visitor `client`, which arrives now."""
+        return CallRecord(self._clock, kind, client)
+
+    async def answer(
+        self, kind: str, body: Any, client: str = "", record: CallRecord | None = None
+    ) -> Reply:
         """The answer to a call of this `kind` with this `body`, for the visitor `client`. Raises Refused.
+
+        `record` is the result of `self.record`, if the caller wants to know what the call waits for.
 
         If the asyncio task is cancelled, everything that the call holds is released. A streamed reply is returned
         after its first event arrived. So if an error occurs before this event, a stand-in from `tasks.yaml` can
         answer, or the caller gets an HTTP status.
         """
-        record = CallRecord(self._clock, kind, client)
+        record = record or self.record(kind, client)
         with record.until_answered(), count_refusals(self._counts), self._until_closed():
             call = read_call(kind, body, client)
             call = apply_profile(call, self.serving.clients.get(call.profile))
@@ -322,6 +331,7 @@ class Gateway:
                     self._record_success(choice.model, permit)
                     timing.succeeded(answer)
                     record.note(model=choice.model, **timing.facts())
+                    record.note_end()
                     self.figures.add(choice.model, record.facts)
                     return Reply(choice.model, call.model, "", json=answer)
                 hides_usage = adapter.counts_tokens and not asks_usage(body)
@@ -349,6 +359,7 @@ class Gateway:
                 record.note(model=choice.model, **timing.facts())
                 record.write()
                 if record.facts["outcome"] == "answered":
+                    record.note_end()
                     self.figures.add(choice.model, record.facts)
 
             record.streams = True
@@ -387,7 +398,14 @@ class Gateway:
         if not spec.keep:
             stack.callback(self._keep_warm, call, spec)
         was_here = self.rt.here(spec.name)
-        turn = await stack.enter_async_context(self.queue.turn(spec.name, importance, call.client))
+
+        def began_to_wait(turn: Turn) -> None:
+            """Lets the caller see what the call waits for."""
+            current().state = partial(self.queue.state_of, turn)
+
+        turn = await stack.enter_async_context(
+            self.queue.turn(spec.name, importance, call.client, began_to_wait)
+        )
         current().note(queue_seconds=turn.waited_seconds, loaded=not was_here)
         adapter = self._make_adapter(turn.value, spec, self._client(proxies=False))
         return adapter, wants_thinking(call, spec.options)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from contextvars import ContextVar
+from logging.handlers import WatchedFileHandler
 from typing import Any
 
 from .. import limited_files
@@ -35,6 +36,8 @@ class CallRecord:
         self._clock = clock
         self._began = clock()
         self._written = False
+        # What the call waits for now, in words for its caller.
+        self.state: Callable[[], str] = lambda: "waiting"
         self.streams = False  # whether the call ends only at the end of its stream
         self.facts: dict[str, Any] = {
             "time": round(time.time(), 3),
@@ -49,12 +52,16 @@ class CallRecord:
         for name, value in facts.items():
             self.facts[name] = round(value, 3) if isinstance(value, float) else value
 
+    def note_end(self) -> None:
+        """Adds the seconds since the call arrived."""
+        self.note(seconds=self._clock() - self._began)
+
     def write(self) -> None:
         """Writes the line of this call. A second call of this method does nothing."""
         if self._written or not log.isEnabledFor(logging.INFO):
             return
         self._written = True
-        self.note(seconds=self._clock() - self._began)
+        self.note_end()
         log.info(json.dumps(self.facts, ensure_ascii=False))
 
     @contextlib.contextmanager
@@ -102,7 +109,22 @@ def open_log(target: str | None) -> None:
     handler: logging.Handler = logging.StreamHandler(sys.stderr)
     if target != STDERR:
         limited_files.open_regular(target, to_append=True).close()
-        handler = logging.FileHandler(target, delay=False)
+        handler = WatchedFileHandler(target)  # follows a program that rotates the file
     handler.setFormatter(logging.Formatter("%(message)s"))
     log.addHandler(handler)
     log.setLevel(logging.INFO)
+
+
+def reopen_log() -> None:
+    """Opens the log's file again if it was renamed or removed, so that the file exists before the next call.
+
+    An error is logged, and the next line tries again.
+    """
+    for handler in log.handlers:
+        if isinstance(handler, WatchedFileHandler):
+            try:
+                handler.reopenIfNeeded()
+            except OSError as error:
+                logging.getLogger("gpu_runtime").warning(
+                    "the request log cannot be opened: %s", error
+                )

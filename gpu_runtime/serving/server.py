@@ -42,7 +42,19 @@ from .store import Store
 from .store import default_file as default_store
 
 DEFAULT_PORT = 8210
-_WORDS = ("memory", "v1", "api", "health", "metrics", "usage", "docs", r"openapi\.json", *CALLS)
+_WORDS = (
+    "memory",
+    "v1",
+    "api",
+    "health",
+    "livez",
+    "readyz",
+    "metrics",
+    "usage",
+    "docs",
+    r"openapi\.json",
+    *CALLS,
+)
 ROUTES = rf"/(?:{'|'.join(_WORDS)}|static-offline-docs)(?:/.*)?"
 HOME = "/docs"  # the first page of a server without a console
 ANSWER_SECONDS = 0.5  # when the server ends: the time to send answers to waiting callers
@@ -191,6 +203,11 @@ def run_app(
             await asyncio.wait(answering, timeout=ANSWER_SECONDS)
         store.close()
 
+    def reload() -> None:
+        """Reads `tasks.yaml` again, and opens the request log again if it was rotated."""
+        request_log.reopen_log()
+        gateway.reload_tasks()
+
     # After this call, the garbage collector no longer searches the imported modules, which are never garbage. These
     # searches took a fifth of the server's time, and up to 0.2 s at once.
     gc.freeze()
@@ -204,7 +221,7 @@ def run_app(
         key_visitor=lambda offered: visitor_of(keys(), offered, read_only=read_only),
         start=None if read_only else lambda: preload(gateway()),
         drain=lambda: gateway.drain(settings.gpu_serve_grace_seconds),
-        reload=gateway.reload_tasks,
+        reload=reload,
         figures=lambda: served(gateway(), app.state.jobs, time.monotonic()),
         close=close,
     )

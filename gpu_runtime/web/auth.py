@@ -21,7 +21,8 @@ CALLS = (
     *("chat", "completions", "embeddings", "messages", "models", "rerank", "responses"),
     *("tokenize", "detokenize"),
 )
-API_PATHS = ("/v1/", "/api/", "/health", "/usage", *(f"/{word}" for word in CALLS))
+PROBES = ("/livez", "/readyz")  # paths that programs on this machine may read without a token
+API_PATHS = ("/v1/", "/api/", "/health", "/usage", *PROBES, *(f"/{word}" for word in CALLS))
 GUEST = "guest"  # Panel's name for a visitor without a login, if its options admit such visitors
 
 

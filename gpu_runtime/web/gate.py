@@ -16,6 +16,7 @@ from __future__ import annotations
 import base64
 import functools
 import hashlib
+import ipaddress
 import os
 import posixpath
 import re
@@ -128,6 +129,9 @@ class Gate(ReversibleRouter):
             return self._refuse(request, 503, self.closed_because)
         if not allowed:
             return self._refuse(request, 403, login.FOREIGN_ORIGIN)
+        if _is_probe(request):
+            request.visitor = Visitor("probe", False)
+            return self._route(request)
         if request.cors_origin:
             if request.method == "OPTIONS":
                 return self._answer_with(request, cors.PreflightHandler, {})
@@ -414,6 +418,17 @@ class _PlainHost(HTTPMessageDelegate):
 def is_websocket(request: HTTPServerRequest) -> bool:
     """Whether `request` asks to become a websocket."""
     return request.headers.get("Upgrade", "").lower() == "websocket"
+
+
+def _is_probe(request: HTTPServerRequest) -> bool:
+    """Whether `request` is a read of PROBES by a program on this machine, and not by a proxy for others."""
+    if request.path not in auth.PROBES or request.method not in ("GET", "HEAD"):
+        return False
+    try:
+        is_here = ipaddress.ip_address(request.remote_ip or "").is_loopback
+    except ValueError:  # a Unix socket: its owner needs no token anyway
+        return False
+    return is_here and not is_websocket(request) and "X-Forwarded-For" not in request.headers
 
 
 def peer_uid(request: HTTPServerRequest) -> int | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ from starlette.testclient import TestClient
 
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.health.call_figures import CallFigures
+from gpu_runtime.serving.request_log import CallRecord
 from gpu_runtime.serving.requests import Refused, Reply, read_call
 from gpu_runtime.serving.routing.fallback import CloudGuard
 from gpu_runtime.serving.usage import Usage
@@ -52,6 +54,12 @@ class Gateway:
     def models(self, client: str = "") -> list[dict[str, Any]]:
         return [{"id": "echo", "object": "model", "created": 0, "owned_by": "local"}]
 
+    def facts(self, name: str) -> None:
+        return None
+
+    def leases(self) -> dict[str, Any]:
+        return {}
+
     def require_open(self) -> None:
         pass
 
@@ -66,7 +74,12 @@ class Gateway:
             },
         )
 
-    async def answer(self, kind: str, body: Any, client_name: str) -> Reply:
+    def record(self, kind: str, client_name: str) -> CallRecord:
+        return CallRecord(time.monotonic, kind, client_name)
+
+    async def answer(
+        self, kind: str, body: Any, client_name: str, record: CallRecord | None = None
+    ) -> Reply:
         call = read_call(kind, body, client_name)
         if call.model == "slow":
             try:

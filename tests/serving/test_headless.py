@@ -86,6 +86,15 @@ def test_every_route_answers_with_the_token_and_refuses_without_it(server, path)
     assert server.get(path, Accept="application/json", **wrong).status in (401, 429)
 
 
+@pytest.mark.parametrize("path", ["/livez", "/readyz"])
+def test_a_probe_on_this_machine_needs_no_token(server, path):
+    """A supervisor reads these paths. A proxy speaks for strangers, so its requests need the token."""
+    answer = server.get(path)
+    assert (answer.status, json.loads(answer.body)) == (200, {"status": "ok"})
+    assert server.get(path, **{"X-Forwarded-For": "192.0.2.1"}).status == 403
+    assert server.get(f"{path}/more").status == 403
+
+
 @pytest.mark.parametrize("path", ["/chat/completions", "/models"])
 def test_a_path_that_lacks_v1_gets_the_right_path_from_either_server(server, path):
     """Without the token, the path is refused as every other path."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -35,6 +36,7 @@ class Shelf:
             lambda model: self.many,
             clock=self.clock,
             limit=limit,
+            load_seconds={"slow": 14.0}.get,
         )
 
     def take(self, model: str, importance: int) -> Hold:
@@ -354,3 +356,32 @@ def test_nothing_remains_of_any_call_however_it_ends(actions, concurrency):
             await asyncio.gather(*(answer.task for answer in answers), return_exceptions=True)
 
     play()
+
+
+@in_loop
+async def test_a_waiting_caller_learns_its_place_and_what_its_model_does():
+    """A stream that waits sends these words as comments. Without them a caller sees nothing for minutes."""
+    shelf = Shelf("warm")
+    turns: dict[str, Any] = {}
+
+    async def call(name: str, model: str) -> None:
+        async with shelf.queue.turn(model, 10, "", lambda turn: turns.update({name: turn})):
+            await asyncio.Event().wait()
+
+    calls = [
+        asyncio.ensure_future(call(*one)) for one in (("a", "warm"), ("b", "warm"), ("c", "slow"))
+    ]
+    await settle()
+    shelf.clock.now += 12
+    words = {name: shelf.queue.state_of(turn) for name, turn in turns.items()}
+    assert words == {
+        "a": "warm runs 1 calls",
+        "b": "place 1 of 2 in the queue; warm runs 1 calls",
+        "c": "place 2 of 2 in the queue; loading slow, 12 of 14 s",
+    }
+    assert shelf.queue.retry_after() == 2.0, "no call has ended: the load is what is known"
+    shelf.holds[-1].waits, shelf.holds[-1].because = True, "warm is in use"
+    assert shelf.queue.state_of(turns["c"]).endswith("; slow waits for room: warm is in use")
+    for one in calls:
+        one.cancel()
+    await asyncio.gather(*calls, return_exceptions=True)

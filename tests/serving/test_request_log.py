@@ -126,6 +126,19 @@ def test_messages_are_shown_from_the_chosen_level_on(capsys):
     assert (log.handlers, log.level, log.propagate) == before
 
 
+def test_a_rotated_log_is_opened_again(lines, tmp_path):
+    """SIGHUP creates the file at once. A line finds the new file also without SIGHUP."""
+    file = tmp_path / "requests.jsonl"
+    file.rename(tmp_path / "requests.1")
+    request_log.reopen_log()
+    assert lines() == []
+    request_log.log.info("{}")
+    assert lines() == [{}]
+    file.unlink()
+    request_log.log.info('{"a": 1}')
+    assert lines() == [{"a": 1}]
+
+
 def test_a_log_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
     settings = SimpleNamespace(
         gpu_tasks=None, gpu_serve_cors=None, gpu_serve_log=str(tmp_path / "a" / "b")

@@ -12,10 +12,10 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from ..requests import Refused, bad
-from .openai import REFUSALS, Sent, read_json, request_body, unless_gone
+from .openai import REFUSALS, answered, read_json, request_body, unless_gone
 from .translation import Writer, functions, require_object
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
@@ -69,12 +69,15 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
         """An answer to a conversation in the format of Anthropic's clients, whole or streamed."""
         try:
             body = chat_of(await read_json(request))
-            reply = await unless_gone(request, gateway().answer("chat", body, actor))
+            writer = _AnthropicWriter()
+            reply = await answered(
+                request, gateway(), "chat", body, actor, writer.events, writer.refusal
+            )
         except Refused as refused:
             return JSONResponse(error_of(refused), refused.status, headers=refused.headers)
-        if reply.events is None:
-            return JSONResponse(message_of(reply.json or {}), headers=reply.headers)
-        return Sent(reply, _AnthropicWriter().events(reply))
+        if isinstance(reply, Response):
+            return reply
+        return JSONResponse(message_of(reply.json or {}), headers=reply.headers)
 
     @routes.post(
         "/messages/count_tokens",

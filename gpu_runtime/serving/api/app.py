@@ -98,12 +98,26 @@ def _application(gateway: Callable[[], Any], version: str, store: Store | None) 
     app.include_router(openai.token_router(gateway, calls))
     app.include_router(ollama.router(gateway, version, calls))
     usage.add_route(app, gateway)
+    _add_probes(app, gateway)
     _add_config_routes(app, gateway, ACTS)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(GpuError, _failed)
     app.add_exception_handler(StarletteError, _http_error)
     app.add_middleware(_RequireVisitor)
     return app
+
+
+def _add_probes(app: FastAPI, gateway: Callable[[], Any]) -> None:
+    @app.get("/livez", tags=["server"])
+    async def get_livez() -> dict[str, Any]:
+        """Whether the server runs. A program on this machine needs no token for it."""
+        return {"status": "ok"}
+
+    @app.get("/readyz", tags=["server"], responses={503: {"description": "the server ends"}})
+    async def get_readyz() -> dict[str, Any]:
+        """Whether the server takes calls. A program on this machine needs no token for it."""
+        gateway().require_open()
+        return {"status": "ok"}
 
 
 def add_metrics(app: FastAPI, metrics: Any) -> None:

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, disable_created_metrics
+from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
 
 from ...facts import Snapshot
@@ -21,6 +21,7 @@ class FleetMetrics:
         disable_created_metrics()
         self._models, self._gateway = models, gateway
         self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
         self.registry.register(self)
 
     def text(self, accepts: str) -> tuple[bytes, str]:

@@ -11,7 +11,13 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, disable_created_metrics
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Histogram,
+    ProcessCollector,
+    disable_created_metrics,
+)
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.openmetrics.exposition import CONTENT_TYPE_LATEST as OPENMETRICS
@@ -65,6 +71,7 @@ class Metrics:
             registry=self.registry,
         )
         self._seconds = {"loaded": self._histogram("load"), "restored": self._histogram("restore")}
+        ProcessCollector(registry=self.registry)
         self._seen = self._newest(rt.status())  # (wall, seq) of the last counted event
         self.registry.register(self)
 

@@ -16,14 +16,14 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from ...facts import Evidence, Lease
 from ..fields import SAMPLING
 from ..model_facts import ModelFacts
 from ..queue.thread_stream import in_thread
 from ..requests import LOAD, MAX_SECONDS, Refused, bad
-from .openai import REFUSALS, Sent, read_json, request_body, unless_gone, visitor_name
+from .openai import REFUSALS, answered, read_json, request_body, unless_gone, visitor_name
 from .strict_route import StrictRoute
 from .translation import Writer, require_object
 
@@ -143,12 +143,21 @@ def _add_call(
             kind, body = translate(await _fitting(gateway(), actor, await read_json(request)))
             if kind == LOAD:
                 return JSONResponse(await _loaded(request, gateway(), actor, body, part))
-            reply = await unless_gone(request, gateway().answer(kind, body, actor))
+            reply = await answered(
+                request,
+                gateway(),
+                kind,
+                body,
+                actor,
+                lambda reply: _OllamaWriter(part, reply.facts).events(reply),
+                lambda refused: _line({"error": refused.message}),
+                NDJSON,
+            )
         except Refused as refused:
             error = {"error": refused.message}
             return JSONResponse(error, refused.status, headers=refused.headers)
-        if reply.events is not None:
-            return Sent(reply, _OllamaWriter(part, reply.facts).events(reply), NDJSON)
+        if isinstance(reply, Response):
+            return reply
         answer = {**finish(reply.json or {}, part), **_durations(reply.facts, finish)}
         return JSONResponse(answer, headers=reply.headers)
 

@@ -7,19 +7,23 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any, TypeVar
 
 import msgspec
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from ...errors import GpuError
 from ...web import json_body
 from ..requests import Refused, Reply
 from .jobs import ENDPOINTS, Jobs
 from .strict_route import StrictRoute
 
 T = TypeVar("T")
+EVENTS = "text/event-stream"
+HEADERS_SECONDS = 1.0  # a stream that has not begun by then gets its headers, and what it waits for
+COMMENT_SECONDS = 5.0  # between two comments on what a stream waits for
 _MESSAGE = {
     "type": "object",
     "required": ["role"],
@@ -123,21 +127,31 @@ async def read_json(request: Request) -> Any:
         raise Refused(400, "bad_body", str(error)) from None
 
 
-async def unless_gone(request: Request, work: Awaitable[T]) -> T:
-    """The result of `work`. If the client of `request` leaves first, cancels the work and raises Refused (499)."""
+async def unless_gone(
+    request: Request, work: Awaitable[T], more: asyncio.Future[Any] | None = None
+) -> T:
+    """The result of `work`. If the client of `request` leaves first, cancels the work and raises Refused (499).
+
+    `more` is cancelled too if the client leaves, or if this task is cancelled.
+    """
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_disconnect(request))
     try:
         await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise Refused(499, "client_gone", "the client has left")
+        more = None
         return task.result()
     finally:
-        for unfinished in (gone, task):
-            if not unfinished.done():
+        for unfinished in (gone, task, more):
+            if unfinished is not None and not unfinished.done():
                 unfinished.cancel()
                 await asyncio.gather(unfinished, return_exceptions=True)
         del task, unfinished  # else a cycle: task -> error -> traceback -> this frame
+
+
+def _event(body: Any) -> bytes:
+    return f"data: {json.dumps(body)}\n\n".encode()
 
 
 async def events(reply: Reply) -> AsyncIterator[bytes]:
@@ -148,9 +162,88 @@ async def events(reply: Reply) -> AsyncIterator[bytes]:
             yield b"data: %b\n\n" % msgspec.json.encode(chunk)
         yield b"data: [DONE]\n\n"
     except Refused as refused:
-        yield f"data: {json.dumps(refused.body())}\n\n".encode()
+        yield _event(refused.body())
     finally:
         await reply.aclose()
+
+
+async def answered(
+    request: Request,
+    gateway: Any,
+    kind: str,
+    body: Any,
+    actor: str,
+    written: Callable[[Reply], AsyncIterator[bytes]] = events,
+    error: Callable[[Refused], bytes] = lambda refused: _event(refused.body()),
+    media_type: str = EVENTS,
+) -> Reply | Response:
+    """The answer to a call, or the response that sends a streamed answer. Raises Refused.
+
+    If a stream has no answer within HEADERS_SECONDS, its headers are sent, and then what the call waits for. A refusal
+    after that is the last event. `written(reply)` and `error(refused)` make the events, of the content type
+    `media_type`. Only server-sent events can have comments.
+    """
+    record = gateway.record(kind, actor)
+    work = asyncio.ensure_future(gateway.answer(kind, body, actor, record))
+    if not (isinstance(body, dict) and body.get("stream") is True):
+        return await unless_gone(request, work)
+    early = await unless_gone(request, _done(work, HEADERS_SECONDS), work)
+    if not early:
+        return Waited(work, lambda: record.state(), written, error, media_type)
+    reply = work.result()
+    return reply if reply.events is None else Sent(reply, written(reply), media_type)
+
+
+async def _done(task: asyncio.Future[Any], seconds: float) -> bool:
+    """Whether `task` ends within so many `seconds`."""
+    return bool((await asyncio.wait({task}, timeout=seconds))[0])
+
+
+class Waited(StreamingResponse):
+    """A streamed answer whose headers are sent before the answer has begun. Meanwhile comments say why it has not."""
+
+    def __init__(
+        self,
+        work: asyncio.Future[Reply],
+        state: Callable[[], str],
+        written: Callable[[Reply], AsyncIterator[bytes]],
+        error: Callable[[Refused], bytes],
+        media_type: str,
+    ) -> None:
+        """The answer that `work` returns. `state()` is what the call waits for; `answered` describes the rest."""
+        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        super().__init__(self._parts(written, error), media_type=media_type, headers=headers)
+        self._work, self._state = work, state
+        self._has_comments = media_type == EVENTS
+
+    async def _parts(
+        self,
+        written: Callable[[Reply], AsyncIterator[bytes]],
+        error: Callable[[Refused], bytes],
+    ) -> AsyncIterator[bytes]:
+        while not self._work.done():
+            if self._has_comments:
+                yield f": {' '.join(self._state().split())}\n\n".encode()
+            await _done(self._work, COMMENT_SECONDS)
+        try:
+            reply = self._work.result()
+        except Refused as refused:
+            yield error(refused)
+            return
+        except GpuError as failed:
+            yield error(Refused(503, type(failed).__name__, " ".join(str(failed).split())))
+            return
+        async for part in written(reply):
+            yield part
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:  # the client may have left while the call waited
+            self._work.cancel()
+            await asyncio.wait({self._work})
+            if not self._work.cancelled() and self._work.exception() is None:
+                await self._work.result().aclose()
 
 
 class Sent(StreamingResponse):
@@ -159,16 +252,12 @@ class Sent(StreamingResponse):
     def __init__(
         self,
         reply: Reply,
-        written: AsyncIterator[bytes] | None = None,
-        media_type: str = "text/event-stream",
+        written: AsyncIterator[bytes],
+        media_type: str = EVENTS,
     ) -> None:
-        """The answer with the headers and the events of `reply`.
-
-        `written` are the same events in another format, of the content type `media_type`. Without `written`, the events
-        are sent in OpenAI's format.
-        """
+        """The answer with the headers of `reply`. Its events are `written`, in a format of the type `media_type`."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | reply.headers
-        super().__init__(written or events(reply), media_type=media_type, headers=headers)
+        super().__init__(written, media_type=media_type, headers=headers)
         self._reply = reply
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -222,11 +311,11 @@ def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> No
     async def post(request: Request, actor: str = acts) -> Any:
         """Answers one call, whole or as a stream."""
         body = await read_json(request)
-        reply = await unless_gone(request, gateway().answer(kind, body, actor))
-        if reply.events is None:
-            body = msgspec.json.encode(reply.json)
-            return Response(body, headers=reply.headers, media_type="application/json")
-        return Sent(reply)
+        reply = await answered(request, gateway(), kind, body, actor)
+        if isinstance(reply, Response):
+            return reply
+        body = msgspec.json.encode(reply.json)
+        return Response(body, headers=reply.headers, media_type="application/json")
 
     path, summary = {**_PATHS, **_TOKEN_PATHS}[kind]
     routes.add_api_route(

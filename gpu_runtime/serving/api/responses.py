@@ -13,10 +13,10 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, Response
 
 from ..requests import Reply, bad
-from .openai import REFUSALS, Sent, read_json, request_body, unless_gone
+from .openai import REFUSALS, answered, read_json, request_body
 from .text_tokens import TextTokens
 from .translation import Writer, functions, logprobs_of, require_object
 
@@ -71,10 +71,13 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
         """An answer in the format of OpenAI's Responses API, whole or streamed. It is not stored."""
         body = await read_json(request)
         chat = chat_of(body)
-        reply = await unless_gone(request, gateway().answer("chat", chat, actor))
-        if reply.events is None:
-            return JSONResponse(response_of(reply.json or {}, body), headers=reply.headers)
-        return Sent(reply, events(reply, body))
+        writer = _ResponsesWriter(body)
+        reply = await answered(
+            request, gateway(), "chat", chat, actor, writer.events, writer.refusal
+        )
+        if isinstance(reply, Response):
+            return reply
+        return JSONResponse(response_of(reply.json or {}, body), headers=reply.headers)
 
 
 # -- requests

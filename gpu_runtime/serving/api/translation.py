@@ -65,6 +65,10 @@ class Writer:
         """The last event of a stream that ends with this `error`. The `error` is in OpenAI's format."""
         raise NotImplementedError
 
+    def refusal(self, refused: Refused) -> bytes:
+        """The only event of a stream whose call was `refused` after its headers were sent."""
+        return self.error(refused.body()["error"])
+
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
         """Yields a streamed `reply` as events.
 

@@ -14,6 +14,7 @@ TOKENS = (1, 8, 32, 128, 512, 1024, 2048, 4096, 8192, 16384, 32768, 131072)
 # The number of models that have figures. Callers can invent any number of names of clouds' models.
 MOST_MODELS = 500
 _HISTOGRAMS: dict[str, tuple[str, tuple[float, ...]]] = {
+    "gpu_call_seconds": ("Seconds from the arrival of a call to the end of its answer", SECONDS),
     "gpu_call_queue_seconds": ("Seconds that an answered call waited for its model", SECONDS),
     "gpu_call_first_token_seconds": (
         "Seconds from the call to the first piece of its stream",
@@ -60,6 +61,7 @@ def _values(facts: Mapping[str, Any]) -> dict[str, float]:
     {'queue_seconds': 1.0, 'answer_tokens': 5, 'first_token_seconds': 1.5, 'token_seconds': 0.5}
     """
     names = {
+        "seconds": "seconds",
         "queue_seconds": "queue_seconds",
         "prompt_tokens": "prompt_tokens",
         "completion_tokens": "answer_tokens",

@@ -50,6 +50,10 @@ class Costs:
         """Records that a load of `model` took so many `seconds`."""
         self._loads.setdefault(model, deque(maxlen=LOADS_KEPT)).append(seconds)
 
+    def load_seconds(self, model: str) -> float | None:
+        """The slowest of the recent loads of `model`, in seconds; None if no load was measured."""
+        return max(self._loads.get(model, ()), default=None)
+
     def add_answer(
         self,
         model: str,
@@ -76,14 +80,13 @@ class Costs:
         expected length of the answer is the call's limit, but at most the length of the longest recent answer. If
         recent answers were requested by the same name as `call`, only these count.
         """
-        loads = self._loads.get(model)
         answers = self._answers.get((model, call.kind), ())
         seconds = None
         if answers:
             prompt_rate, answer_rate = _rates(answers)
             prompt = _counted(call.kind, prompt_tokens(call))
             seconds = prompt * prompt_rate + _answer_tokens(call, answers) * answer_rate
-        return Cost(max(loads) if loads else None, seconds)
+        return Cost(self.load_seconds(model), seconds)
 
 
 class Timing:

@@ -39,6 +39,7 @@ class Hold:
         self.began = 0.0  # by the clock; until the memory is granted, set at each wait
         self.waits = False  # whether its request waits in the ledger now
         self.waited = False  # whether its request had to wait
+        self.because = ""  # why its request waits
         self.waits_for: frozenset[str] = frozenset()  # models of this process that block it
         self._loop = loop
         self._release = threading.Event()
@@ -211,7 +212,7 @@ class Holds:
         blockers = frozenset(
             id.removeprefix(prefix) for id in wait.blockers if id.startswith(prefix)
         )
-        hold.waited = True
+        hold.waited, hold.because = True, wait.because
         self._note_wait(hold, True, blockers)
 
     def _note_wait(self, hold: Hold, waits: bool, blockers: frozenset[str]) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 from ...facts import NORMAL
 from ..requests import Refused
 from .model_hold import Hold
-from .order import ModelActivity, ModelState, NextSteps, Waiting, call_to_refuse, next_steps
+from .order import ModelActivity, ModelState, NextSteps, Waiting, call_to_refuse, next_steps, order
 
 ENDS_KEPT = 64  # ends of calls from which the speed of the queue is computed
 MOST_CLIENTS = 1024  # the most clients whose last turn is remembered
@@ -72,17 +72,20 @@ class Queue:
         *,
         clock: Callable[[], float],
         limit: int = 256,
+        load_seconds: Callable[[str], float | None] = lambda model: None,
     ) -> None:
         """At most `limit` calls wait. If more calls arrive, `call_to_refuse` chooses the refused call.
 
         `take(model, importance)` begins to pin a model. `here(model)` returns whether the model is on its device, and
         `concurrency(model)` the number of calls that the model can run at once. `clock` returns seconds.
+        `load_seconds(model)` returns how long a load takes, if that was measured.
         """
         self._take = take
         self._here = here
         self._concurrency = concurrency
         self._clock = clock
         self.limit = limit
+        self._load_seconds = load_seconds
         self._keys = itertools.count(1)
         self._waiting: dict[int, Turn] = {}
         self._models: dict[str, _Running] = {}
@@ -93,17 +96,23 @@ class Queue:
 
     @asynccontextmanager
     async def turn(
-        self, model: str, importance: int = NORMAL, client: str = ""
+        self,
+        model: str,
+        importance: int = NORMAL,
+        client: str = "",
+        began_to_wait: Callable[[Turn], None] = lambda turn: None,
     ) -> AsyncIterator[Turn]:
         """A context manager with the turn of a call of `model` with this `importance`, for this `client`.
 
-        Raises Refused (503) if too many calls wait, an error of the load, or LoadShared.
+        `began_to_wait(turn)` is called once the call is in the queue; see `state_of`. Raises Refused (503) if too many
+        calls wait, an error of the load, or LoadShared.
         """
         began = self._clock()
         waiting = Waiting(next(self._keys), model, importance, began, client)
         self._make_room(waiting)
         turn = Turn(waiting, asyncio.get_running_loop().create_future())
         self._waiting[waiting.key] = turn
+        began_to_wait(turn)
         try:
             self.advance()
             turn.value = await self._value_of(await turn.started)
@@ -141,13 +150,46 @@ class Queue:
     def retry_after(self) -> float:
         """The seconds after which a refused caller should try again, from 1 to 60.
 
-        The estimate is the number of waiting calls times the mean time between the ends of recent calls. The result is
-        1 if fewer than two calls have ended.
+        The estimate is the number of waiting calls times the mean time between the ends of recent calls. If fewer than
+        two calls have ended, the estimate is the time until the first load ends, if loads were measured.
         """
         if len(self._ends) < 2:
-            return 1.0
+            loading = [self._left_of_load(model) for model in self._models]
+            left = min([seconds for seconds in loading if seconds is not None], default=1.0)
+            return min(MAX_RETRY_SECONDS, max(1.0, left))
         seconds_per_call = (self._ends[-1] - self._ends[0]) / (len(self._ends) - 1)
         return min(MAX_RETRY_SECONDS, max(1.0, seconds_per_call * len(self._waiting)))
+
+    def state_of(self, turn: Turn) -> str:
+        """What the call of `turn` waits for, in words for its caller: its place, and what its model does.
+
+        For example `place 2 of 5 in the queue; loading qwen, 12 of 14 s`.
+        """
+        words = []
+        model = turn.waiting.model
+        if turn.waiting.key in self._waiting:
+            waiting = [one.waiting for one in self._waiting.values()]
+            ordered = order(waiting, self._engines(), self._clock(), self._turns)
+            place = ordered.index(turn.waiting) + 1
+            words.append(f"place {place} of {len(ordered)} in the queue")
+        running = self._models.get(model)
+        hold = running.hold if running else None
+        if hold is None or hold.ready.done():
+            words.append(f"{model} runs {running.active if running else 0} calls")
+        elif hold.waits:
+            words.append(f"{model} waits for room: {hold.because}")
+        else:
+            elapsed, expected = self._clock() - hold.began, self._load_seconds(model)
+            of = f", {elapsed:.0f} of {expected:.0f} s" if expected else f" for {elapsed:.0f} s"
+            words.append(f"loading {model}{of}")
+        return "; ".join(words)
+
+    def _left_of_load(self, model: str) -> float | None:
+        """The seconds until the load of `model` ends; None if it is not being loaded, or no load was measured."""
+        hold, expected = self._models[model].hold, self._load_seconds(model)
+        if hold is None or hold.ready.done() or hold.waits or expected is None:
+            return None
+        return max(0.0, expected - (self._clock() - hold.began))
 
     def depth(self) -> dict[str, int]:
         """Number of calls that wait, by model."""

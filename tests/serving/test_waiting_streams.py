@@ -1,0 +1,151 @@
+"""A caller of a stream gets the headers before the answer begins, and then learns what the call waits for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import pytest
+
+from gpu_runtime.serving.api import openai
+from gpu_runtime.serving.api.app import application
+from tests.serving.app_client import OPERATOR, with_visitor
+from tests.serving.harness import chat, harness
+from tests.serving.loops import in_loop, until
+
+
+@pytest.fixture(autouse=True)
+def no_pauses(monkeypatch):
+    monkeypatch.setattr(openai, "HEADERS_SECONDS", 0.0)
+    monkeypatch.setattr(openai, "COMMENT_SECONDS", 0.01)
+
+
+class Exchange:
+    """One request to the application, and what was sent for it so far."""
+
+    def __init__(self, k: Any, path: str, body: Any, method: str = "POST") -> None:
+        self.status, self.kind, self.sent = 0, "", b""
+        self.left = asyncio.Event()
+        self._body = json.dumps(body).encode()
+        app = with_visitor(application(k.rt, lambda: k.gateway, "0"), OPERATOR)
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": method, "path": path, "headers": headers}
+        scope |= {"query_string": b"", "http_version": "1.1", "root_path": ""}
+        self.done = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if self._body:
+            body, self._body = self._body, b""
+            return {"type": "http.request", "body": body}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.kind = dict(message["headers"])[b"content-type"].decode()
+        self.sent += message.get("body", b"")
+
+
+@in_loop
+async def test_comments_tell_the_place_and_the_reason_until_the_answer_begins():
+    async with harness(a=16, b=16) as k:
+        with k.rt.use("a"):
+            there = Exchange(k, "/v1/chat/completions", chat("b", "hi", stream=True))
+            await until(lambda: there.sent.count(b"b waits for room: ") > 1)
+            assert (there.status, there.kind.partition(";")[0]) == (200, "text/event-stream")
+            assert b"data:" not in there.sent
+        await there.done
+    first, *_ = there.sent.decode().split("\n\n")
+    assert first.startswith(": place 1 of 1 in the queue") and "\n" not in first
+    events = [part for part in there.sent.decode().split("\n\n") if part.startswith("data:")]
+    assert any('"content":"hi"' in event for event in events) and events[-1] == "data: [DONE]"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "said"),
+    [
+        ("/v1/chat/completions", chat("b", "hi", stream=True), b'data: {"error"'),
+        ("/v1/messages", chat("b", "hi", stream=True, max_tokens=9), b"event: error"),
+        ("/v1/responses", {"model": "b", "input": "hi", "stream": True}, b"event: error"),
+        ("/api/chat", chat("b", "hi"), b'{"error"'),
+    ],
+)
+def test_a_refusal_after_the_headers_is_the_last_event(path, body, said):
+    @in_loop
+    async def story():
+        async with harness(a=16, b=16) as k:
+            with k.rt.use("a"):
+                there = Exchange(k, path, body)
+                await until(lambda: there.status == 200 and k.gateway.state().waiting == {"b": 1})
+                await k.gateway.close()
+                await there.done
+        assert said in there.sent and b"the server is ending" in there.sent
+        if path == "/api/chat":
+            assert json.loads(there.sent), "a line that is no JSON would break Ollama's clients"
+
+    story()
+
+
+@in_loop
+async def test_a_call_whose_client_leaves_while_it_waits_is_withdrawn():
+    async with harness(a=16, b=16) as k:
+        with k.rt.use("a"):
+            there = Exchange(k, "/v1/chat/completions", chat("b", "hi", stream=True))
+            await until(lambda: b"waits for room" in there.sent)
+            there.left.set()
+            await there.done
+            await until(lambda: k.gateway.state().waiting == {})
+
+
+def test_what_is_wrong_with_a_call_keeps_its_status(monkeypatch):
+    """A mistake is found before the call waits, so its status is sent, and not the headers of a stream."""
+    monkeypatch.setattr(openai, "HEADERS_SECONDS", 60.0)
+
+    @in_loop
+    async def story():
+        async with harness(a=16) as k:
+            for body, status in (
+                (chat("none", stream=True), 404),
+                (chat("a", stream=True, n=0), 400),
+            ):
+                there = Exchange(k, "/v1/chat/completions", body)
+                await there.done
+                assert there.status == status
+
+    story()
+
+
+@in_loop
+async def test_a_server_that_ends_is_alive_and_not_ready():
+    """A supervisor sends no more calls there, and does not kill it before its last answers."""
+    async with harness(a=16) as k:
+        for path in ("/livez", "/readyz"):
+            there = Exchange(k, path, None, "GET")
+            await there.done
+            assert (there.status, json.loads(there.sent)) == (200, {"status": "ok"})
+        await k.gateway.drain(0.0)
+        for path, status in (("/livez", 200), ("/readyz", 503)):
+            there = Exchange(k, path, None, "GET")
+            await there.done
+            assert there.status == status
+
+
+@in_loop
+async def test_the_metrics_have_the_whole_time_of_a_call_and_the_process():
+    async with harness(a=16) as k:
+        await k.chat("a")
+        async for _ in (await k.chat("a", stream=True)).events:
+            pass
+        there = Exchange(k, "/metrics", None, "GET")
+        await there.done
+        text = there.sent.decode()
+        assert 'gpu_call_seconds_count{model="a"} 2.0' in text
+        for name in (
+            "cpu_seconds_total",
+            "resident_memory_bytes",
+            "open_fds",
+            "start_time_seconds",
+        ):
+            assert f"process_{name} " in text
