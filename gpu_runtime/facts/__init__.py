@@ -65,7 +65,7 @@ from .devices import (
     where,
 )
 from .holdings import Holder, Holdings
-from .importance import IMPORTANCE, NORMAL, importance_name, parse_importance
+from .importance import IMPORTANCE, NORMAL, OVER_CAP, importance_name, parse_importance
 from .labels import (
     TENSOR_PARALLEL,
     THIS_PROCESS,

@@ -17,7 +17,9 @@ IMPORTANCE = {
 NORMAL = IMPORTANCE["normal"]
 _NUMBER = re.compile("-?[0-9]{1,9}")
 _MOST = 999_999_999
-_NAMES = {number: name for name, number in IMPORTANCE.items()}
+# In the book: the importance of leases of a user who holds more than the cap. Nobody can type it.
+OVER_CAP = _MOST + 1
+_NAMES = {**{number: name for name, number in IMPORTANCE.items()}, OVER_CAP: "above the cap"}
 
 
 def parse_importance(value: str | int, *, least: int | None = None, most: int | None = None) -> int:

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from ..facts import (
     HOST,
     IMPORTANCE,
+    OVER_CAP,
     Book,
     Cap,
     Lease,
@@ -148,9 +149,6 @@ def _left_beside(leases: Iterable[Lease], world: World) -> dict[str, int]:
     return free
 
 
-OVER_CAP = 99  # the importance in the book of leases of a user who holds more than the cap
-
-
 def over_cap(book: Book, world: World) -> dict[str, int]:
     """The bytes that the user holds on each card beyond the cap, on the cards where it is exceeded.
 
@@ -195,7 +193,7 @@ def as_capped(book: Book, section: Section, world: World) -> Section:
     leases = []
     for lease in section.leases:
         if any(share.device in beyond for share in lease.shares) and lease.kind != "block":
-            lease = replace(lease, importance=max(lease.importance, OVER_CAP))
+            lease = replace(lease, importance=OVER_CAP)
         leases.append(lease)
     holds = any(lease.importance == OVER_CAP for lease in leases) or section.staying
     words = over_cap_in_words(beyond, cap) if holds else ""

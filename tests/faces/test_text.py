@@ -11,7 +11,19 @@ import pytest
 from gpu import waiting
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, Drain, Event, Health, Level, Outcome, Share, Wait
+from gpu_runtime.errors import BadSetting
+from gpu_runtime.facts import (
+    HOST,
+    OVER_CAP,
+    Drain,
+    Event,
+    Health,
+    Level,
+    Outcome,
+    Share,
+    Wait,
+    parse_importance,
+)
 from gpu_runtime.owner.status import health
 from gpu_runtime.presets import preset
 from gpu_runtime.rendering import html, plain, render, text, views, words
@@ -64,6 +76,15 @@ qwen            14.0 GiB  cuda:0  this process                    idle 12 s
 llama            9.0 GiB  cuda:0  analysis.ipynb (pid 4121), bob  idle 12 s
 other programs   512 MiB  cuda:0  python3, carol, pid 999         not governed"""
     )
+
+
+def test_status_says_in_words_that_a_lease_is_above_the_cap():
+    """Its importance in the book is a number, which meant nothing to a reader. Nobody can type it."""
+    shown = text.status(snapshot(lease("qwen", 14, importance=OVER_CAP)))
+    [row] = [line for line in shown.splitlines() if line.startswith("qwen")]
+    assert "above the cap" in row
+    with pytest.raises(BadSetting):
+        parse_importance(OVER_CAP)
 
 
 def test_status_lists_the_queue():

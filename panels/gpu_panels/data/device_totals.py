@@ -13,6 +13,7 @@ from typing import NamedTuple
 from gpu_runtime.facts import (
     HOST,
     KERNEL,
+    OVER_CAP,
     Device,
     DeviceView,
     Lease,
@@ -186,6 +187,8 @@ def lease_tooltip(
 def _purpose(lease: Lease) -> str:
     if lease.kind == "block":
         return "memory for a block of code"
+    if lease.importance == OVER_CAP:
+        return "above the cap of its user: it leaves first when anybody waits"
     name = importance_name(lease.importance)  # `importance 7` for a number without a name
     return name if name.startswith("importance") else f"importance {name}"
 
