@@ -200,14 +200,12 @@ def _found(session: Session, limit: Any) -> Any:
     memories = [session.probe.place(device.id) for device in session.probe.devices]
     host = session.probe.place(HOST)
     ours = {key.untyped_storage()._cdata for key in every_key()}
-    parked: set[int] = set()
+    parked = _parked_keys(session)
     of_models: set[int] = set()  # a model that is on its device leaves by the rules of its backend
     for resident in list(session.residents.values()):
         if resident.place is not Place.HERE:
             ours |= _keys_of(resident)
         of_models |= _keys_of(resident)
-        if resident.lease.kind == "kernel":
-            parked = {one.storage._cdata for one in getattr(resident.handle, "away", ())}
     result = search(counted_on(memories), governed=frozenset(ours), limit=limit)
     found = []
     for one in result.found:
@@ -219,6 +217,12 @@ def _found(session: Session, limit: Any) -> Any:
         if not (is_guard or in_host):
             found.append(one)
     return result._replace(found=tuple(found))
+
+
+def _parked_keys(session: Session) -> frozenset[int]:
+    """The keys of the storages whose bytes are parked in host memory."""
+    kernel = session.residents.get("kernel")
+    return frozenset([one.storage._cdata for one in getattr(kernel and kernel.handle, "away", ())])
 
 
 def _reach(
@@ -233,9 +237,11 @@ def _reach(
     graphs = Graphs(limit)
     ours = (session, session.residents, sys.modules, *session.residents.values())
     shared = {id(one) for one in (*namespace.shared(), *ours)}
+    parked = _parked_keys(session)
     for name in namespace.names():
         emptied = {id(one) for one in namespace.emptied(name)}
-        reach = reached(namespace.held(name), graphs, shared=shared | emptied, limit=limit)
+        hidden = shared | emptied
+        reach = reached(namespace.held(name), graphs, shared=hidden, parked=parked, limit=limit)
         whole = whole and reach.whole
         one = _Reached(
             name,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from gpu_runtime.facts import HOST
 from gpu_runtime.units import show_bytes
 
 from . import elements, frames, text
@@ -65,12 +66,18 @@ def _rows(frame: Any) -> list[list[str]]:
             record["kind"],
             record["device"] if several else "",
             show_bytes(int(record["bytes"])),
-            show_bytes(int(record["alone_bytes"])),
+            _frees(record),
             clean(record["cell"]),
             what(record),
         ]
         for record in records
     ]
+
+
+def _frees(record: Mapping[str, Any]) -> str:
+    """What becomes free if only this name is deleted. Parked memory is in RAM."""
+    size = int(record["alone_bytes"])
+    return show_bytes(size) + (" of RAM" if size and record["device"] == HOST else "")
 
 
 def what(record: Mapping[str, Any]) -> str:

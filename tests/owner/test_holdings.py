@@ -5,16 +5,20 @@ The table itself is in tests/faces/test_who.py.
 
 from __future__ import annotations
 
+import sys
+
 import torch
 
 from gpu_runtime import other_libraries
 from gpu_runtime.backends.pytorch.fingerprint import digest, every_key
 from gpu_runtime.backends.pytorch.time_limit import Limit
+from gpu_runtime.facts import HOST
 from gpu_runtime.owner import holdings, other_holdings
+from gpu_runtime.rendering import holders
 from gpu_runtime.units import MIB
 from tests import tiny_models
 
-from .kernels import FLOATS, cell
+from .kernels import FLOATS, cell, own
 
 
 def found_bytes(rt) -> tuple[int, int]:
@@ -39,6 +43,28 @@ def test_a_kernel_that_is_leaving_counts_once(started, quiet):
     parked = other_holdings.own(rt._session)
     assert (parked.parked_bytes, found_bytes(rt)) == (8 * MIB, before)
     assert "host" in {row.device for row in parked.holders}
+
+
+def test_who_shows_what_free_frees_of_parked_variables(started):
+    """The record of the parked bytes refers to them too, but lets go of them. It was 0 B for each."""
+    rt, kernel = started(devices="sim:64MiB,host:64MiB")
+    main = vars(sys.modules["__main__"])
+    try:
+        main.update(mine=torch.ones(8 * FLOATS), one=torch.ones(4 * FLOATS))
+        main["other"] = main["one"][:2]
+        cell(kernel)
+        assert rt.park().done
+        frame = rt.who()
+        rows = frame.set_index("name").loc[["mine", "one", "other"]]
+        assert [*rows["device"]] == [HOST] * 3
+        assert [*rows["alone_bytes"]] == [8 * MIB, 0, 0]
+        [line] = [one for one in holders.as_text(frame).splitlines() if one.startswith("mine")]
+        assert "8.0 MiB of RAM" in line
+        assert rt.free("mine").bytes == 8 * MIB
+        assert own(rt) == {HOST: 4 * MIB}
+    finally:
+        for name in ("mine", "one", "other"):
+            main.pop(name, None)
 
 
 def test_the_copy_of_a_model_in_host_memory_is_no_memory_of_the_card(started, tmp_path):

@@ -71,21 +71,28 @@ class Graphs:
 
 @outside_modes
 def reached(
-    held: list[Any], graphs: Graphs, *, shared: Collection[int] = (), limit: Limit | None = None
+    held: list[Any],
+    graphs: Graphs,
+    *,
+    shared: Collection[int] = (),
+    parked: Collection[int] = (),
+    limit: Limit | None = None,
 ) -> Reach:
     """The storages that one name reaches.
 
     `held` has the objects to which the name refers, with one entry for each reference. The call
     empties this list. The caller must keep no other reference to the objects, since it would be
     counted. `shared` are the ids of containers whose content is not followed, such as the
-    notebook's namespace. The search ends early at `limit`.
+    notebook's namespace. `parked` are the keys of storages to which the record of parked bytes
+    refers once; it lets go of a storage that nothing else refers to. The search ends early at
+    `limit`.
     """
     walk = _Walk(graphs, frozenset(shared), limit or Limit())
     walk.follow(held)
     direct = walk.storages()
     walk.follow(walk.later)
     every = walk.storages()
-    alone = walk.freed() & every if walk.whole else set()
+    alone = walk.freed(parked) & every if walk.whole else set()
     return Reach(frozenset(direct), frozenset(every - direct), frozenset(alone), walk.whole)
 
 
@@ -170,8 +177,8 @@ class _Walk:
             )
         return below
 
-    def freed(self) -> set[int]:
-        """The keys of the storages that a deletion of the name would free.
+    def freed(self, parked: Collection[int]) -> set[int]:
+        """The keys of the storages that a deletion of the name would free. For `parked` see `reached`.
 
         The method is trial deletion, as in Python's garbage collector: the references from the name
         and among the reached objects are subtracted. Whatever still has references would stay.
@@ -183,6 +190,9 @@ class _Walk:
             for key in edges:
                 if key in references:
                     references[key] -= 1
+        for key, one in self._objects.items():
+            if type(one) is torch.UntypedStorage and one._cdata in parked:
+                references[key] -= 1
         pending = [key for key, count in references.items() if count > 0]
         staying = set(pending)
         while pending:
