@@ -165,9 +165,13 @@ async def test_counting_before_the_turn_ends_with_the_call():
 
 def test_an_embedding_ends_with_its_caller():
     """A call may have 2,048 texts. Once its caller has left, no further text is embedded."""
+
+    class Module(SimpleNamespace):
+        __hash__ = object.__hash__
+
     left, read = threading.Event(), []
     config = SimpleNamespace(max_position_embeddings=4)
-    value = SimpleNamespace(config=config, named_modules=tuple, tokenizer=read.append)
+    value = Module(config=config, named_modules=tuple, tokenizer=read.append)
     adapter = TransformersAdapter(value, ModelSpec(QWEN, "transformers", model_type="embedding"))
     left.set()
     assert adapter._embed(["text"] * 2048, False, left) == ([], 0) and read == []
