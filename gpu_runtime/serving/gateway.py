@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
 from ..access_keys import Keys
-from ..errors import GpuError, StillInUse
+from ..errors import GpuError, OutOfMemory, StillInUse
 from ..facts import Lease, ModelSpec, Value
 from ..fault_texts import MOST_DECODE_FAILURES, decode_failures, recognise
 from .access import KeyRules
@@ -32,8 +32,16 @@ from .engines.openai_format import asks_usage
 from .engines.openai_http import HttpAdapter
 from .engines.registry import adapter_for
 from .fields import require_fields
-from .health.blame import Blame, blame, first_line, no_answer
-from .health.breaker import BreakerOpen, Breakers, BreakerState, Permit
+from .health.blame import (
+    PLAIN_CALLS,
+    Blame,
+    blame,
+    fault_of_the_call,
+    first_line,
+    may_be_of_the_call,
+    no_answer,
+)
+from .health.breaker import Breakers, BreakerState, Permit
 from .health.call_figures import CallFigures
 from .health.clients import Clients, Pattern
 from .health.costs import Costs, Timing
@@ -66,6 +74,7 @@ if TYPE_CHECKING:
     from ..settings import Settings
 
 DRAIN_POLL_SECONDS = 0.05
+PLAIN_CALL_SECONDS = 30.0  # for the answer to a plain call, after a fault
 CLOSING_SECONDS = 5.0  # the longest wait until calls have released their models
 log = logging.getLogger("gpu_runtime")
 MakeAdapter = Callable[[Any, ModelSpec, Any], EngineAdapter]
@@ -318,11 +327,16 @@ class Gateway:
         """The answer of `choice`. The model is pinned until the answer ends. When a stream ends, it releases `held`."""
         record = current()
         async with AsyncExitStack() as stack:
-            permit = self.breakers.enter(choice.model)
+            client = call.client.partition("/")[0]  # the visitor; a program chooses the rest itself
+            permit = self.breakers.enter(choice.model, client)
             stack.callback(permit.withdrawn)
+            adapter = None
             try:
                 adapter, think = await self._adapter(choice, call, stack)
-                self._require_closed_breaker(choice.model, permit)
+                if not permit.probe and self.breakers.state(choice.model).state != "closed":
+                    permit.withdrawn()  # the breaker has opened while the call waited
+                    permit = self.breakers.enter(choice.model, client)
+                    stack.callback(permit.withdrawn)
                 timing = Timing(self.costs, self._clock, choice.model, call)
                 body = {**call.body, "model": choice.model}
                 if not call.stream:
@@ -342,6 +356,12 @@ class Gateway:
                 stack.push_async_callback(events.aclose)
                 first = await _first_event(events, choice.model)
             except Exception as error:
+                if adapter is not None and not choice.cloud:
+                    if await self._is_of_the_call(error, call.kind, choice.model, adapter):
+                        self._record_success(choice.model, permit)
+                        if isinstance(error, OutOfMemory):
+                            raise
+                        raise fault_of_the_call(error, choice.model) from error
                 self._record_failure(choice.model, permit, error)
                 raise
             stack.push_async_exit(held.pop_all())
@@ -370,10 +390,23 @@ class Gateway:
             self._counts["streamed"] += 1
             return Reply(choice.model, call.model, "", events=stream)
 
-    def _require_closed_breaker(self, model: str, permit: Permit) -> None:
-        """Raises BreakerOpen if the breaker opened while this call waited."""
-        if not permit.probe and self.breakers.state(model).state != "closed":
-            raise BreakerOpen(model, self.breakers.state(model))
+    async def _is_of_the_call(
+        self, error: Exception, kind: str, model: str, adapter: EngineAdapter
+    ) -> bool:
+        """Whether the call is the cause of `error`, because the model answers a plain call right after it.
+
+        An engine may answer with the status 500 to a mistake of the caller. If each such answer counted, one caller
+        could close the model for everybody.
+        """
+        if not may_be_of_the_call(error, kind, model):
+            return False
+        try:
+            async with asyncio.timeout(PLAIN_CALL_SECONDS):
+                await adapter.answer(kind, {**PLAIN_CALLS[kind], "model": model}, None)
+        except Exception as second:  # noqa: BLE001 - the first error is reported
+            log.debug("%s fails at a plain call too: %s", model, first_line(second))
+            return False
+        return True
 
     async def _adapter(
         self, choice: Choice, call: Call, stack: AsyncExitStack

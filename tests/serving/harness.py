@@ -40,21 +40,26 @@ async def stream_text(reply: Any) -> str:
 class Scripted(EchoAdapter):
     """An engine that follows its script, with one entry of the script for each call.
 
-    It raises an exception, or answers with the prompt. With an event, it waits for the event after each piece. With
-    a tuple, it raises the error in the tuple after the first piece.
+    After an error it fails at the plain call too, unless the error has `only_this_call`. It raises an exception, or
+    answers with the prompt. With an event, it waits for the event after each piece. With a tuple, it raises the error
+    in the tuple after the first piece.
     """
 
     def __init__(self, value: Any, spec: Any, script: list[Any], log: list[str]) -> None:
         super().__init__(value, spec)
         self._script, self._log = script, log
+        self._failed: BaseException | None = None
 
     async def pieces(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncGenerator[Any]:
+        if self._failed is not None and not hasattr(self._failed, "only_this_call"):
+            raise self._failed
         self._log.append(f"{self.spec.name}: {self.prompt(kind, body, think)}")
         try:
             step = self._script.pop(0) if self._script else None
             if isinstance(step, BaseException):
+                self._failed = step
                 raise step
             async for piece in super().pieces(kind, body, think):
                 yield piece

@@ -57,6 +57,22 @@ def test_five_failures_in_a_row_open_it(breakers):
         breakers.enter("qwen")
 
 
+def test_one_client_cannot_close_a_model_for_the_others(breakers):
+    """The next call of another client is the probe. If it fails too, it is the model's fault."""
+    for _ in range(FAILURES):
+        breakers.enter("qwen", "key:bad").failed(RuntimeError("gone"))
+    with pytest.raises(BreakerOpen):
+        breakers.enter("qwen", "key:bad")
+    probe = breakers.enter("qwen", "key:good")
+    with pytest.raises(BreakerOpen):
+        breakers.enter("qwen", "key:third")
+    probe.failed(RuntimeError("gone"))
+    with pytest.raises(BreakerOpen):
+        breakers.enter("qwen", "key:good")
+    breakers.enter("qwen", "key:third").succeeded()
+    assert breakers.state("qwen").state == "closed"
+
+
 def test_a_success_resets_the_count(breakers):
     """Four failures, a success and four more failures do not open the breaker."""
     fail(breakers, 4)

@@ -394,6 +394,38 @@ async def _errors(reply) -> list[str]:
     return [event["error"]["code"] async for event in reply.events if "error" in event]
 
 
+@in_loop
+async def test_what_a_caller_does_wrong_never_closes_a_model():
+    """An engine may answer with 500 to a call that it cannot read. A plain call after it shows whose fault it is."""
+    text = "qwen failed: HTTP 500: cannot parse the tool"
+    wrong = EngineFailed(text, name="qwen", why="HTTP 500", status=500)
+    wrong.only_this_call = True
+    async with harness(
+        qwen=4, scripts={"qwen": [step for _ in range(6) for step in (wrong, None)]}
+    ) as k:
+        for stream in (False, True) * 3:
+            with pytest.raises(Refused, match="the cause is in this one") as refused:
+                await k.chat("qwen", stream=stream)
+            assert (refused.value.status, refused.value.code) == (400, "engine_refused")
+            assert refused.value.headers == {}, "a client does not repeat it"
+            assert k.gateway.state().breakers["qwen"].failures == 0
+        assert answer_text(await k.chat("qwen", "hi")) == "hi"
+
+
+@in_loop
+async def test_a_client_whose_calls_kill_the_engine_does_not_close_it_for_others():
+    """A call that ends the engine cannot be judged by a plain call. So another client's call is the next probe."""
+    async with harness(qwen=4, scripts={"qwen": [DIED] * 6}) as k:
+        body = chat("qwen", "one")
+        for _ in range(3):
+            with pytest.raises(Refused):
+                await k.gateway.answer("chat", body, "ana")
+        with pytest.raises(Refused, match="left alone"):
+            await k.gateway.answer("chat", body, "ana")
+        assert answer_text(await k.gateway.answer("chat", body, "ben")) == "one"
+        assert k.gateway.state().breakers["qwen"].state == "closed"
+
+
 @asynccontextmanager
 async def broken():
     """A gateway with one model, whose last five calls have failed."""

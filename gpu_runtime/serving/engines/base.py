@@ -58,7 +58,12 @@ class EngineAdapter(Protocol):
 
 
 class EngineFailed(GpuError):
-    """Raised when an engine does not answer as it should. Attributes: name, why."""
+    """Raised when an engine does not answer as it should. Attributes: name, why, status.
+
+    `status` is the HTTP status of an engine that has answered with an error, otherwise None.
+    """
+
+    status: int | None = None
 
 
 def cannot(model: str, why: str, param: str | None = None) -> Refused:

@@ -174,7 +174,7 @@ class HttpAdapter:
             return Refused(400, "engine_refused", why)
         if 400 <= status < 500:  # for example a wrong key, which is no fault of the engine
             return Refused(502, "engine_refused", f"{self.name} refused us: HTTP {status}: {text}")
-        return self._failed(f"HTTP {status}: {text}")
+        return self._failed(f"HTTP {status}: {text}", status)
 
     async def _read(self, response: aiohttp.ClientResponse) -> bytes:
         try:
@@ -206,8 +206,8 @@ class HttpAdapter:
     def _broken_off(self, error: Exception) -> EngineFailed:
         return self._failed(f"its answer broke off: {type(error).__name__} {error}".rstrip())
 
-    def _failed(self, why: str) -> EngineFailed:
-        return EngineFailed(f"{self.name} failed: {why}", name=self.name, why=why)
+    def _failed(self, why: str, status: int | None = None) -> EngineFailed:
+        return EngineFailed(f"{self.name} failed: {why}", name=self.name, why=why, status=status)
 
 
 async def _lines(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:

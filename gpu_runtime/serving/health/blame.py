@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Sequence
+from typing import Any
 
 from ... import errors
 from ..queue.queue import LoadShared
@@ -31,6 +32,20 @@ _NOT_OF_THE_MODEL = (
     LoadShared,
     BreakerOpen,
 )
+
+
+# A call that every healthy model of its kind answers. It is made after a fault: if it is answered, the call before it
+# was the cause. Images have none, because each takes long.
+PLAIN_TEXT = "a"
+PLAIN_CALLS: dict[str, dict[str, Any]] = {
+    "chat": {"messages": [{"role": "user", "content": PLAIN_TEXT}], "max_tokens": 1},
+    "completions": {"prompt": PLAIN_TEXT, "max_tokens": 1},
+    "embeddings": {"input": PLAIN_TEXT},
+    "rerank": {"query": PLAIN_TEXT, "documents": [PLAIN_TEXT]},
+    "tokenize": {"prompt": PLAIN_TEXT},
+    "detokenize": {"tokens": [1]},
+}
+_ENGINE_GONE = (errors.EngineDied, errors.ProcessLost, errors.LoadFailed)
 
 
 class Blame(enum.Enum):
@@ -62,6 +77,25 @@ def blame(error: BaseException, model: str) -> tuple[Blame, Refused | None]:
     if isinstance(error, ValueError):  # a library rejected an argument
         return Blame.CALLER, Refused(400, "engine_refused", f"{model} refused: {first_line(error)}")
     return Blame.MODEL, None
+
+
+def may_be_of_the_call(error: BaseException, kind: str, model: str) -> bool:
+    """Whether a plain call can show the cause of this `error` of `model`: the engine still runs after it.
+
+    False for an engine that is a server and has not answered with a status (its attribute `status`).
+    """
+    is_fault = blame(error, model)[0] is Blame.MODEL
+    gone = isinstance(error, _ENGINE_GONE) or getattr(error, "reloads", False)
+    is_silent = getattr(error, "status", 500) is None
+    return is_fault and kind in PLAIN_CALLS and not gone and not is_silent
+
+
+def fault_of_the_call(error: BaseException, model: str) -> Refused:
+    """The refusal (400) of a call that `model` cannot answer, while it answers a plain call. `error` is its error."""
+    text = (
+        f"{model} refused: {first_line(error)}. It answers other calls, so the cause is in this one"
+    )
+    return Refused(400, "engine_refused", text)
 
 
 def no_answer(asked: str, failed: Sequence[tuple[str, BaseException]]) -> Refused:

@@ -2,7 +2,8 @@
 
 Five failures in a row open a model's breaker. While it is open, calls fail at once. After 30 s exactly one call
 passes as a probe, and all others still fail at once. If the probe succeeds the breaker closes; if it fails, the
-breaker stays open for another 30 s.
+breaker stays open for another 30 s. A client that has no part in the failures need not wait: its next call is the
+probe. So one client cannot close a model for the others.
 
 The library pybreaker keeps the states and their changes (BSD-3, since 2010, typed, 1.4.1 of September 2025). pybreaker
 would hold its lock during a call. So calls are made outside pybreaker, and this module reports only their outcomes to
@@ -58,10 +59,11 @@ class Permit:
     A call without an outcome counts neither as a success nor as a failure.
     """
 
-    def __init__(self, breaker: _Breaker, probe: bool) -> None:
-        """A permit of this `breaker`. `probe` is True if the call is the probe of the open breaker."""
+    def __init__(self, breaker: _Breaker, probe: bool, client: str) -> None:
+        """A permit of this `breaker` for a call of `client`. `probe` is True for the probe of the open breaker."""
         self._breaker = breaker
         self.probe = probe
+        self.client = client
         self._reported = False
 
     def succeeded(self) -> None:
@@ -101,14 +103,14 @@ class Breakers:
         self._open_seconds = open_seconds
         self._breakers: dict[str, _Breaker] = {}
 
-    def enter(self, model: str) -> Permit:
-        """Permission to call `model` now. Raises BreakerOpen."""
+    def enter(self, model: str, client: str = "") -> Permit:
+        """Permission for a call of `model` by `client` now. Raises BreakerOpen."""
         breaker = self._breakers.get(model)
         if breaker is None:
             self._make_room()
             breaker = _Breaker(model, self._clock, self._failures, self._open_seconds)
             self._breakers[model] = breaker
-        return breaker.enter()
+        return breaker.enter(client)
 
     def state(self, model: str) -> BreakerState:
         """The state of the breaker of `model`; closed if the model was never called."""
@@ -148,17 +150,19 @@ class _Breaker:
         self._probe: Permit | None = None
         self._last = ""
         self._in_a_row = 0
+        self._clients: set[str] = set()  # of the failures in a row
 
-    def enter(self) -> Permit:
-        """Permission for a call now. Raises BreakerOpen."""
+    def enter(self, client: str) -> Permit:
+        """Permission for a call of `client` now. Raises BreakerOpen."""
         state = self._circuit.current_state
-        if state == pybreaker.STATE_OPEN and self._seconds_left() <= 0:
+        is_due = self._seconds_left() <= 0 or client not in self._clients
+        if state == pybreaker.STATE_OPEN and is_due:
             self._circuit.half_open()
             state = pybreaker.STATE_HALF_OPEN
         if state == pybreaker.STATE_CLOSED:
-            return Permit(self, probe=False)
+            return Permit(self, probe=False, client=client)
         if state == pybreaker.STATE_HALF_OPEN and self._probe is None:
-            self._probe = Permit(self, probe=True)
+            self._probe = Permit(self, probe=True, client=client)
             return self._probe
         raise BreakerOpen(self._model, self.state())
 
@@ -176,8 +180,10 @@ class _Breaker:
             return
         if error is None:
             self._in_a_row = 0
+            self._clients.clear()
         else:
             self._in_a_row += 1
+            self._clients.add(call.client)
             self._last = _first_line(error)
         self._report(error)
 
