@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import sys
 import time
 from collections.abc import Callable, Generator, Iterator
@@ -16,6 +17,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
+from gpu_runtime import private_paths
 from gpu_runtime.settings import Settings
 from tests import isolation, soak
 from tests.clock import pytest_timeout_set_timer  # noqa: F401 - a hook
@@ -230,6 +232,15 @@ def _small_collections() -> None:
     """Excludes the objects that earlier modules imported from this module's garbage collections."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _empty_catalogue() -> Iterator[None]:
+    """Removes what this module wrote into the catalogue of the tests, so that no test of another
+    module finds it: `rt.models()` lists it.
+    """
+    yield
+    shutil.rmtree(private_paths.state_home() / "catalog", ignore_errors=True)
 
 
 @pytest.fixture(scope="module", autouse=True)
