@@ -311,8 +311,13 @@ def _unanswered(target: LeaseId, verdict: Wait, seconds: float | None) -> Busy:
     # The sentences after the first one describe the process, for example that it is stopped.
     asked, dot, rest = verdict.because.partition(". ")
     about = f" {rest.rstrip('.')}." if dot else ""
+    advice = "It answers once its kernel runs again."
+    if (
+        not dot and (seconds or 0) < requests.OWNER_SECONDS
+    ):  # no silence yet: a healthy process may need it
+        advice = f"An answer may take up to {requests.OWNER_SECONDS:.0f} s."
     return Busy(
         f"{asked}, and has not answered for {show_seconds(seconds or 0)}.{about}\n"
-        f"  It answers once its kernel runs again. Watch:  %gpu status",
+        f"  {advice} Watch:  %gpu status",
         **facts,
     )
