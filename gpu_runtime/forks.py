@@ -15,15 +15,17 @@ import os
 import threading
 import time
 import weakref
+from typing import Any, TypeVar
 
 WAIT_SECONDS = (
     1.0  # the longest wait of a fork; a lock that the fork did not get is free in the child
 )
 
 _awaited: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
-_freed: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
+_freed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _clean = True
 _here = threading.local()
+L = TypeVar("L")
 
 
 def awaited(lock: threading.Lock) -> threading.Lock:
@@ -35,7 +37,7 @@ def awaited(lock: threading.Lock) -> threading.Lock:
     return lock
 
 
-def freed(lock: threading.Lock) -> threading.Lock:
+def freed(lock: L) -> L:
     """Makes `lock` free in a forked child. Returns `lock`.
 
     Use this function only for a lock whose data is valid at every moment.

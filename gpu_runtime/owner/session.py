@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 from msgspec.structs import replace
 
-from .. import threads
+from .. import forks, threads
 from ..backends.base import Backend
 from ..backends.missing import AbsentBackend
 from ..backends.registry import backend_names, open_backend
@@ -111,6 +111,9 @@ class Session:
         self.backends: dict[str, Backend] = {}
         self.limits = {device.id: self._limit(device) for device in probe.devices}
         self.lock = threading.Lock()  # protects residents and the monitor's start; no load holds it
+        # Held for one transaction. A signal handler of the user may begin a second one in the thread.
+        self._turn = forks.freed(threading.RLock())
+        self._failed = float("-inf"), ""  # when the last attempt began that failed, and why
         self.guest = False  # True for a command that sends requests and holds no model itself
         self.notebook = ""  # the notebook's path, if it became known after the ledger was opened
         self.process_lost = ""  # why the driver no longer serves this process; empty if it does
@@ -260,7 +263,7 @@ class Session:
             after, answer = decision(base, world)
             return after, (answer, book, after)
 
-        answer, before, after = self.ledger.transact(deciding)
+        answer, before, after = self._in_turn(lambda: self.ledger.transact(deciding))
         if after is not before:
             self._notify(before, after)  # first: the others need not wait 3 ms for the journal
             events = [event for event in after.events if event.seq > before.seq]
@@ -269,6 +272,26 @@ class Session:
             self._journal(events)
             self.limit_torch(after, world)
         return answer
+
+    def _in_turn(self, transact: Callable[[], T]) -> T:
+        """The result of `transact`, which no other thread of this process disturbs.
+
+        If 500 threads write at once, each write makes the others decide again, and some give up. A
+        thread waits here as long as others succeed. After an attempt that began later than the wait
+        and failed, it fails with the same reason.
+        """
+        began = time.monotonic()
+        with self._turn:
+            since, because = self._failed
+            if since > began:
+                raise LedgerUnavailable(because, path=self.ledger.url)
+            began = time.monotonic()
+            try:
+                return transact()
+            except LedgerUnavailable as error:
+                if type(error) is LedgerUnavailable:  # not what only this write has caused
+                    self._failed = began, str(error)
+                raise
 
     def publish(self) -> None:
         """Writes this owner's section as it is now."""
