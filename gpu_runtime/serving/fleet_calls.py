@@ -62,6 +62,9 @@ class FleetModels:
         """Stops the reading of the hosts and models."""
         self._closed.set()
 
+    def _stop_loads(self, why: str) -> None:
+        """Does nothing: the hosts load the models, for other servers too."""
+
     def look(self) -> None:
         """Reads the living hosts and the models that the fleet should hold. Counts the hosts of each model.
 

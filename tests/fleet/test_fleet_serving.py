@@ -121,6 +121,17 @@ def test_calls_run_again_elsewhere_while_agents_are_killed(models, hosts):
     assert asyncio.run(asyncio.wait_for(all_calls(), scaled(120))) == texts
 
 
+def test_a_server_ends_while_a_call_runs(models):
+    """It stopped the loads of a runtime, and a fleet has none: `gpu serve --fleet` ended with an error."""
+
+    async def close_early() -> None:
+        gateway = FleetGateway(models)
+        await gateway.answer("chat", body("one two three", stream=True))
+        await gateway.close()
+
+    asyncio.run(asyncio.wait_for(close_early(), scaled(60)))
+
+
 def test_slots_over_http_and_the_metrics_of_each_host(models, hosts):
     """A slot is on exactly its cards, is listed with its bytes, and survives the agent's death."""
     app = with_visitor(fleet_application(models, Gateway, "0"), OPERATOR)

@@ -54,10 +54,12 @@ def test_a_path_is_planned_without_registering_it(rt, tmp_path):
     assert rt.plan("writer").footprint == plan.footprint
 
 
-def test_a_folder_its_file_and_its_entry_have_the_same_plan(rt, tmp_path):
+def test_a_folder_its_file_and_its_entry_have_the_same_plan(runtime, tmp_path, monkeypatch):
     """One function leads from source and options to bytes. A folder of GGUF files was planned as a
     model of transformers, without the cache that llama.cpp allocates at load.
     """
+    monkeypatch.chdir(tmp_path)
+    rt = runtime(devices="sim:24GiB,host:64GiB", catalog=str(tmp_path / "catalogue"))
     (tmp_path / "models").mkdir()
     tiny_models.gguf_lm(tmp_path / "models" / "writer.gguf")
     (tmp_path / "models.yaml").write_text("models: {shelved: {path: models}}")
