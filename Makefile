@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run llama lint check check-models check-rest test test-busy soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks
+.PHONY: help run llama lint check check-models check-rest test test-busy soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -65,6 +65,7 @@ help:
 	@echo "make gpu-figures   its figures; without a card, on a simulated accelerator"
 	@echo "make vllm    the tests of real servers, with vLLM for CPUs in an environment of its own (3 GB)"
 	@echo "make frameworks   notebooks of 26 frameworks, parked after each cell, in an environment of its own (3 GB)"
+	@echo "make clients   17 client libraries against a real server, each in an environment of its own (2 GB)"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -103,7 +104,7 @@ test:
 test-busy:
 	@trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do while :; do :; done & done; $(MAKE) --no-print-directory test
 
-soak: $(STAMP) packages .venv-frameworks/.ready
+soak: $(STAMP) packages .venv-frameworks/.ready .venv-clients/.ready
 	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
 	@$(MAKE) --no-print-directory test-busy
 
@@ -156,6 +157,20 @@ frameworks: $(STAMP) .venv-frameworks/.ready
 	.venv-frameworks/bin/python tests/frameworks/torchvision_for_cpus.py
 	@touch $@
 
+clients: $(STAMP) .venv-clients/.ready
+	$(BIN)/python -m pytest -q -rs -m soak tests/clients
+
+# One environment for each library, because they need different versions of the same packages. uv shares their files.
+.venv-clients/.ready: tests/clients/libraries.txt
+	python3 -m venv .venv-clients
+	.venv-clients/bin/python -m pip install -q uv
+	@while IFS=: read -r name packages; do \
+		.venv-clients/bin/uv venv -q --clear .venv-clients/$$name && \
+		.venv-clients/bin/uv pip install -q --python .venv-clients/$$name $$packages </dev/null || \
+		{ echo "$$name cannot be installed: its test is skipped"; rm -rf .venv-clients/$$name; }; \
+	done < $<
+	@touch $@
+
 docs: $(STAMP)
 	$(BIN)/python -m sphinx -W --keep-going -q -j auto -b html docs docs/_build/html
 	@echo "Open  docs/_build/html/index.html"
@@ -167,7 +182,7 @@ packages:
 	@$(call install,chromium,chromium)
 
 clean:
-	rm -rf $(VENV) $(GPU_VENV) .venv-vllm .venv-frameworks build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
+	rm -rf $(VENV) $(GPU_VENV) .venv-vllm .venv-frameworks .venv-clients build dist .pytest_cache .hypothesis .ruff_cache .mypy_cache docs/_build
 	find . -name __pycache__ -prune -exec rm -rf {} +
 
 # Everything: what the runbooks need, what the tests and the documentation need, and llama.cpp.

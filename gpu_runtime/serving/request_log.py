@@ -48,9 +48,8 @@ class CallRecord:
         }
 
     def note(self, **facts: Any) -> None:
-        """Adds `facts` to the line of this call. Seconds are rounded to milliseconds."""
-        for name, value in facts.items():
-            self.facts[name] = round(value, 3) if isinstance(value, float) else value
+        """Adds `facts` to the line of this call, which has seconds rounded to milliseconds."""
+        self.facts |= facts
 
     def note_end(self) -> None:
         """Adds the seconds since the call arrived."""
@@ -62,7 +61,11 @@ class CallRecord:
             return
         self._written = True
         self.note_end()
-        log.info(json.dumps(self.facts, ensure_ascii=False))
+        line = {
+            name: round(value, 3) if isinstance(value, float) else value
+            for name, value in self.facts.items()
+        }
+        log.info(json.dumps(line, ensure_ascii=False))
 
     @contextlib.contextmanager
     def until_answered(self) -> Iterator[None]:

@@ -1,0 +1,269 @@
+"""One short story for each client library, run in the environment of that library: `python stories.py NAME URL TOKEN`.
+
+The model `chat` repeats the last message, and calls the tool that the message names. `bge` embeds. A story fails if the
+client raises, or reads something else. This file imports nothing of gpu-console, which is not installed there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import sys
+from collections.abc import Callable
+from typing import Any
+
+CALL = '<tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
+SCHEMA = {"type": "object", "properties": {"zone": {"type": "string"}}, "required": ["zone"]}
+TOOL = {
+    "type": "function",
+    "function": {"name": "time", "description": "It.", "parameters": SCHEMA},
+}
+STORIES: dict[str, Callable[[str, str], None]] = {}
+
+
+def story(function: Callable[[str, str], None]) -> Callable[[str, str], None]:
+    STORIES[function.__name__] = function
+    return function
+
+
+def user(text: str) -> list[dict[str, Any]]:
+    return [{"role": "user", "content": text}]
+
+
+@story
+def openai(url: str, token: str) -> None:
+    from openai import OpenAI
+
+    client = OpenAI(base_url=f"{url}/v1", api_key=token, max_retries=0)
+    sent: dict[str, Any] = {"store": False, "service_tier": "auto", "verbosity": "medium"}
+    sent |= {"prediction": {"type": "content", "content": "one"}, "reasoning_effort": "medium"}
+    whole = client.chat.completions.create(model="chat", messages=user("one two"), **sent)
+    assert whole.choices[0].message.content == "one two"
+    answer = client.responses.create(model="chat", input="one two", reasoning={"effort": "low"})
+    assert answer.output_text == "one two"
+    vectors = client.embeddings.create(model="bge", input=["fox"]).data
+    assert vectors[0].embedding == [3.0, 1.0]
+
+
+@story
+def openai_agents(url: str, token: str) -> None:
+    import agents
+    from openai import AsyncOpenAI
+
+    agents.set_tracing_disabled(True)
+
+    @agents.function_tool(name_override="time")
+    def clock(zone: str) -> str:
+        """The time in a zone."""
+        return "It is noon."
+
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key=token)
+    model = agents.OpenAIResponsesModel(model="chat", openai_client=client)
+    agent = agents.Agent("a", tools=[clock], model=model)
+    assert agents.Runner.run_sync(agent, CALL).final_output == "It is noon."
+
+
+@story
+def anthropic(url: str, token: str) -> None:
+    from anthropic import Anthropic
+
+    client = Anthropic(base_url=url, api_key=token, max_retries=0)
+    given: dict[str, Any] = {"model": "chat", "messages": user("one two")}
+    assert client.messages.count_tokens(**given).input_tokens == 2
+    with client.messages.stream(max_tokens=64, **given) as stream:
+        assert stream.get_final_text() == "one two"
+
+
+@story
+def ollama(url: str, token: str) -> None:
+    from ollama import Client
+
+    client = Client(host=url, headers={"Authorization": f"Bearer {token}"})
+    [name] = [one.model for one in client.list().models if one.model == "chat"]
+    shown = client.show(name)
+    assert {"completion", "tools"} <= set(shown.capabilities or ())
+    answer = client.chat(
+        f"{name}:latest", user("one two"), options={"num_ctx": 2048}, keep_alive="1h30m"
+    )
+    assert answer.message.content == "one two" and (answer.total_duration or 0) > 0
+    [row] = [one for one in client.ps().models if one.model == "chat"]
+    assert row.size_vram and row.expires_at
+    assert client.embed("bge", "fox").embeddings == [[3.0, 1.0]]
+
+
+@story
+def litellm(url: str, token: str) -> None:
+    import litellm
+
+    place = {"api_base": f"{url}/v1", "api_key": token, "num_retries": 0}
+    whole = litellm.completion("openai/chat", user("one two"), reasoning_effort="low", **place)
+    assert whole.choices[0].message.content == "one two"
+    place = {"api_base": url, "api_key": token, "num_retries": 0}
+    for model in ("ollama_chat/chat", "anthropic/chat"):
+        answer = litellm.completion(model, user("one two"), max_tokens=64, **place)
+        assert answer.choices[0].message.content == "one two", model
+
+
+@story
+def langchain_openai(url: str, token: str) -> None:
+    from langchain_openai import ChatOpenAI
+
+    model = ChatOpenAI(model="chat", base_url=f"{url}/v1", api_key=token, reasoning_effort="low")
+    assert "".join(part.content for part in model.stream("one two")) == "one two"
+    assert model.bind_tools([TOOL]).invoke(CALL).tool_calls[0]["args"] == {"zone": "CET"}
+
+
+@story
+def langchain_anthropic(url: str, token: str) -> None:
+    from langchain_anthropic import ChatAnthropic
+    from langchain_core.messages import HumanMessage
+
+    model = ChatAnthropic(model="chat", base_url=url, api_key=token, max_retries=0)
+    assert model.invoke("one two").content == "one two"
+    assert model.get_num_tokens_from_messages([HumanMessage("one two")]) == 2
+
+
+@story
+def langchain_ollama(url: str, token: str) -> None:
+    from langchain_ollama import ChatOllama, OllamaEmbeddings
+
+    place = {"base_url": url, "client_kwargs": {"headers": {"Authorization": f"Bearer {token}"}}}
+    model = ChatOllama(model="chat", num_ctx=2048, validate_model_on_init=True, **place)
+    assert model.invoke("one two").content == "one two"
+    assert model.bind_tools([TOOL]).invoke(CALL).tool_calls[0]["args"] == {"zone": "CET"}
+    assert OllamaEmbeddings(model="bge", **place).embed_query("fox") == [3.0, 1.0]
+
+
+@story
+def llama_index_openai(url: str, token: str) -> None:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.llms.openai_like import OpenAILike
+
+    model = OpenAILike(model="chat", api_base=f"{url}/v1", api_key=token, is_chat_model=True)
+    assert model.chat([ChatMessage(role="user", content="one two")]).message.content == "one two"
+    assert "".join(part.delta or "" for part in model.stream_complete("one two")) == "one two"
+
+
+@story
+def llama_index_ollama(url: str, token: str) -> None:
+    from llama_index.core.llms import ChatMessage
+    from llama_index.embeddings.ollama import OllamaEmbedding
+    from llama_index.llms.ollama import Ollama
+    from ollama import AsyncClient, Client
+
+    headers = {"Authorization": f"Bearer {token}"}
+    clients = {
+        "client": Client(host=url, headers=headers),
+        "async_client": AsyncClient(host=url, headers=headers),
+    }
+    model = Ollama(model="chat", base_url=url, **clients)
+    assert model.chat([ChatMessage(role="user", content="one two")]).message.content == "one two"
+    given = {"base_url": url, "client_kwargs": {"headers": headers}}
+    assert OllamaEmbedding("bge", **given).get_query_embedding("fox") == [3.0, 1.0]
+
+
+@story
+def instructor(url: str, token: str) -> None:
+    import instructor
+    from openai import OpenAI
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+
+    client = instructor.from_openai(
+        OpenAI(base_url=f"{url}/v1", api_key=token), mode=instructor.Mode.JSON
+    )
+    said = json.dumps({"name": "Ann"})
+    found = client.chat.completions.create(model="chat", messages=user(said), response_model=Person)
+    assert found.name == "Ann"
+
+
+@story
+def pydantic_ai(url: str, token: str) -> None:
+    from pydantic_ai import Agent
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+
+    provider = OpenAIProvider(base_url=f"{url}/v1", api_key=token)
+    agent = Agent(OpenAIChatModel("chat", provider=provider))
+
+    @agent.tool_plain(name="time")
+    def clock(zone: str) -> str:
+        """The time in a zone."""
+        return "It is noon."
+
+    assert agent.run_sync(CALL).output == "It is noon."
+
+
+@story
+def dspy(url: str, token: str) -> None:
+    import dspy
+
+    model = dspy.LM("openai/chat", api_base=f"{url}/v1", api_key=token, cache=False, num_retries=0)
+    assert model("one two")[0] == "one two"
+
+
+@story
+def haystack(url: str, token: str) -> None:
+    from haystack.components.generators.chat import OpenAIChatGenerator
+    from haystack.dataclasses import ChatMessage
+    from haystack.utils import Secret
+
+    generator = OpenAIChatGenerator(
+        model="chat", api_base_url=f"{url}/v1", api_key=Secret.from_token(token)
+    )
+    [reply] = generator.run([ChatMessage.from_user("one two")])["replies"]
+    assert reply.text == "one two"
+
+
+@story
+def smolagents(url: str, token: str) -> None:
+    from smolagents import OpenAIModel
+
+    model = OpenAIModel(model_id="chat", api_base=f"{url}/v1", api_key=token)
+    content = [{"type": "text", "text": "one two"}]
+    assert model.generate([{"role": "user", "content": content}]).content == "one two"
+
+
+@story
+def semantic_kernel(url: str, token: str) -> None:
+    from openai import AsyncOpenAI
+    from semantic_kernel.connectors.ai.open_ai import (
+        OpenAIChatCompletion,
+        OpenAIChatPromptExecutionSettings,
+    )
+    from semantic_kernel.contents import ChatHistory
+
+    client = AsyncOpenAI(base_url=f"{url}/v1", api_key=token)
+    service = OpenAIChatCompletion(ai_model_id="chat", async_client=client)
+    history = ChatHistory()
+    history.add_user_message("one two")
+    settings = OpenAIChatPromptExecutionSettings()
+    answer = asyncio.run(service.get_chat_message_content(history, settings))
+    assert str(answer) == "one two"
+
+
+@story
+def autogen(url: str, token: str) -> None:
+    from autogen_core.models import UserMessage
+    from autogen_ext.models.openai import OpenAIChatCompletionClient
+
+    info = {
+        "vision": False,
+        "function_calling": True,
+        "json_output": True,
+        "family": "unknown",
+        "structured_output": True,
+    }
+    client = OpenAIChatCompletionClient(
+        model="chat", base_url=f"{url}/v1", api_key=token, model_info=info
+    )
+    answer = asyncio.run(client.create([UserMessage(content="one two", source="user")]))
+    assert answer.content == "one two"
+
+
+if __name__ == "__main__":
+    name, url, token = sys.argv[1:]
+    STORIES[name](url, token)
+    print("ok")

@@ -1,0 +1,57 @@
+"""Client libraries, unchanged, each in an environment of its own, against a real server.
+
+`make clients` makes the environments and runs this file. The clients that developers of this project have anyway are
+also in tests/serving/test_official_clients.py.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from tests.faces.served import OPERATORS, free_port, serving
+from tests.serving.test_official_clients import SERVER
+
+from .stories import STORIES
+
+ENVIRONMENTS = Path(__file__).parents[2] / ".venv-clients"
+pytestmark = [
+    pytest.mark.soak,
+    pytest.mark.skipif(
+        not (ENVIRONMENTS / ".ready").exists(),
+        reason="the environments of the clients are not made: `make clients`",
+    ),
+]
+
+
+@pytest.fixture(scope="module")
+def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    folder, port = tmp_path_factory.mktemp("clients"), free_port()
+    environment = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CATALOG": str(folder / "none")}
+    command = [sys.executable, "-c", SERVER, str(port)]
+    with serving(command, folder, environment, port=port, path="/health"):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.mark.parametrize("name", STORIES)
+def test_a_client_library_works_unchanged(name: str, url: str, tmp_path: Path) -> None:
+    """No story needs the network: a client that would read a list of models there gets a setting against it."""
+    python = ENVIRONMENTS / name / "bin" / "python"
+    if not python.exists():
+        pytest.skip(f"{name} could not be installed")
+    quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False"}
+    quiet |= {"HOME": str(tmp_path), "OLLAMA_API_BASE": url, "ANONYMIZED_TELEMETRY": "False"}
+    told = subprocess.run(
+        [python, Path(__file__).with_name("stories.py"), name, url, OPERATORS],
+        capture_output=True,
+        text=True,
+        env={"PATH": os.environ["PATH"], **quiet},
+        timeout=300,
+    )
+    assert told.returncode == 0, told.stderr[-3000:]
+    assert told.stdout.splitlines()[-1] == "ok"
