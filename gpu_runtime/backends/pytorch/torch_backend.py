@@ -23,7 +23,7 @@ from torch import nn
 
 from ...devices.probe import Probe
 from ...devices.process_memory import Memory
-from ...errors import CannotGovern, LoadFailed
+from ...errors import CannotGovern, LoadFailed, StillInUse
 from ...facts import HOST, Evidence, ModelSpec, Share, Shares
 from ...torch_modes import all_outside_modes, with_own_modes
 from ..base import Backend, Progress, is_out_of_memory
@@ -356,8 +356,9 @@ class TorchBackend(Backend):
         """Moves all storages of `model` that are not on `shares` yet. If it fails, none has moved.
 
         The old bytes are freed last. With `shadow`, old bytes in host memory stay. If `shared`
-        pages are given, the new bytes are in these pages. Raises CannotGovern, and the device's
-        out-of-memory error. With `shared` pages it also raises OSError and TornCopy.
+        pages are given, the new bytes are in these pages. Raises CannotGovern, StillInUse if
+        weights that leave a card are written meanwhile, and the device's out-of-memory error. With
+        `shared` pages it also raises OSError and TornCopy.
         """
         self._check(model)
         groups = model.groups()
@@ -373,6 +374,14 @@ class TorchBackend(Backend):
         going = [groups[i] for i in moving]
         places = [goal.places[i] for i in moving]
         sources = [model.content(group) for group in going]
+        leaving = [
+            i
+            for i, group in enumerate(going)
+            if model.memories and model.place_of(group, self._by_torch_device).device != HOST
+        ]
+        proof = swap.Unchanged(
+            [sources[i] for i in leaving], [one for i in leaving for one in going[i].tensors]
+        )
         unchanged = shadows.ready(model, going, places)
         with streams.current_card(goal.memories[0].torch):
             if shared:
@@ -385,9 +394,13 @@ class TorchBackend(Backend):
         digests = shadows.digests(model, going, places, unchanged)
         if shadow and not model.bases and not model.is_shared:
             kept |= shadows.staying(model, going, places, sources, targets)
+        copies = [targets[i] for i in leaving]
+        if all(one.device.type == "cpu" for one in (*copies, *(sources[i] for i in leaving))):
+            proof.compare(copies)
+        del copies
         move = TwoPhaseMove(model, groups, going, places, targets)
         unchanged.clear()
-        self._commit(model, move, goal, {"shadow": kept, "digests": digests})
+        self._commit(model, move, goal, {"shadow": kept, "digests": digests}, proof)
 
     def _destination(
         self, model: TorchModel, groups: Sequence[st.Group], shares: Shares
@@ -400,18 +413,24 @@ class TorchBackend(Backend):
         return destination(model, groups, wanted, now)
 
     def _commit(
-        self, model: TorchModel, move: TwoPhaseMove, goal: Destination, more: dict[str, Any]
+        self,
+        model: TorchModel,
+        move: TwoPhaseMove,
+        goal: Destination,
+        more: dict[str, Any],
+        proof: swap.Unchanged,
     ) -> None:
         """Makes the calls of `move`, and sets the attributes of `model` to its new place.
 
-        `goal` is the new place, and `more` are further attributes. If a call fails, everything is
-        undone.
+        `goal` is the new place, and `more` are further attributes. If a call fails, or `proof`
+        shows that weights were written since they were copied, everything is undone.
         """
         before = {name: getattr(model, name) for name in nowhere() if name != "dispatch"}
         after = {"memories": goal.memories, "noted": {}, "layout": goal.layout}
         after |= {"own": move.own, "away": move.away, **more}
         try:
-            swap.at_once([*move.calls, *assignments(model, **after)])
+            if not proof.then([*move.calls, *assignments(model, **after)]):
+                raise _is_written(model.spec.name)
             self._dispatch(model, goal.layout)
         except BaseException:
             move.undo()
@@ -427,6 +446,14 @@ class TorchBackend(Backend):
         device_map = {path: memory.torch for path, memory in layout.items()}
         if len(set(device_map.values())) > 1:
             model.dispatch = Dispatch(model.module, device_map)
+
+
+def _is_written(name: str) -> StillInUse:
+    return StillInUse(
+        f"{name} stays where it is: its weights are written while they are copied.\n"
+        f"  Write them in a block that keeps it in place:  with rt.use({name!r}) as model:",
+        name=name,
+    )
 
 
 def _note_foreign(model: TorchModel, memory: Memory, size: int) -> None:
