@@ -24,8 +24,21 @@ WAIT_SECONDS = (
 _awaited: weakref.WeakValueDictionary[int, threading.Lock] = weakref.WeakValueDictionary()
 _freed: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
 _clean = True
-_here = threading.local()
 L = TypeVar("L")
+
+
+class _Here(threading.local):
+    """The locks that the fork of this thread got, and those that it did not get.
+
+    Both are empty for a fork that began before this module was imported.
+    """
+
+    def __init__(self) -> None:
+        self.taken: list[threading.Lock] = []
+        self.missed: list[threading.Lock] = []
+
+
+_here = _Here()
 
 
 def awaited(lock: threading.Lock) -> threading.Lock:

@@ -62,3 +62,18 @@ def test_a_lock_that_nobody_uses_any_more_is_forgotten():
     assert len(forks._awaited) + len(forks._freed) == before + 2
     kept.clear()
     assert len(forks._awaited) + len(forks._freed) == before
+
+
+def test_a_fork_that_began_before_the_import_ends_without_an_error():
+    """A library forks in a thread while another thread imports this module: only the hooks after the
+    fork run then.
+    """
+    thread = threading.Thread(target=forks._release)
+    raised: list[object] = []
+    before, threading.excepthook = threading.excepthook, raised.append
+    try:
+        thread.start()
+        thread.join()
+    finally:
+        threading.excepthook = before
+    assert not raised
