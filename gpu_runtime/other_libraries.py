@@ -42,6 +42,8 @@ CLASSES = (
     ("dgl", "dgl.heterograph", "DGLGraph"),
     ("onnxruntime", "onnxruntime.capi.onnxruntime_inference_collection", "IOBinding"),
     ("onnxruntime", "onnxruntime.capi.onnxruntime_inference_collection", "OrtValue"),
+    ("openvino", "openvino._ov_api", "InferRequest"),
+    ("openvino", "openvino._ov_api", "AsyncInferQueue"),
 )
 # The objects of these libraries are not listed by the garbage collector, and they cannot be asked.
 UNKNOWN = ("rmm", "pycuda.driver", "tensorrt")
