@@ -164,7 +164,7 @@ class Own:
                 yield value
 
     def _is_own(self, function: Any) -> bool:
-        if type(function) in (MethodType, BuiltinMethodType):
+        if type(function) in (MethodType, BuiltinMethodType, _task_step()):
             holder = function.__self__
             if self.has(holder) or isinstance(holder, asyncio.Task):  # tasks are judged as such
                 return True
@@ -194,6 +194,28 @@ def _debugger_threads() -> list[threading.Thread]:
     made = list(getattr(debugger, "created_pydb_daemon_threads", ()))
     active = list(threading._active.values())  # type: ignore[attr-defined]
     return made + [one for one in active if daemon in type(one).__mro__]
+
+
+@functools.cache
+def _task_step() -> type:
+    """The class of the callback with which a task of asyncio continues. Python gives it no name."""
+
+    class Loop(asyncio.AbstractEventLoop):
+        step: Any = None
+
+        def get_debug(self) -> bool:
+            return False
+
+        def call_soon(self, callback: Any, *_: Any, **__: Any) -> Any:
+            self.step = callback
+
+    async def nothing() -> None:
+        pass
+
+    task = asyncio.Task(work := nothing(), loop=(loop := Loop()))
+    task._log_destroy_pending = False  # type: ignore[attr-defined]
+    work.close()
+    return type(loop.step)
 
 
 def _wrappers() -> tuple[CodeType, ...]:

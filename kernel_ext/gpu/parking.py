@@ -40,6 +40,7 @@ LOOP_SECONDS = 10.0  # the longest wait until the exchange begins, in the kernel
 MOMENT_SECONDS = (
     2.0  # the longest wait until a reason that ends by itself has ended, before the copies
 )
+USED = "the kernel was used meanwhile"
 AGAIN_SECONDS = 0.005  # between two looks whether all threads are at rest
 UNDISTURBED_SECONDS = 60.0  # the switch interval during the exchange, so that no other thread runs
 DEBUG = "debug_request"  # the type of a message to the debugger
@@ -379,7 +380,10 @@ class Parking:
             """Runs between two messages of the kernel."""
             try:
                 if not done.is_set():
-                    answer.append(self._why_not_now() or self._change_here(mark, act, caller))
+                    used = USED if self._mark != mark else ""
+                    answer.append(
+                        used or self._why_not_now() or self._change_here(mark, act, caller)
+                    )
             except BaseException as error:
                 answer.append(error)
             finally:
@@ -404,7 +408,7 @@ class Parking:
     def _exchange(self, mark: object, act: Callable[[], None], caller: int) -> str:
         with _Undisturbed():
             if self._mark != mark:
-                return "the kernel was used meanwhile"
+                return USED
             own = obstacles.Own(self._kernel)
             moving = obstacles.not_at_rest({caller, *self._in_hooks}, own)
             if moving:

@@ -82,6 +82,22 @@ def test_a_callback_of_the_user_is_found_however_it_is_scheduled(name):
         assert obstacles.why_not_loop(one).startswith("a callback is due (call_soon): ")
 
 
+def test_a_task_that_continues_is_judged_as_a_task():
+    """While cells wait, a task of the kernel's is always due to continue: the kernel never left the card."""
+
+    async def forever():
+        await asyncio.sleep(600)
+
+    with kernel() as one:
+        loop = one.io_loop.asyncio_loop
+        task = loop.create_task(forever())
+        [handle] = [each for each in loop._ready if each._callback.__self__ is task]
+        assert not [*obstacles.Own(one).strangers(handle._callback)]
+        assert "forever" in obstacles.why_not_loop(one)
+        task.cancel()
+        loop.run_until_complete(asyncio.wait([task]))
+
+
 def test_a_periodic_callback_of_the_user_is_found():
     with kernel() as one:
         periodic = PeriodicCallback(lambda: None, 1000)
@@ -148,6 +164,7 @@ def test_a_task_and_a_gui_are_named():
         assert obstacles.why_not_loop(one).startswith("an asyncio task is pending (the coroutine ")
         assert "training" in obstacles.why_not_loop(one)
         task.cancel()
+        loop.run_until_complete(asyncio.wait([task]))
         loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
         assert obstacles.why_not_loop(one) == ""
         one.eventloop = print
