@@ -164,7 +164,6 @@ def test_a_task_and_a_gui_are_named():
         assert obstacles.why_not_loop(one).startswith("an asyncio task is pending (the coroutine ")
         assert "training" in obstacles.why_not_loop(one)
         task.cancel()
-        loop.run_until_complete(asyncio.wait([task]))
         loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
         assert obstacles.why_not_loop(one) == ""
         one.eventloop = print
