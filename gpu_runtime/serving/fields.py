@@ -8,6 +8,7 @@ fields themselves.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Mapping
 from typing import Any
 
@@ -94,6 +95,32 @@ OTHER_NAMES = {
     "max_completion_tokens": "max_tokens",
     "max_tokens": "max_completion_tokens",
 }
+_FUNCTION = {"name": None, "description": None, "parameters": None, "strict": None}
+_CALL = {"id": None, "type": None, "index": None, "function": {"name": None, "arguments": None}}
+_PART = {
+    **dict.fromkeys(("type", "text", "cache_control", "annotations", "refusal")),
+    "image_url": {"url": None, "detail": None},
+}
+# The fields inside the fields of a chat; None: any value. A template may read a thought under each of its names, and
+# clients send back what an answer had: `annotations`, `refusal`, `audio`, and the `index` of a streamed call.
+_SHAPES: dict[str, Any] = {
+    "messages": [
+        {
+            **dict.fromkeys(("role", "name", "tool_call_id", "refusal", "annotations")),
+            **dict.fromkeys(("reasoning_content", "reasoning", "thinking", "cache_control")),
+            "content": [_PART],
+            "tool_calls": [_CALL],
+        }
+    ],
+    "tools": [{"type": None, "cache_control": None, "function": _FUNCTION}],
+    "tool_choice": {"type": None, "function": {"name": None}},
+    "response_format": {
+        "type": None,
+        "schema": None,
+        "json_schema": {"name": None, "description": None, "schema": None, "strict": None},
+    },
+    "stream_options": {"include_usage": None},
+}
 _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -111,6 +138,32 @@ def require_fields(call: Call, spec: ModelSpec) -> None:
         if _is_empty(value) or _serves(spec.backend, call.kind, name, value):
             continue
         raise _refusal(spec, call.kind, name, value)
+    for name, shape in _SHAPES.items():
+        if name in call.body and call.kind in FIELDS[name].kinds:
+            _require_shape(call.body[name], shape, name)
+
+
+def _require_shape(value: Any, shape: Any, place: str) -> None:
+    """Refuses (400) a field inside `value` that its `shape` does not name. `place` is where `value` is in the body.
+
+    A shape is a list with the shape of each item, a dict with the shape of each field, or None for any value. A value
+    of another type is left to the checks of values.
+    """
+    if isinstance(shape, list) and isinstance(value, list):
+        for at, item in enumerate(value):
+            _require_shape(item, shape[0], f"{place}[{at}]")
+    if not isinstance(shape, dict) or not isinstance(value, Mapping):
+        return
+    for name, inner in value.items():
+        if name in shape:
+            _require_shape(inner, shape[name], f"{place}.{name}")
+        elif not _is_empty(inner):
+            where = f"{place}.{name}"[:120]
+            close = difflib.get_close_matches(str(name)[:60].lower(), list(shape), n=1)
+            advice = f"did you mean {place}.{close[0]}?" if close else "Leave it out"
+            raise Refused(
+                400, "bad_field", f"{where}: there is no such field. {advice}", param=where
+            )
 
 
 def _require_one_value(body: Mapping[str, Any]) -> None:
@@ -140,7 +193,7 @@ def read_by_server(
             why = f"its engine has no field {name[:60]!r} in a call for {kind}"
             if name not in FIELDS:
                 why = no_field(name, known)
-            text = f"{model} cannot be asked this: {why}"
+            text = f"{name[:60]} cannot be used with {model}: {why}. Leave it out"
             raise Refused(400, "not_supported", text, param=name[:60])
     return read
 
@@ -169,14 +222,12 @@ def _is_empty(value: Any) -> bool:
 def _refusal(spec: ModelSpec, kind: str, name: str, value: Any) -> Refused:
     known = name in FIELDS or name in _NEUTRAL_ONLY
     shown = repr(value)[:60]
-    why = f"{name}={shown} is not supported by models of the backend {spec.backend}"
+    text = f"{name}={shown} is not supported by {spec.name}, nor by other models of the backend {spec.backend}"
     if known and name in FIELDS and kind not in FIELDS[name].kinds:
-        why = f"{name} has no meaning in a call for {kind}"
+        text = f"{name} has no meaning in a call for {kind}"
     if not known:
-        why = no_field(name, FIELDS)
-    return Refused(
-        400, "not_supported", f"{spec.name} cannot be asked this: {why}", param=name[:60]
-    )
+        text = no_field(name, FIELDS)
+    return Refused(400, "not_supported", f"{text}. Leave it out", param=name[:60])
 
 
 def sampling(body: Mapping[str, Any], names: Mapping[str, str]) -> dict[str, Any]:

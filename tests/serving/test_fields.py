@@ -115,6 +115,75 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
         require_fields(call("embeddings", messages=["a"]), ModelSpec("e", "transformers"))
 
 
+USER = {"role": "user", "content": "hi"}
+FUNCTION = {"name": "now", "parameters": {}}
+INSIDE: list[tuple[dict[str, Any], str, str]] = [
+    ({"messages": [{**USER, "nmae": "ann"}]}, "messages[0].nmae", "did you mean messages[0].name?"),
+    ({"messages": [USER, {**USER, "prefix": True}]}, "messages[1].prefix", "Leave it out"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "txt": "a"}]}]},
+        "messages[0].content[0].txt",
+        "did you mean messages[0].content[0].text?",
+    ),
+    (
+        {
+            "messages": [
+                {"role": "user", "content": [{"type": "image_url", "image_url": {"link": "a"}}]}
+            ]
+        },
+        "messages[0].content[0].image_url.link",
+        "Leave it out",
+    ),
+    (
+        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"args": "{}"}}]}]},
+        "messages[1].tool_calls[0].function.args",
+        "",
+    ),
+    ({"tools": [{"type": "function", "function": FUNCTION, "streng": 1}]}, "tools[0].streng", ""),
+    (
+        {"tools": [{"type": "function", "function": {**FUNCTION, "examples": [1]}}]},
+        "tools[0].function.examples",
+        "Leave it out",
+    ),
+    ({"response_format": {"type": "json_object", "shema": {}, "a": 1}}, "response_format.a", ""),
+    (
+        {"response_format": {"type": "json_schema", "json_schema": {"schma": {"type": "null"}}}},
+        "response_format.json_schema.schma",
+        "did you mean response_format.json_schema.schema?",
+    ),
+    ({"stream_options": {"include_uasge": True}}, "stream_options.include_uasge", "include_usage?"),
+    ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ""),
+]
+
+
+@pytest.mark.parametrize("backend", CHECKED_BACKENDS)
+@pytest.mark.parametrize(("fields", "path", "advice"), INSIDE)
+def test_an_unknown_field_is_refused_at_every_depth(backend, fields, path, advice):
+    """The message begins with the path of the field, and a hint names a path that could be there."""
+    with pytest.raises(Refused) as refused:
+        require_fields(call("chat", **fields), ModelSpec("qwen", backend))
+    assert (refused.value.status, refused.value.facts["param"]) == (400, path)
+    assert refused.value.message.startswith(f"{path}: ") and advice in refused.value.message
+
+
+@pytest.mark.parametrize("backend", CHECKED_BACKENDS)
+def test_what_clients_send_back_of_an_answer_is_accepted(backend):
+    """A message of an answer has fields that are empty, or that no later answer depends on."""
+    said = {"role": "assistant", "content": "hi", "refusal": None, "annotations": [], "audio": None}
+    called = {
+        "id": "a",
+        "type": "function",
+        "index": 0,
+        "function": {"name": "now", "arguments": "{}"},
+    }
+    messages = [
+        USER,
+        {**said, "reasoning_content": "hm", "function_call": None, "tool_calls": [called]},
+    ]
+    tools = [{"type": "function", "function": {**FUNCTION, "strict": True}}]
+    require_fields(call("chat", messages=messages, tools=tools), ModelSpec("qwen", backend))
+
+
 @pytest.mark.parametrize("backend", [*CHECKED_BACKENDS, "vllm"])
 def test_two_values_of_one_field_are_refused(backend):
     """One of them won, without a word."""

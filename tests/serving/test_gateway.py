@@ -342,7 +342,7 @@ async def test_a_model_is_not_loaded_for_a_call_that_its_type_cannot_serve(
     async with harness() as k:
         source = "" if backend == "fake" else "m.gguf"
         k.rt.register("m", backend=backend, size="4GiB", model_type=model_type, source=source)
-        with pytest.raises(Refused, match="m cannot be asked this: it is of type") as refused:
+        with pytest.raises(Refused, match="model=m cannot be used here: it is of type") as refused:
             await k.gateway.answer(kind, {"model": "m", **body})
         assert refused.value.status == 400 and k.gateway.queue.loads == 0
 

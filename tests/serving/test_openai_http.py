@@ -466,3 +466,15 @@ async def test_a_name_with_a_colon_is_no_cloud_unless_its_provider_is_known():
 def test_a_key_is_never_shown():
     """The key is hidden when a Cloud object is printed."""
     assert "s3cret" not in repr(Cloud("claude", "https://x", "s3cret", "sonnet"))
+
+
+@in_loop
+async def test_a_500_for_one_call_alone_is_that_calls_mistake():
+    """llama-server answers 500 to a history that it cannot read. It answers the plain call right after it."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
+        for second, status in ((completion("a"), 400), (500, 503)):
+            there.answers = [500, second]
+            with pytest.raises(Refused, match="HTTP 500") as refused:
+                await k.chat("qwen")
+            assert refused.value.status == status
+            assert k.gateway.state().breakers["qwen"].failures == (status == 503)

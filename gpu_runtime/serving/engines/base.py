@@ -69,9 +69,14 @@ class EngineFailed(GpuError):
 def cannot(model: str, why: str, param: str | None = None) -> Refused:
     """The refusal (400) of a call that `model` cannot serve. `why` is the reason, which is true for every caller.
 
-    `param` is the field of the request that the model cannot serve.
+    `param` is the field of the request that the model cannot serve. The message begins with it.
     """
-    return Refused(400, "not_supported", f"{model} cannot be asked this: {why}", param=param)
+    what = f"{model} cannot serve this call"
+    if param is not None:
+        what = f"{param} cannot be used with {model}"
+    if param == "model":
+        what = f"model={model} cannot be used here"
+    return Refused(400, "not_supported", f"{what}: {why}", param=param)
 
 
 def require(kind: str, spec: ModelSpec) -> None:
@@ -125,10 +130,8 @@ def too_long(model: str, kind: str, prompt: int, context: int) -> Refused:
     param = "messages" if kind == "chat" else "prompt"
     if not prompt:
         return cannot(model, "the prompt has no tokens", param)
-    text = (
-        f"{model} cannot be asked this: its context is {context} tokens; the prompt has {prompt} "
-        f"or more, which leaves no room for an answer"
-    )
+    why = f"its context is {context} tokens; the prompt has {prompt} or more, which leaves no room for an answer"
+    text = cannot(model, why, param).message
     return Refused(400, "context_length_exceeded", text, param=param)
 
 

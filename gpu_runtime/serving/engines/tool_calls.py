@@ -107,7 +107,8 @@ def tools_of(body: dict[str, Any]) -> Tools:
     tools = tuple(body.get("tools") or ())
     for at, tool in enumerate(tools):
         function = tool.get("function") if isinstance(tool, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        is_function = isinstance(function, dict) and isinstance(function.get("name"), str)
+        if not is_function or tool.get("type", "function") != "function":
             raise bad(f"tools[{at}]", tool, 'an object with "type": "function" and a "function"')
         _check_parameters(f"tools[{at}].function.parameters", function.get("parameters"))
     choice = body.get("tool_choice") or "auto"
