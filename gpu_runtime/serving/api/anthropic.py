@@ -14,6 +14,7 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
+from ..engines.tool_calls import arguments_of
 from ..requests import Refused, bad
 from .openai import REFUSALS, answered, read_json, request_body, unless_gone
 from .translation import Writer, functions, require_object
@@ -259,7 +260,7 @@ def message_of(answer: dict[str, Any]) -> dict[str, Any]:
                 "type": "tool_use",
                 "id": call["id"],
                 "name": function["name"],
-                "input": _input(function["arguments"]),
+                "input": arguments_of(function["arguments"]),
             }
         )
     return {
@@ -269,14 +270,6 @@ def message_of(answer: dict[str, Any]) -> dict[str, Any]:
         "usage": _usage(answer.get("usage")),
         "x_gpu": answer.get("x_gpu"),
     }
-
-
-def _input(arguments: str | None) -> Any:
-    """The arguments of a tool call. An engine may cut them at the limit of tokens: then their text is kept."""
-    try:
-        return json.loads(arguments or "{}")
-    except ValueError:
-        return {"cut_arguments": arguments}
 
 
 def error_of(refused: Refused) -> dict[str, Any]:

@@ -19,6 +19,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
 from ...facts import Evidence, Lease
+from ..engines.tool_calls import arguments_of
 from ..fields import SAMPLING
 from ..model_facts import ModelFacts
 from ..queue.thread_stream import in_thread
@@ -471,7 +472,7 @@ def _chat_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:
     made = []
     for call in calls:
         function = call["function"]
-        arguments = json.loads(function["arguments"] or "{}")
+        arguments = arguments_of(function["arguments"])
         called = {"index": len(made), "name": function["name"], "arguments": arguments}
         made.append({"id": call.get("id") or "", "function": called})
     return {"message": {**message, "tool_calls": made} if made else message}

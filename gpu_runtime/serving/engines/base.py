@@ -314,24 +314,23 @@ class TextAdapter:
                 if piece.finish:
                     last_thought, last_text = reader.rest()
                     thought, text = thought + last_thought, text + last_text
-                if thought or text or piece.finish or piece.tokens:
+                if thought or text or piece.finish or piece.tokens or piece.room:
                     yield replace(piece, thought=thought, text=text)
 
     async def _with_calls(self, pieces: Pieces, tools: Tools) -> Pieces:
-        """Yields the `pieces` with the calls of `tools` moved from the text to the last piece."""
+        """Yields the `pieces` with the calls of `tools` moved from the text to the field `calls`."""
         reader = None
         async with aclosing(pieces) as source:
             async for piece in source:
                 if reader is None:  # the template is known when the first piece arrives
                     reader = ToolCallReader(FORCED if tools.forced else self._format(), tools)
                 text = reader.feed(piece.text)
-                if not piece.finish:
-                    if text or piece.thought or piece.tokens:
-                        yield replace(piece, text=text)
-                    continue
-                rest, calls = reader.end()
-                finish = "tool_calls" if calls else piece.finish
-                yield replace(piece, text=text + rest, finish=finish, calls=calls)
+                if piece.finish:
+                    text += reader.end(cut=piece.finish == "length")
+                finish = "tool_calls" if piece.finish and reader.is_complete else piece.finish
+                made = replace(piece, text=text, finish=finish, calls=reader.take())
+                if finish or text or made.calls or piece.thought or piece.tokens or piece.room:
+                    yield made
 
     def _format(self) -> Format:
         return format_of(self._template())

@@ -18,6 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from ... import limited_files
 from ...errors import BadSetting
+from .tool_calls import arguments_of
 
 MAX_LETTERS = 1 << 20  # of a template's file; the rest of a longer file is ignored
 _EXPECTED = "a Jinja template, or the path of a file that holds one"
@@ -125,11 +126,11 @@ def _as_expected(
 
 
 def _with_object(call: dict[str, Any]) -> dict[str, Any]:
-    """The tool `call` with its arguments as an object. In OpenAI's format, the arguments are JSON in a string."""
+    """The tool `call` with its arguments as an object; see `arguments_of`. OpenAI's format has them as text."""
     function = call["function"]
     arguments = function.get("arguments")
-    if isinstance(arguments, str):
-        arguments = json.loads(arguments or "{}")
+    if arguments is None or isinstance(arguments, str):
+        arguments = arguments_of(arguments)
     return {**call, "function": {**function, "arguments": arguments}}
 
 

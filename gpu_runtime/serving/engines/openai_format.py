@@ -17,17 +17,18 @@ from msgspec.structs import replace
 from ...facts import Value
 from . import logprobs
 from .logprobs import Token
+from .tool_calls import joined_calls
 
 
 class TextPiece(Value):
-    """A piece of an answer's text. The last piece has `finish`, the tool calls and the token counts."""
+    """A piece of an answer's text. The last piece has `finish` and the token counts."""
 
     text: str = ""
     thought: str = ""  # what the model thinks before its answer
     finish: str = ""  # stop, length or tool_calls
     prompt_tokens: int = 0
     completion_tokens: int = 0
-    calls: tuple[dict[str, Any], ...] = ()
+    calls: tuple[dict[str, Any], ...] = ()  # parts of tool calls, in OpenAI's format for streams
     tokens: tuple[Token, ...] = ()  # of text and thought, if the call requests probabilities
     room: int = 0  # the most tokens of the answer, if the context has room for fewer than requested
 
@@ -69,7 +70,7 @@ class Header(Value):
         if thought:
             delta["reasoning_content"] = thought
         if calls:
-            delta["tool_calls"] = [{"index": at, **call} for at, call in enumerate(calls)]
+            delta["tool_calls"] = list(calls)
         return self.chunk([{"index": index, "delta": delta, **end}])
 
     def whole(
@@ -147,10 +148,10 @@ async def stream_chunks(
                     scores = None
                 if piece.text or scores:
                     yield header.part(piece.text, index=index, scores=scores)
+                if piece.calls:
+                    yield header.part(None, index=index, calls=piece.calls)
                 if piece.finish:
                     last = piece
-        if last.calls:
-            yield header.part(None, index=index, calls=last.calls)
         yield header.part(None, last.finish, index=index)
         lasts.append(last)
     if asks_usage(body):
@@ -168,18 +169,23 @@ async def whole_answer(
     answers, limit = [], {}
     for choice in choices:
         writer, scores = logprobs.LogprobsWriter(header.chat), None
-        texts, thoughts = [], []
+        texts, thoughts, calls = [], [], []
         last = TextPiece()  # if no piece has `finish`, the gateway reports a cut-off answer
         async with aclosing(choice()) as pieces:
             async for piece in pieces:
                 texts.append(piece.text)
                 thoughts.append(piece.thought)
                 scores = logprobs.joined(scores, writer.field(piece.tokens, piece.text))
+                calls += piece.calls
                 limit |= _limit(piece)
                 if piece.finish:
                     last = piece
-        answers.append(("".join(texts), replace(last, thought="".join(thoughts)), scores))
+        answers.append(("".join(texts), _whole(last, thoughts, calls), scores))
     return {**header.whole(answers, body.get("n") or 1), **limit}
+
+
+def _whole(last: TextPiece, thoughts: list[str], calls: list[dict[str, Any]]) -> TextPiece:
+    return replace(last, thought="".join(thoughts), calls=joined_calls(calls))
 
 
 def embeddings(

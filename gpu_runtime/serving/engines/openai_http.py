@@ -17,7 +17,7 @@ from ..routing.profiles import with_thinking
 from . import chat_template
 from .base import EngineFailed, cannot
 from .connections import CONNECTION_ERRORS, HttpClient
-from .tool_calls import tools_of
+from .tool_calls import tools_of, with_whole_arguments
 
 PATHS = {
     "chat": "/chat/completions",
@@ -131,6 +131,7 @@ class HttpAdapter:
             template = chat_template.override(spec.options) or template
         if template and "tools" not in template and tools_of(body).tools:
             raise cannot(self.name, "its chat template takes no tools", "tools")
+        body = {**body, "messages": with_whole_arguments(body["messages"])}
         messages, switches = with_thinking(body, think, template, self.name)
         fields: dict[str, Any] = {"messages": messages}
         if switches:

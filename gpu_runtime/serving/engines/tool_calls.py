@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 from ...facts import Value
@@ -20,6 +20,14 @@ MOST_LEVELS = 200  # of the parameters of a tool
 ID_LETTERS = 9  # Mistral's templates accept no other length
 _SPACE = re.compile(r"[\s;,]*")
 _MISTRAL_NAME = re.compile(r"([\w.-]+)\s*(?:\[ARGS\])?\s*(?=\{)")
+# What precedes the arguments of a call, in each format: marks, brackets, and the name of the tool.
+_CALL_HEAD = re.compile(
+    r"""(?: [\s;,\[\]}] | </?tool_call> | \[TOOL_CALLS\] | <\|python_tag\|> )*
+    (?: \{ \s* "name" \s* : \s* "(?P<name>[^"\\]+)" \s* , \s* "(?:arguments|parameters)" \s* : \s*
+      | (?P<bare>[\w.-]+) \s* (?:\[ARGS\])? \s* )
+    (?=\{)""",
+    re.VERBOSE,
+)
 _decoder = json.JSONDecoder()
 _GROUPS = ("$defs", "definitions")  # where a schema has its definitions
 _DEFINITION = re.compile(r"^/(?:\$defs|definitions)/")
@@ -211,7 +219,11 @@ def format_of(template: str) -> Format:
 
 
 class ToolCallReader:
-    """Separates the text of an answer from its tool calls. The text arrives in pieces."""
+    """Separates the text of an answer from its tool calls. The text arrives in pieces.
+
+    The arguments of a call are given as they come, as in OpenAI's streams. A call that is cut off keeps the arguments
+    that it has until then.
+    """
 
     def __init__(self, format: Format, tools: Tools) -> None:
         """Reads an answer whose tool calls are written in `format` and call one of `tools`."""
@@ -220,12 +232,18 @@ class ToolCallReader:
         self._held = ""
         self._calling = False
         self._at_start = True  # whether `feed` has returned nothing but white space until now
+        self._parts: list[dict[str, Any]] = []  # of calls, in OpenAI's format for streams
+        self._unread = ""  # what follows the last known part of a call
+        self._begun = 0  # calls
+        self._open: _Arguments | None = None  # of the call that is being written
+        self._is_over = False  # no further call is read
 
     def feed(self, text: str) -> str:
         """Adds `text`, and returns the new part of the answer that cannot belong to a tool call."""
-        self._held += text
         if self._calling:
+            self._read(text)
             return ""
+        self._held += text
         places = [at for at in map(self._held.find, self._format.begins) if at >= 0]
         start = len(self._held) - len(self._held.lstrip())
         if self._at_start and self._held.startswith(self._format.begins_answer, start):
@@ -234,23 +252,75 @@ class ToolCallReader:
         safe = min(places) if places else len(self._held) - self._possible_beginning(start)
         ready, self._held = self._held[:safe], self._held[safe:]
         self._at_start = self._at_start and not ready.strip()
+        if self._calling:
+            held, self._held = self._held, ""
+            self._read(held)
         return ready
 
-    def end(self) -> tuple[str, tuple[dict[str, Any], ...]]:
-        """The text that was held back, and the calls in OpenAI's format. If one call is not valid, all stay text.
+    def take(self) -> tuple[dict[str, Any], ...]:
+        """Removes and returns the parts of calls that are known now."""
+        taken, self._parts = tuple(self._parts), []
+        return taken
 
-        Call this when no more text follows.
+    @property
+    def is_complete(self) -> bool:
+        """Whether there are calls, and the last one has all its arguments."""
+        return self._begun > 0 and self._open is None
+
+    def end(self, cut: bool = False) -> str:
+        """The text that was held back. If no call was found in it, it is searched once more as a whole.
+
+        Call this when no more text follows. `cut` is whether the answer was cut off by its limit of tokens. The marks
+        of a call that was cut off before its name are no text.
         """
+        if self._begun or not self._calling:
+            return "" if self._begun else self._held
         try:
-            found = list(self._format.parse(self._held)) if self._calling else []
+            found = list(self._format.parse(self._held))
         except ValueError:  # the call is not valid: the client gets its text
             found = []
         if not all(name in self._tools.names and isinstance(args, dict) for name, args in found):
             found = []
-        calls = tuple(_call(name, arguments) for name, arguments in found)
-        if self._tools.only_one:
-            calls = calls[:1]
-        return ("" if calls else self._held), calls
+        for name, arguments in found[: 1 if self._tools.only_one else None]:
+            self._begin(name)
+            self._add(json.dumps(arguments, ensure_ascii=False))
+        is_mark = cut and self._held.startswith(self._format.begins)
+        return "" if found or is_mark else self._held
+
+    def _read(self, text: str) -> None:
+        """Finds the parts of calls in `text`, the next part of the answer. Everything is also held back."""
+        self._held += text
+        self._unread += text
+        while self._unread and not self._is_over:
+            if self._open is None:
+                head = _CALL_HEAD.match(self._unread)
+                name = head and (head["name"] or head["bare"])
+                if not head or name not in self._tools.names:
+                    self._is_over = bool(head)
+                    return
+                self._begin(str(name))
+                self._open = _Arguments()
+                self._unread = self._unread[head.end() :]
+                continue
+            size, is_whole = self._open.feed(self._unread)
+            self._add(self._unread[:size])
+            self._unread = self._unread[size:]
+            if is_whole:
+                self._open = None
+                self._is_over = self._tools.only_one
+
+    def _begin(self, name: str) -> None:
+        function = {"name": name, "arguments": ""}
+        part = {"index": self._begun, "id": uuid.uuid4().hex[:ID_LETTERS], "type": "function"}
+        self._parts.append({**part, "function": function})
+        self._begun += 1
+
+    def _add(self, arguments: str) -> None:
+        """Adds the next part of the `arguments` of the newest call."""
+        if self._parts and self._parts[-1]["index"] == self._begun - 1:
+            self._parts[-1]["function"]["arguments"] += arguments
+        else:
+            self._parts.append({"index": self._begun - 1, "function": {"arguments": arguments}})
 
     def _possible_beginning(self, start: int) -> int:
         """The length of the end of the held text that may be the beginning of tool calls."""
@@ -262,7 +332,76 @@ class ToolCallReader:
         return longest
 
 
-def _call(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
-    text = json.dumps(arguments, ensure_ascii=False)
-    function = {"name": name, "arguments": text}
-    return {"id": uuid.uuid4().hex[:ID_LETTERS], "type": "function", "function": function}
+class _Arguments:
+    """Finds the end of a JSON object that arrives in pieces."""
+
+    def __init__(self) -> None:
+        self._depth = 0
+        self._in_text = self._is_escaped = False
+
+    def feed(self, text: str) -> tuple[int, bool]:
+        """How many letters of `text`, which comes next, belong to the object, and whether it is complete."""
+        for at, letter in enumerate(text):
+            if self._in_text:
+                ends = letter == '"' and not self._is_escaped
+                self._is_escaped = letter == "\\" and not self._is_escaped
+                self._in_text = not ends
+            elif letter == '"':
+                self._in_text = True
+            elif letter in "{}":
+                self._depth += 1 if letter == "{" else -1
+                if not self._depth:
+                    return at + 1, True
+        return len(text), False
+
+
+def joined_calls(parts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
+    """The whole calls of these `parts`, which are parts of calls in OpenAI's format for streams."""
+    calls: dict[int, dict[str, Any]] = {}
+    for part in parts:
+        if part["index"] not in calls:
+            whole = {name: value for name, value in part.items() if name != "index"}
+            calls[part["index"]] = {**whole, "function": dict(part["function"])}
+        else:
+            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+    return tuple(calls.values())
+
+
+def arguments_of(text: str | None) -> dict[str, Any]:
+    """The arguments of a call as an object. Arguments that are cut off keep their text.
+
+    A limit of tokens may cut them, and clients send such a call back in the history.
+
+    >>> arguments_of('{"in": "Bern"}'), arguments_of('{"in": "Be')
+    ({'in': 'Bern'}, {'cut_arguments': '{"in": "Be'})
+    """
+    try:
+        found = json.loads(text or "{}")
+    except ValueError:
+        found = None
+    return found if isinstance(found, dict) else {"cut_arguments": text}
+
+
+def with_whole_arguments(messages: list[Any]) -> list[Any]:
+    """The `messages` of a chat. Arguments of calls in them that are no JSON object become one; see `arguments_of`.
+
+    Engines that are servers fail at such arguments.
+    """
+
+    def whole(call: Any) -> Any:
+        """The tool `call`, with its arguments as the JSON of an object."""
+        function = call.get("function") if isinstance(call, dict) else None
+        text = function.get("arguments") if isinstance(function, dict) else None
+        if not isinstance(text, str):
+            return call
+        found = arguments_of(text)
+        if "cut_arguments" not in found:
+            return call
+        return {**call, "function": {**function, "arguments": json.dumps(found)}}
+
+    return [
+        {**message, "tool_calls": [whole(call) for call in message["tool_calls"]]}
+        if isinstance(message, dict) and isinstance(message.get("tool_calls"), list)
+        else message
+        for message in messages
+    ]
