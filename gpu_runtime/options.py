@@ -93,6 +93,7 @@ OPTIONS: dict[str, Option] = {
     "task": Option(WORD, _TRANSFORMERS),
     "chat_template": Option(TEMPLATE),
     "thinking": Option(TRUTH),
+    "leave_out_tools": Option(TRUTH),
     "trust_remote_code": Option(TRUTH, ("transformers", "vllm", "diffusers")),
     "allow_missing": Option(TRUTH, ("transformers", "diffusers")),
     "runtime_args": Option(Rule("a list of words, such as ['--seed', '1']", words), _SERVERS),

@@ -30,6 +30,7 @@ _OPTIONS = (
     "task",
     "chat_template",
     "thinking",
+    "leave_out_tools",
 )
 MOST_TEMPLATE = 1 << 20  # characters of a chat template's file
 _BY_CATEGORY = {"diffusion": "diffusers"}

@@ -319,6 +319,10 @@ class Fields(BaseModel):
         None,
         description="Whether the model reasons before it answers, unless the request sets this.",
     )
+    leave_out_tools: bool | None = Field(
+        None,
+        description="If the chat template takes no tools: leave the tools of a call out, instead of refusing it.",
+    )
 
 
 SYNONYMS = (  # fields with the same meaning

@@ -17,7 +17,8 @@ from .requests import Refused, Reply
 from .routing.fallback import Choice
 
 MAX_HEADER_LENGTH = 400
-TOLD = ("max_tokens",)  # the limit of the answer, if it is less than the call requests
+# The limit of the answer, if it is less than the call requests; whether tools were left out.
+TOLD = ("max_tokens", "tools")
 
 
 class Streamed:

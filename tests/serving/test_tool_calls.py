@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.serving.api.anthropic import message_of
+from gpu_runtime.serving.engines.openai_http import HttpAdapter
 from gpu_runtime.serving.engines.tool_calls import (
     FORMATS,
     ToolCallReader,
@@ -21,6 +23,7 @@ from gpu_runtime.serving.engines.tool_calls import (
 )
 from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import harness
+from tests.serving.loopback import completion, loopback
 from tests.serving.loops import in_loop
 
 
@@ -249,3 +252,51 @@ async def test_a_conversation_with_a_tool_reaches_the_template():
         call["function"]["arguments"] = '{"zone": "CE'
         reply = await k.gateway.answer("chat", body)
         assert '|assistant:time({"zone": "CE)|' in reply.json["choices"][0]["message"]["content"]
+
+
+@in_loop
+async def test_an_operator_may_let_tools_be_left_out():
+    """Some clients send tools by default. The answer says that they had no effect; a required call is refused."""
+    plain = {"chat_template": "{{ messages[-1].content }}"}
+    options = {"qwen": {**plain, "leave_out_tools": True}, "phi": plain}
+    async with harness(qwen=4, phi=4, options=options) as k:
+        for stream in (False, True):
+            reply = await k.chat(
+                "qwen", "hi", tools=[tool("time")], tool_choice="auto", stream=stream
+            )
+            assert reply.headers["X-GPU-Tools"] == "left out"
+            if not stream:
+                assert reply.json["choices"][0]["message"]["content"] == "hi"
+                assert reply.json["x_gpu"]["tools"] == "left out"
+                continue
+            events = [event async for event in reply.events]
+            assert ["x_gpu" in event for event in events][:2] == [True, False]
+        assert "X-GPU-Tools" not in (await k.chat("qwen", "hi")).headers
+        for name, choice in (("qwen", "required"), ("phi", "auto")):
+            with pytest.raises(Refused, match="^tools? ?|leave_out_tools") as refused:
+                await k.chat(name, "hi", tools=[tool("time")], tool_choice=choice)
+            assert refused.value.status == 400
+
+
+@pytest.mark.parametrize("left_out", [False, True])
+@in_loop
+async def test_tools_are_left_out_for_an_engine_too(left_out):
+    """An engine with a known template gets the body without them."""
+    async with loopback() as there:
+
+        def make(value: Any, spec: Any, http: Any) -> Any:
+            handle = SimpleNamespace(base_url=there.url, model="m", headers={})
+            handle.chat_template = "{{ messages }}"
+            return HttpAdapter("qwen", handle, http, spec)
+
+        async with harness(
+            qwen=4, options={"qwen": {"leave_out_tools": left_out}}, make_adapter=make
+        ) as k:
+            there.answers = [completion("hi")]
+            if not left_out:
+                with pytest.raises(Refused, match="leave_out_tools"):
+                    await k.chat("qwen", "hi", tools=[tool("time")])
+                return
+            reply = await k.chat("qwen", "hi", tools=[tool("time")])
+            assert reply.headers["X-GPU-Tools"] == "left out"
+            assert "tools" not in there.requests[-1][2]

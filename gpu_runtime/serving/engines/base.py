@@ -19,6 +19,7 @@ from msgspec.structs import replace
 from ...errors import GpuError
 from ...facts import ModelSpec
 from ..prompt_size import LONGEST_TOKEN, characters
+from ..queue.thread_stream import in_thread
 from ..requests import LOAD, Call, Refused, documents_of, prompts_of, texts_of_embeddings
 from ..routing.profiles import with_thinking
 from . import chat_template
@@ -37,6 +38,11 @@ from .tool_calls import FORCED, Format, ToolCallReader, Tools, format_of, tools_
 
 TEXT_TYPES = ("llm", "embedding", "reranker")  # model types that make no images
 TYPES_WITHOUT_TEXT = ("embedding", "reranker", "diffusion")
+
+
+def told_tools(answer: dict[str, Any]) -> dict[str, Any]:
+    """The `answer`, or a chunk of it, with the note in `x_gpu` that the tools of the call were left out."""
+    return {**answer, "x_gpu": {**(answer.get("x_gpu") or {}), "tools": "left out"}}
 
 
 class EngineAdapter(Protocol):
@@ -95,6 +101,33 @@ def require(kind: str, spec: ModelSpec) -> None:
     if kind == "rerank" and spec.model_type != "reranker":
         why = f"it is of type {spec.model_type}; documents are ranked by type reranker"
         raise cannot(spec.name, why, "model")
+
+
+def require_tools(body: dict[str, Any], template: str, spec: ModelSpec) -> None:
+    """Raises Refused if the chat in `body` has tools, and the chat `template` of the model of `spec` takes none."""
+    if tools_of(body).tools and "tools" not in template:
+        why = (
+            "its chat template takes no tools. Leave them out, or let the catalogue do it "
+            "(leave_out_tools), or give it a template with tools (chat_template)"
+        )
+        raise cannot(spec.name, why, "tools")
+
+
+def without_tools(
+    kind: str, body: dict[str, Any], template: Callable[[], str], spec: ModelSpec
+) -> dict[str, Any] | None:
+    """The `body` without its tools, if the catalogue wants this for the model of `spec`; else None.
+
+    The result is None if the chat template, which `template()` returns, takes tools, if there are none in a call of
+    this `kind`, and if the call requires one of them.
+    """
+    if kind != "chat" or not spec.options.get("leave_out_tools"):
+        return None
+    tools = tools_of(body)
+    if not tools.tools or tools.forced or "tools" in template():
+        return None
+    left_out = ("tools", "tool_choice", "parallel_tool_calls")
+    return {name: value for name, value in body.items() if name not in left_out}
 
 
 def no_embeddings(spec: ModelSpec) -> Refused:
@@ -182,8 +215,7 @@ class TextAdapter:
             )
         messages, switches = with_thinking(body, think, template, self.spec.name)
         tools = {"tools": list(tools_of(body).tools)} if tools_of(body).tools else {}
-        if tools and "tools" not in template:
-            raise cannot(self.spec.name, "its chat template takes no tools", "tools")
+        require_tools(body, template, self.spec)
         try:
             prompt = chat_template.render(
                 template,
@@ -247,18 +279,28 @@ class TextAdapter:
             return {"model": self.spec.name, "tokens": found, "count": len(found)}
         if kind == "detokenize":
             return {"model": self.spec.name, "prompt": await self.detokenize(body["tokens"])}
-        choices = self._choices(kind, body, think)
-        return await whole_answer(choices, self._header(kind), body)
+        plain = await self._without_tools(kind, body)
+        choices = self._choices(kind, plain or body, think)
+        made = await whole_answer(choices, self._header(kind), body)
+        return made if plain is None else told_tools(made)
 
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
         """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`."""
-        choices = self._choices(kind, body, think)
+        plain = await self._without_tools(kind, body)
+        choices = self._choices(kind, plain or body, think)
         source = stream_chunks(choices, self._header(kind), body)
         async with aclosing(source) as chunks:  # type: ignore[type-var]
             async for chunk in chunks:
-                yield chunk
+                yield chunk if plain is None else told_tools(chunk)
+                plain = None
+
+    async def _without_tools(self, kind: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """See `without_tools`. Reading the template may be a call to another process, so it is done in a thread."""
+        if not self.spec.options.get("leave_out_tools"):
+            return None
+        return await in_thread(lambda: without_tools(kind, body, self._template, self.spec))
 
     def _choices(
         self, kind: str, body: dict[str, Any], think: bool | None

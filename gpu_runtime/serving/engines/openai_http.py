@@ -15,9 +15,9 @@ from ..fields import read_by_server
 from ..requests import LOAD, Refused
 from ..routing.profiles import with_thinking
 from . import chat_template
-from .base import EngineFailed, cannot
+from .base import EngineFailed, cannot, require_tools, told_tools, without_tools
 from .connections import CONNECTION_ERRORS, HttpClient
-from .tool_calls import tools_of, with_whole_arguments
+from .tool_calls import with_whole_arguments
 
 PATHS = {
     "chat": "/chat/completions",
@@ -63,7 +63,8 @@ class HttpAdapter:
         """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
         if kind == LOAD and self._spec is not None:
             return {"model": self.name}
-        async with self._send(kind, {**body, "stream": None}, think) as response:
+        plain = self._without_tools(kind, body)
+        async with self._send(kind, {**(plain or body), "stream": None}, think) as response:
             data = await self._read(response)
         try:
             answer = json.loads(data)
@@ -71,17 +72,21 @@ class HttpAdapter:
             answer = None
         if not isinstance(answer, dict):
             raise self._failed(f"its answer is no JSON object: {_shorten(data)}")
+        if plain is not None:
+            answer = told_tools(answer)
         return {**answer, "model": self.name} if kind != "images" else answer
 
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[dict[str, Any]]:
         """See `EngineAdapter.stream`, which has the same parameters `kind`, `body` and `think`."""
-        async with self._send(kind, {**body, "stream": True}, think) as response:
+        plain = self._without_tools(kind, body)
+        async with self._send(kind, {**(plain or body), "stream": True}, think) as response:
             async for event in self._events(response):
                 if "error" in event and "choices" not in event:
                     raise self._failed(_error_text(event["error"]))
-                yield {**event, "model": self.name}
+                yield {**(event if plain is None else told_tools(event)), "model": self.name}
+                plain = None
 
     async def _request(
         self, kind: str, body: dict[str, Any], think: bool | None
@@ -117,6 +122,19 @@ class HttpAdapter:
         if listens and not listens():
             raise self._failed("no process of the engine listens on its port")
 
+    def _template(self, spec: ModelSpec) -> str:
+        """The chat template of the engine, or UNKNOWN_TEMPLATE; empty if the engine shows none."""
+        template = getattr(self._handle, "chat_template", None)
+        template = UNKNOWN_TEMPLATE if template is None else template
+        return (chat_template.override(spec.options) or template) if template else ""
+
+    def _without_tools(self, kind: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        """The `body` without its tools if the catalogue wants this, else None; see `without_tools`."""
+        spec = self._spec
+        if spec is None:
+            return None
+        return without_tools(kind, body, lambda: self._template(spec) or UNKNOWN_TEMPLATE, spec)
+
     def _prompt_fields(
         self, body: dict[str, Any], think: bool | None, spec: ModelSpec
     ) -> dict[str, Any]:
@@ -125,12 +143,9 @@ class HttpAdapter:
         The engine makes its prompt from these fields. `chat_template_kwargs` is included only if `think` needs
         variables of the engine's chat template. Raises Refused for tools that this template would ignore.
         """
-        template = getattr(self._handle, "chat_template", None)
-        template = UNKNOWN_TEMPLATE if template is None else template
+        template = self._template(spec)
         if template:
-            template = chat_template.override(spec.options) or template
-        if template and "tools" not in template and tools_of(body).tools:
-            raise cannot(self.name, "its chat template takes no tools", "tools")
+            require_tools(body, template, spec)
         body = {**body, "messages": with_whole_arguments(body["messages"])}
         messages, switches = with_thinking(body, think, template, self.name)
         fields: dict[str, Any] = {"messages": messages}

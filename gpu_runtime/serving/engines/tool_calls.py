@@ -377,7 +377,7 @@ def arguments_of(text: str | None) -> dict[str, Any]:
     """
     try:
         found = json.loads(text or "{}")
-    except ValueError:
+    except ValueError:  # they are cut off: their text is kept
         found = None
     return found if isinstance(found, dict) else {"cut_arguments": text}
 
