@@ -415,7 +415,7 @@ async def test_what_a_caller_does_wrong_never_closes_a_model():
 @in_loop
 async def test_a_client_whose_calls_kill_the_engine_does_not_close_it_for_others():
     """A call that ends the engine cannot be judged by a plain call. So another client's call is the next probe."""
-    async with harness(qwen=4, scripts={"qwen": [DIED] * 6}) as k:
+    async with harness(qwen=4, scripts={"qwen": [DIED] * 5}) as k:
         body = chat("qwen", "one")
         for _ in range(3):
             with pytest.raises(Refused):
