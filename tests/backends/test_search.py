@@ -256,6 +256,25 @@ def test_a_tensor_stays_as_long_as_a_numpy_array_uses_it(use, few, holding, monk
     assert not held["x"].untyped_storage().resizable()
 
 
+def test_a_collection_in_the_middle_of_the_count_hides_no_array(holding, monkeypatch):
+    """The collection moves objects to the next generation. They were counted twice there, and two
+    arrays were overlooked: after a park they would have read freed memory.
+    """
+    monkeypatch.setattr(memory_owner, "FEW", 0)
+    holding(x=torch.ones(7))
+    users = [memoryview(held["x"].numpy()) for _ in "two"]
+    listed = gc.get_objects
+
+    def then_collects(generation):
+        found = listed(generation)
+        gc.collect(0)
+        return found
+
+    with monkeypatch.context() as patch:
+        patch.setattr(gc, "get_objects", then_collects)
+        assert users and reasons() == {"x": se.ARRAY}
+
+
 def test_a_graph_and_a_gradient_are_no_numpy_array(holding):
     """Autograd's C++ objects hold references to tensors too, which Python cannot list."""
     holding(weight=nn.Parameter(torch.ones(7)))

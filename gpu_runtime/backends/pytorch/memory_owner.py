@@ -201,14 +201,22 @@ def hidden_references(objects: Iterable[Any]) -> dict[int, int]:
     if len(every) <= FEW:
         holders = chain.from_iterable(starmap(gc.get_referrers, (every,)))
     else:
-        generations = range(len(gc.get_count()))
+        # The oldest first: a collection in the middle, by another thread, moves objects to an older
+        # generation, where they would be counted twice. Those left out here count as hidden.
+        generations = reversed(range(len(gc.get_count())))
         holders = chain.from_iterable(map(gc.get_objects, generations))
     held = map(id, chain.from_iterable(map(gc.get_referents, holders)))
     # One call into C, so that no other thread changes the objects meanwhile. Before and after it, a
     # thread can drop a reference that is seen. The larger number of references is the safe one.
-    before = [*map(sys.getrefcount, every)]
-    seen = Counter(list(filter(wanted.__contains__, held)))
-    after = [*map(sys.getrefcount, every)]
+    collects = gc.isenabled()
+    try:
+        gc.disable()
+        before = [*map(sys.getrefcount, every)]
+        seen = Counter(list(filter(wanted.__contains__, held)))
+        after = [*map(sys.getrefcount, every)]
+    finally:
+        if collects:
+            gc.enable()
     hidden = {
         id(one): max(counts) - seen[id(one)] - _from_cpp(one)
         for one, *counts in zip(every, before, after, strict=True)
