@@ -380,8 +380,20 @@ FAULTS = [
     Fault(
         "the most important leave first",
         "scheduler/victims",
-        "(-lease.importance, rank",
-        "(lease.importance, rank",
+        "(-lease.importance, lease.wished",
+        "(lease.importance, lease.wished",
+    ),
+    Fault(
+        "the wishes do not order the victims",
+        "scheduler/victims",
+        "-lease.importance, lease.wished, rank",
+        "-lease.importance, 0, rank",
+    ),
+    Fault(
+        "a wish evicts a wished model",
+        "scheduler/evictable",
+        "    if 0 < world.rules.spared <= lease.wished:\n",
+        "    if False:\n",
     ),
     Fault(
         "some victims are better than none",
@@ -392,14 +404,14 @@ FAULTS = [
     Fault(
         "importance forgotten across cards",
         "scheduler/eviction",
-        "(-last.importance, rank(last, world))",
-        "(0, rank(last, world))",
+        "return worth(leaving[-1], world, rank) if",
+        "return (0, *worth(leaving[-1], world, rank)[1:]) if",
     ),
     Fault(
         "worth forgotten across cards",
         "scheduler/eviction",
-        "(most_important, highest_rank, rounded_seconds, cards, leases, order)",
-        "(most_important, rounded_seconds, cards, leases, highest_rank, order)",
+        "            highest_rank,\n            rounded_seconds,\n            cards,\n            leases,\n            order,\n        )\n    return",
+        "            rounded_seconds,\n            cards,\n            leases,\n            highest_rank,\n            order,\n        )\n    return",
     ),
     Fault(
         "ageing displaces",
