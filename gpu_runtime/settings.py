@@ -166,6 +166,11 @@ class Settings(BaseSettings):
         description="When pressure evicts idle models: auto (while requests wait, or unleased memory fills a GPU), "
         "always or never.",
     )
+    gpu_most_wait: Seconds | None = Field(
+        None,
+        description="How long other models of equal importance may keep a model waiting. Unset: five times what "
+        "bringing it to the GPU takes, at least 3 s.",
+    )
     gpu_prefetch: Literal["auto", "never"] = Field(
         "auto",
         description="Whether waiting cells' models are loaded while a cell runs: auto or never.",
@@ -317,6 +322,7 @@ class Settings(BaseSettings):
             idle_moderate_seconds=idle_moderate,
             idle_high_seconds=min(self.eviction_idle_high_seconds, idle_moderate),
             relief=self.gpu_relief,
+            most_wait_seconds=self.gpu_most_wait,
             offload=self.enable_cpu_offload,
             limit_bytes=None if limit_gb is None else int(limit_gb * GIB),
         )
@@ -439,6 +445,7 @@ _WORDS = {
     "gpu_relief": "auto, always or never",
     "gpu_shadows": "auto, private or never",
     "gpu_prefetch": "auto or never",
+    "gpu_most_wait": "seconds, such as 10 or '1m'",
     "inference_memory_limit_gb": "a number of GiB above 0, such as 16",
     "gpu_engine_start_seconds": "seconds above 0, such as 600 or '10m'",
     "gpu_serve_queue": "a whole number of calls above 0, such as 256",

@@ -244,7 +244,7 @@ HISTORY = (  # what `backtest` replays, and with what
     option("--requests", "FILE", "instead: uses in a CSV file", "files"),
     option("--models", "FILE", "… and their models in another", "files"),
     option("--policy", "P,P", "lru, cost_aware, keep_score"),
-    option("--engine", "E,E", "plain or full"),
+    option("--engine", "E,E", "plain, full or bounded"),
     option("--device", "SIZE,SIZE", "cards, such as 80GB,10%% of all models"),
     option("--host", "SIZE,SIZE", "host memory, such as 0GB,256GB,50%%"),
 )

@@ -60,22 +60,27 @@ class TransferRules(NamedTuple):
 
     name: str
     lanes: tuple[str, ...]  # each does one transfer at a time, beside the others
-    patience_seconds: float  # as in Rules; 0: loads in the order of arrival
+    most_wait_seconds: float | None  # as in Rules; 0: loads in the order of arrival
     parts: bool = False  # a part of a model can leave the card
     shadows: bool = False  # copies stay in host memory while their models are on the card
     stage_bytes: int = 0  # the least bytes of a stage of a departure or return; 0: no stages
+    # A model on the card starts no more calls while another one has waited for `Rules.most_wait`, as
+    # in the queue of `gpu serve`.
+    bounded: bool = False
 
 
+FULL = TransferRules(
+    "full",
+    ("disk", "host", "out"),
+    most_wait_seconds=None,
+    parts=True,
+    shadows=True,
+    stage_bytes=LEAST_PIECE_BYTES,
+)
 ENGINES = {
-    "plain": TransferRules("plain", ("any",), patience_seconds=0.0),
-    "full": TransferRules(
-        "full",
-        ("disk", "host", "out"),
-        patience_seconds=Rules().patience_seconds,
-        parts=True,
-        shadows=True,
-        stage_bytes=LEAST_PIECE_BYTES,
-    ),
+    "plain": TransferRules("plain", ("any",), most_wait_seconds=0.0),
+    "full": FULL,
+    "bounded": FULL._replace(name="bounded", bounded=True),
 }
 
 
@@ -86,6 +91,7 @@ class Result(NamedTuple):
     loads: int
     restores: int
     moved_bytes: int
+    seconds: float = 0.0  # from the first request to the end of the last one
 
     @property
     def wait_seconds(self) -> float:
@@ -128,13 +134,14 @@ class _Replay:
         self.rank, self.engine = rank, engine
         limits = {CARD: card_bytes, HOST: host_bytes}
         devices = tuple(Device(id, size, simulated=True) for id, size in limits.items())
-        rules = Rules(refresh_seconds=float("inf"), patience_seconds=engine.patience_seconds)
+        rules = Rules(refresh_seconds=float("inf"), most_wait_seconds=engine.most_wait_seconds)
         self.world = World(0.0, 0.0, devices, limits, rules=rules)
         self.book = Book(devices=devices, limits=limits).with_section(Section(OWNER))
         # model -> number of users, time of the last use, encoded times of recent uses
         self.used: dict[str, tuple[int, float, str]] = {}
         self.stale = False  # True: `used` has changed since `_publish` wrote it into the book
         self.waiting: dict[str, list[HistoryRequest]] = {}
+        self.held: list[HistoryRequest] = []  # their models are on the card, and others are first
         self.events: list[tuple[float, int, Callable[[], None]]] = []
         self.serial = 0
         self.busy: set[str] = set()  # lanes with a transfer
@@ -153,9 +160,10 @@ class _Replay:
                 seconds, _, happen = heapq.heappop(self.events)
                 self._advance(seconds)
                 happen()
-        assert not self.waiting, f"never served: {sorted(self.waiting)}"
+        assert not self.waiting and not self.held, f"never served: {sorted(self.waiting)}"
         self.waits.sort()
-        return Result(tuple(self.waits), self.loads, self.restores, self.moved_bytes)
+        seconds = self.world.now - self.requests[0].seconds if self.requests else 0.0
+        return Result(tuple(self.waits), self.loads, self.restores, self.moved_bytes, seconds)
 
     def _advance(self, seconds: float) -> None:
         self.world = replace(self.world, now=seconds, wall=seconds)
@@ -167,15 +175,32 @@ class _Replay:
     # -- using a model
 
     def _arrive(self, request: HistoryRequest) -> None:
-        """Starts the `request` at once if its model is on the card. If not, the request waits."""
+        """Starts the `request` at once if its model is on the card. If not, the request waits.
+
+        It also waits if another request of the same importance has waited for too long.
+        """
         lease = self.book.lease(OWNER.id, request.model)
         if lease and lease.all_on_device and lease.phase is Phase.SETTLED:
-            self._start(request)
+            if self._must_yield(request):
+                self.held.append(request)
+            else:
+                self._start(request)
             return
         waiting = self.waiting.setdefault(request.model, [])
         waiting.append(request)
         self._queue(request.model)
         self._decide()
+
+    def _must_yield(self, request: HistoryRequest) -> bool:
+        if not self.engine.bounded:
+            return False
+        now, rules = self.world.now, self.world.rules
+        return any(
+            ticket.name != request.model
+            and ticket.importance <= request.importance
+            and now - ticket.arrived >= rules.most_wait(ticket.seconds)
+            for ticket in self.book.tickets
+        )
 
     def _queue(self, model: str) -> None:
         """Writes a ticket (a waiting request in the book) for the users that wait for `model`.
@@ -244,7 +269,10 @@ class _Replay:
         while self.waiting and len(self.busy) < len(self.engine.lanes):
             self._publish()
             if not any(self._try(model) for model in self._in_order()):
-                return
+                break
+        for request in [one for one in self.held if not self._must_yield(one)]:
+            self.held.remove(request)
+            self._arrive(request)
 
     def _in_order(self) -> list[str]:
         """The models that have waiting requests and no transfer now, in the queue's order."""

@@ -38,6 +38,7 @@ class BacktestRow(NamedTuple):
     loads: int
     restores: int
     moved_bytes: int
+    requests_per_s: float  # over the whole replay: what a shorter wait may cost
     wait_vs_lru: float  # against lru on the plain engine; 1.0 if neither waits
 
 
@@ -111,6 +112,7 @@ def _row(
         result.loads,
         result.restores,
         result.moved_bytes,
+        round(len(result.waits) / result.seconds, 4) if result.seconds else 0.0,
         round(ratio, 4),
     )
 

@@ -50,6 +50,9 @@ class Asker(Value):
         return self.at_home or self.operator
 
 
+LEAST_WAIT_SECONDS, WAIT_FACTOR = 3.0, 5.0  # see Rules.most_wait
+
+
 class Rules(Value):
     """The numbers that decisions use. They come from the settings."""
 
@@ -69,14 +72,27 @@ class Rules(Value):
     # An owner is unresponsive if it could act on a request, and has not done so for this long.
     answer_seconds: float = 2.0
     refresh_seconds: float = 2.0  # a ticket that was not refreshed for this long is skipped
-    patience_seconds: float = (
-        120.0  # after this wait, a request goes first within its class of importance
-    )
+    # After this wait, a request goes first within its class of importance, and the grace period
+    # protects no lease from it. None: the default of `most_wait`.
+    most_wait_seconds: float | None = None
     ageing_seconds: float = 30.0  # a wait this long is worth one class of importance
     # INFERENCE_MEMORY_LIMIT_GB: a further limit on this owner's models.
     limit_bytes: int | None = None
     cap: Cap | None = None  # the operator's cap on this owner's user
     spared: int = 0  # `PlacementRules.spared` of the request that is decided
+
+    def most_wait(self, swap_seconds: float) -> float:
+        """Seconds for which other models may keep a model waiting that takes `swap_seconds` to bring.
+
+        By default five times as long as the swap, so that swaps take at most a sixth of the time, and at
+        least LEAST_WAIT_SECONDS.
+
+        >>> Rules().most_wait(2.0), Rules().most_wait(0.0), Rules(most_wait_seconds=1.0).most_wait(2.0)
+        (10.0, 3.0, 1.0)
+        """
+        if self.most_wait_seconds is not None:
+            return self.most_wait_seconds
+        return max(LEAST_WAIT_SECONDS, WAIT_FACTOR * swap_seconds)
 
 
 class World(Value):

@@ -64,7 +64,7 @@ from .eviction_verdict import make_room
 from .feasibility import hopeless
 from .obstacles import wait_for_obstacles
 from .page_entries import free_an_entry, full_for_waiting, needs_entry, page_full
-from .queue import load_seconds
+from .queue import load_seconds, without_grace
 from .transitions import note
 
 # Kinds of refusals that more room could change.
@@ -90,8 +90,10 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
 
     A Grant with steps is a reservation: the lease is in the book and pinned, and its bytes count
     from now on. Steps of an earlier call with the same key are returned again if they are not done.
+    After a long wait (`Rules.most_wait`), the grace period protects no lease from the request.
     The caller publishes the owner's section before the call. `rank` orders the evictions.
     """
+    world = without_grace(world, request.arrived, load_seconds(book, request))
     if request.placement.spared:
         rules = replace(world.rules, spared=request.placement.spared)
         world = replace(world, rules=rules)

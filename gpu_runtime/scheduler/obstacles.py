@@ -33,6 +33,7 @@ from .evictable import (
     reason_to_stay,
     why_not_moved,
 )
+from .queue import load_seconds
 from .stuck import host_bytes_to_be_had
 from .victims import precious_bytes
 
@@ -126,7 +127,8 @@ def _leases_in_the_way(
         devices = {share.device for share in lease.claims()}
         why = reason_to_stay(lease, world, asker=wanted.owner, importance=wanted.importance)
         if why == "just used" and not devices.isdisjoint(all_cards):
-            retry.append(lease.last_used + world.rules.grace_seconds)
+            longest = request.arrived + world.rules.most_wait(load_seconds(book, request))
+            retry.append(min(longest, lease.last_used + world.rules.grace_seconds))
         if why == MOVE_FAILED and not devices.isdisjoint(all_cards):
             retry.append(lease.moves_again_at)
         counts_against_limit = over_own_limit and lease.owner == wanted.owner and lease.on_device

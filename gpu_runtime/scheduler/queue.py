@@ -1,8 +1,8 @@
 """The order in which waiting requests are served. A ticket is the book's entry of such a request.
 
 Pure. The queue is ordered by importance. Among requests of equal importance, the load that serves
-most waiting users per second is first. Requests that have waited for 120 s are before these loads,
-in order of arrival. A long wait moves a request forward in the queue. The wait never changes which
+most waiting users per second is first. Requests that have waited for long (`Rules.most_wait`) are
+before these loads, in order of arrival. A long wait moves a request forward in the queue. The wait never changes which
 leases the request may evict.
 """
 
@@ -10,12 +10,14 @@ from __future__ import annotations
 
 from bisect import bisect_left
 
+from msgspec.structs import replace
+
 from ..facts import HOST, IMPORTANCE, Book, Request, Ticket, World
 from .eviction_policy import LEAST_SECONDS, seconds_to_load, seconds_to_restore
 
 # A position in the queue; a lower position is served earlier. Its fields:
 # - the importance
-# - 0 after `patience_seconds` of waiting, else 1
+# - 0 after `Rules.most_wait` seconds of waiting, else 1
 # - the number of waiting users, divided by the seconds of the load, with a minus sign
 # - the time of arrival, and the key
 _Position = tuple[int, int, float, float, str]
@@ -97,6 +99,18 @@ def elders(
     return tuple(found)
 
 
+def without_grace(world: World, arrived: float, seconds: float) -> World:
+    """The `world` for a request of the time `arrived`, whose load takes `seconds`.
+
+    Once the request has waited for `Rules.most_wait` seconds, no grace period protects leases from it.
+    Otherwise a process that uses its model every second would keep it for ever.
+    """
+    rules = world.rules
+    if world.now - arrived < rules.most_wait(seconds):
+        return world
+    return replace(world, rules=replace(rules, grace_seconds=0.0))
+
+
 def load_seconds(book: Book, request: Request) -> float:
     """Seconds that the load or restore of the requested lease will take; 0 for a block of code.
 
@@ -137,12 +151,12 @@ def _position(
 
     Requests of one importance are ordered by `users` / `seconds`: how many waiting users each
     second of the load serves. The largest number is first. Requests that have waited for
-    `patience_seconds` are before all other requests of their importance.
+    `Rules.most_wait` seconds are before all other requests of their importance.
     """
     waited_seconds = world.now - arrived
     if waited_seconds >= world.rules.ageing_seconds:
         importance = aged(importance, waited_seconds, world)
-    if waited_seconds >= world.rules.patience_seconds:
+    if waited_seconds >= world.rules.most_wait(seconds):
         return importance, 0, 0.0, arrived, key
     if seconds < LEAST_SECONDS:
         seconds = LEAST_SECONDS

@@ -50,7 +50,7 @@ from .evictable import (
 )
 from .eviction_policy import lru
 from .feasibility import why_no_return
-from .queue import awake
+from .queue import awake, without_grace
 from .transitions import note
 
 
@@ -194,6 +194,7 @@ def _steps_for(
     shadows and unload other leases. A later call then moves this lease.
     """
     person = ticket.verb == "evict"
+    world = without_grace(world, ticket.arrived, ticket.seconds)
     # A person's "evict" also applies within the grace period. A program's request does not.
     stays = reason_to_stay(
         lease,

@@ -138,6 +138,7 @@ class Gateway:
         self._tasks = TasksFile(path, clock, self._choices.doubts) if serving is None else None
         self._holds = Holds(rt, lambda: self.queue.advance(), self.costs.add_load, clock)
         self.keep_warm = KeepWarm(clock, self._evict)
+        rules = settings.rules()
         self.queue = Queue(
             self._holds.take,
             rt.here,
@@ -145,6 +146,7 @@ class Gateway:
             clock=clock,
             limit=settings.gpu_serve_queue,
             load_seconds=self.costs.load_seconds,
+            most_wait=lambda model: rules.most_wait(self.costs.load_seconds(model) or 0.0),
         )
         self._choices.calls_of = self.queue.calls_of
         self._counts: Counter[str] = Counter()

@@ -55,6 +55,18 @@ def test_requests_of_one_model_run_together():
     assert result.waits == (8.0, 9.0, 10.0) and result.loads == 1
 
 
+def test_a_busy_neighbour_starves_nobody_in_the_bounded_engine():
+    """Overlapping uses of a keep it on the card for 300 s. The bounded engine, as the queue of `gpu
+    serve`, holds them back once b has waited for five times its load; the price is one more load.
+    """
+    uses = sorted([*((n, "a", 2) for n in range(300)), (50.5, "b", 1)])
+    past = history(*uses, a=10, b=10)
+    full, bounded = (run(past, 10, engine=engine) for engine in ("full", "bounded"))
+    assert max(full.waits) > 250
+    assert 5 * 10 <= max(bounded.waits) < 5 * 10 + 10 + 4
+    assert bounded.loads == full.loads + 1 and bounded.wait_seconds > full.wait_seconds
+
+
 def test_a_restore_does_not_wait_for_a_load_in_the_full_engine():
     """The load of c occupies the disk from 40 s to 70 s. The model a is in host memory, so it is
     restored meanwhile.

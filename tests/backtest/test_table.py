@@ -40,7 +40,7 @@ def test_percents_are_of_all_models_and_a_card_holds_at_least_the_largest():
     ("choices", "message"),
     [
         ({"policies": ["mru"]}, "^policy='mru' cannot be used: it must be one of lru"),
-        ({"engines": ["warp"]}, "engine='warp'.*plain, full"),
+        ({"engines": ["warp"]}, "engine='warp'.*plain, full, bounded"),
         ({"devices": ["much"]}, "device='much'.*80GB"),
         ({"devices": ["-5%"]}, "device='-5%'"),
         ({"hosts": ["nan%"]}, "host='nan%'"),

@@ -155,7 +155,7 @@ class Ours:
         self._rank = POLICIES[Settings().gpu_policy]
         limits = {f"sim:{n}": CARD_GB * GB for n in range(CARDS)} | {HOST: HOST_GB * GB}
         devices = tuple(Device(id, size, simulated=True) for id, size in limits.items())
-        rules = Rules(refresh_seconds=math.inf, patience_seconds=0.0)
+        rules = Rules(refresh_seconds=math.inf, most_wait_seconds=0.0)
         self._world = World(0.0, 0.0, devices, limits, rules=rules)
         self._book = Book(devices=devices, limits=limits).with_section(Section(OWNER))
         self._uses: dict[str, str] = {}

@@ -33,6 +33,7 @@ DEFAULTS = {
     "FRACTION_LARGEST_POSSIBLE": "0.8",
     "GPU_RELIEF": "auto",
     "GPU_SHADOWS": "auto",
+    "GPU_MOST_WAIT": "unset",
     "GPU_PREFETCH": "auto",
     "GPU_PROGRESS_SECONDS": "0.5",
     "GPU_PARK": "asked",

@@ -103,7 +103,7 @@ FRAMES = {
     "evictions --all --limit 2": "time model action reason bytes device owner",
     "who": "name kind device bytes alone_bytes cell what stays stays_bytes",
     "backtest --policy lru --device 50%": "policy engine device_bytes host_bytes requests wait_s wait_p50_s "
-    "wait_p99_s loads restores moved_bytes wait_vs_lru",
+    "wait_p99_s loads restores moved_bytes requests_per_s wait_vs_lru",
     "catalog": "name type backend bytes context_length importance keep state source",
     "fragmentation": "device allocated_bytes reserved_bytes fragmentation_bytes fragmentation_percent alloc_retries "
     "ooms inactive_bytes releasable_bytes largest_free_bytes largest_request_bytes owner user pid "

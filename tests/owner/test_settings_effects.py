@@ -41,6 +41,7 @@ ELSEWHERE = {  # settings that are tested with real servers
     "gpu_serve_log": "serving/test_request_log.py",
     "gpu_serve_keys": "serving/test_keys.py",
     "gpu_serve_cors": "serving/test_cors.py",
+    "gpu_most_wait": "serving/test_gateway.py",
     "gpu_prefetch": "owner/test_look_ahead.py",
     "gpu_progress_seconds": "faces/test_waiting.py",
     "gpu_shadows": "owner/test_shadows.py",

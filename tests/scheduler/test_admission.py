@@ -439,6 +439,22 @@ def test_leases_of_other_owners_have_five_seconds_of_grace_and_own_ones_none():
     assert len(verdict.steps) == 1
 
 
+def test_a_busy_neighbour_keeps_its_model_only_as_long_as_the_operator_says():
+    """A program that uses its model every second was asked for it never. The default bound is five
+    times the swap, at least 3 s. A model in use still stays.
+    """
+    theirs = lease("theirs", by=2, sim0=14, last_used=NOW - 1)
+    wanted = request("qwen", 14, reload_seconds=1.0, arrived=NOW - 4)
+    _, verdict = decide(book(theirs), wanted, world(sim0=20))
+    assert (verdict.asked, verdict.retry_at) == ((), NOW + 1)  # the bound, before the grace ends
+    _, verdict = decide(book(theirs), wanted, world(sim0=20, now=NOW + 1))
+    assert verdict.asked == (theirs.id,)
+    _, verdict = decide(book(theirs), wanted, world(sim0=20, most_wait_seconds=4.0))
+    assert verdict.asked == (theirs.id,)
+    in_use = replace(theirs, pins=1)
+    assert decide(book(in_use), wanted, world(sim0=20, now=NOW + 60))[1].asked == ()
+
+
 def test_retry_at_counts_grace_periods_on_other_cards_too():
     """The lease on the nearest card stays in use. The lease on the other card may leave when its
     grace ends.

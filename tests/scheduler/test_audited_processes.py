@@ -46,6 +46,7 @@ from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.asks import Ask, ask
 from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
+from gpu_runtime.scheduler.queue import load_seconds
 from gpu_runtime.scheduler.recall import obey
 from gpu_runtime.scheduler.relief import relieve
 from gpu_runtime.scheduler.transitions import Truth
@@ -318,7 +319,11 @@ class Auditor(RuleBasedStateMachine):
                 asked = base.find(id)
                 assert asked.owner != request.lease.owner and not asked.pins and not asked.keep
                 assert asked.importance >= request.lease.importance
-                assert self.now >= asked.last_used + self.rules.grace_seconds
+                seconds = load_seconds(base, request)
+                assert (
+                    self.now >= request.arrived + self.rules.most_wait(seconds)
+                    or self.now >= asked.last_used + self.rules.grace_seconds
+                )
             hopeful = (
                 verdict.steps
                 or verdict.asked

@@ -41,6 +41,7 @@ from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
 from gpu_runtime.scheduler.placement import PLACEMENTS, place
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.pressure import level, pressure
+from gpu_runtime.scheduler.queue import load_seconds
 from gpu_runtime.scheduler.recall import obey
 from gpu_runtime.scheduler.relief import relieve
 from tests.worlds import NOW, book, lease, owner, replayed, request, ticket, world
@@ -286,8 +287,11 @@ def test_4_and_5_victims_are_idle_no_more_important_not_kept_and_not_the_only_co
         assert gone.phase is Phase.SETTLED and gone.kind == "model"
         assert not gone.pins and not gone.keep and id not in wanted.held
         assert gone.importance >= wanted.lease.importance
+        overdue = NOW - wanted.arrived >= there.rules.most_wait(load_seconds(page, wanted))
         assert (
-            gone.owner == wanted.lease.owner or gone.idle_seconds(NOW) >= there.rules.grace_seconds
+            overdue
+            or gone.owner == wanted.lease.owner
+            or gone.idle_seconds(NOW) >= there.rules.grace_seconds
         )
         assert (gone.owner == wanted.lease.owner) == (id not in verdict.asked)
         assert gone.droppable or gone.movable

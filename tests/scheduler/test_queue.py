@@ -10,7 +10,6 @@ from gpu_runtime.facts import Rules
 from gpu_runtime.scheduler.queue import elders, load_seconds, queue
 from tests.worlds import NOW, book, lease, request, ticket, world
 
-PATIENCE_SECONDS = Rules().patience_seconds
 THERE = world(sim0=20, host=20)
 # Name, owner, seconds since the arrival, seconds of the load, importance.
 WAITING = st.tuples(
@@ -41,10 +40,11 @@ def test_users_of_another_process_load_another_model_and_do_not_count():
     assert order(one, two, first) == ["1:other", "2:same", "1:same"]
 
 
-def test_after_two_minutes_arrival_decides():
-    old = ticket("slow", seconds=60.0, arrived=NOW - PATIENCE_SECONDS - 1, importance="normal")
-    quick = ticket("quick", seconds=1.0, arrived=NOW - PATIENCE_SECONDS + 1, importance="normal")
-    assert order(quick, old)[0] == "1:slow"
+def test_after_five_times_its_load_a_request_goes_first_in_its_class():
+    slow = ticket("slow", seconds=2.0, arrived=NOW - 10)
+    popular = [ticket("popular", key=f"p{n}", seconds=2.0, arrived=NOW - n) for n in (1, 2, 3)]
+    assert order(slow, *popular)[0] == "1:slow"
+    assert order(slow, *popular, now=NOW - 1)[-1] == "1:slow"
 
 
 def test_importance_is_before_everything():

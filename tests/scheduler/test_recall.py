@@ -315,7 +315,7 @@ def test_a_recall_overrides_no_rule(stays):
     """A recall is a request to another process to evict a lease. The book that the requester saw
     may be a second old. The owner decides by the present state.
     """
-    page = two(lease("qwen", sim0=8, **stays), tickets=[recalling()])
+    page = two(lease("qwen", sim0=8, **stays), tickets=[recalling(arrived=NOW - 2)])
     assert obeying(page) == (page, (), ())
 
 

@@ -751,3 +751,13 @@ async def test_only_faults_of_an_engine_open_a_breaker(error):
         state = k.gateway.state().breakers["qwen"]
         assert state.state == ("open" if error in FAULTS else "closed")
         assert state.retry_after == (7.0 if error in FAULTS else 0.0)
+
+
+@in_loop
+async def test_a_cold_model_waits_no_longer_than_gpu_most_wait():
+    """The bound of the operator reaches the queue. Without it, five times the measured load counts, at least 3 s."""
+    for given, loads, bound in ((7.0, [], 7.0), (None, [], 3.0), (None, [2.0], 10.0)):
+        async with harness(qwen=4, settings={"gpu_most_wait": given}) as k:
+            for seconds in loads:
+                k.gateway.costs.add_load("qwen", seconds)
+            assert k.gateway.queue._most_wait("qwen") == bound

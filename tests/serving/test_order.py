@@ -217,6 +217,45 @@ def test_a_free_place_of_a_model_that_blocks_no_load_is_taken(waiting, engines, 
             assert engine.active + started >= engine.concurrency
 
 
+def test_a_cold_model_that_has_waited_for_its_bound_goes_first():
+    """While a steady stream uses the warm model, its calls start first only as long as GPU_MOST_WAIT
+    says: no call of b waits 30 s for calls of a that came later.
+    """
+    waiting = [call(1, "b", arrived=0.0), call(2, "a", arrived=1.0)]
+    engines = {
+        "a": ModelActivity(ModelState.WARM, active=1, concurrency=4),
+        "b": ModelActivity(ModelState.LOADING, waits_for=frozenset("a"), most_wait=5.0),
+    }
+    assert next_steps(waiting, engines, 4.9) == NextSteps(start=(2,))
+    assert next_steps(waiting, engines, 5.0) == NextSteps()
+    urgent = [*waiting, call(3, "a", "urgent", arrived=4.0)]
+    assert next_steps(urgent, engines, 5.0) == NextSteps(start=(3,))
+
+
+@given(st.floats(1.0, 20.0), st.floats(0.1, 4.0), st.integers(1, 4))
+def test_two_models_with_long_queues_change_places_once_in_the_bound(bound, swap, service):
+    """The bound counts while a model is away, not from the arrival: with long queues each call has
+    waited longer, and the models would change places at every call.
+    """
+    now, warm, since = 0.0, "a", {"a": 0.0, "b": 0.0}
+    waiting = [call(n, "ab"[n % 2]) for n in range(200)]
+    changes: list[float] = []
+    while waiting and now < 25.0:
+        cold = "ab".replace(warm, "")
+        away = ModelActivity(
+            ModelState.LOADING, waits_for=frozenset(warm), away_since=since[cold], most_wait=bound
+        )
+        steps = next_steps(waiting, {warm: WARM, cold: away}, now)
+        if steps.start:
+            waiting = [one for one in waiting if one.key not in steps.start]
+            now += service
+        else:
+            changes.append(now)
+            since[warm], warm, now = now, cold, now + swap
+    assert all(later - sooner >= bound for sooner, later in zip(changes, changes[1:], strict=False))
+    assert changes or now <= bound + service
+
+
 eighths = st.integers(0, 8000).map(lambda n: n / 8)  # of a second: exact, like the bound
 
 

@@ -51,8 +51,9 @@ class Costs:
         self._loads.setdefault(model, deque(maxlen=LOADS_KEPT)).append(seconds)
 
     def load_seconds(self, model: str) -> float | None:
-        """The slowest of the recent loads of `model`, in seconds; None if no load was measured."""
-        return max(self._loads.get(model, ()), default=None)
+        """The seconds that a recent load of `model` took; None if no load was measured."""
+        loads = self._loads.get(model)
+        return median(loads) if loads else None
 
     def add_answer(
         self,

@@ -2,8 +2,9 @@
 
 This module is pure. It takes the waiting calls, the state of each engine and the time, and returns the calls to start
 and the models to load. Calls are sorted by their class of importance. In a class, calls of warm models are first,
-then the clients take turns, then the arrival decides. The client whose last call started longest ago has the next
-turn. For every 30 s that a call waits, it moves up by one class.
+until a call of another model has waited for its `most_wait`; then the clients take turns, then the arrival decides.
+The client whose last call started longest ago has the next turn. For every 30 s that a call waits, it moves up by one
+class.
 """
 
 from __future__ import annotations
@@ -48,6 +49,10 @@ class ModelActivity(Value):
     concurrency: int = 1  # calls that the model can run at once
     # The models that must be evicted before this model can be loaded. Their calls must end first.
     waits_for: frozenset[str] = frozenset()
+    away_since: float = 0.0  # when it left its device; of no meaning for a warm model
+    # Seconds for which warm models may keep it waiting. Counted while it is away, so that two models with long queues
+    # change places once in this time, and not at every call.
+    most_wait: float = AGEING_SECONDS
 
 
 class NextSteps(Value):
@@ -91,7 +96,7 @@ def order(
     The calls are sorted by these rules. A later rule counts only for calls that are equal by all earlier rules:
 
     1. the smaller `aged_class` at the time `now`;
-    2. calls of warm models before other calls;
+    2. calls of models that have waited for their `most_wait`, then calls of warm models, then other calls;
     3. the first call of each client before the second call of any client, and so on;
     4. the client with the smaller number in `turns`;
     5. the earlier arrival.
@@ -99,19 +104,22 @@ def order(
     By rule 3, a client with many calls delays another client's call by only one call. `engines` has the state of each
     model, by name. `turns` has a number for each client, which is larger if the client's last call started later.
     """
-    warm = {name for name, engine in engines.items() if engine.state is ModelState.WARM}
 
-    def rank(call: Waiting) -> tuple[int, bool, int]:
+    def rank(call: Waiting) -> tuple[int, int, int]:
         aged = aged_class(call.importance, now - call.arrived)
-        return aged, call.model not in warm, call.key
+        engine = engines.get(call.model, _UNKNOWN)
+        if engine.state is ModelState.WARM:
+            return aged, 1, call.key
+        waited = now - max(call.arrived, engine.away_since)
+        return aged, 0 if waited >= engine.most_wait else 2, call.key
 
     calls_before: Counter[tuple[Any, ...]] = Counter()
     keyed = []
     ranked = [(rank(call), call) for call in waiting]
-    for (aged, cold, key), call in sorted(ranked, key=lambda pair: pair[0]):
-        place = aged, cold, call.client
+    for (aged, warmth, key), call in sorted(ranked, key=lambda pair: pair[0]):
+        place = aged, warmth, call.client
         turn = turns.get(call.client, 0)
-        keyed.append(((aged, cold, calls_before[place], turn, key), call))
+        keyed.append(((aged, warmth, calls_before[place], turn, key), call))
         calls_before[place] += 1
     return [call for _, call in sorted(keyed, key=lambda pair: pair[0])]
 
@@ -148,7 +156,8 @@ def next_steps(
 
     Without rule 4, a steady stream of calls of a warm model would delay a cold model for ever. With rule 4, calls of
     the warm model still start first while they are in the same class as the call of the cold model. Once this call has
-    waited long enough to be in a higher class, no more calls of the warm model start. So models are exchanged seldom.
+    waited for its `most_wait`, or long enough to be in a higher class, no more calls of the warm model start. So models
+    are exchanged seldom.
 
     If rule 3 applies to every call, nothing can start, so the calls are not sorted. Under overload this is usual.
     """

@@ -13,10 +13,21 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...facts import NORMAL
 from ..requests import Refused
 from .model_hold import Hold
-from .order import ModelActivity, ModelState, NextSteps, Waiting, call_to_refuse, next_steps, order
+from .order import (
+    AGEING_SECONDS,
+    ModelActivity,
+    ModelState,
+    NextSteps,
+    Waiting,
+    call_to_refuse,
+    next_steps,
+    order,
+)
 
 ENDS_KEPT = 64  # ends of calls from which the speed of the queue is computed
 MOST_CLIENTS = 1024  # the most clients whose last turn is remembered
@@ -73,17 +84,23 @@ class Queue:
         clock: Callable[[], float],
         limit: int = 256,
         load_seconds: Callable[[str], float | None] = lambda model: None,
+        most_wait: Callable[[str], float] = lambda _: AGEING_SECONDS,
     ) -> None:
         """At most `limit` calls wait. If more calls arrive, `call_to_refuse` chooses the refused call.
 
         `take(model, importance)` begins to pin a model. `here(model)` returns whether the model is on its device, and
-        `concurrency(model)` the number of calls that the model can run at once. `clock` returns seconds.
+        `concurrency(model)` the number of calls that the model can run at once. `most_wait(model)` are the seconds for
+        which warm models may keep this model waiting. `clock` returns seconds.
         `load_seconds(model)` returns how long a load takes, if that was measured.
         """
         self._take = take
         self._here = here
         self._concurrency = concurrency
         self._clock = clock
+        self._most_wait = most_wait
+        self._away_since: dict[
+            str, float
+        ] = {}  # models with waiting calls that are not on their device
         self.limit = limit
         self._load_seconds = load_seconds
         self._keys = itertools.count(1)
@@ -258,7 +275,15 @@ class Queue:
 
     def _engines(self) -> dict[str, ModelActivity]:
         names = {*self._models, *(turn.waiting.model for turn in self._waiting.values())}
-        return {model: self._engine(model) for model in names}
+        engines = {model: self._engine(model) for model in names}
+        now = self._clock()
+        away = [model for model, engine in engines.items() if engine.state is not ModelState.WARM]
+        self._away_since = {model: self._away_since.get(model, now) for model in away}
+        for model, since in self._away_since.items():
+            engines[model] = replace(
+                engines[model], away_since=since, most_wait=self._most_wait(model)
+            )
+        return engines
 
     def _engine(self, model: str) -> ModelActivity:
         running = self._models.get(model) or _Running()
