@@ -20,7 +20,7 @@ from .health.costs import Costs
 from .model_facts import ModelFacts
 from .requests import Call, Refused
 from .routing.fallback import Choice, CloudGuard, address_variable, chain, is_configured_cloud
-from .routing.tasks import Cost, ServingConfig, Task, candidates, fits, too_short
+from .routing.tasks import TOO_SHORT, Cost, ServingConfig, Task, candidates, fits, too_short
 
 if TYPE_CHECKING:
     from ..runtime import Runtime
@@ -61,20 +61,32 @@ class Choices:
 
         If the call names a task and sets no time budget, the returned call has the task's budget.
 
-        Raises Refused with 404 for an unknown model, and with 504 if the budget is too short for all models. The text
-        of a 404 has the names for which `may_name` returns true.
+        Raises Refused with 404 for an unknown model, and with 504 if the budget is too short for all models. Of the
+        calls that would be refused for their budget, some are tried, see `Costs.is_trial`. The text of a 404 has the
+        names for which `may_name` returns true.
         """
+        try:
+            return self._expected(call, may_name, self._cost_of(call))
+        except Refused as refused:
+            if refused.code != TOO_SHORT or not self._costs.is_trial(call.model):
+                raise
+            return self._expected(call, may_name, lambda model: Cost())
+
+    def _expected(
+        self, call: Call, may_name: Callable[[str], bool], cost: Callable[[str], Cost]
+    ) -> tuple[tuple[Choice, ...], Call]:
+        """The result of `of`, with the measured `cost` of the call with each model."""
         task = self.task(call.model, may_name)
         if task is not None:
             budget = task.budget_s if call.budget is None else call.budget
             call = replace(call, budget=budget)
-            return self._of_task(call, task), call
+            return self._of_task(call, task, cost), call
         if not self._known(call.model) and not is_configured_cloud(call.model, self._environment):
             raise self._unknown(call.model, may_name)
         stand_ins = self._config().stand_ins(call.model)
         guard = self._guard
         choices = chain(call.model, stand_ins, self._context, self._known, lambda: guard.allowed)
-        warm, cost = self._rt.here, self._cost_of(call)
+        warm = self._rt.here
         fitting = tuple(choice for choice in choices if fits(choice, call.budget, warm, cost))
         if not fitting:
             raise too_short(call.model, choices, call.budget, warm, cost)
@@ -152,13 +164,13 @@ class Choices:
             row |= dict.fromkeys(("context_length", "max_model_len"), known.context_length)
         return row
 
-    def _of_task(self, call: Call, task: Task) -> tuple[Choice, ...]:
+    def _of_task(self, call: Call, task: Task, cost: Callable[[str], Cost]) -> tuple[Choice, ...]:
         return candidates(
             call.model.removeprefix(TASK_PREFIX),
             task,
             warm=self._rt.here,
             known=self._known,
-            cost=self._cost_of(call),
+            cost=cost,
             allow_cloud=self._guard.allowed,
             budget=call.budget,
             load=self.calls_of,

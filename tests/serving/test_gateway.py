@@ -611,6 +611,40 @@ async def test_a_budget_that_is_too_short_is_refused_at_once_with_both_numbers()
 
 
 @in_loop
+async def test_one_slow_load_refuses_calls_with_a_budget_not_for_ever():
+    """A refusal must not prevent the measurement that would lift it. After three refusals a call is
+    tried, and the next load, which is quick, counts.
+    """
+    async with harness(a=12) as k:
+        k.gateway.costs.add_load("a", 60.0)
+        refused = 0
+        for _ in range(12):
+            try:
+                await k.chat("a", x_budget=20.0)
+            except Refused as error:
+                assert error.code == "budget_too_short"
+                refused += 1
+            k.rt.evict("a")
+            await until(lambda: k.where()["a"] != "sim:0")
+        assert refused == 3
+        assert k.gateway.costs.load_seconds("a") < 60.0
+
+
+@in_loop
+async def test_the_first_import_of_a_library_is_no_load(monkeypatch):
+    """It takes seconds, once in the life of the server, and would refuse calls with a budget."""
+    seen = iter([(False,), (True,), (True,), (True,)])
+    monkeypatch.setattr(model_hold, "_imported", lambda: next(seen))
+    async with harness(a=12) as k:
+        await k.chat("a")
+        assert "a" not in k.gateway.costs._loads
+        k.rt.evict("a")
+        await until(lambda: k.where()["a"] != "sim:0")
+        await k.chat("a")
+        assert "a" in k.gateway.costs._loads
+
+
+@in_loop
 async def test_a_budget_that_is_spent_ends_the_call():
     """A model without measurements gets the call. When the budget is spent, the call is ended."""
     async with harness(a=4, scripts={"a": [asyncio.Event(), asyncio.Event()]}) as k:

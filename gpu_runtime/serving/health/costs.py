@@ -7,7 +7,7 @@ Prompts are counted in characters, because nothing else is known of a prompt bef
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from statistics import median
 from typing import Any
@@ -17,7 +17,8 @@ from ..prompt_size import characters, given_tokens
 from ..requests import Call
 from ..routing.tasks import Cost
 
-LOADS_KEPT = 5  # of each model; the slowest counts, since a file is not always in the page cache
+LOADS_KEPT = 5  # of each model; their median counts, so that one slow load does not refuse calls
+REFUSALS_BEFORE_TRIAL = 3  # a refusal must not prevent the measurement that would lift it
 ANSWERS_KEPT = (
     20  # the answers that are kept for each model and kind of call; their median counts, so that one slow answer
     # does not refuse calls
@@ -45,6 +46,9 @@ class Costs:
     def __init__(self) -> None:
         self._loads: dict[str, deque[float]] = {}
         self._answers: dict[tuple[str, str], deque[Answered]] = {}
+        self._refusals: Counter[str] = (
+            Counter()
+        )  # for a budget that was too short, by requested name
 
     def add_load(self, model: str, seconds: float) -> None:
         """Records that a load of `model` took so many `seconds`."""
@@ -77,7 +81,7 @@ class Costs:
     def expect(self, model: str, call: Call) -> Cost:
         """The expected seconds of a load of `model`, and of the model's answer to `call`.
 
-        The expected load is the slowest of the recent loads. A part of the result is None if it was never measured. The
+        The expected load is the median of the recent loads. A part of the result is None if it was never measured. The
         expected length of the answer is the call's limit, but at most the length of the longest recent answer. If
         recent answers were requested by the same name as `call`, only these count.
         """
@@ -88,6 +92,14 @@ class Costs:
             prompt = _counted(call.kind, prompt_tokens(call))
             seconds = prompt * prompt_rate + _answer_tokens(call, answers) * answer_rate
         return Cost(self.load_seconds(model), seconds)
+
+    def is_trial(self, asked: str) -> bool:
+        """Whether a call of `asked` is tried though it is expected to take longer than its budget.
+
+        After REFUSALS_BEFORE_TRIAL refusals, one call is tried, and its load and its answer are measured.
+        """
+        self._refusals[asked] += 1
+        return self._refusals[asked] % (REFUSALS_BEFORE_TRIAL + 1) == 0
 
 
 class Timing:

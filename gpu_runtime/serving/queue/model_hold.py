@@ -10,6 +10,7 @@ from __future__ import annotations
 import _thread
 import asyncio
 import contextlib
+import sys
 import threading
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,12 @@ if TYPE_CHECKING:
     from ...runtime import Runtime
 
 
+LIBRARIES = ("torch", "transformers", "llama_cpp")  # imported by the first load that needs them
 CLOSING_SECONDS = 10.0  # the longest wait until the threads of released holds have ended
+
+
+def _imported() -> tuple[bool, ...]:
+    return tuple(name in sys.modules for name in LIBRARIES)
 
 
 class Hold:
@@ -167,9 +173,12 @@ class Holds:
         self._by_thread[thread] = hold
         try:
             was_here = self._rt.here(hold.model)
+            imported = _imported()
             hold.began = self._clock()
             with self._rt.use(hold.model, importance=self._importance(hold)) as value:
-                if not was_here:
+                if (
+                    not was_here and _imported() == imported
+                ):  # the first import of a library is no load
                     self._loaded(hold.model, self._clock() - hold.began)
                 hold.settle(hold.ready, value)
                 del value  # this frame must not keep a model that was evicted

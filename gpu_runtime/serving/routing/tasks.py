@@ -33,6 +33,9 @@ from .fallback import Choice, guarded, is_cloud
 Seconds = Annotated[float, Meta(ge=0, le=86_400)]
 
 
+TOO_SHORT = "budget_too_short"  # the code of a refusal for a budget that is too short
+
+
 class Task(Value, forbid_unknown_fields=True):
     """A purpose such as `classify`, and the models that may serve it. The best model is first."""
 
@@ -191,7 +194,7 @@ def too_short(
         estimates.append(f"{choice.model} about {seconds:.1f} s{parts}")
     return Refused(
         504,
-        "budget_too_short",
+        TOO_SHORT,
         f"{asked} has a budget of {budget:g} s, and would take {', '.join(estimates)}. "
         f"Raise the budget, or keep the model warm (keep_alive_s).",
         None,
