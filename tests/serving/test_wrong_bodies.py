@@ -111,3 +111,35 @@ def test_a_value_of_another_type_is_refused_or_answered(path):
         http.portal.call(made.gateway.close)
     assert all(one.failures == 0 for one in made.gateway.state().breakers.values())
     made.rt.close()
+
+
+HI = [{"role": "user", "content": "hi"}]
+PATHS = [
+    ("/v1/responses", {"input": "hi", "max_output_tokens": -1}, "max_output_tokens"),
+    (
+        "/v1/responses",
+        {"input": "hi", "tools": [{**TOOL["function"], "type": "function"}]},
+        "tools",
+    ),
+    ("/v1/responses", {"input": "hi " * 2_000_000}, "the prompt has"),
+    ("/v1/messages", {"messages": HI, "max_tokens": 2, "stop_sequences": [1]}, "stop_sequences"),
+    ("/api/chat", {"messages": HI, "options": {"num_predict": 10**9}}, "options.num_predict"),
+    ("/api/chat", {"messages": HI, "options": {"temperature": 9}}, "options.temperature"),
+    ("/v1/chat/completions", {"messages": HI, "max_tokens": -1}, "max_tokens"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "field"), PATHS)
+def test_the_message_names_a_field_that_is_in_the_body(path, body, field):
+    """Each route translates its body into that of a chat, whose fields have other names."""
+    made = Harness(qwen=4)
+    app = with_visitor(application(made.rt, lambda: made.gateway, "0"), OPERATOR)
+    with TestClient(app, raise_server_exceptions=False) as http:
+        answer = http.post(path, json={"model": "qwen", **body})
+        error = answer.json()["error"]
+        text = error if isinstance(error, str) else error["message"]
+        assert answer.status_code in (400, 413) and text.startswith(field), text
+        if isinstance(error, dict) and error.get("param"):
+            assert error["param"].startswith(field)
+        http.portal.call(made.gateway.close)
+    made.rt.close()

@@ -69,7 +69,7 @@ _CHAT_FIELDS = """messages tools tool_choice parallel_tool_calls parse_tool_call
     reasoning_budget_tokens reasoning_budget_message reasoning_control thinking_budget_tokens"""
 _NATIVE_FIELDS = {
     "chat": frozenset(f"model {_CHAT_FIELDS} {_SAMPLING_FIELDS}".split()),
-    "completions": frozenset(f"model prompt echo {_SAMPLING_FIELDS}".split()),
+    "completions": frozenset(f"model prompt {_SAMPLING_FIELDS}".split()),  # it echoes no prompt
     "embeddings": frozenset("model input content encoding_format embd_normalize".split()),
 }
 

@@ -17,11 +17,18 @@ from fastapi.responses import JSONResponse, Response
 from ..engines.tool_calls import arguments_of
 from ..requests import Refused, bad
 from .openai import REFUSALS, answered, read_json, request_body, unless_gone
-from .translation import Writer, functions, require_object
+from .translation import Writer, functions, in_own_words, require_object
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
 _OTHER = ("messages", "system", "stop_sequences", "tools", "tool_choice", "thinking")
 _IGNORED = ("metadata", "service_tier", "cache_control")  # fields that have no effect on an answer
+# A system text and the results of tools are messages of their own in a chat, so the places there are others.
+_PATHS = (
+    (r"messages\[.*", "messages"),
+    (r"tools\[(\d+)\]\.function\.parameters", r"tools[\1].input_schema"),
+    (r"tools\[(\d+)\]\.function", r"tools[\1]"),
+    ("stop$", "stop_sequences"),
+)
 _STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 _ERRORS = {
     400: "invalid_request_error",
@@ -70,12 +77,22 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
         """An answer to a conversation in the format of Anthropic's clients, whole or streamed."""
         try:
             body = chat_of(await read_json(request))
-            writer = _AnthropicWriter()
-            reply = await answered(
-                request, gateway(), "chat", body, actor, writer.events, writer.refusal
-            )
         except Refused as refused:
             return JSONResponse(error_of(refused), refused.status, headers=refused.headers)
+        writer = _AnthropicWriter()
+        try:
+            reply = await answered(
+                request,
+                gateway(),
+                "chat",
+                body,
+                actor,
+                writer.events,
+                lambda refused: writer.refusal(in_own_words(refused, _PATHS)),
+            )
+        except Refused as refused:
+            error = error_of(in_own_words(refused, _PATHS))
+            return JSONResponse(error, refused.status, headers=refused.headers)
         if isinstance(reply, Response):
             return reply
         return JSONResponse(message_of(reply.json or {}), headers=reply.headers)

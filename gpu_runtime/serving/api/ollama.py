@@ -26,7 +26,7 @@ from ..queue.thread_stream import in_thread
 from ..requests import LOAD, MAX_SECONDS, Refused, bad
 from .openai import REFUSALS, answered, read_json, request_body, unless_gone, visitor_name
 from .strict_route import StrictRoute
-from .translation import Writer, require_object
+from .translation import Writer, in_own_words, require_object
 
 NDJSON = "application/x-ndjson"
 _SAME = (
@@ -39,6 +39,11 @@ _OPTIONS = {  # Ollama's name of an option -> OpenAI's name of the field
     "mirostat": "mirostat_mode",
     "num_predict": "max_tokens",
 }
+_PATHS = (  # of a chat's fields, in a body of these routes
+    *((f"{field}$", f"options.{name}") for name, field in _OPTIONS.items()),
+    ("max_completion_tokens", "options.num_predict"),
+    (r"response_format.*", "format"),
+)
 # Durations as Go writes them, such as 1h30m. Source: Go, time.ParseDuration
 _UNITS = {
     "ns": 1e-9,
@@ -151,11 +156,11 @@ def _add_call(
                 body,
                 actor,
                 lambda reply: _OllamaWriter(part, reply.facts).events(reply),
-                lambda refused: _line({"error": refused.message}),
+                lambda refused: _line({"error": in_own_words(refused, _PATHS).message}),
                 NDJSON,
             )
         except Refused as refused:
-            error = {"error": refused.message}
+            error = {"error": in_own_words(refused, _PATHS).message}
             return JSONResponse(error, refused.status, headers=refused.headers)
         if isinstance(reply, Response):
             return reply

@@ -15,10 +15,10 @@ from typing import Any
 from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response
 
-from ..requests import Reply, bad
+from ..requests import Refused, Reply, bad
 from .openai import REFUSALS, answered, read_json, request_body
 from .text_tokens import TextTokens
-from .translation import Writer, functions, logprobs_of, require_object
+from .translation import Writer, functions, in_own_words, logprobs_of, require_object
 
 # Fields of both formats.
 _SAME = (
@@ -42,6 +42,13 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "stream_options": ({}, {"include_obfuscation": False}),
 }
 _IN_ANSWER = ("instructions", "max_output_tokens", "temperature", "top_p", "metadata", "user")
+_PATHS = (  # of a chat's fields, in a body of this route
+    (r"messages.*", "input"),
+    (r"max_(?:completion_)?tokens", "max_output_tokens"),
+    (r"response_format(?:\.json_schema)?", "text.format"),
+    (r"tools\[(\d+)\]\.function", r"tools[\1]"),
+    (r"tool_choice\.function", "tool_choice"),
+)
 _SCHEMA = {
     "type": "object",
     "required": ["model", "input"],
@@ -72,9 +79,18 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
         body = await read_json(request)
         chat = chat_of(body)
         writer = _ResponsesWriter(body)
-        reply = await answered(
-            request, gateway(), "chat", chat, actor, writer.events, writer.refusal
-        )
+        try:
+            reply = await answered(
+                request,
+                gateway(),
+                "chat",
+                chat,
+                actor,
+                writer.events,
+                lambda refused: writer.refusal(in_own_words(refused, _PATHS)),
+            )
+        except Refused as refused:
+            raise in_own_words(refused, _PATHS) from None
         if isinstance(reply, Response):
             return reply
         return JSONResponse(response_of(reply.json or {}, body), headers=reply.headers)

@@ -5,10 +5,36 @@ Such a route translates the request into a chat in OpenAI's format, and the answ
 
 from __future__ import annotations
 
+import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from ..requests import Refused, Reply, bad
+
+Paths = tuple[
+    tuple[str, str], ...
+]  # a pattern of a chat's field, and the path in the route's own body
+
+
+def in_own_words(refused: Refused, paths: Paths) -> Refused:
+    """The refusal of a chat, with the path of the wrong field as it is in the route's own body.
+
+    >>> refused = Refused(400, "bad_field", "max_tokens=0 cannot be used", param="max_tokens")
+    >>> in_own_words(refused, (("max_tokens", "max_output_tokens"),)).message
+    'max_output_tokens=0 cannot be used'
+    """
+    field = str(refused.facts.get("param") or "")
+    for pattern, path in paths:
+        found = re.match(pattern, field)
+        if not found:
+            continue
+        own = found.expand(path) + field[found.end() :]
+        text = refused.message
+        if text.startswith(field):
+            text = own + text[len(field) :]
+        facts = {**refused.facts, "param": own}
+        return Refused(refused.status, refused.code, text, refused.retry_after, **facts)
+    return refused
 
 
 def require_object(body: Any) -> None:
