@@ -410,8 +410,8 @@ FAULTS = [
     Fault(
         "worth forgotten across cards",
         "scheduler/eviction",
-        "            highest_rank,\n            rounded_seconds,\n            cards,\n            leases,\n            order,\n        )\n    return",
-        "            rounded_seconds,\n            cards,\n            leases,\n            highest_rank,\n            order,\n        )\n    return",
+        "highest_rank,\n            rounded_seconds,\n            cards,\n            leases,",
+        "rounded_seconds,\n            cards,\n            leases,\n            highest_rank,",
     ),
     Fault(
         "ageing displaces",
