@@ -50,7 +50,9 @@ class Kernel:
 @pytest.fixture(params=["sim", "simgpu"])
 def kernel(request, guards):
     gc.collect()
-    return Kernel(request.param)
+    made = Kernel(request.param)
+    yield made
+    vars(made).clear()  # pytest keeps the last one, and with it what the test's functions refer to
 
 
 def add(tensor: torch.Tensor) -> None:
