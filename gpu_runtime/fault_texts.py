@@ -120,24 +120,42 @@ def decode_failures(before: int, fault: Fault | None) -> int:
 
 
 _LINK = "For further information visit https://errors.pydantic.dev/"
+# Lines of gdb, which llama.cpp calls when it aborts, and the line before them that says why.
+_OF_GDB = re.compile(
+    r"\[(?:New LWP|Thread debugging|Inferior|Switching)|Using host libthread_db|#\d+ |0x[0-9a-f]+ in |"
+    r"\d+\t|warning: |This GDB|Enable debuginfod|Debuginfod|Downloading |Could not attach|ptrace: |"
+    r"No stack|The program is not being run|Missing separate debuginfo|Reading symbols|"
+    r"Attaching to|\(No debugging symbols|\[Current thread|\[detaching|\[Detaching"
+)
+_ABORT = re.compile(
+    r"GGML_ASSERT|GGML_ABORT|terminate called|what\(\):|Assertion .* failed", re.IGNORECASE
+)
 _EXCEPTION = re.compile(r"\b\w*(?:Error|Exception): .+")
 
 
 def last_line(text: str) -> str:
     """The last line of `text` that is not blank, at most 300 characters; empty if there is none.
 
-    A link of pydantic's is not counted. If the line only refers to an earlier one, as vLLM's does,
+    A link of pydantic's is not counted, nor what gdb prints about a crash. If the text has the line of
+    an abort, it counts. If the last line only refers to an earlier one, as vLLM's does,
     the result is the first exception.
 
     >>> last_line("loading\\nno such file\\n\\n")
     'no such file'
     >>> last_line("(Worker) ValueError: no tokenizer\\nRuntimeError: failed. See root cause above.")
     'ValueError: no tokenizer'
+    >>> last_line("ggml.c:99: GGML_ASSERT(n > 0) failed\\n#0 0x7 in wait4 ()\\n[Inferior 1 (process 7) detached]")
+    'ggml.c:99: GGML_ASSERT(n > 0) failed'
     >>> last_line(f"Value error, 512 is more than 256\\n{_LINK}2.14/v/value_error")
     'Value error, 512 is more than 256'
     """
     lines = [line.strip() for line in text.splitlines()]
-    said = [line for line in lines if line and not line.startswith(_LINK)]
+    said = [
+        line for line in lines if line and not line.startswith(_LINK) and not _OF_GDB.match(line)
+    ]
+    aborts = [line for line in said if _ABORT.search(line)]
+    if aborts:
+        return aborts[-1][:LONGEST_LINE]
     last = said[-1] if said else ""
     if "cause above" in last and (found := _EXCEPTION.search(text)):
         last = found[0]

@@ -237,11 +237,18 @@ _TABLE = (
     ),
     Verb(
         "apply",
-        "adds the models of a file to the catalogue: all of them, or none",
-        lambda rt, args: verb_acts.catalogue(rt).apply(args.file),
+        "adds the models of files to the catalogue: all of them, or none",
+        lambda rt, args: verb_acts.catalogue(rt).apply(*args.file),
         (
             option(
-                "--file -f", "FILE", "YAML or JSON; - for standard input", "files", required=True
+                *(
+                    "--file -f",
+                    "FILE",
+                    "YAML or JSON; - for standard input; may be repeated",
+                    "files",
+                ),
+                required=True,
+                action="append",
             ),
         ),
         needs_runtime=False,

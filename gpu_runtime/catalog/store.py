@@ -227,13 +227,22 @@ class Catalog:
     # -- writing
 
     @checked
-    def apply(self, file: str | os.PathLike[str]) -> Applied:
-        """Adds or changes all models of a `file`, or none of them. Returns what was changed.
+    def apply(self, *files: str | os.PathLike[str]) -> Applied:
+        """Adds or changes all models of the `files`, or none of them. Returns what was changed.
 
-        Raises BadDocument with the file, line and field of a mistake, and CatalogUnavailable.
+        Raises BadDocument with the file, line and field of a mistake, also if two files have the
+        same model, and CatalogUnavailable.
         """
-        name, data, base = _open_given(file)
-        new = [_entry(manifest, self.file, base) for manifest in manifests(read(data, name), name)]
+        new: list[CatalogEntry] = []
+        names: dict[str, str] = {}  # of each model, the name of its file
+        for file in files:
+            name, data, base = _open_given(file)
+            for manifest in manifests(read(data, name), name):
+                entry = _entry(manifest, self.file, base)
+                if entry.name in names:
+                    raise BadDocument(name, 0, entry.name, f"it is in {names[entry.name]} already")
+                names[entry.name] = name
+                new.append(entry)
         with self._locked():
             known, set_aside = self._for_writing()
             self._require_ours(new, known)
@@ -247,6 +256,7 @@ class Catalog:
             if added or changed:
                 self._write({**ours, **{entry.name: entry for entry in new}}.values())
         unchanged = tuple(entry.name for entry in new if entry.name not in (*added, *changed))
+        name = ", ".join(dict.fromkeys(names.values()))
         return Applied(name, added, changed, unchanged, tuple(self._notes(new, set_aside)))
 
     def _notes(self, new: Iterable[CatalogEntry], set_aside: str) -> Iterator[str]:

@@ -4,6 +4,7 @@ sees a half-changed file.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import stat
@@ -29,6 +30,7 @@ from gpu_runtime import (
     NotLoaded,
     UnknownDevice,
     UnknownModel,
+    verbs,
 )
 from gpu_runtime.catalog import store as catalogs
 from gpu_runtime.catalog.schema import Fields
@@ -37,6 +39,7 @@ from gpu_runtime.facts.base import encode
 from gpu_runtime.facts.book import decode_book
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB
+from gpu_runtime.verb_arguments import fill
 from tests.clock import scaled
 
 from .conftest import claims, fakes, where
@@ -91,6 +94,22 @@ def test_applying_again_changes_only_the_models_that_differ(catalog, file):
     before = os.stat(catalog.file).st_mtime_ns
     catalog.apply(file(DRILLS.replace("14GiB", "15GiB")))
     assert os.stat(catalog.file).st_mtime_ns == before
+
+
+def test_several_files_are_applied_together_or_not_at_all(catalog, file):
+    """`gpu apply -f a -f b` applied the last file only, and said nothing of the first."""
+    one = file("models: {a: {backend: fake, memory: 1GiB}}", "a.yaml")
+    two = file("models: {b: {backend: fake, memory: 1GiB}}", "b.yaml")
+    applied = catalog.apply(one, two)
+    assert (applied.added, applied.file) == (("a", "b"), f"{one}, {two}")
+    again = file(
+        "models: {c: {backend: fake, memory: 1GiB}, b: {backend: fake, memory: 2GiB}}", "c.yaml"
+    )
+    with pytest.raises(BadDocument, match=r"c\.yaml, b: it is in .*b\.yaml already"):
+        catalog.apply(two, again)
+    assert [spec.name for spec in catalog.specs()] == ["a", "b"]
+    parser = fill(argparse.ArgumentParser(), verbs.find("apply", "gpu").arguments)
+    assert parser.parse_args(["-f", one, "-f", two]).file == [one, two]
 
 
 def test_a_bad_document_changes_nothing_at_all(catalog, file):

@@ -645,6 +645,16 @@ async def test_the_first_import_of_a_library_is_no_load(monkeypatch):
 
 
 @in_loop
+async def test_a_model_that_never_fits_is_507_and_not_repeated():
+    """SDKs repeat a 503. With a stand-in that only fails for now, the answer is still 503."""
+    async with harness(giant=4000) as k:
+        with pytest.raises(Refused) as refused:
+            await k.chat("giant")
+        assert (refused.value.status, refused.value.code) == (507, "does_not_fit")
+        assert refused.value.facts["failures"]
+
+
+@in_loop
 async def test_a_budget_that_is_spent_ends_the_call():
     """A model without measurements gets the call. When the budget is spent, the call is ended."""
     async with harness(a=4, scripts={"a": [asyncio.Event(), asyncio.Event()]}) as k:

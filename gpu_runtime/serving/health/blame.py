@@ -99,11 +99,16 @@ def fault_of_the_call(error: BaseException, model: str) -> Refused:
 
 
 def no_answer(asked: str, failed: Sequence[tuple[str, BaseException]]) -> Refused:
-    """The refusal (503) of a call of `asked`, the name in the call. It has the error of each model that `failed`."""
+    """The refusal of a call of `asked`, the name in the call. It has the error of each model that `failed`.
+
+    It is 507 if no model fits, which clients do not repeat, else 503.
+    """
     reasons = list(dict.fromkeys(f"{model}: {first_line(error)}" for model, error in failed))
     waits = [error.retry_after for _, error in failed if isinstance(error, BreakerOpen)]
     code = "breaker_open" if len(waits) == len(failed) else "no_answer"
     text = f"{asked} could not be answered. " + " · ".join(reasons)
+    if failed and all(isinstance(error, errors.DoesNotFit) for _, error in failed):
+        return Refused(507, "does_not_fit", text, failures=reasons)
     return Refused(503, code, text, min(waits, default=None), failures=reasons)
 
 
