@@ -183,12 +183,28 @@ def test_tensors_without_bytes_are_not_found():
     assert fake is not None and lazy is not None
 
 
-def test_a_tensor_without_a_storage_is_named_as_opaque():
-    """mkldnn keeps a tensor's bytes in objects of its own. The search reports such a tensor as
-    opaque.
-    """
-    opaque = torch.ones(4, 4).to_mkldnn()
-    assert any(one is opaque for one in se.search(every).opaque)
+def test_a_tensor_of_mkldnn_stays_with_its_bytes():
+    """MKL-DNN keeps a tensor's bytes in objects of its own, without a storage."""
+    held = torch.ones(4, 4).to_mkldnn()
+    [found] = [one for one in se.search(every).found if one.tensors and one.tensors[0] is held]
+    assert (found.storage, found.bytes, found.stays) == (None, 64, se.COMPILED)
+
+
+def test_packed_weights_stay_with_their_bytes():
+    packed = torch.ao.quantization.quantize_dynamic(
+        nn.Sequential(nn.Linear(64, 64)), {nn.Linear}, dtype=torch.qint8
+    )
+    holder = packed[0]._packed_params
+    [found] = [one for one in se.search(every).found if one.tensors and one.tensors[0] is holder]
+    assert (found.bytes, found.stays) == (64 * 64 + 64 * 4, se.COMPILED)
+
+
+def test_frozen_weights_stay_with_their_bytes():
+    """Their module has no parameters any more, and the graph may have their addresses."""
+    frozen = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(64, 32)).eval()))
+    gc.collect()
+    stays = [one.bytes for one in se.search(every).found if one.stays == se.COMPILED]
+    assert {64 * 32 * 4, 32 * 4} <= {*stays} and frozen is not None
 
 
 def test_governed_storages_are_left_out():

@@ -5,11 +5,13 @@ The table itself is in tests/faces/test_who.py.
 
 from __future__ import annotations
 
+import gc
 import sys
 
 import torch
 
 from gpu_runtime import other_libraries
+from gpu_runtime.backends.pytorch import search
 from gpu_runtime.backends.pytorch.fingerprint import digest, every_key
 from gpu_runtime.backends.pytorch.time_limit import Limit
 from gpu_runtime.facts import HOST
@@ -98,3 +100,29 @@ def test_who_shows_what_other_libraries_hold_and_that_it_cannot_be_moved(started
         "2 arrays",
         "not of torch",
     )
+
+
+def test_what_compiled_code_holds_is_named_and_stays(started):
+    """MKL-DNN, packed and frozen weights are in no storage that can be exchanged. They were not
+    counted at all.
+    """
+    rt, kernel = started(devices="sim:64MiB,host:64MiB")
+    main = vars(sys.modules["__main__"])
+    net = torch.nn.Sequential(torch.nn.Linear(1024, 2048, bias=False)).eval()
+    try:
+        main["dense"] = torch.ones(3 * FLOATS).to_mkldnn()
+        main["frozen"] = torch.jit.freeze(torch.jit.script(net))
+        main["packed"] = torch.ao.quantization.quantize_dynamic(net, dtype=torch.qint8)
+        main["mine"] = torch.ones(FLOATS)
+        del net
+        gc.collect()
+        cell(kernel)
+        frame = rt.who()
+        rows = frame.set_index("name").loc[["dense", "frozen", "packed"]]
+        assert [round(size / MIB) for size in rows["bytes"]] == [3, 8, 2]
+        assert {*rows["stays"]} == {search.COMPILED}
+        assert "compiled code holds it" in rt.park().because
+        assert own(rt)[HOST] >= MIB
+    finally:
+        for name in ("dense", "frozen", "packed", "mine"):
+            main.pop(name, None)

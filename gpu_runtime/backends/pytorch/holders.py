@@ -15,7 +15,7 @@ import sys
 import types
 import weakref
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -23,7 +23,17 @@ from torch import Tensor
 
 from ...torch_modes import outside_modes
 from .memory_owner import cpp_keeps_python, hidden_references
-from .search import Found, gradient, graph, plain_tensors, saved_by, saved_in, tracked
+from .search import (
+    Found,
+    constants_of,
+    gradient,
+    graph,
+    packed_classes,
+    plain_tensors,
+    saved_by,
+    saved_in,
+    tracked,
+)
 from .time_limit import Limit
 from .torch_model import TorchModel
 
@@ -117,13 +127,24 @@ class _Walk:
         self._edges: dict[int, list[int]] = {}
         self._given: Counter[int] = Counter()  # references that the name itself holds
         self._kinds = _Kinds()
+        self._packed = packed_classes()
         self.later: list[Any] = []
         self.whole = True
 
     def storages(self) -> set[int]:
         """The keys of the storages that this walk has reached until now."""
-        every = self._objects.values()
-        return {one._cdata for one in every if type(one) is torch.UntypedStorage}
+        return self._keys(self._objects.values())
+
+    def _keys(self, objects: Iterable[Any]) -> set[int]:
+        """The keys of the storages in `objects`, and of what has bytes outside of a storage."""
+        found = set()
+        for one in objects:
+            kind = type(one)
+            if kind is torch.UntypedStorage:
+                found.add(one._cdata)
+            elif kind in self._packed or (kind is Tensor and one.layout is torch._mkldnn):
+                found.add(id(one))
+        return found
 
     def follow(self, pending: list[Any]) -> None:
         """Follows all references from the objects in `pending`, and empties this list.
@@ -200,13 +221,7 @@ class _Walk:
                 if key not in staying:
                     staying.add(key)
                     pending.append(key)
-        gone = (one for key, one in self._objects.items() if key not in staying)
-        return {one._cdata for one in gone if type(one) is torch.UntypedStorage}
-
-
-def _in_script(function: torch._C.ScriptFunction) -> list[Any]:
-    constants = function.graph.findAllNodes("prim::Constant")
-    return [node.t("value") for node in constants if _is_tensor(node)]
+        return self._keys(one for key, one in self._objects.items() if key not in staying)
 
 
 # The objects of torch's C++ code whose content Python cannot list, by class.
@@ -214,14 +229,9 @@ _IN_CPP: dict[type, Callable[[Any], list[Any]]] = {
     torch._C.Future: lambda one: [one.value()] if one.done() else [],
     torch._C.ScriptList: list,
     torch._C.ScriptDict: lambda one: [part for item in one.items() for part in item],
-    torch._C.ScriptFunction: _in_script,
-    torch.jit.ScriptModule: lambda one: [*one.parameters(), *one.buffers()],
+    torch._C.ScriptFunction: constants_of,
+    torch.jit.ScriptModule: lambda one: [*one.parameters(), *one.buffers(), *constants_of(one)],
 }
-
-
-def _is_tensor(constant: Any) -> bool:
-    """Whether the value of this `constant` of a graph is a tensor."""
-    return constant.hasAttribute("value") and constant.kindOf("value") == "t"
 
 
 def _of_tensor(tensor: Tensor) -> list[Any]:
@@ -333,7 +343,7 @@ def referrer(storage: Found, ignored: Collection[int], limit: Limit) -> str:
     `limit` or _STEPS_UP steps are reached, it is UNKNOWN. `ignored` are the ids of objects of the
     search itself.
     """
-    level: list[Any] = [storage.storage, *storage.tensors]
+    level = [one for one in (storage.storage, *storage.tensors) if one is not None]
     visited = level
     seen = {*ignored, id(storage), id(storage.tensors), *map(id, level)}
     for _ in range(_STEPS_UP):

@@ -44,9 +44,16 @@ SENT = "another process maps it (CUDA IPC)"
 COPY_ON_WRITE = "it is a copy-on-write copy, which torch would copy as soon as it is touched"
 OVERLAPS = "another storage lies in the same memory"
 UNREADABLE = "torch refuses to give its address"
+COMPILED = "compiled code holds it (MKL-DNN, packed or frozen weights)"
 
 _PLAIN = frozenset((Tensor, nn.Parameter))
 _WITHOUT_BYTES = frozenset(("FakeTensor", "FunctionalTensor"))
+# Modules whose weights torch has packed for the CPU: module, class.
+_PACKED = (
+    ("torch.ao.nn.quantized.modules.linear", "LinearPackedParams"),
+    ("torch.ao.nn.quantized.modules.conv", "_ConvNd"),
+    ("torch.ao.nn.quantized.dynamic.modules.rnn", "PackedParameter"),
+)
 _PARTS_OF_LAYOUT = {
     torch.sparse_coo: ("_indices", "_values"),
     torch.sparse_csr: ("crow_indices", "col_indices", "values"),
@@ -59,24 +66,25 @@ _PARTS_OF_LAYOUT = {
 class Found(NamedTuple):
     """A storage on a device. A Found keeps its storage alive, so keep it only for a short time."""
 
-    storage: torch.UntypedStorage  # torch makes one Python object for each storage: this one
+    # An UntypedStorage; torch makes one Python object for each storage: this one. None if the bytes
+    # are in no storage. They stay then.
+    storage: Any
     device: str
     bytes: int
-    tensors: tuple[Tensor, ...]  # those in this storage that can be found
+    tensors: tuple[Any, ...]  # those in this storage that can be found, or what holds the bytes
     stays: str  # why the storage cannot be moved; empty: it can
     own_bytes: int  # `bytes`, less those that an earlier storage in the list has in the same memory
 
     @property
     def key(self) -> int:
         """The address of the C++ object, which is equal for all views of one storage."""
-        return self.storage._cdata
+        return id(self.tensors[0]) if self.storage is None else self.storage._cdata
 
 
 class Search(NamedTuple):
     """The storages that a search found, and the duration of the search."""
 
     found: tuple[Found, ...]
-    opaque: tuple[Tensor, ...]  # tensors of any device that have no storage, such as mkldnn's
     streams: tuple[torch.Stream, ...]  # of any device
     nodes: int  # the number of nodes of autograd graphs
     seconds: float
@@ -120,17 +128,22 @@ def search(
     nodes: set[Any] = set()
     references: Counter[int] = Counter()
     everything = list(_with_hidden(seen.tensors, nodes, references, limit))
-    scripted = set(map(id, seen.scripted))
+    scripted, frozen = set(map(id, seen.scripted)), set(map(id, seen.frozen))
     entries, opaque, small = _storages(everything, seen.bare, place, governed, limit)
     exported = [
         entry.storage._cdata
         for entry in entries
         if any(_is_exported(one, references, scripted) for one in entry.tensors)
     ]
-    found = _judged(entries, small, known, frozenset(exported))
+    compiled = [
+        entry.storage._cdata
+        for entry in entries
+        if frozen and any(id(one) in frozen for one in entry.tensors)
+    ]
+    found = _judged(entries, small, known, frozenset(exported), frozenset(compiled))
+    found += _without_storage(opaque, seen.packed, place)
     return Search(
         tuple(found),
-        tuple(opaque),
         tuple(seen.streams),
         len(nodes),
         limit.elapsed_seconds,
@@ -172,6 +185,8 @@ class Tracked(NamedTuple):
     bare: list[torch.UntypedStorage]  # the storages that have a Python object
     streams: list[torch.Stream]
     scripted: list[Tensor]  # the parameters and buffers of TorchScript modules, also in `tensors`
+    frozen: list[Tensor]  # the tensors that TorchScript has as constants, also in `tensors`
+    packed: list[nn.Module]  # modules whose weights are packed
     whole: bool  # False: the limit was reached before the search, and nothing was listed
 
 
@@ -181,9 +196,10 @@ def tracked(limit: Limit) -> Tracked:
     The parameters and buffers of TorchScript modules are added.
     """
     kinds, streams = subclasses(Tensor), subclasses(torch.Stream)
-    scripted = _scripted_classes()
-    interesting = kinds | streams | {torch.UntypedStorage} | scripted
-    found = Tracked([], [], [], [], not limit.over)
+    scripted, packed = _scripted_classes(), packed_classes()
+    interesting = kinds | streams | {torch.UntypedStorage} | scripted | packed
+    interesting.add(torch._C.ScriptFunction)
+    found = Tracked([], [], [], [], [], [], not limit.over)
     if limit.over:
         return found
     for one in instances(interesting):
@@ -192,12 +208,92 @@ def tracked(limit: Limit) -> Tracked:
             found.tensors.append(one)
         elif kind in streams:
             found.streams.append(one)
-        elif kind in scripted:
-            found.scripted.extend(itertools.chain(one.parameters(), one.buffers()))
-        else:
+        elif kind in packed:
+            found.packed.append(one)
+        elif kind is torch.UntypedStorage:
             found.bare.append(one)
+        else:
+            if kind in scripted:
+                found.scripted.extend(itertools.chain(one.parameters(), one.buffers()))
+            found.frozen.extend(constants_of(one))
     found.tensors.extend(found.scripted)
+    found.tensors.extend(found.frozen)
     return found
+
+
+# By the ids of TorchScript modules and functions that have no tensors as constants. Their own
+# `__eq__` may be the user's code, so they are no keys.
+_without_constants: dict[int, weakref.ref[Any]] = {}
+
+
+def constants_of(script: Any) -> list[Tensor]:
+    """The tensors that a TorchScript module or function has as constants, such as frozen weights."""
+    known = _without_constants.get(id(script))
+    if known is not None and known() is script:
+        return []
+    try:
+        nodes = script.graph.findAllNodes("prim::Constant")
+    except (AttributeError, RuntimeError):  # a module without `forward`
+        nodes = []
+    found = [
+        node.t("value")
+        for node in nodes
+        if node.hasAttribute("value") and node.kindOf("value") == "t"
+    ]
+    if not found:
+        key = id(script)
+        _without_constants[key] = weakref.ref(script, lambda _: _without_constants.pop(key, None))
+    return found
+
+
+def packed_classes() -> set[type]:
+    """The classes of modules whose weights torch has packed for the CPU."""
+    kinds = [getattr(sys.modules.get(module), name, None) for module, name in _PACKED]
+    return {below for kind in kinds if kind is not None for below in subclasses(kind)}
+
+
+class _Bytes(NamedTuple):
+    """Bytes on a device that are in no storage, for a `Place`."""
+
+    device: torch.device
+    size: int
+
+    def nbytes(self) -> int:
+        return self.size
+
+
+def _without_storage(
+    opaque: Iterable[Tensor], packed: Iterable[nn.Module], place: Place
+) -> Iterator[Found]:
+    """The tensors of MKL-DNN among `opaque`, and the `packed` modules, that are on a device."""
+    sizes: dict[int, tuple[Any, _Bytes]] = {}
+    for tensor in opaque:
+        if tensor.layout is torch._mkldnn:
+            sizes[id(tensor)] = tensor, _Bytes(tensor.device, tensor.nbytes)
+    for module in packed:
+        sizes[id(module)] = module, _Bytes(torch.device("cpu"), _packed_bytes(module))
+    for holder, content in sizes.values():
+        if content.size and (device := place(content)):  # type: ignore[arg-type]
+            yield Found(None, device, content.size, (holder,), COMPILED, content.size)
+
+
+_packed_sizes: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+
+
+def _packed_bytes(module: nn.Module) -> int:
+    """The bytes of the weights of `module`. The first call unpacks a copy of them."""
+    if module not in _packed_sizes:
+        _packed_sizes[module] = sum(map(_bytes_in, list(vars(module).values())))
+    return _packed_sizes[module]
+
+
+def _bytes_in(value: Any) -> int:
+    """The bytes of the tensors in `value`, which is or contains an object of torch's C++ code."""
+    if isinstance(value, torch.ScriptObject):
+        return _bytes_in(value.__getstate__())
+    if isinstance(value, (tuple, list)):
+        return sum(map(_bytes_in, value))
+    return value.nbytes if isinstance(value, Tensor) else 0
 
 
 def subclasses(kind: type) -> set[type]:
@@ -434,12 +530,13 @@ def _judged(
     small: list[torch.UntypedStorage],
     known: Known | None,
     exported: Collection[int] = (),
+    compiled: Collection[int] = (),
 ) -> list[Found]:
     """The storages in `entries`, each with the reason if it cannot be moved.
 
     Storages that have no memory yet (address 0) are left out. `small` are further CPU storages,
     which may lie in the same memory. `known` is for `used_elsewhere`. `exported` are the keys of
-    storages whose address something in C++ may have.
+    storages whose address something in C++ may have, and `compiled` of those that compiled code has.
     """
     sent = _sent_to_others()
     spans: dict[torch.device, list[tuple[int, int, int]]] = {}  # address, bytes, place in the list
@@ -448,6 +545,8 @@ def _judged(
     for storage, device, tensors in entries:
         size = storage.nbytes()
         why, address = _reason(storage, tensors, sent)
+        if compiled and storage._cdata in compiled:
+            why = why or COMPILED
         if exported and storage._cdata in exported:
             why = why or ARRAY
         if why == FOREIGN:
