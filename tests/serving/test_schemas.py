@@ -128,6 +128,9 @@ async def test_a_wrong_schema_is_the_callers_mistake(name, sources):  # noqa: F8
             with pytest.raises(Refused) as refused:
                 await k.chat(name, "hi", response_format=format, max_tokens=9)
             assert refused.value.status == 400, schema
+        wanted = {"type": "json_schema", "json_schema": {"schema": REFUSED[0][0]}}
+        with pytest.raises(Refused):  # also where a stream would first say how long it may be
+            await k.chat(name, "hi", response_format=wanted, max_tokens=128_000, stream=True)
         assert all(one.failures == 0 for one in k.gateway.state().breakers.values())
         assert answer_text(await k.chat(name, "hi", max_tokens=2))
 

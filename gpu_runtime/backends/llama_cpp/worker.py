@@ -198,6 +198,7 @@ class _OurMethods:
         if not tokens or room < (most != 0):
             yield {"too_long": len(tokens)}
             return
+        forced = None if json_grammar is None else _Forced(self, json_grammar)
         limit = room if most is None else min(most, room)
         if most is not None and most > room:
             yield {"room": room}
@@ -205,7 +206,6 @@ class _OurMethods:
             scores = None if top_logprobs is None else self._scores_of_prompt(tokens, top_logprobs)
             yield {"text": self._text(tokens) if prompt is tokens else prompt, "tokens": scores}
         self.set_seed(random.SystemRandom().getrandbits(32) if seed is None else seed)
-        forced = None if json_grammar is None else _Forced(self, json_grammar)
         masks = [_biased(logit_bias)] if logit_bias else []
         masks += [forced.mask] if forced else []
         decoder = codecs.getincrementaldecoder("utf-8")("replace")

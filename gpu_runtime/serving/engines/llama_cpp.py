@@ -21,7 +21,7 @@ from .base import TextAdapter, text_too_long, too_long, unit_vector
 from .json_answers import grammar_of, schema_of
 from .logprobs import Token, Unsent, count_of
 from .openai_format import TextPiece, max_tokens_of, stops_of
-from .tool_calls import tools_of
+from .tool_calls import Tools, tools_of
 
 _ADDED_TOKENS = 4  # at most: those that begin and end a text, and a space before it
 _PENALTIES = ("presence_penalty", "frequency_penalty", "repeat_penalty")
@@ -86,10 +86,8 @@ class LlamaCppAdapter(TextAdapter):
         Raises Refused if the prompt does not fit the context.
         """
 
-        forced = {}
-        if kind == "chat" and (schema := schema_of(body, tools := tools_of(body))) is not None:
-            grammar = grammar_of(schema, self.spec.name, is_hint=bool(tools.forced))
-            forced = {"json_grammar": grammar}
+        tools = tools_of(body) if kind == "chat" else Tools()
+        schema = schema_of(body, tools) if kind == "chat" else None
 
         def work(emit: Emit, cancelled: Cancellation) -> None:
             """Requests the answer from the model, in a thread, and emits the pieces of the answer."""
@@ -99,6 +97,9 @@ class LlamaCppAdapter(TextAdapter):
             if body.get("logit_bias"):
                 self.require_known(body, self.value.n_vocab())
             more = {"logit_bias": body["logit_bias"]} if body.get("logit_bias") else {}
+            if schema is not None:
+                grammar = grammar_of(schema, self.spec.name, is_hint=bool(tools.forced))
+                more["json_grammar"] = grammar
             parts = self.value.write(
                 prompt,
                 kind != "chat",
@@ -111,7 +112,6 @@ class LlamaCppAdapter(TextAdapter):
                 echo=bool(body.get("echo")),
                 **sampling(body, _SAMPLING_FIELDS),
                 **more,
-                **forced,
             )
 
             unsent = Unsent()

@@ -119,9 +119,6 @@ class TransformersAdapter(TextAdapter):
         """
         tools = tools_of(body) if kind == "chat" else Tools()
         schema = schema_of(body, tools) if kind == "chat" else None
-        grammar = ""
-        if schema is not None:
-            grammar = grammar_of(schema, self.spec.name, is_hint=bool(tools.forced))
 
         def work(emit: Emit, cancelled: threading.Event) -> None:
             """Makes the prompt and writes the answer, in a thread."""
@@ -139,6 +136,10 @@ class TransformersAdapter(TextAdapter):
             room = context - prompt_tokens
             if not prompt_tokens or room < (limit != 0):
                 raise too_long(self.spec.name, kind, prompt_tokens, context)
+            forced = None
+            if schema is not None:
+                grammar = grammar_of(schema, self.spec.name, is_hint=bool(tools.forced))
+                forced = ForcedTokens(grammar, self.tokenizer, self._ends(), self.spec.name)
             if limit is not None and limit > room:
                 emit(TextPiece(room=room))
             limit = min(DEFAULT_TOKENS if limit is None else limit, room)
@@ -147,9 +148,6 @@ class TransformersAdapter(TextAdapter):
             if not limit:
                 emit(TextPiece(finish="length", prompt_tokens=prompt_tokens))
                 return
-            forced = None
-            if grammar:
-                forced = ForcedTokens(grammar, self.tokenizer, self._ends(), self.spec.name)
             self._write(prompt, limit, body, forced, emit, cancelled)
 
         return stream_from_thread(work)
