@@ -56,6 +56,7 @@ Decision = Callable[[Book, World], tuple[Book, T]]
 
 PUBLISH_SECONDS = 0.05  # the longest wait of a cell until the book shows that it runs
 POLL_SECONDS = 1.0  # between two reads of the book without a notification
+TURN_SECONDS = 2.0  # how long a thread waits for the transaction of another thread of its process
 NEAR_SECONDS = 0.05  # between two checks of an own model that a waiting request needs
 
 
@@ -113,7 +114,7 @@ class Session:
         self.lock = threading.Lock()  # protects residents and the monitor's start; no load holds it
         # Held for one transaction. A signal handler of the user may begin a second one in the thread.
         self._turn = forks.freed(threading.RLock())
-        self._failed = float("-inf"), ""  # when the last attempt began that failed, and why
+        self._turns_ended = 0
         self.guest = False  # True for a command that sends requests and holds no model itself
         self.notebook = ""  # the notebook's path, if it became known after the ledger was opened
         self.process_lost = ""  # why the driver no longer serves this process; empty if it does
@@ -276,22 +277,30 @@ class Session:
     def _in_turn(self, transact: Callable[[], T]) -> T:
         """The result of `transact`, which no other thread of this process disturbs.
 
-        If 500 threads write at once, each write makes the others decide again, and some give up. A
-        thread waits here as long as others succeed. After an attempt that began later than the wait
-        and failed, it fails with the same reason.
+        If 500 threads write at once, each write makes the others decide again, and some give up. The
+        turn is no condition: a thread that sees no turn end for TURN_SECONDS writes without it. The
+        holder may wait for this thread, in a signal handler of the user that runs in its transaction.
         """
-        began = time.monotonic()
-        with self._turn:
-            since, because = self._failed
-            if since > began:
-                raise LedgerUnavailable(because, path=self.ledger.url)
-            began = time.monotonic()
-            try:
-                return transact()
-            except LedgerUnavailable as error:
-                if type(error) is LedgerUnavailable:  # not what only this write has caused
-                    self._failed = began, str(error)
-                raise
+        if threading.current_thread() is threading.main_thread():
+            with self._turn:  # an interrupt cannot leave it locked
+                return self._counted(transact)
+        held = False
+        while not held:
+            ended = self._turns_ended
+            held = self._turn.acquire(timeout=TURN_SECONDS)
+            if not held and self._turns_ended == ended:
+                break
+        try:
+            return self._counted(transact)
+        finally:
+            if held:
+                self._turn.release()
+
+    def _counted(self, transact: Callable[[], T]) -> T:
+        try:
+            return transact()
+        finally:
+            self._turns_ended += 1
 
     def publish(self) -> None:
         """Writes this owner's section as it is now."""
