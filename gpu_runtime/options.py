@@ -57,7 +57,8 @@ PASSED_TO_LLAMA = (
 REFUSED_FOR_LLAMA = {  # a keyword of the library -> what to type instead
     "n_gpu_layers": "given as gpu_layers",
     "n_ctx": "given as context_length",
-    **dict.fromkeys(("tensor_split", "type_k", "type_v", "model_path"), _PLACED),
+    **dict.fromkeys(("type_k", "type_v"), "given as cache_dtype"),
+    **dict.fromkeys(("tensor_split", "model_path"), _PLACED),
 }
 REFUSED_FOR_TRANSFORMERS = dict.fromkeys(
     ("device_map", "quantization_config", "load_in_8bit", "load_in_4bit", "offload_folder", "max_memory"),
@@ -65,16 +66,18 @@ REFUSED_FOR_TRANSFORMERS = dict.fromkeys(
 )  # fmt: skip
 
 
-def embedded_tokens(options: Mapping[str, Any]) -> int:
+def embedded_tokens(options: Mapping[str, Any], context: int) -> int:
     """The most tokens of one text that llama.cpp embeds with these `options` of a model.
+
+    Without an option, this is the model's `context`.
 
     A text must be computed in one batch. In several, the vector would be that of the last one alone (measured with
     n_batch=2048 and n_ubatch=512), so both options get the same value.
 
-    >>> embedded_tokens({}), embedded_tokens({"n_batch": 2048})
-    (512, 2048)
+    >>> embedded_tokens({}, 4096), embedded_tokens({"n_batch": 2048}, 4096)
+    (4096, 2048)
     """
-    return max(options.get("n_batch") or 0, options.get("n_ubatch") or 0) or 512
+    return max(options.get("n_batch") or 0, options.get("n_ubatch") or 0) or context
 
 
 def _refused(instead: str) -> Rule:

@@ -15,6 +15,7 @@ from ..backends.engines.arguments import RESERVED_FLAGS, group_flags
 from ..backends.registry import backend_names, file_backend, missing
 from ..errors import LoadFailed, ModelDisabled
 from ..facts import NORMAL, ModelSpec, Value
+from ..options import OPTIONS, PASSED_TO_LLAMA
 from ..settings import Settings
 from .schema import BACKENDS, TRUST, Fields, is_trust, read_arguments, unknown_fields
 
@@ -32,6 +33,8 @@ _OPTIONS = (
     "thinking",
     "leave_out_tools",
 )
+# Options of llama.cpp; an entry of another engine keeps them without effect.
+OF_LLAMA = (*PASSED_TO_LLAMA, "flash_attn", "embedding", "split_mode", "main_gpu", "isolated")
 MOST_TEMPLATE = 1 << 20  # characters of a chat template's file
 _BY_CATEGORY = {"diffusion": "diffusers"}
 
@@ -77,7 +80,7 @@ def spec_of(entry: CatalogEntry, settings: Settings) -> ModelSpec:
         devices=fields.gpus if isinstance(fields.gpus, tuple) else (),
         placement=_placement(fields, values["max_tensor_parallel"]),
         enabled=fields.enabled is not False,
-        options=_options(fields, values, settings),
+        options=_options(fields, values, settings, backend),
     )
 
 
@@ -88,14 +91,20 @@ def _values(fields: Fields, settings: Settings) -> dict[str, Any]:
     for _, field, value in read_arguments(fields.runtime_args or ()):
         if field:
             values[field] = value
+    values["cache_dtype"] = values["cache_dtype"] or fields.type_k or fields.type_v
     if values["gpu_layers"] is None:
         values["gpu_layers"] = settings.inference_gpu_layers
     return values
 
 
-def _options(fields: Fields, values: dict[str, Any], settings: Settings) -> dict[str, Any]:
-    """The options of the model's backend."""
-    options = {name: values[name] for name in _OPTIONS if values[name] is not None}
+def _options(
+    fields: Fields, values: dict[str, Any], settings: Settings, backend: str
+) -> dict[str, Any]:
+    """The options of the model's `backend`."""
+    used = [name for name in OF_LLAMA if name not in _OPTIONS and _is_option(name, backend)]
+    own = {name: getattr(fields, name) for name in used}
+    options = {name: value for name, value in own.items() if value is not None}
+    options |= {name: values[name] for name in _OPTIONS if values[name] is not None}
     if "chat_template" in options:
         options["chat_template"] = _template(options["chat_template"])
     if fields.runtime_args:
@@ -103,6 +112,11 @@ def _options(fields: Fields, values: dict[str, Any], settings: Settings) -> dict
     if settings.gpu_trust_remote_code and _requests_trust(fields):
         options["trust_remote_code"] = True
     return options
+
+
+def _is_option(name: str, backend: str) -> bool:
+    backends = OPTIONS[name].backends
+    return not backends or backend in backends
 
 
 def _placement(fields: Fields, most_cards: int | None) -> dict[str, Any]:
@@ -245,6 +259,11 @@ def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
     unknown = unknown_fields(entry.body["spec"])
     if unknown:
         found.append(f"unknown here, and kept: {', '.join(unknown)}")
+    given = [name for name in OF_LLAMA if getattr(fields, name) is not None]
+    if idle := [name for name in given if not _is_option(name, spec.backend)]:
+        found.append(f"kept, and not used by {spec.backend}: {', '.join(idle)}")
+    if fields.type_k and fields.type_v and fields.type_k != fields.type_v:
+        found.append("type_v is kept, and has no effect: the cache has one dtype, that of type_k")
     found += _argument_notes(fields)
     if _requests_trust(fields) and not settings.gpu_trust_remote_code:
         found.append(

@@ -31,6 +31,7 @@ from ..arguments import (
 from ..backends.engines.arguments import group_flags, is_placeholder
 from ..errors import BadSetting
 from ..facts import IMPORTANCE, parse_importance
+from ..options import OPTIONS
 from ..safe_text import quoted
 from ..units import MIB, parse_bytes, parse_seconds
 
@@ -197,6 +198,13 @@ def _by(rule: Rule) -> Callable[[Any], Any]:
     return read
 
 
+def _option(name: str) -> Callable[[Any], Any]:
+    """Returns a function that checks and converts a value as the option `name` of `rt.register`."""
+    return _by(OPTIONS[name].rule)
+
+
+Count = Annotated[int, BeforeValidator(_option("n_batch"))]
+Number = Annotated[float, BeforeValidator(_option("rope_freq_base"))]
 Text = Annotated[str, Field(min_length=1, max_length=LONGEST_TEXT)]
 Word = Annotated[str, Field(min_length=1), AfterValidator(_by(WORD))]
 Template = Annotated[str, Field(min_length=1), AfterValidator(_by(TEMPLATE))]
@@ -319,6 +327,38 @@ class Fields(BaseModel):
         None,
         description="Whether the model reasons before it answers, unless the request sets this.",
     )
+    n_batch: Count | None = Field(None, description="llama.cpp: tokens of a batch.")
+    n_ubatch: Count | None = Field(None, description="llama.cpp: tokens computed at once.")
+    n_threads: Count | None = Field(None, description="llama.cpp: threads of the CPU.")
+    n_threads_batch: Count | None = Field(None, description="llama.cpp: the same for prompts.")
+    type_k: Text | None = Field(None, description="llama.cpp: the same as `cache_dtype`.")
+    type_v: Text | None = Field(None, description="llama.cpp: equal to `type_k`.")
+    flash_attn: bool | None = Field(None, description="llama.cpp: flash attention.")
+    embedding: bool | None = Field(None, description="llama.cpp: the model makes vectors.")
+    use_mmap: bool | None = Field(None, description="llama.cpp: the file is mapped.")
+    use_mlock: bool | None = Field(None, description="llama.cpp: its pages stay in RAM.")
+    offload_kqv: bool | None = Field(
+        None, description="llama.cpp: `false`: the cache is in host memory."
+    )
+    swa_full: bool | None = Field(None, description="llama.cpp: windows keep the whole context.")
+    logits_all: bool | None = Field(None, description="llama.cpp: scores of all tokens.")
+    rope_freq_base: Number | None = Field(None, description="llama.cpp: the base of RoPE.")
+    rope_freq_scale: Number | None = Field(None, description="llama.cpp: the scale of RoPE.")
+    seed: Annotated[int, BeforeValidator(_option("seed"))] | None = Field(
+        None, description="llama.cpp: the seed of its random numbers."
+    )
+    chat_format: Text | None = Field(None, description="llama.cpp: a format of chats by name.")
+    lora_path: Text | None = Field(None, description="llama.cpp: the file of an adapter.")
+    lora_scale: Number | None = Field(None, description="llama.cpp: the scale of the adapter.")
+    split_mode: Literal["layer", "row"] | None = Field(
+        None, description="llama.cpp: how it is divided over cards: layer or row."
+    )
+    main_gpu: Annotated[int, BeforeValidator(_option("main_gpu"))] | None = Field(
+        None, description="llama.cpp: the number of one of its cards."
+    )
+    isolated: bool | None = Field(
+        None, description="llama.cpp: `false`: it runs in this process, not in one of its own."
+    )
     leave_out_tools: bool | None = Field(
         None,
         description="If the chat template takes no tools: leave the tools of a call out, instead of refusing it.",
@@ -331,6 +371,7 @@ SYNONYMS = (  # fields with the same meaning
     ("type", "model_type", "category"),
     ("memory", "size", "vram_mb"),
     ("keep", "pin"),
+    ("cache_dtype", "type_k"),
 )
 
 

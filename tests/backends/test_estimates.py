@@ -305,6 +305,7 @@ CHECKPOINTS = {  # what a person loads -> how it is made, and its options
         {"cache_dtype": "q8_0", "context_length": 4096},
     ),
     "GGUF embedder": (gguf, {"embedding": True}),
+    "GGUF embedder of long texts": (lambda path: gguf(path, context=2048), {"embedding": True}),
 }
 
 

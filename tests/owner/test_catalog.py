@@ -112,6 +112,30 @@ def test_several_files_are_applied_together_or_not_at_all(catalog, file):
     assert parser.parse_args(["-f", one, "-f", two]).file == [one, two]
 
 
+def test_options_of_llama_cpp_stand_in_an_entry(catalog, file, tmp_path):
+    """An error of the engine advised `n_batch`, and `apply` answered "unknown here". Another engine
+    keeps them without effect, and says so.
+    """
+    options = "n_batch: 2048, n_ubatch: 1024, n_threads: 4, type_k: q8_0, flash_attn: true, seed: 7"
+    applied = catalog.apply(file(f"models: {{a: {{path: a.gguf, {options}}}}}"))
+    assert not any("unknown" in note for note in applied.notes)
+    given = catalog.spec("a").options
+    assert given == {
+        **{"n_batch": 2048, "n_ubatch": 1024, "n_threads": 4},
+        **{"cache_dtype": "q8_0", "flash_attn": True, "seed": 7},
+    }
+    with pytest.raises(BadDocument, match="n_batch: .*above 0"):
+        catalog.apply(file("models: {a: {path: a.gguf, n_batch: 0}}"))
+    (note,) = [
+        note
+        for note in catalog.apply(
+            file("models: {b: {backend: fake, memory: 1GiB, n_batch: 8}}")
+        ).notes
+        if "n_batch" in note
+    ]
+    assert note == "b: kept, and not used by fake: n_batch" and not catalog.spec("b").options
+
+
 def test_a_bad_document_changes_nothing_at_all(catalog, file):
     """One entry of a document is invalid. The valid models before and after it are not applied
     either.

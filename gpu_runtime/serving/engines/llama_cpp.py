@@ -145,7 +145,8 @@ class LlamaCppAdapter(TextAdapter):
         def embed(cancelled: Cancellation) -> Any:
             """Embeds the texts. The library takes no tokens, so lists of tokens are turned into text first."""
             size = self.value.n_vocab()
-            most = min(self.facts.context, embedded_tokens(self.spec.options))
+            context = self.facts.context
+            most = min(context, embedded_tokens(self.spec.options, context))
             plain = []
             for text in texts:
                 if not isinstance(text, str):
