@@ -30,7 +30,7 @@ class AbsentBackend(Backend):
         If there are no local files, the evidence has the source as its `name`, and the reason as
         its `why_unknown`. Raises LoadFailed if local files exist but their size cannot be read.
         """
-        is_local = os.path.exists(os.path.expanduser(spec.source))
+        is_local = os.path.lexists(os.path.expanduser(spec.source))
         if not is_local and not looks_like_hub_id(spec.source):
             return Evidence(name=spec.source, why_unknown=_why_absent(spec.source))
         try:

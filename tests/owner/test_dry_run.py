@@ -15,6 +15,7 @@ from gpu_runtime.errors import (
     AmbiguousName,
     BadSetting,
     BadSize,
+    GpuError,
     LoadFailed,
     NotAModel,
     UnknownModel,
@@ -82,6 +83,43 @@ def test_a_plan_has_the_dtype_of_the_load(rt, tmp_path, stored, config):
     rt.load("writer", str(other))
     (lease,) = rt.status().leases()
     assert lease.bytes == pytest.approx(rt.plan(str(whole)).footprint.bytes, rel=0.02)
+
+
+@pytest.mark.parametrize("act", ["plan", "register"])
+@pytest.mark.parametrize(
+    "broken", ["shard", "config", "single", "gguf", "gguf in a folder", "part"]
+)
+def test_a_missing_file_is_named(rt, tmp_path, broken, act):
+    """The hub's cache has dangling links after a part of it was deleted. A part of a split model may
+    be alone in its folder.
+    """
+    folder = tmp_path / "models"
+    if broken == "part":
+        folder.mkdir()
+        tiny_models.gguf_lm(folder / "w-00002-of-00002.gguf")
+        named, source = "w-00001-of-00002.gguf", folder
+    else:
+        if "gguf" in broken:
+            folder.mkdir()
+            file = tiny_models.gguf_lm(folder / "m.gguf")
+        else:
+            tiny_models.causal_lm(folder, shard="300KB" if broken == "shard" else None)
+            names = {"shard": "model-00001-of-*", "config": "config.json", "single": "model.s*"}
+            file = next(folder.glob(names[broken]))
+        file.unlink()
+        file.symlink_to("../blobs/gone")
+        named, source = file.name, file if broken == "gguf" else folder
+    with pytest.raises(GpuError) as error:
+        rt.plan(str(source)) if act == "plan" else rt.register("m", str(source))
+    (line,) = [line for line in str(error.value).splitlines() if named in line]
+    assert "missing" in line
+
+
+def test_a_revision_that_was_not_downloaded_is_named(rt, tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
+    tiny_models.hub_cache(tmp_path / "hub", "org/m", tiny_models.causal_lm(tmp_path / "source"))
+    with pytest.raises(GpuError, match="in the revision v2.*hf download org/m --revision v2"):
+        rt.register("m", "org/m", revision="v2")
 
 
 def test_a_file_of_a_checkpoint_is_planned_as_the_checkpoint(rt, tmp_path):

@@ -88,24 +88,56 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
     cache.
 
     `revision` selects the version of a hub id. Nothing is downloaded. Raises LoadFailed if `source`
-    is a hub id that is not in the cache.
+    is a hub id that is not in the cache, and if a file of the model is a link to a missing file.
     """
     path = Path(source).expanduser()
-    if path.exists() or not looks_like_hub_id(source):
+    if os.path.lexists(path) or not looks_like_hub_id(source):
+        _require_linked(path, name, source)
         return path
     import_whole("huggingface_hub", "snapshot_download")
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(source, revision=revision, local_files_only=True))
+        path = Path(snapshot_download(source, revision=revision, local_files_only=True))
     except Exception as error:
+        what, option = (
+            ("", "")
+            if revision is None
+            else (f" in the revision {revision}", f" --revision {revision}")
+        )
         raise LoadFailed(
             f"{name}: {source} is neither a directory (there is no {path.absolute()}) nor a hub id that was "
-            f"downloaded. Correct the path, or download it first:  hf download {source}",
+            f"downloaded{what}. Correct the path, or download it first:  hf download {source}{option}",
             name=name,
             source=source,
             mistake=True,
         ) from error
+    _require_linked(path, name, source)
+    return path
+
+
+def _require_linked(path: Path, name: str, source: str) -> None:
+    """Raises LoadFailed if `path`, or a file in it that a load reads, is a link to a missing file.
+
+    The hub's cache has such links after a part of it was deleted.
+    """
+    read = (
+        [path]
+        if not path.is_dir()
+        else [
+            file
+            for file in sorted(path.iterdir())
+            if file.suffix in (".safetensors", ".gguf", ".json") and file.is_symlink()
+        ]
+    )
+    for file in read:
+        if file.is_symlink() and not file.exists():
+            raise LoadFailed(
+                f"{name}: {file} cannot be loaded: it is a link to {os.readlink(file)}, which is missing.",
+                name=name,
+                source=source,
+                mistake=True,
+            )
 
 
 def of_checkpoint(
@@ -165,6 +197,8 @@ def only(found: list[Path], name: str) -> Path:
     models = [path for path in found if gguf.part_of(path) in (0, 1)]
     if len(models) == 1:
         return models[0]
+    if not models:
+        gguf.files(found[0], name)  # raises, because the first part is missing
     listed = ", ".join(path.name for path in models[:5])
     raise NotAModel(
         f"{found[0].parent} holds {len(models)} models; name the file: {listed}.",

@@ -66,7 +66,7 @@ def gguf_evidence(spec: ModelSpec) -> Evidence:
     LoadFailed.
     """
     check(spec)
-    if os.path.exists(os.path.expanduser(spec.source)):
+    if os.path.lexists(os.path.expanduser(spec.source)):
         gguf_file(spec)  # raises for a local path that is not a GGUF file
     found = AbsentBackend(spec.backend).evidence(spec)
     part = offloaded(spec, found.config)
@@ -79,7 +79,7 @@ def gguf_evidence(spec: ModelSpec) -> Evidence:
         config["layers_on_card"] = gpu_layers(spec)
     if layers is not None:  # otherwise the size of the context's cache is unknown
         config["context_at_load"] = _sequence_tokens(spec, found.config)
-        config["batch_tokens"] = _batch_tokens(spec)
+        config["batch_tokens"] = _batch_tokens(spec, found.config)
         config["written_scores"] = not flash_attention(spec)
         if part < 1:  # the cache of a layer is on the same device as the layer
             config["all_layers"] = layers
@@ -147,10 +147,10 @@ def _sequence_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
     return spec.options.get("context_length") or usual
 
 
-def _batch_tokens(spec: ModelSpec) -> int:
-    """The most tokens that llama.cpp computes at once for `spec`."""
+def _batch_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
+    """The most tokens that llama.cpp computes at once for `spec`. `config` is that of the file."""
     if embeds(spec):
-        return embedded_tokens(spec.options)
+        return embedded_tokens(spec.options, _sequence_tokens(spec, config))
     given = [spec.options.get(name) for name in ("n_batch", "n_ubatch")]
     return min(gguf.BATCH_TOKENS if count is None else count for count in given)
 
@@ -207,8 +207,8 @@ def llama_arguments(
     if arguments["embedding"] and config and not config.get("pooling_type"):
         arguments["pooling_type"] = MEAN_POOLING  # without it, each token has a vector of its own
     passed_on = {name: spec.options[name] for name in PASSED_TO_LLAMA if name in spec.options}
-    if arguments["embedding"] and passed_on.keys() & {"n_batch", "n_ubatch"}:
-        passed_on["n_batch"] = passed_on["n_ubatch"] = embedded_tokens(spec.options)
+    if arguments["embedding"]:
+        passed_on["n_batch"] = passed_on["n_ubatch"] = _batch_tokens(spec, config)
     return arguments | passed_on
 
 
