@@ -387,7 +387,7 @@ def cloudy(there: Loopback) -> dict[str, str]:
 
 @in_loop
 async def test_a_cloud_answers_last_and_only_if_allowed():
-    """Local models are tried first, then the cloud, and then the call is refused with 503.
+    """Local models are tried first, then the cloud, and then the call is refused: 507 if no model fits.
 
     If clouds are not allowed, the cloud is not tried. A cloud takes no memory.
     """
@@ -414,7 +414,7 @@ async def test_a_cloud_answers_last_and_only_if_allowed():
         k.gateway.guard.allow(False)
         with pytest.raises(Refused) as refused:
             await k.chat("huge")
-        assert refused.value.status == 503 and "claude" not in str(refused.value)
+        assert refused.value.status == 507 and "claude" not in str(refused.value)
 
 
 @in_loop
