@@ -672,13 +672,13 @@ class Runtime:
     # -- the catalogue
 
     @checked
-    def apply(self, *files: str | os.PathLike[str]) -> Applied:
-        """Writes all models of the `files` into the catalogue. Loaded models do not change.
+    def apply(self, file: str | os.PathLike[str]) -> Applied:
+        """Writes all models of `file` into the catalogue. Loaded models do not change.
 
         After an error, nothing is written. Raises BadDocument, which names file, line and field,
         and CatalogUnavailable.
         """
-        return self._catalogue.catalog.apply(*files)
+        return self._catalogue.catalog.apply(file)
 
     @checked
     def catalog(self) -> DataFrame:

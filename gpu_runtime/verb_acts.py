@@ -116,6 +116,11 @@ def config(rt: Any, args: argparse.Namespace) -> Any:
     return current.sources()
 
 
+def apply(rt: Any, files: list[str]) -> Any:
+    """Adds the models of all `files` to the catalogue, or none of them. Returns what was changed."""
+    return (catalogue(rt) if rt is None else rt._catalogue.catalog).apply(*files)
+
+
 def catalogue(rt: Any) -> Any:
     """The object with the methods of the catalogue's verbs: `rt`, or a Catalog if `rt` is None."""
     from . import settings

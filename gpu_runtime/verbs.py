@@ -238,7 +238,7 @@ _TABLE = (
     Verb(
         "apply",
         "adds the models of files to the catalogue: all of them, or none",
-        lambda rt, args: verb_acts.catalogue(rt).apply(*args.file),
+        lambda rt, args: verb_acts.apply(rt, args.file),
         (
             option(
                 *(
