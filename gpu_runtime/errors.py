@@ -292,7 +292,7 @@ class BadDocument(GpuError, ValueError):
 
         `line` is 0 if the line is unknown. `field` is empty if the mistake is in no single field.
         """
-        place = file
+        place = printable(file, MOST_PROBLEM)
         if line:
             place += f", line {line}"
         if field:

@@ -257,7 +257,7 @@ class Runtime:
         return registry.find(self._session, name).spec
 
     @checked
-    def source_facts(self, name: str) -> tuple[Evidence, str]:
+    def _source_facts(self, name: str) -> tuple[Evidence, str]:
         """What the source of the model `name` shows before a load, and its chat template.
 
         The template is empty if the source has none. Raises UnknownModel.

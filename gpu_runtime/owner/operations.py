@@ -99,7 +99,7 @@ def load_wished(session: Session, name: str, timeout: float) -> str:
 
 
 def source_facts(session: Session, name: str) -> tuple[Evidence, str]:
-    """What the source of a model shows about it, and its chat template; see Runtime.source_facts."""
+    """What the source of a model shows about it, and its chat template; see Runtime._source_facts."""
     resident = registry.find(session, name)
     spec = resident.spec
     template = ""

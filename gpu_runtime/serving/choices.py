@@ -147,7 +147,7 @@ class Choices:
             spec = self._rt.spec(name)
             known = self._facts.get(name)
             if known is None or known.spec != spec:
-                known = self._facts[name] = ModelFacts(spec, *self._rt.source_facts(name))
+                known = self._facts[name] = ModelFacts(spec, *self._rt._source_facts(name))
         except GpuError:  # the model is unknown, or its entry is broken: a call reports it
             return None
         return known

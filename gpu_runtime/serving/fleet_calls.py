@@ -121,7 +121,7 @@ class FleetModels:
         """The names of all models of the fleet."""
         return tuple(self._specs)
 
-    def source_facts(self, name: str) -> tuple[Evidence, str]:
+    def _source_facts(self, name: str) -> tuple[Evidence, str]:
         """No facts: the source of the model `name` is on its hosts."""
         return Evidence(), ""
 

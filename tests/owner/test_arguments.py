@@ -125,7 +125,6 @@ PLAIN: dict[str, dict[str, Any]] = {
     "adopt": {"name": "new", "module": torch.nn.Linear(4, 4).eval()},
     "forget": {"name": "qwen"},
     "spec": {"name": "qwen"},
-    "source_facts": {"name": "qwen"},
     "here": {"name": "qwen"},
     "use": {"name": "qwen"},
     "lease": {"size": "1GiB"},

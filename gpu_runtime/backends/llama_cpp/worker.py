@@ -182,7 +182,7 @@ class _OurMethods:
 
         With `by_piece`, each piece of the new text is an item. Otherwise the last item has all of
         the text. The last item also has the reason of the end and the token counts. With
-        `top_logprobs`, each item also has its tokens; see `_scores`. With `echo`, the first item is
+        `top_logprobs`, each item also has its tokens; see `_scored`. With `echo`, the first item is
         the prompt. If the context has room for fewer than `most` tokens, an item {"room": tokens}
         is first, and the answer has at most this number. If the prompt alone fills the context, the
         only item is {"too_long": tokens of the prompt}; the number is 0 for a prompt without any.
@@ -218,7 +218,7 @@ class _OurMethods:
                 break
             made += 1
             if top_logprobs is not None:
-                ready.tokens.append(self._scores(token, self._logprobs(-1), top_logprobs))
+                ready.tokens.append(self._scored(token, self._logprobs(-1), top_logprobs))
             ready.text += stops.feed(decoder.decode(self.detokenize([token])))
             if stops.hit or (forced and forced.ends_with(token)):
                 finish = "stop"
@@ -262,7 +262,7 @@ class _OurMethods:
         logits = as_array(self._ctx.get_logits_ith(place), shape=(self.n_vocab(),))
         return self.logits_to_logprobs(logits)
 
-    def _scores(self, token: int, logprobs: Any, count: int, special: bool = False) -> list[Any]:
+    def _scored(self, token: int, logprobs: Any, count: int, special: bool = False) -> list[Any]:
         """[the bytes of `token`, the natural logarithm of its probability, alternatives].
 
         The alternatives are the `count` most probable tokens at this place, each as [its bytes, its
@@ -274,7 +274,7 @@ class _OurMethods:
         return [self.detokenize([token], special=special), float(logprobs[token]), top]
 
     def _scores_of_prompt(self, tokens: list[int], count: int) -> list[list[Any]]:
-        """The `_scores` of the prompt's `tokens`. The first has no probability, so its own is None.
+        """The `_scored` of the prompt's `tokens`. The first has no probability, so its own is None.
 
         Computes the prompt in small batches, because the library keeps all logits of a batch.
         """
@@ -290,7 +290,7 @@ class _OurMethods:
             self.n_tokens = at + len(batch)
             self._requires_eval = False
             for place, token in enumerate(tokens[at + 1 : at + 1 + len(batch)]):
-                found.append(self._scores(token, self._logprobs(place), count, special=True))
+                found.append(self._scored(token, self._logprobs(place), count, special=True))
         return found
 
     def drill(self, words: str) -> None:
