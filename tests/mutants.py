@@ -94,8 +94,8 @@ FAULTS = [
     Fault(
         "programs: a returned block is recorded on no other stream",
         "backends/pytorch/kernel_memory",
-        "streams.record(fresh[-1], one.stream, model.streams.get(device, ()))",
-        "streams.record(fresh[-1], one.stream, ())",
+        "streams.record(blocks, device, stream, model.streams.get(device, ()))",
+        "streams.record(blocks, device, stream, ())",
         PROGRAMS,
     ),
     Fault(
@@ -115,15 +115,15 @@ FAULTS = [
     Fault(
         "bytes return to blocks of the current stream",
         "backends/pytorch/kernel_memory",
-        "with streams.on_stream(device, one.stream):",
+        "with streams.on_stream(device, stream):",
         "with streams.on_stream(device, None):",
         PARKING,
     ),
     Fault(
         "a returned block is recorded on no other stream",
         "backends/pytorch/kernel_memory",
-        "streams.record(fresh[-1], one.stream, model.streams.get(device, ()))",
-        "streams.record(fresh[-1], one.stream, ())",
+        "streams.record(blocks, device, stream, model.streams.get(device, ()))",
+        "streams.record(blocks, device, stream, ())",
         PARKING,
     ),
     Fault(
