@@ -371,7 +371,8 @@ def test_a_model_is_shown_with_the_facts_of_its_source(tmp_path, kind):
 
 
 def test_the_calls_of_vs_code_are_answered(http):
-    """Recorded: the version, the tags, each model's facts, and then chats in OpenAI's format with tools and streams.
+    """Written by hand, not captured: the version, the tags, the facts of each model, and then chats in OpenAI's format
+    with tools and streams.
 
     VS Code refuses a version before 0.6.4, and reads the context under the name of the architecture.
     """
