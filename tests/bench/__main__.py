@@ -515,6 +515,28 @@ def served() -> Iterator[Row]:
     )
 
 
+def two_models() -> Iterator[Row]:
+    told = bench_served.two_models()
+    if not told:
+        return
+    swap = told["swap, served"] / told["swap"]
+    yield Row(
+        "two models of 24 and 400 MiB with room for one: a call of each, by its own worker, against "
+        "llama-server's router",
+        f"{swap:.2f}× of {told['swap'] * 1e3:.0f} ms",
+        "≤ 1.3×",
+        swap <= 1.3,
+    )
+    many = told["calls, served"] / told["calls"]
+    yield Row(
+        f"two models of 24 and 400 MiB with room for one, {bench_served.PARALLEL} clients: calls a "
+        "second against llama-server's router; p50 of the calls of the model that is away",
+        f"{many:.2f}× of {told['calls']:.1f} a second; {told['cold, served']:.1f} s (router {told['cold']:.1f})",
+        "≥ 0.8×; ≤ 5 s",
+        many >= 0.8 and told["cold, served"] <= 5,
+    )
+
+
 def console() -> Iterator[Row]:
     first, later, warm, slow = bench_console.paint()
     yield Row(
@@ -589,6 +611,7 @@ BENCHES: dict[str, Callable[[], Iterator[Row]]] = {
     "serving": serving,
     "http": http,
     "served": served,
+    "two_models": two_models,
 }
 
 

@@ -72,9 +72,11 @@ class Echo(NamedTuple):
 
 
 @contextmanager
-def serving(directory: str, models: Mapping[str, object] | None = None) -> Iterator[Server]:
+def serving(
+    directory: str, models: Mapping[str, object] | None = None, card: str = "24GiB"
+) -> Iterator[Server]:
     """Runs `gpu serve` inside the `with` block, with an echo model, a llama.cpp model and further
-    `models`.
+    `models`, on one simulated `card`.
 
     The block begins when the server has printed its URL.
     """
@@ -95,7 +97,7 @@ def serving(directory: str, models: Mapping[str, object] | None = None) -> Itera
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("GPU_")
     } | {
-        "GPU_DEVICES": "sim:24GiB,host:64GiB",
+        "GPU_DEVICES": f"sim:{card},host:64GiB",
         "GPU_LEDGER": f"sqlite://{place}/ledger",
         "XDG_STATE_HOME": f"{place}/state",
         "GPU_CATALOG": f"{place}/models.json",

@@ -1,6 +1,7 @@
 """Measures what `gpu serve` adds to an engine of its own: to one token, a stream, many clients and many embeddings.
 
-Each figure is compared with the same engine called directly. The two are measured alternately in one run.
+Each figure is compared with the same engine called directly. The two are measured alternately in one run. Two models
+with room for one are compared with llama-server's router.
 """
 
 from __future__ import annotations
@@ -13,11 +14,13 @@ import shutil
 import statistics
 import subprocess
 import tempfile
+import threading
 import time
 import urllib.request
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import psutil
@@ -31,6 +34,7 @@ TEXTS = [" ".join(["one two"] * (1 + n % 5)) for n in range(256)]
 # the server: one token of it takes less than a millisecond.
 LARGER, LARGER_SIZE = "larger", "400 MiB"
 MODELS = ("writer", LARGER)
+PARALLEL = 8  # clients of two models with room for one
 LONG = {"model": "writer", "stream": True, "max_tokens": 400, "temperature": 0}
 
 
@@ -157,18 +161,23 @@ def http_engine(server: Server, directory: str, name: str, crowds: int) -> dict[
 
     The calls a second are the median of `crowds` runs. The result is empty without llama-server.
     """
-    program = shutil.which("llama-server")
-    if program is None:
+    if shutil.which("llama-server") is None:
         return {}
+    with _llama_server(CONNECTIONS, "--model", f"{directory}/{name}.gguf") as alone:
+        return _one_token_and_clients(server, alone, name, crowds)
+
+
+@contextmanager
+def _llama_server(parallel: int, *words: str) -> Iterator[Server]:
+    """Runs llama-server inside the `with` block. It runs so many calls at once, as the models of `figures` do."""
     port = free_port()
-    words = [program, "--model", f"{directory}/{name}.gguf", "--port", str(port), "--jinja"]
-    words += ["--ctx-size", str(512 * CONNECTIONS), "--parallel", str(CONNECTIONS)]
+    size = ["--ctx-size", str(512 * parallel), "--parallel", str(parallel)]
+    command = ["llama-server", *words, "--port", str(port), "--jinja", *size]
     quiet = subprocess.DEVNULL
-    with subprocess.Popen(words, stdout=quiet, stderr=quiet) as process:
-        alone = Server(f"127.0.0.1:{port}", "", psutil.Process(process.pid))
+    with subprocess.Popen(command, stdout=quiet, stderr=quiet) as process:
         try:
             _wait_until_ready(port)
-            return _one_token_and_clients(server, alone, name, crowds)
+            yield Server(f"127.0.0.1:{port}", "", psutil.Process(process.pid))
         finally:
             process.terminate()
 
@@ -224,6 +233,99 @@ def _one_token_and_clients(
         f"HTTP engine, {name}, clients, direct": 4 * CONNECTIONS / many,
         f"HTTP engine, {name}, clients, served": 4 * CONNECTIONS / many_served,
     }
+
+
+def two_models(seconds: float = 20.0, rounds: int = 3, swaps: int = 10) -> dict[str, float]:
+    """Two models with room for one, in `gpu serve` and in llama-server's router; empty without llama-server.
+
+    `swap` is one call of each model by its own worker: two swaps. `calls` are those a second of PARALLEL clients, and
+    `cold` is the median of the calls of the model that is away; see `_crowd_and_one`. Their engine is llama-server.
+    """
+    if shutil.which("llama-server") is None:
+        return {}
+    with tempfile.TemporaryDirectory() as directory:
+        for name, size in zip(MODELS, ("24 MiB", LARGER_SIZE), strict=True):
+            samples.gguf_lm(f"{directory}/{name}.gguf", size=size)
+        words = ("--models-dir", directory, "--models-max", "1")
+        with _llama_server(PARALLEL, *words) as router:
+            with _room_for_one(directory, {}) as server:
+                ways = [partial(_one_of_each, place) for place in (router, server)]
+                _alternately(1, *ways)  # the first loads
+                swap, swap_served = _alternately(swaps, *ways)
+            engine = {"backend": "llama-server", "sequences": PARALLEL}
+            found: dict[str, list[float]] = {}
+            with _room_for_one(directory, engine) as server:
+                for _ in range(rounds):
+                    for place, end in ((router, ""), (server, ", served")):
+                        calls, cold = _crowd_and_one(place, seconds)
+                        found.setdefault(f"calls{end}", []).append(calls)
+                        found.setdefault(f"cold{end}", []).append(cold)
+    medians = {name: statistics.median(values) for name, values in found.items()}
+    return {"swap": swap, "swap, served": swap_served, **medians}
+
+
+@contextmanager
+def _room_for_one(directory: str, options: dict[str, object]) -> Iterator[Server]:
+    """Runs `gpu serve` with MODELS, and with `options`, on a card that has room for one of them."""
+    with Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:") as rt:
+        needs = []
+        for name in MODELS:
+            found = rt.plan(f"{directory}/{name}.gguf", context_length=512, **options)
+            needs.append(sum(share.bytes for share in found.shares))
+    card = (max(needs) + min(needs) // 2) / rt.settings.gpu_memory_max_percent
+    entry = {"type": "llm", "context_length": 512, **options}
+    models = {name: {"path": f"{name}.gguf", **entry} for name in MODELS}
+    with serving(directory, models, f"{card / 2**20:.0f}MiB") as server:
+        yield server
+
+
+def _one_of_each(place: Server) -> None:
+    connection = http.client.HTTPConnection(place.address)
+    for name in MODELS:
+        place.call(connection, messages=_messages(), model=name, max_tokens=1).read()
+
+
+def _crowd_and_one(place: Server, seconds: float) -> tuple[float, float]:
+    """The calls a second of PARALLEL clients with 8 tokens each, and the median seconds of the last one's calls.
+
+    The last client calls the larger model, each time when the others have got an answer since: it is away each time.
+    """
+    ends = time.perf_counter() + seconds
+    answers = threading.Condition()
+    counts = dict.fromkeys(MODELS, 0)
+    cold: list[float] = []
+
+    def call(connection: http.client.HTTPConnection, name: str) -> None:
+        body = {"messages": _messages(), "max_tokens": 8, "temperature": 0}
+        place.call(connection, model=name, **body).read()
+        with answers:
+            counts[name] += 1
+            answers.notify_all()
+
+    def of_the_crowd() -> None:
+        connection = http.client.HTTPConnection(place.address)
+        while time.perf_counter() < ends:
+            call(connection, "writer")
+
+    def is_answered(wanted: int) -> bool:
+        return counts["writer"] >= wanted
+
+    def single() -> None:
+        connection = http.client.HTTPConnection(place.address)
+        while time.perf_counter() < ends:
+            with answers:
+                wanted = counts["writer"] + 1
+                answers.wait_for(partial(is_answered, wanted), ends - time.perf_counter())
+            began = time.perf_counter()
+            call(connection, LARGER)
+            cold.append(time.perf_counter() - began)
+
+    began = time.perf_counter()
+    with ThreadPoolExecutor(PARALLEL) as pool:
+        clients = [of_the_crowd] * (PARALLEL - 1) + [single]
+        for client in [pool.submit(client) for client in clients]:
+            client.result()
+    return sum(counts.values()) / (time.perf_counter() - began), statistics.median(cold)
 
 
 def embeddings(server: Server, source: str) -> dict[str, float]:
@@ -285,5 +387,5 @@ def hang_up(server: Server, rounds: int = 5) -> dict[str, float]:
 
 
 if __name__ == "__main__":
-    for name, value in figures().items():
+    for name, value in (figures() | two_models()).items():
         print(f"{name:22} {value:.5f}")
