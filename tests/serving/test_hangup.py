@@ -11,11 +11,11 @@ from tests.serving.loops import in_loop, until
 @in_loop
 async def test_a_stream_whose_client_left_before_the_first_event_is_closed():
     """The stream's generator never started, so a `finally` block in the generator would not run."""
-    from gpu_runtime.serving.api.openai import Sent, events
+    from gpu_runtime.serving.api.openai import OpenAIWriter, Sent
 
     async with harness(qwen=4) as k:
         reply = await k.chat("qwen", stream=True)
-        sent = Sent(reply, events(reply))
+        sent = Sent(reply, OpenAIWriter())
         await until(lambda: k.pins() == {"qwen": 1})
 
         async def receive():

@@ -13,7 +13,7 @@ from openai.types.responses import Response
 
 from gpu_runtime.backends.llama_cpp import worker
 from gpu_runtime.facts import ModelSpec
-from gpu_runtime.serving.api.responses import chat_of, events, response_of
+from gpu_runtime.serving.api.responses import ResponsesWriter, chat_of, response_of
 from gpu_runtime.serving.engines import scored_tokens
 from gpu_runtime.serving.engines.llama_cpp import LlamaCppAdapter
 from gpu_runtime.serving.engines.logprobs import LEAST, LogprobsWriter, Token, Unsent
@@ -76,7 +76,7 @@ async def test_a_response_has_the_probabilities_of_the_chat(name, sources):  # n
         found = [token.model_dump() for token in item.content[0].logprobs]
         assert found == choice["logprobs"]["content"]
         reply = await k.gateway.answer("chat", chat_of({**call, "stream": True}))
-        lines = [event.decode() async for event in events(reply, call)]
+        lines = [event.decode() async for event in ResponsesWriter(call).events(reply)]
         sent = [json.loads(line.partition("data: ")[2]) for line in lines]
         deltas = [event for event in sent if event["type"] == "response.output_text.delta"]
         assert [token for event in deltas for token in event["logprobs"]] == found

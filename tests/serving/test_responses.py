@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
-from gpu_runtime.serving.api.responses import chat_of, events, response_of
+from gpu_runtime.serving.api.responses import ResponsesWriter, chat_of, response_of
 from gpu_runtime.serving.api.text_tokens import TextTokens
 from gpu_runtime.serving.requests import Refused, Reply
 from tests.serving.loopback import END, chunk
@@ -209,7 +209,7 @@ def read(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
     reply = Reply("qwen", "qwen", "", events=Chunks(chunks))
 
     async def collect() -> list[bytes]:
-        return [event async for event in events(reply, HI)]
+        return [event async for event in ResponsesWriter(HI).events(reply)]
 
     lines = b"".join(asyncio.run(collect())).decode().splitlines()
     assert reply.events.closed

@@ -12,12 +12,12 @@ from collections.abc import Mapping
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from ..engines.tool_calls import arguments_of
-from ..requests import Refused, bad
-from .openai import REFUSALS, answered, read_json, request_body, unless_gone
-from .translation import Writer, functions, in_own_words, require_object
+from ..requests import Refused, Reply, bad
+from .openai import add_call, answered, body_schema, read_json
+from .translation import Writer, chat_fields, functions, named_event, require_object
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
 _OTHER = ("messages", "system", "stop_sequences", "tools", "tool_choice", "thinking")
@@ -41,23 +41,12 @@ _ERRORS = {
 }
 _CHOICES = {"auto": "auto", "any": "required", "none": "none"}
 _THINKING: dict[Any, bool | None] = {"enabled": True, "disabled": False, "adaptive": None}
-_SCHEMA = {
-    "type": "object",
-    "required": ["model", "max_tokens", "messages"],
-    "properties": {
-        "model": {"type": "string"},
-        "max_tokens": {"type": "integer", "minimum": 1},
-        "messages": {"type": "array", "minItems": 1, "items": {"type": "object"}},
-        "stream": {"type": "boolean"},
-    },
-    "additionalProperties": True,
+_MESSAGES = {
+    "model": {"type": "string"},
+    "messages": {"type": "array", "minItems": 1, "items": {"type": "object"}},
 }
-
-_COUNT_SCHEMA = {
-    **_SCHEMA,
-    "required": ["model", "messages"],
-    "properties": {name: _SCHEMA["properties"][name] for name in ("model", "messages")},  # type: ignore[index]
-}
+_LIMIT = {"max_tokens": {"type": "integer", "minimum": 1}}
+_STREAM = {"stream": {"type": "boolean"}}
 
 
 def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
@@ -65,56 +54,27 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
 
     `gateway()` returns the Gateway. `acts` is the FastAPI dependency that admits visitors who may call models.
     """
+    for path, schema, answer, name in (
+        ("/messages", body_schema(_MESSAGES | _LIMIT, _STREAM), _answer, "post_message"),
+        ("/messages/count_tokens", body_schema(_MESSAGES, {}), _count, "post_count"),
+    ):
+        add_call(
+            routes, path, gateway, acts, schema, answer, name=name, description=str(answer.__doc__)
+        )
 
-    @routes.post(
-        "/messages",
-        tags=["models"],
-        response_model=None,
-        responses=REFUSALS,
-        openapi_extra=request_body(_SCHEMA),
-    )
-    async def post_message(request: Request, actor: str = acts) -> Any:
-        """An answer to a conversation in the format of Anthropic's clients, whole or streamed."""
-        try:
-            body = chat_of(await read_json(request))
-        except Refused as refused:
-            return JSONResponse(error_of(refused), refused.status, headers=refused.headers)
-        writer = _AnthropicWriter()
-        try:
-            reply = await answered(
-                request,
-                gateway(),
-                "chat",
-                body,
-                actor,
-                writer.events,
-                lambda refused: writer.refusal(in_own_words(refused, _PATHS)),
-            )
-        except Refused as refused:
-            error = error_of(in_own_words(refused, _PATHS))
-            return JSONResponse(error, refused.status, headers=refused.headers)
-        if isinstance(reply, Response):
-            return reply
-        return JSONResponse(message_of(reply.json or {}), headers=reply.headers)
 
-    @routes.post(
-        "/messages/count_tokens",
-        tags=["models"],
-        response_model=None,
-        responses=REFUSALS,
-        openapi_extra=request_body(_COUNT_SCHEMA),
-    )
-    async def post_count(request: Request, actor: str = acts) -> Any:
-        """The tokens of a conversation. The model reads it and writes one token: only its engine can count them."""
-        try:
-            given = await read_json(request)
-            require_object(given)
-            body = chat_of({**given, "max_tokens": 1, "stream": False})
-            reply = await unless_gone(request, gateway().answer("chat", body, actor))
-        except Refused as refused:
-            return JSONResponse(error_of(refused), refused.status, headers=refused.headers)
-        count = _usage((reply.json or {}).get("usage"))["input_tokens"]
-        return JSONResponse({"input_tokens": count}, headers=reply.headers)
+async def _answer(request: Request, gateway: Any, actor: str) -> Response:
+    """An answer to a conversation in the format of Anthropic's clients, whole or streamed."""
+    chat = chat_of(await read_json(request))
+    return await answered(request, gateway, "chat", chat, actor, _AnthropicWriter())
+
+
+async def _count(request: Request, gateway: Any, actor: str) -> Response:
+    """The tokens of a conversation. The model reads it and writes one token: only its engine can count them."""
+    given = await read_json(request)
+    require_object(given)
+    chat = chat_of({**given, "max_tokens": 1, "stream": False})
+    return await answered(request, gateway, "chat", chat, actor, _CountWriter())
 
 
 # -- requests
@@ -122,8 +82,7 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
 
 def chat_of(body: Any) -> dict[str, Any]:
     """Translates the `body` of a call of `/v1/messages` into the body of a chat. Raises Refused (400)."""
-    require_object(body)
-    chat = {name: value for name, value in body.items() if name in _SAME or name[:2] == "x_"}
+    chat = chat_fields(body, _SAME)
     for name in body:
         if name not in chat and name not in _OTHER and name not in _IGNORED:
             raise bad(name, body[name], "left out: /v1/messages has no such field here")
@@ -140,10 +99,7 @@ def chat_of(body: Any) -> dict[str, Any]:
         chat["stop"] = body["stop_sequences"]
     chat |= functions(body.get("tools"), _tool)
     chat |= _tool_choice(body.get("tool_choice"))
-    chat = _thinking(body.get("thinking")) | chat
-    if chat.get("stream"):
-        chat["stream_options"] = {"include_usage": True}
-    return chat
+    return _thinking(body.get("thinking")) | chat
 
 
 def _messages(place: str, message: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -301,24 +257,25 @@ class _AnthropicWriter(Writer):
     Consecutive thoughts are one block, and so is consecutive text. Each tool call is one block.
     """
 
+    paths = _PATHS
+
     def __init__(self) -> None:
         super().__init__()
         self._blocks = 0
-        self._run = ""  # the type of the open block: thinking or text; empty: no block is open
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        return message_of(super().whole(reply))
 
     def begin(self, chunk: dict[str, Any]) -> list[bytes]:
         message = {**_message(self.model), "content": [], "stop_reason": None}
         message |= {"usage": _usage(None), "x_gpu": chunk.get("x_gpu")}
         return [_event("message_start", message=message)]
 
-    def pieces(self, thought: str, text: str) -> list[bytes]:
-        return [*self._piece("thinking", thought), *self._piece("text", text)]
-
     def error(self, error: dict[str, Any]) -> bytes:
         return _event("error", error={"type": "api_error", "message": error["message"]})
 
     def end(self, calls: list[dict[str, Any]]) -> list[bytes]:
-        found = self._end_run()
+        found = self.close_run()
         for call in calls:
             function = call["function"]
             block = {"type": "tool_use", "id": call["id"], "name": function["name"], "input": {}}
@@ -329,23 +286,16 @@ class _AnthropicWriter(Writer):
         found.append(_event("message_stop"))
         return found
 
-    def _piece(self, kind: str, text: str) -> list[bytes]:
-        """The events for a piece of thoughts or of text. Its `kind` is `thinking` or `text`, as Anthropic names it."""
-        if not text:
-            return []
-        found = []
-        if self._run != kind:
-            found = self._end_run()
-            self._run = kind
-            block = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
-            found.append(_event("content_block_start", index=self._blocks, content_block=block))
-        delta = {"type": f"{kind}_delta", kind: text}
-        return [*found, _event("content_block_delta", index=self._blocks, delta=delta)]
+    def begin_run(self) -> list[bytes]:
+        kind = self.run  # `thinking` or `text`, as Anthropic names it
+        block = {"type": kind, kind: ""} | ({"signature": ""} if kind == "thinking" else {})
+        return [_event("content_block_start", index=self._blocks, content_block=block)]
 
-    def _end_run(self) -> list[bytes]:
-        if not self._run:
-            return []
-        self._run = ""
+    def piece(self, text: str) -> bytes:
+        delta = {"type": f"{self.run}_delta", self.run: text}
+        return _event("content_block_delta", index=self._blocks, delta=delta)
+
+    def end_run(self) -> list[bytes]:
         self._blocks += 1
         return [_event("content_block_stop", index=self._blocks - 1)]
 
@@ -357,6 +307,13 @@ class _AnthropicWriter(Writer):
             *(_event("content_block_delta", index=at, delta=delta) for delta in deltas),
             _event("content_block_stop", index=at),
         ]
+
+
+class _CountWriter(_AnthropicWriter):
+    """Writes only the number of tokens that the model has read."""
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        return {"input_tokens": _usage((reply.json or {}).get("usage"))["input_tokens"]}
 
 
 def _message(model: str) -> dict[str, Any]:
@@ -378,4 +335,4 @@ def _usage(usage: Any) -> dict[str, int]:
 
 
 def _event(kind: str, **fields: Any) -> bytes:
-    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+    return named_event(kind, fields)

@@ -35,6 +35,12 @@ from .strict_route import StrictRoute
 Send = Callable[[Any], Awaitable[None]]
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
 ANTHROPIC_PATH = "/v1/messages"
+# The format of refusals, by the begin of the path. All other paths have OpenAI's.
+_ERRORS = (
+    (ANTHROPIC_PATH, anthropic.error_of),
+    ("/api/v1/", Refused.body),
+    ("/api/", ollama.error_of),
+)
 READS = ("GET", "HEAD", "OPTIONS")
 # An error gets the HTTP status of the first class here that matches. All other errors get 503.
 _STATUSES = ((BadSetting, 400), (UnknownModel, 404), (NotAllowed, 403), (DoesNotFit, 507))
@@ -239,7 +245,9 @@ KNOWN_QUERY = Depends(_known_query)
 
 
 async def _refused(request: Request, refused: Any) -> Response:
-    return JSONResponse(refused.body(), refused.status, headers=refused.headers)
+    path = request.scope["path"]
+    body = next((body for begin, body in _ERRORS if path.startswith(begin)), Refused.body)
+    return JSONResponse(body(refused), refused.status, headers=refused.headers)
 
 
 async def _failed(request: Request, error: Any) -> Response:

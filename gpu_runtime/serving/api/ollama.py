@@ -11,7 +11,7 @@ import json
 import math
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import UTC, datetime, timedelta
 from typing import Any
 
@@ -23,12 +23,20 @@ from ..engines.tool_calls import arguments_of
 from ..fields import SAMPLING
 from ..model_facts import ModelFacts
 from ..queue.thread_stream import in_thread
-from ..requests import LOAD, MAX_SECONDS, Refused, bad
-from .openai import REFUSALS, answered, read_json, request_body, unless_gone, visitor_name
+from ..requests import LOAD, MAX_SECONDS, Refused, Reply, bad
+from .openai import (
+    REFUSALS,
+    add_call,
+    answered,
+    body_schema,
+    read_json,
+    request_body,
+    unless_gone,
+    visitor_name,
+)
 from .strict_route import StrictRoute
-from .translation import Writer, in_own_words, require_object
+from .translation import Writer, require_object
 
-NDJSON = "application/x-ndjson"
 _SAME = (
     *("repeat_penalty", "presence_penalty", "frequency_penalty"),
     *("mirostat_tau", "mirostat_eta", "seed", "stop"),
@@ -72,12 +80,7 @@ _INFO = {  # Ollama's name of a fact, after the architecture -> Hugging Face's n
 }
 _FORMATS = {"GGUF header": "gguf", "safetensors header": "safetensors"}
 _REFUSED = ("pull", "push", "create", "copy", "delete")
-_SCHEMA = {
-    "type": "object",
-    "required": ["model"],
-    "properties": {"model": {"type": "string"}, "stream": {"type": "boolean"}},
-    "additionalProperties": True,
-}
+_SCHEMA = body_schema({"model": {"type": "string"}}, {"stream": {"type": "boolean"}})
 # Takes a body in Ollama's format. Returns the kind of the call and the body in OpenAI's format.
 Translate = Callable[[Any], tuple[str, dict[str, Any]]]
 
@@ -140,42 +143,24 @@ def _add_call(
     part: Any,
     finish: Callable[[dict[str, Any], Any], dict[str, Any]],
 ) -> None:
-    async def post(request: Request, actor: str = acts) -> Any:
+    async def answer(request: Request, gateway: Any, actor: str) -> Response:
         """Answers one call in the format of Ollama's clients. Chats and texts are streamed unless `stream` is false.
 
         A chat without messages and a text without a prompt load the model. With `keep_alive: 0` they unload it.
         """
-        try:
-            kind, body = translate(await _fitting(gateway(), actor, await read_json(request)))
-            if kind == LOAD:
-                return JSONResponse(await _loaded(request, gateway(), actor, body, part))
-            reply = await answered(
-                request,
-                gateway(),
-                kind,
-                body,
-                actor,
-                lambda reply: _OllamaWriter(part, reply.facts).events(reply),
-                lambda refused: _line({"error": in_own_words(refused, _PATHS).message}),
-                NDJSON,
-            )
-        except Refused as refused:
-            error = {"error": in_own_words(refused, _PATHS).message}
-            return JSONResponse(error, refused.status, headers=refused.headers)
-        if isinstance(reply, Response):
-            return reply
-        answer = {**finish(reply.json or {}, part), **_durations(reply.facts, finish)}
-        return JSONResponse(answer, headers=reply.headers)
+        kind, body = translate(await _fitting(gateway, actor, await read_json(request)))
+        if kind == LOAD:
+            return JSONResponse(await _loaded(request, gateway, actor, body, part))
+        writer = _OllamaWriter(part, finish)
+        return await answered(request, gateway, kind, body, actor, writer)
 
-    routes.add_api_route(
-        path,
-        post,
-        methods=["POST"],
-        name=f"ollama {path}",
-        response_model=None,
-        responses=REFUSALS,
-        openapi_extra=request_body(_SCHEMA),
-    )
+    words = {"name": f"ollama {path}", "description": str(answer.__doc__)}
+    add_call(routes, path, gateway, acts, _SCHEMA, answer, **words)
+
+
+def error_of(refused: Refused) -> dict[str, Any]:
+    """The refusal in the format of Ollama's errors."""
+    return {"error": refused.message}
 
 
 async def _fitting(gateway: Any, actor: str, body: Any) -> Any:
@@ -446,14 +431,26 @@ def one_embedded(answer: dict[str, Any], _: Any) -> dict[str, Any]:
 
 
 class _OllamaWriter(Writer):
-    """Turns the chunks of one call into lines of JSON.
+    """Writes the answer to one call. The chunks of a stream become lines of JSON.
 
-    `part` is the same function as in `whole`. `facts` are those of the call, see `Reply`.
+    `part` is the same function as in `whole`, and `finish(answer, part)` makes an answer that is not streamed.
     """
 
-    def __init__(self, part: Any, facts: Mapping[str, Any]) -> None:
+    paths = _PATHS
+    media_type = "application/x-ndjson"
+
+    def __init__(self, part: Any, finish: Callable[[dict[str, Any], Any], dict[str, Any]]) -> None:
         super().__init__()
-        self._part, self._facts = part, facts
+        self._part, self._finish = part, finish
+        self._facts: Mapping[str, Any] = {}
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        made = self._finish(reply.json or {}, self._part)
+        return {**made, **_durations(reply.facts, self._finish)}
+
+    def events(self, reply: Reply) -> AsyncIterator[bytes]:
+        self._facts = reply.facts
+        return super().events(reply)
 
     def pieces(self, thought: str, text: str) -> list[bytes]:
         return [self._line(self._part(text, (), thought), done=False)]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from typing import Any, TypeVar
 
 import msgspec
@@ -19,9 +19,9 @@ from ...web import json_body
 from ..requests import Refused, Reply
 from .jobs import ENDPOINTS, Jobs
 from .strict_route import StrictRoute
+from .translation import EVENTS, Writer, in_own_words
 
 T = TypeVar("T")
-EVENTS = "text/event-stream"
 HEADERS_SECONDS = 1.0  # a stream that has not begun by then gets its headers, and what it waits for
 COMMENT_SECONDS = 5.0  # between two comments on what a stream waits for
 _MESSAGE = {
@@ -109,12 +109,16 @@ def visitor_name(request: Request) -> str:
 
 def schema(kind: str) -> dict[str, Any]:
     """The OpenAPI schema of the body of a call of this `kind`. Fields outside the schema are sent to the engine."""
-    fields = {"model": _MODEL, **_FIELDS[kind]}
     optional = {**_STREAM_FIELDS, **_OWN_FIELDS} if kind in _STREAMED_KINDS else _OWN_FIELDS
+    return body_schema({"model": _MODEL, **_FIELDS[kind]}, optional)
+
+
+def body_schema(required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
+    """The OpenAPI schema of a body with the `required` and `optional` fields, which may have more fields."""
     return {
         "type": "object",
-        "required": list(fields),
-        "properties": {**fields, **optional},
+        "required": list(required),
+        "properties": {**required, **optional},
         "additionalProperties": True,
     }
 
@@ -150,48 +154,48 @@ async def unless_gone(
         del task, unfinished  # else a cycle: task -> error -> traceback -> this frame
 
 
-def _event(body: Any) -> bytes:
-    return f"data: {json.dumps(body)}\n\n".encode()
+class OpenAIWriter(Writer):
+    """Sends the chunks as they are. An error after the start is the last event, as in OpenAI's streams."""
 
+    def error(self, error: dict[str, Any]) -> bytes:
+        return f"data: {json.dumps({'error': error})}\n\n".encode()
 
-async def events(reply: Reply) -> AsyncIterator[bytes]:
-    """Yields the `reply` as server-sent events. An error after the start is the last event, as in OpenAI's streams."""
-    try:
-        assert reply.events is not None
-        async for chunk in reply.events:
-            yield b"data: %b\n\n" % msgspec.json.encode(chunk)
-        yield b"data: [DONE]\n\n"
-    except Refused as refused:
-        yield _event(refused.body())
-    finally:
-        await reply.aclose()
+    async def events(self, reply: Reply) -> AsyncIterator[bytes]:
+        try:
+            assert reply.events is not None
+            async for chunk in reply.events:
+                yield b"data: %b\n\n" % msgspec.json.encode(chunk)
+            yield b"data: [DONE]\n\n"
+        except Refused as refused:
+            yield self.refusal(refused)
+        finally:
+            await reply.aclose()
 
 
 async def answered(
-    request: Request,
-    gateway: Any,
-    kind: str,
-    body: Any,
-    actor: str,
-    written: Callable[[Reply], AsyncIterator[bytes]] = events,
-    error: Callable[[Refused], bytes] = lambda refused: _event(refused.body()),
-    media_type: str = EVENTS,
-) -> Reply | Response:
-    """The answer to a call, or the response that sends a streamed answer. Raises Refused.
+    request: Request, gateway: Any, kind: str, body: Any, actor: str, writer: Writer
+) -> Response:
+    """The response to a call, whole or streamed, as `writer` writes it. Raises Refused, in the words of the writer.
 
     If a stream has no answer within HEADERS_SECONDS, its headers are sent, and then what the call waits for. A refusal
-    after that is the last event. `written(reply)` and `error(refused)` make the events, of the content type
-    `media_type`. Only server-sent events can have comments.
+    after that is the last event. Only server-sent events can have comments.
     """
     record = gateway.record(kind, actor)
     work = asyncio.ensure_future(gateway.answer(kind, body, actor, record))
-    if not (isinstance(body, dict) and body.get("stream") is True):
-        return await unless_gone(request, work)
-    early = await unless_gone(request, _done(work, HEADERS_SECONDS), work)
-    if not early:
-        return Waited(work, lambda: record.state(), written, error, media_type)
-    reply = work.result()
-    return reply if reply.events is None else Sent(reply, written(reply), media_type)
+    try:
+        if isinstance(body, dict) and body.get("stream") is True:
+            early = await unless_gone(request, _done(work, HEADERS_SECONDS), work)
+            if not early:
+                return Waited(work, lambda: record.state(), writer)
+            reply = work.result()
+        else:
+            reply = await unless_gone(request, work)
+    except Refused as refused:
+        raise in_own_words(refused, writer.paths) from None
+    if reply.events is not None:
+        return Sent(reply, writer)
+    content = msgspec.json.encode(writer.whole(reply))
+    return Response(content, headers=reply.headers, media_type="application/json")
 
 
 async def _done(task: asyncio.Future[Any], seconds: float) -> bool:
@@ -203,37 +207,28 @@ class Waited(StreamingResponse):
     """A streamed answer whose headers are sent before the answer has begun. Meanwhile comments say why it has not."""
 
     def __init__(
-        self,
-        work: asyncio.Future[Reply],
-        state: Callable[[], str],
-        written: Callable[[Reply], AsyncIterator[bytes]],
-        error: Callable[[Refused], bytes],
-        media_type: str,
+        self, work: asyncio.Future[Reply], state: Callable[[], str], writer: Writer
     ) -> None:
-        """The answer that `work` returns. `state()` is what the call waits for; `answered` describes the rest."""
+        """The answer that `work` returns, as `writer` writes it. `state()` is what the call waits for."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
-        super().__init__(self._parts(written, error), media_type=media_type, headers=headers)
+        super().__init__(self._parts(writer), media_type=writer.media_type, headers=headers)
         self._work, self._state = work, state
-        self._has_comments = media_type == EVENTS
 
-    async def _parts(
-        self,
-        written: Callable[[Reply], AsyncIterator[bytes]],
-        error: Callable[[Refused], bytes],
-    ) -> AsyncIterator[bytes]:
+    async def _parts(self, writer: Writer) -> AsyncIterator[bytes]:
         while not self._work.done():
-            if self._has_comments:
+            if writer.media_type == EVENTS:
                 yield f": {' '.join(self._state().split())}\n\n".encode()
             await _done(self._work, COMMENT_SECONDS)
         try:
             reply = self._work.result()
         except Refused as refused:
-            yield error(refused)
+            yield writer.refusal(refused)
             return
         except GpuError as failed:
-            yield error(Refused(503, type(failed).__name__, " ".join(str(failed).split())))
+            text = " ".join(str(failed).split())
+            yield writer.refusal(Refused(503, type(failed).__name__, text))
             return
-        async for part in written(reply):
+        async for part in writer.events(reply):
             yield part
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -249,15 +244,10 @@ class Waited(StreamingResponse):
 class Sent(StreamingResponse):
     """A streamed answer. It closes the reply even if the client disconnected before the first event was read."""
 
-    def __init__(
-        self,
-        reply: Reply,
-        written: AsyncIterator[bytes],
-        media_type: str = EVENTS,
-    ) -> None:
-        """The answer with the headers of `reply`. Its events are `written`, in a format of the type `media_type`."""
+    def __init__(self, reply: Reply, writer: Writer) -> None:
+        """The answer with the headers of `reply`, as `writer` writes it."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | reply.headers
-        super().__init__(written, media_type=media_type, headers=headers)
+        super().__init__(writer.events(reply), media_type=writer.media_type, headers=headers)
         self._reply = reply
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
@@ -307,28 +297,43 @@ def token_router(gateway: Any, acts: Any) -> APIRouter:
     return routes
 
 
-def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> None:
-    async def post(request: Request, actor: str = acts) -> Any:
-        """Answers one call, whole or as a stream."""
-        body = await read_json(request)
-        reply = await answered(request, gateway(), kind, body, actor)
-        if isinstance(reply, Response):
-            return reply
-        body = msgspec.json.encode(reply.json)
-        return Response(body, headers=reply.headers, media_type="application/json")
+def add_call(
+    routes: APIRouter,
+    path: str,
+    gateway: Any,
+    acts: Any,
+    schema: dict[str, Any],
+    answer: Callable[[Request, Any, str], Coroutine[Any, Any, Any]],
+    **described: str,
+) -> None:
+    """Adds the route `path` for calls, whose bodies have this `schema`. The parameters are as in `router`.
 
-    path, summary = {**_PATHS, **_TOKEN_PATHS}[kind]
+    `answer(request, gateway, actor)` returns the response. `described` is its name, summary and description.
+    """
+
+    async def post(request: Request, actor: str = acts) -> Any:
+        return await answer(request, gateway(), actor)
+
     routes.add_api_route(
         path,
         post,
         methods=["POST"],
-        name=kind,
-        summary=summary,
         tags=["models"],
         response_model=None,
         responses=REFUSALS,
-        openapi_extra=request_body(schema(kind)),
+        openapi_extra=request_body(schema),
+        **described,  # type: ignore[arg-type]
     )
+
+
+def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> None:
+    async def answer(request: Request, gateway: Any, actor: str) -> Response:
+        body = await read_json(request)
+        return await answered(request, gateway, kind, body, actor, OpenAIWriter())
+
+    path, summary = {**_PATHS, **_TOKEN_PATHS}[kind]
+    words = {"summary": summary, "description": "Answers one call, whole or as a stream."}
+    add_call(routes, path, gateway, acts, schema(kind), answer, name=kind, **words)
 
 
 def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> None:

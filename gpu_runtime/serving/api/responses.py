@@ -6,19 +6,18 @@ The functions that translate are pure. Answers are not stored, so a field that n
 
 from __future__ import annotations
 
-import json
 import time
 import uuid
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from fastapi import APIRouter, Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
-from ..requests import Refused, Reply, bad
-from .openai import REFUSALS, answered, read_json, request_body
+from ..requests import Reply, bad
+from .openai import add_call, answered, body_schema, read_json
 from .text_tokens import TextTokens
-from .translation import Writer, functions, in_own_words, logprobs_of, require_object
+from .translation import Writer, chat_fields, functions, logprobs_of, named_event
 
 # Fields of both formats.
 _SAME = (
@@ -49,15 +48,9 @@ _PATHS = (  # of a chat's fields, in a body of this route
     (r"tools\[(\d+)\]\.function", r"tools[\1]"),
     (r"tool_choice\.function", "tool_choice"),
 )
-_SCHEMA = {
-    "type": "object",
-    "required": ["model", "input"],
-    "properties": {
-        "model": {"type": "string"},
-        "input": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
-        "stream": {"type": "boolean"},
-    },
-    "additionalProperties": True,
+_INPUT = {
+    "model": {"type": "string"},
+    "input": {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "object"}}]},
 }
 
 
@@ -66,34 +59,15 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
 
     `gateway()` returns the Gateway. `acts` is the FastAPI dependency that admits visitors who may call models.
     """
+    words = {"name": "post_response", "description": str(_answer.__doc__)}
+    schema = body_schema(_INPUT, {"stream": {"type": "boolean"}})
+    add_call(routes, "/responses", gateway, acts, schema, _answer, **words)
 
-    @routes.post(
-        "/responses",
-        tags=["models"],
-        response_model=None,
-        responses=REFUSALS,
-        openapi_extra=request_body(_SCHEMA),
-    )
-    async def post_response(request: Request, actor: str = acts) -> Any:
-        """An answer in the format of OpenAI's Responses API, whole or streamed. It is not stored."""
-        body = await read_json(request)
-        chat = chat_of(body)
-        writer = _ResponsesWriter(body)
-        try:
-            reply = await answered(
-                request,
-                gateway(),
-                "chat",
-                chat,
-                actor,
-                writer.events,
-                lambda refused: writer.refusal(in_own_words(refused, _PATHS)),
-            )
-        except Refused as refused:
-            raise in_own_words(refused, _PATHS) from None
-        if isinstance(reply, Response):
-            return reply
-        return JSONResponse(response_of(reply.json or {}, body), headers=reply.headers)
+
+async def _answer(request: Request, gateway: Any, actor: str) -> Response:
+    """An answer in the format of OpenAI's Responses API, whole or streamed. It is not stored."""
+    body = await read_json(request)
+    return await answered(request, gateway, "chat", chat_of(body), actor, ResponsesWriter(body))
 
 
 # -- requests
@@ -101,8 +75,7 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
 
 def chat_of(body: Any) -> dict[str, Any]:
     """Translates the `body` of a call of `/v1/responses` into the body of a chat. Raises Refused (400)."""
-    require_object(body)
-    chat = {name: value for name, value in body.items() if name in _SAME or name[:2] == "x_"}
+    chat = chat_fields(body, _SAME)
     for name, value in body.items():
         if name in chat or name in _OTHER or value is None or value in _NEUTRAL.get(name, ()):
             continue
@@ -119,10 +92,7 @@ def chat_of(body: Any) -> dict[str, Any]:
         chat["tool_choice"] = _tool_choice(body["tool_choice"])
     chat |= _format(body.get("text") or {})
     chat |= _thinking(body.get("reasoning") or {})
-    chat |= _probabilities(body.get("include") or [], body.get("top_logprobs"))
-    if chat.get("stream"):
-        chat["stream_options"] = {"include_usage": True}
-    return chat
+    return chat | _probabilities(body.get("include") or [], body.get("top_logprobs"))
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
@@ -272,36 +242,32 @@ def response_of(answer: dict[str, Any], body: Mapping[str, Any]) -> dict[str, An
     return _ended(made, output, choice["finish_reason"], answer.get("usage"))
 
 
-def events(reply: Reply, body: Mapping[str, Any]) -> AsyncIterator[bytes]:
-    """Yields a streamed `reply` as events; `body` is the body of the call.
-
-    If an error occurs after the stream has started, the error is the last event.
-    """
-    return _ResponsesWriter(body).events(reply)
-
-
-class _ResponsesWriter(Writer):
+class ResponsesWriter(Writer):
     """Turns the chunks of one chat into the events of the Responses API.
 
     Consecutive thoughts are one item, and so is consecutive text. Each tool call is one item.
     """
 
+    paths = _PATHS
+
     def __init__(self, body: Mapping[str, Any]) -> None:
+        """A writer for the answer to a call of `/v1/responses` with this `body`."""
         super().__init__()
         self._body = body
         self._response: dict[str, Any] = {}
         self._output: list[dict[str, Any]] = []  # the items that have ended
-        self._run = ""  # the type of the open item: reasoning or message; empty: no item is open
         self._item: dict[str, Any] = {}
         self._texts: list[str] = []
         self._tokens = TextTokens()  # those that are not sent yet
         self._logprobs: list[dict[str, Any]] = []  # of the open item
         self._events = 0
 
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        return response_of(super().whole(reply), self._body)
+
     def _event(self, kind: str, **fields: Any) -> bytes:
-        data = {"type": kind, "sequence_number": self._events, **fields}
         self._events += 1
-        return f"event: {kind}\ndata: {json.dumps(data)}\n\n".encode()
+        return named_event(kind, {"sequence_number": self._events - 1, **fields})
 
     def begin(self, chunk: dict[str, Any]) -> list[bytes]:
         self._response = _response(chunk, self._body)
@@ -311,45 +277,44 @@ class _ResponsesWriter(Writer):
     def tokens(self, entries: list[dict[str, Any]]) -> None:
         self._tokens.add(entries)
 
-    def pieces(self, thought: str, text: str) -> list[bytes]:
-        return [*self._piece("reasoning", thought), *self._piece("message", text)]
-
     def error(self, error: dict[str, Any]) -> bytes:
         fields = {"message": error["message"], "code": error["code"], "param": None}
         return self._event("error", error=error, **fields)
 
     def end(self, calls: list[dict[str, Any]]) -> list[bytes]:
-        found = self._end_run()
+        found = self.close_run()
         for call in calls:
             found += self._call(_call_item(call))
         made = _ended(self._response, self._output, self.finish, self.usage)
         return [*found, self._event(f"response.{made['status']}", response=made)]
 
-    def _piece(self, kind: str, text: str) -> list[bytes]:
-        """The events for a piece of thoughts or of text."""
-        if not text:
-            return []
-        found = []
-        if self._run != kind:
-            found = self._end_run()
-            self._run, self._texts, self._logprobs = kind, [], []
-            self._item = {**_item(kind, ""), "content": []}
-            if kind == "message":
-                self._item["status"] = "in_progress"
-            found.append(self._of_item("output_item.added", item=self._item))
-            found.append(self._of_part("content_part.added", part=_part(kind, "")))
+    @property
+    def _kind(self) -> str:
+        """The type of the open item."""
+        return "reasoning" if self.run == "thinking" else "message"
+
+    def begin_run(self) -> list[bytes]:
+        kind = self._kind
+        self._texts, self._logprobs = [], []
+        self._item = {**_item(kind, ""), "content": []}
+        if kind == "message":
+            self._item["status"] = "in_progress"
+        return [
+            self._of_item("output_item.added", item=self._item),
+            self._of_part("content_part.added", part=_part(kind, "")),
+        ]
+
+    def piece(self, text: str) -> bytes:
         self._texts.append(text)
-        if kind == "reasoning":
+        if self.run == "thinking":
             self._tokens.skip(text)
-            return [*found, self._of_part("reasoning_text.delta", delta=text)]
+            return self._of_part("reasoning_text.delta", delta=text)
         logprobs = self._tokens.take(text)
         self._logprobs += logprobs
-        return [*found, self._of_part("output_text.delta", delta=text, logprobs=logprobs)]
+        return self._of_part("output_text.delta", delta=text, logprobs=logprobs)
 
-    def _end_run(self) -> list[bytes]:
-        if not self._run:
-            return []
-        kind, text = self._run, "".join(self._texts)
+    def end_run(self) -> list[bytes]:
+        kind, text = self._kind, "".join(self._texts)
         part = _part(kind, text, self._logprobs)
         item = {**_item(kind, text, self._logprobs), "id": self._item["id"]}
         more = {"logprobs": self._logprobs} if kind == "message" else {}
@@ -359,7 +324,6 @@ class _ResponsesWriter(Writer):
             self._of_item("output_item.done", item=item),
         ]
         self._output.append(item)
-        self._run = ""
         return found
 
     def _call(self, item: dict[str, Any]) -> list[bytes]:

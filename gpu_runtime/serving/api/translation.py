@@ -5,15 +5,16 @@ Such a route translates the request into a chat in OpenAI's format, and the answ
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
 from ..requests import Refused, Reply, bad
 
-Paths = tuple[
-    tuple[str, str], ...
-]  # a pattern of a chat's field, and the path in the route's own body
+EVENTS = "text/event-stream"
+# A pattern of a chat's field, and the path in the route's own body.
+Paths = tuple[tuple[str, str], ...]
 
 
 def in_own_words(refused: Refused, paths: Paths) -> Refused:
@@ -43,6 +44,18 @@ def require_object(body: Any) -> None:
         raise Refused(400, "bad_body", "the body must be a JSON object")
 
 
+def chat_fields(body: Any, same: tuple[str, ...]) -> dict[str, Any]:
+    """The fields of a call's `body` that a chat has under the same name: `same`, and ours. Raises Refused (400).
+
+    A stream also gets the field with which its engine counts the tokens.
+    """
+    require_object(body)
+    chat = {name: value for name, value in body.items() if name in same or name[:2] == "x_"}
+    if chat.get("stream"):
+        chat["stream_options"] = {"include_usage": True}
+    return chat
+
+
 def functions(
     tools: Any, function: Callable[[str, Any], dict[str, Any]]
 ) -> dict[str, list[dict[str, Any]]]:
@@ -62,15 +75,28 @@ def logprobs_of(choice: Mapping[str, Any]) -> list[dict[str, Any]]:
     return (choice.get("logprobs") or {}).get("content") or []
 
 
+def named_event(kind: str, fields: Mapping[str, Any]) -> bytes:
+    """A server-sent event of this `kind`, with `fields` as its data."""
+    return f"event: {kind}\ndata: {json.dumps({'type': kind, **fields})}\n\n".encode()
+
+
 class Writer:
-    """Turns the chunks of one streamed chat into the events of another format."""
+    """Writes the answer to one call in another format. A stream's chunks become events of the type `media_type`."""
+
+    paths: Paths = ()
+    media_type = EVENTS
 
     def __init__(self) -> None:
         """A writer that has read no chunk."""
         self.model, self.finish = "", "stop"
         self.usage: Any = None
+        self.run = ""  # what the open block has: thinking or text; empty: no block is open
         self._begun = False
         self._calls: dict[int, dict[str, Any]] = {}
+
+    def whole(self, reply: Reply) -> dict[str, Any]:
+        """The answer in `reply`, which is not streamed."""
+        return reply.json or {}
 
     def begin(self, chunk: dict[str, Any]) -> Iterable[bytes]:
         """The events before the first `chunk`."""
@@ -79,9 +105,34 @@ class Writer:
     def tokens(self, entries: list[dict[str, Any]]) -> None:
         """Takes the probabilities of the next tokens, in a chat's format. Most formats have no place for them."""
 
+    def begin_run(self) -> list[bytes]:
+        """The events at the begin of a block: of consecutive thoughts, or of consecutive text (`run`)."""
+        return []
+
+    def piece(self, text: str) -> bytes:
+        """The event for a piece of the open block."""
+        raise NotImplementedError
+
+    def end_run(self) -> list[bytes]:
+        """The events at the end of a block."""
+        return []
+
+    def close_run(self) -> list[bytes]:
+        """Ends the open block, if there is one. Returns its last events."""
+        found = self.end_run() if self.run else []
+        self.run = ""
+        return found
+
     def pieces(self, thought: str, text: str) -> Iterable[bytes]:
         """The events for a piece of thoughts and a piece of text. Either piece may be empty."""
-        raise NotImplementedError
+        for kind, piece in (("thinking", thought), ("text", text)):
+            if not piece:
+                continue
+            if self.run != kind:
+                yield from self.close_run()
+                self.run = kind
+                yield from self.begin_run()
+            yield self.piece(piece)
 
     def end(self, calls: list[dict[str, Any]]) -> Iterable[bytes]:
         """The last events. `calls` are the tool calls in OpenAI's format."""
@@ -93,7 +144,7 @@ class Writer:
 
     def refusal(self, refused: Refused) -> bytes:
         """The only event of a stream whose call was `refused` after its headers were sent."""
-        return self.error(refused.body()["error"])
+        return self.error(in_own_words(refused, self.paths).body()["error"])
 
     async def events(self, reply: Reply) -> AsyncIterator[bytes]:
         """Yields a streamed `reply` as events.
