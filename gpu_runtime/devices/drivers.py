@@ -1,8 +1,8 @@
 """The cards that the vendors' drivers report, and the cards that this process may use.
 
-Each source has a module (`nvml`, `nvidia_smi`, `amd`, `apple`) and an entry in SOURCES. All modules
-return the same facts: every card of the machine, the cards that this process sees, and the current
-figures of a card. A call into a driver may hang for ever. So a process that must not hang uses
+Each source has a module (`nvml`, `amd`, `apple`) and an entry in SOURCES. All modules return the
+same facts: every card of the machine, the cards that this process sees, and the current figures of
+a card. A call into a driver may hang for ever. So a process that must not hang uses
 `with_time_limit`.
 """
 
@@ -20,8 +20,7 @@ from .. import threads
 from ..errors import ProbeFailed
 from ..facts import Device, Sample
 
-# For each kind of card, the first source that finds its driver is used.
-SOURCES = ("nvml", "nvidia_smi", "amd", "apple")
+SOURCES = ("nvml", "amd", "apple")
 ANSWER_SECONDS = 5.0
 T = TypeVar("T")
 
@@ -104,34 +103,22 @@ def source(name: str) -> ModuleType:
 def listings(kinds: Iterable[str] = ()) -> tuple[Listing, ...]:
     """The cards of this machine: one listing for each kind of card, or only for these `kinds`.
 
-    May hang. Raises ProbeFailed if the driver of a kind fails and no other source answers for that
-    kind.
+    May hang. Raises ProbeFailed if the driver of a kind fails: the result must not look as if there
+    were no card.
     """
-    found: dict[str, Listing] = {}
-    broken: dict[str, tuple[str, str]] = {}
-    for name in SOURCES:
-        module = source(name)
-        kind = module.KIND
-        if kinds and kind not in kinds:
-            continue
-        if kind in found and not found[kind].absent:
+    found: list[Listing] = []
+    for module in map(source, SOURCES):
+        if kinds and module.KIND not in kinds:
             continue
         try:
-            listing = module.list_cards()
+            found.append(module.list_cards())
         except NoAnswer as error:
-            broken.setdefault(kind, (module.NAME, str(error)))
-            continue
-        if not listing.absent or kind not in found:
-            found[kind] = listing
-    for kind, (name, why) in broken.items():
-        # If the driver is broken, the result must not look as if there were no card.
-        if kind not in found or found[kind].absent:
             raise ProbeFailed(
-                f"the driver of the {kind} cards does not answer {name}: {why}.\n"
+                f"the driver of the {module.KIND} cards does not answer {module.NAME}: {error}.\n"
                 f"  Look at it with:  gpu doctor",
-                device=kind,
-            )
-    return tuple(found.values())
+                device=module.KIND,
+            ) from error
+    return tuple(found)
 
 
 def visible_cards(

@@ -1,4 +1,4 @@
-"""The modules for nvidia-smi, ROCm and Metal report the same facts.
+"""The modules for ROCm and Metal report the same facts.
 
 The tests use recorded and documented answers of the vendors' tools.
 """
@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpu_runtime.devices import amd, apple, drivers, nvidia_smi
+from gpu_runtime.devices import amd, apple, drivers
 from gpu_runtime.devices.drivers import NoAnswer
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, ProbeFailed
@@ -20,117 +20,6 @@ from gpu_runtime.facts import Device, Sample
 from gpu_runtime.units import GIB, MIB
 
 RECORDED = Path(__file__).parent / "recorded"
-
-
-# -- nvidia-smi ------------------------------------------------------------------------------------
-
-
-@pytest.fixture
-def tool(tmp_path, monkeypatch):
-    """A function that puts an nvidia-smi on the PATH, which prints a recorded report.
-
-    NVML's Python binding is hidden.
-    """
-    monkeypatch.setitem(sys.modules, "pynvml", None)
-    monkeypatch.setattr(nvidia_smi, "SHARED_SECONDS", 0.0)
-    monkeypatch.setattr(nvidia_smi, "_last", None)
-    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
-    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
-
-    def says(report="", listing="", code=0, seconds=0):
-        script = tmp_path / "nvidia-smi"
-        script.write_text(
-            "#!/bin/sh\n"
-            f'echo run >> "{tmp_path}/runs"\n'
-            f"[ {seconds} = 0 ] || sleep {seconds}\n"
-            f'case "$1" in -L) cat "{RECORDED}/{listing or "nvidia_smi_list.txt"}";; '
-            f'*) cat "{RECORDED}/{report}" 2>/dev/null || echo "{report}";; esac\nexit {code}\n'
-        )
-        script.chmod(0o755)
-        return tmp_path / "runs"
-
-    return says
-
-
-def test_on_windows_the_card_is_known_and_the_bytes_of_a_process_are_not(tool):
-    """Under WDDM the driver does not know the bytes of a process. They are unknown, not zero."""
-    tool("nvidia_smi_windows.xml")
-    listing = drivers.visible_cards({})
-    [card] = listing.cards
-    assert listing.source is nvidia_smi
-    assert card.device == Device(
-        "cuda:0",
-        8192 * MIB,
-        "NVIDIA GeForce RTX 2070 SUPER",
-        "GPU-a09831af-4ab2-c847-2cf0-115cf3ec46f0",
-        0,
-    )
-    assert nvidia_smi.measure(card, 5.0) == Sample(
-        "cuda:0", 5.0, 6939 * MIB, {2068: None}, 5.0, 40.0, 49.44
-    )
-    assert nvidia_smi.versions() == {"driver": "516.40", "CUDA": "11.7"}
-
-
-def test_instances_are_devices_with_the_uuids_from_the_list(tool):
-    tool("nvidia_smi_mig.xml")
-    whole = nvidia_smi.list_cards().cards
-    assert [(card.device.id, card.device.total_bytes, card.device.uuid) for card in whole] == [
-        ("cuda:0.0", 40448 * MIB, "MIG-c7384736-a75d-5afc-978f-d2f1294409fd"),
-        ("cuda:0.1", 19968 * MIB, "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"),
-        ("cuda:1", 81920 * MIB, "GPU-61a65011-6571-a6d2-5ab8-66cbb6f7f9c3"),
-    ]
-    assert nvidia_smi.measure(whole[0], 5.0) == Sample(
-        "cuda:0.0", 5.0, 40151 * MIB, {4121: 260 * MIB}, None, 34.0, 61.20
-    )
-    assert nvidia_smi.measure(whole[1], 5.0).processes == {}
-    assert nvidia_smi.measure(whole[2], 5.0) == Sample(
-        "cuda:1", 5.0, 81369 * MIB, {}, 0.0, 31.0, 58.10
-    )
-    seen = drivers.visible_cards(
-        {"CUDA_VISIBLE_DEVICES": "MIG-a28ad590-3fda-56dd-84fc-0a0b96edc58d"}
-    ).cards
-    assert [(card.device.id, card.torch) for card in seen] == [("cuda:0.1", "cuda:0")]
-
-
-def test_one_run_of_the_tool_answers_for_all_cards(tool, monkeypatch):
-    runs = tool("nvidia_smi_mig.xml")
-    probe = open_probe("cuda:0.0")
-    monkeypatch.setattr(nvidia_smi, "SHARED_SECONDS", 60.0)
-    before = len(runs.read_text().splitlines())
-    for _ in range(5):
-        probe.samples(5.0)
-    assert len(runs.read_text().splitlines()) == before
-
-
-def test_a_failing_tool_is_an_error_and_not_the_absence_of_cards(tool):
-    tool("Failed to initialize NVML: Driver/library version mismatch", code=18)
-    with pytest.raises(
-        ProbeFailed,
-        match="the driver of the cuda cards does not answer nvidia-smi: "
-        "Failed to initialize NVML: Driver/library version mismatch",
-    ):
-        drivers.visible_cards({})
-
-
-def test_a_tool_that_hangs_is_left_behind(tool, monkeypatch):
-    tool("nvidia_smi_windows.xml", seconds=30)
-    monkeypatch.setattr(nvidia_smi, "SECONDS", 0.2)
-    with pytest.raises(NoAnswer, match="did not answer within"):
-        nvidia_smi.list_cards()
-
-
-def test_a_card_that_is_gone_is_reported(tool):
-    tool("nvidia_smi_windows.xml")
-    [card] = nvidia_smi.list_cards().cards
-    tool("nvidia_smi_mig.xml")
-    with pytest.raises(NoAnswer, match="no longer lists it"):
-        nvidia_smi.measure(card, 5.0)
-
-
-def test_an_invalid_report_is_an_error(tool):
-    tool("<broken")
-    with pytest.raises(NoAnswer, match="no valid report"):
-        nvidia_smi.list_cards()
 
 
 # -- ROCm ------------------------------------------------------------------------------------------

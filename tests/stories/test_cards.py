@@ -6,13 +6,10 @@ a divided card, and cards that fail.
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
-
 import psutil
 import pytest
 
-from gpu_runtime.units import GIB, MIB
+from gpu_runtime.units import GIB
 from tests.clock import PATIENCE, until
 
 WHERE = "[[lease.name, lease.where] for lease in sorted(rt.status().leases(), key=lambda lease: lease.name)]"
@@ -166,26 +163,6 @@ def test_the_cpu_is_used_where_it_is_asked_for_and_never_because_memory_ran_out(
     kernel.evaluate("held = rt.use('a'); held.__enter__() and None")
     assert "a (60.0 GiB) is held by the block that makes the request" in hold(kernel, "b", 60)
     assert kernel.evaluate(WHERE) == [["a", "cuda:0"]]
-
-
-def test_where_there_is_no_nvml_the_tool_answers_for_the_helper_too(host, driver, tmp_path):
-    """NVML's library is missing, but nvidia-smi is on the PATH. The cards are listed and measured
-    with nvidia-smi.
-    """
-    (tmp_path / "driver" / "libnvidia-ml.so.1").unlink()
-    recorded = Path(__file__).parents[1] / "devices" / "recorded" / "nvidia_smi_windows.xml"
-    tool = tmp_path / "bin" / "nvidia-smi"
-    tool.parent.mkdir()
-    tool.write_text(f'#!/bin/sh\ncat "{recorded}"\n')
-    tool.chmod(0o755)
-    kernel = host.kernel(PATH=f"{tool.parent}:{os.environ['PATH']}")
-    view = (
-        "[[v.device.id, v.device.total_bytes, v.measured_bytes, v.sample.power_watts] "
-        "for v in rt.status().devices][0]"
-    )
-    until(lambda: kernel.evaluate(view) == ["cuda:0", 8192 * MIB, 1253 * MIB, 49.44])
-    assert kernel.evaluate("[[s.pid, s.bytes] for s in rt.status().strangers]") == [[2068, None]]
-    assert hold(kernel, "a", 6) == "cuda:0"
 
 
 def test_a_card_that_shows_no_memory_but_is_known_to_share_the_machines_is_unified(host, driver):
