@@ -27,7 +27,7 @@ from ..facts import Book, LeaseId, ModelSpec, Owner, parse_importance
 from ..options import read_options
 from ..scheduler import explain
 from ..scheduler.placement import check_layout
-from ..threads import imported
+from ..threads import imported, uninterrupted
 from ..units import parse_room, parse_seconds
 from . import acquire, demand, earlier_uses, failures, permissions
 from .governed_calls import release_calls
@@ -261,13 +261,19 @@ def forget(session: Session, name: str) -> None:
     if resident.training.blocks():
         raise in_use_error(session, resident)
     lease = resident.truth()
-    release_calls(resident.value)
-    resident.forget()
-    session.residents.pop(resident.spec.name, None)
-    for other in list(session.residents.values()):
-        other.take_over()
-    session.probe.empty_cache()
-    session.publish_names()
+
+    def work() -> None:
+        release_calls(resident.value)
+        try:
+            resident.forget()
+        finally:  # a drop with an error is a drop
+            session.residents.pop(resident.spec.name, None)
+            for other in list(session.residents.values()):
+                other.take_over()
+            session.probe.empty_cache()
+            session.publish_names()
+
+    uninterrupted(work, to_the_end=True)
     earlier_uses.publish_released(session, lease)
 
 

@@ -358,6 +358,9 @@ class Resident:
             try:
                 more = {"shadow": True} if shadow else {}
                 self.backend.move(self.handle, self.lease.after(step.shares), **more)
+            except BaseException:
+                self.remeasure()  # bytes may have moved before the error
+                raise
             finally:
                 self.shadow_bytes = getattr(self.handle, "shadow_bytes", 0)
             return self.backend.measure(self.handle)
