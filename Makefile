@@ -3,7 +3,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help run llama lint check check-models check-rest test test-busy soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients
+.PHONY: help run llama lint check check-models check-rest test test-busy mutants faults soak bench gpu gpu-tests gpu-figures gpu-wheels vllm docs clean packages frameworks clients
 
 VENV := .venv
 BIN := $(VENV)/bin
@@ -59,7 +59,9 @@ help:
 	@echo "make check   lint, and the tests without real processes, browsers and notebooks: about a minute"
 	@echo "make test    lint, and every test, doctest and notebook"
 	@echo "make test-busy   make test beside four busy loops: no test depends on how fast the machine is"
-	@echo "make soak    every property test with long counts, the long stories (tests/bench/SOAK.md), and test-busy"
+	@echo "make mutants   how many of 40 faults in random lines the tests notice (N=40, by folder), and which they do not"
+	@echo "make faults  the same for the whole faults of tests/faults (NAME=WORD for some)"
+	@echo "make soak    every property test with long counts, the long stories (tests/bench/SOAK.md), 400 mutants, and test-busy"
 	@echo "make bench   the figures"
 	@echo "make gpu     the tests and the figures of a real card, within 15 minutes (tests/gpu/README.md)"
 	@echo "make gpu-figures   its figures; without a card, on a simulated accelerator"
@@ -106,7 +108,16 @@ test-busy:
 
 soak: $(STAMP) packages .venv-frameworks/.ready .venv-clients/.ready
 	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
+	@$(MAKE) --no-print-directory mutants N=400
 	@$(MAKE) --no-print-directory test-busy
+
+# The map from lines to tests is made first, once a tree: some minutes.
+N ?= 40
+mutants: $(STAMP)
+	$(BIN)/python -m tests.mutants -n $(N)
+
+faults: $(STAMP)
+	$(BIN)/python -m tests.mutants faults $(NAME)
 
 bench: $(STAMP)
 	$(BIN)/python -m tests.bench

@@ -15,7 +15,7 @@ from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from gpu_runtime import private_paths
 from gpu_runtime.settings import Settings
@@ -40,6 +40,15 @@ settings.register_profile(
     derandomize=True,
     max_examples=10,
     stateful_step_count=10,
+    suppress_health_check=list(HealthCheck),
+)
+# A mutant is killed by the first example that fails: the smallest one is not looked for.
+settings.register_profile(
+    "mutants",
+    deadline=None,
+    derandomize=True,
+    max_examples=40,
+    phases=[Phase.explicit, Phase.generate],
     suppress_health_check=list(HealthCheck),
 )
 settings.load_profile("ordinary")

@@ -1,1060 +1,426 @@
-"""Deliberate faults in the scheduler, the ledgers and the owner, each in one line of code.
+"""Faults that the tests must notice: mutants of sampled lines, and the whole faults of `faults/`.
 
-The tests must notice every fault.
+    python -m tests.mutants                 40 mutants, a fresh sample with a printed seed
+    python -m tests.mutants faults [WORD]   the patches of tests/faults/, or those whose name contains WORD
 
-    python -m tests.mutants            all of them, on all cores
-    python -m tests.mutants grace      those whose name contains "grace"
+A mutant is one change of a product line, made by an operator of mutmut. A trial applies it to a copy of
+the tree, and runs there the tests that run the line. It is killed if a test fails or takes too long, and
+if that test passes without the mutant. Nothing is compared as text, and no survivor is excused here.
 
-This module is not part of the ordinary run. It applies each fault to a copy of the package in a
-temporary directory, and runs the fault's tests against that copy with `-x -q`. The result is
-*caught* or *survived*. A fault that survived shows a rule of the code that no test checks. A fault
-whose line is no longer in the code is *stale* and must be renewed. The exit status is the number of
-survived and stale faults.
+The map from lines to tests comes from coverage's contexts. It is made once for each folder of tests, from
+the tests that start no process, and kept in build/mutants until the product or that folder changes.
+mutmut's own runner does not fit: it leaves out decorated functions, its trampolines add a frame to every
+call, and it cannot sample lines. cosmic-ray runs one command for all mutants, in the working tree itself.
 """
 
 from __future__ import annotations
 
+import argparse
+import difflib
+import gc
+import hashlib
+import json
+import multiprocessing
 import os
+import random
+import re
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
-from concurrent.futures import ThreadPoolExecutor
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
-SCHEDULER = [
-    f"tests/scheduler/test_{name}.py"
-    for name in (
-        "admission",
-        "eviction_cards",
-        "eviction_policy",
-        "placement",
-        "pressure",
-        "recall",
-        "transitions",
-        "deadlock",
-        "laws",
-        "audited_processes",
-    )
-]
-PARTS = ["tests/scheduler/test_parts.py"]
-SPLITTING = ["tests/scheduler/test_splitting.py"]
-HOPELESS = ["tests/scheduler/test_hopeless.py"]
-WARM_POOL = ["tests/scheduler/test_warm_pool.py"]
-EARLIER_USES = ["tests/stories/test_earlier_uses.py"]
-DUPLEX = ["tests/scheduler/test_duplex.py", "tests/owner/test_duplex.py"]
-QUARANTINE = ["tests/ledgers/test_quarantine.py", "tests/ledgers/test_pages.py"]
-QUEUE = ["tests/ledgers/test_writer_queue.py"]
-LEDGER = ["tests/ledgers/test_contract.py", "tests/ledgers/test_sqlite.py"]
-CATALOGUE = [
-    "tests/catalog/test_documents.py",
-    "tests/catalog/test_manifests.py",
-    "tests/owner/test_catalog.py",
-]
-ARGUMENTS = ["tests/owner/test_arguments.py", "tests/owner/test_notebook_path.py"]
-OWNER = ["tests/owner/test_runtime.py", "tests/owner/test_real_models.py"]
-
-WHO = ["tests/backends/test_search.py", "tests/backends/test_holders.py"]
-PARKING = ["tests/backends/test_kernel_memory.py"]
-SHADOWS = ["tests/backends/test_shadows.py", "tests/owner/test_shadows.py"]
-SHARED = ["tests/backends/test_shared_copies.py", "tests/scheduler/test_shared_copies.py"]
-PROGRAMS = ["tests/backends/test_parked_programs.py"]  # random programs must find these alone
-
-# Without a cache and without plugins that these tests do not use.
-PYTEST = "-x -q --no-header --tb=no -p no:cacheprovider -p no:nbval -p no:schemathesis".split()
+PRODUCT = {
+    name: f"gpu_runtime/{name}"
+    for name in "facts scheduler ledgers owner backends serving web catalog estimation rendering".split()
+} | {"kernel_ext": "kernel_ext/gpu", "panels": "panels/gpu_panels"}
+FAULTS = ROOT / "tests" / "faults"
+MAPS = ROOT / "build" / "mutants"
+IMPORTED = ["gpu_runtime", "kernel_ext", "panels"]
+LEAN = "-q --no-header -p no:cacheprovider -p no:nbval -p no:schemathesis -p no:xdist".split()
+MOST_SECONDS = (
+    60.0  # of tests for one mutant, as the map measured them; the quickest tests come first
+)
 
 
-class Fault(NamedTuple):
-    """A line of a module, a faulty replacement, and the tests that must notice it."""
+# The map from lines to tests.
 
+
+class Mapper:
+    """A pytest plugin: gives each test a coverage context, and keeps the seconds of those that pass."""
+
+    def __init__(self, coverage: Any, file: Path) -> None:
+        self.coverage, self.file = coverage, file
+        self.seconds: Counter[str] = Counter()
+        self.failed: set[str] = set()
+
+    def pytest_runtest_logstart(self, nodeid: str) -> None:
+        self.coverage.switch_context(nodeid)
+
+    def pytest_runtest_logreport(self, report: Any) -> None:
+        self.seconds[report.nodeid] += report.duration
+        if not report.passed:
+            self.failed.add(report.nodeid)
+
+    def pytest_sessionfinish(self) -> None:
+        passed = {test: took for test, took in self.seconds.items() if test not in self.failed}
+        self.file.write_text(json.dumps(passed))
+
+
+def make_map(folder: str, data: Path) -> int:
+    """Runs the tests of one folder that `make check` runs too, with coverage. Returns pytest's status."""
+    import coverage
+    import pytest
+
+    include = [f"{ROOT}/{folder}/*" for folder in IMPORTED]
+    measured = coverage.Coverage(data_file=str(data), config_file=False, include=include)
+    measured.start()
+    arguments = ["-m", "not processes and not thorough and not soak", "--hypothesis-profile=quick"]
+    mapper = Mapper(measured, data.with_suffix(".json"))
+    status = pytest.main([*LEAN, *arguments, f"tests/{folder}"], plugins=[mapper])
+    measured.stop()
+    measured.save()
+    return status
+
+
+def digest(folders: Iterable[str]) -> str:
+    """Names the content of all Python files in `folders`."""
+    found = hashlib.sha256()
+    for file in sorted(file for folder in folders for file in (ROOT / folder).rglob("*.py")):
+        found.update(f"{file.relative_to(ROOT)}\0".encode() + file.read_bytes())
+    return found.hexdigest()[:16]
+
+
+class Map:
+    """Which tests run a line, and how long each takes."""
+
+    def __init__(self, folders: Iterable[str]) -> None:
+        import coverage
+
+        self.seconds: dict[str, float] = {}
+        self.parts = []
+        MAPS.mkdir(parents=True, exist_ok=True)
+        for folder in folders:
+            data = MAPS / f"{folder}-{digest([*IMPORTED, f'tests/{folder}'])}.data"
+            if not data.with_suffix(".json").exists():
+                print(f"mapping tests/{folder}", flush=True)
+                for old in MAPS.glob(f"{folder}-*"):
+                    old.unlink()
+                run_here("map", folder, str(data))
+            if data.exists():
+                self.seconds |= json.loads(data.with_suffix(".json").read_text())
+                self.parts.append(coverage.CoverageData(str(data)))
+                self.parts[-1].read()
+
+    def tests(self, file: str, lines: Iterable[int], at_import: bool = False) -> list[str]:
+        """The tests that run one of `lines`, or with `at_import` any line of the file. The quickest
+        come first, up to MOST_SECONDS, and tests of one file stay together.
+        """
+        wanted, found = set(lines), set()
+        for part in self.parts:
+            for line, contexts in part.contexts_by_lineno(f"{ROOT}/{file}").items():
+                if at_import or line in wanted:
+                    found.update(contexts)
+        left, chosen = MOST_SECONDS, []
+        for test in sorted(found & self.seconds.keys(), key=lambda test: self.seconds[test]):
+            left -= self.seconds[test]
+            if left < 0 and chosen:
+                break
+            chosen.append(test)
+        files: Counter[str] = Counter()
+        for test in chosen:
+            files[test.split("::")[0]] += self.seconds[test]
+        return sorted(chosen, key=lambda test: (files[test.split("::")[0]], test.split("::")[0]))
+
+
+def run_here(*arguments: str) -> None:
+    """Runs this module in a process of its own, which imports the product from this tree."""
+    path = os.pathsep.join([str(ROOT), f"{ROOT}/kernel_ext", f"{ROOT}/panels"])
+    command = [sys.executable, "-m", "tests.mutants", *arguments]
+    subprocess.run(command, cwd=ROOT, env={**os.environ, "PYTHONPATH": path}, stdout=sys.stderr)
+
+
+# Mutants.
+
+
+class Trial(NamedTuple):
+    """A fault and the tests that may notice it. `changed` has the new text of `file`, or is a patch."""
+
+    folder: str
     name: str
-    module: str
-    line: str  # as it is in the code, once
-    wrong: str  # its replacement
-    tests: list[str] = SCHEDULER
+    file: str
+    changed: str
+    tests: list[str]
 
 
-FAULTS = [
-    Fault(
-        "programs: a park does not wait for the cards",
-        "backends/pytorch/kernel_memory",
-        "if why := streams.not_at_rest(cards, REST_SECONDS):",
-        "if why := streams.not_at_rest((), REST_SECONDS):",
-        PROGRAMS,
-    ),
-    Fault(
-        "programs: the last storage is not copied back",
-        "backends/pytorch/kernel_memory",
-        "torch._foreach_copy_(fresh, sources, non_blocking=True)",
-        "torch._foreach_copy_(fresh[:-1], sources[:-1], non_blocking=True)",
-        PROGRAMS,
-    ),
-    Fault(
-        "programs: a returned block is recorded on no other stream",
-        "backends/pytorch/kernel_memory",
-        "streams.record(blocks, device, stream, model.streams.get(device, ()))",
-        "streams.record(blocks, device, stream, ())",
-        PROGRAMS,
-    ),
-    Fault(
-        "a return does not wait for work on the fresh blocks",
-        "backends/pytorch/kernel_memory",
-        "_rest(cards)  # a fresh block may have been freed while work on it was pending",
-        "pass",
-        PARKING,
-    ),
-    Fault(
-        "a park does not wait for the cards",
-        "backends/pytorch/kernel_memory",
-        "if why := streams.not_at_rest(cards, REST_SECONDS):",
-        "if why := streams.not_at_rest((), REST_SECONDS):",
-        PARKING,
-    ),
-    Fault(
-        "bytes return to blocks of the current stream",
-        "backends/pytorch/kernel_memory",
-        "with streams.on_stream(device, stream):",
-        "with streams.on_stream(device, None):",
-        PARKING,
-    ),
-    Fault(
-        "a returned block is recorded on no other stream",
-        "backends/pytorch/kernel_memory",
-        "streams.record(blocks, device, stream, model.streams.get(device, ()))",
-        "streams.record(blocks, device, stream, ())",
-        PARKING,
-    ),
-    Fault(
-        "streams that Python knows are forgotten",
-        "backends/pytorch/kernel_memory",
-        "found[stream.device].add(streams.pointer(stream))",
-        "pass",
-        PARKING,
-    ),
-    Fault(
-        "memory in a private pool is parked",
-        "backends/pytorch/kernel_memory",
-        "if streams.private(addresses, segments):",
-        "if False:",
-        PARKING,
-    ),
-    Fault(
-        "only the first card's tensors are parked",
-        "backends/pytorch/kernel_memory",
-        "own = cards[:1] if cards[0].counted else cards",
-        "own = cards[:1]",
-        PARKING,
-    ),
-    Fault(
-        "after a park the card's cache is kept",
-        "backends/pytorch/kernel_memory",
-        "streams.release_cached(card)",
-        "pass",
-        PARKING,
-    ),
-    Fault(
-        "a failed return keeps its new blocks",
-        "backends/pytorch/kernel_memory",
-        "st.let_go(error)",
-        "pass",
-        PARKING,
-    ),
-    Fault(
-        "a wait for a card has no limit",
-        "backends/pytorch/streams",
-        "if not waiting.wait(seconds):",
-        "if not waiting.wait():",
-        PARKING,
-    ),
-    Fault(
-        "a stuck card gets another waiting thread each time",
-        "backends/pytorch/streams",
-        "if earlier is not None and not earlier.wait(seconds):",
-        "if False:",
-        PARKING,
-    ),
-    Fault(
-        "the copy is not waited for before the exchange",
-        "backends/pytorch/storages",
-        "_copy_all(sources, targets, memories, host, progress)\n        wait()",
-        "_copy_all(sources, targets, memories, host, progress)",
-        PARKING,
-    ),
-    Fault(
-        "overlook gradients that nobody has read",
-        "backends/pytorch/search",
-        "hidden += gradient(tensor)",
-        "pass",
-        WHO,
-    ),
-    Fault(
-        "ignore references of C++ code",
-        "backends/pytorch/holders",
-        "others = uses - 1",
-        "others = 0",
-        WHO,
-    ),
-    Fault(
-        "free what others refer to",
-        "backends/pytorch/holders",
-        "for key, count in references.items() if count > 0]",
-        "for key, count in references.items() if count > 9]",
-        WHO,
-    ),
-    Fault(
-        "take any value as a truth value",
-        "arguments",
-        "    _require(value is True or value is False)\n",
-        "",
-        ARGUMENTS,
-    ),
-    Fault(
-        "store half a character",
-        "arguments",
-        "len(text) <= LONGEST_NAME and text.isprintable())",
-        "len(text) <= LONGEST_NAME)",
-        ARGUMENTS,
-    ),
-    Fault(
-        "let a value's own error out",
-        "arguments",
-        "    except Exception:\n        raise BadSetting(name, value, rule.expected) from None\n",
-        "    except ValueError:\n        raise BadSetting(name, value, rule.expected) from None\n",
-        ARGUMENTS,
-    ),
-    Fault(
-        "swallow an unknown option",
-        "options",
-        '            raise unknown_option(name, value, (*known, *others), f"the backend {backend}")\n',
-        "            continue\n",
-        ARGUMENTS,
-    ),
-    Fault(
-        "record a path as it is given",
-        "ledgers/liveness",
-        "        notebook=printable(notebook, LONGEST_PATH),\n",
-        "        notebook=notebook,\n",
-        ARGUMENTS,
-    ),
-    Fault(
-        "keep an interrupted block",
-        "owner/block_table",
-        "            elif self.pop(name, None):",
-        "            elif False:",
-        OWNER,
-    ),
-    Fault(
-        "free leaving bytes early",
-        "facts/leases",
-        "            for share in lease.shares:\n                claimed[",
-        "            for share in () if lease.target else lease.shares:\n                claimed[",
-    ),
-    Fault(
-        "count a move on one device only",
-        "facts/leases",
-        "            for share in lease.target:\n                claimed[",
-        "            for share in () if lease.shares else lease.target:\n                claimed[",
-    ),
-    Fault(
-        "forget residue",
-        "facts/leases",
-        "        claimed = dict(self.residue)\n",
-        "        claimed: dict[str, int] = {}\n",
-    ),
-    Fault(
-        "forget unseen bytes", "scheduler/capacity", "lease.settled_at >= taken_at[device]", "False"
-    ),
-    Fault(
-        "forget what is arriving unseen",
-        "scheduler/capacity",
-        "        if device in taken_at:\n",
-        "        if False:\n",
-    ),
-    Fault(
-        "unknown is zero used",
-        "scheduler/capacity",
-        "            blind[id] = reason\n",
-        "            blind |= {} if sample and sample.free_bytes is None else {id: reason}\n",
-    ),
-    Fault(
-        "believe a stale sample",
-        "scheduler/capacity",
-        "    if age > world.rules.stale_seconds:\n",
-        "    if False:\n",
-    ),
-    Fault(
-        "believe our own larger limit",
-        "scheduler/capacity",
-        "    return min(own_limit, book.limits.get(device, own_limit))\n",
-        "    return own_limit\n",
-    ),
-    Fault(
-        "evict for bytes that have just left",
-        "scheduler/context",
-        "    for device, size in freed.items():\n        room[",
-        "    for device, size in ():\n        room[",
-    ),
-    Fault("move a model in use", "scheduler/evictable", "    if lease.pins:\n", "    if False:\n"),
-    Fault(
-        "evict the kept", "scheduler/evictable", '    if lease.keep:\n        return "kept"\n', ""
-    ),
-    Fault(
-        "skip importance",
-        "scheduler/evictable",
-        "    if lease.importance < importance:\n",
-        "    if False:\n",
-    ),
-    Fault("ignore grace", "scheduler/evictable", "used + world.rules.grace_seconds", "used"),
-    Fault(
-        "drop what exists nowhere else",
-        "scheduler/evictable",
-        "    if lease.droppable and (drop or not moves):\n",
-        "    if drop or not moves:\n",
-    ),
-    Fault(
-        "drop before the warm pool is full", "scheduler/evictable", "(drop or not moves)", "True"
-    ),
-    Fault(
-        "spend host bytes twice",
-        "scheduler/eviction_verdict",
-        "            self.host_room -= copied_bytes(lease, step)\n",
-        "            pass\n",
-    ),
-    Fault(
-        "a needless piece leaves",
-        "scheduler/victims",
-        "    size = max(1, -(-need // piece)) * piece\n",
-        "    size = max(1, -(-need // piece) + 1) * piece\n",
-        PARTS,
-    ),
-    Fault(
-        "a part without room in host memory",
-        "scheduler/victims",
-        "                if size <= (free if lease.droppable else most + reserved):\n",
-        "                if True:\n",
-        PARTS,
-    ),
-    Fault(
-        "bytes on the card are reserved twice",
-        "scheduler/context",
-        "(Share(share.device, max(0, share.bytes - self.held[share.device])),)",
-        "(share,)",
-        PARTS,
-    ),
-    Fault(
-        "a part counts as the whole",
-        "facts/leases",
-        "        if staying <= 0 or not self.piece_bytes or len(on_cards) > 1:\n",
-        "        if True:\n",
-        PARTS,
-    ),
-    Fault(
-        "a lease in parts is used",
-        "scheduler/admission",
-        '(lease.all_on_device or lease.kind == "block")',
-        '(lease.on_device or lease.kind == "block")',
-        PARTS,
-    ),
-    Fault(
-        "a younger request takes what waits to be whole",
-        "scheduler/eviction",
-        "        if returning and (lease.owner, lease.name) in returning:\n",
-        "        if False:\n",
-        PARTS,
-    ),
-    Fault(
-        "forget that the host takes in only so many",
-        "scheduler/feasibility",
-        "        if size > left - remain_bytes:\n",
-        "        if False:\n",
-    ),
-    Fault("held ignored", "scheduler/evictable", "    if lease.id in held:\n", "    if False:\n"),
-    Fault(
-        "victims not pruned",
-        "scheduler/victims",
-        "enumerate(chosen) if index not in spared])",
-        "enumerate(chosen)])",
-    ),
-    Fault(
-        "the most important leave first",
-        "scheduler/victims",
-        "(-lease.importance, lease.wished",
-        "(lease.importance, lease.wished",
-    ),
-    Fault(
-        "the wishes do not order the victims",
-        "scheduler/victims",
-        "-lease.importance, lease.wished, rank",
-        "-lease.importance, 0, rank",
-    ),
-    Fault(
-        "a wish evicts a wished model",
-        "scheduler/evictable",
-        "    if 0 < world.rules.spared <= lease.wished:\n",
-        "    if False:\n",
-    ),
-    Fault(
-        "some victims are better than none",
-        "scheduler/victims",
-        "            return chosen\n    return None\n",
-        "            return chosen\n    return chosen\n",
-    ),
-    Fault(
-        "importance forgotten across cards",
-        "scheduler/eviction",
-        "return worth(leaving[-1], world, rank) if",
-        "return (0, *worth(leaving[-1], world, rank)[1:]) if",
-    ),
-    Fault(
-        "worth forgotten across cards",
-        "scheduler/eviction",
-        "highest_rank,\n            rounded_seconds,\n            cards,\n            leases,",
-        "rounded_seconds,\n            cards,\n            leases,\n            highest_rank,",
-    ),
-    Fault(
-        "ageing displaces",
-        "scheduler/eviction",
-        "    asker, importance = request.lease.owner, request.lease.importance\n    recalled",
-        "    asker = request.lease.owner\n"
-        "    importance = request.lease.importance - int(world.now - request.arrived) // 30\n"
-        "    recalled",
-    ),
-    Fault("no ageing", "scheduler/queue", "    if steps <= 0:\n", "    if True:\n"),
-    Fault(
-        "elders' needs forgotten",
-        "scheduler/context",
-        "    for ticket in blocking:\n",
-        "    for ticket in ():\n",
-    ),
-    Fault(
-        "elders' victims asked twice",
-        "scheduler/context",
-        "        recalled = frozenset(id for ticket in blocking for id in ticket.recalls)\n",
-        "        recalled = frozenset()\n",
-    ),
-    Fault(
-        "pass a blocked elder for ever",
-        "scheduler/queue",
-        "    if blocked_since and world.now - blocked_since < world.rules.passing_seconds:\n",
-        "    if blocked_since:\n",
-    ),
-    Fault(
-        "the holder waits behind its waiter",
-        "scheduler/queue",
-        "        if lease and any(share.device in needed_devices for share in lease.shares):\n"
-        "            return True\n",
-        "        if False:\n            return True\n",
-    ),
-    Fault(
-        "wait for stopped processes",
-        "scheduler/queue",
-        "world.now - ticket.refreshed <= world.rules.refresh_seconds",
-        "True",
-    ),
-    Fault(
-        "lose the ticket's place",
-        "scheduler/admission",
-        "arrived=request.arrived,\n",
-        "arrived=world.now,\n",
-    ),
-    Fault(
-        "a grant keeps its ticket",
-        "scheduler/admission",
-        "    book = book.without_ticket(request.key).with_lease(lease)\n",
-        "    book = book.with_lease(lease)\n",
-    ),
-    Fault(
-        "a lease is born unpinned",
-        "scheduler/admission",
-        "        pins=1,\n",
-        "        pins=0,\n",
-    ),
-    Fault(
-        "an unheard grant is forgotten",
-        "scheduler/admission",
-        "    if lease and lease.key == request.key and lease.phase is Phase.ARRIVING:\n",
-        "    if False:\n",
-    ),
-    Fault(
-        "unheard steps are forgotten",
-        "scheduler/admission",
-        "    decided = unfinished_steps(book, request.lease.owner, request.key)\n",
-        "    decided = ()\n",
-    ),
-    Fault(
-        "a full page evicts",
-        "scheduler/admission",
-        "    if full_for_waiting(book, request) or context.twin:\n",
-        "    if context.twin:\n",
-    ),
-    Fault(
-        "room is made twice for one model",
-        "scheduler/admission",
-        "    if full_for_waiting(book, request) or context.twin:\n",
-        "    if full_for_waiting(book, request):\n",
-    ),
-    Fault(
-        "two leases leave for one entry",
-        "scheduler/page_entries",
-        "    if leaving is not None:\n",
-        "    if False:\n",
-    ),
-    Fault(
-        "weights that exist nowhere else leave for an entry",
-        "scheduler/page_entries",
-        "        if not lease.droppable or lease.id in context.recalled:\n",
-        "        if lease.id in context.recalled:\n",
-    ),
-    Fault(
-        "wait on a card that is too small",
-        "scheduler/admission",
-        "    possible = without_hopeless(candidates, never)\n",
-        "    possible = candidates\n",
-    ),
-    Fault(
-        "deadlock: one card for each need",
-        "scheduler/deadlock",
-        "    return [card for card in limits if not ticket.places or card in ticket.places]\n",
-        "    return [share.device for share in ticket.need]\n",
-    ),
-    Fault(
-        "deadlock: what is held is free",
-        "scheduler/deadlock",
-        "        if lease.keep or lease.id in held:\n",
-        "        if lease.keep:\n",
-    ),
-    Fault(
-        "deadlock: bystanders are refused",
-        "scheduler/deadlock",
-        "        if len(blocking) == len(stuck):\n            return tuple(stuck)\n",
-        "        return tuple(stuck)\n",
-    ),
-    Fault(
-        "relief overrides keep_alive",
-        "scheduler/relief",
-        " or idle < lease.keep_alive",
-        "",
-    ),
-    Fault(
-        "relief takes more than it must",
-        "scheduler/relief",
-        "                freed += sum(share.bytes for share in step.source if share.device == view.device.id)\n",
-        "",
-    ),
-    Fault(
-        "relief by the clock, whoever it helps",
-        "scheduler/relief",
-        'rules.relief == "auto" and not _helps(book, view)',
-        "False",
-    ),
-    Fault(
-        "a recall obeyed twice",
-        "scheduler/recall",
-        "not person and lease.away_since >= ticket.refreshed",
-        "False",
-        [*SCHEDULER, *PARTS],
-    ),
-    Fault(
-        "an ask swallowed", "scheduler/recall", "            orders.append(", "            repr("
-    ),
-    Fault(
-        "a recall overrides importance",
-        "scheduler/recall",
-        "importance=PERSON if person else",
-        "importance=PERSON if True else",
-    ),
-    Fault(
-        "a failed load keeps its room",
-        "scheduler/transitions",
-        "    if not lease.shares:\n        book = book.without_lease(owner, name)\n",
-        "    if not lease.shares:\n        pass\n",
-    ),
-    Fault(
-        "abandon whatever is under way",
-        "scheduler/transitions",
-        "if lease is None or lease.key != key or",
-        "if lease is None or",
-    ),
-    Fault(
-        "believe what the owner does not know",
-        "scheduler/transitions",
-        "if lease.phase is not Phase.SETTLED and lease.key in truth.keys:",
-        "if lease.phase is not Phase.SETTLED:",
-    ),
-    Fault(
-        "forget what is under way",
-        "scheduler/transitions",
-        "    leases += under_way.values()\n",
-        "",
-    ),
-    Fault(
-        "keep stale tickets",
-        "scheduler/transitions",
-        "    for key in stale:\n",
-        "    for key in ():\n",
-    ),
-    Fault(
-        "count a departure twice",
-        "scheduler/transitions",
-        "lease.phase is Phase.SETTLED and lease.shares == shares:",
-        "False:",
-    ),
-    Fault(
-        "reap leaves tickets behind",
-        "scheduler/transitions",
-        "sections=sections, tickets=tickets, counts=counts)",
-        "sections=sections, counts=counts)",
-    ),
-    Fault(
-        "totals fall with their owners",
-        "scheduler/transitions",
-        "        counts[action] = counts.get(action, 0) + times\n",
-        "        pass\n",
-    ),
-    Fault(
-        "later owners raise the limit",
-        "scheduler/transitions",
-        "{**world.limits, **book.limits}",
-        "{**book.limits, **world.limits}",
-    ),
-    Fault(
-        "ignore the revision",
-        "ledgers/sqlite/page",
-        'WHERE host=? AND rev=?"\n',
-        'WHERE host=? AND (rev=? OR 1)"\n',
-        LEDGER,
-    ),
-    Fault(
-        "no roster before the commit",
-        "ledgers/sqlite/page",
-        "            self._write_roster(draft.book, draft.packed, page.rev + 1)\n",
-        "",
-        LEDGER,
-    ),
-    Fault(
-        "answer from an older page",
-        "ledgers/common",
-        "                    if new is page.book and known and self._store.look() is not known:\n",
-        "                    if False:\n",
-        LEDGER,
-    ),
-    Fault(
-        "a process whose patience ends passes the process that was woken",
-        "ledgers/sqlite/writer_queue",
-        "                may_try = not self._will_continue() if is_next else ended == ended_before\n",
-        "                may_try = True\n",
-        QUEUE,
-    ),
-    Fault(
-        "a woken process takes the turn between a lease and its release",
-        "ledgers/sqlite/writer_queue",
-        "        mark = CONTINUES if continues else ALL_MAY\n",
-        "        mark = ALL_MAY\n",
-        QUEUE,
-    ),
-    Fault(
-        "an unreadable section claims nothing",
-        "facts/book",
-        "            for device, size in unread.held.items():\n",
-        "            for device, size in ():\n",
-        QUARANTINE,
-    ),
-    Fault(
-        "write what others cannot read",
-        "ledgers/page_parts",
-        "        decode(content)\n",
-        "        pass\n",
-        QUARANTINE,
-    ),
-    Fault(
-        "an unreadable section may be removed by anybody",
-        "ledgers/invariants",
-        "    removed |= old.quarantined.keys() - new.quarantined.keys()\n",
-        "",
-        QUARANTINE,
-    ),
-    Fault(
-        "a grant in a book that was replaced",
-        "ledgers/sqlite/page",
-        "        if not written or not self._in_force(page):",
-        "        if not written:",
-        LEDGER,
-    ),
-    Fault(
-        "grant although owners may be missing",
-        "ledgers/sqlite/page",
-        "        if closed > 0 and self._grants(page, draft):",
-        "        if False:",
-        LEDGER,
-    ),
-    Fault(
-        "forget owners without files",
-        "ledgers/sqlite/recovery",
-        "        if known is not Life.DEAD:",
-        "        if False:",
-        LEDGER,
-    ),
-    Fault(
-        "write another owner's section",
-        "ledgers/invariants",
-        '        if id != write.writer:\n            return f"the section of',
-        '        if False:\n            return f"the section of',
-        LEDGER,
-    ),
-    Fault(
-        "reap the living",
-        "ledgers/liveness",
-        "Life.ALIVE if _held_elsewhere(fd) else Life.DEAD",
-        "Life.DEAD",
-        LEDGER,
-    ),
-    Fault(
-        "a missing lock file is a death",
-        "ledgers/liveness",
-        "        return Life.UNKNOWN\n    try:",
-        "        return Life.DEAD\n    try:",
-        LEDGER,
-    ),
-    Fault(
-        "the ledger lets a device be overdrawn",
-        "ledgers/invariants",
-        "    _no_overdraft,\n",
-        "",
-        LEDGER,
-    ),
-    Fault(
-        "take another's ticket",
-        "ledgers/invariants",
-        "        if loser in new.sections:",
-        "        if False:",
-        LEDGER,
-    ),
-    Fault(
-        "believe a stale pin",
-        "owner/training",
-        "        return len(self.pins - self._graph_pins)",
-        "        return 0",
-        OWNER,
-    ),
-    Fault(
-        "lose a ticket on time-out",
-        "owner/session",
-        "            if self.ledger.read().ticket(key.text):",
-        "            if False:",
-        OWNER,
-    ),
-    Fault(
-        "drop without proof",
-        "owner/resident",
-        "                if not self.backend.unchanged(self.handle):",
-        "                if False:",
-        OWNER,
-    ),
-    Fault(
-        "a block keeps its lease",
-        "owner/blocks",
-        "lease, _ = session.blocks.pop(name, (None, None))",
-        "lease, _ = session.blocks.get(name, (None, None))",
-        OWNER,
-    ),
-    Fault(
-        "duplex: a part takes bytes that have not left yet",
-        "scheduler/duplex",
-        "    free = context.free()[card] - context.held.get(card, 0)\n",
-        "    free = context.room_later[card]\n",
-        DUPLEX,
-    ),
-    Fault(
-        "duplex: nobody waits for the rest of the room",
-        "scheduler/duplex",
-        "    return (Share(share.device, share.bytes - part),)\n",
-        "    return (Share(share.device, 0),)\n",
-        DUPLEX,
-    ),
-    Fault(
-        "duplex: a stage frees more than has left",
-        "scheduler/duplex",
-        "    rest = lease.leaving_bytes - moved\n",
-        "    rest = lease.leaving_bytes - in_host\n",
-        DUPLEX,
-    ),
-    Fault(
-        "duplex: a model leaves at once",
-        "scheduler/duplex",
-        "    return stage if size >= 2 * stage else 0\n",
-        "    return 0\n",
-        DUPLEX,
-    ),
-    Fault(
-        "duplex: the own departures are waited for",
-        "owner/acquire",
-        "            departures.start(step, wait=not (returns and returns.piece_bytes))\n",
-        "            departures.start(step, wait=True)\n",
-        DUPLEX,
-    ),
-    Fault(
-        "duplex: a part in use that cannot be used",
-        "owner/granted",
-        "        resident.settle_at(settled)\n        _settle(session, resident, step.because)\n",
-        "        resident.settle_at(replace(settled, pins=1, keep=True))\n"
-        "        _settle(session, resident, step.because)\n",
-        DUPLEX,
-    ),
-    Fault(
-        "a failed load keeps its bytes",
-        "owner/granted",
-        "                resident.backend.drop(handle)\n",
-        "                pass\n",
-        OWNER,
-    ),
-    Fault(
-        "catalogue: trust whatever a file says",
-        "catalog/entries",
-        "if settings.gpu_trust_remote_code or not is_trust(flag):",
-        "if True:",
-        CATALOGUE,
-    ),
-    Fault(
-        "catalogue: code runs on a file's word",
-        "catalog/entries",
-        "    if settings.gpu_trust_remote_code and _requests_trust(fields):",
-        "    if _requests_trust(fields):",
-        CATALOGUE,
-    ),
-    Fault(
-        "catalogue: others leave for what cannot be loaded",
-        "owner/acquire",
-        "    require_loadable(spec)\n",
-        "",
-        CATALOGUE,
-    ),
-    Fault(
-        "catalogue: two writers, no lock",
-        "catalog/store",
-        "            return FileLock(",
-        "            return open(os.devnull) or FileLock(",
-        CATALOGUE,
-    ),
-    Fault(
-        "catalogue: replaced in place",
-        "catalog/store",
-        "                os.replace(draft, self.file)\n",
-        "                self.file.write_bytes(b'{}')\n                os.replace(draft, self.file)\n",
-        CATALOGUE,
-    ),
-    Fault(
-        "catalogue: a hand-written file is overwritten",
-        "catalog/store",
-        "            self._require_ours(new, known)\n",
-        "",
-        CATALOGUE,
-    ),
-    Fault(
-        "catalogue: a loaded model changes under its users",
-        "owner/registry",
-        "    if resident is not None and resident.catalogued and resident.place is Place.GONE:",
-        "    if resident is not None and resident.catalogued:",
-        CATALOGUE,
-    ),
-    Fault(
-        "catalogue: a field that stands twice",
-        "catalog/documents",
-        "            if key.value in seen:",
-        "            if False:",
-        CATALOGUE,
-    ),
-    Fault(
-        "catalogue: a slip of the pen is kept",
-        "catalog/schema",
-        "        if close and not",
-        "        if False and not",
-        CATALOGUE,
-    ),
-    Fault(
-        "shadows: a changed storage leaves without a copy",
-        "backends/pytorch/shadows",
-        "return torch.equal(digest(group.bytes), known)",
-        "return True",
-        SHADOWS,
-    ),
-    Fault(
-        "shadows: they displace what the host holds",
-        "scheduler/shadows",
-        "if room(book, world).get(HOST, 0) < extra:",
-        "if False:",
-        SHADOWS,
-    ),
-    Fault(
-        "shadows: pages on the host count once for each lease",
-        "facts/book",
-        "            claimed[HOST] -= twice",
-        "            pass",
-        SHARED,
-    ),
-    Fault(
-        "shadows: a grant does not see that pages are shared",
-        "facts/book",
-        "            claimed[HOST] -= twice",
-        "            pass",
-        SHARED,
-    ),
-    Fault(
-        "shadows: pages of a changed storage are not counted",
-        "facts/leases",
-        "unused = max(0, lease.copy_bytes - lease.copied_bytes)",
-        "unused = 0",
-        SHARED,
-    ),
-    Fault(
-        "shadows: torn pages are used",
-        "backends/pytorch/shared_copies",
-        "if stored is None or stored.digest != sums.numpy().tobytes():",
-        "if stored is None:",
-        SHARED,
-    ),
-    Fault(
-        "shadows: pages that were written are not compared",
-        "devices/shared_pages",
-        "return os.fstat(self.file).st_mtime_ns == 0",
-        "return True",
-        SHARED,
-    ),
-    Fault(
-        "shadows: what a process built itself is not compared",
-        "backends/pytorch/shared_copies",
-        "if source.data_ptr() != target.data_ptr() and not torch.equal(source, target):",
-        "if False:",
-        SHARED,
-    ),
-    Fault(
-        "shadows: pages with other files are used",
-        "backends/pytorch/shared_copies",
-        "if first.magic != MAGIC or first.content != content:",
-        "if first.magic != MAGIC:",
-        SHARED,
-    ),
-    Fault(
-        "shadows: pages that others may open are used",
-        "devices/shared_pages",
-        "if not ours or found.st_mode & 0o077 or found.st_nlink:",
-        "if not ours or found.st_nlink:",
-        SHARED,
-    ),
-    Fault(
-        "shadows: what a notebook writes reaches the others",
-        "devices/shared_pages",
-        "kind = mmap.MAP_SHARED if memory.pinned else mmap.MAP_PRIVATE",
-        "kind = mmap.MAP_SHARED",
-        SHARED,
-    ),
-    Fault(
-        "shadows: processes of another user are searched",
-        "owner/shadows",
-        "        if near != (me.host, me.boot, me.user, me.namespaces):",
-        "        if False:",
-        SHADOWS,
-    ),
-    Fault(
-        "parts: a card may be left without a piece",
-        "scheduler/parts",
-        "place = bisect_right(later, start)",
-        "place = bisect_right(later, start - 1)",
-        SPLITTING,
-    ),
-    Fault(
-        "parts: a cut leaves too many bytes for the next card",
-        "scheduler/parts",
-        "if place < len(later) and sums[later[place] - 1] - sums[start - 1] <= free[index]:",
-        "if place < len(later):",
-        SPLITTING,
-    ),
-    Fault(
-        "precious: at most 16 sets are tried",
-        "scheduler/stuck",
-        "MOST_TRIED = 256",
-        "MOST_TRIED = 16",
-        HOPELESS,
-    ),
-    Fault(
-        "precious: the smallest sums are kept",
-        "scheduler/evictable",
-        "for size in nlargest(MOST_SUMS, sets)}",
-        "for size in sorted(sets)[:MOST_SUMS]}",
-        HOPELESS,
-    ),
-    Fault(
-        "recall: a lease in parts is offloaded for host memory",
-        "scheduler/recall",
-        "return bool(cards) and not any(lease.bytes_on(card) for card in cards)",
-        "return False",
-        WARM_POOL,
-    ),
-    Fault(
-        "uses: a released model leaves no event",
-        "owner/earlier_uses",
-        "if lease.source and lease.recent_uses:",
-        "if False:",
-        EARLIER_USES,
-    ),
-    Fault(
-        "uses: the uses of killed processes are not read",
-        "owner/earlier_uses",
-        "if resident.content == event.source:",
-        "if False:",
-        EARLIER_USES,
-    ),
-    Fault(
-        "uses: only the newest event is read",
-        "owner/earlier_uses",
-        "tail(MOST_USES, None,",
-        "tail(1, None,",
-        ["tests/owner/test_recent_uses.py"],
-    ),
-]
-
-
-def trial(fault: Fault) -> str:
-    """The result for one fault: caught (and by which test), survived, or stale."""
-    with tempfile.TemporaryDirectory(prefix="mutant-") as place:
-        # With their compiled modules: the copies have the times of the originals, so these are used.
-        for part in ("gpu_runtime", "kernel_ext", "tests"):
-            shutil.copytree(ROOT / part, Path(place) / part)
-        shutil.copy(ROOT / "pyproject.toml", place)
-        source = Path(place) / "gpu_runtime" / f"{fault.module}.py"
-        text = source.read_text()
-        if text.count(fault.line) != 1:
-            return f"stale: its line is {text.count(fault.line)} times in {fault.module}.py"
-        source.write_text(text.replace(fault.line, fault.wrong))
-        run = subprocess.run(
-            [sys.executable, "-m", "pytest", *PYTEST, *fault.tests],
-            cwd=place,
-            env={**os.environ, "PYTHONPATH": place, "PYTHONDONTWRITEBYTECODE": "1"},
-            capture_output=True,
-            text=True,
-        )
-    if run.returncode == 0:
-        return "survived"
-    failed = [line for line in run.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
-    return "caught by " + (
-        failed[0].split(" - ")[0].split("::")[-1] if failed else run.stdout[-200:]
-    )
-
-
-def main(wanted: str = "") -> int:
-    """Tries the faults whose name contains `wanted`, as many at once as there are cores. Returns
-    how many were not caught.
+def mutants(file: str) -> dict[int, list[tuple[list[int], bool, Any]]]:
+    """All mutants of a file, by line: the lines of its statement, whether they run at import only, and
+    a function that returns the new text.
     """
-    chosen = [fault for fault in FAULTS if wanted in fault.name]
-    missed = 0
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for fault, result in zip(chosen, pool.map(trial, chosen), strict=True):
-            missed += not result.startswith("caught")
-            print(f"{fault.name:<48} {result}", flush=True)
-    print(f"{missed} of {len(chosen)} not caught")
-    return missed
+    import libcst as cst
+    from libcst.metadata import MetadataWrapper, PositionProvider
+    from mutmut.mutation import mutators
+
+    def negated(node: cst.If) -> Iterator[cst.CSTNode]:
+        test = node.test.with_changes(lpar=[cst.LeftParen()], rpar=[cst.RightParen()])
+        yield node.with_changes(test=cst.UnaryOperation(cst.Not(), test))
+
+    def left_out(node: cst.SimpleStatementLine) -> Iterator[cst.CSTNode]:
+        only = node.body[0]
+        if isinstance(only, cst.Expr) and not isinstance(only.value, cst.BaseString):
+            yield node.with_changes(body=[cst.Pass(), *node.body[1:]])
+
+    # Words are left out: a test of a sentence, word by word, is not what is missing.
+    operators = [pair for pair in mutators.mutation_operators if pair[0] is not cst.BaseString]
+    operators += [(cst.If, negated), (cst.SimpleStatementLine, left_out)]
+    wrapper = MetadataWrapper(cst.parse_module((ROOT / file).read_text()), unsafe_skip_copy=True)
+    places = wrapper.resolve(PositionProvider)
+    found: dict[int, list[tuple[list[int], bool, Any]]] = {}
+
+    def visit(node: cst.CSTNode, start: int, line: int, runs_later: bool) -> None:
+        if isinstance(node, (cst.Annotation, cst.Decorator)):
+            return
+        if place := places.get(node):
+            line = place.start.line
+            if isinstance(node, (cst.SimpleStatementLine, cst.BaseCompoundStatement)):
+                start = line
+        for kind, operator in operators:
+            for other in operator(node) if isinstance(node, kind) else ():
+                made = lambda old=node, new=other: wrapper.module.deep_replace(old, new).code
+                lines = list(range(start, line + 1))
+                found.setdefault(line, []).append((lines, not runs_later, made))
+        for child in node.children:
+            inside = isinstance(node, (cst.FunctionDef, cst.Lambda)) and child is node.body
+            visit(child, start, line, runs_later or inside)
+
+    visit(wrapper.module, 1, 1, False)
+    return found
+
+
+def sample(folders: list[str], wanted: int, seed: int, known: Map) -> Iterator[Trial]:
+    """`wanted` mutants, as many from each folder: a random file by its length, one of its lines, and
+    one mutant of that line.
+    """
+    dice = random.Random(seed)
+    parsed: dict[str, Any] = {}
+    for index, folder in enumerate(folders):
+        here = {
+            str(file.relative_to(ROOT)): file.read_text().count("\n")
+            for file in sorted((ROOT / PRODUCT[folder]).rglob("*.py"))
+        }
+        drawn: set[tuple[str, int]] = set()
+        share = wanted // len(folders) + (index < wanted % len(folders))
+        for _ in range(50 * share):
+            if len(drawn) == share:
+                break
+            file = dice.choices(list(here), list(here.values()))[0]
+            if file not in parsed:
+                parsed[file] = mutants(file)
+            if not parsed[file]:
+                continue
+            line = dice.choice(list(parsed[file]))
+            lines, at_import, made = dice.choice(parsed[file][line])
+            text = made()
+            if (file, line) in drawn or not compiles(text):
+                continue
+            drawn.add((file, line))
+            tests = known.tests(file, lines, at_import)
+            yield Trial(folder, f"{file}:{line}", file, text, tests)
+
+
+def compiles(text: str) -> bool:
+    try:
+        compile(text, "mutant", "exec", dont_inherit=True)
+    except SyntaxError:
+        return False
+    return True
+
+
+def faults(word: str, known: Map) -> Iterator[Trial]:
+    """The patches of tests/faults. A line `Tests:` in a patch names tests beyond those of the map."""
+    for patch in sorted(FAULTS.glob("*.patch")):
+        if word not in patch.name:
+            continue
+        text = patch.read_text()
+        tests = [test for line in re.findall(r"^Tests: (.*)", text, re.M) for test in line.split()]
+        files = []
+        for part in re.split(r"^--- a/", text, flags=re.M)[1:]:
+            files.append(part.split("\n", 1)[0])
+            lines = set()
+            for start, body in re.findall(r"^@@ -(\d+).*@@.*\n((?:[-+ ].*\n?|\n)*)", part, re.M):
+                line = int(start)
+                for row in body.splitlines():
+                    if row[:1] in "-+":
+                        lines.add(line)
+                    line += row[:1] != "+"
+            if not tests:
+                tests = known.tests(files[-1], lines)
+        yield Trial("faults", patch.stem, files[0], text, tests)
+
+
+# Trials.
+
+_place = Path()
+_sound: set[str] = set()  # tests that pass in the copy without a fault
+
+
+def make_copy(places: Any) -> None:
+    """Gives this worker a copy of the tree. It has the times of the files, so compiled modules are used."""
+    global _place
+    _place = Path(places.get())
+    for source in ROOT.iterdir():
+        if source.name in (*IMPORTED, "tests", "docs", "notebooks"):
+            shutil.copytree(source, _place / source.name, ignore=shutil.ignore_patterns("_build"))
+        elif source.is_file() and source.name != ".git":
+            shutil.copy2(source, _place)
+
+
+def run_tests(tests: list[str], timeout: float, limit: float) -> tuple[int, str]:
+    """Runs `tests` in the copy, in a fork of this process. Returns pytest's status, or the negative
+    number of a signal, and the test that failed. SIGKILL stands for a run that took longer than `limit`
+    seconds.
+    """
+    output = _place.with_suffix(".out")
+    child = os.fork()
+    if not child:
+        os.setsid()
+        with open(output, "wb") as file:
+            os.dup2(file.fileno(), 1)
+            os.dup2(file.fileno(), 2)
+        sys.dont_write_bytecode = True
+        os.environ["PYTHONDONTWRITEBYTECODE"] = "1"
+        os.chdir(_place)
+        for name in [
+            name for name in sys.modules if name.split(".")[0] in ("tests", "gpu_runtime")
+        ]:
+            del sys.modules[name]
+        own = [str(_place), f"{_place}/kernel_ext", f"{_place}/panels"]
+        sys.path[:] = own + [
+            path for path in sys.path if Path(path or ".").resolve() not in (ROOT, *ROOT.iterdir())
+        ]
+        os.environ["PYTHONPATH"] = os.pathsep.join(own)
+        arguments = [
+            "-x",
+            "-rfE",
+            "--tb=no",
+            "--hypothesis-profile=mutants",
+            f"--timeout={timeout:.0f}",
+        ]
+        import pytest
+
+        os._exit(pytest.main([*LEAN, *arguments, *tests]))
+    pidfd = os.pidfd_open(child)
+    late = not select.select([pidfd], [], [], limit)[0]
+    os.close(pidfd)
+    try:
+        os.killpg(child, signal.SIGKILL)  # also what its tests left
+    except ProcessLookupError:
+        pass  # nothing is left
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output.read_text(errors="replace"), re.M)
+    return (-signal.SIGKILL if late else status), failed[-1] if failed else ""
+
+
+def attempt(trial: Trial, seconds: float, longest: float) -> str:
+    """Why the fault is killed, or `survived: ...`."""
+    if not trial.tests:
+        return "survived: no test of the map runs it"
+    environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(_place.parent)}
+    apply = ["git", "apply", "--whitespace=nowarn"]
+    target = _place / trial.file
+    is_patch = trial.folder == "faults"
+    if is_patch:
+        ran = subprocess.run(
+            apply, cwd=_place, env=environment, input=trial.changed, text=True, capture_output=True
+        )
+        if ran.returncode:
+            return f"survived: the patch does not apply: {ran.stderr.strip()}"
+    else:
+        target.write_text(trial.changed)
+    try:
+        status, failed = run_tests(trial.tests, 30 + 10 * longest, 300 + 10 * seconds)
+    finally:
+        if is_patch:
+            undone = [*apply, "--reverse"]
+            subprocess.run(undone, cwd=_place, env=environment, input=trial.changed, text=True)
+        else:
+            shutil.copy2(ROOT / trial.file, target)
+    if not status:
+        return f"survived: {len(trial.tests)} tests pass"
+    if status < 0 or "::" not in failed:
+        return f"killed: pytest ends with {status}"
+    if failed not in _sound and run_tests([failed], 30 + 10 * longest, 300 + 10 * seconds)[0]:
+        return f"survived: {failed} fails without the fault too"
+    _sound.add(failed)
+    return f"killed by {failed}"
+
+
+def main() -> int:
+    """Prints each result, then the score by folder and the survivors. Returns how many
+    patches survived: a sample only measures."""
+    parser = argparse.ArgumentParser(prog="python -m tests.mutants")
+    parser.add_argument("what", nargs="*", help="faults [WORD]; nothing for a sample of mutants")
+    parser.add_argument("-n", type=int, default=40, help="mutants in all (40)")
+    parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
+    parser.add_argument("--folders", default=" ".join(PRODUCT), help="of the product")
+    parser.add_argument("--tests", default="", help="folders of tests, if not all")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count())
+    options = parser.parse_args()
+    if options.what[:1] == ["map"]:
+        return make_map(options.what[1], Path(options.what[2]))
+    from tests import clock
+
+    print(f"the machine is {clock.SLOWNESS:.1f} times slower than usual")
+    with_tests = sorted({file.parent.name for file in (ROOT / "tests").glob("*/test_*.py")})
+    known = Map(options.tests.split() or with_tests)
+    if options.what[:1] == ["faults"]:
+        trials = list(faults(" ".join(options.what[1:]), known))
+    else:
+        print(f"seed {options.seed}", flush=True)
+        trials = list(sample(options.folders.split(), options.n, options.seed, known))
+    # Each trial is a fork of a process that has these libraries already. They read no setting at import.
+    os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    for library in "hypothesis msgspec numpy pandas psutil pydantic_settings pytest torch".split():
+        __import__(library)
+    gc.collect()
+    gc.freeze()  # else each fork's first search for garbage copies all their pages
+    context = multiprocessing.get_context("fork")
+    killed: Counter[str] = Counter()
+    survivors = []
+    with tempfile.TemporaryDirectory(prefix="mutants-") as folder:
+        places = context.Queue()
+        for job in range(options.jobs):
+            (Path(folder) / str(job)).mkdir()
+            places.put(f"{folder}/{job}")
+        with ProcessPoolExecutor(options.jobs, context, make_copy, (places,)) as pool:
+            took = [[known.seconds.get(test, 60.0) for test in trial.tests] for trial in trials]
+            totals, longest = map(sum, took), (max(each, default=0.0) for each in took)
+            for trial, result in zip(
+                trials, pool.map(attempt, trials, totals, longest), strict=True
+            ):
+                print(f"{trial.name:<56} {result}", flush=True)
+                killed[trial.folder] += result.startswith("killed")
+                if not result.startswith("killed"):
+                    survivors.append((trial, result))
+    for trial, result in survivors:
+        print(f"\n{trial.name}  {result}")
+        before = (ROOT / trial.file).read_text().splitlines()
+        if trial.folder != "faults":
+            rows = list(difflib.unified_diff(before, trial.changed.splitlines(), n=0, lineterm=""))
+            print("\n".join(rows[3:]))
+    tried = Counter(trial.folder for trial in trials)
+    print("\n| folder | killed | tried |\n|---|---|---|")
+    for folder, count in tried.items():
+        print(f"| {folder} | {killed[folder]} | {count} |")
+    return len(survivors) if options.what else 0
 
 
 if __name__ == "__main__":
-    sys.exit(main(*sys.argv[1:2]))
+    sys.exit(min(main(), 100))
