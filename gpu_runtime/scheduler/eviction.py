@@ -6,37 +6,25 @@ sentences from the result. A shadow is an unchanged copy in host memory of a mod
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from functools import partial
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ..facts import HOST, Book, Candidate, Lease, Policy, Request, Share, World
+from ..facts import HOST, Book, Candidate, Lease, Policy, Request, World
 from . import host_room, shadows
 from .capacity import limit_of
 from .context import Context
 from .drain import drained
-from .evictable import can_move, largest_fitting_set, reason_to_stay
-from .eviction_multi import multi_card_ways, within_host
+from .evictable import can_move, reason_to_stay
+from .eviction_multi import multi_card_ways, one_card_victims
 from .eviction_policy import with_uses_of_equal_models
 from .feasibility import why_no_return
 from .splitting import may_split
-from .victims import (
-    OWNER,
-    PartsRoom,
-    eviction_order,
-    fewest_victims,
-    freed_bytes,
-    precious_bytes,
-    victims_in_order,
-    worth,
-)
+from .victims import PartsRoom, eviction_order, worth
 
 MOST_OTHERS = 8  # ways that are reported besides the chosen way; a dry run reports all ways
-
-Bytes = Mapping[str, int]  # by device id
-Enough = Callable[[Bytes, Iterable[Lease], PartsRoom | None], tuple[Lease, ...] | None]
 
 
 class Way(NamedTuple):
@@ -291,30 +279,13 @@ def _ways(
     host: PartsRoom | None,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
     """Every card or set of cards on which room can be made, each with the leases to evict."""
-    fewest = request.placement.policy == "fewest-evictions"
-    enough = fewest_victims if fewest else victims_in_order
     idle_on = _by_device(idle) if candidates else {}
     for candidate in candidates:
         [share] = context.missing(candidate.shares)
-        need = {share.device: share.bytes - context.room_later[share.device]}
         pool = idle_on.get(share.device, [])
         if context.own_left_later is not None:
-            need[OWNER + request.lease.owner] = share.bytes - context.own_left_later
-            pool = idle
-        if context.cap_left_later:
-            leaving = _victims_under_cap(
-                need,
-                pool,
-                host_bytes,
-                context,
-                share,
-                enough,
-                host,
-            )
-        else:
-            leaving = _victims(need, pool, host_bytes, enough, host)
-        if leaving is None:
-            leaving = within_host(share, request, context, idle, host_bytes, host)
+            pool = idle  # what leaves other cards counts too
+        leaving = one_card_victims(share, request, context, pool, host_bytes, host)
         if leaving is not None:
             yield candidate, leaving
     if may_split(request.placement):
@@ -338,71 +309,3 @@ def _limits_of_open_cards(book: Book, world: World) -> dict[str, int]:
         if not device.is_host and device.id not in out:
             limits[device.id] = limit_of(book, world, device.id)
     return limits
-
-
-def _victims(
-    need: Bytes,
-    idle: list[Lease],
-    host_bytes: int,
-    enough: Enough,
-    host: PartsRoom | None,
-) -> tuple[Lease, ...] | None:
-    """The `idle` leases to evict to free the bytes in `need`; None if even all are not enough.
-
-    Weights that exist nowhere else leave only if they fit into `host_bytes` of host memory.
-    """
-    chosen = enough(need, idle, host)
-    if chosen is None or precious_bytes(chosen) <= host_bytes:
-        return chosen
-    useful = [lease for lease in idle if not lease.droppable and _helps(lease, need)]
-    fitting = largest_fitting_set(useful, host_bytes)
-    return enough(need, [lease for lease in idle if lease.droppable or lease in fitting], host)
-
-
-def _helps(lease: Lease, need: Bytes) -> bool:
-    if OWNER + lease.owner in need:
-        return True
-    return any(share.device in need for share in lease.shares)
-
-
-def _victims_under_cap(
-    need: Bytes,
-    idle: list[Lease],
-    host_bytes: int,
-    context: Context,
-    wanted: Share,
-    enough: Enough,
-    host: PartsRoom | None,
-) -> tuple[Lease, ...] | None:
-    """The leases to evict for the share `wanted`; None if the bytes in `need` cannot be freed.
-
-    If `wanted` exceeds the bytes that the operator's cap leaves to the user, leases of this user's
-    processes are evicted first.
-    """
-    allowed = context.cap_left_later.get(wanted.device, wanted.bytes)
-    over_cap = {wanted.device: wanted.bytes - allowed}
-    own = [lease for lease in idle if lease.owner in context.cap_owners]
-    first = _victims(over_cap, own, host_bytes, enough, None)
-    if first is None:
-        return None
-    if not first:
-        return _victims(need, idle, host_bytes, enough, host)
-    left = _less_freed(need, first)
-    rest = [lease for lease in idle if lease not in first]
-    others = _victims(left, rest, host_bytes - precious_bytes(first), enough, None)
-    if others is None:
-        return None
-    return tuple(lease for lease in idle if lease in first or lease in others)
-
-
-def _less_freed(need: Bytes, leaving: Iterable[Lease]) -> dict[str, int]:
-    """The bytes in `need`, less the bytes that the `leaving` leases free."""
-    left = dict(need)
-    for lease in leaving:
-        for share in lease.shares:
-            if share.device in left:
-                left[share.device] -= share.bytes
-        owner = OWNER + lease.owner
-        if owner in left:
-            left[owner] -= freed_bytes(lease)
-    return left

@@ -1,45 +1,37 @@
-"""Finds the leases to evict when room is needed: the cheapest set that is enough.
+"""Finds the leases to evict when room is needed: one search, then one look for what may stay.
 
 Pure. Leases are ordered by importance, then by the wishes of a fleet, then by the rank that a
-policy of `eviction_policy` gives.
+policy of `eviction_policy` gives, then by their last use. They are taken in this order until the
+room is enough; then each lease, or piece of a lease, that is not needed stays, the last one first.
 `evictable` decides which leases may be evicted at all. A lease with a target leaves only in part:
 the target has the pieces of the model that leave.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from msgspec.structs import replace
 
 from ..facts import HOST, Lease, Policy, Share, World
 
-MOST_TRIED = 12  # up to this many leases that might be spared, every set of them is tried
 MOST_FIRST = 8  # ways to cut leases that are tried
-MOST_LOOKS = 5_000  # steps of a search for the smallest set
-OWNER = (
-    "owner:"  # prefix of a place in `need` that stands for all cards on which an owner has leases
-)
 
-Gain = dict[str, int]  # place -> bytes that one lease frees there
-Gains = Sequence[tuple[Lease, Gain]]
+Bytes = Mapping[str, int]  # by device id
 
 
 def victims(
-    need: Mapping[str, int],
+    need: Bytes,
     idle: Iterable[Lease],
     world: World,
     rank: Policy,
 ) -> tuple[Lease, ...] | None:
     """The leases to evict to free `need` bytes on each device; None if all together are not enough.
 
-    The `idle` leases with the lowest `worth` in this `world` are chosen first. Finally, every lease that is not needed
-    is removed from the set. A key `owner:ID` in `need` stands for all cards on which this owner has
-    leases.
+    The `idle` leases with the lowest `worth` in this `world` are chosen first.
     """
-    return victims_in_order(need, eviction_order(idle, world, rank))
+    return first_enough(eviction_order(idle, world, rank), Room.that_lacks(need))
 
 
 def eviction_order(
@@ -47,8 +39,12 @@ def eviction_order(
     world: World,
     rank: Policy,
 ) -> list[Lease]:
-    """The `idle` leases in order: by `worth` in this `world`, then by name."""
-    return sorted(idle, key=lambda lease: (worth(lease, world, rank), lease.owner, lease.name))
+    """The `idle` leases in order: by `worth` in this `world`, then by last use, then by name."""
+
+    def key(lease: Lease) -> tuple[tuple[int, int, float], float, str, str]:
+        return (worth(lease, world, rank), lease.last_used, lease.owner, lease.name)
+
+    return sorted(idle, key=key)
 
 
 def worth(lease: Lease, world: World, rank: Policy) -> tuple[int, int, float]:
@@ -59,135 +55,186 @@ def worth(lease: Lease, world: World, rank: Policy) -> tuple[int, int, float]:
     return (-lease.importance, lease.wished, rank(lease, world))
 
 
-# -- the shortest prefix of the order that is enough -----------------------------------------------
+# -- the search -----------------------------------------------------------------------------------
 
 
-def victims_in_order(
-    need: Mapping[str, int], ordered: Iterable[Lease], host: PartsRoom | None = None
-) -> tuple[Lease, ...] | None:
-    """The same as `victims`, for leases that are already in order.
+class Room:
+    """The bytes that are free on each device, while leases are tentatively evicted."""
 
-    Leases are taken in order until they are enough. Of the taken leases, those that are not needed
-    stay. If several sets could stay, the set stays that takes longest to load again; if the times
-    are equal, the set with the most bytes. `need` is bytes by device, or by `owner:ID`. `ordered`
-    is the result of `eviction_order`.
+    def __init__(
+        self,
+        free: Bytes,
+        *,
+        cap_left: Bytes | None = None,
+        cap_owners: frozenset[str] = frozenset(),
+        owner: str | None = None,
+        own_left: int = 0,
+    ) -> None:
+        self.free = dict(free)
+        self.missing = -sum(self.free.values())  # above 0: the devices together have too few bytes
+        self.holds: Callable[[Bytes], bool] = _all_are_free  # whether these bytes are enough
+        self.cap_left = dict(cap_left or {})  # bytes left under the operator's cap; empty: no cap
+        self.cap_owners = cap_owners  # the owners whose bytes count under this cap
+        self.owner = owner  # the owner that has a limit of its own, if the requester has one
+        self.own_left = own_left  # bytes left under this limit
+        self.own_need = 0  # bytes that the new model claims of `own_left`
+        self.limited = bool(self.cap_left) or owner is not None
 
-    If `host` is given, a lease may leave in part, and `host` is the host memory for such parts; see
-    `_without_needless_pieces`.
-    """
-    missing = _missing(need)
-    if not missing:
-        return ()
-    chosen = _first_enough(missing, ordered)
-    if chosen is None:
-        return None
-    surplus = {place: -size for place, size in missing.items()}
-    if host is not None and any([lease.piece_bytes for lease, _ in chosen]):
-        leaving = _without_needless_pieces(chosen, dict(surplus), host)
-        if any([lease.target for lease in leaving]):
-            return leaving
-    if len(chosen) == 1:
-        return (chosen[0][0],)
-    spared = _spared(chosen, surplus)
-    return tuple([lease for index, (lease, _) in enumerate(chosen) if index not in spared])
+    @classmethod
+    def that_lacks(cls, need: Bytes) -> Room:
+        """A room that is enough once `need` bytes more are free on each device."""
+        return cls({device: -size for device, size in need.items() if size > 0})
 
+    def usable(self) -> Bytes:
+        """The usable bytes of each card, within the operator's cap. Do not change the result."""
+        if not self.cap_left:
+            return self.free
+        return {card: min(size, self.cap_left[card]) for card, size in self.free.items()}
 
-def _first_enough(missing: Gain, ordered: Iterable[Lease]) -> list[tuple[Lease, Gain]] | None:
-    """The first leases that free all missing bytes; None if all leases are not enough.
-
-    The bytes of the returned leases are subtracted from `missing`. A negative number in `missing`
-    is the surplus.
-    """
-    owners = _owners(missing)
-    chosen: list[tuple[Lease, Gain]] = []
-    for lease in ordered:
-        gain = _gain(lease, missing, owners)
-        if not any(gain.values()):
-            continue
-        if len(missing) > 1 and not any([missing[place] > 0 for place in gain]):
-            continue
-        chosen.append((lease, gain))
-        for place, size in gain.items():
-            missing[place] -= size
-        if max(missing.values()) <= 0:
-            return chosen
-    return None
-
-
-def _missing(need: Mapping[str, int]) -> dict[str, int]:
-    return {place: size for place, size in need.items() if size > 0}
-
-
-def _owners(places: Iterable[str]) -> frozenset[str]:
-    """The ids of the owners in `places`, which has ids of devices and entries `owner:ID`."""
-    return frozenset([place[len(OWNER) :] for place in places if place.startswith(OWNER)])
-
-
-def _fits_in(gain: Gain, surplus: Gain) -> bool:
-    """Whether the need is still met if the lease with this `gain` stays."""
-    for place, size in gain.items():
-        if size > surplus[place]:
+    def enough(self) -> bool:
+        """Whether the model fits now. One plan calls this function some hundred times."""
+        if self.missing > 0:
             return False
-    return True
+        if not self.limited:
+            return self.holds(self.free)
+        return not self.above_own_limit and self.holds(self.usable())
+
+    @property
+    def above_own_limit(self) -> bool:
+        """Whether the new model would exceed the memory limit of its owner."""
+        return self.owner is not None and self.own_left < self.own_need
+
+    def gains(self, lease: Lease) -> bool:
+        """Whether evicting this `lease` helps."""
+        if self.above_own_limit and lease.owner == self.owner:
+            return True
+        for share in lease.shares:  # a plain loop: it runs for every set of cards and every lease
+            if share.device in self.free:
+                return True
+        return False
+
+    def let_go(self, lease: Lease, times: int = 1) -> int:
+        """Counts the `lease` as evicted, and returns the bytes that the cards gain.
+
+        If `times` is -1, the lease is counted as back on its cards. If the lease has a target, only
+        the bytes in the target are evicted.
+        """
+        free, gained = self.free, 0
+        for share in lease.freed_by(lease.target) if lease.target else lease.shares:
+            device = share.device
+            if device in free:
+                size = times * share.bytes
+                free[device] += size
+                gained += size
+        self.missing -= gained
+        if self.limited:
+            self._raise_limits(lease, times)
+        return gained
+
+    def _raise_limits(self, lease: Lease, times: int) -> None:
+        """Adds the bytes of the evicted `lease` to the limits under which the lease counts.
+
+        `cap_left` grows if the operator's cap counts the lease's owner; `own_left` grows if the
+        requester owns the lease.
+        """
+        if self.cap_left and lease.owner in self.cap_owners:
+            for share in lease.freed_by(lease.target) if lease.target else lease.shares:
+                if share.device in self.free:
+                    self.cap_left[share.device] += times * share.bytes
+        if lease.owner == self.owner:
+            self.own_left += times * freed_bytes(lease)
+
+    def gain(self, lease: Lease) -> int:
+        """The bytes that this `lease` has on the devices of this room."""
+        return sum([share.bytes for share in lease.shares if share.device in self.free])
+
+    def all_go(self, leases: Iterable[Lease], times: int = 1) -> None:
+        """Counts all these `leases` as evicted. If `times` is -1, they are back on their cards."""
+        for lease in leases:
+            self.let_go(lease, times)
 
 
-def _spared(chosen: Gains, surplus: Gain) -> set[int]:
-    """Indices of the `chosen` leases that need not leave.
+def _all_are_free(free: Bytes) -> bool:
+    return min(free.values(), default=0) >= 0
 
-    Of all sets that `surplus` allows to stay, the set that takes longest to load again is returned.
-    If the times are equal, the set with the most bytes is returned, then the set with the later
-    leases, which are worth more. If more than MOST_TRIED leases might stay, leases are spared one
-    by one instead, the last first.
+
+def first_enough(
+    order: Iterable[Lease], room: Room, host: PartsRoom | None = None
+) -> tuple[Lease, ...] | None:
+    """The first leases of `order` that make the `room` enough, without those that need not leave.
+
+    If `host` is given, a lease may leave in part, and `host` is the host memory for such parts.
+    After the call, the returned leases have left the room. The result is None if all leases
+    together are too few; then all of them have left the room.
     """
-    last_first = range(len(chosen) - 1, -1, -1)
-    if len(surplus) == 1:  # one device, which is the usual case
-        [(place, most)] = surplus.items()
-        able = [index for index in last_first if chosen[index][1][place] <= most]
-    else:
-        able = [index for index in last_first if _fits_in(chosen[index][1], surplus)]
-    if 2 <= len(able) <= MOST_TRIED:
-        return _most_precious_set(chosen, surplus, able)
-    return _spare_in_turn(chosen, surplus, able)  # too many to try every set, or no choice
+    taken: list[tuple[Lease, int]] = []
+    for lease in order:
+        if room.missing <= 0 and room.enough():
+            break
+        freed = room.let_go(lease)
+        if freed or lease.owner == room.owner:
+            taken.append((lease, freed))
+    else:  # all have left
+        if not room.enough():
+            return None
+    return _without_needless(taken, room, host or PartsRoom(0, 0), may_cut=host is not None)
 
 
-def _most_precious_set(chosen: Gains, surplus: Gain, able: Sequence[int]) -> set[int]:
-    """The set of `able` indices that fits into the surplus and costs most to load again."""
-    best: tuple[tuple[float, int], tuple[int, ...]] = ((0.0, 0), ())
+def _without_needless(
+    taken: Sequence[tuple[Lease, int]], room: Room, host: PartsRoom, *, may_cut: bool
+) -> tuple[Lease, ...]:
+    """The leases that must leave, each with only the pieces that must leave.
 
-    def try_from(start: int, seconds: float, size: int, kept: tuple[int, ...]) -> None:
-        """Compares the set `kept` with the best set. Then tries `kept` with each further index."""
-        nonlocal best
-        if (seconds, size) > best[0]:
-            best = (seconds, size), kept
-        for position in range(start, len(able)):
-            index = able[position]
-            lease, gain = chosen[index]
-            if not _fits_in(gain, surplus):
-                continue
-            for place, freed in gain.items():
-                surplus[place] -= freed
-            more = lease.restore_seconds or lease.reload_seconds
-            try_from(position + 1, seconds + more, size + lease.bytes, (*kept, index))
-            for place, freed in gain.items():
-                surplus[place] += freed
+    `taken` has the leases that have left the `room`, and the bytes that each of them freed. The
+    last leases are worth most, so they are put back first. A lease leaves as a whole if host memory
+    cannot take its pieces.
+    """
+    precious = precious_bytes([lease for lease, _ in taken]) if may_cut else 0
+    free, most = host.free - precious, host.most - precious
+    leaving: list[Lease] = []
+    for lease, freed in reversed(taken):
+        reserved = used = 0 if lease.droppable else lease.offload_bytes
+        stays = False
+        if room.missing + freed <= 0:  # else the devices together would have too few bytes
+            room.let_go(lease, times=-1)
+            stays = room.enough()
+            if not stays:
+                room.let_go(lease)
+        if stays:
+            used = 0
+        elif may_cut and lease.piece_bytes:
+            part = _smallest_part(lease, room)
+            if part.target:
+                size = part.offload_bytes
+                if size <= (free if lease.droppable else most + reserved):
+                    room.let_go(lease, times=-1)
+                    room.let_go(part)
+                    lease, used = part, size
+        if not stays:
+            leaving.append(lease)
+        free += reserved - used
+        if reserved:
+            most += reserved - used
+    leaving.reverse()
+    return tuple(leaving)
 
-    try_from(0, 0.0, 0, ())
-    return set(best[1])
 
-
-def _spare_in_turn(
-    chosen: Gains,
-    surplus: Gain,
-    able: Iterable[int],
-) -> set[int]:
-    spared = set()
-    for index in able:
-        gain = chosen[index][1]
-        if _fits_in(gain, surplus):
-            spared.add(index)
-            for place, size in gain.items():
-                surplus[place] -= size
-    return spared
+def _smallest_part(lease: Lease, room: Room) -> Lease:
+    """The `lease` with a target: the fewest pieces that make the `room`, which it has left, enough."""
+    room.let_go(lease, times=-1)
+    low, high = 1, freed_bytes(lease)  # numbers of bytes; `high` is always enough
+    while low < high:
+        middle = (low + high) // 2
+        part = part_of(lease, middle)
+        room.let_go(part)
+        found = room.enough()
+        room.let_go(part, times=-1)
+        if found:
+            high = middle
+        else:
+            low = middle + 1
+    room.let_go(lease)
+    return part_of(lease, high)
 
 
 # -- leases that leave in part ---------------------------------------------------------------------
@@ -200,44 +247,6 @@ class PartsRoom(NamedTuple):
     # The room for weights that exist nowhere else: `free`, and the bytes that shadows and unloaded
     # leases give up for such weights.
     most: int
-
-
-def _without_needless_pieces(chosen: Gains, surplus: Gain, host: PartsRoom) -> tuple[Lease, ...]:
-    """The `chosen` leases that must leave, each with only the pieces that must leave.
-
-    The last leases are worth most, so the last leases are spared first. If only some pieces of a
-    lease leave, the lease's `target` has the bytes of these pieces. A lease leaves as a whole if
-    host memory cannot take the pieces.
-    """
-    precious = sum([lease.offload_bytes for lease, _ in chosen if not lease.droppable])
-    free, most = host.free - precious, host.most - precious
-    leaving: list[Lease] = []
-    for lease, gain in reversed(chosen):
-        on_card = max(gain.values())
-        reserved = 0 if lease.droppable else lease.offload_bytes
-        if _fits_in(gain, surplus):
-            stays, taken = on_card, 0
-        else:
-            stays, taken = 0, reserved
-            spare = min(surplus.values()) if len(gain) == len(surplus) else _least(gain, surplus)
-            part = part_of(lease, on_card - spare)
-            if part is not lease:
-                size = part.offload_bytes if lease.shadow_bytes else part.target[0].bytes
-                if size <= (free if lease.droppable else most + reserved):
-                    stays, taken = lease.card_bytes - part.target[0].bytes, size
-                    lease = part
-            leaving.append(lease)
-        free += reserved - taken
-        if reserved:
-            most += reserved - taken
-        for place in gain:
-            surplus[place] -= stays
-    leaving.reverse()
-    return tuple(leaving)
-
-
-def _least(gain: Gain, surplus: Gain) -> int:
-    return min([surplus[place] for place in gain])
 
 
 def precious_bytes(leases: Iterable[Lease]) -> int:
@@ -297,160 +306,3 @@ def parts_within(leases: Sequence[Lease], host_bytes: int) -> Iterator[list[Leas
                 parts.append(replace(lease, target=(Share(HOST, size),)))
                 left -= size
         yield parts
-
-
-# -- the smallest set that is enough ---------------------------------------------------------------
-
-
-def fewest_victims(
-    need: Mapping[str, int], ordered: Iterable[Lease], host: PartsRoom | None = None
-) -> tuple[Lease, ...] | None:
-    """The smallest set of leases that makes the room; None if all leases are not enough.
-
-    If several sets have the same size, the set with the fewest bytes is returned. No important
-    lease is evicted if less important leases are enough. `need` is bytes by device, or by
-    `owner:ID`. The order of `ordered` only decides between sets that are equal in size and bytes.
-    If `host` is given, a lease of the set may leave in part, and `host` is the host memory for such
-    parts.
-    """
-    missing = _missing(need)
-    if not missing:
-        return ()
-    able = _least_important_that_do(missing, ordered)
-    if able is None:
-        return None
-    able.sort(key=lambda one: -sum(one[1].values()))
-    found = _SmallestSet(able, missing).find()
-    if host is None or not any([lease.piece_bytes for lease in found]):
-        return found
-    return victims_in_order(need, found, host)
-
-
-def _least_important_that_do(
-    need: Gain, ordered: Iterable[Lease]
-) -> list[tuple[Lease, Gain]] | None:
-    """The leases of the least important classes that together meet the need; None if too few."""
-    owners = _owners(need)
-    able: list[tuple[Lease, Gain]] = []
-    missing = dict(need)
-    importance = None
-    for lease in ordered:
-        if lease.importance != importance and max(missing.values()) <= 0:
-            break
-        importance = lease.importance
-        gain = _gain(lease, need, owners)
-        if any(gain.values()):
-            able.append((lease, gain))
-            for place, size in gain.items():
-                missing[place] -= size
-    return able if max(missing.values()) <= 0 else None
-
-
-class _SmallestSet:
-    """A search for the smallest set of leases that meets a need.
-
-    Of sets with equally many leases, the search finds the set with the fewest bytes. The search
-    goes through all sets of one lease, then through all sets of two leases, and so on. A set is
-    built from the lease that frees most to the lease that frees least. So a branch of the search
-    ends as soon as the largest remaining leases would not be enough. The result is exact, unless
-    the search takes more than MOST_LOOKS steps.
-    """
-
-    def __init__(self, able: Gains, need: Gain) -> None:
-        self.able, self.need = able, need
-        self.looks = 0
-        self.best: tuple[int, tuple[Lease, ...]] | None = None
-        self.sums = {}  # place -> bytes that the first 0, 1, 2, … leases free there
-        for place in need:
-            freed = (gain.get(place, 0) for _, gain in able)
-            self.sums[place] = list(accumulate(freed, initial=0))
-
-    def find(self) -> tuple[Lease, ...]:
-        """The smallest set. If the search takes too long, the largest leases that are enough."""
-        for count in range(1, len(self.able) + 1):
-            self._try_from(0, count, self.need, 0, ())
-            if self.best is not None:
-                return self.best[1]
-            if self.looks > MOST_LOOKS:
-                break
-        largest_first = [lease for lease, _ in self.able]
-        return victims_in_order(self.need, largest_first) or ()
-
-    def _try_from(
-        self,
-        start: int,
-        count: int,
-        left: Mapping[str, int],
-        size: int,
-        taken: tuple[Lease, ...],
-    ) -> None:
-        """Tries all sets that consist of the leases `taken` and `count` further leases.
-
-        The further leases have the index `start` or a higher one. `left` is the need that remains.
-        `size` is the bytes of the taken leases.
-        """
-        self.looks += 1
-        if self.looks > MOST_LOOKS:
-            return
-        if count == 1:
-            self._try_last(start, left, size, taken)
-            return
-        for index in range(start, len(self.able) - count + 1):
-            if self._beyond_reach(index, count, left):
-                return
-            lease, gain = self.able[index]
-            after = {place: missing - gain.get(place, 0) for place, missing in left.items()}
-            self._try_from(index + 1, count - 1, after, size + lease.bytes, (*taken, lease))
-
-    def _try_last(
-        self,
-        start: int,
-        left: Mapping[str, int],
-        size: int,
-        taken: tuple[Lease, ...],
-    ) -> None:
-        """Completes the set `taken` with the smallest lease that frees all of `left`, if possible."""
-        enough = []
-        for lease, gain in self.able[start:]:
-            if all([gain.get(place, 0) >= missing for place, missing in left.items()]):
-                enough.append(lease)
-        if not enough:
-            return
-        smallest = min(enough, key=lambda lease: lease.bytes)
-        total = size + smallest.bytes
-        if self.best is None or total < self.best[0]:
-            self.best = total, (*taken, smallest)
-
-    def _beyond_reach(
-        self,
-        start: int,
-        count: int,
-        left: Mapping[str, int],
-    ) -> bool:
-        """Whether even the best `count` leases from the index `start` on free too few bytes."""
-        # With one place, the leases are sorted by the bytes that they free there, the largest
-        # first.
-        one_place = len(self.need) == 1
-        for place, missing in left.items():
-            sums = self.sums[place]
-            until = sums[start + count] if one_place else sums[-1]
-            if missing > until - sums[start]:
-                return True
-        return False
-
-
-def _gain(
-    lease: Lease,
-    missing: Mapping[str, int],
-    owners: frozenset[str],
-) -> Gain:
-    """Bytes that `lease` would free in each place of `missing`."""
-    gain: Gain = {}
-    for share in lease.shares:
-        device = share.device
-        if device in missing:
-            gain[device] = gain.get(device, 0) + share.bytes
-        if owners and lease.owner in owners and device != HOST:
-            place = f"{OWNER}{lease.owner}"
-            gain[place] = gain.get(place, 0) + share.bytes
-    return gain

@@ -36,7 +36,7 @@ from gpu_runtime.scheduler.migration import move
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.recall import obey
 from gpu_runtime.scheduler.relief import relieve
-from gpu_runtime.scheduler.victims import PartsRoom, victims_in_order
+from gpu_runtime.scheduler.victims import PartsRoom, Room, first_enough
 from tests.worlds import NOW, at, book, lease, owner, request, size, ticket, world
 
 GIB = 2**30
@@ -360,7 +360,7 @@ def test_no_piece_that_leaves_could_have_stayed(models, need, host):
         lease(f"m{n}", sim0=bytes_ * B, piece_bytes=piece, droppable=droppable)
         for n, (bytes_, piece, droppable) in enumerate(models)
     ]
-    chosen = victims_in_order({"sim:0": need}, idle, PartsRoom(host, host))
+    chosen = first_enough(idle, Room.that_lacks({"sim:0": need}), PartsRoom(host, host))
     if chosen is None:
         assert sum(one.bytes for one in idle) < need
         return
