@@ -270,6 +270,11 @@ class Runtime:
         resident = self._session.residents.get(name)
         return resident is not None and resident.place is Place.HERE
 
+    def _pauses(self, name: str) -> bool:
+        """Whether new uses of the model `name` wait for a request of another process."""
+        resident = self._session.residents.get(name)
+        return resident is not None and resident.pauses
+
     # -- using
 
     def use(

@@ -48,7 +48,7 @@ from . import (
 )
 from .pins import AnchorRef, Held
 from .resident import Place, Resident, held_by
-from .session import POLL_SECONDS, Key, Session
+from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
 log = logging.getLogger("gpu_runtime")
 
@@ -157,6 +157,8 @@ def obtain(
     alive = spec.keep_alive if keep_alive is None else parse_seconds(keep_alive)
     limit = None if timeout is None else parse_seconds(timeout)
     failures.require_served(session, resident)
+    if anchor is not None and resident.pauses:
+        _let_others_pass(session, resident, limit)
     requested = session.wall()
     with interrupts.in_one_line(session, partial(interrupts.outcome_of, resident)):
         if session.settings.enable_memory_governor:
@@ -169,6 +171,20 @@ def obtain(
     if anchor is not None:
         # Not the time of the grant: all callers that waited for one load would count as one use.
         resident.note_uses(encode_uses([requested]))
+
+
+def _let_others_pass(session: Session, resident: Resident, timeout: float | None) -> None:
+    """Waits while the model takes no new uses, unless this thread uses a model itself. Raises Busy."""
+    if held_by(list(session.residents.values()), threading.get_ident()):
+        return
+    began, name = session.clock(), resident.spec.name
+    deadline = None if timeout is None else began + timeout
+    wait = Wait(f"{name} leaves for a request of another process, which has waited for long")
+    while resident.pauses and resident.place is Place.HERE:
+        now = session.clock()
+        if deadline is not None and now >= deadline:
+            raise explain.busy(session.ledger.read(), name, wait, now - began)
+        requests.pause(session, replace(wait, retry_at=now + NEAR_SECONDS), deadline)
 
 
 def _obtain_governed(

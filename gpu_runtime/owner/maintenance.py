@@ -54,6 +54,7 @@ def tick(session: Session, notebook: str = "") -> float:
     # An order is a request of another owner. Its key stays in `session.orders` while its ticket is
     # in the book, so that the order is not carried out twice.
     session.orders.intersection_update([ticket.key for ticket in book.tickets])
+    pause_uses(session, book)
     if book.tickets:  # first: another process waits
         _start_orders(session)
     dead_owners.reap_neighbours(session, book)
@@ -129,6 +130,15 @@ def _needed_by_others(session: Session) -> list[Resident]:
         if devices.intersection(needed):
             found.append(resident)
     return found
+
+
+def pause_uses(session: Session, book: Book) -> None:
+    """Sets which models of this process take no new uses now; see `recall.must_pause`."""
+    foreign = any(ticket.verb == "use" and ticket.owner != session.me for ticket in book.tickets)
+    world = session.world() if foreign else None
+    for name, resident in list(session.residents.items()):
+        lease = book.lease(session.me, name) if world else None
+        resident.pauses = bool(world and lease and recall.must_pause(book, lease, world))
 
 
 def _doze(session: Session, owners: int) -> float:

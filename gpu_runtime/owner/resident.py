@@ -94,6 +94,7 @@ class Resident:
         self.gate = threading.Lock()  # protects place and pins; held for a few instructions
         self.work = threading.Lock()  # held while bytes move
         self._worker = 0  # the thread that holds `work`
+        self.pauses = False  # whether new uses wait for a request of another process
         self.pins: set[AnchorRef] = set()  # a weak reference for each block that uses the model
         self.training = Training(self.pins)
         self.shares_storages = False  # with other models, see `bases`
@@ -127,8 +128,11 @@ class Resident:
         """Pins the model while the anchor lives. Returns False if the model is not on its device.
 
         `anchor` refers weakly to an object that lives as long as the use. A caller that has `waited`
-        notes the time of its request as the time of the use.
+        notes the time of its request as the time of the use. Any other caller gets False while new
+        uses wait.
         """
+        if self.pauses and not waited:
+            return False
         with self.gate:
             if self.place is not _HERE:
                 return False

@@ -8,6 +8,7 @@ card.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from functools import partial
 
@@ -68,6 +69,7 @@ class Order(Value):
 
 
 _TRUSTED = Asker("", at_home=True)
+LEAST_PAUSE_SECONDS = 0.1  # of new uses, if `Rules.most_wait` is shorter
 
 
 def obey(
@@ -128,6 +130,29 @@ def obey(
                     book = mark_leaving(book, step, key)
                 steps.append(step)
     return book, tuple(steps), tuple(orders)
+
+
+def must_pause(book: Book, lease: Lease, world: World) -> bool:
+    """Whether new uses of the `lease` wait, so that it gets idle and leaves for a request of another owner.
+
+    This holds once the request has waited for `Rules.most_wait`. Otherwise a process whose uses overlap would keep its
+    model for ever. A use may wait for another one, which then cannot begin. So new uses begin again in the last eighth
+    of the time until the wait has doubled.
+    """
+    devices = {share.device for share in lease.shares}
+    for ticket in book.tickets:
+        needs = {share.device for share in ticket.need}
+        if ticket.verb != "use" or ticket.owner == lease.owner or devices.isdisjoint(needs):
+            continue
+        least = max(LEAST_PAUSE_SECONDS, world.rules.most_wait(ticket.seconds))
+        part, doublings = math.frexp((world.now - ticket.arrived) / least)  # from 0.5 to 1
+        if doublings < 1 or part >= 15 / 16 or not awake(ticket, world):
+            continue
+        late = without_grace(world, ticket.arrived, ticket.seconds)
+        unused = replace(lease, pins=0)
+        if not reason_to_stay(unused, late, asker=ticket.owner, importance=ticket.importance):
+            return True
+    return False
 
 
 def _is_order_to(owner: str, ticket: Ticket) -> bool:

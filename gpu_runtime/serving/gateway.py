@@ -146,6 +146,7 @@ class Gateway:
             clock=clock,
             limit=settings.gpu_serve_queue,
             load_seconds=self.costs.load_seconds,
+            pauses=rt._pauses,
             most_wait=lambda model: rules.most_wait(self.costs.load_seconds(model) or 0.0),
         )
         self._choices.calls_of = self.queue.calls_of

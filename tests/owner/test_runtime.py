@@ -752,6 +752,57 @@ def test_urgent_for_one_block_is_not_urgent_for_ever(runtime, shared_book):
         assert where(a) == {"qwen": "host", "llama": "sim:0"}
 
 
+def overlapping(use: Callable[[], Any], stop: threading.Event) -> list[threading.Thread]:
+    """Two threads whose uses overlap: each stays until the other one has begun, or for 0.2 s."""
+    began = [threading.Event(), threading.Event()]
+
+    def work(own: threading.Event, other: threading.Event) -> None:
+        while not stop.is_set():
+            other.clear()
+            with use():
+                own.set()
+                other.wait(0.2)
+
+    pairs = (tuple(began), tuple(reversed(began)))
+    threads = [threading.Thread(target=work, args=pair) for pair in pairs]
+    for thread in threads:
+        thread.start()
+    began[0].wait(PATIENCE)
+    return threads
+
+
+def test_uses_that_overlap_keep_no_model_from_another_process(runtime, shared_book):
+    """The model was never idle, so the other process waited for ever, although GPU_MOST_WAIT passed."""
+    a, b = (runtime(ledger=shared_book, gpu_most_wait=0.1) for _ in "ab")
+    fakes(a, qwen="14GiB")
+    fakes(b, llama="14GiB")
+    stop = threading.Event()
+    threads = overlapping(lambda: a.use("qwen", timeout=PATIENCE), stop)
+    try:
+        with b.use("llama", timeout=PATIENCE):
+            assert where(b) == {"llama": "sim:0", "qwen": "host"}
+    finally:
+        stop.set()
+        for thread in threads:
+            thread.join(PATIENCE)
+    with a.use("qwen", timeout=PATIENCE):
+        assert where(a)["qwen"] == "sim:0"
+
+
+def test_a_use_that_waits_for_another_process_can_time_out_and_a_nested_use_cannot_wait(
+    runtime, shared_book
+):
+    """A nested use would wait for its own thread."""
+    a = runtime(ledger=shared_book, monitor=False)
+    fakes(a, qwen="14GiB", small="1GiB")
+    a.preload("qwen")
+    a._session.residents["qwen"].pauses = True
+    with pytest.raises(Busy, match="qwen leaves for a request"), a.use("qwen", timeout=0.1):
+        pass
+    with a.use("small"), a.use("qwen", timeout=0.1), a.use("qwen", timeout=0.1):
+        pass
+
+
 def test_a_model_in_use_elsewhere_is_never_moved(runtime, shared_book):
     a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
     fakes(a, qwen="14GiB")

@@ -21,7 +21,7 @@ from gpu_runtime.facts import (
     Wait,
 )
 from gpu_runtime.scheduler.asks import Ask, ask, declined
-from gpu_runtime.scheduler.recall import Order, answer, obey
+from gpu_runtime.scheduler.recall import Order, answer, must_pause, obey
 from gpu_runtime.scheduler.transitions import left
 from tests.worlds import NOW, at, block, book, lease, owner, replayed, size, ticket, world
 
@@ -488,3 +488,38 @@ def test_an_owner_that_has_begun_is_not_silent(verb, there, begun):
     leases = [lease("qwen", sim0=8, **there)] if there else [lease("other", sim0=1)]
     _, verdict = asking(two(*leases, tickets=tickets), verb)
     assert begun in verdict.because and verdict.silent == ()
+
+
+# -- uses that overlap
+
+
+@pytest.mark.parametrize(
+    ("waited", "pauses"),
+    [(3.9, False), (4, True), (7.4, True), (7.6, False), (8, True), (14.9, True), (15.1, False)],
+)
+def test_new_uses_pause_for_a_request_that_has_waited(waited, pauses):
+    """They begin again for a while, since a use may wait for another one. The pauses double."""
+    there = world(sim0=20, most_wait_seconds=4.0)
+    used = lease("qwen", sim0=8, pins=2)
+    waiting = ticket("llama", by=2, sim0=14, arrived=NOW - waited)
+    assert must_pause(two(used, tickets=(waiting,)), used, there) is pauses
+
+
+@pytest.mark.parametrize(
+    ("lease_fields", "ticket_fields"),
+    [
+        ({"keep": True}, {}),
+        ({"importance": 1}, {}),
+        ({}, {"by": 1}),
+        ({}, {"verb": "evict"}),
+        ({}, {"refreshed": NOW - 1000}),
+        ({}, {"sim0": 0, "sim1": 14}),
+    ],
+)
+def test_new_uses_pause_for_no_request_that_could_not_have_the_room(lease_fields, ticket_fields):
+    there = world(sim0=20, sim1=20, most_wait_seconds=4.0)
+    used = lease("qwen", sim0=8, pins=1, **lease_fields)
+    fields = {"by": 2, "sim0": 14, "arrived": NOW - 5, **ticket_fields}
+    if not fields["sim0"]:
+        del fields["sim0"]
+    assert not must_pause(two(used, tickets=(ticket("llama", **fields),)), used, there)

@@ -809,3 +809,23 @@ async def test_a_cold_model_waits_no_longer_than_gpu_most_wait():
             for seconds in loads:
                 k.gateway.costs.add_load("qwen", seconds)
             assert k.gateway.queue._most_wait("qwen") == bound
+
+
+@in_loop
+async def test_calls_that_overlap_keep_no_model_from_another_process():
+    """Each new call used the pin of the running calls, so the model was never idle."""
+    first, second = asyncio.Event(), asyncio.Event()
+    async with harness(qwen=14, scripts={"qwen": [first, second]}) as k:
+        k.gateway.queue._concurrency = lambda _: 2
+        running = asyncio.ensure_future(k.chat("qwen"))
+        await until(lambda: k.gateway.state().running == {"qwen": 1})
+        k.rt._session.residents["qwen"].pauses = True
+        later = asyncio.ensure_future(k.chat("qwen"))
+        await until(lambda: k.gateway.state().waiting == {"qwen": 1})
+        assert k.pins() == {"qwen": 1}
+        first.set()
+        await running
+        await until(lambda: k.pins() == {})
+        k.rt._session.residents["qwen"].pauses = False
+        second.set()
+        assert answer_text(await later)

@@ -85,19 +85,21 @@ class Queue:
         limit: int = 256,
         load_seconds: Callable[[str], float | None] = lambda model: None,
         most_wait: Callable[[str], float] = lambda _: AGEING_SECONDS,
+        pauses: Callable[[str], bool] = lambda _: False,
     ) -> None:
         """At most `limit` calls wait. If more calls arrive, `call_to_refuse` chooses the refused call.
 
         `take(model, importance)` begins to pin a model. `here(model)` returns whether the model is on its device, and
         `concurrency(model)` the number of calls that the model can run at once. `most_wait(model)` are the seconds for
-        which warm models may keep this model waiting. `clock` returns seconds.
+        which warm models may keep this model waiting. `clock` returns seconds. `pauses(model)` returns whether the
+        model takes no new uses now, because another process has waited for its room.
         `load_seconds(model)` returns how long a load takes, if that was measured.
         """
         self._take = take
         self._here = here
         self._concurrency = concurrency
         self._clock = clock
-        self._most_wait = most_wait
+        self._most_wait, self._pauses = most_wait, pauses
         self._away_since: dict[
             str, float
         ] = {}  # models with waiting calls that are not on their device
@@ -292,7 +294,7 @@ class Queue:
         if hold is None:
             state = ModelState.WARM if self._here(model) else ModelState.COLD
             return ModelActivity(state, running.active, concurrency)
-        if running.engine_failed:
+        if running.engine_failed or self._pauses(model):
             # With this concurrency, no further call starts until the running calls have ended. Then the model is
             # pinned again.
             return ModelActivity(ModelState.WARM, running.active, running.active)
