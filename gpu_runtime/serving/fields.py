@@ -121,6 +121,12 @@ _SHAPES: dict[str, Any] = {
     },
     "stream_options": {"include_usage": None},
 }
+# Further fields inside those fields that some engine which is a server reads. Sources: vLLM, entrypoints/openai and
+# entrypoints/chat_utils; llama.cpp, tools/server/server-common.cpp.
+_READ_BY_SERVERS = frozenset(
+    """audio audio_embeds audio_url continuous_usage_stats file format image_embeds image_pil input_audio input_video
+    structures thinking tools triggers uuid video_url""".split()
+)
 _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
     "store": (False,),
     "service_tier": ("auto", "default"),
@@ -132,32 +138,32 @@ _NEUTRAL_ONLY: dict[str, tuple[Any, ...]] = {
 def require_fields(call: Call, spec: ModelSpec) -> None:
     """Refuses (400) a `call` with a field that the backend of `spec` cannot serve, or with two values of one field."""
     _require_one_value(call.body)
-    if spec.backend not in CHECKED_BACKENDS:
-        return
-    for name, value in call.body.items():
+    is_checked = spec.backend in CHECKED_BACKENDS
+    for name, value in call.body.items() if is_checked else ():
         if _is_empty(value) or _serves(spec.backend, call.kind, name, value):
             continue
         raise _refusal(spec, call.kind, name, value)
+    more: frozenset[str] = frozenset() if is_checked else _READ_BY_SERVERS
     for name, shape in _SHAPES.items():
         if name in call.body and call.kind in FIELDS[name].kinds:
-            _require_shape(call.body[name], shape, name)
+            _require_shape(call.body[name], shape, name, more)
 
 
-def _require_shape(value: Any, shape: Any, place: str) -> None:
-    """Refuses (400) a field inside `value` that its `shape` does not name. `place` is where `value` is in the body.
+def _require_shape(value: Any, shape: Any, place: str, more: frozenset[str]) -> None:
+    """Refuses (400) a field inside `value` that neither its `shape` nor `more` names. `place` is where `value` is.
 
     A shape is a list with the shape of each item, a dict with the shape of each field, or None for any value. A value
     of another type is left to the checks of values.
     """
     if isinstance(shape, list) and isinstance(value, list):
         for at, item in enumerate(value):
-            _require_shape(item, shape[0], f"{place}[{at}]")
+            _require_shape(item, shape[0], f"{place}[{at}]", more)
     if not isinstance(shape, dict) or not isinstance(value, Mapping):
         return
     for name, inner in value.items():
         if name in shape:
-            _require_shape(inner, shape[name], f"{place}.{name}")
-        elif not _is_empty(inner):
+            _require_shape(inner, shape[name], f"{place}.{name}", more)
+        elif name not in more and not _is_empty(inner):
             where = f"{place}.{name}"[:120]
             close = difflib.get_close_matches(str(name)[:60].lower(), list(shape), n=1)
             advice = f"did you mean {place}.{close[0]}?" if close else "Leave it out"

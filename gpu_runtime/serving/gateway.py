@@ -438,6 +438,8 @@ class Gateway:
         def began_to_wait(turn: Turn) -> None:
             """Lets the caller see what the call waits for."""
             current().state = partial(self.queue.state_of, turn)
+            if not was_here:
+                current().loads.set()
 
         turn = await stack.enter_async_context(
             self.queue.turn(spec.name, importance, call.client, began_to_wait)

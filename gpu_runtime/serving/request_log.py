@@ -38,6 +38,7 @@ class CallRecord:
         self._written = False
         # What the call waits for now, in words for its caller.
         self.state: Callable[[], str] = lambda: "waiting"
+        self.loads = asyncio.Event()  # set once a model is brought to its device for the call
         self.streams = False  # whether the call ends only at the end of its stream
         self.facts: dict[str, Any] = {
             "time": round(time.time(), 3),

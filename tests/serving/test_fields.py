@@ -156,17 +156,25 @@ INSIDE: list[tuple[dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize("backend", CHECKED_BACKENDS)
+@pytest.mark.parametrize("backend", [*CHECKED_BACKENDS, "vllm", "llama-server", "ollama"])
 @pytest.mark.parametrize(("fields", "path", "advice"), INSIDE)
 def test_an_unknown_field_is_refused_at_every_depth(backend, fields, path, advice):
-    """The message begins with the path of the field, and a hint names a path that could be there."""
+    """Servers ignore such a field. The message begins with its path, and a hint names a path that could be there."""
     with pytest.raises(Refused) as refused:
         require_fields(call("chat", **fields), ModelSpec("qwen", backend))
     assert (refused.value.status, refused.value.facts["param"]) == (400, path)
     assert refused.value.message.startswith(f"{path}: ") and advice in refused.value.message
 
 
-@pytest.mark.parametrize("backend", CHECKED_BACKENDS)
+def test_a_field_that_only_servers_read_reaches_them():
+    part = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}
+    sent = call("chat", messages=[{"role": "user", "content": [part]}])
+    require_fields(sent, ModelSpec("qwen", "vllm"))
+    with pytest.raises(Refused, match=r"messages\[0\].content\[0\].input_audio"):
+        require_fields(sent, ModelSpec("qwen", "llama_cpp"))
+
+
+@pytest.mark.parametrize("backend", [*CHECKED_BACKENDS, "vllm"])
 def test_what_clients_send_back_of_an_answer_is_accepted(backend):
     """A message of an answer has fields that are empty, or that no later answer depends on."""
     said = {"role": "assistant", "content": "hi", "refusal": None, "annotations": [], "audio": None}

@@ -88,6 +88,36 @@ def test_a_refusal_after_the_headers_is_the_last_event(path, body, said):
     story()
 
 
+def test_the_headers_come_at_once_if_the_model_is_not_on_its_device(monkeypatch):
+    """They came after a second. Some clients and proxies give up a request without headers."""
+    monkeypatch.setattr(openai, "HEADERS_SECONDS", 3600.0)
+
+    @in_loop
+    async def story():
+        async with harness(a=16, b=16) as k:
+            with k.rt.use("a"):
+                there = Exchange(k, "/v1/chat/completions", chat("b", "hi", stream=True))
+                await until(lambda: there.status == 200 and b"waits for room" in there.sent)
+            await there.done
+        assert there.sent.endswith(b"data: [DONE]\n\n")
+
+    story()
+
+
+def test_a_model_that_never_fits_keeps_its_status_although_it_is_not_loaded(monkeypatch):
+    monkeypatch.setattr(openai, "HEADERS_SECONDS", 3600.0)
+    monkeypatch.setattr(openai, "LOAD_HEADERS_SECONDS", 3600.0)
+
+    @in_loop
+    async def story():
+        async with harness(huge=100) as k:
+            there = Exchange(k, "/v1/chat/completions", chat("huge", "hi", stream=True))
+            await there.done
+            assert there.status == 507
+
+    story()
+
+
 @in_loop
 async def test_a_call_whose_client_leaves_while_it_waits_is_withdrawn():
     async with harness(a=16, b=16) as k:

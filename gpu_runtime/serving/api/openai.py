@@ -23,6 +23,9 @@ from .translation import EVENTS, Writer, in_own_words
 
 T = TypeVar("T")
 HEADERS_SECONDS = 1.0  # a stream that has not begun by then gets its headers, and what it waits for
+LOAD_HEADERS_SECONDS = (
+    0.1  # the same if its model is loaded first; a model that never fits is refused by then
+)
 COMMENT_SECONDS = 5.0  # between two comments on what a stream waits for
 _MESSAGE = {
     "type": "object",
@@ -177,15 +180,14 @@ async def answered(
 ) -> Response:
     """The response to a call, whole or streamed, as `writer` writes it. Raises Refused, in the words of the writer.
 
-    If a stream has no answer within HEADERS_SECONDS, its headers are sent, and then what the call waits for. A refusal
-    after that is the last event. Only server-sent events can have comments.
+    If a stream has no answer within HEADERS_SECONDS, or its model must be loaded, its headers are sent, and then what
+    the call waits for. A refusal after that is the last event. Only server-sent events can have comments.
     """
     record = gateway.record(kind, actor)
     work = asyncio.ensure_future(gateway.answer(kind, body, actor, record))
     try:
         if isinstance(body, dict) and body.get("stream") is True:
-            early = await unless_gone(request, _done(work, HEADERS_SECONDS), work)
-            if not early:
+            if not await unless_gone(request, _is_early(work, record.loads), work):
                 return Waited(work, lambda: record.state(), writer)
             reply = work.result()
         else:
@@ -196,6 +198,18 @@ async def answered(
         return Sent(reply, writer)
     content = msgspec.json.encode(writer.whole(reply))
     return Response(content, headers=reply.headers, media_type="application/json")
+
+
+async def _is_early(work: asyncio.Future[Any], loads: asyncio.Event) -> bool:
+    """Whether `work` ends before the headers of a stream are due. `loads` is set if a model is loaded for it."""
+    load = asyncio.ensure_future(loads.wait())
+    try:
+        await asyncio.wait(
+            {work, load}, timeout=HEADERS_SECONDS, return_when=asyncio.FIRST_COMPLETED
+        )
+        return await _done(work, LOAD_HEADERS_SECONDS) if load.done() else work.done()
+    finally:
+        load.cancel()
 
 
 async def _done(task: asyncio.Future[Any], seconds: float) -> bool:
