@@ -478,3 +478,48 @@ async def test_a_500_for_one_call_alone_is_that_calls_mistake():
                 await k.chat("qwen")
             assert refused.value.status == status
             assert k.gateway.state().breakers["qwen"].failures == (status == 503)
+
+
+TOO_LONG = (
+    b"HTTP/1.1 400 no\r\nConnection: close\r\n\r\n"
+    + json.dumps(
+        {
+            "error": {
+                "message": "This model's maximum context length is 4096 tokens. However, you requested 128000 output "
+                "tokens and your prompt contains at least 1 input tokens, for a total of at least 128001 tokens.",
+                "type": "BadRequestError",
+                "code": 400,
+            }
+        }
+    ).encode()
+)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@in_loop
+async def test_an_engine_that_refuses_a_long_limit_may_write_the_rest_of_the_context(name, stream):
+    """vLLM answers 400, and Anthropic's clients must send a limit. What is left is said in a header."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
+        there.answers = [
+            TOO_LONG,
+            [chunk("hi"), END] if stream else completion("hi"),
+        ]
+        reply = await k.chat("qwen", stream=stream, **{name: 128_000})
+        assert (await stream_text(reply) if stream else answer_text(reply)) == "hi"
+        first, second = (body for *_, body in there.requests)
+        assert (first[name], second[name]) == (128_000, None)
+        limit = "the rest of the context" if stream else "4095"
+        assert reply.headers["X-GPU-Max-Tokens"] == limit
+
+
+@in_loop
+async def test_a_prompt_that_alone_is_too_long_for_an_engine_has_the_code_for_it():
+    """Clients shorten a conversation when they get this code."""
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
+        for asked, refusals in (({"max_tokens": 9}, 2), ({}, 1)):
+            there.answers = [TOO_LONG] * refusals
+            with pytest.raises(Refused, match="maximum context length") as refused:
+                await k.chat("qwen", **asked)
+            assert (refused.value.status, refused.value.code) == (400, "context_length_exceeded")
+            assert there.answers == []

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -33,6 +34,9 @@ UNKNOWN_TEMPLATE = "enable_thinking, tools"
 TOO_MANY = 429
 TOO_LARGE = "is too large to process"  # a text for an embedding. Source: llama.cpp, tools/server
 BUSY_SECONDS = 5.0  # until the caller may retry, if a busy engine names no time
+# How engines say that prompt and answer are too long. Sources: vLLM, entrypoints/openai; llama.cpp, tools/server
+_TOO_LONG = re.compile(r"maximum context length is (\d+) tokens|exceeds the available context size")
+_LIMITS = ("max_tokens", "max_completion_tokens")
 _CALLER_STATUSES = (400, 404, 413, 422)  # statuses that mean a mistake in the request
 
 
@@ -58,6 +62,9 @@ class HttpAdapter:
         self._handle = handle
         self._http = http
         self._spec = spec
+        self._context = (
+            0  # tokens, once the engine has refused the limit of an answer because of it
+        )
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
@@ -74,7 +81,7 @@ class HttpAdapter:
             raise self._failed(f"its answer is no JSON object: {_shorten(data)}")
         if plain is not None:
             answer = told_tools(answer)
-        return {**answer, "model": self.name} if kind != "images" else answer
+        return {**self._told_limit(answer), "model": self.name} if kind != "images" else answer
 
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
@@ -84,9 +91,10 @@ class HttpAdapter:
         async with self._send(kind, {**(plain or body), "stream": True}, think) as response:
             async for event in self._events(response):
                 if "error" in event and "choices" not in event:
-                    raise self._failed(_error_text(event["error"]))
-                yield {**(event if plain is None else told_tools(event)), "model": self.name}
-                plain = None
+                    raise self._failed(_error_text(event["error"]), 500)  # it still runs
+                event = event if plain is None else told_tools(event)
+                yield {**self._told_limit(event), "model": self.name}
+                plain, self._context = None, 0
 
     async def _request(
         self, kind: str, body: dict[str, Any], think: bool | None
@@ -158,20 +166,43 @@ class HttpAdapter:
     async def _send(
         self, kind: str, body: dict[str, Any], think: bool | None
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a call to the engine. Yields the response, whose body is not read yet."""
+        """Sends a call to the engine. Yields the response, whose body is not read yet.
+
+        vLLM refuses an answer that may be longer than the rest of the context. It writes up to the rest if the limit is
+        null. So such a call is sent again without its limit. Clouds decide themselves.
+        """
         url, headers, fields = await self._request(kind, body, think)
+        limits = [name for name in _LIMITS if fields.get(name) and self._spec is not None]
+        while True:
+            async with await self._post(url, headers, fields) as response:
+                if 200 <= response.status < 300:
+                    yield response
+                    return
+                data = await self._read(response)
+            context = _TOO_LONG.search(data.decode("utf-8", "replace"))
+            if not (limits and response.status == 400 and context and context[1]):
+                raise self._refusal(response, data)
+            fields, limits, self._context = {**fields, **dict.fromkeys(limits)}, [], int(context[1])
+
+    def _told_limit(self, answer: dict[str, Any]) -> dict[str, Any]:
+        """The `answer`, or a chunk of it, with a note in `x_gpu` if it may have only the rest of the context."""
+        if not self._context:
+            return answer
+        read = (answer.get("usage") or {}).get("prompt_tokens")
+        limit = self._context - read if read else "the rest of the context"
+        return {**answer, "x_gpu": {**(answer.get("x_gpu") or {}), "max_tokens": limit}}
+
+    async def _post(
+        self, url: str, headers: dict[str, str], fields: dict[str, Any]
+    ) -> aiohttp.ClientResponse:
         try:
-            response = await self._http.post(url, fields, headers, self._require_listener)
+            return await self._http.post(url, fields, headers, self._require_listener)
         except aiohttp.ClientResponseError as error:
             what = error.message.partition("\n")[0].rstrip(":")
             raise self._failed(f"{url} sent a malformed answer: {what}") from error
         except CONNECTION_ERRORS as error:
             why = f"{url} did not answer: {type(error).__name__} {error}".rstrip()
             raise self._failed(why) from error
-        async with response:
-            if not 200 <= response.status < 300:
-                raise self._refusal(response, await self._read(response))
-            yield response
 
     def _refusal(self, response: aiohttp.ClientResponse, data: bytes) -> Exception:
         """The error for a `response` without success, whose body is `data`."""
@@ -179,7 +210,8 @@ class HttpAdapter:
         status = response.status
         if status in _CALLER_STATUSES:
             status = 400 if status == 404 else status
-            return Refused(status, "engine_refused", f"{self.name} refused: {text}")
+            code = "context_length_exceeded" if _TOO_LONG.search(text) else "engine_refused"
+            return Refused(status, code, f"{self.name} refused: {text}")
         if status == TOO_MANY:
             seconds = _seconds(response.headers.get("Retry-After"))
             return Refused(
