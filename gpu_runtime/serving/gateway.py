@@ -359,24 +359,26 @@ class Gateway:
                 stack.push_async_callback(events.aclose)
                 first = await _first_event(events, choice.model)
             except Exception as error:
-                if adapter is not None and not choice.cloud:
-                    if await self._is_of_the_call(error, call.kind, choice.model, adapter):
-                        self._record_success(choice.model, permit)
-                        if isinstance(error, OutOfMemory):
-                            raise
-                        raise fault_of_the_call(error, choice.model) from error
+                if await self._is_of_the_call(error, call.kind, choice, adapter):
+                    self._record_success(choice.model, permit)
+                    if isinstance(error, OutOfMemory):
+                        raise
+                    raise fault_of_the_call(error, choice.model) from error
                 self._record_failure(choice.model, permit, error)
                 raise
             stack.push_async_exit(held.pop_all())
 
-            def ended(error: BaseException | None) -> None:
+            async def ended(error: BaseException | None) -> None:
                 if error is None:
                     self._record_success(choice.model, permit)
                     timing.succeeded()
                     record.note(outcome="answered")
+                    return
+                record.note(outcome="broken_off", error=first_line(error))
+                if await self._is_of_the_call(error, call.kind, choice, adapter):
+                    self._record_success(choice.model, permit)
                 else:
                     self._record_failure(choice.model, permit, error)
-                    record.note(outcome="broken_off", error=first_line(error))
 
             def left() -> None:
                 record.note(model=choice.model, **timing.facts())
@@ -394,14 +396,15 @@ class Gateway:
             return Reply(choice.model, call.model, "", events=stream)
 
     async def _is_of_the_call(
-        self, error: Exception, kind: str, model: str, adapter: EngineAdapter
+        self, error: BaseException, kind: str, choice: Choice, adapter: EngineAdapter | None
     ) -> bool:
         """Whether the call is the cause of `error`, because the model answers a plain call right after it.
 
         An engine may answer with the status 500 to a mistake of the caller. If each such answer counted, one caller
         could close the model for everybody.
         """
-        if not may_be_of_the_call(error, kind, model):
+        model = choice.model
+        if adapter is None or choice.cloud or not may_be_of_the_call(error, kind, model):
             return False
         try:
             async with asyncio.timeout(PLAIN_CALL_SECONDS):

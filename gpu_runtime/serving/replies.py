@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import AsyncExitStack
 from typing import Any
 
@@ -30,7 +30,7 @@ class Streamed:
         events: AsyncIterator[dict[str, Any]],
         held: AsyncExitStack,
         deadline: float | None,
-        ended: Callable[[BaseException | None], None],
+        ended: Callable[[BaseException | None], Awaitable[None]],
     ) -> None:
         """An answer whose `first` event was read already; `events` are the following events.
 
@@ -74,19 +74,16 @@ class Streamed:
         if self._over:
             raise StopAsyncIteration
         if self._aborted_because is not None:
-            self._ended(self._aborted_because)
-            await self.aclose()
+            await self._end(self._aborted_because)
             return _error_event(self._aborted_because)
         self._reader = asyncio.current_task()
         try:
             return await self._next()
         except StopAsyncIteration:
-            self._ended(None)
-            await self.aclose()
+            await self._end(None)
             raise
         except Exception as error:
-            self._ended(error)
-            await self.aclose()
+            await self._end(error)
             return _error_event(error)
         except asyncio.CancelledError:
             await self.aclose()
@@ -99,6 +96,14 @@ class Streamed:
             raise
         finally:
             self._reader = None
+
+    async def _end(self, error: BaseException | None) -> None:
+        """Counts the outcome, for which the model may be called once more, and releases the model."""
+        self._over = True
+        try:
+            await self._ended(error)
+        finally:
+            await self.aclose()
 
     async def _next(self) -> dict[str, Any]:
         if self._deadline is None:

@@ -66,6 +66,7 @@ class Scripted(EchoAdapter):
                 if isinstance(step, asyncio.Event):
                     await step.wait()
                 if isinstance(step, tuple):
+                    self._failed = step[0]
                     raise step[0]
         finally:
             self._log.append(f"{self.spec.name} ended")

@@ -829,3 +829,24 @@ async def test_calls_that_overlap_keep_no_model_from_another_process():
         k.rt._session.residents["qwen"].pauses = False
         second.set()
         assert answer_text(await later)
+
+
+@pytest.mark.parametrize("of_the_call", [True, False])
+@in_loop
+async def test_a_fault_after_the_first_event_counts_unless_the_model_answers_a_plain_call(
+    of_the_call,
+):
+    """It counted always, so the streams of one caller could close the model for everybody."""
+    wrong = RuntimeError("the template failed at the fifth token")
+    if of_the_call:
+        wrong.only_this_call = True  # type: ignore[attr-defined]
+    settings = {"gpu_serve_breaker_failures": 2, "gpu_serve_breaker_seconds": 7}
+    script = [(wrong,), None] * 2 if of_the_call else [(wrong,)] * 2
+    async with harness(qwen=4, scripts={"qwen": script}, settings=settings) as k:
+        for _ in range(2):
+            reply = await k.chat("qwen", stream=True)
+            events = [event async for event in reply.events]
+            assert "error" in events[-1]
+        state = k.gateway.state().breakers["qwen"].state
+        assert state == ("closed" if of_the_call else "open")
+        await until(lambda: k.pins() == {})
