@@ -299,7 +299,7 @@ def texts_of_embeddings(body: Mapping[str, Any]) -> list[str | list[int]]:
     """
     found = _texts(body.get("input"), MAX_TEXTS)
     if found is None:
-        expected = f"text, or a list of 1 to {MAX_TEXTS} texts, or of lists of token numbers"
+        expected = f"text that is not empty, or a list of 1 to {MAX_TEXTS} texts, or of lists of token numbers"
         raise bad("input", body.get("input"), expected)
     return found
 
@@ -331,7 +331,7 @@ def documents_of(body: Mapping[str, Any]) -> list[str]:
 
 def _check_rerank(body: Mapping[str, Any]) -> None:
     if not isinstance(body.get("query"), str) or not body["query"]:
-        raise bad("query", body.get("query"), "text")
+        raise bad("query", body.get("query"), "text that is not empty")
     documents_of(body)
 
 
@@ -342,7 +342,7 @@ def _check_detokenize(body: Mapping[str, Any]) -> None:
 
 def _check_images(body: Mapping[str, Any]) -> None:
     if not isinstance(body.get("prompt"), str) or not body["prompt"]:
-        raise bad("prompt", body.get("prompt"), "text")
+        raise bad("prompt", body.get("prompt"), "text that is not empty")
     size = body.get("size")
     if size is not None and not (isinstance(size, str) and _is_size(size)):
         raise bad("size", size, "WIDTHxHEIGHT in pixels, each at most 4096, such as 1024x1024")

@@ -870,3 +870,49 @@ async def test_a_stream_breaks_off_with_its_worker_and_a_dead_worker_costs_no_ca
             os.kill(model._engine.pid, signal.SIGKILL)
         assert answer_text(await k.chat("gguf", max_tokens=3))
         assert k.gateway.state().breakers["gguf"].failures == 0, "the success began the row anew"
+
+
+_EMPTY: dict[str, list[dict[str, Any]]] = {
+    "chat": [{"messages": [{"role": "user", "content": content}]} for content in ("", [])],
+    "completions": [{"prompt": prompt} for prompt in ("", [], [[]], [""], ["", "a"])],
+    "embeddings": [{"input": text} for text in ("", [], [[]], [""], ["", "a"])],
+    "rerank": [{"query": "", "documents": ["a"]}, {"query": "a", "documents": []}]
+    + [{"query": "a", "documents": [""]}],
+    "tokenize": [{"prompt": ""}],
+    "detokenize": [{"tokens": []}],
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "kinds"),
+    [
+        ("writer", ("chat", "completions", "tokenize", "detokenize")),
+        pytest.param(
+            "gguf",
+            ("chat", "completions", "tokenize", "detokenize"),
+            marks=pytest.mark.processes,
+        ),
+        ("embedder", ("embeddings",)),
+        ("ranker", ("rerank",)),
+    ],
+)
+@in_loop
+async def test_an_empty_prompt_is_answered_or_refused_and_counts_for_nothing(name, kinds, sources):
+    """It was an AssertionError. A template may make a prompt without tokens, too."""
+    bare = {"chat_template": "{{ messages[0].content or '' }}"} if "chat" in kinds else {}
+    async with with_models(sources, name, **bare) as k:
+        for kind in kinds:
+            for body in _EMPTY[kind]:
+                given = body if kind in ("embeddings", "rerank") else {**body, "max_tokens": 2}
+                given = given if "token" not in kind else body
+                try:
+                    reply = await k.gateway.answer(kind, {"model": name, **given})
+                except Refused as refused:
+                    assert refused.status == 400, (body, refused.message)
+                    assert refused.facts["param"] in body, (body, refused.message)
+                else:
+                    assert reply.json and kind != "chat", body
+        assert (
+            k.gateway.state().breakers.get(name) is None
+            or k.gateway.state().breakers[name].state == "closed"
+        )
