@@ -81,6 +81,7 @@ class Evidence(Value):
     # Whether the engine allocates cache and working memory when it loads the model, so that these
     # bytes are measured together with the weights.
     at_load: bool = False
+    parameters: int = 0  # the number of weights; 0: the source does not show it
 
 
 class Measurement(Value):

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from gguf import GGUFReader
 from starlette.testclient import TestClient
+from transformers import AutoModelForCausalLM
 
 from gpu_runtime import samples
 from gpu_runtime.access_keys import AccessKey
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.api.ollama import (
     OLLAMA_VERSION,
+    _chat_part,
+    _count,
     _durations,
+    _OllamaWriter,
     chat_of,
     embed_of,
     generate_of,
+    whole,
 )
 from gpu_runtime.serving.request_log import CallRecord
-from gpu_runtime.serving.requests import Refused
+from gpu_runtime.serving.requests import Refused, Reply
 from gpu_runtime.web.auth import Visitor
 from tests.clock import Clock, until
 from tests.serving.app_client import OPERATOR, with_visitor
@@ -340,8 +347,11 @@ def test_a_model_is_shown_with_the_facts_of_its_source(tmp_path, kind):
     template = "{% if tools %}<think>{% endif %}{{ messages }}"
     if kind == "gguf":
         source = samples.gguf_lm(tmp_path / "lm.gguf")
+        weights = sum(int(one.n_elements) for one in GGUFReader(source).tensors)
     else:
         source = samples.causal_lm(tmp_path / "lm")
+        module = AutoModelForCausalLM.from_pretrained(source)
+        weights = sum(one.numel() for one in module.parameters())  # tied ones once
     made = Harness()
     try:
         made.rt.register("lm", str(source), model_type="llm", quantization="Q4_0")
@@ -362,6 +372,8 @@ def test_a_model_is_shown_with_the_facts_of_its_source(tmp_path, kind):
     assert info[f"{family}.embedding_length"] > 0 and info[f"{family}.block_count"] > 0
     assert shown["details"]["format"] == {"gguf": "gguf", "folder": "safetensors"}[kind]
     assert shown["details"]["quantization_level"] == "Q4_0"
+    assert info["general.parameter_count"] == weights
+    assert shown["details"]["parameter_size"] == _count(weights) != ""
     assert row["size"] > 0 and row["digest"] and row["details"] == shown["details"]
     assert (shown["capabilities"], two["capabilities"]) == (
         ["completion"],
@@ -407,3 +419,46 @@ def test_the_calls_of_vs_code_are_answered(http):
         for c in one["delta"].get("tool_calls", ())
     ]
     assert calls[0]["function"]["name"] == "time" and chunks[-1]["usage"]["total_tokens"] > 0
+
+
+def test_probabilities_of_tokens_are_those_of_a_chat():
+    """A client of Ollama's reads them beside the text that has the tokens, whole and streamed."""
+    wish = {"logprobs": True, "top_logprobs": 2}
+    for translate, body in ((chat_of, HI), (generate_of, {"model": "qwen", "prompt": "hi"})):
+        assert translate(body | wish)[1].items() >= wish.items()
+        assert not translate(body)[1].keys() & wish.keys()
+    with pytest.raises(Refused, match="logprobs"):
+        generate_of({"model": "qwen", "prompt": "hi", "raw": True, **wish})
+    entries = [{"token": t, "logprob": -1.0, "bytes": [1], "top_logprobs": []} for t in "ab"]
+    message = {"role": "assistant", "content": "ab"}
+    choice = {"message": message, "finish_reason": "stop", "logprobs": {"content": entries}}
+    assert whole({"choices": [choice]}, _chat_part)["logprobs"] == entries
+    assert "logprobs" not in whole({"choices": [{**choice, "logprobs": None}]}, _chat_part)
+
+    async def streamed() -> list[Any]:
+        async def chunks():
+            for entry in entries:
+                delta = {"content": entry["token"]}
+                yield {"choices": [{"delta": delta, "logprobs": {"content": [entry]}}]}
+            yield {"choices": [{"delta": {}, "finish_reason": "stop"}]}
+
+        events = Chunks(chunks())
+        writer = _OllamaWriter(_chat_part, whole)
+        return [json.loads(line) async for line in writer.events(Reply("m", "m", "", None, events))]
+
+    first, second, last = asyncio.run(streamed())
+    assert first["logprobs"] == entries[:1] and second["logprobs"] == entries[1:]
+    assert last["done"] and "logprobs" not in last
+
+
+class Chunks:
+    """The chunks of a stream that a test has made."""
+
+    def __init__(self, chunks: Any) -> None:
+        self._chunks = chunks
+
+    def __aiter__(self) -> Any:
+        return self._chunks
+
+    async def aclose(self) -> None:
+        await self._chunks.aclose()

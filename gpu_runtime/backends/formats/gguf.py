@@ -89,6 +89,7 @@ class GgufHeader(NamedTuple):
     metadata: dict[str, Any]  # scalars, texts, short arrays of numbers, and StringCounts
     weight_bytes: int | None  # None: this reader does not know the file's version or a type in it
     file_bytes: int
+    parameters: int = 0  # the number of weights; 0: this reader does not know the file's version
 
 
 class StringCount(int):
@@ -146,7 +147,8 @@ def read(path: Path, name: str) -> GgufHeader:
         if whole.weight_bytes is not None and header.weight_bytes is not None:
             weight_bytes = whole.weight_bytes + header.weight_bytes
         metadata = {**header.metadata, **whole.metadata}
-        whole = GgufHeader(metadata, weight_bytes, whole.file_bytes + header.file_bytes)
+        size, count = whole.file_bytes + header.file_bytes, whole.parameters + header.parameters
+        whole = GgufHeader(metadata, weight_bytes, size, count)
     return whole
 
 
@@ -197,7 +199,8 @@ def _parse(data: _HeaderReader, size: int) -> GgufHeader:
     if type(alignment) is not int or not 0 < alignment <= MIB:
         raise ValueError(f"its alignment is {alignment}")
     start = -(-data.position // alignment) * alignment
-    return GgufHeader(metadata, _weight_bytes(rows, size - start), size)
+    count = sum(row.weights for row in rows)
+    return GgufHeader(metadata, _weight_bytes(rows, size - start), size, count)
 
 
 def _tensor_row(data: _HeaderReader) -> _TensorRow:

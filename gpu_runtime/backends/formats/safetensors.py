@@ -134,6 +134,14 @@ class Checkpoint(NamedTuple):
                 total += entry.items * DTYPE_BYTES[dtype]
         return total
 
+    @property
+    def parameters(self) -> int:
+        """The number of weights, tied ones once; 0 if it is not known, since quantised weights are packed."""
+        if "quantization_config" in self.config:
+            return 0
+        kept = (entry for name, entry in self.tensors.items() if not self._is_tied(name, entry))
+        return sum(entry.items for entry in kept)
+
     def _is_tied(self, name: str, entry: TensorEntry) -> bool:
         """Whether the tensor `name` is a second copy of the input embeddings.
 

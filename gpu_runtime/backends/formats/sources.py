@@ -159,6 +159,7 @@ def of_checkpoint(
         config={**config, "dtype": dtype} if dtype and config else config,
         pieces=checkpoint.pieces(),
         fingerprint=_fingerprint(checkpoint.stamps),
+        parameters=checkpoint.parameters,
     )
 
 
@@ -176,16 +177,14 @@ def of_gguf(path: Path, name: str) -> Evidence:
             why_unknown="its files are pointers to Git LFS",
         )
     header = gguf.read(path, name)
-    config = gguf.config(header.metadata)
-    fingerprint = _fingerprint(map(Stamp.of, files))
+    known = {
+        "config": gguf.config(header.metadata),
+        "fingerprint": _fingerprint(map(Stamp.of, files)),
+        "parameters": header.parameters,
+    }
     if header.weight_bytes is None:
-        return Evidence(
-            file_bytes=header.file_bytes,
-            file_format="gguf",
-            config=config,
-            fingerprint=fingerprint,
-        )
-    return Evidence(header.weight_bytes, "GGUF header", config=config, fingerprint=fingerprint)
+        return Evidence(file_bytes=header.file_bytes, file_format="gguf", **known)
+    return Evidence(header.weight_bytes, "GGUF header", **known)
 
 
 def only(found: list[Path], name: str) -> Path:

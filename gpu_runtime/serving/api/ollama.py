@@ -35,7 +35,7 @@ from .openai import (
     visitor_name,
 )
 from .strict_route import StrictRoute
-from .translation import Writer, require_object
+from .translation import Writer, logprobs_of, require_object
 
 _SAME = (
     *("repeat_penalty", "presence_penalty", "frequency_penalty"),
@@ -79,6 +79,7 @@ _INFO = {  # Ollama's name of a fact, after the architecture -> Hugging Face's n
     "vocab_size": "vocab_size",
 }
 _FORMATS = {"GGUF header": "gguf", "safetensors header": "safetensors"}
+_LOGPROBS = ("logprobs", "top_logprobs")
 _REFUSED = ("pull", "push", "create", "copy", "delete")
 _SCHEMA = body_schema({"model": {"type": "string"}}, {"stream": {"type": "boolean"}})
 # Takes a body in Ollama's format. Returns the kind of the call and the body in OpenAI's format.
@@ -230,7 +231,7 @@ def chat_of(body: Any) -> tuple[str, dict[str, Any]]:
 
     Returns the kind and the body of the same call in OpenAI's format.
     """
-    made = _common(body, ("messages", "tools"))
+    made = _common(body, ("messages", "tools", *_LOGPROBS))
     messages = body.get("messages")
     if messages is None or messages == []:
         return _load_of(made)
@@ -254,7 +255,7 @@ def generate_of(body: Any) -> tuple[str, dict[str, Any]]:
 
     With `raw` the model gets the prompt as it is. Otherwise the prompt is the user's message of a chat.
     """
-    made = _common(body, ("prompt", "system", "images", "raw", "suffix"))
+    made = _common(body, ("prompt", "system", "images", "raw", "suffix", *_LOGPROBS))
     if body.get("suffix"):
         raise bad("suffix", body["suffix"], "left out: no text can be inserted here")
     prompt = body.get("prompt")
@@ -311,6 +312,8 @@ def _common(body: Any, own: tuple[str, ...]) -> dict[str, Any]:
     """Translates the fields of `body` that all routes have. `own` are the names of this route's other fields."""
     require_object(body)
     known = ("model", "stream", "options", "format", "keep_alive", "think", *own)
+    if "logprobs" in own and body.get("raw"):
+        known = tuple(name for name in known if "logprobs" not in name)
     for name, value in body.items():
         if name not in known and name[:2] != "x_" and value not in (None, "", [], {}):
             raise bad(name, value, "left out: there is no such field here")
@@ -318,6 +321,7 @@ def _common(body: Any, own: tuple[str, ...]) -> dict[str, Any]:
     made |= {"model": body.get("model"), "stream": body.get("stream") is not False}
     if made["stream"]:
         made["stream_options"] = {"include_usage": True}
+    made |= {name: body[name] for name in _LOGPROBS if name in own and body.get(name)}
     options = body.get("options") or {}
     if not isinstance(options, Mapping):
         raise bad("options", options, "an object")
@@ -415,7 +419,13 @@ def whole(answer: dict[str, Any], part: Any) -> dict[str, Any]:
     thought = message.get("reasoning_content") or ""
     head = _head(answer.get("model", ""))
     made = part(message.get("content") or "", message.get("tool_calls") or (), thought)
-    return {**head, **made, **_end(choice["finish_reason"], answer.get("usage"))}
+    end = _end(choice["finish_reason"], answer.get("usage"))
+    return {**head, **made, **_with_logprobs(logprobs_of(choice)), **end}
+
+
+def _with_logprobs(entries: list[dict[str, Any]]) -> dict[str, Any]:
+    """The field `logprobs`, whose entries are those of a chat in OpenAI's format; nothing without entries."""
+    return {"logprobs": entries} if entries else {}
 
 
 def embedded(answer: dict[str, Any], _: Any) -> dict[str, Any]:
@@ -443,6 +453,7 @@ class _OllamaWriter(Writer):
         super().__init__()
         self._part, self._finish = part, finish
         self._facts: Mapping[str, Any] = {}
+        self._logprobs: list[dict[str, Any]] = []  # those that are not sent yet
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         made = self._finish(reply.json or {}, self._part)
@@ -451,6 +462,9 @@ class _OllamaWriter(Writer):
     def events(self, reply: Reply) -> AsyncIterator[bytes]:
         self._facts = reply.facts
         return super().events(reply)
+
+    def tokens(self, entries: list[dict[str, Any]]) -> None:
+        self._logprobs += entries
 
     def pieces(self, thought: str, text: str) -> list[bytes]:
         return [self._line(self._part(text, (), thought), done=False)]
@@ -464,7 +478,8 @@ class _OllamaWriter(Writer):
         return [*found, self._line(self._part("", ()), **end)]
 
     def _line(self, part: dict[str, Any], **fields: Any) -> bytes:
-        return _line({**_head(self.model), **part, **fields})
+        new, self._logprobs = _with_logprobs(self._logprobs), []
+        return _line({**_head(self.model), **part, **new, **fields})
 
 
 def _chat_part(text: str, calls: Any, thought: str = "") -> dict[str, Any]:
@@ -552,9 +567,21 @@ def _details(facts: ModelFacts | None) -> dict[str, Any]:
         "format": _FORMATS.get(evidence.source, evidence.file_format),
         "family": family,
         "families": [family] if family else [],
-        "parameter_size": "",
+        "parameter_size": _count(evidence.parameters),
         "quantization_level": facts.spec.quantization if facts else "",
     }
+
+
+def _count(number: int) -> str:
+    """The `number` as Ollama writes it; empty for 0, which stands for an unknown number.
+
+    >>> [_count(number) for number in (8_030_261_248, 134_515_008, 7_000_000, 512, 0)]
+    ['8.0B', '134.52M', '7M', '512', '']
+    """
+    for size, letter, places in ((10**9, "B", 1), (10**6, "M", 2), (1000, "K", 0)):
+        if number >= size:
+            return f"{number / size:.{places if number % size else 0}f}{letter}"
+    return str(number or "")
 
 
 def _architecture(facts: ModelFacts) -> str:
@@ -582,6 +609,8 @@ def _shown(row: dict[str, Any], facts: ModelFacts | None) -> dict[str, Any]:
         return {**found, "model_info": {}, "capabilities": ["completion"]}
     family = _architecture(facts)
     info: dict[str, Any] = {"general.architecture": family, "general.basename": row["id"]}
+    if facts.evidence.parameters:
+        info["general.parameter_count"] = facts.evidence.parameters
     for name, own in _INFO.items():
         if isinstance(facts.config.get(own), int):
             info[f"{family}.{name}"] = facts.config[own]
