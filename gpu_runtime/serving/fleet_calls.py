@@ -129,6 +129,10 @@ class FleetModels:
         """Whether a host has the model on a card, as last read."""
         return self.copies.get(name, 0) > 0
 
+    def _pauses(self, name: str) -> bool:
+        """False: the hosts decide when their models take no new uses."""
+        return False
+
     def use(self, name: str, *, importance: int | None = None) -> FleetModel:
         """A context manager with the model `name` for calls of this `importance`. Each call chooses its host itself."""
         return FleetModel(self, name, importance)
