@@ -148,11 +148,11 @@ def _template(value: Any) -> str:
 
 
 def _path(value: Any) -> str:
-    """A path as text. Bytes that are not UTF-8 are written as `os.fsdecode` writes them."""
+    """A path as text, with the home directory for `~`. Bytes that are not UTF-8 become text as by `os.fsdecode`."""
     text = plain(os.fspath(value))
     _require(isinstance(text, str) and len(text) <= LONGEST_TEXT and "\0" not in text)
     os.fsencode(text)
-    return text
+    return os.path.expanduser(text)
 
 
 def _source(value: Any) -> Any:

@@ -584,8 +584,8 @@ def _own(session: Session) -> Kernel:
     kernel = session.kernel
     if kernel is None:
         raise CannotGovern(
-            "only the kernel of a notebook can be parked: in a script nobody knows when it is idle.\n"
-            "  Another notebook:  gpu park NOTEBOOK      This one:  %load_ext gpu",
+            "only the kernel of a notebook can be parked: in a script or a terminal nobody knows when it "
+            "is idle.\n  A notebook:  gpu park NOTEBOOK      In its own first cell:  %load_ext gpu",
             name=NAME,
             why="it is no notebook's kernel",
         )

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -53,6 +54,15 @@ def test_a_path_is_planned_without_registering_it(rt, tmp_path):
     assert rt.specs() == () and not rt.plan("models/writer").obstacle
     rt.register("writer", "models/writer")
     assert rt.plan("writer").footprint == plan.footprint
+
+
+def test_a_tilde_is_the_home_directory_in_every_verb_with_a_path(rt, tmp_path, monkeypatch):
+    """In 0.2 only the catalogue read it so; `%gpu load m ~/m` found no such file."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    tiny_models.causal_lm(tmp_path / "model")
+    assert rt.plan("~/model").granted
+    assert rt.load("loaded", Path("~/model")).done
+    assert rt.register("m", "~/model").source == str(tmp_path / "model")
 
 
 def test_a_folder_its_file_and_its_entry_have_the_same_plan(runtime, tmp_path, monkeypatch):
