@@ -1,7 +1,7 @@
 """Faults that the tests must notice: mutants of sampled lines, and the whole faults of `faults/`.
 
     python -m tests.mutants                 40 mutants, a fresh sample with a printed seed
-    python -m tests.mutants faults [WORD]   the patches of tests/faults/, or those whose name contains WORD
+    python -m tests.mutants faults [WORD]   the patches of tests/faults/, or those whose name has a WORD
 
 A mutant is one change of a product line, made by an operator of mutmut. A trial applies it to a copy of
 the tree, and runs there the tests that run the line. It is killed if a test fails or takes too long, and
@@ -243,10 +243,10 @@ def compiles(text: str) -> bool:
     return True
 
 
-def faults(word: str, known: Map) -> Iterator[Trial]:
+def faults(words: list[str], known: Map) -> Iterator[Trial]:
     """The patches of tests/faults. A line `Tests:` in a patch names tests beyond those of the map."""
     for patch in sorted(FAULTS.glob("*.patch")):
-        if word not in patch.name:
+        if words and not any(word in patch.name for word in words):
             continue
         text = patch.read_text()
         tests = [test for line in re.findall(r"^Tests: (.*)", text, re.M) for test in line.split()]
@@ -366,7 +366,9 @@ def main() -> int:
     """Prints each result, then the score by folder and the survivors. Returns how many
     patches survived: a sample only measures."""
     parser = argparse.ArgumentParser(prog="python -m tests.mutants")
-    parser.add_argument("what", nargs="*", help="faults [WORD]; nothing for a sample of mutants")
+    parser.add_argument(
+        "what", nargs="*", help="faults [WORD ...]; nothing for a sample of mutants"
+    )
     parser.add_argument("-n", type=int, default=40, help="mutants in all (40)")
     parser.add_argument("--seed", type=int, default=random.SystemRandom().randrange(10**6))
     parser.add_argument("--folders", default=" ".join(PRODUCT), help="of the product")
@@ -381,7 +383,7 @@ def main() -> int:
     with_tests = sorted({file.parent.name for file in (ROOT / "tests").glob("*/test_*.py")})
     known = Map(options.tests.split() or with_tests)
     if options.what[:1] == ["faults"]:
-        trials = list(faults(" ".join(options.what[1:]), known))
+        trials = list(faults(options.what[1:], known))
     else:
         print(f"seed {options.seed}", flush=True)
         trials = list(sample(options.folders.split(), options.n, options.seed, known))

@@ -23,7 +23,7 @@ from gpu_runtime.facts import (
 from gpu_runtime.scheduler import explain
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.asks import Ask, ask
-from gpu_runtime.scheduler.capacity import room
+from gpu_runtime.scheduler.capacity import filled_to_size, room
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.page_entries import MOST_LEASES, MOST_WAITING
 from gpu_runtime.scheduler.plan import plan
@@ -895,6 +895,14 @@ def test_the_room_is_the_smaller_of_book_and_measurement():
     assert room(page, real(10))["cuda:0"] == 10 * GIB
     assert room(page, real(19))["cuda:0"] == 16 * GIB
     assert room(page, real(10, reserve_bytes=size(1)))["cuda:0"] == 9 * GIB
+
+
+def test_only_a_return_to_a_card_spends_the_reserve():
+    """The driver needs the reserve of a card. What returns to host memory leaves it alone."""
+    page, there = book(), world(cuda0=20, free={"cuda:0": 10, "host": 10}, reserve_bytes=size(1))
+    for devices, gib in (({"cuda:0"}, 10), ({HOST}, 9), ({"cuda:0", HOST}, 9)):
+        free = room(*filled_to_size(page, there, devices))
+        assert (free["cuda:0"], free[HOST]) == (gib * GIB, gib * GIB), devices
 
 
 def test_bytes_that_the_sample_cannot_have_seen_are_counted():

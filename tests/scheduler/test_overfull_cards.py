@@ -4,11 +4,14 @@ holds too much.
 
 from __future__ import annotations
 
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpu_runtime.facts import HOST, Phase, Share
 from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.relief import park_kernels
-from tests.worlds import NOW, book, lease, owner, world
+from gpu_runtime.scheduler.relief import overfull, park_kernels
+from tests.worlds import NOW, book, lease, owner, size, world
 
 
 def kernel(by: int, gib: int, idle: float = 60.0, **fields):
@@ -40,3 +43,18 @@ def test_bytes_that_are_leaving_already_count_as_gone():
     held = book(kernel(1, 12), kernel(2, 12, idle=600), owners=(1, 2))
     leaving, steps = park_kernels(held, owner(2).id, world(sim0=20), lru, "key")
     assert len(steps) == 1 and parked(leaving, 1) == []
+
+
+@given(own=st.integers(0, 25), others=st.integers(0, 25), leaves=st.booleans())
+def test_a_card_is_overfull_by_others_if_theirs_is_part_of_what_exceeds_its_limit(
+    own, others, leaves
+):
+    """A kernel makes room for others, and never for itself alone. Bytes that leave count as gone."""
+    away = {"phase": Phase.LEAVING, "target": (Share(HOST, size(others)),)} if leaves else {}
+    held = book(
+        lease("mine", sim0=own),
+        lease("theirs", by=2, sim0=others, **away),
+        limits={"sim:0": size(20)},
+    )
+    stays = 0 if leaves else others
+    assert overfull(held, owner(1).id, ["sim:0"]) == (own + stays > 20 and stays > 0)

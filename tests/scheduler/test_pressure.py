@@ -36,6 +36,15 @@ def test_levels_of_a_16000_mb_card_with_14400_usable(claimed, expected):
     assert view.level is expected
 
 
+@pytest.mark.parametrize("of_the_book, own", [(10, 20), (20, 10), (10, 10)])
+def test_processes_with_different_limits_see_the_same_pressure(of_the_book, own):
+    """The smaller limit counts, as it does for a grant."""
+    [view, _] = views(
+        book(lease("a", sim0=9), limits={"sim:0": size(of_the_book)}), world(sim0=own)
+    )
+    assert (view.limit_bytes, view.pressure) == (size(10), 0.9)
+
+
 def test_claimed_40_percent_but_measured_91_percent_is_critical():
     """A process that never requests can still take memory. So the larger of the two numbers counts."""
     there = world(cuda0="14400 MB", total={"cuda:0": "16000 MB"}, free={"cuda:0": "1440 MB"})

@@ -5,10 +5,12 @@ a test.
 from __future__ import annotations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSetting
-from gpu_runtime.facts import Cap, Grant, Refuse, Wait
+from gpu_runtime.facts import Cap, Grant, Phase, Refuse, Staying, Wait
 from gpu_runtime.ledgers import host_config
 from gpu_runtime.scheduler import quotas, torch_limit
 from gpu_runtime.scheduler.transitions import Truth, publish
@@ -50,6 +52,49 @@ def test_bytes_on_each_device():
         budget_bytes=size(4),
         device="sim:0",
     )
+
+
+FIXED = {
+    "in use": {"pins": 1},
+    "kept": {"keep": True},
+    "a block": {"kind": "block", "movable": False, "droppable": False},
+    "arriving": {"phase": Phase.ARRIVING},
+}
+
+
+@pytest.mark.parametrize("state", [*FIXED, "idle"])
+@pytest.mark.parametrize("user", ["ann", "bob"])
+def test_exactly_the_cap_may_be_held(state, user):
+    """A cap of 20 GiB admits 20 GiB and refuses one byte more. Memory that can leave does not count,
+    nor does memory of others.
+    """
+    page = of(book(lease("held", by=2, sim0=6, **FIXED.get(state, {})), owners=(1,)), ann=(1,))
+    page, box = of(page, **{user: (2,)}), there(capped(bytes_per_device=size(20)))
+    most = size(20 if state == "idle" or user == "bob" else 14)
+    for need in (most - 1, most, most + 1):
+        refused = quotas.capped_cards(page, request("qwen", gib=f"{need} B"), box)
+        assert bool(refused) == (need > most)
+
+
+@given(st.lists(st.tuples(st.booleans(), st.booleans(), st.sampled_from((1, 19, 20))), max_size=4))
+def test_a_user_is_above_the_cap_by_all_that_the_user_holds_there_and_by_nothing_else(held):
+    """Leases count, and memory that stays; memory of others does not."""
+    leases = [
+        lease(f"m{n}", by=1 if anns else 2, sim0=gib)
+        for n, (anns, stays, gib) in enumerate(held)
+        if not stays
+    ]
+    page = book(*leases, owners=(1, 2))
+    for pid, whose in ((1, True), (2, False)):
+        staying = [
+            Staying("sim:0", "a view", size(gib))
+            for anns, stays, gib in held
+            if stays and anns is whose
+        ]
+        page = page.with_section(replace(page.sections[owner(pid).id], staying=tuple(staying)))
+    beyond = size(sum(gib for anns, _, gib in held if anns) - 20)
+    found = quotas.over_cap(of(page, ann=(1,), bob=(2,)), there(capped(bytes_per_device=size(20))))
+    assert found == ({"sim:0": beyond} if beyond > 0 else {})
 
 
 def test_bytes_on_each_device_limit_each_part_of_a_divided_model():
@@ -166,12 +211,6 @@ def test_if_the_card_is_short_too_leases_of_others_leave_as_well():
     )
     _, verdict = decide(page, request("qwen", gib=14), there(capped(bytes_per_device=size(20))))
     assert isinstance(verdict, Wait) and set(verdict.asked) == {at(2, "llama"), at(3, "bobs")}
-
-
-def test_leases_of_other_users_do_not_count():
-    page = of(book(lease("bobs", by=2, sim0=20, pins=1), owners=(1, 2)), ann=(1,), bob=(2,))
-    _, verdict = decide(page, request("qwen", gib=8), there(capped(bytes_per_device=size(20))))
-    assert isinstance(verdict, Grant)
 
 
 def test_the_highest_importance():
