@@ -310,8 +310,11 @@ _PATTERNS = (
 )
 
 
-def as_svg(map: AllocatorMap, label: str) -> str:
-    """The `map` as an SVG without script or style sheet; screen readers read `label`."""
+def as_svg(map: AllocatorMap, label: str, *, titles: bool = False) -> str:
+    """The `map` as an SVG without script or style sheet; screen readers read `label`.
+
+    With `titles`, a browser shows what a piece is when the mouse points at the piece.
+    """
     drawn = picture(map, _SVG_CELLS)
     if not drawn.rows:
         return ""
@@ -322,7 +325,7 @@ def as_svg(map: AllocatorMap, label: str) -> str:
         f'viewBox="0 0 {_LABEL + _WIDTH + 2} {height}" role="img" '
         f'aria-label="{elements.esc(label)}" '
         f'style="width:100%;max-width:{_LABEL + _WIDTH}px;display:block">'
-        f"{_PATTERNS}{labels}{''.join(_paths(drawn))}</svg>"
+        f"{_PATTERNS}{labels}{''.join(_paths(drawn, titles))}</svg>"
     )
 
 
@@ -344,21 +347,27 @@ def _box(
     return f"M{x:.1f} {top:.1f}h{width:.1f}v{height:.1f}h-{width:.1f}z"
 
 
-def _paths(drawn: Picture) -> Iterator[str]:
+def _paths(drawn: Picture, titles: bool) -> Iterator[str]:
     """Yields one path for each kind, and one path for all outlines.
 
-    A separate element for each piece would be slow, since a picture can have thousands of pieces.
+    A separate element for each piece is slower, since a picture can have thousands of pieces. So
+    there is one only if the pieces have `titles`.
     """
     for kind, pieces in itertools.groupby(drawn.pieces, lambda piece: piece.kind):
         fill = f"url(#{_HATCH[kind]})" if kind in _HATCH else COLOURS[kind]
-        boxes = "".join(
-            _box(one.row, one.left, one.right, drawn.row_bytes, one.low, one.high) for one in pieces
-        )
-        yield f'<path fill="{fill}" d="{boxes}"/>'
+        paths = []
+        for one in pieces:
+            box = _box(one.row, one.left, one.right, drawn.row_bytes, one.low, one.high)
+            words = "\n".join(map(elements.esc, one.title.splitlines()))
+            paths.append(f'<path d="{box}"><title>{words}</title></path>' if titles else box)
+        if titles:
+            yield f'<g fill="{fill}">{"".join(paths)}</g>'
+        else:
+            yield f'<path fill="{fill}" d="{"".join(paths)}"/>'
     outlines = "".join(
         _box(edge.row, edge.left, edge.right, drawn.row_bytes) for edge in drawn.edges
     )
-    yield f'<path fill="none" stroke="#808080" d="{outlines}"/>'
+    yield f'<path fill="none" stroke="#808080" pointer-events="none" d="{outlines}"/>'
 
 
 def as_html(map: AllocatorMap, title: str) -> str:

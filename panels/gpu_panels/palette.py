@@ -19,7 +19,7 @@ from gpu_runtime.facts import Lease
 COLOURS = ("#b5b7b0", "#748db1", "#9dd4ef", "#998a65", "#f0deb6", "#878d88", "#d7e2e3")
 INK = "#000000"  # the colour of text on each of these colours
 EDGE = "#808080"  # its contrast with a white and with a dark page is at least 3 : 1
-PLAIN = " "  # Bokeh's hatch that draws nothing
+PLAIN = " "  # the texture of an even area
 # The first seven processes use the first texture, and the next seven processes the second texture.
 TEXTURES = (PLAIN, ".", "-")
 SLOTS = len(COLOURS) * len(TEXTURES)

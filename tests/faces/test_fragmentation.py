@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 
 import pytest
-from bokeh.models import ColumnDataSource
-from gpu_panels.charts.map_chart import MapChart
 from gpu_panels.data import fragmentation
 from gpu_panels.data.fragmentation import (
     COLUMNS,
@@ -23,7 +21,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.devices.allocator_stats import bounded
 from gpu_runtime.facts import AllocatorMap
-from gpu_runtime.rendering.allocator_map import MOST_ROWS, picture
+from gpu_runtime.rendering.allocator_map import picture
 from gpu_runtime.units import GIB, MIB
 
 from . import samples
@@ -149,44 +147,19 @@ def test_the_name_of_a_notebook_is_escaped():
 # -- the picture -----------------------------------------------------------------------------------
 
 
-def test_every_piece_of_a_map_is_in_its_place():
-    """The first row is at the top. A whole row is as long as the figure is wide."""
-    chart = MapChart()
-    assert chart.show(picture(adapters))
-    data = chart.source.data
-    assert sum(
-        (right - left)
-        for left, right, what in zip(data["left"], data["right"], data["what"], strict=True)
-        if what == "allocated"
-    ) == pytest.approx(9 / 20)
-    assert max(data["top"]) < 0 and min(data["bottom"]) > -2
-    assert {(what, hatch) for what, hatch in zip(data["what"], data["hatch"], strict=True)} == {
-        ("allocated", " "),
-        ("inactive, in a segment in use", "/"),
-        ("inactive, released by defrag", " "),
-    }
-    assert len(chart.edges.data["left"]) == 2
-    assert (chart.figure.y_range.start, chart.figure.y_range.end) == (-2, 0)
-    assert chart.figure.yaxis[0].major_label_overrides == {-0.5: "0 B", -1.5: "20.0 MiB"}
+def test_each_piece_of_the_drawing_shows_what_it_is():
+    """The text of a piece is shown when the mouse points at the piece. It is escaped."""
+    html = FetchedMaps((adapters,)).drawing(adapters)
+    assert html.count("<title>") == len(picture(adapters, 240).pieces)
+    assert "allocated" in html and "inactive, in a segment in use" in html
+    odd = replace(adapters, segments=(replace(adapters.segments[0], kind="<b>"),))
+    assert "\ufffd" not in html and "<b>" not in FetchedMaps((odd,)).drawing(odd)
 
 
-def test_an_unchanged_map_is_not_sent(monkeypatch):
-    chart = MapChart()
-    chart.show(picture(adapters))
-    monkeypatch.setattr(ColumnDataSource, "patch", lambda *_: pytest.fail("sent"))
-    chart.source.on_change("data", lambda attr, old, new: pytest.fail("sent"))
-    assert not chart.show(picture(adapters))
-
-
-def test_a_map_of_thousands_of_blocks_is_drawn_in_a_bounded_number_of_pieces():
-    """The height of the figure grows with the number of rows, up to a limit."""
+def test_the_drawing_of_a_map_of_thousands_of_blocks_is_bounded():
     fragmented = drawn(*(segment(n << 40, *[(0.3, USED), (0.7, FREE)] * 4000) for n in range(8)))
-    chart = MapChart()
-    chart.show(picture(bounded([fragmented])[0]))
-    assert len(chart.source.data["left"]) < 13_000
-    tall = chart.figure.height
-    chart.show(picture(adapters))
-    assert chart.figure.height < tall <= 48 + 24 * MOST_ROWS
+    [map] = bounded([fragmented])
+    assert len(FetchedMaps((map,)).drawing(map)) < 1.5 * MIB
 
 
 @pytest.mark.parametrize("sight", SIGHT)
@@ -240,10 +213,10 @@ def test_the_worst_map_is_drawn_until_another_is_chosen():
     assert shown(made) == [f"{samples.ME.id}/sim:0", f"{samples.BOB.id}/sim:0"]
     assert "train.ipynb" in made._head.object
     made._pressed("show", f"{samples.BOB.id}/sim:0")
-    assert "analysis.ipynb" in made._head.object and made._plot in list(made._below)
+    assert "analysis.ipynb" in made._head.object and made._map in list(made._below)
     made.poller.maps = FetchedMaps((mine,))  # bob's map is gone, and with it its picture
     made.update(here)
-    assert "has published no map" in made._head.object and made._plot not in list(made._below)
+    assert "has published no map" in made._head.object and made._map not in list(made._below)
 
 
 def test_a_click_on_defragment_names_the_owner_of_its_row():
@@ -272,10 +245,10 @@ def test_unchanged_maps_are_the_same_object_and_computed_once(monkeypatch):
     """With unchanged maps, twenty sessions cost as much as one."""
     fetch, rt = MapFetcher(), type("Rt", (), {"allocator_maps": lambda self: tuple([mine])})()
     fetched = fetch(rt)
-    first = fetched.rows(here, True, ""), fetched.picture(mine)
+    first = fetched.rows(here, True, ""), fetched.drawing(mine)
     monkeypatch.setattr(fragmentation, "rows", pytest.fail)
-    monkeypatch.setattr(fragmentation.allocator_map, "picture", pytest.fail)
-    assert fetch(rt) is fetched and (fetched.rows(here, True, ""), fetched.picture(mine)) == first
+    monkeypatch.setattr(fragmentation.allocator_map, "as_svg", pytest.fail)
+    assert fetch(rt) is fetched and (fetched.rows(here, True, ""), fetched.drawing(mine)) == first
 
 
 def test_a_newer_snapshot_gives_a_new_table():

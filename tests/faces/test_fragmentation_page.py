@@ -137,8 +137,10 @@ def test_another_kernels_memory_is_drawn_without_errors(visitors, kernel):
     """The map is drawn in both themes, without a request to another host."""
     visitor = visitors(OPERATORS)
     visitor.shows(kernel, "84.0 MiB")
-    visitor.page.get_by_text("inactive, released by defrag").wait_for()
-    assert visitor.page.locator("canvas").count() >= 1
+    visitor.page.locator("span", has_text="inactive, released by defrag").wait_for()
+    kinds = visitor.page.locator("svg g path title").all_text_contents()
+    assert any("allocated" in kind for kind in kinds)
+    assert any("64.0 MiB inactive, released by defrag" in kind for kind in kinds)
     visitor.page.get_by_role("button", name="theme").click()
     visitor.page.wait_for_function(
         "getComputedStyle(document.body).backgroundColor === 'rgb(18, 18, 18)'"
@@ -177,6 +179,6 @@ def test_a_killed_kernel_disappears_and_an_empty_page_shows_what_to_do(visitors,
     visitor.shows(kernel, "84.0 MiB")
     kernel.end()
     visitor.page.get_by_text("No process holds memory on a card yet").wait_for()
-    visitor.page.get_by_text("inactive, released by defrag").wait_for(
+    visitor.page.locator("span", has_text="inactive, released by defrag").wait_for(
         state="detached",
     )

@@ -23,12 +23,11 @@ from gpu_runtime.facts import (
     Ticket,
 )
 from gpu_runtime.rendering.views import clean
-from gpu_runtime.units import show_bytes
+from gpu_runtime.units import GIB, MIB, show_bytes
 
 from ..palette import LeaseStyle, label_of
 from . import device_words
 from .cells import Button
-from .chart_columns import interval, unit_of
 from .confirmations import ticket_title
 from .device_totals import DeviceBar, Stretch
 from .history import MARKED, devices_of, spans_of
@@ -366,3 +365,19 @@ def encoded(value: Rows | Mapping[str, Past]) -> str:
 def labels(drawn: Iterable[DeviceBar]) -> list[str]:
     """The labels of all leases in the bars `drawn`, sorted. So the palette gets the labels in a stable order."""
     return sorted({one.label for bar in drawn for one in bar.stretches if one.label})
+
+
+def unit_of(total_bytes: int) -> tuple[int, str]:
+    """The unit of an axis for `total_bytes`, in bytes and as text: GiB, or MiB for a small device."""
+    return (GIB, "GiB") if total_bytes >= 2 * GIB else (MIB, "MiB")
+
+
+def interval(length: float) -> float:
+    """The step between the ticks of an axis with this `length`. The axis then has four to eight ticks.
+
+    The step is a power of two, because memory sizes often are.
+    """
+    step = 1.0
+    while length / step > 8:
+        step *= 2
+    return step

@@ -1,7 +1,7 @@
 """The contents of the tab Fragmentation: bytes that an allocator holds on a card and cannot use.
 
 This module is pure. It turns allocator maps and a Snapshot into table rows and a report.
-`gpu_runtime.rendering.allocator_map` computes the picture of one map.
+`gpu_runtime.rendering.allocator_map` draws one map.
 """
 
 from __future__ import annotations
@@ -176,11 +176,11 @@ def report(memory: ProcessMemory, snapshot: Snapshot) -> str:
 
 
 class FetchedMaps:
-    """The most recently fetched maps. Their rows and pictures are computed once for all sessions."""
+    """The most recently fetched maps. Their rows and drawings are made once for all sessions."""
 
     def __init__(self, maps: tuple[AllocatorMap, ...] = ()) -> None:
         self.maps = maps
-        self._pictures: dict[tuple[str, str], allocator_map.Picture] = {}
+        self._drawings: dict[tuple[str, str], str] = {}
         self._snapshot: Snapshot | None = None  # the snapshot of the next two attributes
         self._memories: tuple[ProcessMemory, ...] = ()
         self._rows: dict[tuple[bool, str], str] = {}
@@ -200,9 +200,13 @@ class FetchedMaps:
             self._rows[key] = encoded(rows(memories, snapshot, may_act, chosen))
         return self._rows[key]
 
-    def picture(self, map: AllocatorMap) -> allocator_map.Picture:
-        """The picture of `map`, which must be one of the fetched maps."""
+    def drawing(self, map: AllocatorMap) -> str:
+        """The picture and the legend of `map` as HTML. `map` must be one of the fetched maps."""
         key = map.owner, map.device
-        if key not in self._pictures:
-            self._pictures[key] = allocator_map.picture(map)
-        return self._pictures[key]
+        if key not in self._drawings:
+            label = " ".join(
+                filter(None, [allocator_map.verdict(map), allocator_map.left_out(map)])
+            )
+            svg = allocator_map.as_svg(map, label, titles=True)
+            self._drawings[key] = f"{svg}<div>{allocator_map.keys(map)}</div>" if svg else ""
+        return self._drawings[key]

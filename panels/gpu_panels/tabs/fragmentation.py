@@ -6,12 +6,10 @@ from typing import Any
 
 import panel as pn
 
-from gpu_runtime.facts import AllocatorMap, Snapshot
-from gpu_runtime.rendering import allocator_map
+from gpu_runtime.facts import Snapshot
 from gpu_runtime.rendering.elements import esc
 
 from ..actions import Actions
-from ..charts.map_chart import MapChart
 from ..data.fragmentation import COLUMNS, EMPTY, FetchedMaps, ProcessMemory, report
 from ..palette import EDGE
 from ..poller import Poller
@@ -56,13 +54,9 @@ class FragmentationTab(Tab):
     def __init__(self, poller: Poller, actions: Actions) -> None:
         super().__init__(poller, actions)
         self._chosen = ""  # id of a row; if it is empty or unknown, the first row's map is drawn
-        self._drawn: AllocatorMap | None = None
         self.table = Table(COLUMNS, self._pressed, empty="Reading …", key="fragmentation")
-        self.chart = MapChart()
-        self._head, self._legend, self._hint = _text(), _text(), _text()
+        self._head, self._map, self._hint = _text(), _text(), _text()
         self._hint.object = f'<div class="hint">{esc(HINT)}</div>'
-        self._plot = pn.pane.Bokeh(self.chart.figure, sizing_mode="stretch_width", margin=(0, 6))
-        # This column is emptied to hide the map, because a hidden figure leaves its toolbar visible.
         self._below = pn.Column(sizing_mode="stretch_width")
         self.panel = pn.Column(self.table, self._below, sizing_mode="stretch_width")
 
@@ -84,16 +78,11 @@ class FragmentationTab(Tab):
         return memories[0] if memories else None
 
     def _draw(self, fetched: FetchedMaps, chosen: ProcessMemory | None, snapshot: Snapshot) -> None:
-        map = chosen.map if chosen else None
+        drawing = fetched.drawing(chosen.map) if chosen and chosen.map else ""
         if chosen is not None:
-            text = report(chosen, snapshot)
-            if self._head.object != text:
-                self._head.object = text
-        if map is not None and map != self._drawn:
-            self._drawn = map
-            self._legend.object = f"<div>{allocator_map.keys(map)}</div>"
-            self.chart.show(fetched.picture(map))
-        drawn = [self._plot, self._legend] if map and map.segments else []
+            self._head.object = report(chosen, snapshot)
+            self._map.object = drawing
+        drawn = [self._map] if drawing else []
         parts = [self._head, *drawn, self._hint] if chosen else []
         if list(self._below) != parts:
             self._below[:] = parts
