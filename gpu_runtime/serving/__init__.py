@@ -13,7 +13,7 @@ model cannot.
     request_log   one line of JSON for each call
     usage, store  the calls and tokens of each visitor; the file that keeps them, and the jobs
     served        figures of a server, for a console's page
-    server        `gpu serve`: one port, behind the gate; `at_start` loads models when it starts
+    server        `gpu serve`: one port, behind the gate
     fleet_server  `gpu serve --fleet`; `fleet_calls` passes each call to the `host_server` of a host
     api/          the HTTP routes
     routing/      tasks, stand-ins, profiles

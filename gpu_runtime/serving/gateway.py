@@ -61,7 +61,7 @@ from .replies import (
     why_this_model,
 )
 from .request_log import CallRecord, current
-from .requests import Call, Refused, Reply, read_call
+from .requests import LOAD, Call, Refused, Reply, read_call
 from .routing.fallback import Choice, CloudGuard, cloud_of, guard_file
 from .routing.profiles import apply_profile, wants_thinking, with_alias
 from .routing.tasks import ServingConfig, measured_parts
@@ -188,6 +188,18 @@ class Gateway:
                 reply = await self._first_answer(call, choices, stack)
                 reply.facts = record.facts
                 return reply
+
+    async def preload(self) -> None:
+        """Loads the models under `preload` in `tasks.yaml`, one after the other, as calls do.
+
+        Each model stays warm for the usual time. A model that cannot be loaded is logged, and the next one is loaded.
+        """
+        for name in self.serving.preload:
+            try:
+                await self.answer(LOAD, {"model": name})
+                log.info("%s was loaded at the start", name)
+            except Exception as error:  # any error of an engine
+                log.warning("%s was not loaded at the start: %s", name, first_line(error))
 
     def models(self, client: str = "") -> list[dict[str, Any]]:
         """The rows of `/v1/models` for `client`: the models, tasks and aliases that this visitor may call."""

@@ -272,14 +272,7 @@ def prompts_of(body: Mapping[str, Any]) -> list[str | list[int]]:
 
     Raises Refused (400).
     """
-    given = body.get("prompt")
-    if given == "":
-        return [given]
-    found = _texts(given, MAX_PROMPTS)
-    if found is None:
-        expected = f"text, or a list of 1 to {MAX_PROMPTS} texts, or of lists of token numbers"
-        raise bad("prompt", given, expected)
-    return found
+    return [""] if body.get("prompt") == "" else _texts(body, "prompt", MAX_PROMPTS)
 
 
 def _check_embeddings(body: Mapping[str, Any]) -> None:
@@ -297,21 +290,21 @@ def texts_of_embeddings(body: Mapping[str, Any]) -> list[str | list[int]]:
 
     Raises Refused (400).
     """
-    found = _texts(body.get("input"), MAX_TEXTS)
-    if found is None:
-        expected = f"text that is not empty, or a list of 1 to {MAX_TEXTS} texts, or of lists of token numbers"
-        raise bad("input", body.get("input"), expected)
-    return found
+    return _texts(body, "input", MAX_TEXTS)
 
 
-def _texts(given: Any, most: int) -> list[str | list[int]] | None:
-    """The texts or lists of tokens in `given`, which is one of them or a list of at most `most`; else None."""
+def _texts(body: Mapping[str, Any], name: str, most: int) -> list[str | list[int]]:
+    """The texts or lists of tokens in the field `name`, which is one of them or a list of at most `most`."""
+    given = body.get(name)
     if isinstance(given, str) and given or _is_tokens(given):
         return [given]
     if isinstance(given, list) and 0 < len(given) <= most:
         if all(isinstance(text, str) for text in given) or all(map(_is_tokens, given)):
             return list(given)
-    return None
+    expected = (
+        f"text that is not empty, or a list of 1 to {most} texts, or of lists of token numbers"
+    )
+    raise bad(name, given, expected)
 
 
 def _is_tokens(value: Any) -> bool:

@@ -34,7 +34,6 @@ from ..web.http_server import Address, MakeServer, Service, WebServer
 from . import request_log
 from .access import visitor_of
 from .api.app import application
-from .at_start import preload
 from .gateway import Gateway
 from .routing.tasks_file import default_file, read_serving_config
 from .served import served
@@ -219,7 +218,7 @@ def run_app(
         max_body_bytes=MAX_BODY_BYTES,
         cors=origins,
         key_visitor=lambda offered: visitor_of(keys(), offered, read_only=read_only),
-        start=None if read_only else lambda: preload(gateway()),
+        start=None if read_only else lambda: gateway().preload(),
         drain=lambda: gateway.drain(settings.gpu_serve_grace_seconds),
         reload=reload,
         figures=lambda: served(gateway(), app.state.jobs, time.monotonic()),

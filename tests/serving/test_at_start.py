@@ -7,7 +7,6 @@ import asyncio
 import pytest
 
 from gpu_runtime.access_keys import AccessKey
-from gpu_runtime.serving.at_start import preload
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.tasks import ServingConfig, Task
 from tests.serving.harness import chat, harness
@@ -44,7 +43,7 @@ async def test_models_are_loaded_at_the_start(caplog):
     """
     config = ServingConfig(preload=("nothing", "small", "phi"), aliases={"small": "qwen"})
     async with harness(config, qwen=4, phi=4, other=4) as k:
-        await preload(k.gateway)
+        await k.gateway.preload()
         assert {name for name, where in k.where().items() if "sim" in where} == {"qwen", "phi"}
         assert "nothing was not loaded at the start" in caplog.text
 

@@ -15,7 +15,9 @@ async def test_a_stream_whose_client_left_before_the_first_event_is_closed():
 
     async with harness(qwen=4) as k:
         reply = await k.chat("qwen", stream=True)
-        sent = Sent(reply, OpenAIWriter())
+        work = asyncio.get_running_loop().create_future()
+        work.set_result(reply)
+        sent = Sent(work, str, OpenAIWriter())
         await until(lambda: k.pins() == {"qwen": 1})
 
         async def receive():

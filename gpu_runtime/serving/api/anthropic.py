@@ -16,7 +16,7 @@ from fastapi.responses import Response
 
 from ..engines.tool_calls import arguments_of
 from ..requests import Refused, Reply, bad
-from .openai import add_call, answered, body_schema, read_json
+from .openai import add_call, answered, body_schema
 from .translation import Writer, chat_fields, functions, named_event, require_object
 
 _SAME = ("model", "max_tokens", "temperature", "top_p", "top_k", "stream")  # fields of both formats
@@ -63,17 +63,15 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
         )
 
 
-async def _answer(request: Request, gateway: Any, actor: str) -> Response:
+async def _answer(request: Request, body: Any, gateway: Any, actor: str) -> Response:
     """An answer to a conversation in the format of Anthropic's clients, whole or streamed."""
-    chat = chat_of(await read_json(request))
-    return await answered(request, gateway, "chat", chat, actor, _AnthropicWriter())
+    return await answered(request, gateway, "chat", chat_of(body), actor, _AnthropicWriter())
 
 
-async def _count(request: Request, gateway: Any, actor: str) -> Response:
+async def _count(request: Request, body: Any, gateway: Any, actor: str) -> Response:
     """The tokens of a conversation. The model reads it and writes one token: only its engine can count them."""
-    given = await read_json(request)
-    require_object(given)
-    chat = chat_of({**given, "max_tokens": 1, "stream": False})
+    require_object(body)
+    chat = chat_of({**body, "max_tokens": 1, "stream": False})
     return await answered(request, gateway, "chat", chat, actor, _CountWriter())
 
 

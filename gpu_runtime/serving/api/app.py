@@ -14,7 +14,7 @@ import uuid
 from collections.abc import Awaitable, Callable
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Request
+from fastapi import Depends, FastAPI, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
@@ -26,7 +26,8 @@ from ...safe_text import listed, nearest, quoted
 from ..request_log import request_id
 from ..requests import Refused
 from ..store import Store
-from . import anthropic, engine_logs, fleet, memory, ollama, openai, responses, usage
+from ..usage import MOST_DAYS
+from . import anthropic, engine_logs, fleet, memory, ollama, openai, responses
 from .fleet_metrics import FleetMetrics
 from .jobs import Jobs
 from .metrics import Metrics
@@ -103,7 +104,7 @@ def _application(gateway: Callable[[], Any], version: str, store: Store | None) 
     app.include_router(routes)
     app.include_router(openai.token_router(gateway, calls))
     app.include_router(ollama.router(gateway, version, calls))
-    usage.add_route(app, gateway)
+    _add_usage(app, gateway)
     _add_probes(app, gateway)
     _add_config_routes(app, gateway, ACTS)
     app.add_exception_handler(Refused, _refused)
@@ -111,6 +112,18 @@ def _application(gateway: Callable[[], Any], version: str, store: Store | None) 
     app.add_exception_handler(StarletteError, _http_error)
     app.add_middleware(_RequireVisitor)
     return app
+
+
+def _add_usage(app: FastAPI, gateway: Callable[[], Any]) -> None:
+    @app.get("/usage", tags=["server"])
+    def get_usage(request: Request, days: int = Query(30, ge=1, le=MOST_DAYS)) -> dict[str, Any]:
+        """Calls and tokens of the last days, today included, for each visitor and model. Days are those of UTC.
+
+        The visitor of a key sees only its own rows.
+        """
+        visitor = request.scope["state"]["visitor"]
+        only = visitor.name if visitor.api_only else None
+        return {"object": "list", "days": days, "data": gateway().usage.of(days, only)}
 
 
 def _add_probes(app: FastAPI, gateway: Callable[[], Any]) -> None:

@@ -6,31 +6,19 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from prometheus_client import CollectorRegistry, ProcessCollector, disable_created_metrics
 from prometheus_client.core import GaugeMetricFamily
 
 from ...facts import Snapshot
-from .metrics import calls, devices, exposition, gauge
+from .metrics import Scraped, calls, devices, gauge
 
 
-class FleetMetrics:
+class FleetMetrics(Scraped):
     """The metrics of a fleet."""
 
     def __init__(self, models: Any, gateway: Callable[[], Any]) -> None:
         """The metrics of the fleet of `models` and of its gateway, which `gateway()` returns."""
-        disable_created_metrics()
+        super().__init__()
         self._models, self._gateway = models, gateway
-        self.registry = CollectorRegistry()
-        ProcessCollector(registry=self.registry)
-        self.registry.register(self)
-
-    def text(self, accepts: str) -> tuple[bytes, str]:
-        """The metrics and their content type, in the format of the scraper's header `accepts`."""
-        return exposition(self.registry, accepts)
-
-    def describe(self) -> list[Any]:
-        """An empty list. Without this method, the registry would call `collect` to learn the names of the metrics."""
-        return []
 
     def collect(self) -> Iterator[Any]:
         """Yields the figures, which are read anew. The registry calls this method at each scrape."""

@@ -39,7 +39,28 @@ TOTALS = {
 }
 
 
-class Metrics:
+class Scraped:
+    """A registry that calls `collect` at each scrape, for figures that are read anew."""
+
+    def __init__(self) -> None:
+        """Registers this object. The registry also has the figures of the process."""
+        disable_created_metrics()
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self.registry.register(self)
+
+    def text(self, accepts: str) -> tuple[bytes, str]:
+        """The metrics and their content type, in the format of the scraper's header `accepts`."""
+        if "application/openmetrics-text" in accepts:
+            return openmetrics(self.registry), OPENMETRICS
+        return generate_latest(self.registry), CONTENT_TYPE_LATEST
+
+    def describe(self) -> list[Any]:
+        """An empty list. Without this method, the registry would call `collect` to learn the names of the metrics."""
+        return []
+
+
+class Metrics(Scraped):
     """The metrics of one server."""
 
     def __init__(
@@ -52,11 +73,10 @@ class Metrics:
 
         `gateway_state()` returns the state of the gateway, and `call_figures()` its histograms.
         """
-        disable_created_metrics()
+        super().__init__()
         self._rt = rt
         self._state = gateway_state
         self._figures = call_figures
-        self.registry = CollectorRegistry()
         self._lock = threading.Lock()
         self._evictions = Counter(
             "gpu_evictions_by_reason",
@@ -71,14 +91,12 @@ class Metrics:
             registry=self.registry,
         )
         self._seconds = {"loaded": self._histogram("load"), "restored": self._histogram("restore")}
-        ProcessCollector(registry=self.registry)
         self._seen = self._newest(rt.status())  # (wall, seq) of the last counted event
-        self.registry.register(self)
 
     def text(self, accepts: str) -> tuple[bytes, str]:
-        """The metrics and their content type, in the format of the scraper's header `accepts`."""
+        """See `Scraped.text`. The new events are counted first."""
         self._count_new_events()
-        return exposition(self.registry, accepts)
+        return super().text(accepts)
 
     def collect(self) -> Iterator[Any]:
         """Yields the figures that are read anew. The registry calls this method at each scrape."""
@@ -94,10 +112,6 @@ class Metrics:
         yield from _allocators(self._rt.allocator_maps(), snapshot)
         yield from calls(self._state())
         yield from self._figures()
-
-    def describe(self) -> list[Any]:
-        """An empty list. Without this method, the registry would read the book only for the names of the metrics."""
-        return []
 
     def _histogram(self, name: str) -> Histogram:
         return Histogram(
@@ -127,13 +141,6 @@ class Metrics:
     def _newest(snapshot: Snapshot) -> tuple[float, int]:
         events = ((event.wall, event.seq) for event in snapshot.events)
         return max(events, default=(snapshot.wall, 0))
-
-
-def exposition(registry: CollectorRegistry, accepts: str) -> tuple[bytes, str]:
-    """The metrics of `registry` and their content type, in the format of the header `accepts`."""
-    if "application/openmetrics-text" in accepts:
-        return openmetrics(registry), OPENMETRICS
-    return generate_latest(registry), CONTENT_TYPE_LATEST
 
 
 def _allocators(maps: Iterable[AllocatorMap], snapshot: Snapshot) -> Iterator[CounterMetricFamily]:

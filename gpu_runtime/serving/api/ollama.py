@@ -29,7 +29,6 @@ from .openai import (
     add_call,
     answered,
     body_schema,
-    read_json,
     request_body,
     unless_gone,
     visitor_name,
@@ -112,7 +111,7 @@ def router(gateway: Any, version: str, acts: Any) -> APIRouter:
     @routes.post("/show", openapi_extra=request_body(_SCHEMA), responses=REFUSALS)
     async def post_show(request: Request, actor: str = acts) -> Any:
         """The description of one model."""
-        body = await read_json(request)
+        body = await request.json()
         given = body if isinstance(body, Mapping) else {}
         name = given.get("model") or given.get("name")  # older clients send `name`
         if not name:
@@ -144,12 +143,12 @@ def _add_call(
     part: Any,
     finish: Callable[[dict[str, Any], Any], dict[str, Any]],
 ) -> None:
-    async def answer(request: Request, gateway: Any, actor: str) -> Response:
+    async def answer(request: Request, given: Any, gateway: Any, actor: str) -> Response:
         """Answers one call in the format of Ollama's clients. Chats and texts are streamed unless `stream` is false.
 
         A chat without messages and a text without a prompt load the model. With `keep_alive: 0` they unload it.
         """
-        kind, body = translate(await _fitting(gateway, actor, await read_json(request)))
+        kind, body = translate(await _fitting(gateway, actor, given))
         if kind == LOAD:
             return JSONResponse(await _loaded(request, gateway, actor, body, part))
         writer = _OllamaWriter(part, finish)

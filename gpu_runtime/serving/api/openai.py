@@ -15,7 +15,6 @@ from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ...errors import GpuError
-from ...web import json_body
 from ..requests import Refused, Reply
 from .jobs import ENDPOINTS, Jobs
 from .strict_route import StrictRoute
@@ -24,7 +23,7 @@ from .translation import EVENTS, Writer, in_own_words
 T = TypeVar("T")
 HEADERS_SECONDS = 1.0  # a stream that has not begun by then gets its headers, and what it waits for
 LOAD_HEADERS_SECONDS = (
-    0.1  # the same if its model is loaded first; a model that never fits is refused by then
+    0.1  # the same if its model is loaded; one that never fits is refused by then
 )
 COMMENT_SECONDS = 5.0  # between two comments on what a stream waits for
 _MESSAGE = {
@@ -33,15 +32,6 @@ _MESSAGE = {
     "properties": {"role": {"type": "string"}, "content": {}},
 }
 _TEXTS = {"oneOf": [{"type": "string"}, {"type": "array", "items": {"type": "string"}}]}
-_FIELDS: dict[str, dict[str, Any]] = {
-    "chat": {"messages": {"type": "array", "minItems": 1, "items": _MESSAGE}},
-    "completions": {"prompt": _TEXTS},
-    "embeddings": {"input": _TEXTS},
-    "images": {"prompt": {"type": "string"}},
-    "rerank": {"query": {"type": "string"}, "documents": {"type": "array", "minItems": 1}},
-    "tokenize": {"prompt": {"type": "string"}},
-    "detokenize": {"tokens": {"type": "array", "minItems": 1, "items": {"type": "integer"}}},
-}
 _MODEL = {
     "type": "string",
     "description": "a model's name, task:NAME, or provider:model for a cloud",
@@ -70,23 +60,34 @@ _STREAM_FIELDS: dict[str, dict[str, Any]] = {
     "stream": {"type": "boolean"},
     "max_tokens": {"type": "integer", "minimum": 1},
 }
-_STREAMED_KINDS = ("chat", "completions")
 _JOB_SCHEMA = {
     "type": "object",
     "required": ["endpoint", "body"],
     "properties": {"endpoint": {"enum": list(ENDPOINTS)}, "body": {"type": "object"}},
 }
-_PATHS = {
-    "chat": ("/chat/completions", "An answer to a conversation, whole or streamed"),
-    "completions": ("/completions", "The continuation of a text"),
-    "embeddings": ("/embeddings", "Vectors for texts"),
-    "images": ("/images/generations", "Images for a prompt"),
-    "rerank": ("/rerank", "How well documents fit a query, the best first"),
+_TEXT = {"type": "string"}
+_CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {  # kind -> path, summary, fields
+    "chat": (
+        "/chat/completions",
+        "An answer to a conversation, whole or streamed",
+        {"messages": {"type": "array", "minItems": 1, "items": _MESSAGE}},
+    ),
+    "completions": ("/completions", "The continuation of a text", {"prompt": _TEXTS}),
+    "embeddings": ("/embeddings", "Vectors for texts", {"input": _TEXTS}),
+    "images": ("/images/generations", "Images for a prompt", {"prompt": _TEXT}),
+    "rerank": (
+        "/rerank",
+        "How well documents fit a query, the best first",
+        {"query": _TEXT, "documents": {"type": "array", "minItems": 1}},
+    ),
+    "tokenize": ("/tokenize", "The tokens of a text", {"prompt": _TEXT}),
+    "detokenize": (
+        "/detokenize",
+        "The text of tokens",
+        {"tokens": {"type": "array", "minItems": 1, "items": {"type": "integer"}}},
+    ),
 }
-_TOKEN_PATHS = {
-    "tokenize": ("/tokenize", "The tokens of a text"),
-    "detokenize": ("/detokenize", "The text of tokens"),
-}
+_OF_TOKENS = ("tokenize", "detokenize")
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "something in the body is wrong; the message names it"},
     404: {"description": "no such model or task"},
@@ -110,12 +111,6 @@ def visitor_name(request: Request) -> str:
     return name
 
 
-def schema(kind: str) -> dict[str, Any]:
-    """The OpenAPI schema of the body of a call of this `kind`. Fields outside the schema are sent to the engine."""
-    optional = {**_STREAM_FIELDS, **_OWN_FIELDS} if kind in _STREAMED_KINDS else _OWN_FIELDS
-    return body_schema({"model": _MODEL, **_FIELDS[kind]}, optional)
-
-
 def body_schema(required: dict[str, Any], optional: dict[str, Any]) -> dict[str, Any]:
     """The OpenAPI schema of a body with the `required` and `optional` fields, which may have more fields."""
     return {
@@ -124,14 +119,6 @@ def body_schema(required: dict[str, Any], optional: dict[str, Any]) -> dict[str,
         "properties": {**required, **optional},
         "additionalProperties": True,
     }
-
-
-async def read_json(request: Request) -> Any:
-    """The body of `request`. Raises Refused (400) if the body is not JSON; see `json_body.parsed`."""
-    try:
-        return json_body.parsed(await request.body())
-    except ValueError as error:
-        raise Refused(400, "bad_body", str(error)) from None
 
 
 async def unless_gone(
@@ -186,16 +173,15 @@ async def answered(
     record = gateway.record(kind, actor)
     work = asyncio.ensure_future(gateway.answer(kind, body, actor, record))
     try:
-        if isinstance(body, dict) and body.get("stream") is True:
-            if not await unless_gone(request, _is_early(work, record.loads), work):
-                return Waited(work, lambda: record.state(), writer)
-            reply = work.result()
-        else:
-            reply = await unless_gone(request, work)
+        if not (isinstance(body, dict) and body.get("stream") is True):
+            await unless_gone(request, work)
+        elif not await unless_gone(request, _is_early(work, record.loads), work):
+            return Sent(work, lambda: record.state(), writer)
+        reply = work.result()
     except Refused as refused:
         raise in_own_words(refused, writer.paths) from None
     if reply.events is not None:
-        return Sent(reply, writer)
+        return Sent(work, lambda: "", writer)
     content = msgspec.json.encode(writer.whole(reply))
     return Response(content, headers=reply.headers, media_type="application/json")
 
@@ -217,14 +203,18 @@ async def _done(task: asyncio.Future[Any], seconds: float) -> bool:
     return bool((await asyncio.wait({task}, timeout=seconds))[0])
 
 
-class Waited(StreamingResponse):
-    """A streamed answer whose headers are sent before the answer has begun. Meanwhile comments say why it has not."""
+class Sent(StreamingResponse):
+    """A streamed answer, whose headers may be sent before it has begun. Meanwhile comments say why it has not.
+
+    It closes the reply even if the client disconnected before the first event was read.
+    """
 
     def __init__(
         self, work: asyncio.Future[Reply], state: Callable[[], str], writer: Writer
     ) -> None:
         """The answer that `work` returns, as `writer` writes it. `state()` is what the call waits for."""
         headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
+        headers |= work.result().headers if work.done() else {}
         super().__init__(self._parts(writer), media_type=writer.media_type, headers=headers)
         self._work, self._state = work, state
 
@@ -248,27 +238,11 @@ class Waited(StreamingResponse):
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         try:
             await super().__call__(scope, receive, send)
-        finally:  # the client may have left while the call waited
+        finally:
             self._work.cancel()
             await asyncio.wait({self._work})
             if not self._work.cancelled() and self._work.exception() is None:
                 await self._work.result().aclose()
-
-
-class Sent(StreamingResponse):
-    """A streamed answer. It closes the reply even if the client disconnected before the first event was read."""
-
-    def __init__(self, reply: Reply, writer: Writer) -> None:
-        """The answer with the headers of `reply`, as `writer` writes it."""
-        headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"} | reply.headers
-        super().__init__(writer.events(reply), media_type=writer.media_type, headers=headers)
-        self._reply = reply
-
-    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
-        try:
-            await super().__call__(scope, receive, send)
-        finally:
-            await self._reply.aclose()
 
 
 def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
@@ -297,7 +271,7 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
         text = f"there is no model {id[:64]!r}; see them: GET /v1/models"
         raise Refused(404, "model_not_found", text, param="model")
 
-    for kind in (*_PATHS, *_TOKEN_PATHS):
+    for kind in _CALLS:
         _add_call_route(routes, kind, gateway, acts)
     _add_job_routes(routes, gateway, jobs, acts)
     return routes
@@ -306,7 +280,7 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
 def token_router(gateway: Any, acts: Any) -> APIRouter:
     """The routes for tokens outside `/v1`, where vLLM and llama-server have them. The parameters are as in `router`."""
     routes = APIRouter(route_class=StrictRoute)
-    for kind in _TOKEN_PATHS:
+    for kind in _OF_TOKENS:
         _add_call_route(routes, kind, gateway, acts)
     return routes
 
@@ -317,16 +291,16 @@ def add_call(
     gateway: Any,
     acts: Any,
     schema: dict[str, Any],
-    answer: Callable[[Request, Any, str], Coroutine[Any, Any, Any]],
+    answer: Callable[[Request, Any, Any, str], Coroutine[Any, Any, Any]],
     **described: str,
 ) -> None:
     """Adds the route `path` for calls, whose bodies have this `schema`. The parameters are as in `router`.
 
-    `answer(request, gateway, actor)` returns the response. `described` is its name, summary and description.
+    `answer(request, body, gateway, actor)` returns the response. `described` is its name, summary and description.
     """
 
     async def post(request: Request, actor: str = acts) -> Any:
-        return await answer(request, gateway(), actor)
+        return await answer(request, await request.json(), gateway(), actor)
 
     routes.add_api_route(
         path,
@@ -341,13 +315,15 @@ def add_call(
 
 
 def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> None:
-    async def answer(request: Request, gateway: Any, actor: str) -> Response:
-        body = await read_json(request)
+    async def answer(request: Request, body: Any, gateway: Any, actor: str) -> Response:
         return await answered(request, gateway, kind, body, actor, OpenAIWriter())
 
-    path, summary = {**_PATHS, **_TOKEN_PATHS}[kind]
+    path, summary, fields = _CALLS[kind]
+    # Fields outside the schema are sent to the engine.
+    optional = (_STREAM_FIELDS if kind in ("chat", "completions") else {}) | _OWN_FIELDS
+    schema = body_schema({"model": _MODEL, **fields}, optional)
     words = {"summary": summary, "description": "Answers one call, whole or as a stream."}
-    add_call(routes, path, gateway, acts, schema(kind), answer, name=kind, **words)
+    add_call(routes, path, gateway, acts, schema, answer, name=kind, **words)
 
 
 def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> None:
@@ -362,7 +338,7 @@ def _add_job_routes(routes: APIRouter, gateway: Any, jobs: Jobs, acts: Any) -> N
     async def post_job(request: Request, actor: str = acts) -> JSONResponse:
         """Starts a call that continues without a connection. `endpoint` and `body` are the same as in a direct call."""
         gateway().require_open()
-        job = jobs.start(gateway(), await read_json(request), actor)
+        job = jobs.start(gateway(), await request.json(), actor)
         return JSONResponse(job.as_json(), 202, headers={"Location": f"/v1/jobs/{job.id}"})
 
     @routes.get("/jobs", tags=["jobs"])

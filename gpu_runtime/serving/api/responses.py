@@ -15,7 +15,7 @@ from fastapi import APIRouter, Request
 from fastapi.responses import Response
 
 from ..requests import Reply, bad
-from .openai import add_call, answered, body_schema, read_json
+from .openai import add_call, answered, body_schema
 from .text_tokens import TextTokens
 from .translation import Writer, chat_fields, functions, logprobs_of, named_event
 
@@ -64,9 +64,8 @@ def add_route(routes: APIRouter, gateway: Any, acts: Any) -> None:
     add_call(routes, "/responses", gateway, acts, schema, _answer, **words)
 
 
-async def _answer(request: Request, gateway: Any, actor: str) -> Response:
+async def _answer(request: Request, body: Any, gateway: Any, actor: str) -> Response:
     """An answer in the format of OpenAI's Responses API, whole or streamed. It is not stored."""
-    body = await read_json(request)
     return await answered(request, gateway, "chat", chat_of(body), actor, ResponsesWriter(body))
 
 
