@@ -312,11 +312,6 @@ def _has_token(event: dict[str, Any]) -> bool:
     return False
 
 
-def fleet_adapter(value: FleetModel, spec: ModelSpec, http: HttpClient) -> FleetAdapter:
-    """The adapter of `value`, in the form in which the gateway calls it."""
-    return FleetAdapter(value, spec, http)
-
-
 class FleetGateway(Gateway):
     """The gateway in front of all hosts of a fleet."""
 
@@ -329,7 +324,7 @@ class FleetGateway(Gateway):
             models.settings,
             keys=keys,
             store=store,
-            make_adapter=fleet_adapter,
+            make_adapter=FleetAdapter,
         )
         self._models = models
 

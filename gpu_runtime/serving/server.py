@@ -41,20 +41,8 @@ from .store import Store
 from .store import default_file as default_store
 
 DEFAULT_PORT = 8210
-_WORDS = (
-    "memory",
-    "v1",
-    "api",
-    "health",
-    "livez",
-    "readyz",
-    "metrics",
-    "usage",
-    "docs",
-    r"openapi\.json",
-    *CALLS,
-)
-ROUTES = rf"/(?:{'|'.join(_WORDS)}|static-offline-docs)(?:/.*)?"
+_WORDS = r"memory v1 api health livez readyz metrics usage docs openapi\.json".split()
+ROUTES = rf"/(?:{'|'.join([*_WORDS, *CALLS])}|static-offline-docs)(?:/.*)?"
 HOME = "/docs"  # the first page of a server without a console
 ANSWER_SECONDS = 0.5  # when the server ends: the time to send answers to waiting callers
 MAX_BODY_BYTES = 32 << 20  # bodies may contain images
@@ -79,34 +67,6 @@ class HeadlessServer(WebServer):
     def stop_listening(self) -> None:
         """Stops accepting new connections."""
         self._http.stop()
-
-
-class LazyGateway:
-    """Creates the gateway when this object is called for the first time, in the gateway's event loop."""
-
-    def __init__(self, make: Callable[[], Gateway]) -> None:
-        """`make` makes the gateway."""
-        self._make = make
-        self._gateway: Gateway | None = None
-
-    def __call__(self) -> Gateway:
-        """The gateway, which the first call makes."""
-        if self._gateway is None:
-            self._gateway = self._make()
-        return self._gateway
-
-    async def drain(self, seconds: float) -> None:
-        """See `Gateway.drain`."""
-        await self().drain(seconds)
-
-    def reload_tasks(self) -> None:
-        """See `Gateway.reload_tasks`. A gateway that does not exist yet reads the file when it is created."""
-        if self._gateway is not None:
-            self._gateway.reload_tasks()
-
-    async def close(self) -> None:
-        if self._gateway is not None:
-            await self._gateway.close()
 
 
 @contextmanager
@@ -180,9 +140,8 @@ def run_app(
 ) -> None:
     """Serves an application until the process is interrupted.
 
-    `make_app(gateway, store)` makes the application. `make_gateway(keys, store)` makes its gateway, at the first call
-    that needs the gateway. `where` has the arguments host, port and socket_path of `run`. `run` describes the other
-    arguments and the errors.
+    `make_app(gateway, store)` makes the application. `make_gateway(keys, store)` makes its gateway. `where` has the
+    arguments host, port and socket_path of `run`. `run` describes the other arguments and the errors.
     """
     read_serving_config(settings.gpu_tasks or default_file())  # so that a mistake is reported now
     origins = origins_of(settings.gpu_serve_cors)
@@ -190,8 +149,8 @@ def run_app(
     keys_file = Path(settings.gpu_serve_keys or access_keys.default_file())
     keys = KeysFile(keys_file, time.monotonic, logging.getLogger("gpu_runtime").warning).keys
     store = Store(default_store())
-    gateway = LazyGateway(lambda: make_gateway(keys, store))
-    app = make_app(gateway, store)
+    gateway = make_gateway(keys, store)
+    app = make_app(lambda: gateway, store)
 
     async def close() -> None:
         """Ends jobs and calls, and waits a moment until the answers to these calls are sent."""
@@ -218,10 +177,10 @@ def run_app(
         max_body_bytes=MAX_BODY_BYTES,
         cors=origins,
         key_visitor=lambda offered: visitor_of(keys(), offered, read_only=read_only),
-        start=None if read_only else lambda: gateway().preload(),
+        start=None if read_only else gateway.preload,
         drain=lambda: gateway.drain(settings.gpu_serve_grace_seconds),
         reload=reload,
-        figures=lambda: served(gateway(), app.state.jobs, time.monotonic()),
+        figures=lambda: served(gateway, app.state.jobs, time.monotonic()),
         close=close,
     )
     with messages_shown(log_level):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from typing import Any
@@ -26,17 +25,16 @@ class Usage:
         """The counts go to `store`; without a store they stay in memory. `wall` returns epoch seconds."""
         self._store = store
         self._wall = wall
-        self._new: Counter[tuple[_Place, str]] = Counter()
+        self._new: dict[_Place, list[int]] = {}  # calls, tokens read and written
         self._writing: asyncio.Task[None] | None = None
         self._recent: list[dict[str, Any]] = []
         self._recent_until = 0.0  # epoch seconds
 
     def add(self, client: str, facts: dict[str, Any]) -> None:
         """Counts one call of the visitor `client`. `facts` are the facts of the call in the request log."""
-        place = (self._day(0), client, facts["model"])
-        self._new[place, "calls"] += 1
-        self._new[place, "prompt_tokens"] += facts["prompt_tokens"]
-        self._new[place, "answer_tokens"] += facts["completion_tokens"]
+        counts = self._new.setdefault((self._day(0), client, facts["model"]), [0, 0, 0])
+        for at, count in enumerate((1, facts["prompt_tokens"], facts["completion_tokens"])):
+            counts[at] += count
         if self._store is not None and self._writing is None:
             self._writing = asyncio.ensure_future(self._write_soon())
 
@@ -80,16 +78,7 @@ class Usage:
             await in_thread(lambda: store.add_usage(rows))
 
     def _rows(self) -> list[UsageRow]:
-        places = {place for place, _ in self._new}
-        return [
-            (
-                *place,
-                self._new[place, "calls"],
-                self._new[place, "prompt_tokens"],
-                self._new[place, "answer_tokens"],
-            )
-            for place in places
-        ]
+        return [(*place, *counts) for place, counts in self._new.items()]  # type: ignore[misc]
 
     def _day(self, ago: int) -> str:
         now = datetime.fromtimestamp(self._wall(), UTC)

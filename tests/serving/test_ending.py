@@ -137,7 +137,7 @@ async def test_the_grace_time_is_a_setting(monkeypatch):
     monkeypatch.setattr(
         server.http_server, "run", lambda make, service, **_: services.append(service)
     )
-    monkeypatch.setattr(server.LazyGateway, "drain", drain)
+    monkeypatch.setattr(server.Gateway, "drain", drain)
     async with harness(settings={"gpu_serve_grace_seconds": 7}) as k:
         server.run(k.rt)
         await services[0].drain()

@@ -10,6 +10,7 @@ import re
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any
 
+from ..engines.tool_calls import joined_calls
 from ..requests import Refused, Reply, bad
 
 EVENTS = "text/event-stream"
@@ -92,7 +93,7 @@ class Writer:
         self.usage: Any = None
         self.run = ""  # what the open block has: thinking or text; empty: no block is open
         self._begun = False
-        self._calls: dict[int, dict[str, Any]] = {}
+        self._calls: list[dict[str, Any]] = []  # parts of calls
 
     def whole(self, reply: Reply) -> dict[str, Any]:
         """The answer in `reply`, which is not streamed."""
@@ -159,7 +160,7 @@ class Writer:
                     return
                 for event in self._read(chunk):
                     yield event
-            for event in self.end(list(self._calls.values())):
+            for event in self.end(list(joined_calls(self._calls))):
                 yield event
         finally:
             await reply.aclose()
@@ -175,14 +176,5 @@ class Writer:
             self.tokens(logprobs_of(choice))
             if thought or text:
                 yield from self.pieces(thought, text)
-            for call in delta.get("tool_calls") or ():
-                self._add_call(call)
+            self._calls += delta.get("tool_calls") or ()
             self.finish = choice.get("finish_reason") or self.finish
-
-    def _add_call(self, part: dict[str, Any]) -> None:
-        """Adds a `part` of a tool call. An engine may send the arguments of a call in many chunks."""
-        new = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
-        known = self._calls.setdefault(part.get("index", 0), new)
-        known["id"] = known["id"] or part.get("id") or ""
-        for name in ("name", "arguments"):
-            known["function"][name] += (part.get("function") or {}).get(name) or ""

@@ -356,14 +356,17 @@ class _Arguments:
 
 
 def joined_calls(parts: Iterable[dict[str, Any]]) -> tuple[dict[str, Any], ...]:
-    """The whole calls of these `parts`, which are parts of calls in OpenAI's format for streams."""
+    """The whole calls of these `parts`, which are parts of calls in OpenAI's format for streams.
+
+    An engine may send a call in one part or in many, and may leave out what a part does not change.
+    """
     calls: dict[int, dict[str, Any]] = {}
     for part in parts:
-        if part["index"] not in calls:
-            whole = {name: value for name, value in part.items() if name != "index"}
-            calls[part["index"]] = {**whole, "function": dict(part["function"])}
-        else:
-            calls[part["index"]]["function"]["arguments"] += part["function"]["arguments"]
+        new = {"id": "", "type": "function", "function": {"name": "", "arguments": ""}}
+        known = calls.setdefault(part.get("index", 0), new)
+        known["id"] = known["id"] or part.get("id") or ""
+        for name in ("name", "arguments"):
+            known["function"][name] += (part.get("function") or {}).get(name) or ""
     return tuple(calls.values())
 
 

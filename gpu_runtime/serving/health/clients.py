@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...facts import Value
 from ..requests import Refused
 
@@ -43,7 +45,9 @@ class Clients:
         known = self._known.pop(client, Pattern())
         if now < known.cooldown_until:
             self._keep(client, known, refused=known.refused + 1)
-            raise _in_cooldown(client, known.cooldown_until - now)
+            seconds, who = known.cooldown_until - now, client or "this client"
+            text = f"{who} is in cooldown for another {seconds:.1f} s, as it requested."
+            raise Refused(429, "cooldown", text, seconds, client=client)
         self._keep(
             client,
             known,
@@ -69,24 +73,13 @@ class Clients:
         return dict(self._known)
 
     def _keep(self, client: str, known: Pattern, **changes: Any) -> None:
-        fields = {name: getattr(known, name) for name in Pattern.__struct_fields__}
-        self._known[client] = Pattern(**{**fields, **changes})
+        self._known[client] = replace(known, **changes)
         while len(self._known) > MAX_CLIENTS:
             idle = (name for name, pattern in self._known.items() if not pattern.running)
             oldest = next(idle, None)
             if oldest is None:
                 return
             del self._known[oldest]
-
-
-def _in_cooldown(client: str, seconds: float) -> Refused:
-    return Refused(
-        429,
-        "cooldown",
-        f"{client or 'this client'} is in cooldown for another {seconds:.1f} s, as it requested.",
-        seconds,
-        client=client,
-    )
 
 
 def _average_interval(known: Pattern, now: float) -> float | None:

@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from statistics import median, median_low
 from typing import Any
 
+from msgspec.structs import replace
+
 from ...facts import Value
 from ..prompt_size import characters, given_tokens
 from ..requests import Call
@@ -19,10 +21,7 @@ from ..routing.tasks import Cost
 
 LOADS_KEPT = 5  # of each model; their median counts, so that one slow load does not refuse calls
 REFUSALS_BEFORE_TRIAL = 3  # a refusal must not prevent the measurement that would lift it
-ANSWERS_KEPT = (
-    20  # the answers that are kept for each model and kind of call; their median counts, so that one slow answer
-    # does not refuse calls
-)
+ANSWERS_KEPT = 20  # of each model and kind of call; also by their median
 CHARACTERS_PER_TOKEN = 4
 SHORTEST_PROMPT = 64  # in tokens; a shorter prompt takes the same time as one of this length
 # The time for a token of a prompt, as a fraction of the time for a token of an answer. This guess is used until an
@@ -33,11 +32,11 @@ PROMPT_PART = 0.1
 class Answered(Value):
     """One answer: the name that the caller asked for, the lengths in tokens, and the seconds."""
 
-    asked: str
-    prompt: int
-    answer: int
     seconds: float
-    first: float | None  # seconds until the first piece; None for an answer that was not streamed
+    asked: str = ""
+    prompt: int = 0
+    answer: int = 0
+    first: float | None = None  # seconds until the first piece; None: it was not streamed
 
 
 class Costs:
@@ -62,24 +61,14 @@ class Costs:
         loads = self._loads.get(model)
         return median_low(loads) if loads else None
 
-    def add_answer(
-        self,
-        model: str,
-        kind: str,
-        seconds: float,
-        *,
-        asked: str = "",
-        prompt: int = 0,
-        answer: int = 0,
-        first: float | None = None,
-    ) -> None:
+    def add_answer(self, model: str, kind: str, seconds: float, **known: Any) -> None:
         """Records that an answer of `model` to a call of this `kind` took so many `seconds`.
 
-        `asked` is the requested name, `prompt` and `answer` the lengths in tokens, and `first` the seconds until the
-        first piece of a stream.
+        `known` are further fields of `Answered`.
         """
-        known = self._answers.setdefault((model, kind), deque(maxlen=ANSWERS_KEPT))
-        known.append(Answered(asked, _counted(kind, prompt), answer, seconds, first))
+        answer = Answered(seconds, **known)
+        answer = replace(answer, prompt=_counted(kind, answer.prompt))
+        self._answers.setdefault((model, kind), deque(maxlen=ANSWERS_KEPT)).append(answer)
 
     def expect(self, model: str, call: Call) -> Cost:
         """The expected seconds of a load of `model`, and of the model's answer to `call`.
