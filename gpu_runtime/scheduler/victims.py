@@ -222,10 +222,13 @@ def _without_needless(
 def _smallest_part(lease: Lease, room: Room) -> Lease:
     """The `lease` with a target: the fewest pieces that make the `room`, which it has left, enough."""
     room.let_go(lease, times=-1)
-    low, high = 1, freed_bytes(lease)  # numbers of bytes; `high` is always enough
+    piece = lease.piece_bytes
+    working = sum([share.bytes for share in lease.shares]) - lease.card_bytes if lease.filled else 0
+    low = max(1, -(-(room.missing - working) // piece))
+    high = -(-lease.leaving_bytes // piece)  # pieces that are always enough
+    middle = low  # usually enough, because only the bytes of one card are missing
     while low < high:
-        middle = (low + high) // 2
-        part = part_of(lease, middle)
+        part = part_of(lease, working + middle * piece)
         room.let_go(part)
         found = room.enough()
         room.let_go(part, times=-1)
@@ -233,8 +236,9 @@ def _smallest_part(lease: Lease, room: Room) -> Lease:
             high = middle
         else:
             low = middle + 1
+        middle = (low + high) // 2
     room.let_go(lease)
-    return part_of(lease, high)
+    return part_of(lease, working + high * piece)
 
 
 # -- leases that leave in part ---------------------------------------------------------------------
