@@ -228,18 +228,18 @@ def _decided(book: Book, request: Request, world: World, rank: Policy) -> tuple[
 
     # 4. It fits into the free bytes.
     context = Context.of(book, request, world, never)
-    candidates = candidates_for(book, request, world, context, out)
+    candidates = candidates_for(context, out)
     possible = without_hopeless(candidates, never)
     measured = not_on(context.blind, possible)
     if measured and measured[0].fits:
-        return _take_free_room(book, request, world, rank, context, measured[0], candidates)
+        return _take_free_room(context, rank, measured[0], candidates)
 
     # 5. It fits once idle leases have left.
-    if evicting := _evict(book, request, world, rank, context, measured):
+    if evicting := _evict(context, rank, measured):
         return evicting
 
     # 6. It is the youngest of several deadlocked requests.
-    queued, verdict = _wait(book, request, world, context, possible, candidates)
+    queued, verdict = _wait(context, possible, candidates)
     cycle = _cycle_to_break(queued, request, world, verdict)
     if cycle:
         return _refuse(book, request, world, _deadlock(cycle, request))
@@ -297,12 +297,7 @@ def _drained_for(book: Book, request: Request, world: World) -> Mapping[str, str
 
 
 def _evict(
-    book: Book,
-    request: Request,
-    world: World,
-    rank: Policy,
-    context: Context,
-    candidates: tuple[Candidate, ...],
+    context: Context, rank: Policy, candidates: tuple[Candidate, ...]
 ) -> tuple[Book, Verdict] | None:
     """Evicts idle leases, and returns the book and a Wait; None if evictions cannot make the room.
 
@@ -310,15 +305,16 @@ def _evict(
     part. The result is also None if the page has no room for the request's ticket, or if an earlier
     request of the same process makes room for this model already.
     """
+    book, request, world = context.book, context.request, context.world
     if full_for_waiting(book, request) or context.twin:
         return None
     alone = tuple([candidate for candidate in candidates if len(candidate.shares) == 1])
-    way = cheapest_way(book, request, world, rank, context, alone)
+    way = cheapest_way(context, rank, alone)
     if way is None:
         return None
-    emptier, wait = make_room(book, request, world, rank, context, way)
+    emptier, wait = make_room(context, rank, way)
     need = context.missing(way.candidate.shares)
-    part = 0 if way.leaving else duplex.returning_part(book, request, context, need)
+    part = 0 if way.leaving else duplex.returning_part(context, need)
     queued, verdict = _enqueue(emptier, request, world, wait, duplex.without(need, part))
     if part and isinstance(verdict, Wait):
         return duplex.grant_part(queued, request, world, need, part, wait.because)
@@ -326,32 +322,20 @@ def _evict(
 
 
 def _take_free_room(
-    book: Book,
-    request: Request,
-    world: World,
-    rank: Policy,
-    context: Context,
-    chosen: Candidate,
-    candidates: tuple[Candidate, ...],
+    context: Context, rank: Policy, chosen: Candidate, candidates: tuple[Candidate, ...]
 ) -> tuple[Book, Verdict]:
     """Grants the free bytes of `chosen`. If the page is full, the verdict is a Wait or a Refuse."""
-    if needs_entry(book, request):
-        return _free_an_entry(book, request, world, rank, context, chosen)
-    return _grant(book, request, world, context, chosen, candidates)
+    if needs_entry(context.book, context.request):
+        return _free_an_entry(context, rank, chosen)
+    return _grant(context, chosen, candidates)
 
 
-def _free_an_entry(
-    book: Book,
-    request: Request,
-    world: World,
-    rank: Policy,
-    context: Context,
-    chosen: Candidate,
-) -> tuple[Book, Verdict]:
+def _free_an_entry(context: Context, rank: Policy, chosen: Candidate) -> tuple[Book, Verdict]:
     """Returns a Wait while an idle lease leaves the full page; a Refuse if no entry can be freed."""
+    book, request, world = context.book, context.request, context.world
     freeing = None
     if not request.wait or not full_for_waiting(book, request):
-        freeing = free_an_entry(book, request, world, rank, context)
+        freeing = free_an_entry(context, rank)
     if freeing is None:
         return _refuse(book, request, world, page_full(request))
     emptier, wait = freeing
@@ -359,26 +343,19 @@ def _free_an_entry(
 
 
 def _wait(
-    book: Book,
-    request: Request,
-    world: World,
-    context: Context,
-    possible: tuple[Candidate, ...],
-    candidates: tuple[Candidate, ...],
+    context: Context, possible: tuple[Candidate, ...], candidates: tuple[Candidate, ...]
 ) -> tuple[Book, Verdict]:
     """The book with the request's ticket, and the Wait that names the obstacles."""
+    book, request, world = context.book, context.request, context.world
     if not possible:  # no single card can hold the model, only several together
         possible = candidates = (*waiting_candidates(book, request, world), *candidates)
-    wait = wait_for_obstacles(book, request, world, context, possible)
+    wait = wait_for_obstacles(context, possible)
     need = () if context.twin else context.missing(possible[0].shares)
     return _enqueue(book, request, world, replace(wait, considered=candidates), need)
 
 
 def _cycle_to_break(
-    book: Book,
-    request: Request,
-    world: World,
-    verdict: Verdict,
+    book: Book, request: Request, world: World, verdict: Verdict
 ) -> tuple[Ticket, ...]:
     """The deadlocked tickets if this request is the youngest among them, else an empty tuple."""
     if not request.wait or not isinstance(verdict, Wait):
@@ -406,15 +383,10 @@ def _arrival(lease: Lease, because: str = "granted before") -> Step:
 
 
 def _grant(
-    book: Book,
-    request: Request,
-    world: World,
-    context: Context,
-    chosen: Candidate,
-    considered: tuple[Candidate, ...],
+    context: Context, chosen: Candidate, considered: tuple[Candidate, ...]
 ) -> tuple[Book, Verdict]:
-    wanted, size = request.lease, request.footprint.bytes
-    old = book.lease(wanted.owner, wanted.name)
+    book, request, world = context.book, context.request, context.world
+    wanted, size, old = request.lease, request.footprint.bytes, context.old
     target, filled = context.missing(chosen.shares), chosen.filled
     if old and target != chosen.shares:  # in parts: only bytes in host memory move
         filled = (Share(target[0].device, old.bytes_on(HOST)),)
@@ -435,25 +407,11 @@ def _grant(
     because = f"{title} needs {show_bytes(size)}; {chosen.because}."
     device = chosen.shares[0].device
     book = book.without_ticket(request.key).with_lease(lease)
-    book = note(
-        book,
-        world,
-        lease,
-        "granted",
-        "request",
-        because,
-        size=size,
-        device=device,
-    )
+    book = note(book, world, lease, "granted", "request", because, size=size, device=device)
     return book, Grant(lease, (_arrival(lease, because),), because, considered)
 
 
-def _refuse(
-    book: Book,
-    request: Request,
-    world: World,
-    refusal: Refuse,
-) -> tuple[Book, Verdict]:
+def _refuse(book: Book, request: Request, world: World, refusal: Refuse) -> tuple[Book, Verdict]:
     book = note(
         book.without_ticket(request.key),
         world,
@@ -477,11 +435,7 @@ def _deadlock(cycle: Iterable[Ticket], request: Request) -> Refuse:
 
 
 def _enqueue(
-    book: Book,
-    request: Request,
-    world: World,
-    wait: Wait,
-    need: Shares,
+    book: Book, request: Request, world: World, wait: Wait, need: Shares
 ) -> tuple[Book, Verdict]:
     """The book with a ticket for the room `need`, and the Wait; a Refuse if the page is full."""
     if not request.wait:

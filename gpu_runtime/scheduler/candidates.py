@@ -40,10 +40,7 @@ def laid_out(
 
 
 def _never_alone(
-    book: Book,
-    request: Request,
-    world: World,
-    out: Mapping[str, str],
+    book: Book, request: Request, world: World, out: Mapping[str, str]
 ) -> dict[str, Refuse]:
     """The cards that can never hold the whole request alone, each with the refusal."""
     never = drained_cards(request, world, out)
@@ -52,11 +49,7 @@ def _never_alone(
     return never
 
 
-def _with_layout(
-    request: Request,
-    world: World,
-    never: Container[str],
-) -> Request:
+def _with_layout(request: Request, world: World, never: Container[str]) -> Request:
     """The request with its layout `auto` or `whole` decided. Any other layout stays as it is.
 
     `never` has the cards that can never hold the request alone. The model gets one card if the
@@ -72,11 +65,7 @@ def _with_layout(
     return replace(request, placement=replace(rules, layout=layout))
 
 
-def _some_card(
-    allowed: Container[str],
-    world: World,
-    never: Container[str],
-) -> bool:
+def _some_card(allowed: Container[str], world: World, never: Container[str]) -> bool:
     """Whether any allowed card could ever take the request alone."""
     for card in world.devices:
         if card.is_host or card.id in never:
@@ -86,36 +75,30 @@ def _some_card(
     return False
 
 
-def candidates_for(
-    book: Book,
-    request: Request,
-    world: World,
-    context: Context,
-    out: Mapping[str, str],
-) -> tuple[Candidate, ...]:
+def candidates_for(context: Context, out: Mapping[str, str]) -> tuple[Candidate, ...]:
     """The cards, or sets of cards, for the request. Each candidate shows whether it has the room
     now.
 
     The best candidate is first, and drained cards are last. `out` maps each drained card to a
     sentence on who drained it.
     """
-    rules, free = request.placement, context.free()
+    request, free = context.request, context.free()
+    rules = request.placement
     if out:
         free = {device: size for device, size in free.items() if device not in out}
     if rules.layout == "single" and not rules.factor:  # one card; the claim is the footprint
         found = place(request.footprint, free, rules)
     else:
-        limits = {device: limit_of(book, world, device) for device in free}
+        limits = {device: limit_of(context.book, context.world, device) for device in free}
         found = place(request.footprint, free, rules, limits)
         # `place` adds up the free bytes of several cards. It knows neither which cards are
         # unmeasured nor the owner's own limit. So the divisions over several cards are made again.
         if context.blind or context.own_left is not None:
-            found = _splits_within(request, context, free, limits, found)
+            found = _splits_within(context, free, limits, found)
     return _with_reserved(found, context) + _drained_candidates(request, out)
 
 
 def _splits_within(
-    request: Request,
     context: Context,
     free: Mapping[str, int],
     limits: Mapping[str, int],
@@ -126,13 +109,13 @@ def _splits_within(
     A division uses only measured cards, and stays within the owner's own memory limit. If the best
     single card has room, or the model may not be divided, only single cards are returned.
     """
-    rules = request.placement
+    rules = context.request.placement
     alone = tuple([candidate for candidate in found if len(candidate.shares) == 1])
     if (alone and alone[0].fits) or not may_split(rules):
         return alone
     measured = {device: size for device, size in free.items() if device not in context.blind}
     several = []
-    for candidate in split(request.footprint, measured, rules, limits):
+    for candidate in split(context.request.footprint, measured, rules, limits):
         size = sum(share.bytes for share in candidate.shares)
         if context.own_left is None or size <= context.own_left:
             several.append(candidate)
@@ -187,11 +170,7 @@ def not_on(cards: Container[str], candidates: tuple[Candidate, ...]) -> tuple[Ca
     return tuple(found)
 
 
-def waiting_candidates(
-    book: Book,
-    request: Request,
-    world: World,
-) -> tuple[Candidate, ...]:
+def waiting_candidates(book: Book, request: Request, world: World) -> tuple[Candidate, ...]:
     """The division over several cards that the request waits for; empty if none can ever fit."""
     found = best_division(book, request, world)
     if isinstance(found, Refuse):

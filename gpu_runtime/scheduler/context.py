@@ -19,12 +19,15 @@ Bytes = Mapping[str, int]  # by device id
 
 
 class Context(NamedTuple):
-    """The inputs of one decision: free bytes now and later, requests ahead, and limits.
+    """The inputs of one decision: book, request, world, free bytes, requests ahead, and limits.
 
     An elder is a request ahead in the queue. A lease is in parts if some of its bytes are on a card
     and the rest in host memory.
     """
 
+    book: Book
+    request: Request
+    world: World
     leases: tuple[Lease, ...]
     room_now: Bytes
     # Free bytes once the blocking elders are served, and all leaving and recalled leases have left.
@@ -70,6 +73,9 @@ class Context(NamedTuple):
         )
         own_left, own_left_later = _left_of_own_limit(book, request, world)
         return cls(
+            book=book,
+            request=request,
+            world=world,
             leases=leases,
             room_now=room_now,
             room_later=room_later,
@@ -88,6 +94,11 @@ class Context(NamedTuple):
             cap_owners=_cap_owners(book, world),
             held=held,
         )
+
+    @property
+    def old(self) -> Lease | None:
+        """The lease of the requested model in the book; None if there is none."""
+        return self.book.lease(self.request.lease.owner, self.request.lease.name)
 
     def free(self) -> dict[str, int]:
         """Bytes that the request may use on each card, without the bytes promised to elders.

@@ -85,13 +85,13 @@ def part_left(book: Book, step: Move, shares: Shares, world: World) -> Book:
     return book.with_lease(leaving)
 
 
-def returning_part(book: Book, request: Request, context: Context, need: Shares) -> int:
+def returning_part(context: Context, need: Shares) -> int:
     """The bytes of the requested model that may return now; 0 if no part may return.
 
     `need` is the room that is being made. At least one piece stays in host memory: the last pieces
     return with the grant of the whole model, which also reserves the working memory.
     """
-    lease = book.lease(request.lease.owner, request.lease.name)
+    lease, request = context.old, context.request
     if not request.stage_bytes or not request.wait:
         return 0
     if lease is None or lease.phase is not Phase.SETTLED or lease.kind == "kernel":

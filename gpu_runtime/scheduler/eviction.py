@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from ..facts import HOST, Book, Candidate, Lease, Policy, Request, World
+from ..facts import HOST, Book, Candidate, Lease, Policy, World
 from . import host_room, shadows
 from .capacity import limit_of
 from .context import Context
@@ -56,40 +56,30 @@ class _Priced(NamedTuple):
     worth: float
 
 
-def cheapest_way(
-    book: Book,
-    request: Request,
-    world: World,
-    rank: Policy,
-    context: Context,
-    candidates: tuple[Candidate, ...],
-) -> Way | None:
-    """The way that makes room for the `request` at the least cost; None if no way makes the room.
+def cheapest_way(context: Context, rank: Policy, candidates: tuple[Candidate, ...]) -> Way | None:
+    """The way that makes room for the request at the least cost; None if no way makes the room.
 
     `candidates` are cards that may hold the request alone; sets of cards are tried too if the model
-    may be divided. `context` and `world` are the inputs of this decision, and `rank` is the
-    eviction policy. Leases of owners that do not answer are recalled only if all other leases
-    together cannot make the room.
+    may be divided. `context` has the inputs of this decision, and `rank` is the eviction policy.
+    Leases of owners that do not answer are recalled only if all other leases together cannot make
+    the room.
     """
     rank = with_uses_of_equal_models(rank, context.leases)
-    find = partial(_cheapest, book, request, world, rank, context, candidates)
+    find = partial(_cheapest, context, rank, candidates)
     way = find(context.silent) if context.silent else None
     way = way or find()
     if way is None and any([one.shadow_bytes and not one.droppable for one in context.leases]):
         way = find(own_shadows="kept") or find(own_shadows="freed")
-    if way is None and host_room.may_be_loaded_again(book, request):
+    if way is None and host_room.may_be_loaded_again(context):
         way = find(wanted="")
-        if way and not host_room.lacks_room(book, request, world, way.leaving):
+        if way and not host_room.lacks_room(context, way.leaving):
             return None  # the host gets room once other leases may be unloaded
     return way
 
 
 def _cheapest(
-    book: Book,
-    request: Request,
-    world: World,
-    rank: Policy,
     context: Context,
+    rank: Policy,
     candidates: tuple[Candidate, ...],
     spared: frozenset[str] = frozenset(),
     wanted: str | None = None,
@@ -101,9 +91,10 @@ def _cheapest(
     exist nowhere else may have a shadow of some of their bytes. With `own_shadows`, all these
     shadows are `kept` for their leases, or all are `freed`.
     """
+    book, request, world = context.book, context.request, context.world
     if wanted is None:
         wanted = request.lease.id
-    evictable = _evictable(request, world, context, spared)
+    evictable = _evictable(context, spared)
     evictable = [one for one in evictable if not why_no_return(book, one, world)]
     idle = eviction_order(evictable, world, rank)
     host_now = context.room_now.get(HOST, 0)
@@ -114,27 +105,16 @@ def _cheapest(
         kept = precious if own_shadows == "kept" else set()
         shadowed = shadows.held(book, spared=context.silent_shadows | kept)
         host_later += shadows.total(shadowed)
-        host_later += host_room.warm_pool_bytes(book, request, world, wanted)
+        host_later += host_room.warm_pool_bytes(context, wanted)
         if own_shadows == "freed":
             idle = [one if one.droppable else replace(one, shadow_bytes=0) for one in idle]
     host = PartsRoom(host_now, host_later) if _may_cut(idle, world) else None
     found: list[_Priced] = []
-    ways = _ways(book, request, world, context, candidates, idle, host_later, host)
-    for candidate, leaving in ways:
-        priced = _priced(candidate, leaving, len(found), request, world, rank)
-        found.append(priced)
+    for candidate, leaving in _ways(context, candidates, idle, host_later, host):
+        found.append(_priced(candidate, leaving, len(found), context, rank))
     found.sort()
     for best in found:
-        room = host_room.leaving_the_host(
-            book,
-            request,
-            world,
-            rank,
-            best.leaving,
-            shadowed,
-            host_now,
-            wanted,
-        )
+        room = host_room.leaving_the_host(context, rank, best.leaving, shadowed, host_now, wanted)
         if room is not None:
             others = [_reported(one) for one in found if one is not best]
             most = MOST_OTHERS if request.wait else len(others)  # a dry run shows all ways
@@ -158,19 +138,14 @@ def _may_cut(idle: Iterable[Lease], world: World) -> bool:
     return False
 
 
-def _evictable(
-    request: Request,
-    world: World,
-    context: Context,
-    spared: frozenset[str],
-) -> list[Lease]:
+def _evictable(context: Context, spared: frozenset[str]) -> list[Lease]:
     """Leases that may leave now and that no elder (a request ahead in the queue) has recalled.
 
     A lease in parts (partly on a card, partly in host memory) stays if this request or an elder
     waits for the lease's return. The loop is plain because it runs often.
     """
+    request, world, recalled = context.request, context.world, context.recalled
     asker, importance = request.lease.owner, request.lease.importance
-    recalled = context.recalled
     returning = {(ticket.owner, ticket.name) for ticket in context.blocking_elders}
     if context.held:
         returning.add((asker, request.lease.name))
@@ -197,8 +172,7 @@ def _priced(
     candidate: Candidate,
     leaving: tuple[Lease, ...],
     order: int,
-    request: Request,
-    world: World,
+    context: Context,
     rank: Policy,
 ) -> _Priced:
     """The way to make room for `candidate` by evicting the leases `leaving`, with its cost.
@@ -216,12 +190,12 @@ def _priced(
     again: on a simulated week over 8 cards without host memory, the loads took 2.2 to 3.1 times as
     long. See tests/bench/bench_week.py.)
     """
-    most_important, most_wished, highest_rank = _most_precious(leaving, world, rank)
+    most_important, most_wished, highest_rank = _most_precious(leaving, context.world, rank)
     seconds = sum([_seconds_to_return(lease) for lease in leaving])
     # Measurements of the same load may differ by almost 0.1 s, so smaller differences do not count.
     rounded_seconds = round(seconds, 1)
     cards, leases = len(candidate.shares), len(leaving)
-    if request.placement.policy == "fewest-evictions":
+    if context.request.placement.policy == "fewest-evictions":
         cost: tuple[float, ...] = (
             most_important,
             most_wished,
@@ -269,9 +243,6 @@ def _most_precious(
 
 
 def _ways(
-    book: Book,
-    request: Request,
-    world: World,
     context: Context,
     candidates: tuple[Candidate, ...],
     idle: list[Lease],
@@ -285,12 +256,12 @@ def _ways(
         pool = idle_on.get(share.device, [])
         if context.own_left_later is not None:
             pool = idle  # what leaves other cards counts too
-        leaving = one_card_victims(share, request, context, pool, host_bytes, host)
+        leaving = one_card_victims(share, context, pool, host_bytes, host)
         if leaving is not None:
             yield candidate, leaving
-    if may_split(request.placement):
-        limits = _limits_of_open_cards(book, world)
-        yield from multi_card_ways(request, context, idle, host_bytes, limits, host)
+    if may_split(context.request.placement):
+        limits = _limits_of_open_cards(context.book, context.world)
+        yield from multi_card_ways(context, idle, host_bytes, limits, host)
 
 
 def _by_device(leases: Iterable[Lease]) -> dict[str, list[Lease]]:

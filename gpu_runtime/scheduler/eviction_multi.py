@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import combinations, islice
 
-from ..facts import Candidate, Lease, PlacementRules, Request, Share
+from ..facts import Candidate, Lease, PlacementRules, Share
 from .context import Context
 from .evictable import largest_fitting_set
 from .splitting import claimed, divide, fitting, least_room, sets_that_fit
@@ -23,14 +23,13 @@ Bytes = Mapping[str, int]  # by device id
 
 
 def multi_card_ways(
-    request: Request,
     context: Context,
     idle: Sequence[Lease],
     host_bytes: int,
     limits: Bytes,
     host: PartsRoom | None = None,
 ) -> Iterator[tuple[Candidate, tuple[Lease, ...]]]:
-    """Yields the ways to place the `request` on several cards: a candidate, and the leases to evict.
+    """Yields the ways to place the request on several cards: a candidate, and the leases to evict.
 
     Each way is for another set of cards on which evictions can make enough room. The candidate has
     the bytes for each card. `idle` are the leases that may leave, in the order of
@@ -38,9 +37,9 @@ def multi_card_ways(
     that may be used. `host_bytes` is the host memory available for weights that exist nowhere else.
     If `host` is given, leases may leave in part, and `host` is the host memory for these parts.
     """
-    footprint, rules = request.footprint, request.placement
-    for cards in _sets(request, context, idle, limits):
-        room = _room(cards, request, context)
+    footprint, rules = context.request.footprint, context.request.placement
+    for cards in _sets(context, idle, limits):
+        room = _room(cards, context)
         room.own_need = claimed(footprint, cards, rules, limits)
         room.missing += least_room(footprint, len(cards), rules)
         room.holds = fitting(footprint, cards, rules, limits)
@@ -54,7 +53,6 @@ def multi_card_ways(
 
 def one_card_victims(
     share: Share,
-    request: Request,
     context: Context,
     idle: Sequence[Lease],
     host_bytes: int,
@@ -64,15 +62,15 @@ def one_card_victims(
 
     All other parameters are as in `multi_card_ways`.
     """
-    room = _room([share.device], request, context)
+    room = _room([share.device], context)
     room.own_need = share.bytes
     room.missing += share.bytes
     room.holds = lambda usable: usable[share.device] >= share.bytes
-    return _victims(idle, room, host_bytes, request.placement, host)
+    return _victims(idle, room, host_bytes, context.request.placement, host)
 
 
-def _room(cards: Iterable[str], request: Request, context: Context) -> Room:
-    """The bytes that the `request` may use on the `cards`, once all decided steps are done."""
+def _room(cards: Iterable[str], context: Context) -> Room:
+    """The bytes that the request may use on the `cards`, once all decided steps are done."""
     free = {card: context.room_later[card] for card in cards}
     cap_left = context.cap_left_later
     own_left = context.own_left_later
@@ -80,7 +78,7 @@ def _room(cards: Iterable[str], request: Request, context: Context) -> Room:
         free,
         cap_left={card: cap_left[card] for card in free} if cap_left else None,
         cap_owners=context.cap_owners,
-        owner=None if own_left is None else request.lease.owner,
+        owner=None if own_left is None else context.request.lease.owner,
         own_left=own_left or 0,
     )
 
@@ -171,27 +169,22 @@ def _fitting_sets(precious: Sequence[Lease], host_bytes: int) -> Iterator[tuple[
                 yield saved
 
 
-def _sets(
-    request: Request,
-    context: Context,
-    idle: Sequence[Lease],
-    limits: Bytes,
-) -> list[tuple[str, ...]]:
+def _sets(context: Context, idle: Sequence[Lease], limits: Bytes) -> list[tuple[str, ...]]:
     """Sets of cards on which room may be made.
 
     With up to FEW_CARDS cards, all sets are returned whose number of cards might hold the model.
     With more cards, two sets are returned for each such number. One is the first set that could
     hold the model if all idle leases left. The other has the cards with the most free bytes now.
     """
-    rules = request.placement
+    footprint, rules = context.request.footprint, context.request.placement
     cards = []
     for card in limits:
         if card not in context.blind and (not rules.devices or card in rules.devices):
             cards.append(card)
-    whole = _room(cards, request, context)
+    whole = _room(cards, context)
     now = dict(whole.usable())
     whole.all_go(idle)
-    possible = list(sets_that_fit(request.footprint, whole.usable(), rules, limits))
+    possible = list(sets_that_fit(footprint, whole.usable(), rules, limits))
     sets: list[tuple[str, ...]] = []
     if len(cards) <= FEW_CARDS:
         for count in sorted(set(map(len, possible))):

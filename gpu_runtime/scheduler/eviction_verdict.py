@@ -19,10 +19,8 @@ from ..facts import (
     Lease,
     Move,
     Policy,
-    Request,
     Step,
     Wait,
-    World,
     lease_title,
     where,
 )
@@ -36,20 +34,13 @@ LOOK_AGAIN_SECONDS = 0.1  # until the next try, if a driver is about to free a d
 MEASURE_AGAIN_SECONDS = 1.0  # until the next try, if only a new sample shows the freed bytes
 
 
-def make_room(
-    book: Book,
-    request: Request,
-    world: World,
-    rank: Policy,
-    context: Context,
-    way: Way,
-) -> tuple[Book, Wait]:
-    """The `book` with the requester's own victims marked as leaving, and a Wait with steps and recalls.
+def make_room(context: Context, rank: Policy, way: Way) -> tuple[Book, Wait]:
+    """The book with the requester's own victims marked as leaving, and a Wait with steps and recalls.
 
-    `way` is the result of `cheapest_way`, which was called with the same `request`, `world`, `rank`
-    and `context`. Other owners see the recall on the ticket of the request.
+    `way` is the result of `cheapest_way`, which was called with the same `context` and `rank`.
+    Other owners see the recall on the ticket of the request.
     """
-    shares = way.candidate.shares
+    book, request, shares = context.book, context.request, way.candidate.shares
     cards = [share.device for share in shares]
     free = sum(max(0, context.room_now[card]) for card in cards)
     has = "has" if len(cards) == 1 else "have"
@@ -57,8 +48,8 @@ def make_room(
     name = lease_title(request.lease, book.owner(request.lease.owner))
     head = f"{name} needs {size}; {where(shares)} {has} {show_bytes(free)} free."
     if not way.leaving:
-        return book, _wait_for_what_left(book, world, context, cards, head)
-    eviction = _Eviction(book, request, world, rank, context, where(shares), way)
+        return book, _wait_for_what_left(context, cards, head)
+    eviction = _Eviction(context, rank, where(shares), way)
     unloaded = {lease.id for lease in way.warm}
     for lease in way.shadows:
         eviction.free_shadow(lease)
@@ -79,18 +70,13 @@ def make_room(
     )
 
 
-def _wait_for_what_left(
-    book: Book,
-    world: World,
-    context: Context,
-    cards: list[str],
-    head: str,
-) -> Wait:
+def _wait_for_what_left(context: Context, cards: list[str], head: str) -> Wait:
     """The Wait of a request whose missing bytes become free without a further eviction.
 
     The bytes become free for one of three reasons. Leases are leaving, or the driver has not yet
     freed the memory of a dead process, or the bytes are free and not yet measured.
     """
+    book, world = context.book, context.world
     for card in cards:
         if (lease := context.leaving.get(card)) is not None:
             title = lease_title(lease, book.owner(lease.owner))
@@ -110,18 +96,9 @@ def _wait_for_what_left(
 class _Eviction:
     """The evictions of one decision: book, steps, recalled leases and sentences."""
 
-    def __init__(
-        self,
-        book: Book,
-        request: Request,
-        world: World,
-        rank: Policy,
-        context: Context,
-        at: str,
-        way: Way,
-    ) -> None:
-        self.book, self.request = book, request
-        self.world, self.rank, self.context = world, rank, context
+    def __init__(self, context: Context, rank: Policy, at: str, way: Way) -> None:
+        self.book, self.request = context.book, context.request
+        self.world, self.rank, self.context = context.world, rank, context
         self.at = at  # the cards on which room is made, as text
         self.host_room = context.room_now.get(HOST, 0)
         self.steps: list[Step] = []

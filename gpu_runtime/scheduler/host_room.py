@@ -6,56 +6,45 @@ model on a card. The warm pool is the models in host memory that may be unloaded
 
 from __future__ import annotations
 
-from ..facts import HOST, Book, Lease, Policy, Request, World
+from ..facts import HOST, Lease, Policy
 from . import shadows
+from .context import Context
 from .evictable import warm, warm_pool_victims
 from .stuck import host_bytes_to_be_had
 from .victims import precious_bytes
 
 
-def may_be_loaded_again(book: Book, request: Request) -> bool:
+def may_be_loaded_again(context: Context) -> bool:
     """Whether the requested model has bytes in host memory that its source has too."""
-    lease = book.lease(request.lease.owner, request.lease.name)
+    lease = context.old
     return lease is not None and lease.droppable and bool(lease.bytes_on(HOST))
 
 
-def lacks_room(
-    book: Book,
-    request: Request,
-    world: World,
-    leaving: tuple[Lease, ...],
-) -> bool:
+def lacks_room(context: Context, leaving: tuple[Lease, ...]) -> bool:
     """Whether the host never has room for the requested model and the leases `leaving` for it."""
-    lease = book.lease(request.lease.owner, request.lease.name)
-    stays = lease.bytes_on(HOST) if lease else 0
-    most = host_bytes_to_be_had(book, world)
+    stays = context.old.bytes_on(HOST) if context.old else 0
+    most = host_bytes_to_be_had(context.book, context.world)
     return precious_bytes(leaving) + stays > most
 
 
-def warm_pool_bytes(
-    book: Book,
-    request: Request,
-    world: World,
-    wanted: str,
-) -> int:
-    """The bytes in host memory of the models that may be unloaded from there for the `request`.
+def warm_pool_bytes(context: Context, wanted: str) -> int:
+    """The bytes in host memory of the models that may be unloaded from there for the request.
 
     The lease with the id `wanted` stays.
     """
+    lease = context.request.lease
     pool = warm(
-        book,
-        world,
-        asker=request.lease.owner,
-        importance=request.lease.importance,
+        context.book,
+        context.world,
+        asker=lease.owner,
+        importance=lease.importance,
         wanted=wanted,
     )
     return sum([lease.bytes_on(HOST) for lease in pool])
 
 
 def leaving_the_host(
-    book: Book,
-    request: Request,
-    world: World,
+    context: Context,
     rank: Policy,
     leaving: tuple[Lease, ...],
     shadowed: list[Lease],
@@ -71,18 +60,18 @@ def leaving_the_host(
     kept = {lease.id for lease in leaving if lease.shadow_bytes and shadows.keeps_own(lease)}
     able = [lease for lease in shadowed if lease.id not in kept]
     shortage = precious_bytes(leaving) - host_room
-    freed = shadows.enough(able, shortage, world, rank)
+    freed = shadows.enough(able, shortage, context.world, rank)
     shortage -= shadows.total(freed)
 
     def unload(shortage: int) -> tuple[Lease, ...] | None:
         """The leases to unload for `shortage` bytes of host memory; None if they are too few."""
         return warm_pool_victims(
-            book,
+            context.book,
             shortage,
-            world,
+            context.world,
             rank,
-            asker=request.lease.owner,
-            importance=request.lease.importance,
+            asker=context.request.lease.owner,
+            importance=context.request.lease.importance,
             wanted=wanted,
         )
 

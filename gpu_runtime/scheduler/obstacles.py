@@ -12,7 +12,6 @@ from ..facts import (
     Candidate,
     Lease,
     Phase,
-    Request,
     Shares,
     Ticket,
     Wait,
@@ -41,27 +40,20 @@ MOST_TOLD = 4  # leases in the way that are named in the sentence
 LOOK_SECONDS = 1.0  # how soon to decide again if only a new measurement can change the verdict
 
 
-def wait_for_obstacles(
-    book: Book,
-    request: Request,
-    world: World,
-    context: Context,
-    candidates: tuple[Candidate, ...],
-) -> Wait:
+def wait_for_obstacles(context: Context, candidates: tuple[Candidate, ...]) -> Wait:
     """A Wait that names the leases in the way on the first, and best, of the `candidates`.
 
     The Wait's field `retry_at` is the earliest time at which the verdict may change without an
     event: a lease on any of the `candidates` becomes evictable, or a new measurement exists.
-    `book`, `request`, `world` and `context` are the inputs of this decision.
     """
-    ahead = len(context.elders)
+    world, ahead = context.world, len(context.elders)
     if context.twin:
-        wanted = request.lease
+        wanted = context.request.lease
         words = "the notebook's memory" if wanted.kind == "kernel" else wanted.name
         because = f"Another thread of this process is waiting for {words} already"
         return Wait(because, ahead=ahead)
     nearest = candidates[0].shares
-    found = _leases_in_the_way(book, request, world, context, candidates)
+    found = _leases_in_the_way(context, candidates)
     sentences, retry = found.sentences, found.retry
     reserved = reserved_for_elders(context, nearest)
     if reserved:
@@ -72,7 +64,7 @@ def wait_for_obstacles(
     if unmeasured:
         sentences = unmeasured
         retry.append(world.now + LOOK_SECONDS)
-    elif unread := _unreadable(book, nearest):
+    elif unread := _unreadable(context.book, nearest):
         sentences.append(unread)
     elif not found.leased and not ahead:
         sentences.append(_outside_memory(nearest, context))
@@ -105,13 +97,8 @@ class _InTheWay(NamedTuple):
     leased: bool  # True: a lease is the reason to wait; False: memory outside the leases is
 
 
-def _leases_in_the_way(
-    book: Book,
-    request: Request,
-    world: World,
-    context: Context,
-    candidates: tuple[Candidate, ...],
-) -> _InTheWay:
+def _leases_in_the_way(context: Context, candidates: tuple[Candidate, ...]) -> _InTheWay:
+    book, request, world = context.book, context.request, context.world
     wanted = request.lease
     nearest = {share.device for share in candidates[0].shares}
     all_cards = {share.device for candidate in candidates for share in candidate.shares}
@@ -144,14 +131,7 @@ def _leases_in_the_way(
         held = f"{show_bytes(lease.bytes)} on {first_card}"
         if lease.shares:
             held = bytes_label(lease)
-        words = _in_words(
-            book,
-            lease,
-            why,
-            wanted,
-            world,
-            context,
-        )
+        words = _in_words(lease, why, context)
         title = lease_title(lease, book.owner(lease.owner))
         sentences.append(f"{title} ({held}) {words}")
     return _InTheWay(blockers, sentences, retry, leased)
@@ -208,18 +188,12 @@ def _shortened(sentences: list[str]) -> str:
     return "; ".join(sentences)
 
 
-def _in_words(
-    book: Book,
-    lease: Lease,
-    why: str,
-    wanted: Lease,
-    world: World,
-    context: Context,
-) -> str:
+def _in_words(lease: Lease, why: str, context: Context) -> str:
     """Why this lease is in the way. The text is the end of a sentence.
 
     `why` is the result of `reason_to_stay`.
     """
+    book, wanted, world = context.book, context.request.lease, context.world
     in_use = _in_use_words(lease, why)
     if in_use:
         return in_use + _by(book, lease, wanted.owner, world)
@@ -250,12 +224,7 @@ def _in_use_words(lease: Lease, why: str) -> str:
     return {"in use": "is in use", "a block of code": "is held by running code"}.get(why, "")
 
 
-def _by(
-    book: Book,
-    lease: Lease,
-    asker: str,
-    world: World,
-) -> str:
+def _by(book: Book, lease: Lease, asker: str, world: World) -> str:
     """Which other process uses the lease, and for how long; empty if `asker` owns the lease."""
     owner = book.owner(lease.owner)
     if owner is None or lease.owner == asker:

@@ -8,7 +8,7 @@ it.
 
 from __future__ import annotations
 
-from ..facts import MOST_ENTRIES, Book, Drop, Lease, Phase, Policy, Refuse, Request, Wait, World
+from ..facts import MOST_ENTRIES, Book, Drop, Lease, Phase, Policy, Refuse, Request, Wait
 from ..units import show_seconds
 from .context import Context
 from .evictable import mark_leaving, reason_to_stay
@@ -38,25 +38,20 @@ def page_full(request: Request) -> Refuse:
     return Refuse(because, kind="full", need_bytes=request.footprint.bytes)
 
 
-def free_an_entry(
-    book: Book,
-    request: Request,
-    world: World,
-    rank: Policy,
-    context: Context,
-) -> tuple[Book, Wait] | None:
+def free_an_entry(context: Context, rank: Policy) -> tuple[Book, Wait] | None:
     """The book, and the Wait while an idle lease leaves the page; None if no lease may leave.
 
     The chosen lease is unloaded, because an offloaded lease keeps its entry in the page. The choice
-    follows the rules of an eviction that frees bytes. `context` and `world` are the inputs of this
-    decision. `rank` is the eviction policy.
+    follows the rules of an eviction that frees bytes. `context` has the inputs of this decision.
+    `rank` is the eviction policy.
     """
+    book, request, world = context.book, context.request, context.world
     head = f"The book is full ({book.entries} leases and requests)"
-    leaving = _leaving(book, request, context)
+    leaving = _leaving(context)
     if leaving is not None:
         asked = () if leaving.owner == request.lease.owner else (leaving.id,)
         return book, Wait(f"{head}; {leaving.name} is being unloaded", asked=asked)
-    victim = _victim(request, world, rank, context)
+    victim = _victim(context, rank)
     if victim is None:
         return None
     idle = f"{victim.name} (idle {show_seconds(victim.idle_seconds(world.now))})"
@@ -70,9 +65,9 @@ def free_an_entry(
     return emptier, Wait(f"{head}; {idle} is unloaded.", steps=(step,))
 
 
-def _leaving(book: Book, request: Request, context: Context) -> Lease | None:
+def _leaving(context: Context) -> Lease | None:
     """A lease that is being unloaded, or is leaving because this request recalled it; or None."""
-    old = book.ticket(request.key)
+    old = context.book.ticket(context.request.key)
     recalled = old.recalls if old else ()
     for lease in context.leases:
         if lease.phase is not Phase.LEAVING:
@@ -82,11 +77,12 @@ def _leaving(book: Book, request: Request, context: Context) -> Lease | None:
     return None
 
 
-def _victim(request: Request, world: World, rank: Policy, context: Context) -> Lease | None:
+def _victim(context: Context, rank: Policy) -> Lease | None:
     """The idle lease that leaves first; None if no lease may leave.
 
     Of leases with equal importance, leases that are not wholly on cards leave first.
     """
+    request, world = context.request, context.world
     asker, importance = request.lease.owner, request.lease.importance
     idle = []
     for lease in context.leases:
