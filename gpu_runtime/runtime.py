@@ -50,6 +50,7 @@ from .owner import (
     holdings,
     kernel,
     loading,
+    loads,
     maintenance,
     notebooks,
     opening,
@@ -730,7 +731,11 @@ class Runtime:
 
     def _stop_loads(self, why: str) -> None:
         """Ends the loads that run now with an error that says `why`."""
-        closing.stop_loads(self._session, why)
+        loads.stop_all(self._session, why)
+
+    def _leave_load(self, thread: int, why: str) -> None:
+        """Ends the wait of `thread` for a model, or the load if no other request waits for it."""
+        loads.leave_thread(self._session, thread, why)
 
     def __enter__(self) -> Runtime:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import _thread
 import contextlib
+import contextvars
 import ctypes
 import importlib
 import os
@@ -11,11 +12,12 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from queue import Empty
+from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
 
 MOST_SECONDS = 60.0  # the longest time that the interpreter waits at its end for unfinished work
+ENDING_SECONDS = 2.0  # how long the caller of stopped work waits for its end
 SPARE_SECONDS = 10.0  # how long a thread without work waits for work before it ends
 _unfinished: set[object] = set()
 _spare: list[Any] = []  # the threads that wait for work, see `start_short`
@@ -88,45 +90,96 @@ class Stopped(BaseException):
 
 
 class Stoppable:
-    """A `with` block that another thread can stop, between two lines of its Python code.
+    """Work in a separate thread. Any thread can stop the work's `with` block; see `start` and `stop`.
 
-    The thread of the block then gets Stopped, as the stop button gives it a KeyboardInterrupt. A call
-    of C code, such as the read of a file, ends first.
+    The block then gets Stopped between two lines of its Python code, as the stop button raises a
+    KeyboardInterrupt. A call of C code, such as the read of a file, ends first, and may never end.
+    So the caller waits only ENDING_SECONDS for the end of stopped work.
     """
 
-    def __init__(self, seconds: float | None = None) -> None:
-        """The block stops by itself after `seconds`; None means no limit."""
-        self.why = ""
-        self._seconds, self._thread = seconds, 0
-        self._lock, self._ended = threading.Lock(), threading.Event()
+    def __init__(self) -> None:
+        """The work has not begun yet."""
+        self.why = ""  # why the block was stopped; empty: it was not
+        self.stopped_at = 0.0  # in seconds of time.monotonic
+        self.left = ""  # why the caller has left; empty: it has not
+        self.caller = _thread.get_ident()
+        self.thread, self._block_over = 0, False  # the thread of the work
+        self._lock = threading.Lock()
+        self._running: Running | None = None
+        # Gets an item when the block is stopped and when the work ends. A KeyboardInterrupt in the
+        # caller's wait cannot leave it locked, unlike an Event.
+        self._news: SimpleQueue[None] = SimpleQueue()
+        self._outcome: list[BaseException | None] = []
+
+    def start(self, work: Callable[[], None]) -> None:
+        """Calls `work` in a new thread, with the context variables of the caller."""
+        context = contextvars.copy_context()
+
+        def run() -> None:
+            """Calls `work`, keeps its error, and wakes the caller."""
+            try:
+                context.run(work)
+                self._outcome.append(None)
+            except BaseException as error:  # noqa: BLE001 - raised again by `result`
+                self._outcome.append(error)
+            finally:
+                self._news.put(None)
+
+        self._running = start(run)
 
     def __enter__(self) -> Stoppable:
-        self._thread = _thread.get_ident()
-        if self._seconds is not None:
-            start(self._stop_late)
+        with self._lock:
+            self.thread = _thread.get_ident()
+            if self.why:
+                raise Stopped
         return self
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
-            self._ended.set()
+            self._block_over = True
             if self.why:
-                _raise_pending(self._thread)
-
-    def _stop_late(self) -> None:
-        assert self._seconds is not None
-        if not self._ended.wait(max(0.0, self._seconds)):
-            self.stop("its time is over")
+                _raise_pending(self.thread)
 
     def stop(self, why: str) -> None:
         """Stops the block, because of `why`. Does nothing if the block has ended."""
         with self._lock:
-            if not self._ended.is_set() and not self.why:
-                self.why = why
-                _set_async_error(self._thread, Stopped)
+            if not self._block_over and not self.why:
+                self.why, self.stopped_at = why, time.monotonic()
+                if self.thread:
+                    _set_async_error(self.thread, Stopped)
+                self._news.put(None)
 
-    def wait(self, seconds: float) -> bool:
-        """Waits at most `seconds` for the end of the block. Returns whether it has ended."""
-        return self._ended.wait(seconds)
+    def wait(self, seconds: float | None = None) -> bool:
+        """Waits until the work has ended or is stopped. Returns False if `seconds` pass before.
+
+        Only the caller calls this method.
+        """
+        try:
+            self._news.get(timeout=seconds)
+        except Empty:  # the time is over; a lock would not survive an interrupt, see `_news`
+            return False
+        return True
+
+    def ended(self, seconds: float = ENDING_SECONDS) -> bool:
+        """Waits at most `seconds` for the end of the work. Returns whether it has ended."""
+        return self._running is None or self._running.wait(seconds)
+
+    def result(self) -> None:
+        """Raises the error of the work that has ended, if there is one."""
+        error = self._outcome.pop() if self._outcome else None
+        try:
+            if error is not None:
+                raise error
+        finally:
+            del error  # else error and traceback keep each other alive until the next collection
+
+    def place(self) -> str:
+        """The line of Python code that the block runs now, such as `read (loader.py, line 12)`."""
+        frame = sys._current_frames().get(self.thread)
+        if frame is None:
+            return ""
+        file = os.path.basename(frame.f_code.co_filename)
+        return f"{frame.f_code.co_name} ({file}, line {frame.f_lineno})"
 
 
 def next_item(queue: Any) -> Any:

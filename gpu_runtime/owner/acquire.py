@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -39,6 +38,7 @@ from . import (
     failures,
     granted,
     interrupts,
+    loads,
     parts,
     presence,
     release,
@@ -47,7 +47,7 @@ from . import (
     ungoverned,
 )
 from .pins import AnchorRef, Held
-from .resident import Place, Resident, held_by
+from .resident import Place, Resident
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
 log = logging.getLogger("gpu_runtime")
@@ -160,11 +160,10 @@ def obtain(
     if anchor is not None and resident.pauses:
         _let_others_pass(session, resident, limit)
     requested = session.wall()
-    with interrupts.in_one_line(session, partial(interrupts.outcome_of, resident)):
+    with interrupts.in_one_line(session, partial(interrupts.outcome_of, session, resident)):
         if session.settings.enable_memory_governor:
-            rules = demand.placement(session, resident, for_wish)
             _obtain_governed(
-                session, resident, anchor, rank, alive, rules, limit, progress, with_load
+                session, resident, anchor, rank, alive, for_wish, limit, progress, with_load
             )
         else:
             ungoverned.load(session, resident, anchor, progress)
@@ -175,7 +174,7 @@ def obtain(
 
 def _let_others_pass(session: Session, resident: Resident, timeout: float | None) -> None:
     """Waits while the model takes no new uses, unless this thread uses a model itself. Raises Busy."""
-    if held_by(list(session.residents.values()), threading.get_ident()):
+    if session.pinned_by_caller():
         return
     began, name = session.clock(), resident.spec.name
     deadline = None if timeout is None else began + timeout
@@ -193,15 +192,24 @@ def _obtain_governed(
     anchor: AnchorRef | None,
     importance: int,
     keep_alive: float,
-    rules: PlacementRules,
+    for_wish: bool,
     timeout: float | None,
     progress: Progress | None,
     with_load: bool,
 ) -> None:
     deadline = session.clock() + timeout if with_load and timeout is not None else None
-    attempts, returned = 0, parts.NOTHING
-    wanted = demand.wanted_lease(session, resident, importance, keep_alive)
-    footprint = resident.footprint()
+    attempts, returned, spec = 0, parts.NOTHING, resident.spec
+
+    def wishes() -> tuple[Lease, Footprint, PlacementRules]:
+        """What to request. This reads the model's source if the model is not loaded."""
+        rules = demand.placement(session, resident, for_wish)
+        wanted = demand.wanted_lease(session, resident, importance, keep_alive)
+        return wanted, resident.footprint(), rules
+
+    if resident.handle is not None:
+        wanted, footprint, rules = wishes()
+    else:
+        wanted, footprint, rules = loads.read(session, spec.name, wishes, deadline)
 
     def is_here() -> bool:
         if anchor is None:
@@ -233,6 +241,7 @@ def _obtain_governed(
         # this thread is interrupted again.
         session.done_with(key.note)
         session.withdraw(key)
+        loads.stop_unwanted(session, resident.spec.name)
 
 
 # -- waiting for a grant
@@ -292,7 +301,7 @@ def _verdicts(
     while not is_here():
         if key.ended_by:
             raise explain.wait_ended(wanted.name, key.ended_by, because, session.clock() - began)
-        held = held_by(list(session.residents.values()), threading.get_ident())
+        held = session.pinned_by_caller()
         request = Request(
             key.text,
             wanted,
@@ -321,7 +330,7 @@ def _verdicts(
             departures.start(step, wait=not (returns and returns.piece_bytes))
         if verdict.steps:
             continue
-        verdict = presence.explained(session, verdict)
+        verdict = loads.explained(session, wanted.name, presence.explained(session, verdict))
         because = verdict.because
         if deadline is not None and session.clock() >= deadline:
             waited = session.clock() - began

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import atexit
 import os
-import time
 import weakref
 from functools import partial
 from typing import Any
@@ -16,11 +15,9 @@ from .. import threads
 from ..errors import GpuError, LedgerUnavailable
 from ..facts import Book, Lease, Owner, World
 from ..scheduler import transitions as books
-from . import earlier_uses
+from . import earlier_uses, loads
 from .governed_calls import release_calls
 from .session import Session, log
-
-LOAD_SECONDS = 5.0  # the longest wait until a load has stopped
 
 
 def close(session: Session) -> None:
@@ -31,7 +28,7 @@ def close(session: Session) -> None:
     session.activity.watchers.discard(session.cell_began)
     if session.monitor and session.monitor_started:
         session.monitor.stop(lambda: session.ledger.ring([session.me]))
-    stop_loads(session, "its runtime was closed")
+    loads.stop_all(session, "its runtime was closed")
     # The thread of a load that does not stop is in C code. It ends with the process.
     residents = [one for name, one in session.residents.items() if name not in session.loads]
     # With their times of use, which the models lose once they are freed.
@@ -55,18 +52,6 @@ def close(session: Session) -> None:
         log.debug("the book could not be left in order: %s", error)
     session.journal.flush()
     session.ledger.close()
-
-
-def stop_loads(session: Session, why: str) -> None:
-    """Stops the loads that run now, because of `why`. Waits at most LOAD_SECONDS for their ends."""
-    loads = list(session.loads.values())
-    for load in loads:
-        load.stop(why)
-    until = time.monotonic() + LOAD_SECONDS
-    for load in loads:
-        load.wait(max(0.0, until - time.monotonic()))
-    while session.loads and time.monotonic() < until:  # they put the book in order
-        time.sleep(0.01)
 
 
 def _release(owner: Owner, leases: list[Lease], book: Book, world: World) -> tuple[Book, None]:

@@ -21,13 +21,12 @@ from ..scheduler import duplex, explain
 from ..scheduler import transitions as books
 from ..scheduler.shadows import kept
 from ..threads import Stoppable, Stopped
-from . import arrivals, earlier_uses, parts, shadows
+from . import arrivals, earlier_uses, loads, parts, shadows
 from .pins import AnchorRef
 from .resident import Resident
 from .session import Key, Session
 
 log = logging.getLogger("gpu_runtime")
-LEAST_LOAD_SECONDS = 1.0  # a load has so long, even after a wait that took all the time
 
 
 def perform(
@@ -72,10 +71,51 @@ def _load(
     progress: Progress | None,
     deadline: float | None,
 ) -> None:
+    """Loads the model in a thread of its own, and waits for its end.
+
+    The caller may leave before: at the `deadline`, by an interrupt, or because the load was stopped
+    and does not end. The load keeps its key, and with it the reserved bytes, until it has ended.
+    """
+    name, load = resident.spec.name, Stoppable()
+    left = loads.seconds_left(session, deadline)
+    work = partial(_load_here, session, resident, lease, step, anchor, key, progress, load)
+    try:
+        load.start(session.keys.kept(key, work))
+        if key.ended_by:  # its caller left while the room was granted
+            loads.leave(session, name, load, f"{key.ended_by} ended it")
+        if not load.wait(left):
+            loads.leave(session, name, load, loads.out_of_time(left))
+        ended = not (load.left and not load.why) and load.ended()
+    except BaseException:  # the stop button, or an error that a signal handler of the user raises
+        _unpin(resident, anchor)
+        loads.leave(session, name, load, "its caller was interrupted")
+        load.ended()
+        raise
+    if not ended:
+        _unpin(resident, anchor)
+        raise loads.not_ended(session, resident, step, load)
+    load.result()
+
+
+def _unpin(resident: Resident, anchor: AnchorRef | None) -> None:
+    """Removes the pin of a caller that does not wait for its load any more."""
+    if anchor is not None:
+        resident.pins.discard(anchor)
+
+
+def _load_here(
+    session: Session,
+    resident: Resident,
+    lease: Lease,
+    step: Load,
+    anchor: AnchorRef | None,
+    key: Key,
+    progress: Progress | None,
+    load: Stoppable,
+) -> None:
     handle = None
     name = resident.spec.name
-    left = None if deadline is None else max(LEAST_LOAD_SECONDS, deadline - session.clock())
-    load = session.loads[name] = Stoppable(left)
+    session.loads[name] = load
     try:
         session.probe.watch_peaks()
         more = shadows.reserve(session, resident, step.shares)
@@ -89,6 +129,8 @@ def _load(
             settled_at=session.clock(),
         )
         resident.install(handle, settled, anchor)
+        if load.left:
+            _unpin(resident, anchor)
     except BaseException as error:
         if not isinstance(error, Exception):
             # A notebook keeps the traceback of an interrupt, and the traceback's frames would keep

@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 from ..units import show_seconds
 from ..user_frames import shorten_interrupt
+from . import loads
 from .resident import Place, Resident
 from .session import Session
 
@@ -29,11 +30,13 @@ def in_one_line(
         raise
 
 
-def outcome_of(resident: Resident) -> str:
+def outcome_of(session: Session, resident: Resident) -> str:
     """The state of the model after an interrupted request for it.
 
     The text is the end of a sentence.
     """
+    if load := session.loads.get(resident.spec.name):
+        return loads.state(session, load)
     if resident.place is not Place.HERE:
         return "nothing is held"
     return f"{resident.spec.name} is on {resident.lease.where}, and not in use by this request"

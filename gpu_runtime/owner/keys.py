@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import weakref
+from _thread import get_ident
 from collections.abc import Callable
 from typing import TypeVar
 
@@ -23,12 +24,13 @@ class Key:
     `session.done_with(key.note)`.
     """
 
-    __slots__ = ("text", "note", "ended_by", "__weakref__")
+    __slots__ = ("text", "note", "ended_by", "thread", "__weakref__")
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.note = weakref.ref(self)
         self.ended_by = ""  # who ended the wait with this key; empty: nobody
+        self.thread = get_ident()  # the thread that made the decision
 
 
 class Keys:
@@ -59,6 +61,12 @@ class Keys:
             key.ended_by = by
         return bool(keys)
 
+    def end_of(self, thread: int, by: str) -> None:
+        """Notes for each key of the `thread` that its wait was ended, by the person or program `by`."""
+        for key in self._living():
+            if key.thread == thread:
+                key.ended_by = key.ended_by or by
+
     def _living(self) -> list[Key]:
         return [key for ref in self._known.copy() if (key := ref()) is not None]
 
@@ -68,6 +76,10 @@ class Keys:
         If the caller was interrupted before the work started, `key` is gone and the work is
         skipped.
         """
+        return uninterrupted(self.kept(key, work))
+
+    def kept(self, key: Key, work: Callable[[], T]) -> Callable[[], T]:
+        """The function `work`, during which the key stays known. See `uninterrupted`."""
         wanted = key.note
 
         def act() -> T:
@@ -79,7 +91,7 @@ class Keys:
             finally:
                 self.done_with(held.note)
 
-        return uninterrupted(act)
+        return act
 
     def _note(self, key: Key) -> Key:
         try:

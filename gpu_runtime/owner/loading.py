@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 from msgspec.structs import replace
@@ -18,8 +19,8 @@ from ..errors import AlreadyRegistered, LoadFailed
 from ..facts import ModelSpec, Outcome
 from ..options import FLAGS
 from ..safe_text import MOST_QUOTED, printable, quoted
-from ..units import is_source
-from . import operations, registry
+from ..units import is_source, parse_seconds
+from . import loads, operations, registry
 from .resident import Place, Resident
 from .session import Session
 
@@ -49,6 +50,7 @@ def load(
 
     See Runtime.load.
     """
+    deadline = None if timeout is None else session.clock() + parse_seconds(timeout)
     is_new = name not in registry.known_names(session)
     if source is None and is_new and is_source(name):
         source = name
@@ -62,11 +64,16 @@ def load(
             "  Change it there:  %gpu apply -f FILE      or give its SOURCE here too",
         )
     elif source is not None or given:
-        register(name, source, **given)
+        read = partial(register, name, source, **given)
+        if deadline is None:
+            read()
+        else:
+            loads.read(session, name, read, deadline)
+    left = None if deadline is None else max(0.0, deadline - session.clock())
     try:
-        loaded = operations.preload(session, name, progress=progress, timeout=timeout)
+        loaded = operations.preload(session, name, progress=progress, timeout=left)
     except LoadFailed:
-        if is_new:
+        if is_new and name not in session.loads:
             registry.forget(session, name)  # frees the name for the next try, with the right path
         raise
     return replace(loaded, verb="load")

@@ -29,7 +29,7 @@ from ..scheduler import explain
 from ..scheduler.placement import check_layout
 from ..threads import imported, uninterrupted
 from ..units import parse_room, parse_seconds
-from . import acquire, demand, earlier_uses, failures, permissions
+from . import acquire, demand, earlier_uses, failures, loads, permissions
 from .governed_calls import release_calls
 from .resident import Place, Resident
 from .session import Session
@@ -260,6 +260,7 @@ def forget(session: Session, name: str) -> None:
     resident = find(session, name)
     if resident.training.blocks():
         raise in_use_error(session, resident)
+    loads.require_ended(session, resident.spec.name)
     lease = resident.truth()
 
     def work() -> None:

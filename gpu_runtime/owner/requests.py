@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 from ..attribution import attributed, speaking_for
 from ..facts import Book, Lease, LeaseId, Refuse, Verdict, Wait
 from ..ledgers.process_state import Sight
@@ -11,7 +9,6 @@ from ..scheduler import asks
 from ..scheduler.asks import Ask
 from ..units import show_bytes
 from . import presence
-from .resident import held_by
 from .session import NEAR_SECONDS, POLL_SECONDS, Key, Session
 
 # An owner that runs answers within this time whether a lease is in use. Without an answer, the pins
@@ -77,7 +74,7 @@ def _prevented_by_caller(session: Session, target: LeaseId) -> str:
     The calling cell's pins end with the cell. If the cell waited for a return that these pins
     prevent, it would wait for its own end.
     """
-    pinned = held_by(list(session.residents.values()), threading.get_ident())
+    pinned = session.pinned_by_caller()
     if not pinned:
         return ""
     book, limits = session.ledger.read(), session.limits

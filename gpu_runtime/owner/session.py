@@ -4,8 +4,8 @@ A `Session` belongs to one `Runtime`. The session holds this process's models an
 publishes them in the owner's section (the owner's part of the book), and runs each decision of the
 scheduler in a transaction of the ledger. The functions in `acquire`, `release`, `requests`,
 `maintenance` and other modules choose the decision; their first parameter is the session. Loads run
-in the caller's thread, so that tracebacks and the stop button work as usual. Moves and drops run in
-a thread that an interrupt cannot stop.
+in a thread that the caller waits for, and that it can leave or stop. Moves and drops run in a thread
+that an interrupt cannot stop.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from .block_table import Blocks
 from .footprints import Sizing
 from .keys import Key, Keys
 from .monitor import Breaker, Monitor
-from .resident import Resident
+from .resident import Resident, held_by
 from .residue import residue
 from .seed_log import log_event
 
@@ -211,6 +211,14 @@ class Session:
         """Whether a model or a block of this process occupies memory."""
         residents = list(self.residents.values())
         return bool(self.blocks) or any(resident.handle is not None for resident in residents)
+
+    def pinned_by_caller(self) -> tuple[str, ...]:
+        """Ids of the leases that the calling thread pins; for the thread of a load, its caller too."""
+        asking = [threading.get_ident()]
+        for thread in asking:
+            asking += [one.caller for one in list(self.loads.values()) if one.thread == thread]
+        residents = list(self.residents.values())
+        return tuple({id: None for thread in asking for id in held_by(residents, thread)})
 
     def in_use(self) -> bool:
         """Whether changes are likely soon: a model is in use, or a block of code or a cell runs."""

@@ -74,6 +74,7 @@ _EVENT_PHRASES = {
     "lost": "was lost, freeing {bytes}",
     "misplaced": "is not on the devices that were granted",
     "stays": "stays where it is",
+    "unfinished": "is in a load that was stopped and has not ended",
     "pin": "was pinned",
     "unpin": "was unpinned",
     "preload": "was loaded for another process",

@@ -199,3 +199,32 @@ def test_a_stream_comes_item_by_item_and_ends_with_its_reader(rt):
         stream.close()
         assert model._engine._program._pending == {}
         assert ask(model, (), 1) == 1
+
+
+# -- a load that hangs
+
+HANGS = """
+import ctypes, signal, sys
+
+if sys.orig_argv[2:3] == ["-m"]:  # the program, not its guard
+    {ignores}
+    while True:
+        ctypes.CDLL(None).pause()
+"""
+
+
+@pytest.mark.parametrize("ignores", ["", "signal.signal(signal.SIGTERM, signal.SIG_IGN)"])
+def test_a_process_whose_load_hangs_in_c_code_is_killed_at_the_time_out(
+    rt, tmp_path, monkeypatch, ignores
+):
+    """Its lease ends with it, and the next load begins a new process."""
+    (tmp_path / "sitecustomize.py").write_text(HANGS.format(ignores=ignores))
+    with monkeypatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        with pytest.raises(LoadFailed, match="qwen was not loaded: its time is over"):
+            rt.preload("qwen", timeout=2)
+        until(lambda: not list(rt.status().leases()), "the end of its lease")
+        assert not rt._session.loads
+        children = psutil.Process().children(recursive=True)
+        assert not [one for one in children if "model_program" in " ".join(one.cmdline())]
+    assert rt.preload("qwen", timeout=PATIENCE).done

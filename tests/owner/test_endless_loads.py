@@ -1,14 +1,20 @@
-"""A load that does not end: the time-out, the end of the runtime and the end of a server stop it."""
+"""A load that does not end: the time-out, the end of the runtime and the end of a server stop it.
+
+A load in a call of C code cannot be stopped. Its caller returns all the same.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
+import signal
 import threading
 
 import pytest
 import torch
 
-from gpu_runtime import LoadFailed
+from gpu_runtime import Busy, LoadFailed, StillInUse
 from gpu_runtime.serving.gateway import Gateway
 from tests.clock import until
 
@@ -33,9 +39,40 @@ class Endless:
             self.ended.set()
 
 
+class InC:
+    """A factory in a call of C code that ends only after `finish`, and that heeds no signal."""
+
+    def __init__(self):
+        self.at_size = (
+            False  # whether the call is also made when the factory is called for its size
+        )
+        self.began = threading.Event()
+        self.calls = 0
+        self._reading, self._writing = os.pipe()
+        self._read = ctypes.CDLL(None).read
+
+    def __call__(self):
+        if torch.get_default_device().type == "meta" and not self.at_size:
+            return torch.nn.Linear(8, 8)
+        self.calls += 1
+        self.began.set()
+        self._read(self._reading, ctypes.create_string_buffer(1), 1)
+        return torch.nn.Linear(8, 8)
+
+    def finish(self):
+        os.write(self._writing, b"x" * 100)  # for later calls too
+
+
 @pytest.fixture
 def endless():
     return Endless()
+
+
+@pytest.fixture
+def in_c():
+    made = InC()
+    yield made
+    made.finish()
 
 
 def failing(rt, errors, **options):
@@ -94,3 +131,109 @@ def test_a_load_that_has_ended_is_not_stopped_later(runtime):
     rt.preload("m", timeout=5)
     assert not rt._session.loads
     rt._stop_loads("too late")
+
+
+# -- calls of C code, which cannot be stopped
+
+
+def test_the_caller_of_a_load_in_c_code_returns_at_its_time_out(runtime, in_c):
+    """The bytes stay reserved until the call ends, because the load may still use them."""
+    rt = runtime()
+    rt.register("m", in_c)
+    with pytest.raises(
+        LoadFailed, match=r"m was not loaded: its time is over.*\n.*restart"
+    ) as late:
+        rt.preload("m", timeout=1)
+    assert "it is in __call__ (test_endless_loads.py, line" in str(late.value)
+    reserved = claims(rt)
+    assert any(reserved.values())
+    with pytest.raises(Busy, match="m is arriving, stopped .* ago .*has not ended"):
+        rt.preload("m", timeout=0.1)
+    assert claims(rt) == reserved and in_c.calls == 1
+    assert any("has not ended" in event.because for event in rt.why("m"))
+    in_c.finish()
+    until(lambda: not any(claims(rt).values()))
+    assert rt.preload("m").done and in_c.calls == 2
+
+
+def test_a_model_whose_stopped_load_has_not_ended_is_not_forgotten(runtime, in_c):
+    """`forget` waited for ever, also after a `load` of a new name that had failed."""
+    rt = runtime()
+    with pytest.raises(LoadFailed, match="its time is over"):
+        rt.load("m", in_c, timeout=1)
+    with pytest.raises(StillInUse, match="m cannot be freed: the load has not ended"):
+        rt.forget("m")
+    in_c.finish()
+    until(lambda: not any(claims(rt).values()))
+    rt.forget("m")
+
+
+def test_the_stop_button_ends_the_wait_for_a_load_in_c_code(runtime, in_c):
+    rt = runtime()
+    rt.register("m", in_c)
+
+    def press():
+        in_c.began.wait()
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=press).start()
+    with pytest.raises(KeyboardInterrupt) as interrupt:
+        rt.preload("m")
+    assert "the load has not ended: it is in __call__" in interrupt.value._render_traceback_()[0]
+    assert any(claims(rt).values())
+    in_c.finish()
+    until(lambda: not any(claims(rt).values()))
+
+
+def test_a_size_that_is_read_for_ever_ends_with_the_time_out(runtime, in_c):
+    """The source is read before the load, and may be on a network that is gone too."""
+    rt = runtime()
+    rt.register("m", in_c)
+    in_c.at_size = True
+    late = "its time is over .*, while its source was read.* it is in __call__"
+    with pytest.raises(LoadFailed, match=late):
+        rt.preload("m", timeout=1)
+    with pytest.raises(LoadFailed, match=late):
+        rt.load("new", in_c, timeout=1)
+    assert not any(claims(rt).values())
+    in_c.finish()
+    rt.preload("m")
+    rt.load("new", in_c)
+
+
+def test_a_load_that_another_request_waits_for_goes_on_after_its_caller_left(runtime, in_c):
+    rt, errors, others = runtime(), [], []
+    rt.register("m", in_c)
+    first = failing(rt, errors, timeout=1)
+    until(in_c.began.is_set)
+    second = failing(rt, others)
+    until(lambda: len(rt.status().tickets) == 1)
+    first.join()
+    assert isinstance(errors[0], Busy) and "still being loaded" in str(errors[0])
+    in_c.finish()
+    second.join()
+    assert others == [] and in_c.calls == 1 and rt.here("m")
+
+
+def test_a_load_is_stopped_when_its_last_caller_leaves(runtime, endless):
+    """The first caller left while another one waited; that one leaves later."""
+    rt, errors, others = runtime(), [], []
+    rt.register("m", endless)
+    first = failing(rt, errors, timeout=1)
+    until(endless.began.is_set)
+    second = failing(rt, others, timeout=5)
+    first.join()
+    second.join()
+    assert [type(errors[0]), type(others[0])] == [Busy, Busy]
+    until(endless.ended.is_set)
+    until(lambda: not any(claims(rt).values()))
+
+
+def test_a_runtime_closes_although_a_load_in_c_code_goes_on(runtime, in_c):
+    rt, errors = runtime(), []
+    rt.register("m", in_c)
+    thread = failing(rt, errors)
+    until(in_c.began.is_set)
+    rt.close()
+    thread.join()
+    assert "its runtime was closed" in str(errors[0])

@@ -19,7 +19,7 @@ from .names import process_name
 MOST = 500  # lines on the page: the newest events; the CSV file has all events
 KINDS = {  # kind -> mark, actions
     "grant": ("✓", ("granted", "loaded", "restored", "preload", "restore")),
-    "wait": ("◷", ("waiting", "refused")),
+    "wait": ("◷", ("waiting", "refused", "unfinished")),
     "evict": ("▼", ("offloaded", "unloaded", "moved", "stays", "misplaced")),
     "ended": ("○", ("released", "reaped", "lost", "left", "ended")),
     "operator": (
