@@ -65,6 +65,9 @@ class FleetModels:
     def _stop_loads(self, why: str) -> None:
         """Does nothing: the hosts load the models, for other servers too."""
 
+    def _leave_load(self, thread: int, why: str) -> None:
+        """Does nothing: see `_stop_loads`."""
+
     def look(self) -> None:
         """Reads the living hosts and the models that the fleet should hold. Counts the hosts of each model.
 

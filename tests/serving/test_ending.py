@@ -8,10 +8,13 @@ import json
 import os
 import signal
 import sys
+import threading
 from types import SimpleNamespace
 
+import psutil
 import pytest
 
+from gpu_runtime import Runtime
 from gpu_runtime.errors import BadDocument
 from gpu_runtime.serving import server
 from gpu_runtime.serving.requests import Refused
@@ -90,6 +93,74 @@ def test_sigterm_lets_running_answers_end_and_sighup_reads_the_tasks_again(tmp_p
         assert running.read().endswith(b"data: [DONE]\n\n")
         assert served.process.wait(clock.PATIENCE) == 0
         assert "ended in order" in served.output
+
+
+# A server whose model is in a load that hangs in C code: in a thread of the server, or in a process of the model's own,
+# which also ignores SIGTERM.
+STUCK_SERVER = """
+import ctypes, os, sys
+import gpu_runtime
+from gpu_runtime.backends.processes.model_processes import ProcessBackend
+from gpu_runtime.serving import server
+
+def hang(verb):
+    open("began", "w").close()
+    while True:
+        ctypes.CDLL(None).pause()
+
+rt = gpu_runtime.runtime()
+if sys.argv[2] == "process":
+    rt._session.backends["fake"] = ProcessBackend("fake", "sim:24GiB,host:64GiB", rt._session.probe)
+    rt.register("slow", backend="fake", size="1GiB", model_type="llm")
+else:
+    rt.register("slow", hang, backend="fake", size="1GiB", model_type="llm")
+try:
+    server.run(rt, port=int(sys.argv[1]))
+finally:
+    rt.close()
+print("ended in order")
+"""
+HANGS = """
+import ctypes, signal, sys
+
+if sys.orig_argv[2:3] == ["-m"] and "model_program" in sys.orig_argv[3]:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    open("began", "w").close()
+    while True:
+        ctypes.CDLL(None).pause()
+"""
+
+
+@pytest.mark.processes
+@pytest.mark.parametrize("where", ["thread", "process"])
+def test_sigterm_ends_a_server_whose_load_hangs(tmp_path, where):
+    """The server ended only at SIGKILL. No process and no lease remains."""
+    (tmp_path / "sitecustomize.py").write_text(HANGS)
+    port, ledger = free_port(), f"sqlite://{tmp_path / 'ledger'}"
+    environment = {
+        "GPU_CONSOLE_TOKEN": OPERATORS,
+        "GPU_CATALOG": str(tmp_path / "none"),
+        "GPU_DEVICES": "sim:24GiB,host:64GiB",
+        "GPU_LEDGER": ledger,
+        "GPU_SERVE_GRACE_SECONDS": "1",
+        "PYTHONPATH": str(tmp_path),
+    }
+    command = [sys.executable, "-c", STUCK_SERVER, str(port), where]
+    with serving(command, tmp_path, environment, port=port, path="/health") as served:
+        call = threading.Thread(target=lambda: statuses.append(post(port, CHAT).status))
+        statuses: list[int] = []
+        call.start()
+        clock.until((tmp_path / "began").exists)
+        children = psutil.Process(served.process.pid).children(recursive=True)
+        assert bool(children) == (where == "process")
+        os.kill(served.process.pid, signal.SIGTERM)
+        assert served.process.wait(clock.PATIENCE) == 0
+        assert "ended in order" in served.output
+        call.join()
+        assert statuses == [503]
+        clock.until(lambda: not any(child.is_running() for child in children))
+        with Runtime(ledger=ledger, devices=environment["GPU_DEVICES"]) as rt:
+            assert not list(rt.status().leases())
 
 
 def test_a_mistake_in_the_tasks_stops_the_server_at_its_start(tmp_path):

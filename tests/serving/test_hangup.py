@@ -1,10 +1,20 @@
-"""If a client disconnects before the first event of a stream, the model is released all the same."""
+"""If a client disconnects, its model is released, and a load that only this client needs is stopped."""
 
 from __future__ import annotations
 
 import asyncio
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import asynccontextmanager
+from typing import Any
 
-from tests.serving.harness import harness
+import pytest
+
+from gpu_runtime.serving.api import memory
+from gpu_runtime.serving.queue import model_hold
+from gpu_runtime.serving.queue.thread_stream import in_thread_until
+from gpu_runtime.serving.requests import Refused
+from tests.serving.harness import answer_text, harness, stream_text
 from tests.serving.loops import in_loop, until
 
 
@@ -28,3 +38,128 @@ async def test_a_stream_whose_client_left_before_the_first_event_is_closed():
 
         await sent({"type": "http"}, receive, send)
         assert k.gateway.state().running == {}
+
+
+# -- loads
+
+
+class Slow:
+    """The load of a fake model, which ends once `go` is set."""
+
+    def __init__(self) -> None:
+        self.go = threading.Event()
+        self.began = self.ended = 0
+
+    def __call__(self, verb: str) -> None:
+        self.began += 1
+        try:
+            while not self.go.wait(0.01):
+                pass
+        finally:
+            self.ended += 1
+
+
+@asynccontextmanager
+async def loading(monkeypatch, left_seconds: float, call: Callable[[Any], Awaitable[Any]]):
+    """A gateway, the load of `qwen`, and the task `call(gateway)` that began this load."""
+    monkeypatch.setattr(model_hold, "LEFT_SECONDS", left_seconds)
+    async with harness() as k:
+        load = Slow()
+        k.rt.register("qwen", load, backend="fake", size="1GiB", model_type="llm")
+        task = asyncio.ensure_future(call(k))
+        await until(lambda: load.began)
+        yield k, load, task
+        load.go.set()
+
+
+def claimed(k) -> int:
+    return sum(view.claimed_bytes for view in k.rt.status().devices)
+
+
+async def left(task: asyncio.Task[Any]) -> None:
+    task.cancel()
+    await asyncio.wait({task})
+
+
+@in_loop
+async def test_a_load_ends_when_its_only_caller_hangs_up(monkeypatch):
+    """It went on, and kept the card, although nobody waited for it."""
+    async with loading(monkeypatch, 0.0, lambda k: k.chat("qwen")) as (k, load, task):
+        await left(task)
+        await until(lambda: load.ended)
+        await until(lambda: not claimed(k))
+
+
+@in_loop
+async def test_a_load_ends_when_the_budget_of_its_only_caller_is_spent(monkeypatch):
+    call = lambda k: k.chat("qwen", x_budget=0.5)  # noqa: E731
+    async with loading(monkeypatch, 0.0, call) as (k, load, task):
+        with pytest.raises(Refused, match="did not answer within its budget"):
+            await task
+        await until(lambda: load.ended)
+        await until(lambda: not claimed(k))
+
+
+@in_loop
+async def test_a_load_goes_on_for_a_call_that_still_waits(monkeypatch):
+    async with loading(monkeypatch, 0.0, lambda k: k.chat("qwen")) as (k, load, task):
+        second = asyncio.ensure_future(k.chat("qwen"))
+        await until(lambda: k.gateway.state().waiting == {"qwen": 2})
+        await left(task)
+        load.go.set()
+        assert answer_text(await second) == "one two three"
+        assert load.began == 1
+
+
+@in_loop
+async def test_a_load_goes_on_for_another_request_of_the_process(monkeypatch):
+    """A preload waits in the ledger for the load of the call."""
+    async with loading(monkeypatch, 0.0, lambda k: k.chat("qwen")) as (k, load, task):
+        preload = asyncio.ensure_future(asyncio.to_thread(k.rt.preload, "qwen"))
+        await until(lambda: k.rt.status().tickets)
+        await left(task)
+        load.go.set()
+        assert (await preload).done and load.began == 1
+
+
+@in_loop
+async def test_a_client_that_tries_again_finds_its_load(monkeypatch):
+    """Else a client whose time-out is shorter than the load would begin it again and again."""
+    async with loading(monkeypatch, 3600.0, lambda k: k.chat("qwen")) as (k, load, task):
+        await left(task)
+        again = asyncio.ensure_future(k.chat("qwen", stream=True))
+        await until(lambda: k.gateway.state().waiting == {"qwen": 1})
+        load.go.set()
+        reply = await again
+        await until(lambda: k.pins() == {"qwen": 1})
+        assert await stream_text(reply) == "one two three"
+        await until(lambda: not k.pins())
+        assert load.began == 1
+
+
+@in_loop
+async def test_a_preload_over_http_ends_when_its_client_hangs_up(monkeypatch):
+    """The models after it in the request are not loaded either."""
+
+    def preload(k):
+        wanted = memory.Preload(models=[{"name": "qwen"}, {"name": "later"}])
+        return in_thread_until(lambda cancelled: memory.preload(k.rt, wanted, cancelled))
+
+    async with loading(monkeypatch, 0.0, preload) as (k, load, task):
+        k.rt.register("later", backend="fake", size="1GiB")
+        await left(task)
+        assert load.ended and not claimed(k)
+
+
+@in_loop
+async def test_a_preload_over_http_that_waits_for_room_ends_when_its_client_hangs_up(monkeypatch):
+    def preload(k):
+        wanted = memory.Preload(models=[{"name": "big"}])
+        return in_thread_until(lambda cancelled: memory.preload(k.rt, wanted, cancelled))
+
+    async with harness(qwen=20, big=20) as k:
+        with k.rt.use("qwen"):
+            task = asyncio.ensure_future(preload(k))
+            await until(lambda: k.rt.status().tickets)
+            await left(task)
+        assert not k.rt.status().tickets and not k.rt.here("big")

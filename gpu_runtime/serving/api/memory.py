@@ -8,10 +8,13 @@ figures are pure; `router` adds the paths.
 
 from __future__ import annotations
 
+from _thread import get_ident
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from threading import Lock
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Request
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, BeforeValidator, Field
 
@@ -29,8 +32,10 @@ from ...facts import (
     lease_title,
     of_notebook,
 )
+from ...threads import Cancellation
 from ...units import MIB
-from ..queue.thread_stream import in_thread
+from ..queue.thread_stream import in_thread_until
+from .openai import unless_gone
 from .strict_route import StrictRoute
 
 if TYPE_CHECKING:
@@ -39,7 +44,7 @@ if TYPE_CHECKING:
 ModelType = Literal["llm", "embedding", "reranker", "vision", "diffusion", "other"]
 TYPES: tuple[str, ...] = ModelType.__args__  # type: ignore[attr-defined]
 MAX_ROWS = 1000
-PRELOAD_SECONDS = 60.0  # the longest wait of one model for its memory
+PRELOAD_SECONDS = 600.0  # the longest wait of one model for its memory, and the load, together
 
 
 def _lower(word: Any) -> Any:
@@ -309,26 +314,43 @@ def _ids(leases: Iterable[Lease]) -> list[LeaseId]:
     return [LeaseId(lease.owner, lease.name) for lease in leases]
 
 
-def preload(rt: Any, wanted: Preload) -> dict[str, Any]:
+def preload(rt: Any, wanted: Preload, cancelled: Cancellation | None = None) -> dict[str, Any]:
     """Loads each model in `wanted` with the runtime `rt`, and returns the answer to `POST /memory/preload`.
 
     The answer has for each model whether it was loaded and, if known, the reason why it was not. A model of another
-    type or quantization than the wanted one is not loaded. Blocks until all models are loaded.
+    type or quantization than the wanted one is not loaded. Blocks until all models are loaded, or `cancelled` is set.
     """
-    results = {}
-    errors = {}
-    for model in wanted.models:
-        name = f"{model.model_type}:{model.name}:{model.quantization}"
-        try:
-            other = _difference(model, rt.spec(model.name))
-            if other:
+    thread, guard = get_ident(), Lock()
+    cancelled = cancelled or Cancellation()
+    results: dict[str, bool] = {}
+    errors: dict[str, str] = {}
+    waits = True
+
+    def leave() -> None:
+        """Ends the wait or the load of this thread, which does other work later."""
+        with guard:
+            if waits:
+                rt._leave_load(thread, "its caller has left")
+
+    cancelled.then(leave)
+    try:
+        for model in wanted.models:
+            if cancelled.is_set():
+                break
+            name = f"{model.model_type}:{model.name}:{model.quantization}"
+            try:
+                other = _difference(model, rt.spec(model.name))
+                if other:
+                    results[name] = False
+                    errors[name] = other
+                    continue
+                results[name] = rt.preload(model.name, timeout=PRELOAD_SECONDS).done
+            except GpuError as error:
                 results[name] = False
-                errors[name] = other
-                continue
-            results[name] = rt.preload(model.name, timeout=PRELOAD_SECONDS).done
-        except GpuError as error:
-            results[name] = False
-            errors[name] = " ".join(str(error).split())
+                errors[name] = " ".join(str(error).split())
+    finally:
+        with guard:
+            waits = False
     return {"results": results, **({"errors": errors} if errors else {})}
 
 
@@ -394,14 +416,17 @@ def _add_reads(routes: APIRouter, rt: Any) -> None:
 
 
 def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
-    async def act_as(actor: str, work: Callable[[], Any]) -> Any:
-        """Runs `work` in a thread, and returns its result. The journal names `actor` as the cause."""
+    async def act_until(actor: str, work: Callable[[Cancellation], Any]) -> Any:
+        """Runs `work(cancelled)` in a thread, and returns its result. The journal names `actor` as the cause."""
 
-        def act() -> Any:
+        def act(cancelled: Cancellation) -> Any:
             with rt.on_behalf_of(f"{actor}, HTTP"):
-                return work()
+                return work(cancelled)
 
-        return await in_thread(act)
+        return await in_thread_until(act)
+
+    async def act_as(actor: str, work: Callable[[], Any]) -> Any:
+        return await act_until(actor, lambda _: work())
 
     @routes.post("/defragment")
     async def post_defragment(actor: str = acts) -> dict[str, Any]:
@@ -433,9 +458,9 @@ def _add_actions(routes: APIRouter, rt: Any, acts: Any) -> None:
         return JSONResponse({"status": "cancelled", "detail": outcome.because})
 
     @routes.post("/preload")
-    async def post_preload(wanted: Preload, actor: str = acts) -> dict[str, Any]:
-        """Loads models before they are needed."""
-        return await act_as(actor, lambda: preload(rt, wanted))
+    async def post_preload(request: Request, wanted: Preload, actor: str = acts) -> dict[str, Any]:
+        """Loads models before they are needed. If the client leaves, a load that only it needs is stopped."""
+        return await unless_gone(request, act_until(actor, partial(preload, rt, wanted)))
 
 
 def _name_in_key(text: str) -> str:

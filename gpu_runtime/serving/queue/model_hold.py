@@ -13,6 +13,7 @@ import contextlib
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 from weakref import WeakSet
 
@@ -24,6 +25,9 @@ if TYPE_CHECKING:
 
 
 LIBRARIES = ("torch", "transformers", "llama_cpp")  # imported by the first load that needs them
+# A load goes on so long after its last call has left. A client whose time-out is shorter than the load finds it
+# again, and a client that has ended does not keep the card.
+LEFT_SECONDS = 5.0
 CLOSING_SECONDS = 10.0  # the longest wait until the threads of released holds have ended
 
 
@@ -48,7 +52,12 @@ class Hold:
         self.because = ""  # why its request waits
         self.waits_for: frozenset[str] = frozenset()  # models of this process that block it
         self._loop = loop
+        self.thread = 0  # the thread that brings the model to its device
         self._release = threading.Event()
+        self._ending = threading.Lock()
+        self._over = False  # whether the thread has ended the pin, or nothing may keep its load
+        self._late: asyncio.TimerHandle | None = None  # when the load of a released hold is stopped
+        self.stop_load: Callable[[int], None] | None = None  # stops the load of a thread
         self._block: Any = None  # the `with` block of a pin that has no thread
 
     def pin_if_here(self, block: Any) -> bool:
@@ -65,13 +74,36 @@ class Hold:
     def release(self) -> None:
         """Ends the pin, or the wait for the pin.
 
-        A load that has begun is completed, and the model then stays on its device unpinned.
+        A load that has begun goes on for LEFT_SECONDS; see `keep_again`.
         """
         self._release.set()
+        if self.stop_load is not None and not self.ready.done():
+            self._late = self._loop.call_later(LEFT_SECONDS, self._stop_unless_kept)
         block, self._block = self._block, None
         if block is not None:
             block.__exit__(None, None, None)
             self.ended.set_result(None)
+
+    def _stop_unless_kept(self) -> None:
+        """Stops the load if no call has kept this hold since `release`. From now on none can keep it."""
+        with self._ending:
+            unwanted = self.released and not self._over and not self.ready.done()
+            self._over = self._over or unwanted
+            if unwanted and self.stop_load is not None:
+                self.stop_load(self.thread)  # the thread cannot leave this hold meanwhile
+
+    def keep_again(self) -> bool:
+        """Undoes `release` for a new call, while the load of a call that has left goes on.
+
+        Returns whether this hold is kept.
+        """
+        with self._ending:
+            if self._over or not self.released or self.waits or self.ready.done():
+                return False
+            self._release.clear()
+        if self._late is not None:
+            self._late.cancel()
+        return True
 
     @property
     def released(self) -> bool:
@@ -80,7 +112,19 @@ class Hold:
 
     def wait_until_released(self) -> None:
         """Blocks until `release` is called."""
-        self._release.wait()
+        while not self.ends_now():
+            self._release.wait()
+
+    def leave(self) -> None:
+        """The thread leaves this hold, and may do other work from now on."""
+        with self._ending:
+            self._over = True
+
+    def ends_now(self) -> bool:
+        """Whether this hold is released. If it is, `keep_again` keeps it no more."""
+        with self._ending:
+            self._over = self._over or self.released
+        return self._over
 
     def call_in_loop(self, function: Callable[[], None]) -> None:
         """Runs `function` in the event loop of this hold. Does nothing if the loop is closed."""
@@ -142,7 +186,11 @@ class Holds:
 
     def take(self, model: str, importance: int) -> Hold:
         """Begins to pin `model` for a call of this `importance`, and returns the hold at once."""
+        for hold in list(self._holds):
+            if hold.model == model and hold.keep_again():
+                return hold
         hold = Hold(model, importance, asyncio.get_running_loop())
+        hold.stop_load = partial(self._rt._leave_load, why="all its callers have left")
         self._holds.add(hold)
         if self._rt.here(model):
             use = self._rt.use(model, importance=importance)
@@ -171,6 +219,7 @@ class Holds:
     def _run(self, hold: Hold) -> None:
         thread = _thread.get_ident()
         self._by_thread[thread] = hold
+        hold.thread = thread
         try:
             was_here = self._rt.here(hold.model)
             imported = _imported()
@@ -188,6 +237,7 @@ class Holds:
         except BaseException as error:  # noqa: BLE001 - raised where the call waits
             hold.settle(hold.ready, None, error)
         finally:
+            hold.leave()
             self._by_thread.pop(thread, None)
             hold.settle(hold.ended, None)
 
@@ -214,7 +264,7 @@ class Holds:
         if wait is None:
             self._note_wait(hold, False, frozenset())
             return
-        if hold.released:
+        if hold.ends_now():
             raise _Released
         hold.began = self._clock()  # the memory is not granted yet, so the load has not begun
         prefix = self._own_prefix
