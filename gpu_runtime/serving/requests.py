@@ -301,10 +301,8 @@ def _texts(body: Mapping[str, Any], name: str, most: int) -> list[str | list[int
     if isinstance(given, list) and 0 < len(given) <= most:
         if all(isinstance(text, str) for text in given) or all(map(_is_tokens, given)):
             return list(given)
-    expected = (
-        f"text that is not empty, or a list of 1 to {most} texts, or of lists of token numbers"
-    )
-    raise bad(name, given, expected)
+    text = "text" if name == "prompt" else "text that is not empty"
+    raise bad(name, given, f"{text}, or a list of 1 to {most} texts, or of lists of token numbers")
 
 
 def _is_tokens(value: Any) -> bool:
