@@ -39,11 +39,12 @@ from .evictable import (
     eviction_step,
     needs_host_room,
     reason_to_stay,
-    warm_pool_victims,
+    warm,
     why_not_moved,
 )
 from .eviction_policy import lru
 from .transitions import note
+from .victims import victims
 
 ASKS = ("evict", "shed", "restore", "preload", "move", "pin", "unpin", "defrag", "who", "cancel")
 DISK = "disk"  # the place of a request to evict a model that should not stay in host memory either
@@ -299,16 +300,8 @@ def host_victims(book: Book, lease: Lease, host_room: int, world: World) -> tupl
     """
     if not (lease.movable and world.rules.offload):
         return ()
-    victims = warm_pool_victims(
-        book,
-        lease.offload_bytes - host_room,
-        world,
-        lru,
-        asker=lease.owner,
-        importance=PERSON,
-        owner=lease.owner,
-    )
-    return victims or ()
+    pool = warm(book, world, asker=lease.owner, importance=PERSON, owner=lease.owner)
+    return victims({HOST: lease.offload_bytes - host_room}, pool, world, lru) or ()
 
 
 def wish(verb: str, name: str) -> str:

@@ -267,75 +267,28 @@ def warm(
     return found
 
 
-def warm_pool_victims(
-    book: Book,
-    shortage: int,
-    world: World,
-    rank: Policy,
-    *,
-    asker: str,
-    importance: int,
-    owner: str = "",
-    wanted: str = "",
-) -> tuple[Lease, ...] | None:
-    """Leases to unload to free `shortage` bytes of host memory; None if even all are not enough.
-
-    `rank` is the policy that orders the victims. All other parameters are as in `warm`.
-    """
-    if shortage <= 0:
-        return ()
-    pool = warm(
-        book,
-        world,
-        asker=asker,
-        importance=importance,
-        owner=owner,
-        wanted=wanted,
-    )
-    return victims({HOST: shortage}, pool, world, rank)
-
-
 def worth_less(
-    book: Book,
-    lease: Lease,
-    host_room: int,
-    world: World,
-    rank: Policy,
-    *,
-    asker: str,
-    importance: int,
-    owner: str = "",
-    wanted: str = "",
+    pool: Iterable[Lease], lease: Lease, host_room: int, world: World, rank: Policy
 ) -> tuple[Lease, ...]:
-    """Leases to unload from host memory so that `lease` fits into it.
+    """The leases of `pool` to unload from host memory so that `lease` fits into it.
 
     Each returned lease has a lower `worth` in host memory than `lease` would have. The result is
     empty if such leases cannot make the room. If `lease` has a target, only the bytes in the target
-    must fit. `host_room` is the host's free bytes. All other parameters are as in `warm`.
+    must fit. `host_room` is the host's free bytes. `pool` is the result of `warm`.
     """
     shortage = lease.offload_bytes - host_room
     fits_alone = lease.leaving_bytes <= world.limits.get(HOST, 0)
     if shortage <= 0 or not fits_alone or lease.on_host or not can_move(lease, world):
         return ()
-    moved = replace(lease, shares=(Share(HOST, lease.own_bytes),), target=(), filled=())
-    own_worth = worth(moved, world, rank)
-    pool = []
-    able = warm(
-        book,
-        world,
-        asker=asker,
-        importance=importance,
-        owner=owner,
-        wanted=wanted,
-    )
-    for other in able:
-        if other.id == lease.id:
-            continue
+
+    def worth_there(one: Lease) -> tuple[int, int, float]:
         # A lease in parts is a load from its source away once it is unloaded, like one in host memory.
-        there = replace(other, shares=(Share(HOST, other.own_bytes),), target=(), filled=())
-        if worth(there, world, rank) < own_worth:
-            pool.append(other)
-    return victims({HOST: shortage}, pool, world, rank) or ()
+        there = replace(one, shares=(Share(HOST, one.own_bytes),), target=(), filled=())
+        return worth(there, world, rank)
+
+    own = worth_there(lease)
+    less = [other for other in pool if other.id != lease.id and worth_there(other) < own]
+    return victims({HOST: shortage}, less, world, rank) or ()
 
 
 def largest_fitting_set(leases: Iterable[Lease], host_bytes: int) -> tuple[Lease, ...]:

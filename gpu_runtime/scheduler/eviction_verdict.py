@@ -27,7 +27,7 @@ from ..facts import (
 from ..units import show_bytes, show_seconds
 from . import shadows
 from .context import Context
-from .evictable import copied_bytes, eviction_step, leaves_in_words, mark_leaving, worth_less
+from .evictable import copied_bytes, eviction_step, leaves_in_words, mark_leaving, warm, worth_less
 from .eviction import Way
 
 LOOK_AGAIN_SECONDS = 0.1  # until the next try, if a driver is about to free a dead process's memory
@@ -221,19 +221,19 @@ class _Eviction:
         The result is empty if the leases that are worth less are too few, or if one of their owners
         does not answer.
         """
-        asker = self.request.lease.owner
-        if lease.owner != asker:  # the owner that is recalled chooses what it unloads for its lease
+        wanted = self.request.lease
+        if (
+            lease.owner != wanted.owner
+        ):  # the owner that is recalled chooses what it unloads for its lease
             return ()
-        less = worth_less(
+        pool = warm(
             self.book,
-            lease,
-            host_room,
             self.world,
-            self.rank,
-            asker=asker,
-            importance=self.request.lease.importance,
-            wanted=self.request.lease.id,
+            asker=wanted.owner,
+            importance=wanted.importance,
+            wanted=wanted.id,
         )
+        less = worth_less(pool, lease, host_room, self.world, self.rank)
         return () if any([other.id in self.context.silent for other in less]) else less
 
     def _recall(self, lease: Lease, described: str) -> None:

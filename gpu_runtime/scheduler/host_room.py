@@ -9,9 +9,9 @@ from __future__ import annotations
 from ..facts import HOST, Lease, Policy
 from . import shadows
 from .context import Context
-from .evictable import warm, warm_pool_victims
+from .evictable import warm
 from .stuck import host_bytes_to_be_had
-from .victims import precious_bytes
+from .victims import precious_bytes, victims
 
 
 def may_be_loaded_again(context: Context) -> bool:
@@ -32,15 +32,12 @@ def warm_pool_bytes(context: Context, wanted: str) -> int:
 
     The lease with the id `wanted` stays.
     """
-    lease = context.request.lease
-    pool = warm(
-        context.book,
-        context.world,
-        asker=lease.owner,
-        importance=lease.importance,
-        wanted=wanted,
-    )
-    return sum([lease.bytes_on(HOST) for lease in pool])
+    return sum([lease.bytes_on(HOST) for lease in _warm(context, wanted)])
+
+
+def _warm(context: Context, wanted: str) -> list[Lease]:
+    lease, book, world = context.request.lease, context.book, context.world
+    return warm(book, world, asker=lease.owner, importance=lease.importance, wanted=wanted)
 
 
 def leaving_the_host(
@@ -65,15 +62,7 @@ def leaving_the_host(
 
     def unload(shortage: int) -> tuple[Lease, ...] | None:
         """The leases to unload for `shortage` bytes of host memory; None if they are too few."""
-        return warm_pool_victims(
-            context.book,
-            shortage,
-            context.world,
-            rank,
-            asker=context.request.lease.owner,
-            importance=context.request.lease.importance,
-            wanted=wanted,
-        )
+        return victims({HOST: shortage}, _warm(context, wanted), context.world, rank)
 
     unloaded = unload(shortage)
     if unloaded is None:

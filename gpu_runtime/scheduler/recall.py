@@ -47,6 +47,7 @@ from .evictable import (
     eviction_step,
     mark_leaving,
     reason_to_stay,
+    warm,
     worth_less,
 )
 from .eviction_policy import lru
@@ -263,7 +264,7 @@ def _steps_for(
         return alone
     because = f"The warm pool is full; {because}"
     freed = [shadows.shed(other, because, reason, by) for other in found[0]]
-    return (*freed, *[Drop(warm.id, warm.shares, because, reason, by) for warm in found[1]])
+    return (*freed, *[Drop(one.id, one.shares, because, reason, by) for one in found[1]])
 
 
 def _only_host_memory_is_needed(lease: Lease, ticket: Ticket) -> bool:
@@ -336,16 +337,8 @@ def _unloaded_for(
     if step is None:
         return partial(host_victims, book, lease, world=world)
     importance = PERSON if person else lease.importance
-    return partial(
-        worth_less,
-        book,
-        lease,
-        world=world,
-        rank=rank,
-        asker=lease.owner,
-        importance=importance,
-        owner=lease.owner,
-    )
+    pool = warm(book, world, asker=lease.owner, importance=importance, owner=lease.owner)
+    return partial(worth_less, pool, lease, world=world, rank=rank)
 
 
 def _shed_for(book: Book, lease: Lease, ticket: Ticket, asker: Asker) -> list[Shed]:
