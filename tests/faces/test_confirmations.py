@@ -10,9 +10,12 @@ from types import SimpleNamespace
 import pytest
 from gpu_panels.acting import attempt
 from gpu_panels.data.confirmations import Proposal, changed, propose, question
+from hypothesis import given
+from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.facts import Declared, LeaseId, Outcome, Phase, Presence, ProcessState
+from gpu_runtime.facts import Declared, LeaseId, Outcome, Phase, Presence, ProcessState, Share
+from gpu_runtime.units import GIB, show_bytes
 
 from .samples import BOB, HOST, ME, NOW, drained, lease, snapshot
 
@@ -176,14 +179,40 @@ def test_unpin_and_evict_is_one_step_whose_question_says_both():
     assert text.confirm == "Unpin and evict, freeing 14.0 GiB"
 
 
-def test_the_question_of_a_drain_counts_what_leaves():
-    """Only idle models leave at once. A pinned model and a model in use stay."""
-    seen = snapshot(lease("qwen", 14), lease("llama", 2, pins=1), lease("gemma", 1, keep=True))
-    text = question(propose("drain", "/sim:0", seen), seen)
-    assert text.title == "Drain sim:0?" and text.grave
-    assert "1 idle model with 14.0 GiB leave now." in text.lines[1]
-    text = question(propose("evict_idle", "/sim:0", seen), seen)
-    assert text.confirm == "Evict, freeing 14.0 GiB"
+STATES = {
+    "idle": {},
+    "in use": {"pins": 1},
+    "pinned": {"keep": True},
+    "leaving": {"phase": Phase.LEAVING},
+}
+
+
+@given(
+    st.lists(
+        st.tuples(
+            st.sampled_from([*STATES]), st.sampled_from((0, 1, 20)), st.sampled_from((0, 1, 20))
+        ),
+        max_size=3,
+    )
+)
+def test_the_question_for_a_card_promises_what_idle_models_free_on_that_card(models):
+    """A model on two cards frees only a part on each. A pinned model and a model in use stay."""
+    leases = [
+        replace(
+            lease(f"m{n}", 0, **STATES[state]),
+            shares=(Share("sim:0", first * GIB), Share("sim:1", second * GIB)),
+        )
+        for n, (state, first, second) in enumerate(models)
+    ]
+    seen = snapshot(*leases, cards=2, gib=80)
+    for card, column in (("sim:0", 1), ("sim:1", 2)):
+        idle = [model[column] for model in models if model[0] == "idle" and model[column]]
+        count = f"{len(idle)} idle model{'' if len(idle) == 1 else 's'}"
+        size = show_bytes(sum(idle) * GIB)
+        text = question(propose("evict_idle", f"/{card}", seen), seen)
+        assert text.confirm == f"Evict, freeing {size}" and count in text.lines[0]
+        text = question(propose("drain", f"/{card}", seen), seen)
+        assert text.grave and f"{count} with {size} leave now." in text.lines[1]
 
 
 @pytest.mark.parametrize(

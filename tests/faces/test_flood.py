@@ -11,6 +11,7 @@ import socket
 import subprocess
 import sys
 import threading
+from unittest.mock import Mock
 
 import pytest
 from tornado.httpserver import HTTPServer
@@ -18,7 +19,7 @@ from tornado.netutil import bind_sockets
 from tornado.web import Application, RequestHandler
 
 from gpu_runtime.web import connections
-from gpu_runtime.web.auth import AccessRules, GuessLimiter
+from gpu_runtime.web.auth import OPERATOR, AccessRules, GuessLimiter
 from gpu_runtime.web.connections import Connections, PerStranger, stranger_of
 from gpu_runtime.web.gate import Gate, install
 from gpu_runtime.web.http_server import LINES_AT_ONCE, LineLimit
@@ -118,11 +119,16 @@ class Small:
         self.connections = self.gate.connections = Connections(self.http)
         self.port = listening.getsockname()[1]
 
-    async def ask(self, token: str = "") -> tuple[bytes, asyncio.StreamWriter]:
-        """Sends a request. Returns the first line of the answer, and the connection, which stays
-        open.
+    async def ask(self, token: str = "", times: int = 1) -> tuple[bytes, asyncio.StreamWriter]:
+        """Sends a request, several times if it is admitted. Returns the first line of the last
+        answer, and the connection, which stays open.
         """
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        for _ in range(times - 1):
+            writer.write(
+                f"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
+            )
+            await reader.readuntil(b"hello")
         writer.write(f"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
         return await reader.readline(), writer
 
@@ -151,11 +157,11 @@ def listening() -> socket.socket:
 
 @in_loop
 async def test_a_stranger_may_have_few_connections_until_one_is_admitted(as_strangers):
-    """Only connections without an admitted request count. A place becomes free when its connection
+    """Only connections without an admitted request count. A place becomes free once, when its connection
     is admitted or ends.
     """
     small = Small(listening())
-    opened = [await small.ask(OPERATORS) for _ in range(5)]
+    opened = [await small.ask(OPERATORS, times=2) for _ in range(5)]
     assert {line for line, _ in opened} == {b"HTTP/1.1 200 OK\r\n"} and len(small.connections) == 5
     waiting = [(await asyncio.open_connection("127.0.0.1", small.port))[1] for _ in range(3)]
     await until(lambda: len(small.connections) == 8)
@@ -275,14 +281,29 @@ def test_an_address_elsewhere_is_a_stranger_and_an_ipv6_network_is_one():
             assert stranger_of(unconnected, (host, 5, 0, 0)) == "2001:db8::/64"
 
 
-def test_each_stranger_has_a_limit_of_its_own_and_few_are_remembered():
+def test_each_stranger_has_a_limit_of_its_own_and_the_last_ones_are_remembered():
+    """A stranger that goes on guessing is not forgotten because others come."""
     now = 0.0
     limits = PerStranger(lambda: GuessLimiter(lambda: now), most=2)
-    for _ in range(20):
-        limits.of("uid 1").count()
-    assert limits.of("uid 1").wait_seconds() is None and limits.of("uid 2").wait_seconds() == 0.0
-    limits.of("uid 3")
-    assert len(limits._values) == 2
+    for stranger in ("uid 1", "uid 2"):
+        for _ in range(20):
+            limits.of(stranger).count()
+    assert limits.of("uid 1").wait_seconds() is None
+    assert limits.of("uid 3").wait_seconds() == 0.0
+    assert limits.of("uid 1").wait_seconds() is None, "it was used later than uid 2"
+    assert limits.of("uid 2").wait_seconds() == 0.0, "only two are remembered"
+
+
+def test_a_guess_that_is_not_checked_does_not_count():
+    """A flood ends with its last checked guess. It locks nobody out for longer than it lasts."""
+    now = [0.0]
+    gate = install(Application([]), AccessRules("ann", operator_token=OPERATORS))
+    gate.guesses = PerStranger(lambda: GuessLimiter(lambda: now[0]))
+    request = Mock()
+    waits = [gate.try_token(request, "wrong")[1] for _ in range(1000)]
+    now[0] = 60.0
+    assert waits[-1] is None and gate.try_token(request, "wrong") == (None, 0.0)
+    assert gate.try_token(request, OPERATORS) == (OPERATOR, 0.0)
 
 
 def test_a_flood_of_lines_is_left_out_of_the_log_and_counted():

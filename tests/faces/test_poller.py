@@ -179,7 +179,7 @@ def test_data_that_no_session_requests_is_not_fetched_and_is_forgotten(poller, c
 
 
 def test_a_failed_fetch_is_reported_and_the_last_value_stays(poller, clock):
-    answers = iter([7, OSError("no such file")])
+    answers = iter([7, OSError("no such file"), 8])
 
     def fetch(rt):
         answer = next(answers)
@@ -192,6 +192,9 @@ def test_a_failed_fetch_is_reported_and_the_last_value_stays(poller, clock):
         poller.poll()
     assert poller.latest("x", fetch, every=5.0) == 7
     assert (poller.result.missing, poller.result.error) == ("no such file", "")
+    clock.now = 10.0
+    poller.poll()
+    assert poller.result.missing == "" and poller.latest("x", fetch, every=5.0) == 8
 
 
 def test_a_value_is_computed_once_for_all_sessions(poller):
@@ -201,11 +204,15 @@ def test_a_value_is_computed_once_for_all_sessions(poller):
     assert len(made) == 2
 
 
-def test_it_polls_only_while_a_session_is_open(rt):
-    """One thread serves twenty sessions. It does not poll when no session is open."""
+def test_it_polls_only_while_a_session_is_open(rt, monkeypatch):
+    """One thread serves twenty sessions. The last one that leaves wakes it, and it ends."""
+    monkeypatch.setattr(pollers, "POLL_SECONDS", threading.TIMEOUT_MAX)
     running = []
     poller = Poller(
-        rt, start=lambda work: running.append(threading.Thread(target=work)) or running[-1].start()
+        rt,
+        start=lambda work: (
+            running.append(threading.Thread(target=work, daemon=True)) or running[-1].start()
+        ),
     )
     sessions = [Session() for _ in range(20)]
     for session in sessions:

@@ -9,14 +9,18 @@ import time
 
 import pytest
 from gpu.waiting import Line, OthersWait, WaitLine, sentence
+from hypothesis import given
+from hypothesis import strategies as st
 
 import gpu_runtime
 from gpu_runtime import Busy, LoadFailed, Runtime, verbs
-from gpu_runtime.facts import Candidate, Share, Wait
+from gpu_runtime.facts import Candidate, Share, Ticket, Wait
 from gpu_runtime.owner.arrivals import LOADING, RESTORING, Arrival
 from gpu_runtime.rendering import progress
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
+
+from . import samples
 
 WAIT = Wait(
     "llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min",
@@ -141,7 +145,9 @@ def test_a_wait_that_is_begun_again_goes_on_counting(line, now, shown):
 
 
 def test_the_wait_of_another_model_is_not_added(line, now, shown):
+    wait(line, now, "kernel", 3.0)
     wait(line, now, "llama", 12.0)
+    assert shown[-2].startswith("You have waited 12 s for llama")
     arrive(line, "qwen", 700.0)
     assert shown[-1].startswith("qwen: loaded in 12 min")
 
@@ -244,6 +250,23 @@ def test_the_holder_hears_once_that_another_process_waits(runtimes):
         r"llama holds 14.0 GiB there. To let it in:  %gpu evict llama",
         line,
     )
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from((4.9, 5.0))), max_size=8)
+)
+def test_a_notebook_hears_once_of_each_request_of_another_and_never_of_its_own(looks):
+    others, due = OthersWait(), set()
+    for own, number, waited in looks:
+        by = samples.ME if own else samples.BOB
+        need = (Share("sim:0", GIB),)
+        one = Ticket(
+            f"{own}{number}", by.id, "use", "llama", samples.NOW - waited, samples.NOW, need=need
+        )
+        seen = samples.snapshot(samples.lease("qwen", 14), tickets=[one])
+        assert bool(others.news(seen)) == (not own and waited >= 5.0 and one.key not in due)
+        if not own and waited >= 5.0:
+            due.add(one.key)
 
 
 @pytest.mark.parametrize(("gpu_progress_seconds", "lines"), [("0s", 1), ("10m", 0)])
