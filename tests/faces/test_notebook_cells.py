@@ -4,6 +4,7 @@ program that runs it.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import subprocess
@@ -11,10 +12,14 @@ import sys
 from types import SimpleNamespace
 
 import pytest
+import zmq
 from gpu import look_ahead
-from gpu.cell_queue import WaitingCell
+from gpu.cell_queue import CellQueue, WaitingCell
 from gpu.look_ahead import CellSchedule
 from gpu.notebook_cells import FileCell, Position, code_cells, notebook_file
+from hypothesis import given
+from hypothesis import strategies as st
+from jupyter_client.session import Session
 
 CELLS = [FileCell(f"id{n}", f"x = {n}") for n in range(4)]
 
@@ -120,3 +125,68 @@ def test_a_cell_that_begins_now_loads_its_own_models(monkeypatch):
     assert read() == [("a", True), ("b", False)]
     schedule.before_cell(SimpleNamespace(raw_cell="rt.use('a')"))
     assert read() == [("a", True), ("b", False)]
+
+
+class Kernel:
+    """The parts of a kernel that CellQueue reads. With ipykernel 7 a thread receives the messages."""
+
+    def __init__(self, version: int) -> None:
+        self.session, self.queued, self.current = Session(key=b"k"), [], ""
+        self.shell_stream = self
+        if version == 7:
+            self.shell_channel_thread = SimpleNamespace(io_loop=self)
+            self.shell_channel_thread_main = self._receive
+        else:
+            self.msg_queue = SimpleNamespace(_queue=self.queued)
+
+    async def _receive(self, message) -> None:
+        """ipykernel's own receiver."""
+
+    def receiving(self) -> bool:
+        return True
+
+    def on_recv(self, receiver, copy) -> None:
+        self.receiver = receiver
+
+    def add_callback(self, act) -> None:
+        act()
+
+    def flush(self, flag) -> None:
+        """All messages are in the queue already."""
+
+    def get_parent(self, channel):
+        return {"header": {"msg_id": self.current}}
+
+    def arrive(self, code: str) -> str:
+        request = self.session.msg("execute_request", {"code": code})
+        frames = [zmq.Frame(part) for part in self.session.serialize(request)]
+        self.queued.append((0, 0, (frames,)))
+        if hasattr(self, "shell_channel_thread"):
+            asyncio.run(self.receiver(frames))
+        return request["header"]["msg_id"]
+
+
+@pytest.mark.parametrize("version", [6, 7])
+@given(deeds=st.lists(st.sampled_from(["arrives", "begins", "fails", "is aborted"]), max_size=12))
+def test_the_cells_that_wait_are_those_that_have_arrived_and_not_begun(version, deeds):
+    """A cell that fails aborts all that wait. ipykernel 6 shows its queue only when a cell begins."""
+    kernel = Kernel(version)
+    queue, waiting = CellQueue(kernel, lambda: None), []
+    for number, deed in enumerate(deeds):
+        if deed == "arrives":
+            waiting.append(kernel.arrive(f"x = {number}"))
+        elif deed == "begins" and waiting:
+            kernel.current = waiting.pop(0)
+            kernel.queued.pop(0)
+            queue.began()
+        elif deed == "is aborted" and waiting and version == 6:  # by a message to the kernel
+            waiting.pop()
+            kernel.queued.pop()
+        elif deed == "fails":
+            waiting.clear()
+            kernel.queued.clear()
+            queue.failed()
+        else:
+            continue
+        if version == 7 or deed in ("begins", "fails"):
+            assert [cell.id for cell in queue.waiting()] == waiting
