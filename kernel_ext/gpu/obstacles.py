@@ -45,6 +45,7 @@ PENDING = datetime.timedelta(
 WAIT = threading.Condition.wait.__code__
 RUN_FOREVER = asyncio.BaseEventLoop.run_forever.__code__
 MOST_OBJECTS = 20_000  # the nearest objects that a thread or a callback refers to; 20 ms
+UNKNOWN = object()  # stands for the objects that were not examined
 _PLAIN = (str, bytes, bytearray, int, float, complex, bool, type(None), ModuleType, CodeType)
 
 
@@ -98,7 +99,11 @@ def why_not_timers(own: Own | None = None) -> str:
             handler = signal.getsignal(getattr(signal, number))
             return f"a timer is armed (signal.{name}, which calls {_described(handler)})"
     found = users(gc.callbacks, own or Own())
-    return f"each garbage collection calls {_described(found)} (gc.callbacks)" if found else ""
+    return (
+        f"each garbage collection calls {_described(found)} (gc.callbacks)"
+        if found is not None
+        else ""
+    )
 
 
 # -- the kernel's own ------------------------------------------------------------------------------
@@ -181,7 +186,7 @@ class Own:
     def described(self, stranger: Any) -> str:
         """What the function `stranger` is, and which code of the user it calls."""
         target = users([stranger], self)
-        if target is None or target is stranger:
+        if target is None or target is UNKNOWN or target is stranger:
             return _described(stranger)
         return f"{_described(stranger)}, which calls {_described(target)}"
 
@@ -476,6 +481,7 @@ def _named(ident: int, frames: list[FrameType], found: Any = None) -> str:
 def users(roots: Iterable[Any], own: Own) -> Any:
     """The nearest object of the user's that the objects `roots` refer to, or None.
 
+    If they refer to more than MOST_OBJECTS objects, and none of the nearest is the user's, this is UNKNOWN.
     Such an object is a function, a class or a frame whose code is in no installed package, or a tensor of torch.
     """
     torch = sys.modules.get("torch")
@@ -509,7 +515,7 @@ def users(roots: Iterable[Any], own: Own) -> Any:
             return kind
         else:
             waiting += gc.get_referents(value)
-    return None
+    return UNKNOWN if waiting else None
 
 
 def _code(value: Any) -> CodeType | None:
@@ -547,6 +553,8 @@ def _installed_folders(path: tuple[str, ...]) -> tuple[str, ...]:
 
 def _described(value: Any) -> str:
     """What kind of thing `value` is, and its name, such as `the function __main__.step`."""
+    if value is UNKNOWN:
+        return f"more than {MOST_OBJECTS:,} objects, so code of the user may be among them"
     if isinstance(value, functools.partial):
         return _described(value.func)
     if isinstance(value, FrameType):

@@ -415,6 +415,22 @@ def test_a_thread_that_waits_and_has_no_code_of_the_user_does_not_prevent_parkin
     until(lambda: looks() == ("", ""))
 
 
+@pytest.mark.parametrize("further", [0, 1])
+def test_a_thread_that_refers_to_too_many_objects_prevents_parking(begun, further):
+    """What was not examined may be the user's: a search that ended early used to count as one without a finding."""
+
+    def make(over):
+        thread = _wakes_and_finds_nothing(over)
+        thread.list = [[] for _ in range(further * obstacles.MOST_OBJECTS)]
+        return thread
+
+    _, looks = begun(make)
+    if not further:
+        until(lambda: looks() == ("", ""))
+    else:
+        until(lambda: "and refers to more than 20,000 objects, so code" in looks()[0])
+
+
 def test_a_thread_that_computes_prevents_parking():
     """It runs code of the library alone, and a computation in C has given up Python's lock."""
     script = (
