@@ -10,7 +10,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 USUAL_SECONDS = 0.39  # what `_slowness` measures on an idle machine of 2 cores
@@ -60,6 +60,11 @@ def until(condition: Callable[[], Any], what: str = "the condition did not becom
         assert time.monotonic() < end, f"within {PATIENCE:.0f} s: {what}"
         time.sleep(0.005)  # the only way to learn what another process has done
     return found
+
+
+def finished(command: Sequence[Any], **options: Any) -> subprocess.CompletedProcess[str]:
+    """The process of `command` after its end, with its output as text. `options` are those of `subprocess.run`."""
+    return subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, **options)
 
 
 def pytest_timeout_set_timer(item: Any, settings: Any) -> object:

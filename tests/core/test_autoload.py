@@ -6,14 +6,13 @@ from __future__ import annotations
 
 import os
 import stat
-import subprocess
 import sys
 
 import pytest
 
 from gpu_runtime import GpuError
 from gpu_runtime.autoload import END, FILE, autoload
-from tests.clock import PATIENCE
+from tests.clock import finished
 
 
 def test_it_is_written_once_and_removed_without_a_trace(tmp_path):
@@ -99,11 +98,5 @@ def test_a_kernel_finds_the_extension_and_imports_no_torch(tmp_path):
         "print(getattr(value, 'get_value', lambda initial: value)([]), 'torch' in sys.modules)\n"
     )
     environment = {**os.environ, "IPYTHONDIR": str(tmp_path / "ipython")}
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=PATIENCE,
-    )
+    done = finished([sys.executable, "-c", code], env=environment)
     assert done.stdout.strip() == "['gpu'] False", done.stderr

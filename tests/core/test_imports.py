@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from tests.clock import PATIENCE
+from tests.clock import finished
 
 NEEDED_LATER = [
     "torch",
@@ -25,14 +24,7 @@ NEEDED_LATER = [
 
 def output_of(program: str, folder: Path) -> tuple[str, str]:
     """What a new interpreter prints, and writes as errors, when it runs `program` in `folder`."""
-    shown = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=folder,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    shown = finished([sys.executable, "-c", program], cwd=folder)
     return shown.stdout.strip(), shown.stderr
 
 

@@ -7,7 +7,6 @@ import io
 import json
 import os
 import re
-import subprocess
 import sys
 
 import pytest
@@ -18,7 +17,7 @@ from gpu_runtime import cli, verbs
 from gpu_runtime.facts import Outcome
 from gpu_runtime.settings import Settings
 from gpu_runtime.verb_arguments import given
-from tests.clock import PATIENCE
+from tests.clock import finished
 
 GIB = 2**30
 
@@ -301,14 +300,7 @@ def test_config_lists_every_setting(gpu):
 
 
 def command(environment, *words, **more):
-    return subprocess.run(
-        [sys.executable, "-m", "gpu_runtime.cli", *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        **more,
-    )
+    return finished([sys.executable, "-m", "gpu_runtime.cli", *words], env=environment, **more)
 
 
 def test_a_request_to_another_process_goes_through_the_ledger(child_environment):
@@ -343,26 +335,14 @@ def test_status_imports_neither_torch_nor_pandas(child_environment):
         "import sys; from gpu_runtime.cli import main; code = main(['status']);"
         "print(code, [m for m in ('torch', 'transformers', 'pandas', 'IPython', 'panel') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=child_environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = finished([sys.executable, "-c", code], env=child_environment)
     assert done.stdout.splitlines()[-1] == "0 []", done.stderr
 
 
 def test_a_closed_pipe_is_no_error(child_environment):
     """A command such as `gpu config | head -1` closes the pipe early. This is no error."""
     shell = f"set -o pipefail; {sys.executable} -m gpu_runtime.cli help | head -c 1; echo ${{PIPESTATUS[0]}}"
-    done = subprocess.run(
-        ["bash", "-c", shell],
-        env=child_environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = finished(["bash", "-c", shell], env=child_environment)
     assert done.stderr == "" and done.stdout.splitlines()[-1].endswith("0")
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
 import sys
 import threading
 import weakref
@@ -35,7 +34,7 @@ from tornado.ioloop import IOLoop
 from gpu_runtime import Runtime
 from gpu_runtime.errors import DoesNotFit, LedgerUnavailable
 from gpu_runtime.web.auth import Visitor
-from tests.clock import PATIENCE
+from tests.clock import finished
 
 from . import samples
 
@@ -680,13 +679,7 @@ def test_importing_the_package_imports_neither_panel_nor_bokeh(child_environment
     code = (
         "import sys, gpu_panels, gpu_runtime; print({'panel', 'bokeh', 'torch'} & set(sys.modules))"
     )
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        env=child_environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    found = finished([sys.executable, "-c", code], env=child_environment)
     assert found.stdout.strip() == "set()", found
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import time
 
@@ -18,7 +17,7 @@ import gpu_runtime
 from gpu_runtime import errors, facts, verbs
 from gpu_runtime.options import FLAGS
 from gpu_runtime.rendering import render
-from tests.clock import PATIENCE
+from tests.clock import finished
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:To exit", "ignore::IPython.core.completer.ProvisionalCompleterWarning"
@@ -726,13 +725,7 @@ def test_loading_imports_nothing_heavy(child_environment):
         "s.run_cell('%load_ext gpu'); s.run_cell('%gpu'); assert 'rt' in s.user_ns;"
         "print([m for m in ('torch', 'transformers', 'panel', 'pandas', 'accelerate') if m in sys.modules])"
     )
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=child_environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-    )
+    done = finished([sys.executable, "-c", code], env=child_environment)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 

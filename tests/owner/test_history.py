@@ -8,7 +8,6 @@ import ctypes
 import os
 import sqlite3
 import stat
-import subprocess
 import sys
 from itertools import pairwise
 
@@ -23,7 +22,7 @@ from gpu_runtime.ledgers.access import MARK
 from gpu_runtime.telemetry.recorder import Recorder, now_of, record_in
 from gpu_runtime.telemetry.timeline import DAY, Record
 from gpu_runtime.units import GIB
-from tests.clock import PATIENCE
+from tests.clock import finished
 from tests.worlds import book, lease
 
 from .conftest import fakes
@@ -344,13 +343,6 @@ def _as_nobody(program: str) -> str:
             for capability in range(41):
                 libc.prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP, before exec
 
-    ran = subprocess.run(
-        [sys.executable, "-c", program],
-        preexec_fn=renounce,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
-        check=False,
-    )
+    ran = finished([sys.executable, "-c", program], preexec_fn=renounce)
     assert ran.returncode == 0, ran.stderr
     return ran.stdout.strip()

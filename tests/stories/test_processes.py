@@ -19,7 +19,7 @@ import pytest
 from gpu_runtime import Busy, LedgerUnavailable, Runtime
 from gpu_runtime.units import GIB
 from tests import forked
-from tests.clock import PATIENCE, scaled
+from tests.clock import PATIENCE, finished, scaled
 from tests.owner.conftest import claims, fakes, where
 from tests.redis_server import RedisServer, redis_server
 
@@ -246,11 +246,8 @@ def test_the_command_line_sees_and_steers_what_kernels_hold(kernel, here, ledger
     )
 
     def gpu(*words: str) -> subprocess.CompletedProcess[str]:
-        return subprocess.run(
+        return finished(
             [sys.executable, "-m", "gpu_runtime.cli", *words],
-            text=True,
-            capture_output=True,
-            timeout=PATIENCE,
             env={**os.environ, "GPU_LEDGER": ledger, "GPU_DEVICES": DEVICES},
         )
 

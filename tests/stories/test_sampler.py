@@ -18,7 +18,7 @@ import pytest
 from gpu_runtime.devices.sampler_client import Sampling
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.units import GIB
-from tests.clock import PATIENCE, scaled, until
+from tests.clock import PATIENCE, finished, scaled, until
 from tests.nvml_driver import Host
 
 FROZEN_SECONDS = scaled(2.0)  # a call of a driver that hangs lasts longer
@@ -193,7 +193,7 @@ def test_a_driver_that_is_broken_is_told_and_one_that_is_missing_simulated(
     environment = {**os.environ, **driver.environment}
     if error is None:
         (tmp_path / "driver" / "libnvidia-ml.so.1").unlink()
-    ran = subprocess.run(
+    ran = finished(
         [
             sys.executable,
             "-c",
@@ -201,9 +201,6 @@ def test_a_driver_that_is_broken_is_told_and_one_that_is_missing_simulated(
             "print(rt.status().devices[0].device.name)",
         ],
         env=environment,
-        capture_output=True,
-        text=True,
-        timeout=PATIENCE,
     )
     assert re.search(says, ran.stdout + ran.stderr)
 

@@ -59,12 +59,8 @@ def served(kitchen, tmp_path_factory):
         "GPU_CATALOG": str(kitchen / "models.json"),
         "EVICTION_GRACE_SECONDS": "0",
     }
-    with serving(
-        [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)],
-        place,
-        environment,
-        port=port,
-    ) as server:
+    words = [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)]
+    with serving(words, place, environment, port=port) as server:
         yield server
 
 
@@ -302,12 +298,8 @@ def test_it_ends_with_all_that_it_started(kitchen, tmp_path):
         "GPU_CATALOG": str(kitchen / "models.json"),
         "GPU_MEMORY_MAX_PERCENT": "1.0",
     }
-    with serving(
-        [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)],
-        tmp_path,
-        environment,
-        port=port,
-    ) as server:
+    words = [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)]
+    with serving(words, tmp_path, environment, port=port) as server:
         client(server).chat.completions.create(model="writer", messages=say(), max_tokens=2)
         started = workers(server)
         assert started

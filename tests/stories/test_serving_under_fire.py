@@ -122,12 +122,8 @@ def served(tmp_path, ledger):
         "EVICTION_GRACE_SECONDS": "0",
     }
     port = free_port()
-    with serving(
-        [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)],
-        tmp_path,
-        environment,
-        port=port,
-    ) as server:
+    words = [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)]
+    with serving(words, tmp_path, environment, port=port) as server:
         yield server
 
 
