@@ -324,7 +324,9 @@ def run_tests(tests: list[str], timeout: float, limit: float) -> tuple[int, str]
     except ProcessLookupError:
         pass  # nothing is left
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    failed = re.findall(r"^(?:FAILED|ERROR) (\S+)", output.read_text(errors="replace"), re.M)
+    failed = re.findall(
+        r"^(?:FAILED|ERROR) (.*?)(?: - .*)?$", output.read_text(errors="replace"), re.M
+    )
     return (-signal.SIGKILL if late else status), failed[-1] if failed else ""
 
 

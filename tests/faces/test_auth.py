@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -166,6 +167,26 @@ def test_in_any_window_one_guess_a_second_is_checked(bursts):
     for first, began in enumerate(checked):
         for last, ended in enumerate(checked[first:], 1):
             assert last <= 16 + ended - began
+
+
+@pytest.mark.parametrize(
+    "owners, may", [("ann", True), ("bob", False), ("ann bob", False), ("", True)]
+)
+def test_a_page_joins_no_session_of_another_visitor(owners, may):
+    """Two applications of one server may have sessions of one id. Bokeh refuses an unknown id itself."""
+    panel_gate = pytest.importorskip("gpu_panels.panel_gate")
+    token = pytest.importorskip("bokeh.util.token").generate_jwt_token("s")
+    sessions = []
+    for name in owners.split():
+        request = SimpleNamespace(visitor=Visitor(name, True))
+        document = SimpleNamespace(session_context=SimpleNamespace(request=request))
+        sessions.append(SimpleNamespace(id="s", document=document))
+    app = SimpleNamespace(
+        prefix="", default_router=None, applications={"/": SimpleNamespace(sessions=sessions)}
+    )
+    request = SimpleNamespace(headers={"Sec-WebSocket-Protocol": f"bokeh, {token}"})
+    gate = panel_gate.PanelGate(app, RULES)
+    assert gate.may_join(request, Visitor("ann", True)) is may
 
 
 def test_outside_a_page_there_is_no_visitor():

@@ -17,7 +17,7 @@ from gpu import look_ahead
 from gpu.cell_queue import CellQueue, WaitingCell
 from gpu.look_ahead import CellSchedule
 from gpu.notebook_cells import FileCell, Position, code_cells, notebook_file
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from jupyter_client.session import Session
 
@@ -167,6 +167,7 @@ class Kernel:
 
 
 @pytest.mark.parametrize("version", [6, 7])
+@example(deeds=["arrives", "arrives", "begins", "is aborted", "arrives", "begins"])
 @given(deeds=st.lists(st.sampled_from(["arrives", "begins", "fails", "is aborted"]), max_size=12))
 def test_the_cells_that_wait_are_those_that_have_arrived_and_not_begun(version, deeds):
     """A cell that fails aborts all that wait. ipykernel 6 shows its queue only when a cell begins."""
