@@ -10,6 +10,8 @@ import logging
 import time
 from functools import partial
 
+from msgspec.structs import replace
+
 from .. import threads
 from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel
 from ..facts import HOST, Book, Drop, LeaseId, Level, Move, Outcome, Shed, World
@@ -20,7 +22,6 @@ from ..scheduler.pressure import views
 from ..scheduler.recall import Order
 from ..units import show_bytes
 from . import (
-    dead_owners,
     defragment,
     earlier_uses,
     kernel,
@@ -57,7 +58,7 @@ def tick(session: Session, notebook: str = "") -> float:
     pause_uses(session, book)
     if book.tickets:  # first: another process waits
         _start_orders(session)
-    dead_owners.reap_neighbours(session, book)
+    reap_neighbours(session, book)
     session.limit_torch(book, session.world())  # the leases of other owners may have changed
     remeasure(session)
     log_overstays(session)
@@ -387,3 +388,22 @@ def _perform(session: Session, order: Order) -> Outcome:
         resident = session.residents[order.name]
         return migrate.move(session, resident, order.places, by=order.who)
     return operations.set_keep(session, target, order.verb)
+
+
+def reap_neighbours(session: Session, book: Book) -> int:
+    """Removes dead owners from the book. Returns the number of removed owners.
+
+    Each call checks two owners: the next owner in the sorted list of owners, and a second owner
+    that changes from call to call. So at every tick, each owner is checked by its predecessor in
+    the list. (When each of 64 owners checked all others, the checks used 7 % of a core.)
+    """
+    waiting = {ticket.owner for ticket in book.tickets}
+    owners = sorted(book.sections.keys() | waiting | {session.me})
+    session.reap_turn += 1
+    next_place = owners.index(session.me) + 1
+    far_place = next_place + session.reap_turn
+    checked = {owners[place % len(owners)] for place in (next_place, far_place)}
+    sections = {id: section for id, section in book.sections.items() if id in checked}
+    tickets = tuple([ticket for ticket in book.tickets if ticket.owner in checked])
+    dead = session.ledger.dead(replace(book, sections=sections, tickets=tickets))
+    return session.reap() if dead else 0

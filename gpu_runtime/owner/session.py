@@ -14,7 +14,7 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 from msgspec.structs import replace
@@ -26,7 +26,7 @@ from ..backends.registry import backend_names, open_backend
 from ..catalog.resolve import Catalogued
 from ..devices.probe import Probe
 from ..errors import GpuError, LedgerUnavailable, ProbeFailed
-from ..facts import Asker, Book, Device, Event, Lease, Owner, Staying, Wait, World
+from ..facts import HOST, Asker, Book, Device, Event, Lease, Owner, Staying, Wait, World
 from ..kernel_activity import activity
 from ..ledgers.base import Ledger
 from ..ledgers.host_config import Machine, groups_of
@@ -47,7 +47,6 @@ from .footprints import Sizing
 from .keys import Key, Keys
 from .monitor import Breaker, Monitor
 from .resident import Resident, held_by
-from .residue import residue
 from .seed_log import log_event
 
 log = logging.getLogger("gpu_runtime")
@@ -516,3 +515,31 @@ class Session:
         """Ends the monitor's sleep now."""
         self.dozing = False
         self.ledger.ring([self.me])
+
+
+IN_TORCH = ("torch", "transformers")  # backends whose bytes torch's allocator holds
+
+
+def residue(
+    leases: Iterable[Lease], used: Mapping[str, int], contexts: Mapping[str, int]
+) -> dict[str, int]:
+    """Maps each device to the bytes beyond the leases: context, reserved cache, the user's tensors.
+
+    `used` maps devices to the bytes that the driver counts for this process. `contexts` maps
+    devices to the bytes outside torch's allocator. A leased block of code adds no residue: the
+    lease of the block already covers the memory that the code allocates.
+    """
+    leased: dict[str, int] = {}
+    outside_torch = dict(contexts)  # a CUDA context is never part of a lease
+    for lease in leases:
+        own_allocator = lease.kind == "model" and lease.backend not in IN_TORCH
+        for share in lease.shares:
+            leased[share.device] = leased.get(share.device, 0) + share.bytes
+            if own_allocator and share.device in outside_torch:
+                outside_torch[share.device] -= share.bytes
+    found = {}
+    for device, bytes_used in used.items():
+        beyond = max(bytes_used - leased.get(device, 0), outside_torch.get(device, 0))
+        if device != HOST and beyond > 0:
+            found[device] = beyond
+    return found

@@ -4,7 +4,7 @@ ended can remove it.
 An owner is unproven if its lock file is missing or was replaced, and its process runs in another
 container or is hidden. No process removes such an owner automatically, because its memory may be in
 use. Messages call its process lost. Owners that are proven dead are removed by
-`dead_owners.reap_neighbours` with `scheduler/transitions.reap`.
+`maintenance.reap_neighbours` with `scheduler/transitions.reap`.
 """
 
 from __future__ import annotations

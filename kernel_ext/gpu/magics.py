@@ -9,9 +9,11 @@ from __future__ import annotations
 import argparse
 import contextlib
 import keyword
+import logging
 import re
 import shlex
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -34,7 +36,6 @@ from gpu_runtime.verb_arguments import (
 )
 
 from .completion import matcher_for
-from .log_lines import LogLines
 from .look_ahead import CellSchedule
 from .namespace import NotebookNames
 from .parking import Parking
@@ -467,3 +468,30 @@ def unload(shell: Any) -> None:
     loaded = _loaded.pop(id(shell), None)
     if loaded is not None:
         loaded.remove()
+
+
+LOGGER = logging.getLogger("gpu_runtime")
+
+
+class LogLines(logging.Handler):
+    """Handles the log lines of one kernel."""
+
+    def __init__(self, kernel_log: Any) -> None:
+        """`kernel_log` is the logger of the kernel."""
+        super().__init__(logging.WARNING)
+        self._kernel_log = kernel_log
+        LOGGER.addHandler(self)
+
+    def remove(self) -> None:
+        """Removes this handler. Log lines then appear again as they did before the handler was added."""
+        LOGGER.removeHandler(self)
+
+    def emit(self, record: logging.LogRecord) -> None:
+        """Writes a line of the main thread to the cell, and a line of any other thread to the kernel's log.
+
+        If the user has set up logging, only the user's handlers show the lines of the main thread.
+        """
+        if record.thread != threading.main_thread().ident:
+            self._kernel_log.handle(record)
+        elif LOGGER.handlers == [self] and not logging.getLogger().handlers and logging.lastResort:
+            logging.lastResort.handle(record)

@@ -6,7 +6,7 @@ import logging
 import threading
 
 import pytest
-from gpu.log_lines import LOGGER, LogLines
+from gpu.magics import LOGGER, LogLines
 
 LINE = "CRITICAL memory pressure! Usage: 94.1%. Forcing aggressive eviction."
 

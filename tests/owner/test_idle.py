@@ -12,7 +12,7 @@ from gpu_runtime.facts import Ticket
 from gpu_runtime.kernel_activity import Activity
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.book_store import TICKS_A_SECOND
-from gpu_runtime.owner import dead_owners, maintenance
+from gpu_runtime.owner import maintenance
 from gpu_runtime.owner.monitor import promptly
 from tests.clock import until
 from tests.owner.conftest import claims, fakes, where
@@ -223,8 +223,7 @@ def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
     session = a._session
     noted(session.ledger, "ring")
     noted(session.journal, "append")
-    noted(dead_owners, "reap_neighbours")
-    for name in ("remeasure", "vacate"):
+    for name in ("reap_neighbours", "remeasure", "vacate"):
         noted(maintenance, name)
     a.tick()
     assert done == ["ring", "ring", "append", "reap_neighbours", "remeasure", "vacate"]

@@ -14,7 +14,7 @@ from gpu_runtime.rendering.views import clean
 from gpu_runtime.rendering.words import event_phrase
 from gpu_runtime.units import show_seconds
 
-from .names import process_name
+from .row_parts import process_name
 
 MOST = 500  # lines on the page: the newest events; the CSV file has all events
 KINDS = {  # kind -> mark, actions

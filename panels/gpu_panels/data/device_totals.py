@@ -35,8 +35,7 @@ from gpu_runtime.rendering.views import (
 from gpu_runtime.units import show_bytes
 
 from ..palette import label_of
-from .names import notebook_name, process_name
-from .row_parts import lasting
+from .row_parts import lasting, notebook_name, process_name
 
 ENDED = "ended, not yet freed"
 MOST_STRETCHES = 14  # leases in one bar; smaller leases share one stretch

@@ -11,7 +11,7 @@ from gpu_runtime.rendering.views import clean, fill, warm_pool
 from gpu_runtime.units import show_bytes, show_seconds
 
 from .confirmations import is_idle, is_idle_notebook
-from .names import why_no_answer
+from .row_parts import why_no_answer
 
 
 def room_words(view: DeviceView, kept_bytes: int = 0) -> str:

@@ -12,7 +12,7 @@ from gpu_runtime.facts import KERNEL, Event, Moment, Share, Snapshot, notebooks_
 from gpu_runtime.rendering.views import clean
 
 from ..palette import label_of
-from .names import notebook_name
+from .row_parts import notebook_name
 
 MARKED = ("offloaded", "unloaded")  # the evictions
 

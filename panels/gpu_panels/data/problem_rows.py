@@ -10,9 +10,8 @@ from gpu_runtime.rendering.views import clean
 
 from .cells import Button, Cell, Column, Row
 from .confirmations import VERBS
-from .names import why_no_answer
 from .queue_rows import end_wait
-from .row_parts import NOTHING, bytes_cell
+from .row_parts import NOTHING, bytes_cell, why_no_answer
 
 PROBLEMS = (Column("Problem"), Column("Since"), Column("Memory", True))
 

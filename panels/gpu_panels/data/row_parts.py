@@ -13,6 +13,8 @@ from gpu_runtime.facts import (
     THIS_PROCESS,
     Lease,
     Owner,
+    ProcessState,
+    Section,
     Snapshot,
     cards_label,
     holder_label,
@@ -25,7 +27,6 @@ from gpu_runtime.units import show_bytes, show_seconds
 
 from .. import palette
 from .cells import Button, Cell
-from .names import why_no_answer
 
 UNKNOWN = Cell("unknown", None, kind="soft")
 NOTHING = Cell("–", None, kind="soft")
@@ -146,3 +147,26 @@ def waited_cell(arrived: float, snapshot: Snapshot) -> Cell:
 def lease_styles(snapshot: Snapshot) -> Mapping[str, palette.LeaseStyle]:
     """The style of every lease in `snapshot` by its label. All charts use the same styles."""
     return palette.SHARED.styles([palette.label(lease) for lease in snapshot.leases()])
+
+
+def notebook_name(section: Section) -> str:
+    """The name of the process of `section`: `train.ipynb`, or `pid 4121` if the process has no notebook."""
+    owner = section.owner
+    return clean(owner.file) if owner.notebook else f"pid {owner.pid}"
+
+
+def process_name(section: Section) -> str:
+    """The name of the process of `section`, such as `train.ipynb (pid 4121), ann`."""
+    return clean(holder_label(section.owner))
+
+
+def why_no_answer(snapshot: Snapshot, owner_id: str) -> str:
+    """Why the process with the id `owner_id` cannot act on a request, as a sentence; empty if it can."""
+    presence = snapshot.presences.get(owner_id)
+    return _NO_ANSWER.get(presence.state, "") if presence else ""
+
+
+_NO_ANSWER = {
+    ProcessState.STOPPED: "Its process is stopped, and acts on no request until it is continued",
+    ProcessState.DUMPING: "Its process has crashed, and writes its core dump",
+}

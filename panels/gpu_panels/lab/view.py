@@ -31,10 +31,9 @@ from ..data.device_words import level
 from ..data.lease_rows import kernel_buttons, kernel_state
 from ..data.model_rows import buttons as model_buttons
 from ..data.model_rows import model_kind
-from ..data.names import notebook_name, why_no_answer
 from ..data.problem_rows import FirstSeen, pressed, problem_rows
 from ..data.queue_rows import end_wait
-from ..data.row_parts import if_awake, place
+from ..data.row_parts import if_awake, notebook_name, place, why_no_answer
 
 MOST_CARDS = 3  # cards that the status bar lists one by one; more are added up
 ROW_VERBS = ("evict", "restore", "park", "unpark", "unpin")
