@@ -14,6 +14,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpu_runtime.backends.base import NotStill
 from gpu_runtime.backends.pytorch import fingerprint, kernel_memory, search, streams
@@ -443,3 +445,21 @@ def test_the_keys_of_digests_stay_on_their_card(kernel):
         assert own.cpu()[0] == 1
     finally:
         fingerprint._on_cards.clear()
+
+
+@given(st.lists(st.integers(0, 3), max_size=12))
+def test_moves_that_overlap_in_any_order_leave_the_collector_as_it_was(deeds):
+    """0 begins a move. Another number ends one of those that are under way."""
+    usual, moves = gc.get_threshold(), []
+    try:
+        for deed in deeds:
+            if not deed:
+                moves.append(kernel_memory.without_collections())
+                moves[-1].__enter__()
+            elif moves:
+                moves.pop(deed % len(moves)).__exit__(None, None, None)
+        for move in moves:
+            move.__exit__(None, None, None)
+        assert gc.get_threshold() == usual
+    finally:
+        gc.set_threshold(*usual)

@@ -94,6 +94,18 @@ def test_another_process_moves_its_own_when_a_terminal_drains(runtime, tmp_path)
     assert done.bytes == 4 * 2**30 and where(terminal) == {"a": "host"}
 
 
+def test_the_owners_of_what_is_there_are_woken(runtime, shared_book):
+    """An owner with many neighbours sleeps for up to 12 s."""
+    a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
+    b.register("m", backend="fake", size="4GiB")
+    b.preload("m")
+    doorbell = b._session.ledger
+    while doorbell.wait(0):
+        pass
+    a.drain("sim:0", timeout=0)
+    assert doorbell.wait(0)
+
+
 def test_a_device_that_there_is_not_is_named(runtime):
     with pytest.raises(
         UnknownDevice, match="no device is called 'sim:7'. This machine has sim:0, sim:1"

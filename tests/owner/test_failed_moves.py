@@ -121,6 +121,24 @@ def test_a_person_who_evicts_the_model_itself_sees_the_error_each_time(runtime):
     assert rt.evict("m").where == "host"
 
 
+def test_a_move_that_fails_after_its_bytes_have_moved_is_measured(runtime, monkeypatch):
+    """The book has the bytes where they are, and not where they were before the move."""
+    rt = runtime(**BOX)
+    fakes(rt, m="10GiB")
+    rt.preload("m")
+    backend = rt._session.residents["m"].backend
+
+    def moves_and_fails(handle, shares):
+        usual(handle, shares)
+        raise RuntimeError("the copy was not verified")
+
+    usual = backend.move
+    monkeypatch.setattr(backend, "move", moves_and_fails)
+    with pytest.raises(RuntimeError, match="not verified"):
+        rt.evict("m")
+    assert where(rt) == {"m": "host"}
+
+
 def test_a_drop_that_its_backend_complains_of_is_a_drop(runtime, monkeypatch, caplog):
     rt = runtime(**BOX, monitor=False)
     fakes(rt, m="10GiB", wanted="20GiB")

@@ -7,15 +7,16 @@ wrote into the book.
 from __future__ import annotations
 
 import threading
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from gpu_runtime import Busy, StillInUse
-from gpu_runtime.facts import Lease, LeaseId, Owner, Presence, ProcessState, Section, Wait
+from gpu_runtime.facts import Book, Lease, LeaseId, Owner, Presence, ProcessState, Section, Wait
 from gpu_runtime.ledgers.process_state import Sight
 from gpu_runtime.owner import requests
-from gpu_runtime.owner.presence import presence
+from gpu_runtime.owner.presence import presence, presences
 from gpu_runtime.rendering import plain, text
 from tests.clock import until
 
@@ -45,6 +46,20 @@ def test_the_state_of_a_process(section, sight, silent_since, expected):
     process wrote before.
     """
     assert presence(section, sight, silent_since) == expected
+
+
+@pytest.mark.parametrize("asked_ago, since", [(None, 60.0), (20.0, 60.0), (90.0, 90.0)])
+def test_a_process_whose_cell_blocks_it_is_silent_since_its_last_sign(
+    runtime, clock, monkeypatch, asked_ago, since
+):
+    """Or since the oldest request that it has not answered, if that is longer ago."""
+    rt = runtime(clock=clock)
+    ledger, book = rt._session.ledger, Book(sections={OWNER.id: BUSY})
+    monkeypatch.setattr(ledger, "sights", lambda book: {OWNER.id: Sight.ALIVE})
+    monkeypatch.setattr(ledger, "silences", lambda book: {OWNER.id: 60.0})
+    asked = [] if asked_ago is None else [SimpleNamespace(owner=OWNER, since=clock() - asked_ago)]
+    found = presences(rt._session, book, asked)
+    assert found == {OWNER.id: Presence(ProcessState.SILENT, clock() - since)}
 
 
 def test_who_waits_for_a_process_that_writes_a_core_dump_learns_who_and_why(

@@ -46,6 +46,29 @@ def test_a_use_that_waited_counts_from_its_request(runtime, clock):
     assert recent_uses(rt) == (1000, 1007)
 
 
+def test_a_model_is_idle_since_the_end_of_its_use_or_of_its_load(runtime, clock):
+    """A model that was in use for ten minutes is not idle for ten minutes, and one that is loaded
+    ahead was not idle since the machine started: it would leave first.
+    """
+    rt = runtime(clock=clock, wall=clock)
+    fakes(rt, a="3GiB")
+
+    def idle_seconds():
+        rt.tick()
+        [lease] = rt.status().leases()
+        return lease.idle_seconds(clock())
+
+    rt.preload("a")
+    clock.advance(7)
+    assert idle_seconds() == 7
+    with rt.use("a"):
+        clock.advance(600)
+        rt.tick()
+    assert idle_seconds() == 0
+    clock.advance(5)
+    assert idle_seconds() == 5
+
+
 def test_a_use_without_a_wait_counts_from_its_start(runtime, clock):
     rt = runtime(clock=clock, wall=clock)
     fakes(rt, a="3GiB")
