@@ -85,11 +85,13 @@ def _load(
             loads.leave(session, name, load, f"{key.ended_by} ended it")
         if not load.wait(left):
             loads.leave(session, name, load, loads.out_of_time(left))
-        ended = not (load.left and not load.why) and load.ended()
+        goes_on = load.left and not load.why  # for another request
+        ended = not goes_on and load.ended()
     except BaseException:  # the stop button, or an error that a signal handler of the user raises
         _unpin(resident, anchor)
         loads.leave(session, name, load, "its caller was interrupted")
-        load.ended()
+        if load.why:  # else it goes on for another request
+            load.ended()
         raise
     if not ended:
         _unpin(resident, anchor)
