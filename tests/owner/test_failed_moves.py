@@ -12,9 +12,10 @@ from collections.abc import Callable
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime import Busy, OutOfMemory, Runtime
+from gpu_runtime import Busy, LedgerUnavailable, OutOfMemory, Runtime
 from gpu_runtime.devices.process_memory import out_of_memory
 from gpu_runtime.owner import maintenance, release
+from gpu_runtime.scheduler.recall import Order
 from tests.clock import PATIENCE
 
 from .conftest import fakes, where
@@ -308,3 +309,19 @@ def test_an_order_that_fails_with_a_drivers_error_is_answered(runtime, shared_bo
     }
     with pytest.raises(Exception, match="pinned memory left|the bus is gone"):
         act[verb]()
+
+
+def test_an_order_whose_answer_could_not_be_written_is_carried_out_again(runtime, monkeypatch):
+    """Otherwise the process that gave the order waits until its own time is over."""
+    rt = runtime()
+    fakes(rt, m="4GiB")
+    session, order = rt._session, Order("k", "preload", "m")
+    session.orders.add(order.key)
+
+    def fails(*_, **__):
+        raise LedgerUnavailable("the disk is full", path="/x")
+
+    with monkeypatch.context() as broken:
+        broken.setattr(session, "decide", fails)
+        maintenance.carry_out_order(session, order)
+    assert order.key not in session.orders
