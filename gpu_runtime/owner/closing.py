@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import atexit
 import os
+import threading
 import weakref
 from functools import partial
 from typing import Any
@@ -23,13 +24,13 @@ from .session import Session, log
 def close(session: Session) -> None:
     """Frees all models of a closed session, and removes the owner's section of the book.
 
+    A load in C code may go on. Its bytes stay in the book until it ends, or until the process ends.
     See Runtime.close.
     """
     session.activity.watchers.discard(session.cell_began)
     if session.monitor and session.monitor_started:
         session.monitor.stop(lambda: session.ledger.ring([session.me]))
     loads.stop_all(session, "its runtime was closed")
-    # The thread of a load that does not stop is in C code. It ends with the process.
     residents = [one for name, one in session.residents.items() if name not in session.loads]
     # With their times of use, which the models lose once they are freed.
     leases = [lease for resident in residents if (lease := resident.truth()) is not None]
@@ -40,8 +41,24 @@ def close(session: Session) -> None:
             resident.forget()
     # Each engine may take seconds to end normally.
     threads.side_by_side([resident.forget for resident in engines])
-    session.residents.clear()
+    for resident in residents:
+        session.residents.pop(resident.spec.name, None)
     session.blocks.clear()
+    if hanging := list(session.loads.values()):
+
+        def leave_later() -> None:
+            for load in hanging:
+                load.ended(threading.TIMEOUT_MAX)
+            _leave(session, leases)
+
+        session.publish()
+        threads.start(leave_later)
+    else:
+        _leave(session, leases)
+
+
+def _leave(session: Session, leases: list[Lease]) -> None:
+    """Removes the owner's section of the book, with the `leases` that it had, and closes the ledger."""
     try:
         if session.me in session.ledger.read().sections:
             *earlier, last = earlier_uses.pages(leases)

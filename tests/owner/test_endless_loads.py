@@ -229,11 +229,16 @@ def test_a_load_is_stopped_when_its_last_caller_leaves(runtime, endless):
     until(lambda: not any(claims(rt).values()))
 
 
-def test_a_runtime_closes_although_a_load_in_c_code_goes_on(runtime, in_c):
-    rt, errors = runtime(), []
+def test_a_runtime_closes_although_a_load_in_c_code_goes_on(runtime, in_c, shared_book):
+    """The bytes of the load stay in the book until it ends."""
+    rt, other, errors = runtime(ledger=shared_book), runtime(ledger=shared_book), []
     rt.register("m", in_c)
     thread = failing(rt, errors)
     until(in_c.began.is_set)
+    reserved = claims(other)
     rt.close()
     thread.join()
     assert "its runtime was closed" in str(errors[0])
+    assert claims(other) == reserved and any(reserved.values())
+    in_c.finish()
+    until(lambda: not claims(other))
