@@ -63,6 +63,16 @@ def test_a_loaded_model_keeps_a_copy_and_leaves_without_another_one(runtime):
     assert held(rt) == 8
 
 
+def test_a_dropped_model_has_no_copy_left_to_free(runtime):
+    """A request of another process may arrive after the drop. It must not fail on a model that is gone."""
+    rt = runtime(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=1.0)
+    shadowed(rt, a="8GiB")
+    rt.preload("a")
+    rt.evict("a", drop=True)
+    assert (where(rt), leased(rt), held(rt)) == ({"a": "disk"}, {}, 0)
+    assert not own_shadows.free(rt._session.residents["a"])
+
+
 @pytest.mark.parametrize("more", [{"gpu_shadows": "never"}, {"enable_cpu_offload": False}])
 def test_no_copy_is_kept(runtime, more):
     rt = runtime(devices="sim:24GiB,host:20GiB", **more)
