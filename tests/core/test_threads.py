@@ -53,8 +53,7 @@ def test_a_free_thread_ends_after_a_while(monkeypatch):
     monkeypatch.setattr(threads, "_spare", spare := [])  # not the threads of earlier tests
     threads.start_short(work := Work())
     used = work.thread()
-    until(lambda: used not in sys._current_frames())
-    assert not spare
+    until(lambda: used not in sys._current_frames() and not spare)
 
 
 class Work:

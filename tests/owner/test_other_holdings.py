@@ -178,11 +178,12 @@ def test_a_stopped_process_is_named_at_once(pair, monkeypatch):
         asks.who(other._session.me)
 
 
-def test_a_process_that_is_stopped_while_it_is_asked_is_named_as_stopped(pair, monkeypatch):
-    asks, other = pair
+def test_a_process_that_is_stopped_while_it_is_asked_is_named_as_stopped(
+    runtime, shared_book, monkeypatch
+):
+    asks, other = (runtime(ledger=shared_book, monitor=False) for _ in range(2))  # none answers
     fakes(other, qwen="4GiB")
     other.preload("qwen")
-    monkeypatch.setattr(maintenance, "obey", lambda session: ())
     seen = iter([Sight.ALIVE])
     monkeypatch.setattr(
         MemoryLedger, "sights", lambda *_: {other._session.me: next(seen, Sight.STOPPED)}
