@@ -245,8 +245,8 @@ HISTORY = (  # what `backtest` replays, and with what
     option("--models", "FILE", "… and their models in another", "files"),
     option("--policy", "P,P", "lru, cost_aware, keep_score"),
     option("--engine", "E,E", "plain, full or bounded"),
-    option("--device", "SIZE,SIZE", "cards, such as 80GB,10%% of all models"),
-    option("--host", "SIZE,SIZE", "host memory, such as 0GB,256GB,50%%"),
+    option("--device", "SIZE,SIZE", "cards, such as 80GB,10% of all models"),
+    option("--host", "SIZE,SIZE", "host memory, such as 0GB,256GB,50%"),
 )
 NEW_NAME = positional("name", "NAME", "the name to give it", "models")
 SOURCE = positional("source", "SOURCE", "a directory, a file or a hub id", "files", nargs="?")

@@ -50,14 +50,13 @@ def make_room(context: Context, rank: Policy, way: Way) -> tuple[Book, Wait]:
     if not way.leaving:
         return book, _wait_for_what_left(context, cards, head)
     eviction = _Eviction(context, rank, where(shares), way)
-    unloaded = {lease.id for lease in way.warm}
     for lease in way.shadows:
         eviction.free_shadow(lease)
     for lease in way.warm:
         eviction.unload_from_warm_pool(lease)
     # Leases that need host memory leave first, then leases of which only a part leaves.
     for lease in sorted(way.leaving, key=lambda lease: (lease.droppable, not lease.target)):
-        if lease.id not in unloaded:
+        if lease.id not in eviction.unloaded:
             eviction.evict(lease)
     return eviction.book, Wait(
         " ".join([head, *eviction.sentences]),
@@ -105,6 +104,8 @@ class _Eviction:
         self.recalled: list[str] = []  # lease ids of other owners
         self.recalled_bytes: list[int] = []  # of each recalled lease; 0: all
         self.recalled_shadows: list[str] = []
+        # Ids of leases that leave host memory. The bytes of such a lease on the cards are freed too.
+        self.unloaded: set[str] = set()
         # Ids of leases whose shadows cannot be freed. There are three reasons: the shadow is freed
         # already, the lease leaves its card and needs the shadow, or its owner does not answer.
         needed = [one for one in way.leaving if one.shadow_bytes and shadows.keeps_own(one)]
@@ -132,6 +133,7 @@ class _Eviction:
 
     def unload_from_warm_pool(self, lease: Lease) -> None:
         """Drops `lease` from host memory; recalls it if the requester does not own it."""
+        self.unloaded.add(lease.id)
         if lease.owner != self.request.lease.owner:
             self.recalled.append(lease.id)
             self.recalled_bytes.append(0)

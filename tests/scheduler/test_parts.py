@@ -319,6 +319,15 @@ def test_a_lease_in_parts_is_dropped_for_weights_that_exist_nowhere_else():
     assert [(type(step), step.lease) for step in wait.steps][0] == (Drop, at(1, "big"))
 
 
+def test_a_lease_in_parts_that_is_unloaded_for_another_one_leaves_once():
+    """A back-test of a day ended with an AssertionError: the moved lease was no longer there."""
+    away = lease("away", host=4, last_used=100.0)
+    parts = replace(big(sim0=5, last_used=100.0), shares=shares(sim0=4, host=1))
+    only = lease("only", sim0=1, piece_bytes=GIB, droppable=False, last_used=500.0)
+    _, wait = decide(book(away, parts, only), request("new", 6), world(sim0=6, host=5))
+    assert [step.lease for step in wait.steps] == [at(1, "away"), at(1, "big")]
+
+
 def test_a_request_over_several_cards_takes_parts():
     one = big(sim0=20)
     two = replace(lease("two", sim1=20, piece_bytes=GIB), last_used=NOW - 50)
