@@ -175,11 +175,16 @@ def routes_table(lines: Iterable[Line]) -> str:
     return table(("Route", "What it does"), rows)
 
 
+def body_fields() -> dict[str, Any]:
+    """The described fields of the body of a chat completion, by name."""
+    body = route_descriptions()["/v1/chat/completions"]["post"]["requestBody"]
+    fields: dict[str, Any] = body["content"]["application/json"]["schema"]["properties"]
+    return fields
+
+
 def body_table(lines: Iterable[Line]) -> str:
     """The fields that the body of a chat completion may have besides the engine's own."""
-    from gpu_runtime.serving.api.openai import schema
-
-    fields = schema("chat")["properties"]
+    fields = body_fields()
     rows = (
         (f"`{line.name}`", line.note or cell(fields[line.name].get("description", "")))
         for line in lines

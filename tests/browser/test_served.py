@@ -184,8 +184,7 @@ def test_a_phone_has_one_header_line_tabs_at_the_bottom_and_targets_for_fingers(
     assert tabs["y"] + tabs["height"] > 840
     seen.tab("Models")
     row = seen.row("qwen", pid(kernel))
-    row.wait_for()
-    assert row.bounding_box()["height"] > 100, "a card"
+    until(lambda: (row.bounding_box() or {"height": 0})["height"] > 100, "the row is no card")
     title, swatch = row.locator("td").first, row.locator(".swatch").first.bounding_box()
     assert title.bounding_box()["width"] > 300, "the title has the whole width of the card"
     assert swatch["width"] >= 11, "a swatch is not squeezed"
