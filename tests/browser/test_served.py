@@ -177,8 +177,9 @@ def test_a_phone_has_one_header_line_tabs_at_the_bottom_and_targets_for_fingers(
     for title in TABS:
         seen.tab(title)
         seen.page.wait_for_selector(f"[role=tab][aria-selected=true]:has-text('{title}')")
-        assert seen.page.evaluate(SMALL) == [], title
-        assert seen.page.evaluate("document.documentElement.scrollWidth") <= 390
+        # A tab that has just come has its style a moment later.
+        until(lambda: seen.page.evaluate(SMALL) == [], f"{title}: targets are too small")
+        until(lambda: seen.page.evaluate("document.documentElement.scrollWidth") <= 390, title)
         assert serious(seen.page) == [], title
     tabs = seen.page.get_by_role("tablist").bounding_box()
     assert tabs["y"] + tabs["height"] > 840
