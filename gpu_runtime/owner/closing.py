@@ -6,6 +6,7 @@ The book has all leases and requests of a host; a section is the part of one own
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import threading
 import weakref
@@ -51,7 +52,9 @@ def close(session: Session) -> None:
                 load.ended(threading.TIMEOUT_MAX)
             _leave(session, leases)
 
-        session.publish()
+        with contextlib.suppress(GpuError):  # what stays in the book now leaves it later
+            session.publish()
+        session.journal.flush()  # the process may end before the load
         threads.start(leave_later)
     else:
         _leave(session, leases)

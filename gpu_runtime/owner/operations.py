@@ -312,9 +312,8 @@ def _unanswered(target: LeaseId, verdict: Wait, seconds: float | None) -> Busy:
     asked, dot, rest = verdict.because.partition(". ")
     about = f" {rest.rstrip('.')}." if dot else ""
     advice = "It answers once its kernel runs again."
-    if (
-        not dot and (seconds or 0) < requests.OWNER_SECONDS
-    ):  # no silence yet: a healthy process may need it
+    # This is no silence yet: a healthy process may need so long.
+    if not dot and (seconds or 0) < requests.OWNER_SECONDS:
         advice = f"An answer may take up to {requests.OWNER_SECONDS:.0f} s."
     return Busy(
         f"{asked}, and has not answered for {show_seconds(seconds or 0)}.{about}\n"

@@ -14,7 +14,8 @@ import threading
 import pytest
 import torch
 
-from gpu_runtime import Busy, LoadFailed, StillInUse
+from gpu_runtime import Busy, LedgerUnavailable, LoadFailed, StillInUse
+from gpu_runtime.ledgers.memory import MemoryLedger
 from gpu_runtime.serving.gateway import Gateway
 from tests.clock import until
 
@@ -229,16 +230,28 @@ def test_a_load_is_stopped_when_its_last_caller_leaves(runtime, endless):
     until(lambda: not any(claims(rt).values()))
 
 
-def test_a_runtime_closes_although_a_load_in_c_code_goes_on(runtime, in_c, shared_book):
+def refused(*_: object) -> None:
+    raise LedgerUnavailable("the ledger does not answer.", path="memory:")
+
+
+@pytest.mark.parametrize(
+    "ledger_answers, said", [(True, "its runtime was closed"), (False, "does not answer")]
+)
+def test_a_runtime_closes_although_a_load_in_c_code_goes_on(
+    runtime, in_c, shared_book, monkeypatch, ledger_answers, said
+):
     """The bytes of the load stay in the book until it ends."""
     rt, other, errors = runtime(ledger=shared_book), runtime(ledger=shared_book), []
     rt.register("m", in_c)
     thread = failing(rt, errors)
     until(in_c.began.is_set)
     reserved = claims(other)
-    rt.close()
+    with monkeypatch.context() as patch:
+        if not ledger_answers:
+            patch.setattr(MemoryLedger, "transact", refused)
+        rt.close()
     thread.join()
-    assert "its runtime was closed" in str(errors[0])
+    assert said in str(errors[0])
     assert claims(other) == reserved and any(reserved.values())
     in_c.finish()
     until(lambda: not claims(other))

@@ -22,9 +22,8 @@ from .translation import EVENTS, Writer, in_own_words
 
 T = TypeVar("T")
 HEADERS_SECONDS = 1.0  # a stream that has not begun by then gets its headers, and what it waits for
-LOAD_HEADERS_SECONDS = (
-    0.1  # the same if its model is loaded; one that never fits is refused by then
-)
+# The same if its model must be loaded. A model that never fits is refused by then.
+LOAD_HEADERS_SECONDS = 0.1
 COMMENT_SECONDS = 5.0  # between two comments on what a stream waits for
 _MESSAGE = {
     "type": "object",

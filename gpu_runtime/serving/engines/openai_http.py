@@ -62,9 +62,8 @@ class HttpAdapter:
         self._handle = handle
         self._http = http
         self._spec = spec
-        self._context = (
-            0  # tokens, once the engine has refused the limit of an answer because of it
-        )
+        # The model's context in tokens, once the engine has refused the limit of an answer because of it.
+        self._context = 0
 
     async def answer(self, kind: str, body: dict[str, Any], think: bool | None) -> dict[str, Any]:
         """See `EngineAdapter.answer`, which has the same parameters `kind`, `body` and `think`."""
