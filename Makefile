@@ -98,10 +98,11 @@ check-rest: $(STAMP)
 	$(BIN)/python -m pytest -q $(LEAN) $(CHECK) $(addprefix --ignore=,$(MODELS)) tests
 
 # One run for all. Five workers on two cores: the tests with processes wait for half of their time.
+# With loadfile, a run that replaces a crashed worker waits for ever. So a crash ends the run, and names the test.
 test:
 	@$(MAKE) --no-print-directory -j3 $(STAMP) packages
 	@$(MAKE) --no-print-directory lint
-	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 5 --dist loadfile --no-loadscope-reorder $(NBVAL) tests $(NOTEBOOKS)
+	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(NBVAL) tests $(NOTEBOOKS)
 
 test-busy:
 	@trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do while :; do :; done & done; $(MAKE) --no-print-directory test

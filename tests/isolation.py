@@ -11,6 +11,7 @@ from __future__ import annotations
 import atexit
 import os
 import shutil
+import signal
 import tempfile
 
 from gpu_runtime.settings import Settings
@@ -21,7 +22,12 @@ CONFIG_FILE = f"{HOME}/machine.toml"  # stands for /etc/gpu-console/config.toml;
 
 
 def isolate() -> None:
-    """Points the environment of this process, and so of its children, to the empty directory."""
+    """Points the environment of this process, and so of its children, to the empty directory.
+
+    A shell starts background jobs with SIGINT ignored; a test that presses Ctrl-C would wait for ever.
+    """
+    if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     for name in Settings.model_fields:
         os.environ.pop(name.upper(), None)
     os.environ.update(

@@ -185,7 +185,7 @@ class Fleet:
         """Calls the `method` of the controller, and returns its answer. Calls again while the controller restarts."""
         while True:
             try:
-                return cluster.answer(getattr(self._controller, method).remote(*args), None)
+                return cluster.answer(cluster.call(getattr(self._controller, method), *args), None)
             except cluster.Unreachable:
                 time.sleep(ASK_AGAIN_SECONDS)
             except cluster.Gone:
@@ -420,7 +420,7 @@ class Fleet:
 
     def close(self) -> None:
         """Disconnects this process from the cluster. The uses of models by this process end."""
-        cluster.ray().shutdown()
+        cluster.leave()
 
     def __enter__(self) -> Fleet:
         return self

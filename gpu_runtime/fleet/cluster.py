@@ -6,14 +6,19 @@ Errors of Ray become errors of gpu-console here. `Gone` means that the process i
 
 from __future__ import annotations
 
+import atexit
+import functools
 import importlib.metadata
 import importlib.util
+import math
 import os
 import secrets
 import sys
+import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 from ..errors import FleetUnavailable
 from ..threads import import_whole
@@ -30,6 +35,12 @@ READ_SECONDS = (
 OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out, if another can serve
 SILENT, GONE = "it does not answer", "it is gone"  # why a host gave no answer
 FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import transformers
+SLICE_SECONDS = 0.5  # the longest single wait in Ray; `leave` waits for its end
+
+P, R = ParamSpec("P"), TypeVar("R")
+_change = threading.Condition()
+_calls = 0  # calls of Ray that run now, in all threads
+_has_left = False
 
 
 class Gone(Exception):
@@ -38,6 +49,10 @@ class Gone(Exception):
 
 class Unreachable(Exception):
     """Raised when a process did not answer. The process may still live, and the call may have run."""
+
+
+class Left(FleetUnavailable):
+    """Raised when this process has left the cluster."""
 
 
 def ray() -> Any:
@@ -77,6 +92,7 @@ def connect(address: str = "auto") -> None:
     if importlib.util.find_spec("ray") is not None:
         require_token()  # must precede the import of Ray, because Ray reads this setting only once
     module = ray()
+    _open()
     # Without this, Ray prints the last lines of a killed node's log into the output of the code that runs then.
     module._private.worker.print_to_stdstream = lambda *_, **__: None
     if module.is_initialized():
@@ -92,6 +108,64 @@ def connect(address: str = "auto") -> None:
             "  Start the first host:  ray start --head, then  gpu fleet join",
             why=why,
         ) from error
+
+
+def _open() -> None:
+    """Lets calls run. From now on this process disconnects before Ray does so at the end of the process."""
+    global _has_left
+    with _change:
+        _has_left = False
+    atexit.unregister(leave)
+    atexit.register(leave)
+
+
+def leave() -> None:
+    """Disconnects this process from the cluster, after the calls that run in other threads have
+    ended. Calls that wait end at once with Left.
+
+    Ray frees memory that its calls in other threads still read, and the process dies by SIGSEGV.
+    """
+    global _has_left
+    with _change:
+        _has_left = True
+        _change.wait_for(lambda: not _calls, ANSWER_SECONDS)
+    ray().shutdown()
+
+
+@contextmanager
+def _running() -> Iterator[Any]:
+    """Ray, for one call. Raises Left."""
+    global _calls
+    with _change:
+        if _has_left:
+            raise Left(
+                "this process has left the fleet.\n  Enter it again:  fleet = gpu_runtime.fleet()",
+                why="it was closed",
+            )
+        _calls += 1
+    try:
+        yield ray()
+    finally:
+        with _change:
+            _calls -= 1
+            _change.notify_all()
+
+
+def call(method: Any, *args: Any, **kwargs: Any) -> Any:
+    """Begins a call of the remote `method`. Returns its reference."""
+    with _running():
+        return method.remote(*args, **kwargs)
+
+
+def _call(function: Callable[P, R]) -> Callable[P, R]:
+    """`function` as one call of Ray, for whose end `leave` waits."""
+
+    @functools.wraps(function)
+    def run(*args: P.args, **kwargs: P.kwargs) -> R:
+        with _running():
+            return function(*args, **kwargs)
+
+    return run
 
 
 def versions() -> dict[str, str]:
@@ -125,16 +199,19 @@ def _key_values() -> Any:
     return internal_kv
 
 
+@_call
 def stored(key: bytes) -> bytes | None:
     """The value that the head stores for `key`, or None."""
     return _key_values()._internal_kv_get(key, namespace=NAMESPACE.encode())
 
 
+@_call
 def store(key: bytes, value: bytes) -> None:
     """Stores `value` for `key` at the head."""
     _key_values()._internal_kv_put(key, value, overwrite=True, namespace=NAMESPACE.encode())
 
 
+@_call
 def unstore(key: bytes) -> None:
     """Removes the value for `key`."""
     _key_values()._internal_kv_del(key, namespace=NAMESPACE.encode())
@@ -154,6 +231,7 @@ def store_host(node: str, name: str) -> None:
     store(HOSTS + node.encode(), f"{secrets.token_hex(4)} {name}".encode())
 
 
+@_call
 def stored_hosts() -> dict[str, Joined]:
     """The hosts that have joined, by the id of their node."""
     keys = _key_values()._internal_kv_list(HOSTS, namespace=NAMESPACE.encode())
@@ -169,17 +247,20 @@ def stored_hosts() -> dict[str, Joined]:
 # -- the cluster ---------------------------------------------------------------------------------
 
 
+@_call
 def living_nodes() -> dict[str, dict[str, Any]]:
     """Ray's nodes that are alive, by their ids."""
     return {node["NodeID"]: node for node in ray().nodes() if node["Alive"]}
 
 
+@_call
 def is_given_up() -> bool:
     """Whether Ray's head has declared the node of this process dead. A dead node never returns."""
     own = ray().get_runtime_context().get_node_id()
     return any(node["NodeID"] == own and not node["Alive"] for node in ray().nodes())
 
 
+@_call
 def ended_jobs() -> set[str]:
     """The ids of the jobs whose driver has ended."""
     worker = ray()._private.worker.global_worker
@@ -187,11 +268,13 @@ def ended_jobs() -> set[str]:
     return {id.hex() for id, job in jobs.items() if job.is_dead}
 
 
+@_call
 def my_job() -> str:
     """The id of this process's job."""
     return ray().get_runtime_context().get_job_id()
 
 
+@_call
 def actor(name: str) -> Any:
     """The handle of the actor called `name`. Raises Gone if there is no such actor."""
     try:
@@ -210,8 +293,11 @@ def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
     Raises the error of the call itself, such as DoesNotFit, and Gone or Unreachable.
     """
     errors = ray().exceptions
+    if not ended([reference], timeout):
+        raise Unreachable(f"no answer within {timeout:g} s")
     try:
-        return ray().get(reference, timeout=timeout)
+        with _running() as module:
+            return module.get(reference, timeout=ANSWER_SECONDS)
     except errors.RayTaskError as error:
         raise _cause(error) from None
     except (errors.ActorUnavailableError, errors.GetTimeoutError) as error:
@@ -227,11 +313,19 @@ def answer(reference: Any, timeout: float | None = ANSWER_SECONDS) -> Any:
         raise Gone(str(error).splitlines()[0]) from error
 
 
-def ended(references: Iterable[Any], seconds: float) -> list[Any]:
-    """The calls among `references` that end within `seconds`, with a result or with an error."""
+def ended(references: Iterable[Any], seconds: float | None, count: int | None = None) -> list[Any]:
+    """The calls among `references` that end within `seconds`, with a result or with an error. The
+    wait ends as soon as `count` of them have ended; None means all.
+    """
     pending = list(references)
-    ready, _ = ray().wait(pending, num_returns=len(pending), timeout=seconds)
-    return list(ready)
+    count = len(pending) if count is None else count
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    while True:
+        left = max(0.0, until - time.monotonic())
+        with _running() as module:
+            ready, _ = module.wait(pending, num_returns=count, timeout=min(left, SLICE_SECONDS))
+        if len(ready) >= count or left <= SLICE_SECONDS:
+            return list(ready)
 
 
 def _cause(error: Any) -> BaseException:
@@ -268,7 +362,8 @@ def answers(
     began = time.monotonic()
     count, seconds = len(pending), timeout
     while pending and seconds > 0:
-        ready, pending = ray().wait(pending, num_returns=count, timeout=seconds)
+        ready = ended(pending, seconds, count)
+        pending = [reference for reference in pending if reference not in ready]
         for reference in ready:
             _take(keys[reference], reference, found, missing)
         if enough(found.values()):
@@ -289,5 +384,7 @@ def _take(key: str, reference: Any, found: dict[str, Any], missing: dict[str, st
         missing[key] = SILENT
     except Gone:
         missing[key] = GONE
+    except Left:
+        raise
     except Exception as error:  # noqa: BLE001 - the reason is shown with the host
         missing[key] = str(error)

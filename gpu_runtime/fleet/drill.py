@@ -112,7 +112,7 @@ class Drill:
 
     def close(self) -> None:
         """Ends all hosts, and disconnects this process."""
-        cluster.ray().shutdown()
+        cluster.leave()
         if self.cluster is not None:
             self.cluster.shutdown()
 

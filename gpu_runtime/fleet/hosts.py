@@ -88,4 +88,4 @@ def on(agent: Any, method: str, group: str, *args: Any, **kwargs: Any) -> Any:
     """Calls the `method` of an `agent` in the `group` of its threads. Returns the reference of the
     call.
     """
-    return getattr(agent, method).options(concurrency_group=group).remote(*args, **kwargs)
+    return cluster.call(getattr(agent, method).options(concurrency_group=group), *args, **kwargs)

@@ -71,6 +71,7 @@ def test_slow_hosts_are_awaited_only_if_no_other_can_serve(monkeypatch, delays, 
     """
     ray = FakeRay()
     monkeypatch.setattr(cluster, "ray", lambda: ray)
+    monkeypatch.setattr(cluster, "_has_left", False)
     monkeypatch.setattr(cluster, "answer", lambda reference, timeout: reference)
     monkeypatch.setattr(cluster.time, "monotonic", lambda: ray.now)
     references = {f"box{n}": delay for n, delay in enumerate(delays)}
@@ -84,6 +85,7 @@ def test_a_reading_waits_five_seconds_for_a_frozen_host_and_names_it(monkeypatch
     """It took up to a minute. As long as no host has answered, it still may."""
     ray = FakeRay()
     monkeypatch.setattr(cluster, "ray", lambda: ray)
+    monkeypatch.setattr(cluster, "_has_left", False)
     monkeypatch.setattr(cluster, "answer", lambda reference, timeout: pandas.DataFrame({"n": [1]}))
     monkeypatch.setattr(cluster.time, "monotonic", lambda: ray.now)
     fleet = Fleet.__new__(Fleet)

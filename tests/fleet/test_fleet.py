@@ -366,6 +366,39 @@ def test_the_pins_of_a_killed_driver_end(empty, hosts):
     until(lambda: not pins(empty, host), "the pin of the dead driver ends")
 
 
+BUSY_THREADS = """
+import threading
+
+def ask():
+    try:
+        while True:
+            fleet.status()
+    except gpu_runtime.GpuError as error:
+        print(str(error).splitlines()[0], flush=True)
+
+for ending in ("close", "close", "exit"):
+    threads = [threading.Thread(target=ask, daemon=True) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    fleet.status()
+    if ending == "close":
+        fleet.close()
+        for thread in threads:
+            thread.join()
+        fleet = gpu_runtime.fleet(ADDRESS)
+"""
+
+
+def test_a_fleet_is_closed_while_other_threads_ask_it(empty, hosts):
+    """Ray freed memory that its calls in other threads still read, and the process died by SIGSEGV:
+    at `close`, and at the end of a process with open calls.
+    """
+    driver = hosts.client(BUSY_THREADS.replace("ADDRESS", repr(hosts.address)))
+    printed, _ = driver.communicate()
+    assert driver.returncode == 0
+    assert printed.count("this process has left the fleet.") >= 12
+
+
 def test_a_killed_model_keeps_its_card_three_times_and_then_is_used_elsewhere(empty, hosts):
     """The model's process is restarted under the same lease three times. Then a waiting request
     gets the card.
