@@ -14,12 +14,7 @@ import msgspec
 import pytest
 import torch
 
-from gpu_runtime.backends.pytorch import (
-    fingerprint,
-    shared_copies,
-    storages,
-    transformers_backend,
-)
+from gpu_runtime.backends.pytorch import fingerprint, shared_copies, storages, transformers_backend
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 from gpu_runtime.devices import shared_pages
 from gpu_runtime.devices.probe import open_probe

@@ -559,10 +559,7 @@ def console() -> Iterator[Row]:
         slow.read <= 2000 and slow.figures <= 12000,
     )
     yield Row(
-        "bytes of a first visit",
-        f"{later.bytes / 1e6:.2f} MB",
-        "≤ 1.3 MB",
-        later.bytes <= 1.3e6,
+        "bytes of a first visit", f"{later.bytes / 1e6:.2f} MB", "≤ 1.3 MB", later.bytes <= 1.3e6
     )
     seen = bench_console.effect()
     yield Row(

@@ -66,8 +66,7 @@ os._exit(0)  # the bench has been ended: without a word, in the midst of `work`
 
 @contextmanager
 def box(
-    cards: str = "sim:24GiB,host:64GiB",
-    kernels: tuple[tuple[int, int, int, float], ...] = (),
+    cards: str = "sim:24GiB,host:64GiB", kernels: tuple[tuple[int, int, int, float], ...] = ()
 ) -> Iterator[tuple[Served, list[subprocess.Popen[str]]]]:
     """Runs a served console and its kernels inside the `with` block.
 

@@ -110,14 +110,7 @@ def test_an_open_console_is_no_use_of_the_notebook(live):
 
 def test_no_request_goes_to_another_host(live):
     """Panel's scripts and styles are sent by the kernel, also when the page changes later."""
-    for title in (
-        "Now",
-        "Leases",
-        "Timeline",
-        "Fragmentation",
-        "What if",
-        "Models",
-    ):
+    for title in ("Now", "Leases", "Timeline", "Fragmentation", "What if", "Models"):
         live.tab(title)
         live.page.wait_for_selector(f"[role=tab][aria-selected=true]:has-text('{title}')")
     live.row("qwen", "warm").wait_for()

@@ -179,6 +179,4 @@ def test_a_killed_kernel_disappears_and_an_empty_page_shows_what_to_do(visitors,
     visitor.shows(kernel, "84.0 MiB")
     kernel.end()
     visitor.page.get_by_text("No process holds memory on a card yet").wait_for()
-    visitor.page.locator("span", has_text="inactive, released by defrag").wait_for(
-        state="detached",
-    )
+    visitor.page.locator("span", has_text="inactive, released by defrag").wait_for(state="detached")

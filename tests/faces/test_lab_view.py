@@ -120,7 +120,7 @@ def test_a_stopped_process_with_memory_is_a_problem():
     assert problem["text"].startswith("train.ipynb (pid 4000) is stopped and holds 14.0 GiB.")
     assert (problem["since"], problem["before"]) == (WALL, True), "the first snapshot with it"
     assert problem["actions"] == [
-        {"verb": "resume", "target": f"{ME.id}/", "label": "Continue", "why_not": ""},
+        {"verb": "resume", "target": f"{ME.id}/", "label": "Continue", "why_not": ""}
     ]
     assert found["status"].endswith("1 problem") and found["groups"][0]["trouble"] == "stopped"
     assert "is stopped" in found["groups"][0]["why_not"], "its kernel acts on no interrupt either"
@@ -203,10 +203,7 @@ def test_each_row_has_the_action_that_is_possible_and_says_why_it_is_not():
         ("idle", [("evict", "Evict", "")]),
         ("used", [("evict", "Evict", "In use by train.ipynb (pid 4000)")]),
         ("its own code", [("park", "Park", "")]),
-        (
-            "kept",
-            [("evict", "Evict", "It is pinned; unpin it first"), ("unpin", "Unpin", "")],
-        ),
+        ("kept", [("evict", "Evict", "It is pinned; unpin it first"), ("unpin", "Unpin", "")]),
         ("away", [("restore", "Restore", "")]),
     ]
     assert [row["variables"] for row in rows] == [False, False, True, False, False]

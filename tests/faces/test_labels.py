@@ -39,11 +39,7 @@ LEASES = {
     "idle 3 min": {"last_used": NOW - 200.0},
     "never used": {},
     "warm, idle 3 min": {"shares": (Share(HOST, 8),), "last_used": NOW - 200.0},
-    "parked, idle 3 min": {
-        "shares": (Share(HOST, 8),),
-        "last_used": NOW - 200.0,
-        "kind": "kernel",
-    },
+    "parked, idle 3 min": {"shares": (Share(HOST, 8),), "last_used": NOW - 200.0, "kind": "kernel"},
 }
 
 

@@ -177,12 +177,7 @@ def test_a_table_is_a_dataframe(shell, models, words):
 def test_every_verb_is_tested_here():
     tried = (
         {words.split()[0] for words in (*SHOWN, *FRAMES) if words}
-        | {
-            "console",
-            "park",
-            "unpark",
-            "fleet",
-        }
+        | {"console", "park", "unpark", "fleet"}
     )  # in test_inline.py, fleet/test_fleet.py, and owner/test_kernel.py: only a kernel can be parked
     assert {verb.name for verb in verbs.verbs(verbs.MAGIC)} == tried - {"-h"}
 

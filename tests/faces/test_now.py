@@ -79,8 +79,7 @@ def test_a_figure_that_the_driver_does_not_give_is_empty():
     view = samples.unmeasured.devices[0]
     hot = replace(view.sample, temperature_celsius=61.0, power_watts=240.0)
     seen = replace(
-        samples.unmeasured,
-        devices=(replace(view, sample=hot), *samples.unmeasured.devices[1:]),
+        samples.unmeasured, devices=(replace(view, sample=hot), *samples.unmeasured.devices[1:])
     )
     row = rows(seen)["cuda:0"]
     assert (row.busy, row.celsius, row.watts) == ("37 %", "61 °C", "240 W")

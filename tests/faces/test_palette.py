@@ -8,16 +8,7 @@ import itertools
 
 import numpy as np
 import pytest
-from gpu_panels.palette import (
-    COLOURS,
-    EDGE,
-    KEPT,
-    SLOTS,
-    Palette,
-    assign_slots,
-    label,
-    style_of,
-)
+from gpu_panels.palette import COLOURS, EDGE, KEPT, SLOTS, Palette, assign_slots, label, style_of
 from hypothesis import given
 from hypothesis import strategies as st
 

@@ -57,10 +57,7 @@ def test_the_bars_show_each_part_on_its_device():
 
 def test_only_the_part_that_leaves_is_hatched():
     going = replace(
-        BIG,
-        shares=(Share("sim:0", 40 * GIB),),
-        target=(Share(HOST, 3 * GIB),),
-        phase=Phase.LEAVING,
+        BIG, shares=(Share("sim:0", 40 * GIB),), target=(Share(HOST, 3 * GIB),), phase=Phase.LEAVING
     )
     [card, _] = device_totals.bars(samples.snapshot(going, gib=40.0))
     assert [(one.bytes, one.kind) for one in card.stretches] == [

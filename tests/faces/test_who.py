@@ -323,11 +323,7 @@ def test_a_governed_model_is_listed_and_its_variable_frees_nothing(notebook, rt)
     rt.preload("fake")
     frame = rt.who()
     rows = sorted(zip(frame["name"], frame["kind"], frame["alone_bytes"], strict=True))
-    assert rows == [
-        ("fake", "model", 5 * MIB),
-        ("net", "model", 2 * MIB),
-        ("net", "variable", 0),
-    ]
+    assert rows == [("fake", "model", 5 * MIB), ("net", "model", 2 * MIB), ("net", "variable", 0)]
     assert frame.attrs["explained_bytes"] == 7 * MIB
 
 

@@ -131,10 +131,7 @@ def run(notebook: Path, place: Path, *, parked: bool) -> Run:
     work.mkdir()
     environment = {**os.environ, "GPU_LEDGER": url, "GPU_DEVICES": DEVICES}
     printed, requests = [], []
-    with (
-        Runtime(devices=DEVICES, ledger=url) as rt,
-        closing(Kernel(environment, work)) as kernel,
-    ):
+    with Runtime(devices=DEVICES, ledger=url) as rt, closing(Kernel(environment, work)) as kernel:
         pid = kernel.run("import os; print(os.getpid())").strip()
         if parked:
             kernel.run("%load_ext gpu")

@@ -362,11 +362,7 @@ def cards(started, guards, monkeypatch):
     """
     monkeypatch.setattr("gpu_runtime.owner.cell_room.LEAST_BYTES", MIB)
     gc.collect()
-    return started(
-        probe=simgpu.SimProbe(),
-        gpu_memory_max_percent=1.0,
-        cpu_memory_max_percent=1.0,
-    )
+    return started(probe=simgpu.SimProbe(), gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0)
 
 
 def on(card: int, mib: int) -> torch.Tensor:

@@ -175,9 +175,7 @@ def small_card(runtime, monkeypatch):
     monkeypatch.setattr(torch_model, "LEAST_BYTES_IN_PARTS", 1)
     gc.collect()
     return runtime(
-        devices=f"sim:{11 * LAYER}B,host:64MiB",
-        eviction_grace_seconds=0,
-        gpu_memory_max_percent=1,
+        devices=f"sim:{11 * LAYER}B,host:64MiB", eviction_grace_seconds=0, gpu_memory_max_percent=1
     )
 
 

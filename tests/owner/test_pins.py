@@ -100,10 +100,7 @@ WAYS = [
     delegated,
     generated,
 ]
-DEEDS = {
-    "use": lambda rt: rt.use("m"),
-    "lease": lambda rt: rt.lease("1GiB", purpose="test"),
-}
+DEEDS = {"use": lambda rt: rt.use("m"), "lease": lambda rt: rt.lease("1GiB", purpose="test")}
 
 
 def in_use(rt: Runtime) -> int:

@@ -242,11 +242,7 @@ def test_a_factory_is_built_when_first_used_and_its_weights_are_never_dropped(ru
 
 @pytest.mark.parametrize(
     "factory, error",
-    [
-        (lambda: 1 / 0, "ZeroDivisionError"),
-        (lambda: None, "NoneType"),
-        (lambda: "text", "str"),
-    ],
+    [(lambda: 1 / 0, "ZeroDivisionError"), (lambda: None, "NoneType"), (lambda: "text", "str")],
 )
 def test_a_factory_that_raises_or_returns_nothing_is_named(runtime, factory, error):
     rt = runtime()

@@ -10,14 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runtime import (
-    BadSetting,
-    DoesNotFit,
-    LoadFailed,
-    MemoryLimitExceeded,
-    NotAllowed,
-    Runtime,
-)
+from gpu_runtime import BadSetting, DoesNotFit, LoadFailed, MemoryLimitExceeded, NotAllowed, Runtime
 from gpu_runtime.facts import Drop, Move
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.owner import registry

@@ -794,13 +794,7 @@ def test_a_model_on_a_device_leaves_for_the_warm_pool_first_and_then_the_page():
 
 
 @pytest.mark.parametrize(
-    "kept",
-    [
-        {"pins": 1},
-        {"keep": True},
-        {"droppable": False},
-        {"importance": "urgent"},
-    ],
+    "kept", [{"pins": 1}, {"keep": True}, {"droppable": False}, {"importance": "urgent"}]
 )
 def test_an_entry_is_not_evicted_where_bytes_would_not_be(kept):
     """A full page does not evict models that are in use, kept, more important, or the only copy of

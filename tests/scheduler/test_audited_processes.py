@@ -525,8 +525,7 @@ class Auditor(RuleBasedStateMachine):
         if sure:
             del process.models[model.name]
             self.write(
-                process,
-                lambda book, world: (book.without_lease(process.id, model.name), None),
+                process, lambda book, world: (book.without_lease(process.id, model.name), None)
             )
             assert self.book.lease(process.id, model.name) is None
 

@@ -10,14 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSetting
-from gpu_runtime.facts import (
-    HOST,
-    MOST_USES,
-    Share,
-    decode_uses,
-    encode_uses,
-    merged_uses,
-)
+from gpu_runtime.facts import HOST, MOST_USES, Share, decode_uses, encode_uses, merged_uses
 from gpu_runtime.scheduler.eviction_policy import (
     cost_aware,
     keep_score,

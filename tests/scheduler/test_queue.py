@@ -48,10 +48,10 @@ def test_after_five_times_its_load_a_request_goes_first_in_its_class():
 
 
 def test_importance_is_before_everything():
-    assert order(
-        ticket("quick", seconds=0.1),
-        ticket("slow", seconds=90.0, importance="high"),
-    ) == ["1:slow", "1:quick"]
+    assert order(ticket("quick", seconds=0.1), ticket("slow", seconds=90.0, importance="high")) == [
+        "1:slow",
+        "1:quick",
+    ]
 
 
 def test_a_request_stands_where_its_ticket_would():

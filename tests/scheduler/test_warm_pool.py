@@ -138,10 +138,7 @@ def test_an_owner_renews_its_own_part_of_the_warm_pool_for_a_recalled_model():
     assert isinstance(step, Move) and step.lease == at(1, "victim")
 
 
-@pytest.mark.parametrize(
-    ("needed_on", "step_type"),
-    [("sim1", Drop), ("sim0", Move)],
-)
+@pytest.mark.parametrize(("needed_on", "step_type"), [("sim1", Drop), ("sim0", Move)])
 def test_a_lease_in_parts_that_is_recalled_for_host_memory_leaves_both(needed_on, step_type):
     """Host memory has room for the rest of the lease. But a move of the rest would use more host
     memory, and the next decision would drop it there. A request for the lease's own card needs the

@@ -119,10 +119,7 @@ def test_pictures_in_the_result_of_a_tool_follow_it_in_the_users_message():
     body = {**HI, "messages": [{"role": "user", "content": [result]}]}
     assert chat_of(body)["messages"] == [
         {"role": "tool", "tool_call_id": "a", "content": "The screen:"},
-        {
-            "role": "user",
-            "content": [{"type": "image_url", "image_url": {"url": "https://a/b"}}],
-        },
+        {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "https://a/b"}}]},
     ]
 
 

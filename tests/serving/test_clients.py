@@ -88,12 +88,7 @@ def test_the_body_overrides_the_profile():
         ),
         profile,
     )
-    assert (call.importance, call.thinking, call.stay_warm, call.cooldown) == (
-        1,
-        False,
-        0.0,
-        9.0,
-    )
+    assert (call.importance, call.thinking, call.stay_warm, call.cooldown) == (1, False, 0.0, 9.0)
 
 
 def test_the_body_overrides_the_profile_under_the_fields_other_name_too():

@@ -849,9 +849,7 @@ async def test_a_call_that_does_not_fit_the_models_type_is_refused(sources):
 
 @pytest.mark.processes
 @in_loop
-async def test_a_stream_breaks_off_with_its_worker_and_a_dead_worker_costs_no_call(
-    sources,
-):
+async def test_a_stream_breaks_off_with_its_worker_and_a_dead_worker_costs_no_call(sources):
     """A worker is killed with SIGKILL during a stream. Its lease is released, and the next call is answered."""
     import os
     import signal
@@ -888,9 +886,7 @@ _EMPTY: dict[str, list[dict[str, Any]]] = {
     [
         ("writer", ("chat", "completions", "tokenize", "detokenize")),
         pytest.param(
-            "gguf",
-            ("chat", "completions", "tokenize", "detokenize"),
-            marks=pytest.mark.processes,
+            "gguf", ("chat", "completions", "tokenize", "detokenize"), marks=pytest.mark.processes
         ),
         ("embedder", ("embeddings",)),
         ("ranker", ("rerank",)),

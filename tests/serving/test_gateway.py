@@ -12,14 +12,7 @@ from contextlib import asynccontextmanager
 import pytest
 
 from gpu_runtime import Runtime
-from gpu_runtime.errors import (
-    BadSetting,
-    DoesNotFit,
-    EngineDied,
-    LoadFailed,
-    NotAModel,
-    StillInUse,
-)
+from gpu_runtime.errors import BadSetting, DoesNotFit, EngineDied, LoadFailed, NotAModel, StillInUse
 from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.serving.engines.base import EngineFailed
 from gpu_runtime.serving.queue import model_hold

@@ -248,10 +248,7 @@ def test_the_agents_client_runs_a_tool(url, format, streamed):
         zones.append(zone)
         return "It is noon."
 
-    kinds = {
-        "chat": agents.OpenAIChatCompletionsModel,
-        "responses": agents.OpenAIResponsesModel,
-    }
+    kinds = {"chat": agents.OpenAIChatCompletionsModel, "responses": agents.OpenAIResponsesModel}
 
     async def run() -> str:
         async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key=OPERATORS) as client:

@@ -132,10 +132,7 @@ async def test_a_call_waits_while_its_engine_restarts():
             b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n",
             "malformed answer: Invalid character in chunk size",
         ),
-        (
-            b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n{"a\r\n',
-            "broke off",
-        ),
+        (b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n{"a\r\n', "broke off"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "no JSON object"),
     ],
 )
@@ -501,10 +498,7 @@ TOO_LONG = (
 async def test_an_engine_that_refuses_a_long_limit_may_write_the_rest_of_the_context(name, stream):
     """vLLM answers 400, and Anthropic's clients must send a limit. What is left is said in a header."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
-        there.answers = [
-            TOO_LONG,
-            [chunk("hi"), END] if stream else completion("hi"),
-        ]
+        there.answers = [TOO_LONG, [chunk("hi"), END] if stream else completion("hi")]
         reply = await k.chat("qwen", stream=stream, **{name: 128_000})
         assert (await stream_text(reply) if stream else answer_text(reply)) == "hi"
         first, second = (body for *_, body in there.requests)

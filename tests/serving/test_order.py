@@ -35,11 +35,7 @@ WARM, COLD, LOADING = (
 
 
 def call(
-    key: int,
-    model: str = "a",
-    importance: str = "normal",
-    arrived: float = 0.0,
-    client: str = "",
+    key: int, model: str = "a", importance: str = "normal", arrived: float = 0.0, client: str = ""
 ) -> Waiting:
     return Waiting(key, model, IMPORTANCE[importance], arrived, client)
 

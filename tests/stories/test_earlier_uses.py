@@ -43,11 +43,7 @@ def use(kernel: Kernel, name: str, *times: int) -> None:
         assert kernel.tell(USE.format(name=name, at=at)) == "done"
 
 
-ENDS = {
-    "close": "rt.close()",
-    "forget": "rt.forget('qwen')",
-    "drop": "rt.evict('qwen', drop=True)",
-}
+ENDS = {"close": "rt.close()", "forget": "rt.forget('qwen')", "drop": "rt.evict('qwen', drop=True)"}
 
 
 @pytest.mark.parametrize("how", ENDS)

@@ -249,11 +249,7 @@ PROGRAMS = {
 
 @pytest.mark.parametrize(
     "program, card, order",
-    [
-        ("nbconvert", "24GiB", "abc"),
-        ("papermill", "24GiB", "abc"),
-        ("papermill", "14GiB", "aabcc"),
-    ],
+    [("nbconvert", "24GiB", "abc"), ("papermill", "24GiB", "abc"), ("papermill", "14GiB", "aabcc")],
 )
 def test_a_program_that_runs_the_notebook_cell_by_cell_is_looked_ahead_too(
     tmp_path, program, card, order

@@ -102,14 +102,7 @@ def test_ten_thousand_kernels_are_killed(ledger, tmp_path, seed):
     kind, url = ledger
     kernels = (8, 12, 16, 6)[seed % 4]
     report = run(
-        url,
-        tmp_path,
-        kernels=kernels,
-        seconds=3000,
-        seed=seed,
-        calm=0.02,
-        kind=Killer,
-        kills=2500,
+        url, tmp_path, kernels=kernels, seconds=3000, seed=seed, calm=0.02, kind=Killer, kills=2500
     )
     assert report.kills >= 2500 and report.served > 100
     note(kind, report)

@@ -271,8 +271,7 @@ def test_a_notebook_that_is_parked_in_a_storm_keeps_its_values(tmp_path, storm, 
 @pytest.mark.soak
 @pytest.mark.timeout(7200)
 @pytest.mark.parametrize(
-    "storm, count",
-    [("interrupts", 10_000), ("kills", 1_000), ("hammered", 300)],
+    "storm, count", [("interrupts", 10_000), ("kills", 1_000), ("hammered", 300)]
 )
 def test_a_notebook_that_is_parked_in_a_long_storm_keeps_its_values(tmp_path, storm, count):
     done = in_a_process_of_its_own(storm, f"sqlite://{tmp_path}/ledger", count)

@@ -64,10 +64,7 @@ def test_what_ends_while_redis_is_away_is_known_when_it_is_back(redis, other, he
     assert other.tell(HOLD) == "done"
     fakes(here, llama="14GiB")
     redis.kill()
-    with (
-        pytest.raises(LedgerUnavailable, match="does not answer"),
-        here.use("llama", timeout=5),
-    ):
+    with pytest.raises(LedgerUnavailable, match="does not answer"), here.use("llama", timeout=5):
         pass
     assert other.tell(LET_GO) == "done"
     redis.start()
