@@ -89,9 +89,7 @@ def lease(name: str, *, by: int = 1, **fields: Any) -> Lease:
 
 
 def block(name: str = "code", *, by: int = 1, **fields: Any) -> Lease:
-    """A lease of memory that a running cell has for its own code. The arguments are those of
-    `lease`.
-    """
+    """A lease of memory that a running cell has for its own code. The arguments are those of `lease`."""
     return lease(name, by=by, **{"kind": "block", "movable": False, "droppable": False, **fields})
 
 
@@ -174,9 +172,7 @@ def request(
     wait: bool = True,
     **fields: Any,
 ) -> Request:
-    """A request for a model of `gib` GiB. By default it needs one device; with another `layout` it
-    uses several.
-    """
+    """A request for a model of `gib` GiB. By default it needs one device; with another `layout` it uses several."""
     if isinstance(fields.get("importance"), str):
         fields["importance"] = IMPORTANCE[fields["importance"]]
     wanted = Lease(owner(by).id, name, **fields)

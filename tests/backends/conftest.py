@@ -15,9 +15,7 @@ from tests import tiny_models
 
 @pytest.fixture(scope="session")
 def llama(tmp_path_factory):
-    """The directory of a causal language model of 0.6 MB. A test must not change it, only a copy of
-    it.
-    """
+    """The directory of a causal language model of 0.6 MB. A test must not change it, only a copy of it."""
     return tiny_models.causal_lm(tmp_path_factory.mktemp("llama") / "model")
 
 
@@ -35,10 +33,7 @@ def probe():
 
 @pytest.fixture(autouse=True)
 def users_mode(monkeypatch):
-    """Opens a mode of torch around each call of a backend: the one named in BACKENDS_IN_MODE.
-
-    test_user_modes.py runs the tests of this directory once in each mode.
-    """
+    """Opens a mode of torch around each call of a backend: BACKENDS_IN_MODE, set by test_user_modes.py."""
     name = os.environ.get("BACKENDS_IN_MODE")
     if name is None:
         return

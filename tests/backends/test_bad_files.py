@@ -1,7 +1,4 @@
-"""Files of models that never end, are too large or nest too deep: one sentence each, with the path.
-
-Each is tried in a process of its own, which may take 300 MiB beside torch and transformers.
-"""
+"""Files of models that never end, are too large or nest too deep: one sentence each, in a process of 300 MiB."""
 
 from __future__ import annotations
 

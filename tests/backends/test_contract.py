@@ -157,9 +157,7 @@ def test_a_load_holds_its_measured_bytes_and_a_drop_frees_them(case):
 
 
 def test_load_offload_restore_and_drop_free_every_byte(mover):
-    """After each step the measured bytes are those that the model holds, on one device only. After
-    the drop none are left.
-    """
+    """After each step the measured bytes are the model's, on one device only. After the drop none are left."""
     case = mover
     model = case.load()
     (share,) = case.backend.measure(model)
@@ -210,9 +208,7 @@ def test_a_garbage_collected_model_frees_its_bytes(case):
 
 
 def test_measured_bytes_are_the_next_footprint(case):
-    """After the first load the footprint is exactly the measured size. The header, the name or the
-    shapes no longer matter.
-    """
+    """After the first load the header, the name and the shapes no longer matter."""
     model = case.load()
     measured = case.backend.measure(model)[0].bytes
     found = footprint(
@@ -233,9 +229,7 @@ FAILURES = [OSError("the disk went away"), KeyboardInterrupt(), MemoryError()]
 
 @pytest.mark.parametrize("failure", FAILURES, ids=lambda f: type(f).__name__)
 def test_a_load_that_fails_in_the_middle_frees_everything(case, failure):
-    """A notebook keeps its last traceback. The bytes are freed even while the traceback refers to
-    the load's frames.
-    """
+    """A notebook keeps its last traceback, which refers to the load's frames."""
     case.trip(failure)
     with pytest.raises(type(failure)) as held:
         case.load()
@@ -305,9 +299,7 @@ def test_out_of_memory_in_a_move_changes_nothing(mover):
 
 
 def test_a_backend_that_cannot_move_raises_and_changes_nothing(case):
-    """If a backend cannot move models, its leases are not `movable` either. So the planner drops
-    and reloads such a model instead.
-    """
+    """Its leases are not `movable` either, so the planner drops and reloads such a model instead."""
     if case.backend.can_move:
         return
     model = case.load()
@@ -318,9 +310,7 @@ def test_a_backend_that_cannot_move_raises_and_changes_nothing(case):
 
 
 def test_a_card_of_exactly_the_measured_size_is_enough(case):
-    """A model fits on a card of exactly its measured size. The bytes that the allocator adds by
-    rounding do not count.
-    """
+    """The bytes that the allocator adds by rounding do not count."""
     model = case.load()
     exactly = case.backend.measure(model)[0].bytes
     case.backend.drop(model)
@@ -333,9 +323,7 @@ def test_a_card_of_exactly_the_measured_size_is_enough(case):
 
 
 def test_over_several_devices_bytes_follow_the_shares_and_answers_are_equal(case):
-    """The model is divided between its pieces, or at any byte if it has no pieces. Its answers are
-    equal to the bit, and a drop frees all bytes.
-    """
+    """It is divided between its pieces, or at any byte without pieces. Answers are equal to the bit."""
     model = case.load()
     before = answer(case, model)
     pieces = case.backend.pieces(case.spec, case.origin, model)

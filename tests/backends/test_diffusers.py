@@ -1,6 +1,4 @@
-"""The package's server program for pictures, with a real diffusers pipeline that is tiny and has
-random weights.
-"""
+"""The package's server program for pictures, with a real diffusers pipeline that is tiny and has random weights."""
 
 from __future__ import annotations
 
@@ -145,10 +143,7 @@ def test_code_of_a_pipelines_directory_does_not_run(tmp_path, where):
 
 
 def linger_on_the_first_free_port():
-    """Leaves a closed connection on the first free port, so that the server must take the next one.
-
-    An engine that has ended blocks its port in this way for a minute.
-    """
+    """Leaves a closed connection on the first free port, as an ended engine does for a minute."""
     port = claim(ports(Settings().gpu_engine_ports), "painter")
     port.close()
     with socket.socket() as server:

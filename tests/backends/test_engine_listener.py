@@ -1,8 +1,4 @@
-"""No process can pose as an engine.
-
-Any user can listen on a free port, before an engine listens there or after it ended. So nothing is
-sent to a port unless a process of the engine listens on it.
-"""
+"""No process can pose as an engine: nothing is sent to a port unless a process of the engine listens on it."""
 
 from __future__ import annotations
 
@@ -38,9 +34,7 @@ needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become 
 
 @pytest.fixture
 def unseen(monkeypatch):
-    """Makes every port look free when this process chooses a port for an engine. So the test can
-    let another process listen on that port already.
-    """
+    """Makes every port look free when this process chooses one, so that another process can listen already."""
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
 
 
@@ -54,9 +48,7 @@ def loads(tmp_path, monkeypatch):
 @pytest.mark.processes
 @needs_root
 def test_an_engine_of_another_user_on_the_port_is_sent_nothing(server, unseen, loads):
-    """Another user's program listens before our engine does and answers 200. Our engine gets the
-    next port at once.
-    """
+    """Its program listens before ours does and answers 200. Our engine gets the next port at once."""
     one = server()
 
     def sleep(seconds: float) -> None:
@@ -72,9 +64,7 @@ def test_an_engine_of_another_user_on_the_port_is_sent_nothing(server, unseen, l
 
 @pytest.mark.processes
 def test_another_process_of_this_user_on_the_port_is_sent_nothing(server, unseen, loads):
-    """An engine of an earlier start may still listen on the port. Our engine cannot listen there
-    and gets the next port.
-    """
+    """An engine of an earlier start may still listen there. Our engine gets the next port."""
     one = server()
     one._sleep = lambda seconds: loads.touch()
     with impostor(PORTS[0]) as false:
@@ -103,9 +93,7 @@ def test_no_health_check_carries_the_key(server, engine, tmp_path, monkeypatch, 
 
 @pytest.fixture
 def robbed(record, monkeypatch):
-    """A loaded engine that was killed. The process that watches it is stopped, so nothing has
-    noticed its end.
-    """
+    """A loaded engine that was killed. The process that watches it is stopped, so nothing has noticed its end."""
     monkeypatch.setattr("gpu_runtime.backends.engines.backend.PORTS", f"{BASE + 60}-{BASE + 79}")
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
@@ -135,9 +123,7 @@ def test_the_address_of_an_engine_whose_port_was_taken_is_not_given(robbed):
 
 @pytest.mark.processes
 def test_a_call_to_an_engine_whose_port_was_taken_is_not_sent(robbed):
-    """The listening process is checked on the open connection, before a request is sent. So it is
-    no danger that the caller has read the address earlier.
-    """
+    """The listening process is checked on the open connection, so an address that was read earlier is safe."""
     _, before, port = robbed
 
     async def call() -> None:
@@ -155,9 +141,7 @@ def test_a_call_to_an_engine_whose_port_was_taken_is_not_sent(robbed):
 
 @pytest.fixture(params=["asked", "listed"])
 def source(request, monkeypatch):
-    """Runs a test with both ways to find a listener: a question to the kernel, and the tables in
-    /proc where the question is forbidden.
-    """
+    """Both ways to find a listener: a question to the kernel, and /proc where the question is forbidden."""
     if request.param == "listed":
 
         def forbidden(port, family):
@@ -191,9 +175,7 @@ def test_a_socket_that_a_connection_to_loopback_does_not_reach_is_not_listed(sou
 @pytest.mark.processes
 @needs_root
 def test_no_other_user_can_hold_a_claim(tmp_path, monkeypatch):
-    """A process reserves a port by a lock on a file in a directory of this user. Another user
-    cannot open that file, but could guess and take a name in the abstract socket namespace.
-    """
+    """A claim is a lock on a file in this user's directory; a name of an abstract socket could be taken."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     tmp_path.chmod(0o755)
     held = claim(range(BASE + 50, BASE + 51), "a")
@@ -216,9 +198,7 @@ def test_claims_in_a_directory_of_another_user_are_refused(tmp_path, monkeypatch
 
 
 def test_no_process_can_listen_on_a_port_that_an_engine_will_inherit():
-    """Between the bind and the engine's first answer, no other process can bind the port, whatever
-    options it sets on its socket.
-    """
+    """Between the bind and the engine's first answer, whatever options the process sets on its socket."""
     port = claim(range(BASE + 52, BASE + 60), "a")
     port.bind()
     for option in (socket.SO_REUSEADDR, socket.SO_REUSEPORT):

@@ -1,9 +1,4 @@
-"""Engines that are servers: real processes that are started, watched, restarted and ended.
-
-vLLM and Ollama are not installed on the test machine. `tests/engine_stand_in.py` takes their place:
-it accepts their command lines, rejects flags that are not in their recorded help, and speaks their
-protocol. Other behaviour of the real engines is not tested.
-"""
+"""Engines that are real server processes. A stand-in speaks for vLLM and Ollama, with their recorded flags only."""
 
 from __future__ import annotations
 
@@ -50,9 +45,7 @@ def alive(pid: int) -> bool:
 
 @pytest.fixture
 def record(tmp_path, monkeypatch):
-    """Puts stand-ins for the engines on the PATH. A call of the fixture returns the arguments of
-    each start.
-    """
+    """Puts stand-ins for the engines on the PATH. A call of the fixture returns the arguments of each start."""
     for engine in ("vllm", "ollama", "llama-server"):
         file = tmp_path / "bin" / engine
         file.parent.mkdir(exist_ok=True)
@@ -159,9 +152,7 @@ def test_the_bytes_of_a_server_are_measured_when_its_model_is_loaded(record, mon
 
 @pytest.mark.parametrize("native", [True, False])
 def test_the_health_check_of_each_llama_server(native, monkeypatch):
-    """llama-server has a path for it. llama-cpp-python's server has no such path, but listens only
-    once the model is loaded.
-    """
+    """llama-server has a path for it. llama-cpp-python's server listens only once the model is loaded."""
     monkeypatch.setattr("shutil.which", lambda name: f"/opt/{name}" if native else None)
     path = recipe("llama-server").health_path()
     assert path == ("/health" if native else "/openapi.json")
@@ -173,9 +164,7 @@ def test_the_health_check_of_each_llama_server(native, monkeypatch):
 
 
 def test_no_other_state_changes_are_allowed():
-    """The table has all allowed state changes. A server that never becomes ready can be stopped,
-    too.
-    """
+    """The table has all allowed state changes. A server that never becomes ready can be stopped, too."""
     assert NEXT_STATES == {
         ServerState.IDLE: {ServerState.LOADING},
         ServerState.LOADING: {ServerState.READY, ServerState.STOPPING},
@@ -192,9 +181,7 @@ def test_requests_without_the_key_are_rejected(server):
 
 
 def test_the_processes_that_a_server_started_end_with_it(server, tmp_path, monkeypatch):
-    """A signal to the process group does not reach child processes in sessions of their own. These
-    end, too.
-    """
+    """A signal to the process group does not reach child processes in sessions of their own. These end, too."""
     monkeypatch.setenv("STAND_IN_CHILD", str(tmp_path / "child"))
     one = server()
     one.start()
@@ -230,9 +217,7 @@ def test_a_killed_server_is_restarted_on_the_same_cards_at_most_three_times(serv
 
 
 def test_a_server_ends_when_its_guard_is_killed(server):
-    """A server ends with its guard (the process that watches it), since no other process would end
-    it later.
-    """
+    """A server ends with its guard (the process that watches it), since no other process would end it later."""
     one = server()
     one.start()
     guard, engine = one.pids
@@ -241,9 +226,7 @@ def test_a_server_ends_when_its_guard_is_killed(server):
 
 
 def test_ollama_is_restarted_until_its_model_is_on_the_card(server, record, monkeypatch):
-    """Ollama is restarted up to three times, as Helix does. With a part of the model in RAM it
-    would be slow, and its lease larger than its memory.
-    """
+    """Up to three times, as Helix does: with a part in RAM it is slow, and its lease larger than its memory."""
     monkeypatch.setenv("STAND_IN_SPREAD", "2")
     one = server("ollama", source="qwen3:8b", simulated=False)
     one.start()
@@ -336,9 +319,7 @@ def test_two_servers_have_different_ports_and_an_end_frees_the_port(server):
 
 
 def test_a_claim_holds_for_all_processes():
-    """A port is claimed with a file lock, which the operating system ends with the last process that
-    holds it. So no two processes get the same port.
-    """
+    """The operating system ends a file lock with the last process that holds it."""
     held = claim(range(BASE + 30, BASE + 32), "a")
     trial = (
         "from gpu_runtime.backends.engines.ports import claim; "
@@ -367,9 +348,7 @@ def test_a_port_that_another_program_listens_on_is_skipped():
 
 
 def test_a_port_that_another_program_takes_meanwhile_costs_one_more_attempt(server, monkeypatch):
-    """A program that claims no ports can take the port first. The engine then fails to bind that
-    port, and gets the next one.
-    """
+    """It claims no ports. The engine then fails to bind that port, and gets the next one."""
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
     with socket.create_server(("127.0.0.1", PORTS[0])):
         one = server()
@@ -387,9 +366,7 @@ def test_an_invalid_range_is_one_clear_error(text):
 
 
 def test_the_value_gives_the_server_s_address_and_key(record):
-    """A loaded model has the address and the key of its server as attributes. After the model was
-    dropped, they raise NotResident.
-    """
+    """They are attributes of the loaded model. After the model was dropped, they raise NotResident."""
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     spec = ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB)
     loaded = backend.load(spec, SHARES)
@@ -405,9 +382,7 @@ def test_the_value_gives_the_server_s_address_and_key(record):
 
 
 def test_a_read_of_the_address_waits_for_a_restart(record):
-    """While a server restarts, a read of its address waits. Otherwise the caller would use a port
-    on which no server listens yet.
-    """
+    """Otherwise the caller would use a port on which no server listens yet."""
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
     loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
     served = backend.value(loaded)
@@ -442,9 +417,7 @@ def test_an_error_names_what_to_install(monkeypatch):
 
 @pytest.fixture
 def owner(record):
-    """Another process that owns a server. The fixture returns it with the pids of guard and engine,
-    and the port.
-    """
+    """Another process that owns a server. The fixture returns it with the pids of guard and engine, and the port."""
     program = textwrap.dedent("""
         import time
         from gpu_runtime.backends.registry import open_backend
@@ -466,9 +439,7 @@ def owner(record):
 
 
 def test_a_server_ends_when_its_owner_is_killed(owner):
-    """The owner is killed by SIGKILL, so none of its code runs. The guard notices that the owner's
-    socket closes.
-    """
+    """The owner is killed by SIGKILL, so none of its code runs. The guard notices that the owner's socket closes."""
     process, guard, engine, _ = owner
     process.kill()
     process.wait(PATIENCE)
@@ -476,9 +447,7 @@ def test_a_server_ends_when_its_owner_is_killed(owner):
 
 
 def test_a_server_ends_with_its_guard_while_its_owner_is_stopped(owner):
-    """The owner is stopped and the guard is killed. The operating system then ends the server,
-    since no other process can.
-    """
+    """The guard is killed as well, so only the operating system can end the server."""
     process, guard, engine, _ = owner
     process.send_signal(signal.SIGSTOP)
     os.kill(guard, signal.SIGKILL)
@@ -487,9 +456,7 @@ def test_a_server_ends_with_its_guard_while_its_owner_is_stopped(owner):
 
 
 def test_a_port_stays_claimed_until_the_server_has_ended_even_without_its_owner(owner, monkeypatch):
-    """The guard, which watches the server, holds the file lock that claims the port, too. Otherwise
-    the next server would get a port that is still in use.
-    """
+    """The guard holds the claim's lock, too. Otherwise the next server would get a port in use."""
     monkeypatch.setattr("gpu_runtime.backends.engines.ports._listened_on", lambda number: False)
     process, guard, engine, port = owner
     os.kill(guard, signal.SIGSTOP)

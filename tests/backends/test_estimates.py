@@ -1,6 +1,4 @@
-"""Estimates compared with real models: the weights, the cache of a forward pass, and its
-activations.
-"""
+"""Estimates compared with real models: the weights, the cache of a forward pass, and its activations."""
 
 from __future__ import annotations
 
@@ -88,21 +86,14 @@ def model_of(family: str) -> torch.nn.Module:
 
 
 def said(model: torch.nn.Module, *, without: tuple[str, ...] = ()) -> dict:
-    """The model's config as a dictionary, as a config file contains it. The keys `without` are left
-    out.
-    """
+    """The model's config as a dictionary, as a config file contains it. The keys `without` are left out."""
     config = {**model.config.to_dict(), "architectures": [type(model).__name__]}
     return {key: value for key, value in config.items() if key not in without}
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_estimated_cache_is_that_of_a_forward_pass(family):
-    """The estimate is the same with and without the list of layer types, which only newer configs
-    contain.
-
-    For a layer with a window, transformers keeps one token less than the window: the newest token
-    is always in the input.
-    """
+    """With and without layer types. With a window, transformers keeps one token less: the newest is in the input."""
     model = model_of(family)
     with torch.no_grad():
         cache = model(torch.zeros(2, TOKENS, dtype=torch.long), use_cache=True).past_key_values
@@ -163,9 +154,7 @@ class LiveBytes(TorchDispatchMode):
     ids=["llama", "wide inside", "wide", "qwen", "experts", "eager", "gpt2"],
 )
 def test_estimated_activations_are_those_of_a_forward_pass(family, shape, eager):
-    """The estimate is right within a tenth. It counts neither weights nor cache, for a context that
-    is read in one pass.
-    """
+    """Right within a tenth, without weights and cache, for a context that is read in one pass."""
     shape = dict(shape)
     attention = shape.pop("attn_implementation", "sdpa")
     model = transformers.AutoModelForCausalLM.from_config(
@@ -196,9 +185,7 @@ def test_estimated_activations_are_those_of_a_forward_pass(family, shape, eager)
 def test_estimated_weights_are_within_two_per_cent_of_the_resident_bytes(
     probe, tmp_path, make, dtype
 ):
-    """The estimate differs by at most two per cent. The backend and the path alone give the same
-    evidence.
-    """
+    """The estimate differs by at most two per cent. The backend and the path alone give the same evidence."""
     backend = open_backend("transformers", probe)
     options = {"dtype": dtype} if dtype else {}
     spec = ModelSpec("m", "transformers", str(make(tmp_path / "m")), options=options)
@@ -350,9 +337,7 @@ def test_a_file_of_many_dtypes_is_exact(tmp_path):
 
 
 def test_a_changed_source_has_another_fingerprint(tmp_path):
-    """A changed source has another fingerprint, so measurements of the old source do not count for
-    it.
-    """
+    """A changed source has another fingerprint, so measurements of the old source do not count for it."""
     directory = tiny_models.causal_lm(tmp_path / "m")
     before = sources.evidence(str(directory), "m")
     assert sources.evidence(str(directory), "m") == before and before.fingerprint

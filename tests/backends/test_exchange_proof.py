@@ -1,8 +1,4 @@
-"""At the exchange the bytes are compared with what was copied. A write between the two is never lost.
-
-What runs between two cells cannot be predicted completely. So the last step proves that nothing
-has been written since the copy.
-"""
+"""At the exchange the bytes are compared with what was copied, so that a write between the two is never lost."""
 
 from __future__ import annotations
 
@@ -109,9 +105,7 @@ def test_memory_that_changes_at_each_try_is_not_parked(kernel):
 
 
 def test_a_signal_handler_that_writes_loses_no_write(monkeypatch):
-    """It runs between any two instructions of Python: also during the copy, and just before the
-    exchange. While the bytes are away it gets an error.
-    """
+    """It runs during the copy and just before the exchange. While the bytes are away it gets an error."""
     if "_swap_data_ptr_" in vars(torch.UntypedStorage):  # the stand-in of simgpu is Python code
         monkeypatch.delattr(torch.UntypedStorage, "_swap_data_ptr_")
     kernel = Kernel("sim")
@@ -212,10 +206,7 @@ def test_small_tensors_on_a_card_are_digested_together(guards, monkeypatch):
 def test_a_model_whose_weights_are_written_while_they_are_copied_stays(
     guards, monkeypatch, kind, write
 ):
-    """Its pins keep out whoever uses it by `rt.use`, but a kept reference writes without a pin.
-
-    On a card only the version counters are compared, which a write to `.data` does not change.
-    """
+    """A kept reference writes without a pin, and a write to `.data` does not change the version counter."""
     if kind == "simgpu" and write != "in place":
         pytest.skip("a gap: only digests on the card would show it")
     simulated = kind == "sim"

@@ -1,6 +1,4 @@
-"""Another process truncates a model's file during its load. The load then fails with an error in
-one sentence, and the notebook survives.
-"""
+"""Another process truncates a model's file during its load, which fails in one sentence; the notebook survives."""
 
 from __future__ import annotations
 
@@ -58,9 +56,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("write", WRITERS.values(), ids=WRITERS)
 def test_a_writer_waits_until_the_load_is_over(file, write):
-    """The load notices the writer at its next step. So it can stop before the system lets the
-    writer continue.
-    """
+    """The load notices the writer at its next step. So it can stop before the system lets the writer continue."""
     writer = threading.Thread(target=write, args=[file], daemon=True)
     with untouched([str(file)], "qwen") as check:
         check()
@@ -90,9 +86,7 @@ def test_nothing_stays_open(file):
 
 
 def test_without_a_lease_the_load_goes_on(file, monkeypatch):
-    """The system grants no lease on a network file system, or on a file of another user. The load
-    is then not guarded.
-    """
+    """A network file system, or another user's file, has none. The load is then not guarded."""
 
     def refuse(*_):
         raise PermissionError
@@ -132,9 +126,7 @@ print(os.stat(weights).st_size, rt.status().sections)
 
 
 def test_a_notebook_survives_a_truncation_during_its_load(file, tmp_path):
-    """In an earlier version, the process was killed by SIGBUS: the weights are mapped, and the copy
-    read beyond the end of the file.
-    """
+    """SIGBUS killed the process: the weights are mapped, and the copy read beyond the end of the file."""
     directory = tiny_models.causal_lm(tmp_path / "m", hidden=256)
     run = subprocess.run(
         [sys.executable, "-c", TRUNCATES, str(directory)],

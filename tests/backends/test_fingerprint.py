@@ -21,9 +21,7 @@ def content(size: int, seed: int = 0) -> torch.Tensor:
 
 @pytest.mark.parametrize("size", [0, 1, 3, 4, ROW - 1, ROW, ROW + 1, 3 * ROW + 5])
 def test_equal_bytes_have_equal_fingerprints_at_any_address(size):
-    """Each row has two sums, also an incomplete row. The alignment of the bytes makes no
-    difference.
-    """
+    """Each row has two sums, also an incomplete row. The alignment of the bytes makes no difference."""
     one = content(size)
     other = torch.empty(size + 8, dtype=torch.uint8)[4 : 4 + size].copy_(one).clone()
     assert digest(one).shape == (-(-size // ROW), 2)
@@ -57,9 +55,7 @@ EDITS = {
 
 @pytest.mark.parametrize("edit", EDITS.values(), ids=EDITS)
 def test_changes_that_plain_sums_miss_are_detected(edit):
-    """Plain sums miss some of these edits. A swap keeps every plain sum, a flipped sign changes a
-    sum by a multiple of 2^31, and rows can be exchanged.
-    """
+    """A swap keeps every plain sum, a flipped sign changes it by a multiple of 2^31, and rows are exchanged."""
     weights = torch.randn(3 * WORDS, generator=torch.Generator().manual_seed(0))
     weights[0] = 0.0
     before = digest(weights.view(torch.uint8))
@@ -68,9 +64,7 @@ def test_changes_that_plain_sums_miss_are_detected(edit):
 
 
 def test_both_ways_to_compute_the_sums_agree():
-    """A card adds up products, while the CPU multiplies matrices. So a model keeps its fingerprint
-    when it moves.
-    """
+    """A card adds up products, while the CPU multiplies matrices. So a model keeps its fingerprint when it moves."""
     rows = content(4 * ROW).view(torch.int32).view(-1, WORDS)
     keys = fingerprint._keys(torch.device("cpu"))
     products = torch.stack([(rows.long() * key).sum(1) for key in keys], dim=1)

@@ -1,6 +1,4 @@
-"""GGUF headers. Sizes are exact for every type, no weights are read, and a false header gives one
-clear error.
-"""
+"""GGUF headers. Sizes are exact for every type, no weights are read, and a false header gives one clear error."""
 
 from __future__ import annotations
 
@@ -32,9 +30,7 @@ def write(
     rows: int = 4,
     **numbers: object,
 ) -> Path:
-    """Writes a file with the `gguf` package, with a tensor of `rows` × 512 weights for each of
-    `kinds`.
-    """
+    """Writes a file with the `gguf` package, with a tensor of `rows` × 512 weights for each of `kinds`."""
     writer = gguf.GGUFWriter(path, arch)
     writer.add_block_count(32)
     writer.add_embedding_length(4096)
@@ -68,9 +64,7 @@ def real_bytes(path: Path) -> int:
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", list(GGML_QUANT_SIZES), ids=lambda kind: kind.name)
 def test_every_type_is_exact(tmp_path, kind):
-    """The test covers all types of the `gguf` package. A type that is missing here would be
-    estimated from the file's size.
-    """
+    """All types of the `gguf` package. One that is missing would be estimated from the file's size."""
     path = write(tmp_path / "m.gguf", [kind])
     assert ours.read(path, "m").weight_bytes == real_bytes(path)
     assert ours.BLOCKS[int(kind)] == (kind.name, *GGML_QUANT_SIZES[kind])
@@ -112,17 +106,13 @@ def test_a_file_of_many_types_is_exact(tmp_path):
     ],
 )
 def test_the_metadata_gives_the_size_of_the_cache(tmp_path, arch, numbers, values):
-    """The size of the cache is calculated from the file's metadata, in the same way as from a
-    config.json.
-    """
+    """The size of the cache is calculated from the file's metadata, in the same way as from a config.json."""
     config = sources.evidence(str(write(tmp_path / "m.gguf", arch=arch, **numbers)), "m").config
     assert kv_cache_bytes(cache_layers(config), tokens=8192) == 2 * values
 
 
 def test_activations_are_those_of_a_batch(tmp_path):
-    """llama.cpp reads 512 tokens at once and computes scores for all of them. With a large
-    vocabulary, these scores are the peak.
-    """
+    """llama.cpp computes scores for all of 512 tokens at once, the peak with a large vocabulary."""
     found = footprint(
         "m",
         sources.evidence(
@@ -193,9 +183,7 @@ def test_a_directory_of_several_models_is_refused(tmp_path):
 
 
 def test_a_file_with_an_unknown_type_is_estimated_by_its_size(tmp_path):
-    """The parts of such an estimate are marked as estimates. The metadata of the file is still
-    used.
-    """
+    """The parts of such an estimate are marked as estimates. The metadata of the file is still used."""
     path = write(tmp_path / "m.gguf", [Type.F32], vocabulary=1)
     data = bytearray(path.read_bytes())
     at = data.index(b"blk.0.weight") + len("blk.0.weight") + 4 + 2 * 8
@@ -292,9 +280,7 @@ BIG = struct.pack("<Q", 2**63)
     ],
 )
 def test_a_hostile_header_costs_one_error_and_no_memory(tmp_path, data, said):
-    """A hostile header has sizes beyond the file, huge arrays, or endless names. It costs one error
-    and no memory.
-    """
+    """A hostile header has sizes beyond the file, huge arrays, or endless names. It costs one error and no memory."""
     assert said in refused(tmp_path / "m.gguf", data)
 
 

@@ -108,9 +108,7 @@ def test_alone_is_what_deleting_the_name_frees(lines):
 
 
 def test_a_search_keeps_no_class_of_the_notebook_alive():
-    """A class may hold tensors, and each run of a notebook's cell defines the class anew. So the
-    search must not keep the old class.
-    """
+    """A class may hold tensors, and each run of a notebook's cell defines the class anew."""
     names = program("class K:\n  cache = torch.ones(10)\ny = K()\n" + CASES["custom function"])
     classes = [weakref.ref(names["K"]), weakref.ref(names["F"])]
     reach(names, "x"), reach(names, "y"), reach(names, "K")
@@ -120,9 +118,7 @@ def test_a_search_keeps_no_class_of_the_notebook_alive():
 
 
 def test_all_references_of_a_name_count_together():
-    """IPython keeps an output under several names. The storage becomes free when all of these names
-    are deleted.
-    """
+    """IPython keeps an output under several names. The storage becomes free when all of these names are deleted."""
     names = program("a = torch.ones(10); b = a; c = [a]")
     assert reach(names, "a").alone == frozenset()
     assert reach(names, "a", "b").alone == frozenset()

@@ -19,9 +19,7 @@ X = torch.ones(1, 8)
 
 
 def network() -> nn.Module:
-    """A module whose weights need no gradients. With gradients, the graph of an answer would keep
-    the weights alive.
-    """
+    """A module whose weights need no gradients, so that no graph of an answer keeps them alive."""
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` formats its whole stack, for CUDA
     first, last = nn.Linear(8, 8), nn.Linear(8, 8)
     last.weight = first.weight
@@ -42,12 +40,7 @@ def _stop() -> None:
 def interrupted_at(
     line: int, act: Callable[[], object], happen: Callable[[], object] = _stop
 ) -> bool:
-    """Calls `act` and raises a KeyboardInterrupt, or calls `happen`, at the `line`-th line of gpu_runtime.
-
-    Returns False if `act` ended before that line. Lines that begin with `with` are skipped. Tracing
-    also reaches such a line when the `with` block ends, but a real signal is not handled there: the
-    interpreter first calls the `__exit__` of the lock.
-    """
+    """Interrupts `act`, or calls `happen`, at the `line`-th line of ours but `with` lines; False if it ended before."""
     left = line
 
     def trace(frame, event, _):

@@ -1,9 +1,4 @@
-"""The memory of a notebook's own code leaves and returns on cards that do their work late
-(tests/simgpu.py).
-
-A step in the wrong order therefore computes a wrong value. Examples: a copy is made before the work
-on the bytes is done, or the bytes return to a block that another stream still uses.
-"""
+"""A notebook's memory on late cards (tests/simgpu.py), where a step in the wrong order computes a wrong value."""
 
 from __future__ import annotations
 
@@ -157,11 +152,7 @@ def test_bytes_return_to_blocks_of_their_own_streams(kernel):
 
 
 def reused_early() -> float:
-    """The value that a correct program with a side stream computes.
-
-    The program records its tensor on the side stream. The tensor is moved to host memory, returns,
-    is used on the side stream, and is freed.
-    """
+    """A correct program's value: a tensor recorded on a side stream leaves, returns, is used there, and is freed."""
     kernel, side = Kernel(), side_stream()
     x = floats(1.0)
     x.record_stream(side)
@@ -188,9 +179,7 @@ def test_without_the_record_that_reuse_computes_a_wrong_value(monkeypatch):
 
 
 def freed_under_the_copy() -> float:
-    """The value of a tensor that returned into a freed block, while a side stream still had work on
-    that block.
-    """
+    """The value of a tensor that returned into a freed block, while a side stream still had work on that block."""
     kernel, side = Kernel(), side_stream()
     with torch.simgpu.stream(side):
         x = floats(1.0)
@@ -209,9 +198,7 @@ def test_a_return_into_a_block_with_pending_work_waits_for_it():
 
 @pytest.mark.parametrize("away", [True, False], ids=["leaving", "returning"])
 def test_a_card_that_does_not_come_to_rest_keeps_everything_as_it_is(kernel, monkeypatch, away):
-    """The wait for the card has a limit, and a second attempt does not start a second wait. Once
-    the card has finished, the move works.
-    """
+    """A second attempt does not start a second wait. Once the card has finished, the move works."""
     x = floats(4.0)
     act = kernel.park if away else kernel.unpark
     if not away:
@@ -257,11 +244,7 @@ def test_memory_in_a_private_pool_keeps_the_kernel(kernel):
 
 
 def test_a_graph_over_memory_of_the_ordinary_pool_keeps_the_kernel(kernel, monkeypatch):
-    """A graph replays on the addresses of its capture. If its input left and returned elsewhere,
-    the graph would silently read and write other tensors.
-
-    Source: PyTorch's notes on CUDA graphs, "a graph reads from and writes to the same addresses".
-    """
+    """A graph replays on the addresses of its capture (PyTorch's notes on CUDA graphs): others' bytes, silently."""
 
     class CUDAGraph:  # a CPU build of torch makes no graphs
         pass
@@ -297,9 +280,7 @@ def test_the_tensors_of_two_cards_leave_together_and_return_each_to_its_own(kern
 
 @pytest.mark.parametrize("full", [0, 1])
 def test_a_card_that_is_full_on_the_return_changes_nothing(kernel, full):
-    """If one of two cards is full, no memory returns, although the other card has room. This holds
-    even while the error is kept.
-    """
+    """If one of two cards is full, nothing returns to the other one, even while the error is kept."""
     one, two = floats(1.0, count=MIB), floats(2.0, card=1, count=MIB)
     kernel.park()
     with simgpu.limited(**{f"card{full}": 3 * MIB}), pytest.raises(simgpu.SimOutOfMemory) as error:
@@ -313,11 +294,7 @@ def test_a_card_that_is_full_on_the_return_changes_nothing(kernel, full):
 
 
 def test_a_stream_is_entered_while_its_card_is_the_current_card(kernel, monkeypatch):
-    """Otherwise torch makes the earlier card current again at the end, with a call that creates a
-    CUDA context there. In a new thread this is card 0.
-
-    Source: torch/cuda/__init__.py, `StreamContext`; torch/csrc/cuda/Module.cpp, `setStream`.
-    """
+    """Else torch creates a context on the earlier card at the end: torch/cuda/__init__.py, `StreamContext`."""
     tensor = floats(2.0, card=1)
     current, contexts = [0], set()
     enter = torch.simgpu.stream
@@ -343,9 +320,7 @@ def test_a_stream_is_entered_while_its_card_is_the_current_card(kernel, monkeypa
 
 
 def test_a_return_without_an_exchange_keeps_no_blocks_on_the_card(kernel):
-    """The kernel is in use at the moment of the exchange, so nothing returns. The test keeps the
-    error, as a notebook does.
-    """
+    """The kernel is in use at the exchange, so nothing returns. The error is kept, as a notebook does."""
     tensor = floats(1.0, count=MIB)
     kernel.park()
     kernel.still.at_exchange = lambda: "a thread uses torch"
@@ -381,9 +356,7 @@ def test_an_exchange_that_fails_is_undone_by_exchanging_again(kernel, fails_at):
 
 
 def test_a_storage_that_stays_keeps_its_segment_and_what_is_free_is_less_than_hoped(kernel):
-    """The lease's bytes have left, but the card still shows used memory, because the whole segment
-    stays in use.
-    """
+    """The lease's bytes have left, but the card still shows used memory, because the whole segment stays in use."""
     moving = floats(1.0, count=MIB // 16)
     staying = floats(2.0, count=16)
     sent = frozenset((staying.untyped_storage()._cdata,))
@@ -412,9 +385,7 @@ def test_accounts_go_to_zero_and_return_exactly(kernel):
 
 
 def test_a_workspace_is_released_on_each_used_card_without_any_tensor(kernel, monkeypatch):
-    """On a card cuBLAS keeps 8 to 32 MiB for each process that multiplied matrices there. These
-    bytes count as the kernel's own, and no tensor of them can be found.
-    """
+    """cuBLAS keeps 8 to 32 MiB for each process and card. No tensor of these bytes can be found."""
     workspace = simgpu.cards[1].allocate(8 * MIB)
     clear = simgpu.cards[1].free
     monkeypatch.setattr(
@@ -426,9 +397,7 @@ def test_a_workspace_is_released_on_each_used_card_without_any_tensor(kernel, mo
 
 
 def test_the_keys_of_digests_stay_on_their_card(kernel):
-    """A model of the same process may leave while the notebook's own memory is parked. Its digest
-    is computed on the card.
-    """
+    """A model's digest is computed on the card while the notebook's own memory is parked."""
     fingerprint._on_cards.clear()
     own, model = floats(1.0, count=MIB), floats(2.0, count=MIB)
     key = model.untyped_storage()._cdata

@@ -177,9 +177,7 @@ def test_an_invalid_option_is_one_clear_error(option, value):
 
 
 def test_on_real_cards_its_bytes_are_the_reported_buffers():
-    """Buffers in RAM do not count. The driver's figure includes the CUDA context. The larger of
-    both figures counts.
-    """
+    """Buffers in RAM do not count. The driver's figure includes the context. The larger figure counts."""
     facts = {
         "weight_bytes": 9 * MIB,
         "buffers": {
@@ -198,10 +196,7 @@ def test_on_real_cards_its_bytes_are_the_reported_buffers():
 
 
 def test_on_simulated_cards_its_bytes_are_those_a_real_card_would_hold():
-    """The weights are exact to the byte. Cache and work space count as reported. Over several cards
-    the bytes are in proportion to the shares. With a part of the layers, a card holds this part of
-    weights and cache, and the whole work space. The results are in host memory.
-    """
+    """Weights to the byte, cache and work space as reported, in proportion to shares and layers; results in RAM."""
     buffers = {"model": 1048, "KV": 200, "compute": 300, "output": 50}
     facts = {"weight_bytes": 1000, "buffers": {"CPU": buffers}}
     assert taken(facts, (Share("sim:0", 9),), 1.0, {}) == (Share("sim:0", 1500),)
@@ -214,9 +209,7 @@ def test_on_simulated_cards_its_bytes_are_those_a_real_card_would_hold():
 
 
 def test_a_worker_sees_only_its_own_cards_by_uuid():
-    """In a process that sees other cards, a card has another number, so cards are named by UUID. A
-    simulated card is not visible.
-    """
+    """In a process that sees other cards, a card has another number. A simulated card is not visible."""
     cards = (
         Device("cuda:0", GIB, uuid="GPU-a", index=0),
         Device("cuda:1", GIB, uuid="GPU-b", index=1),

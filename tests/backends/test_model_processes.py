@@ -80,9 +80,7 @@ def test_a_model_moves_to_host_memory_and_back_in_the_same_process(rt):
 def test_a_killed_process_keeps_its_lease_three_times_and_then_a_waiting_rival_has_the_card(
     rt, tmp_path
 ):
-    """A restart under the same lease keeps the memory. Without it, a waiting request had the card
-    after 0.02 s.
-    """
+    """A restart under the same lease keeps the memory. Without it, a waiting request had the card after 0.02 s."""
     got = threading.Event()
     with Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}") as rival:
 

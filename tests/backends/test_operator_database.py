@@ -1,9 +1,4 @@
-"""torch's own databases of operators and optimizers, parked in the middle of each case.
-
-Each case is run twice: as it is, and with a park and a return between forward and backward, or
-between backward and step. All results are equal to the bit. A sample runs always, all of it in
-`make soak`.
-"""
+"""Cases of torch's operators and optimizers are parked in the middle: equal to the bit. A sample; all in the soak."""
 
 from __future__ import annotations
 
@@ -96,10 +91,7 @@ def outcome(run: Callable[..., list[Any]], *args: Any) -> list[Any] | str:
 
 
 def compare(cases: list[Any], run: Callable[..., list[Any]], park: Callable[[], None]) -> int:
-    """The number of `cases` whose outcome with parks equals that without. All others fail.
-
-    A case whose outcome differs between two runs without parks, such as `empty`, is left out.
-    """
+    """The number of `cases` equal with and without parks; others fail, but for those never equal (`empty`)."""
     equal, different = 0, []
     for case in cases:
         first = outcome(run, *case, lambda: None)

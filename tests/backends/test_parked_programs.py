@@ -1,9 +1,4 @@
-"""A program computes the same to the bit if its memory is parked (moved to host memory and back) at
-any place: law 13 in docs/architecture.md.
-
-Random programs run on cards that do their work late (tests/simgpu.py), with side streams. Training
-runs on simulated cards, where every storage of the process is parked three times a step.
-"""
+"""Random programs and training compute the same to the bit wherever their memory is parked (law 13)."""
 
 from __future__ import annotations
 
@@ -31,9 +26,7 @@ Park = Callable[[], None]
 
 
 class Program:
-    """A program with three tensors, a parameter with its optimizer, and two side streams. Each
-    method is a step that a random program can have.
-    """
+    """Three tensors, a parameter with its optimizer, and two side streams. Each method is a possible step."""
 
     def __init__(self, park: Park) -> None:
         self.park = park
@@ -53,9 +46,7 @@ class Program:
         half.mul_(0.5)
 
     def replace(self, one: int, other: int) -> None:
-        """Replaces the tensor `one`. The block of the old tensor is freed and may be used again at
-        once.
-        """
+        """Replaces the tensor `one`. The block of the old tensor is freed and may be used again at once."""
         self.tensors[one] = self.tensors[other] * 1.5
 
     def beside(self, one: int, other: int) -> None:
@@ -69,9 +60,7 @@ class Program:
         self.main.wait_stream(side)
 
     def freed_beside(self, one: int, other: int) -> None:
-        """A block is freed on the main stream while a side stream still reads it. The block was
-        recorded on the side stream.
-        """
+        """Freed on the main stream while a side stream, on which the block was recorded, still reads it."""
         side = self.sides[one % 2]
         block = self.tensors[other] + 1
         block.record_stream(side)
@@ -83,9 +72,7 @@ class Program:
         self.tensors[one] = self.tensors[one] + 50
 
     def made_beside(self, one: int, other: int) -> None:
-        """A block that a side stream made is freed while the main stream still reads it. The side
-        stream then allocates again.
-        """
+        """A side stream's block is freed while the main stream still reads it; then the side stream allocates."""
         side = self.sides[one % 2]
         side.wait_stream(self.main)
         with torch.simgpu.stream(side):
@@ -99,9 +86,7 @@ class Program:
             self.results.append(torch.full((1024,), 9.0, device="simgpu:0"))
 
     def step(self, one: int, other: int) -> None:
-        """The program is parked while an autograd graph, gradients and the optimizer's moments are
-        alive.
-        """
+        """The program is parked while an autograd graph, gradients and the optimizer's moments are alive."""
         loss = (self.weight * self.tensors[one]).tanh().square().sum()
         self.park()
         loss.backward(retain_graph=True)
@@ -189,9 +174,7 @@ RUNS = [
 
 
 def trained(kind: str, amp: bool, again: bool, park: Park) -> list[torch.Tensor]:
-    """The losses, weights, moments and random state after some steps. `park` is called three times
-    a step.
-    """
+    """The losses, weights, moments and random state after some steps. `park` is called three times a step."""
     torch.manual_seed(1)
     net = Net().train()
     optimizer = OPTIMIZERS[kind](net.parameters())
@@ -232,9 +215,7 @@ def trained(kind: str, amp: bool, again: bool, park: Park) -> list[torch.Tensor]
 def test_training_that_is_parked_three_times_a_step_is_the_same_to_the_bit(
     monkeypatch, kind, amp, again
 ):
-    """`amp` is mixed precision. With `again` the forward pass is checkpointed, so it is computed
-    twice.
-    """
+    """`amp` is mixed precision. With `again` the forward pass is checkpointed, so it is computed twice."""
     alone = trained(kind, amp, again, lambda: None)
     monkeypatch.setattr(search, "SIMULATED_BYTES", 1)
     backend = open_backend("kernel", open_probe("sim:1GiB,host:4GiB"))

@@ -206,9 +206,7 @@ def test_a_model_in_parts_is_dropped_whole(backend):
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], deadline=None)
 @given(seed=st.integers(0, 2**32), steps=st.integers(1, 12))
 def test_random_journeys_of_pieces_change_no_bit(kind, seed, steps):
-    """Weights and outputs are those of a copy that never moved. On the package's simulated cards
-    the model is trained between the moves, too.
-    """
+    """As a copy that never moved. On simulated cards the model is trained between the moves, too."""
     choice = random.Random(seed)
     torch.manual_seed(seed)
     backend, _ = opened(kind)
@@ -287,9 +285,7 @@ def test_a_model_from_disk_in_parts_is_proven_unchanged_and_dropped_whole(probe,
 
 
 def test_the_pieces_of_a_model_with_a_shadow_leave_without_a_copy(probe, llama, monkeypatch):
-    """A piece's shadow is an unchanged copy in host memory. When the piece leaves, the copy becomes
-    its bytes there. When the piece returns, these bytes become the shadow again.
-    """
+    """When a piece leaves, its shadow becomes its bytes in host memory; when it returns, they become the shadow."""
     backend = open_backend("transformers", probe)
     spec = ModelSpec("m", "transformers", source=str(llama))
     model = backend.load(spec, (Share("sim:0", 1),), shadow=True)

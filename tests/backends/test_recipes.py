@@ -1,10 +1,4 @@
-"""The command line of each engine for a lease. It has only flags that are in the engine's own help.
-
-vLLM, Ollama and llama-server are not among the packages that the tests install (`make vllm` runs
-vLLM). Their command lines are compared with expected ones, and every flag is looked up in the engine's recorded help
-(`recorded/engines`). `test_engine_server.py` starts a stand-in that rejects other flags.
-llama-cpp-python's server is installed, so its own help is read.
-"""
+"""Each engine's command line for a lease has only flags of its recorded help (`recorded/engines`) or its own."""
 
 from __future__ import annotations
 
@@ -104,9 +98,7 @@ def test_vllm_over_two_cards_is_tensor_parallel(installed):
 
 @given(st.integers(0, 200 * GIB), st.integers(1, 200 * GIB))
 def test_the_part_of_a_card_is_within_its_bounds_and_the_share(size, total):
-    """The fraction of a card is clamped to 0.01–0.99. Between these bounds it never exceeds the
-    share.
-    """
+    """The fraction of a card is clamped to 0.01–0.99. Between these bounds it never exceeds the share."""
     from gpu_runtime.backends.engines.vllm import utilization
 
     one = LaunchOrder(
@@ -320,9 +312,7 @@ def test_the_flags_of_llama_cpp_python_s_server_are_in_its_help(nothing_installe
 
 
 def test_a_chat_template_of_the_catalogue_is_on_the_command_line(installed):
-    """A chat template cannot be sent with a request: vLLM refuses it there, and llama-server
-    ignores it.
-    """
+    """A chat template cannot be sent with a request: vLLM refuses it there, and llama-server ignores it."""
     for chat, engine, flag in (
         ("{{ messages }}", "vllm", "--chat-template"),
         ("/m/a.jinja", "vllm", "--chat-template"),
@@ -336,9 +326,7 @@ def test_a_chat_template_of_the_catalogue_is_on_the_command_line(installed):
 
 
 def test_a_server_that_cannot_use_a_custom_template_is_not_started(nothing_installed):
-    """A server without custom templates is not started for a model with one. It would silently use
-    the model's own template.
-    """
+    """It would silently use the model's own template."""
     with pytest.raises(LoadFailed, match="takes no chat template but the model's own"):
         recipe("llama-server").command(
             order("llama-server", source="/m/phi.gguf", chat_template="{{ messages }}")

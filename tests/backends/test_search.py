@@ -1,6 +1,4 @@
-"""The search for storages: what it finds, why a storage must stay, and that the search changes
-nothing.
-"""
+"""The search for storages: what it finds, why a storage must stay, and that the search changes nothing."""
 
 from __future__ import annotations
 
@@ -115,9 +113,7 @@ def test_a_storage_without_a_tensor_is_found():
 
 
 def test_a_gradient_that_nobody_has_read_is_found():
-    """A gradient that was never read has no Python object, so Python's garbage collector cannot
-    find it.
-    """
+    """A gradient that was never read has no Python object, so Python's garbage collector cannot find it."""
     weight = torch.ones(5000, requires_grad=True)
     before = keys()
     (weight * 2).sum().backward()
@@ -126,9 +122,7 @@ def test_a_gradient_that_nobody_has_read_is_found():
 
 
 def test_parameters_of_a_loaded_script_are_found():
-    """TorchScript keeps its parameters in C++. A parameter gets a Python object only when it is
-    read.
-    """
+    """TorchScript keeps its parameters in C++. A parameter gets a Python object only when it is read."""
     file = io.BytesIO()
     torch.jit.save(torch.jit.script(nn.Linear(100, 1000)), file)
     file.seek(0)
@@ -225,9 +219,7 @@ def test_governed_storages_are_left_out():
     (lambda: torch.ones(7).share_memory_(), se.SHARED),
 ], ids=["plain", "numpy", "buffer", "dlpack", "shared"])  # fmt: skip
 def test_memory_that_others_use_stays(make, reason):
-    """Memory that others use is not moved. After `share_memory_` a storage's flag says that it is
-    resizable, so this flag alone does not decide.
-    """
+    """After `share_memory_` a storage's flag says that it is resizable, so the flag alone does not decide."""
     tensor = make()
     assert why(tensor) == reason
 
@@ -258,9 +250,7 @@ def reasons():
 ], ids=["numpy", "part", "view", "buffer", "many"])  # fmt: skip
 @pytest.mark.parametrize("few", [0, 99], ids=["all-references", "referrers"])
 def test_a_tensor_stays_as_long_as_a_numpy_array_uses_it(use, few, holding, monkeypatch):
-    """NumPy keeps the address of a shared storage. torch's mark of such a storage stays for ever, so
-    the mark alone does not decide.
-    """
+    """torch's mark of a shared storage stays for ever, so the mark alone does not decide."""
     monkeypatch.setattr(memory_owner, "FEW", few)
     holding(x=torch.ones(7))
     users = [use(held["x"]), use(held["x"])]
@@ -273,9 +263,7 @@ def test_a_tensor_stays_as_long_as_a_numpy_array_uses_it(use, few, holding, monk
 
 
 def test_a_collection_in_the_middle_of_the_count_hides_no_array(holding, monkeypatch):
-    """The collection moves objects to the next generation. They were counted twice there, and two
-    arrays were overlooked: after a park they would have read freed memory.
-    """
+    """Objects that moved to the next generation were counted twice, and two arrays read freed memory."""
     monkeypatch.setattr(memory_owner, "FEW", 0)
     holding(x=torch.ones(7))
     users = [memoryview(held["x"].numpy()) for _ in "two"]
@@ -303,9 +291,7 @@ def test_a_graph_and_a_gradient_are_no_numpy_array(holding):
 
 
 def test_a_private_mapping_of_a_file_can_be_moved(holding, tmp_path):
-    """Nobody else sees what is written there, so equal bytes elsewhere are as good. A tensor that
-    torch.load has mapped is a slice of its file.
-    """
+    """Nobody else sees what is written there. A tensor that torch.load has mapped is a slice of its file."""
     path = tmp_path / "weights.pt"
     torch.save({"a": torch.ones(7), "b": torch.ones(3)}, path)
     save_file({"c": torch.ones(7), "d": torch.ones(3)}, tmp_path / "weights.safetensors")
@@ -381,9 +367,7 @@ def test_a_copy_on_write_storage_stays_and_is_not_copied():
 
 
 def test_storages_that_overlap_stay():
-    """If overlapping storages moved, a change through one of them would not reach the others. Here
-    a long storage overlaps two short ones.
-    """
+    """A change through one would not reach the others. Here a long storage overlaps two short ones."""
     owner = (ctypes.c_ubyte * 4096)()
     start = ctypes.addressof(owner)
 

@@ -1,9 +1,4 @@
-"""Models over several cards are cut, moved, interrupted and run by the same code as on CUDA.
-
-The tests run on two kinds of cards. The product's own simulated cards have their bytes on the CPU.
-On the simulated accelerator (tests/simgpu.py) torch sees one device for each card, and accelerate's
-hooks move activations.
-"""
+"""Models over several cards: our simulated cards on the CPU, and torch's simulated accelerator (tests/simgpu.py)."""
 
 from __future__ import annotations
 
@@ -79,11 +74,7 @@ def spec(directory: Any, **options: Any) -> ModelSpec:
 
 
 def run(module: nn.Module, x: torch.Tensor) -> Any:
-    """The answer of the module.
-
-    If the module is on several cards, the input may be on any device. If it is on one card, the
-    input must be there.
-    """
+    """The answer of the module. On several cards the input may be anywhere, on one card it must be there."""
     devices = {parameter.device for parameter in module.parameters()}
     with torch.no_grad():
         return module(x if len(devices) > 1 else x.to(devices.pop()))
@@ -120,9 +111,7 @@ def tensor_devices(module: nn.Module) -> dict[str, str]:
 
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_transformers_model_moves_between_cards_and_host(box, tmp_path, tied):
-    """Answers on cards are equal to the bit. On the host they are close, since other kernels
-    compute them. The account has the measured shares, and the parameter objects stay.
-    """
+    """Answers on cards are equal to the bit, on the host close. The account has the measured shares."""
     backend = open_backend("transformers", box.probe)
     directory = tiny_models.causal_lm(tmp_path / "m", tied=tied)
     model = backend.load(spec(directory), box.shares(0))
@@ -168,9 +157,7 @@ def test_a_model_generates_over_two_cards(box, llama):
 
 
 def test_weights_are_where_the_shares_put_them(accelerator, llama):
-    """The layers are on their cards to the byte. The embeddings are on the first card, and the head
-    is on the last.
-    """
+    """The layers to the byte, the embeddings on the first card, and the head on the last."""
     backend = open_backend("transformers", accelerator.probe)
     sizes = backend.pieces(spec(llama))
     front, behind = sum(sizes[:2]), sum(sizes[2:])
@@ -223,9 +210,7 @@ def test_a_module_from_live_python_is_cut_between_its_layers(box):
 
 
 def test_pieces_that_are_there_already_are_not_copied(accelerator):
-    """The model moves from cards 0 and 1 to cards 0 and 2. Card 0 keeps its half and needs no
-    memory for a second copy.
-    """
+    """From cards 0 and 1 to cards 0 and 2: card 0 keeps its half and needs no memory for a second copy."""
     backend = open_backend("torch", accelerator.probe)
     model = backend.load(ModelSpec("net", "torch"), accelerator.shares(0, 1), stack)
     held = simgpu.used_bytes(0)
@@ -237,9 +222,7 @@ def test_pieces_that_are_there_already_are_not_copied(accelerator):
 
 
 def test_a_tensor_on_another_device_is_named(accelerator):
-    """A tensor of the model that is on another device than the model's shares is reported, whatever
-    has moved it.
-    """
+    """A tensor of the model that is on another device than the model's shares is reported, whatever has moved it."""
     backend = open_backend("torch", accelerator.probe)
     model = backend.load(ModelSpec("net", "torch"), accelerator.shares(0, 1), stack)
     module = backend.value(model)
@@ -257,9 +240,7 @@ def test_a_tensor_on_another_device_is_named(accelerator):
 
 
 def test_out_of_memory_half_way_changes_nothing(accelerator, llama):
-    """The first card has enough memory, but the second has not. Nothing changes on either card, nor
-    on the host.
-    """
+    """The first card has enough memory, but the second has not. Nothing changes on either card, nor on the host."""
     backend = open_backend("transformers", accelerator.probe)
     with simgpu.limited(card1=1024), pytest.raises(Exception) as error:
         backend.load(spec(llama), accelerator.shares(0, 1))
@@ -330,9 +311,7 @@ def test_a_reload_over_cards_fills_the_object_that_users_kept(accelerator, llama
 
 
 def test_foreign_hooks_are_refused_by_name_and_left_alone(accelerator, llama):
-    """The package can remove and install its own hooks again. Hooks of other libraries would be
-    lost, or would move bytes that a lease counts.
-    """
+    """Hooks of other libraries would be lost, or would move bytes that a lease counts."""
     from accelerate.hooks import ModelHook, add_hook_to_module
 
     backend = open_backend("transformers", accelerator.probe)
@@ -434,9 +413,7 @@ def test_a_module_with_weights_at_its_root_stays_whole(accelerator):
 
 
 def test_gradients_and_optimizer_state_are_with_their_parameters(box):
-    """Training works only on the product's simulated cards. There gradients and optimizer states
-    are counted and moved, too.
-    """
+    """Training works only on the product's simulated cards. All of it is counted and moved."""
     if box.kind == "simgpu":
         pytest.skip("the simulated accelerator runs backward passes on its first card only")
     backend, module = open_backend("torch", box.probe), stack().train()
@@ -514,9 +491,7 @@ ARCHITECTURES = {
     ],
 )
 def test_pieces_before_the_load_are_those_of_the_loaded_model(box, tmp_path, architecture):
-    """Before the load, the pieces are known from the names in the header, or from the module without
-    data. Each place where they divide the model also divides the loaded module.
-    """
+    """They are known from the header's names, or from the module without data, and divide the loaded module."""
     import transformers
 
     config, kind, sizes = ARCHITECTURES[architecture]

@@ -1,6 +1,4 @@
-"""Shadows: copies in host memory of models that are on a card. An unchanged storage leaves its card
-without a new copy. No move and no change of the weights ever leads to wrong weights.
-"""
+"""Shadows: an unchanged storage leaves its card without a new copy, and no weights are ever wrong."""
 
 from __future__ import annotations
 
@@ -216,9 +214,7 @@ def test_the_first_copy_to_a_card_locks_the_pages_that_are_older_than_cuda(monke
 
 
 def test_work_of_a_side_stream_that_is_not_done_yet_is_a_change(llama, guards):
-    """A digest runs on the default stream, which does not wait for other streams. If it read the
-    weights too early, the change would be lost with the unloaded bytes.
-    """
+    """A digest's stream does not wait for others: read too early, the change would be lost."""
     with simgpu.late():
         backend = TransformersBackend(simgpu.SimProbe())
         spec = ModelSpec("llama", backend="transformers", source=str(llama))

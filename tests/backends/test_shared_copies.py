@@ -1,6 +1,4 @@
-"""Copies in host memory that the processes of a user share: the files are read once, the weights are
-right whatever happens to the copy, and no other user's pages are used.
-"""
+"""Copies that a user's processes share: files are read once, weights are right, no other user's pages are used."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ def mine():
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
-    """Lets models of some hundred KiB be shared, as the tests' models are. Pages that an earlier
-    test holds do not count.
-    """
+    """Lets models of some hundred KiB be shared. Pages that an earlier test holds do not count."""
     monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
     gc.collect()
     monkeypatch.setattr(sys.modules[__name__], "EARLIER", {one.inode for one in held_by(ME)})
@@ -429,9 +425,7 @@ def test_the_first_page_is_read_if_the_size_of_its_index_ends_in_a_zero():
 
 
 def test_a_changed_model_that_is_released_in_host_memory_can_be_written(llama, guards):
-    """With a card the shared pages are read-only, and a write into them would end the process. A
-    released module keeps its weights, and its user may train it on the CPU.
-    """
+    """A write into the shared read-only pages would end the process, and its user may train on the CPU."""
     probe = simgpu.SimProbe()
     probe.place(HOST).pinned = True
     backend = TransformersBackend(probe)

@@ -1,9 +1,4 @@
-"""Storages that leave a card, return or are dropped.
-
-While a storage is away, another storage, the guard, is in its place. So the tensor objects stay
-valid, and each access to the guard raises an error. The cards are simulated accelerators
-(tests/simgpu.py). As with CUDA, their storages are on a separate device and leave it for host memory.
-"""
+"""Storages that leave a card (tests/simgpu.py), return or are dropped. A guard raises at each access meanwhile."""
 
 from __future__ import annotations
 
@@ -61,9 +56,7 @@ def content(storage: torch.UntypedStorage) -> list[float]:
 
 @given(some.integers(1, 6), some.integers(0, 6))
 def test_an_exchange_happens_completely_or_can_be_undone(count, fails_at):
-    """An exchange puts guards in the place of storages, or back. If a call of it fails, the earlier
-    calls are reverted.
-    """
+    """If one of its calls fails, the earlier calls are reverted."""
     here, there = storages(*range(count)), storages(*range(10, 10 + count))
     exchange = swap.Exchange()
     for storage, other in zip(here, there, strict=True):
@@ -108,9 +101,7 @@ ACCESSES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("access", ACCESSES)
 def test_every_access_to_weights_that_left_their_card_raises_our_sentence(guards, probe, access):
-    """While the bytes are away, no access returns zeros, writes a file or ends the process. After
-    the return all accesses work.
-    """
+    """No access returns zeros, writes a file or ends the process. After the return all accesses work."""
     backend = open_backend("torch", probe)
     model = backend.load(NET, CARD, lambda: network().eval())
     weight = backend.value(model)[0].weight
@@ -148,9 +139,7 @@ def _resident_bytes() -> int:
 
 @pytest.mark.skipif(not hasattr(mmap, "MADV_DONTFORK"), reason="this system copies all pages")
 def test_a_forked_child_reads_the_weights_of_a_module_that_was_forgotten_while_away(guards, probe):
-    """With a card, forks leave out the pages of host memory that the card may write. The user's
-    module keeps its weights, and a worker process may read them.
-    """
+    """Forks leave out the pages that a card may write. A worker process may read the module's weights."""
     host = probe.place("host")
     host.pinned = True
     backend = open_backend("torch", probe)
@@ -176,9 +165,7 @@ def ended_in_child(check: Callable[[], bool]) -> int:
 
 
 def trained(module: nn.Module, optimizer: torch.optim.Optimizer, away: Callable[[], None]) -> list:
-    """The losses of five training steps. `away` is called at every point where a kernel may be
-    idle.
-    """
+    """The losses of five training steps. `away` is called at every point where a kernel may be idle."""
     x = torch.linspace(-1, 1, 64).view(8, 8).to("simgpu:0")
     losses = []
     for _ in range(5):
@@ -197,9 +184,7 @@ def trained(module: nn.Module, optimizer: torch.optim.Optimizer, away: Callable[
 @pytest.mark.thorough
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_training_with_a_live_graph_goes_on_after_each_journey(guards, probe, kind):
-    """Weights, gradients, optimizer state and saved tensors are equal, to the bit, to those of a
-    copy that was never moved.
-    """
+    """Weights, gradients, optimizer state and saved tensors are those of a copy that was never moved."""
     backend = open_backend("torch", probe)
     options = {"momentum": 0.9} if kind == "SGD" else {}
     twin, module = network().to("simgpu:0"), network().to("simgpu:0")
@@ -280,9 +265,7 @@ def test_a_journey_stopped_at_any_line_is_complete_or_did_not_happen(guards, pro
 def test_a_dropped_model_is_loaded_into_its_object_with_all_that_was_set_on_it(
     request, probe, llama, cards
 ):
-    """Hooks, train mode, settings and attributes stay. Tensors that the user kept have their bytes
-    again, on their card.
-    """
+    """Hooks, train mode, settings and attributes stay. Tensors that the user kept have their bytes again."""
     if cards == "guarded":
         request.getfixturevalue("guards")
     backend, spec = (
@@ -314,9 +297,7 @@ def test_a_dropped_model_is_loaded_into_its_object_with_all_that_was_set_on_it(
 
 @pytest.mark.thorough
 def test_a_reload_refuses_a_source_with_other_weights(probe, llama, tmp_path):
-    """The source has the same size, time of modification and inode as before. Only its bytes
-    differ.
-    """
+    """The source has the same size, time of modification and inode as before. Only its bytes differ."""
     import os
     import shutil
 
@@ -357,9 +338,7 @@ def test_a_source_rewritten_with_its_old_times_is_noticed(probe, llama, tmp_path
 
 @pytest.mark.thorough
 def test_the_end_of_the_interpreter_compares_no_weights(probe, llama, monkeypatch):
-    """At the end of the process no weights are compared. For tens of gigabytes that would take
-    seconds.
-    """
+    """At the end of the process no weights are compared. For tens of gigabytes that would take seconds."""
     backend = open_backend("transformers", probe)
     model = backend.load(ModelSpec("m", "transformers", source=str(llama)), CARD)
     ending = threading.Event()

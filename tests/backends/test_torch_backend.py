@@ -1,7 +1,4 @@
-"""Modules from live Python. Each storage moves once, the objects stay, and training continues.
-
-Modules that cannot be moved safely are refused by name.
-"""
+"""Modules from live Python: each storage moves once, objects stay; what cannot move safely is refused by name."""
 
 from __future__ import annotations
 
@@ -32,9 +29,7 @@ def backend(probe):
 
 
 def there_and_back(backend, module, optimizer=None):
-    """Adopts the module and moves it to a card, to the host, and to the card again. Returns its
-    handle.
-    """
+    """Adopts the module and moves it to a card, to the host, and to the card again. Returns its handle."""
     model = backend.adopt(SPEC, module, optimizer)
     for shares in (CARD, HOST, CARD):
         backend.move(model, shares)
@@ -79,9 +74,7 @@ def test_a_model_that_is_dropped_while_it_is_measured_holds_nothing(backend, mon
 
 
 def test_tied_shared_strided_mixed_and_empty_tensors_survive_moves(backend):
-    """Values, strides, dtypes, flags and object identity stay the same. Each storage is counted
-    once.
-    """
+    """Values, strides, dtypes, flags and object identity stay the same. Each storage is counted once."""
     module = Odd().eval()
     tensors = {
         **dict(module.named_parameters(remove_duplicate=False)),
@@ -111,9 +104,7 @@ def test_tied_shared_strided_mixed_and_empty_tensors_survive_moves(backend):
 
 
 def test_a_moved_tensor_s_storage_holds_only_its_own_bytes(backend):
-    """A moved tensor has a storage of its own size. Otherwise saving one weight would write the
-    memory of all weights.
-    """
+    """Otherwise saving one weight would write the memory of all weights."""
     module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
     there_and_back(backend, module)
     for tensor in module.parameters():
@@ -152,9 +143,7 @@ def same_weights(one, other):
 
 @pytest.mark.parametrize("how", ["plain", "fused", "amsgrad"])
 def test_training_continues_after_moves(backend, probe, how):
-    """Frozen and trained weights, BatchNorm, gradients and AdamW's state are equal, to the bit, to
-    those of a copy that was never moved.
-    """
+    """Frozen and trained weights, BatchNorm, gradients and AdamW's state, equal to the bit to an unmoved copy's."""
     options = {"plain": {}, "fused": {"fused": True}, "amsgrad": {"amsgrad": True}}[how]
     torch.manual_seed(1)
     module = nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4))
@@ -187,9 +176,7 @@ def test_training_continues_after_moves(backend, probe, how):
 
 
 def test_gradients_and_states_created_later_are_counted(backend, probe):
-    """The gradients and states are on the card already. So `measure` counts them even beyond the
-    card's capacity.
-    """
+    """The gradients and states are on the card already. So `measure` counts them even beyond the card's capacity."""
     module = nn.Linear(16, 16)
     optimizer = torch.optim.AdamW(module.parameters())
     model = backend.adopt(SPEC, module, optimizer)
@@ -205,9 +192,7 @@ def test_gradients_and_states_created_later_are_counted(backend, probe):
 
 
 def test_backward_after_a_move_gives_the_right_gradients(backend):
-    """The tensors that autograd saved keep the old bytes. The gradients go to the parameters on the
-    new device.
-    """
+    """The tensors that autograd saved keep the old bytes. The gradients go to the parameters on the new device."""
     torch.manual_seed(0)
     module = nn.Linear(8, 8).eval()
     twin, x = copy.deepcopy(module), torch.randn(2, 8)
@@ -220,9 +205,7 @@ def test_backward_after_a_move_gives_the_right_gradients(backend):
 
 
 def test_a_kept_view_moves_with_the_module(backend, probe):
-    """A detached weight shares the storage of the module before and after a move. It keeps no old
-    bytes alive.
-    """
+    """A detached weight shares the storage of the module before and after a move. It keeps no old bytes alive."""
     module = nn.Sequential(nn.Linear(100, 100), nn.Linear(100, 100)).eval()
     model = backend.load(SPEC, CARD, lambda: module)
     kept = module[1].bias.detach()
@@ -265,9 +248,7 @@ WRITES: dict[str, Callable[[torch.Tensor], Any]] = {
 
 @pytest.mark.parametrize("write", WRITES)
 def test_weights_in_host_memory_are_read_and_refuse_writes(backend, write):
-    """A write there would be lost, or would change what the card gets back. It raises as on a real
-    card, and nothing has changed. After the return it works.
-    """
+    """It would be lost, or change what the card gets back. It raises as on a real card, until the return."""
     module = nn.Linear(4, 4).eval()
     model = backend.load(SPEC, CARD, lambda: module)
     before, other = module.weight.detach().clone(), module.weight.detach()
@@ -290,9 +271,7 @@ def test_a_module_that_is_forgotten_in_host_memory_can_be_written(backend):
 
 
 def test_a_dropped_module_keeps_its_weights_for_whoever_holds_it(backend, probe):
-    """The weights exist nowhere else. `register("m", lambda: mine)` and `forget` must not empty the
-    user's module.
-    """
+    """The weights exist nowhere else. `register("m", lambda: mine)` and `forget` must not empty the user's module."""
     mine = nn.Linear(50, 50)
     mine.weight.grad = torch.ones(50, 50)
     before = mine(torch.ones(1, 50))
@@ -374,9 +353,7 @@ def tensor_subclass():
 
 
 def named(name, base=nn.Module):
-    """A module of a class that is called `name`. The backend recognises the wrappers of
-    torch.distributed by name.
-    """
+    """A module of a class that is called `name`. The backend recognises the wrappers of torch.distributed by name."""
     wrapper = type(name, (base,), {})()
     wrapper.module = nn.Linear(2, 2)
     return wrapper
@@ -486,9 +463,7 @@ def test_the_refused_names_are_the_wrappers_real_names():
 
 
 def test_a_factory_is_sized_without_data(backend):
-    """The size follows from the shapes, with tied weights once. Sizing allocates no memory and
-    draws no random number.
-    """
+    """From the shapes, with tied weights once: no memory is allocated and no random number drawn."""
     state = torch.random.get_rng_state()
     found = footprint(backend, SPEC, lambda: nn.Linear(1000, 1000))
     assert found.bytes == 1001 * 1000 * 4 and found.parts[0].source == "shapes"
@@ -496,9 +471,7 @@ def test_a_factory_is_sized_without_data(backend):
 
 
 def test_a_factory_that_cannot_be_sized_needs_a_declared_size(backend):
-    """If a factory cannot be sized, a size must be declared. The message quotes the error that the
-    factory raised.
-    """
+    """If a factory cannot be sized, a size must be declared. The message quotes the error that the factory raised."""
 
     def factory():
         raise RuntimeError("needs a card")

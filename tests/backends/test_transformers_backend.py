@@ -1,6 +1,4 @@
-"""Model directories: how they are loaded, which ones are refused by name, and that a changed weight
-is never lost.
-"""
+"""Model directories: how they are loaded, which ones are refused by name, and that a changed weight is never lost."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ def copy(llama, tmp_path):
 
 
 def test_logits_equal_those_of_transformers_after_every_move(backend, llama):
-    """The logits are equal to the bit after a load, after moves, and after a drop and a reload into
-    the same object.
-    """
+    """Equal to the bit after a load, after moves, and after a drop and a reload into the same object."""
     from transformers import AutoModelForCausalLM
 
     expected = answer(AutoModelForCausalLM.from_pretrained(llama, local_files_only=True))
@@ -76,9 +72,7 @@ def test_logits_equal_those_of_transformers_after_every_move(backend, llama):
 )
 @pytest.mark.parametrize("shard", [None, "100KB"], ids=["one file", "sharded"])
 def test_the_header_gives_the_bytes(backend, tmp_path, tied, dtype, option, shard):
-    """The weights are as stored or converted, with tied weights once, in one file or several. The
-    estimate is right within 2 %.
-    """
+    """As stored or converted, with tied weights once, in one file or several: within 2 %."""
     directory = tiny_models.causal_lm(tmp_path / "m", tied=tied, dtype=dtype, shard=shard)
     assert len(list(directory.glob("*.safetensors"))) > 1 or not shard
     given = spec(directory, **({"dtype": option} if option else {}))
@@ -349,9 +343,7 @@ IN_PLACE = list(CHANGES)[:10]
 @pytest.mark.parametrize("where", ["card", "host"])
 @pytest.mark.parametrize("name", CHANGES)
 def test_a_model_changed_in_any_way_is_not_droppable(backend, llama, name, where):
-    """The changes are found by comparing bytes. For half of them the tensor's `_version` does not
-    change. Bytes that are away refuse a change in place.
-    """
+    """By comparing bytes: half of the changes leave `_version`. Bytes that are away refuse a change in place."""
     model = backend.load(spec(llama), CARD)
     if where == "host":
         backend.move(model, HOST)
@@ -413,9 +405,7 @@ def test_a_model_whose_source_changed_is_not_droppable(backend, copy, how):
 
 
 def test_weights_missing_in_the_source_make_it_undroppable(backend, copy):
-    """Weights that the source lacks were initialised at random. The next load would initialise them
-    differently.
-    """
+    """Weights that the source lacks were initialised at random. The next load would initialise them differently."""
     module = backend.load(spec(copy, task="reranker", allow_missing=True), CARD)
     assert not backend.droppable(module) and not backend.unchanged(module)
 
@@ -486,9 +476,7 @@ DAMAGES = {
 
 @pytest.mark.parametrize("damage, why", DAMAGES.values(), ids=DAMAGES)
 def test_an_error_names_the_damaged_file_and_the_damage(backend, probe, copy, damage, why):
-    """The damage is found before the file is mapped, since a read past the end of a mapped file
-    ends the process.
-    """
+    """The damage is found before the file is mapped, since a read past the end of a mapped file ends the process."""
     damage(copy / "model.safetensors")
     for attempt in (lambda: footprint(backend, spec(copy)), lambda: backend.load(spec(copy), CARD)):
         with pytest.raises(LoadFailed, match=why) as error:

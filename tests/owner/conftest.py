@@ -1,6 +1,4 @@
-"""Fixtures: runtimes on simulated devices, which are closed at the end of the test, and a clock
-that the test sets. The book is what a ledger stores: all leases and requests of a host.
-"""
+"""Fixtures: runtimes on simulated devices, a clock that the test sets, and what a book claims."""
 
 from __future__ import annotations
 
@@ -26,12 +24,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def runtime() -> Iterator[Callable[..., Runtime]]:
-    """Makes runtimes.
-
-    Each `runtime()` has a book of its own, unless a test passes the same `ledger=…` to several. A
-    runtime with a book of its own has no monitor thread. No other process can request anything
-    there, and the thread could move a lease while the test looks, or while it calls `tick()`.
-    """
+    """Makes runtimes. One with a book of its own has no monitor thread, which could move a lease during the test."""
     made: list[Runtime] = []
 
     def make(**settings: Any) -> Runtime:
@@ -53,9 +46,7 @@ def quiet():
 
 @pytest.fixture
 def started(runtime, quiet):
-    """Makes a runtime and its kernel. Garbage of earlier tests is collected first, so that no other
-    tensors count.
-    """
+    """Makes a runtime and its kernel. Garbage of earlier tests is collected first, so that no other tensors count."""
     gc.collect()
 
     def start(**settings):

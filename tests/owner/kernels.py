@@ -1,6 +1,4 @@
-"""Helpers for tests of kernels: a stand-in in which nothing runs, a way to run cells, and the bytes
-of the kernel's lease.
-"""
+"""Helpers for tests of kernels: a stand-in in which nothing runs, cells, and the bytes of the kernel's lease."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Maps of the allocators' memory. They are published at a slow pace, shown for each process and
-card, and improved by defrag.
-"""
+"""Maps of the allocators' memory: published slowly, shown for each process and card, improved by defrag."""
 
 from __future__ import annotations
 
@@ -18,9 +16,7 @@ from .conftest import fakes
 
 
 def holes(rt, count: int = 6) -> None:
-    """Loads small models and evicts every second one. The holes between them are too small for
-    other models.
-    """
+    """Loads small models and evicts every second one. The holes between them are too small for other models."""
     fakes(rt, **{f"adapter{index}": "3MiB" for index in range(count)})
     for index in range(count):
         rt.preload(f"adapter{index}")
@@ -81,9 +77,7 @@ def test_the_frame_tells_what_defragmenting_would_give(runtime):
 
 
 def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
-    """The first change is published at once, and later changes together. Nothing is published if
-    nothing changed.
-    """
+    """The first change is published at once, and later changes together. Nothing is published if nothing changed."""
     rt = runtime(ledger=shared_book, monitor=False, clock=clock)
     fakes(rt, a="1GiB", b="1GiB")
     assert not rt._session.maps.publish()
@@ -133,9 +127,7 @@ def kept_cache(rt, size: str) -> None:
 
 
 def test_another_process_is_defragmented_by_asking_it(runtime, shared_book):
-    """The process is named by its pid or by one of its models. Its answer has the bytes that were
-    freed.
-    """
+    """The process is named by its pid or by one of its models. Its answer has the bytes that were freed."""
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="1GiB")
     a.preload("qwen")
@@ -161,9 +153,7 @@ def test_all_processes_are_asked_where_none_is_named(runtime, shared_book):
 
 
 def test_who_is_silent_is_told_and_does_not_hold_up_the_others(runtime, shared_book):
-    """All processes share one time-out. A request to a stopped process stays, and is carried out
-    when the process runs again.
-    """
+    """All processes share one time-out. A stopped process carries the request out when it runs again."""
     a, b, c = (runtime(ledger=shared_book, monitor=False) for _ in "abc")
     for rt, name in ((a, "qwen"), (b, "llama")):
         fakes(rt, **{name: "1GiB"})
@@ -182,9 +172,7 @@ def test_an_unknown_process_is_refused_with_the_known_ones(runtime, shared_book)
 
 
 def test_defragmenting_is_an_event_with_the_person_who_did_it(runtime, shared_book):
-    """An event is written for a defragmentation of this process and of another one. If it frees
-    nothing, no event is written.
-    """
+    """A defragmentation of this process or another one is an event, if it frees anything."""
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="1GiB")
     a.preload("qwen")

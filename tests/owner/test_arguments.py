@@ -1,11 +1,4 @@
-"""Any value may be passed for any argument. The result is an error in one sentence, or a book that
-every process can decode.
-
-In an earlier version, an unchecked argument could break all processes. One process wrote it into
-the book, and no other process could decode it. So its lease vanished, and the bytes were granted
-again. The tests find the methods and parameters by introspection, so a new parameter without a rule
-fails here.
-"""
+"""Any value for any argument is refused in one sentence, or gives a book that every process can decode."""
 
 from __future__ import annotations
 
@@ -185,9 +178,7 @@ def test_every_public_method_is_tried():
 
 @pytest.mark.parametrize("method", [*PLAIN, "__init__"])
 def test_every_parameter_has_a_rule(method):
-    """`checked` can check only parameters that have a rule. A new parameter needs a line in the
-    table.
-    """
+    """`checked` can check only parameters that have a rule. A new parameter needs a line in the table."""
     function = inspect.unwrap(getattr(Runtime, method))
     assert set(rules_of(function)) == set(parameters(function))
 
@@ -247,9 +238,7 @@ def box() -> Iterator[Runtime]:
 
 
 def prepare(rt: Runtime) -> None:
-    """Restores the initial state: only `qwen` is registered, it is on a card, and no card is
-    drained.
-    """
+    """Restores the initial state: only `qwen` is registered, it is on a card, and no card is drained."""
     for spec in rt.specs():
         rt.forget(spec.name)
     rt.drain("sim:0", undo=True)
@@ -258,9 +247,7 @@ def prepare(rt: Runtime) -> None:
 
 
 def attempt(rt: Runtime, method: str, arguments: dict[str, Any]) -> Exception | None:
-    """Calls the method. Returns its GpuError, or None if it returned. Any other exception fails the
-    test.
-    """
+    """Calls the method. Returns its GpuError, or None if it returned. Any other exception fails the test."""
     try:
         answer = getattr(rt, method)(**arguments)
         if method in ("use", "lease", "on_behalf_of"):
@@ -274,9 +261,7 @@ def attempt(rt: Runtime, method: str, arguments: dict[str, Any]) -> Exception | 
 
 
 def require_lawful(rt: Runtime, error: Exception | None) -> None:
-    """Checks that the error is a bounded, printable sentence, and that the book can be decoded and
-    counts `qwen` once.
-    """
+    """Checks that the error is a bounded, printable sentence, and that the book counts `qwen` once."""
     if error is not None:
         sentence = str(error)
         assert 0 < len(sentence) <= LONGEST_SENTENCE
@@ -341,9 +326,7 @@ def test_any_values_of_any_options_are_an_error_or_a_lawful_book(backend, option
 @example(option="x" * MANY)
 @example(option="contxt_length")
 def test_an_option_without_a_rule_is_refused_with_the_nearest_name(option):
-    """In an earlier version, the misspelt `contxt_length=8192` was ignored, and no memory was
-    reserved for the context.
-    """
+    """The misspelt `contxt_length=8192` was ignored, and no memory was reserved for the context."""
     if option in OPTIONS or option in RULES:
         return
     with box() as rt:
@@ -392,9 +375,7 @@ def test_the_nearest_name_is_named():
     ],
 )
 def test_what_has_no_effect_on_a_module_is_refused(argument):
-    """In an earlier version, `register("m", module, size="8GiB")` was accepted, and the size was
-    ignored.
-    """
+    """In an earlier version, `register("m", module, size="8GiB")` was accepted, and the size was ignored."""
     with box() as rt, pytest.raises(BadSetting, match=next(iter(argument))):
         rt.register("m", torch.nn.Linear(4, 4).eval(), **argument)
     with box() as rt:
@@ -448,9 +429,7 @@ def _named(arguments: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_no_loose_argument_costs_another_process_its_count(loose):
-    """In an earlier version, each of these five arguments made this process's leases unreadable. So
-    other processes could overcommit the whole card.
-    """
+    """Each of these arguments made this process's leases unreadable, so others could overcommit the card."""
     with box() as rt:
         error = attempt(rt, "register", {**PLAIN["register"], **loose})
         assert (error is None) == (loose == {"quantization": None})
@@ -477,18 +456,14 @@ def test_an_error_says_what_to_type(call, what_to_type):
 
 
 def test_a_long_value_is_quoted_in_part():
-    """An error quotes only a part of a long value. In an earlier version, error messages of 300 kB
-    occurred.
-    """
+    """An error quotes only a part of a long value. In an earlier version, error messages of 300 kB occurred."""
     error = BadSize("x" * MANY)
     assert len(str(error)) < 300
     assert len(str(GpuError("x" * MANY))) == MOST_MESSAGE
 
 
 def test_a_message_can_be_printed_and_stored():
-    """The message contains any text: for example a path of another encoding, or the message of a
-    library.
-    """
+    """The message contains any text: for example a path of another encoding, or the message of a library."""
     assert str(GpuError("no \udce9.gguf\n  \x1b[31mType this")) == (
         "no \\udce9.gguf\n  \\x1b[31mType this"
     )

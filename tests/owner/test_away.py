@@ -1,8 +1,4 @@
-"""A model that is away (in host memory, or dropped) answers every entry point of `torch.nn.Module`.
-
-The model is restored first, or an error explains why not. A call never computes with zeros, never
-crashes, and never writes a file without weights.
-"""
+"""Every entry point of a Module whose model is away restores it or raises; none computes with zeros."""
 
 from __future__ import annotations
 
@@ -153,9 +149,7 @@ def same(one: Any, other: Any) -> bool:
 
 @pytest.fixture
 def governed(runtime, directory):
-    """`governed(away)` returns the kept reference to a model that was offloaded or dropped after
-    its use.
-    """
+    """`governed(away)` returns the kept reference to a model that was offloaded or dropped after its use."""
 
     def make(away: str, **options: Any) -> nn.Module:
         rt = runtime()
@@ -178,9 +172,7 @@ def plain(directory) -> nn.Module:
 
 
 def test_every_public_name_of_a_module_is_in_the_table():
-    """If a new version of torch adds an entry point, a developer must decide what it does with a
-    model that is away.
-    """
+    """If a new torch adds an entry point, a developer decides what it does with a model that is away."""
     of_torch = {
         name
         for name in dir(nn.Module)  # other libraries add names of their own, such as `smart_apply`
@@ -234,9 +226,7 @@ def test_a_dropped_model_told_not_to_come_back_raises_and_writes_nothing(governe
 
 @pytest.mark.parametrize("way", [saved, pickle.dumps, lambda t: t.numpy(), lambda t: t.add_(1)])
 def test_a_tensor_kept_from_before_a_drop_is_never_written_empty(governed, directory, way):
-    """A tensor that the user kept from a dropped model raises an error at each access. On real
-    cards it is our own error: see tests/backends/test_swap.py.
-    """
+    """A tensor of a dropped model raises at each access; on real cards with our error (backends/test_swap.py)."""
     module = governed("dropped")
     kept = vars(module.lm_head)["_parameters"]["weight"]
     with pytest.raises((RuntimeError, GpuError)):
@@ -247,9 +237,7 @@ def test_a_tensor_kept_from_before_a_drop_is_never_written_empty(governed, direc
 
 
 def test_what_was_set_on_a_model_survives_a_drop_although_nobody_keeps_it(runtime, directory):
-    """The runtime keeps the module object itself, with its hooks, train mode, generation settings
-    and attributes.
-    """
+    """The runtime keeps the module object itself, with its hooks, train mode, generation settings and attributes."""
     rt = runtime()
     rt.register("llm", directory)
     calls = []

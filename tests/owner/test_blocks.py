@@ -16,10 +16,7 @@ CARD = Device("cuda:3", 80 * GIB, "H200", "GPU-aaaa", 3)
 
 
 class FakeCuda:
-    """The part of torch.cuda that a block needs. It refuses what torch refuses.
-
-    Source: torch/cuda/memory.py; c10/cuda/CUDACachingAllocator.cpp, `assertValidDevice`.
-    """
+    """What a block needs of torch.cuda (torch/cuda/memory.py), and what CUDACachingAllocator.cpp refuses."""
 
     def __init__(self, *, started: bool = True, forked: bool = False) -> None:
         self.started, self.forked = started, forked

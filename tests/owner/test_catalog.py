@@ -1,6 +1,4 @@
-"""The catalogue of models. A model is written once and used by name in every process. No reader
-sees a half-changed file.
-"""
+"""The catalogue: a model is written once and used by name. No reader sees a half-changed file."""
 
 from __future__ import annotations
 
@@ -113,9 +111,7 @@ def test_several_files_are_applied_together_or_not_at_all(catalog, file):
 
 
 def test_options_of_llama_cpp_stand_in_an_entry(catalog, file, tmp_path):
-    """An error of the engine advised `n_batch`, and `apply` answered "unknown here". Another engine
-    keeps them without effect, and says so.
-    """
+    """An error of the engine advised `n_batch`, and `apply` refused it. Another engine keeps it, and says so."""
     options = "n_batch: 2048, n_ubatch: 1024, n_threads: 4, type_k: q8_0, flash_attn: true, seed: 7"
     applied = catalog.apply(file(f"models: {{a: {{path: a.gguf, {options}}}}}"))
     assert not any("unknown" in note for note in applied.notes)
@@ -137,9 +133,7 @@ def test_options_of_llama_cpp_stand_in_an_entry(catalog, file, tmp_path):
 
 
 def test_a_bad_document_changes_nothing_at_all(catalog, file):
-    """One entry of a document is invalid. The valid models before and after it are not applied
-    either.
-    """
+    """One entry of a document is invalid. The valid models before and after it are not applied either."""
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
     with pytest.raises(BadDocument) as caught:
@@ -164,9 +158,7 @@ def test_a_note_on_several_models_appears_once(catalog, file):
 
 
 def test_a_chat_template_is_text_or_a_file_beside_the_one_that_names_it(catalog, file, tmp_path):
-    """The template's file is read when the model is looked up, so that every engine gets the text.
-    `thinking` is passed on, too.
-    """
+    """The file is read when the model is looked up, so that every engine gets the text. So is `thinking`."""
     (tmp_path / "brief.jinja").write_text("{{ messages[-1].content }}")
     catalog.apply(
         file("""
@@ -244,9 +236,7 @@ written = st.fixed_dictionaries(
     st.sampled_from(["yaml", "json"]),
 )
 def test_a_round_trip_loses_nothing(tmp_path_factory, models, form):
-    """Models go from a file to the catalogue, through inspect, and to another catalogue. Every
-    field is unchanged, also unknown ones.
-    """
+    """From a file to the catalogue, through inspect, to another catalogue: every field stays, also unknown ones."""
     here = tmp_path_factory.mktemp("trip")
     one, two = (Catalog(Settings.load(gpu_catalog=str(here / name))) for name in ("one", "two"))
     (here / "first.json").write_text(json.dumps({"models": models}))
@@ -380,9 +370,7 @@ def test_a_failed_write_changes_nothing(catalog, file, monkeypatch):
 
 
 def test_a_reader_finds_the_old_file_or_the_new_one(catalog, place, file, monkeypatch):
-    """A reader looks just before the new file replaces the old one, and finds the complete old
-    file.
-    """
+    """A reader looks just before the new file replaces the old one, and finds the complete old file."""
     catalog.apply(file(DRILLS))
     seen = []
 
@@ -507,9 +495,7 @@ def test_models_lists_the_catalogue_once_and_as_on_disk(shelf, shared_book):
 
 
 def test_a_change_takes_effect_at_the_next_load(shelf, file):
-    """A change of the catalogue takes effect at the next load. A model that is already loaded does
-    not change.
-    """
+    """A change of the catalogue takes effect at the next load. A model that is already loaded does not change."""
     rt = shelf()
     rt.preload("qwen3:8b")
     rt.apply(file(DRILLS.replace("14GiB", "12GiB")))
@@ -586,9 +572,7 @@ def test_a_model_without_its_engine_is_refused_and_nothing_is_evicted_for_it(she
 
 @pytest.mark.parametrize("backend", ["tgi", "sglang"])
 def test_a_model_with_an_unknown_backend_is_planned_and_not_loaded(shelf, backend):
-    """A model with an unknown backend can be planned with its declared size. A load is refused, and
-    no model is evicted.
-    """
+    """It is planned with its declared size. A load is refused, and no model is evicted."""
     rt = shelf(DRILLS + f"  far: {{runtime: {backend}, memory: 20GiB}}\n")
     rt.preload("qwen3:8b")
     plan = rt.plan("far")
@@ -608,9 +592,7 @@ def test_a_model_with_an_unknown_backend_is_planned_and_not_loaded(shelf, backen
 
 
 def test_a_model_of_unknown_size_needs_a_declared_one(shelf):
-    """The error names the model's file, which is missing. It does not ask for the cache's size,
-    which only the file's header would give.
-    """
+    """The error names the model's missing file, not the cache's size, which only the file's header would give."""
     with pytest.raises(BadSize, match="there is no .*phi.gguf.*\n.*memory: 8GiB  in the catalogue"):
         shelf("models: {phi: {path: phi.gguf, context_length: 16384}}").plan("phi")
 
@@ -651,9 +633,7 @@ def test_its_cards_are_named_by_index_or_id_and_must_exist(shelf):
     ],
 )
 def test_the_fields_of_placement_decide_its_cards(shelf, fields, shares):
-    """Each case is one override on three cards of 21.6 GiB. If no shares are expected, the plan is
-    refused.
-    """
+    """Each case is one override on three cards of 21.6 GiB. If no shares are expected, the plan is refused."""
     rt = shelf(f"models: {{m: {{backend: fake, {fields}}}}}", devices="sim:3x24GiB,host:64GiB")
     planned = {share.device: share.bytes / GIB for share in rt.plan("m").shares}
     assert planned == pytest.approx(shares, abs=0.01)
@@ -671,9 +651,7 @@ def test_an_unreadable_catalogue_fails_only_requests_that_need_it(shelf, place, 
 
 
 def test_a_command_does_not_load_a_model_that_would_end_with_it(shelf, shared_book):
-    """The command sends a request to the process that has the model. If no process has it, the
-    error shows what to type in a notebook.
-    """
+    """The process that has the model gets the request. If there is none, the error says what to type."""
     rt, command = shelf(ledger=shared_book), shelf("", ledger=shared_book)
     command.guest = True
     with pytest.raises(NotLoaded, match="%gpu load qwen3:8b"):

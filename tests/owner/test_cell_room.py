@@ -1,6 +1,4 @@
-"""Room before a cell. A cell that took much memory the last time finds as much memory free when it
-runs again.
-"""
+"""Room before a cell. A cell that took much memory the last time finds as much memory free when it runs again."""
 
 from __future__ import annotations
 
@@ -45,9 +43,7 @@ def in_a_new_kernel(kernel, text: str) -> dict[str, int]:
 
 @pytest.fixture
 def two(started, runtime, shared_book):
-    """A kernel that remembers that its cell BIG took 10 GiB, and a second runtime with an idle model on
-    the same card.
-    """
+    """A kernel whose cell BIG took 10 GiB, and a second runtime with an idle model on the same card."""
     settings = {"ledger": shared_book, "eviction_grace_seconds": 0.0}
     rt, kernel = started(**settings)
     learn(kernel, BIG, 10 * GIB)
@@ -68,9 +64,7 @@ def on_card(rt) -> int:
 
 
 def test_a_cell_finds_free_what_it_took_at_its_peak_the_last_time(two):
-    """Before a line of the cell runs, the other notebook's idle model has left and the kernel's
-    lease claims the room.
-    """
+    """Before the cell runs, the other notebook's idle model has left and the kernel's lease claims the room."""
     rt, kernel, _ = two
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
@@ -163,9 +157,7 @@ def test_an_unknown_cell_requests_nothing(two):
 
 
 def test_a_parked_kernel_returns_with_the_room_for_its_cell(two):
-    """One request covers both the kernel's bytes that return from host memory and the room for the
-    cell. With two requests, two notebooks could return and wait for each other's room.
-    """
+    """One request has the returning bytes and the room: two notebooks cannot wait for each other's room."""
     rt, kernel, other = two
     kept = torch.randn(4 * FLOATS)
     cell(kernel)
@@ -208,9 +200,7 @@ def test_stop_ends_the_wait_and_the_cell_does_not_run(two, monkeypatch):
 
 
 def test_a_cell_is_remembered_with_the_bytes_that_it_left_beyond_those_before(started):
-    """On a simulated card a peak is not measured. So the bytes that the kernel held after the cell
-    count as its peak.
-    """
+    """A simulated card measures no peak, so the bytes that the kernel held after the cell count as its peak."""
     rt, kernel = started()
     kept = [torch.zeros(32 * FLOATS)]
     cell(kernel, text="before")
@@ -357,9 +347,7 @@ def test_the_number_of_remembered_cells_is_bounded(monkeypatch):
 
 @pytest.fixture
 def cards(started, guards, monkeypatch):
-    """A runtime and its kernel on the simulated accelerator, whose cards have limits and raise
-    their own errors.
-    """
+    """A runtime and its kernel on the simulated accelerator, whose cards have limits and raise their own errors."""
     monkeypatch.setattr("gpu_runtime.owner.cell_room.LEAST_BYTES", MIB)
     gc.collect()
     return started(probe=simgpu.SimProbe(), gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0)
@@ -475,9 +463,7 @@ def test_a_cell_that_peaks_on_the_second_card_gets_its_room_there(cards):
 
 
 def test_a_card_that_is_full_on_the_return_leaves_the_kernel_where_it_is(cards):
-    """The kernel's memory returns to two cards. If the second card is full, the bytes of the first
-    card do not return either.
-    """
+    """Memory returns to two cards. If the second is full, the bytes of the first do not return either."""
     rt, kernel = cards
     zero, one = on(0, 3), on(1, 5)
     cell(kernel)

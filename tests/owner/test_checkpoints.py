@@ -87,9 +87,7 @@ def test_a_parked_process_gives_its_room_and_gets_it_back(rt, driver):
 
 
 def test_room_is_leased_before_a_return(rt, driver):
-    """A restore that runs out of memory would leave the process stuck. So the return first waits
-    for room, here until a model is no longer in use.
-    """
+    """A restore without memory would leave the process stuck, so the return first waits for room."""
     target = driver.process(_0=12)
     park(rt, target, yes=True)
     rt.register("big", backend="fake", size="20GiB", devices="cuda:0")
@@ -104,9 +102,7 @@ def test_room_is_leased_before_a_return(rt, driver):
 
 
 def test_the_room_is_claimed_while_the_driver_restores(rt, driver, monkeypatch):
-    """While the driver restores a process, its lease counts as unmeasured. So no other request gets
-    the same bytes as free memory.
-    """
+    """The lease counts as unmeasured meanwhile, so no other request gets the same bytes as free memory."""
     target = driver.process(_0=12)
     park(rt, target, yes=True)
     seen = []
@@ -209,9 +205,7 @@ def test_a_process_without_cuda_is_not_parked(rt, driver):
 
 
 def test_unknown_bytes_are_not_parked(rt, driver):
-    """A process whose bytes are unknown is not parked, since no room could be leased for its
-    return.
-    """
+    """A process whose bytes are unknown is not parked, since no room could be leased for its return."""
     assert "does not report how much" in refusal(rt, driver.process(_0=None))
 
 
@@ -313,9 +307,7 @@ def test_a_target_that_dies_at_the_lock_is_told(rt, driver):
 
 
 def test_a_refused_checkpoint_is_undone(rt, driver):
-    """CUDA IPC and managed memory cannot be seen beforehand. The driver refuses such a process
-    after it was locked.
-    """
+    """CUDA IPC and managed memory cannot be seen beforehand. The driver refuses after the process was locked."""
     target = driver.process(_0=1)
     driver.fault(checkpoint="refuses")
     assert "It runs on, with its memory in place" in refusal(rt, target)
@@ -376,9 +368,7 @@ def test_a_process_parked_by_another_tool_is_not_restored_without_its_size(rt, d
 
 
 def test_an_interrupt_is_raised_when_the_call_has_ended(rt, driver, monkeypatch):
-    """An interrupt waits for the end of the driver's call. In the middle of a checkpoint it would
-    leave the process locked.
-    """
+    """An interrupt in the middle of a checkpoint would leave the process locked."""
     target = driver.process(_0=1)
     call = checkpoint.call
 

@@ -1,6 +1,4 @@
-"""The record of decisions: their reasons, the other candidates, and the person or process that
-requested them.
-"""
+"""The record of decisions: their reasons, the other candidates, and the person or process that requested them."""
 
 from __future__ import annotations
 
@@ -60,9 +58,7 @@ def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path)
 
 
 def test_what_else_was_considered_is_kept_out_of_the_page(runtime):
-    """All processes read and write the page (the stored book), so the page must stay small. The
-    journal has the other candidates, and is read only on request.
-    """
+    """All processes read the page, so the journal has the other candidates, and is read only on request."""
     rt = runtime(devices="sim:8x20GiB,host:64GiB")
     fakes(rt, a="12GiB")
     rt.preload("a")
@@ -112,9 +108,7 @@ def two(runtime, shared_book):
 
 
 def test_what_a_console_asks_is_told_with_the_person_before_it(two):
-    """Each visitor of the console acts in a thread of their own, so the event names the right
-    visitor.
-    """
+    """Each visitor of the console acts in a thread of their own, so the event names the right visitor."""
     kernel, console = two
     process = f"{console.status().owner.user}, {console.status().owner.label}"
     ann = f"ann, console ({process})"
@@ -130,9 +124,7 @@ def test_what_a_console_asks_is_told_with_the_person_before_it(two):
 
 
 def test_what_is_done_in_a_notebook_for_somebody_is_told_as_well(runtime):
-    """The console inside a notebook acts on models of its own process. The event names the person
-    as well.
-    """
+    """The console inside a notebook acts on models of its own process. The event names the person as well."""
     rt = runtime(devices="sim:2x24GiB,host:64GiB")
     fakes(rt, qwen="10GiB")
     ann = f"ann ({rt.status().owner.user}, {rt.status().owner.label})"
@@ -161,9 +153,7 @@ def test_what_a_notebook_does_for_itself_has_nobody_else_to_name(runtime):
 
 
 def test_what_was_asked_in_vain_is_told(two):
-    """The request of a console failed. It is one event, which names the person who clicked, although
-    the state was checked several times.
-    """
+    """A console's request that failed is one event with the person's name, however often it was checked."""
     kernel, console = two
     with kernel.use("qwen"), console.on_behalf_of("ann"), pytest.raises(StillInUse):
         console.evict("qwen")

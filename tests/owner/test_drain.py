@@ -1,6 +1,4 @@
-"""`drain` from Python: which leases leave at once or later, which users may drain, and how long a
-drain lasts.
-"""
+"""`drain` from Python: which leases leave at once or later, which users may drain, and how long a drain lasts."""
 
 from __future__ import annotations
 
@@ -117,9 +115,7 @@ def test_a_device_that_there_is_not_is_named(runtime):
 
 @pytest.fixture
 def as_user(monkeypatch):
-    """`as_user(name)` sets the user of the runtimes that are opened from now on. They share one
-    ledger in memory.
-    """
+    """`as_user(name)` sets the user of the runtimes that are opened from now on. They share one ledger in memory."""
 
     def become(user):
         def opened(url, **options):

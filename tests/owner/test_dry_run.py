@@ -66,9 +66,7 @@ def test_a_tilde_is_the_home_directory_in_every_verb_with_a_path(rt, tmp_path, m
 
 
 def test_a_folder_its_file_and_its_entry_have_the_same_plan(runtime, tmp_path, monkeypatch):
-    """One function leads from source and options to bytes. A folder of GGUF files was planned as a
-    model of transformers, without the cache that llama.cpp allocates at load.
-    """
+    """A folder of GGUF files was planned as a model of transformers, without the cache of llama.cpp."""
     monkeypatch.chdir(tmp_path)
     rt = runtime(devices="sim:24GiB,host:64GiB", catalog=str(tmp_path / "catalogue"))
     (tmp_path / "models").mkdir()
@@ -100,9 +98,7 @@ def test_a_plan_has_the_dtype_of_the_load(rt, tmp_path, stored, config):
     "broken", ["shard", "config", "single", "gguf", "gguf in a folder", "part"]
 )
 def test_a_missing_file_is_named(rt, tmp_path, broken, act):
-    """The hub's cache has dangling links after a part of it was deleted. A part of a split model may
-    be alone in its folder.
-    """
+    """The hub's cache has dangling links after a part was deleted. A part of a split model may be alone."""
     folder = tmp_path / "models"
     if broken == "part":
         folder.mkdir()
@@ -176,9 +172,7 @@ def test_a_size_in_text_needs_a_unit(rt, words):
 
 @pytest.mark.processes
 def test_a_plan_opens_no_torch(tmp_path):
-    """A plan does not import torch, since that would make `gpu plan PATH` in a terminal slower by
-    seconds.
-    """
+    """A plan does not import torch, since that would make `gpu plan PATH` in a terminal slower by seconds."""
     tiny_models.causal_lm(tmp_path / "m")
     code = (
         "import sys, gpu_runtime; rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:'); "
@@ -219,9 +213,7 @@ def test_a_context_can_be_planned_for_before_anything_is_registered(rt, tmp_path
     ],
 )
 def test_a_name_that_tells_its_size_can_be_planned(rt, name, gib):
-    """The plan is marked as a guess. It does not advise to load a model that is not on this
-    machine.
-    """
+    """The plan is marked as a guess. It does not advise to load a model that is not on this machine."""
     plan = rt.plan(name)
     assert plan.footprint.bytes == pytest.approx(gib * GIB, rel=1e-6)
     assert parts(plan) == [("weights", "name"), ("margin", "name")]
@@ -246,9 +238,7 @@ def test_a_name_with_a_size_is_planned_though_another_process_has_a_similar_one(
 
 
 def test_a_path_that_is_not_there_tells_both_readings(rt, tmp_path):
-    """A text with one slash may be a path or a hub id, so the error names both. A text with two
-    slashes can only be a path.
-    """
+    """One slash may be a path or a hub id, so the error names both. Two slashes are a path."""
     with pytest.raises(NotAModel) as error:
         rt.plan("models/writter")
     assert str(error.value) == (
@@ -271,9 +261,7 @@ def test_a_directory_that_holds_no_model_says_what_it_holds(rt, tmp_path):
 
 
 def test_a_gguf_file_can_be_planned(rt, tmp_path):
-    """The weights are read from the file's header. llama.cpp's other memory is calculated if the
-    header has the model's shape.
-    """
+    """The file's header has the weights and the shape, from which llama.cpp's other memory is calculated."""
     import gguf
     import numpy
 
@@ -349,9 +337,7 @@ def test_a_factory_that_cannot_be_sized_shows_its_own_error(rt):
 
 
 def test_a_size_with_a_layout_is_placed_as_a_model_of_that_size():
-    """30 GiB fit on no single card, so the plan divides them. No command leases a size on several
-    cards, so the plan names no command.
-    """
+    """30 GiB fit on no single card, so the plan divides them. No command leases that, so it names none."""
     with Runtime(devices="sim:2x24GiB", ledger="memory:", monitor=False) as rt:
         assert not rt.plan("30GiB").granted
         found = rt.plan("30GiB", layout="balanced")

@@ -1,8 +1,4 @@
-"""A model's return from host memory overlaps the departures that make its room.
-
-The hooks of the fake models prove the overlap without a clock: the departing model waits in its
-third stage until the other model has begun to return.
-"""
+"""A return from host memory overlaps the departures that make its room. Hooks prove it without a clock."""
 
 from __future__ import annotations
 

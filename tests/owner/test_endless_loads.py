@@ -1,7 +1,4 @@
-"""A load that does not end: the time-out, the end of the runtime and the end of a server stop it.
-
-A load in a call of C code cannot be stopped. Its caller returns all the same.
-"""
+"""A load that does not end is stopped by its time-out or by the end of the runtime or server."""
 
 from __future__ import annotations
 

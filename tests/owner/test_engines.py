@@ -1,6 +1,4 @@
-"""Models that run outside this process, and what happens to their leases when they fail. The tests
-use the real llama.cpp.
-"""
+"""Models outside this process, and their leases when they fail, with the real llama.cpp."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ def write(model, tokens=5):
 
 
 def test_a_gguf_file_is_a_model_like_any_other(rt):
-    """The model is loaded at its first use and measured. It has the methods of llama_cpp.Llama, and
-    answers under its registered name.
-    """
+    """It is loaded and measured at its first use, and has the methods of llama_cpp.Llama."""
     with rt.use("phi") as phi:
         told = phi.create_chat_completion(HELLO, max_tokens=4)
         assert (told["model"], told["usage"]["completion_tokens"]) == ("phi", 4)
@@ -64,9 +60,7 @@ def test_a_gguf_file_is_a_model_like_any_other(rt):
 
 
 def test_two_that_do_not_fit_together_take_turns_by_being_dropped_and_loaded_again(rt, file):
-    """An engine's model cannot be moved to RAM, so it is dropped and loaded again. Code that kept
-    the model object continues to use it.
-    """
+    """An engine's model cannot move to RAM, so it is loaded again. Code that kept the object continues."""
     rt.register("mini", str(file))
     with rt.use("phi") as phi:
         before = write(phi)
@@ -80,9 +74,7 @@ def test_two_that_do_not_fit_together_take_turns_by_being_dropped_and_loaded_aga
 def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that_is_seen(
     runtime, tmp_path
 ):
-    """The worker process is killed with SIGKILL. The next call loads the model again, in the same
-    `with` block.
-    """
+    """The worker process is killed with SIGKILL. The next call loads the model again, in the same `with` block."""
     rt = runtime(devices="sim:256MiB,host:256MiB")
     rt.register("phi", str(tiny_models.gguf_lm(tmp_path / "slow.gguf", size="24 MiB")))
     with rt.use("phi") as phi:
@@ -126,9 +118,7 @@ def test_killed_while_nobody_uses_it_its_lease_is_returned_too(rt):
     ],
 )
 def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_worker(rt, words):
-    """A driver's error is recognised by its text. The error that the caller gets names the next
-    step.
-    """
+    """A driver's error is recognised by its text. The error that the caller gets names the next step."""
     with rt.use("phi") as phi:
         pid = phi.pid
         with pytest.raises(
@@ -141,9 +131,7 @@ def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_work
 
 
 def test_three_decode_failures_in_a_row_are_one_reload(rt):
-    """The third decode failure in a row reloads the model. One or two cause no reload, and a
-    success in between resets the count.
-    """
+    """One or two cause no reload, and a success in between resets the count."""
     with rt.use("phi") as phi:
         pid = phi.pid
         for reloads in (False, False, None, False, False, True):
@@ -159,9 +147,7 @@ def test_three_decode_failures_in_a_row_are_one_reload(rt):
 
 
 def test_a_call_that_is_refused_costs_nobody_anything(rt):
-    """The call is too long, has an argument of a wrong type, or contains words that look like a
-    driver's error. The model continues to work.
-    """
+    """Too long, a wrong type, or words that look like a driver's error: the model continues to work."""
     with rt.use("phi") as phi:
         pid = phi.pid
         for call in (
@@ -210,9 +196,7 @@ def test_a_model_is_pinned_as_long_as_somebody_reads_its_answer(rt):
 
 
 def test_out_of_memory_while_loading_makes_whoever_is_idle_leave_and_tries_once_more(runtime):
-    """A load runs out of memory although the book has enough room. Idle models leave the card, and
-    the load is tried once more.
-    """
+    """The book has enough room, the card has not: idle models leave, and the load is tried once more."""
     rt = runtime(devices="sim:24GiB,host:64GiB")
     fakes(rt, a="4GiB", b="4GiB")
     rt.preload("a")
@@ -232,9 +216,7 @@ def test_out_of_memory_twice_is_told_with_the_figures(runtime):
 
 
 def test_a_device_side_assert_in_the_kernel_says_that_the_process_is_lost_and_what_to_do(rt):
-    """Every later call in the CUDA context of this process would fail, so its leases are returned.
-    Models in processes of their own continue.
-    """
+    """Its leases are returned, since no later call would work. Models in their own processes continue."""
     fakes(rt, a="1MiB", b="1MiB")
     rt.preload("b")
     with (
@@ -274,9 +256,7 @@ def test_an_error_of_the_user_s_own_is_left_alone(runtime):
 
 
 def test_in_process_is_a_choice(rt, file):
-    """With `isolated=False` the model runs in this process. A call can then pass Python objects,
-    but a lost context costs the whole process.
-    """
+    """With `isolated=False` a call can pass Python objects, but a lost context costs the whole process."""
     rt.register("near", str(file), isolated=False)
     with rt.use("near") as near:
         heard = []
@@ -318,9 +298,7 @@ print(len(own.tokenize(b"hello")))
 
 @pytest.mark.processes
 def test_a_model_in_this_process_leaves_the_library_usable(file):
-    """The library keeps the address of the function that gets its log. In an earlier version that
-    function was gone with its model, and the next model of the user's own code ended the process.
-    """
+    """The library keeps the address of the function for its log, which was gone with its model."""
     command = [sys.executable, "-c", LIBRARY_AFTERWARDS, str(file)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
     assert ended.returncode == 0 and int(ended.stdout) > 0, ended.stderr[-2000:]
@@ -343,9 +321,7 @@ def test_layers_of_the_model_win_over_the_setting(runtime, file):
 
 
 def test_a_model_without_a_layer_on_the_card_takes_nothing_of_it(runtime, file):
-    """With `gpu_layers=0` the model runs on the CPU. Its worker sees no card, and its lease claims
-    no bytes.
-    """
+    """With `gpu_layers=0` the model runs on the CPU. Its worker sees no card, and its lease claims no bytes."""
     rt = runtime(devices="sim:1MiB,host:64MiB")
     rt.register("slow", str(file), gpu_layers=0)
     with rt.use("slow") as slow:

@@ -1,9 +1,4 @@
-"""Each step with which an owner leaves its process fails, is late or is interrupted, one at a time.
-
-A step is a read or write of the ledger, a sample of the devices, an allocation, a load, a move or a
-drop. A story is run once to count its steps, and then once for each step and each fault. Afterwards
-the book claims what the process holds, nothing waits, and the same story ends as without a fault.
-"""
+"""Each step that leaves the process fails, is late or is interrupted; the story must end as without a fault."""
 
 from __future__ import annotations
 

@@ -62,9 +62,7 @@ def llama(tmp_path_factory):
 
 @pytest.mark.parametrize("room", ["64MiB", "64KiB"])
 def test_a_live_graph_keeps_the_weights_that_it_needs(runtime, llama, room):
-    """With room in host memory the model leaves for it, without room it stays. Either way backward
-    computes what it computes without an eviction, and the next use works.
-    """
+    """With room in host memory the model leaves, without it stays. Backward and the next use work either way."""
     import torch
 
     rt = runtime(devices=f"sim:64MiB,host:{room}")

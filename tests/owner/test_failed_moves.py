@@ -1,8 +1,4 @@
-"""A failed move delays only the model that failed.
-
-The process that has the model tries again after growing pauses, and logs the failure once. No other
-request fails.
-"""
+"""A failed move delays only its model: retries after growing pauses, one line of the log, no other request fails."""
 
 from __future__ import annotations
 
@@ -233,9 +229,7 @@ def test_one_failing_model_does_not_keep_the_others_on_a_drained_card(runtime):
 
 
 def test_relief_does_not_drop_what_its_level_only_offloads(runtime, monkeypatch):
-    """At moderate pressure models are only offloaded. A failed offload is no reason to unload the
-    model.
-    """
+    """At moderate pressure models are only offloaded. A failed offload is no reason to unload the model."""
     rt = runtime(**BOX, monitor=False, gpu_relief="always")
     bus = Bus(rt, "m", "17GiB", droppable=True)
     rt._session.residents["m"].last_used -= 400
@@ -293,9 +287,7 @@ def test_a_person_elsewhere_is_refused_with_the_reason_and_not_kept_waiting(two)
 
 @pytest.mark.parametrize("verb", ["move", "preload"])
 def test_an_order_that_fails_with_a_drivers_error_is_answered(runtime, shared_book, verb):
-    """In an earlier version, the error ended the thread that carried out the order, and the
-    requester waited until its time-out.
-    """
+    """The error ended the thread that carried out the order, and the requester waited until its time-out."""
     box = BOX | {"devices": "sim:2x24GiB,host:64GiB"}
     a, b = (runtime(**box, ledger=shared_book) for _ in "ab")
     bus = Bus(a, "m")

@@ -1,6 +1,4 @@
-"""The memory of models, as measured when they are loaded and used, on cards whose figures the test
-sets.
-"""
+"""The memory of models, as measured when they are loaded and used, on cards whose figures the test sets."""
 
 from __future__ import annotations
 
@@ -85,9 +83,7 @@ WEIGHTS = ("weights", 10 * GIB, "safetensors header")
 
 
 def test_the_first_model_of_a_process_on_a_card_brings_the_context(box):
-    """The CUDA context counts once for each process and card. Later the book counts it among the
-    process's other memory, so it must not count twice.
-    """
+    """It counts once for each process and card, first with the model and later with the other memory."""
     assert box.parts() == [WEIGHTS, ("context", CONTEXT_BYTES, "typical")]
     box.held = {"cuda:0": 500 * MIB, HOST: 9 * GIB}
     assert box.parts() == [WEIGHTS] == box.parts("cuda:0")
@@ -99,9 +95,7 @@ def test_simulated_cards_have_no_context():
 
 
 def test_a_context_is_believed_when_two_looks_agree(box):
-    """The driver's figures are late, and wrong during a load. So the size of the context counts only
-    after two equal measurements in a row.
-    """
+    """The driver's figures are late, and wrong during a load. So two equal ones in a row count."""
     for seen, expected in (
         (130, CONTEXT_BYTES),
         (420, CONTEXT_BYTES),
@@ -146,10 +140,7 @@ def test_a_peak_that_nothing_tells_is_unknown(box):
 
 
 def test_a_higher_peak_in_use_is_remembered_where_no_other_model_was_used(box):
-    """A higher peak is remembered only if no other model was used meanwhile, since torch's peak
-    could be that of the other model. Storages that are larger than the known peak belong to this
-    model in any case.
-    """
+    """If another model was used meanwhile, torch's peak could be that one's. Larger storages always count."""
     box.beyond = {"cuda:0": 1 * GIB}
     box.load(9)
     box.beyond = {"cuda:0": 4 * GIB}

@@ -1,6 +1,4 @@
-"""The use of the devices over the last day: which moments are recorded, which moments a chart
-shows, and damaged files.
-"""
+"""The use of the devices over a day: what is recorded, what a chart shows, and damaged files."""
 
 from __future__ import annotations
 
@@ -56,9 +54,7 @@ days = st.lists(
 def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(
     tmp_path_factory, rows, most, seconds
 ):
-    """A chart has every peak in order, for any number of recorded moments and any limit of the
-    chart.
-    """
+    """A chart has every peak in order, for any number of recorded moments and any limit of the chart."""
     record = Record(tmp_path_factory.mktemp("history") / "history.db")
     told = [moment(WALL - ago, used, device) for device, ago, used in rows]
     assert record.append(told)
@@ -94,9 +90,7 @@ def test_thinning_keeps_every_peak_and_forgets_yesterday(tmp_path_factory, rows)
 
 @pytest.mark.thorough
 def test_a_full_day_is_bounded_on_disk_and_a_chart_of_it_in_moments(record):
-    """The record has two devices with a dozen leases and a moment every two seconds. It is written
-    and thinned as the recorder does it.
-    """
+    """Two devices, a dozen leases, a moment every two seconds, written and thinned as the recorder does it."""
     claims = {f"model-{n}@{4000 + n}": n * GIB for n in range(12)}
     for hour in range(25):
         record.append(
@@ -161,9 +155,7 @@ def test_a_line_of_no_points_is_refused_and_one_of_one_is_now(runtime):
 
 
 def test_real_cards_are_recorded_as_they_were_measured():
-    """Cards are identified by UUID. The chart has a gap for a card that does not answer, not a
-    zero.
-    """
+    """Cards are identified by UUID. The chart has a gap for a card that does not answer, not a zero."""
     page = book(
         lease("a", cuda0=4),
         lease("b", cuda1=2),
@@ -218,9 +210,7 @@ def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_pa
 
 
 def test_what_cannot_be_written_now_is_written_later(tmp_path, record):
-    """Another process has locked the file. A limited number of moments is kept until the file can
-    be written.
-    """
+    """Another process has locked the file. A limited number of moments is kept until the file can be written."""
     record.append([moment(WALL - 10)])
     keeper = Recorder.__new__(Recorder)
     keeper._record, keeper._unwritten = record, [moment(WALL - 5)]
@@ -285,9 +275,7 @@ def test_a_row_that_says_nothing_is_left_out(record):
 
 
 def test_a_link_is_neither_read_nor_written(record, tmp_path):
-    """A link in place of the record is not followed. In a shared ledger, another user's link could
-    point to a database of ours in another place.
-    """
+    """In a shared ledger, another user's link could point to a database of ours."""
     elsewhere = Record(tmp_path / "elsewhere.db")
     elsewhere.append([moment(WALL)])
     record.path.symlink_to(elsewhere.path)
@@ -318,9 +306,7 @@ def test_a_shared_ledgers_history_is_its_groups_and_a_private_ones_nobody_elses(
 
 
 def test_a_reader_who_may_not_write_reads(record):
-    """The reader's file is a copy, or on a read-only mount. The reader makes no other file in its
-    directory.
-    """
+    """The reader's file is a copy, or on a read-only mount. The reader makes no other file in its directory."""
     record.append([moment(WALL)])
     record.path.chmod(0o400)
     record.path.parent.chmod(0o500)

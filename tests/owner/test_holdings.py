@@ -1,7 +1,4 @@
-"""`who` on a simulated card, where the memory of the card and of the host are CPU tensors.
-
-The table itself is in tests/faces/test_who.py.
-"""
+"""`who` on a simulated card, whose memory is CPU tensors. The table itself: tests/faces/test_who.py."""
 
 from __future__ import annotations
 
@@ -30,9 +27,7 @@ def found_bytes(rt) -> tuple[int, int]:
 
 
 def test_a_kernel_that_is_leaving_counts_once(started, quiet):
-    """While its bytes are copied, the copies are in host memory. They are no second memory on the
-    card.
-    """
+    """While its bytes are copied, the copies are in host memory. They are no second memory on the card."""
     rt, kernel = started(devices="sim:64MiB,host:64MiB")
     before = found_bytes(rt)
     kept = torch.ones(8 * FLOATS)
@@ -103,9 +98,7 @@ def test_who_shows_what_other_libraries_hold_and_that_it_cannot_be_moved(started
 
 
 def test_what_compiled_code_holds_is_named_and_stays(started):
-    """MKL-DNN, packed and frozen weights are in no storage that can be exchanged. They were not
-    counted at all.
-    """
+    """MKL-DNN, packed and frozen weights are in no storage that can be exchanged. They were not counted at all."""
     rt, kernel = started(devices="sim:64MiB,host:64MiB")
     main = vars(sys.modules["__main__"])
     net = torch.nn.Sequential(torch.nn.Linear(1024, 2048, bias=False)).eval()

@@ -22,9 +22,7 @@ LONG = 64 / TICKS_A_SECOND  # seconds between two reads of the book with 64 kern
 
 @pytest.fixture
 def crowd(runtime, shared_book, clock):
-    """Sixty-four kernels with an idle model each. The test calls the ticks of their monitors
-    itself.
-    """
+    """Sixty-four kernels with an idle model each. The test calls the ticks of their monitors itself."""
     kernels = [
         runtime(ledger=shared_book, clock=clock, monitor=False, devices="sim:2x100GiB,host:400GiB")
         for _ in range(64)
@@ -76,9 +74,7 @@ def test_a_use_wakes_a_monitor_that_sleeps_long(crowd):
 
 
 def test_a_cell_is_told_at_its_start_and_wakes_the_monitor(crowd, monkeypatch, clock):
-    """A cell that blocks the interpreter could not be published later. The start also wakes a
-    monitor that sleeps long, and a long cell is published once.
-    """
+    """A cell that blocks the interpreter could not be published later. A long cell is published once."""
     rt = crowd[5]
     kernel = rt._session.activity = Activity(clock)
     kernel.watchers.add(rt._session.cell_began)
@@ -105,9 +101,7 @@ def _told(ledger, rt):
 
 
 def test_nobody_sleeps_long_while_anybody_waits(crowd):
-    """The verdict on a waiting request may change with time alone, and any owner may be asked to
-    evict.
-    """
+    """The verdict on a waiting request may change with time alone, and any owner may be asked to evict."""
     ledger = crowd[0]._session.ledger
     wish = Ticket("k", ledger.owner.id, "use", "big", 0.0, 0.0)
     ledger.transact(lambda book: (book.with_ticket(wish), None))
@@ -118,9 +112,7 @@ def test_nobody_sleeps_long_while_anybody_waits(crowd):
 
 @pytest.mark.parametrize("dead", [6, 40])
 def test_every_death_is_noticed_by_somebody(crowd, dead):
-    """Each owner (a process in the book) watches the next one in the list. So the owner before the
-    dead one notices the death at its next tick, and the other owners notice it later.
-    """
+    """The owner before the dead one in the list notices at its next tick, the others later."""
     crowd[dead]._session.ledger.close()  # ends without removing its section
     gone = crowd[dead]._session.me
     book = crowd[0]._session.ledger.read()
@@ -173,17 +165,13 @@ def _noted(book, count):
 
 
 def _as_if_long_ago(ledger):
-    """Sets the time of the last write to a second ago, since the time of a very recent write is not
-    reliable.
-    """
+    """Sets the time of the last write to a second ago, since the time of a very recent write is not reliable."""
     stat = os.stat(ledger.path)
     os.utime(ledger.path, ns=(stat.st_atime_ns, stat.st_mtime_ns - 10**9))
 
 
 def test_the_monitor_gets_the_interpreter_promptly_and_gives_it_back():
-    """A pure-Python loop in the main thread keeps the interpreter for 5 ms at a time. An eviction for
-    another process makes sixty calls, and each would wait that long.
-    """
+    """A Python loop keeps the interpreter for 5 ms at a time, and an eviction makes sixty calls."""
     usual = sys.getswitchinterval()
     with promptly:
         with promptly:
@@ -207,9 +195,7 @@ def test_a_switch_interval_that_the_user_has_set_meanwhile_stays():
 def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
     runtime, shared_book, monkeypatch
 ):
-    """A monitor first does what other processes wait for, and notifies them. The rest of its round
-    and the write of the journal would delay them by some milliseconds.
-    """
+    """The rest of its round and the write of the journal would delay other processes by milliseconds."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     fakes(a, idle="20GiB")
     a.preload("idle")

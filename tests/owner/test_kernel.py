@@ -1,6 +1,4 @@
-"""The memory of a notebook's own code is counted, parked and returned. Parking never changes the
-values.
-"""
+"""The memory of a notebook's own code is counted, parked and returned. Parking never changes the values."""
 
 from __future__ import annotations
 
@@ -70,9 +68,7 @@ held: dict[str, torch.Tensor] = {}  # a notebook's variables are those of a modu
 
 @pytest.mark.thorough  # it searches all objects of the process five times
 def test_frozen_tensors_are_counted_until_they_are_released(started, monkeypatch):
-    """Python does not list objects that gc.freeze() hid. In an earlier version the bytes of such
-    tensors were missing in the lease.
-    """
+    """Python does not list objects that gc.freeze() hid, so their bytes were missing in the lease."""
     rt, kernel = started()
     counted = []
 
@@ -99,9 +95,7 @@ def test_frozen_tensors_are_counted_until_they_are_released(started, monkeypatch
 
 
 def test_the_monitor_does_not_count_while_the_first_cell_runs(started, monkeypatch):
-    """The kernel has no lease yet. In an earlier version, a model that the cell was loading was
-    counted as memory of the notebook's own code.
-    """
+    """Without a lease yet, a model that the cell was loading was counted as memory of its own code."""
     rt, kernel = started()
     counts = []
     monkeypatch.setattr(type(kernel), "count", lambda self: counts.append(1))
@@ -116,9 +110,7 @@ def test_the_monitor_does_not_count_while_the_first_cell_runs(started, monkeypat
 
 
 def test_the_lease_is_no_model(started):
-    """The list of leases has the kernel's bytes and notebook, although its code neither registered
-    nor loaded a model.
-    """
+    """The list of leases has the kernel's bytes and notebook, although no model was registered."""
     rt, kernel = started()
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
@@ -128,9 +120,7 @@ def test_the_lease_is_no_model(started):
 
 
 def test_the_copies_of_models_in_host_memory_are_not_the_notebooks_own(started, tmp_path):
-    """Such a copy lies in pages that processes share. It was counted as memory of the notebook that
-    stays on the card, and the model found no room to return.
-    """
+    """Counted as the notebook's, such pages stayed on the card, and the model found no room to return."""
     rt, kernel = started(devices="sim:48MiB,host:1GiB")
     rt.register("m", samples.causal_lm(tmp_path / "m", size="24 MiB"))
     rt.preload("m")
@@ -189,9 +179,7 @@ def trained(parks: Callable[[], None]) -> list[torch.Tensor]:
 
 
 def test_training_that_is_parked_in_the_middle_is_the_same_to_the_bit(started):
-    """Parked training computes the same to the bit. Weights, gradients, AdamW's two moments and the
-    saved tensors of live graphs leave and return.
-    """
+    """Weights, gradients, AdamW's moments and the saved tensors of live graphs leave and return."""
     alone = trained(lambda: None)
     rt, kernel = started()
 
@@ -262,9 +250,7 @@ def test_a_random_program_computes_the_same_with_and_without_parks(program):
 
 
 def test_a_kernel_that_is_used_while_it_is_copied_stays(started, quiet):
-    """If the kernel is used during the copy, the copy is discarded and the kernel's memory is
-    unchanged.
-    """
+    """If the kernel is used during the copy, the copy is discarded and the kernel's memory is unchanged."""
     rt, kernel = started()
     kept = torch.randn(4 * FLOATS)
     cell(kernel)
@@ -282,9 +268,7 @@ def test_a_kernel_that_is_used_while_it_is_copied_stays(started, quiet):
 
 
 def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet, caplog):
-    """The user's code did nothing wrong, so no warning appears in the notebook. The event names
-    what may use an address.
-    """
+    """The user's code did nothing wrong, so no warning appears. The event names what may use an address."""
     rt, kernel = started()
     kept = torch.zeros(4 * FLOATS)
     cell(kernel)
@@ -297,9 +281,7 @@ def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet, c
 
 
 def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started, runtime):
-    """The card is full when a kernel's memory should return. The cell is refused, and the values
-    stay in host memory.
-    """
+    """The card is full when the memory should return: the values stay in host memory."""
     rt, kernel = started(devices="sim:256MiB,host:4GiB")
     kept = torch.randn(4 * FLOATS)
     cell(kernel)
@@ -317,9 +299,7 @@ def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started
 
 
 def test_what_held_more_than_the_budget_returns_to_the_card(started):
-    """60 of 64 MiB with a budget of 57.6. In 0.2 no cell of such a notebook ran again after a park,
-    not even `del x`: law 16.
-    """
+    """60 of 64 MiB with a budget of 57.6: in 0.2 no cell ran again after a park, not even `del x` (law 16)."""
     rt, kernel = started(devices="sim:64MiB,host:4GiB")
     kept = torch.full((60 * FLOATS,), 5.0)
     cell(kernel)
@@ -339,9 +319,7 @@ def test_what_holds_more_than_the_card_is_not_parked(started):
 
 
 def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(started, monkeypatch):
-    """The kernel's memory cannot return while the thread that parked it still runs. So the return is
-    tried again.
-    """
+    """The kernel's memory cannot return while the thread that parked it still runs. So the return is tried again."""
     rt, kernel = started()
     kept = torch.ones(4 * FLOATS)
     cell(kernel)
@@ -360,9 +338,7 @@ def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(sta
 
 @pytest.mark.parametrize("change", [gc.disable, lambda: gc.set_threshold(123), lambda: None])
 def test_a_cells_choice_of_when_garbage_is_searched_for_outlasts_a_park(started, quiet, change):
-    """A move switches garbage collection off for a moment. A cell that runs while the bytes are
-    copied may change that setting, and its choice stays.
-    """
+    """A move switches garbage collection off for a moment. A cell may change that setting meanwhile."""
     rt, kernel = started()
     kept = torch.ones(4 * FLOATS)
     cell(kernel)
@@ -386,9 +362,7 @@ def test_a_cells_choice_of_when_garbage_is_searched_for_outlasts_a_park(started,
 
 
 def test_a_park_during_a_count_leaves_the_count_without_effect(started, monkeypatch):
-    """The monitor's thread may be counting the kernel's bytes when the memory leaves. The result of
-    that count is wrong then, and is not used.
-    """
+    """The monitor's thread may be counting when the memory leaves. Its result is wrong then."""
     rt, kernel = started()
     kept = torch.ones(4 * FLOATS)
     cell(kernel)
@@ -435,9 +409,7 @@ def test_a_park_of_less_than_a_mebibyte_says_so(started):
 
 
 def test_ram_is_given_back_a_while_after_a_return(started, clock):
-    """The pages are kept for the next park for a minute. In 0.2 they were kept for ever: 1.27 GiB of
-    a notebook's process became 2.30.
-    """
+    """The pages are kept for the next park for a minute. In 0.2, 1.27 GiB of a process became 2.30 for ever."""
     rt, kernel = started(clock=clock)
     kept = torch.ones(64 * FLOATS)
     cell(kernel)
@@ -528,9 +500,7 @@ def test_torchs_out_of_memory_error_at_the_cap_is_explained(capped):
 
 
 def test_an_idle_kernel_leaves_for_another_processs_request(started, runtime, shared_book):
-    """The kernel is evicted as a model is. Another process requests, the kernel's monitor evicts,
-    and the journal records it.
-    """
+    """Another process requests, the kernel's monitor evicts, and the journal records it, as with a model."""
     devices = "sim:64MiB,host:4GiB"
     rt, kernel = started(
         devices=devices, ledger=shared_book, eviction_grace_seconds=0.0, monitor=True
@@ -546,9 +516,7 @@ def test_an_idle_kernel_leaves_for_another_processs_request(started, runtime, sh
 
 
 def test_a_cell_does_not_wait_for_memory_that_needs_the_cells_own(started, runtime, shared_book):
-    """In an earlier version, the cell waited for 30 s for its own end. Its error then named neither
-    the holder nor a remedy.
-    """
+    """The cell waited 30 s for its own end, and its error named neither the holder nor a remedy."""
     devices = "sim:64MiB,host:4GiB"
     other = runtime(devices=devices, ledger=shared_book, monitor=True)
     fakes(other, m="48 MiB")
@@ -587,9 +555,7 @@ def test_while_a_cell_runs_the_kernel_is_in_use(started, runtime, shared_book):
 
 
 def test_a_cell_that_has_ended_refuses_no_request_to_park(started, runtime, shared_book):
-    """The book showed a cell until the monitor's next tick: 20 of 254 requests in notebooks of
-    frameworks, each made right after a cell, were refused.
-    """
+    """The book shows a cell until the next tick: 20 of 254 requests right after a cell were refused."""
     rt, kernel = started(ledger=shared_book)
     other = runtime(ledger=shared_book, monitor=False)
     kept = torch.randn(8 * FLOATS)
@@ -623,9 +589,7 @@ def test_an_attempt_to_park_before_a_cell_refuses_no_request_after_it(
 def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
     started, runtime, shared_book, clock
 ):
-    """With "Run All" the kernel is never idle. If another process waits, the kernel may keep its
-    memory for a turn of 0.3 s. Then its memory leaves before the next cell.
-    """
+    """With "Run All" the kernel is never idle. After a turn of 0.3 s its memory leaves before the next cell."""
     import threading
 
     devices = "sim:64MiB,host:4GiB"
@@ -655,9 +619,7 @@ def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
 def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
     started, runtime, shared_book
 ):
-    """Plain code takes memory without a request, so no request waits for that memory. Two notebooks
-    that run all their cells would otherwise overfill the card until one of them ends.
-    """
+    """Plain code requests nothing, so two notebooks that run all cells would overfill the card to their end."""
     import threading
 
     devices = "sim:64MiB,host:4GiB"
@@ -690,9 +652,7 @@ def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
 
 
 def test_a_notebook_may_be_exempt_from_parking(started, runtime, shared_book):
-    """`%gpu park never` restores the notebook's memory. From then on, no request of another process
-    moves that memory.
-    """
+    """`%gpu park never` restores the memory. From then on, no request of another process moves it."""
     devices = "sim:64MiB,host:4GiB"
     settings = dict(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
     rt, kernel = started(monitor=True, **settings)
@@ -740,9 +700,7 @@ def test_a_notebook_or_process_is_parked_by_its_name(started, runtime, shared_bo
 
 
 def test_a_notebooks_name_is_an_address_for_every_verb(started, runtime, shared_book):
-    """A verb that only a model can take says what to type. `%gpu pin train.ipynb` answered that no
-    such model exists, and suggested to register it.
-    """
+    """A verb that only a model can take says what to type; `pin` suggested to register the notebook."""
     devices = "sim:2x1GiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, monitor=True)
     rt._session.notebook = "/work/train.ipynb"
@@ -773,9 +731,7 @@ def test_a_notebooks_name_is_an_address_for_every_verb(started, runtime, shared_
 
 
 def test_of_two_notebooks_with_one_file_name_the_path_is_the_address(started, runtime, shared_book):
-    """`gpu why train.ipynb` was about one of them without a word. The error of other verbs listed all
-    notebooks of the host, and no path. `gpu defrag train.ipynb` acted on both.
-    """
+    """`why` was silently about one of them, `defrag` acted on both, and errors showed no path."""
     devices = "sim:1GiB,host:4GiB"
     kept = torch.zeros(4 * FLOATS)
     for folder in ("ann", "bob"):
@@ -879,9 +835,7 @@ def test_an_ended_notebook_that_held_only_models_keeps_its_name(runtime, shared_
 
 
 def test_why_of_an_unknown_notebook_says_which_there_are_and_what_to_type(runtime, shared_book):
-    """It answered "no model is called …", and "For a notebook type evict, park, restore or why". A
-    notebook that holds only models got the same answer; its last events are shown now.
-    """
+    """It answered "no model is called …". A notebook with only models gets its last events."""
     rt, other = (runtime(ledger=shared_book) for _ in range(2))
     rt._session.notebook = "/work/train.ipynb"
     fakes(rt, qwen="3GiB")
@@ -932,9 +886,7 @@ def test_a_closed_runtime_leaves_the_tensors_usable(started):
 def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
     started, runtime, shared_book
 ):
-    """After a cell that ran out of memory, idle models leave until the bytes that torch requested
-    are free. No more models leave than necessary.
-    """
+    """Idle models leave until the bytes that torch requested are free, and no more than necessary."""
     devices = "sim:1GiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
     other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
@@ -1222,9 +1174,7 @@ def test_a_kernel_all_of_whose_memory_stays_is_not_parked(started, variables, mo
 
 
 def test_a_skipped_count_is_made_up_for_without_a_lease(started, variables):
-    """A slow first count that found nothing delayed the next one for ever, because the monitor
-    started with the first lease.
-    """
+    """A slow first count that found nothing delayed the next one for ever: the monitor starts with a lease."""
     rt, kernel = started()
     kernel._count_again_at = rt._session.clock() + 60
     kernel.begin("")

@@ -1,9 +1,4 @@
-"""The kernel of a notebook on two cards that do their work late and keep freed memory
-(tests/simgpu.py).
-
-tests/backends/test_kernel_memory.py tests the order of the steps. Here the ledger decides which
-leases leave, and its decision must agree with what the cards measure.
-"""
+"""A kernel on two late cards (tests/simgpu.py): the ledger's decisions agree with what the cards measure."""
 
 from __future__ import annotations
 
@@ -64,9 +59,7 @@ def test_the_shares_of_both_cards_leave_and_return_with_work_pending(late):
 
 
 def test_each_card_gives_exactly_its_part_of_the_room_on_the_return(late):
-    """When the kernel's memory returns to both cards, the model on the second card must leave. The
-    model on the first card may stay.
-    """
+    """The memory returns to both cards: the model on the second must leave, the one on the first may stay."""
     rt, kernel = late
     zero, one = on(0, 20, 1.0), on(1, 30, 2.0)
     cell(kernel)
@@ -182,9 +175,7 @@ def test_storages_leave_and_return_one_by_one(late):
 
 
 class MeasuredProbe(simgpu.SimProbe):
-    """A probe whose driver measures the free memory of these cards, as the driver of real cards
-    does.
-    """
+    """A probe whose driver measures the free memory of these cards, as the driver of real cards does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,9 +201,7 @@ def linear(mib: int, device: str) -> torch.nn.Module:
 def test_if_a_segment_keeps_a_storage_the_next_victim_leaves_too(
     started, guards, monkeypatch, stays
 ):
-    """The park frees 15 MiB less than the kernel's lease, by the card's measurement. So an idle
-    model leaves as well.
-    """
+    """The park frees 15 MiB less than the lease, by the card's measurement. So an idle model leaves as well."""
     gc.collect()
     with simgpu.late(segment_bytes=SEGMENT_BYTES):
         rt, kernel = started(

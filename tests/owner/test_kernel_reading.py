@@ -1,8 +1,4 @@
-"""Messages to a kernel that read its memory although no cell runs.
-
-The memory returns to the card before such a message, stays while the message is handled, and may
-leave afterwards.
-"""
+"""Messages that read a kernel's memory while no cell runs: it returns before, and may leave afterwards."""
 
 from __future__ import annotations
 
@@ -69,9 +65,7 @@ def test_a_message_that_reads_is_no_use(parked, clock):
 
 
 def test_a_message_waits_once_for_room_and_then_no_more_for_a_while(parked, clock, monkeypatch):
-    """An editor sends a completion request for each typed key. If each request waited for room, it
-    would also wait for all requests before it.
-    """
+    """An editor requests a completion for each key; each would also wait for all before it."""
     rt, kernel, _ = parked
     waits = []
 
@@ -96,10 +90,7 @@ def test_a_kernel_without_a_lease_has_nothing_to_bring_back(started):
 
 @pytest.mark.parametrize("by", ["a message", "a cell"])
 def test_a_return_that_failed_at_first_keeps_no_pin(parked, monkeypatch, by):
-    """The errors of failed attempts keep their frames until the next garbage collection, with all local variables.
-
-    Under load a kernel was in use for a minute after its last cell, because such a frame had its pin.
-    """
+    """The errors of failed attempts keep their frames, so the kernel was in use a minute after its last cell."""
     rt, kernel, _ = parked
     monkeypatch.setattr(kernel_reading, "AGAIN_SECONDS", 0.0)
     change, failures = Quiet.change, iter(["a thread runs"] * 3)

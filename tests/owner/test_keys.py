@@ -11,9 +11,7 @@ from gpu_runtime.owner.keys import Keys
 
 @pytest.mark.parametrize("line", range(1, 4))
 def test_an_interrupt_while_a_key_is_noted_leaves_no_key(line):
-    """A notebook keeps its last error, and with it the frame that was interrupted. Even then no key
-    stays.
-    """
+    """A notebook keeps its last error, and with it the frame that was interrupted. Even then no key stays."""
     keys, lines = Keys("me"), []
 
     def trace(frame, event, arg):

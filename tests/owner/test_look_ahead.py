@@ -18,10 +18,7 @@ GIB = 2**30
 
 @pytest.fixture
 def notebook():
-    """Sets the cells of the notebook.
-
-    With `notebook("a", "b c")` the running cell uses a, and the next cell uses b and c.
-    """
+    """Sets the cells: with `notebook("a", "b c")` the running cell uses a, and the next one b and c."""
     current: list[tuple[CellModels, ...]] = [()]
     upcoming.read_by(lambda known, governed: current[0])
 
@@ -97,9 +94,7 @@ def test_no_other_process_evicts_anything_for_a_guess(runtime, notebook, shared_
 
 
 def test_a_real_request_may_have_the_room_of_a_guess_at_once(runtime, notebook, shared_book):
-    """A model that was loaded ahead has no grace time, so a request of another process evicts it at
-    once.
-    """
+    """A model that was loaded ahead has no grace time, so a request of another process evicts it at once."""
     rt, other = (runtime(ledger=shared_book, eviction_grace_seconds=600) for _ in range(2))
     fakes(rt, b="20GiB")
     fakes(other, theirs="20GiB")
@@ -155,9 +150,7 @@ def test_a_model_that_fails_to_load_is_tried_once_and_disturbs_nothing(runtime, 
 
 
 def test_the_policy_follows_the_schedule(runtime, notebook):
-    """A real request evicts the model that the schedule needs last, even if another model was used
-    longer ago.
-    """
+    """A real request evicts the model that the schedule needs last, even if another model was used longer ago."""
     rt = runtime(devices="sim:24GiB,host:64GiB")
     fakes(rt, a="10GiB", b="10GiB", c="10GiB")
     rt.preload("a")
@@ -182,9 +175,7 @@ def test_a_change_of_the_cells_wakes_the_thread(runtime, notebook):
 def test_the_thread_is_started_again_after_it_ended_with_any_exception(
     runtime, notebook, monkeypatch
 ):
-    """The thread of look-ahead can end: a user's factory may raise SystemExit, or the system may
-    refuse to start a thread. It is started again.
-    """
+    """A user's factory may raise SystemExit, or the system may refuse to start a thread."""
     rt = runtime(gpu_prefetch="auto")
     fakes(rt, b="1GiB")
     ahead, started = rt._session.look_ahead, []

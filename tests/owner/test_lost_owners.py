@@ -1,6 +1,4 @@
-"""A lost process: nothing proves that it lives or that it is dead. Its memory is shown with its
-name, and a person may end its leases.
-"""
+"""A process not proven to live or to be dead: its memory has its name, and a person may end its leases."""
 
 from __future__ import annotations
 
@@ -20,9 +18,7 @@ PID = str(os.getpid())
 
 @pytest.fixture
 def pair(runtime, tmp_path):
-    """Two runtimes. The first one only looks. The second one has a model, and its lock file was
-    replaced.
-    """
+    """Two runtimes. The first one only looks. The second one has a model, and its lock file was replaced."""
     here, lost = (runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False) for _ in "ab")
     fakes(lost, qwen="14GiB")
     lost.preload("qwen")
@@ -33,9 +29,7 @@ def pair(runtime, tmp_path):
 
 
 def test_what_a_lost_process_holds_is_named_and_stays(pair):
-    """The memory of a lost process may be in use. Without `force` the process is not removed from
-    the book.
-    """
+    """The memory of a lost process may be in use. Without `force` the process is not removed from the book."""
     here, lost = pair
     assert here.reap() == 0
     named = here.evict(PID, lost=True)

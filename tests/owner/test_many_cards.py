@@ -38,9 +38,7 @@ def test_move_switches_a_models_card_and_says_why(runtime):
 
 
 def test_a_move_may_go_over_several_cards_and_come_back(runtime):
-    """The bytes are on the cards of the model's shares, also in the allocators. The count of each
-    card is exact.
-    """
+    """The bytes are on the cards of the model's shares, also in the allocators. The count of each card is exact."""
     rt = runtime(devices=FOUR)
     fakes(rt, qwen="6GiB")
     rt.preload("qwen")
@@ -179,9 +177,7 @@ def accelerated(runtime):
 
 
 def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerated, llama):
-    """No single card can hold the whole model. A call on a kept reference first restores the model,
-    perhaps to other cards.
-    """
+    """No single card holds the whole model. A call on a kept reference restores it, perhaps to other cards."""
     import torch
 
     from tests import simgpu
@@ -226,9 +222,7 @@ def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerat
 
 
 def test_a_call_is_one_use_though_it_leads_through_forward(runtime):
-    """Both `__call__` and `forward` pin the model, since either may be called alone. A call through
-    both counts as one use.
-    """
+    """Both `__call__` and `forward` pin the model, since either may be called alone."""
     import torch
 
     rt = runtime()

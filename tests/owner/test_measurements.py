@@ -1,6 +1,4 @@
-"""Measurements of models outlast a reboot and count only for the same source. They never cause an
-error.
-"""
+"""Measurements of models outlast a reboot and count only for the same source. They never cause an error."""
 
 from __future__ import annotations
 
@@ -98,9 +96,7 @@ def test_a_file_too_large_to_be_ours_is_not_read(path, caplog):
 
 
 def test_where_it_cannot_be_written_it_is_remembered_in_this_process(tmp_path, caplog):
-    """The file cannot be written: the disk is full, or a file has the directory's name. This is
-    logged once.
-    """
+    """The file cannot be written: the disk is full, or a file has the directory's name. This is logged once."""
     (tmp_path / "file").write_text("")
     known = Measurements(tmp_path / "file" / "measured.json")
     for _ in range(2):
@@ -160,9 +156,7 @@ def test_processes_that_write_at_once_lose_nothing_of_each_other(path):
 
 
 def test_the_file_does_not_grow_without_end(path, monkeypatch):
-    """The file keeps a limited number of measurements. The one that was written longest ago is
-    removed first.
-    """
+    """The file keeps a limited number of measurements. The one that was written longest ago is removed first."""
     monkeypatch.setattr(measurements, "KEPT", 3)
     known = Measurements(path)
     for number in (1, 2, 3, 1, 4):
@@ -230,9 +224,7 @@ def test_a_declared_size_wins_over_what_was_measured(box, tmp_path):
 
 
 def test_what_a_factory_made_is_known_again_by_its_own_registration_alone(box):
-    """A live Python object has no fingerprint, so another registration does not get its
-    measurement.
-    """
+    """A live Python object has no fingerprint, so another registration does not get its measurement."""
     import torch
 
     rt = box()

@@ -1,6 +1,4 @@
-"""The path of a kernel's notebook. Each front end publishes it differently, and some only after the
-kernel has started.
-"""
+"""The path of a kernel's notebook: each front end publishes it differently, some only after the start."""
 
 from __future__ import annotations
 
@@ -50,9 +48,7 @@ def test_what_is_no_path_is_not_taken_for_one(names):
 
 
 def test_a_path_that_comes_late_is_taken_up(names, runtime):
-    """The monitor publishes a path that becomes known later within a second. Then all processes see
-    it.
-    """
+    """The monitor publishes a path that becomes known later within a second. Then all processes see it."""
     rt = runtime(monitor=False)
     rt.register("a", backend="fake", size="1GiB")
     rt.preload("a")
@@ -74,9 +70,7 @@ def require_decodable(owner):
 
 @pytest.mark.parametrize("path", [LATIN_1, "/" + "d" * 5000 + "/train.ipynb", "a\0\x1b[31m\n"])
 def test_any_path_enters_the_owner_record_as_bounded_text(names, monkeypatch, path):
-    """In an earlier version, one Latin-1 byte in a path made the whole page undecodable, and all
-    leases of the page vanished.
-    """
+    """One Latin-1 byte in a path made the whole page undecodable, and all leases of the page vanished."""
     names["__session__"] = path
     assert len(notebook_path()) <= LONGEST_PATH
     require_decodable(describe_self(notebook=notebook_path()))
@@ -92,9 +86,7 @@ def test_the_name_of_the_file_is_still_readable(names):
 
 @pytest.mark.parametrize("name", ["jos\udce9", "j" * 5000])
 def test_any_user_enters_the_owner_record_as_bounded_text(monkeypatch, name):
-    """A directory service may give a user any name. The readers of the record check the user by the
-    same name.
-    """
+    """A directory service may give a user any name. The readers of the record check the user by the same name."""
     monkeypatch.setattr(pwd, "getpwuid", lambda uid: SimpleNamespace(pw_name=name))
     owner = describe_self()
     require_decodable(owner)
@@ -128,9 +120,7 @@ sys.stdin.read()
 
 @pytest.mark.processes
 def test_a_notebook_of_any_name_keeps_its_bytes(tmp_path):
-    """In an earlier version, another process did not see this notebook's lease, and was granted the
-    same bytes again.
-    """
+    """Another process did not see this notebook's lease, and was granted the same bytes again."""
     ledger = f"sqlite://{tmp_path}/ledger"
     environment = {**os.environb, b"JPY_SESSION_NAME": b"/home/jos\xe9/caf\xe9.ipynb"}
     environment[b"GPU_LEDGER"] = ledger.encode()

@@ -1,6 +1,4 @@
-"""`who` for another process. The question goes through the ledger, and only the process's own user
-gets names of variables.
-"""
+"""`who` for another process, through the ledger. Only its own user gets names of variables."""
 
 from __future__ import annotations
 
@@ -67,9 +65,7 @@ def test_an_own_process_by_its_own_id_needs_no_request(runtime):
 
 
 def test_while_a_cell_runs_its_variables_are_not_searched(pair, monkeypatch):
-    """A search counts references, which a running cell would change. So while a cell runs, only the
-    models are listed.
-    """
+    """A search counts references, which a running cell would change. So only the models are listed."""
     asks, other = pair
     fakes(other, qwen="4GiB")
     other.preload("qwen")
@@ -118,9 +114,7 @@ def test_a_parked_kernel_answers_and_stays_parked(pair):
 
 
 def test_names_are_for_the_own_user_unless_the_setting_says_all(pair):
-    """Another user, such as an operator, gets only figures and the names of models, which the book
-    has in any case.
-    """
+    """Another user, such as an operator, gets only what the book has: figures and the names of models."""
     _, other = pair
     session = other._session
     mine = other_holdings.holdings.Holder
@@ -193,9 +187,7 @@ def test_a_process_that_is_stopped_while_it_is_asked_is_named_as_stopped(
 
 
 def test_a_process_of_an_older_version_does_not_answer(pair, monkeypatch):
-    """A process of an older version does not know the request and does not answer it. The request
-    is removed when the requesting process stops waiting.
-    """
+    """It does not know the request, which is removed when the requesting process stops waiting."""
     asks, other = pair
     fakes(other, qwen="4GiB")
     other.preload("qwen")

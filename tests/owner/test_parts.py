@@ -1,7 +1,4 @@
-"""A part of a model leaves its card for another one, and only that part returns.
-
-A model in parts is as safe as one that is away: its calls restore it first.
-"""
+"""A part of a model leaves its card, and only that part returns. Calls restore a model in parts first."""
 
 from __future__ import annotations
 
@@ -26,9 +23,7 @@ BOX = {"devices": "sim:40GiB,host:128GiB", "eviction_grace_seconds": 0, "gpu_mem
 
 
 def shares(rt: Any, name: str) -> dict[str, int]:
-    """Maps each device to the bytes of the lease in the book. Checks that the model holds the same
-    bytes there.
-    """
+    """Maps each device to the bytes of the lease in the book. Checks that the model holds the same bytes there."""
     lease = next(lease for lease in rt.status().leases() if lease.name == name)
     held = {share.device: share.bytes for share in lease.shares}
     for device, size in held.items():
@@ -129,9 +124,7 @@ def test_the_verbs_of_a_model_in_parts(runtime):
 
 
 def test_another_owner_gives_a_part(runtime, shared_book):
-    """Another process requests 3 GiB. The owner frees them, and most of its own model stays on the
-    card.
-    """
+    """Another process requests 3 GiB. The owner frees them, and most of its own model stays on the card."""
     first = runtime(**BOX, ledger=shared_book)
     second = runtime(**BOX, ledger=shared_book)
     big(first)
@@ -258,9 +251,7 @@ def test_a_small_model_leaves_whole(runtime):
 
 
 def test_a_part_of_a_model_with_a_copy_in_host_memory_leaves_and_returns(runtime):
-    """When a part leaves, its part of the copy becomes the model's share in host memory. So host
-    memory holds the same bytes all the time.
-    """
+    """Its part of the copy becomes the share in host memory, which holds the same bytes all the time."""
     rt = runtime(**BOX)
     rt.register("big", backend="fake", size="40GiB", pieces=40, shadow=True)
     rt.preload("big")
@@ -289,9 +280,7 @@ def lease_of(rt: Any, name: str) -> Any:
 
 @pytest.mark.parametrize("way", ["return", "move"])
 def test_on_several_cards_it_leaves_as_a_whole_and_on_one_card_in_pieces_again(runtime, way):
-    """In an earlier version it kept its pieces on several cards, where no part can leave. Each
-    request for a part failed, and the model stayed.
-    """
+    """It kept its pieces on several cards, where no part can leave: each request for a part failed."""
     rt = runtime(**BOX | {"devices": "sim:2x24GiB,host:64GiB", "gpu_split_margin_mb": 0})
     rt.register("m", backend="fake", size="20GiB", pieces=10, layout="auto")
     rt.preload("m")
@@ -316,9 +305,7 @@ def test_on_several_cards_it_leaves_as_a_whole_and_on_one_card_in_pieces_again(r
 
 @pytest.mark.parametrize("pieces", [1, 16])
 def test_a_lease_in_parts_does_not_block_the_warm_pool(runtime, pieces):
-    """Two models take turns, and a third was used before. It lay in parts, and its bytes in host
-    memory were never given back: 23 loads from disk and no return from host memory.
-    """
+    """Two models took turns beside a third in parts, whose bytes were never given back: 23 loads from disk."""
     rt = runtime(
         devices="sim:10GiB,host:10GiB",
         gpu_shadows="never",

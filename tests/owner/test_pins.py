@@ -55,9 +55,7 @@ def by_hand(held: Any) -> tuple[Any, Any]:
 
 
 def of_the_class(held: Any) -> tuple[Any, Any]:
-    """Enters and leaves a block through the methods of its class, as PEP 343 defines the `with`
-    statement.
-    """
+    """Enters and leaves a block through the methods of its class, as PEP 343 defines the `with` statement."""
     kind = type(held)
     return lambda: kind.__enter__(held), lambda: kind.__exit__(held, None, None, None)
 
@@ -113,9 +111,7 @@ def in_use(rt: Runtime) -> int:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_block_is_held_from_its_entry_to_its_exit_in_whatever_way_it_is_entered(rt, deed, way):
-    """In an earlier version, the pin of a block that was entered by hand lasted until the object
-    was collected. If `__exit__` was looked up first, there was no pin at all.
-    """
+    """Entered by hand, the pin lasted until the collection; with `__exit__` looked up first there was none."""
     held = DEEDS[deed](rt)
     gc.disable()
     try:
@@ -242,11 +238,7 @@ WATCHED = {
 
 
 def stopped_at(instruction: int, act: Callable[[], object]) -> BaseException | None:
-    """Calls `act` and raises a KeyboardInterrupt at the given instruction of the block or of
-    `pins.py`.
-
-    Returns the error with its frames, or None if `act` ended before that instruction.
-    """
+    """Raises KeyboardInterrupt at that instruction of the block or of `pins.py`; the error, or None at the end."""
     left = instruction
 
     def trace(frame, event, _):
@@ -273,12 +265,7 @@ def stopped_at(instruction: int, act: Callable[[], object]) -> BaseException | N
 
 @pytest.fixture
 def own_thread() -> Iterator[Callable[[Callable[[], None]], None]]:
-    """Calls a function in a thread of its own.
-
-    After an interrupt between two instructions of a `with` block, CPython 3.11 can keep the
-    KeyboardInterrupt as the error that the thread handles. It is then the context of each later
-    error in the thread, also in later tests.
-    """
+    """Calls in a thread of its own: CPython 3.11 may keep the interrupt as the context of later errors."""
     with ThreadPoolExecutor(1) as pool:
         yield lambda act: pool.submit(act).result()
 
@@ -306,9 +293,7 @@ def test_an_interrupt_at_any_instruction_of_a_with_block_leaves_no_pin(rt, act, 
 def test_an_interrupt_of_a_wrapped_block_leaves_a_pin_at_most_as_long_as_its_frames(
     rt, way, own_thread
 ):
-    """If `__exit__` is never called, the pin ends when the error and its frames are dropped. None
-    of our code runs before that.
-    """
+    """If `__exit__` is never called, the pin ends with the error's frames. None of our code runs before that."""
 
     def act() -> None:
         enter, leave = way(rt.use("m"))
@@ -378,9 +363,7 @@ FAILURES = (
 
 @pytest.mark.parametrize("fail", FAILURES, ids=lambda fail: fail.__name__.strip("_"))
 def test_an_error_keeps_nothing_of_the_users_once_it_was_handled(rt, fail):
-    """The traceback of an error has the user's frames, with the tensors in them. If the error were part
-    of a cycle, those tensors would stay on the card until the next garbage collection.
-    """
+    """In a cycle, the error's frames would keep the user's tensors on the card until a garbage collection."""
     fakes(rt, other="23GiB", huge="100GiB", small="4GiB")
     rt.register("damaged", backend="fake", size="1GiB", fails=True)
     kept = []

@@ -1,8 +1,4 @@
-"""The state of a process, and the message for a caller that waits for it.
-
-The state follows from what the operating system shows of the process, and from what the process
-wrote into the book.
-"""
+"""The state of a process, from the system and from its section of the book, and the message about it."""
 
 from __future__ import annotations
 
@@ -42,9 +38,7 @@ USED = Section(OWNER, leases=(Lease(OWNER.id, "qwen", last_used=70.0, settled_at
     ],
 )
 def test_the_state_of_a_process(section, sight, silent_since, expected):
-    """The state follows from what is seen of the process now. That counts more than what the
-    process wrote before.
-    """
+    """The state follows from what is seen of the process now. That counts more than what the process wrote before."""
     assert presence(section, sight, silent_since) == expected
 
 
@@ -65,9 +59,7 @@ def test_a_process_whose_cell_blocks_it_is_silent_since_its_last_sign(
 def test_who_waits_for_a_process_that_writes_a_core_dump_learns_who_and_why(
     runtime, shared_book, monkeypatch
 ):
-    """The caller is told at once that the process is writing a core dump. In an earlier version the
-    caller waited 7 s without any message.
-    """
+    """The caller is told at once. In an earlier version it waited 7 s without any message."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     fakes(a, qwen="14GiB")
     fakes(b, llama="14GiB")
@@ -114,9 +106,7 @@ def test_an_owner_that_has_just_given_up_is_not_blamed(runtime, shared_book, clo
 
 
 def test_a_use_that_has_just_ended_refuses_no_eviction(runtime, shared_book):
-    """The book shows the pin until its owner publishes the end, which took 4.1 s on a busy machine.
-    So the owner is asked, and the request waits for its answer.
-    """
+    """The book shows the pin until it is published, 4.1 s on a busy machine. So the owner is asked."""
     a, asker = (runtime(ledger=shared_book, monitor=False) for _ in range(2))
     fakes(a, m="1GiB")
     with a.use("m"):

@@ -1,6 +1,4 @@
-"""Two threads, or a thread and the stop button, act at the worst moment. A stress test has found
-each of these cases.
-"""
+"""Two threads, or a thread and the stop button, at the worst moment; a stress test found each case."""
 
 from __future__ import annotations
 
@@ -35,9 +33,7 @@ def until(true, rt: Runtime) -> None:
 
 
 def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
-    """The second thread requested the model while the first one loaded it. In an earlier version,
-    the second thread then got the same verdict for ever.
-    """
+    """The second thread, which requested meanwhile, got the same verdict for ever."""
     rt, begun, go = runtime(), threading.Event(), threading.Event()
 
     def slow(verb):
@@ -75,9 +71,7 @@ def test_the_table_of_models_survives_the_drop_of_one(runtime, monkeypatch):
 
 
 def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeypatch):
-    """The interrupt arrives when the model is already installed. If its bytes were dropped, an
-    empty model would count as loaded.
-    """
+    """The model is already installed. If its bytes were dropped, an empty model would count as loaded."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     resident = rt._session.residents["m"]
@@ -98,9 +92,7 @@ def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeyp
 
 
 def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime, monkeypatch):
-    """After an interrupted load, the bytes must not stay until the notebook drops the traceback,
-    whose frames refer to them.
-    """
+    """The frames of the traceback that the notebook keeps refer to the bytes."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     backend = rt._session.residents["m"].backend
@@ -118,9 +110,7 @@ def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime,
 
 
 def test_an_interrupt_at_the_end_of_a_reload_gives_its_bytes_back_at_once(runtime, monkeypatch):
-    """The runtime keeps the object of the first load for the reload. This object must not keep the
-    bytes as well.
-    """
+    """The runtime keeps the object of the first load for the reload. This object must not keep the bytes as well."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     rt.preload("m")
@@ -142,9 +132,7 @@ def test_an_interrupt_at_the_end_of_a_reload_gives_its_bytes_back_at_once(runtim
 
 
 def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
-    """The thread for the move never started. In an earlier version, the error that the notebook
-    keeps referred to the move's closure, and so to the move's key. So the room stayed reserved.
-    """
+    """The error that the notebook keeps referred to the closure with the move's key: the room stayed reserved."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     rt.preload("m")
@@ -163,9 +151,7 @@ def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
 
 
 def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch):
-    """Users press the stop button twice. A ticket that could not be withdrawn at once is withdrawn
-    at the next tick.
-    """
+    """Users press twice. A ticket that could not be withdrawn at once is withdrawn at the next tick."""
     rt = runtime(monitor=False)
     fakes(rt, m="14GiB", other="14GiB")
 
@@ -211,11 +197,7 @@ def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
 
 
 def stopped_at(call: int, act) -> BaseException | None:
-    """Calls `act` and raises a KeyboardInterrupt when it enters the `call`-th function of
-    gpu_runtime.
-
-    Returns the error with its frames, or None if `act` ended before that.
-    """
+    """Raises KeyboardInterrupt at the `call`-th function of gpu_runtime; returns the error, or None at the end."""
     left = call
 
     def trace(frame, event, _):
@@ -243,9 +225,7 @@ def stopped_at(call: int, act) -> BaseException | None:
 def test_an_interrupt_at_the_entry_of_any_function_leaves_nothing_once_the_monitor_has_looked(
     runtime, deed
 ):
-    """The `finally` that releases the key of a decision can be interrupted, too. No reservation is
-    left even while the notebook keeps the error.
-    """
+    """Even the `finally` that releases a key can be interrupted, and the notebook keeps the error."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB", n="3GiB")
     deeds = {

@@ -1,6 +1,4 @@
-"""Real models with real forward passes. A move to RAM or to disk and back must not change their
-results.
-"""
+"""Real models with real forward passes. A move to RAM or to disk and back must not change their results."""
 
 from __future__ import annotations
 
@@ -124,9 +122,7 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_weight_changed_in_place_is_never_lost(runtime, directories, change):
-    """Weights that differ from their source are never dropped. The model is offloaded to the host
-    instead.
-    """
+    """Weights that differ from their source are never dropped. The model is offloaded to the host instead."""
     rt = runtime()
     rt.register("llm", directories["llm"])
     with rt.use("llm") as module, torch.no_grad():
@@ -190,9 +186,7 @@ def test_an_adopted_module_is_counted_moved_and_never_dropped(runtime):
 
 
 def test_training_goes_on_after_journeys_as_if_there_had_been_none(runtime):
-    """Gradients, AdamW's state and BatchNorm's statistics are moved, too. The result equals that of
-    a copy that was never moved.
-    """
+    """Gradients, AdamW's state and BatchNorm's statistics move, too; a copy that never moved has the same."""
     rt = runtime()
     moved, stayed = mlp(), mlp()
     optimizers = [torch.optim.AdamW(m.parameters(), lr=1e-2) for m in (moved, stayed)]

@@ -47,9 +47,7 @@ def test_a_use_that_waited_counts_from_its_request(runtime, clock):
 
 
 def test_a_model_is_idle_since_the_end_of_its_use_or_of_its_load(runtime, clock):
-    """A model that was in use for ten minutes is not idle for ten minutes, and one that is loaded
-    ahead was not idle since the machine started: it would leave first.
-    """
+    """Idle since the start of a use, or of the machine for one loaded ahead, a model would leave first."""
     rt = runtime(clock=clock, wall=clock)
     fakes(rt, a="3GiB")
 
@@ -100,9 +98,7 @@ def equal_sources(monkeypatch):
 def test_the_uses_of_an_earlier_process_count_if_the_source_is_the_same(
     runtime, clock, tmp_path, equal_sources
 ):
-    """The journal has the uses of the model's last stay. The first load reads them, although its
-    own request is a use already.
-    """
+    """The journal has them. The first load reads them, although its own request is a use already."""
     ledger = f"sqlite:///{tmp_path}/ledger.db"
     earlier = runtime(ledger=ledger, monitor=False, clock=clock, wall=clock)
     fakes(earlier, a="3GiB")

@@ -53,9 +53,7 @@ def test_every_recorded_decision_comes_out_the_same(busy):
 
 
 def test_a_scheduler_that_decides_otherwise_is_named_with_what_it_does(busy, monkeypatch):
-    """With the changed scheduler the model that was used last leaves first, so b leaves instead of
-    a.
-    """
+    """With the changed scheduler the model that was used last leaves first, so b leaves instead of a."""
     monkeypatch.setitem(eviction_policy.POLICIES, "lru", lambda lease, world: -lease.last_used)
     granted, waiting = busy.why("c", replay=True)
     assert granted.same and not waiting.same

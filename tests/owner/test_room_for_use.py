@@ -1,8 +1,4 @@
-"""Room for a model's use, such as its KV cache.
-
-The room is requested when the model is registered. It is claimed while the model is on a device,
-and is never moved with the weights.
-"""
+"""Room for a use (KV cache): requested at registration, claimed on a device, never moved with the weights."""
 
 from __future__ import annotations
 
@@ -24,9 +20,7 @@ ASKED = dict(context_length=256, sequences=8)
 
 @pytest.fixture
 def rt(runtime, tmp_path):
-    """A runtime with a card of 64 MiB and a model of half a MiB, which needs about 8 MiB for its
-    use.
-    """
+    """A runtime with a card of 64 MiB and a model of half a MiB, which needs about 8 MiB for its use."""
     rt = runtime(devices="sim:64MiB,host:64MiB", gpu_shadows="never")
     rt.register("writer", tiny_models.causal_lm(tmp_path / "writer"), **ASKED)
     return rt
@@ -39,9 +33,7 @@ def sizes(rt, name="writer"):
 
 
 def test_the_room_survives_settling(rt):
-    """When a load is done, the room for use stays claimed. The weights count with their measured
-    size.
-    """
+    """When a load is done, the room for use stays claimed. The weights count with their measured size."""
     promised, room = sizes(rt)
     assert room > 4 * promised
     rt.preload("writer")
@@ -76,9 +68,7 @@ def test_in_host_memory_there_is_none_of_it_and_it_is_asked_for_again_on_the_way
 
 
 def test_it_goes_to_another_card_with_its_room(runtime, tmp_path):
-    """A move claims the room for use on the other card, too. The room on the first card is free
-    afterwards.
-    """
+    """A move claims the room for use on the other card, too. The room on the first card is free afterwards."""
     rt = runtime(devices="sim:2x64MiB,host:64MiB", gpu_shadows="never")
     rt.register("writer", tiny_models.causal_lm(tmp_path / "writer"), **ASKED)
     rt.preload("writer")
@@ -104,9 +94,7 @@ def test_nobody_else_is_given_the_room(runtime, shared_book, tmp_path):
 
 
 def test_weights_that_grow_leave_the_room_as_it_is(rt):
-    """Gradients are bytes of the model itself. They are claimed in addition to the room, which the
-    KV cache still needs.
-    """
+    """Gradients are bytes of the model, claimed in addition to the room that the KV cache still needs."""
     weights, room = sizes(rt)
     with rt.use("writer") as model:
         model(torch.tensor([[5, 6, 7]])).logits.sum().backward()
@@ -118,9 +106,7 @@ def test_weights_that_grow_leave_the_room_as_it_is(rt):
 
 
 def test_a_declared_size_is_claimed_whole_where_a_context_is_asked_for(runtime, tmp_path):
-    """If no context is requested, the declared size is only an estimate, and the measured size
-    replaces it.
-    """
+    """If no context is requested, the declared size is only an estimate, and the measured size replaces it."""
     rt = runtime(devices="sim:64MiB,host:64MiB", gpu_shadows="never")
     directory = tiny_models.causal_lm(tmp_path / "writer")
     rt.register("whole", directory, size="20MiB", context_length=256)
@@ -139,9 +125,7 @@ SHARES = st.lists(st.integers(1, 10**12), min_size=1, max_size=4).map(
 
 @given(SHARES, st.integers(0, 10**12), SHARES)
 def test_a_lease_claims_what_was_measured_and_its_room_to_the_byte(measured, room, later):
-    """A lease claims the measured bytes and the room, whatever size was estimated at first.
-    Repeated measurements do not change the claim.
-    """
+    """Whatever was estimated at first. Repeated measurements do not change the claim."""
     promised = Lease("1", "m", target=beside(later, room), working_bytes=room, phase=Phase.ARRIVING)
     for now in (measured, measured, later):
         promised = promised.holding(now)

@@ -1,6 +1,4 @@
-"""The runtime as a researcher uses it: models that replace each other, helpful errors, and a
-correct book.
-"""
+"""The runtime as a researcher uses it: models that replace each other, helpful errors, and a correct book."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ from .conftest import claims, fakes, where
 
 
 def test_two_models_that_do_not_fit_together_take_turns(runtime):
-    """This is the main case. The idle model is offloaded to RAM automatically, and restored when it
-    is used.
-    """
+    """This is the main case. The idle model is offloaded to RAM automatically, and restored when it is used."""
     rt = runtime()
     fakes(rt, qwen="14GiB", llama="10GiB")
     for name in ("qwen", "llama", "qwen"):
@@ -95,9 +91,7 @@ def test_nested_blocks_hold_both_models(runtime):
 
 
 def test_a_restored_model_counts_as_held_by_the_thread_that_uses_it(runtime):
-    """A helper thread restores the model, but the `with` block holds it. So a second request that
-    does not fit beside the model is refused at once.
-    """
+    """A helper thread restores it, but the `with` block holds it: what does not fit beside it is refused."""
     rt = runtime()
     fakes(rt, qwen="14GiB", llama="9GiB")
     rt.preload("qwen")
@@ -111,9 +105,7 @@ def test_a_restored_model_counts_as_held_by_the_thread_that_uses_it(runtime):
 
 
 def test_the_runtime_of_the_process_is_one_and_can_be_asked_for_again(monkeypatch):
-    """`gpu_runtime.runtime` is the function, although a submodule has the same name. A second call
-    returns the same runtime.
-    """
+    """`gpu_runtime.runtime` is the function, although a submodule has the same name."""
     monkeypatch.setenv("GPU_LEDGER", "memory:")
     import gpu_runtime
     from gpu_runtime.runtime import Runtime
@@ -135,9 +127,7 @@ def test_a_hopeless_request_evicts_nothing(runtime):
 
 @pytest.mark.parametrize("ledger", ["memory:", "sqlite"])
 def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
-    """In an earlier version, two waiting threads of one process read the book 6,000 times a second,
-    because each woke the other.
-    """
+    """Two waiting threads of one process read the book 6,000 times a second: each woke the other."""
     rt = runtime(
         monitor=False, ledger=ledger if ledger == "memory:" else f"sqlite://{tmp_path}/ledger"
     )
@@ -295,9 +285,7 @@ def test_a_load_that_fails_leaves_the_book_as_it_was(runtime, error, raised):
 
 
 def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holders(runtime):
-    """After an out-of-memory error the device is measured, and the request is decided a second
-    time. If that fails, the error names the models that hold memory.
-    """
+    """The device is measured and the request decided again. If that fails, the error names the holders."""
     rt = runtime()
     fakes(rt, a="5GiB", b="5GiB")
     with rt.use("a"):
@@ -318,9 +306,7 @@ def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holde
 
 
 def test_out_of_memory_while_loading_makes_room_and_tries_once_more(runtime):
-    """The card has less free memory than the book shows. The idle model leaves, and the second
-    attempt has enough room.
-    """
+    """The card has less free memory than the book shows: the idle model leaves, and the second try works."""
     rt = runtime()
     fakes(rt, a="5GiB", b="5GiB")
     rt.preload("a")
@@ -330,9 +316,7 @@ def test_out_of_memory_while_loading_makes_room_and_tries_once_more(runtime):
 
 
 def test_out_of_memory_after_all_have_left_leaves_no_ticket_and_doubts_the_declared_size(runtime):
-    """All other models have left the card. Then the likeliest cause is that the declared size is
-    too small.
-    """
+    """All other models have left the card. Then the likeliest cause is that the declared size is too small."""
     rt = runtime()
     fakes(rt, a="5GiB", b="5GiB")
     rt.preload("a")
@@ -348,9 +332,7 @@ def test_out_of_memory_after_all_have_left_leaves_no_ticket_and_doubts_the_decla
 
 
 def test_out_of_memory_while_coming_back_from_ram_asks_for_room_alone(runtime):
-    """The model's size is known from its earlier load. So the error advises to make room, and does
-    not doubt the declared size.
-    """
+    """The size is known from the earlier load, so the declared size is not doubted."""
     rt = runtime()
     fakes(rt, a="5GiB")
     rt.preload("a")
@@ -373,9 +355,7 @@ def test_out_of_memory_while_coming_back_from_ram_asks_for_room_alone(runtime):
 def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(
     runtime, monkeypatch, said, advised
 ):
-    """After some errors of the driver, every call on the card fails in this process. The message
-    then advises a restart of the kernel.
-    """
+    """After some errors of the driver, every call on the card fails in this process."""
     rt = runtime()
     fakes(rt, m="3GiB")
 
@@ -439,10 +419,7 @@ def test_a_failing_move_leaves_the_model_where_it_is(runtime):
 
 
 def strike_during(seconds: float, act: Callable[[], None]) -> None:
-    """Calls `act` and interrupts it again and again at changing instructions, more than 100 times.
-
-    A busy machine takes longer than `seconds` for that.
-    """
+    """Calls `act` and interrupts it at changing instructions, for `seconds` and more than 100 times."""
     interrupts = 0
     old = signal.signal(signal.SIGALRM, signal.default_int_handler)
     try:
@@ -472,9 +449,7 @@ def _enter(held: Any) -> None:
 
 
 def test_an_interrupted_block_of_code_is_not_listed(runtime):
-    """An interrupt at the end of a block skips the clean-up. In an earlier version, 185 of 172,600
-    interrupted blocks stayed in this process's list.
-    """
+    """An interrupt skips the clean-up at a block's end: 185 of 172,600 stayed in this process's list."""
     rt = runtime(monitor=False)
     block = rt.lease("3GiB")
     leave = block.__exit__  # as the interpreter does before it enters a block
@@ -496,9 +471,7 @@ def test_no_block_survives_its_end_however_often_the_stop_button_strikes(runtime
 
 
 def test_no_pin_survives_its_block_however_often_the_stop_button_strikes(runtime):
-    """Interrupts strike at random instructions while blocks are entered, used and left. Afterwards
-    no model is in use.
-    """
+    """Interrupts at random instructions of entry, use and exit. Afterwards no model is in use."""
     rt = runtime(monitor=False)
     fakes(rt, m="3GiB")
     rt.preload("m")
@@ -598,9 +571,7 @@ def test_a_full_warm_pool_means_unloading(runtime):
 
 
 def test_a_model_in_ram_is_loaded_again_if_a_victim_needs_its_place(runtime):
-    """The victim's weights exist nowhere else, and RAM cannot hold both models. Waiting would not
-    help.
-    """
+    """The victim's weights exist nowhere else, and RAM cannot hold both models. Waiting would not help."""
     rt = runtime(
         devices="sim:8GiB,host:8GiB",
         gpu_memory_max_percent=1,
@@ -740,9 +711,7 @@ def test_a_model_used_a_moment_ago_has_its_grace(runtime, shared_book):
 
 
 def test_urgent_for_one_block_is_not_urgent_for_ever(runtime, shared_book):
-    """The importance of a block ends with the block. In an earlier version the model kept it, and
-    no request could evict the model.
-    """
+    """The importance ends with the block. The model kept it, and no request could evict the model."""
     a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
     fakes(a, qwen="14GiB")
     fakes(b, llama="14GiB")
@@ -850,9 +819,7 @@ def test_a_name_that_several_hold_is_ambiguous_and_an_unknown_one_is_named(runti
 def test_a_verb_on_another_processs_model_has_the_bytes_that_moved(
     runtime, shared_book, monkeypatch, answered
 ):
-    """`%gpu restore` had 0 bytes if the lease was on its card before the answer was read. An eviction
-    of a model in RAM had its bytes again, although nothing moved.
-    """
+    """`restore` had 0 bytes if the move was fast; an eviction in RAM had its bytes, and nothing moved."""
     if not answered:  # the result follows from the lease
         monkeypatch.setattr(asks, "_answer_in_events", lambda *_: None)
     a, b = (runtime(ledger=shared_book, devices="sim:2x24GiB,host:64GiB") for _ in "ab")
@@ -930,9 +897,7 @@ def notebook(runtime, shared_book):
 
 
 def test_a_notebooks_name_is_an_address(notebook, runtime, shared_book):
-    """If the name of a notebook is evicted, everything leaves that the notebook holds and does not
-    use.
-    """
+    """If the name of a notebook is evicted, everything leaves that the notebook holds and does not use."""
     train, asker = notebook("/work/train.ipynb"), runtime(ledger=shared_book)
     fakes(train, qwen="3GiB", phi="2GiB", llama="4GiB")
     for name in ("qwen", "phi", "llama"):
@@ -1217,9 +1182,7 @@ def test_a_closed_runtime_says_so_whatever_is_asked_of_it(runtime, ask):
 
 
 def test_what_another_process_has_just_told_is_in_the_history(runtime, shared_book, monkeypatch):
-    """With many events, the journal is written only once a second. The book has the events at once,
-    so the history reads both.
-    """
+    """With many events, the journal is written once a second. The book has them at once."""
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     fakes(a, qwen="3GiB")
     a.preload("qwen")
@@ -1229,9 +1192,7 @@ def test_what_another_process_has_just_told_is_in_the_history(runtime, shared_bo
 
 
 def test_only_the_first_registration_writes_the_book(runtime, shared_book):
-    """All processes read the book, so the models' names are in a separate file. In an earlier
-    version, each registration of 4,000 models took 1.1 ms.
-    """
+    """The names are in a file beside the book: each registration of 4,000 models took 1.1 ms."""
     rt, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
     fakes(rt, first="1GiB")
     before = other._session.ledger.read()
@@ -1244,9 +1205,7 @@ def test_only_the_first_registration_writes_the_book(runtime, shared_book):
 
 
 def test_a_full_page_is_emptied_for_a_model_and_by_an_operator(runtime, shared_book, monkeypatch):
-    """The page (the stored book) has a largest size. In an earlier version, 256 idle `batch` models
-    filled it, so an `urgent` request and the operator's evict failed.
-    """
+    """256 idle `batch` models filled the page, so an `urgent` request and the operator's evict failed."""
     monkeypatch.setattr("gpu_runtime.scheduler.page_entries.MOST_LEASES", 3)
     here, other = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in range(2))
     for name in "abc":
@@ -1281,9 +1240,7 @@ def test_a_script_that_keeps_a_graph_is_not_told_to_wait_for_a_cell(runtime):
 
 
 def test_the_threads_of_a_process_write_one_after_the_other(runtime, tmp_path, monkeypatch):
-    """With 500 threads each write made the others decide again: of 2,000 uses 214 ended after 10 s
-    without a turn.
-    """
+    """With 500 threads each write made the others decide again: of 2,000 uses 214 ended after 10 s without a turn."""
     rt = runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False)
     session, inside, most = rt._session, [], []
     transact = session.ledger.transact
@@ -1308,9 +1265,7 @@ def test_the_threads_of_a_process_write_one_after_the_other(runtime, tmp_path, m
 
 
 def test_a_turn_that_does_not_end_holds_up_nobody(runtime, tmp_path, monkeypatch):
-    """A signal handler of the user runs in the middle of a transaction, and waits for a thread of
-    ours that brings the memory back. This thread writes too.
-    """
+    """A user's signal handler in a transaction waits for our thread that brings memory back and writes."""
     rt = runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False)
     session, written = rt._session, threading.Event()
     monkeypatch.setattr("gpu_runtime.owner.session.TURN_SECONDS", 0.05)

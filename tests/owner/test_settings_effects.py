@@ -202,9 +202,7 @@ def test_which_card_a_model_goes_to(runtime):
 
 @proves("gpu_placement")
 def test_whose_eviction_is_the_fewest(runtime, clock):
-    """The policy `fewest-evictions` evicts the one model that was used later, although the two
-    least recently used models would be enough as well.
-    """
+    """`fewest-evictions` evicts the one used later, although the two least recently used would be enough."""
     for placement, leave in (("best-fit", ["old", "older"]), ("fewest-evictions", ["large"])):
         rt = runtime(gpu_placement=placement, policy="lru", clock=clock, monitor=False)
         fakes(rt, older="5GiB", old="5GiB", large="11GiB", new="10GiB")
@@ -216,9 +214,7 @@ def test_whose_eviction_is_the_fewest(runtime, clock):
 
 @proves("gpu_split_margin_mb")
 def test_what_a_proportional_split_leaves_free_of_each_card(runtime):
-    """Each card has 20 GiB. With the margin, a part may take 19.5 GiB. Without the margin, it may
-    take nearly the whole card.
-    """
+    """Each card has 20 GiB: with the margin a part may take 19.5, without it nearly all."""
     for margin, granted in ((512, False), (0, True)):
         rt = runtime(
             devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_split_margin_mb=margin
@@ -229,9 +225,7 @@ def test_what_a_proportional_split_leaves_free_of_each_card(runtime):
 
 @proves("gpu_split_overhead")
 def test_what_each_card_of_a_split_takes_beyond_its_part(runtime):
-    """With Helix's ten percent, a model of 15 GiB on each of two cards claims 16.5 GiB on each,
-    also after the load.
-    """
+    """Helix's ten percent: 15 GiB on each of two cards claim 16.5 on each, also after the load."""
     rt = runtime(devices="sim:2x20GiB,host:64GiB", gpu_split_overhead=0.1)
     rt.register("big", backend="fake", size="30GiB", layout="balanced")
     rt.preload("big")
@@ -242,9 +236,7 @@ def test_what_each_card_of_a_split_takes_beyond_its_part(runtime):
 
 @proves("gpu_fraction_factor")
 def test_ndif_s_factor_in_the_place_of_the_estimate(runtime):
-    """The factor is 3. A model of 2 GiB claims 6 GiB. A model of 8 GiB would claim 24 GiB, more
-    than the card, so it claims the whole card.
-    """
+    """Factor 3: 2 GiB claim 6. 8 GiB would claim 24, more than the card, so the whole card."""
     rt = runtime(
         devices="sim:2x20GiB,host:64GiB", gpu_memory_max_percent=1.0, gpu_fraction_factor=3
     )
@@ -294,9 +286,7 @@ def test_when_pressure_evicts(runtime, clock):
     ],
 )
 def test_how_long_idle_is_idle_enough(runtime, clock, setting, size):
-    """At the levels CRITICAL, MODERATE and HIGH, a model stays until it was idle for the time of
-    the setting.
-    """
+    """At the levels CRITICAL, MODERATE and HIGH, a model stays until it was idle for the time of the setting."""
     rt = runtime(**{setting: 77.0}, gpu_relief="always", clock=clock, monitor=False)
     fakes(rt, a=size)
     rt.preload("a")
@@ -326,9 +316,7 @@ def test_how_often_pressure_is_checked(runtime, clock):
 
 @proves("gpu_trust_remote_code")
 def test_models_may_bring_code_only_where_that_was_allowed(runtime, tmp_path):
-    """The model's directory contains Python code of its own. Without the setting, this code does
-    not run.
-    """
+    """The model's directory contains Python code of its own. Without the setting, this code does not run."""
     from tests import tiny_models
 
     directory = tiny_models.causal_lm(tmp_path / "own")

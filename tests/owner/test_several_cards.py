@@ -33,9 +33,7 @@ def test_what_one_card_holds_is_not_divided_unless_it_says_so(runtime):
 
 
 def test_where_only_the_margin_is_in_the_way_it_is_named(runtime):
-    """Two cards of 128 MiB could hold 180 MiB. The margin of half a GiB for the driver on each card
-    makes that impossible.
-    """
+    """Two cards of 128 MiB could hold 180 MiB, without the margin of half a GiB for the driver on each."""
     rt = runtime(devices="sim:2x128MiB,host:1GiB", gpu_memory_max_percent=1.0, monitor=False)
     rt.register("big", backend="fake", size="180MiB", layout="proportional")
     with pytest.raises(
@@ -73,9 +71,7 @@ def test_a_restore_chooses_other_cards_where_the_old_ones_are_taken(runtime):
 
 
 def test_a_whole_card_stays_whole_and_only_its_model_moves(runtime):
-    """Only 40 of the 80 GiB are in use, but no other model is placed on the card. On the host the
-    model takes 40 GiB.
-    """
+    """40 of its 80 GiB are in use, but no other model is placed there. On the host it takes 40."""
     rt = runtime(devices="sim:80GiB,host:100GiB", gpu_memory_max_percent=1.0, monitor=False)
     rt.register("alone", backend="fake", size="40GiB", layout="whole", keep=True)
     fakes(rt, small="10GiB")

@@ -1,6 +1,4 @@
-"""Shadows: copies in host memory of models that are on a card. Their process keeps, uses and frees
-them.
-"""
+"""Shadows: copies in host memory of models that are on a card. Their process keeps, uses and frees them."""
 
 from __future__ import annotations
 
@@ -208,9 +206,7 @@ finally:
 @pytest.mark.processes
 @pytest.mark.parametrize("ends", ["loaded", "failed", "killed"])
 def test_the_second_of_two_loads_at_once_waits_for_the_first(runtime, tmp_path, monkeypatch, ends):
-    """The model's files are read once. If the first load fails or its process dies, the second load
-    reads them.
-    """
+    """The model's files are read once. If the first load fails or its process dies, the second load reads them."""
     llama = tiny_models.causal_lm(tmp_path / "model")
     monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
     reads, waiting = [], threading.Event()

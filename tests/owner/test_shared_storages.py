@@ -1,6 +1,4 @@
-"""Two models that share one set of weights. The weights are counted once, moved together, never
-moved during a call, and never lost.
-"""
+"""Two models with one set of weights: counted once, moved together, never during a call, never lost."""
 
 from __future__ import annotations
 
@@ -160,9 +158,7 @@ def test_a_model_from_disk_whose_weights_another_uses_is_not_dropped(runtime, tm
 
 
 def test_a_part_of_a_model_in_use_runs_although_its_card_was_drained(runtime):
-    """The part needs no bytes of its own. In an earlier version, a drain in the middle of a `with`
-    block made the next call of the whole model fail.
-    """
+    """It needs no bytes. A drain in the middle of a `with` block made the next call of the whole fail."""
     rt = runtime()
     whole = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 64)).eval()
     rt.adopt("whole", whole)

@@ -9,9 +9,7 @@ from .conftest import fakes
 
 
 def test_a_snapshot_tells_what_a_grant_may_spend_and_by_which_rules(runtime):
-    """The snapshot's number is the one that the next decision uses. The snapshot also has the
-    thresholds and the reserve.
-    """
+    """Its number is the one that the next decision uses. It has the thresholds and the reserve, too."""
     rt = runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=0.9, monitor=False)
     fakes(rt, qwen="8GiB")
     rt.preload("qwen")

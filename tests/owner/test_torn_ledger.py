@@ -1,6 +1,4 @@
-"""The files of a runtime's ledger are damaged. Each public method still returns, or raises an error
-in words.
-"""
+"""The files of a runtime's ledger are damaged. Each public method still returns, or raises an error in words."""
 
 from __future__ import annotations
 
@@ -81,7 +79,5 @@ def raw_errors(deed: str, target: str) -> list[str]:
     ],
 )
 def test_no_call_raises_an_error_of_the_system_when_a_file_is_torn_away(target):
-    """The test runs as another user, since file modes have no effect on root. In an earlier version
-    a transaction raised PermissionError.
-    """
+    """As another user, since file modes do not bind root. A transaction raised PermissionError."""
     assert as_nobody(lambda: [one for deed in DEEDS for one in raw_errors(deed, target)]) == []

@@ -1,8 +1,4 @@
-"""When a module in training counts as in use.
-
-In a notebook it is in use while a cell runs. Elsewhere it is in use from `forward` to the end of
-the optimizer's step.
-"""
+"""A module in training is in use while a cell runs, elsewhere from `forward` to the end of the step."""
 
 from __future__ import annotations
 
@@ -31,9 +27,7 @@ def cell():
 
 @pytest.fixture
 def trained(runtime):
-    """A runtime, the record of a module in training, the module itself, which is on the card, and
-    its optimizer.
-    """
+    """A runtime, the record of a module in training, the module itself, which is on the card, and its optimizer."""
     rt = runtime()
     module = nn.Linear(8, 8)
     optimizer = torch.optim.AdamW(module.parameters())
@@ -81,9 +75,7 @@ def test_outside_a_cell_it_is_in_use_from_forward_to_the_end_of_the_step(trained
 
 
 def test_gradients_without_a_graph_keep_it_until_the_step(trained):
-    """`m(x).sum().backward()` ends the graph at once. The module stays in use until the optimizer
-    has used the gradients.
-    """
+    """`m(x).sum().backward()` ends the graph at once; the optimizer still uses the gradients."""
     _, resident, module, optimizer = trained
     module(X).sum().backward()
     assert resident.in_use()
@@ -99,9 +91,7 @@ def test_a_forward_without_gradients_leaves_nothing_behind(trained):
 
 
 def test_the_one_who_trains_may_evict_by_hand(trained, cell):
-    """The person evicts in the cell that trains, while a loss waits for its backward pass. The
-    bytes return for that pass.
-    """
+    """In the cell that trains, while a loss waits for its backward pass: the bytes return for that pass."""
     rt, _, module, optimizer = trained
     cell()
     loss = module(X).sum()
@@ -115,9 +105,7 @@ def test_the_one_who_trains_may_evict_by_hand(trained, cell):
 
 @pytest.mark.parametrize("in_cell", [False, True])
 def test_an_eviction_by_hand_leaves_the_training_of_another_thread_alone(trained, cell, in_cell):
-    """The main thread evicts while a loss of another thread waits for its backward pass. A move
-    during that pass would end in a segmentation fault.
-    """
+    """A move during that thread's backward pass would end in a segmentation fault."""
     rt, _, module, _ = trained
     losses = []
     if in_cell:
@@ -164,9 +152,7 @@ def test_a_step_that_fails_pins_nothing(trained):
 
 
 def test_gradients_are_measured_by_the_thread_that_trains(trained, monkeypatch):
-    """In an earlier version, the monitor's thread read a gradient that the autograd engine was
-    replacing, and the process died of SIGSEGV.
-    """
+    """The monitor's thread read a gradient that autograd was replacing, and the process died of SIGSEGV."""
     rt, resident, module, optimizer = trained
     weights, measure, measured = resident.lease.bytes, resident.backend.measure, []
     monkeypatch.setattr(

@@ -51,9 +51,7 @@ def _every_verb(rt: Any, kernel: Any, llama: Any, module: nn.Module) -> dict[str
 
 @pytest.mark.parametrize("mode", MODES)
 def test_every_verb_works_in_each_mode_of_the_user_and_outside_of_it(started, llama, mode):
-    """A load in a mode for meta tensors has real weights, and no mode of the user's sees a call.
-    The modes are as before afterwards.
-    """
+    """A load in a mode for meta tensors has real weights, and no mode of the user's sees a call."""
     module = nn.Linear(16, 16).eval()
     held = torch.arange(1 << 18, dtype=torch.float32)
     expected = {name: p.clone() for name, p in module.state_dict().items()}

@@ -34,9 +34,7 @@ def two(runtime, shared_book):
 
 @contextmanager
 def waiting(rt, *names):
-    """Starts a thread that waits for each of `names`. Yields a list of the threads' errors, which is
-    complete when the `with` block has ended.
-    """
+    """A thread waits for each of `names`. Yields their errors, complete when the `with` block has ended."""
     errors = []
 
     def wait(name):
@@ -123,9 +121,7 @@ def test_what_does_not_wait_is_refused_with_the_names_that_do(two):
 
 
 def test_another_user_needs_the_rights_of_an_operator(two, monkeypatch):
-    """Every user may evict another user's idle model, but only operators may end another user's
-    wait.
-    """
+    """Every user may evict another user's idle model, but only operators may end another user's wait."""
     waiter, console = two
     with waiting(waiter, "llama") as errors:
         section = console._session.ledger.read().sections[waiter._session.me]

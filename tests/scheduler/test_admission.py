@@ -70,27 +70,21 @@ def test_a_model_on_its_device_is_granted_without_a_step():
 
 
 def test_a_model_on_its_device_is_granted_before_any_elder():
-    """A request for a model that is loaded already takes no room from the elder, the request ahead
-    of it.
-    """
+    """A request for a model that is loaded already takes no room from the elder, the request ahead of it."""
     page = book(lease("qwen", sim0=8), tickets=[ticket("big", by=2, sim0=20, importance="urgent")])
     after, verdict = decide(page, request("qwen", 8), world(sim0=20))
     assert (after, verdict.steps) == (page, ())
 
 
 def test_a_grant_ends_the_ticket():
-    """A grant ends the request's ticket, also if another thread of the process loaded the model
-    meanwhile.
-    """
+    """A grant ends the request's ticket, also if another thread of the process loaded the model meanwhile."""
     page = book(lease("qwen", sim0=8), tickets=[ticket("qwen", key="k", sim0=8)])
     after, _ = decide(page, request("qwen", 8, key="k"), world(sim0=20))
     assert after == book(lease("qwen", sim0=8))
 
 
 def test_a_verdict_that_was_never_received_is_returned_again():
-    """The stop button may interrupt the caller after the write, before the caller receives the
-    verdict (law 9 in docs/architecture.md). The caller asks again and gets the same verdict.
-    """
+    """The stop button may interrupt the caller after the write, so it asks again (law 9)."""
     page, first = decide(book(), request("qwen", 8, key="k"), world(sim0=20))
     again, second = decide(page, request("qwen", 8, key="k"), world(sim0=20, now=NOW + 1))
     assert again == page
@@ -100,9 +94,7 @@ def test_a_verdict_that_was_never_received_is_returned_again():
 
 
 def test_steps_of_an_unreceived_wait_are_returned_again():
-    """The wait's steps are returned a second time. Otherwise their leases would be leaving for
-    ever, since no caller has the steps.
-    """
+    """Otherwise their leases would be leaving for ever, since no caller has the steps."""
     page, first = decide(book(lease("old", sim0=16)), request("qwen", 14, key="k"), world(sim0=20))
     again, second = decide(page, request("qwen", 14, key="k"), world(sim0=20))
     assert again == page
@@ -121,9 +113,7 @@ def test_steps_of_an_unreceived_wait_are_returned_again():
     "phase, word", [(Phase.ARRIVING, "arriving"), (Phase.LEAVING, "being evicted")]
 )
 def test_a_request_waits_for_a_model_that_is_arriving_or_leaving(phase, word):
-    """A request for a model that is arriving or leaving reserves no second room. The room that is
-    already reserved for the model is enough.
-    """
+    """It reserves no second room: what is already reserved for the model is enough."""
     going = lease("qwen", host=8, key="another", phase=phase, target=whole("sim:0", 8))
     after, verdict = decide(book(going), request("qwen", 8, key="k"), world(sim0=20))
     assert verdict == Wait(f"qwen is {word}")
@@ -131,9 +121,7 @@ def test_a_request_waits_for_a_model_that_is_arriving_or_leaving(phase, word):
 
 
 def test_two_threads_that_request_one_model_make_room_for_it_once():
-    """If the second thread also made room, other models would be evicted for a model that is loaded
-    only once.
-    """
+    """If the second thread also made room, other models would be evicted for a model that is loaded only once."""
     page = book(lease("other", by=2, sim0=15), lease("old", by=3, sim1=10))
     first, heard = decide(page, request("qwen", 14, key="first"), world(sim0=20, sim1=20))
     both, verdict = decide(first, request("qwen", 14, key="second"), world(sim0=20, sim1=20))
@@ -160,9 +148,7 @@ def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
 
 
 def test_a_kept_model_on_the_only_card_makes_a_whole_card_hopeless():
-    """The only card has 80 GiB. A kept model of 30 GiB is on it, and the request is for a whole
-    card.
-    """
+    """The only card has 80 GiB. A kept model of 30 GiB is on it, and the request is for a whole card."""
     dedicated = lease("dedicated", sim0=30, keep=True)
     after, verdict = decide(
         book(dedicated, lease("idle", sim0=10)), request("big", 80), world(sim0=80)
@@ -201,9 +187,7 @@ def test_a_notebook_that_cannot_be_parked_is_named_with_what_to_do_about_it(mova
 
 
 def test_models_pinned_by_the_requesting_thread_count_against_it():
-    """A thread cannot wait for the end of its own `with` blocks. So a request that needs the room
-    of models that its own thread has pinned is hopeless (law 7).
-    """
+    """A thread cannot wait for the end of its own `with` blocks, so the request is hopeless (law 7)."""
     mine = lease("mine", sim0=12, pins=1)
     _, verdict = decide(book(mine), request("qwen", 10, held=(mine.id,)), world(sim0=20))
     assert (verdict.kind, verdict.holders) == ("nested", (mine.id,))
@@ -219,9 +203,7 @@ def test_a_request_waits_for_another_threads_pin():
 
 
 def test_precious_weights_without_room_in_the_host_make_a_request_hopeless():
-    """Weights that exist nowhere else cannot be dropped, and the host has no room for them. The
-    model stays, and the refusal names both models (law 5).
-    """
+    """They cannot be dropped, so the model stays, and the refusal names both models (law 5)."""
     adopted = lease("adopted", sim0=12, droppable=False)
     _, verdict = decide(book(adopted), request("qwen", 10), world(sim0=20, host=8))
     assert isinstance(verdict, Refuse)
@@ -232,9 +214,7 @@ def test_precious_weights_without_room_in_the_host_make_a_request_hopeless():
 
 
 def test_the_host_has_room_for_either_of_two_leases_but_not_for_both():
-    """Each of the two leases alone could leave. The request needs both to leave, so it would wait
-    for ever.
-    """
+    """Each of the two leases alone could leave. The request needs both to leave, so it would wait for ever."""
     page = book(lease("a", sim0=8, droppable=False), lease("b", sim0=8, droppable=False))
     after, verdict = decide(page, request("qwen", 16), world(sim0=16, host=8))
     assert isinstance(verdict, Refuse) and verdict.holders == (at(1, "a"), at(1, "b"))
@@ -266,9 +246,7 @@ def test_the_obstacle_of_a_notebook_that_could_leave_is_its_size():
 
 
 def test_a_request_waits_for_a_card_that_can_hold_it_not_the_emptiest():
-    """In an earlier version the ticket held a place on a small card that could never take the
-    model. Meanwhile small requests took the large card again and again.
-    """
+    """The ticket held a place on a small card that could never take the model, and small ones took the large card."""
     page = book(lease("busy", by=2, sim0=16, pins=1))
     after, verdict = decide(page, request("big", 10, key="k"), world(sim0=20, sim1=8))
     assert after.ticket("k").need == whole("sim:0", 10)
@@ -320,9 +298,7 @@ def test_exact_fit_fits():
 
 
 def test_a_model_in_host_memory_moves_back_at_its_measured_size():
-    """A model returns with the size that was measured at its first load. The declared size was only
-    an estimate.
-    """
+    """A model returns with the size that was measured at its first load. The declared size was only an estimate."""
     page = book(lease("qwen", host=6))
     _, verdict = decide(page, request("qwen", 14), world(sim0=8))
     assert bare(verdict.steps) == [Move(at(1, "qwen"), whole(HOST, 6), whole("sim:0", 6))]
@@ -330,9 +306,7 @@ def test_a_model_in_host_memory_moves_back_at_its_measured_size():
 
 
 def test_a_served_ticket_is_removed():
-    """A grant removes the ticket of its request. A ticket that is left would reserve room that no
-    request uses.
-    """
+    """A grant removes the ticket of its request. A ticket that is left would reserve room that no request uses."""
     waiting = ticket("qwen", key="k", sim0=14)
     page, verdict = decide(
         book(tickets=[waiting]), request("qwen", 14, key="k", arrived=NOW - 10), world(sim0=20)
@@ -350,9 +324,7 @@ def test_two_concurrent_requests_one_grant_one_wait():
 
 
 def test_what_elders_need_is_set_aside():
-    """A small request must not take bytes that the elder needs. Otherwise a stream of small
-    requests would starve a large one.
-    """
+    """Otherwise a stream of small requests would starve a large one."""
     elder = ticket("big", by=2, sim0=14)
     page = book(lease("busy", by=3, sim0=10, pins=1), tickets=[elder])
     _, verdict = decide(page, request("small", 4), world(sim0=20))
@@ -373,9 +345,7 @@ def test_what_elders_need_is_set_aside():
 
 
 def test_a_grant_spends_only_free_bytes():
-    """The bytes of a lease that is leaving are still in use. An earlier version counted them as
-    free, and a card was overfull by a quarter (law 1).
-    """
+    """The bytes of a leaving lease are in use: counted as free, a card was overfull by a quarter (law 1)."""
     leaving = lease("old", sim0=12, phase=Phase.LEAVING, key="x", target=whole(HOST, 12))
     _, verdict = decide(book(leaving), request("qwen", 12), world(sim0=20))
     assert verdict == Wait("qwen needs 12.0 GiB; sim:0 has 8.0 GiB free. old is being evicted.")
@@ -401,9 +371,7 @@ def test_three_models_of_4000_and_a_request_of_5000_offloads_only_the_oldest():
 
 
 def test_no_lease_is_evicted_needlessly():
-    """The card has 100 GiB, with leases of 10, 15 and 70, and 60 are needed. Only the lease of 70
-    leaves.
-    """
+    """The card has 100 GiB, with leases of 10, 15 and 70, and 60 are needed. Only the lease of 70 leaves."""
     page = book(
         lease("ten", sim0=10, last_used=1),
         lease("fifteen", sim0=15, last_used=2),
@@ -414,9 +382,7 @@ def test_no_lease_is_evicted_needlessly():
 
 
 def test_other_owners_are_asked_and_evict_their_leases_themselves():
-    """Only the owner moves tensors. The recall is part of the requester's ticket, and ends with
-    this ticket.
-    """
+    """Only the owner moves tensors. The recall is part of the requester's ticket, and ends with this ticket."""
     page = book(lease("theirs", by=2, sim0=14))
     after, verdict = decide(page, request("qwen", 14, key="k"), world(sim0=20))
     assert (verdict.asked, verdict.steps) == ((at(2, "theirs"),), ())
@@ -440,9 +406,7 @@ def test_leases_of_other_owners_have_five_seconds_of_grace_and_own_ones_none():
 
 
 def test_a_busy_neighbour_keeps_its_model_only_as_long_as_the_operator_says():
-    """A program that uses its model every second was asked for it never. The default bound is five
-    times the swap, at least 3 s. A model in use still stays.
-    """
+    """Used every second, it was never asked. The bound is five swaps, at least 3 s; a model in use stays."""
     theirs = lease("theirs", by=2, sim0=14, last_used=NOW - 1)
     wanted = request("qwen", 14, reload_seconds=1.0, arrived=NOW - 4)
     _, verdict = decide(book(theirs), wanted, world(sim0=20))
@@ -456,9 +420,7 @@ def test_a_busy_neighbour_keeps_its_model_only_as_long_as_the_operator_says():
 
 
 def test_retry_at_counts_grace_periods_on_other_cards_too():
-    """The lease on the nearest card stays in use. The lease on the other card may leave when its
-    grace ends.
-    """
+    """The lease on the nearest card stays in use. The lease on the other card may leave when its grace ends."""
     page = book(
         lease("busy", by=2, sim0=10, pins=1), lease("theirs", by=2, sim1=14, last_used=NOW - 4)
     )
@@ -467,9 +429,7 @@ def test_retry_at_counts_grace_periods_on_other_cards_too():
 
 @pytest.mark.parametrize("owner", [1, 2])
 def test_keep_alive_is_no_reservation(owner):
-    """It says when an idle model may leave by itself. A request of equal importance takes the room
-    at once; a less important one waits, with or without `keep_alive`.
-    """
+    """It says when an idle model may leave by itself. Equal importance takes the room, less waits."""
     alive = lease("alive", by=owner, sim0=14, keep_alive=600, last_used=NOW - 100)
     _, verdict = decide(book(alive), request("qwen", 14), world(sim0=20))
     assert [*(step.lease for step in verdict.steps), *verdict.asked] == [alive.id]
@@ -478,9 +438,7 @@ def test_keep_alive_is_no_reservation(owner):
 
 
 def test_a_lease_whose_last_move_failed_is_no_victim_until_its_time():
-    """A lease could not be moved and is tried again at a certain time. Until then it is no victim,
-    however long it is idle or how urgent the request is.
-    """
+    """However long it is idle or how urgent the request is."""
     failed = lease("failed", sim0=14, last_used=1, moves_again_at=NOW + 8)
     after, verdict = decide(book(failed), request("qwen", 14, importance=1), world(sim0=20))
     assert (verdict.steps, verdict.retry_at) == ((), NOW + 8)
@@ -502,9 +460,7 @@ def test_a_lease_whose_last_move_failed_is_no_victim_until_its_time():
 
 
 def test_a_refused_order_is_not_the_reason_of_a_failed_move():
-    """The answer to an order is a `failed` event too, such as the answer to a pin by a user without
-    the right. It does not explain why the lease could not be moved.
-    """
+    """The answer to an order is a `failed` event too, and does not explain why a lease stays."""
     stuck = lease("stuck", sim0=14, last_used=1, moves_again_at=NOW + 8)
     because = "stuck stays where it is: a thread of its own runs (loader)."
     event = Event(1, WALL, "stuck", "failed", "abandoned", because, owner=stuck.owner)
@@ -590,9 +546,7 @@ def test_host_bytes_are_spent_once():
 
 
 def test_precious_weights_have_the_first_claim_on_the_host():
-    """Weights that exist nowhere else cannot be dropped, so they go to the host. The other model
-    can be loaded again, so it is dropped.
-    """
+    """They cannot be dropped, so they go to the host; the other model can be loaded again."""
     page = book(
         lease("adopted", sim0=10, droppable=False, last_used=900),
         lease("old", sim0=10, last_used=1),
@@ -606,10 +560,7 @@ def test_precious_weights_have_the_first_claim_on_the_host():
 
 @pytest.mark.parametrize("warm_owner", [1, 2])
 def test_the_warm_pool_makes_room_for_precious_weights(warm_owner):
-    """The host is full with a warm model, that is, one that was offloaded. It is dropped, whoever
-    owns it, to make room for weights that exist nowhere else. Otherwise the request would wait for
-    ever.
-    """
+    """The host is full with a warm model, which is dropped, whoever owns it."""
     page = book(lease("warm", by=warm_owner, host=8), lease("adopted", sim0=8, droppable=False))
     page, heard = ask_until(page, request("q", 8), world(sim0=8, host=8))
     assert isinstance(heard[-1], Grant)
@@ -639,9 +590,7 @@ def test_the_sentences_about_a_notebooks_own_memory_name_the_notebook():
 
 
 def test_leases_recalled_by_an_elder_are_not_recalled_twice():
-    """The lease that the elder recalled makes room for the elder. The second request recalls
-    another lease.
-    """
+    """The lease that the elder recalled makes room for the elder. The second request recalls another lease."""
     there = world(sim0=20)
     page = book(lease("a", by=2, sim0=10), lease("b", by=2, sim0=10))
     page, first = decide(page, request("big", 10, key="1"), there)
@@ -718,9 +667,7 @@ def test_a_request_that_does_not_wait_leaves_no_ticket():
 
 
 def test_a_full_page_refuses_and_evicts_nothing():
-    """A page that has no entry left for a ticket refuses the request at once. Without a ticket, the
-    room that victims free could not be reserved.
-    """
+    """Without an entry for a ticket, the room that victims free could not be reserved."""
     many = [lease(f"m{n}", host=0) for n in range(MOST_ENTRIES - 1)]
     page = book(lease("old", sim0=10), *many)
     after, verdict = decide(page, request("qwen", 14), world(sim0=20))
@@ -745,10 +692,7 @@ def full_page(*more, importance="batch", by=2, **fields):
 
 
 def test_an_entry_is_evicted_like_bytes():
-    """The page (the stored book) has a largest number of entries. If it is full, an idle model
-    leaves. In an earlier version, 256 idle `batch` models made an `urgent` request fail, although
-    enough bytes were free.
-    """
+    """If the page is full, an idle model leaves: 256 idle `batch` models made an `urgent` request fail."""
     there = world(sim0=20)
     page, verdict = decide(full_page(), request("qwen", 1, importance=0), there)
     assert isinstance(verdict, Wait) and verdict.asked == (at(2, f"m{MOST_LEASES - 1}"),)
@@ -774,9 +718,7 @@ def test_an_own_idle_model_leaves_the_page_at_once():
 
 
 def test_a_model_on_a_device_leaves_for_the_warm_pool_first_and_then_the_page():
-    """The owner offloads the model on request, and then drops it. The entry is free after the
-    second step.
-    """
+    """The owner offloads the model on request, and then drops it. The entry is free after the second step."""
     there = world(sim0=20)
     idle = lease("idle", by=2, sim0=1, importance="batch", last_used=NOW - 9999)
     page = full_page(idle, importance=-1)
@@ -797,9 +739,7 @@ def test_a_model_on_a_device_leaves_for_the_warm_pool_first_and_then_the_page():
     "kept", [{"pins": 1}, {"keep": True}, {"droppable": False}, {"importance": "urgent"}]
 )
 def test_an_entry_is_not_evicted_where_bytes_would_not_be(kept):
-    """A full page does not evict models that are in use, kept, more important, or the only copy of
-    their weights.
-    """
+    """A full page does not evict models that are in use, kept, more important, or the only copy of their weights."""
     fields = {"importance": "batch"} | kept
     page, verdict = decide(full_page(**fields), request("qwen", 1), world(sim0=20))
     assert verdict.kind == "full" and page.tickets == ()
@@ -831,9 +771,7 @@ def test_a_full_page_still_restores_what_it_holds():
 
 
 def test_one_process_s_own_limit_makes_its_own_models_leave_first():
-    """INFERENCE_MEMORY_LIMIT_GB bounds the bytes of one process on all cards, after possible
-    evictions.
-    """
+    """INFERENCE_MEMORY_LIMIT_GB bounds the bytes of one process on all cards, after possible evictions."""
     page = book(lease("mine", sim0=6), lease("theirs", by=2, sim1=6))
     _, verdict = decide(page, request("qwen", 6), world(sim0=20, sim1=20, limit_bytes=size(10)))
     assert [step.lease for step in verdict.steps] == [at(1, "mine")] and verdict.asked == ()
@@ -851,9 +789,7 @@ def test_a_refusal_by_the_own_limit_has_the_seeds_text():
 
 
 def test_the_own_limit_counts_leases_that_the_host_has_no_room_for():
-    """A lease that the host has no room for cannot leave. If its bytes were not counted, the
-    request would wait for ever.
-    """
+    """It cannot leave. If its bytes were not counted, the request would wait for ever."""
     page = book(lease("adopted", sim0=9, droppable=False), lease("warm", host=2, droppable=False))
     there = world(sim0=10, sim1=10, host=9, limit_bytes=size(12))
     assert decide(page, request("qwen", 4), there)[1].kind == "limit"
@@ -861,9 +797,7 @@ def test_the_own_limit_counts_leases_that_the_host_has_no_room_for():
 
 
 def test_a_leaving_lease_counts_as_gone_for_the_own_limit():
-    """The bytes of a leaving lease no longer count for the limit. Otherwise a second model would be
-    evicted for the room that the first one frees.
-    """
+    """Otherwise a second model would be evicted for the room that the first one frees."""
     going = lease("going", sim0=6, phase=Phase.LEAVING, key="x")
     there = world(sim0=20, sim1=20, limit_bytes=size(10))
     _, verdict = decide(book(going, lease("mine", sim1=4)), request("qwen", 6), there)
@@ -900,9 +834,7 @@ def test_only_a_return_to_a_card_spends_the_reserve():
 
 
 def test_bytes_that_the_sample_cannot_have_seen_are_counted():
-    """The driver's figure lacks a lease that settled after the sample, or is still arriving (law
-    11).
-    """
+    """The driver's figure lacks a lease that settled after the sample, or is still arriving (law 11)."""
     there = real(18, taken_at=NOW - 1)
     assert room(book(lease("a", cuda0=4, settled_at=NOW - 2)), there)["cuda:0"] == 16 * GIB
     assert room(book(lease("a", cuda0=4, settled_at=NOW - 0.5)), there)["cuda:0"] == 14 * GIB
@@ -926,9 +858,7 @@ def test_bytes_that_settled_unseen_stay_unseen_while_they_leave():
     ],
 )
 def test_on_an_unmeasured_card_grants_wait_and_nothing_is_evicted(there, because):
-    """Unknown free memory is treated neither as zero nor as free (law 11). A request waits, and
-    nothing is evicted for it.
-    """
+    """Unknown free memory is neither zero nor free (law 11)."""
     page = book(lease("idle", cuda0=18))
     after, verdict = decide(page, request("small", 1), there)
     assert (verdict.because, verdict.steps, verdict.retry_at) == (because, (), NOW + 1)
@@ -952,9 +882,7 @@ def test_memory_outside_the_leases_is_named_as_the_reason_to_wait():
 
 
 def test_no_lease_is_evicted_for_bytes_that_left_after_the_sample():
-    """A card is measured once a second. If bytes that left since then counted as used, each
-    decision between two measurements would evict another model.
-    """
+    """A card is measured once a second, so each decision in between would evict another model."""
     from gpu_runtime.scheduler.transitions import left
 
     there = real(0, taken_at=NOW - 1)
@@ -1040,9 +968,7 @@ def test_the_footprint_of_a_request_is_the_sum_of_its_parts():
 
 
 def test_only_a_few_of_many_leases_in_the_way_are_named():
-    """A message names only a few of many leases. Sixty-four models in use on one card once made a
-    message of 5,000 characters.
-    """
+    """Sixty-four models in use on one card once made a message of 5,000 characters."""
     for count, named in ((4, 4), (5, 5), (6, 4), (64, 4)):
         crowd = [lease(f"m{n}", sim0=1, pins=1) for n in range(count)]
         _, verdict = admit(book(*crowd), request("qwen", gib=1), world(sim0=count), lru)

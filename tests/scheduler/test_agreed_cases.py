@@ -1,6 +1,4 @@
-"""The cases from the requirements, unchanged. Sizes are in GiB. A model is idle unless the case
-says otherwise.
-"""
+"""The cases from the requirements, unchanged. Sizes are in GiB. A model is idle unless the case says otherwise."""
 
 from __future__ import annotations
 
@@ -196,9 +194,7 @@ def test_30000_on_24000_and_12000_free_is_about_20146_and_9854():
 
 
 def test_35000_on_24000_and_12000_free_is_refused():
-    """Both cards together have 36,000 MiB free. With a margin of 512 MiB on each, only 34,976 MiB
-    can be granted.
-    """
+    """Both cards together have 36,000 MiB free. With a margin of 512 MiB on each, only 34,976 MiB can be granted."""
     _, verdict = decide(
         book(), request("big", "35000 MiB", layout="proportional"), world(**MIB_FREE)
     )
@@ -234,9 +230,7 @@ def test_a_ticket_for_several_cards_keeps_its_place_on_each():
 
 
 def test_a_split_that_evicts_nothing_beats_one_card_that_must_be_emptied():
-    """Candidates are ranked by the seconds that reloading the victims takes, then by the number of
-    cards. `auto` never splits a model that one card could hold.
-    """
+    """By the seconds of the victims' reloads, then by the cards. `auto` never splits what one card could hold."""
     page = book(lease("a", sim0=50, reload_seconds=9), lease("b", sim1=50, reload_seconds=9))
     _, verdict = decide(page, request("c", 50, layout="balanced"), world(**TWO))
     assert verdict.lease.target == on(sim0=25, sim1=25)

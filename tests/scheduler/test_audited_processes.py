@@ -1,11 +1,4 @@
-"""Several processes, a book, and an auditor that knows the bytes that each process really holds.
-
-The processes request, load, fail, are interrupted, pin, evict and die. After each step the auditor
-compares the book with these bytes. No device is over its budget (law 1 in docs/architecture.md). No
-byte is lost or forgotten (laws 3, 6, 9). No model in use was moved (law 4). No weights were dropped
-that exist nowhere else (law 5). Each decision is repeated, and repeated once more on a page that
-was written and read again.
-"""
+"""Processes at work, a book, and an auditor with the bytes really held: laws 1 to 6 and 9 after each step."""
 
 from __future__ import annotations
 
@@ -84,9 +77,7 @@ class Process:
         return Truth(self.owner, tuple(self.models.values()), tuple(sorted(self.keys)))
 
     def holds(self) -> Counter[str]:
-        """The bytes on each device that the process may hold at the worst moment of its work in
-        progress.
-        """
+        """The bytes on each device that the process may hold at the worst moment of its work in progress."""
         held: Counter[str] = Counter()
         for model in self.models.values():
             held.update({share.device: share.bytes for share in model.shares})
@@ -145,10 +136,7 @@ class Auditor(RuleBasedStateMachine):
         return World(self.now, WALL + self.now, DEVICES, LIMITS, self.samples, self.rules)
 
     def write(self, process: Process, decision: Any) -> tuple[Book, Any]:
-        """Runs one transaction of `process` and returns the new page and the answer.
-
-        As in `owner/session.py`, the process first publishes its own section and then decides.
-        """
+        """One transaction of `process`, which first publishes its own section: the new page and the answer."""
         world, truth, old = self.world(), process.truth(), self.book
 
         def deciding(book: Book) -> tuple[Book, Any, Book]:
@@ -245,9 +233,7 @@ class Auditor(RuleBasedStateMachine):
         droppable=mostly,
     )
     def cell(self, which: int, name: str, size: int, importance: int, droppable: bool) -> None:
-        """A whole cell, if there is room at once: the process requests, loads, uses and releases a
-        model.
-        """
+        """A whole cell, if there is room at once: the process requests, loads, uses and releases a model."""
         process = self.pick(which)
         key = self.key(process, f"use {name}")
         process.asking[key] = Request(
@@ -259,9 +245,7 @@ class Auditor(RuleBasedStateMachine):
             process.models[name] = replace(process.models[name], pins=0)
 
     def waiting(self) -> list[tuple[Process, str]]:
-        """The requests that may be repeated. A process with a step to do first cannot repeat its
-        requests.
-        """
+        """The requests that may be repeated. A process with a step to do first cannot repeat its requests."""
         return [
             (process, key)
             for process in self.processes.values()
@@ -350,9 +334,7 @@ class Auditor(RuleBasedStateMachine):
     @precondition(lambda self: any(process.asking for process in self.processes.values()))
     @rule(which=some)
     def interrupt(self, which: int) -> None:
-        """The stop button interrupts the process at any instruction. Its thread ends, and the
-        decision's key is released. The monitor cleans up later.
-        """
+        """At any instruction: its thread ends, and the decision's key is released. The monitor cleans up later."""
         asking = [
             (process, key) for process in self.processes.values() for key in sorted(process.asking)
         ]
@@ -485,10 +467,7 @@ class Auditor(RuleBasedStateMachine):
     @precondition(lambda self: self.models(lambda process, model: model.on_device))
     @rule(which=some)
     def enter(self, which: int) -> None:
-        """Enters a `with` block that uses a model on its device.
-
-        The ledger is not touched, even if a decision to evict this model was made just before.
-        """
+        """Enters a block, without the ledger, even if a decision to evict its model was made just before."""
         models = self.models(lambda process, model: model.on_device)
         process, model = models[which % len(models)]
         process.models[model.name] = replace(
@@ -624,11 +603,7 @@ class Auditor(RuleBasedStateMachine):
 
     @rule(freed=mostly)
     def take_sample(self, freed: bool = True) -> None:
-        """Takes a sample as the driver reports it: it has the settled bytes, but none that are
-        arriving.
-
-        The driver frees the bytes of a dead process later, and lists the process until then.
-        """
+        """As the driver reports it: the settled bytes, none arriving; a dead process is listed for a while."""
         if freed:
             self.lingering = {}
         settled = sum(

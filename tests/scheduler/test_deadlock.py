@@ -1,7 +1,4 @@
-"""Requests that can never be served, which are found by reduction.
-
-The second part is about the order of the queue: which request may pass another, and for how long.
-"""
+"""Requests that can never be served, found by reduction; then which request may pass another, for how long."""
 
 from __future__ import annotations
 
@@ -18,9 +15,7 @@ from tests.worlds import NOW, at, book, decide, lease, request, ticket, world
 
 
 def test_of_two_threads_that_wait_for_each_others_model_the_youngest_is_refused():
-    """The youngest request has waited least, so it is refused. The other thread continues once the
-    `with` block of the refused thread has ended.
-    """
+    """It has waited least. The other thread continues once the refused thread's block has ended."""
     page = book(
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim0=10, pins=1),
@@ -47,9 +42,7 @@ def test_the_elder_of_a_deadlock_goes_on_waiting():
 
 
 def test_a_need_that_another_card_can_meet_is_no_deadlock():
-    """The wait-for graph has a cycle over sim:0. But the thread that uses sim:2 will finish, and
-    then one of the requests fits.
-    """
+    """The cycle is over sim:0, but the thread that uses sim:2 will finish, and then one fits."""
     held = [
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim1=10, pins=1),
@@ -68,9 +61,7 @@ def test_a_need_that_another_card_can_meet_is_no_deadlock():
 
 
 def test_a_cycle_that_a_third_thread_will_break_is_no_deadlock():
-    """A plain search for cycles finds that a and b wait for each other. But the bytes of the third
-    thread are enough for one of them.
-    """
+    """The bytes of the third thread are enough for one of the two."""
     page = book(
         lease("a", sim0=6, pins=1),
         lease("b", by=2, sim0=6, pins=1),
@@ -84,9 +75,7 @@ def test_a_cycle_that_a_third_thread_will_break_is_no_deadlock():
 
 
 def test_no_cycle_of_two_and_yet_a_deadlock():
-    """Each of three threads holds a third of the card and needs two thirds. Any two of the threads
-    are not deadlocked, but all three together are.
-    """
+    """Each of three holds a third of the card and needs two thirds; any two alone are not deadlocked."""
     page = book(
         *(lease("m", by=n, sim0=4, pins=1) for n in (1, 2, 3)),
         tickets=[ticket("x", by=n, sim0=5, held=(at(n, "m"),)) for n in (1, 2, 3)],
@@ -95,9 +84,7 @@ def test_no_cycle_of_two_and_yet_a_deadlock():
 
 
 def test_a_request_that_holds_nothing_others_could_use_is_not_deadlocked():
-    """A request waits behind deadlocked threads but holds nothing. It is not refused, since its
-    refusal would help no other request.
-    """
+    """It waits behind deadlocked threads, and its refusal would help no other request."""
     page = book(
         lease("a", sim0=10, pins=1),
         lease("b", by=2, sim0=10, pins=1),
@@ -133,9 +120,7 @@ def can_all_finish(
     needs: tuple[tuple[int, frozenset[str]] | None, ...],
     limits: tuple[tuple[str, int], ...],
 ) -> frozenset[int]:
-    """The numbers of the threads that can finish, in the best order of finishing. A thread without
-    a need finishes by itself.
-    """
+    """The threads that can finish, in the best order of finishing. One without a need finishes by itself."""
     best: frozenset[int] = frozenset()
     todo, seen = [best], set()
     while todo:
@@ -172,9 +157,7 @@ threads = st.lists(
 @given(threads)
 @example([("sim:0", 6, (6, ())), ("sim:0", 4, (5, ())), ("sim:1", 6, None)])
 def test_reduction_agrees_with_every_order_of_finishing(threads_):
-    """A thread that can finish in some order is never called deadlocked. A thread that cannot
-    finish is found if it holds bytes that the others could use.
-    """
+    """One that can finish is never deadlocked; one that cannot is found if it holds what others could use."""
     there = world(sim0=10, sim1=10)
     leases, tickets, held, needs = [], [], [], []
     for n, (device, gib, need) in enumerate(threads_, start=1):
@@ -251,9 +234,7 @@ def test_a_more_important_request_does_not_wait_for_a_less_important_one():
 
 
 def test_a_stopped_process_is_skipped_not_deleted():
-    """A process whose ticket was not refreshed for 2 s is stopped, and would not take the room. Its
-    ticket stays in the book.
-    """
+    """Its ticket was not refreshed for 2 s, so it would not take the room. The ticket stays in the book."""
     page = book(tickets=[ticket("big", by=2, sim0=20, refreshed=NOW - 2.1)])
     after, verdict = decide(page, request("small", 4), world(sim0=20))
     assert isinstance(verdict, Grant) and after.tickets == page.tickets
@@ -262,9 +243,7 @@ def test_a_stopped_process_is_skipped_not_deleted():
 
 
 def test_an_elder_blocked_by_a_model_in_use_may_be_passed_for_thirty_seconds():
-    """The elder (the request ahead) cannot use the room yet, but passing requests must not delay it
-    for ever.
-    """
+    """The elder (the request ahead) cannot use the room yet, but passing requests must not delay it for ever."""
     busy = lease("busy", by=3, sim0=10, pins=1)
 
     def passes(seconds):
@@ -277,9 +256,7 @@ def test_an_elder_blocked_by_a_model_in_use_may_be_passed_for_thirty_seconds():
 
 
 def test_a_thread_that_holds_the_model_an_elder_waits_for_may_pass():
-    """The elder (the request ahead) needs the bytes of the model that the thread holds. If the
-    thread could not pass, each would wait for the other.
-    """
+    """The elder needs that model's bytes, so each would wait for the other."""
     mine = lease("mine", sim0=4, pins=1)
     page = book(mine, tickets=[ticket("big", by=2, sim0=18)])
     assert isinstance(decide(page, request("more", 4, held=(mine.id,)), world(sim0=20))[1], Grant)

@@ -1,6 +1,4 @@
-"""A name in the book belongs to one physical card, whichever cards a process sees and however its
-driver numbers them.
-"""
+"""A name in the book is one physical card, whichever cards a process sees and however they are numbered."""
 
 from __future__ import annotations
 

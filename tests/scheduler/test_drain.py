@@ -1,6 +1,4 @@
-"""A drained card takes no new leases. Idle models leave the card at once. Models in use leave when
-they become idle.
-"""
+"""A drained card takes no new leases. Idle models leave at once, others when they become idle."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def test_the_runners_up_say_that_a_card_is_drained():
 
 
 def test_if_every_card_is_drained_the_refusal_says_what_to_type():
-    """If every card is drained, a request is refused at once and without evictions, because waiting
-    would not help.
-    """
+    """At once and without evictions, because waiting would not help."""
     page = book(lease("idle", sim0=4), drained={"sim:0": ANN})
     after, verdict = decide(page, request("qwen", 4), world(sim0=20))
     assert isinstance(verdict, Refuse) and verdict.kind == "drained"
@@ -74,10 +70,7 @@ def test_a_model_from_a_drained_card_is_restored_to_another():
 
 
 def test_idle_leases_leave_even_if_just_used_kept_alive_or_important():
-    """A person decided the drain, so grace, keep_alive and importance do not apply. First the
-    leases whose weights exist nowhere else are offloaded, then others while the host has room. The
-    rest is dropped.
-    """
+    """A person decided. Precious weights are offloaded first, others while the host has room, the rest dropped."""
     page = book(
         lease("a", sim0=2, last_used=NOW, importance="urgent", keep_alive=600.0),
         lease("b", sim0=2),
@@ -137,9 +130,7 @@ def test_a_drain_and_its_end_are_both_events():
 
 
 def test_a_drain_follows_the_card_and_not_its_name():
-    """All owners have ended, and the next owner sees other cards. The drained card then has another
-    name, and is still drained.
-    """
+    """All owners have ended, and the next one sees other cards, under other names."""
     card = Device("cuda:0", 80 * GIB, uuid="GPU-a")
     there = world(cuda0=80)
     page = drain.drain(book(), card, "ann", there)
@@ -150,9 +141,7 @@ def test_a_drain_follows_the_card_and_not_its_name():
 
 
 def test_a_rebuilt_book_has_the_drains_that_its_newest_owner_knew():
-    """The newest section counts. One owner ended the drain, and the other owner has not written
-    since.
-    """
+    """The newest section counts. One owner ended the drain, and the other owner has not written since."""
     old = book(owners=(1,), drained={"sim:0": ANN, "sim:1": ANN})
     new = book(owners=(2,), drained={"sim:1": ANN})
     assert union([part_of(old, owner(1).id), part_of(new, owner(2).id)]).drained == {"sim:1": ANN}

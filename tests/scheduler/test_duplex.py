@@ -119,10 +119,7 @@ def test_nobody_else_takes_the_room_of_a_part():
     choices=st.lists(st.integers(0, 7), max_size=30),
 )
 def test_a_crossing_never_overcommits_and_always_ends(total, piece, olds, host, stage, choices):
-    """The stages of several owners end in any order, and some fail. No write breaks a law.
-
-    At the end the model is whole on its card, or waits because nothing can leave.
-    """
+    """Stages end in any order, some fail; no law breaks, and the model is whole or nothing can leave."""
     tiny = 2**-30
     there = world(sim0=16 * tiny, host=(host + total) * tiny)
     leases, used = [new(host=total * tiny, piece_bytes=piece)], 0

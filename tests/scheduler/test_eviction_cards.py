@@ -12,9 +12,7 @@ from tests.worlds import NOW, WALL, book, lease, request, world
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_the_model_that_was_idle_for_an_hour_leaves_although_the_other_loads_faster(policy):
-    """A small model that is used every minute loads quickly. If the seconds of loading decided
-    between the cards, it would leave each time, and the large model would stay unused for days.
-    """
+    """By the seconds of loading, a small model used every minute would leave each time."""
     stale = lease("stale", sim0=18, last_used=NOW - 3600, reload_seconds=60, recent_uses=uses(3600))
     hot = lease("hot", sim1=18, last_used=NOW - 30, reload_seconds=20, recent_uses=uses(30, 60, 90))
     there = world(sim0=20, sim1=20)

@@ -33,9 +33,7 @@ def test_lru_is_the_time_of_last_use():
 
 
 def test_cost_aware_evicts_the_lease_that_frees_most_for_the_fewest_seconds():
-    """The score is the seconds to load the lease again for each GiB that it frees. Idle time lowers
-    the score.
-    """
+    """The score is the seconds to load the lease again for each GiB that it frees. Idle time lowers the score."""
     quick = lease("quick", sim0=10, restore_seconds=1, reload_seconds=30, last_used=NOW - 99)
     slow = lease("slow", sim0=1, reload_seconds=30, last_used=NOW - 99)
     fresh = lease("fresh", sim0=10, restore_seconds=1, last_used=NOW)
@@ -45,9 +43,7 @@ def test_cost_aware_evicts_the_lease_that_frees_most_for_the_fewest_seconds():
 
 
 def test_keep_score_is_the_waiting_that_is_saved_for_each_gb():
-    """The model of 2 GB was used now and 80 s ago, which counts 1/20 + 1/100. Loading it again
-    takes 12 s, and restoring it 3 s.
-    """
+    """2 GB used now and 80 s ago count 1/20 + 1/100; loading takes 12 s, restoring 3."""
     roomy, bare = world(sim0=100, host=100), world(sim0=100, host=1)
     model = lease(
         "a",
@@ -123,9 +119,7 @@ def test_the_most_precious_of_the_chosen_is_spared_first():
 
 
 def test_equal_ranks_are_ordered_by_name():
-    """With equal ranks the order does not depend on the machine: the same page gives the same
-    victims.
-    """
+    """With equal ranks the order does not depend on the machine: the same page gives the same victims."""
     one, two = lease("one", sim0=4), lease("two", sim0=4)
     assert victims(gib(sim0=4), [two, one], THERE, lru) == (one,)
 
@@ -137,9 +131,7 @@ def test_of_equal_ranks_the_least_recently_used_leaves():
 
 
 def test_a_lease_on_several_devices_frees_them_all():
-    """An eviction frees all shares of a lease. With tensor parallelism the shares cannot leave one
-    by one.
-    """
+    """An eviction frees all shares of a lease. With tensor parallelism the shares cannot leave one by one."""
     split = lease("split", sim0=4, sim1=4, last_used=1)
     assert victims(gib(sim0=4, sim1=4), [split, lease("a", sim0=4, last_used=2)], THERE, lru) == (
         split,
@@ -175,9 +167,7 @@ def enough(chosen, need):
 
 @given(leases, needs)
 def test_victims_are_enough_and_none_can_be_spared(idle, need):
-    """The victims are enough, and none of them could stay (law 8 in docs/architecture.md). The
-    result is None only if no set of leases is enough.
-    """
+    """Law 8. None only if no set of leases is enough."""
     chosen = victims(need, idle, THERE, lru)
     if chosen is None:
         assert not enough(idle, need)

@@ -26,9 +26,7 @@ def test_a_grant_says_why_the_other_cards_lost():
 
 
 def test_a_grant_that_needed_room_lists_the_other_possible_victims():
-    """At the time of the grant the room is already free. So the report has the candidates of the
-    earlier wait.
-    """
+    """At the time of the grant the room is already free. So the report has the candidates of the earlier wait."""
     page = book(lease("a", sim0=15, reload_seconds=2), lease("b", sim1=15, reload_seconds=60))
     page, wait = decide(page, request("qwen", 18), world(sim0=20, sim1=20))
     granted = Grant(Lease("1", "qwen", target=(Share("sim:0", 18 * GIB),)), (), "qwen fits")

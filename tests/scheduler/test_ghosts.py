@@ -1,8 +1,4 @@
-"""Bytes of a dead process on a real card count until the card's driver shows them free (law 12 in
-docs/architecture.md).
-
-The book keeps such bytes as a ghost: the memory that a dead process held.
-"""
+"""A dead process's bytes count, as a ghost, until the card's driver shows them free (law 12)."""
 
 from __future__ import annotations
 
@@ -41,18 +37,14 @@ HELD = book(lease("a", by=2, cuda0=40, settled_at=NOW - 100), owners=(1, 2))
 
 
 def test_a_sample_from_before_the_death_frees_nothing():
-    """A sample (a measurement by the driver) from before the death counted the bytes as used. If
-    the book counted them as free, they would be granted too early.
-    """
+    """It counted them as used: as free bytes they would be granted too early."""
     page = reaped(HELD)
     assert page.claims() == {"cuda:0": size(40)}
     assert room(page, there(40, taken_at=NOW - 1))["cuda:0"] == size(32)
 
 
 def test_bytes_that_came_after_the_sample_are_not_free_when_their_owner_dies():
-    """The bytes settled after the card's last sample. If the book dropped them when their owner
-    dies, they would be granted twice.
-    """
+    """They settled after the card's last sample: dropped, they would be granted twice."""
     page = reaped(book(lease("a", by=2, cuda0=40, settled_at=NOW - 0.5), owners=(1, 2)), free=80)
     assert room(page, there(80, taken_at=NOW - 1))["cuda:0"] == size(32)
     assert room(page, there(50, taken_at=NOW - 1))["cuda:0"] == size(10)
@@ -68,9 +60,7 @@ def test_bytes_that_were_arriving_when_their_owner_died_count_in_full():
 
 
 def test_a_sample_from_after_the_death_that_still_lists_the_process_frees_nothing():
-    """The driver needs time to free the memory of a dead process. As long as it lists the process,
-    a grant would exceed the card's budget.
-    """
+    """The driver needs time to free them: a grant would exceed the card's budget."""
     later = there(40, taken_at=NOW + 1, now=NOW + 1, listing={2: size(40)})
     page = ghosts.measure(reaped(HELD), later)
     assert room(page, later)["cuda:0"] == size(32)
@@ -100,9 +90,7 @@ def test_unknown_free_memory_makes_a_request_wait():
 
 
 def test_a_card_is_not_granted_beyond_its_budget_while_the_driver_cleans_up():
-    """While the driver frees a dead process's memory, a request waits a moment with a reason. No
-    lease is evicted for it.
-    """
+    """A request waits a moment with a reason, and no lease is evicted for it."""
     idle = lease("b", by=1, cuda0=10, settled_at=NOW - 100, last_used=0)
     page = reaped(book(*HELD.leases(), idle, owners=(1, 2)), free=30)
     slow = there(30, taken_at=NOW - 0.1, listing={2: size(40)})
@@ -128,9 +116,7 @@ def test_a_pid_that_was_reused_by_a_living_owner_is_no_ghost():
 
 
 def test_simulated_cards_and_the_host_have_no_ghosts():
-    """On simulated cards and the host, the book is the only measurement. A dead process holds no
-    memory there.
-    """
+    """On simulated cards and the host, the book is the only measurement. A dead process holds no memory there."""
     page = book(lease("a", by=2, sim0=3), lease("b", by=2, host=4), owners=(1, 2))
     assert books.reap(page, [DEAD.id], world(sim0=20)).ghosts == ()
 

@@ -1,8 +1,4 @@
-"""Requests beside many leases whose weights exist nowhere else.
-
-Such a lease can only move to host memory. The tests compare the decision with every set of leases
-for which host memory has room.
-"""
+"""Requests beside weights that exist nowhere else, against every set of leases that the host has room for."""
 
 from __future__ import annotations
 
@@ -50,10 +46,7 @@ def fits(need: int, room: dict[str, int], layout: str) -> bool:
 def test_a_request_is_refused_if_no_set_that_the_host_can_take_makes_the_room(
     spare, placed, host, layout, gib
 ):
-    """Without this, a hopeless request waits until its timeout beside more than eight such leases.
-    In the first example, the host has room for one lease of 9 GiB, and each of the two cards needs
-    one to leave.
-    """
+    """Otherwise it waits for its timeout. First: the host takes one of 9 GiB, and each card must lose one."""
     placed = [(card % len(spare), size) for card, size in placed]
     leases = [
         lease(f"m{n}", droppable=False, last_used=n, **{f"sim{card}": size})

@@ -1,8 +1,4 @@
-"""The laws of docs/architecture.md as properties of single decisions on any book.
-
-Sequences of decisions are in test_audited_processes.py. Sizes are small whole numbers of bytes,
-since only their order matters.
-"""
+"""The laws of docs/architecture.md for single decisions on any book; sequences are in test_audited_processes.py."""
 
 from __future__ import annotations
 
@@ -54,9 +50,7 @@ shadows = st.sampled_from([0, 0, 1, 4, 9])  # bytes of a copy in host memory, of
 
 @st.composite
 def leases(draw: Any, quiet: bool = False) -> list[Lease]:
-    """Draws leases of three owners. With `quiet`, all leases are settled and idle, and none is
-    kept.
-    """
+    """Draws leases of three owners. With `quiet`, all leases are settled and idle, and none is kept."""
     made = []
     for n in range(draw(st.integers(0, 7))):
         phase = (
@@ -233,9 +227,7 @@ def test_1_no_grant_takes_a_device_over_its_budget(situation):
 @settings(suppress_health_check=[HealthCheck.filter_too_much])  # most situations refuse or wait
 @given(situations(), st.integers(0, 30))
 def test_2_facts_are_always_accepted(situation, measured):
-    """Facts are accepted even if they overdraw a device. Examples are a load that is larger than
-    declared, and memory of a process beyond its leases.
-    """
+    """Even if they overdraw a device, such as a load larger than declared, or memory beyond the leases."""
     page, verdict = decide(situation)
     wanted = situation[1].lease
     assume(isinstance(verdict, Grant) and verdict.steps)
@@ -378,10 +370,7 @@ def test_7_a_refusal_evicts_nothing(situation):
 
 
 def _departures(victim: Lease) -> list[tuple[int, dict[str, int]]]:
-    """How an idle lease may leave: the bytes that the host must take, and the freed bytes by card.
-
-    A lease that its source can load again is dropped, or stays. Other leases may leave in part.
-    """
+    """How an idle lease may leave, as (bytes for the host, freed bytes by card): droppable whole, others in parts."""
     if victim.droppable:
         targets: list[tuple[Share, ...]] = [()]
     else:
@@ -413,9 +402,7 @@ def _departures(victim: Lease) -> list[tuple[int, dict[str, int]]]:
     )
 )
 def test_7_no_set_of_victims_could_serve_a_refused_request(situation):
-    """The test tries every set of leases, and of pieces, that may be dropped or that the host can
-    take, with every allowed layout.
-    """
+    """Every set of leases and pieces that may be dropped or that the host can take, with every allowed layout."""
     page, wanted, there = situation
     after, verdict = decide(situation)
     wanted_lease = page.lease(wanted.lease.owner, wanted.lease.name)
@@ -456,9 +443,7 @@ def test_7_no_set_of_victims_could_serve_a_refused_request(situation):
 
 @given(situations(quiet=True), st.sampled_from(["sim:0", "sim:1"]), st.integers(0, 6))
 def test_8_no_victim_can_be_spared(situation, card, more):
-    """If any one victim, or one piece of a victim, stayed, the request would not fit. No lease that
-    stays is less important than all victims.
-    """
+    """If any victim or piece stayed, the request would not fit. Nothing that stays is less important than all."""
     page, _, there = situation
     there = replace(there, rules=replace(there.rules, limit_bytes=None))
     free = room(page, there)[card]
@@ -495,9 +480,7 @@ def test_8_no_victim_can_be_spared(situation, card, more):
 
 @given(situations())
 def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
-    """The test has two cases. A granted request's load fails, or a waiting request's victims fail
-    to leave and the request is withdrawn.
-    """
+    """A granted load fails, or the victims of a waiting request fail to leave and it is withdrawn."""
     page, wanted, there = situation
     assume(not any(m.key == wanted.key for m in page.leases()) and not page.ticket(wanted.key))
     after, verdict = decide(situation)
@@ -511,11 +494,7 @@ def test_9_a_request_that_fails_leaves_the_book_as_it_was(situation):
         after = books.withdraw(after, wanted.key)
 
     def without_traces(leases_: Any) -> list[Lease]:
-        """The leases without the traces of a request.
-
-        An abandoned restore keeps the importance and times of its request until its owner
-        publishes.
-        """
+        """Leases without traces of a request: an abandoned restore keeps its importance and times for a while."""
         return sorted(
             (
                 replace(m, last_used=0, pinned_since=0, importance=0, keep_alive=0, key="")
@@ -619,9 +598,7 @@ def test_12_dead_owners_are_reaped_completely_and_no_others(pid, situation):
 
 @given(situations())
 def test_relief_brings_the_level_down_and_no_further(situation):
-    """With `relief="auto"`, no step is needless: without the last step a card would still be too
-    full.
-    """
+    """With `relief="auto"`, no step is needless: without the last step a card would still be too full."""
     page, _, there = situation
     assume(there.rules.relief == "auto")
     after, steps = relieve(page, owner(1).id, there, lru, "k")
@@ -660,11 +637,7 @@ def test_relief_brings_the_level_down_and_no_further(situation):
 def follow(
     page: Book, wanted: list[Request], there: World, rounds: int
 ) -> tuple[Book, dict[str, Any]]:
-    """Follows the book for `rounds` seconds and returns it.
-
-    In each second every process requests, does its steps, evicts what others request, and loads. A
-    process uses its model for one round, and ends.
-    """
+    """The book after `rounds` s, in which each process requests, obeys, loads, uses for a round, and ends."""
     answers: dict[str, Any] = {}
     using: list[Lease] = []
     for _ in range(rounds):
@@ -895,9 +868,7 @@ NO_CARD_ALONE = {"factor": 3.0, "margin_bytes": 0, "card_bytes": {"sim:0": 7, "s
 def test_progress_without_models_in_use_a_request_is_granted_or_refused_within_a_few_rounds(
     situation,
 ):
-    """In a few rounds each request is granted or refused. The exception is a request that a more
-    important lease blocks: it waits and names this lease.
-    """
+    """One that a more important lease blocks waits and names this lease."""
     page, wanted, there = situation
     _, answers = follow(page, [wanted], there, rounds=10)
     verdict = answers[wanted.key]

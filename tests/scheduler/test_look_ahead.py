@@ -1,8 +1,4 @@
-"""What a look-ahead may spend: free memory, and idle models of the same process that are used later
-or never.
-
-Look-ahead loads the model of a waiting cell while another cell runs.
-"""
+"""A look-ahead spends free memory, and idle models of its process that are used later or never."""
 
 from __future__ import annotations
 
@@ -25,9 +21,7 @@ BECAUSE = f"loaded ahead: {CELL} uses it"
 
 
 def cells(*uses, running=()):
-    """The running cell, which uses the models `running`, and one waiting cell for each model of
-    `uses`.
-    """
+    """The running cell, which uses the models `running`, and one waiting cell for each model of `uses`."""
     first = CellModels("cell 1", tuple(running), tuple(running), True)
     return (first, *(CellModels(f"cell {n}", (name,), (name,)) for n, name in enumerate(uses, 2)))
 
@@ -52,9 +46,7 @@ def test_free_memory_is_spent_and_the_reason_is_in_the_book():
 
 
 def test_an_own_idle_model_that_is_used_later_or_never_leaves():
-    """An idle model that is used later or never makes room. The caller does the steps and decides
-    again. By then the room is free.
-    """
+    """The caller does the steps and decides again, with the room free."""
     them = book(lease("a", sim0=10, pins=1), lease("old", sim0=10), lease("c", sim0=4))
     after, verdict = guess(them, "b", "b", "c", running=["a"])
     assert isinstance(verdict, Wait) and [step.lease for step in verdict.steps] == [at(1, "old")]
@@ -67,9 +59,7 @@ def test_an_own_idle_model_that_is_used_later_or_never_leaves():
 
 
 def test_a_model_that_is_used_sooner_stays():
-    """A model that a cell uses sooner than the guessed one stays. Otherwise the very next cell
-    would need it again.
-    """
+    """Otherwise the very next cell would need it again."""
     them = book(lease("a", sim0=10), lease("b", sim0=10))
     assert guess(them, "c", "a", "b", "c")[1].steps == ()
     after, verdict = guess(them, "c", "a", "c", "b")
@@ -108,9 +98,7 @@ def test_what_can_never_fit_is_not_noted_as_a_refusal():
 
 
 def test_the_host_s_memory_of_another_process_is_not_spent():
-    """The guess may not offload a model if the host would have to drop another process's model for
-    it.
-    """
+    """The guess may not offload a model if the host would have to drop another process's model for it."""
     precious = lease("mine", sim0=20, droppable=False)
     them = book(precious, lease("warm", by=2, host=10))
     after, verdict = guess(them, "b", "b", room={"host": 20})
@@ -119,9 +107,7 @@ def test_the_host_s_memory_of_another_process_is_not_spent():
 
 @pytest.mark.parametrize("holder", [1, 2])
 def test_no_copy_in_host_memory_is_freed_for_a_guess(holder):
-    """In an earlier version the model with the copy was marked as leaving its card, although the
-    running cell used it.
-    """
+    """The model with the copy was marked as leaving its card, although the running cell used it."""
     them = book(
         lease("mine", sim0=8, droppable=False),
         lease("used", by=holder, sim0=4, shadow_bytes=size(4)),
@@ -135,9 +121,7 @@ def test_no_copy_in_host_memory_is_freed_for_a_guess(holder):
 
 
 def test_the_policy_evicts_what_is_used_next_last():
-    """The schedule of the cells orders only the models of this process. A model of another process
-    has its policy's rank.
-    """
+    """Only the models of this process are ordered so. Others have their policy's rank."""
     rank = with_next_uses(lru, owner().id, {"soon": 0, "later": 1})
     them = [
         lease("soon", sim0=1, last_used=1.0),
@@ -159,9 +143,7 @@ def test_the_policy_evicts_what_is_used_next_last():
     rooms=st.lists(st.integers(0, 20), min_size=4, max_size=4),
 )
 def test_a_guess_spends_only_what_it_may(them, others_wait, order, spared, gib, rooms):
-    """A guess evicts no lease of another process, and none that the running cell names or that is
-    used sooner. It leaves no ticket behind, and its grant spends only free bytes.
-    """
+    """None of another process, of the running cell or used sooner. No ticket, and only free bytes."""
     by_id = {one.id: one for one in them}  # no two of one name
     waiting = [ticket("x", by=2, sim0=B)] if others_wait else []
     before = book(*by_id.values(), owners=(1, 2, 3), tickets=waiting)

@@ -1,6 +1,4 @@
-"""A person requests that a model moves to other cards. The move uses free bytes only, and the bytes
-count on both devices until it is done.
-"""
+"""A person moves a model to other cards: with free bytes only, which count on both until it is done."""
 
 from __future__ import annotations
 
@@ -46,9 +44,7 @@ def moving(page, *cards, name="qwen", there=FOUR, pieces=(), **rules):
 
 
 def test_room_is_reserved_on_the_new_card_before_anything_leaves_the_old():
-    """Both places count in full until the move is done (law 1 in docs/architecture.md). Then only
-    the new place counts, and the event has the reason.
-    """
+    """Both places count in full (law 1). Then only the new one does, and the event has the reason."""
     qwen = lease("qwen", sim0=6)
     page, step = moving(book(qwen), "sim:1")
     shares = (Share("sim:1", size(6)),)
@@ -126,9 +122,7 @@ def test_a_move_to_where_the_model_is_already_does_nothing():
     ],
 )
 def test_a_model_that_cannot_move_is_refused_and_nothing_changes(page, there, kind, told):
-    """A refused move changes nothing. Idle models of other processes stay, too, since a move evicts
-    nothing.
-    """
+    """A refused move changes nothing. Idle models of other processes stay, too, since a move evicts nothing."""
     after, refusal = moving(page, "sim:1", there=there)
     assert after is page
     assert isinstance(refusal, Refuse) and refusal.kind == kind and told in refusal.because
@@ -140,9 +134,7 @@ def test_a_model_that_cannot_move_is_refused_and_nothing_changes(page, there, ki
     st.lists(st.integers(0, 3), min_size=1, max_size=4, unique=True),
 )
 def test_no_move_ever_takes_a_card_over_its_budget(others, own, cards):
-    """The law holds for any content of the cards and any division of the model. No byte is lost,
-    also after a refusal.
-    """
+    """Any content of the cards, any division of the model. No byte is lost, also after a refusal."""
     page = book(
         lease("qwen", sim0=own),
         *(lease(f"m{i}", **{f"sim{card}": gib}) for i, (card, gib) in enumerate(others)),

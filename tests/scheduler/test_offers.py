@@ -55,9 +55,7 @@ def test_a_plan_names_its_victims_and_the_most_important_of_them():
 
 
 def test_measured_seconds_are_used_and_marked():
-    """If a model was loaded on the host before, its offer has measured seconds. For any other model
-    the seconds are estimated.
-    """
+    """For a model that was loaded on the host before. Other seconds are estimated."""
     known = lease("qwen", host=14, reload_seconds=30.0, restore_seconds=2.5)
     told = level(book(known))
     assert (told.seconds, told.measured) == (2.5, True)
@@ -110,9 +108,7 @@ def test_the_least_important_victims_are_evicted():
 
 @pytest.mark.parametrize("seconds", [(3.49, 3.51), (2.99, 3.01), (0.1, 0.55), (60.0, 65.0)])
 def test_seconds_that_hardly_differ_do_not_decide(seconds):
-    """If the seconds of two loads hardly differ, the better fit decides, whichever load was
-    measured as the faster one.
-    """
+    """Then the better fit decides, whichever load was measured as the faster one."""
     for one, other in (seconds, seconds[::-1]):
         first, second = offer("a", seconds=one, left_bytes=40), offer("b", seconds=other)
         assert best(first, second) == "b"
@@ -120,9 +116,7 @@ def test_seconds_that_hardly_differ_do_not_decide(seconds):
 
 @given(st.lists(st.tuples(st.floats(0, 100), st.integers(0, 3)), min_size=1, max_size=6))
 def test_the_best_host_is_close_to_the_fastest_and_fits_best_of_those(times):
-    """A host is close to the fastest one if it needs at most 0.5 s or 10 % more, whichever is
-    larger. Slower hosts follow, each once.
-    """
+    """Close is 0.5 s or 10 % more, whichever is larger. Slower hosts follow, each once."""
     offers = [offer(f"box{n}", seconds=s, left_bytes=left) for n, (s, left) in enumerate(times)]
     fastest = min(seconds for seconds, _ in times)
     close = [one for one in offers if one.seconds <= fastest + max(0.5, fastest * 0.1)]
@@ -157,9 +151,7 @@ OFFERS = st.lists(
 
 @given(OFFERS, st.randoms())
 def test_the_order_depends_only_on_the_offers(offers, random):
-    """The order contains no random choice. So two controllers, and two clients, choose the same
-    host.
-    """
+    """The order contains no random choice. So two controllers, and two clients, choose the same host."""
     before = ranked(offers)
     random.shuffle(offers)
     assert ranked(offers) == before

@@ -1,7 +1,4 @@
-"""The choice of victims compared with an exact optimum.
-
-The figures are in tests/bench. These tests check only the bounds.
-"""
+"""The choice of victims against an exact optimum: only the bounds. Figures are in tests/bench."""
 
 from __future__ import annotations
 
@@ -17,9 +14,7 @@ from tests.worlds import book, lease, request, world
     "policy, bound", [("best-fit", 1.05), ("most-free", 1.05), ("fewest-evictions", 1.1)]
 )
 def test_few_more_bytes_are_freed_than_by_an_exact_optimum(policy, bound):
-    """The test tries every set of leases in two hundred small worlds. With `fewest-evictions` there
-    are never more evictions than necessary.
-    """
+    """Every set of leases in two hundred small worlds. `fewest-evictions` never evicts more often."""
     found = excess(policy, worlds=200, seed=7)
     assert found["bytes"] <= bound
     assert policy != "fewest-evictions" or found["leases"] == 1.0
@@ -36,9 +31,7 @@ def test_with_the_fewest_evictions_too_a_humble_model_leaves_before_an_important
 
 
 def test_the_measure_itself_sees_waste():
-    """The best plan that keeps the order of last use never frees fewer bytes than the best plan of
-    all. In some world it frees more.
-    """
+    """By order of last use never fewer bytes are freed than at best, and in some world more."""
     pairs = [
         (min(map(freed_bytes, lawful(*one))), min(map(freed_bytes, ways_out(*one))))
         for one in small_worlds(60)

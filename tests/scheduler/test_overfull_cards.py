@@ -1,6 +1,4 @@
-"""Plain code takes memory without a request to the ledger. Idle kernels then leave a card that
-holds too much.
-"""
+"""Plain code takes memory without a request to the ledger. Idle kernels then leave a card that holds too much."""
 
 from __future__ import annotations
 

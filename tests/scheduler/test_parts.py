@@ -1,7 +1,4 @@
-"""A lease may be in parts: some bytes on its card, the others in host memory.
-
-The laws of single decisions with such leases are in test_laws.py.
-"""
+"""Leases in parts: some bytes on a card, others in host memory. Their laws are in test_laws.py, too."""
 
 from __future__ import annotations
 
@@ -118,9 +115,7 @@ def test_working_memory_is_freed_before_a_second_piece_leaves():
 
 
 def test_a_model_in_parts_on_a_card_that_is_too_small_is_refused_with_the_reason():
-    """Its bytes must leave the card before it fits elsewhere. The host has no room, so waiting would
-    not help.
-    """
+    """Its bytes must leave the card before it fits elsewhere. The host has no room, so waiting would not help."""
     stuck = big(sim0=20, host=20, droppable=False)
     small = world(sim0=30, sim1=40, host=20, limit_bytes=size(50))
     _, limit = decide(book(stuck), request("big", 40), small)
@@ -137,9 +132,7 @@ def test_a_model_in_parts_on_a_card_that_is_too_small_is_refused_with_the_reason
 
 
 def test_a_model_in_parts_on_a_card_that_is_too_small_leaves_it_for_another_card():
-    """During the move to the other card its bytes count on both cards. So under the owner's limit
-    some of them go to host memory first.
-    """
+    """Its bytes count on both cards, so under the owner's limit some go to host memory first."""
     page = book(big(sim0=20, host=20))
     there = world(sim0=30, sim1=40, host=64, limit_bytes=size(50))
     after, wait = decide(page, request("big", 40), there)
@@ -189,9 +182,7 @@ def test_room_for_the_return_is_made_as_for_any_request():
 
 
 def test_a_lease_in_parts_may_move_to_another_card():
-    """The lease's own card is full of a model in use. Until the move is done, all bytes of the
-    lease count on both cards.
-    """
+    """Its own card is full of a model in use. All its bytes count on both until the move is done."""
     page = book(big(sim0=10, host=30), lease("used", sim0=30, pins=1))
     after, grant = decide(page, request("big", 40), world(sim0=40, sim1=40, host=64))
     assert isinstance(grant, Grant) and grant.steps[0].shares == shares(sim1=40)
@@ -199,9 +190,7 @@ def test_a_lease_in_parts_may_move_to_another_card():
 
 
 def test_a_lease_in_parts_is_not_in_its_own_way():
-    """The weights exist nowhere else and host memory is full, so the lease's bytes on the card
-    cannot leave.
-    """
+    """The weights exist nowhere else and host memory is full, so the lease's bytes on the card cannot leave."""
     mine = big(sim0=37, host=3, droppable=False)
     page = book(mine, lease("used", sim0=3, pins=1))
     _, verdict = decide(page, request("big", 40), world(sim0=40, host=3))
@@ -209,9 +198,7 @@ def test_a_lease_in_parts_is_not_in_its_own_way():
 
 
 def test_the_host_needs_room_only_for_the_bytes_that_leave():
-    """A model of 40 GiB, whose weights exist nowhere else, frees 3 GiB although the host has room
-    for only 4 GiB.
-    """
+    """A model of 40 GiB, whose weights exist nowhere else, frees 3 GiB although the host has room for only 4 GiB."""
     page = book(big(droppable=False))
     _, wait = decide(page, request("new", 3), world(sim0=40, host=4))
     assert wait.steps[0].shares == shares(host=3)
@@ -307,9 +294,7 @@ def test_a_lease_in_parts_is_not_migrated():
 
 
 def test_a_lease_in_parts_is_dropped_for_weights_that_exist_nowhere_else():
-    """Other weights need the lease's bytes in host memory. The source of the lease's model has all
-    its bytes, so the lease is dropped.
-    """
+    """They need its bytes in host memory, and its source has all its bytes."""
     parts = big(sim1=2, sim0=0, host=6)
     parts = replace(parts, shares=shares(sim1=2, host=6))
     only = lease("only", sim0=8, droppable=False)
@@ -362,9 +347,7 @@ sizes = st.integers(1, 12)
     st.integers(0, 40),
 )
 def test_no_piece_that_leaves_could_have_stayed(models, need, host):
-    """No piece that leaves could have stayed. Host memory holds all parts, and as far as possible
-    all weights that exist nowhere else.
-    """
+    """Host memory holds all parts, and as far as possible all weights that exist nowhere else."""
     idle = [
         lease(f"m{n}", sim0=bytes_ * B, piece_bytes=piece, droppable=droppable)
         for n, (bytes_, piece, droppable) in enumerate(models)
@@ -390,11 +373,7 @@ def test_no_piece_that_leaves_could_have_stayed(models, need, host):
 
 
 class Journeys(RuleBasedStateMachine):
-    """One model leaves in parts and returns, while requests of others come and go.
-
-    No byte is lost: the shares of a settled lease always sum to its own bytes. On no device is more
-    claimed than its limit, and no write breaks a law of docs/architecture.md.
-    """
+    """One model leaves in parts and returns beside others' requests: no byte lost, no limit or law broken."""
 
     @initialize(total=st.integers(2, 12), piece=st.integers(1, 5), droppable=st.booleans())
     def begin(self, total: int, piece: int, droppable: bool) -> None:

@@ -22,9 +22,7 @@ def placed(gib, room, **rules):
 
 
 def test_best_fit_takes_the_fullest_card_that_still_has_room():
-    """`best-fit` fills the fuller card first. So the emptier cards keep their large free areas for
-    large models.
-    """
+    """`best-fit` fills the fuller card first. So the emptier cards keep their large free areas for large models."""
     assert placed(4, {"a": 20, "b": 5, "c": 10}) == ["b", "c", "a"]
 
 

@@ -1,6 +1,4 @@
-"""How full a device is, and which leases leave because of it. The levels are those of the Semantik
-governor.
-"""
+"""How full a device is, and which leases leave because of it. The levels are those of the Semantik governor."""
 
 from __future__ import annotations
 
@@ -149,17 +147,13 @@ def test_high_offloads_leases_idle_for_more_than_30_s_or_drops_them():
 
 
 def test_critical_drops_everything_idle():
-    """At CRITICAL all idle models are dropped. The five seconds of grace still apply, as for every
-    eviction in the background.
-    """
+    """The five seconds of grace still apply, as for every eviction in the background."""
     page = book(idle("a", 5.5, sim0=3), idle("b", 400, sim0=3), idle("c", 4, sim0=4))
     assert leaving(page, always()) == [("Drop", "b"), ("Drop", "a")]
 
 
 def test_critical_does_not_drop_precious_weights():
-    """Weights that exist nowhere else are never dropped, at any level (law 5 in
-    docs/architecture.md).
-    """
+    """Weights that exist nowhere else are never dropped, at any level (law 5 in docs/architecture.md)."""
     page = book(idle("adopted", 400, sim0=9, droppable=False))
     assert leaving(page, always()) == [("Move", "adopted")]
     assert leaving(page, always(host=1)) == []
@@ -178,11 +172,7 @@ def test_critical_does_not_drop_precious_weights():
     ids=lambda lease: lease.name,
 )
 def test_leases_that_no_pressure_evicts(guarded):
-    """Each case is a lease that pressure does not evict: in use, kept, in its grace time, already
-    leaving, a block of code, or within its keep_alive.
-
-    A request overrides keep_alive, and pressure is no request.
-    """
+    """A request overrides keep_alive, and pressure is no request."""
     assert leaving(book(guarded), always()) == []
     assert leaving(book(guarded, tickets=[ticket("q", by=2, sim0=5)]), world(sim0=10)) == []
 
@@ -197,9 +187,7 @@ def test_never_means_never():
 
 
 def test_auto_evicts_nothing_while_no_request_waits():
-    """A request can recall idle models within milliseconds. On real traces, evicting them after a
-    fixed time cost 1.6 times the waiting time of LRU.
-    """
+    """A request recalls within milliseconds; evicting by time cost 1.6 times the waiting of LRU on real traces."""
     assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10)) == []
 
 
@@ -283,9 +271,7 @@ WARM = (idle("new", 20, host=10), idle("old", 500, host=10))
 
 
 def test_idle_models_leave_ram_that_other_programs_fill():
-    """At HIGH, models that were idle for 30 s leave. At CRITICAL, all idle models leave, until
-    enough is free.
-    """
+    """At HIGH, models that were idle for 30 s leave. At CRITICAL, all idle models leave, until enough is free."""
     page = book(*WARM)
     assert leaving(page, ram(21)) == [], "MODERATE"
     assert leaving(page, ram(19)) == [("Drop", "old")], "HIGH"

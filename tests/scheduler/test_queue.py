@@ -55,9 +55,7 @@ def test_importance_is_before_everything():
 
 
 def test_a_request_stands_where_its_ticket_would():
-    """Both requests are for the model b. A request without a ticket counts among the users of its
-    model, too.
-    """
+    """Both requests are for the model b. A request without a ticket counts among the users of its model, too."""
     elder = ticket("a", seconds=10.0, arrived=NOW - 9)
     page = book(owners=(1, 2), tickets=[elder])
     assert elders(page, request("b", 8, arrived=NOW), THERE) == ()
@@ -79,9 +77,7 @@ def test_a_restore_takes_less_than_a_load():
     st.lists(WAITING, max_size=12), WAITING, st.booleans(), st.sampled_from([0.0, 1.0, 30.0, 190.0])
 )
 def test_the_elders_are_the_tickets_ahead_in_the_queue(waiting, ours, has_ticket, later):
-    """The function `elders` compares each ticket with the request, and the queue sorts all of them.
-    Both give the same order.
-    """
+    """`elders` compares each ticket with the request, the queue sorts all: the same order."""
     tickets = [
         ticket(name, by=by, key=f"t{n}", arrived=NOW - age, seconds=seconds, importance=importance)
         for n, (name, by, age, seconds, importance) in enumerate(waiting)

@@ -1,6 +1,4 @@
-"""The operator's caps are read from one file and enforced on each user's own requests. Each cap has
-a test.
-"""
+"""The operator's caps are read from one file and enforced on each user's own requests. Each cap has a test."""
 
 from __future__ import annotations
 
@@ -65,9 +63,7 @@ FIXED = {
 @pytest.mark.parametrize("state", [*FIXED, "idle"])
 @pytest.mark.parametrize("user", ["ann", "bob"])
 def test_exactly_the_cap_may_be_held(state, user):
-    """A cap of 20 GiB admits 20 GiB and refuses one byte more. Memory that can leave does not count,
-    nor does memory of others.
-    """
+    """20 GiB is admitted, one byte more refused. What can leave does not count, nor what others hold."""
     page = of(book(lease("held", by=2, sim0=6, **FIXED.get(state, {})), owners=(1,)), ann=(1,))
     page, box = of(page, **{user: (2,)}), there(capped(bytes_per_device=size(20)))
     most = size(20 if state == "idle" or user == "bob" else 14)
@@ -120,9 +116,7 @@ def published(page, box):
 
 
 def test_what_plain_code_holds_counts_and_leaves_first():
-    """Plain code takes memory without a request. In 0.2 a notebook held 1.2 GiB above a cap of 100 MiB
-    without a word. Its memory leaves before memory that is less important.
-    """
+    """Without a request, 1.2 GiB were held above a cap of 100 MiB. It leaves before less important memory."""
     box = there(capped(bytes_per_device=size(20)))
     page = of(book(kernel(sim0=24, importance=1), lease("b", by=2, sim0=10)), ann=(1,), bob=(2,))
     page = published(page, box)
@@ -183,9 +177,7 @@ def test_a_capped_card_is_no_reason_not_to_take_another():
 
 
 def test_the_users_own_idle_models_leave_first_in_any_process():
-    """ann's other process is asked to evict. bob's model stays although it was idle for longer,
-    because ann's cap does not count it.
-    """
+    """ann's other process is asked. bob's model, idle for longer, stays: ann's cap does not count it."""
     page = of(
         book(
             lease("llama", by=2, sim0=16, last_used=500),
@@ -236,9 +228,7 @@ def test_keep():
 
 
 def test_the_longest_lease():
-    """A block's memory stays when its time is over, because it is in use. The user gets no new
-    lease until the block has ended.
-    """
+    """A block's memory stays over its time, in use. Its user gets no new lease until it has ended."""
     cap = capped(longest_lease_seconds=3600.0)
     late, early = (
         of(

@@ -94,9 +94,7 @@ def test_a_model_in_use_is_not_evicted_and_the_refusal_names_its_user():
 
 
 def test_whether_a_lease_is_in_use_is_asked_of_its_owner():
-    """The owner publishes the end of a use up to seconds later on a busy machine. In 0.2 `gpu park`
-    was refused half a second after the cell had ended: "in use for 745 ms".
-    """
+    """The end of a use is published seconds later: `gpu park` was refused "in use for 745 ms"."""
     used = two(lease("qwen", sim0=8, pins=1))
     wish = asked("evict")
     page, verdict = ask(used, wish, THERE, believes_book=False)
@@ -161,9 +159,7 @@ def evicting(by=2, of=1, name="qwen"):
     ids=["kept", "block", "precious", "exempt", "failed"],
 )
 def test_an_eviction_that_is_impossible_is_refused_at_once(stays, kind, because):
-    """A person's request that can never be met is refused at once, and does not wait for its
-    time-out.
-    """
+    """A person's request that can never be met is refused at once, and does not wait for its time-out."""
     page, verdict = asking(two(stays), "evict")
     assert verdict == Refuse(because, kind=kind, holders=(stays.id,)) and page.tickets == ()
     waiting = two(stays, tickets=[evicting()])
@@ -171,9 +167,7 @@ def test_an_eviction_that_is_impossible_is_refused_at_once(stays, kind, because)
 
 
 def test_an_eviction_by_a_person_unloads_the_owners_warm_pool_if_needed():
-    """The eviction takes two rounds. First the owner drops its models in host memory. Then the host
-    has room for weights that exist nowhere else.
-    """
+    """First the owner drops models in host memory, then the host has room for precious weights."""
     there = world(sim0=20, host=8)
     page, verdict = asking(
         two(lease("qwen", sim0=8, droppable=False), lease("warm", host=8)), "evict", there=there
@@ -202,9 +196,7 @@ def test_an_owner_whose_process_is_gone_cannot_act():
 
 
 def test_a_full_page_refuses_a_request_to_an_owner():
-    """The page (the stored book) is full, and the ledger would refuse to write another ticket. So
-    the verdict refuses the request and explains why.
-    """
+    """The ledger would refuse another ticket, so the verdict refuses the request and explains why."""
     page = two(lease("qwen", sim0=8), *(lease(f"m{n}", host=0) for n in range(MOST_ENTRIES - 1)))
     after, verdict = asking(page, "evict")
     assert (after, verdict.kind) == (page, "full")
@@ -312,9 +304,7 @@ def test_a_recall_is_obeyed_with_the_asker_s_name():
     ids=lambda fields: next(iter(fields)),
 )
 def test_a_recall_overrides_no_rule(stays):
-    """A recall is a request to another process to evict a lease. The book that the requester saw
-    may be a second old. The owner decides by the present state.
-    """
+    """The book that the requester saw may be a second old. The owner decides by the present state."""
     page = two(lease("qwen", sim0=8, **stays), tickets=[recalling(arrived=NOW - 2)])
     assert obeying(page) == (page, (), ())
 
@@ -360,9 +350,7 @@ def test_a_lease_recalled_by_two_moves_once():
 
 
 def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeyed_twice():
-    """In the first case the requester saw the lease in host memory and needs that room. In the
-    second case it saw the lease on its device, and the lease has moved since.
-    """
+    """It was seen in host memory, whose room is needed; or on its device, from where it has moved since."""
     saw_it_warm = two(lease("qwen", host=8, away_since=NOW - 5), tickets=[recalling()])
     assert [type(s) for s in obeying(saw_it_warm)[1]] == [Drop]
     saw_it_on_its_device = two(
@@ -379,9 +367,7 @@ def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeye
 
 
 def test_a_request_event_names_the_person():
-    """The event of a request names the person. The requester checks the state many times, but only
-    one event is written.
-    """
+    """The requester checks the state many times, but only one event is written."""
     wish = replace(asked("evict"), by="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     page, _ = ask(page, wish, THERE)
@@ -395,9 +381,7 @@ def test_a_request_event_names_the_person():
 
 
 def test_the_outcome_event_names_that_person_too():
-    """The event has the person's name, as the requesting process states it, and that process, which
-    the ledger has checked.
-    """
+    """As the requesting process states it, and that process, which the ledger has checked."""
     wish = replace(asked("evict"), by="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     _, steps, _ = obey(page, owner(1).id, THERE, "1:obey", {wish.key: Asker("ops")})
@@ -416,9 +400,7 @@ def test_an_answer_is_found_by_its_key_and_names_the_requester():
 
 
 def test_a_declined_request_is_an_event():
-    """An event says that a request was declined. For example, a person clicks `evict` while the
-    model is in use.
-    """
+    """An event says that a request was declined. For example, a person clicks `evict` while the model is in use."""
     wish = replace(asked("evict"), said_by="ann")
     page = declined(two(lease("qwen", sim0=8, pins=1)), wish, THERE, "it is in use")
     assert [(e.action, e.model, e.because, e.by) for e in page.events] == [
@@ -427,9 +409,7 @@ def test_a_declined_request_is_an_event():
 
 
 def test_an_owner_whose_section_cannot_be_read_is_asked_all_the_same():
-    """An owner whose section cannot be read still knows what it holds. It answers a request with an
-    event, which all processes can read.
-    """
+    """It still knows what it holds, and answers with an event, which all processes can read."""
     unread = Quarantined(owner(1), held={}, promised={}, settled_at=0.0, entries=1, why="torn")
     page = replace(book(owners=(2,)), quarantined={unread.owner.id: unread})
     page, verdict = asking(page, "evict")

@@ -1,8 +1,4 @@
-"""Law 16: what leaves must be able to return. Two notebooks of plain tensors share a card and RAM.
-
-Only the decisions are real here; `Notebooks` does the moves. Each write is checked against the laws
-of the ledger.
-"""
+"""Law 16: what leaves must be able to return. Real decisions and the ledger's laws; `Notebooks` moves."""
 
 from __future__ import annotations
 
@@ -199,9 +195,7 @@ def test_an_ordinary_grant_never_uses_the_part_above_the_budget():
 
 
 def test_two_notebooks_that_fill_card_and_ram_change_places_in_pieces():
-    """Neither the card nor RAM has room for a whole copy: 90 of 100, and 45 of 50. RAM could never hold
-    the larger notebook, and still each gets its turn.
-    """
+    """Neither has room for a whole copy: 90 of 100 on the card, 45 of 50 in RAM. Still each gets its turn."""
     both = Notebooks(card=100, budget=100, ram=50, ram_budget=50)
     both.hold(1, [5] * 9)
     assert both.park(1)
@@ -235,11 +229,7 @@ def test_a_return_that_cannot_end_moves_no_piece():
 def test_what_left_can_return_or_its_park_was_refused(
     card, budget, ram, ram_budget, first, second, doings, parks_first
 ):
-    """For all sizes of card, RAM and budgets, and both ways to leave: by hand or by request.
-
-    Both together fit into card and RAM, with a spare piece of each, as two that change places in
-    pieces need it.
-    """
+    """All sizes and budgets, by hand or by request; both fit into card and RAM with a spare piece of each."""
     both = Notebooks(card, card * budget // 10, ram, ram * ram_budget // 10)
     both.hold(1, first)
     parked = parks_first and both.park(1)

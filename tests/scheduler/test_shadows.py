@@ -1,6 +1,4 @@
-"""Shadows: unchanged copies in host memory of models on a card. They cost an eviction nothing, and
-they are the first host memory to be given back.
-"""
+"""Shadows cost an eviction nothing, and are the first host memory to be given back."""
 
 from __future__ import annotations
 
@@ -63,9 +61,7 @@ def test_a_dropped_model_takes_its_shadow_along():
 
 
 def test_the_own_shadow_is_freed_for_a_victim_without_one():
-    """If the shadow stayed, the victim would have no room in host memory. It would be dropped, and
-    loaded from disk again.
-    """
+    """Otherwise it has no room in host memory, is dropped, and loaded from disk again."""
     page = book(shadowed("used", 6, pins=1), lease("victim", sim0=9, last_used=NOW - 60))
     page, first = decide(page, request("qwen", 12), THERE)
     assert steps_of(first) == [(Shed, "used")]
@@ -101,9 +97,7 @@ def test_the_shadow_of_another_owner_is_recalled_on_the_ticket():
 
 @pytest.mark.parametrize("holder", [1, 2])
 def test_a_part_takes_the_place_of_its_own_shadow_of_some_bytes(holder):
-    """The shadow may lack this part, so it saves nothing. In an earlier version the request waited
-    until the host had room, which it never got.
-    """
+    """The shadow may lack this part, so it saves nothing: the request waited for ever."""
     model = shadowed("model", 14, 7, by=holder, droppable=False, piece_bytes=GIB)
     full = lease("full", host=13, droppable=False)
     wanted, there = request("new", 14), world(sim0=24, host=22)
@@ -212,9 +206,7 @@ def test_no_shadow_is_reserved_while_a_request_waits_for_host_memory():
 
 
 def test_a_shadow_without_room_is_not_kept():
-    """There is no room if, for example, another program took the memory, or a model is larger than
-    its estimate.
-    """
+    """There is no room if, for example, another program took the memory, or a model is larger than its estimate."""
     page = book(shadowed("llama", 12))
     after, fits = kept(page, owner(1).id, "llama", THERE)
     assert not fits and after.find(at(1, "llama")).shadow_bytes == 0

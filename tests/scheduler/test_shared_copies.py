@@ -57,9 +57,7 @@ def test_the_host_counts_shared_pages_once_and_all_of_what_is_mapped(found):
 
 @given(st.lists(leases(), min_size=1, max_size=8).map(unique), st.data())
 def test_a_write_changes_the_claims_as_the_whole_book_does(found, data):
-    """The claims after a write are computed from the claims before it. They equal the claims of the
-    whole new book.
-    """
+    """They are computed from the claims before the write, and equal those of the whole new book."""
     old = book(*[lease for lease, _ in found])
     gone = data.draw(st.sampled_from(sorted(old.sections)))
     lease, _ = data.draw(leases())

@@ -75,9 +75,7 @@ def test_most_free_takes_those_with_the_most_room():
 
 
 def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
-    """The shares are as equal as the layers allow. The model is cut between layers, never inside
-    one.
-    """
+    """The shares are as equal as the layers allow. The model is cut between layers, never inside one."""
     pieces = (5, 10, 10, 10, 10, 15)
     found = divide(footprint(60, pieces=pieces), {"a": 99, "b": 99}, rules("balanced"), {})
     assert shares(found) == {"a": 25, "b": 35}
@@ -87,9 +85,7 @@ def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
 
 
 def test_shares_are_in_proportion_to_what_is_free_beyond_the_margin():
-    """24,000 and 12,000 bytes are free and 512 stay free on each card. The shares are as 23,488 to
-    11,488.
-    """
+    """24,000 and 12,000 bytes are free and 512 stay free on each card. The shares are as 23,488 to 11,488."""
     found = divide(
         footprint(30_000), {"a": 24_000, "b": 12_000}, rules("proportional", margin_bytes=512), {}
     )
@@ -119,9 +115,7 @@ def test_the_fewest_cards_come_first_and_only_those_that_add_something():
 
 
 def test_a_model_is_cut_between_its_pieces_even_if_the_bytes_alone_fit():
-    """One of two cards must hold two of three pieces of 10. Cards of 16 have enough bytes in all, but
-    neither holds two pieces.
-    """
+    """One card must hold two of three pieces of 10. Two of 16 have the bytes, but not the room."""
     pieces = (10, 10, 10)
     assert (
         divide(footprint(30, pieces=pieces), {"a": 16, "b": 16}, rules("proportional"), {}) is None
@@ -159,9 +153,7 @@ def test_each_card_of_a_split_takes_an_overhead_if_one_is_set():
 
 
 def test_no_more_of_a_card_than_was_allowed():
-    """The setting allows 20 bytes of one card and 10 of another. A card that the setting does not
-    name is not used.
-    """
+    """20 bytes of one card and 10 of another. A card that the setting does not name is not used."""
     room = {"a": 80, "b": 80, "c": 80}
     found = split(footprint(30), room, rules("proportional", card_bytes={"a": 20, "b": 10}), room)
     assert [shares(one) for one in found] == [{"a": 20, "b": 10}]
@@ -224,9 +216,7 @@ def test_a_division_places_every_byte_and_overfills_no_card(
 
 
 def could_be_cut(pieces: tuple[int, ...], room: list[int]) -> bool:
-    """Whether any division works: consecutive pieces on consecutive cards, and no card without a
-    piece.
-    """
+    """Whether any division works: consecutive pieces on consecutive cards, and no card without a piece."""
     ends = range(1, len(pieces))
     return any(
         all(
@@ -257,9 +247,7 @@ def test_every_model_that_could_be_divided_is(free, pieces, cut):
 
 
 def nearest_cuts(sums: list[int], ideal: list[float], room: list[int]) -> tuple[int, ...] | None:
-    """The bytes on each card, if every cut is the boundary nearest to its ideal that leaves the
-    cards after it enough room; None if there is no such boundary. Every boundary is tried.
-    """
+    """Bytes by card if each cut is the boundary nearest to its ideal with room for the rest, or None. Tries all."""
     parts: list[int] = []
     start = 0
     for index, most in enumerate(room):
@@ -280,9 +268,7 @@ def nearest_cuts(sums: list[int], ideal: list[float], room: list[int]) -> tuple[
 
 
 def filled_in_order(pieces: list[int], room: list[int]) -> tuple[int, ...] | None:
-    """The division with the most bytes on the first card, then on the second, and so on. None if
-    there is no division. Every division is tried.
-    """
+    """The division with the most bytes on the first card, then the second, …, or None. Tries all."""
     lawful = []
     for cut in itertools.combinations(range(1, len(pieces)), len(room) - 1):
         bounds = itertools.pairwise((0, *cut, len(pieces)))
@@ -307,9 +293,7 @@ def test_each_cut_is_the_nearest_that_leaves_enough_room(free, pieces):
 )
 @example([10, 1, 10], [1, 1, 1, 5, 5])
 def test_every_division_over_given_cards_is_found(free, pieces):
-    """A small card between two larger ones may be smaller than its next piece. Then the first card
-    must stop earlier than its share of the bytes.
-    """
+    """A small card between larger ones may be smaller than its next piece: the first must stop earlier."""
     model = footprint(sum(pieces), pieces=tuple(pieces))
     room = {f"sim:{n}": size for n, size in enumerate(free)}
     found = divide(model, room, rules("proportional"), {})
@@ -322,9 +306,7 @@ def test_every_division_over_given_cards_is_found(free, pieces):
 
 @pytest.mark.parametrize("layout", ["balanced", "proportional"])
 def test_seventy_billion_on_eight_cards(layout):
-    """The model has 80 layers, embeddings and a head. It is cut between layers, on the fewest cards
-    that suffice.
-    """
+    """The model has 80 layers, embeddings and a head. It is cut between layers, on the fewest cards that suffice."""
     layer, ends = 1711 * 2**20, 2100 * 2**20
     model = footprint(80 * layer + 2 * ends, heads=64, pieces=(ends, *[layer] * 80, ends))
     room = {f"cuda:{n}": 72 * GIB for n in range(8)}
@@ -343,9 +325,7 @@ def test_seventy_billion_on_eight_cards(layout):
     st.booleans(),
 )
 def test_of_the_models_that_leave_eight_cards_none_can_be_spared(placed, layout, gib, cut):
-    """A model over several cards may fit only after many models have left. The models of each shown
-    plan make enough room, and without any one of them there is not enough.
-    """
+    """It may fit only after many have left. Each shown plan makes room, and without any one of them not."""
     models = [
         lease(f"m{n}", last_used=n, **{f"sim{card}": size for card in {one, other}})
         for n, (one, other, size) in enumerate(placed)

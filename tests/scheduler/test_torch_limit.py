@@ -1,6 +1,4 @@
-"""How much of a card torch may take in one process: everything that other processes have not
-leased.
-"""
+"""How much of a card torch may take in one process: everything that other processes have not leased."""
 
 from __future__ import annotations
 

@@ -141,26 +141,20 @@ def test_an_unload_is_counted_and_recorded():
 
 @pytest.mark.parametrize("to", [HOST, None])
 def test_a_departure_reported_twice_is_recorded_once(to):
-    """An owner reports a departure again if the ledger's first answer was lost (law 9). It is
-    recorded once.
-    """
+    """An owner reports a departure again if the ledger's first answer was lost (law 9). It is recorded once."""
     shares = whole(to, 8) if to else ()
     once = books.left(book(going()), step(to), shares, THERE)
     assert books.left(once, step(to), shares, THERE) == once
 
 
 def test_a_late_report_of_a_departure_does_not_remove_an_arriving_lease():
-    """Before the report arrives, the lease was dropped and another thread has begun to load the
-    model again.
-    """
+    """Before the report arrives, the lease was dropped and another thread has begun to load the model again."""
     page = book(arriving())
     assert books.left(page, step(None), (), THERE) == page
 
 
 def test_evictions_are_offloads_and_unloads():
-    """An offload and a later unload from host memory count as two evictions. A reaping, or a
-    release by the owner, counts as none.
-    """
+    """Offloaded and then unloaded is two. A reaping, or a release by the owner, is none."""
     page = book(going(), lease("other", sim0=1), lease("third", by=2, sim0=1))
     page = books.left(page, step(), whole(HOST, 8), THERE)
     page = books.left(page, replace(step(None), source=whole(HOST, 8)), (), THERE)
@@ -264,9 +258,7 @@ WAITED_FOR = book(
     ],
 )
 def test_a_write_that_helps_no_waiting_request_wakes_none(after):
-    """A write wakes a request only if it may help that request. Otherwise two requests that wait in
-    one process would wake each other for ever.
-    """
+    """Two requests that wait in one process would wake each other for ever."""
     assert after != WAITED_FOR and not wakeups.affects_waiters(WAITED_FOR, after)
 
 
@@ -330,9 +322,7 @@ def test_pins_and_last_use_are_written_by_the_owner():
 
 
 def test_a_decision_in_progress_is_kept_by_its_key():
-    """The owner publishes the keys of its decisions in progress. So no lease with such a key is
-    withdrawn.
-    """
+    """The owner publishes the keys of its decisions in progress. So no lease with such a key is withdrawn."""
     page = book(arriving("new"), going("old"), tickets=[ticket("q", key="t")])
     after = publish(page, truth(lease("old", sim0=8, last_used=5.0), keys=("k", "t")), THERE)
     assert list(after.leases()) == [arriving("new"), going("old", last_used=5.0)]
@@ -340,9 +330,7 @@ def test_a_decision_in_progress_is_kept_by_its_key():
 
 
 def test_entries_that_the_owner_does_not_know_are_withdrawn():
-    """An interrupt can leave a reservation, a departure or a ticket in the book (law 9). The owner
-    does not publish their keys, so they are withdrawn.
-    """
+    """What an interrupt left (law 9): a reservation, a departure, a ticket. Their keys are not published."""
     page = book(
         arriving("new"),
         going("old"),
@@ -363,9 +351,7 @@ def test_a_settled_lease_is_as_its_owner_publishes_it_whatever_its_key():
 
 
 def test_an_arrival_stays_pinned_until_its_owner_has_it():
-    """The process that loads a new lease pins it, so that it is not evicted before its first use
-    (law 6).
-    """
+    """The process that loads a new lease pins it, so that it is not evicted before its first use (law 6)."""
     page = publish(book(arriving(host=8)), truth(lease("qwen", host=8, pins=0), keys=("k",)), THERE)
     assert page.find(at(1, "qwen")).pins == 1
 
@@ -390,9 +376,7 @@ def test_the_first_owner_sets_the_limits_and_later_ones_add_devices():
 
 
 def test_a_rebuilt_book_keeps_the_limits_of_its_first_owner():
-    """A later owner's part has devices that the first owner does not know. On common devices the
-    parts agree, whatever limits the later owner has for itself.
-    """
+    """A later owner has devices that the first does not know. On common ones the first one's limits count."""
     first = publish(Book(), Truth(owner(1)), world(sim0=20, host=10))
     both = publish(first, Truth(owner(2)), world(sim0=7, sim1=5, host=1))
     parts = [part_of(first, owner(1).id), part_of(both, owner(2).id)]
@@ -430,9 +414,7 @@ def test_dead_owners_are_reaped_completely_and_each_lease_is_an_event():
 
 
 def test_a_dead_or_a_living_owner_may_have_only_a_ticket():
-    """A command has a ticket and no section. The ledger refuses to remove the ticket of a living
-    process.
-    """
+    """A command has a ticket and no section. The ledger refuses to remove the ticket of a living process."""
     page = replace(book(), tickets=(ticket("q", by=2), ticket("r", by=3)))
     assert [t.name for t in books.reap(page, [owner(2).id], THERE).tickets] == ["r"]
     assert books.reap(page, [], THERE) is page
@@ -488,9 +470,7 @@ gibs = st.integers(0, 20)
     st.dictionaries(st.integers(1, 3), gibs.map(lambda n: {"sim:0": n})),
 )
 def test_bytes_are_conserved_however_leases_end(leases, residue):
-    """Leases are released, reaped or resigned in any order. In the end every byte is free again
-    (law 3).
-    """
+    """Leases are released, reaped or resigned in any order. In the end every byte is free again (law 3)."""
     page = book(*leases, owners=(1, 2, 3), residue=residue)
     expected: dict[str, int] = {}
     for share in (share for lease_ in leases for share in lease_.claims()):
@@ -524,9 +504,7 @@ def unreadable(pid=2, **fields):
 
 
 def test_bytes_that_nobody_can_describe_are_not_free():
-    """The bytes of an unreadable section count as claimed. They also count as missing from a sample
-    that was taken before they settled.
-    """
+    """Of an unreadable section: claimed, and missing from a sample taken before they settled."""
     there = world(total={"cuda:0": 24}, free={"cuda:0": 24}, cuda0=20, taken_at=NOW - 1)
     page = Book(limits={"cuda:0": size(20)}, quarantined={owner(2).id: unreadable()})
     empty = room(Book(limits=page.limits), there)["cuda:0"]

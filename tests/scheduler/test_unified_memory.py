@@ -1,6 +1,4 @@
-"""A card that shares the machine's memory with the host. Both spend one budget, and offloading
-frees nothing.
-"""
+"""A card that shares the machine's memory with the host. Both spend one budget, and offloading frees nothing."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ def unified(card=90, host=50, total=100, free=100.0, **words):
 
 
 def test_bytes_in_host_memory_are_taken_from_the_card_too():
-    """The warm model in host memory takes 50 of the card's 90 GiB, so 40 are left. The host's own
-    budget of 50 is full.
-    """
+    """The warm model takes 50 of the card's 90 GiB, so 40 are left. The host's budget of 50 is full."""
     page = book(lease("warm", host=50, movable=True))
     assert room(page, unified(free=50.0)) == {"cuda:0": 40 * GIB, HOST: 0}
     _, verdict = decide(page, request("big", 41, importance="batch"), unified(free=50.0))
@@ -48,9 +44,7 @@ def test_the_smaller_of_budget_and_measurement_counts_over_both():
 
 
 def test_bytes_arriving_on_one_are_not_free_on_the_other():
-    """Bytes that are arriving on the card are not free on the host either. They may arrive at any
-    moment, and no sample has them yet.
-    """
+    """They may arrive at any moment, and no sample has them yet."""
     page = book(lease("coming", target=(Share("cuda:0", 20 * GIB),), phase=Phase.ARRIVING, pins=1))
     assert room(page, unified(free=30.0)) == {"cuda:0": 10 * GIB, HOST: 10 * GIB}
 
@@ -97,9 +91,7 @@ def test_a_card_with_memory_of_its_own_is_as_before():
     st.integers(0, 50),
 )
 def test_no_series_of_grants_exceeds_the_shared_budget(wanted, warm):
-    """The sum of card and host stays within the budget (law 1 in docs/architecture.md). Without a
-    measurement, only the book limits it.
-    """
+    """Card and host together stay within the budget (law 1). Unmeasured, only the book limits it."""
     there = unified(free=100.0)
     page = book(lease("warm", host=warm), devices=there.devices, limits=dict(there.limits))
     for number, (gib, droppable) in enumerate(wanted):

@@ -1,6 +1,4 @@
-"""Unmanaged memory is the measured use less the bytes that the book accounts for. Without a
-measurement it is unknown.
-"""
+"""Unmanaged memory is the measured use less what the book accounts for; unmeasured it is unknown."""
 
 from __future__ import annotations
 
@@ -34,9 +32,7 @@ def test_bytes_that_came_since_the_sample_were_not_in_it():
 
 
 def test_bytes_that_have_just_left_are_not_unmanaged():
-    """The sample still includes the bytes that just left. The bytes of a dead process are counted
-    separately.
-    """
+    """The sample still includes the bytes that just left. The bytes of a dead process are counted separately."""
     page = book(lease("a", by=2, cuda0=30))
     step = Drop(at(2, "a"), page.lease(owner(2).id, "a").shares, "")
     assert beyond(left(page, step, (), there(50)), there(50)) == 0

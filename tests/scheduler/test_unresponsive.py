@@ -46,9 +46,7 @@ def test_an_owner_is_silent_since_the_unanswered_request(verb, there):
 
 
 def test_an_owner_is_given_two_seconds():
-    """An owner counts as silent only after two seconds, since its monitor may be busy for that
-    long.
-    """
+    """An owner counts as silent only after two seconds, since its monitor may be busy for that long."""
     assert silent(lease("qwen", sim0=8), tickets=[asks("evict", 2)]) == {}
     assert silent(lease("qwen", sim0=8), tickets=[asks("evict", 2.1)]) == {1: NOW - 2.1}
 
@@ -94,9 +92,7 @@ def test_an_owner_that_is_gone_is_not_silent():
 
 
 def test_each_of_several_that_a_request_recalls_answers_for_itself():
-    """An owner counts as silent since the recall of its leases, which may be later than the request
-    itself.
-    """
+    """An owner counts as silent since the recall of its leases, which may be later than the request itself."""
     request = ticket(
         "big",
         by=3,

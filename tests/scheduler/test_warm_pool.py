@@ -1,6 +1,4 @@
-"""Models in host memory are ranked, too. The least valuable one leaves if a model that leaves a
-card needs its place.
-"""
+"""Models in host memory are ranked, too: the least valuable one leaves for a victim's place."""
 
 from __future__ import annotations
 
@@ -31,9 +29,7 @@ def places(page):
 
 @pytest.mark.parametrize("holder", [1, 2])
 def test_a_stale_model_leaves_host_memory_for_a_victim(holder):
-    """If the stale model stayed in host memory, every later victim would be dropped and loaded from
-    disk again.
-    """
+    """If the stale model stayed in host memory, every later victim would be dropped and loaded from disk again."""
     stale = lease("stale", by=holder, host=8, last_used=NOW - 900)
     page = book(stale, lease("victim", sim0=9, last_used=NOW - 60), owners=(1, 2))
     page, _ = ask_until(page, request("qwen", 14), THERE)
@@ -55,9 +51,7 @@ def test_a_stale_lease_in_parts_leaves_host_memory_for_a_victim():
 
 
 def test_the_model_that_is_about_to_return_is_not_unloaded():
-    """The returning model was used longest ago, and its place in host memory would be just large
-    enough for the victim. It is still not unloaded.
-    """
+    """Used longest ago, its place would be just large enough for the victim. It still stays."""
     wanted = lease("wanted", host=9, last_used=NOW - 900)
     victim = lease("victim", sim0=14, last_used=NOW - 60)
     page, heard = ask_until(book(wanted, victim), request("wanted", 9), world(sim0=20, host=14))
@@ -67,9 +61,7 @@ def test_the_model_that_is_about_to_return_is_not_unloaded():
 
 @pytest.mark.parametrize("holder", [1, 2])
 def test_the_model_that_is_about_to_return_is_unloaded_if_a_victim_has_no_other_place(holder):
-    """The victim's weights exist nowhere else, and host memory cannot hold both models. So the
-    requested model is loaded again. Otherwise its request would wait until the time-out.
-    """
+    """The victim's weights exist nowhere else, so the requested model is loaded again and does not wait."""
     wanted = lease("wanted", host=9)
     victim = lease("victim", by=holder, sim0=14, droppable=False)
     there = world(sim0=20, host=14)
@@ -112,9 +104,7 @@ def test_nothing_leaves_host_memory_if_the_victim_does_not_fit_then():
 
 
 def test_an_owner_that_does_not_answer_does_not_keep_the_victim_on_the_card():
-    """A model in host memory should leave for the victim, but its owner does not answer. After two
-    seconds the victim is dropped.
-    """
+    """A model in host memory should leave for it; after two seconds the victim is dropped."""
     stale = lease("stale", by=2, host=8, last_used=NOW - 900)
     page = book(stale, lease("victim", sim0=9, last_used=NOW - 60), owners=(1, 2))
     page, first = decide(page, request("qwen", 14), THERE)
@@ -140,10 +130,7 @@ def test_an_owner_renews_its_own_part_of_the_warm_pool_for_a_recalled_model():
 
 @pytest.mark.parametrize(("needed_on", "step_type"), [("sim1", Drop), ("sim0", Move)])
 def test_a_lease_in_parts_that_is_recalled_for_host_memory_leaves_both(needed_on, step_type):
-    """Host memory has room for the rest of the lease. But a move of the rest would use more host
-    memory, and the next decision would drop it there. A request for the lease's own card needs the
-    rest of the lease, and its bytes in host memory may stay.
-    """
+    """Its rest would be dropped in the next decision. A request for its own card leaves the bytes in RAM."""
     parts = lease("parts", sim0=4, host=5, piece_bytes=size(1), last_used=NOW - 900)
     recall = ticket("qwen", by=2, recalls=(parts.id,), **{needed_on: 6})
     there = world(sim0=20, sim1=20, host=10)

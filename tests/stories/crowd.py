@@ -56,10 +56,7 @@ _FIELDS = 3 + len(IDS)  # version, pid, times served, bytes on each device
 
 
 class Slots:
-    """A row of numbers for each process, in a file that all processes map.
-
-    Slot 0 belongs to the warden. A 1 there tells all processes to stop.
-    """
+    """A row of numbers for each process, in a mapped file. A 1 in slot 0, the warden's, stops all processes."""
 
     def __init__(self, path: Path, kernels: int) -> None:
         size = (kernels + 1) * _FIELDS * 8
@@ -94,11 +91,7 @@ class Slots:
         return [self[slot, 2] for slot in range(1, self.look().count)]
 
     def look(self) -> Look:
-        """The content of all slots at one instant.
-
-        The file is read until two copies in a row are equal. Each change of a slot has a new
-        version, so equal copies mean that nothing changed.
-        """
+        """All slots at one instant: two equal copies in a row, since each change of a slot has a new version."""
         before = self._map[:]
         while (after := self._map[:]) != before:
             before = after
@@ -122,11 +115,7 @@ class Look:
         return {id: self._cells[slot * _FIELDS + 3 + n] for n, id in enumerate(IDS)}
 
     def too_much(self, alive: Callable[[int], bool] = bool) -> str:
-        """A sentence about the device that is over its limit, with the processes that hold its
-        bytes.
-
-        Empty if no device is. Only processes that are `alive` count.
-        """
+        """A sentence about the device over its limit and the holders among `alive`. Empty if no device is."""
         held = {
             slot: self.held(slot)
             for slot in range(1, self.count)
@@ -141,9 +130,7 @@ class Look:
 
 
 class Account:
-    """The slot of one process, which the process updates. Each time after it has taken bytes, it
-    checks all slots.
-    """
+    """The slot of one process, which the process updates. Each time after it has taken bytes, it checks all slots."""
 
     def __init__(self, slots: Slots, slot: int, tell: Callable[[str], None]) -> None:
         self._slots, self._slot, self._tell = slots, slot, tell
@@ -169,11 +156,7 @@ class Account:
 
 
 def overcommit(slots: Slots) -> str:
-    """A sentence about a device that is over its limit at this instant. Empty if there is none.
-
-    The bytes of a dying process are free before its slot can be cleared. So a suspected overdraft
-    is checked again a moment later, without the processes that are dead by then.
-    """
+    """A sentence about a device over its limit now, or "". Checked again without the processes that are dying."""
     look = slots.look()
     if not look.too_much():
         return ""
@@ -218,9 +201,7 @@ class AuditedBackend(FakeBackend):
 
 
 class Kernel:
-    """A runtime with a few fake models, which acts at random. The models of all kernels together do
-    not fit.
-    """
+    """A runtime with a few fake models, which acts at random. The models of all kernels together do not fit."""
 
     def __init__(
         self,
@@ -254,9 +235,7 @@ class Kernel:
             )
 
     def on_the_way(self, verb: str) -> None:
-        """The hook of the fake models: it is called while bytes are moved. It waits, and sometimes
-        raises an error.
-        """
+        """The hook of the fake models while bytes are moved: it waits, and sometimes raises an error."""
         time.sleep(self.dice.choice([0, 0, 0.001, 0.01]))
         if self.dice.random() < 0.03:
             raise RuntimeError("it was told to fail")
@@ -360,9 +339,7 @@ def be_a_kernel(
     forgives: tuple[type[Exception], ...] = (),
     fuse: int = 0,
 ) -> None:
-    """Runs a kernel that acts until the crowd stops. With a `fuse` N it kills itself at the N-th
-    executed line of the ledgers' code.
-    """
+    """Runs a kernel until the crowd stops. With a `fuse` N it kills itself at the N-th line of the ledgers."""
     if fuse:
         die_at(fuse)
     kernel = Kernel(url, slots, slot, seed, tell, forgives)
@@ -378,9 +355,7 @@ def be_a_kernel(
 
 
 def be_the_auditor(url: str, slots: Slots, tell: Callable[[str], None], told: Path) -> None:
-    """Checks without pause that no device is over its limit, and that no living process holds bytes
-    that the book lacks.
-    """
+    """Checks without pause that no device is over its limit, and that the book has all living bytes."""
     ledger = open_ledger(url)
     looks = 0
     while not slots.stopping:
@@ -395,10 +370,7 @@ def be_the_auditor(url: str, slots: Slots, tell: Callable[[str], None], told: Pa
 
 
 def lost(slots: Slots, read: Callable[[], Any]) -> Iterator[str]:
-    """Sentences about bytes that a living process holds and that the book does not have.
-
-    A process counts only if its slot did not change while the book was read.
-    """
+    """Sentences about living processes' bytes that the book lacks, if the slot did not change meanwhile."""
     before, book, after = slots.look(), read(), slots.look()
     for slot in range(1, after.count):
         pid = after.pid(slot)
@@ -470,10 +442,7 @@ class Warden:
         self.fused: set[int] = set()  # the pids of those that will die by themselves
 
     def run(self, seconds: float, kills: int = 0) -> Report:
-        """Disturbs the crowd for `seconds`, and for longer where the machine is slow.
-
-        If `kills` is given, it ends earlier, after that many kills.
-        """
+        """Disturbs the crowd for `seconds`, longer on a slow machine, or until that many `kills`."""
         began = time.monotonic()
         auditor = self.fork(
             "auditor",
@@ -623,9 +592,7 @@ class Warden:
             time.sleep(0.01)
 
     def look_for_leftovers(self) -> None:
-        """Checks that the book and its directory are empty after all processes have ended and were
-        reaped.
-        """
+        """Checks that the book and its directory are empty after all processes have ended and were reaped."""
         with Runtime(devices=DEVICES, ledger=self.url, monitor=False) as rt:
             rt._session.reap()
             book = rt._session.ledger.read()

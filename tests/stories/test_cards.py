@@ -1,8 +1,4 @@
-"""Processes that see different cards of one host. They use the same name for each card.
-
-The processes use the real NVML binding and a fake driver. The driver has eight cards, instances of
-a divided card, and cards that fail.
-"""
+"""Processes that see different cards of one host, with NVML's binding and a fake driver of eight cards."""
 
 from __future__ import annotations
 
@@ -24,9 +20,7 @@ def hold(kernel, name, gib, **options):
 
 
 def test_two_processes_that_see_different_cards_do_not_take_them_for_one(host, driver):
-    """In both processes torch calls the first card cuda:0. In the book these are two cards with two
-    names, and both can be filled.
-    """
+    """In both, torch calls the first card cuda:0. In the book these are two cards, and both can be filled."""
     driver.set(count=2)
     one, other = host.kernel(CUDA_VISIBLE_DEVICES="0"), host.kernel(CUDA_VISIBLE_DEVICES="1")
     assert one.evaluate(TORCH) == {"cuda:0": "cuda:0", "host": "cpu"}
@@ -36,9 +30,7 @@ def test_two_processes_that_see_different_cards_do_not_take_them_for_one(host, d
 
 
 def test_two_processes_that_order_the_cards_otherwise_share_each(host, driver):
-    """One process takes 60 GiB of an 80 GiB card. For the other process it is the second card, but
-    it sees the same use.
-    """
+    """One takes 60 of the 80 GiB of a card. For the other it is the second card, with the same use."""
     driver.set(count=2)
     one, other = host.kernel(CUDA_VISIBLE_DEVICES="0,1"), host.kernel(CUDA_VISIBLE_DEVICES="1,0")
     assert other.evaluate(TORCH) == {"cuda:1": "cuda:0", "cuda:0": "cuda:1", "host": "cpu"}
@@ -59,9 +51,7 @@ def test_a_process_may_not_use_a_card_that_it_does_not_see(host, driver):
 def test_containers_whose_drivers_number_different_cards_alike_agree_by_uuid(
     host, driver, library, tmp_path
 ):
-    """In each container the driver shows one card, with the number 0. The book identifies the cards
-    by UUID.
-    """
+    """In each container the driver shows one card, with the number 0. The book identifies the cards by UUID."""
     from tests.nvml_driver import Driver, Kernel
 
     there = tmp_path / "container"
@@ -100,9 +90,7 @@ def test_visible_devices_choose_among_eight_cards(host, driver, visible, seen):
 
 
 def test_instances_of_a_partitioned_card_are_devices_of_their_own(host, driver):
-    """Each instance has memory of its own. It has the temperature and the power of the card, and
-    its utilisation is unknown.
-    """
+    """Each has memory of its own, the temperature and power of the card, and an unknown utilisation."""
     driver.set(count=2, _0_mig=3, _0_1_free=4 * GIB)
     uuid = "MIG-00000000-0000-0000-{:04d}-000000000000".format
     one, other = (
@@ -122,9 +110,7 @@ def test_instances_of_a_partitioned_card_are_devices_of_their_own(host, driver):
 
 
 def test_without_a_choice_cuda_shows_one_instance_and_nothing_beside_it(host, driver):
-    """Without a choice, CUDA shows only the first instance. This rule is in NVIDIA's MIG User
-    Guide, section Device Enumeration.
-    """
+    """NVIDIA's MIG User Guide, section Device Enumeration."""
     driver.set(count=2, _1_mig=2)
     kernel = host.kernel()
     assert kernel.evaluate(TORCH) == {"cuda:1.0": "cuda:0", "host": "cpu"}
@@ -148,9 +134,7 @@ def test_an_explicit_choice_comes_before_the_visible_devices_and_within_them(hos
 
 
 def test_the_cpu_is_used_where_it_is_asked_for_and_never_because_memory_ran_out(host, driver):
-    """A model that fits on no card is refused with the figures. A model for which a full card
-    cannot make room is refused, too.
-    """
+    """A model that fits on no card, or for which a full card cannot make room, is refused with the figures."""
     seen = "[d.id for d in rt.probe.devices]"
     assert host.kernel(devices="auto", DEVELOPMENT_CPU_ONLY="true").evaluate(seen) == [
         "sim:0",
@@ -178,9 +162,7 @@ def test_a_card_that_shows_no_memory_but_is_known_to_share_the_machines_is_unifi
 
 @pytest.mark.parametrize("how", ["na", "forbidden"])
 def test_a_card_that_does_not_say_how_much_memory_it_has_is_not_used(host, driver, how):
-    """A card of unknown size is not used. It is also not taken for a card that shares the machine's
-    memory.
-    """
+    """A card of unknown size is not used. It is also not taken for a card that shares the machine's memory."""
     driver.set(count=2, _0_total=how)
     kernel = host.kernel()
     assert list(kernel.evaluate(TORCH)) == ["cuda:1", "host"]

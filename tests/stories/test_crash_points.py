@@ -1,10 +1,4 @@
-"""A process is killed before any one change that it makes to the ledger's files. No other process
-is harmed.
-
-Each piece of work is done again and again by a new process. The first process is killed before its
-first change, the next one before its second, and so on, until a process completes the work. A
-library in front of the C library (crash_points.c) counts the changes and kills.
-"""
+"""A process is killed before any one change of the ledger's files (crash_points.c); no other is harmed."""
 
 from __future__ import annotations
 
@@ -36,9 +30,7 @@ Say = Callable[[str], None]
 
 
 def write(url: str, arm: Callable[[], None], say: Say) -> None:
-    """Writes a second grant into a ledger that is open already. The kill is armed only for this
-    write.
-    """
+    """Writes a second grant into a ledger that is open already. The kill is armed only for this write."""
     door = open_ledger(url)
     put(door, "qwen")
     arm()
@@ -83,10 +75,7 @@ DEEDS = {deed.__name__: deed for deed in (write, live, mend, work)}
 
 
 def kill_everywhere(url: str, deed: str, every: int = 1) -> int:
-    """Runs the work again and again and kills it before each change. Returns the number of changes.
-
-    Raises AssertionError if another process was harmed.
-    """
+    """Runs the work again and kills it before each change; the number of changes. Fails if it harmed another."""
     library = ctypes.CDLL(None)
     directory = url.removeprefix("sqlite://").encode()
     neighbour = open_ledger(url)
@@ -107,9 +96,7 @@ def kill_everywhere(url: str, deed: str, every: int = 1) -> int:
 def done_by_another(
     deed: Callable[..., None], url: str, arm: Callable[[], None]
 ) -> tuple[str, bool]:
-    """Does the work in a forked process. Returns its last report, and whether it completed the
-    work.
-    """
+    """Does the work in a forked process. Returns its last report, and whether it completed the work."""
     inbox, outbox = os.pipe()
     pid = os.fork()
     if not pid:
@@ -133,11 +120,7 @@ def done_by_another(
 
 
 def judge(neighbour: Ledger, said: str, when: str, *, may_be_rebuilt: bool) -> None:
-    """Checks the book after a kill.
-
-    The book must be valid and have all reported writes. Dead owners can be reaped, and a new grant
-    works.
-    """
+    """After a kill: a valid book with all reported writes, dead owners can be reaped, a new grant works."""
     book = neighbour.read()
     assert "mine" in names(neighbour), f"{when}: a living neighbour lost its lease"
     assert not said or said in names(neighbour), (
@@ -155,9 +138,7 @@ def judge(neighbour: Ledger, said: str, when: str, *, may_be_rebuilt: bool) -> N
 
 
 def look_for_leftovers(neighbour: Ledger, url: str) -> None:
-    """Checks that the next owner that opens the ledger removes the unfinished files of dead
-    processes.
-    """
+    """Checks that the next owner that opens the ledger removes the unfinished files of dead processes."""
     for path in neighbour.directory.rglob("*"):
         os.utime(path, (0, 0), follow_symlinks=False)
     without(neighbour, neighbour.owner.id)
@@ -203,9 +184,7 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.soak)])
 @pytest.mark.parametrize("deed", DEEDS)
 def test_a_kill_before_any_change_of_a_file_harms_nobody_else(deed, every, library, tmp_path):
-    """Of the changes at which the process can be killed, each `every`-th is tried. An ordinary run
-    tries each third one.
-    """
+    """Of the changes, each `every`-th is tried: each third one in an ordinary run."""
     every = 1 if deed == "write" else every
     ran = subprocess.run(
         [

@@ -1,9 +1,4 @@
-"""A crowd of kernels works while its book is damaged again and again.
-
-No lease is lost, no byte is granted twice, and no kernel fails. The test damages the bytes of the
-book, its file, CURRENT and SQLite's journal. It does not damage the owners' own files. Without them
-the book could not be rebuilt, and an owner's leases would be missing until its next write.
-"""
+"""A crowd works while its book (not the owners' own files) is damaged: no lease lost, no byte granted twice."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""Two real processes and one book. One process sees the other's allocator map and requests a
-defragmentation.
-"""
+"""Two real processes and one book. One process sees the other's allocator map and requests a defragmentation."""
 
 from __future__ import annotations
 
@@ -40,10 +38,7 @@ def seen(rt: Runtime, wanted: Callable[[AllocatorMap | None], bool]) -> Allocato
 
 
 def test_another_kernels_cache_is_seen_and_given_back(kernel, here):  # noqa: F811
-    """The map is published automatically. The test runs with SQLite and with Redis.
-
-    The answer has the freed bytes, and a new map follows at once.
-    """
+    """Its map is published. The answer has the freed bytes, and a new map follows at once."""
     other = kernel()
     assert other.tell(f"{ADAPTERS}; {CACHE}") == "done"
     before = seen(here, lambda map: map is not None and map.inactive_bytes == 66 * MIB)
@@ -72,9 +67,7 @@ def test_what_a_killed_kernel_held_is_drawn_no_longer(kernel, here):  # noqa: F8
 
 
 def test_a_stopped_kernel_keeps_its_cache_and_who_asked_is_told(kernel, here):  # noqa: F811
-    """Only the owner of the cache can give it back, and the owner is stopped. The requester gets an
-    error that says so.
-    """
+    """Only the owner of the cache can give it back, and the owner is stopped. An error says so."""
     other = kernel()
     assert other.tell(f"{ADAPTERS}; {CACHE}") == "done"
     assert (

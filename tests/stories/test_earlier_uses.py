@@ -71,9 +71,7 @@ def test_uses_outlive_the_ordinary_end_of_a_process(kernel):
 
 @pytest.mark.parametrize("loaded_before", [True, False])
 def test_uses_outlive_a_killed_process(kernel, loaded_before):
-    """The process that removes the dead owner writes the event. A process that has the model
-    already reads the event in the book.
-    """
+    """The process that removes the dead owner writes the event; one that has the model reads it in the book."""
     later = start(kernel, "qwen", 1300)
     if loaded_before:
         use(later, "qwen", 1300)

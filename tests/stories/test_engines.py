@@ -1,6 +1,4 @@
-"""Real kernels with real engines in processes of their own. After any of these dies, no process is
-left running and no memory stays claimed.
-"""
+"""Real kernels with real engines: after any of them dies, no process runs on and no memory stays claimed."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ pytest.importorskip(
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    """The file of a slow model. It takes some milliseconds for each token, so it can be killed
-    during a generation.
-    """
+    """The file of a slow model: some milliseconds for each token, so it can be killed during a generation."""
     return tiny_models.gguf_lm(tmp_path_factory.mktemp("gguf") / "slow.gguf", size="24 MiB")
 
 
@@ -91,9 +87,7 @@ def kernel(ledger, file):
 
 
 def test_a_kernel_that_is_killed_takes_its_worker_along_and_its_lease_goes(kernel, ledger):
-    """The kernel is killed with SIGKILL during a generation. Its socket closes, and the system
-    signals the worker.
-    """
+    """The kernel is killed with SIGKILL during a generation. Its socket closes, and the system signals the worker."""
     kernel.say("phi.create_completion('hello', max_tokens=400)")
     os.kill(kernel.process.pid, signal.SIGKILL)
     until(lambda: not alive(kernel.worker))
@@ -111,9 +105,7 @@ def test_a_kernel_that_ends_in_order_leaves_no_worker(kernel):
 
 
 def test_the_stop_button_ends_the_call_and_not_the_worker(kernel):
-    """Jupyter signals the kernel's whole process group. The worker is not in this group, and only
-    stops the abandoned call.
-    """
+    """Jupyter signals the kernel's process group, which the worker is not in."""
     kernel.say("while True: phi.create_completion('hello', max_tokens=480)")
     until(lambda: psutil.Process(kernel.worker).cpu_percent(0.1) > 20)
     os.killpg(kernel.process.pid, signal.SIGINT)
@@ -123,9 +115,7 @@ def test_the_stop_button_ends_the_call_and_not_the_worker(kernel):
 
 
 def test_the_worker_outlives_the_thread_that_loaded_it(kernel):
-    """The system sends the signal of a parent's death when the thread that forked ends. So that
-    thread must stay alive.
-    """
+    """The system signals a parent's death when the thread that forked ends, so that thread must stay alive."""
     kernel.say("assert not loading.is_alive() and phi.create_completion('hello', max_tokens=2)")
     assert kernel.hear() == "done" and alive(kernel.worker)
 

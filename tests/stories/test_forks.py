@@ -1,6 +1,4 @@
-"""A process forks while its threads use the ledger. No child hangs, and no child blocks other
-processes.
-"""
+"""A process forks while its threads use the ledger. No child hangs, and no child blocks other processes."""
 
 from __future__ import annotations
 
@@ -32,10 +30,7 @@ STATIC_MEMORY, STATIC_FILES = 3, 11  # SQLite's locks around its memory, and aro
 
 
 def child(act: Callable[[], object], seconds: float = 30.0) -> str:
-    """Calls `act` in a forked child. Returns the text of its result or error.
-
-    Returns `hangs` if the child has not ended after `seconds`.
-    """
+    """Calls `act` in a forked child: the text of its result or error, or `hangs` after `seconds`."""
     inbox, outbox = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -87,9 +82,7 @@ def url(request, tmp_path) -> Iterator[str]:
 
 
 def test_no_child_of_a_busy_parent_hangs_or_blocks_the_others(url, tmp_path):
-    """No child of a busy parent hangs. When a child still opened the ledger at the fork, 1 of 200
-    children hung, and all others waited for its lock.
-    """
+    """When a child still opened the ledger at the fork, 1 of 200 hung, and all others waited for its lock."""
     found = run(url, 25, 1, {"XDG_STATE_HOME": str(tmp_path)})
     assert set(found) == {"ended"} and found["ended"] >= 25
 
@@ -109,9 +102,7 @@ class Paused:
     PAUSE_SECONDS = 0.02
 
     def __init__(self, write: Callable[[], object], line: int) -> None:
-        """The thread pauses at the `line`-th executed line of `write`. With 0 it only counts the
-        lines.
-        """
+        """The thread pauses at the `line`-th executed line of `write`. With 0 it only counts the lines."""
         self.lines = 0
         self.at, self.done = threading.Event(), threading.Event()
         self._write, self._line = write, line
@@ -144,9 +135,7 @@ class Paused:
     "stride", [pytest.param(1, marks=pytest.mark.soak), 37], ids=["each step", "some steps"]
 )
 def test_a_fork_at_each_step_of_a_transaction_leaves_a_child_that_can_use_the_ledger(url, stride):
-    """At some steps the thread is inside SQLite, or holds a file for a moment. There the fork waits
-    until the thread has left.
-    """
+    """Where the thread is inside SQLite, or holds a file for a moment, the fork waits."""
     with Runtime(devices="sim:2x24GiB,host:64GiB", ledger=url) as rt:
         forks = fork_at_each_step(rt, stride)
     soak.add("sqlite" if url.startswith("sqlite") else "redis", forks_at_a_step_of_a_write=forks)
@@ -222,9 +211,7 @@ def test_a_block_that_a_child_leaves_ends_in_the_parent_only(rt):
 
 
 def test_a_fork_waits_until_no_thread_is_inside_sqlite(rt):
-    """If a thread were inside SQLite at the fork, the child would get a copy of SQLite that is half
-    changed.
-    """
+    """If a thread were inside SQLite at the fork, the child would get a copy of SQLite that is half changed."""
     lock = rt._opened.ledger._store._lock
     lock.acquire()
     threading.Timer(0.2, lock.release).start()
@@ -232,9 +219,7 @@ def test_a_fork_waits_until_no_thread_is_inside_sqlite(rt):
 
 
 def test_a_fork_that_waits_in_vain_leaves_a_child_that_says_so(rt, monkeypatch):
-    """A fork waits at most a second for a thread that is inside SQLite. Then the child gets an
-    error, so a thread that hangs does not stop the fork.
-    """
+    """It waits at most a second for a thread inside SQLite. Then the child gets an error."""
     monkeypatch.setattr(forks, "WAIT_SECONDS", 0.05)
     with rt._opened.ledger._store._lock:
         answer = child(rt.status)
@@ -244,9 +229,7 @@ def test_a_fork_that_waits_in_vain_leaves_a_child_that_says_so(rt, monkeypatch):
 
 @pytest.mark.parametrize("which", [STATIC_MEMORY, STATIC_FILES])
 def test_another_librarys_thread_inside_sqlite_at_the_fork_hangs_no_child(rt, which, monkeypatch):
-    """Another library's thread may be inside SQLite at the fork, for example the thread that saves
-    IPython's history. The child then gets an error that advises `spawn`.
-    """
+    """As the thread that saves IPython's history. The child's error advises `spawn`."""
     monkeypatch.setattr(after_fork, "TRY_SECONDS", 0.5)
     import _sqlite3
 
@@ -280,9 +263,7 @@ def test_locks_that_other_threads_hold_are_free_in_the_child():
 
 
 def test_a_child_has_nothing_to_finish_for_its_parent():
-    """In an earlier version, the end of a child waited up to 60 s for its parent's work, and its
-    threads were switched ten times as often.
-    """
+    """Its end waited up to 60 s for its parent's work, and its threads were switched ten times as often."""
     usual = sys.getswitchinterval()
     mark = object()
     threads._unfinished.add(mark)
@@ -297,9 +278,7 @@ def test_a_child_has_nothing_to_finish_for_its_parent():
 
 
 def test_a_child_keeps_neither_the_turn_nor_the_lock_of_its_parent(rt):
-    """A file lock belongs to the open file, which the child shares. In an earlier version, all
-    processes waited for the lock while the child lived.
-    """
+    """A file lock belongs to the open file, which the child shares: all waited while the child lived."""
     directory = rt._opened.ledger.directory
     queue = rt._opened.ledger._queue
     assert queue.try_enter()

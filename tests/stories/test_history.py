@@ -1,7 +1,4 @@
-"""The host's helper process writes the history without a console.
-
-The helper does so with SQLite and Redis, after it was killed, and after a new start.
-"""
+"""The host's helper writes the history without a console: SQLite, Redis, after a kill, after a new start."""
 
 from __future__ import annotations
 
@@ -33,9 +30,7 @@ def ledger(request: Any, tmp_path: Path) -> Iterator[str]:
 
 
 class Box:
-    """A ledger with one kernel on simulated cards. The helper starts at once, not after five
-    seconds.
-    """
+    """A ledger with one kernel on simulated cards. The helper starts at once, not after five seconds."""
 
     def __init__(self, ledger: str, notes: Path) -> None:
         self.ledger, self.kernel = ledger, Kernel(ledger)
@@ -79,9 +74,7 @@ def box(ledger: str, tmp_path: Path) -> Iterator[Box]:
 
 
 def test_what_happens_is_recorded_while_nobody_looks(box):
-    """One process of the host records the use without any request. A later reader sees the figures
-    and the reasons.
-    """
+    """One process records the use without any request. A later reader sees the figures and the reasons."""
     box.kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
     until(lambda: box.used() == [10])
     box.kernel.tell("rt.evict('qwen')")

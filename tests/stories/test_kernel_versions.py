@@ -1,8 +1,4 @@
-"""Parking and the view of waiting cells in real kernels of ipykernel 6.30 and of the installed version.
-
-The older version is installed beside, in a directory that comes first on the kernel's path. All else, such
-as torch, is shared.
-"""
+"""Parking and waiting cells in real kernels of ipykernel 6.30, installed beside, and of the installed version."""
 
 from __future__ import annotations
 
@@ -247,9 +243,7 @@ def test_a_notebook_with_a_subshell_is_parked_unless_the_subshell_runs_a_cell(ke
 
 
 def test_the_debugger_starts_in_a_parked_kernel(kernel):
-    """The debugger first runs a cell of its own, while the thread of the control channel is
-    blocked. The kernel's memory could not return at that time, so it returns before.
-    """
+    """Its own cell runs while the control channel's thread is blocked, so the memory returns before."""
     notebook, rt = kernel
     park(notebook, rt)
     arguments = {"clientID": "test", "adapterID": "", "pathFormat": "path", "locale": "en"}

@@ -1,6 +1,4 @@
-""" "Run All" in real kernels. The extension sees the cells that wait, and their models are loaded
-ahead.
-"""
+""" "Run All" in real kernels. The extension sees the cells that wait, and their models are loaded ahead."""
 
 from __future__ import annotations
 
@@ -130,9 +128,7 @@ def test_a_running_cell_sees_the_cells_that_wait_and_their_models(kernel):
 
 
 def test_a_kernel_that_starts_with_the_extension_loses_no_message(tmp_path):
-    """A kernel may load the extension when it starts, before it reads its sockets. `gpu autoload`
-    arranges that.
-    """
+    """A kernel may load the extension when it starts, before it reads its sockets. `gpu autoload` arranges that."""
     log = tmp_path / "log"
     with log.open("w") as stderr, running_kernel(["--IPKernelApp.extensions=gpu"], stderr) as found:
         _, client = found
@@ -181,11 +177,7 @@ def test_without_the_extension_the_kernel_reads_as_before(kernel):
 
 
 def three_models(card, order, mode="auto"):
-    """The code of a notebook with three models.
-
-    The cells use the models in the given order. Where the card holds two models, each cell waits until
-    the load of the next one has begun. `story` has what began and ended, in its order.
-    """
+    """A notebook that uses three models in this order; a cell waits for the next load. `story` is what happened."""
     setup = f"""
 %env GPU_DEVICES=sim:{card},host:64GiB
 %env GPU_PREFETCH={mode}
@@ -231,9 +223,7 @@ def test_run_all_loads_each_model_during_the_cell_before_if_the_card_holds_two_o
 
 
 def test_a_card_that_holds_one_model_evicts_nothing_that_the_next_cell_needs():
-    """The card holds only one model. Each model is loaded once for its cells, as without
-    look-ahead.
-    """
+    """The card holds only one model. Each model is loaded once for its cells, as without look-ahead."""
     with running_kernel() as (_, client):
         setup, *cells = three_models("14GiB", "aabcc")
         run_all(client, [setup])
@@ -254,9 +244,7 @@ PROGRAMS = {
 def test_a_program_that_runs_the_notebook_cell_by_cell_is_looked_ahead_too(
     tmp_path, program, card, order
 ):
-    """The program sends a cell only when the last one has ended. The order of the cells is in the
-    notebook's file.
-    """
+    """The program sends a cell only when the last one has ended. The order of the cells is in the notebook's file."""
     import nbformat
 
     if importlib.util.find_spec(program) is None:
@@ -282,9 +270,7 @@ def test_a_program_that_runs_the_notebook_cell_by_cell_is_looked_ahead_too(
 
 
 def test_a_run_all_that_loads_the_extension_itself_is_looked_ahead_by_the_file(tmp_path):
-    """The later cells were sent before the extension was loaded, so it cannot see them. It reads
-    them from the notebook's file.
-    """
+    """The later cells were sent before, so it reads them from the notebook's file."""
     codes = [
         "%load_ext gpu\nfrom gpu_runtime.upcoming_cells import upcoming",
         f"x = 1; {LOOK}",

@@ -1,7 +1,4 @@
-"""Sixteen kernels on one book, while some are killed, stopped and restarted.
-
-No grant exceeds the free memory, no living kernel loses a lease, and nothing is left at the end.
-"""
+"""Sixteen kernels on one book are killed, stopped and restarted: no overgrant, no lost lease, nothing left."""
 
 from __future__ import annotations
 
@@ -19,9 +16,7 @@ SOAK_SECONDS = float(os.environ.get("SOAK_SECONDS", 300))  # for each of its see
 
 
 class Killer(Warden):
-    """Kills kernels without pause. Half of the kernels kill themselves at a random line of the
-    ledgers' code.
-    """
+    """Kills kernels without pause. Half of the kernels kill themselves at a random line of the ledgers' code."""
 
     with_fuse = 0.5
 
@@ -96,9 +91,7 @@ def test_many_kernels_share_and_die_for_long(tmp_path, seed):
 @pytest.mark.timeout(3600)
 @pytest.mark.parametrize("seed", range(40, 44))
 def test_ten_thousand_kernels_are_killed(ledger, tmp_path, seed):
-    """With each seed 2,500 kernels are killed: half of them inside the ledger's code, the others at
-    any time.
-    """
+    """With each seed 2,500 kernels are killed: half of them inside the ledger's code, the others at any time."""
     kind, url = ledger
     kernels = (8, 12, 16, 6)[seed % 4]
     report = run(

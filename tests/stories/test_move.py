@@ -1,6 +1,4 @@
-"""Two real processes and one book. One process requests that the other's model moves to another
-card.
-"""
+"""Two real processes and one book. One process requests that the other's model moves to another card."""
 
 from __future__ import annotations
 
@@ -43,9 +41,7 @@ def here(ledger: str, other: Kernel) -> Iterator[Runtime]:
 
 
 def test_another_kernels_model_makes_room_by_moving_over(other, here):
-    """A second model needs the whole card, and the other cards are free. The first model moves, and
-    nothing is evicted.
-    """
+    """A second model needs the whole card, and others are free. The first moves, and nothing is evicted."""
     here.register("llama", backend="fake", size="20GiB", devices=("sim:0",))
     moved = here.move(f"qwen@{other.process.pid}", "sim:1,2", timeout=PATIENCE)
     assert moved.done and moved.where == "sim:1,2"
@@ -66,9 +62,7 @@ def test_another_kernels_model_makes_room_by_moving_over(other, here):
 
 
 def test_a_stopped_kernel_cannot_move_anything_and_the_asker_is_told(other, here):
-    """Only the owner moves tensors, and it is stopped. The request ends with its time-out and
-    leaves nothing in the book.
-    """
+    """The request ends with its time-out and leaves nothing in the book."""
     other.signal(signal.SIGSTOP)
     with pytest.raises(GpuError, match="was asked to move qwen, and has not answered"):
         here.move("qwen", "sim:1", timeout=1)

@@ -94,11 +94,7 @@ def interrupts(place: str, count: int, seed: int, until: float) -> int:
 
 
 def kills(place: str, count: int, seed: int, until: float) -> int:
-    """The number of processes that were killed, at most `count`. Fails at the first loss.
-
-    Each is forked, finds the shared pages of this process or its own, moves its model, and is killed
-    at a random line.
-    """
+    """Processes killed, at most `count`, at random lines of a move with shared or own pages; fails at a loss."""
     kernel, done = Kernel(place, seed, (os.getpid(),)), 0
     pages = {found.inode for found in held_by([os.getpid()])}
     while done < count and time.monotonic() < until:

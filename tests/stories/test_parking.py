@@ -1,6 +1,4 @@
-"""Notebooks of plain torch code share a simulated card that holds only one of them. No cell uses
-`rt`.
-"""
+"""Notebooks of plain torch code share a simulated card that holds only one of them. No cell uses `rt`."""
 
 from __future__ import annotations
 
@@ -75,9 +73,7 @@ def url(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def kernels(url):
-    """Two notebooks that the tests share, because starting a kernel and importing torch takes three
-    seconds of the processor.
-    """
+    """Two notebooks that the tests share: a kernel with torch takes three seconds of the processor."""
     both = [Notebook(name, url, GPU_PARK_TURN_SECONDS="2") for name in ("one.ipynb", "two.ipynb")]
     for notebook in both:
         notebook.run("%gpu doctor")  # it starts the thread that calls the driver
@@ -146,9 +142,7 @@ def test_a_notebook_that_holds_nothing_yet_can_be_told_to_park(two):
 
 
 def test_a_notebook_that_cannot_return_saves_and_deletes_what_it_types(two, rt, tmp_path):
-    """Another notebook keeps the card. In 0.2 no cell of the parked one ran, so the advice in the
-    message could not be typed. Each way out of the message is typed here.
-    """
+    """Another one keeps the card. In 0.2 no cell ran, so the message's advice could not be typed: it is here."""
     parked, keeper = two
     parked.run("import torch; x = torch.full((7_500_000,), 3.0); y = torch.ones(300_000)")
     until(lambda: places(rt).get("one.ipynb") == {"sim:0"})
@@ -171,9 +165,7 @@ def test_a_notebook_that_cannot_return_saves_and_deletes_what_it_types(two, rt, 
 
 
 def test_two_notebooks_that_fill_card_and_ram_change_places_in_pieces(tmp_path):
-    """40 MiB on a card of 48 and 18 MiB in RAM, whose budget of 24 MiB never has room for the 40.
-    In 0.2 the second one was locked out until the other user freed memory.
-    """
+    """40 MiB and 18 in RAM, which has 24 and never room for the 40. In 0.2 the second was locked out."""
     devices, url = "sim:48MiB,host:48MiB", f"sqlite://{tmp_path}/ledger"
     names = ("one.ipynb", "two.ipynb")
     with ExitStack() as stack:
@@ -239,9 +231,7 @@ IDLE = (
 
 
 def test_what_could_run_meanwhile_keeps_the_notebook_and_is_named(two, rt):
-    """Each obstacle is named by the failed park and by `%gpu why`. When the obstacle has ended, the
-    notebook is parked.
-    """
+    """By the failed park and by `%gpu why`. When the obstacle has ended, the notebook is parked."""
     one, _ = two
     one.run("import torch; x = torch.ones(5_000_000)")
 
@@ -276,9 +266,7 @@ def test_what_could_run_meanwhile_keeps_the_notebook_and_is_named(two, rt):
 
 
 def test_a_cell_whose_memory_cannot_return_does_not_run(two, rt):
-    """The user stops the wait. IPython would run the cell although the hook was interrupted, so the
-    extension must refuse it. A cell that touches no object of the user's runs at once meanwhile.
-    """
+    """The user stops the wait: IPython would run it. One that touches no object of the user's runs at once."""
     parked = two[0]
     parked.run("import torch; x = torch.ones(7_500_000); ran = False")
     until(lambda: places(rt).get("one.ipynb") == {"sim:0"})
@@ -300,9 +288,7 @@ def test_a_cell_whose_memory_cannot_return_does_not_run(two, rt):
 
 
 def test_the_prompt_of_the_debugger_has_the_memory_and_keeps_it(two, rt):
-    """`%debug` in a parked notebook shows tensors of the failed frame. The notebook is not parked while
-    the prompt waits for the user.
-    """
+    """`%debug` shows tensors of the failed frame, and the prompt that waits is not parked."""
     failed = two[0]
     failed.run("import torch\ndef f():\n    y = torch.ones(5_000_000)\n    raise ValueError(1)")
     assert "ValueError" in failed.run("f()")
@@ -331,9 +317,7 @@ def parks(rt, name: str) -> bool:
 
 
 def test_cells_that_were_sent_together_leave_the_card_at_the_end_of_a_turn(two, rt):
-    """ "Run All" sends every cell at once, so the kernel is never idle. The other notebook waits for
-    one turn.
-    """
+    """ "Run All" sends every cell at once, so the kernel is never idle. The other notebook waits for one turn."""
     runs, waits = two
     waits.run("import torch; y = torch.ones(7_500_000)")
     until(lambda: "two.ipynb" in places(rt))
@@ -370,9 +354,7 @@ def test_a_cell_that_runs_a_notebook_with_an_empty_cell_is_in_use(two, rt, tmp_p
 
 
 def test_a_mode_that_a_cell_leaves_open_locks_nobody_out(two, rt):
-    """A mode that raises on `torch.device` made every cell fail before it ran, also `%gpu unpark`, and the cell that
-    ends the mode.
-    """
+    """One that raises on `torch.device` made every cell fail before it ran, also the one that ends it."""
     one, other = two
     one.run("import torch; from tests.user_modes import MODES; x = torch.ones(5_000_000)")
     for name in MODES:
@@ -430,9 +412,7 @@ x = torch.zeros(6_250_000)
 
 
 def test_a_restarted_kernel_finds_free_what_its_first_cell_takes(two, url):
-    """The other notebook's memory has left before the first line of the cell, and not because of an
-    overdraft.
-    """
+    """The other notebook's memory has left before the first line of the cell, and not because of an overdraft."""
     with closing(Notebook("again.ipynb", url)) as before:
         assert "[]" in before.run(TAKES_MOST)
     two[0].run("import torch; x = torch.ones(6_250_000)")

@@ -140,9 +140,7 @@ def kills(url: str, wanted: int) -> dict[str, int]:
     dice, done = random.Random(2), {"kills": 0, "cycles_before_kills": 0}
 
     def parks(out: int) -> None:
-        """The work of a process that will be killed. It writes a byte for each cycle, and x for a
-        wrong value.
-        """
+        """The work of a process that will be killed. It writes a byte for each cycle, and x for a wrong value."""
         rt = Runtime(ledger=url, **SETTINGS)
         kernel, kept = rt.attach_kernel(Quiet()), torch.zeros(40 * FLOATS)
         for cycle in range(1, 10**6):
@@ -188,11 +186,7 @@ def kills(url: str, wanted: int) -> dict[str, int]:
 
 
 def hammered(url: str, wanted: int) -> dict[str, int]:
-    """Parks and returns a storage `wanted` times while a thread of the user reads it without pause.
-
-    An operator that has begun has already read the storage's address. So the storage is exchanged
-    only while the thread waits.
-    """
+    """Parks a storage `wanted` times while a user's thread reads it; it is exchanged only while that waits."""
     import torch
     from gpu.obstacles import not_at_rest
     from gpu.parking import _Undisturbed

@@ -47,9 +47,7 @@ def state(console: Runtime, kernel: Kernel) -> ProcessState:
 
 
 def test_a_killed_process_is_shown_as_ended_at_once(kernel, console):
-    """A killed process is shown as ended at once. In an earlier version it was shown as a living
-    holder for 10 s.
-    """
+    """A killed process is shown as ended at once. In an earlier version it was shown as a living holder for 10 s."""
     assert state(console, kernel) is ProcessState.RUNNING
     kernel.process.kill()
     kernel.process.await_death()  # a zombie is dead too
@@ -124,9 +122,7 @@ def test_a_process_of_another_user_is_not_continued(kernel, console, monkeypatch
 
 @pytest.mark.soak
 def test_who_waits_for_a_process_that_writes_its_core_dump_learns_why(kernel, console, tmp_path):
-    """A caller waits for the memory of a process that writes a core dump, and is told so. The
-    memory is granted once the dump is written.
-    """
+    """The caller is told so, and gets the memory once the dump is written."""
     if "/" in PATTERN.read_text() or PATTERN.read_text().startswith("|"):
         pytest.skip("needs a kernel that writes core dumps into the working directory")
     kernel.tell("held = rt.use('qwen'); held.__enter__(); import os, resource")

@@ -1,8 +1,4 @@
-"""Real processes on a real ledger, in SQLite and in Redis.
-
-The stories are about the memory of a kernel that is killed, stopped or restarted, and about the
-next holder of that memory.
-"""
+"""A real kernel is killed, stopped or restarted; its memory, and the next holder's. SQLite and Redis."""
 
 from __future__ import annotations
 
@@ -102,9 +98,7 @@ def here(ledger: str) -> Iterator[Runtime]:
 
 
 def test_a_killed_kernel_leaves_nothing_behind(kernel, here):
-    """The death of a killed kernel is proved first. Then the next process that needs the room
-    removes its leases.
-    """
+    """The death of a killed kernel is proved first. Then the next process that needs the room removes its leases."""
     other = kernel()
     assert (
         other.tell(
@@ -165,9 +159,7 @@ def test_a_model_in_use_in_another_kernel_is_waited_for(kernel, here):
 
 
 def test_a_stopped_kernel_is_not_dead(kernel, here):
-    """A stopped kernel does not answer and keeps its memory. Bytes are freed only if the operating
-    system confirms the death.
-    """
+    """It does not answer and keeps its memory, until the operating system confirms a death."""
     other = kernel()
     assert (
         other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")

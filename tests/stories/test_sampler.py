@@ -1,6 +1,4 @@
-"""The host's helper process with the real NVML binding and a fake driver. Cards are lost, hang, or
-report nothing.
-"""
+"""The host's helper process with the real NVML binding and a fake driver. Cards are lost, hang, or report nothing."""
 
 from __future__ import annotations
 
@@ -100,18 +98,14 @@ def test_a_helper_ends_when_its_directory_is_gone(host):
 
 @pytest.mark.parametrize("name", ["samples", "sampler.lock", "sampler.err"])
 def test_a_pipe_in_the_place_of_a_file_keeps_no_reader_waiting(tmp_path, name):
-    """In a shared ledger another member could put a pipe in the place of the helper's file. A
-    reader does not wait for it.
-    """
+    """Another member of a shared ledger could put it there."""
     os.mkfifo(tmp_path / name)
     sampling = Sampling(tmp_path)
     assert (sampling.figures(), sampling._holder(), sampling._last_error()) == (None, None, "")
 
 
 def test_a_hanging_driver_freezes_no_kernel_and_grants_nothing(host, driver):
-    """The helper hangs and is killed, and the next helper hangs as well. Kernels only notice that
-    the figures are old.
-    """
+    """The helper hangs and is killed, and so is the next one. Kernels only notice that the figures are old."""
     kernel = host.kernel()
     kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None")
     [helper] = host.helpers()
@@ -186,9 +180,7 @@ def test_memory_that_the_driver_will_not_tell_is_waited_for_with_the_reason(host
 def test_a_driver_that_is_broken_is_told_and_one_that_is_missing_simulated(
     driver, tmp_path, error, says
 ):
-    """With `auto`, a driver that fails is an error. If the driver or its library is missing, cards
-    are simulated.
-    """
+    """With `auto`, a driver that fails is an error. If the driver or its library is missing, cards are simulated."""
     driver.set(init=error)
     environment = {**os.environ, **driver.environment}
     if error is None:
@@ -206,9 +198,7 @@ def test_a_driver_that_is_broken_is_told_and_one_that_is_missing_simulated(
 
 
 def test_memory_of_strangers_is_measured_and_named(host, driver):
-    """A process without leases is shown as the driver reports it. If its pid is unknown, no user is
-    shown.
-    """
+    """A process without leases is shown as the driver reports it. If its pid is unknown, no user is shown."""
     driver.set(
         _0_free=50 * GIB, _0_processes=f"{os.getpid()}:{20 * GIB},4194000:{5 * GIB},4194001:na"
     )

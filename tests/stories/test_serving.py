@@ -1,6 +1,4 @@
-"""`gpu serve` as programs use it: a real server, two llama.cpp models that do not fit together, and
-OpenAI's client.
-"""
+"""`gpu serve` as programs use it: a real server, two llama.cpp models that take turns, and OpenAI's client."""
 
 from __future__ import annotations
 
@@ -30,9 +28,7 @@ MODELS = ("writer", "editor")
 
 @pytest.fixture(scope="module")
 def kitchen(tmp_path_factory):
-    """The directory of a catalogue with two GGUF models. The card can hold only one of them at a
-    time.
-    """
+    """The directory of a catalogue with two GGUF models. The card can hold only one of them at a time."""
     place = tmp_path_factory.mktemp("models")
     for seed, name in enumerate(MODELS):
         samples.gguf_lm(place / f"{name}.gguf", seed=seed)
@@ -98,9 +94,7 @@ def test_the_official_client_lists_asks_and_streams(served):
 
 
 def test_32_clients_and_two_models_that_do_not_fit_together(served):
-    """Every call is answered by the model that it names. There are far fewer swaps of models than
-    calls.
-    """
+    """Every call is answered by the model that it names. There are far fewer swaps of models than calls."""
     answers, errors = [], []
 
     def call(number: int) -> None:
@@ -205,9 +199,7 @@ def test_what_is_wrong_with_a_call_is_said_and_nothing_is_lost(served, body, sta
 
 @pytest.mark.parametrize("waits", [True, False])
 def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits):
-    """A client that sends the body at once gets the reason as well, and can use the connection for
-    the next call.
-    """
+    """A client that sends the body at once gets the reason as well, and can use the connection for the next call."""
     connection = http.client.HTTPConnection("127.0.0.1", served.port, timeout=PATIENCE)
     connection.putrequest("POST", "/v1/chat/completions")
     connection.putheader("Authorization", f"Bearer {TOKEN}")
@@ -227,9 +219,7 @@ def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits)
 
 
 def test_fields_of_ours_do_not_come_by_header(served):
-    """A proxy may add headers, but only the client writes the body. So the `x_*` fields of
-    gpu-console are read from the body only.
-    """
+    """A proxy may add headers, but only the client writes the body."""
     answer = served.get(
         "/v1/chat/completions",
         method="POST",

@@ -1,7 +1,4 @@
-"""`gpu serve` with more calls than it can answer, and with calls whose engines are killed.
-
-Both tests are soak tests: `make soak`.
-"""
+"""`gpu serve` with more calls than it can answer, and with engines that are killed: `make soak`."""
 
 from __future__ import annotations
 
@@ -223,10 +220,7 @@ class Load:
 @pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_clients_get_equal_parts_of_a_server_that_is_asked_twice_what_it_can_do(tmp_path):
-    """One client sends twice as many calls as each of the others.
-
-    A call that another client's call displaces has waited before it is refused.
-    """
+    """One sends twice as many. A call that another client's call displaces has waited before."""
     with server_of(tmp_path, "only", GPU_SERVE_QUEUE="64") as server:
         load = Load(server)
         asyncio.run(load.warm_up())

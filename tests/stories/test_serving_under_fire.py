@@ -1,7 +1,4 @@
-"""`gpu serve` while its engines are killed and strangers flood it.
-
-Every call gets an answer or an error, and nothing is left afterwards.
-"""
+"""`gpu serve` while its engines are killed and strangers flood it: all are answered, nothing is left."""
 
 from __future__ import annotations
 
@@ -76,9 +73,7 @@ print(sent)
 
 @contextmanager
 def flooded(server: Served, sent: list[int]) -> Iterator[None]:
-    """Another user floods the server while the `with` block runs. At the end of the block, the
-    number of that user's requests is added to `sent`.
-    """
+    """Another user floods the server in the `with` block. The number of requests is added to `sent`."""
     words = [sys.executable, "-c", FLOOD, str(server.port), str(NOBODY)]
     flood = subprocess.Popen(words, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
     try:
@@ -192,9 +187,7 @@ class Fire:
             self.ended["answered"] += 1
 
     def _kill(self) -> None:
-        """Kills an engine, but only if a call was answered since the last kill. Otherwise every
-        model would count as failing and would not be called.
-        """
+        """Kills an engine if a call was answered since the last kill: otherwise every model counts as failing."""
         chance, answered = random.Random(7), -1
         while time.monotonic() < self.until:
             time.sleep(chance.uniform(0.1, 1.0))
@@ -254,11 +247,7 @@ SAMPLER = "gpu_runtime.telemetry.sampler"
 
 
 def holdings(server: Served) -> dict[str, int]:
-    """The number of the server's files, threads, processes and ports, and its memory, while no
-    model is loaded.
-
-    The process that samples the devices is not counted. It starts some seconds after the server.
-    """
+    """The server's files, threads, processes, ports and memory without a model. The sampler is not counted."""
     process = psutil.Process(server.process.pid)
     children = process.children(recursive=True)
     family = [process, *(one for one in children if SAMPLER not in one.cmdline())]
@@ -288,11 +277,7 @@ def under_fire(
     growth_mib: int,
     flood: Callable[[Served], AbstractContextManager[object]] = nullcontext,
 ) -> Fire:
-    """Compares the server's resources before and after calls and kills.
-
-    The first `warm_seconds` are not compared, since threads start then. `flood(server)` lasts as
-    long as the calls that are compared.
-    """
+    """Compares resources before and after calls and kills, but for `warm_seconds`. `flood` lasts as long."""
     Fire(server, warm_seconds).run()
     put_away(server)
     before = holdings(server)
@@ -318,10 +303,7 @@ def under_fire(
 
 
 def test_engines_are_killed_while_clients_call_and_another_user_floods_the_server(served):
-    """Every lease is returned, no process is orphaned, and no port, file or thread is leaked.
-
-    Only root can become another user. Without root nobody floods the server.
-    """
+    """Every lease returns; no process, port, file or thread is leaked. Without root nobody floods."""
     sent: list[int] = []
     is_root = os.geteuid() == 0
     flood = (lambda server: flooded(server, sent)) if is_root else nullcontext
@@ -347,9 +329,7 @@ def test_engines_are_killed_and_the_server_is_flooded_for_minutes(served, ledger
 
 
 def test_the_server_is_killed_and_its_engines_end_with_it(served):
-    """The server itself is killed with SIGKILL. Its engines end, too, and the next server begins
-    with an empty card.
-    """
+    """With SIGKILL. The next server begins with an empty card."""
     talk = client(served)
     for model in ("writer", "reader"):
         talk.chat.completions.create(

@@ -1,9 +1,4 @@
-"""The stop button interrupts the actions of a notebook at random instructions, on a real ledger.
-Nothing is leaked.
-
-The test runs the actions in a separate process. Otherwise threads of other tests would look like
-leaked threads.
-"""
+"""The stop button at random instructions, on a real ledger, in a process of its own: nothing is leaked."""
 
 from __future__ import annotations
 
@@ -103,10 +98,7 @@ def leased(rt: Runtime) -> None:
 
 
 def look_for_leaks(rt: Runtime) -> None:
-    """Waits until all moves have ended and the monitor has published. Then checks for leaks.
-
-    Nothing may be pinned, leased or requested. The book must show the real place of each model.
-    """
+    """After all moves and a publication: nothing pinned, leased or requested, and each model's real place."""
     keeper = rt._session
     until = time.monotonic() + PATIENCE
     while why := leaks(rt):

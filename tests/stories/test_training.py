@@ -1,8 +1,4 @@
-"""A process trains while another process evicts its model again and again. The process is a plain
-script, or the kernel of a notebook.
-
-Losses and weights are equal, to the bit, to those of an undisturbed run, and nothing crashes.
-"""
+"""A script or a notebook trains while another process evicts its model: equal to the bit, no crash."""
 
 from __future__ import annotations
 
@@ -68,9 +64,7 @@ print(result(), flush=True)
 
 
 def undisturbed(steps: int) -> list[Any]:
-    """The losses and the digest of the weights after `steps` steps in a process without
-    gpu-console.
-    """
+    """The losses and the digest of the weights after `steps` steps in a process without gpu-console."""
     done = subprocess.run(
         [sys.executable, "-c", PROGRAM + ALONE], input=str(steps), text=True, capture_output=True
     )
@@ -114,9 +108,7 @@ def here(ledger: str) -> Iterator[Runtime]:
 
 
 def test_a_script_trains_on_while_another_process_evicts_its_model(here, ledger):
-    """Without pins from `forward` to `step`, 7 of 8 such runs ended with SIGSEGV, and one computed
-    wrong weights.
-    """
+    """Without pins from `forward` to `step`, 7 of 8 such runs ended with SIGSEGV, and one computed wrong weights."""
     script = subprocess.Popen(
         [sys.executable, "-c", PROGRAM + SCRIPT, DEVICES, ledger],
         stdin=subprocess.PIPE,
@@ -139,9 +131,7 @@ def test_a_script_trains_on_while_another_process_evicts_its_model(here, ledger)
 
 
 def test_a_notebook_trains_on_while_another_process_evicts_its_model(here, ledger, tmp_path):
-    """While a cell runs, the model stays. Between two cells it leaves, although a graph still waits
-    for `backward`.
-    """
+    """While a cell runs, the model stays. Between cells it leaves, although a graph waits for `backward`."""
     paths = os.pathsep.join((str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")))
     settings = {"PYTHONPATH": paths, "GPU_LEDGER": ledger, "GPU_DEVICES": DEVICES}
     manager, client = start_new_kernel(
@@ -149,9 +139,7 @@ def test_a_notebook_trains_on_while_another_process_evicts_its_model(here, ledge
     )
 
     def run(code: str) -> None:
-        """Runs a cell and waits for its reply. Messages of the output channel can be late or lost,
-        so they are not used.
-        """
+        """Runs a cell and waits for its reply. The output channel's messages can be late or lost."""
         request = client.execute(code)
         while (reply := client.get_shell_msg(timeout=PATIENCE))["parent_header"][
             "msg_id"

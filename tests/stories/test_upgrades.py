@@ -1,6 +1,4 @@
-"""gpu-console is upgraded or removed under a running kernel, and the user's libraries and limits do
-not suit it: one sentence each, and nothing is lost.
-"""
+"""gpu-console is upgraded or removed under a running kernel, or its libraries do not suit: one sentence each."""
 
 from __future__ import annotations
 

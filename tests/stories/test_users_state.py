@@ -1,6 +1,4 @@
-"""Nothing of the user's changes because gpu-console is loaded: no generator, default, filter,
-handler or setting of the process.
-"""
+"""Nothing of the user's changes because gpu-console is loaded: no generator, default, filter, handler, setting."""
 
 from __future__ import annotations
 
@@ -47,10 +45,7 @@ def models(tmp_path_factory):
 
 
 def test_no_verb_and_no_background_duty_changes_anything_of_the_user_s(models, tmp_path):
-    """Each verb runs in a real kernel. Another process parks it, and changes the ledger meanwhile.
-
-    The monitor, the sampler and the ledger's back-off run in this kernel all the time.
-    """
+    """In a real kernel, which another process parks, with its monitor, sampler and back-off all the time."""
     tried = {line.split()[0] for row in VERBS for line in row.split(";")}
     assert tried == {verb.name for verb in verbs(MAGIC)}
     url = f"sqlite://{tmp_path}/ledger"
@@ -103,9 +98,7 @@ pressing.start()
 
 
 def test_the_first_table_may_be_interrupted_at_any_moment(tmp_path):
-    """Half of pandas stayed in the process: each table, and the user's own `import pandas`, failed
-    until the kernel was restarted.
-    """
+    """Half of pandas stayed in the process: each table, and `import pandas`, failed until a restart."""
     notebook = Notebook("one.ipynb", f"sqlite://{tmp_path}/ledger")
     try:
         notebook.run(PRESSES)

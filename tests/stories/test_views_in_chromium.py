@@ -1,6 +1,4 @@
-"""The views of the console in a real browser: both themes, tooltips, zoom, filters, files, and the
-viewer's time zone.
-"""
+"""The views of the console in a real browser: themes, tooltips, zoom, filters, files, the viewer's time zone."""
 
 from __future__ import annotations
 
@@ -89,9 +87,7 @@ def pages(browser, url):
 
 
 class Pages:
-    """The pages of this module, by their contexts. Tests share a page, because loading a page takes
-    five seconds of the processor.
-    """
+    """The pages of this module, by their contexts; shared, since loading one takes five seconds."""
 
     def __init__(self, browser, url) -> None:
         self._browser, self._url = browser, url
@@ -99,9 +95,7 @@ class Pages:
 
     @contextmanager
     def at(self, tab, **context):
-        """A page with this tab in front. At the end of the `with` block the test fails if the page
-        had errors or sent requests to other hosts.
-        """
+        """A page with this tab in front. Fails at the end if it had errors or sent requests to other hosts."""
         key = str(context)
         if key not in self._made:
             self._made[key] = opened(self._browser, self._url, **context)
@@ -192,9 +186,7 @@ def test_eight_cards_fit_on_a_laptop(pages):
 
 
 def test_times_are_shown_in_the_viewers_time_zone(pages):
-    """Times are shown in the viewer's time zone: 12:02:08 on a server in London is 17:32:08 in
-    Kolkata.
-    """
+    """Times are shown in the viewer's time zone: 12:02:08 on a server in London is 17:32:08 in Kolkata."""
     with pages.at("Timeline", timezone_id="Asia/Kolkata", locale="en-GB") as page:
         page.get_by_text("17:32:08").first.wait_for()
 

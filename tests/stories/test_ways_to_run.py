@@ -1,8 +1,4 @@
-"""The ways in which Python can run between two cells never lose a write to a tensor of the notebook.
-
-The list stands in docs/guides/plain_torch.md. Each way writes, reads and saves the tensor while a park is requested
-again and again, and after the memory has left. Every value is as without parking, or the user sees an error.
-"""
+"""Ways in which Python can run between two cells (docs/guides/plain_torch.md) never lose a write to a tensor."""
 
 from __future__ import annotations
 

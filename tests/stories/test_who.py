@@ -1,6 +1,4 @@
-"""A notebook that never calls the runtime, in a real kernel: `%gpu who` lists what holds its
-memory, and `%gpu free` releases it.
-"""
+"""A notebook that never calls the runtime: `%gpu who` lists what holds its memory, `%gpu free` releases it."""
 
 from __future__ import annotations
 
@@ -58,17 +56,12 @@ def held(cell):
 
 
 def becomes(cell, expected) -> bool:
-    """Whether the table is as `expected`, at the latest at the fifth attempt.
-
-    A search that takes 3 s ends early, and its table is partial.
-    """
+    """Whether the table is as `expected`, at the fifth attempt at the latest: a search over 3 s is partial."""
     return any(held(cell) == expected for _ in range(5))
 
 
 def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
-    """Four names hold the memory: two outputs, one of which was deleted, a loss with its graph, and
-    the error of a cell.
-    """
+    """Four names: two outputs, one of which was deleted, a loss with its graph, and the error of a cell."""
     assert "No variable or output holds memory" in cell("%gpu who")
     assert cell("import sys; print('torch' in sys.modules)") == "False\n"
     cell("import torch\ndef mib(n): return torch.ones(n * 2**18)")
@@ -89,9 +82,7 @@ def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
 
 
 def test_another_notebooks_variables_are_listed_while_it_is_idle_or_parked(tmp_path):
-    """The list is made without running a cell and without restoring parked memory. A stopped
-    notebook gives an error that names it.
-    """
+    """No cell runs and no parked memory returns. A stopped notebook gives an error that names it."""
     url = f"sqlite://{tmp_path}/ledger"
     train, other = Notebook("train.ipynb", url), Notebook("other.ipynb", url)
     try:
