@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
+from .. import forks
 from ..errors import FleetUnavailable
 from ..threads import import_whole
 
@@ -38,7 +39,7 @@ FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import t
 SLICE_SECONDS = 0.5  # the longest single wait in Ray; `leave` waits for its end
 
 P, R = ParamSpec("P"), TypeVar("R")
-_change = threading.Condition()
+_change = forks.freed(threading.Condition())
 _calls = 0  # calls of Ray that run now, in all threads
 _has_left = False
 
