@@ -38,9 +38,7 @@ def no_other_ledgers(monkeypatch):
 
 @pytest.fixture
 def rt(monkeypatch, tmp_path):
-    """The runtime that every face in the test uses. Its simulated card has 24 GiB, of which 21.6
-    are usable.
-    """
+    """The runtime that every face in the test uses. Its simulated card has 24 GiB, of which 21.6 are usable."""
     monkeypatch.setenv("GPU_CATALOG", str(tmp_path / "catalog"))
     runtime = gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:", monitor=False)
     monkeypatch.setattr(gpu_runtime, "runtime", lambda: runtime)
@@ -82,9 +80,7 @@ def shell(fresh_shell, rt):
 
 @pytest.fixture
 def child_environment(tmp_path):
-    """The environment for child processes. They have a ledger of their own and import this
-    checkout.
-    """
+    """The environment for child processes. They have a ledger of their own and import this checkout."""
     return {
         **os.environ,
         "PYTHONPATH": FOUND_BY_CHILDREN,

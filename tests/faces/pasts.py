@@ -34,11 +34,7 @@ def day(
     busy: float = 1.0,
     end: float = WALL,
 ) -> History:
-    """The history of `seconds` on `cards` cards.
-
-    Models are loaded, offloaded for one another and restored. The measured memory beyond them
-    varies a little.
-    """
+    """The history of `seconds` on `cards` cards: models are loaded, offloaded for one another and restored."""
     draw = random.Random(seed)
     step, limit = seconds / points, int(gib * 0.9 * GIB)
     moments, events = [], []

@@ -13,10 +13,7 @@ from gpu_runtime.owner import dataframes
 
 
 class FixedRuntime:
-    """A runtime with one snapshot.
-
-    Its other answers are given as keywords: `FixedRuntime(snapshot, history=...)`.
-    """
+    """A runtime with one snapshot. Its other answers are given as keywords: `FixedRuntime(snapshot, history=...)`."""
 
     def __init__(self, snapshot: Any, **answers: Any) -> None:
         self.snapshot = snapshot
@@ -38,9 +35,7 @@ OPERATOR = SimpleNamespace(may_act=True, propose=lambda verb, id: None)
 
 
 def opened(kind: Any, snapshot: Any, *, dark: bool = False, **answers: Any) -> Any:
-    """A tab of the class `kind`, after one poll in a session that shows `snapshot`. The answers of
-    the runtime are `answers`.
-    """
+    """A tab of the class `kind` after one poll. The answers of the runtime are `answers`."""
     tab = kind(Poller(FixedRuntime(snapshot, **answers), start=lambda run: None), VIEWER)
     tab.dark(dark)
     tab.update(snapshot)  # requests other data that it needs

@@ -65,10 +65,7 @@ def snapshot(
     measured=True,
     **more,
 ):
-    """A snapshot with these leases.
-
-    Without keywords it has one simulated card of 24 GiB. Each keyword changes one thing.
-    """
+    """A snapshot with these leases: one simulated card of 24 GiB, where no keyword says otherwise."""
     sections = {
         owner.id: Section(owner, tuple(one for one in leases if one.owner == owner.id))
         for owner in (ME, BOB)

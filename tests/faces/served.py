@@ -45,10 +45,7 @@ COMMAND = PAGE + "import sys\nserver.run(**eval(sys.argv[1]), page=page, browser
 
 
 class Conversation:
-    """A client of Bokeh's protocol that can send any message.
-
-    It is used with `async with`. The block begins when the server has acknowledged the connection.
-    """
+    """A client of Bokeh's protocol that can send any message, used with `async with`."""
 
     def __init__(
         self,
@@ -80,9 +77,7 @@ class Conversation:
         return await self._request_reply("PULL-DOC-REQ", {})
 
     async def forge(self, event: str, model: str, data: dict[str, object] | None = None) -> None:
-        """Sends the event that a browser sends for a click, and waits until the server has
-        acknowledged it.
-        """
+        """Sends the event that a browser sends for a click, and waits until the server has acknowledged it."""
         entries: list[list[object]] = [["model", {"id": model}]]
         if data is not None:
             entries.append(
@@ -178,9 +173,7 @@ class Served:
         host: str = "127.0.0.1",
         **headers: str,
     ) -> Answer:
-        """Sends one request and does not follow a redirect. In the names of headers, `_` stands for
-        `-`.
-        """
+        """Sends one request and does not follow a redirect. In the names of headers, `_` stands for `-`."""
         connection = (
             UnixConnection(self.socket)
             if self.socket
@@ -205,9 +198,7 @@ class Served:
             connection.close()
 
     def enter(self, token: str = OPERATORS, path: str = "") -> tuple[str, str]:
-        """Opens the page with the token, as a browser does. Returns the path of the page and the
-        cookie.
-        """
+        """Opens the page with the token, as a browser does. Returns the path of the page and the cookie."""
         path = path or self.path
         answer = self.get(f"{path}?token={token}")
         assert answer.status == 302, (answer, self.output)

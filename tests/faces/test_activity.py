@@ -130,9 +130,7 @@ def test_the_file_has_times_in_utc():
 
 @given(st.text(max_size=12))
 def test_no_cell_is_a_formula(name):
-    """A spreadsheet runs a cell that begins like a formula, and a model may have any name. Names
-    that are no formula are not changed.
-    """
+    """A spreadsheet runs a cell that begins like a formula, and a model may have any name."""
     (row,) = read(csv_of([event(1, model=name)], samples.busy))
     assert not row["model"].lstrip().startswith(("=", "+", "-", "@", "|", "%"))
     assert row["model"].removeprefix("'") == clean(name).removeprefix("'")

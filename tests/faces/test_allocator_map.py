@@ -62,9 +62,7 @@ unknown = AllocatorMap(samples.ME.id, "cuda:0", 1.0, 3 * GIB, 4 * GIB)
 
 
 def test_a_map_reads_as_text():
-    """The text shows the bytes in use, the inactive bytes in segments in use, and the bytes that
-    defrag releases.
-    """
+    """The text shows the bytes in use, the inactive bytes in segments in use, and the bytes that defrag releases."""
     assert as_text(adapters, "analysis.ipynb (pid 4121) on sim:0").splitlines() == [
         "analysis.ipynb (pid 4121) on sim:0",
         "9.0 MiB of 40.0 MiB reserved are allocated. 31.0 MiB are inactive, 20.0 MiB in one piece at most: defrag "
@@ -112,9 +110,7 @@ wide = st.lists(
 
 @given(rows=st.lists(wide, min_size=1, max_size=8))
 def test_area_is_bytes(rows):
-    """The area is proportional to the bytes if all blocks are wide enough to be seen. No two pieces
-    overlap.
-    """
+    """The area is proportional to the bytes if all blocks are wide enough to be seen. No two pieces overlap."""
     map = drawn(*(segment(n << 20, *row) for n, row in enumerate(rows)))
     shown = picture(map)
     assert {kind: size for kind, size in area(map).items() if size} == pytest.approx(
@@ -129,9 +125,7 @@ def test_area_is_bytes(rows):
 
 
 def test_one_small_tensor_in_a_large_segment_is_visible():
-    """One small tensor may be all that keeps 10 GiB from being released. It is drawn on top, and
-    wide enough to be seen.
-    """
+    """It may be all that keeps 10 GiB from being released."""
     map = drawn(segment(0, (5 * KIB, FREE), (1 / 1024, USED), (5 * KIB, FREE)))
     last = picture(map).pieces[-1]
     assert (last.kind, last.right - last.left) == (

@@ -43,9 +43,7 @@ def flags(verb: verbs.Verb, place: str) -> list[str]:
 
 
 def lines(place: str):
-    """Draws a verb of `place` with words after it: values, options of the verb, and options with a
-    value.
-    """
+    """Draws a verb of `place` with words after it: values, options of the verb, and options with a value."""
 
     def after(verb: verbs.Verb):
         options = [*flags(verb, place), "--json", "-o", "--nosuch"]
@@ -58,11 +56,7 @@ def lines(place: str):
 
 
 def each(place: str, stride: int) -> list[tuple[str, ...]]:
-    """Every verb with each value as its last positional argument, and with each value after each of
-    its options.
-
-    After an option come the values at the distance `stride`, and other ones after the next option.
-    """
+    """Every verb with each value as its last argument, and with every `stride`th value after each option."""
     found = []
     first = itertools.cycle(range(stride))
     for verb in verbs.verbs(place):
@@ -204,9 +198,7 @@ def test_every_strange_word_before_a_cell(box, rt, fresh_shell, flag):
 
 @pytest.mark.parametrize("words", [("-x" * MANY,), ("qwen", "--timeout", "x" * MANY)])
 def test_an_error_of_the_parser_is_bounded(words):
-    """In an earlier version, a file that was pasted as an argument gave an error as long as the
-    file.
-    """
+    """In an earlier version, a file that was pasted as an argument gave an error as long as the file."""
     with pytest.raises(UsageError) as error:
         parser_for(CELL_SYNOPSIS, verbs.CELL).parse_args(list(words))
     require_sentence(str(error.value))

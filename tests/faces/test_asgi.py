@@ -126,9 +126,7 @@ def test_the_application_learns_of_a_disconnect():
 
 
 def test_a_write_to_a_client_that_reads_nothing_and_disconnects_ends():
-    """The client reads nothing. If the write did not end at the disconnect, its task would stay for
-    ever.
-    """
+    """The client reads nothing. If the write did not end at the disconnect, its task would stay for ever."""
     ended = []
 
     async def app(scope, receive, send):
@@ -189,9 +187,7 @@ def test_a_head_has_no_body():
 
 
 def test_a_client_that_reads_nothing_is_disconnected():
-    """A slow client may take as long as it likes, if it reads some data now and then. A client that
-    reads nothing is disconnected.
-    """
+    """A slow client may take as long as it likes, if it reads some data now and then."""
     heard = []
 
     async def app(scope, receive, send):

@@ -33,9 +33,7 @@ def credentials(place: str, token: str) -> dict[str, str]:
 
 @pytest.mark.parametrize("place", PLACES)
 def test_a_token_gives_its_role_in_every_place(place):
-    """Programs send the token in a header, browsers in a cookie. The first click has it in the
-    query.
-    """
+    """Programs send the token in a header, browsers in a cookie. The first click has it in the query."""
     assert role_of_tokens(RULES, **credentials(place, OPERATORS)) == OPERATOR
     assert role_of_tokens(RULES, **credentials(place, VIEWERS)) == VIEWER
 
@@ -43,9 +41,7 @@ def test_a_token_gives_its_role_in_every_place(place):
 @pytest.mark.parametrize("first", PLACES)
 @pytest.mark.parametrize("second", PLACES)
 def test_of_two_tokens_the_higher_counts(first, second):
-    """An operator may have followed a viewer's link before. With their own link they are an
-    operator again.
-    """
+    """An operator may have followed a viewer's link before. With their own link they are an operator again."""
     if first != second:
         assert (
             role_of_tokens(RULES, **credentials(first, OPERATORS), **credentials(second, VIEWERS))
@@ -58,16 +54,13 @@ NEARLY = [OPERATORS[:-1], OPERATORS + "a", OPERATORS.swapcase(), "\ud800"]
 
 @given(st.one_of(st.text(max_size=60), st.sampled_from(NEARLY)), st.sampled_from(PLACES))
 def test_nothing_else_gives_a_role(text, place):
-    """The empty text gives no role, even if no viewer's token is set. A part of a token or an
-    invalid text gives no role either.
-    """
+    """Not the empty text, though no viewer's token is set, not a part of a token, and no invalid text."""
     for rules in (RULES, AccessRules("ann", operator_token=OPERATORS)):
         assert role_of_tokens(rules, **credentials(place, text)) is None
     assert role_of_tokens(AccessRules("ann", operator_token=""), **credentials(place, text)) is None
 
 
 def test_tokens_are_compared_in_constant_time_and_none_is_skipped(monkeypatch):
-    """Each offered token is compared with each known token, also after a match."""
     compared = []
     monkeypatch.setattr(
         auth.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b
@@ -82,9 +75,7 @@ def test_tokens_are_in_no_repr():
 
 
 def test_a_role_decides_who_may_act_and_under_which_name():
-    """A token acts under the name of the user who started the server. A login acts under its own
-    name.
-    """
+    """A token acts under the name of the user who started the server. A login acts under its own name."""
     assert RULES.visitor(OPERATOR) == Visitor("ann", may_act=True)
     assert RULES.visitor(OPERATOR, "bob") == Visitor("bob", may_act=True)
     assert RULES.visitor(VIEWER) == Visitor("viewer", may_act=False)
@@ -93,9 +84,7 @@ def test_a_role_decides_who_may_act_and_under_which_name():
 
 
 def test_a_login_gives_no_role_by_itself():
-    """Everybody with an account at the provider can log in. Only names in the settings have a role,
-    and guests have none.
-    """
+    """Everybody has an account at the provider. Only names in the settings have a role; guests have none."""
     named = AccessRules(
         "ann", "", operators=frozenset({"bob", "guest"}), viewers=frozenset({"eve"})
     )
@@ -120,9 +109,7 @@ def test_a_login_gives_no_role_by_itself():
 )
 @pytest.mark.parametrize("also", [(), ("*",), ("*:8211",), ("good.example",)])
 def test_no_wildcard_admits_a_foreign_origin(origin, also):
-    """People type `--allow-websocket-origin=*` to get rid of an error, not to admit every page. So
-    a wildcard admits no foreign origin.
-    """
+    """People type `--allow-websocket-origin=*` to get rid of an error, not to admit every page."""
     assert not same_origin(origin, "box:8211", also)
 
 
@@ -133,9 +120,7 @@ def test_an_origin_named_in_the_options_is_admitted():
 
 
 def test_guesses_are_slowed_and_a_flood_is_not_checked():
-    """Six wrong guesses at once are answered without delay. Each further guess waits one second
-    longer, and at most nine wait. A minute later all guesses are forgotten.
-    """
+    """Six guesses are free. Each further one waits a second longer, and at most nine wait."""
     now = 100.0
     guesses = GuessLimiter(lambda: now)
     waits = []
@@ -153,9 +138,7 @@ def test_guesses_are_slowed_and_a_flood_is_not_checked():
     st.lists(st.tuples(st.sampled_from((0.0, 0.5, 5.0, 3600.0)), st.integers(1, 40)), max_size=8)
 )
 def test_in_any_window_one_guess_a_second_is_checked(bursts):
-    """In addition to one guess a second, only the free and the waiting guesses are checked. A quiet
-    night is no credit for the morning.
-    """
+    """A quiet night is no credit for the morning."""
     now, checked = 0.0, []
     guesses = GuessLimiter(lambda: now)
     for gap, count in bursts:
@@ -190,7 +173,7 @@ def test_a_page_joins_no_session_of_another_visitor(owners, may):
 
 
 def test_outside_a_page_there_is_no_visitor():
-    """Without the gate's admission there is no visitor. So code outside a page cannot act."""
+    """So code outside a page cannot act."""
     panel_gate = pytest.importorskip("gpu_panels.panel_gate")
     with pytest.raises(NotAllowed, match="token"):
         panel_gate.visitor()

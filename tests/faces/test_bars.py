@@ -24,12 +24,10 @@ def stretches(snapshot, device=0):
 
 
 def bar(snapshot, device=0):
-    """The bar of a device."""
     return device_totals.bars(snapshot)[device]
 
 
 def snapshot_of(book, world):
-    """The snapshot of a book."""
     return Snapshot(
         world.now,
         world.wall,
@@ -59,11 +57,7 @@ LEASES = st.lists(
 
 @given(LEASES, st.integers(0, 5 * GIB), st.integers(0, 5 * GIB), st.integers(0, 80 * GIB))
 def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead, free):
-    """A bar equals the book's claims for any leases and moves, and for memory that dead processes
-    still hold.
-
-    Unleased memory is the last stretch.
-    """
+    """For any leases and moves, and for memory that dead processes still hold."""
     leases = []
     for n, (lies, size, phase, goes, pid) in enumerate(drawn):
         at, to = (device_id(place) for place in (lies, goes))
@@ -94,14 +88,10 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
 
 
 def device_id(word: str) -> str:
-    """The device's id for a keyword: `cuda:0` for `cuda0`."""
     return HOST if word == "host" else f"cuda:{word[-1]}"
 
 
 def test_the_tooltip_of_a_lease_shows_its_process_use_and_importance():
-    """The tooltip of a lease shows its process, its use and its importance, and whether it is
-    pinned.
-    """
     qwen = stretches(samples.busy)["qwen"]
     assert qwen.notebook == "train.ipynb"
     assert qwen.tooltip == (
@@ -145,9 +135,7 @@ def test_arriving_and_leaving_leases_are_labelled():
 
 
 def test_small_leases_are_gathered_and_none_is_lost():
-    """Two hundred leases on eight cards must stay legible. Each bar has a few stretches, and one
-    stretch for all other leases.
-    """
+    """Two hundred leases on eight cards must stay legible."""
     leases = (samples.lease(f"m{n}", 0.25 + n % 4, f"sim:{n % 8}") for n in range(200))
     crowd = samples.snapshot(*leases, cards=8, gib=80)
     for view, one in zip(crowd.devices, device_totals.bars(crowd), strict=True):
@@ -169,7 +157,6 @@ def test_a_single_thin_lease_keeps_its_name():
 
 
 def test_unleased_memory_names_its_processes():
-    """The operator needs to know which processes hold the memory."""
     other = stretches(samples.overdraft)["other programs"]
     assert other.bytes == GIB // 2
     assert "python3, carol, pid 999" in other.tooltip
@@ -265,9 +252,7 @@ def test_a_drained_card_shows_the_person_and_the_time():
 
 
 def test_a_simulated_card_among_real_ones_is_labelled():
-    """A simulated card among real ones has a label. If all cards are simulated, the status bar says
-    so once.
-    """
+    """A simulated card among real ones has a label. If all cards are simulated, the status bar says so once."""
     view = samples.busy.devices[0]
     assert "simulated" in device_words.notices(replace(samples.busy, simulated=False), view)
     assert device_words.notices(samples.busy, view) == []

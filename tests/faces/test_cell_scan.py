@@ -100,9 +100,7 @@ def test_a_variable_that_is_a_governed_model_counts_as_its_use():
 
 
 def test_a_model_that_is_only_named_is_told_apart():
-    """A model that a cell only names is not loaded ahead. But it is not evicted for another model
-    while the cell runs.
-    """
+    """It is not loaded ahead, and not evicted for another model while the cell runs."""
     assert Scan(KNOWN, {}).read('print(rt.plan("a"), rt.use("b"))') == ScannedModels(
         ("b",), {"a", "b"}
     )
@@ -128,9 +126,7 @@ def test_a_text_of_any_kind_is_read_without_an_error():
 
 
 def test_calls_within_calls_end():
-    """The scan reads calls within calls only to a limit. Otherwise two functions that call each
-    other would be read for ever.
-    """
+    """Two functions that call each other would be read for ever."""
     scan = Scan(KNOWN, {})
     scan.read("def f():\n    g(); g(); g()\ndef g():\n    f(); f(); f()\nf()\n" * 3)
 
@@ -143,9 +139,7 @@ def followed_calls(monkeypatch, scan, code):
 
 
 def test_many_calls_of_functions_that_call_many_are_read_up_to_a_limit(monkeypatch):
-    """Three functions with 30 calls each make 27,000 calls of one. A model that the cell itself
-    names is found in any case.
-    """
+    """Three functions with 30 calls each make 27,000 calls of one."""
     scan = Scan(KNOWN, {})
     for i in range(3):
         scan.read(f"def h{i}(x):\n" + f"    y = h{i + 1}(x)\n" * 30)

@@ -24,9 +24,7 @@ GIB = 2**30
 
 @pytest.fixture
 def gpu(rt, monkeypatch, capsys, tmp_path):
-    """Runs the command in this process, which holds two models. Returns the exit code, the output
-    and the errors.
-    """
+    """Runs the command in this process, which holds two models. Returns the exit code, the output and the errors."""
     closed = []
     monkeypatch.setattr(rt, "close", lambda: closed.append(True))
     for name, size in (("llama", "9GiB"), ("qwen", "14GiB")):
@@ -328,9 +326,7 @@ def test_a_request_to_another_process_goes_through_the_ledger(child_environment)
 
 
 def test_status_imports_neither_torch_nor_pandas(child_environment):
-    """People put `gpu status` into a prompt or a loop, so it must be fast. An import of torch takes
-    a second.
-    """
+    """People put `gpu status` into a prompt or a loop, so it must be fast. An import of torch takes a second."""
     code = (
         "import sys; from gpu_runtime.cli import main; code = main(['status']);"
         "print(code, [m for m in ('torch', 'transformers', 'pandas', 'IPython', 'panel') if m in sys.modules])"

@@ -29,7 +29,6 @@ STOPPED = replace(idle(), presences={ME.id: Presence(ProcessState.STOPPED)})
 
 
 def at(name="qwen", owner=ME):
-    """The id of a model's row in the table."""
     return f"{owner.id}/{name}"
 
 

@@ -41,9 +41,7 @@ from . import samples
 
 @pytest.fixture(autouse=True)
 def reset_theme():
-    """Restores Panel's theme after each test. Outside a session, a changed theme would stay for the
-    next test.
-    """
+    """Outside a session, a changed theme would stay for the next test."""
     yield
     pn.config.theme = "default"
 
@@ -145,9 +143,7 @@ class EmptyTab(Tab):
 
 
 def test_a_tab_is_made_when_it_is_first_opened_and_updated_while_in_front(two_tabs, poller):
-    """A tab is made when it is first opened, and updated while it is in front. Other tabs cost
-    nothing.
-    """
+    """Other tabs cost nothing."""
     poller.poll()
     two_tabs.tick()
     assert CountingTab.made == 0
@@ -177,9 +173,7 @@ def test_a_tab_gets_the_theme_when_it_is_made_and_at_each_change(two_tabs):
 
 
 def test_a_served_page_takes_the_theme_of_its_browser_and_one_in_a_notebook_does_not(poller):
-    """A page in a notebook follows the notebook's theme. A browser may send any message as its
-    theme.
-    """
+    """A browser may send any message as its theme."""
     served = Console(poller, VIEWER)
     for text, dark in (("dark", True), ({"dark": 1}, True), ("light", False)):
         served.status_bar._handle_msg(text)
@@ -205,7 +199,6 @@ def test_the_failure_of_one_tab_is_shown_there_and_the_others_work(poller, monke
 
 
 def test_every_tab_can_show_every_sample_snapshot(poller):
-    """No tab fails on any of the unusual snapshots."""
     made = Console(poller, OPERATOR)
     for n, title in enumerate(made._titles):
         made._tabs.active = n
@@ -242,9 +235,7 @@ def in_a_session():
 
 @pytest.mark.parametrize("delivered", [True, False])
 def test_a_change_before_the_browser_has_drawn_the_page_is_sent(delivered):
-    """Without the function `deliver_early_changes` Panel discards such a change. If Panel sends it
-    one day, the function can be removed.
-    """
+    """Panel discards it. If Panel sends it one day, `deliver_early_changes` can be removed."""
     document, sent = in_a_session()
     with set_curdoc(document):
         words = Prose("before")
@@ -316,9 +307,6 @@ def test_only_a_page_of_its_own_has_its_tabs_at_the_bottom_of_a_narrow_window(po
 
 
 def test_a_problem_is_shown_above_the_tabs_until_it_is_untrue(page, poller, rt):
-    """The row of a problem has its begin, its bytes, and buttons. These open the same dialog as the
-    buttons of a table.
-    """
     assert not page._problems.visible
     rt.pin("qwen")  # 14 of 24 GiB
     rt.register("giant", backend="fake", size="20GiB")
@@ -335,9 +323,7 @@ def test_a_problem_is_shown_above_the_tabs_until_it_is_untrue(page, poller, rt):
 
 
 def test_a_button_of_a_problem_opens_the_dialog_of_its_lease(page, poller):
-    """The button's text names the verb and the lease. A browser may send any text, so the text is
-    checked.
-    """
+    """The button's text names the verb and the lease. A browser may send any text, so the text is checked."""
     page._problems._handle_msg({"verb": f"pin {target(poller)}", "id": "swapping sim:0"})
     assert page.actions.dialog.open and page.actions.dialog.title == "Pin qwen?"
     page.actions.dialog.open = False
@@ -429,9 +415,7 @@ def test_a_successful_outcome_is_shown_for_some_seconds(page, poller, waiting_th
 
 
 def test_an_action_in_progress_stays_on_the_page_after_newer_ones(page, poller, waiting_threads):
-    """If newer reports replaced an action in progress, its outcome would never be shown. An owner
-    that does not answer would be overlooked.
-    """
+    """Its outcome would never be shown, and an owner that does not answer overlooked."""
     page.actions.propose("evict", target(poller))
     click(page, "confirm")
     for n in range(MOST_REPORTS + 1):
@@ -452,9 +436,7 @@ def where(rt, name="qwen"):
 
 
 def test_evict_on_a_row_evicts_the_model_of_that_row(tmp_path, waiting_threads, monkeypatch):
-    """Both runtimes have the same pid, so `qwen@4121` would name both models. The row names one
-    owner.
-    """
+    """Both runtimes have the same pid, so `qwen@4121` would name both models. The row names one owner."""
     only_tabs(monkeypatch, "Models")
     ledger = f"sqlite://{tmp_path}/ledger"
     runtimes = [Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger) for _ in range(2)]
@@ -508,9 +490,7 @@ def test_an_answer_to_another_question_does_nothing(page, poller, waiting_thread
 def test_the_situation_is_checked_again_before_a_confirmed_action(
     page, poller, rt, waiting_threads
 ):
-    """The model comes into use between the click and the confirmation. The confirmed action is then
-    not carried out.
-    """
+    """The model comes into use between the click and the confirmation."""
     page.actions.propose("evict", target(poller))
     with rt.use("qwen"):
         click(page, "confirm")
@@ -580,9 +560,7 @@ def test_an_unknown_verb_opens_no_dialog(page, poller):
 
 
 def test_a_closed_session_is_freed(poller, monkeypatch):
-    """The page of a closed session is freed. Otherwise the server's memory would grow with each
-    session.
-    """
+    """The server's memory would grow with each session."""
     only_tabs(monkeypatch, "Models", "Leases", "Timeline")
     made = Console(poller, OPERATOR)
     for n in range(3):
@@ -596,9 +574,7 @@ def test_a_closed_session_is_freed(poller, monkeypatch):
 
 @pytest.mark.parametrize("end", ["connects", "left", "late"])
 def test_a_session_waits_for_its_browser(monkeypatch, end):
-    """Bokeh ends a session after 15 s without a browser. On a busy machine a page can need longer
-    until it connects for the first time.
-    """
+    """Bokeh ends a session after 15 s. On a busy machine a page needs longer to connect."""
     clock = [1000.0]
     monkeypatch.setattr(console.time, "monotonic", lambda: clock[0])
     monkeypatch.setattr(bokeh_session, "current_time", lambda: 1e3 * clock[0])
@@ -633,9 +609,7 @@ class Context(SimpleNamespace):
 
 @pytest.mark.parametrize("first", ["destroyed", "notified"])
 def test_a_served_session_is_freed_after_its_browser_has_gone(poller, monkeypatch, caplog, first):
-    """The page with its charts and callbacks is freed, and so are its place in the poller and
-    Panel's own entries.
-    """
+    """So are its place in the poller and Panel's own entries."""
     only_tabs(monkeypatch, "Now", "Models", "Leases", "Timeline")
     made = []
     monkeypatch.setattr(
@@ -688,9 +662,7 @@ def test_the_page_is_a_material_page(page):
 
 
 def test_a_slow_browser_gets_its_style_sheets_from_this_server_too(poller):
-    """Panel makes the session of a slow browser again, without a page. For such a session Panel
-    would use its CDN.
-    """
+    """Panel makes the session of a slow browser again, without a page. For such a session Panel would use its CDN."""
     from bokeh.document import Document
     from panel.io.resources import LOCAL_DIST
     from panel.io.state import set_curdoc

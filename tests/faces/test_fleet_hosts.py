@@ -112,9 +112,7 @@ def where(rt):
 
 
 def test_an_action_reaches_the_chosen_host_only_and_its_journal_names_the_visitor(fleet, boxes):
-    """Both hosts have a model of the same name. The check before the action reads the host on which
-    the action runs.
-    """
+    """Both hosts have a model of the same name. The check before the action reads the host on which the action runs."""
     rt = FleetHosts(fleet).runtime("box2")
     snapshot = rt.status()
     [lease] = snapshot.leases()
@@ -137,9 +135,7 @@ def test_every_action_of_the_console_is_a_verb_of_the_agent(fleet, verb):
 
 
 def test_the_agent_is_named_in_the_figures_of_its_host(boxes):
-    """On the console, `this process` would mean the console itself. So the agent has a name. The
-    lease still belongs to the agent.
-    """
+    """On the console, `this process` would mean the console itself."""
     own = boxes["box1"].status()
     seen = seen_from_outside(own, "box1")
     assert seen.sections[own.owner.id].owner.label.startswith("agent of box1 (pid ")
@@ -170,9 +166,7 @@ def test_a_host_that_is_gone_keeps_its_last_figures_and_their_age(fleet, clock):
 
 
 def test_a_frozen_host_delays_no_figure_of_another_host(fleet, boxes, clock):
-    """A host that is frozen does not even end a call. It is asked once, and it is awaited once, for
-    BRIEF_SECONDS. Its answer is found after it runs again.
-    """
+    """It does not even end a call: it is asked once, and awaited once, for BRIEF_SECONDS."""
     wall = Clock()
     hosts = FleetHosts(fleet, clock=clock, wall=wall)
     before, answered_at = hosts.read().hosts, wall.now

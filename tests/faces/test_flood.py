@@ -78,9 +78,7 @@ def test_the_right_token_is_admitted_during_a_flood_of_wrong_ones(server):
 @pytest.mark.processes
 @needs_root
 def test_half_open_connections_of_another_user_keep_nobody_out(tmp_path):
-    """The stranger opens as many connections as the server could once have. They are closed, and
-    cost neither processor time nor lines in the log.
-    """
+    """They cost neither processor time nor lines in the log."""
     with start("without Panel", tmp_path) as server:
         words = [sys.executable, "-c", HALF_OPEN, str(server.port), str(NOBODY), "1060"]
         before = server.output_file.stat().st_size
@@ -157,9 +155,7 @@ def listening() -> socket.socket:
 
 @in_loop
 async def test_a_stranger_may_have_few_connections_until_one_is_admitted(as_strangers):
-    """Only connections without an admitted request count. A place becomes free once, when its connection
-    is admitted or ends.
-    """
+    """A place becomes free once, when its connection is admitted or ends."""
     small = Small(listening())
     opened = [await small.ask(OPERATORS, times=2) for _ in range(5)]
     assert {line for line, _ in opened} == {b"HTTP/1.1 200 OK\r\n"} and len(small.connections) == 5
@@ -199,9 +195,7 @@ class WithoutFiles(socket.socket):
 
 @in_loop
 async def test_without_files_nothing_is_accepted_for_a_while(monkeypatch, caplog):
-    """If the process has no file left, the server pauses. Otherwise its loop would try again at
-    once and log each error.
-    """
+    """The server's loop would try again at once and log each error."""
     monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.01)
     sock = WithoutFiles()
     sock.setblocking(False)
@@ -246,9 +240,7 @@ def test_the_limit_on_files_is_raised_as_far_as_allowed():
     ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
 )
 def test_a_connection_of_this_machine_has_its_users_name(family, host):
-    """All users of a machine have the same address. The kernel reports which user owns the other
-    end of a connection.
-    """
+    """The kernel reports which user owns the other end of a connection."""
     try:
         server = socket.create_server((host, 0), family=family)
     except OSError:
@@ -331,9 +323,7 @@ def test_a_page_stays_open_over_a_restart_under_the_same_token_only():
 
 
 def test_a_flood_without_tokens_is_answered_slowly():
-    """Two hundred requests at once are answered without delay, then fifty a second. A browser's
-    page needs no more.
-    """
+    """Two hundred at once without delay, then fifty a second: no page needs more."""
     app = Application([("/", Hello)])
     limiter = Gate(app, AccessRules("ann", OPERATORS), lambda: 0.0).refusals.of("uid 1")
     for _ in range(450):

@@ -33,9 +33,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture
 def kernel(folder):
-    """Another process, which holds qwen. The fixture returns a function that reports where qwen is
-    and who acted.
-    """
+    """Another process, which holds qwen. The fixture returns a function that reports where qwen is and who acted."""
     environ = served.environ(folder) | {"EVICTION_GRACE_SECONDS": "0"}
     process = subprocess.Popen(
         [sys.executable, "-c", KERNEL],
@@ -98,9 +96,7 @@ def data_of(component):
 
 
 async def evicts(server, token):
-    """Sends everything that a browser sends when a visitor selects qwen in the table, clicks Evict
-    and confirms.
-    """
+    """Sends everything that a browser sends when a visitor selects qwen in the table, clicks Evict and confirms."""
     path, cookie = server.enter(token)
     page = server.get(path, Cookie=cookie)
     async with Conversation(server, path + "ws", page.session_token, cookie=cookie) as client:
@@ -135,9 +131,7 @@ async def evicts(server, token):
 
 
 def test_a_viewers_forged_eviction_is_refused_and_an_operators_is_done(server, kernel):
-    """Both sessions send the same messages. In the viewer's session nothing happens. In the
-    operator's session qwen is offloaded, in the operator's name.
-    """
+    """Both sessions send the same messages."""
     assert asyncio.run(evicts(server, VIEWERS))
     assert kernel().startswith("sim:0")
     assert asyncio.run(evicts(server, OPERATORS))

@@ -85,9 +85,7 @@ def test_each_process_and_card_is_a_row_the_most_inactive_first():
 
 
 def test_a_process_without_a_map_is_shown_as_unknown():
-    """The process holds memory on the card, but has published no map. Host memory has no allocator
-    map.
-    """
+    """The process holds memory on the card, but has published no map. Host memory has no allocator map."""
     (bob,) = [row for row in table((mine,)) if "bob" in row.cells[0].text]
     assert texts(bob)[1:] == ["sim:0", *["unknown"] * 8]
     assert bob.buttons[0].why_not == "This process publishes no map of its memory"
@@ -95,9 +93,7 @@ def test_a_process_without_a_map_is_shown_as_unknown():
 
 
 def test_unknown_figures_stay_unknown():
-    """A figure is shown as unknown if the card's driver reports nothing, or if the allocator
-    reports only sums.
-    """
+    """A figure is shown as unknown if the card's driver reports nothing, or if the allocator reports only sums."""
     sums = AllocatorMap(samples.ME.id, "sim:0", 1.0, 3 * GIB, 4 * GIB)
     row = table((sums,))[0]
     assert texts(row)[2:8] == ["3.0 GiB", "4.0 GiB", "unknown", "unknown", "unknown", "unknown"]
@@ -164,10 +160,7 @@ def test_the_drawing_of_a_map_of_thousands_of_blocks_is_bounded():
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_blocks_can_be_told_apart_with_every_kind_of_colour_blindness(sight):
-    """Used blocks differ from the two kinds of free blocks beside them.
-
-    Edges stand out on a light and on a dark page.
-    """
+    """Edges stand out on a light and on a dark page."""
     from gpu_runtime.rendering.allocator_map import ALLOCATED, COLOURS, RELEASABLE, STUCK
 
     assert distance(COLOURS[ALLOCATED], COLOURS[STUCK], sight) > 25
@@ -252,9 +245,7 @@ def test_unchanged_maps_are_the_same_object_and_computed_once(monkeypatch):
 
 
 def test_a_newer_snapshot_gives_a_new_table():
-    """The free memory in a newer snapshot may differ. So the largest request that fits is
-    calculated again.
-    """
+    """The free memory in a newer snapshot may differ. So the largest request that fits is calculated again."""
     fetched = FetchedMaps((mine,))
     fuller = replace(here, devices=tuple(replace(view, room_bytes=GIB) for view in here.devices))
     assert fetched.rows(here, True, "") != fetched.rows(fuller, True, "")

@@ -48,7 +48,6 @@ def served(place):
 
 @pytest.fixture(scope="module")
 def browser():
-    """Chromium."""
     if not Path("/usr/bin/chromium").exists():
         pytest.skip("needs Debian's chromium")
     with playwright.sync_playwright() as driver:
@@ -62,9 +61,7 @@ def browser():
 
 @pytest.fixture(scope="module")
 def visitors(browser, served):
-    """A function that opens the page of a visitor with this token. Tests share the page, because
-    loading it takes five seconds of the processor.
-    """
+    """A function that opens the page of a visitor. Tests share it: loading takes five seconds of the processor."""
     made = {}
 
     def visitor(token: str) -> VisitorPage:
@@ -93,10 +90,7 @@ def observer(place):
 
 
 class VisitorPage:
-    """A visitor's page with the tab Fragmentation in front.
-
-    `problems` lists the browser's errors and requests to other hosts.
-    """
+    """A visitor's page with the tab Fragmentation. `problems` lists errors and requests to other hosts."""
 
     def __init__(self, browser, served, token: str) -> None:
         self.page = browser.new_page(viewport={"width": 1280, "height": 900})
@@ -150,9 +144,7 @@ def test_another_kernels_memory_is_drawn_without_errors(visitors, kernel):
 
 
 def test_cancel_changes_nothing_and_confirm_releases_the_cache(visitors, kernel, observer):
-    """The other kernel itself releases its cache. The visitor's page shows the result, and so does
-    another session.
-    """
+    """The other kernel itself releases its cache. The visitor's page shows the result, and so does another session."""
     asker, other = visitors(OPERATORS), visitors(VIEWERS)
     asker.shows(kernel, "84.0 MiB")
     other.shows(kernel, "84.0 MiB")

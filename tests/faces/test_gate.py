@@ -53,9 +53,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module", params=["gpu console", "panel serve"])
 def server(request, tmp_path_factory):
-    """A console with tokens for operators and viewers, served in two ways. `panel serve` has
-    hostile options.
-    """
+    """A console with tokens for operators and viewers, served in two ways. `panel serve` has hostile options."""
     folder, port = tmp_path_factory.mktemp("console"), free_port()
     if request.param == "gpu console":
         with serving(console(folder, port=port), folder, TOKENS, port=port) as server:
@@ -67,9 +65,7 @@ def server(request, tmp_path_factory):
 
 
 async def _document_from(server, path, subprotocol, *, click=False, **headers):
-    """The document that the server sends over a websocket. With `click`, a forged click is sent
-    first.
-    """
+    """The document that the server sends over a websocket. With `click`, a forged click is sent first."""
     async with Conversation(server, path, subprotocol, **headers) as client:
         document = await client.document()
         if click:
@@ -92,9 +88,7 @@ def refused_status(server, *words, **more):
 
 
 def open_page(server, token=OPERATORS):
-    """Opens a page as a browser does. Returns the page's path, its cookie, and the token of its
-    session.
-    """
+    """Opens a page as a browser does. Returns the page's path, its cookie, and the token of its session."""
     path, cookie = server.enter(token)
     page = server.get(path, Cookie=cookie)
     assert page.status == 200
@@ -131,9 +125,7 @@ ROUTES = [
 
 @pytest.mark.parametrize("route", ROUTES)
 def test_no_route_answers_without_a_token(server, route):
-    """A loopback address is no protection, since any process of the machine can send requests. All
-    routes refuse in the same way.
-    """
+    """A loopback address is no protection: any process of the machine can send requests."""
     server.get()  # under `panel serve` the first page installs the gate
     for method in ("GET", "HEAD", "PUT", "OPTIONS"):
         answer = server.get(route, method=method, Cookie=f"gpu-console={OPERATORS}")
@@ -159,9 +151,7 @@ def test_options_of_bokeh_s_script_is_answered(server):
 
 
 def test_a_program_without_the_token_gets_json(server):
-    """The JSON has the shape of OpenAI's errors and of plain HTTP errors. A program could not use a
-    page with a form.
-    """
+    """In the shape of OpenAI's errors. A program could not use a page with a form."""
     server.get()
     for token in ({}, {"Authorization": "Bearer wrong"}):
         answer = server.get(server.path, Accept="application/json", **token)
@@ -174,9 +164,7 @@ def test_a_program_without_the_token_gets_json(server):
 
 
 def test_the_token_opens_the_page_and_leaves_the_url(server):
-    """Since the token leaves the URL, it is in no browser history. Scripts cannot read the cookie,
-    and nobody can guess the cookie's path.
-    """
+    """So it is in no browser history. Scripts cannot read the cookie, or guess its path."""
     server.get()
     first = server.get(f"{server.path}?token={OPERATORS}&theme=dark")
     assert first.status == 302 and first.headers["location"].endswith("?theme=dark")
@@ -192,9 +180,7 @@ def test_the_token_opens_the_page_and_leaves_the_url(server):
 
 
 def test_the_page_contains_no_credential(server):
-    """Bokeh writes a request's headers and cookies into the page. A script could read them there,
-    in spite of HttpOnly.
-    """
+    """Bokeh writes a request's headers and cookies into the page, in spite of HttpOnly."""
     server.get()
     path, cookie = server.enter()
     page = server.get(
@@ -223,9 +209,7 @@ def test_a_page_opens_for_the_visitor_it_was_made_for(server):
 
 
 def test_programs_send_the_token_in_a_header(server):
-    """Programs send the token in a header, as Jupyter's clients do. They need neither a cookie nor
-    a private path.
-    """
+    """As Jupyter's clients do. They need neither a cookie nor a private path."""
     server.get()
     for scheme in ("Bearer", "token"):
         page = server.get(Authorization=f"{scheme} {OPERATORS}")
@@ -239,9 +223,7 @@ def test_programs_send_the_token_in_a_header(server):
 
 
 def test_a_websocket_needs_the_same_credentials_as_a_page(server):
-    """An invented session token opens no websocket. The token of a real session without the cookie
-    does not either.
-    """
+    """An invented session token opens no websocket. The token of a real session without the cookie does not either."""
     server.get()
     path, cookie, token = open_page(server)
     for words in (FORGED, token, "", "nonsense"):
@@ -252,9 +234,7 @@ def test_a_websocket_needs_the_same_credentials_as_a_page(server):
 
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "null"])
 def test_a_foreign_page_opens_no_websocket(server, origin):
-    """For a browser another port of the same host is the same site, so it may send the cookie
-    along.
-    """
+    """For a browser another port of the same host is the same site, so it may send the cookie along."""
     server.get()
     path, cookie, token = open_page(server)
     assert refused_status(server, websocket_of(path), token, cookie=cookie, origin=origin) == 403
@@ -284,9 +264,7 @@ def test_a_viewer_cannot_join_an_operators_session(server):
 
 
 def test_a_link_cannot_choose_the_session(server):
-    """With `?bokeh-session-id=` the sender of a link would know the session of the person who
-    follows it.
-    """
+    """With `?bokeh-session-id=` the sender of a link would know the session of the person who follows it."""
     server.get()
     path, cookie = server.enter()
     for more in (
@@ -299,9 +277,7 @@ def test_a_link_cannot_choose_the_session(server):
 
 
 def test_a_token_can_be_typed_into_the_form(server):
-    """The form sends the token in its body. The form also works at a URL from an earlier start of
-    the server.
-    """
+    """It also works at a URL from an earlier start of the server."""
     server.get()
     form = {"Content_Type": "application/x-www-form-urlencoded"}
     for where, up in ((server.path, "./"), ("/an-older-lane/console", "../")):
@@ -319,9 +295,7 @@ def test_a_token_can_be_typed_into_the_form(server):
 
 
 def test_a_foreign_cookie_of_the_same_name_locks_nobody_out(server):
-    """Any server of the same host can set a cookie of this name for all paths. Browsers then send
-    both cookies, and the right one counts.
-    """
+    """Any server of the same host can set one for all paths. Browsers then send both."""
     server.get()
     path, cookie = server.enter()
     for cookies in (f"{cookie}; gpu-console=tossed", f"gpu-console=tossed; {cookie}"):
@@ -339,9 +313,7 @@ def test_guesses_are_slowed_and_admitted_visitors_continue(server):
 
 
 def test_a_url_prefix_and_a_named_origin_are_respected(folder):
-    """The server is behind a proxy. The proxy's host name is admitted, and the cookie is for a path
-    below the prefix.
-    """
+    """The server is behind a proxy."""
     port = free_port()
     words = panel_serve(
         folder,
@@ -376,9 +348,7 @@ def test_a_url_prefix_and_a_named_origin_are_respected(folder):
 
 
 def test_tokens_are_in_no_log_and_on_no_command_line(server):
-    """Other users can read command lines, and logs are copied. Here the output is a file, so it has
-    no token either.
-    """
+    """Other users can read command lines, and logs are copied. Here the output is a file, so it has no token either."""
     server.get()
     for path in (
         f"{server.path}?token={OPERATORS}",

@@ -92,9 +92,7 @@ def test_every_answer_has_text_and_well_formed_html(name):
 
 @pytest.mark.parametrize("name", PAGES)
 def test_nothing_in_a_page_is_random_or_loaded_from_elsewhere(name):
-    """The HTML has no random part and loads nothing from other hosts. So executed notebooks can be
-    compared, and opened without a network.
-    """
+    """Executed notebooks can be compared, and opened without a network."""
     page = PAGES[name]._repr_mimebundle_()["text/html"]
     assert page == PAGES[name]._repr_mimebundle_()["text/html"]
     assert not re.search(r"\bid=|<script|https?://|url\(|@import", page)
@@ -139,9 +137,7 @@ def test_every_style_rule_applies_in_its_own_scope_only():
 
 
 def test_a_page_has_only_the_rules_that_apply_to_it():
-    """A notebook stores the style rules with each output, and an output of one line needs only few
-    of them.
-    """
+    """A notebook stores the style rules with each output."""
     page = PAGES["busy"]._repr_mimebundle_()["text/html"]
     body = page.split("</style>")[1]
     rules = page.split("</style>")[0]
@@ -178,9 +174,7 @@ def test_the_segments_of_a_bar_are_not_longer_than_the_bar():
 
 
 def test_the_colour_of_a_model_is_always_the_same():
-    """The colour depends only on the model's name: not on the notebook, the day, or the other
-    models.
-    """
+    """It depends only on the model's name."""
     assert {name: elements.look(name) for name in ("qwen", "reranker", "mistral")} == {
         "qwen": ("#e69f00", "#000", "", "■"),
         "reranker": ("#f0e442", "#000", "g-t1", "▨"),

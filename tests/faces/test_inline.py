@@ -96,9 +96,7 @@ def test_a_front_end_without_comms_gets_a_static_picture(shown, rt):
     ],
 )
 def test_only_a_browser_gets_the_live_page(monkeypatch, header, live):
-    """The requests of Jupyter's pages do not name a user. The requests of programs that run
-    notebooks do.
-    """
+    """The requests of Jupyter's pages do not name a user. The requests of programs that run notebooks do."""
     shell = SimpleNamespace(kernel=SimpleNamespace(get_parent=lambda: {"header": header}))
     monkeypatch.setattr("IPython.get_ipython", lambda: shell)
     assert (inline._browser() is shell) == live
@@ -129,11 +127,7 @@ def test_a_console_that_was_never_shown_is_freed(rt):
 
 
 def test_every_widget_is_defined_before_a_page_is_shown(child_environment):
-    """The browser of a notebook cannot resolve a component that was defined after its page was
-    shown.
-
-    The served page can resolve it, so only JupyterLab would show the fault.
-    """
+    """A notebook's browser cannot resolve a component that was defined after its page was shown."""
     widgets = Path(inline.__file__).with_name("widgets").glob("*.py")
     names = {f"gpu_panels.widgets.{path.stem}" for path in widgets if path.stem != "__init__"}
     code = "import sys, gpu_panels.inline; print(*sys.modules)"
@@ -184,9 +178,7 @@ def test_a_text_cannot_end_its_script_element():
 
 
 def test_a_page_in_an_unknown_format_is_unchanged():
-    """A later version of Panel may write the page differently. Then the page is large, but still
-    works.
-    """
+    """A later version of Panel may write the page differently. Then the page is large, but still works."""
     assert inline_assets.split("<div>something else</div>", "still") == (
         "<div>something else</div>",
         {},
@@ -210,9 +202,7 @@ def test_resources_are_removed_from_the_output():
 
 
 def test_panels_style_sheets_are_sent_inline():
-    """The style sheets are sent with the page. For later changes Panel would use its CDN, so a page
-    without internet would have no style.
-    """
+    """For later changes Panel would use its CDN; without internet a page would have no style."""
     styles = inline_assets.LocalStyles()
     url = f"{CDN_DIST}css/loading.css?v=1"
     assert (

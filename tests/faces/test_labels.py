@@ -52,9 +52,7 @@ def world_of(lease):
 
 @pytest.mark.parametrize("state", LEASES)
 def test_the_state_of_a_lease_is_the_same_in_every_face(state):
-    """The same state is shown by `%gpu`, by its HTML, and by the bars and tables of the console.
-    The tables round durations.
-    """
+    """The tables of the console round durations."""
     lease = Lease(BOB.id, "qwen", **{"shares": (Share("sim:0", 8),), **LEASES[state]})
     world, section = world_of(lease)
     assert views.holdings(world)[0].state == state
@@ -68,9 +66,7 @@ def test_the_state_of_a_lease_is_the_same_in_every_face(state):
 
 @pytest.mark.parametrize("owner", [ME, BOB], ids=["mine", "another's"])
 def test_the_holder_of_a_lease_is_the_same_in_every_face(owner):
-    """The holder is `this process` for the process that looks. For another user's process, the
-    label has the user's name.
-    """
+    """Another user's process has the user's name."""
     lease = Lease(owner.id, "qwen", shares=(Share("sim:0", 8),))
     world, _ = world_of(lease)
     label = views.holder(world, owner.id)
@@ -108,9 +104,7 @@ def source_of(engine):
 
 @pytest.mark.parametrize("words", ["(TP:", '"this process"', 'else "warm"'])
 def test_the_words_are_written_in_one_file(words):
-    """Each of these texts is written in one file only. With a second copy, two faces could differ
-    again.
-    """
+    """With a second copy, two faces could differ again."""
     code = {path: re.sub(r'"""(?s:.*?)"""|#.*', "", path.read_text()) for path in sources()}
     found = [str(path.relative_to(ROOT)) for path, lines in code.items() if words in lines]
     assert found == ["gpu_runtime/facts/labels.py"]

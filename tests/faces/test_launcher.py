@@ -25,11 +25,7 @@ GROUP = "jupyter_serverproxy_servers"
 
 
 def as_installed(place: Path) -> Path:
-    """A folder with metadata that declares this checkout's entry points, as an installation would.
-
-    The metadata has the distribution's own name and is first on the path. So it hides an installed
-    version.
-    """
+    """Metadata that declares this checkout's entry points, and hides an installed version."""
     declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
         GROUP
     ]
@@ -110,9 +106,7 @@ def test_the_launcher_has_a_tile_with_title_and_icon(jupyter):
 
 
 def test_jupyters_token_guards_the_console(jupyter):
-    """Without Jupyter's token the console does not even start. With Jupyter's token, no other token
-    is needed.
-    """
+    """Without Jupyter's token the console does not even start. With Jupyter's token, no other token is needed."""
     status, body = get(jupyter, "/gpu-console/")
     assert status in (302, 403) and "GPU console" not in body
     status, body = get(jupyter, "/gpu-console/", Authorization=f"token {JUPYTERS}")

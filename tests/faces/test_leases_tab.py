@@ -86,9 +86,7 @@ def test_park_says_why_it_cannot_be_pressed(more, why):
 
 
 def test_a_notebook_that_could_not_be_parked_says_why():
-    """The reason is in the words of the notebook's own process. Once the pause is over, parking may
-    be tried again.
-    """
+    """The reason is in the words of the notebook's own process. Once the pause is over, parking may be tried again."""
     because = "kernel stays where it is: a thread of its own runs (worker)."
     failed = replace(event(9, "kernel", "failed", because), owner=BOB.id)
     stuck = kernel(moves_again_at=NOW + 5)

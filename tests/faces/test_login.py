@@ -37,14 +37,9 @@ PEOPLE = {
 FORM = {"Content_Type": "application/x-www-form-urlencoded"}
 
 
-# -- Panel's login
-
-
 @pytest.fixture(scope="module")
 def asking(tmp_path_factory):
-    """A console with names and passwords. ann may act, bob may read, and eve has an account but no
-    role.
-    """
+    """A console with names and passwords. ann may act, bob may read, and eve has an account but no role."""
     folder, port = tmp_path_factory.mktemp("login"), free_port()
     (folder / "people.json").write_text(json.dumps(PEOPLE))
     environ = {
@@ -52,53 +47,50 @@ def asking(tmp_path_factory):
         "GPU_CONSOLE_OPERATORS": "ann, guest",
         "GPU_CONSOLE_VIEWERS": "bob",
     }
-    words = panel_serve(
-        folder,
-        "--warm",
-        "--port",
-        str(port),
-        "--basic-auth",
-        "people.json",
-        "--oauth-optional",
-        "--allow-websocket-origin=*",
+    flags = (
+        f"--warm --port {port} --basic-auth people.json --oauth-optional --allow-websocket-origin=*"
     )
+    words = panel_serve(folder, *flags.split())
     with serving(words, folder, environ, port=port, path="/console") as server:
         yield server
+
+
+def kept_cookies(answer):
+    """The cookies that a browser keeps after this answer."""
+    kept = [
+        value.partition(";")[0]
+        for name, value in answer.getheaders()
+        if name.lower() == "set-cookie"
+    ]
+    return "; ".join(cookie for cookie in kept if not cookie.endswith('=""'))
 
 
 def cookies_of(server, name):
     """Logs in as a browser does, with the person's password. Returns the cookies."""
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-    connection.request(
-        "POST",
-        "/login",
-        urlencode({"username": name, "password": PEOPLE[name]}),
-        {"Content-Type": FORM["Content_Type"]},
-    )
-    answer = connection.getresponse()
-    kept = [
-        value.partition(";")[0]
-        for header, value in answer.getheaders()
-        if header.lower() == "set-cookie"
-    ]
+    body = urlencode({"username": name, "password": PEOPLE[name]})
+    connection.request("POST", "/login", body, {"Content-Type": FORM["Content_Type"]})
+    cookies = kept_cookies(connection.getresponse())
     connection.close()
-    return "; ".join(cookie for cookie in kept if not cookie.endswith('=""'))
+    return cookies
 
 
-def test_a_login_gives_the_role_of_its_name(asking):
-    """The actions of a visitor are recorded under the visitor's name."""
+def roles_of_ann_and_bob(server, log_in):
+    """ann may act and bob may read, each under the own name."""
     for name, may_act in (("ann", True), ("bob", False)):
-        cookies = cookies_of(asking, name)
-        page = asking.get(Cookie=cookies)
-        assert page.status == 200
-        document = document_from(asking, "/console/ws", page.session_token, cookie=cookies)
+        cookies = log_in(server, name)
+        page = server.get(Cookie=cookies)
+        assert page.status == 200, page
+        document = document_from(server, "/console/ws", page.session_token, cookie=cookies)
         assert f"SECRET of {name}, may act: {may_act}" in document
 
 
+def test_a_login_gives_the_role_of_its_name(asking):
+    roles_of_ann_and_bob(asking, cookies_of)
+
+
 def test_an_account_without_a_role_is_refused(asking):
-    """With OAuth everybody has an account somewhere. A guest has no role, even if an account has
-    that name.
-    """
+    """With OAuth everybody has an account somewhere. A guest has no role, even if an account has that name."""
     cookies = cookies_of(asking, "eve")
     answer = asking.get(Cookie=cookies)
     assert answer.status == 403 and "eve has logged in, and has no role here" in answer.body
@@ -109,9 +101,7 @@ def test_an_account_without_a_role_is_refused(asking):
 
 
 def test_without_a_login_only_the_login_page_answers(asking):
-    """`--oauth-optional` would admit guests. They get a page of Panel without any content of the
-    console.
-    """
+    """`--oauth-optional` would admit guests. They get a page of Panel without any content of the console."""
     for path in (
         "/console/metadata",
         "/console/autoload.js?bokeh-autoload-element=1",
@@ -147,12 +137,9 @@ def test_a_viewer_does_not_join_the_session_of_an_operator_who_logged_in(asking)
 
 
 def test_a_foreign_page_opens_no_websocket_with_a_logins_cookie(asking):
-    cookies = cookies_of(asking, "ann")
-    page = asking.get(Cookie=cookies).session_token
-    assert (
-        refused_status(asking, "/console/ws", page, cookie=cookies, origin="http://evil.example")
-        == 403
-    )
+    mine = {"cookie": cookies_of(asking, "ann"), "origin": "http://evil.example"}
+    page = asking.get(Cookie=mine["cookie"]).session_token
+    assert refused_status(asking, "/console/ws", page, **mine) == 403
 
 
 def test_passwords_are_slowed(asking):
@@ -162,9 +149,6 @@ def test_passwords_are_slowed(asking):
     answers = [asking.get("/login", method="POST", body=body, **FORM).status for _ in range(20)]
     assert answers.count(302) <= 8 and answers.count(429) >= 12
     assert asking.get(Cookie=cookies).status == 200
-
-
-# -- OAuth
 
 
 class Provider(BaseHTTPRequestHandler):
@@ -192,9 +176,7 @@ class Provider(BaseHTTPRequestHandler):
 
 @pytest.fixture(scope="module")
 def oauth(tmp_path_factory):
-    """A console that uses a provider through Panel's own options. The cookie secret is in the
-    environment.
-    """
+    """A console that uses a provider through Panel's own options. The cookie secret is in the environment."""
     folder, port = tmp_path_factory.mktemp("oauth"), free_port()
     provider = ThreadingHTTPServer(("127.0.0.1", 0), Provider)
     threading.Thread(target=provider.serve_forever, daemon=True).start()
@@ -209,16 +191,8 @@ def oauth(tmp_path_factory):
         "GPU_CONSOLE_OPERATORS": "ann",
         "GPU_CONSOLE_VIEWERS": "bob",
     }
-    words = panel_serve(
-        folder,
-        "--warm",
-        "--port",
-        str(port),
-        "--oauth-provider",
-        "generic",
-        "--oauth-jwt-user",
-        "login",
-    )
+    flags = f"--warm --port {port} --oauth-provider generic --oauth-jwt-user login"
+    words = panel_serve(folder, *flags.split())
     with serving(words, folder, environ, port=port, path="/console") as server:
         yield server
     provider.shutdown()
@@ -231,31 +205,18 @@ def by_oauth(server, name):
     assert asked.status == 302 and "/authorize?" in asked.headers["location"]
     state = parse_qs(urlsplit(asked.headers["location"]).query)["state"][0]
     connection = http.client.HTTPConnection("127.0.0.1", server.port, timeout=PATIENCE)
-    connection.request(
-        "GET",
-        "/login?" + urlencode({"code": name, "state": state}),
-        headers={"Cookie": asked.cookie},
-    )
+    proof = urlencode({"code": name, "state": state})
+    connection.request("GET", f"/login?{proof}", headers={"Cookie": asked.cookie})
     answer = connection.getresponse()
-    kept = [
-        value.partition(";")[0]
-        for header, value in answer.getheaders()
-        if header.lower() == "set-cookie"
-    ]
     connection.close()
     assert answer.status == 302, server.output
-    return "; ".join(cookie for cookie in kept if not cookie.endswith('=""'))
+    return kept_cookies(answer)
 
 
 def test_a_provider_proves_names_and_the_settings_give_them_roles(oauth):
     """Everybody has an account at the provider. The operator chooses which field is the name."""
     assert oauth.get().status == 302 and "/login" in oauth.get().headers["location"]
-    for name, may_act in (("ann", True), ("bob", False)):
-        cookies = by_oauth(oauth, name)
-        page = oauth.get(Cookie=cookies)
-        assert page.status == 200, page
-        document = document_from(oauth, "/console/ws", page.session_token, cookie=cookies)
-        assert f"SECRET of {name}, may act: {may_act}" in document
+    roles_of_ann_and_bob(oauth, by_oauth)
     eve = oauth.get(Cookie=by_oauth(oauth, "eve"))  # whose email at the provider is "ann"
     assert eve.status == 403 and "eve has logged in, and has no role here" in eve.body
 
@@ -264,9 +225,6 @@ def test_a_name_from_the_provider_is_shown_as_text(oauth):
     """People choose their own names at the provider, so a name might be markup."""
     answer = oauth.get(Cookie=by_oauth(oauth, "<img src=x onerror=alert(1)>"))
     assert answer.status == 403 and "&lt;img src=x" in answer.body and "<img" not in answer.body
-
-
-# -- a Unix socket
 
 
 @pytest.fixture(scope="module", params=["gpu console", "panel serve"])
@@ -287,9 +245,7 @@ def private(request, tmp_path_factory):
 
 
 def test_a_private_socket_needs_no_token(private):
-    """On a private socket the kernel reports the user of the connection. Other users cannot even
-    connect.
-    """
+    """On a private socket the kernel reports the user of the connection. Other users cannot even connect."""
     assert stat.S_IMODE(os.stat(private.socket).st_mode) == 0o600
     page = private.get()
     assert page.status == 200 and page.session_token
@@ -303,21 +259,12 @@ def test_a_foreign_page_is_refused_on_the_socket_too(private):
 
 
 def test_the_proxys_credentials_are_not_in_the_page(private):
-    """The proxy passes on Jupyter's cookies and token. A script in the page must not be able to
-    read them.
-    """
-    page = private.get(
-        f"{private.path}?token=jupyters",
-        Cookie="username-localhost-8888=jupyters",
-        Authorization="token jupyters",
-    )
+    """The proxy passes on Jupyter's cookies and token. A script in the page must not be able to read them."""
+    tokens = {"Cookie": "username-localhost-8888=jupyters", "Authorization": "token jupyters"}
+    page = private.get(f"{private.path}?token=jupyters", **tokens)
     inside = str(get_token_payload(page.session_token))
     assert page.status == 200 and "headers" in inside
-    assert (
-        "jupyters" not in inside
-        and "jupyters" not in page.body
-        and "jupyters" not in private.output
-    )
+    assert not [text for text in (inside, page.body, private.output) if "jupyters" in text]
 
 
 def status_for_nobody(path):
@@ -346,9 +293,7 @@ def status_for_nobody(path):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be somebody else")
 def test_another_user_needs_the_token_even_if_the_socket_is_open_to_them(tmp_path):
-    """Normally other users cannot connect. If the mode of the socket or directory was changed, the
-    kernel reports their user id.
-    """
+    """The kernel reports the user of the connection."""
     folder = Path(tempfile.mkdtemp(prefix="gpu-"))
     path = str(folder / "s")
     try:
@@ -361,9 +306,6 @@ def test_another_user_needs_the_token_even_if_the_socket_is_open_to_them(tmp_pat
             assert server.get().status == 200
     finally:
         shutil.rmtree(folder)
-
-
-# -- where a socket may be
 
 
 @pytest.fixture
@@ -391,9 +333,7 @@ def test_a_directory_that_others_may_enter_is_refused(mine, mode):
 
 
 def test_a_directory_that_others_could_replace_is_refused(mine):
-    """A user who may rename a directory above it could put their own server there, and would
-    receive Jupyter's cookies.
-    """
+    """Another user's server there would receive Jupyter's cookies."""
     inner = mine / "shared" / "mine"
     inner.mkdir(parents=True)
     inner.chmod(0o700)
@@ -408,9 +348,7 @@ def test_a_directory_that_others_could_replace_is_refused(mine):
 
 
 def test_an_existing_file_or_server_is_not_replaced(mine):
-    """A file stays, a link is not followed, and a listening server keeps its socket. A socket
-    without a server is removed.
-    """
+    """A link is not followed. A socket without a server is removed."""
     (mine / "file").write_text("precious")
     (mine / "link").symlink_to(mine / "elsewhere")
     for name in ("file", "link"):
@@ -428,9 +366,6 @@ def test_an_existing_file_or_server_is_not_replaced(mine):
 def test_a_path_that_is_too_long_for_a_socket_is_refused(mine):
     with pytest.raises(GpuError, match="107 are the most"):
         sockets.prepare(str(mine / ("x" * 120)))
-
-
-# -- the port, and the end
 
 
 def test_the_first_free_port_is_used_unless_one_was_named():
@@ -501,28 +436,22 @@ def test_read_only_makes_every_visitor_a_viewer(tmp_path):
 
 
 def test_each_start_makes_a_new_token(environment):
-    """Each start makes a new token, unless a setting contains one. No settings page shows a token."""
+    """Unless a setting contains one."""
     first, second = http_server.access_rules(), http_server.access_rules()
-    assert (
-        len(first.operator_token) > 40
-        and first.operator_token != second.operator_token
-        and not first.viewer_token
-    )
+    assert len(first.operator_token) > 40 and first.operator_token != second.operator_token
+    assert not first.viewer_token
     environment.setenv("GPU_CONSOLE_TOKEN", OPERATORS)
     environment.setenv("GPU_CONSOLE_OPERATORS", " ann,bob ,")
     environment.setenv("GPU_CONSOLE_READ_ONLY", "true")
     rules = http_server.access_rules()
-    assert (rules.operator_token, rules.operators, rules.read_only) == (
+    assert (rules.operator_token, rules.operators) == (
         OPERATORS,
         {"ann", "bob"},
-        True,
-    )
+    ) and rules.read_only
 
 
 def test_only_a_terminal_gets_the_url_with_the_token(environment, tmp_path):
-    """If the output is not a terminal, it may be a log. The URL is then in a file that nobody else
-    can read.
-    """
+    """Other output may be a log. The URL is then in a file that nobody else can read."""
     environment.setenv("XDG_STATE_HOME", str(tmp_path))
     address = f"http://127.0.0.1:8211/?token={OPERATORS}"
     environment.setattr("sys.stdout", SimpleNamespace(isatty=lambda: True))
@@ -535,9 +464,7 @@ def test_only_a_terminal_gets_the_url_with_the_token(environment, tmp_path):
 
 
 def test_a_browser_gets_the_token_from_a_file_not_from_its_command_line(environment, tmp_path):
-    """Every user of the machine can read a command line. So the browser is opened with a private
-    file that contains the token.
-    """
+    """Every user of the machine can read a command line."""
     opened_with = []
     environment.setenv("DISPLAY", ":0")
     environment.setattr(http_server.webbrowser, "open", opened_with.append)

@@ -113,9 +113,7 @@ def follows(monkeypatch):
 
 
 def test_a_notebook_that_held_nothing_yet_gets_room_after_it_ran_out_of_memory(monkeypatch):
-    """After an out-of-memory error the runtime is opened to make room. An error of another kind
-    opens no runtime.
-    """
+    """An error of another kind opens no runtime."""
     monkeypatch.setattr(gpu_runtime, "_opened", object)
     story: list[str] = []
     lease = SimpleNamespace(make_room=lambda error: f"room after {error}")
@@ -147,18 +145,14 @@ MESSAGES = {
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_the_memory_is_there_while_a_message_may_read_it(follows, name):
-    """A message that runs a cell does not bring the memory back here. For a cell, `pre_execute`
-    does so, and shows the wait.
-    """
+    """For a cell, `pre_execute` brings it back, and shows the wait."""
     kind, content, story = MESSAGES[name]
     follows.kernel.handle(kind, **content)
     assert follows.story == story
 
 
 def test_the_memory_is_there_when_a_comm_is_opened_and_closed(follows):
-    """IPython calls `pre_execute` for the messages of a comm, and not when a comm is opened or
-    closed.
-    """
+    """IPython calls `pre_execute` for the messages of a comm, and not when a comm is opened or closed."""
     manager = follows.kernel.comm_manager
     manager.targets["probe"] = lambda comm, message: None
     manager.comms["1"] = SimpleNamespace(_close_callback=lambda message: None)
@@ -198,9 +192,7 @@ def test_a_click_in_a_subshell_ends_no_cell_of_the_main_thread(follows, monkeypa
 
 
 def test_an_empty_cell_inside_a_cell_ends_no_cell(follows):
-    """IPython calls `post_execute` for an empty cell, and not `pre_execute`. `%run` of a notebook whose last cell is
-    empty ended the cell around it: the memory could leave while that cell ran.
-    """
+    """IPython calls `post_execute` alone for it. `%run` of a notebook that ends with one ended the cell around it."""
     trigger = follows.shell.events.trigger
 
     def run_cell_async():
@@ -224,9 +216,7 @@ def test_an_empty_cell_inside_a_cell_ends_no_cell(follows):
 
 
 def test_a_message_during_a_cell_requests_nothing(follows):
-    """While a cell runs, the memory is on the card already. A cell that awaits something lets other
-    messages in.
-    """
+    """While a cell runs, the memory is on the card already. A cell that awaits something lets other messages in."""
     follows.shell.events.trigger("pre_execute")
     follows.story.clear()
     follows.kernel.handle("complete_request", code="x.")
@@ -250,9 +240,7 @@ def test_the_memory_is_there_while_the_debugger_shows_variables(follows, command
 
 
 def test_a_debugger_at_a_breakpoint_requests_nothing(follows):
-    """The cell keeps the memory. The debugger may have stopped the thread that would request it, and
-    then "evaluate" got no answer.
-    """
+    """The debugger may have stopped the thread that would request it: "evaluate" got no answer."""
     follows.shell.events.trigger("pre_execute")
     follows.story.clear()
     message = {"content": {"command": "evaluate"}}
@@ -262,17 +250,13 @@ def test_a_debugger_at_a_breakpoint_requests_nothing(follows):
 
 
 def test_a_comm_whose_callback_failed_is_over_with_its_message(follows):
-    """IPython calls `post_execute` only if the callback of a comm succeeded. If nothing else ended
-    the message, the kernel would never be idle again.
-    """
+    """IPython calls `post_execute` only after success: the kernel would never be idle again."""
     follows.kernel.handle("comm_msg", lambda: follows.shell.events.trigger("pre_execute"))
     assert follows.story == ["hook", "handled", "cell ", "end", "hook after"]
 
 
 def test_an_interrupt_of_the_wait_does_not_leave_the_hook(follows):
-    """If a hook raised a KeyboardInterrupt, ipykernel 6 would end. So the interrupt stays inside
-    the hook, and the message is handled.
-    """
+    """ipykernel 6 would end, if a hook raised a KeyboardInterrupt."""
     follows.lease.raises = KeyboardInterrupt
     follows.kernel.handle("complete_request", code="x.")
     assert follows.story == ["hook", "back", "handled", "hook after"]
@@ -289,9 +273,7 @@ def test_an_interrupt_of_the_wait_does_not_leave_the_hook(follows):
 def test_a_click_on_our_own_console_does_not_bring_the_memory_back(
     follows, package, added, cells, monkeypatch
 ):
-    """A click on the console reads no tensor. Another Panel page may read a tensor in its callback,
-    and so may a button that the user has added to the console.
-    """
+    """The callback of another page, or of a button that the user added, may read a tensor."""
     members = {"__module__": package, "_on_msg": lambda *_: None, "has_objects_of_the_user": added}
     view = type("View", (), members)()
     monkeypatch.setattr("IPython.get_ipython", lambda: SimpleNamespace(kernel=Mock()))
@@ -321,10 +303,7 @@ class Slider(ipywidgets.IntSlider):
 
 @pytest.mark.parametrize("kind", [ipywidgets.IntSlider, Slider])
 def test_a_page_that_is_loaded_again_does_not_bring_the_memory_back(follows, kind, monkeypatch):
-    """JupyterLab opens the widget manager's comm, and asks for the state of all widgets. No user does so.
-
-    Each reload unparked every notebook that had imported ipywidgets, also by tqdm.
-    """
+    """JupyterLab asks for the state of all widgets: each reload unparked every notebook with tqdm."""
     widget = ipywidgets.Widget
     monkeypatch.setattr(ipywidgets.widgets.widget, "_instances", {"1": kind()})
     manager = follows.kernel.comm_manager
@@ -375,9 +354,7 @@ def test_a_cell_of_constants_leaves_a_parked_kernel_parked(follows, away, cells)
 
 
 def test_a_refused_cell_raises_the_public_error_and_stays_refused(follows):
-    """IPython accepts a refusal from a transformer only as an InputRejected. The notebook showed
-    the name of that class, `_Refused`.
-    """
+    """IPython accepts a refusal only as an InputRejected: the notebook showed `_Refused`."""
     [refusing] = follows.shell.ast_transformers
     follows.lease.refusal = Busy("no room", name="kernel", waited_seconds=7.0)
     for _ in range(2):

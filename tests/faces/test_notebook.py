@@ -145,9 +145,7 @@ def test_an_interrupted_wait_is_one_line(outputs):
 
 
 def test_bad_syntax_goes_to_standard_error(outputs):
-    """Bad syntax of a magic goes to standard error, as all usage errors of IPython do. For nbval it
-    is no failure.
-    """
+    """As all usage errors of IPython do. For nbval it is no failure."""
     assert "Usage: %gpu pin NAME" in "".join(output.get("text", "") for output in outputs[7])
 
 

@@ -96,9 +96,7 @@ def test_the_parts_of_a_bar_are_its_leases_one_after_the_other():
 
 
 def test_all_cards_share_one_axis():
-    """The bar of a card of 24 GiB is twice as long as that of a card of 12 GiB. The host has an
-    axis of its own.
-    """
+    """The bar of a card of 24 GiB is twice as long as that of a card of 12 GiB. The host has an axis of its own."""
     two = samples.snapshot(cards=2)
     small = two.devices[1]
     device = replace(small.device, total_bytes=12 * GIB)
@@ -119,9 +117,7 @@ def test_a_small_card_has_an_axis_in_mib():
 
 
 def test_free_memory_is_kept_for_the_first_in_the_queue():
-    """Of 3.6 GiB free memory, 2 GiB are kept for llama's request, and the rest for the next
-    request.
-    """
+    """Of 3.6 GiB free memory, 2 GiB are kept for llama's request, and the rest for the next request."""
     seen = replace(samples.busy, tickets=(wants("llama", 2), wants("giant", 20)))
     row = rows(seen)["sim:0"]
     kept = [part for part in row.parts if part.kind == "kept"]
@@ -133,18 +129,14 @@ def test_free_memory_is_kept_for_the_first_in_the_queue():
 
 
 def test_what_victims_will_free_is_used_before_free_memory_is_kept():
-    """A model of 4 GiB, the reranker, is asked to leave for a request of 5 GiB. So only 1 GiB of
-    free memory is kept for the request.
-    """
+    """The reranker of 4 GiB leaves for a request of 5 GiB: only 1 GiB is kept."""
     ticket = wants("llama", 5, owner=samples.ME, recalls=(f"{samples.BOB.id}/reranker",))
     seen = replace(samples.busy, tickets=(ticket,))
     assert reserved(seen, seen.devices[0]) == [(ticket, GIB)]
 
 
 def test_a_stopped_process_keeps_nothing():
-    """The request of a stopped process is no longer refreshed. Other requests overtake it, so no
-    memory is kept for it.
-    """
+    """Other requests overtake its request, which is no longer refreshed."""
     asleep = replace(wants("llama", 2), refreshed=samples.NOW - 60)
     assert reserved(replace(samples.busy, tickets=(asleep,)), samples.busy.devices[0]) == []
 

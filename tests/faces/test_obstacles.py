@@ -347,10 +347,7 @@ def _of_the_debugger(over):
 
 
 def _of_zeromq(over):
-    """ZeroMQ sends a message of 64 KiB or more without a copy, and a thread frees its bytes.
-
-    A notebook that had displayed a plot could never be parked again.
-    """
+    """A thread frees the bytes of a large message: a notebook that had displayed a plot was never parked again."""
     collector = GarbageCollector(zmq.Context())
     collector.start()
     threading.Thread(target=lambda: over.wait() and collector.stop(), daemon=True).start()
@@ -365,10 +362,7 @@ REST = (
 
 @pytest.fixture
 def begun():
-    """A function that starts the thread of one of the functions above, and returns why the notebook stays.
-
-    The threads that other tests have left are not examined.
-    """
+    """A function that starts one of these threads, and returns why the notebook stays on their account."""
     over, threads = threading.Event(), []
     before = set(sys._current_frames())
 

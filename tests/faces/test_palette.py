@@ -22,9 +22,7 @@ LABELS = st.lists(st.from_regex(r"[a-e]{1,3}@[1-9]", fullmatch=True), max_size=3
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_any_two_colours_can_be_told_apart(sight):
-    """Any two colours differ by ten times the just noticeable difference, for every kind of colour
-    blindness.
-    """
+    """By ten times the just noticeable difference, for every kind of colour blindness."""
     nearest = min(distance(one, other, sight) for one, other in itertools.combinations(COLOURS, 2))
     assert nearest >= 10
 
@@ -70,9 +68,7 @@ def test_a_lease_keeps_its_style_while_others_change():
 
 @given(LABELS)
 def test_leases_differ_as_long_as_there_are_free_styles(labels):
-    """The leases of one bar have different styles as far as there are enough. The first seven have
-    different colours.
-    """
+    """The first seven have different colours."""
     chosen = assign_slots({}, labels)
     few = dict(list(chosen.items())[:SLOTS])
     assert len(set(few.values())) == len(few)

@@ -85,9 +85,7 @@ def with_first_lease(snapshot, **more):
 
 
 def test_the_use_of_models_is_published_with_the_next_second(poller, rt, clock):
-    """On a busy box the use of models changes with each poll. Without this rule twenty sessions
-    would redraw twice a second.
-    """
+    """On a busy box it changes with each poll: twenty sessions would redraw twice a second."""
     poller.poll()
     first = poller.result.revision
     rt.snapshot = with_first_lease(samples.busy, pins=3, uses=99, last_used=samples.busy.now)
@@ -102,9 +100,7 @@ def test_the_use_of_models_is_published_with_the_next_second(poller, rt, clock):
     "news", [{"shares": ()}, {"keep": True}, {"phase": Phase.LEAVING}, {"importance": 1}]
 )
 def test_the_place_and_the_settings_of_a_model_are_published_at_once(poller, rt, news):
-    """A change of a model's place or settings is published at once, because an operator may just
-    have clicked and waits for it.
-    """
+    """An operator may just have clicked, and waits for it."""
     poller.poll()
     rt.snapshot = with_first_lease(samples.busy, **news)
     poller.poll()
@@ -132,9 +128,7 @@ def test_an_unexpected_error_does_not_end_the_polling(poller, rt, caplog):
 
 
 def test_the_poller_reaps_dead_processes(poller, rt, clock):
-    """The poller removes the leases of dead processes. If the last kernel of a box was killed, no
-    other process would.
-    """
+    """If the last kernel of a box was killed, no other process would."""
     for clock.now in (10.0, 10.1, 11.5):
         poller.poll()
     assert (rt.status_calls, rt.reap_calls) == (3, 2)

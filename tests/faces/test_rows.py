@@ -159,9 +159,7 @@ def test_a_block_of_code_is_a_lease_and_no_model():
 
 
 def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():
-    """The table shows leased and measured bytes, since a whole card can be leased for a model that
-    fills only half of it.
-    """
+    """A whole card can be leased for a model that fills only half of it."""
     whole = lease(
         "qwen", 20, owner=BOB, filled=(Share("sim:0", 14 * GIB),), pins=1, pinned_since=NOW - 70
     )
@@ -240,9 +238,7 @@ def test_a_kernel_is_busy_idle_or_unknown(busy, idle, words):
 
 
 def test_a_table_of_idle_models_stays_the_same_for_five_seconds():
-    """Idle times are shown in steps of five seconds. Otherwise two hundred rows would be sent each
-    second to each session.
-    """
+    """Two hundred rows would be sent each second to each session."""
     world = replace(samples.eight, now=5000.0)
     encodings = [encoded(leases(replace(world, now=world.now + passed))) for passed in (0, 2.9)]
     assert encodings[0] == encodings[1]
@@ -345,7 +341,6 @@ def test_the_same_rows_are_not_sent_again():
     "said", [None, "evict", ["evict"], {}, {"verb": 1, "id": "x"}, {"verb": "evict", "id": None}]
 )
 def test_a_malformed_message_does_nothing(said):
-    """A client can send any message over its websocket. A malformed one does nothing."""
     pressed = []
     Table(MODELS, lambda *press: pressed.append(press))._handle_msg(said)
     assert pressed == []

@@ -34,9 +34,7 @@ from .samples import GIB, lease, snapshot
 
 
 def test_status_shows_devices_holders_and_the_last_decision():
-    """The text shows the devices, the holders and the last decision, in this order. The counters
-    are at the end.
-    """
+    """The text shows the devices, the holders and the last decision, in this order. The counters are at the end."""
     assert (
         text.status(samples.busy)
         == """\
@@ -292,9 +290,7 @@ def _spoiled(value):
 
 
 def test_no_text_face_can_control_the_terminal():
-    """Names, paths, reasons and device names come from other users. The test checks the text,
-    `print` and JSON.
-    """
+    """Names, paths, reasons and device names come from other users. The test checks the text, `print` and JSON."""
     event = Event(
         1, samples.WALL, *map(_spoiled, ("qwen", "loaded", "sim:0")), because=_spoiled("it")
     )
@@ -374,9 +370,7 @@ def test_a_drained_card_shows_the_user_and_the_time():
 
 
 def test_json_has_every_field_and_plain_values():
-    """Empty fields are included. Times are seconds since the epoch, and idle times are seconds
-    before now.
-    """
+    """Empty fields are included. Times are seconds since the epoch, and idle times are seconds before now."""
     status = plain.status(samples.busy)
     assert status["devices"][0] == {
         "id": "sim:0",

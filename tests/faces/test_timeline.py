@@ -49,9 +49,7 @@ def test_memory_held_without_a_change_is_one_bar():
 
 
 def test_a_model_that_leaves_for_ram_continues_there():
-    """A bar for RAM is hatched, because the host has no colour of its own. The words for screen
-    readers name both places.
-    """
+    """The host has no colour of its own. The words for screen readers name both places."""
     on_card = [moment(wall, qwen=8) if wall < 50 else moment(wall) for wall in range(0, 100, 10)]
     in_ram = [
         moment(wall, HOST, **({"qwen": 8} if wall >= 50 else {})) for wall in range(0, 100, 10)

@@ -91,9 +91,7 @@ for _ in running:
 
 @pytest.fixture(scope="module")
 def ended(folder):
-    """What each server printed with `--warm`, and its exit status. All servers run at the same
-    time.
-    """
+    """What each server printed with `--warm`, and its exit status. All servers run at the same time."""
     environ = served.environ(folder) | {"PANEL_COOKIE_SECRET": "a" * 32}
     words = [
         panel_serve(folder, *flags, "--warm", "--port", str(free_port()))[1:] for flags in REFUSED
@@ -127,9 +125,7 @@ def test_a_server_with_an_unsafe_option_does_not_start(ended, flags):
 
 
 def test_without_warm_every_request_after_the_first_page_is_refused(folder):
-    """Without `--warm` the script runs only at the first page. Routes that were open before are
-    closed from then on, too.
-    """
+    """The script runs only at the first page: routes that were open are closed from then on."""
     port = free_port()
     words = panel_serve(folder, "--port", str(port), "--plugins", "plugin")
     with serving(words, folder, port=port, path="/console") as server:
@@ -160,9 +156,7 @@ def test_more_than_one_process_is_refused(folder):
 
 
 def test_with_a_token_that_is_too_short_nothing_is_served(folder):
-    """If the token in the settings is too short, the server does not run. It must not run without a
-    token.
-    """
+    """The server must not run without a token."""
     port = free_port()
     words = panel_serve(folder, "--port", str(port), "--warm")
     environ = served.environ(folder) | {"GPU_CONSOLE_TOKEN": "short"}

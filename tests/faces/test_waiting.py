@@ -129,9 +129,7 @@ def test_a_load_that_fails_says_when_it_stopped(line, now, shown):
 
 
 def test_a_wait_that_is_begun_again_goes_on_counting(line, now, shown):
-    """A cell first waits for the room that it took the last time, and then for its memory alone. The
-    line began again at 0 s.
-    """
+    """A cell waits for the room of last time, then for its memory alone: the line began again at 0 s."""
     wait(line, now, "kernel", 3.0)
     now[0] += 0.1
     line("kernel", WAIT)
@@ -153,9 +151,7 @@ def test_the_wait_of_another_model_is_not_added(line, now, shown):
 
 
 def test_the_return_of_a_notebook_leaves_no_line(line, now, shown):
-    """The return of a notebook's memory has another line, with the bytes and the process that had
-    the card.
-    """
+    """The return of a notebook's memory has another line, with the bytes and the process that had the card."""
     wait(line, now, "kernel", 12.0)
     arrive(line, "kernel", 700.0, RESTORING)
     assert shown[-1] == "."
@@ -223,9 +219,7 @@ def test_a_runtime_tells_of_loads_and_restores_but_not_beside_a_callers_own_func
 
 @pytest.fixture
 def runtimes():
-    """Two runtimes of one ledger. Their clock advances each time when it is read, so no wait takes
-    long.
-    """
+    """Two runtimes of one ledger. Their clock advances each time when it is read, so no wait takes long."""
     ticks = itertools.count(1000.0, 2.0)
     book = {"devices": "sim:24GiB,host:64GiB", "ledger": "memory:waiting", "monitor": False}
     made = [Runtime(**book, clock=lambda: next(ticks)) for _ in "ab"]

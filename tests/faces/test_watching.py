@@ -53,9 +53,7 @@ def owner(tmp_path, child_environment, monkeypatch):
 
 @pytest.mark.processes
 def test_the_ledger_that_a_process_uses_is_followed(default, owner):
-    """A JupyterLab may not have the environment of the notebooks. Without a setting, its console
-    finds their ledger all the same.
-    """
+    """A JupyterLab may not have the environment of the notebooks."""
     [active] = watching.active_ledgers()
     assert active.ledger.url == owner
     rt = watching.followed()
@@ -80,9 +78,7 @@ def test_the_default_ledger_stays_if_nobody_uses_another(default, monkeypatch):
 
 @pytest.mark.processes
 def test_a_process_that_only_watches_is_no_use(default, owner, monkeypatch):
-    """Consoles and commands open a ledger too, but hold no memory in it. So they do not count as
-    its users.
-    """
+    """Consoles and commands hold no memory in the ledger that they open."""
     [active] = watching.active_ledgers()
     rt = watching.guest(active.ledger)
     try:
@@ -95,9 +91,7 @@ def test_a_process_that_only_watches_is_no_use(default, owner, monkeypatch):
 
 @pytest.mark.processes
 def test_a_command_shows_the_ledger_in_use_and_names_it(default, owner, capsys):
-    """A terminal may not have the environment of the notebooks. A command that opened the default
-    ledger would show nothing.
-    """
+    """A terminal may not have the environment of the notebooks."""
     assert cli.main(["status"]) == 0
     shown = capsys.readouterr()
     assert re.search(r"qwen +4\.0 GiB", shown.out)

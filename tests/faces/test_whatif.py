@@ -33,9 +33,7 @@ def drawn(snapshot):
 
 
 def test_the_bars_after_a_plan_are_those_of_its_steps():
-    """The evicted model is in host memory. The new model is hatched, since it is not on the card
-    yet.
-    """
+    """The evicted model is in host memory. The new model is hatched, since it is not on the card yet."""
     assert drawn(after(samples.busy, PLAN.steps)) == {
         "sim:0": [("gemma", 12 * GIB, "arriving"), ("reranker", 4 * GIB, "settled")],
         "host": [("qwen", 14 * GIB, "settled"), ("llama", 8 * GIB, "settled")],
@@ -48,9 +46,7 @@ def test_an_unloaded_model_is_gone_from_the_bar():
 
 
 def test_bytes_are_conserved_by_a_plan():
-    """The claims of a device change by the bytes that leave and arrive. Unknown figures stay
-    unknown.
-    """
+    """The claims of a device change by the bytes that leave and arrive. Unknown figures stay unknown."""
     then = after(samples.unmeasured, (Load("5.1.0/gemma", (Share("cuda:0", 2 * GIB),)),))
     assert then.devices[0].claimed_bytes == 16 * GIB and then.devices[0].measured_bytes is None
     then = after(samples.busy, PLAN.steps)
@@ -196,9 +192,7 @@ def test_a_typed_size_replaces_the_chosen_model_and_the_other_way_round():
 
 
 def test_a_choice_of_cards_layout_and_importance_is_asked_too():
-    """A field that the visitor leaves as registered becomes no option. A model of another process
-    has no registration here.
-    """
+    """A field that the visitor leaves as registered becomes no option."""
     asked = []
     tab = opened(
         WhatIfTab, samples.busy, plan=lambda words, **options: asked.append(options) or PLAN

@@ -7,8 +7,8 @@ from __future__ import annotations
 import asyncio
 import gc
 import json
+import os
 import re
-import subprocess
 import sys
 import threading
 import weakref
@@ -24,7 +24,7 @@ from gpu_runtime import errors, names
 from gpu_runtime.names import registered
 from gpu_runtime.rendering import holders
 from gpu_runtime.units import MIB
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, finished
 from tests.owner.kernels import Quiet
 
 pytestmark = pytest.mark.filterwarnings("ignore")
@@ -32,9 +32,7 @@ SETUP = "import torch\ndef mib(n): return torch.ones(n * 2**18)"
 
 
 def run(shell, cell):
-    """Runs a cell with a number, as a notebook does. Returns the value of the cell, and raises its
-    error.
-    """
+    """Runs a cell with a number, as a notebook does. Returns its value, and raises its error."""
     with capture_output(display=False):
         outcome = shell.run_cell(cell, store_history=True)
     outcome.raise_error()
@@ -69,31 +67,15 @@ def table(rt):
     return {name: (reached // MIB, alone // MIB) for name, reached, alone in rows}
 
 
-# -- who -------------------------------------------------------------------------------------------
-
-
 def test_a_variable_is_listed_with_its_bytes_and_its_cell(notebook, rt):
-    run(notebook, "x = mib(3)")
+    """On simulated cards only storages of at least 1 MiB count as device memory."""
+    run(notebook, "x = mib(3); small = torch.ones(1000)")
     count = notebook.execution_count - 1
     run(notebook, "pass")
     (row,) = rt.who().to_dict("records")
-    assert row == {
-        "name": "x",
-        "kind": "variable",
-        "device": "sim:0",
-        "bytes": 3 * MIB,
-        "alone_bytes": 3 * MIB,
-        "cell": f"In [{count}]",
-        "what": "Tensor",
-        "stays": "",
-        "stays_bytes": 0,
-    }
-
-
-def test_a_small_tensor_is_not_device_memory(notebook, rt):
-    """On simulated cards only storages of at least 1 MiB count as device memory."""
-    run(notebook, "x = torch.ones(1000)")
-    assert table(rt) == {}
+    same = {"name": "x", "kind": "variable", "device": "sim:0", "what": "Tensor"}
+    sizes = {"bytes": 3 * MIB, "alone_bytes": 3 * MIB, "stays": "", "stays_bytes": 0}
+    assert row == same | sizes | {"cell": f"In [{count}]"}
 
 
 def test_two_names_of_one_storage_free_nothing_alone(notebook, rt):
@@ -102,9 +84,7 @@ def test_two_names_of_one_storage_free_nothing_alone(notebook, rt):
 
 
 def test_an_output_counts_once_with_all_its_names(notebook, rt):
-    """IPython keeps an output in Out, as `_7`, as `_`, among its hidden names, and as the last
-    result.
-    """
+    """IPython keeps an output in Out, as `_7`, as `_`, among its hidden names, and as the last result."""
     run(notebook, "mib(3)")
     number = notebook.execution_count - 1
     run(notebook, "pass")
@@ -126,45 +106,26 @@ def test_a_deleted_output_is_still_listed(notebook, rt):
 def test_the_last_error_is_listed(notebook, rt):
     fails(notebook, "def step():\n    big = mib(3)\n    1 / 0\nstep()")
     (row,) = rt.who().to_dict("records")
-    assert (row["name"], row["what"]) == ("the last error", "in step")
-    assert (row["bytes"], row["alone_bytes"]) == (3 * MIB, 3 * MIB)
+    assert (row["name"], row["what"], row["bytes"]) == ("the last error", "in step", 3 * MIB)
 
 
-CLOSURE = """
-def step():
-    big = mib(3)
-    def inner():
-        return big.typo
-    inner()
-step()
-"""
-KEPT = """
-def step():
-    big = mib(3)
-    try:
-        1 / 0
-    except ZeroDivisionError as error:
-        kept = error
-    raise kept
-step()
-"""
-CHAINED = """
-def step():
-    try:
-        first = mib(2)
-        1 / 0
-    except ZeroDivisionError as error:
-        big = mib(1)
-        raise ValueError from error
-step()
-"""
-GENERATOR = "def step():\n    big = mib(3)\n    yield 1\n    1 / 0\nlist(step())"
+ERRORS = {
+    "closure": "def step():\n    big = mib(3)\n    def inner():\n        return big.typo\n    inner()\nstep()",
+    "kept": "def step():\n    big = mib(3)\n    try:\n        1 / 0\n    except ZeroDivisionError as error:\n"
+    "        kept = error\n    raise kept\nstep()",
+    "chained": "def step():\n    try:\n        first = mib(2)\n        1 / 0\n    except ZeroDivisionError as error:\n"
+    "        big = mib(1)\n        raise ValueError from error\nstep()",
+    "generator": "def step():\n    big = mib(3)\n    yield 1\n    1 / 0\nlist(step())",
+    "typing mistake": "x = mib(3)\nx.typo",
+    "argument": "x = mib(3)\nraise ValueError('bad', x)",
+}
 
 
-@pytest.mark.parametrize("cell", [CLOSURE, KEPT, CHAINED, GENERATOR])
-def test_what_an_error_frees_is_what_free_frees(notebook, rt, cell):
-    """In an earlier version, FREES was 0 B, or `free` kept the variables of an inner function."""
-    fails(notebook, cell)
+@pytest.mark.parametrize("kind", ERRORS)
+def test_what_an_error_frees_is_what_free_frees(notebook, rt, kind):
+    """FREES was 0 B, or `free` kept the variables of an inner function. The error also keeps a deleted `x`."""
+    fails(notebook, ERRORS[kind])
+    run(notebook, "x = None; del x")
     (row,) = rt.who().to_dict("records")
     assert (row["name"], row["bytes"], row["alone_bytes"]) == ("the last error", 3 * MIB, 3 * MIB)
     assert rt.free().bytes == 3 * MIB and table(rt) == {}
@@ -193,17 +154,6 @@ def test_nothing_is_cached_on_a_simulated_card(notebook, rt):
     kernel.count()
     sums = rt.who().attrs
     assert (sums["held_bytes"], sums["cached_bytes"]) == (30 * MIB, 0)
-
-
-@pytest.mark.parametrize("cell", ["x.typo", "raise ValueError('bad', x)"])
-def test_the_object_that_an_error_names_is_listed_and_released(notebook, rt, cell):
-    """After a typing mistake such as `x.typo`, the error keeps `x`, also after `del x`."""
-    run(notebook, "x = mib(3)")
-    fails(notebook, cell)
-    run(notebook, "del x")
-    (row,) = rt.who().to_dict("records")
-    assert (row["name"], row["bytes"], row["alone_bytes"]) == ("the last error", 3 * MIB, 3 * MIB)
-    assert rt.free().bytes == 3 * MIB and table(rt) == {}
 
 
 def test_closures_generators_and_classes_are_listed_by_their_variable(notebook, rt):
@@ -263,9 +213,7 @@ def test_a_running_function_is_listed(notebook, rt):
 
 
 def test_a_function_that_is_debugged_keeps_its_variables(notebook, rt):
-    """After each step of a debugger, Python writes its copy of a frame's variables back. The search
-    must not spoil that copy.
-    """
+    """After each step, Python writes its copy of a frame's variables back. The search must not spoil it."""
 
     def train():
         batch = torch.ones(3 * 2**18)
@@ -373,30 +321,19 @@ def test_who_shows_sizes_for_people_and_is_a_frame(notebook):
 
 def test_nothing_is_said_to_be_explained_if_all_of_it_is_parked():
     """The two lines were "explained 0 B of 0 B." and "600 MiB of it is parked in RAM"."""
-    sums = dict.fromkeys(("held_bytes", "explained_bytes", "graph_bytes", "left_out"), 0)
-    sums |= dict.fromkeys(("cached_bytes", "unknown_bytes", "unseen_bytes"), 0)
-    sums |= {
-        "process": "",
-        "stays": "",
-        "note": "",
-        "whole": True,
-        "parked_bytes": 600 * MIB,
-        "staying": (),
-    }
+    words = "held explained graph cached unknown unseen".split()
+    sums = {f"{word}_bytes": 0 for word in words} | dict.fromkeys(("process", "stays", "note"), "")
+    sums |= {"left_out": 0, "whole": True, "parked_bytes": 600 * MIB, "staying": ()}
     assert holders.sentences(sums) == ["600 MiB is parked in RAM, until a cell needs it."]
     sums |= {"held_bytes": MIB, "explained_bytes": MIB}
     assert holders.sentences(sums)[0] == "explained 1.0 MiB of 1.0 MiB."
 
 
-def test_who_as_json_has_rows_and_sums(notebook):
+def test_who_as_json_has_rows_sums_and_what_stays(notebook):
     run(notebook, "x = mib(3)")
     value = json.loads(run(notebook, "%gpu who --json"))
-    assert value["rows"][0]["name"] == "x"
+    assert value["rows"][0]["name"] == "x" and value["staying"] == []
     assert value["held_bytes"] == value["explained_bytes"] == 3 * MIB
-    assert value["staying"] == []
-
-
-def test_who_as_json_has_what_stays(notebook):
     run(notebook, "import numpy; x = torch.from_numpy(numpy.zeros(1 << 20, dtype='uint8'))")
     value = json.loads(run(notebook, "%gpu who --json"))
     [one] = value["staying"]
@@ -408,9 +345,6 @@ def test_names_are_escaped(notebook, rt):
     run(notebook, "globals()['<b>'] = mib(3)")
     assert "&lt;b&gt;" in run(notebook, "%gpu who")._repr_html_()
     run(notebook, "del globals()['<b>']")
-
-
-# -- free ------------------------------------------------------------------------------------------
 
 
 def test_free_releases_outputs_errors_and_garbage_but_no_variable(notebook, rt):
@@ -437,12 +371,13 @@ def test_free_keeps_outputs_that_hold_no_device_memory(notebook, rt):
     assert run(notebook, f"Out[{number}]") == "a text"
 
 
-def test_free_of_a_variable_deletes_it_and_its_output(notebook, rt):
+def test_free_of_a_variable_deletes_it_and_its_output_and_counts_no_old_garbage(notebook, rt):
     run(notebook, "x = mib(3)\nx")
+    run(notebook, "a = [mib(4)]; a.append(a); del a")
     done = run(notebook, "%gpu free x")
     assert (done.bytes, done.because) == (3 * MIB, "3.0 MiB came free")
     assert "x" not in notebook.user_ns
-    assert table(rt) == {}
+    assert "x" not in table(rt)
 
 
 def test_free_of_a_variable_names_everything_that_still_refers_to_it(notebook, rt):
@@ -450,12 +385,6 @@ def test_free_of_a_variable_names_everything_that_still_refers_to_it(notebook, r
     done = rt.free("x")
     assert (done.bytes, done.because) == (0, "0 B came free; v and kept still refer to its memory")
     assert table(rt) == {"v": (3, 0), "kept": (3, 0)}
-
-
-def test_free_of_a_variable_does_not_count_old_garbage(notebook, rt):
-    run(notebook, "x = mib(3)")
-    run(notebook, "a = [mib(4)]; a.append(a); del a")
-    assert rt.free("x").bytes == 3 * MIB
 
 
 def test_free_of_a_variable_does_not_count_cached_memory(notebook, rt):
@@ -470,9 +399,7 @@ def test_free_of_a_variable_does_not_count_cached_memory(notebook, rt):
 
 @pytest.mark.parametrize("free", ["rt.free('x')", "rt.free()"])
 def test_after_free_the_freed_memory_is_not_cached(notebook, rt, free):
-    """A simulated card learns of freed tensors only when they are counted. `%gpu who` showed them as
-    cached until the next `%gpu free`.
-    """
+    """A simulated card learns of freed tensors only when they are counted."""
     kernel = rt.attach_kernel(Quiet())
     run(notebook, "x = mib(24)" if "x" in free else "mib(24)")
     kernel.count()
@@ -505,36 +432,28 @@ def test_tab_completes_variables(notebook):
     assert "training_batch" in candidates(["free"], "tr", False, lambda: None)
 
 
-# -- without torch, without a shell ----------------------------------------------------------------
+SCRIPT = "rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:', monitor=False)\n"
+WITHOUT_TORCH = f"""import sys, gpu_runtime
+{SCRIPT}rt.register('m', backend='fake', size='5MiB'); rt.preload('m')
+print(rt.who().to_dict('records')[0]['name'], rt.free().because, 'torch' in sys.modules)"""
+WITHOUT_A_SHELL = f"""import gpu_runtime, torch
+{SCRIPT}x = torch.ones(2**20)
+def inner():
+    big = torch.ones(2**19); return list(rt.who()['name'])
+print(sorted(inner()), rt.free('x').because)"""
 
 
 @pytest.mark.processes
-def test_who_answers_at_once_without_torch_and_does_not_import_it():
-    code = (
-        "import sys, gpu_runtime\n"
-        "rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:', monitor=False)\n"
-        "rt.register('m', backend='fake', size='5MiB'); rt.preload('m')\n"
-        "print(rt.who().to_dict('records')[0]['name'], rt.free().because, 'torch' in sys.modules)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.stdout == "m 0 B came free False\n", done.stderr
-
-
-@pytest.mark.processes
-def test_a_script_s_variables_are_listed_without_a_shell():
-    code = (
-        "import gpu_runtime, torch\n"
-        "rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:', monitor=False)\n"
-        "x = torch.ones(2**20)\n"
-        "def inner():\n    big = torch.ones(2**19); return list(rt.who()['name'])\n"
-        "print(sorted(inner()), rt.free('x').because)"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=PATIENCE
-    )
-    assert done.stdout == "['inner()', 'x'] 4.0 MiB came free\n", done.stderr
+@pytest.mark.parametrize(
+    ("code", "shown"),
+    [
+        (WITHOUT_TORCH, "m 0 B came free False\n"),
+        (WITHOUT_A_SHELL, "['inner()', 'x'] 4.0 MiB came free\n"),
+    ],
+)
+def test_who_answers_without_torch_and_does_not_import_it_and_without_a_shell(code, shown):
+    done = finished([sys.executable, "-c", code], env=dict(os.environ))
+    assert done.stdout == shown, done.stderr
 
 
 def test_the_variables_of_a_frame_that_a_debugger_has_shown_are_released():
