@@ -65,9 +65,7 @@ class CheckpointDriver:
     # -- what tests set and read
 
     def process(self, state: str = "running", **cards: int | None) -> subprocess.Popen[bytes]:
-        """Starts a living process that holds the given GiB on cards, named by number:
-        `process(_0=12)`.
-        """
+        """Starts a living process that holds the given GiB on cards, named by number: `process(_0=12)`."""
         target = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
         self._targets.append(target)
         held = {f"GPU-{name[1:]}": size and size * GIB for name, size in cards.items()}

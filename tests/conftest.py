@@ -56,9 +56,7 @@ settings.load_profile("ordinary")
 
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
-    """A MonkeyPatch to set environment variables. The environment contains no setting of
-    gpu-console yet.
-    """
+    """A MonkeyPatch to set environment variables. The environment contains no setting of gpu-console yet."""
     for name in Settings.model_fields:
         monkeypatch.delenv(name.upper(), raising=False)
     monkeypatch.setenv("GPU_CONFIG_FILE", isolation.CONFIG_FILE)
@@ -89,81 +87,36 @@ def guards(mark: Callable[[int, str], None], monkeypatch: pytest.MonkeyPatch) ->
 
 # Tests in these places start real processes, browsers or servers.
 PROCESSES = (
-    "browser/",
-    "frameworks/",
-    "install/",
-    "stories/",
-    "backends/test_contract.py",
-    "backends/test_engine_server.py",
-    "backends/test_file_guard.py",
-    "backends/test_interrupts.py",
-    "backends/test_llama_cpp.py",
-    "backends/test_model_processes.py",
-    "backends/test_diffusers.py",
-    "core/test_docs.py",
-    "core/test_imports.py",
-    "faces/test_forged.py",
-    "faces/test_cli.py",
-    "faces/test_console.py",
-    "faces/test_fragmentation_page.py",
-    "faces/test_gate.py",
-    "faces/test_inline.py",
-    "faces/test_login.py",
-    "faces/test_unsafe_options.py",
-    "faces/test_launcher.py",
-    "faces/test_notebook.py",
-    "ledgers/test_redis.py",
-    "ledgers/test_shared.py",
-    "ledgers/test_sqlite.py",
-    "ledgers/test_torn_directories.py",
-    "owner/test_catalog.py",
-    "owner/test_checkpoints.py",
-    "owner/test_engines.py",
-    "owner/test_torn_ledger.py",
-    "fleet/test_fleet.py",
-    "fleet/test_fleet_serving.py",
-    "fleet/test_wished_models.py",
-    "serving/test_gateway.py",
-    "serving/test_headless.py",
-    "serving/test_official_clients.py",
-    "serving/test_openapi.py",
-)
+    "browser/", "frameworks/", "install/", "stories/", "backends/test_contract.py",
+    "backends/test_engine_server.py", "backends/test_file_guard.py", "backends/test_interrupts.py",
+    "backends/test_llama_cpp.py", "backends/test_model_processes.py", "backends/test_diffusers.py",
+    "core/test_docs.py", "core/test_imports.py", "faces/test_forged.py", "faces/test_cli.py",
+    "faces/test_console.py", "faces/test_fragmentation_page.py", "faces/test_gate.py",
+    "faces/test_inline.py", "faces/test_login.py", "faces/test_unsafe_options.py",
+    "faces/test_launcher.py", "faces/test_notebook.py", "ledgers/test_redis.py",
+    "ledgers/test_shared.py", "ledgers/test_sqlite.py", "ledgers/test_torn_directories.py",
+    "owner/test_catalog.py", "owner/test_checkpoints.py", "owner/test_engines.py",
+    "owner/test_torn_ledger.py", "fleet/test_fleet.py", "fleet/test_fleet_serving.py",
+    "fleet/test_wished_models.py", "serving/test_gateway.py", "serving/test_headless.py",
+    "serving/test_official_clients.py", "serving/test_openapi.py",
+)  # fmt: skip
 
 
 # The longest files start first, so that no worker is left alone with one of them at the end. Each
 # takes more than 15 seconds. Most of them wait for processes.
 LONGEST = (
-    "browser/test_served.py",
-    "stories/test_history.py",
-    "browser/test_two_notebooks.py",
-    "stories/test_parking.py",
-    "stories/test_look_ahead.py",
-    "stories/test_sampler.py",
-    "backends/test_contract.py",
-    "core/test_docs.py",
-    "backends/test_interrupts.py",
-    "browser/test_lab.py",
-    "browser/test_true_numbers.py",
-    "backends/test_swap.py",
-    "stories/test_views_in_chromium.py",
-    "stories/test_kernel_versions.py",
-    "stories/test_processes.py",
-    "browser/test_lab_extension.py",
-    "install/test_install.py",
-    "stories/test_cards.py",
-    "fleet/test_fleet.py",
-    "stories/test_serving_under_fire.py",
-    "owner/test_torn_ledger.py",
-    "faces/test_login.py",
-    "faces/test_any_words.py",
-    "owner/test_away.py",
-    "stories/test_training.py",
-    "stories/test_crash_points.py",
-    "stories/test_forks.py",
-    "stories/test_damage.py",
-    "scheduler/test_audited_processes.py",
+    "browser/test_served.py", "stories/test_history.py", "browser/test_two_notebooks.py",
+    "stories/test_parking.py", "stories/test_look_ahead.py", "stories/test_sampler.py",
+    "backends/test_contract.py", "core/test_docs.py", "backends/test_interrupts.py",
+    "browser/test_lab.py", "browser/test_true_numbers.py", "backends/test_swap.py",
+    "stories/test_views_in_chromium.py", "stories/test_kernel_versions.py",
+    "stories/test_processes.py", "browser/test_lab_extension.py", "install/test_install.py",
+    "stories/test_cards.py", "fleet/test_fleet.py", "stories/test_serving_under_fire.py",
+    "owner/test_torn_ledger.py", "faces/test_login.py", "faces/test_any_words.py",
+    "owner/test_away.py", "stories/test_training.py", "stories/test_crash_points.py",
+    "stories/test_forks.py", "stories/test_damage.py", "scheduler/test_audited_processes.py",
     "scheduler/test_laws.py",
-)
+)  # fmt: skip
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -254,9 +207,7 @@ def _empty_catalogue() -> Iterator[None]:
 
 @pytest.fixture(scope="module", autouse=True)
 def _empty_cards(_small_collections: None) -> Iterator[None]:
-    """Empties the simulated cards after each module, since tests of the next module count bytes on
-    them.
-    """
+    """Empties the simulated cards after each module, since tests of the next module count bytes on them."""
     yield
     # An interrupt between two instructions can leave its error as the context of all later errors.
     assert sys.exc_info()[1] is None, "this module left an error that this thread still handles"

@@ -38,9 +38,7 @@ def rejected(engine: str, words: list[str]) -> list[str]:
 
 
 def option(words: list[str], *names: str) -> str:
-    """The value after the first flag of `names` in the command line. Empty if none of the flags is
-    given.
-    """
+    """The value after the first flag of `names` in the command line. Empty if none of the flags is given."""
     return next((words[i + 1] for i, word in enumerate(words) if word in names), "")
 
 

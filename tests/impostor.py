@@ -28,9 +28,7 @@ class Impostor:
         self._process = process
 
     def heard(self) -> list[str]:
-        """Ends the program and returns what each connection sent. Connections that sent nothing are
-        left out.
-        """
+        """Ends the program and returns what each connection sent. Connections that sent nothing are left out."""
         self._process.terminate()
         lines = self._process.communicate(timeout=PATIENCE)[0].splitlines()
         return [text for line in lines if (text := json.loads(line))]

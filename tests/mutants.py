@@ -307,12 +307,8 @@ def run_tests(tests: list[str], timeout: float, limit: float) -> tuple[int, str]
         ]
         os.environ["PYTHONPATH"] = os.pathsep.join(own)
         arguments = [
-            "-x",
-            "-rfE",
-            "--tb=no",
-            "--hypothesis-profile=mutants",
-            f"--timeout={timeout:.0f}",
-        ]
+            "-x", "-rfE", "--tb=no", "--hypothesis-profile=mutants", f"--timeout={timeout:.0f}",
+        ]  # fmt: skip
         import pytest
 
         os._exit(pytest.main([*LEAN, *arguments, *tests]))

@@ -35,9 +35,7 @@ class Driver:
         self.set()
 
     def set(self, **lines: Any) -> None:
-        """Changes lines of the file: `set(_0_free=5, _0_1_free=4, all_hang=None)`. None removes a
-        line.
-        """
+        """Changes lines of the file: `set(_0_free=5, _0_1_free=4, all_hang=None)`. None removes a line."""
         for key, value in lines.items():
             name = re.sub(r"(\d|^all)_", r"\1.", key.lstrip("_"))
             self.lines.pop(name, None)
@@ -60,21 +58,10 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
         pytest.skip("needs gcc, to build the fake driver")
     path = tmp_path_factory.mktemp("nvml") / "libnvidia-ml.so.1"
     source = Path(__file__).with_name("fake_nvml.c")
-    subprocess.run(
-        [
-            "gcc",
-            "-O1",
-            "-Wall",
-            "-Werror",
-            "-shared",
-            "-fPIC",
-            "-Wl,-soname,libnvidia-ml.so.1",
-            "-o",
-            path,
-            source,
-        ],
-        check=True,
-    )
+    subprocess.run([
+        "gcc", "-O1", "-Wall", "-Werror", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o",
+        path, source,
+    ], check=True)  # fmt: skip
     return path
 
 
@@ -129,9 +116,7 @@ class Kernel:
         self.process.stdin.flush()
 
     def evaluate(self, line: str) -> Any:
-        """Sends a line and returns the value of the expression, None for a statement, or the
-        error's text.
-        """
+        """Sends a line and returns the value of the expression, None for a statement, or the error's text."""
         self.send(line)
         return self.read_answer()
 

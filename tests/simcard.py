@@ -157,9 +157,7 @@ class Card:
     def allocate(
         self, size: int, stream: int = DEFAULT, pool: tuple[int, int] = SHARED_POOL
     ) -> int:
-        """The address of `size` bytes for that stream. The bytes keep their earlier content. Raises
-        Full.
-        """
+        """The address of `size` bytes for that stream. The bytes keep their earlier content. Raises Full."""
         with self._lock:
             self._sweep()
             found = self._cached(size, stream, pool) if self.caching else None
@@ -181,18 +179,14 @@ class Card:
                 self._lock.release()
 
     def record(self, address: int, stream: int) -> None:
-        """Notes that `stream` uses the block, too: after a free, the block waits for the work of
-        `stream`.
-        """
+        """Notes that `stream` uses the block, too: after a free, the block waits for the work of `stream`."""
         with self._lock:
             found = self._places.get(address)
             if found is not None and found[0].stream != stream:
                 found[1].users.add(stream)
 
     def empty_cache(self) -> None:
-        """Gives back the segments without a block in use. As on CUDA, the card first finishes its
-        work.
-        """
+        """Gives back the segments without a block in use. As on CUDA, the card first finishes its work."""
         self._sweep()
         if any(block.waits for segment in self.segments for block in segment.blocks):
             self.synchronise()
@@ -237,9 +231,7 @@ class Card:
     def _cached(
         self, size: int, stream: int, pool: tuple[int, int]
     ) -> tuple[Segment, Block] | None:
-        """The smallest free block that is large enough, of the same stream and pool. None if there
-        is none.
-        """
+        """The smallest free block that is large enough, of the same stream and pool. None if there is none."""
         fitting = [
             (block.span, block.address, segment, block)
             for segment in self.segments
@@ -251,9 +243,7 @@ class Card:
         return min(fitting, key=lambda one: one[:2])[2:] if fitting else None
 
     def _grow(self, size: int, stream: int, pool: tuple[int, int]) -> tuple[Segment, Block]:
-        """A new segment and its only block. If the card has no room, cached memory is given back
-        first.
-        """
+        """A new segment and its only block. If the card has no room, cached memory is given back first."""
         wanted = max(size, self.segment_bytes if self.caching else 0)
         if self.reserved_bytes + wanted > self.capacity_bytes:
             self.empty_cache()

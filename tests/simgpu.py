@@ -64,21 +64,9 @@ from tests.simtensors import (
 )
 
 __all__ = [
-    "CARDS",
-    "CARD_BYTES",
-    "MIB",
-    "SimOutOfMemory",
-    "SimProbe",
-    "cards",
-    "content_now",
-    "leftovers",
-    "late",
-    "limited",
-    "peak_bytes",
-    "private_pool",
-    "stuck",
-    "used_bytes",
-]
+    "CARDS", "CARD_BYTES", "MIB", "SimOutOfMemory", "SimProbe", "cards", "content_now", "leftovers",
+    "late", "limited", "peak_bytes", "private_pool", "stuck", "used_bytes",
+]  # fmt: skip
 
 _is_late = False
 
@@ -112,9 +100,7 @@ def leftovers() -> list[str]:
 
 @contextmanager
 def limited(**capacities: int) -> Iterator[None]:
-    """Limits cards inside the block, as in `limited(card1=3 * MIB)`. Cards that are not named keep
-    their size.
-    """
+    """Limits cards inside the block, as in `limited(card1=3 * MIB)`. Cards that are not named keep their size."""
     sizes = {int(name.removeprefix("card")): size for name, size in capacities.items()}
     try:
         for index, card in enumerate(cards):
@@ -149,9 +135,7 @@ def late(segment_bytes: int = 0) -> Iterator[None]:
 
 @contextmanager
 def private_pool() -> Iterator[None]:
-    """Inside the block this thread allocates from a private pool, as CUDA does for a captured
-    graph.
-    """
+    """Inside the block this thread allocates from a private pool, as CUDA does for a captured graph."""
     mode.pool = PRIVATE_POOL
     try:
         yield
@@ -303,9 +287,7 @@ def _done_now(
 
 
 def _updated(alias: torch.Tensor, tensor: torch.Tensor, card: int) -> torch.Tensor:
-    """The card's tensor, after it received the shape and the storage that an operator gave its
-    alias.
-    """
+    """The card's tensor, after it received the shape and the storage that an operator gave its alias."""
     if alias.untyped_storage().nbytes() > tensor.untyped_storage().nbytes():
         enlarged = adopted(alias, card)  # the operator enlarged out=
         return shaped(tensor, enlarged.untyped_storage(), alias)

@@ -43,19 +43,12 @@ class _DLTensor(ctypes.Structure):
     """DLPack 0.8, dlpack.h: DLManagedTensor with its DLTensor flattened into it."""
 
     _fields_ = [
-        ("data", ctypes.c_void_p),
-        ("device_type", ctypes.c_int32),
-        ("device_id", ctypes.c_int32),
-        ("ndim", ctypes.c_int32),
-        ("code", ctypes.c_uint8),
-        ("bits", ctypes.c_uint8),
-        ("lanes", ctypes.c_uint16),
-        ("shape", ctypes.POINTER(ctypes.c_int64)),
-        ("strides", ctypes.POINTER(ctypes.c_int64)),
-        ("byte_offset", ctypes.c_uint64),
-        ("manager", ctypes.c_void_p),
-        ("deleter", ctypes.c_void_p),
-    ]
+        ("data", ctypes.c_void_p), ("device_type", ctypes.c_int32), ("device_id", ctypes.c_int32),
+        ("ndim", ctypes.c_int32), ("code", ctypes.c_uint8), ("bits", ctypes.c_uint8),
+        ("lanes", ctypes.c_uint16), ("shape", ctypes.POINTER(ctypes.c_int64)),
+        ("strides", ctypes.POINTER(ctypes.c_int64)), ("byte_offset", ctypes.c_uint64),
+        ("manager", ctypes.c_void_p), ("deleter", ctypes.c_void_p),
+    ]  # fmt: skip
 
 
 _EXTENSION_DEVICE = 12  # kDLExtDev, which torch reads as PrivateUse1
@@ -182,9 +175,7 @@ def shaped(tensor: torch.Tensor, storage: torch.UntypedStorage, like: torch.Tens
 
 
 class Operand(NamedTuple):
-    """A card's tensor in the form that queued work keeps: an address and a shape. It keeps no
-    object alive.
-    """
+    """A card's tensor in the form that queued work keeps: an address and a shape. It keeps no object alive."""
 
     address: int
     size: int  # bytes of the storage

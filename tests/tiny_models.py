@@ -119,9 +119,7 @@ def gguf_vocabulary(file: Path, kind: str) -> Path:
 
 
 def hub_cache(home: Path, repository: str, directory: Path) -> None:
-    """Copies the model to the place where a download of `repository` would put it, with `home` as
-    HF_HUB_CACHE.
-    """
+    """Copies the model to the place where a download of `repository` would put it, with `home` as HF_HUB_CACHE."""
     import shutil
 
     folder = home / ("models--" + repository.replace("/", "--"))

@@ -25,10 +25,7 @@ Situation = tuple[Book, Request, World]
 
 
 def twenty_models(seed: int = 0) -> Situation:
-    """A book of five models on each of four 40 GiB cards, with three owners.
-
-    The request needs several evictions.
-    """
+    """A book of five models on each of four 40 GiB cards, with three owners. The request needs several evictions."""
     random = Random(seed)
     models = [
         lease(

@@ -76,14 +76,8 @@ def box(
         place, port = Path(directory), free_port()
         settings = {"GPU_DEVICES": cards, "GPU_CONSOLE_TOKEN": OPERATORS, "TZ": "UTC"}
         words = [
-            sys.executable,
-            "-m",
-            "gpu_runtime.cli",
-            "console",
-            "--port",
-            str(port),
-            "--no-browser",
-        ]
+            sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port), "--no-browser",
+        ]  # fmt: skip
         started = [
             subprocess.Popen(
                 [sys.executable, "-c", KERNEL, *map(str, kernel)],

@@ -142,21 +142,10 @@ def wrk(server: Server, seconds: int, a_second: float = 0.0) -> dict[str, float]
         body = json.dumps({"model": "echo", "messages": MESSAGES})
         script.write(SCRIPT.format(body=body, token=server.token, pause=pause))
         script.flush()
-        said = subprocess.run(
-            [
-                "wrk",
-                "-t1",
-                f"-c{CONNECTIONS}",
-                f"-d{seconds}s",
-                "--latency",
-                "-s",
-                script.name,
-                f"http://{server.address}",
-            ],
-            capture_output=True,
-            text=True,
-            check=True,
-        ).stdout
+        said = subprocess.run([
+            "wrk", "-t1", f"-c{CONNECTIONS}", f"-d{seconds}s", "--latency", "-s", script.name,
+            f"http://{server.address}",
+        ], capture_output=True, text=True, check=True).stdout  # fmt: skip
     assert "Non-2xx" not in said and "Socket errors" not in said, said
     unit = {"us": 1e-6, "ms": 1e-3, "s": 1.0}
     waits = {

@@ -18,14 +18,9 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 PARTS = ("gpu_runtime", "kernel_ext", "panels")
 LAYOUT = {
-    tokenize.COMMENT,
-    tokenize.NL,
-    tokenize.NEWLINE,
-    tokenize.INDENT,
-    tokenize.DEDENT,
-    tokenize.ENCODING,
-    tokenize.ENDMARKER,
-}
+    tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE, tokenize.INDENT, tokenize.DEDENT,
+    tokenize.ENCODING, tokenize.ENDMARKER,
+}  # fmt: skip
 Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 

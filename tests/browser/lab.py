@@ -59,19 +59,11 @@ def serving_lab(
         **settings,
     }
     words = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        "--no-browser",
-        "--allow-root",
-        "--ip=127.0.0.1",
-        f"--port={port}",
-        f"--IdentityProvider.token={TOKEN}",
-        f"--ServerApp.root_dir={home}/work",
-        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate",
-        "--LabApp.news_url=",
+        sys.executable, "-m", "jupyterlab", "--no-browser", "--allow-root", "--ip=127.0.0.1",
+        f"--port={port}", f"--IdentityProvider.token={TOKEN}", f"--ServerApp.root_dir={home}/work",
+        "--LabApp.check_for_updates_class=jupyterlab.NeverCheckForUpdate", "--LabApp.news_url=",
         "--LabApp.expose_app_in_browser=True",
-    ]
+    ]  # fmt: skip
     with (home / "output.txt").open("wb") as out:
         server = subprocess.Popen(
             words, env=environment, stdout=out, stderr=subprocess.STDOUT, start_new_session=True

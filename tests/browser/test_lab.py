@@ -86,10 +86,7 @@ def test_the_page_is_live_and_a_click_acts(live):
 
 
 def test_an_open_console_is_no_use_of_the_notebook(live):
-    """Its page sends a message about once a second. The notebook stays idle, and stays parked.
-
-    The console can also be opened again without its memory.
-    """
+    """Its page sends a message a second. It can also be opened again without the memory."""
 
     def memory() -> Lease:
         (found,) = (lease for lease in live.rt.status().leases() if lease.kind == "kernel")

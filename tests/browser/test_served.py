@@ -44,14 +44,8 @@ def served(box):
     """`gpu console`, as an operator starts it."""
     port = free_port()
     words = [
-        sys.executable,
-        "-m",
-        "gpu_runtime.cli",
-        "console",
-        "--port",
-        str(port),
-        "--no-browser",
-    ]
+        sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port), "--no-browser",
+    ]  # fmt: skip
     with serving(
         words, box, {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}, port=port
     ) as found:
@@ -108,10 +102,7 @@ def pid(kernel: Kernel) -> str:
 
 
 def test_every_tab_renders_accessibly_without_an_error_or_a_foreign_request(opened, kernel):
-    """Every tab is opened in both themes. No request goes to another host, so no internet is needed.
-
-    axe-core checks names, roles and contrasts.
-    """
+    """In both themes. axe-core checks names, roles and contrasts."""
     seen = opened()
     loaded = seen.page.evaluate("performance.getEntriesByType('resource').map(({name}) => name)")
     modules = [name for name in loaded if "panel-material-ui.bundle.js" in name]
@@ -170,9 +161,7 @@ SMALL = """() => {
 
 
 def test_a_phone_has_one_header_line_tabs_at_the_bottom_and_targets_for_fingers(opened, kernel):
-    """On a phone, each row of a table is a card. Screen readers announce problems and missing
-    updates, and not each new second.
-    """
+    """Screen readers announce problems and missing updates, and not each new second."""
     seen = opened(viewport={"width": 390, "height": 844}, has_touch=True, is_mobile=True)
     for title in TABS:
         seen.tab(title)
@@ -253,10 +242,7 @@ def background(seen) -> str:
 
 
 def test_the_page_takes_the_systems_theme_until_another_is_chosen(opened, kernel):
-    """A chosen theme is kept over a reload of the page.
-
-    After the user has chosen the system's theme, the page follows the system again.
-    """
+    """A chosen theme is kept over a reload of the page."""
     light = background(opened())
     seen = opened(color_scheme="dark")
     seen.page.wait_for_function(f"(light) => {BACKGROUND} !== light", arg=light)
@@ -311,9 +297,7 @@ def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
 
 
 def test_a_notebook_of_plain_code_lists_its_variables_and_is_parked(opened, box):
-    """A notebook that runs no cell lists its variables, and is parked (its memory moves to RAM). At
-    its next cell the memory returns.
-    """
+    """At its next cell the memory returns."""
     notebook = Notebook("train.ipynb", f"sqlite://{box}/ledger", GPU_DEVICES=DEVICES)
     try:
         notebook.run("import torch\nweights = torch.ones(8 * 2**18)")
@@ -400,9 +384,7 @@ def test_the_timeline_follows_a_kernel_and_keeps_what_is_open(opened, kernel):
 
 
 def test_what_if_answers_the_question_and_then_preloads(opened, kernel):
-    """The answer changes with the kernel: when its model has left, the plan says that the new model
-    fits now.
-    """
+    """The answer changes with the kernel: when its model has left, the plan says that the new model fits now."""
     seen = opened()
     seen.tab("What if")
     page = seen.page

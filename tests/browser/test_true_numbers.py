@@ -67,9 +67,7 @@ def chromium():
 
 
 def figures_of(rt) -> dict[str, list]:
-    """The free memory and the leases of each device, from the ledger of `rt`, in the words of the
-    console's page.
-    """
+    """The free memory and the leases of each device, from the ledger of `rt`, in the words of the console's page."""
     snapshot = rt.status()
     return {
         bar.device.id: [
@@ -84,12 +82,7 @@ def figures_of(rt) -> dict[str, list]:
 
 @pytest.mark.parametrize("loads", [4, pytest.param(50, marks=pytest.mark.soak)])
 def test_every_row_and_bar_shows_the_ledger_after_a_load_under_churn(chromium, tmp_path, loads):
-    """Leases change from the request of the page until it is drawn. After that they stay as they
-    are.
-
-    In an earlier version, a change could be lost in between. The page then stayed wrong, because
-    later snapshots were equal.
-    """
+    """A change between the request of the page and its drawing was lost for ever."""
     port, ledger = free_port(), f"sqlite://{tmp_path}/ledger"
     words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port)]
     environment = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_DEVICES": DEVICES}

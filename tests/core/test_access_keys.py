@@ -23,9 +23,7 @@ def path(tmp_path):
 
 
 def test_a_key_is_found_by_its_hash_alone(path):
-    """The file contains no key, only hashes, and has mode 0600. Names and hashes are not accepted
-    as keys.
-    """
+    """The file contains no key, only hashes, and has mode 0600. Names and hashes are not accepted as keys."""
     made = {}
     for name in ("bot", "web"):
         made[name], sha256 = new_key()

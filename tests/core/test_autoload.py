@@ -1,6 +1,4 @@
-"""`gpu autoload` adds one block to the environment's IPython configuration. Undoing it removes only
-this block.
-"""
+"""`gpu autoload` adds one block to the environment's IPython configuration. Undoing it removes only this block."""
 
 from __future__ import annotations
 

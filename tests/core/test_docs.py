@@ -221,9 +221,7 @@ def anchors(text: str) -> set[str]:
 
 @pytest.mark.parametrize("name", PAGES)
 def test_every_link_leads_somewhere(name):
-    """A link leads to a file of this repository and, if it has an anchor, to a section of that
-    file.
-    """
+    """A link leads to a file of this repository and, if it has an anchor, to a section of that file."""
     for link in re.findall(r"\]\(([^)\s]+)\)", without_code(PAGES[name])):
         path, _, anchor = link.partition("#")
         if "://" in link:
@@ -317,17 +315,13 @@ GUIDES = [name for name in sorted(PAGES) if name.startswith(("docs/guides/", "do
 
 
 def cells(text: str) -> list[str]:
-    """The Python examples of a page, as the cells of one notebook. A comment before a fence can
-    exclude an example.
-    """
+    """The Python examples of a page, as the cells of one notebook. A comment before a fence can exclude an example."""
     text = re.sub(r"<!-- not run: .*? -->\n```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
     return re.findall(r"^```(?:python|ipython)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
 
 
 def run_examples(names: list[str], devices: str, place: Path) -> str:
-    """Runs the examples of each page as a separate notebook, one after the other. Returns what they
-    showed.
-    """
+    """Runs the examples of each page as a separate notebook, one after the other. Returns what they showed."""
     paths = [str(ROOT / part) for part in ("", "kernel_ext", "panels")]
     settings = {
         "GPU_DEVICES": devices,

@@ -1,6 +1,4 @@
-"""Faults of drivers and engines that can be recognised only by their text. Other errors are not
-taken for faults.
-"""
+"""Faults of drivers and engines that can be recognised only by their text. Other errors are not taken for faults."""
 
 from __future__ import annotations
 
@@ -62,22 +60,14 @@ def test_each_fault_is_recognised_by_its_text(kind, text):
     assert fault is not None and fault.kind is kind and fault.line in text
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "ValueError: Requested tokens (900) exceed context window of 512",
-        "KeyError: 'messages'",
-        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)",
-        "main: server is listening",
-        "AssertionError: the device must be set",
-        "RuntimeError: CUDA error: invalid configuration argument",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "", "ValueError: Requested tokens (900) exceed context window of 512", "KeyError: 'messages'",
+    "RuntimeError: mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)",
+    "main: server is listening", "AssertionError: the device must be set",
+    "RuntimeError: CUDA error: invalid configuration argument",
+])  # fmt: skip
 def test_other_errors_are_no_fault(text):
-    """The texts are those of wrong calls, which the caller must correct. A reload of the model
-    would not help.
-    """
+    """The texts are those of wrong calls, which the caller must correct. A reload of the model would not help."""
     assert recognise(text) is None
 
 
@@ -92,16 +82,10 @@ def test_a_lost_context_is_reported_before_its_consequences():
     assert fault.kind is Kind.ASSERT and fault.line == "CUDA error: device-side assert triggered"
 
 
-@pytest.mark.parametrize(
-    ("kind", "clears", "loses"),
-    [
-        (Kind.OUT_OF_MEMORY, False, False),
-        (Kind.DECODE, False, False),
-        (Kind.DRIVER_RESET, True, False),
-        (Kind.STICKY, True, True),
-        (Kind.ASSERT, True, True),
-    ],
-)
+@pytest.mark.parametrize(("kind", "clears", "loses"), [
+    (Kind.OUT_OF_MEMORY, False, False), (Kind.DECODE, False, False),
+    (Kind.DRIVER_RESET, True, False), (Kind.STICKY, True, True), (Kind.ASSERT, True, True),
+])  # fmt: skip
 def test_the_remedy_of_each_fault(kind, clears, loses):
     """Each fault has a remedy: free memory, a retry, a reload of the model, or a new process."""
     fault = recognise(KNOWN[kind][0])

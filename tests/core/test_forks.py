@@ -65,9 +65,7 @@ def test_a_lock_that_nobody_uses_any_more_is_forgotten():
 
 
 def test_a_fork_that_began_before_the_import_ends_without_an_error():
-    """A library forks in a thread while another thread imports this module: only the hooks after the
-    fork run then.
-    """
+    """A library forks in a thread while another thread imports this module: only the hooks after the fork run then."""
     thread = threading.Thread(target=forks._release)
     raised: list[object] = []
     before, threading.excepthook = threading.excepthook, raised.append

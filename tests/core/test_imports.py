@@ -10,16 +10,9 @@ import pytest
 from tests.clock import finished
 
 NEEDED_LATER = [
-    "torch",
-    "transformers",
-    "accelerate",
-    "panel",
-    "bokeh",
-    "llama_cpp",
-    "pandas",
-    "pydantic_settings",
-    "ray",
-]
+    "torch", "transformers", "accelerate", "panel", "bokeh", "llama_cpp", "pandas",
+    "pydantic_settings", "ray",
+]  # fmt: skip
 
 
 def output_of(program: str, folder: Path) -> tuple[str, str]:
@@ -32,9 +25,7 @@ def output_of(program: str, folder: Path) -> tuple[str, str]:
     "package", ["gpu_runtime", "gpu", "gpu_runtime.web.auth", "gpu_panels.launcher"]
 )
 def test_an_import_loads_no_library_that_is_only_needed_later(package, tmp_path):
-    """The import of torch alone takes a second. A notebook that only shows the status must not wait
-    for it.
-    """
+    """The import of torch alone takes a second. A notebook that only shows the status must not wait for it."""
     program = (
         f"import sys, {package}; print(*(name for name in {NEEDED_LATER} if name in sys.modules))"
     )
@@ -48,13 +39,10 @@ def test_a_function_and_a_module_of_one_name_do_not_replace_each_other(
 ):
     """`gpu_runtime.fleet` is the function, whatever was imported first."""
     lines = [f"import gpu_runtime.{name}", "import gpu_runtime"]
-    program = "; ".join(
-        [
-            *(lines if module_first else lines[::-1]),
-            "import gpu_runtime.fleet.wishes",
-            f"from gpu_runtime import {name}",
-            f"assert callable(gpu_runtime.{name}) and {name} is gpu_runtime.{name}",
-            "from gpu_runtime.fleet.wishes import Wishes; from gpu_runtime.runtime import Runtime",
-        ]
-    )
+    program = "; ".join([
+        *(lines if module_first else lines[::-1]), "import gpu_runtime.fleet.wishes",
+        f"from gpu_runtime import {name}",
+        f"assert callable(gpu_runtime.{name}) and {name} is gpu_runtime.{name}",
+        "from gpu_runtime.fleet.wishes import Wishes; from gpu_runtime.runtime import Runtime",
+    ])  # fmt: skip
     assert output_of(program, tmp_path) == ("", "")

@@ -44,9 +44,7 @@ def test_a_cell_that_runs_another_is_busy_until_its_own_end(kernel):
 
 
 def test_the_end_of_a_cell_counts_even_if_its_start_was_not_recorded(kernel):
-    """The cell that loads the extension is an example: its start was not recorded, but its end
-    counts.
-    """
+    """The cell that loads the extension is an example: its start was not recorded, but its end counts."""
     kernel.ended("%load_ext gpu")
     assert kernel.state == State(idle_since=1000.0)
 

@@ -114,9 +114,7 @@ MODULES = {module_of(path) for path in sources()}
 
 
 def folder_of(module: str) -> str | None:
-    """The folder or top-level file that a module belongs to. None if the module is of another
-    distribution.
-    """
+    """The folder or top-level file that a module belongs to. None if the module is of another distribution."""
     top, *below = module.split(".")
     if top in ("gpu", "gpu_panels"):
         return top

@@ -182,9 +182,7 @@ def test_an_overdraft_offers_to_evict_the_largest_idle_models():
 
 
 def test_a_real_runtime_that_swaps_two_models_has_that_problem():
-    """The problem is found from the words of real events. Each of the two models left for the other
-    one twice.
-    """
+    """The problem is found from the words of real events. Each of the two models left for the other one twice."""
     rt = Runtime(
         devices="sim:24GiB,host:64GiB", ledger="memory:", monitor=False, eviction_grace_seconds=0
     )

@@ -54,17 +54,12 @@ def test_no_error_is_raised_by_a_name_that_stays():
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-@pytest.mark.parametrize(
-    ("body", "lines"),
-    [
-        ("    found = work()\n    raise found", [3]),
-        ("    raise found[0]", [2]),
-        ("    raise found.pop()", []),
-        ("    raise ValueError", []),
-        ("    try:\n        work()\n    except ValueError as error:\n        raise error", []),
-        ("    try:\n        raise found\n    finally:\n        del found", []),
-    ],
-)
+@pytest.mark.parametrize(("body", "lines"), [
+    ("    found = work()\n    raise found", [3]), ("    raise found[0]", [2]),
+    ("    raise found.pop()", []), ("    raise ValueError", []),
+    ("    try:\n        work()\n    except ValueError as error:\n        raise error", []),
+    ("    try:\n        raise found\n    finally:\n        del found", []),
+])  # fmt: skip
 def test_such_a_line_is_found(body, lines):
     assert cycles(f"def f(found):\n{body}\n") == lines
 

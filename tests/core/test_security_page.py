@@ -9,12 +9,9 @@ ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "security.md").read_text()
 PEOPLE = (
     "Another user of the machine, outside the group of a shared ledger",
-    "A member of a shared ledger",
-    "Someone who can reach the port, without a token",
-    "Someone with a token",
-    "The code of a notebook",
-    "Root",
-)
+    "A member of a shared ledger", "Someone who can reach the port, without a token",
+    "Someone with a token", "The code of a notebook", "Root",
+)  # fmt: skip
 
 
 def existing_tests() -> set[str]:
@@ -25,9 +22,7 @@ def existing_tests() -> set[str]:
 
 
 def claims(page: str) -> list[tuple[str, str]]:
-    """The rows of the two tables, of what people can do and cannot do: each sentence with its
-    tests.
-    """
+    """The rows of the two tables, of what people can do and cannot do: each sentence with its tests."""
     rows = re.findall(r"^\| (.+?) \| (.*?) \|$", page[page.index("## Who can do what") :], re.M)
     return [(claim, tests) for claim, tests in rows if tests != "test"]
 

@@ -107,23 +107,15 @@ def test_a_dotenv_file_in_the_working_directory_is_not_read(environment, tmp_pat
     assert Settings.load().gpu_policy == "keep_score"
 
 
-@pytest.mark.parametrize(
-    ("name", "text", "value"),
-    [
-        ("enable_memory_governor", "off", False),
-        ("enable_cpu_offload", "false", False),
-        ("development_cpu_only", "1", True),
-        ("gpu_trust_remote_code", "true", True),
-        ("inference_memory_limit_gb", "16.5", 16.5),
-        ("inference_gpu_index", "1", 1),
-        ("eviction_idle_threshold_seconds", "2m", 120.0),
-        ("pressure_check_interval_seconds", "0.5", 0.5),
-        ("gpu_policy", "cost_aware", "cost_aware"),
-        ("gpu_console_read_only", "yes", True),
-        ("gpu_console_operators", "ann, bob", "ann, bob"),
-        ("gpu_ledger", "memory:", "memory:"),
-    ],
-)
+@pytest.mark.parametrize(("name", "text", "value"), [
+    ("enable_memory_governor", "off", False), ("enable_cpu_offload", "false", False),
+    ("development_cpu_only", "1", True), ("gpu_trust_remote_code", "true", True),
+    ("inference_memory_limit_gb", "16.5", 16.5), ("inference_gpu_index", "1", 1),
+    ("eviction_idle_threshold_seconds", "2m", 120.0),
+    ("pressure_check_interval_seconds", "0.5", 0.5), ("gpu_policy", "cost_aware", "cost_aware"),
+    ("gpu_console_read_only", "yes", True), ("gpu_console_operators", "ann, bob", "ann, bob"),
+    ("gpu_ledger", "memory:", "memory:"),
+])  # fmt: skip
 def test_text_in_the_environment_becomes_a_value(environment, name, text, value):
     """A setting is read from the environment variable with its name in capitals."""
     environment.setenv(name.upper(), text)
@@ -170,16 +162,10 @@ def test_a_bad_value_is_rejected_in_one_sentence(environment, name, value, expec
     assert (error.value.setting, error.value.value, error.value.expected) == (name, value, expected)
 
 
-@pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("gpu_devices", 3),
-        ("gpu_ledger", 7),
-        ("gpu_memory_max_percent", True),
-        ("inference_gpu_index", True),
-        ("eviction_grace_seconds", [5]),
-    ],
-)
+@pytest.mark.parametrize(("name", "value"), [
+    ("gpu_devices", 3), ("gpu_ledger", 7), ("gpu_memory_max_percent", True),
+    ("inference_gpu_index", True), ("eviction_grace_seconds", [5]),
+])  # fmt: skip
 def test_a_wrong_type_is_rejected(name, value):
     """A value of a wrong type is rejected: a number is not text, and True is not 100 %."""
     with pytest.raises(BadSetting) as error:
@@ -202,9 +188,7 @@ def test_settings_do_not_change_once_loaded():
 
 
 def test_rules_have_the_numbers_that_decisions_use():
-    """The rules are made from the settings. Whatever is set, the idle time at HIGH is never longer
-    than at MODERATE.
-    """
+    """The rules are made from the settings. Whatever is set, the idle time at HIGH is never longer than at MODERATE."""
     settings = Settings.load(
         eviction_grace_seconds=1,
         eviction_idle_threshold_seconds=20,
@@ -271,9 +255,7 @@ def test_passwords_are_never_shown(environment):
 
 @pytest.mark.parametrize("name", ["gpu_console_token", "gpu_console_viewer_token"])
 def test_a_token_is_never_shown(environment, name):
-    """`gpu doctor` prints the table of settings. A token is neither there, nor in a repr or an
-    error message.
-    """
+    """`gpu doctor` prints the table of settings. A token is neither there, nor in a repr or an error message."""
     token = "4f1c8a90b2d74e6f9a3b"
     environment.setenv(name.upper(), token)
     settings = Settings.load()
@@ -304,7 +286,6 @@ def test_no_password_survives_masking(password):
 
 @given(st.floats(0, 1))
 def test_every_fraction_from_0_to_1_is_accepted(fraction):
-    """Any fraction from 0 to 1 is accepted, also 0 and 1."""
     assert Settings.load(gpu_memory_max_percent=fraction).gpu_memory_max_percent == fraction
 
 
@@ -312,9 +293,7 @@ def test_every_fraction_from_0_to_1_is_accepted(fraction):
     st.one_of(st.floats(max_value=0, exclude_max=True), st.floats(min_value=1, exclude_min=True))
 )
 def test_every_other_number_is_rejected(number):
-    """A likely mistake is a percentage, such as 90. It is rejected, like every number below 0 or
-    above 1.
-    """
+    """A likely mistake is a percentage, such as 90. It is rejected, like every number below 0 or above 1."""
     with pytest.raises(BadSetting):
         Settings.load(gpu_memory_max_percent=number)
 

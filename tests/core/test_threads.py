@@ -1,6 +1,4 @@
-"""The threads of this package start in one step. An interrupt leaves a thread either started or not
-started.
-"""
+"""The threads of this package start in one step. An interrupt leaves a thread either started or not started."""
 
 from __future__ import annotations
 
@@ -130,9 +128,7 @@ def test_works_are_done_in_parallel(many):
 
 
 def test_works_are_done_one_after_the_other_if_no_thread_can_be_started(monkeypatch):
-    """While the interpreter is ending, no thread can be started. The functions are then called one
-    after the other.
-    """
+    """While the interpreter is ending, no thread can be started. The functions are then called one after the other."""
 
     def too_late(work):
         raise RuntimeError("can't create new thread at interpreter shutdown")

@@ -84,10 +84,7 @@ def drawn(*segments: SegmentMap) -> AllocatorMap:
 
 
 def test_the_map_shows_a_simulated_cards_segments_as_they_are_cut():
-    """Neighbouring blocks in use are shown as one block with their count.
-
-    Bytes that were returned to the card do not count as reserved.
-    """
+    """Neighbours in use are one block with their count. What was returned is not reserved."""
     map = of_segments(
         "sim:0",
         cut(
@@ -140,10 +137,7 @@ def test_the_bytes_that_defragmenting_releases_are_known_before(rows, freed):
 
 
 def test_torchs_snapshot_becomes_a_map():
-    """The map has the segments of one card in the order of their addresses.
-
-    Freed bytes that a stream still uses are pending.
-    """
+    """In the order of addresses. Freed bytes that a stream still uses are pending."""
     snapshot = [
         torch_segment(
             torch_block(4, "inactive"),
@@ -179,10 +173,7 @@ def test_torchs_snapshot_becomes_a_map():
 
 
 def test_the_memory_of_a_private_pool_is_not_releasable():
-    """A CUDA graph uses the addresses of its private pool again, so empty_cache keeps them.
-
-    Their bytes are inactive, but not releasable.
-    """
+    """A CUDA graph uses its addresses again, so empty_cache keeps them."""
     map = of_torch("cuda:0", 0, [torch_segment(torch_block(32, "inactive"), pool=(0, 1))], {})
     assert (map.segments[0].kind, map.inactive_bytes, map.releasable_bytes) == (
         "private",
@@ -218,10 +209,7 @@ blocks = st.lists(
 
 @given(segments=st.lists(blocks, max_size=12), most=st.integers(1, 80))
 def test_a_map_is_bounded_and_keeps_every_byte(segments, most):
-    """The map of a fragmented allocator has a limited size too.
-
-    Its figures and the size of each segment stay exact.
-    """
+    """The map of a fragmented allocator has a limited size too. Its figures and the size of each segment stay exact."""
     told = tuple(
         SegmentMap(
             index << 30,
@@ -268,10 +256,7 @@ def test_a_map_that_fits_is_unchanged():
 @pytest.mark.thorough
 @pytest.mark.parametrize(("segments", "blocks"), [(1, 100_000), (8192 // 8, 1), (100_000, 3)])
 def test_the_largest_map_is_of_a_few_hundred_kilobytes(segments, blocks):
-    """The whole map is written after each change, and every console reads it.
-
-    A console accepts at most 1 MiB for a map.
-    """
+    """It is written after each change, and a console accepts at most 1 MiB."""
     cut_up = tuple(
         SegmentMap(
             0x7FFF_0000_0000 + (index << 30),
@@ -436,11 +421,7 @@ def test_a_card_that_torch_does_not_see_has_no_peak(monkeypatch):
 
 
 def test_the_cache_is_emptied_on_a_card_that_has_memory(on_cuda):
-    """torch releases the cache of all cards, and needs a CUDA context on its current card.
-
-    In a new thread this is card 0, where a context would take about 400 MB.
-    Source: pytorch/pytorch#144025.
-    """
+    """A new thread's current card is 0, where a context takes 400 MB. Source: pytorch/pytorch#144025."""
     cuda = FakeCuda()
     probe = on_cuda(cuda)
     assert (probe.empty_cache(), cuda.emptied_on) == (0, [])

@@ -60,33 +60,12 @@ def test_without_a_host_in_the_text_the_host_is_this_machine():
     assert sample.taken_at == 5.0 and 0 < sample.free_bytes <= probe.devices[-1].total_bytes
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "sim",
-        "sim:",
-        "sim:0x1GiB",
-        "sim:65x1GiB",
-        "sim:-1GiB",
-        "sim:0",
-        "sim:1GiB,",
-        "cuda:",
-        "auto:0",
-        "vulkan",
-        "sim:1GiB,host:",
-        "sim:1GiB,host:0",
-        "sim:1GiB,cuda",
-        "sim:1GiB,host:1GiB,host:1GiB",
-        "sim:1GiB+",
-        "sim:+1GiB",
-        "sim:64x1GiB+1GiB",
-        "sim:999999999x1GiB",
-        "sim:9999999999999x1GiB",
-        "sim:2048TiB",
-        f"sim:{'9' * 5000}GiB",
-    ],
-)
+@pytest.mark.parametrize("text", [
+    "", "sim", "sim:", "sim:0x1GiB", "sim:65x1GiB", "sim:-1GiB", "sim:0", "sim:1GiB,", "cuda:",
+    "auto:0", "vulkan", "sim:1GiB,host:", "sim:1GiB,host:0", "sim:1GiB,cuda",
+    "sim:1GiB,host:1GiB,host:1GiB", "sim:1GiB+", "sim:+1GiB", "sim:64x1GiB+1GiB",
+    "sim:999999999x1GiB", "sim:9999999999999x1GiB", "sim:2048TiB", f"sim:{'9' * 5000}GiB",
+])  # fmt: skip
 def test_a_bad_text_is_refused_with_examples(text):
     with pytest.raises(BadSetting, match="sim:2x24GiB,host:64GiB") as error:
         open_probe(text)
@@ -207,24 +186,13 @@ def seen(environment):
 FOUR = [card(f"GPU-{letter * 4}") for letter in "abcd"]
 
 
-@pytest.mark.parametrize(
-    "visible, uuids",
-    [
-        (None, ["GPU-aaaa", "GPU-bbbb", "GPU-cccc", "GPU-dddd"]),
-        ("", []),
-        ("2,0", ["GPU-cccc", "GPU-aaaa"]),
-        ("1,9,0", ["GPU-bbbb"]),
-        ("-1", []),
-        ("1,1", []),
-        ("GPU-dd,GPU-aaaa", ["GPU-dddd", "GPU-aaaa"]),
-        ("GPU-,0", []),
-    ],
-)
+@pytest.mark.parametrize("visible, uuids", [
+    (None, ["GPU-aaaa", "GPU-bbbb", "GPU-cccc", "GPU-dddd"]), ("", []),
+    ("2,0", ["GPU-cccc", "GPU-aaaa"]), ("1,9,0", ["GPU-bbbb"]), ("-1", []), ("1,1", []),
+    ("GPU-dd,GPU-aaaa", ["GPU-dddd", "GPU-aaaa"]), ("GPU-,0", []),
+])  # fmt: skip
 def test_cuda_visible_devices_is_read_as_cuda_reads_it(driver, visible, uuids):
-    """The first wrong entry ends the list. The beginning of a UUID that fits two cards is wrong.
-
-    If a card is named twice, no card is visible.
-    """
+    """The first wrong entry ends the list. A UUID that fits two cards is wrong; a card named twice hides all."""
     driver(*FOUR)
     found = seen({} if visible is None else {"CUDA_VISIBLE_DEVICES": visible})
     assert [(c.torch, c.device.uuid) for c in found] == [
@@ -260,10 +228,7 @@ def test_bytes_that_the_driver_charges_to_this_process_count_as_used(driver):
 
 
 def test_looking_at_the_cards_leaves_them_usable_for_forked_children(driver, monkeypatch):
-    """`torch.cuda.is_available()` starts the driver; after it, no child of a fork can use CUDA.
-
-    Source: torch/cuda/__init__.py, `is_available`; PyTorch's notes on CUDA in multiprocessing.
-    """
+    """After `torch.cuda.is_available()` no child of a fork can use CUDA (torch/cuda/__init__.py)."""
     started = []
     cuda = types.SimpleNamespace(
         is_initialized=lambda: False, is_available=lambda: started.append(1) or True
@@ -280,10 +245,7 @@ def test_looking_at_the_cards_leaves_them_usable_for_forked_children(driver, mon
 
 @pytest.mark.parametrize("value", ["", "-1", "9"])
 def test_hidden_cards_are_reported(driver, caplog, value):
-    """If a setting hides all cards, the process gets simulated cards, and a log line says so.
-
-    An earlier version used simulated cards without any report.
-    """
+    """The process gets simulated cards, and a log line says so."""
     driver(*FOUR)
     assert open_probe("auto", environment={"CUDA_VISIBLE_DEVICES": value}).simulated
     (warning,) = caplog.messages
@@ -343,10 +305,7 @@ def test_memory_that_the_driver_does_not_report_is_unknown_not_zero(driver):
 
 
 def test_a_hanging_driver_blocks_no_caller_for_long(driver, monkeypatch):
-    """The first query of a hanging driver fails after a time limit, and the next queries fail at once.
-
-    When the driver answers again, all queries succeed.
-    """
+    """The first query fails after a limit, the next at once, until the driver answers again."""
     there = card("GPU-aaaa")
     driver(there)
     probe = open_probe("auto")

@@ -110,10 +110,7 @@ def test_an_exact_fit_fits_whatever_the_memory_was_used_for():
 
 
 def test_segments_have_torchs_sizes():
-    """Small requests use segments of 2 MiB, and medium requests segments of 20 MiB.
-
-    A large request gets a segment of its own.
-    """
+    """2 MiB for small requests, 20 MiB for medium ones; a large one has its own."""
     memory = Memory("sim:0", 1024 * MIB)
     reserved = []
     for size in (512 * KIB, 5 * MIB, 21 * MIB + 1):
@@ -174,10 +171,7 @@ def test_a_block_is_free_once_nothing_refers_to_it_or_its_bytes():
 
 
 def test_pages_are_reused():
-    """After a block was freed, a new block of the same size gets the same address.
-
-    Fresh pages would cost many times the time of a copy.
-    """
+    """Fresh pages would cost many times the time of a copy."""
     memory = Memory("host", 100 * MIB)
     first = ctypes.addressof(memory.allocate(40 * MIB).buffer())
     assert ctypes.addressof(memory.allocate(40 * MIB).buffer()) == first

@@ -26,10 +26,7 @@ RECORDED = Path(__file__).parent / "recorded"
 
 
 class Rocm(types.ModuleType):
-    """A fake of the ROCm binding, which answers as the binding's source documents it.
-
-    It returns dictionaries with MiB and "N/A", and raises an exception for missing features.
-    """
+    """The ROCm binding as its source documents it: dictionaries with MiB and "N/A", exceptions for missing features."""
 
     class AmdSmiException(Exception):
         pass
@@ -212,15 +209,11 @@ def test_of_an_intel_mac_the_discrete_gpu_is_used_and_its_free_memory_is_unknown
     assert apple.measure(card, 5.0).free_bytes is None
 
 
-@pytest.mark.parametrize(
-    "said, absent",
-    [
-        ('{"SPDisplaysDataType": []}', True),
-        ('{"SPDisplaysDataType": [{"_name": "NVIDIA GeForce 9400M"}]}', True),
-        ('{"other": 1}', False),
-        ("no json", False),
-    ],
-)
+@pytest.mark.parametrize("said, absent", [
+    ('{"SPDisplaysDataType": []}', True),
+    ('{"SPDisplaysDataType": [{"_name": "NVIDIA GeForce 9400M"}]}', True), ('{"other": 1}', False),
+    ("no json", False),
+])  # fmt: skip
 def test_a_mac_without_metal_has_no_card_and_an_invalid_report_is_an_error(said, absent):
     if absent:
         assert apple.read(said).absent == "no GPU here can do Metal"

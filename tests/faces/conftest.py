@@ -1,6 +1,4 @@
-"""Fixtures of the faces: an IPython shell with the extension loaded, a runtime of its own, and
-clocks that read UTC.
-"""
+"""Fixtures of the faces: an IPython shell with the extension loaded, a runtime of its own, and clocks that read UTC."""
 
 from __future__ import annotations
 

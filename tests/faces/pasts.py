@@ -11,17 +11,10 @@ from gpu_runtime.facts import Event, History, Level, Moment
 from .samples import GIB, WALL
 
 MODELS = (
-    ("qwen", 4121, 14),
-    ("llama", 4000, 8),
-    ("reranker", 4121, 3),
-    ("bge", 4300, 2),
-    ("whisper", 4300, 4),
-    ("sdxl", 4555, 9),
-    ("mistral", 4000, 15),
-    ("phi", 4700, 5),
-    ("gemma", 4121, 10),
-    ("cell#1", 4555, 6),
-)
+    ("qwen", 4121, 14), ("llama", 4000, 8), ("reranker", 4121, 3), ("bge", 4300, 2),
+    ("whisper", 4300, 4), ("sdxl", 4555, 9), ("mistral", 4000, 15), ("phi", 4700, 5),
+    ("gemma", 4121, 10), ("cell#1", 4555, 6),
+)  # fmt: skip
 
 
 def day(

@@ -49,20 +49,11 @@ def test_an_open_line_shows_reason_person_duration_and_other_places():
     assert found.kinds == ("grant", "operator"), "a person requested it"
 
 
-@pytest.mark.parametrize(
-    ("action", "kind"),
-    [
-        ("granted", "grant"),
-        ("loaded", "grant"),
-        ("waiting", "wait"),
-        ("refused", "wait"),
-        ("unloaded", "evict"),
-        ("reaped", "ended"),
-        ("released", "ended"),
-        ("pin", "operator"),
-        ("drained", "operator"),
-    ],
-)
+@pytest.mark.parametrize(("action", "kind"), [
+    ("granted", "grant"), ("loaded", "grant"), ("waiting", "wait"), ("refused", "wait"),
+    ("unloaded", "evict"), ("reaped", "ended"), ("released", "ended"), ("pin", "operator"),
+    ("drained", "operator"),
+])  # fmt: skip
 def test_each_event_has_the_kind_by_which_it_is_found(action, kind):
     assert line(action).kinds == (kind,)
     assert line(action).is_problem == (action == "refused")

@@ -17,16 +17,9 @@ from gpu_runtime.web.asgi import Asgi
 from gpu_runtime.web.gate import COOKIE
 from tests.clock import PATIENCE
 
-FINE = {
-    "type": "http.response.start",
-    "status": 200,
-    "headers": [
-        (b"content-type", b"text/plain"),
-        (b"x-a", b"1"),
-        (b"x-a", b"2"),
-        (b"connection", b"close"),
-    ],
-}
+FINE = {"type": "http.response.start", "status": 200, "headers": [
+    (b"content-type", b"text/plain"), (b"x-a", b"1"), (b"x-a", b"2"), (b"connection", b"close"),
+]}  # fmt: skip
 
 
 def serving(app, talk, handler=Asgi, write_seconds=20.0, **options):
@@ -71,11 +64,8 @@ def test_a_request_arrives_whole_and_the_answer_is_unchanged():
 
     serving(app, talk)
     assert (seen["method"], seen["path"], seen["query_string"], seen["body"]) == (
-        "PUT",
-        "/a b/c",
-        b"x=1&y=%2F",
-        b"\x00\xff",
-    )
+        "PUT", "/a b/c", b"x=1&y=%2F", b"\x00\xff",
+    )  # fmt: skip
     assert seen["state"] == {"visitor": None} and all(
         name == name.lower() for name, _ in seen["headers"]
     )

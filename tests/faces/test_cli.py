@@ -166,34 +166,17 @@ def test_a_table_is_aligned_and_its_sizes_are_for_people(gpu):
     _, out, _ = gpu("models")
     header, *lines = out.splitlines()
     assert header.split() == [
-        "NAME",
-        "BACKEND",
-        "WHERE",
-        "BYTES",
-        "IDLE",
-        "USES",
-        "IMPORTANCE",
-        "OWNER",
-    ]
+        "NAME", "BACKEND", "WHERE", "BYTES", "IDLE", "USES", "IMPORTANCE", "OWNER",
+    ]  # fmt: skip
     where = {line.split()[0]: line[header.index("WHERE") :].split()[0] for line in lines}
     assert where == {"llama": "host", "qwen": "sim:0", "phi:4b": "disk"}
     assert "14.0 GiB" in out
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ("status",),
-        ("models",),
-        ("evictions", "--all"),
-        ("health",),
-        ("plan", "llama"),
-        ("why", "qwen"),
-        ("config",),
-        ("config", "--preset", "8GB"),
-    ],
-    ids=" ".join,
-)
+@pytest.mark.parametrize("words", [
+    ("status",), ("models",), ("evictions", "--all"), ("health",), ("plan", "llama"),
+    ("why", "qwen"), ("config",), ("config", "--preset", "8GB"),
+], ids=" ".join)  # fmt: skip
 def test_json_parses(gpu, words):
     code, out, _ = gpu(*words, "--json")
     assert code == 0 and json.loads(out)

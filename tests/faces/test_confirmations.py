@@ -88,17 +88,12 @@ def test_the_question_shows_that_an_unmovable_model_is_loaded_again():
     assert "in about 20 s" in question(propose("evict", at(), world), world).lines[-1]
 
 
-@pytest.mark.parametrize(
-    ("verb", "words"),
-    [
-        ("preload", "Idle models are evicted"),
-        ("restore", "Idle models are evicted"),
-        ("pin", "no other model can evict it"),
-        ("unpin", "it is evicted when other models need the memory"),
-        ("defrag", "returns cached blocks"),
-        ("move sim:1", "Its 14.0 GiB move from sim:0 to sim:1"),
-    ],
-)
+@pytest.mark.parametrize(("verb", "words"), [
+    ("preload", "Idle models are evicted"), ("restore", "Idle models are evicted"),
+    ("pin", "no other model can evict it"),
+    ("unpin", "it is evicted when other models need the memory"),
+    ("defrag", "returns cached blocks"), ("move sim:1", "Its 14.0 GiB move from sim:0 to sim:1"),
+])  # fmt: skip
 def test_the_question_of_every_other_verb_shows_its_effect(verb, words):
     text = question(propose(verb, at(), idle()), idle())
     assert words in " ".join(text.lines) and text.confirm and not text.grave

@@ -1,6 +1,4 @@
-"""The real console with a client that has no buttons. The client forges the messages that buttons
-send.
-"""
+"""The real console with a client that has no buttons. The client forges the messages that buttons send."""
 
 from __future__ import annotations
 
@@ -62,14 +60,8 @@ def server(folder):
     port = free_port()
     environ = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}
     words = [
-        sys.executable,
-        "-m",
-        "gpu_runtime.cli",
-        "console",
-        "--port",
-        str(port),
-        "--no-browser",
-    ]
+        sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port), "--no-browser",
+    ]  # fmt: skip
     with serving(words, folder, environ, port=port) as server:
         yield server
 

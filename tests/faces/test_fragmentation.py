@@ -58,29 +58,13 @@ def test_each_process_and_card_is_a_row_the_most_inactive_first():
     """The table shows the largest free block beside the largest request that would fit."""
     first, second = table((adapters, mine))
     assert texts(first) == [
-        "this process",
-        "sim:0",
-        "14.0 GiB",
-        "15.0 GiB",
-        "1.0 GiB",
-        "1.0 GiB",
-        "512 MiB",
-        "3.0 GiB",
-        "2",
-        "1",
-    ]
+        "this process", "sim:0", "14.0 GiB", "15.0 GiB", "1.0 GiB", "1.0 GiB", "512 MiB", "3.0 GiB",
+        "2", "1",
+    ]  # fmt: skip
     assert texts(second) == [
-        "analysis.ipynb (pid 4121), bob",
-        "sim:0",
-        "9.0 MiB",
-        "40.0 MiB",
-        "31.0 MiB",
-        "20.0 MiB",
-        "20.0 MiB",
-        "3.0 GiB",
-        "1",
-        "0",
-    ]
+        "analysis.ipynb (pid 4121), bob", "sim:0", "9.0 MiB", "40.0 MiB", "31.0 MiB", "20.0 MiB",
+        "20.0 MiB", "3.0 GiB", "1", "0",
+    ]  # fmt: skip
     assert len(first.cells) == len(COLUMNS)
 
 

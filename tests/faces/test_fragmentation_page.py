@@ -1,6 +1,4 @@
-"""The tab Fragmentation in a real browser. It draws the memory of another kernel, and a click
-releases it.
-"""
+"""The tab Fragmentation in a real browser. It draws the memory of another kernel, and a click releases it."""
 
 from __future__ import annotations
 

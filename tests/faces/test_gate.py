@@ -28,22 +28,10 @@ from tests.faces.served import (
 TOKENS = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}
 # Options that people type to get rid of an error, and that the gate can make safe.
 HOSTILE = (
-    "--allow-websocket-origin=*",
-    "--address",
-    "0.0.0.0",
-    "--index",
-    "console",
-    "--dev",
-    "--oauth-optional",
-    "--use-xheaders",
-    "--global-loading-spinner",
-    "--log-level",
-    "debug",
-    "--session-history",
-    "10",
-    "--unused-session-lifetime",
-    "2000000",
-)
+    "--allow-websocket-origin=*", "--address", "0.0.0.0", "--index", "console", "--dev",
+    "--oauth-optional", "--use-xheaders", "--global-loading-spinner", "--log-level", "debug",
+    "--session-history", "10", "--unused-session-lifetime", "2000000",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -101,26 +89,12 @@ def websocket_of(path):
 
 FORGED = "eyJzZXNzaW9uX2lkIjogIm1pbmUiLCAic2Vzc2lvbl9leHBpcnkiOiA5OTk5OTk5OTk5fQ"  # session "mine", never expires
 ROUTES = [
-    "",
-    "/",
-    "/console",
-    "/metadata",
-    "/console/metadata",
-    "/autoload.js?bokeh-autoload-element=1",
-    "/console/autoload.js?bokeh-autoload-element=1",
-    "/static/js/bokeh.js",
-    "/static/extensions/panel/p.js",
-    "/components/gpu_runtime.settings/Settings/x/y",
-    "/favicon.ico",
-    "/admin",
-    "/rest/session_info",
-    "/login",
-    "/console?bokeh-session-id=mine",
-    f"/console?bokeh-token={FORGED}",
-    "//",
-    "/../console",
-    "/%2e%2e/console",
-]
+    "", "/", "/console", "/metadata", "/console/metadata", "/autoload.js?bokeh-autoload-element=1",
+    "/console/autoload.js?bokeh-autoload-element=1", "/static/js/bokeh.js",
+    "/static/extensions/panel/p.js", "/components/gpu_runtime.settings/Settings/x/y",
+    "/favicon.ico", "/admin", "/rest/session_info", "/login", "/console?bokeh-session-id=mine",
+    f"/console?bokeh-token={FORGED}", "//", "/../console", "/%2e%2e/console",
+]  # fmt: skip
 
 
 @pytest.mark.parametrize("route", ROUTES)

@@ -12,20 +12,9 @@ from gpu_runtime.rendering import elements, html, render
 
 from . import samples
 
+SHOWN = ("busy", "waiting", "overdraft", "eight", "empty", "registered", "unmeasured", "hostile")
 PAGES = {
-    **{
-        name: render.shown("status", getattr(samples, name))
-        for name in (
-            "busy",
-            "waiting",
-            "overdraft",
-            "eight",
-            "empty",
-            "registered",
-            "unmeasured",
-            "hostile",
-        )
-    },
+    **{name: render.shown("status", getattr(samples, name)) for name in SHOWN},
     "plan": render.shown("plan", samples.fits, subject="gemma", around=samples.busy),
     "refused": render.shown("plan", samples.refused, subject="gemma", around=samples.busy),
     "why": render.shown("why", samples.EVENTS, subject="qwen"),
@@ -73,21 +62,9 @@ def test_every_answer_has_text_and_well_formed_html(name):
     bundle = PAGES[name]._repr_mimebundle_()
     assert set(bundle) == {"text/plain", "text/html"} and bundle["text/plain"].strip()
     assert tree(bundle["text/html"]).tags <= {
-        "style",
-        "div",
-        "span",
-        "b",
-        "code",
-        "pre",
-        "table",
-        "thead",
-        "tbody",
-        "tr",
-        "th",
-        "td",
-        "ol",
-        "li",
-    }
+        "style", "div", "span", "b", "code", "pre", "table", "thead", "tbody", "tr", "th", "td",
+        "ol", "li",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", PAGES)

@@ -1,6 +1,4 @@
-"""The console as a Panel object in a notebook: where it is live, where it is a picture, and what
-the file keeps.
-"""
+"""The console as a Panel object in a notebook: where it is live, where it is a picture, and what the file keeps."""
 
 from __future__ import annotations
 
@@ -86,15 +84,10 @@ def test_a_front_end_without_comms_gets_a_static_picture(shown, rt):
     assert "<script" not in bundle["text/html"]
 
 
-@pytest.mark.parametrize(
-    ("header", "live"),
-    [
-        ({"username": ""}, True),
-        ({"username": "username"}, False),
-        ({"username": "ann"}, False),
-        ({}, False),
-    ],
-)
+@pytest.mark.parametrize(("header", "live"), [
+    ({"username": ""}, True), ({"username": "username"}, False), ({"username": "ann"}, False),
+    ({}, False),
+])  # fmt: skip
 def test_only_a_browser_gets_the_live_page(monkeypatch, header, live):
     """The requests of Jupyter's pages do not name a user. The requests of programs that run notebooks do."""
     shell = SimpleNamespace(kernel=SimpleNamespace(get_parent=lambda: {"header": header}))

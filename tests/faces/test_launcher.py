@@ -1,6 +1,4 @@
-"""The tile in JupyterLab's launcher: a click in a real JupyterLab opens the console, and strangers
-cannot open it.
-"""
+"""The tile in JupyterLab's launcher: a click in a real JupyterLab opens the console, and strangers cannot open it."""
 
 from __future__ import annotations
 
@@ -49,16 +47,10 @@ def jupyter(tmp_path_factory):
         "HOME": str(place),
     }
     words = [
-        sys.executable,
-        "-m",
-        "jupyterlab",
-        "--no-browser",
-        f"--port={port}",
-        "--ServerApp.port_retries=0",
-        f"--ServerApp.root_dir={place}",
-        "--allow-root",
+        sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={port}",
+        "--ServerApp.port_retries=0", f"--ServerApp.root_dir={place}", "--allow-root",
         "--ip=127.0.0.1",
-    ]
+    ]  # fmt: skip
     said = place / "said.txt"
     with said.open("wb") as out:
         process = subprocess.Popen(

@@ -56,12 +56,8 @@ def test_a_notebooks_own_code_is_a_lease_with_its_title_and_no_model():
     (row,) = leases(world)
     assert row.cells[0].text == "analysis.ipynb"
     assert [cell.text for cell in row.cells][4:] == [
-        "its own code",
-        "sim:0",
-        "4.0 GiB",
-        "4.0 GiB",
-        "idle",
-    ]
+        "its own code", "sim:0", "4.0 GiB", "4.0 GiB", "idle",
+    ]  # fmt: skip
     assert buttons(row) == [("park", ""), ("who", "")]
     assert models(world) == ()
     assert lease_titles(["kernel@4121"], world) == {"kernel@4121": "analysis.ipynb"}
@@ -215,14 +211,8 @@ def test_the_variables_of_a_notebook_are_shown_below(tab):
     assert asked == [BOB.id] and "Variables of analysis.ipynb (pid 4121)" in shown._head.html
     rows = json.loads(shown._variables.rows)
     assert [cell[0] for cell in rows[0][1]] == [
-        "optimizer",
-        "variable",
-        "sim:0",
-        "4.0 GiB",
-        "3.0 GiB",
-        "In [4]",
-        "Adam",
-    ]
+        "optimizer", "variable", "sim:0", "4.0 GiB", "3.0 GiB", "In [4]", "Adam",
+    ]  # fmt: skip
     assert "explained 5.0 GiB of 6.0 GiB" in shown._sums.html
     shown._hide()
     assert list(shown._below) == []

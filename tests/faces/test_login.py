@@ -1,6 +1,4 @@
-"""Ways to log in without a token: Panel's own login, with roles for names, and a private Unix
-socket.
-"""
+"""Ways to log in without a token: Panel's own login, with roles for names, and a private Unix socket."""
 
 from __future__ import annotations
 

@@ -120,19 +120,12 @@ def test_a_verb_returns_a_value_that_displays_itself(shell, models, words):
     assert set(answer._repr_mimebundle_()) == {"text/plain", "text/html"}
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "qwen",
-        "llama",
-        "unloaded --importance high",
-        "small --backend fake --size 2 GiB --keep",
-        "small --backend fake --size 2GiB --context 4096 --sequences 2 --timeout 30s",
-        "models/small --backend fake --size 2.5GiB",
-        "unloaded --size 5GiB --importance low",
-        "'a b' --backend fake --size 1GiB",
-    ],
-)
+@pytest.mark.parametrize("words", [
+    "qwen", "llama", "unloaded --importance high", "small --backend fake --size 2 GiB --keep",
+    "small --backend fake --size 2GiB --context 4096 --sequences 2 --timeout 30s",
+    "models/small --backend fake --size 2.5GiB", "unloaded --size 5GiB --importance low",
+    "'a b' --backend fake --size 1GiB",
+])  # fmt: skip
 def test_the_command_of_a_plan_does_what_was_planned(shell, models, words):
     """The command in the text leads to the shares of the plan, and needs no further step."""
     models.register("unloaded", backend="fake", size="1GiB")
@@ -204,22 +197,10 @@ def test_an_answer_can_be_stored_and_silenced(shell, models):
     assert "healthy" in printed(shell, "%gpu health")
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        "status",
-        "models",
-        "leases",
-        "evictions",
-        "fragmentation",
-        "health",
-        "plan qwen",
-        "why qwen",
-        "config",
-        "config --preset 4GB",
-        "defrag",
-    ],
-)
+@pytest.mark.parametrize("words", [
+    "status", "models", "leases", "evictions", "fragmentation", "health", "plan qwen", "why qwen",
+    "config", "config --preset 4GB", "defrag",
+])  # fmt: skip
 def test_json_is_valid_text_and_a_tree(shell, models, words):
     answer = run(shell, f"%gpu {words} --json")
     assert answer._repr_mimebundle_()["application/json"] == json.loads(answer)
@@ -266,24 +247,12 @@ def test_a_failed_load_leaves_the_name_free(shell, models, tmp_path):
     assert (spec.size, spec.importance, spec.keep) == (GIB, 5, True)
 
 
-@pytest.mark.parametrize(
-    ("typed", "meant"),
-    [
-        ("evcit", "evict"),
-        ("statsu", "status"),
-        ("modles", "models"),
-        ("Health", "health"),
-        ("preloda", "preload"),
-        ("xyz", ""),
-        ("unload qwen", "evict or free"),
-        ("release", "evict or free"),
-        ("rm qwen", "forget or evict"),
-        ("abort qwen", "cancel or evict"),
-        ("ps", "status or models"),
-        ("events", "evictions or why"),
-        ("processes", "leases or status"),
-    ],
-)
+@pytest.mark.parametrize(("typed", "meant"), [
+    ("evcit", "evict"), ("statsu", "status"), ("modles", "models"), ("Health", "health"),
+    ("preloda", "preload"), ("xyz", ""), ("unload qwen", "evict or free"),
+    ("release", "evict or free"), ("rm qwen", "forget or evict"), ("abort qwen", "cancel or evict"),
+    ("ps", "status or models"), ("events", "evictions or why"), ("processes", "leases or status"),
+])  # fmt: skip
 def test_a_typo_suggests_the_nearest_verb_and_another_tools_word_those_of_its_meaning(
     shell, typed, meant
 ):
@@ -303,23 +272,16 @@ def test_the_suggested_verbs_exist_and_no_verb_is_taken_for_another():
     assert not verbs.MEANINGS.keys() & verbs.VERBS.keys()
 
 
-@pytest.mark.parametrize(
-    ("line", "kind"),
-    [
-        ("evict nobody", errors.UnknownModel),
-        ("plan nobody", errors.UnknownModel),
-        ("why nobody", errors.UnknownModel),
-        ("why --replay", errors.GpuError),
-        ("load phi:4b --importance high", errors.AlreadyRegistered),
-        ("load org/far", errors.LoadFailed),
-        ("inspect nobody", errors.UnknownModel),
-        ("apply -f none.yaml", errors.BadDocument),
-        ("config --preset 3GB", errors.BadSetting),
-        ("load big --backend fake --size lots", errors.BadSize),
-        ("load big --backend fake --size 100GiB", errors.DoesNotFit),
-        ("load qwen --backend fake --size 1GiB", errors.AlreadyRegistered),
-    ],
-)
+@pytest.mark.parametrize(("line", "kind"), [
+    ("evict nobody", errors.UnknownModel), ("plan nobody", errors.UnknownModel),
+    ("why nobody", errors.UnknownModel), ("why --replay", errors.GpuError),
+    ("load phi:4b --importance high", errors.AlreadyRegistered),
+    ("load org/far", errors.LoadFailed), ("inspect nobody", errors.UnknownModel),
+    ("apply -f none.yaml", errors.BadDocument), ("config --preset 3GB", errors.BadSetting),
+    ("load big --backend fake --size lots", errors.BadSize),
+    ("load big --backend fake --size 100GiB", errors.DoesNotFit),
+    ("load qwen --backend fake --size 1GiB", errors.AlreadyRegistered),
+])  # fmt: skip
 def test_a_failure_is_a_gpu_error_and_is_shown_as_one_sentence(shell, models, line, kind):
     """The error has no traceback of the magic. It is raised, so that nbval notices it."""
     with pytest.raises(kind):
@@ -464,17 +426,11 @@ def test_a_cell_can_hold_a_model_under_the_name_model(shell, models):
     assert shell.user_ns["model"] == 7
 
 
-@pytest.mark.parametrize(
-    ("line", "kind"),
-    [
-        ("100GiB", errors.DoesNotFit),
-        ("lots", errors.BadSize),
-        ("-3", errors.BadSize),
-        ("--model nobody", errors.UnknownModel),
-        ("evict qwen", UsageError),
-        ("1GiB --importance vital", UsageError),
-    ],
-)
+@pytest.mark.parametrize(("line", "kind"), [
+    ("100GiB", errors.DoesNotFit), ("lots", errors.BadSize), ("-3", errors.BadSize),
+    ("--model nobody", errors.UnknownModel), ("evict qwen", UsageError),
+    ("1GiB --importance vital", UsageError),
+])  # fmt: skip
 def test_a_cell_whose_lease_is_refused_does_not_run(shell, models, line, kind):
     with pytest.raises(kind):
         run(shell, f"%%gpu {line}\nran = True")
@@ -486,34 +442,20 @@ def offered(shell, text):
         return [one.text for one in shell.Completer.completions(text, len(text))]
 
 
-@pytest.mark.parametrize(
-    ("text", "words"),
-    [
-        ("%gpu m", {"models", "move"}),
-        ("df = %gpu mod", {"models"}),
-        ("%gpuctl ev", {"evict", "evictions"}),
-        ("%gpu evict ", {"llama", "qwen", "phi:4b", "org/far"}),
-        ("%gpu evict q", {"qwen"}),
-        ("x = %gpu plan l", {"llama"}),
-        ("%gpu evict qwen --t", {"--timeout"}),
-        ("%gpu load new --importance h", {"high"}),
-        ("%gpu config --preset 1", {"16GB"}),
-        ("%gpu help pre", {"preload"}),
-        ("%%gpu --model q", {"qwen"}),
-        ("%%gpu 8GiB --i", {"--importance"}),
-        ("%%gpu --importance u", {"urgent"}),
-        ("%gpu status --j", {"--json"}),
-        ("%gpu load new --backend f", {"fake"}),
-        ("%gpu xyz", set()),
-        ("%gpu inspect ", {"phi:4b", "org/far"}),
-        ("%gpu load phi:", {"phi:4b"}),
-        ("%gpu plan org/", {"org/far"}),
-        ("%gpu inspect phi:4b --format y", {"yaml"}),
-        ('rt.use("', {"llama", "qwen", "phi:4b", "org/far"}),
-        ("with rt.use('q", {"qwen"}),
-        ("x = 1\nrt.plan(name_or_size='l", {"llama"}),
-    ],
-)
+@pytest.mark.parametrize(("text", "words"), [
+    ("%gpu m", {"models", "move"}), ("df = %gpu mod", {"models"}),
+    ("%gpuctl ev", {"evict", "evictions"}), ("%gpu evict ", {"llama", "qwen", "phi:4b", "org/far"}),
+    ("%gpu evict q", {"qwen"}), ("x = %gpu plan l", {"llama"}),
+    ("%gpu evict qwen --t", {"--timeout"}), ("%gpu load new --importance h", {"high"}),
+    ("%gpu config --preset 1", {"16GB"}), ("%gpu help pre", {"preload"}),
+    ("%%gpu --model q", {"qwen"}), ("%%gpu 8GiB --i", {"--importance"}),
+    ("%%gpu --importance u", {"urgent"}), ("%gpu status --j", {"--json"}),
+    ("%gpu load new --backend f", {"fake"}), ("%gpu xyz", set()),
+    ("%gpu inspect ", {"phi:4b", "org/far"}), ("%gpu load phi:", {"phi:4b"}),
+    ("%gpu plan org/", {"org/far"}), ("%gpu inspect phi:4b --format y", {"yaml"}),
+    ('rt.use("', {"llama", "qwen", "phi:4b", "org/far"}), ("with rt.use('q", {"qwen"}),
+    ("x = 1\nrt.plan(name_or_size='l", {"llama"}),
+])  # fmt: skip
 def test_tab_offers_verbs_options_and_models(shell, models, text, words):
     assert set(offered(shell, text)) == words
 

@@ -1,6 +1,4 @@
-"""The cells that come next, as read from the notebook's file and from the command line of the
-program that runs it.
-"""
+"""The cells that come next, as read from the notebook's file and from the command line of the program that runs it."""
 
 from __future__ import annotations
 

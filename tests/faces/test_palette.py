@@ -1,6 +1,4 @@
-"""The console's colours. Every viewer can tell them apart, in both themes, and each process keeps its
-colour.
-"""
+"""The console's colours. Every viewer can tell them apart, in both themes, and each process keeps its colour."""
 
 from __future__ import annotations
 

@@ -1,6 +1,4 @@
-"""One poller serves all sessions. It polls only while a session is open, and survives failures of
-the ledger.
-"""
+"""One poller serves all sessions. It polls only while a session is open, and survives failures of the ledger."""
 
 from __future__ import annotations
 

@@ -114,28 +114,16 @@ def user(shell):
     return shell.user_ns
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "del x",
-        "del x, p, data",
-        "x = None",
-        "x = p = None; del model",
-        "# free it\ndel x\nimport gc\ngc.collect()\ntorch.cuda.empty_cache()",
-        "%gpu free x",
-        "%gpu free",
-        "del x\n%gpu free p",
-        "torch.save(x, 'x.pt')",
-        "torch.save(x, path)",
-        "torch.save(x, f=path)",
-        "torch.save(model.state_dict(), 'm.pt')",
-        "torch.save({'m': model.state_dict(), 'o': optimizer.state_dict(), 'step': 3}, 'all.pt')",
-        "print(x)",
-        "print('mean', x[:2].max().item(), p.shape, sep=' ')",
-        "print(f'{x.min()} {losses}', losses[0])",
-        "print(float(x[0]), round(x.max().item(), 2), len(x))",
-    ],
-)
+@pytest.mark.parametrize("code", [
+    "del x", "del x, p, data", "x = None", "x = p = None; del model",
+    "# free it\ndel x\nimport gc\ngc.collect()\ntorch.cuda.empty_cache()", "%gpu free x",
+    "%gpu free", "del x\n%gpu free p", "torch.save(x, 'x.pt')", "torch.save(x, path)",
+    "torch.save(x, f=path)", "torch.save(model.state_dict(), 'm.pt')",
+    "torch.save({'m': model.state_dict(), 'o': optimizer.state_dict(), 'step': 3}, 'all.pt')",
+    "print(x)", "print('mean', x[:2].max().item(), p.shape, sep=' ')",
+    "print(f'{x.min()} {losses}', losses[0])",
+    "print(float(x[0]), round(x.max().item(), 2), len(x))",
+])  # fmt: skip
 def test_cells_that_delete_save_free_or_print_run_in_ram(shell, user, code):
     cell = quiet_cells.in_ram(shell, {"code": code})
     assert cell is not None and not cell.returns

@@ -49,16 +49,8 @@ def test_a_model_is_shown_with_its_place_and_its_owner():
     (row,) = models(world)
     assert row.id == f"{ME.id}/qwen"
     assert texts(row) == [
-        "qwen",
-        "GPU: 0",
-        "14.0 GiB",
-        "idle",
-        "3 min",
-        "3",
-        "high",
-        "pinned",
-        "this process",
-    ]
+        "qwen", "GPU: 0", "14.0 GiB", "idle", "3 min", "3", "high", "pinned", "this process",
+    ]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -85,11 +77,8 @@ def test_models_are_ordered_on_devices_warm_not_loaded_in_the_catalogue():
         "zeta has one row only"
     )
     assert [[button.verb for button in row.buttons] for row in found] == [
-        ["evict", "pin"],
-        ["restore", "pin"],
-        ["preload"],
-        ["preload"],
-    ]
+        ["evict", "pin"], ["restore", "pin"], ["preload"], ["preload"],
+    ]  # fmt: skip
 
 
 def test_a_model_that_another_process_has_not_loaded_shows_what_its_owner_declares():
@@ -165,16 +154,9 @@ def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():
     )
     (row,) = leases(snapshot(whole))
     assert texts(row) == [
-        "analysis.ipynb",
-        "bob",
-        "4121",
-        "–",
-        "qwen",
-        "sim:0",
-        "20.0 GiB",
-        "14.0 GiB",
+        "analysis.ipynb", "bob", "4121", "–", "qwen", "sim:0", "20.0 GiB", "14.0 GiB",
         "in use for 70 s",
-    ]
+    ]  # fmt: skip
     assert row.cells[0].hint == "/home/bob/analysis.ipynb"
 
 
@@ -211,11 +193,8 @@ def test_programs_without_a_lease_are_listed():
         snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=3, processes={777: 3 * GIB})
     )[-1]
     assert texts(last)[:3] == ["python3", "carol", "777"] and texts(last)[4:8] == [
-        "no lease",
-        "cuda:0",
-        "–",
-        "3.0 GiB",
-    ]
+        "no lease", "cuda:0", "–", "3.0 GiB",
+    ]  # fmt: skip
     assert last.cells[0].kind == "alarm"
 
 
@@ -250,23 +229,13 @@ def test_a_table_of_idle_models_stays_the_same_for_five_seconds():
 def test_the_queue_is_in_order_and_shows_what_each_request_waits_for():
     first, second = queue(samples.waiting)
     assert texts(first) == [
-        "1",
-        "llama",
-        "analysis.ipynb (pid 4121), bob",
-        "8.0 GiB on sim:0",
-        "10 s",
-        "normal",
+        "1", "llama", "analysis.ipynb (pid 4121), bob", "8.0 GiB on sim:0", "10 s", "normal",
         "qwen (14.0 GiB on sim:0) is in use",
-    ]
+    ]  # fmt: skip
     assert texts(second) == [
-        "–",
-        "evict reranker",
-        "this process",
-        "–",
-        "< 5 s",
-        "–",
+        "–", "evict reranker", "this process", "–", "< 5 s", "–",
         "an answer from analysis.ipynb (pid 4121), bob",
-    ]
+    ]  # fmt: skip
     assert all("prose" in row.cells[-1].kind for row in (first, second)), (
         "a reason is wrapped and never cut"
     )

@@ -85,11 +85,8 @@ def test_jobs_are_shown_without_their_ids():
     found = served(gateway, SimpleNamespace(all=lambda: [old, new]), 0.0)
     first, second = job_rows(found)
     assert [cell.text for cell in first.cells[1:]] == [
-        "/v1/chat/completions",
-        "bob",
-        "running",
-        "–",
-    ]
+        "/v1/chat/completions", "bob", "running", "–",
+    ]  # fmt: skip
     assert [cell.text for cell in second.cells[3:]] == ["succeeded", "2.5 s"]
     assert old.id not in str(first) + str(second)
 

@@ -1,6 +1,4 @@
-"""The text for a terminal. Tests compare whole strings, because the alignment is part of the
-meaning.
-"""
+"""The text for a terminal. Tests compare whole strings, because the alignment is part of the meaning."""
 
 from __future__ import annotations
 

@@ -220,16 +220,9 @@ def test_a_custom_range_ends_in_the_past():
     assert all(line["wall"] <= start + 600 for line in lines)
 
 
-@pytest.mark.parametrize(
-    "message",
-    [
-        "x",
-        {"start": "1", "end": 2},
-        {"start": 5, "end": 5},
-        {"start": 0, "end": 1e12},
-        {"end": None},
-    ],
-)
+@pytest.mark.parametrize("message", [
+    "x", {"start": "1", "end": 2}, {"start": 5, "end": 5}, {"start": 0, "end": 1e12}, {"end": None},
+])  # fmt: skip
 def test_a_range_that_no_person_can_choose_is_ignored(message):
     """A browser may send anything."""
     tab = opened(TimelineTab, samples.busy)

@@ -208,13 +208,9 @@ def test_a_runtime_tells_of_loads_and_restores_but_not_beside_a_callers_own_func
     with pytest.raises(LoadFailed):
         rt.preload("broken")
     assert heard == [
-        (LOADING, False, False),
-        (LOADING, True, False),
-        (RESTORING, False, False),
-        (RESTORING, True, False),
-        (LOADING, False, False),
-        (LOADING, True, True),
-    ]
+        (LOADING, False, False), (LOADING, True, False), (RESTORING, False, False),
+        (RESTORING, True, False), (LOADING, False, False), (LOADING, True, True),
+    ]  # fmt: skip
 
 
 @pytest.fixture

@@ -159,11 +159,8 @@ def test_the_tab_shows_the_plan_and_the_devices_that_change():
     planned = []
     tab = opened(WhatIfTab, samples.busy, plan=lambda words: planned.append(words) or PLAN)
     assert "Choose a model" in tab.answer.html and tab.model.options == [
-        NO_MODEL,
-        "llama",
-        "qwen",
-        "reranker",
-    ]
+        NO_MODEL, "llama", "qwen", "reranker",
+    ]  # fmt: skip
     tab.model.value = "qwen"
     assert "Computing" in tab.answer.html
     refresh(tab)

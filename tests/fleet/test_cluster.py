@@ -40,9 +40,7 @@ def test_an_address_is_text(address):
 
 
 class FakeRay:
-    """A stand-in for Ray with a clock of its own. A reference is the second at which its value is
-    ready.
-    """
+    """A stand-in for Ray with a clock of its own. A reference is the second at which its value is ready."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -66,9 +64,7 @@ class FakeRay:
     ],
 )
 def test_slow_hosts_are_awaited_only_if_no_other_can_serve(monkeypatch, delays, found, ended):
-    """A host may import transformers for its first offer, which is slow. A frozen host must not
-    delay the others.
-    """
+    """A host may import transformers for its first offer, which is slow. A frozen host must not delay the others."""
     ray = FakeRay()
     monkeypatch.setattr(cluster, "ray", lambda: ray)
     monkeypatch.setattr(cluster, "_has_left", False)

@@ -111,9 +111,7 @@ def test_the_best_fit_is_chosen(empty):
 
 
 def test_every_host_tells_its_room(empty):
-    """If a fleet has more than eight hosts, all hosts are asked for their room. Then the best eight
-    make a plan.
-    """
+    """If a fleet has more than eight hosts, all hosts are asked for their room. Then the best eight make a plan."""
     rooms, missing = empty._hosts.ask("room", "thirty", 0, group="offers", hosts=empty.hosts())
     assert not missing and sorted(rooms) == ["box1", "box2", "box3"]
     assert [len(rooms[host].free_bytes) for host in sorted(rooms)] == [2, 2, 1]
@@ -174,9 +172,7 @@ def test_a_model_that_fits_nowhere_is_refused_by_every_host_by_name(empty):
 
 
 def test_a_notebook_changes_the_offers_of_its_host_and_recalls_the_idle_model(empty, hosts):
-    """In the host's book, the fleet is one more owner of leases. Its idle model leaves for a
-    notebook.
-    """
+    """In the host's book, the fleet is one more owner of leases. Its idle model leaves for a notebook."""
     with empty.use("seventy") as model:
         assert model.host == "box1"
     with Runtime(
@@ -223,9 +219,7 @@ def test_a_dedicated_set_is_replaced_and_the_largest_model_is_placed_first(empty
 
 
 def test_a_host_does_not_plan_a_model_whose_wish_was_removed(empty, hosts):
-    """A wish is a model that the fleet should hold. After a wish was removed, the runtime of the
-    host still knows the model, but plans it only after a new wish.
-    """
+    """Its runtime still knows the model, but plans it only after a new wish."""
     empty.host("box1").preload("small")
     assert empty.host("box1").plan("small").level is PlanLevel.HERE
     empty.delete("small")
@@ -253,9 +247,7 @@ def slots(fleet: Any) -> list[tuple[Any, ...]]:
 
 
 def test_a_slot_is_on_its_cards_again_after_its_agent_was_killed(empty, hosts, capsys):
-    """A slot is a model on named cards. It is loaded on these cards again, although the best fit
-    would be another card.
-    """
+    """Although the best fit would be another card."""
     assert gpu("slots", "--create", "small@box1", "--on", "sim:1") == 0
     assert "small is on sim:1 of box1" in capsys.readouterr().out
     with empty.use("small") as model:
@@ -354,9 +346,7 @@ def pins(fleet: Any, host: str) -> int:
 
 
 def test_the_pins_of_a_killed_driver_end(empty, hosts):
-    """Detached agents outlive the Ray drivers that use them. So the agents watch Ray's table of
-    jobs for drivers that have ended.
-    """
+    """Detached agents outlive drivers, so they watch Ray's table of jobs."""
     driver = hosts.client(USE_AND_WAIT)
     assert driver.stdout is not None
     host = driver.stdout.readline().strip()
@@ -390,9 +380,7 @@ for ending in ("close", "close", "exit"):
 
 
 def test_a_fleet_is_closed_while_other_threads_ask_it(empty, hosts):
-    """Ray freed memory that its calls in other threads still read, and the process died by SIGSEGV:
-    at `close`, and at the end of a process with open calls.
-    """
+    """Ray freed memory that its calls in other threads still read: SIGSEGV."""
     driver = hosts.client(BUSY_THREADS.replace("ADDRESS", repr(hosts.address)))
     printed, _ = driver.communicate()
     assert driver.returncode == 0
@@ -400,9 +388,7 @@ def test_a_fleet_is_closed_while_other_threads_ask_it(empty, hosts):
 
 
 def test_a_killed_model_keeps_its_card_three_times_and_then_is_used_elsewhere(empty, hosts):
-    """The model's process is restarted under the same lease three times. Then a waiting request
-    gets the card.
-    """
+    """The model's process is restarted under the same lease three times. Then a waiting request gets the card."""
     leave_open(empty, "box3")
     rival = Runtime(devices=HOSTS["box3"][0], ledger=hosts.ledger("box3"))
     with empty.use("thirty", retry=True) as model:
@@ -507,9 +493,7 @@ def test_the_console_greys_the_figures_of_a_host_that_is_gone(hosts, console):
 
 
 def test_a_frozen_host_is_replaced_and_holds_nothing_when_it_wakes(empty, hosts):
-    """The model that was wished for on that host is loaded elsewhere, too. A node that was declared
-    dead ends when it runs again.
-    """
+    """A node that was declared dead ends when it runs again."""
     leave_open(empty, "box2")
     assert apply(empty, hosts, "small", copies=1) == {"small": "box2"}
     with empty.use("thirty", retry=True) as model:

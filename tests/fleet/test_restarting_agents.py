@@ -68,9 +68,7 @@ def test_a_model_that_nobody_wished_is_unknown_although_a_host_is_silent():
 
 @pytest.mark.parametrize("why", [cluster.SILENT, cluster.GONE])
 def test_the_controller_lists_a_silent_host_until_it_answers_again(why):
-    """If another host answers, the silent host is not asked for a while. Its silence does not count
-    as a refusal.
-    """
+    """If another host answers, the silent host is not asked for a while. Its silence does not count as a refusal."""
     asked: list[list[str]] = []
 
     def ask(method: str, *_: Any, hosts: list[str], **__: Any) -> Any:

@@ -178,8 +178,7 @@ def test_a_copy_that_is_missing_is_told_with_its_reason(fleet):
 
 
 def test_wished_models_that_are_loaded_at_once_evict_none_of_each_other(fleet):
-    """While a host joins, all missing models are loaded there. The host decides in its book, so an offer that is
-    out of date by then evicts nothing."""
+    """The host decides in its book, so an outdated offer evicts nothing."""
     fleet.apply(*MODELS)
     box = fleet.join("box1", "sim:2x10GiB,host:1GiB")
     offers = {name: fleet.controller.choose(name, for_wish=True) for name in MODELS}

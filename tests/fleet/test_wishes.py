@@ -49,9 +49,7 @@ def test_the_dedicated_set_is_replaced_whole():
 
 
 def test_a_repeated_change_changes_nothing():
-    """Ray repeats a call after the controller was restarted, so a repeated change must have no
-    effect.
-    """
+    """Ray repeats a call after the controller was restarted, so a repeated change must have no effect."""
     once = applied(Wishes(), [wish("a")], dedicated=False)
     assert applied(once, [wish("a")], dedicated=False) is once
     drained = with_drain(once, "box1", undo=False)

@@ -124,9 +124,7 @@ class Harness:
 
 @asynccontextmanager
 async def harness(*args: Any, **kwargs: Any) -> AsyncIterator[Harness]:
-    """Yields a Harness. At the end of the `with` block no running call, pin or request in the book
-    may remain.
-    """
+    """Yields a Harness. At the end of the `with` block no running call, pin or request in the book may remain."""
     made = Harness(*args, **kwargs)
     try:
         yield made

@@ -29,9 +29,7 @@ def messages(text: str) -> list[dict[str, Any]]:
 
 
 def test_a_conversation_is_translated():
-    """The results of tools become separate messages, which come before the text of the same
-    message.
-    """
+    """The results of tools become separate messages, which come before the text of the same message."""
     body = {
         **HI,
         "system": [{"type": "text", "text": "Be brief."}],
@@ -123,26 +121,19 @@ def test_pictures_in_the_result_of_a_tool_follow_it_in_the_users_message():
     ]
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"max_tokens": None}, "max_tokens"),
-        ({"messages": "hi"}, "messages"),
-        ({"messages": [{"role": "system", "content": "hi"}]}, "messages[0].role"),
-        ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
-        ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0]"),
-        ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0]"),
-        ({"system": 7}, "system"),
-        ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
-        ({"tools": 5}, "tools"),
-        ({"tool_choice": "auto"}, "tool_choice"),
-        ({"container": "x"}, "container"),
-        ({"thinking": "on"}, "thinking"),
-        ({"thinking": {"type": "between_tools"}}, "thinking"),
-        ({"thinking": {"type": []}}, "thinking"),
-    ],
-)
+@pytest.mark.parametrize(("change", "param"), [
+    ({"max_tokens": None}, "max_tokens"), ({"messages": "hi"}, "messages"),
+    ({"messages": [{"role": "system", "content": "hi"}]}, "messages[0].role"),
+    ({"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    ({"messages": [{"role": "user", "content": [{"type": "document"}]}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "tool_use"}]}]}, "messages[0]"),
+    ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "messages[0]"),
+    ({"system": 7}, "system"),
+    ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0]"),
+    ({"tools": 5}, "tools"), ({"tool_choice": "auto"}, "tool_choice"),
+    ({"container": "x"}, "container"), ({"thinking": "on"}, "thinking"),
+    ({"thinking": {"type": "between_tools"}}, "thinking"), ({"thinking": {"type": []}}, "thinking"),
+])  # fmt: skip
 def test_what_a_chat_has_not_is_refused(change, param):
     with pytest.raises(Refused) as refused:
         chat_of({**HI, **change})

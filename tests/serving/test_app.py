@@ -41,11 +41,8 @@ def test_without_a_gate_every_request_is_refused(rt):
     http = client(rt, visitor=None)
     calls = every_call(rt)
     assert {path for _, path in calls} >= {
-        "/memory/stats",
-        "/v1/chat/completions",
-        "/metrics",
-        "/health",
-    }
+        "/memory/stats", "/v1/chat/completions", "/metrics", "/health",
+    }  # fmt: skip
     statuses = {(method, path): http.request(method, path).status_code for method, path in calls}
     assert {call for call, status in statuses.items() if status != 401} == set()
 
@@ -238,7 +235,7 @@ def test_a_path_that_is_like_no_other_is_a_404_without_a_guess(rt):
 
 
 def test_a_visitor_lists_its_own_jobs(rt):
-    """The list has no results, and no job of another visitor."""
+    """The list has no results."""
     http = client(rt)
     assert http.get("/v1/jobs").json() == {"object": "list", "data": []}
     ids = [
@@ -343,10 +340,7 @@ def test_jobs_are_bounded_and_old_results_go_first():
 
 
 def test_a_result_is_not_lost_before_its_client_has_fetched_it():
-    """Of 400 short jobs that were all accepted, 144 results were gone within the hour.
-
-    A client that fetches nothing does not keep others out.
-    """
+    """Of 400 short jobs, 144 results were gone. A client that fetches nothing keeps nobody out."""
 
     async def story():
         jobs, gateway = Jobs(lambda: 1000.0), Gateway()
@@ -370,17 +364,11 @@ def test_a_result_is_not_lost_before_its_client_has_fetched_it():
     asyncio.run(story())
 
 
-@pytest.mark.parametrize(
-    "wanted",
-    [
-        {},
-        {"endpoint": "/v1/models", "body": {}},
-        {"endpoint": "/v1/embeddings"},
-        {"endpoint": "/v1/chat/completions", "body": {**CHAT, "stream": True}},
-        {"endpoint": "/v1/chat/completions", "body": CHAT, "webhook": "http://127.0.0.1/"},
-        7,
-    ],
-)
+@pytest.mark.parametrize("wanted", [
+    {}, {"endpoint": "/v1/models", "body": {}}, {"endpoint": "/v1/embeddings"},
+    {"endpoint": "/v1/chat/completions", "body": {**CHAT, "stream": True}},
+    {"endpoint": "/v1/chat/completions", "body": CHAT, "webhook": "http://127.0.0.1/"}, 7,
+])  # fmt: skip
 def test_an_invalid_job_is_a_bad_request(rt, wanted):
     assert client(rt).post("/v1/jobs", json=wanted).status_code == 400
 

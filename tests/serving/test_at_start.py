@@ -38,9 +38,7 @@ async def test_an_alias_is_another_name_of_a_model():
 
 @in_loop
 async def test_models_are_loaded_at_the_start(caplog):
-    """The name of an unknown model is logged, and the other models are loaded. No model stays
-    pinned.
-    """
+    """The name of an unknown model is logged, and the other models are loaded. No model stays pinned."""
     config = ServingConfig(preload=("nothing", "small", "phi"), aliases={"small": "qwen"})
     async with harness(config, qwen=4, phi=4, other=4) as k:
         await k.gateway.preload()
@@ -73,9 +71,7 @@ async def test_calls_side_by_side_go_to_different_replicas():
 
 @in_loop
 async def test_models_that_fit_stay_together_and_the_others_are_exchanged():
-    """Users of other servers define groups of models by hand for this. A model with `keep` is in no
-    exchange.
-    """
+    """Users of other servers define groups of models by hand for this. A model with `keep` is in no exchange."""
     options = {"small": {"keep": True}}
     async with harness(small=4, other=4, big=16, options=options) as k:
         for model in ("small", "other"):

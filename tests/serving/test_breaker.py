@@ -42,10 +42,7 @@ def is_open(breakers: Breakers) -> bool:
 
 
 def test_five_failures_in_a_row_open_it(breakers):
-    """Four failures in a row do not open the breaker.
-
-    The error of an open breaker has the number of failures, the last error, and the remaining seconds.
-    """
+    """Its error has the number of failures, the last error, and the remaining seconds."""
     fail(breakers, 4)
     assert not is_open(breakers)
     fail(breakers, 1)

@@ -61,9 +61,7 @@ def allowed(answer: HTTPResponse) -> str | None:
 
 @in_loop
 async def test_a_page_of_a_named_origin_reads_answers_and_errors():
-    """Before the request, the browser sends a preflight request without a token. The page may read
-    an error, too.
-    """
+    """Before the request, the browser sends a preflight request without a token. The page may read an error, too."""
     asked = {"Origin": APP, "Access_Control_Request_Headers": "authorization, x-stainless-os"}
     preflight = await ask(APP, "OPTIONS", **asked)
     assert (preflight.code, allowed(preflight)) == (204, APP)
@@ -81,9 +79,7 @@ async def test_a_page_of_a_named_origin_reads_answers_and_errors():
 
 @in_loop
 async def test_other_origins_are_refused():
-    """Without the setting all other origins are refused. A websocket of another origin is always
-    refused.
-    """
+    """Without the setting all other origins are refused. A websocket of another origin is always refused."""
     bearer = {"Authorization": f"Bearer {TOKEN}"}
     for setting, origin in (
         (None, APP),

@@ -59,9 +59,7 @@ def post(port: int, body: dict) -> http.client.HTTPResponse:
 
 @pytest.mark.processes
 def test_sigterm_lets_running_answers_end_and_sighup_reads_the_tasks_again(tmp_path):
-    """While running answers end, new calls get a 503, also over new connections. The server then
-    ends in order.
-    """
+    """While running answers end, new calls get a 503, also over new connections. The server then ends in order."""
     tasks = tmp_path / "tasks.yaml"
     port = free_port()
     environment = {

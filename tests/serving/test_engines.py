@@ -327,9 +327,7 @@ async def test_a_token_of_more_than_32_bytes_is_in_the_text(tmp_path, monkeypatc
 @both
 @in_loop
 async def test_equal_seeds_give_equal_texts(name, sources):
-    """With equal seeds, two calls give equal texts. Several choices of one call still differ from
-    each other.
-    """
+    """With equal seeds, two calls give equal texts. Several choices of one call still differ from each other."""
     options = {"max_tokens": 16, "temperature": 1.5, "seed": 7, "n": 2}
     async with with_models(sources, name) as k:
         one, two = [(await k.chat(name, **options)).json["choices"] for _ in range(2)]
@@ -356,9 +354,7 @@ async def test_penalties_keep_a_model_from_repeating_itself(name, sources):
 @both
 @in_loop
 async def test_a_biased_token_is_written(name, sources):
-    """A bias can force a token. A bias for a token outside the vocabulary is refused, and is no
-    fault of the model.
-    """
+    """A bias can force a token. A bias for a token outside the vocabulary is refused, and is no fault of the model."""
     async with with_models(sources, name) as k:
         body = {"model": name, "prompt": "the fox"}
         [token, *_] = (await k.gateway.answer("tokenize", body)).json["tokens"]
@@ -426,9 +422,7 @@ async def test_a_tool_call_is_forced(name, sources):
 
 @in_loop
 async def test_a_stream_that_is_not_read_to_its_end_is_closed():
-    """When the reader ends, the engine's stream is closed at once, and not only by the garbage
-    collector.
-    """
+    """When the reader ends, the engine's stream is closed at once, and not only by the garbage collector."""
 
     class Stream:
         closed = False
@@ -493,10 +487,7 @@ async def test_a_plain_prompt_is_continued(name, sources):
 
 @in_loop
 async def test_an_embedding_is_the_normalized_mean_of_the_last_layer(sources):
-    """A text has the same vector alone and among other texts.
-
-    Vectors are also returned as base64, which OpenAI's own client requests.
-    """
+    """It is the same alone and among other texts, and as base64, which OpenAI's own client requests."""
     async with with_models(sources, "embedder") as k:
 
         async def embed(texts: Any, **more: Any) -> Any:
@@ -540,9 +531,7 @@ async def test_a_gguf_without_a_pooling_type_gives_one_vector_a_text(sources):
 
 @in_loop
 async def test_many_texts_are_embedded_in_few_batches(sources):
-    """In an earlier version, 256 texts took 256 runs of the model. Each text still has the vector
-    that it has alone, in its own place.
-    """
+    """256 texts took 256 runs of the model. Each has the vector that it has alone."""
     texts = [" ".join(["fox"] * (1 + n % 40)) for n in range(256)]
     async with with_models(sources, "embedder") as k:
 
@@ -668,9 +657,7 @@ async def test_documents_are_ranked(sources):
 @both
 @in_loop
 async def test_tokens_and_text_are_turned_into_each_other(name, sources):
-    """A number that is no token is refused. Otherwise llama.cpp's library would read memory outside
-    its table of tokens.
-    """
+    """For a number that is no token, llama.cpp would read memory outside its table."""
     async with with_models(sources, name) as k:
 
         async def ask(kind: str, **fields: Any) -> Any:

@@ -225,25 +225,12 @@ def test_the_documented_table_is_the_table_of_the_code():
     assert found == expected
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("top_k", -2),
-        ("top_k", 1.5),
-        ("min_p", 2),
-        ("repetition_penalty", 0),
-        ("typical_p", -1),
-        ("mirostat_mode", 3),
-        ("logit_bias", {"the": 1}),
-        ("logit_bias", {"5": 101}),
-        ("logit_bias", []),
-        ("tools", {}),
-        ("response_format", "json"),
-        ("stream_options", True),
-        ("echo", 1),
-        ("top_logprobs", 21),
-    ],
-)
+@pytest.mark.parametrize(("field", "value"), [
+    ("top_k", -2), ("top_k", 1.5), ("min_p", 2), ("repetition_penalty", 0), ("typical_p", -1),
+    ("mirostat_mode", 3), ("logit_bias", {"the": 1}), ("logit_bias", {"5": 101}),
+    ("logit_bias", []), ("tools", {}), ("response_format", "json"), ("stream_options", True),
+    ("echo", 1), ("top_logprobs", 21),
+])  # fmt: skip
 def test_a_value_out_of_range_is_refused_for_every_engine(field, value):
     with pytest.raises(Refused, match=field) as refused:
         call("chat", **{field: value})

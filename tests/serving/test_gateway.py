@@ -128,10 +128,7 @@ async def test_a_cancelled_call_withdraws_its_request_from_the_ledger():
 
 @in_loop
 async def test_an_urgent_call_is_urgent_among_other_processes_too():
-    """An urgent call evicts another process's model of importance `high`, as `rt.use` with that importance does.
-
-    After the answer the model has its own importance again.
-    """
+    """After the answer the model has its own importance again."""
     book = "memory:urgent-call"
     with Runtime(devices="sim:24GiB,host:64GiB", ledger=book, eviction_grace_seconds=0) as other:
         other.register("theirs", backend="fake", size="14 GiB", importance="high")
@@ -204,7 +201,6 @@ async def test_a_model_that_need_not_leave_serves_calls_while_another_loads():
 
 @in_loop
 async def test_a_call_without_room_waits_and_others_continue():
-    """A call of a model without room waits. Meanwhile, calls of a model that fits are answered."""
     other = Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:test-gateway-room")
     other.register("train", backend="fake", size="10 GiB")
     try:
@@ -247,7 +243,7 @@ async def test_an_unknown_model_is_a_404_with_the_nearest_name():
 
 @in_loop
 async def test_a_stand_in_answers_only_if_configured():
-    """An answer of a stand-in names the stand-in and the reason. Without a configured stand-in the call is refused."""
+    """The answer names the stand-in and the reason."""
     stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
     async with harness(stand_ins, qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
         reply = await k.chat("qwen", "hello")
@@ -355,10 +351,7 @@ async def test_a_callers_mistake_is_not_tried_on_other_models():
 
 @in_loop
 async def test_closing_refuses_running_and_new_calls():
-    """Closing ends waiting calls, running calls and streams with an error; a stream must not look complete.
-
-    These errors do not count as failures of the model.
-    """
+    """A stream must not look complete. These errors are no failures of the model."""
     held, read = asyncio.Event(), asyncio.Event()
     async with harness(qwen=12, phi=12, scripts={"qwen": [read, held]}) as k:
         stream = await k.chat("qwen", "one two", stream=True)
@@ -468,7 +461,7 @@ async def test_after_a_cancelled_probe_the_next_call_probes():
 
 @in_loop
 async def test_calls_that_waited_while_the_breaker_opened_fail_at_once():
-    """Twelve calls wait for a dead model. Five of them fail and open the breaker; the other seven fail at once."""
+    """Five of twelve calls fail and open the breaker; the other seven fail at once."""
     async with harness(qwen=4, scripts={"qwen": [FAILED] * 20}, options={"qwen": ALONE}) as k:
         results = await asyncio.gather(*(k.chat("qwen") for _ in range(12)), return_exceptions=True)
         assert all(isinstance(error, Refused) for error in results)
@@ -571,7 +564,7 @@ async def test_a_client_in_cooldown_gets_retry_after():
 
 @in_loop
 async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
-    """A warm candidate is preferred to the first candidate. With `pin_primary` the first one always serves the task."""
+    """With `pin_primary` the first one always serves the task."""
     tasks = {"free": Task(("a", "b")), "pinned": Task(("a", "b"), pin_primary=True)}
     async with harness(ServingConfig(tasks=tasks), a=12, b=12) as k:
         await k.chat("b")
@@ -611,9 +604,7 @@ async def evicted(k, name: str) -> None:
 
 @in_loop
 async def test_one_slow_load_refuses_calls_with_a_budget_not_for_ever():
-    """A refusal must not prevent the measurement that would lift it. After three refusals a call is
-    tried, and the next load, which is quick, counts.
-    """
+    """A refusal must not prevent the measurement that would lift it."""
     async with harness(a=12) as k:
         k.gateway.costs.add_load("a", 60.0)
         refused = 0
@@ -684,9 +675,7 @@ async def test_a_model_is_evicted_after_the_idle_time_of_its_type():
 
 @in_loop
 async def test_the_catalogues_keep_alive_counts_in_serving():
-    """The `keep_alive` of the catalogue replaces the idle time of the model's type. `x_stay_warm`
-    still overrides it.
-    """
+    """It replaces the idle time of the model's type. `x_stay_warm` still overrides it."""
     options = {"long": {"keep_alive": 1000}, "short": {"keep_alive": 10}}
     async with harness(long=4, short=4, options=options) as k:
         await k.chat("long")
@@ -722,9 +711,7 @@ async def test_a_full_queue_is_a_503_with_retry_after():
 
 @in_loop
 async def test_a_full_queue_has_a_place_for_a_client_with_few_calls():
-    """The newest call of the client with most calls is refused in favour of the new call. Nothing
-    remains of the refused call.
-    """
+    """The newest call of the client with most calls is refused, and nothing remains of it."""
     gate = asyncio.Event()
     async with harness(
         qwen=4,

@@ -48,9 +48,7 @@ def bot(**limits: Any) -> dict[str, AccessKey]:
 
 @in_loop
 async def test_a_key_calls_its_models_only():
-    """If a stand-in would answer, the key must allow the stand-in too. A task that a key allows by
-    name has all its candidates.
-    """
+    """It must allow a stand-in too. A task that it allows by name has all its candidates."""
     config = ServingConfig(tasks={"chat": Task(("phi",))}, fallback={"qwen": ("phi", "qwen-2")})
     scripts = {"qwen": [RuntimeError("it broke")]}
     options = {"serving": config, "keys": lambda: KEYS, "scripts": scripts}
@@ -175,9 +173,7 @@ def test_no_minute_has_more_tokens_than_the_limit(calls):
 
 
 def test_a_key_acts_on_nothing_else():
-    """A key only calls models. It evicts nothing, changes no setting, reads no log, and ends no
-    other visitor's job.
-    """
+    """A key only calls models. It evicts nothing, changes no setting, reads no log, and ends no other visitor's job."""
     k = Harness(qwen=4, keys=lambda: KEYS)
     visitor = visitor_of(KEYS, BOT, read_only=False)
     assert visitor == Visitor("key:bot", False, may_call=True, api_only=True)

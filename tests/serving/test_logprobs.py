@@ -28,10 +28,7 @@ GREEDY = {"max_tokens": 8, "temperature": 0}
 @both
 @in_loop
 async def test_a_chat_has_the_probability_of_each_token(name, sources):  # noqa: F811
-    """The tokens' bytes make the text. At temperature zero llama.cpp writes the most probable tokens.
-
-    The configuration of the other model suppresses tokens that are no letters, however probable they are.
-    """
+    """At temperature zero llama.cpp writes the most probable tokens; the other model suppresses some."""
     wanted = {**GREEDY, "logprobs": True, "top_logprobs": 3}
     async with with_models(sources, name) as k:
         [plain] = (await k.chat(name, "hello", **GREEDY)).json["choices"]

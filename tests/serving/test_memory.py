@@ -14,25 +14,11 @@ from tests.clock import PATIENCE
 from .app_client import OPERATOR, client
 
 STATS = {
-    "cuda_available",
-    "total_mb",
-    "free_mb",
-    "used_mb",
-    "used_percent",
-    "allocated_mb",
-    "budget_total_mb",
-    "budget_usable_mb",
-    "cpu_budget_total_mb",
-    "cpu_budget_usable_mb",
-    "cpu_used_mb",
-    "models_loaded",
-    "models_offloaded",
-    "pressure_level",
-    "total_evictions",
-    "total_offloads",
-    "total_restorations",
-    "total_unloads",
-}
+    "cuda_available", "total_mb", "free_mb", "used_mb", "used_percent", "allocated_mb",
+    "budget_total_mb", "budget_usable_mb", "cpu_budget_total_mb", "cpu_budget_usable_mb",
+    "cpu_used_mb", "models_loaded", "models_offloaded", "pressure_level", "total_evictions",
+    "total_offloads", "total_restorations", "total_unloads",
+}  # fmt: skip
 
 
 @pytest.fixture
@@ -206,17 +192,10 @@ def test_neither_a_type_nor_a_name_is_a_bad_request(rt, nonsense):
     assert answer.status_code == 400 and "neither" in answer.json()["error"]
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        {},
-        {"models": [{"name": "emb", "model_type": "embeddings"}]},
-        {"models": "emb"},
-        {"models": [{"model_type": "llm"}]},
-        {"models": [{"name": ""}]},
-        [],
-    ],
-)
+@pytest.mark.parametrize("body", [
+    {}, {"models": [{"name": "emb", "model_type": "embeddings"}]}, {"models": "emb"},
+    {"models": [{"model_type": "llm"}]}, {"models": [{"name": ""}]}, [],
+])  # fmt: skip
 def test_an_invalid_preload_is_unprocessable(rt, body):
     assert client(rt).post("/memory/preload", json=body).status_code == 422
 
@@ -269,14 +248,9 @@ def test_fragmentation_and_defragmentation(rt):
     http = client(rt)
     answer = http.get("/memory/fragmentation").json()
     assert answer.keys() == {
-        "cuda_available",
-        "allocated_mb",
-        "reserved_mb",
-        "fragmentation_mb",
-        "fragmentation_percent",
-        "num_alloc_retries",
-        "num_ooms",
-    }
+        "cuda_available", "allocated_mb", "reserved_mb", "fragmentation_mb",
+        "fragmentation_percent", "num_alloc_retries", "num_ooms",
+    }  # fmt: skip
     assert answer["fragmentation_mb"] == answer["reserved_mb"] - answer["allocated_mb"]
     assert http.post("/memory/defragment").json()["status"] == "defragmentation_triggered"
 

@@ -138,9 +138,7 @@ def test_models_and_completions(client):
 
 
 def test_errors_are_the_clients_own(client):
-    """Each client raises its own error, with a message that names the mistake, and the name of the
-    request.
-    """
+    """Each client raises its own error, with a message that names the mistake, and the name of the request."""
     with pytest.raises(openai.NotFoundError, match="Did you mean chat") as unknown:
         client.chat.completions.create(model="cha", messages=user("a"))
     assert unknown.value.request_id.startswith("req-")

@@ -134,7 +134,7 @@ def test_what_our_routes_have_not_is_refused(translate, change, param):
 
 
 def test_a_long_text_is_cut_off_unless_the_caller_forbids_it():
-    """This is the default of Ollama."""
+    """As Ollama does."""
     body = {"model": "bge", "input": "a"}
     for given, truncate in ({}, True), ({"truncate": None}, True), ({"truncate": False}, False):
         assert embed_of({**body, **given}) == ("embeddings", {**body, "truncate": truncate})
@@ -383,11 +383,7 @@ def test_a_model_is_shown_with_the_facts_of_its_source(tmp_path, kind):
 
 
 def test_the_calls_of_vs_code_are_answered(http):
-    """Written by hand, not captured: the version, the tags, the facts of each model, and then chats in OpenAI's format
-    with tools and streams.
-
-    VS Code refuses a version before 0.6.4, and reads the context under the name of the architecture.
-    """
+    """It refuses a version before 0.6.4, and reads the context under the name of the architecture."""
     version = http.get("/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
     names = [row["model"] for row in http.get("/api/tags").json()["models"]]

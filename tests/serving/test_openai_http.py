@@ -23,10 +23,7 @@ from tests.serving.loops import in_loop, until
 def engine(
     there: Loopback, chat_template: str | None = None, fields: frozenset[str] = frozenset()
 ) -> Any:
-    """A function that makes adapters. With it, the server `there` answers for every model.
-
-    The adapters behave as if `rt.use` had yielded the address of that server.
-    """
+    """A function that makes adapters, as if `rt.use` had yielded the address of the server `there`."""
 
     def make_adapter(value: Any, spec: Any, http: Any) -> HttpAdapter:
         served = SimpleNamespace(
@@ -99,10 +96,7 @@ async def test_a_caller_that_leaves_disconnects_from_the_engine():
 
 @in_loop
 async def test_a_call_waits_while_its_engine_restarts():
-    """A call waits for the restart and then uses the engine's new address.
-
-    If calls failed instead, five quick calls would open the breaker for 30 s, although a restart takes 2 s.
-    """
+    """If calls failed, five quick ones would open the breaker for 30 s; a restart takes 2 s."""
     async with loopback() as there, harness(qwen=4) as k:
         served = SimpleNamespace(
             base_url="http://127.0.0.1:9/v1", model="theirs", headers={}, starting=True
@@ -162,10 +156,7 @@ async def test_a_stream_that_ends_without_done_broke_off():
 
 @in_loop
 async def test_an_answer_without_a_finish_reason_was_cut_off():
-    """llama-cpp-python's server ended a stream with [DONE] when another call arrived. The caller gets an error.
-
-    With several choices, each of them must end.
-    """
+    """llama-cpp-python's server ended a stream with [DONE] when another call arrived."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         second = {**END["choices"][0], "index": 1}
         there.answers = [
@@ -191,9 +182,7 @@ async def test_an_answer_without_a_finish_reason_was_cut_off():
 @pytest.mark.parametrize(("status", "answered"), [(401, 502), (403, 502), (409, 502), (429, 503)])
 @in_loop
 async def test_a_refusal_that_no_caller_caused_counts_for_nothing(status, answered):
-    """An engine may answer that the server's key is wrong, or that there are too many requests.
-    That is no fault of the engine. If there is a fallback, the fallback answers.
-    """
+    """A wrong key or too many requests are no fault of the engine. A fallback answers."""
     serving = ServingConfig(fallback={"qwen": ("phi",)})
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [status]
@@ -235,10 +224,7 @@ async def test_a_text_that_is_too_large_for_llama_server_is_the_callers_mistake(
 
 @in_loop
 async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
-    """The variable `enable_thinking` is sent if the engine's template reads it or is unknown.
-
-    A word is added to the last user message only if the template reads that word.
-    """
+    """By `enable_thinking`, if the template reads it or is unknown, or by the word that it reads."""
     knows, knows_not = "{% if enable_thinking %}", "{{ messages[0].content }}"
     reads = "{% if '/no_think' in messages[-1].content %}"
     for own, options, switched, content in (
@@ -269,9 +255,7 @@ async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
 )
 @in_loop
 async def test_a_thinking_mode_that_cannot_be_set_is_refused(template, think):
-    """The engine would ignore the thinking mode, or the model would read the word for it as a part
-    of the question.
-    """
+    """The engine would ignore the thinking mode, or the model would read the word for it as a part of the question."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there, template)) as k:
         with pytest.raises(Refused, match="no switch for thinking") as refused:
             await k.chat("qwen", "hi", x_thinking=think)
@@ -384,10 +368,7 @@ def cloudy(there: Loopback) -> dict[str, str]:
 
 @in_loop
 async def test_a_cloud_answers_last_and_only_if_allowed():
-    """Local models are tried first, then the cloud, and then the call is refused: 507 if no model fits.
-
-    If clouds are not allowed, the cloud is not tried. A cloud takes no memory.
-    """
+    """Then the call is refused: 507 if no model fits. A cloud takes no memory."""
     serving = ServingConfig(fallback={"huge": ("claude:haiku", "vast")})
     async with (
         loopback() as there,
@@ -447,9 +428,7 @@ async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
 
 @in_loop
 async def test_a_name_with_a_colon_is_no_cloud_unless_its_provider_is_known():
-    """Names such as `qwen3:8b` are those of Ollama's models. An unknown name is a 404 with the
-    nearest name.
-    """
+    """Names such as `qwen3:8b` are those of Ollama's models. An unknown name is a 404 with the nearest name."""
     async with harness(qwen3=4) as k:
         for name in ("qwen3:8b", "nobody:x"):
             with pytest.raises(Refused) as refused:

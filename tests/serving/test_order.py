@@ -76,7 +76,6 @@ def test_every_thirty_seconds_raise_a_call_by_one_class():
 
 
 def test_a_cold_model_that_has_waited_starts_before_new_calls_of_warm_ones():
-    """An urgent call that has waited 30 s starts before a new urgent call, although the new call's model is warm."""
     cold, warm = call(1, "b", "urgent", arrived=0.0), call(2, "a", "urgent", arrived=30.0)
     assert keys([cold, warm], {"a": WARM, "b": COLD}, now=29.0) == [2, 1]
     assert keys([cold, warm], {"a": WARM, "b": COLD}, now=30.0) == [1, 2]
@@ -102,7 +101,7 @@ def test_calls_of_which_none_can_start_are_not_sorted():
 
 
 def test_a_cold_model_is_loaded_once_for_all_its_calls():
-    """Two calls of a cold model cause one load. All cold models begin to load, and the ledger decides which fit."""
+    """The ledger decides which cold models fit."""
     assert next_steps([call(1, "a"), call(2, "a"), call(3, "b")], {}, 0.0) == NextSteps(
         load=("a", "b")
     )
@@ -121,10 +120,7 @@ def test_a_model_that_cannot_be_loaded_now_blocks_no_other():
 
 
 def test_calls_of_a_warm_model_start_before_those_of_a_cold_one_of_their_class():
-    """While a load waits for model a, a later call of a still starts if both calls have the same class.
-
-    So models are exchanged when the waiting calls are done, and not after each call.
-    """
+    """Models are exchanged when the waiting calls are done, and not after each call."""
     waiting = [call(1, "b"), call(2, "a")]
     engines = {
         "a": ModelActivity(ModelState.WARM, active=1, concurrency=4),
@@ -134,10 +130,7 @@ def test_calls_of_a_warm_model_start_before_those_of_a_cold_one_of_their_class()
 
 
 def test_a_model_that_blocks_a_more_important_call_starts_no_more_calls():
-    """A load for an urgent call waits for model a. New normal calls of a do not start, and other models continue.
-
-    Without this rule, a steady stream of normal calls would delay the urgent call for ever.
-    """
+    """A steady stream of normal calls would delay the urgent call for ever."""
     waiting = [call(1, "b", "urgent"), call(2, "a"), call(3, "c")]
     engines = {
         "a": ModelActivity(ModelState.WARM, active=1, concurrency=4),
@@ -214,9 +207,7 @@ def test_a_free_place_of_a_model_that_blocks_no_load_is_taken(waiting, engines, 
 
 
 def test_a_cold_model_that_has_waited_for_its_bound_goes_first():
-    """While a steady stream uses the warm model, its calls start first only as long as GPU_MOST_WAIT
-    says: no call of b waits 30 s for calls of a that came later.
-    """
+    """No call of b waits GPU_MOST_WAIT for calls of a that came later."""
     waiting = [call(1, "b", arrived=0.0), call(2, "a", arrived=1.0)]
     engines = {
         "a": ModelActivity(ModelState.WARM, active=1, concurrency=4),
@@ -230,9 +221,7 @@ def test_a_cold_model_that_has_waited_for_its_bound_goes_first():
 
 @given(st.floats(1.0, 20.0), st.floats(0.1, 4.0), st.integers(1, 4))
 def test_two_models_with_long_queues_change_places_once_in_the_bound(bound, swap, service):
-    """The bound counts while a model is away, not from the arrival: with long queues each call has
-    waited longer, and the models would change places at every call.
-    """
+    """The bound counts while a model is away: else they would change places at every call."""
     now, warm, since = 0.0, "a", {"a": 0.0, "b": 0.0}
     waiting = [call(n, "ab"[n % 2]) for n in range(200)]
     changes: list[float] = []
@@ -264,10 +253,7 @@ eighths = st.integers(0, 8000).map(lambda n: n / 8)  # of a second: exact, like 
     st.sampled_from(ModelState),
 )
 def test_a_call_after_the_ageing_bound_never_starts_first(mine, theirs, after, later, place, other):
-    """A call can be overtaken only by calls that arrive within `overtaken_for_seconds` after it.
-
-    This holds for all importances and all states of the two models.
-    """
+    """For all importances, and all states of the two models."""
     first = Waiting(1, "a", mine, 0.0)
     second = Waiting(2, "b", theirs, overtaken_for_seconds(mine, theirs) + after)
     now = second.arrived + later
@@ -301,9 +287,7 @@ def test_a_full_queue_refuses_the_least_important_call():
 
 
 def test_a_full_queue_refuses_the_client_with_most_calls():
-    """In an earlier version, a client with few calls was refused 9 of 13 times while another one
-    kept the queue full.
-    """
+    """A client with few calls was refused 9 of 13 times."""
     greedy = [call(key, client="greedy") for key in (1, 2, 3)]
     assert call_to_refuse(greedy, call(4, client="ann")) is greedy[2]
     again = call(4, client="greedy")

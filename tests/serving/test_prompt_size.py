@@ -123,10 +123,7 @@ class Words:
 
 @in_loop
 async def test_a_long_prompt_that_cannot_fit_takes_no_turn_of_a_model_whose_tokenizer_is_known():
-    """If the model's tokenizer is known, a long prompt is counted and refused before its call waits for the model.
-
-    If the prompt were counted while the call uses the model, all other calls of the model would wait.
-    """
+    """Counted while the call uses the model, it would let all other calls wait."""
     async with harness(qwen=4) as k:
         spec, tokenizer = k.rt.spec(QWEN), Words()
         value = SimpleNamespace(

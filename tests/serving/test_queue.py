@@ -20,10 +20,7 @@ from tests.serving.loops import in_loop, settle
 
 
 class Shelf:
-    """A card with room for `room` models, and a queue of calls.
-
-    The test itself completes the loads by `arrive`. `log` has the loads and the started calls in their order.
-    """
+    """A card with room for `room` models, a queue of calls, and the `log` of loads and started calls."""
 
     def __init__(self, *warm: str, room: int = 1, concurrency: int = 1, limit: int = 256) -> None:
         self.warm, self.room, self.many = list(warm), room, concurrency
@@ -56,10 +53,7 @@ class Shelf:
         ]
 
     def arrive(self) -> None:
-        """Does the work of the ledger for all pending loads.
-
-        A load that fits after idle models were evicted is completed. Any other load waits.
-        """
+        """Completes all pending loads that fit after idle models were evicted."""
         for hold in self.holds:
             if hold.ready.done() or hold.released:
                 continue
@@ -151,10 +145,7 @@ async def test_a_model_stays_pinned_between_successive_calls():
 
 @in_loop
 async def test_models_change_when_their_calls_are_done_not_after_each():
-    """Eight calls of a and b arrive alternately, and the card has room for one model.
-
-    All calls of a run first and then all calls of b, so there are two loads and not eight.
-    """
+    """Eight calls of a and b alternate, with room for one model: two loads, and not eight."""
     shelf = Shelf()
     async with done(shelf):
         answers = [shelf.call(model, name=f"{model}{n}") for n in range(4) for model in "ab"]
@@ -182,12 +173,8 @@ async def test_a_waiting_load_blocks_neither_other_models_nor_earlier_calls():
         for answer in [*running, *more]:
             await answer.end()
         assert shelf.log == ["a", "c", "load b", "c2", "a2"] or shelf.log == [
-            "a",
-            "c",
-            "load b",
-            "a2",
-            "c2",
-        ]
+            "a", "c", "load b", "a2", "c2",
+        ]  # fmt: skip
         shelf.arrive()
         await settle()
         await waiting.end()
@@ -195,10 +182,7 @@ async def test_a_waiting_load_blocks_neither_other_models_nor_earlier_calls():
 
 @in_loop
 async def test_a_steady_stream_of_a_warm_model_does_not_keep_a_cold_one_out():
-    """New calls of a arrive every 5 s. Once the call of b has waited 30 s longer than they, a starts no more calls.
-
-    Then a is evicted, and the call of b starts.
-    """
+    """Once the call of b has waited 30 s longer than new calls of a, a starts no more and is evicted."""
     shelf = Shelf("a")
     async with done(shelf):
         running = shelf.call("a", name="a0")
@@ -236,10 +220,7 @@ async def test_a_failed_load_fails_all_waiting_calls_and_counts_once():
 
 @in_loop
 async def test_a_model_whose_engine_failed_is_pinned_again():
-    """After the failure no further call starts on the old pin. When the running calls have ended, a new pin is taken.
-
-    Without this, a steady stream of calls would keep the pin of a dead object for ever.
-    """
+    """A steady stream of calls would keep the pin of a dead object for ever."""
     shelf = Shelf("a", concurrency=2)
     async with done(shelf):
         one, two = shelf.call("a"), shelf.call("a")
@@ -256,10 +237,7 @@ async def test_a_model_whose_engine_failed_is_pinned_again():
 
 @in_loop
 async def test_a_more_important_call_requests_the_model_again():
-    """A load waits in the ledger with the importance of a batch call. A call of importance high then arrives.
-
-    The load is requested again with that importance, so that it does not wait behind all notebooks.
-    """
+    """Its load waited with the importance of a batch call, behind all notebooks."""
     shelf = Shelf("a")
     async with done(shelf):
         running = shelf.call("a")

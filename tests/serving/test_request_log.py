@@ -112,9 +112,7 @@ async def test_without_the_setting_nothing_is_written():
 
 
 def test_messages_are_shown_from_the_chosen_level_on(capsys):
-    """Each message is shown once, also if the server begins twice in a process or a library logs to
-    the root.
-    """
+    """Each message is shown once, also if the server begins twice in a process or a library logs to the root."""
     log = logging.getLogger("gpu_runtime")
     before = log.handlers[:], log.level, log.propagate
     for level, shown in (("info", ["qwen could not answer"]), ("warning", [])):
@@ -149,9 +147,7 @@ def test_a_log_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
 
 @pytest.mark.parametrize("kind", ["a pipe", "a device", "a directory"])
 def test_what_is_no_file_is_refused_as_a_setting(tmp_path, kind):
-    """GPU_CONFIG_FILE, GPU_TASKS and GPU_SERVE_LOG each refuse it at once, in one sentence. Opening a
-    pipe for the log waited for ever.
-    """
+    """Opening a pipe for the log waited for ever."""
     path = {"a device": "/dev/full", "a directory": str(tmp_path)}.get(kind, str(tmp_path / "pipe"))
     if kind == "a pipe":
         os.mkfifo(path)

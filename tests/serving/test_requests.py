@@ -73,28 +73,12 @@ def test_our_fields_are_recognized_in_any_spelling(name):
     assert read_call("chat", CHAT | {name: 1}) == Call("chat", "qwen", CHAT, importance=1)
 
 
-@given(
-    st.dictionaries(
-        st.text(max_size=8).map("x_{}".format)
-        | st.sampled_from(
-            [
-                "x_client_id",
-                "x_priority",
-                "x_stay_warm",
-                "x_cooldown",
-                "x_thinking",
-                "x_budget",
-                "X_Priority",
-            ]
-        ),
-        ANYTHING,
-        max_size=4,
-    )
-)
+@given(st.dictionaries(st.text(max_size=8).map("x_{}".format) | st.sampled_from([
+    "x_client_id", "x_priority", "x_stay_warm", "x_cooldown", "x_thinking", "x_budget",
+    "X_Priority",
+]), ANYTHING, max_size=4))  # fmt: skip
 def test_whatever_our_fields_hold_the_engine_sees_none_of_them(ours):
-    """Any value of the `x_*` fields of gpu-console is accepted, or refused with a 400. The body for
-    the engine has none of these fields.
-    """
+    """Any value of the `x_*` fields is accepted, or refused with a 400."""
     try:
         call = read_call("chat", CHAT | ours)
     except Refused as refused:
@@ -137,46 +121,32 @@ def test_every_invalid_body_gets_a_400_with_a_reason(kind, body):
         assert json.dumps(refused.body())
 
 
-@pytest.mark.parametrize(
-    ("kind", "change", "param"),
-    [
-        ("chat", {"model": None}, "model"),
-        ("chat", {"model": "q" * 300}, "model"),
-        ("chat", {"model": "qwen\n"}, "model"),
-        ("chat", {"messages": []}, "messages"),
-        ("chat", {"messages": "hi"}, "messages"),
-        ("chat", {"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
-        ("chat", {"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
-        ("chat", {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-        ("chat", {"stream": "yes"}, "stream"),
-        ("chat", {"max_tokens": 10**12}, "max_tokens"),
-        ("chat", {"max_tokens": 0}, "max_tokens"),
-        ("chat", {"max_tokens": True}, "max_tokens"),
-        ("chat", {"temperature": float("nan")}, "temperature"),
-        ("chat", {"temperature": "hot"}, "temperature"),
-        ("chat", {"stop": [""]}, "stop"),
-        ("chat", {"x_priority": "supreme"}, "x_priority"),
-        ("chat", {"x_prioritty": "high"}, "x_prioritty"),
-        ("chat", {"X-Never-Heard-Of": {"a": [1]}}, "X-Never-Heard-Of"),
-        ("chat", {"x_priority": -1}, "x_priority"),
-        ("chat", {"x_priority": True}, "x_priority"),
-        ("chat", {"x_cooldown": float("inf")}, "x_cooldown"),
-        ("chat", {"x_client_id": "a/b"}, "x_client_id"),
-        ("completions", {"prompt": ["a", [1]]}, "prompt"),
-        ("completions", {"prompt": []}, "prompt"),
-        ("completions", {"prompt": [1, -1]}, "prompt"),
-        ("completions", {"max_tokens": -1}, "max_tokens"),
-        ("embeddings", {"input": []}, "input"),
-        ("embeddings", {"input": ["a", [1]]}, "input"),
-        ("embeddings", {"input": [[]]}, "input"),
-        ("embeddings", {"input": [1, -1]}, "input"),
-        ("embeddings", {"input": [True]}, "input"),
-        ("embeddings", {"dimensions": 0}, "dimensions"),
-        ("embeddings", {"encoding_format": "hex"}, "encoding_format"),
-        ("embeddings", {"stream": True}, "stream"),
-        ("images", {"size": "9999999x1"}, "size"),
-    ],
-)
+@pytest.mark.parametrize(("kind", "change", "param"), [
+    ("chat", {"model": None}, "model"), ("chat", {"model": "q" * 300}, "model"),
+    ("chat", {"model": "qwen\n"}, "model"), ("chat", {"messages": []}, "messages"),
+    ("chat", {"messages": "hi"}, "messages"),
+    ("chat", {"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
+    ("chat", {"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
+    ("chat", {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
+    ("chat", {"stream": "yes"}, "stream"), ("chat", {"max_tokens": 10**12}, "max_tokens"),
+    ("chat", {"max_tokens": 0}, "max_tokens"), ("chat", {"max_tokens": True}, "max_tokens"),
+    ("chat", {"temperature": float("nan")}, "temperature"),
+    ("chat", {"temperature": "hot"}, "temperature"), ("chat", {"stop": [""]}, "stop"),
+    ("chat", {"x_priority": "supreme"}, "x_priority"),
+    ("chat", {"x_prioritty": "high"}, "x_prioritty"),
+    ("chat", {"X-Never-Heard-Of": {"a": [1]}}, "X-Never-Heard-Of"),
+    ("chat", {"x_priority": -1}, "x_priority"), ("chat", {"x_priority": True}, "x_priority"),
+    ("chat", {"x_cooldown": float("inf")}, "x_cooldown"),
+    ("chat", {"x_client_id": "a/b"}, "x_client_id"),
+    ("completions", {"prompt": ["a", [1]]}, "prompt"), ("completions", {"prompt": []}, "prompt"),
+    ("completions", {"prompt": [1, -1]}, "prompt"),
+    ("completions", {"max_tokens": -1}, "max_tokens"), ("embeddings", {"input": []}, "input"),
+    ("embeddings", {"input": ["a", [1]]}, "input"), ("embeddings", {"input": [[]]}, "input"),
+    ("embeddings", {"input": [1, -1]}, "input"), ("embeddings", {"input": [True]}, "input"),
+    ("embeddings", {"dimensions": 0}, "dimensions"),
+    ("embeddings", {"encoding_format": "hex"}, "encoding_format"),
+    ("embeddings", {"stream": True}, "stream"), ("images", {"size": "9999999x1"}, "size"),
+])  # fmt: skip
 def test_the_refusal_names_the_field(kind, change, param):
     """The refusal has the name of the invalid field in the caller's own spelling."""
     refused = refusal(kind, ASKS[kind] | change)

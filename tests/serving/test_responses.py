@@ -85,33 +85,21 @@ def test_a_conversation_is_translated():
     }
 
 
-@pytest.mark.parametrize(
-    ("change", "param"),
-    [
-        ({"input": 7}, "input"),
-        ({"input": [7]}, "input[0].type"),
-        ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
-        ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content"),
-        ({"input": [{"type": "function_call_output", "output": 7}]}, "input[0].output"),
-        ({"instructions": []}, "instructions"),
-        ({"tools": [{"type": "web_search"}]}, "tools[0]"),
-        ({"tools": 7}, "tools"),
-        ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
-        ({"text": {"verbosity": "low"}}, "text"),
-        ({"text": {"format": "json"}}, "text"),
-        ({"reasoning": {"summary": "detailed"}}, "reasoning"),
-        ({"store": True}, "store"),
-        ({"background": True}, "background"),
-        ({"previous_response_id": "resp_1"}, "previous_response_id"),
-        ({"truncation": "auto"}, "truncation"),
-        ({"include": ["file_search_call.results"]}, "include"),
-        ({"include": "message.output_text.logprobs"}, "include"),
-        ({"include": [{}]}, "include"),
-        ({"top_logprobs": 2}, "top_logprobs"),
-        ({"messages": []}, "messages"),
-        ({"n": 2}, "n"),
-    ],
-)
+@pytest.mark.parametrize(("change", "param"), [
+    ({"input": 7}, "input"), ({"input": [7]}, "input[0].type"),
+    ({"input": [{"type": "item_reference", "id": "a"}]}, "input[0].type"),
+    ({"input": [{"role": "user", "content": [{"type": "input_file"}]}]}, "input[0].content"),
+    ({"input": [{"type": "function_call_output", "output": 7}]}, "input[0].output"),
+    ({"instructions": []}, "instructions"), ({"tools": [{"type": "web_search"}]}, "tools[0]"),
+    ({"tools": 7}, "tools"), ({"tool_choice": {"type": "allowed_tools"}}, "tool_choice"),
+    ({"text": {"verbosity": "low"}}, "text"), ({"text": {"format": "json"}}, "text"),
+    ({"reasoning": {"summary": "detailed"}}, "reasoning"), ({"store": True}, "store"),
+    ({"background": True}, "background"),
+    ({"previous_response_id": "resp_1"}, "previous_response_id"),
+    ({"truncation": "auto"}, "truncation"), ({"include": ["file_search_call.results"]}, "include"),
+    ({"include": "message.output_text.logprobs"}, "include"), ({"include": [{}]}, "include"),
+    ({"top_logprobs": 2}, "top_logprobs"), ({"messages": []}, "messages"), ({"n": 2}, "n"),
+])  # fmt: skip
 def test_what_a_chat_has_not_is_refused(change, param):
     with pytest.raises(Refused) as refused:
         chat_of({**HI, **change})

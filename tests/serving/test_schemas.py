@@ -116,10 +116,7 @@ async def test_every_answer_matches_its_schema(name, sources):  # noqa: F811
 @forcing
 @in_loop
 async def test_a_wrong_schema_is_the_callers_mistake(name, sources):  # noqa: F811
-    """It neither ends the process of the model nor opens the breaker.
-
-    One schema here has no finite answer, and one is too large for the library. Only the first token shows this.
-    """
+    """It ends no process and opens no breaker. Only the first token shows that a schema has no answer."""
     endless = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
     large = {"type": "object", "properties": {f"p{n}": {"type": "null"} for n in range(2000)}}
     async with with_models(sources, name) as k:
@@ -138,10 +135,7 @@ async def test_a_wrong_schema_is_the_callers_mistake(name, sources):  # noqa: F8
 @pytest.mark.parametrize("name", ["writer", pytest.param("gguf", marks=pytest.mark.processes)])
 @in_loop
 async def test_the_definitions_of_a_tool_are_found_in_a_forced_call(name, sources):  # noqa: F811
-    """The schema of the call contains the schemas of the tools, whose references begin at their own root.
-
-    Two tools may have different definitions of the same name.
-    """
+    """Their references begin at the root of the tool. Two tools may define the same name."""
     tools = [
         {
             "type": "function",

@@ -53,20 +53,17 @@ def names(
 
 
 def test_without_a_warm_candidate_the_written_order_counts():
-    """Without a warm candidate, the order in the file counts, and its first candidate is the best."""
     assert names(Task(("a", "b", "c"))) == ["a", "b", "c"]
 
 
 def test_a_warm_candidate_is_tried_first():
-    """A warm candidate goes before the first candidate, except with `pin_primary`."""
+    """Except with `pin_primary`."""
     assert names(Task(("a", "b", "c")), "c") == ["c", "a", "b"]
     assert names(Task(("a", "b", "c"), pin_primary=True), "c") == ["a", "b", "c"]
 
 
 def test_the_replica_with_the_fewest_calls_goes_first():
-    """Among replicas with equally many calls, a warm one is first, and then the order of the file
-    decides. Other tasks do not look at the queues.
-    """
+    """Then a warm one, then the order of the file. Other tasks do not look at the queues."""
     replicas = Task(("a", "b", "c"), replicas=True)
     assert names(replicas, "c") == ["c", "a", "b"]
     assert names(replicas, "a", "b", loads={"a": 2, "b": 1, "c": 1}) == ["b", "c", "a"]
@@ -108,22 +105,13 @@ def test_the_refusal_of_a_too_short_budget_has_both_numbers():
     )
 
 
-@pytest.mark.parametrize(
-    ("cost", "is_warm", "seconds"),
-    [
-        (Cost(5.0, 2.0), False, 7.0),
-        (Cost(5.0, 2.0), True, 2.0),
-        (Cost(None, 2.0), True, 2.0),
-        (Cost(None, 2.0), False, 2.0),
-        (Cost(5.0, None), False, 5.0),
-        (Cost(5.0, None), True, None),
-        (Cost(), False, None),
-    ],
-)
+@pytest.mark.parametrize(("cost", "is_warm", "seconds"), [
+    (Cost(5.0, 2.0), False, 7.0), (Cost(5.0, 2.0), True, 2.0), (Cost(None, 2.0), True, 2.0),
+    (Cost(None, 2.0), False, 2.0), (Cost(5.0, None), False, 5.0), (Cost(5.0, None), True, None),
+    (Cost(), False, None),
+])  # fmt: skip
 def test_no_time_is_assumed_for_a_model_that_was_never_measured(cost, is_warm, seconds):
-    """The expected time is a sum of parts. A part that was never measured adds nothing. If no part
-    was measured, the result is None.
-    """
+    """A part that was never measured adds nothing; without any part the time is None."""
     assert expected_seconds(is_warm, cost) == seconds
 
 
@@ -278,7 +266,6 @@ fallback:
     ],
 )
 def test_an_error_in_the_file_is_named(tmp_path, text, line, field, problem):
-    """The error names the file, the line, the task and the problem."""
     file = tmp_path / "tasks.yaml"
     file.write_text(text)
     with pytest.raises(BadDocument) as bad:
@@ -348,9 +335,7 @@ preload: [gpt, gone]
 
 
 def test_a_changed_file_is_read_again_and_a_mistake_changes_nothing(tmp_path, caplog):
-    """The server checks the file for changes once a second. If the file is removed, that counts
-    only when a reload is requested.
-    """
+    """A removed file counts only when a reload is requested."""
     file, clock = tmp_path / "tasks.yaml", Clock()
 
     def write(name: str) -> None:

@@ -32,10 +32,7 @@ async def test_values_arrive_in_order_and_the_error_last():
 
 @in_loop
 async def test_a_reader_that_stops_waits_for_the_end_of_the_work():
-    """A reader that closes the stream returns only after the work has ended.
-
-    An engine that still computes cannot take the next call.
-    """
+    """An engine that still computes cannot take the next call."""
     ended = threading.Event()
 
     def work(emit, cancelled):

@@ -161,16 +161,11 @@ async def test_every_format_of_answers_has_a_cut_call():
             assert deltas[-1]["finish_reason"] == "length"
 
 
-@pytest.mark.parametrize(
-    ("template", "format"),
-    [
-        ("… <tool_call> …", "hermes"),
-        ("… [TOOL_CALLS] …", "mistral"),
-        ("… <|python_tag|> …", "llama3"),
-        ('… {"name": …, "parameters": …} …', "llama3"),
-        ("{{ tools }}", "hermes"),
-    ],
-)
+@pytest.mark.parametrize(("template", "format"), [
+    ("… <tool_call> …", "hermes"), ("… [TOOL_CALLS] …", "mistral"),
+    ("… <|python_tag|> …", "llama3"), ('… {"name": …, "parameters": …} …', "llama3"),
+    ("{{ tools }}", "hermes"),
+])  # fmt: skip
 def test_the_template_shows_the_format(template, format):
     assert format_of(template) is FORMATS[format]
 
@@ -223,10 +218,7 @@ async def test_an_answer_has_its_tool_calls_apart_from_its_text():
 
 @in_loop
 async def test_a_conversation_with_a_tool_reaches_the_template():
-    """Templates expect arguments as an object and know no role `developer`. OpenAI's format differs.
-
-    A limit of tokens may have cut the arguments in a history. The model sees their text.
-    """
+    """Templates expect arguments as an object and know no role `developer`. Cut arguments stay text."""
     template = (
         "{# tools #}{% for m in messages %}{{ m.role }}:{{ m.content }}"
         "{% for c in m.tool_calls %}{% set a = c.function.arguments %}{{ c.function.name }}"
