@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from pathlib import Path
+from typing import Any
 
 from gpu_runtime.samples import (
     _SHAPE,
@@ -18,7 +20,16 @@ from gpu_runtime.samples import (
     tokenizer,
 )
 
-__all__ = ["VOCABULARY", "causal_lm", "embedder", "gguf_lm", "reranker", "tokenizer", "vision_lm"]
+__all__ = [
+    "VOCABULARY",
+    "causal_lm",
+    "embedder",
+    "gguf_lm",
+    "reranker",
+    "sentence_embedder",
+    "tokenizer",
+    "vision_lm",
+]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -28,6 +39,29 @@ PARTS = (
     "{% for message in messages %}{{ message.role }}: {% for part in message.content %}"
     "{{ '<image>' if part.type == 'image' else part.text }}{% endfor %}\n{% endfor %}assistant: "
 )
+
+
+def sentence_embedder(
+    directory: Path, *modules: Any, source: Path | None = None, template: bool = False, **more: Any
+) -> Any:
+    """Saves an embedder with these `modules` of sentence-transformers in `directory`. Returns that library's model.
+
+    `source` is the folder of its transformers model, or None for a new one. Its chat template is left out, unless
+    `template` is true: with one, the library reads texts as messages.
+    """
+    import sentence_transformers
+    from sentence_transformers.sentence_transformer.modules import Transformer
+
+    plain = directory.with_name(f"{directory.name}-plain")
+    without = shutil.ignore_patterns(*() if template else ("chat_template.jinja",))
+    source = source or embedder(directory.with_name(f"{directory.name}-source"))
+    shutil.copytree(source, plain, ignore=without)
+    first = Transformer(str(plain), max_seq_length=32)
+    made = sentence_transformers.SentenceTransformer(
+        modules=[first, *modules], device="cpu", **more
+    )
+    made.save(str(directory))
+    return made
 
 
 def vision_lm(directory: Path) -> Path:

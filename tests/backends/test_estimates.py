@@ -241,6 +241,12 @@ def masked_lm(path: Path) -> Path:
     return saved(path, model, **{"cls.predictions.decoder.weight": copy})
 
 
+def dense(path: Path) -> Path:
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    tiny_models.sentence_embedder(path, modules.Pooling(64, "cls"), modules.Dense(64, 4096))
+    return path
+
+
 def in_a_folder(path: Path) -> Path:
     return gguf(path).parent
 
@@ -272,6 +278,8 @@ CHECKPOINTS = {  # what a person loads -> how it is made, and its options
         lambda path: tiny_models.causal_lm(path, vocab_size=8192),
         {"task": "feature-extraction"},
     ),
+    "sentence-transformers, with a large Dense": (dense, {"task": "feature-extraction"}),
+    "the same in bfloat16": (dense, {"task": "feature-extraction", "dtype": "bfloat16"}),
     "reranker": (tiny_models.reranker, {}),
     "pictures": (tiny_models.vision_lm, {}),
     "GGUF file": (gguf, {}),

@@ -139,6 +139,37 @@ def test_a_transformers_model_moves_between_cards_and_host(box, tmp_path, tied):
     assert box.used == {}
 
 
+def test_the_modules_of_sentence_transformers_run_over_two_cards(box, tmp_path):
+    """Their weights are the last piece, and each answer is equal to the bit."""
+    modules = pytest.importorskip("sentence_transformers.sentence_transformer.modules")
+    own = tiny_models.sentence_embedder(
+        tmp_path / "m", modules.Pooling(64, "mean"), modules.Dense(64, 512)
+    )
+    backend = open_backend("transformers", box.probe)
+    model = backend.load(spec(tmp_path / "m", task="feature-extraction"), box.shares(0))
+    module = backend.value(model)
+    mask = torch.ones_like(IDS)
+
+    def embedded() -> torch.Tensor:
+        device = tensor_devices(module.embed_tokens).popitem()[1]
+        with torch.no_grad():
+            states = module(input_ids=IDS.to(device)).last_hidden_state
+            return module.sentence_recipe(states, mask.to(device), False).cpu()
+
+    with torch.no_grad():
+        theirs = own({"input_ids": IDS, "attention_mask": mask})["sentence_embedding"]
+    expected = embedded()
+    torch.testing.assert_close(expected, theirs)
+    for cards in ((1, 2), (3,), (2, 0)):
+        backend.move(model, box.shares(*cards))
+        assert tensor_devices(module)["sentence_recipe.steps.1.linear.weight"] == str(
+            box.probe.place(box.card(cards[-1])).torch
+        )
+        assert torch.equal(embedded(), expected)
+    backend.drop(model)
+    assert box.used == {}
+
+
 def test_a_model_generates_over_two_cards(box, llama):
     """While the model generates, both cards hold a part of the key/value cache."""
     backend = open_backend("transformers", box.probe)

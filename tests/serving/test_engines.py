@@ -681,21 +681,8 @@ def library() -> Any:
     return pytest.importorskip("sentence_transformers.sentence_transformer.modules")
 
 
-def sentence_model(
-    source: Any, directory: Any, *modules: Any, template: bool = False, **more: Any
-) -> Any:
-    """Saves the model of `source` with these `modules` of sentence-transformers. Returns the library's own model."""
-    import sentence_transformers
-
-    plain = directory.parent / "plain"
-    without = shutil.ignore_patterns(*() if template else ("chat_template.jinja",))
-    shutil.copytree(source, plain, ignore=without)
-    first = library().Transformer(str(plain), max_seq_length=32)
-    made = sentence_transformers.SentenceTransformer(
-        modules=[first, *modules], device="cpu", **more
-    )
-    made.save(str(directory))
-    return made
+def sentence_model(source: Any, directory: Any, *modules: Any, **more: Any) -> Any:
+    return tiny_models.sentence_embedder(directory, *modules, source=source, **more)
 
 
 async def embedded(k: Harness, texts: Any, **more: Any) -> list[list[float]]:
@@ -731,6 +718,104 @@ async def test_a_vector_is_that_of_sentence_transformers(mode, sources, tmp_path
         assert cut == pytest.approx(theirs, abs=1e-5)
 
 
+@pytest.mark.parametrize("weights", [False, True], ids=["pooling alone", "with weights"])
+@pytest.mark.parametrize("mode", ["cls", "mean", "lasttoken", "max"])
+@in_loop
+async def test_all_weights_of_an_embedder_are_in_its_lease_and_return_to_the_bit(
+    mode, weights, sources, tmp_path
+):
+    """The weights of a Dense stayed in host memory, and nothing counted them."""
+    import torch
+
+    models = library()
+    later = [models.Dense(64, 1024), models.LayerNorm(1024)] if weights else []
+    for module in later[1:]:
+        torch.nn.init.normal_(module.norm.weight)
+    own = sentence_model(sources["embedder"], tmp_path / "m", models.Pooling(64, mode), *later)
+    held = sum(parameter.nbytes for parameter in own.parameters())
+    expected = torch.tensor(own.encode(TEXTS, normalize_embeddings=True)).double()
+    async with with_models({"embedder": tmp_path / "m"}, "embedder") as k:
+        planned = k.rt.plan("embedder").footprint.bytes
+        state = torch.get_rng_state()
+        found = await embedded(k, TEXTS)
+        assert torch.equal(state, torch.get_rng_state())
+        cosines = torch.cosine_similarity(torch.tensor(found).double(), expected)
+        assert cosines.tolist() == pytest.approx([1.0] * len(TEXTS), abs=1e-6)
+        sizes = []
+        for place in ("sim:0", "host"):
+            table = k.rt.leases()
+            sizes += table[table["device"] == place]["bytes"].tolist()
+            await k.gateway._holds.ended("embedder")
+            if place != "host":
+                k.rt.evict("embedder")
+        assert k.where()["embedder"] == "host"
+        assert sizes == pytest.approx([held, held], rel=0.07)
+        assert planned == pytest.approx(sizes[0], rel=0.07)
+        assert await embedded(k, TEXTS) == found
+
+
+@in_loop
+async def test_an_adopted_module_without_its_later_weights_is_refused(sources, tmp_path):
+    """The vector of its pooling alone has another width, and is wrong in silence."""
+    import transformers
+
+    models = library()
+    folder = tmp_path / "m"
+    sentence_model(sources["embedder"], folder, models.Pooling(64, "cls"), models.Dense(64, 16))
+    module = transformers.AutoModel.from_pretrained(folder)
+    module.tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
+    async with harness() as k:
+        k.rt.adopt("embedder", module.eval(), model_type="embedding")
+        with pytest.raises(Refused, match="(?s)weights in .*register") as refused:
+            await embedded(k, "the fox")
+        assert refused.value.status == 400
+
+
+@in_loop
+async def test_an_object_of_sentence_transformers_is_refused_with_what_to_type(sources, tmp_path):
+    """The call failed with a TypeError, and counted against the model."""
+    own = sentence_model(sources["embedder"], tmp_path / "m", library().Pooling(64, "cls"))
+    async with harness() as k:
+        k.rt.adopt("embedder", own.eval(), model_type="embedding")
+        with pytest.raises(Refused, match=r"SentenceTransformer.*\n.*model.save\(DIRECTORY\)"):
+            await embedded(k, "the fox")
+        assert k.gateway.breakers.state("embedder").failures == 0
+
+
+@in_loop
+async def test_a_score_is_that_of_sentence_transformers(sources, tmp_path):
+    """Texts that its files cut to eight tokens were read whole, and its prompt was ignored."""
+    library()
+    from sentence_transformers import CrossEncoder
+
+    plain = tmp_path / "plain"
+    shutil.copytree(sources["ranker"], plain, ignore=shutil.ignore_patterns("chat_template.jinja"))
+    own = CrossEncoder(str(plain), device="cpu", max_length=8)
+    documents = ["a dog " * 9, "the quick fox", "memory console operator"]
+    expected = own.predict([("quick", text) for text in documents]).tolist()
+    body = {"model": "ranker", "query": "quick", "documents": documents}
+    changes = {
+        "config_sentence_transformers.json": {"default_prompt_name": "query"},
+        "sentence_bert_config.json": {"do_lower_case": True},
+        "modules.json": {"type": "sentence_transformers.models.Dense", "path": "1_Dense"},
+    }
+    for number, (file, change) in enumerate([("", {}), *changes.items()]):
+        folder = tmp_path / str(number)
+        own.save(str(folder))
+        if file:
+            content = json.loads((folder / file).read_text())
+            content = [*content, change] if isinstance(content, list) else {**content, **change}
+            (folder / file).write_text(json.dumps(content))
+        async with with_models({"ranker": folder}, "ranker") as k:
+            if file:
+                with pytest.raises(Refused, match="not implemented here"):
+                    await k.gateway.answer("rerank", body)
+                continue
+            rows = (await k.gateway.answer("rerank", body)).json["results"]
+            found = {row["index"]: row["relevance_score"] for row in rows}
+            assert [found[n] for n in range(3)] == pytest.approx(expected, abs=1e-5)
+
+
 @pytest.mark.parametrize("mode", ["cls_token", "lasttoken", "max_tokens"])
 @in_loop
 async def test_the_keys_of_older_versions_are_read(mode, sources, tmp_path):
@@ -757,6 +842,8 @@ async def test_the_keys_of_older_versions_are_read(mode, sources, tmp_path):
         ("1_Pooling/config.json", {"pooling_mode_median": True}, "pooling_mode_median"),
         ("2_Dense/config.json", {"activation_function": "my.Act"}, "my.Act"),
         ("2_Dense/config.json", {"gated": True}, "gated"),
+        ("2_Dense/config.json", {"out_features": 17}, "size mismatch"),
+        ("2_Dense/model.safetensors", None, "pickled weights are not read"),
         ("sentence_bert_config.json", {"module_output_name": "x"}, "module_output_name='x'"),
         ("sentence_bert_config.json", {"query_expansion": True}, "query_expansion=True"),
         ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "'q' is not among"),
@@ -774,9 +861,12 @@ async def test_what_is_unknown_in_an_embedder_is_refused_by_name(
     parts = models.Pooling(64, "mean"), models.Dense(64, 16)
     sentence_model(sources["embedder"], tmp_path / "m", *parts)
     path = tmp_path / "m" / file
-    content = json.loads(path.read_text())
-    (content[2] if isinstance(content, list) else content).update(change)
-    path.write_text(json.dumps(content))
+    if change is None:
+        path.rename(path.with_name("pytorch_model.bin"))
+    else:
+        content = json.loads(path.read_text())
+        (content[2] if isinstance(content, list) else content).update(change)
+        path.write_text(json.dumps(content))
     async with with_models({"embedder": tmp_path / "m"}, "embedder") as k:
         with pytest.raises(Refused, match=why) as refused:
             await embedded(k, "the fox")

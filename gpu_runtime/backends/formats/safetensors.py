@@ -7,6 +7,7 @@ a truncated file would end the whole process.
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
@@ -57,6 +58,8 @@ _TIED_BY_DEFAULT = (
     *("bart", "mbart", "opt", "bloom", "falcon", "gemma", "gemma2", "gemma3_text", "whisper"),
     *("gpt_bigcode", "marian", "pegasus", "cohere", "cohere2", "deberta-v2", "modernbert"),
 )
+WEIGHTS_FILE = "model.safetensors"
+MODULES_FILE = "modules.json"  # in a model that sentence-transformers has saved
 _PICKLED = (".bin", ".pt", ".pth", ".ckpt")
 _LONGEST_HEADER = 32 * MIB  # 300,000 tensors in one file
 _LONGEST_INDEX = 64 * MIB
@@ -98,6 +101,7 @@ class Checkpoint(NamedTuple):
     config: dict[str, Any]
     tensors: dict[str, TensorEntry]
     stamps: tuple[Stamp, ...]
+    modules: dict[str, TensorEntry] = {}  # of further modules, which an embedder has
 
     def dtype(self, requested: object = None) -> str:
         """The name of the dtype to which a load converts the floating-point weights.
@@ -113,17 +117,18 @@ class Checkpoint(NamedTuple):
         stored = [entry.dtype for entry in self.tensors.values() if entry.dtype in FLOATING]
         return _STORED[stored[0]] if stored and self.config else ""
 
-    def weight_bytes(self, dtype: str = "", *, without_head: bool = False) -> int:
+    def weight_bytes(self, dtype: str = "", *, embeds: bool = False) -> int:
         """Bytes of the weights once they are loaded as `dtype`. Tied weights count once.
 
-        If `dtype` is empty, each tensor has the bytes that it has in the files. With
-        `without_head`, the model is loaded as an embedder.
+        If `dtype` is empty, each tensor has the bytes that it has in the files. With `embeds`, the
+        model is loaded as an embedder: without its head, and with its modules in float32.
         """
-        total = 0
+        modules = self.modules.values() if embeds else ()
+        total = sum(entry.items * DTYPE_BYTES["float32"] for entry in modules)
         wide = _FLOAT32_IN_FLOAT16.get(str(self.config.get("model_type")))
         quantised = "quantization_config" in self.config
         for name, entry in self.tensors.items():
-            if self._is_tied(name, entry) or (without_head and name.startswith(_HEADS)):
+            if self._is_tied(name, entry) or (embeds and name.startswith(_HEADS)):
                 continue
             small = entry.dtype.startswith("F8_") and self.config and not quantised
             if not dtype or not (entry.dtype in FLOATING or small):
@@ -256,9 +261,46 @@ def read(directory: Path, name: str) -> Checkpoint:
     tensors: dict[str, TensorEntry] = {}
     for path in weight_files:
         tensors.update(read_header(path, name))
-    others = [config_path, directory / "model.safetensors.index.json"]
-    stamped = [*weight_files, *(path for path in others if path.is_file())]
-    return Checkpoint(directory, config, tensors, tuple(Stamp.of(path) for path in stamped))
+    modules, files = _modules(directory, name)
+    others = [config_path, directory / "model.safetensors.index.json", directory / MODULES_FILE]
+    stamped = [*weight_files, *files, *(path for path in others if path.is_file())]
+    stamps = tuple(Stamp.of(path) for path in stamped)
+    return Checkpoint(directory, config, tensors, stamps, modules)
+
+
+def listed_modules(directory: Path) -> list[dict[str, Any]]:
+    """The rows of the file modules.json in `directory`. Raises ValueError and OSError.
+
+    The path of each row is in `directory`.
+    """
+    rows = json.loads(limited_files.read(directory / MODULES_FILE))
+    if not isinstance(rows, list) or not all(isinstance(row, dict) for row in rows):
+        raise ValueError(f"{MODULES_FILE} is no list of modules")
+    for row in rows:
+        path = Path(str(row.get("path", "")))
+        if path.is_absolute() or ".." in path.parts:
+            raise ValueError(f"the path {path} of its module {row.get('type')} leaves its folder")
+    return rows
+
+
+def _modules(directory: Path, name: str) -> tuple[dict[str, TensorEntry], list[Path]]:
+    """The tensors of the modules after the first one that modules.json lists, and their files.
+
+    A list that cannot be read gives none.
+    """
+    if not (directory / MODULES_FILE).is_file():
+        return {}, []
+    try:
+        paths = [str(row.get("path", "")) for row in listed_modules(directory)]
+    except (OSError, ValueError, RecursionError):  # each call for a vector names the fault
+        return {}, []
+    files = [directory / path / WEIGHTS_FILE for path in paths if path]
+    files = [file for file in files if file.is_file()]
+    found: dict[str, TensorEntry] = {}
+    for file in files:
+        header = read_header(file, name)
+        found |= {f"{file.parent.name}.{key}": entry for key, entry in header.items()}
+    return found, files
 
 
 def read_header(path: Path, name: str) -> dict[str, TensorEntry]:
@@ -343,7 +385,7 @@ def _weight_files(directory: Path, name: str) -> list[Path]:
     Raises NotAModel if there are no weights. Raises LoadFailed if there are only pickled weights,
     and for a damaged index.
     """
-    single = directory / "model.safetensors"
+    single = directory / WEIGHTS_FILE
     if single.is_file():
         return [single]
     index = directory / "model.safetensors.index.json"

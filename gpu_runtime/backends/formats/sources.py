@@ -145,22 +145,28 @@ def of_checkpoint(
 ) -> Evidence:
     """What the headers of a `checkpoint` show about the model's size after its load.
 
-    `options` are the options of the model. A model of the type `embedding` is loaded without the
-    head of its checkpoint. The config of the result states the dtype of the load, so that the
-    cache of a context has it too.
+    `options` are the options of the model, and `model_type` is its type. The config of the result
+    states the dtype of the load, so that the cache of a context has it too.
     """
     dtype = checkpoint.dtype(options.get("dtype", options.get("torch_dtype")))
-    task = options.get("task")
-    embeds = task == "feature-extraction" or (task is None and model_type == "embedding")
     config = checkpoint.config
     return Evidence(
-        checkpoint.weight_bytes(dtype, without_head=embeds),
+        checkpoint.weight_bytes(dtype, embeds=embeds(options, model_type)),
         "safetensors header",
         config={**config, "dtype": dtype} if dtype and config else config,
         pieces=checkpoint.pieces(),
         fingerprint=_fingerprint(checkpoint.stamps),
         parameters=checkpoint.parameters,
     )
+
+
+def embeds(options: Mapping[str, Any], model_type: str) -> bool:
+    """Whether a model with these `options` is loaded as an embedder.
+
+    Then it is loaded without the head of its checkpoint, and with the modules that sentence-transformers has saved.
+    """
+    task = options.get("task")
+    return task == "feature-extraction" or (task is None and model_type == "embedding")
 
 
 def of_gguf(path: Path, name: str) -> Evidence:

@@ -20,7 +20,9 @@ from ...safe_text import printable
 from ...threads import import_whole
 from ...torch_modes import with_own_modes
 from ..base import is_out_of_memory
+from ..formats import sources
 from ..formats.safetensors import Checkpoint
+from .sentence_modules import recipe_of
 
 log = logging.getLogger("gpu_runtime")
 
@@ -130,7 +132,7 @@ def built(spec: ModelSpec, checkpoint: Checkpoint) -> tuple[nn.Module, bool]:
             if info["missing_keys"] or info["mismatched_keys"]:  # these drew random values
                 torch.set_rng_state(before)
             _require_whole(spec, module, info)
-            _attach_tokenizer(module, checkpoint.directory, _trust(spec))
+            _attach_files(module, spec, checkpoint.directory)
     except GpuError:
         raise
     except Exception as error:
@@ -211,7 +213,7 @@ def built_from(
                 torch.set_rng_state(before)
             if (checkpoint.directory / "generation_config.json").exists():
                 module.generation_config = GenerationConfig.from_pretrained(checkpoint.directory)
-            _attach_tokenizer(module, checkpoint.directory, _trust(spec))
+            _attach_files(module, spec, checkpoint.directory)
     except Exception as error:  # the load from the files reports what is wrong
         log.debug("%s is read from its files: %s", spec.name, _first_line(error))
         return None
@@ -273,8 +275,13 @@ def _config(spec: ModelSpec, checkpoint: Checkpoint) -> Any:
     )
 
 
-def _attach_tokenizer(module: nn.Module, directory: Path, trust: dict[str, bool]) -> None:
-    """Sets `.tokenizer` and `.processor` of the `module`, if the `directory` has files for them."""
+def _attach_files(module: nn.Module, spec: ModelSpec, directory: Path) -> None:
+    """Sets `.tokenizer` and `.processor` of the `module`, if the `directory` has files for them.
+
+    The module of an embedder also gets the modules that sentence-transformers has saved, as `.sentence_recipe`. If they
+    cannot be used, each call for a vector is refused, with the reason.
+    """
+    trust = _trust(spec)
     import_whole("transformers", "AutoTokenizer", "AutoProcessor")
     import transformers
 
@@ -286,6 +293,11 @@ def _attach_tokenizer(module: nn.Module, directory: Path, trust: dict[str, bool]
         module.processor = transformers.AutoProcessor.from_pretrained(
             directory, local_files_only=True, **trust
         )
+    if sources.embeds(spec.options, spec.model_type):
+        with contextlib.suppress(ValueError):  # each call for a vector raises it again
+            recipe = recipe_of(directory, getattr(module, "tokenizer", None))
+            if recipe is not None:
+                module.sentence_recipe = recipe
 
 
 def _first_line(error: BaseException) -> str:

@@ -6,185 +6,63 @@ padding is masked, so a text has the same vector alone and among other texts.
 
 from __future__ import annotations
 
-import json
-import threading
-import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from ... import forks, limited_files
 from .base import cannot
+
+if TYPE_CHECKING:
+    from ...backends.pytorch.sentence_modules import Recipe
 
 TEXTS_AT_ONCE = 32
 TOKENS_AT_ONCE = 16_384  # the padding counts too
-MODULES_FILE = "modules.json"  # in a model that sentence-transformers has saved
-_MODULES = (
-    "Pooling",
-    "Dense",
-    "Normalize",
-    "LayerNorm",
-    "Dropout",
-)  # after the transformers module
-_LEGACY_POOLING = tuple(  # the names before sentence-transformers 6; each is true or false
-    f"pooling_mode_{name}"
-    for name in ("cls_token", "max_tokens", "mean_tokens", "mean_sqrt_len_tokens")
-    + ("weightedmean_tokens", "lasttoken")
-)
-# Fields of the first module, a transformers module, with the values that are implemented here.
-_TRANSFORMER_FIELDS: dict[str, tuple[Any, ...]] = {
-    "transformer_task": ("feature-extraction",),
-    "module_output_name": ("token_embeddings",),
-    "unpad_inputs": (None, False, True),  # a way to compute the same
-    "processing_kwargs": (None, {}),
-}
-_LARGEST_LIMIT = 1_000_000  # tokenizers without a limit name a huge number
-_recipes: weakref.WeakKeyDictionary[Any, Recipe] = weakref.WeakKeyDictionary()
-_reading = forks.freed(threading.Lock())
 
 
-@dataclass
-class Recipe:
-    """How a model makes one vector of the vectors of a text's tokens."""
+def recipe_of(module: Any, tokenizer: Any, model: str) -> Recipe | None:
+    """How `module` makes one vector of the vectors of a text's tokens. None is the mean.
 
-    limit: int | None = None  # the most tokens of a text, if the model's files name a number
-    prompt: str = ""  # begins each text, unless the text is given as tokens
-    lower: bool = False  # whether texts are turned into lower case
-    # Modules of sentence-transformers. Without any, the vector is the mean.
-    modules: list[Any] = field(default_factory=list)
-    skipped: int = 0  # tokens of the prompt that the pooling leaves out
-
-    def vectors(self, states: Any, mask: Any, has_prompt: bool) -> Any:
-        """One vector for each text, from the `states` of its tokens. `mask` is the mask that `padded` returned.
-
-        `has_prompt` is whether the texts begin with the prompt. The pooling runs on the device of `states`, and what
-        follows on the CPU, because the weights of later modules are small and belong to no lease.
-        """
-        if not self.modules:
-            weights = mask.unsqueeze(-1).to(states.dtype)
-            return (states * weights).sum(dim=1) / weights.sum(dim=1)
-        features = {"token_embeddings": states, "attention_mask": mask}
-        if self.skipped and has_prompt:
-            features["prompt_length"] = self.skipped
-        pooling, *rest = self.modules
-        features = {"sentence_embedding": pooling(features)["sentence_embedding"].cpu()}
-        for module in rest:
-            features = module(features)
-        return features["sentence_embedding"]
-
-
-def recipe_of(module: Any, tokenizer: Any, model: str) -> Recipe:
-    """The recipe of `module`, from the files beside its `tokenizer`. It is read once.
-
-    A folder with the file modules.json was saved by sentence-transformers, and its modules are loaded by this library.
-    Any other model gives the mean, as in that library. Raises Refused, which names the `model` and the part of its
-    files that cannot be used.
+    If the load of the `model` did not attach it, it is read from the files beside its `tokenizer`. Raises Refused,
+    which names the `model` and the part of its files that cannot be used.
     """
-    with _reading:
-        if module not in _recipes:
-            directory = Path(str(getattr(tokenizer, "name_or_path", "")))
-            has_modules = (directory / MODULES_FILE).is_file()
-            try:
-                found = _read(directory, tokenizer) if has_modules else Recipe()
-            except ImportError:
-                why = (
-                    "sentence-transformers, which made it, is not installed here.\n"
-                    "  Install it:  pip install 'sentence-transformers>=5.1'"
-                )
-                raise cannot(model, why, "model") from None
-            except (
-                OSError,
-                ValueError,
-                KeyError,
-                TypeError,
-                AttributeError,
-                RecursionError,
-            ) as error:
-                why = f"its files for sentence-transformers cannot be used: {error}"
-                raise cannot(model, why, "model") from None
-            _recipes[module] = found
-        return _recipes[module]
+    found = getattr(module, "sentence_recipe", None)
+    if found is not None:
+        return found
+    from ...backends.pytorch.sentence_modules import recipe_of as read
 
-
-def _read(directory: Path, tokenizer: Any) -> Recipe:
-    """The recipe in the files of `directory`. Raises ValueError for a part that is not implemented, or is unknown."""
-    listed = json.loads(limited_files.read(directory / MODULES_FILE))
-    if not isinstance(listed, list) or not all(isinstance(row, dict) for row in listed):
-        raise ValueError(f"{MODULES_FILE} is no list of modules")
-    kinds = [str(row.get("type")).rpartition(".")[2] for row in listed]
-    first = _config(directory / "sentence_bert_config.json")
-    if kinds[:1] != ["Transformer"] or listed[0].get("path"):
-        raise ValueError(f"its first module is {kinds[:1]}, not a Transformer in the folder itself")
-    if kinds[1:2] != ["Pooling"]:
-        raise ValueError(f"its second module is {kinds[1:2]}, not a Pooling")
-    limits = [first.pop("max_seq_length", None), getattr(tokenizer, "model_max_length", None)]
-    known = [limit for limit in limits if isinstance(limit, int) and limit < _LARGEST_LIMIT]
-    recipe = Recipe(min(known, default=None), lower=bool(first.pop("do_lower_case", False)))
-    modality = first.pop("modality_config", {})
-    if "message" in modality:
-        raise ValueError("it reads texts as messages of a chat, which is not implemented here")
-    output = modality.get("text", {}).get("method_output_name", "last_hidden_state")
-    if output != "last_hidden_state":
-        raise ValueError(f"the output {output} of its Transformer is not implemented here")
-    for name, value in first.items():
-        if value not in _TRANSFORMER_FIELDS.get(name, (None,)):
-            raise ValueError(f"{name}={value!r} of its Transformer is not implemented here")
-    for kind, row in zip(kinds[1:], listed[1:], strict=True):
-        recipe.modules.append(_module(directory, kind, row))
-    _set_prompt(recipe, _config(directory / "config_sentence_transformers.json"), tokenizer)
+    directory = folder_of(tokenizer)
+    try:
+        recipe = read(directory, tokenizer)
+    except ValueError as error:
+        raise cannot(model, str(error), "model") from None
+    if recipe is not None and next(recipe.parameters(), None) is not None:
+        why = (
+            f"sentence-transformers has saved weights in {directory} that were not loaded with it.\n"
+            f"  Load them too:  rt.forget({model!r}), then  "
+            f"rt.register({model!r}, {str(directory)!r}, model_type='embedding')"
+        )
+        raise cannot(model, why, "model")
     return recipe
 
 
-def _config(file: Path) -> dict[str, Any]:
-    return limited_files.json_object(file) if file.is_file() else {}
+def folder_of(tokenizer: Any) -> Path:
+    """The folder from which the `tokenizer` was loaded."""
+    return Path(str(getattr(tokenizer, "name_or_path", "")))
 
 
-def _module(directory: Path, kind: str, row: dict[str, Any]) -> Any:
-    """The module of sentence-transformers that `row` of modules.json names, loaded from `directory`.
+def most_tokens_of_pair(module: Any, tokenizer: Any, model: str) -> int | None:
+    """The largest number of tokens that the reranker `module` reads of a query and a document; None without a limit.
 
-    The library leaves out fields that it does not know, and then uses their defaults. Here they are a ValueError.
+    Raises Refused, which names the `model` and the part of its files that cannot be used.
     """
-    import sentence_transformers
+    from ...backends.pytorch.sentence_modules import most_tokens_of_pair as read
 
     try:
-        from sentence_transformers.sentence_transformer import modules
-    except ImportError:  # before version 6
-        modules = sentence_transformers.models
-    if kind not in _MODULES or not str(row["type"]).startswith("sentence_transformers."):
-        raise ValueError(f"its module {row['type']} is not implemented here")
-    path = str(row.get("path", ""))
-    if Path(path).is_absolute() or ".." in Path(path).parts:
-        raise ValueError(f"the path {path} of its module {kind} leaves its folder")
-    config = _config(directory / path / "config.json")
-    loaded = getattr(modules, kind)
-    legacy = _LEGACY_POOLING if kind == "Pooling" else ()
-    known = {*loaded.config_keys, *getattr(loaded, "config_key_renames", ()), *legacy}
-    unknown = [name for name, value in config.items() if name not in known and value]
-    if unknown:
-        raise ValueError(f"its {kind} has fields that this version does not know: {unknown}")
-    if kind == "Pooling" and not any(config.get(name) for name in ("pooling_mode", *legacy)):
-        raise ValueError("its Pooling names no way to pool")
-    activation = str(config.get("activation_function") or "torch.")
-    if not activation.startswith("torch."):  # the library would use another one instead
-        raise ValueError(f"activation_function={activation} of its Dense is no part of torch")
-    made = loaded.load(str(directory), subfolder=path, local_files_only=True)
-    return made.float().eval()
-
-
-def _set_prompt(recipe: Recipe, config: dict[str, Any], tokenizer: Any) -> None:
-    """Sets the prompt that the model's `config` names as the default one."""
-    name = config.get("default_prompt_name")
-    if name is None:
-        return
-    prompts = config.get("prompts") or {}
-    if name not in prompts:
-        raise ValueError(f"default_prompt_name={name!r} is not among its prompts")
-    recipe.prompt = prompts[name]
-    if recipe.prompt and not recipe.modules[0].include_prompt:
-        tokens = tokenizer(recipe.prompt)["input_ids"]
-        ends = bool(tokens) and tokens[-1] in tokenizer.all_special_ids
-        recipe.skipped = len(tokens) - ends
+        limits = [most_tokens(module), read(folder_of(tokenizer), tokenizer)]
+    except (OSError, ValueError) as error:
+        why = f"its files for sentence-transformers cannot be used: {error}"
+        raise cannot(model, why, "model") from None
+    return min((limit for limit in limits if limit is not None), default=None)
 
 
 def most_tokens(module: Any) -> int | None:
@@ -225,7 +103,7 @@ def batches(lengths: list[int]) -> Iterator[list[int]]:
 def embed_in_batches(
     module: Any,
     texts: list[list[int]],
-    recipe: Recipe,
+    recipe: Recipe | None,
     cancelled: Callable[[], bool],
     has_prompt: bool = False,
 ) -> list[list[float]]:
@@ -243,7 +121,11 @@ def embed_in_batches(
                 break
             ids, mask = (part.to(module.device) for part in padded([texts[at] for at in batch]))
             states = module(input_ids=ids, attention_mask=mask).last_hidden_state.float()
-            vectors = recipe.vectors(states, mask, has_prompt)
+            if recipe is None:
+                weights = mask.unsqueeze(-1).to(states.dtype)
+                vectors = (states * weights).sum(dim=1) / weights.sum(dim=1)
+            else:
+                vectors = recipe(states, mask, has_prompt)
             found = torch.nn.functional.normalize(vectors, dim=1).tolist()
             for index, vector in zip(batch, found, strict=True):
                 rows[index] = vector

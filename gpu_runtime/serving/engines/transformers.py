@@ -16,7 +16,13 @@ from ..fields import SAMPLING, sampling
 from ..prompt_size import LONGEST_TOKEN, tokens_if_too_many
 from ..queue.thread_stream import Emit, in_thread_until, stream_from_thread
 from .base import TextAdapter, cannot, text_too_long, too_long
-from .embedding import Recipe, embed_in_batches, most_tokens, rank_in_batches, recipe_of
+from .embedding import (
+    embed_in_batches,
+    most_tokens,
+    most_tokens_of_pair,
+    rank_in_batches,
+    recipe_of,
+)
 from .images import images_of
 from .json_answers import ForcedTokens, grammar_of, schema_of
 from .logprobs import count_of
@@ -220,10 +226,11 @@ class TransformersAdapter(TextAdapter):
         self, texts: list[str | list[int]], truncate: bool, cancelled: threading.Event
     ) -> tuple[list[list[float]], int]:
         """An embedding of each of the `texts`, and the number of tokens read. Ends early once `cancelled` is set."""
+        self._require_transformers()
         tokens: list[list[int]] = []
         recipe = recipe_of(self.value, self.tokenizer, self.spec.name)
-        known = [limit for limit in (most_tokens(self.value), recipe.limit) if limit is not None]
-        limit = min(known, default=None)
+        limits = [most_tokens(self.value), recipe.limit if recipe else None]
+        limit = min((limit for limit in limits if limit is not None), default=None)
         for text in texts:
             if cancelled.is_set():
                 return [], 0
@@ -232,6 +239,17 @@ class TransformersAdapter(TextAdapter):
         rows = embed_in_batches(self.value, tokens, recipe, cancelled.is_set, has_prompt)
         return rows, sum(map(len, tokens))
 
+    def _require_transformers(self) -> None:
+        """Raises Refused for an object of sentence-transformers. Its folder is served, and not the object."""
+        kind = type(self.value)
+        if kind.__module__.startswith("sentence_transformers."):
+            why = (
+                f"it is a {kind.__name__}, which is served from its folder only.\n"
+                f"  Save it and register that:  model.save(DIRECTORY), then  "
+                f"rt.register({self.spec.name!r}, DIRECTORY, model_type={self.spec.model_type!r})"
+            )
+            raise cannot(self.spec.name, why, "model")
+
     async def scores(self, query: str, documents: list[str]) -> tuple[list[float], int]:
         """How well each of the `documents` fits the `query`, from 0 to 1, and the number of tokens read."""
         if self.spec.model_type != "reranker":
@@ -239,7 +257,8 @@ class TransformersAdapter(TextAdapter):
 
         def work(cancelled: threading.Event) -> tuple[list[float], int]:
             """Ranks the documents in a thread."""
-            limit = most_tokens(self.value)
+            self._require_transformers()
+            limit = most_tokens_of_pair(self.value, self.tokenizer, self.spec.name)
             pairs = []
             for text in documents:
                 if cancelled.is_set():
@@ -295,9 +314,9 @@ class TransformersAdapter(TextAdapter):
         return found
 
 
-def _prepared(text: str | list[int], recipe: Recipe) -> str | list[int]:
+def _prepared(text: str | list[int], recipe: Any) -> str | list[int]:
     """The `text` as the model of this `recipe` was trained to read it. Tokens stay as they are."""
-    if not isinstance(text, str):
+    if not isinstance(text, str) or recipe is None:
         return text
     text = recipe.prompt + text
     return text.lower() if recipe.lower else text
