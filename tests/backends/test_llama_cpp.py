@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.backends.llama_cpp.options import (
+    LOOKS_FOR_WORK,
     check,
     context_tokens,
     gguf_evidence,
     llama_arguments,
     taken,
+    waiting_environment,
 )
 from gpu_runtime.backends.processes.visible_devices import card_environment
 from gpu_runtime.backends.registry import open_backend
@@ -226,3 +230,26 @@ def test_a_worker_sees_only_its_own_cards_by_uuid():
     }
     assert seen("rocm:0") == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": "0"}
     assert seen("sim:0") == seen() == {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
+def test_the_threads_of_a_worker_sleep_soon_after_their_work(tiny_gguf, monkeypatch):
+    """By default they look for work for 6 ms after each batch, and the server and its clients wait for
+    that core.
+    """
+    pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        monkeypatch.delenv(name, raising=False)
+    one = ModelSpec("tiny", "llama_cpp", source=str(tiny_gguf))
+    backend = open_backend("llama_cpp", open_probe("sim:1GiB,host:1GiB"))
+    handle = backend.load(one, (Share("sim:0", MIB),))
+    try:
+        environment = Path(f"/proc/{handle.value.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        backend.drop(handle)
+    assert {f"{name}={value}".encode() for name, value in LOOKS_FOR_WORK.items()} <= {*environment}
+
+
+@pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])
+def test_how_threads_wait_is_left_to_a_user_who_has_set_it(name, monkeypatch):
+    monkeypatch.setenv(name, "ACTIVE" if name.startswith("OMP") else "7")
+    assert waiting_environment() == {}

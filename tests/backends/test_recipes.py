@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from gpu_runtime import samples
 from gpu_runtime.backends.engines.recipe import LaunchOrder
 from gpu_runtime.backends.engines.registry import RECIPES, recipe
+from gpu_runtime.backends.llama_cpp.options import LOOKS_FOR_WORK
 from gpu_runtime.errors import LoadFailed
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB
@@ -195,7 +196,7 @@ def test_llama_server_gets_layers_context_and_the_split_of_the_shares(installed)
         "on",
         "--jinja",
     )
-    assert command.environment == {"LLAMA_API_KEY": "k3y"}
+    assert command.environment == {"LLAMA_API_KEY": "k3y", **LOOKS_FOR_WORK}
 
 
 @pytest.mark.parametrize(("layers", "said"), [(-1, "999"), (0, "0"), (20, "20"), (None, "999")])
@@ -292,7 +293,7 @@ def test_without_llama_server_llama_cpp_python_serves(nothing_installed):
         "--interrupt_requests",
         "false",
     )
-    assert command.environment == {"API_KEY": "k3y"}
+    assert command.environment == {"API_KEY": "k3y", **LOOKS_FOR_WORK}
 
 
 @pytest.mark.processes

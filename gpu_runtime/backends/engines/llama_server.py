@@ -25,6 +25,7 @@ from ..llama_cpp.options import (
     gguf_file,
     gpu_layers,
     llama_arguments,
+    waiting_environment,
 )
 from .arguments import has_flag, user_arguments
 from .recipe import (
@@ -163,7 +164,8 @@ def _native(order: LaunchOrder, executable: str) -> Command:
     chat = custom_template(spec)
     if chat and not has_flag(own, "--chat-template", "--chat-template-file"):
         words += ["--chat-template" if "{" in chat else "--chat-template-file", chat]
-    return Command((executable, *words, *own), {"LLAMA_API_KEY": order.key})
+    environment = {"LLAMA_API_KEY": order.key, **waiting_environment()}
+    return Command((executable, *words, *own), environment)
 
 
 def _option_flags(order: LaunchOrder, arguments: dict[str, Any], own: tuple[str, ...]) -> list[str]:
@@ -232,7 +234,7 @@ def _python(order: LaunchOrder) -> Command:
     # error.
     words += ["--interrupt_requests", "false"]
     program = (sys.executable, "-m", "llama_cpp.server")
-    return Command((*program, *words), {"API_KEY": order.key})
+    return Command((*program, *words), {"API_KEY": order.key, **waiting_environment()})
 
 
 def _only_native(order: LaunchOrder, why: str) -> LoadFailed:

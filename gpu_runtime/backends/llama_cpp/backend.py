@@ -20,7 +20,15 @@ from ..base import Progress
 from ..processes.engine_models import EngineBackend, EngineHandle, EngineModel
 from ..processes.visible_devices import card_environment
 from .channels import Channel, ProcessChannel, ThreadChannel
-from .options import gguf_evidence, gguf_file, gpu_layers, llama_arguments, offloaded, taken
+from .options import (
+    gguf_evidence,
+    gguf_file,
+    gpu_layers,
+    llama_arguments,
+    offloaded,
+    taken,
+    waiting_environment,
+)
 from .rpc import LlamaEngine
 from .worker import METHODS, OUR_METHODS
 
@@ -156,7 +164,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         log = new_log(spec.name)
         if isolated:
             cards = card_environment(self.probe, shares if gpu_layers(spec) else ())
-            return ProcessChannel(log, {**os.environ, **cards}), log
+            return ProcessChannel(log, {**os.environ, **waiting_environment(), **cards}), log
 
         def append_to_log(line: str) -> None:
             with open(log, "a") as file:
