@@ -45,9 +45,8 @@ FAULTS = ROOT / "tests" / "faults"
 MAPS = ROOT / "build" / "mutants"
 IMPORTED = ["gpu_runtime", "kernel_ext", "panels"]
 LEAN = "-q --no-header -p no:cacheprovider -p no:nbval -p no:schemathesis -p no:xdist".split()
-MOST_SECONDS = (
-    60.0  # of tests for one mutant, as the map measured them; the quickest tests come first
-)
+# of tests for one mutant, as the map measured them; the quickest tests come first
+MOST_SECONDS = 60.0
 
 
 # The map from lines to tests.

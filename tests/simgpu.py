@@ -442,10 +442,8 @@ _UNINITIALISED = {
     torch.ops.aten.new_empty.default,
     torch.ops.aten.new_empty_strided.default,
 }
-_MIXED = {
-    torch.ops.aten.index.Tensor,
-    torch.ops.aten.index_put_.default,
-}  # CUDA also accepts indices on the CPU
+# CUDA also accepts indices on the CPU
+_MIXED = {torch.ops.aten.index.Tensor, torch.ops.aten.index_put_.default}
 _every, _some = torch.library.Library("_", "IMPL"), torch.library.Library("aten", "IMPL")
 _every.fallback(lambda op, *args, **kwargs: _run(op, args, kwargs), "PrivateUse1")
 for _name in ("empty.memory_format", "empty_strided", "_to_copy"):

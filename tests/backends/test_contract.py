@@ -34,9 +34,8 @@ class Case(NamedTuple):
     origin: Any
     trip: Callable[[BaseException | None], None]  # sets the error of the next step
     run: Callable[[Any], Any]  # the model's answer to a fixed input
-    rough: float = (
-        0.02  # relative error allowed for the estimate; engines choose their own work space
-    )
+    # relative error allowed for the estimate; engines choose their own work space
+    rough: float = 0.02
 
     def on(self, device: str) -> Shares:
         return (Share(device, self.need),)

@@ -53,9 +53,8 @@ def boxed(kind: str) -> Box:
     else:
         probe = simgpu.SimProbe()
         for card in range(simgpu.CARDS):
-            fingerprint._keys(
-                torch.device("simgpu", card)
-            )  # fingerprints need their keys on each card; they stay there
+            # fingerprints need their keys on each card; they stay there
+            fingerprint._keys(torch.device("simgpu", card))
     return Box(probe, kind, probe.used())
 
 

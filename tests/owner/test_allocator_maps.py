@@ -136,9 +136,8 @@ def test_another_process_is_defragmented_by_asking_it(runtime, shared_book):
         done = b.defrag(name, timeout=PATIENCE)
         assert (done.done, done.bytes) == (True, 64 * MIB)
         assert done.because == f"64.0 MiB came free in pid {os.getpid()}"
-        assert [one.inactive_bytes for one in b.allocator_maps()] == [
-            0
-        ]  # published before the answer
+        # published before the answer
+        assert [one.inactive_bytes for one in b.allocator_maps()] == [0]
 
 
 def test_all_processes_are_asked_where_none_is_named(runtime, shared_book):

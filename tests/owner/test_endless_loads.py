@@ -41,9 +41,8 @@ class InC:
     """A factory in a call of C code that ends only after `finish`, and that heeds no signal."""
 
     def __init__(self):
-        self.at_size = (
-            False  # whether the call is also made when the factory is called for its size
-        )
+        # whether the call is also made when the factory is called for its size
+        self.at_size = False
         self.began = threading.Event()
         self.calls = 0
         self._reading, self._writing = os.pipe()

@@ -148,9 +148,8 @@ def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
             thread.start()
         for thread in waiting:
             thread.join(PATIENCE)
-    assert (
-        4 <= len(looks) <= 20
-    )  # each thread: at its beginning, a second later, at its end, and when the other one begins
+    # each thread: at its beginning, a second later, at its end, and when the other one begins
+    assert 4 <= len(looks) <= 20
 
 
 def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runtime):
@@ -224,9 +223,8 @@ def test_threads_that_hold_what_each_other_needs_are_told_at_once(runtime):
 
 
 def test_many_threads_on_a_small_card_lose_nothing(runtime):
-    rt = runtime(
-        devices="sim:20GiB,host:200GiB", gpu_memory_max_percent=1.0
-    )  # enough RAM for all models, also during moves
+    # enough RAM for all models, also during moves
+    rt = runtime(devices="sim:20GiB,host:200GiB", gpu_memory_max_percent=1.0)
     fakes(rt, **{f"m{i}": "6GiB" for i in range(6)})
     failures = []
 

@@ -32,12 +32,8 @@ BESIDE = [
     "../history.db",
     "../history.db-journal",
 ]
-ALWAYS = (
-    "directory",
-    "owners",
-    "../journal.db-journal",
-    "../history.db-journal",
-)  # the others only in a soak
+# the others only in a soak
+ALWAYS = ("directory", "owners", "../journal.db-journal", "../history.db-journal")
 
 
 def raw_errors(deed: str, target: str) -> list[str]:

@@ -333,9 +333,8 @@ def test_what_elders_need_is_set_aside():
         "10.0 GiB is reserved for big, which is ahead in the queue; busy (10.0 GiB on sim:0) is in use"
     )
     [there] = plan(page, request("small", 4), world(sim0=20), lru).considered
-    assert there.because.endswith(
-        "10.0 GiB is reserved for big, which is ahead in the queue"
-    )  # all other requests see these bytes as free
+    # all other requests see these bytes as free
+    assert there.because.endswith("10.0 GiB is reserved for big, which is ahead in the queue")
     _, verdict = decide(
         book(lease("busy", by=3, sim0=1, pins=1), tickets=[elder]),
         request("small", 4),

@@ -424,9 +424,8 @@ class Auditor(RuleBasedStateMachine):
         key, step = process.departing.pop(0)
         name = step.lease.partition("/")[2]
         model = process.models.get(name)
-        if (
-            model is None or model.pins or not works
-        ):  # the model stays if it was used meanwhile, or if the step failed
+        # the model stays if it was used meanwhile, or if the step failed
+        if model is None or model.pins or not works:
             self.write(
                 process,
                 lambda book, world: (
@@ -623,9 +622,8 @@ class Auditor(RuleBasedStateMachine):
         held: Counter[str] = Counter()
         for process in getattr(self, "processes", {}).values():
             held.update(process.holds())
-        held["cuda:0"] += sum(
-            getattr(self, "lingering", {}).values()
-        )  # law 12: not free before the driver reports it
+        # law 12: not free before the driver reports it
+        held["cuda:0"] += sum(getattr(self, "lingering", {}).values())
         for device, size in held.items():
             assert size <= LIMITS[device], f"law 1: {size} on {device}"
         assert held["cuda:0"] + getattr(self, "strangers", 0) <= CARD_TOTAL, (

@@ -60,9 +60,8 @@ def leases(draw: Any, quiet: bool = False) -> list[Lease]:
         )
         place, size = draw(st.sampled_from(PLACES)), draw(st.integers(1, 9)) * B
         fields: dict[str, Any] = {place: size, "droppable": draw(st.booleans())}
-        if place != "host" and draw(
-            st.sampled_from([False, False, True])
-        ):  # over two cards, or all three
+        # over two cards, or all three
+        if place != "host" and draw(st.sampled_from([False, False, True])):
             fields |= {
                 card: draw(st.integers(1, 5)) * B
                 for card in draw(st.sampled_from([PLACES[:2], PLACES[1:3], PLACES[:3]]))

@@ -254,9 +254,8 @@ def test_an_owner_answers_an_order_and_the_requester_gets_the_answer():
         "1.0 GiB of cached blocks were given back.",
         size(1),
     )
-    assert (
-        obeying(page)[2] == ()
-    )  # the order is carried out once, even if the requester reads the answer late
+    # the order is carried out once, even if the requester reads the answer late
+    assert obeying(page)[2] == ()
     page, verdict = asking(page, "defrag")
     assert (
         isinstance(verdict, Grant)

@@ -63,9 +63,8 @@ class Slots:
         with open(path, "a+b") as file:
             file.truncate(size)
             self._map = mmap.mmap(file.fileno(), size)
-        self._cells = (ctypes.c_int64 * (size // 8)).from_buffer(
-            self._map
-        )  # the whole row is stored, or nothing
+        # the whole row is stored, or nothing
+        self._cells = (ctypes.c_int64 * (size // 8)).from_buffer(self._map)
 
     def __getitem__(self, place: tuple[int, int]) -> int:
         return self._cells[place[0] * _FIELDS + place[1]]
@@ -160,9 +159,8 @@ def overcommit(slots: Slots) -> str:
     look = slots.look()
     if not look.too_much():
         return ""
-    time.sleep(
-        0.1
-    )  # a dying process closes its files and its lock a moment before others can see that it is dead
+    # a dying process closes its files and its lock a moment before others can see that it is dead
+    time.sleep(0.1)
     return look.too_much(is_alive)
 
 

@@ -185,9 +185,8 @@ def test_killed_at_random_every_lease_comes_back_and_no_process_and_no_memory_st
         names = ["phi", "mini"]
         for name in names:
             rt.register(name, str(tiny_models.gguf_lm(tmp_path / f"{name}.gguf")))
-        _killing_at_random(
-            rt, names, 2, seed=1
-        )  # first run: everything that is loaded once is loaded now
+        # first run: everything that is loaded once is loaded now
+        _killing_at_random(rt, names, 2, seed=1)
         before, files = me.memory_info().rss, me.num_fds()
         went = _killing_at_random(rt, names, kills, seed=2)
         assert went["answered"] >= kills

@@ -67,9 +67,8 @@ def test_eight_kernels_that_start_at_once_elect_one(host, driver):
 
 def test_a_killed_helper_is_replaced(host):
     kernel = host.kernel()
-    assert (
-        kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None") is None
-    )  # this starts the monitor too
+    # this starts the monitor too
+    assert kernel.evaluate("rt.register('m', backend='fake', size='1GiB') and None") is None
     for _ in range(3):
         before = host.figures().pid
         os.kill(before, signal.SIGKILL)

@@ -142,9 +142,8 @@ class Fire:
 
     def _call(self, seed: int) -> None:
         chance = random.Random(seed)
-        with client(
-            self.server
-        ) as talk:  # a connection that stays open would be counted as a file of the server
+        # a connection that stays open would be counted as a file of the server
+        with client(self.server) as talk:
             while time.monotonic() < self.until:
                 model = chance.choice(list(MODELS))
                 try:
@@ -153,18 +152,13 @@ class Fire:
                     )
                 except openai.APIError as error:
                     status = getattr(error, "status_code", None)
-                    if status not in (
-                        None,
-                        500,
-                        502,
-                        503,
-                    ):  # None: the stream broke off and ended with an error
+                    # None: the stream broke off and ended with an error
+                    if status not in (None, 500, 502, 503):
                         self.unexpected.append(error)
                     self.ended["told why"] += 1
                     if status == 503:
-                        time.sleep(
-                            0.2
-                        )  # a breaker is open; without a pause this loop would only get refusals
+                        # a breaker is open; without a pause this loop would only get refusals
+                        time.sleep(0.2)
                 except Exception as error:  # noqa: BLE001 - looked at by the test
                     self.unexpected.append(error)
 
