@@ -63,10 +63,19 @@ def shared_book() -> str:
     return f"memory:test-{next(_books)}"
 
 
-def fakes(rt: Runtime, **sizes: str) -> None:
-    """Registers fake models by name and size."""
+def fakes(rt: Runtime, **sizes: str) -> Runtime:
+    """Registers fake models by name and size. Returns `rt`."""
     for name, size in sizes.items():
         rt.register(name, backend="fake", size=size)
+    return rt
+
+
+def loaded(rt: Runtime, **sizes: str) -> Runtime:
+    """Registers fake models by name and size, and loads them in this order. Returns `rt`."""
+    fakes(rt, **sizes)
+    for name in sizes:
+        rt.preload(name)
+    return rt
 
 
 def where(rt: Runtime) -> dict[str, str]:

@@ -12,7 +12,7 @@ from gpu_runtime.owner import allocator_maps
 from gpu_runtime.units import GIB, MIB
 from tests.clock import PATIENCE
 
-from .conftest import fakes
+from .conftest import fakes, loaded
 
 
 def holes(rt, count: int = 6) -> None:
@@ -36,8 +36,7 @@ def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
     """Each process makes a map of its own allocator, and all processes can read all maps."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     holes(a)
-    fakes(b, qwen="4GiB")
-    b.preload("qwen")
+    loaded(b, qwen="4GiB")
     a.tick(), b.tick()
     seen = {one.owner: (one.allocated_bytes, one.inactive_bytes) for one in a.allocator_maps()}
     assert seen == {a._session.me: (9 * MIB, 11 * MIB), b._session.me: (4 * GIB, 0)}
@@ -51,8 +50,7 @@ def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
 def test_unknown_is_not_zero(runtime, shared_book):
     """A process that holds memory but published no map has a row with unknown figures."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
-    fakes(b, qwen="4GiB")
-    b.preload("qwen")
+    loaded(b, qwen="4GiB")
     assert by_pid(a.fragmentation()) == [("sim:0", None, None, None)]
     b.tick()
     assert by_pid(a.fragmentation()) == [("sim:0", 4 * GIB, 4 * GIB, 0)]
@@ -78,8 +76,7 @@ def test_the_frame_tells_what_defragmenting_would_give(runtime):
 
 def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
     """The first change is published at once, and later changes together. Nothing is published if nothing changed."""
-    rt = runtime(ledger=shared_book, monitor=False, clock=clock)
-    fakes(rt, a="1GiB", b="1GiB")
+    rt = fakes(runtime(ledger=shared_book, monitor=False, clock=clock), a="1GiB", b="1GiB")
     assert not rt._session.maps.publish()
     rt.preload("a")
     assert rt._session.maps.publish()
@@ -93,8 +90,7 @@ def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
 
 def test_what_takes_long_to_draw_is_drawn_seldom(runtime, clock, monkeypatch):
     """A training loop allocates all the time. Making maps must take at most 1 % of its time."""
-    rt = runtime(monitor=False, clock=clock)
-    fakes(rt, a="1GiB", b="1GiB")
+    rt = fakes(runtime(monitor=False, clock=clock), a="1GiB", b="1GiB")
     times = iter([0.0, 0.5, 1.0, 1.5])
     monkeypatch.setattr(allocator_maps.time, "thread_time", lambda: next(times))
     rt.preload("a")
@@ -107,9 +103,7 @@ def test_what_takes_long_to_draw_is_drawn_seldom(runtime, clock, monkeypatch):
 
 
 def test_a_full_disk_hides_the_map_and_harms_nothing_else(runtime, monkeypatch, clock):
-    rt = runtime(monitor=False, clock=clock)
-    fakes(rt, a="1GiB")
-    rt.preload("a")
+    rt = loaded(runtime(monitor=False, clock=clock), a="1GiB")
 
     def full(drawn):
         raise OSError(28, "No space left on device")
@@ -129,8 +123,7 @@ def kept_cache(rt, size: str) -> None:
 def test_another_process_is_defragmented_by_asking_it(runtime, shared_book):
     """The process is named by its pid or by one of its models. Its answer has the bytes that were freed."""
     a, b = (runtime(ledger=shared_book) for _ in "ab")
-    fakes(a, qwen="1GiB")
-    a.preload("qwen")
+    loaded(a, qwen="1GiB")
     for name in (f"qwen@{os.getpid()}", "qwen"):
         kept_cache(a, "64MiB")
         done = b.defrag(name, timeout=PATIENCE)
@@ -142,8 +135,7 @@ def test_another_process_is_defragmented_by_asking_it(runtime, shared_book):
 
 def test_all_processes_are_asked_where_none_is_named(runtime, shared_book):
     a, b = (runtime(ledger=shared_book) for _ in "ab")
-    fakes(a, qwen="1GiB")
-    a.preload("qwen")
+    loaded(a, qwen="1GiB")
     kept_cache(a, "64MiB")
     kept_cache(b, "32MiB")
     done = b.defrag(timeout=PATIENCE)
@@ -163,8 +155,7 @@ def test_who_is_silent_is_told_and_does_not_hold_up_the_others(runtime, shared_b
 
 
 def test_an_unknown_process_is_refused_with_the_known_ones(runtime, shared_book):
-    rt = runtime(ledger=shared_book, monitor=False)
-    fakes(rt, qwen="1GiB")
+    rt = fakes(runtime(ledger=shared_book, monitor=False), qwen="1GiB")
     with pytest.raises(GpuError, match=rf"no process 999999999 .*Those that do: pid {os.getpid()}"):
         rt.defrag("999999999")
     assert rt.defrag(str(os.getpid())).done
@@ -173,8 +164,7 @@ def test_an_unknown_process_is_refused_with_the_known_ones(runtime, shared_book)
 def test_defragmenting_is_an_event_with_the_person_who_did_it(runtime, shared_book):
     """A defragmentation of this process or another one is an event, if it frees anything."""
     a, b = (runtime(ledger=shared_book) for _ in "ab")
-    fakes(a, qwen="1GiB")
-    a.preload("qwen")
+    loaded(a, qwen="1GiB")
     b.defrag(timeout=PATIENCE)
     kept_cache(a, "64MiB")
     with a.on_behalf_of("ann, console"):

@@ -32,7 +32,7 @@ def saved(what: Any) -> bytes:
     return buffer.getvalue()
 
 
-def loaded(data: bytes) -> Any:
+def unpickled(data: bytes) -> Any:
     return torch.load(io.BytesIO(data), weights_only=False)
 
 
@@ -90,8 +90,8 @@ ENTRIES: dict[str, Callable[[Any], Any]] = {
     "named_modules": lambda m: [p.sum() for _, part in m.named_modules() for p in part.parameters()],
     "state_dict": lambda m: {k: v.clone() for k, v in m.state_dict().items()},
     "load_state_dict": lambda m: m.load_state_dict(m.state_dict()) and weights(m),
-    "torch.save": lambda m: loaded(saved(m))(IDS).logits,
-    "torch.save of its state": lambda m: loaded(saved(m.state_dict())),
+    "torch.save": lambda m: unpickled(saved(m))(IDS).logits,
+    "torch.save of its state": lambda m: unpickled(saved(m.state_dict())),
     "safetensors": lambda m: save_safetensors({k: v.contiguous() for k, v in m.state_dict().items()}),
     "pickle": lambda m: pickle.loads(pickle.dumps(m))(IDS).logits,
     "deepcopy": lambda m: copy.deepcopy(m)(IDS).logits,

@@ -19,7 +19,7 @@ from gpu_runtime.units import GIB, MIB
 from tests import simgpu
 from tests.clock import PATIENCE
 
-from .conftest import claims, fakes
+from .conftest import claims, loaded
 from .kernels import FLOATS, Quiet, cell, own
 
 BIG = "weights = torch.empty(10 * GIB)"
@@ -47,9 +47,7 @@ def two(started, runtime, shared_book):
     settings = {"ledger": shared_book, "eviction_grace_seconds": 0.0}
     rt, kernel = started(**settings)
     learn(kernel, BIG, 10 * GIB)
-    other = runtime(**settings)
-    fakes(other, idle="16GiB")
-    other.preload("idle")
+    other = loaded(runtime(**settings), idle="16GiB")
     return rt, kernel, other
 
 

@@ -12,7 +12,7 @@ from gpu_runtime.owner import permissions
 from gpu_runtime.telemetry.journal import Journal
 from tests.clock import PATIENCE, until
 
-from .conftest import fakes
+from .conftest import fakes, loaded
 
 
 def told(rt, action):
@@ -59,9 +59,7 @@ def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path)
 
 def test_what_else_was_considered_is_kept_out_of_the_page(runtime):
     """All processes read the page, so the journal has the other candidates, and is read only on request."""
-    rt = runtime(devices="sim:8x20GiB,host:64GiB")
-    fakes(rt, a="12GiB")
-    rt.preload("a")
+    rt = loaded(runtime(devices="sim:8x20GiB,host:64GiB"), a="12GiB")
     [granted] = [event for event in rt.status().events if event.action == "granted"]
     assert granted.runners_up == () and len(rt.decisions()[0].runners_up) == 7
     assert [event.action for event in rt.why("a")] == ["loaded", "granted"], (
@@ -70,9 +68,7 @@ def test_what_else_was_considered_is_kept_out_of_the_page(runtime):
 
 
 def test_the_last_few_are_found_among_many(runtime):
-    rt = runtime()
-    fakes(rt, a="1GiB")
-    rt.preload("a")
+    rt = loaded(runtime(), a="1GiB")
     for _ in range(5):
         rt.evict("a")
         rt.preload("a")
@@ -102,8 +98,7 @@ def test_a_journal_tells_the_latest_of_those_that_are_asked_for(tmp_path, on_dis
 def two(runtime, shared_book):
     """A kernel that holds a model, and a console in another process."""
     kernel, console = runtime(ledger=shared_book), runtime(ledger=shared_book)
-    fakes(kernel, qwen="10GiB")
-    kernel.preload("qwen")
+    loaded(kernel, qwen="10GiB")
     return kernel, console
 
 
@@ -125,8 +120,7 @@ def test_what_a_console_asks_is_told_with_the_person_before_it(two):
 
 def test_what_is_done_in_a_notebook_for_somebody_is_told_as_well(runtime):
     """The console inside a notebook acts on models of its own process. The event names the person as well."""
-    rt = runtime(devices="sim:2x24GiB,host:64GiB")
-    fakes(rt, qwen="10GiB")
+    rt = fakes(runtime(devices="sim:2x24GiB,host:64GiB"), qwen="10GiB")
     ann = f"ann ({rt.status().owner.user}, {rt.status().owner.label})"
     with rt.on_behalf_of("ann"):
         rt.preload("qwen")
@@ -144,9 +138,7 @@ def test_what_is_done_in_a_notebook_for_somebody_is_told_as_well(runtime):
 
 
 def test_what_a_notebook_does_for_itself_has_nobody_else_to_name(runtime):
-    rt = runtime()
-    fakes(rt, qwen="10GiB")
-    rt.preload("qwen")
+    rt = loaded(runtime(), qwen="10GiB")
     rt.pin("qwen")
     assert {event.by for event in rt.status().events} == {""}
     assert "pin" not in {event.action for event in rt.status().events}

@@ -29,7 +29,7 @@ from gpu_runtime.units import GIB, MIB
 from tests import tiny_models
 from tests.clock import PATIENCE
 
-from .conftest import fakes
+from .conftest import fakes, loaded
 
 
 def parts(plan):
@@ -304,9 +304,7 @@ def test_a_model_of_another_process_is_found_in_the_book(runtime, shared_book):
     assert isinstance(step, Move) and step.lease.endswith("/qwen")
     with pytest.raises(UnknownModel):
         mine.plan("mistral")
-    third = runtime(ledger=shared_book)
-    fakes(third, qwen="2GiB")
-    third.preload("qwen")
+    loaded(runtime(ledger=shared_book), qwen="2GiB")
     with pytest.raises(AmbiguousName):
         mine.plan("qwen")
 
@@ -315,8 +313,7 @@ def test_a_model_that_another_process_has_not_loaded_has_its_declared_size(runti
     """Its owner publishes the size and the importance. Without a size, the error names the owner."""
     mine, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
     other.register("llama", backend="fake", size="14GiB", importance="high")
-    fakes(mine, gemma="14GiB")
-    mine.preload("gemma")
+    loaded(mine, gemma="14GiB")
     plan = mine.plan("llama")
     assert (plan.footprint.bytes, plan.footprint.parts[0].source) == (14 * GIB, "declared")
     seen = mine.status()
@@ -349,8 +346,7 @@ def test_a_size_with_a_layout_is_placed_as_a_model_of_that_size():
 
 
 def test_the_reason_of_a_plan_with_an_eviction_says_only_once_what_the_model_needs(runtime):
-    rt = runtime(monitor=False)
-    fakes(rt, llama="14GiB", qwen="14GiB")
+    rt = fakes(runtime(monitor=False), llama="14GiB", qwen="14GiB")
     rt.preload("llama")
     because = rt.plan("qwen").because
     assert because.count("qwen needs") == 1

@@ -197,8 +197,7 @@ def test_a_model_is_pinned_as_long_as_somebody_reads_its_answer(rt):
 
 def test_out_of_memory_while_loading_makes_whoever_is_idle_leave_and_tries_once_more(runtime):
     """The book has enough room, the card has not: idle models leave, and the load is tried once more."""
-    rt = runtime(devices="sim:24GiB,host:64GiB")
-    fakes(rt, a="4GiB", b="4GiB")
+    rt = fakes(runtime(devices="sim:24GiB,host:64GiB"), a="4GiB", b="4GiB")
     rt.preload("a")
     rt.probe.place("sim:0").fail_next()
     rt.preload("b")
@@ -206,8 +205,7 @@ def test_out_of_memory_while_loading_makes_whoever_is_idle_leave_and_tries_once_
 
 
 def test_out_of_memory_twice_is_told_with_the_figures(runtime):
-    rt = runtime(devices="sim:24GiB,host:64GiB")
-    fakes(rt, a="4GiB")
+    rt = fakes(runtime(devices="sim:24GiB,host:64GiB"), a="4GiB")
     rt.probe.place("sim:0").fail_next(2)
     with pytest.raises(OutOfMemory, match="ran out of memory while loading a") as error:
         rt.preload("a")
@@ -233,8 +231,7 @@ def test_a_device_side_assert_in_the_kernel_says_that_the_process_is_lost_and_wh
 
 
 def test_a_reset_driver_in_the_kernel_costs_the_model_that_was_in_use(runtime):
-    rt = runtime()
-    fakes(rt, a="1GiB", b="1GiB")
+    rt = fakes(runtime(), a="1GiB", b="1GiB")
     rt.preload("b")
     with pytest.raises(EngineFault, match="next use of a loads it again"), rt.use("a"):
         raise RuntimeError("cuBLAS initialization failed")
@@ -244,8 +241,7 @@ def test_a_reset_driver_in_the_kernel_costs_the_model_that_was_in_use(runtime):
 
 
 def test_an_error_of_the_user_s_own_is_left_alone(runtime):
-    rt = runtime()
-    fakes(rt, a="1GiB")
+    rt = fakes(runtime(), a="1GiB")
     for error in (
         ValueError("device-side assert triggered"),
         RuntimeError("shapes cannot be multiplied"),

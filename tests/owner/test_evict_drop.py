@@ -17,8 +17,7 @@ def where(rt):
 
 
 def test_a_dropped_model_leaves_host_memory(runtime):
-    rt = runtime()
-    fakes(rt, a="8GiB", b="8GiB")
+    rt = fakes(runtime(), a="8GiB", b="8GiB")
     for name in ("a", "b"):
         rt.preload(name)
     rt.evict("a")

@@ -14,7 +14,7 @@ from gpu_runtime.owner import maintenance, release
 from gpu_runtime.scheduler.recall import Order
 from tests.clock import PATIENCE
 
-from .conftest import fakes, where
+from .conftest import fakes, loaded, where
 
 BOX = {"devices": "sim:24GiB,host:64GiB", "eviction_grace_seconds": 0}
 
@@ -120,9 +120,7 @@ def test_a_person_who_evicts_the_model_itself_sees_the_error_each_time(runtime):
 
 def test_a_move_that_fails_after_its_bytes_have_moved_is_measured(runtime, monkeypatch):
     """The book has the bytes where they are, and not where they were before the move."""
-    rt = runtime(**BOX)
-    fakes(rt, m="10GiB")
-    rt.preload("m")
+    rt = loaded(runtime(**BOX), m="10GiB")
     backend = rt._session.residents["m"].backend
 
     def moves_and_fails(handle, shares):
@@ -137,8 +135,7 @@ def test_a_move_that_fails_after_its_bytes_have_moved_is_measured(runtime, monke
 
 
 def test_a_drop_that_its_backend_complains_of_is_a_drop(runtime, monkeypatch, caplog):
-    rt = runtime(**BOX, monitor=False)
-    fakes(rt, m="10GiB", wanted="20GiB")
+    rt = fakes(runtime(**BOX, monitor=False), m="10GiB", wanted="20GiB")
     rt.preload("m")
     rt.probe.place("host").squeeze(60 << 30)
     backend = rt._session.residents["m"].backend
@@ -220,9 +217,7 @@ def test_each_row_of_failures_is_logged_and_journaled_once(runtime, clock, caplo
 def test_one_failing_model_does_not_keep_the_others_on_a_drained_card(runtime):
     rt = runtime(**BOX, monitor=False)
     Bus(rt, "a", "5GiB")
-    fakes(rt, b="5GiB", c="5GiB")
-    rt.preload("b")
-    rt.preload("c")
+    loaded(rt, b="5GiB", c="5GiB")
     said = rt.drain("sim:0", timeout=0).because
     assert where(rt) == {"a": "sim:0", "b": "host", "c": "host"}
     assert "a (5.0 GiB) could not be moved; its process tries again" in said
@@ -251,8 +246,7 @@ def two(runtime: Callable[..., Runtime], shared_book: str) -> tuple[Runtime, Run
 def test_another_process_gets_its_room_from_the_next_victim(two):
     a, b = two
     bus = Bus(a, "oldest")
-    fakes(a, next="10GiB")
-    a.preload("next")
+    loaded(a, next="10GiB")
     fakes(b, wanted="10GiB")
     with b.use("wanted", timeout=PATIENCE):
         assert where(b) == {"oldest": "sim:0", "next": "host", "wanted": "sim:0"}
@@ -305,8 +299,7 @@ def test_an_order_that_fails_with_a_drivers_error_is_answered(runtime, shared_bo
 
 def test_an_order_whose_answer_could_not_be_written_is_carried_out_again(runtime, monkeypatch):
     """Otherwise the process that gave the order waits until its own time is over."""
-    rt = runtime()
-    fakes(rt, m="4GiB")
+    rt = fakes(runtime(), m="4GiB")
     session, order = rt._session, Order("k", "preload", "m")
     session.orders.add(order.key)
 

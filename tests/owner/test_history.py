@@ -23,7 +23,7 @@ from gpu_runtime.units import GIB
 from tests.clock import finished
 from tests.worlds import book, lease
 
-from .conftest import fakes
+from .conftest import fakes, loaded
 
 WALL = 1_800_000_000.0
 
@@ -120,9 +120,7 @@ def test_a_chart_that_moves_on_does_not_flicker(record):
 
 def test_there_is_always_the_moment_of_now(runtime):
     """A chart has the present moment even without any record, as with a ledger in memory."""
-    rt = runtime()
-    fakes(rt, qwen="10GiB")
-    rt.preload("qwen")
+    rt = loaded(runtime(), qwen="10GiB")
     story = rt.history("15m")
     card, host = story.moments
     assert (card.device, host.device) == ("sim:0", "host")
@@ -135,8 +133,7 @@ def test_there_is_always_the_moment_of_now(runtime):
 
 
 def test_only_what_happened_in_that_time_is_told(runtime, clock):
-    rt = runtime(wall=clock)
-    fakes(rt, a="1GiB", b="1GiB")
+    rt = fakes(runtime(wall=clock), a="1GiB", b="1GiB")
     rt.preload("a")
     clock.advance(600)
     rt.preload("b")
@@ -192,9 +189,7 @@ def test_real_cards_are_recorded_as_they_were_measured():
 
 def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_path):
     """The recorder only reads the book: it has no section there."""
-    rt = runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False)
-    fakes(rt, qwen="10GiB")
-    rt.preload("qwen")
+    rt = loaded(runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False), qwen="10GiB")
     directory = rt._session.ledger.directory
     recorder = Recorder(directory, rt._session.ledger.url)
     before = rt._session.ledger.read()

@@ -15,7 +15,7 @@ from gpu_runtime.ledgers.book_store import TICKS_A_SECOND
 from gpu_runtime.owner import maintenance
 from gpu_runtime.owner.monitor import promptly
 from tests.clock import until
-from tests.owner.conftest import claims, fakes, where
+from tests.owner.conftest import claims, fakes, loaded, where
 
 LONG = 64 / TICKS_A_SECOND  # seconds between two reads of the book with 64 kernels
 
@@ -28,8 +28,7 @@ def crowd(runtime, shared_book, clock):
         for _ in range(64)
     ]
     for rt in kernels:
-        fakes(rt, m="1GiB")
-        rt.preload("m")
+        loaded(rt, m="1GiB")
     for rt in kernels:
         rt.tick()
     return kernels
@@ -50,9 +49,7 @@ def test_an_idle_kernel_writes_nothing_and_looks_the_less_the_more_there_are(cro
 
 
 def test_a_kernel_among_few_looks_every_second(runtime):
-    rt = runtime(monitor=False)
-    fakes(rt, m="1GiB")
-    rt.preload("m")
+    rt = loaded(runtime(monitor=False), m="1GiB")
     assert [rt.tick(), rt.tick()] == [1.0, 1.0]
 
 
@@ -197,8 +194,7 @@ def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
 ):
     """The rest of its round and the write of the journal would delay other processes by milliseconds."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
-    fakes(a, idle="20GiB")
-    a.preload("idle")
+    loaded(a, idle="20GiB")
     b.evict("idle", wait=False)
     done: list[str] = []
 
@@ -218,8 +214,7 @@ def test_a_round_first_does_what_others_wait_for_and_rings_before_it_journals(
 
 def test_a_later_keep_alive_replaces_an_earlier_longer_one(runtime):
     """`keep_alive` is the time after which the idle model may leave by itself. The last block that sets it counts."""
-    rt = runtime()
-    fakes(rt, qwen="4GiB")
+    rt = fakes(runtime(), qwen="4GiB")
     for given, kept in (({"keep_alive": "1h"}, 3600.0), ({}, 3600.0), ({"keep_alive": 1}, 1.0)):
         with rt.use("qwen", **given):
             pass

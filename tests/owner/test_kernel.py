@@ -37,7 +37,7 @@ from gpu_runtime.units import MIB, show_bytes, show_seconds
 from tests import tiny_models
 from tests.clock import PATIENCE
 
-from .conftest import claims, fakes
+from .conftest import claims, fakes, loaded
 from .kernels import FLOATS, Quiet, cell, own
 
 # -- counting --------------------------------------------------------------------------------------
@@ -518,9 +518,7 @@ def test_an_idle_kernel_leaves_for_another_processs_request(started, runtime, sh
 def test_a_cell_does_not_wait_for_memory_that_needs_the_cells_own(started, runtime, shared_book):
     """The cell waited 30 s for its own end, and its error named neither the holder nor a remedy."""
     devices = "sim:64MiB,host:4GiB"
-    other = runtime(devices=devices, ledger=shared_book, monitor=True)
-    fakes(other, m="48 MiB")
-    other.preload("m")
+    other = loaded(runtime(devices=devices, ledger=shared_book, monitor=True), m="48 MiB")
     other.evict("m")
     rt, kernel = started(devices=devices, ledger=shared_book)
     kept = torch.zeros(32 * FLOATS)
@@ -624,8 +622,7 @@ def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
 
     devices = "sim:64MiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, gpu_park_turn_seconds=0.3)
-    other = runtime(devices=devices, ledger=shared_book, monitor=False)
-    fakes(other, m="56MiB")
+    other = fakes(runtime(devices=devices, ledger=shared_book, monitor=False), m="56MiB")
     began, left = threading.Event(), threading.Event()
 
     def use():
@@ -660,8 +657,7 @@ def test_a_notebook_may_be_exempt_from_parking(started, runtime, shared_book):
     cell(kernel)
     rt.park()
     assert rt.park("never").because == "this notebook is never parked" and HOST not in own(rt)
-    other = runtime(**settings)
-    fakes(other, m="50MiB")
+    other = fakes(runtime(**settings), m="50MiB")
     with pytest.raises(GpuError):
         other.preload("m", timeout=0.3)
     with pytest.raises(GpuError):
@@ -755,8 +751,7 @@ def test_of_two_notebooks_with_one_file_name_the_path_is_the_address(started, ru
 def test_a_notebook_without_memory_of_its_own_is_an_address_of_its_models(runtime, shared_book):
     rt, other = (runtime(ledger=shared_book) for _ in range(2))
     rt._session.notebook = "/work/train.ipynb"
-    fakes(rt, qwen="3GiB")
-    rt.preload("qwen")
+    loaded(rt, qwen="3GiB")
     rt.tick()
     for verb in (other.pin, other.restore, other.plan):
         with pytest.raises(GpuError, match="It holds models: qwen. .*qwen@train.ipynb"):
@@ -770,8 +765,7 @@ def test_a_notebook_is_not_found_by_the_end_of_its_name(runtime, shared_book):
     """`%gpu park rain.ipynb` answered that rain.ipynb holds the models of train.ipynb."""
     rt, other = (runtime(ledger=shared_book) for _ in range(2))
     rt._session.notebook = "/work/train.ipynb"
-    fakes(rt, qwen="3GiB")
-    rt.preload("qwen")
+    loaded(rt, qwen="3GiB")
     rt.tick()
     with pytest.raises(GpuError, match="no kernel 'rain.ipynb' holds memory"):
         other.park("rain.ipynb")
@@ -890,9 +884,7 @@ def test_after_a_cell_without_memory_idle_leases_leave_and_the_user_is_told(
     devices = "sim:1GiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
     other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
-    fakes(other, old="300MiB", young="300MiB")
-    other.preload("old")
-    other.preload("young")
+    loaded(other, old="300MiB", young="300MiB")
     cell(kernel)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB. GPU 0 has …")
     assert kernel.make_room(error) == "300 MiB came free (old stepped aside): run the cell again."
@@ -906,8 +898,7 @@ def test_consent_to_run_again_counts_for_out_of_memory_errors_only(started, runt
     devices = "sim:1GiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
     other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
-    fakes(other, idle="300MiB")
-    other.preload("idle")
+    loaded(other, idle="300MiB")
     assert kernel.make_room_to_retry(ValueError("no")) == ""
     with pytest.raises(MemoryError) as caught, rt.lease(None):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 256.00 MiB.")
@@ -921,8 +912,7 @@ def test_an_overdraft_ends_within_3_seconds(started, runtime, shared_book, clock
     devices = "sim:64MiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, clock=clock)
     other = runtime(devices=devices, ledger=shared_book, monitor=False, clock=clock)
-    fakes(other, m="50MiB")
-    other.preload("m")
+    loaded(other, m="50MiB")
     kept = torch.zeros(16 * FLOATS)
     cell(kernel)
     view = other.status().devices[0]

@@ -11,7 +11,7 @@ from gpu_runtime.facts import CellModels, ModelSpec
 from gpu_runtime.owner.file_staging import stage
 from gpu_runtime.upcoming_cells import upcoming
 from tests.clock import PATIENCE
-from tests.owner.conftest import fakes, where
+from tests.owner.conftest import fakes, loaded, where
 
 GIB = 2**30
 
@@ -46,8 +46,7 @@ def step(rt, cells):
 
 
 def test_the_next_model_is_loaded_into_free_memory_and_why_says_so(runtime, notebook):
-    rt = runtime(devices="sim:24GiB,host:64GiB")
-    fakes(rt, a="10GiB", b="10GiB")
+    rt = fakes(runtime(devices="sim:24GiB,host:64GiB"), a="10GiB", b="10GiB")
     cells = notebook("a", "", "b")
     with rt.use("a"):
         assert step(rt, cells)
@@ -59,8 +58,7 @@ def test_the_next_model_is_loaded_into_free_memory_and_why_says_so(runtime, note
 
 
 def test_models_that_are_used_never_or_later_leave_and_sooner_ones_stay(runtime, notebook):
-    rt = runtime(devices="sim:24GiB,host:64GiB")
-    fakes(rt, a="10GiB", b="10GiB", c="10GiB")
+    rt = fakes(runtime(devices="sim:24GiB,host:64GiB"), a="10GiB", b="10GiB", c="10GiB")
     for name in "ab":
         rt.preload(name)
     assert step(rt, notebook("", "b", "c")) and where(rt)["a"] != "sim:0"
@@ -71,8 +69,7 @@ def test_models_that_are_used_never_or_later_leave_and_sooner_ones_stay(runtime,
 
 
 def test_what_the_running_cell_names_stays_and_its_own_models_come_first(runtime, notebook):
-    rt = runtime(devices="sim:12GiB,host:64GiB")
-    fakes(rt, a="10GiB", b="10GiB")
+    rt = fakes(runtime(devices="sim:12GiB,host:64GiB"), a="10GiB", b="10GiB")
     rt.preload("a")
     assert not step(rt, notebook("", "b", mentions="a")) and where(rt)["a"] == "sim:0"
     rt.evict("a")
@@ -85,8 +82,7 @@ def test_what_the_running_cell_names_stays_and_its_own_models_come_first(runtime
 def test_no_other_process_evicts_anything_for_a_guess(runtime, notebook, shared_book):
     other = runtime(ledger=shared_book, eviction_grace_seconds=0)
     rt = runtime(ledger=shared_book, eviction_grace_seconds=0)
-    fakes(other, theirs="20GiB")
-    other.preload("theirs")
+    loaded(other, theirs="20GiB")
     fakes(rt, b="10GiB")
     assert not step(rt, notebook("", "b"))
     assert where(other)["theirs"] == "sim:0" and not rt.status().tickets
@@ -104,8 +100,7 @@ def test_a_real_request_may_have_the_room_of_a_guess_at_once(runtime, notebook, 
 
 
 def test_guesses_that_come_to_nothing_are_counted(runtime, notebook):
-    rt = runtime(devices="sim:48GiB,host:64GiB")
-    fakes(rt, a="10GiB", b="10GiB", c="10GiB")
+    rt = fakes(runtime(devices="sim:48GiB,host:64GiB"), a="10GiB", b="10GiB", c="10GiB")
     cells = notebook("", "a", "b", "c")
     for _ in "abc":
         assert step(rt, cells)
@@ -123,8 +118,7 @@ def test_guesses_that_come_to_nothing_are_counted(runtime, notebook):
 
 
 def test_a_guess_before_a_preload_was_right(runtime, notebook):
-    rt = runtime()
-    fakes(rt, b="10GiB")
+    rt = fakes(runtime(), b="10GiB")
     assert step(rt, notebook("", "b"))
     rt.preload("b")
     notebook("")
@@ -151,8 +145,7 @@ def test_a_model_that_fails_to_load_is_tried_once_and_disturbs_nothing(runtime, 
 
 def test_the_policy_follows_the_schedule(runtime, notebook):
     """A real request evicts the model that the schedule needs last, even if another model was used longer ago."""
-    rt = runtime(devices="sim:24GiB,host:64GiB")
-    fakes(rt, a="10GiB", b="10GiB", c="10GiB")
+    rt = fakes(runtime(devices="sim:24GiB,host:64GiB"), a="10GiB", b="10GiB", c="10GiB")
     rt.preload("a")
     rt.preload("b")
     rt._session.look_ahead.follow(notebook("c", "a"))
@@ -176,8 +169,7 @@ def test_the_thread_is_started_again_after_it_ended_with_any_exception(
     runtime, notebook, monkeypatch
 ):
     """A user's factory may raise SystemExit, or the system may refuse to start a thread."""
-    rt = runtime(gpu_prefetch="auto")
-    fakes(rt, b="1GiB")
+    rt = fakes(runtime(gpu_prefetch="auto"), b="1GiB")
     ahead, started = rt._session.look_ahead, []
 
     def start(work):
@@ -202,8 +194,7 @@ def test_the_thread_is_started_again_after_it_ended_with_any_exception(
 
 
 def test_never_loads_nothing(runtime, notebook):
-    rt = runtime(gpu_prefetch="never")
-    fakes(rt, b="1GiB")
+    rt = fakes(runtime(gpu_prefetch="never"), b="1GiB")
     notebook("", "b")
     upcoming.changed()
     assert not rt._session.look_ahead._works and rt.schedule().mode == "never"

@@ -11,7 +11,7 @@ from gpu_runtime import GpuError, NotAllowed
 from gpu_runtime.owner import permissions
 from gpu_runtime.units import GIB
 
-from .conftest import claims, fakes
+from .conftest import claims, loaded
 
 PID = str(os.getpid())
 
@@ -20,8 +20,7 @@ PID = str(os.getpid())
 def pair(runtime, tmp_path):
     """Two runtimes. The first one only looks. The second one has a model, and its lock file was replaced."""
     here, lost = (runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False) for _ in "ab")
-    fakes(lost, qwen="14GiB")
-    lost.preload("qwen")
+    loaded(lost, qwen="14GiB")
     path = lost._session.ledger.directory / "owners" / lost._session.me
     path.rename(path.with_name("away"))
     path.touch()
@@ -47,8 +46,7 @@ def test_a_person_who_knows_ends_its_leases(pair):
     assert claims(here) == {} and lost._session.me not in here.status().sections
     (event,) = here.why("qwen")[:1]
     assert (event.action, event.by) == ("reaped", here._session.owner.user)
-    fakes(here, llama="20GiB")
-    here.preload("llama")
+    loaded(here, llama="20GiB")
 
 
 def test_a_process_that_is_proven_alive_cannot_be_ended(pair):

@@ -18,15 +18,13 @@ from gpu_runtime.owner import registry
 from gpu_runtime.scheduler import torch_limit
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
-from tests.owner.conftest import claims, fakes, where
+from tests.owner.conftest import claims, fakes, loaded, where
 
 FOUR = "sim:4x10GiB,host:64GiB"
 
 
 def test_move_switches_a_models_card_and_says_why(runtime):
-    rt = runtime(devices=FOUR)
-    fakes(rt, qwen="6GiB")
-    rt.preload("qwen")
+    rt = loaded(runtime(devices=FOUR), qwen="6GiB")
     outcome = rt.move("qwen", "sim:2")
     assert (outcome.done, outcome.where, outcome.bytes) == (True, "sim:2", 6 * GIB)
     assert outcome.because == "qwen moved from sim:0 to sim:2"
@@ -39,9 +37,7 @@ def test_move_switches_a_models_card_and_says_why(runtime):
 
 def test_a_move_may_go_over_several_cards_and_come_back(runtime):
     """The bytes are on the cards of the model's shares, also in the allocators. The count of each card is exact."""
-    rt = runtime(devices=FOUR)
-    fakes(rt, qwen="6GiB")
-    rt.preload("qwen")
+    rt = loaded(runtime(devices=FOUR), qwen="6GiB")
     assert rt.move("qwen", "sim:1,3").where == "sim:1,3"
     assert claims(rt) == {"sim:1": 3 * GIB, "sim:3": 3 * GIB}
     assert {d: size for d, size in rt.probe.used().items() if size} == claims(rt)
@@ -53,9 +49,7 @@ def test_a_move_may_go_over_several_cards_and_come_back(runtime):
 
 def test_where_it_has_no_room_it_stays_and_the_sentence_says_what_to_type(runtime):
     rt = runtime(devices="sim:2x10GiB,host:64GiB", gpu_memory_max_percent=1.0)
-    fakes(rt, qwen="6GiB", idle="7GiB")
-    rt.preload("qwen")
-    rt.preload("idle")
+    loaded(rt, qwen="6GiB", idle="7GiB")
     before = claims(rt)
     with pytest.raises(
         DoesNotFit, match=r"(?s)qwen needs 6.0 GiB; sim:1 has 3.0 GiB free.*%gpu evict idle  "
@@ -65,8 +59,7 @@ def test_where_it_has_no_room_it_stays_and_the_sentence_says_what_to_type(runtim
 
 
 def test_what_cannot_be_moved_is_refused_in_one_sentence(runtime):
-    rt = runtime(devices=FOUR)
-    fakes(rt, qwen="6GiB", away="1GiB")
+    rt = fakes(runtime(devices=FOUR), qwen="6GiB", away="1GiB")
     rt.preload("qwen")
     for device in ("sim:9", "cuda:0", ""):
         with pytest.raises(UnknownDevice, match="This machine has sim:0, sim:1"):
@@ -111,8 +104,7 @@ def _fails_to_move(what: str) -> None:
 
 def test_another_processes_model_is_asked_for_and_the_asker_is_told(runtime, shared_book):
     one, other = (runtime(devices=FOUR, ledger=shared_book) for _ in range(2))
-    fakes(one, qwen="6GiB")
-    one.preload("qwen")
+    loaded(one, qwen="6GiB")
     outcome = other.move("qwen", "sim:1", timeout=PATIENCE)
     assert outcome.done and outcome.where == "sim:1"
     assert where(one) == {"qwen": "sim:1"}
@@ -236,8 +228,7 @@ def test_a_call_is_one_use_though_it_leads_through_forward(runtime):
 
 
 def test_what_lies_elsewhere_after_a_load_is_told_by_name(runtime, monkeypatch, caplog):
-    rt = runtime(devices=FOUR)
-    fakes(rt, m="1GiB")
+    rt = fakes(runtime(devices=FOUR), m="1GiB")
     monkeypatch.setattr(
         registry.find(rt._session, "m").backend,
         "elsewhere",

@@ -16,7 +16,7 @@ from gpu_runtime.scheduler import recall
 from gpu_runtime.scheduler.recall import Order
 from gpu_runtime.units import MIB
 
-from .conftest import fakes
+from .conftest import loaded
 from .test_kernel import Quiet
 
 
@@ -37,8 +37,7 @@ def table(frame):
 
 def test_another_process_lists_what_it_holds(pair):
     asks, other = pair
-    fakes(other, qwen="4GiB")
-    other.preload("qwen")
+    loaded(other, qwen="4GiB")
     frame = asks.who(other._session.me)
     assert table(frame)["qwen"] == 4096
     assert frame.attrs["process"] == other._session.owner.label and frame.attrs["note"] == ""
@@ -46,8 +45,7 @@ def test_another_process_lists_what_it_holds(pair):
 
 def test_the_answer_is_not_on_the_page(pair):
     asks, other = pair
-    fakes(other, qwen="4GiB")
-    other.preload("qwen")
+    loaded(other, qwen="4GiB")
     me = other._session.me
     before = other._session.ledger.read().sections[me].leases
     asks.who(other._session.me)
@@ -58,17 +56,14 @@ def test_the_answer_is_not_on_the_page(pair):
 
 
 def test_an_own_process_by_its_own_id_needs_no_request(runtime):
-    rt = runtime()
-    fakes(rt, qwen="4GiB")
-    rt.preload("qwen")
+    rt = loaded(runtime(), qwen="4GiB")
     assert table(rt.who(rt._session.me))["qwen"] == 4096
 
 
 def test_while_a_cell_runs_its_variables_are_not_searched(pair, monkeypatch):
     """A search counts references, which a running cell would change. So only the models are listed."""
     asks, other = pair
-    fakes(other, qwen="4GiB")
-    other.preload("qwen")
+    loaded(other, qwen="4GiB")
     other._session.activity.began("a cell")
     monkeypatch.setattr(other_holdings.holdings, "who", pytest.fail)
     frame = asks.who(other._session.me)
@@ -85,8 +80,7 @@ def test_a_search_ends_when_a_cell_begins(pair, monkeypatch):
         return other_holdings.holdings.Holdings(())
 
     monkeypatch.setattr(other_holdings.holdings, "who", who)
-    fakes(other, qwen="4GiB")
-    other.preload("qwen")
+    loaded(other, qwen="4GiB")
     asks.who(other._session.me)
     assert stops == [True]
 
@@ -94,8 +88,7 @@ def test_a_search_ends_when_a_cell_begins(pair, monkeypatch):
 def test_a_script_lists_its_leases(pair):
     asks, other = pair
     other._session.activity.forget()
-    fakes(other, qwen="4GiB")
-    other.preload("qwen")
+    loaded(other, qwen="4GiB")
     assert asks.who(other._session.me).attrs["note"] == other_holdings.SCRIPT
 
 
@@ -157,16 +150,14 @@ def test_the_answer_is_bounded():
 
 def test_a_process_that_is_not_there_is_refused_with_those_that_are(pair):
     asks, other = pair
-    fakes(other, qwen="4GiB")
-    other.preload("qwen")
+    loaded(other, qwen="4GiB")
     with pytest.raises(GpuError, match="no process 'gone.ipynb' shares this ledger.*pid"):
         asks.who("gone.ipynb")
 
 
 def test_a_stopped_process_is_named_at_once(pair, monkeypatch):
     asks, other = pair
-    fakes(other, qwen="4GiB")
-    other.preload("qwen")
+    loaded(other, qwen="4GiB")
     monkeypatch.setattr(MemoryLedger, "sights", lambda *_: {other._session.me: Sight.STOPPED})
     with pytest.raises(GpuError, match=r"is stopped, so it cannot answer.\n.*kill -CONT"):
         asks.who(other._session.me)
@@ -176,8 +167,7 @@ def test_a_process_that_is_stopped_while_it_is_asked_is_named_as_stopped(
     runtime, shared_book, monkeypatch
 ):
     asks, other = (runtime(ledger=shared_book, monitor=False) for _ in range(2))  # none answers
-    fakes(other, qwen="4GiB")
-    other.preload("qwen")
+    loaded(other, qwen="4GiB")
     seen = iter([Sight.ALIVE])
     monkeypatch.setattr(
         MemoryLedger, "sights", lambda *_: {other._session.me: next(seen, Sight.STOPPED)}
@@ -189,8 +179,7 @@ def test_a_process_that_is_stopped_while_it_is_asked_is_named_as_stopped(
 def test_a_process_of_an_older_version_does_not_answer(pair, monkeypatch):
     """It does not know the request, which is removed when the requesting process stops waiting."""
     asks, other = pair
-    fakes(other, qwen="4GiB")
-    other.preload("qwen")
+    loaded(other, qwen="4GiB")
     monkeypatch.setattr(maintenance, "obey", lambda session: ())
     with pytest.raises(Busy, match="has not answered for 0 s.*too old"):
         other_holdings.who(asks._session, other._session.me, 0.2)
@@ -199,8 +188,7 @@ def test_a_process_of_an_older_version_does_not_answer(pair, monkeypatch):
 
 def test_another_users_process_is_asked_by_operators_only(pair, monkeypatch):
     asks, other = pair
-    fakes(other, qwen="4GiB")
-    other.preload("qwen")
+    loaded(other, qwen="4GiB")
     owner = asks._session.ledger.read().owner(other._session.me)
     because = recall.foreign("eve", "who", "", owner)
     assert because.startswith("eve may not ask which variables hold memory in ")

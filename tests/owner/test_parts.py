@@ -17,7 +17,7 @@ from gpu_runtime.facts import HOST
 from gpu_runtime.units import GIB, MIB
 from tests.clock import PATIENCE
 
-from .conftest import fakes, where
+from .conftest import fakes, loaded, where
 
 BOX = {"devices": "sim:40GiB,host:128GiB", "eviction_grace_seconds": 0, "gpu_memory_max_percent": 1}
 
@@ -43,8 +43,7 @@ def moved(rt: Any, *actions: str) -> int:
 
 def test_three_gib_of_a_model_of_forty_leave_and_return(runtime):
     """At most 3 GiB and one piece are copied each way."""
-    rt = runtime(**BOX)
-    fakes(rt, big="40GiB", small="3GiB")
+    rt = fakes(runtime(**BOX), big="40GiB", small="3GiB")
     rt.preload("big")
     with rt.use("small"):
         assert shares(rt, "big") == {"sim:0": 37 * GIB, HOST: 3 * GIB}
@@ -92,8 +91,7 @@ def test_where_the_return_of_a_part_fails_the_parts_stay(runtime):
 
     rt = runtime(**BOX)
     big(rt, hook=step)
-    fakes(rt, small="3GiB")
-    rt.preload("small")
+    loaded(rt, small="3GiB")
     rt.forget("small")
     broken.append(RuntimeError("the bus is gone"))
     with pytest.raises(Exception, match="the bus is gone"), rt.use("big"):
@@ -107,8 +105,7 @@ def test_the_verbs_of_a_model_in_parts(runtime):
     """A person can evict the rest of a model in parts, drop it, forget it, or restore it whole."""
     rt = runtime(**BOX)
     big(rt)
-    fakes(rt, small="3GiB")
-    rt.preload("small")
+    loaded(rt, small="3GiB")
     with pytest.raises(NotResident):
         rt.move("big", "sim:0")
     rt.evict("big")
@@ -140,8 +137,7 @@ def test_another_owner_gives_a_part(runtime, shared_book):
 def test_a_drained_card_is_emptied_of_a_model_in_parts(runtime):
     rt = runtime(**BOX)
     big(rt)
-    fakes(rt, small="3GiB")
-    rt.preload("small")
+    loaded(rt, small="3GiB")
     rt.drain("sim:0")
     rt.tick()
     assert shares(rt, "big") == {HOST: 40 * GIB}

@@ -17,14 +17,12 @@ from gpu_runtime import GpuError, Runtime, StillInUse
 from gpu_runtime.owner import acquire, pins
 from gpu_runtime.units import GIB
 
-from .conftest import fakes
+from .conftest import fakes, loaded
 
 
 @pytest.fixture
 def rt(runtime: Callable[..., Runtime]) -> Runtime:
-    made = runtime(monitor=False)
-    fakes(made, m="3GiB")
-    made.preload("m")
+    made = loaded(runtime(monitor=False), m="3GiB")
     return made
 
 

@@ -14,7 +14,7 @@ from gpu_runtime.owner import release
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
 
-from .conftest import claims, fakes, where
+from .conftest import claims, fakes, loaded, where
 
 
 def in_threads(*acts) -> list[threading.Thread]:
@@ -54,9 +54,7 @@ def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
 
 def test_the_table_of_models_survives_the_drop_of_one(runtime, monkeypatch):
     """The monitor drops the model between the check that it is loaded and its measurement."""
-    rt = runtime(monitor=False)
-    fakes(rt, m="3GiB")
-    rt.preload("m")
+    rt = loaded(runtime(monitor=False), m="3GiB")
     sizing = rt._session.sizing
     resident, require_evidence = rt._session.residents["m"], sizing._require_evidence
 
@@ -72,8 +70,7 @@ def test_the_table_of_models_survives_the_drop_of_one(runtime, monkeypatch):
 
 def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeypatch):
     """The model is already installed. If its bytes were dropped, an empty model would count as loaded."""
-    rt = runtime(monitor=False)
-    fakes(rt, m="3GiB")
+    rt = fakes(runtime(monitor=False), m="3GiB")
     resident = rt._session.residents["m"]
     install = resident.install
 
@@ -93,8 +90,7 @@ def test_an_interrupt_right_after_a_load_leaves_the_model_whole(runtime, monkeyp
 
 def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime, monkeypatch):
     """The frames of the traceback that the notebook keeps refer to the bytes."""
-    rt = runtime(monitor=False)
-    fakes(rt, m="3GiB")
+    rt = fakes(runtime(monitor=False), m="3GiB")
     backend = rt._session.residents["m"].backend
     settle = backend._settle
 
@@ -111,9 +107,7 @@ def test_an_interrupt_at_the_end_of_a_load_gives_its_bytes_back_at_once(runtime,
 
 def test_an_interrupt_at_the_end_of_a_reload_gives_its_bytes_back_at_once(runtime, monkeypatch):
     """The runtime keeps the object of the first load for the reload. This object must not keep the bytes as well."""
-    rt = runtime(monitor=False)
-    fakes(rt, m="3GiB")
-    rt.preload("m")
+    rt = loaded(runtime(monitor=False), m="3GiB")
     resident = rt._session.residents["m"]
     release.evict(rt._session, resident, "for this test", drop=True)
     settle = resident.backend._settle
@@ -133,9 +127,7 @@ def test_an_interrupt_at_the_end_of_a_reload_gives_its_bytes_back_at_once(runtim
 
 def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
     """The error that the notebook keeps referred to the closure with the move's key: the room stayed reserved."""
-    rt = runtime(monitor=False)
-    fakes(rt, m="3GiB")
-    rt.preload("m")
+    rt = loaded(runtime(monitor=False), m="3GiB")
     rt.evict("m")
 
     def stop(*_):
@@ -152,8 +144,7 @@ def test_an_interrupt_before_a_move_begins_leaves_nothing(runtime, monkeypatch):
 
 def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch):
     """Users press twice. A ticket that could not be withdrawn at once is withdrawn at the next tick."""
-    rt = runtime(monitor=False)
-    fakes(rt, m="14GiB", other="14GiB")
+    rt = fakes(runtime(monitor=False), m="14GiB", other="14GiB")
 
     def stop(*_):
         raise KeyboardInterrupt
@@ -184,8 +175,7 @@ def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
     asker, owner = (
         runtime(ledger=shared_book, eviction_grace_seconds=0, monitor=False) for _ in range(2)
     )
-    fakes(owner, m="3GiB")
-    owner.preload("m")
+    loaded(owner, m="3GiB")
     asker.evict("m", wait=False)
     for rt in (owner, asker):
         rt.tick()
@@ -226,8 +216,7 @@ def test_an_interrupt_at_the_entry_of_any_function_leaves_nothing_once_the_monit
     runtime, deed
 ):
     """Even the `finally` that releases a key can be interrupted, and the notebook keeps the error."""
-    rt = runtime(monitor=False)
-    fakes(rt, m="3GiB", n="3GiB")
+    rt = fakes(runtime(monitor=False), m="3GiB", n="3GiB")
     deeds = {
         "lease": lambda: _leased(rt),
         "use": lambda: _used(rt, "m"),

@@ -11,7 +11,7 @@ from gpu_runtime.backends.fake import FakeBackend
 from gpu_runtime.facts import MOST_EVENTS, decode_uses
 from tests.clock import PATIENCE
 
-from .conftest import fakes
+from .conftest import fakes, loaded
 
 
 def recent_uses(rt):
@@ -48,8 +48,7 @@ def test_a_use_that_waited_counts_from_its_request(runtime, clock):
 
 def test_a_model_is_idle_since_the_end_of_its_use_or_of_its_load(runtime, clock):
     """Idle since the start of a use, or of the machine for one loaded ahead, a model would leave first."""
-    rt = runtime(clock=clock, wall=clock)
-    fakes(rt, a="3GiB")
+    rt = fakes(runtime(clock=clock, wall=clock), a="3GiB")
 
     def idle_seconds():
         rt.tick()
@@ -68,9 +67,7 @@ def test_a_model_is_idle_since_the_end_of_its_use_or_of_its_load(runtime, clock)
 
 
 def test_a_use_without_a_wait_counts_from_its_start(runtime, clock):
-    rt = runtime(clock=clock, wall=clock)
-    fakes(rt, a="3GiB")
-    rt.preload("a")
+    rt = loaded(runtime(clock=clock, wall=clock), a="3GiB")
     assert recent_uses(rt) == ()
     clock.advance(5)
     with rt.use("a"):
@@ -80,8 +77,7 @@ def test_a_use_without_a_wait_counts_from_its_start(runtime, clock):
 
 
 def test_a_refused_request_is_no_use(runtime, clock):
-    rt = runtime(clock=clock, wall=clock)
-    fakes(rt, a="3GiB", b="16GiB", c="16GiB")
+    rt = fakes(runtime(clock=clock, wall=clock), a="3GiB", b="16GiB", c="16GiB")
     with rt.use("b"), pytest.raises(Exception, match="c"), rt.use("c", timeout=0):
         pass
     rt.evict("b", drop=True)
@@ -100,15 +96,13 @@ def test_the_uses_of_an_earlier_process_count_if_the_source_is_the_same(
 ):
     """The journal has them. The first load reads them, although its own request is a use already."""
     ledger = f"sqlite:///{tmp_path}/ledger.db"
-    earlier = runtime(ledger=ledger, monitor=False, clock=clock, wall=clock)
-    fakes(earlier, a="3GiB")
+    earlier = fakes(runtime(ledger=ledger, monitor=False, clock=clock, wall=clock), a="3GiB")
     with earlier.use("a"):
         pass
     earlier.evict("a", drop=True)
     earlier.close()
     clock.advance(100)
-    later = runtime(ledger=ledger, monitor=False, clock=clock, wall=clock)
-    fakes(later, a="3GiB")
+    later = fakes(runtime(ledger=ledger, monitor=False, clock=clock, wall=clock), a="3GiB")
     with later.use("a"):
         pass
     assert recent_uses(later) == (1000, 1100)
@@ -131,8 +125,7 @@ def test_the_uses_of_processes_that_ended_at_the_same_time_count_together(
             clock.advance(50)
     for rt in both:
         rt.close()
-    later = runtime(**settings)
-    fakes(later, c="3GiB")
+    later = fakes(runtime(**settings), c="3GiB")
     with later.use("c"):
         pass
     assert recent_uses(later) == (1000, 1050, 1100)

@@ -14,7 +14,7 @@ from gpu_runtime.telemetry import decided as decisions
 from gpu_runtime.telemetry.decided import pack, unpack
 from gpu_runtime.telemetry.journal import Journal
 
-from .conftest import fakes
+from .conftest import fakes, loaded
 
 
 @pytest.fixture
@@ -146,8 +146,7 @@ def test_an_address_replays_the_decisions_of_that_process(runtime, tmp_path):
     train, other = (runtime(ledger=ledger, monitor=False) for _ in range(2))
     train._session.notebook = "/work/train.ipynb"
     for rt, size in ((train, "3GiB"), (other, "4GiB")):
-        fakes(rt, qwen=size)
-        rt.preload("qwen")
+        loaded(rt, qwen=size)
         rt.tick()
     everybodys = other.why("qwen", replay=True)
     assert len(everybodys) == 2

@@ -40,13 +40,12 @@ from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
 from tests.tiny_models import gguf_lm
 
-from .conftest import claims, fakes, where
+from .conftest import claims, fakes, loaded, where
 
 
 def test_two_models_that_do_not_fit_together_take_turns(runtime):
     """This is the main case. The idle model is offloaded to RAM automatically, and restored when it is used."""
-    rt = runtime()
-    fakes(rt, qwen="14GiB", llama="10GiB")
+    rt = fakes(runtime(), qwen="14GiB", llama="10GiB")
     for name in ("qwen", "llama", "qwen"):
         with rt.use(name) as model:
             assert repr(model) == f"<fake {name} on sim:0>"
@@ -62,8 +61,7 @@ def test_two_models_that_do_not_fit_together_take_turns(runtime):
 
 
 def test_models_that_fit_together_stay_together(runtime):
-    rt = runtime()
-    fakes(rt, a="7GiB", b="7GiB", c="7GiB")
+    rt = fakes(runtime(), a="7GiB", b="7GiB", c="7GiB")
     for name in "abcabc":
         with rt.use(name):
             pass
@@ -71,15 +69,13 @@ def test_models_that_fit_together_stay_together(runtime):
 
 
 def test_an_exact_fit_fits(runtime):
-    rt = runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=0.5)
-    fakes(rt, a="10GiB")
+    rt = fakes(runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=0.5), a="10GiB")
     with rt.use("a"):
         assert claims(rt) == {"sim:0": 10 * GIB}
 
 
 def test_nested_blocks_hold_both_models(runtime):
-    rt = runtime()
-    fakes(rt, a="7GiB", b="7GiB", c="14GiB")
+    rt = fakes(runtime(), a="7GiB", b="7GiB", c="14GiB")
     with rt.use("a"), rt.use("b"):
         with (
             pytest.raises(DoesNotFit, match="held by the block that makes the request"),
@@ -92,10 +88,7 @@ def test_nested_blocks_hold_both_models(runtime):
 
 def test_a_restored_model_counts_as_held_by_the_thread_that_uses_it(runtime):
     """A helper thread restores it, but the `with` block holds it: what does not fit beside it is refused."""
-    rt = runtime()
-    fakes(rt, qwen="14GiB", llama="9GiB")
-    rt.preload("qwen")
-    rt.preload("llama")
+    rt = loaded(runtime(), qwen="14GiB", llama="9GiB")
     with (
         rt.use("qwen"),
         pytest.raises(DoesNotFit, match="held by the block"),
@@ -115,8 +108,7 @@ def test_the_runtime_of_the_process_is_one_and_can_be_asked_for_again(monkeypatc
 
 
 def test_a_hopeless_request_evicts_nothing(runtime):
-    rt = runtime()
-    fakes(rt, small="5GiB", big="30GiB")
+    rt = fakes(runtime(), small="5GiB", big="30GiB")
     rt.preload("small")
     with pytest.raises(DoesNotFit) as refused, rt.use("big"):
         pass
@@ -153,8 +145,7 @@ def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
 
 
 def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runtime):
-    rt = runtime(monitor=False)
-    fakes(rt, a="14GiB", b="14GiB")
+    rt = fakes(runtime(monitor=False), a="14GiB", b="14GiB")
     inside, done = threading.Event(), threading.Event()
 
     def hold():
@@ -177,8 +168,7 @@ def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runti
 def test_a_waiter_gets_the_room_as_soon_as_the_model_in_use_is_done(runtime, monkeypatch):
     """It does not wait for the next poll."""
     monkeypatch.setattr("gpu_runtime.owner.requests.POLL_SECONDS", 100 * PATIENCE)
-    rt = runtime()
-    fakes(rt, a="14GiB", b="14GiB")
+    rt = fakes(runtime(), a="14GiB", b="14GiB")
     got = []
 
     def want():
@@ -196,8 +186,7 @@ def test_a_waiter_gets_the_room_as_soon_as_the_model_in_use_is_done(runtime, mon
 
 
 def test_threads_that_hold_what_each_other_needs_are_told_at_once(runtime):
-    rt = runtime()
-    fakes(rt, a="10GiB", b="10GiB", c="11GiB", d="11GiB")
+    rt = fakes(runtime(), a="10GiB", b="10GiB", c="11GiB", d="11GiB")
     both, outcomes = threading.Barrier(2), []
 
     def nest(outer, inner):
@@ -270,9 +259,7 @@ def broken(error):
     ],
 )
 def test_a_load_that_fails_leaves_the_book_as_it_was(runtime, error, raised):
-    rt = runtime()
-    fakes(rt, other="5GiB")
-    rt.preload("other")
+    rt = loaded(runtime(), other="5GiB")
     before = rt.leases().drop(columns="idle_seconds").to_dict()
     rt.register("m", broken(error), backend="fake", size="3GiB")
     with pytest.raises(raised), rt.use("m"):
@@ -284,8 +271,7 @@ def test_a_load_that_fails_leaves_the_book_as_it_was(runtime, error, raised):
 
 def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holders(runtime):
     """The device is measured and the request decided again. If that fails, the error names the holders."""
-    rt = runtime()
-    fakes(rt, a="5GiB", b="5GiB")
+    rt = fakes(runtime(), a="5GiB", b="5GiB")
     with rt.use("a"):
         rt.probe.place("sim:0").squeeze(17 * GIB)
         with (
@@ -305,8 +291,7 @@ def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holde
 
 def test_out_of_memory_while_loading_makes_room_and_tries_once_more(runtime):
     """The card has less free memory than the book shows: the idle model leaves, and the second try works."""
-    rt = runtime()
-    fakes(rt, a="5GiB", b="5GiB")
+    rt = fakes(runtime(), a="5GiB", b="5GiB")
     rt.preload("a")
     rt.probe.place("sim:0").squeeze(17 * GIB)
     rt.preload("b")
@@ -315,8 +300,7 @@ def test_out_of_memory_while_loading_makes_room_and_tries_once_more(runtime):
 
 def test_out_of_memory_after_all_have_left_leaves_no_ticket_and_doubts_the_declared_size(runtime):
     """All other models have left the card. Then the likeliest cause is that the declared size is too small."""
-    rt = runtime()
-    fakes(rt, a="5GiB", b="5GiB")
+    rt = fakes(runtime(), a="5GiB", b="5GiB")
     rt.preload("a")
     rt.probe.place("sim:0").squeeze(21 * GIB)
     with pytest.raises(OutOfMemory) as told:
@@ -331,9 +315,7 @@ def test_out_of_memory_after_all_have_left_leaves_no_ticket_and_doubts_the_decla
 
 def test_out_of_memory_while_coming_back_from_ram_asks_for_room_alone(runtime):
     """The size is known from the earlier load, so the declared size is not doubted."""
-    rt = runtime()
-    fakes(rt, a="5GiB")
-    rt.preload("a")
+    rt = loaded(runtime(), a="5GiB")
     rt.evict("a")
     rt.probe.place("sim:0").squeeze(21 * GIB)
     with pytest.raises(OutOfMemory, match="(?s)while loading a.*Make room") as told:
@@ -354,8 +336,7 @@ def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(
     runtime, monkeypatch, said, advised
 ):
     """After some errors of the driver, every call on the card fails in this process."""
-    rt = runtime()
-    fakes(rt, m="3GiB")
+    rt = fakes(runtime(), m="3GiB")
 
     def fail(*_, **__):
         raise RuntimeError(said)
@@ -367,8 +348,7 @@ def test_a_load_that_failed_with_the_driver_says_that_the_kernel_must_go(
 
 
 def test_a_load_that_fails_after_its_bytes_have_come_gives_them_back(runtime, monkeypatch):
-    rt = runtime()
-    fakes(rt, m="3GiB")
+    rt = fakes(runtime(), m="3GiB")
 
     def fail(model):
         raise RuntimeError("the source is gone")
@@ -387,8 +367,7 @@ def test_a_load_that_fails_after_its_bytes_have_come_gives_them_back(runtime, mo
 
 def test_a_pin_taken_after_the_decision_still_keeps_the_model(runtime):
     """Published pins may be a second old. So the owner checks its pins again before a move."""
-    rt = runtime(monitor=False)
-    fakes(rt, m="3GiB")
+    rt = fakes(runtime(monitor=False), m="3GiB")
     with rt.use("m"):
         assert not registry.find(rt._session, "m").begin_moving()
     assert registry.find(rt._session, "m").begin_moving()
@@ -470,16 +449,13 @@ def test_no_block_survives_its_end_however_often_the_stop_button_strikes(runtime
 
 def test_no_pin_survives_its_block_however_often_the_stop_button_strikes(runtime):
     """Interrupts at random instructions of entry, use and exit. Afterwards no model is in use."""
-    rt = runtime(monitor=False)
-    fakes(rt, m="3GiB")
-    rt.preload("m")
+    rt = loaded(runtime(monitor=False), m="3GiB")
     strike_during(1.0, lambda: _enter(rt.use("m")))
     assert rt.evict("m").where == "host", "nobody has it pinned"
 
 
 def test_an_interrupted_wait_leaves_no_ticket(runtime):
-    rt = runtime()
-    fakes(rt, a="14GiB", b="14GiB")
+    rt = fakes(runtime(), a="14GiB", b="14GiB")
 
     def stop(name, wait):
         raise KeyboardInterrupt
@@ -503,8 +479,7 @@ def test_an_interrupted_wait_leaves_no_ticket(runtime):
 
 
 def test_an_exit_stack_holds_the_model_until_it_closes(runtime):
-    rt = runtime()
-    fakes(rt, m="3GiB")
+    rt = fakes(runtime(), m="3GiB")
     with contextlib.ExitStack() as stack:
         stack.enter_context(rt.use("m"))
         with pytest.raises(StillInUse):
@@ -516,8 +491,7 @@ def test_an_exit_stack_holds_the_model_until_it_closes(runtime):
 
 
 def test_evict_refuses_what_is_in_use_or_pinned_and_says_what_to_type(runtime):
-    rt = runtime()
-    fakes(rt, m="3GiB")
+    rt = fakes(runtime(), m="3GiB")
     with rt.use("m"), pytest.raises(StillInUse, match="in use by this process"):
         rt.evict("m")
     rt.pin("m")
@@ -528,8 +502,7 @@ def test_evict_refuses_what_is_in_use_or_pinned_and_says_what_to_type(runtime):
 
 
 def test_a_pinned_model_is_never_a_victim(runtime):
-    rt = runtime()
-    fakes(rt, a="14GiB", b="14GiB")
+    rt = fakes(runtime(), a="14GiB", b="14GiB")
     rt.preload("a")
     rt.pin("a")
     with pytest.raises(DoesNotFit, match=r"(?s)a \(14.0 GiB\) is kept.*unpin a"), rt.use("b"):
@@ -537,8 +510,7 @@ def test_a_pinned_model_is_never_a_victim(runtime):
 
 
 def test_plan_says_what_would_happen_and_does_nothing(runtime):
-    rt = runtime()
-    fakes(rt, a="14GiB", b="10GiB", big="30GiB")
+    rt = fakes(runtime(), a="14GiB", b="10GiB", big="30GiB")
     rt.preload("a")
     plan = rt.plan("b")
     assert plan.granted and [type(step) for step in plan.steps] == [Move, Load]
@@ -550,8 +522,7 @@ def test_plan_says_what_would_happen_and_does_nothing(runtime):
 
 
 def test_without_offload_what_leaves_is_dropped_and_loaded_anew(runtime):
-    rt = runtime(enable_cpu_offload=False)
-    fakes(rt, a="14GiB", b="14GiB")
+    rt = fakes(runtime(enable_cpu_offload=False), a="14GiB", b="14GiB")
     rt.preload("a")
     assert [type(step) for step in rt.plan("b").steps] == [Drop, Load]
     rt.preload("b")
@@ -561,10 +532,7 @@ def test_without_offload_what_leaves_is_dropped_and_loaded_anew(runtime):
 
 
 def test_a_full_warm_pool_means_unloading(runtime):
-    rt = runtime(devices="sim:24GiB,host:20GiB")
-    fakes(rt, a="14GiB", b="14GiB")
-    rt.preload("a")
-    rt.preload("b")
+    rt = loaded(runtime(devices="sim:24GiB,host:20GiB"), a="14GiB", b="14GiB")
     assert where(rt) == {"a": "disk", "b": "sim:0"}
 
 
@@ -588,8 +556,7 @@ def test_a_model_in_ram_is_loaded_again_if_a_victim_needs_its_place(runtime):
 
 
 def test_the_limit_of_this_process_is_named_in_the_words_of_the_inference_service(runtime):
-    rt = runtime(inference_memory_limit_gb=16)
-    fakes(rt, a="10GiB", b="10GiB", c="17GiB")
+    rt = fakes(runtime(inference_memory_limit_gb=16), a="10GiB", b="10GiB", c="17GiB")
     with rt.use("a"):
         with pytest.raises(MemoryLimitExceeded) as refused, rt.use("b"):
             pass
@@ -611,9 +578,7 @@ def test_the_advice_for_a_lease_that_does_not_fit_speaks_of_bytes(runtime):
 
 
 def test_a_block_of_code_leases_room_and_gives_it_back_whatever_happens(runtime):
-    rt = runtime()
-    fakes(rt, a="14GiB")
-    rt.preload("a")
+    rt = loaded(runtime(), a="14GiB")
     with pytest.raises(ZeroDivisionError), rt.lease("10 GiB", purpose="training") as block:
         assert claims(rt)["sim:0"] == 10 * GIB and where(rt)["a"] == "host"
         assert (block.bytes, block.device.id) == (10 * GIB, "sim:0")
@@ -626,9 +591,7 @@ def test_a_block_of_code_leases_room_and_gives_it_back_whatever_happens(runtime)
 
 
 def test_forget_frees_the_memory_and_the_name(runtime):
-    rt = runtime()
-    fakes(rt, m="3GiB")
-    rt.preload("m")
+    rt = loaded(runtime(), m="3GiB")
     rt.forget("m")
     assert claims(rt) == {} and rt.specs() == ()
     with pytest.raises(UnknownModel):
@@ -674,8 +637,7 @@ def test_a_gpu_that_is_not_there_and_a_size_without_its_unit_are_told_at_once(ru
 
 
 def test_the_same_registration_twice_is_one_and_another_under_its_name_is_refused(runtime):
-    rt = runtime()
-    fakes(rt, m="3GiB")
+    rt = fakes(runtime(), m="3GiB")
     fakes(rt, m="3GiB")
     with pytest.raises(AlreadyRegistered, match=r"rt.forget\('m'\)"):
         fakes(rt, m="4GiB")
@@ -760,8 +722,7 @@ def test_a_use_that_waits_for_another_process_can_time_out_and_a_nested_use_cann
     runtime, shared_book
 ):
     """A nested use would wait for its own thread."""
-    a = runtime(ledger=shared_book, monitor=False)
-    fakes(a, qwen="14GiB", small="1GiB")
+    a = fakes(runtime(ledger=shared_book, monitor=False), qwen="14GiB", small="1GiB")
     a.preload("qwen")
     a._session.residents["qwen"].pauses = True
     with pytest.raises(Busy, match="qwen leaves for a request"), a.use("qwen", timeout=0.1):
@@ -805,8 +766,7 @@ def test_a_load_that_fails_elsewhere_is_told_to_who_asked(runtime, shared_book):
 def test_a_name_that_several_hold_is_ambiguous_and_an_unknown_one_is_named(runtime, shared_book):
     a, b, c = (runtime(ledger=shared_book) for _ in "abc")
     for rt in (a, b):
-        fakes(rt, qwen="3GiB")
-        rt.preload("qwen")
+        loaded(rt, qwen="3GiB")
     with pytest.raises(AmbiguousName, match=f"qwen@{os.getpid()}"):
         c.evict("qwen")
     with pytest.raises(UnknownModel):
@@ -857,8 +817,7 @@ def test_why_with_an_address_is_about_the_model_of_that_process(notebook, runtim
     """It had the decisions on the models of this name in all processes."""
     train, other = notebook("/work/train.ipynb"), runtime(ledger=shared_book)
     for rt in (train, other):
-        fakes(rt, qwen="3GiB")
-        rt.preload("qwen")
+        loaded(rt, qwen="3GiB")
     train.tick()
     me = train._session.me
     assert {event.owner for event in other.why("qwen@train.ipynb")} == {me}
@@ -923,8 +882,7 @@ def test_a_notebooks_name_is_an_address(notebook, runtime, shared_book):
 def test_two_notebooks_of_one_name_are_told_apart_by_their_path(notebook, runtime, shared_book):
     for folder in ("a", "b"):
         rt = notebook(f"/{folder}/train.ipynb")
-        fakes(rt, qwen="3GiB")
-        rt.preload("qwen")
+        loaded(rt, qwen="3GiB")
     asker = runtime(ledger=shared_book)
     with pytest.raises(AmbiguousName) as error:
         asker.evict("train.ipynb")
@@ -936,16 +894,14 @@ def test_a_notebook_that_holds_only_models_is_not_parked_but_evicted(
     notebook, runtime, shared_book
 ):
     train = notebook("/work/train.ipynb")
-    fakes(train, qwen="3GiB")
-    train.preload("qwen")
+    loaded(train, qwen="3GiB")
     with pytest.raises(GpuError, match="(?s)It holds models: qwen.*%gpu evict train.ipynb"):
         runtime(ledger=shared_book).park("train.ipynb")
 
 
 def test_who_only_looks_leaves_no_trace(runtime, shared_book):
     a, watcher = (runtime(ledger=shared_book) for _ in "ab")
-    fakes(a, qwen="3GiB")
-    a.preload("qwen")
+    loaded(a, qwen="3GiB")
     snapshot = watcher.status()
     assert [lease.name for lease in snapshot.leases()] == ["qwen"]
     assert set(watcher._session.ledger.read().sections) == {a._session.me}
@@ -953,8 +909,7 @@ def test_who_only_looks_leaves_no_trace(runtime, shared_book):
 
 def test_closing_gives_everything_back(runtime, shared_book):
     a, b = (runtime(ledger=shared_book) for _ in "ab")
-    fakes(a, qwen="14GiB")
-    a.preload("qwen")
+    loaded(a, qwen="14GiB")
     a.close()
     assert claims(b) == {} and b.status().sections == {}
 
@@ -987,8 +942,7 @@ def test_the_table_of_levels_applied_to_the_letter(runtime, clock, sizes, level,
 
 def test_a_full_card_that_nobody_waits_for_is_left_alone_by_default(runtime, clock):
     rt = runtime(devices="sim:16000MiB,host:64GiB", clock=clock, monitor=False)
-    fakes(rt, a="13500MiB")
-    rt.preload("a")
+    loaded(rt, a="13500MiB")
     clock.advance(10_000)
     rt.tick()
     assert where(rt) == {"a": "sim:0"}
@@ -1042,8 +996,7 @@ def test_the_lines_that_operators_watch_for_word_for_word(runtime, clock, caplog
 
 def test_critical_pressure_is_logged_as_an_error(runtime, clock, caplog):
     rt = runtime(devices="sim:16000MiB,host:64GiB", gpu_relief="always", clock=clock, monitor=False)
-    fakes(rt, a="13550MiB")
-    rt.preload("a")
+    loaded(rt, a="13550MiB")
     clock.advance(60)
     rt.tick()
     assert ("ERROR", "CRITICAL memory pressure! Usage: 94.1%. Forcing aggressive eviction.") in [
@@ -1054,8 +1007,7 @@ def test_critical_pressure_is_logged_as_an_error(runtime, clock, caplog):
 def test_probe_failures_open_a_breaker_that_is_shown(runtime, clock, monkeypatch):
     from gpu_runtime import ProbeFailed
 
-    rt = runtime(clock=clock, monitor=False)
-    fakes(rt, a="3GiB")
+    rt = fakes(runtime(clock=clock, monitor=False), a="3GiB")
 
     def fail(now, fresh=False):
         raise ProbeFailed("the driver is gone", device="sim:0")
@@ -1092,8 +1044,7 @@ def test_the_breaker_rests_twice_as_long_each_time_up_to_five_minutes():
 
 
 def test_ungoverned_models_load_unasked_and_pressure_is_unknown(runtime):
-    rt = runtime(enable_memory_governor=False)
-    fakes(rt, a="10GiB")
+    rt = fakes(runtime(enable_memory_governor=False), a="10GiB")
     with rt.use("a") as model:
         assert repr(model) == "<fake a on sim:0>"
     snapshot = rt.status()
@@ -1105,9 +1056,7 @@ def test_ungoverned_models_load_unasked_and_pressure_is_unknown(runtime):
 
 
 def test_a_forked_child_owns_nothing_and_the_parent_keeps_everything(runtime, tmp_path):
-    rt = runtime(ledger=f"sqlite://{tmp_path}/ledger")
-    fakes(rt, a="3GiB")
-    rt.preload("a")
+    rt = loaded(runtime(ledger=f"sqlite://{tmp_path}/ledger"), a="3GiB")
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -1122,8 +1071,7 @@ def test_a_forked_child_owns_nothing_and_the_parent_keeps_everything(runtime, tm
 
 def test_what_a_verb_answers_can_be_printed(runtime):
     """`print` of an answer shows sentences, not the fields of the value."""
-    rt = runtime()
-    fakes(rt, qwen="14GiB")
+    rt = fakes(runtime(), qwen="14GiB")
     done = rt.preload("qwen")
     with rt.use("qwen"):
         assert str(rt.status()) == (
@@ -1169,8 +1117,7 @@ def test_a_lease_without_a_purpose_bears_the_name_of_its_notebook(runtime, monke
     ],
 )
 def test_a_closed_runtime_says_so_whatever_is_asked_of_it(runtime, ask):
-    rt = runtime()
-    fakes(rt, a="1GiB")
+    rt = fakes(runtime(), a="1GiB")
     rt.close()
     with pytest.raises(
         LedgerUnavailable,
@@ -1182,8 +1129,7 @@ def test_a_closed_runtime_says_so_whatever_is_asked_of_it(runtime, ask):
 def test_what_another_process_has_just_told_is_in_the_history(runtime, shared_book, monkeypatch):
     """With many events, the journal is written once a second. The book has them at once."""
     a, b = (runtime(ledger=shared_book) for _ in "ab")
-    fakes(a, qwen="3GiB")
-    a.preload("qwen")
+    loaded(a, qwen="3GiB")
     a.evict("qwen")
     assert [event.action for event in b.why("qwen")] == [event.action for event in a.why("qwen")]
     assert list(b.evictions().model) == ["qwen"]

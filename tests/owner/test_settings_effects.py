@@ -18,7 +18,7 @@ from gpu_runtime.serving.gateway import Gateway
 from gpu_runtime.settings import Settings
 from gpu_runtime.units import GIB
 
-from .conftest import claims, fakes, where
+from .conftest import claims, fakes, loaded, where
 
 PROVEN: set[str] = set()
 ELSEWHERE = {  # settings that are tested with real servers
@@ -53,8 +53,7 @@ def proves(setting: str):
 
 @proves("gpu_memory_max_percent")
 def test_the_part_of_a_gpu_that_may_be_claimed(runtime):
-    rt = runtime(gpu_memory_max_percent=0.5)
-    fakes(rt, a="13GiB")
+    rt = fakes(runtime(gpu_memory_max_percent=0.5), a="13GiB")
     with pytest.raises(DoesNotFit, match="12.0 GiB"):
         rt.preload("a")
 
@@ -62,25 +61,21 @@ def test_the_part_of_a_gpu_that_may_be_claimed(runtime):
 @proves("cpu_memory_max_percent")
 def test_the_part_of_ram_that_the_warm_pool_may_take(runtime):
     for percent, step in ((0.5, Move), (0.1, Drop)):
-        rt = runtime(cpu_memory_max_percent=percent)
-        fakes(rt, a="14GiB", b="14GiB")
+        rt = fakes(runtime(cpu_memory_max_percent=percent), a="14GiB", b="14GiB")
         rt.preload("a")
         assert type(rt.plan("b").steps[0]) is step
 
 
 @proves("inference_memory_limit_gb")
 def test_a_limit_for_this_process(runtime):
-    rt = runtime(inference_memory_limit_gb=5)
-    fakes(rt, a="6GiB")
+    rt = fakes(runtime(inference_memory_limit_gb=5), a="6GiB")
     with pytest.raises(MemoryLimitExceeded):
         rt.preload("a")
 
 
 @proves("inference_gpu_index")
 def test_the_only_gpu_to_use(runtime):
-    rt = runtime(devices="sim:2x24GiB,host:64GiB", inference_gpu_index=1)
-    fakes(rt, a="3GiB")
-    rt.preload("a")
+    rt = loaded(runtime(devices="sim:2x24GiB,host:64GiB", inference_gpu_index=1), a="3GiB")
     assert where(rt) == {"a": "sim:1"}
 
 
@@ -145,15 +140,13 @@ def test_simulated_even_where_there_is_a_gpu(runtime, monkeypatch):
 
 @proves("gpu_ledger")
 def test_where_the_book_is_kept(runtime, tmp_path):
-    rt = runtime(ledger=f"sqlite://{tmp_path}/here")
-    fakes(rt, a="3GiB")
+    rt = fakes(runtime(ledger=f"sqlite://{tmp_path}/here"), a="3GiB")
     assert (tmp_path / "here").is_dir() and rt.status().ledger == f"sqlite://{tmp_path}/here"
 
 
 @proves("enable_memory_governor")
 def test_off_means_models_load_without_asking(runtime):
-    rt = runtime(enable_memory_governor=False)
-    fakes(rt, a="23GiB")
+    rt = fakes(runtime(enable_memory_governor=False), a="23GiB")
     with rt.use("a"):
         assert rt._session.ledger.read().sections == {}
 
@@ -161,8 +154,7 @@ def test_off_means_models_load_without_asking(runtime):
 @proves("enable_cpu_offload")
 def test_off_means_what_leaves_is_dropped(runtime):
     for on, step in ((True, Move), (False, Drop)):
-        rt = runtime(enable_cpu_offload=on)
-        fakes(rt, a="14GiB", b="14GiB")
+        rt = fakes(runtime(enable_cpu_offload=on), a="14GiB", b="14GiB")
         rt.preload("a")
         assert type(rt.plan("b").steps[0]) is step
 
@@ -258,17 +250,14 @@ def test_from_which_part_of_a_card_on_it_is_taken_whole(runtime):
             gpu_fraction_factor=3,
             fraction_largest_possible=largest,
         )
-        fakes(rt, a="5GiB")
-        rt.preload("a")
+        loaded(rt, a="5GiB")
         assert claims(rt) == {"sim:0": claimed * GIB}
 
 
 @proves("gpu_relief")
 def test_when_pressure_evicts(runtime, clock):
     for relief, place in (("always", "host"), ("never", "sim:0"), ("auto", "sim:0")):
-        rt = runtime(gpu_relief=relief, clock=clock, monitor=False)
-        fakes(rt, a="18GiB")
-        rt.preload("a")
+        rt = loaded(runtime(gpu_relief=relief, clock=clock, monitor=False), a="18GiB")
         clock.advance(1000)
         rt.tick()
         assert where(rt) == {"a": place}, relief
@@ -287,9 +276,7 @@ def test_when_pressure_evicts(runtime, clock):
 )
 def test_how_long_idle_is_idle_enough(runtime, clock, setting, size):
     """At the levels CRITICAL, MODERATE and HIGH, a model stays until it was idle for the time of the setting."""
-    rt = runtime(**{setting: 77.0}, gpu_relief="always", clock=clock, monitor=False)
-    fakes(rt, a=size)
-    rt.preload("a")
+    rt = loaded(runtime(**{setting: 77.0}, gpu_relief="always", clock=clock, monitor=False), a=size)
     clock.advance(76)
     rt.tick()
     assert where(rt) == {"a": "sim:0"}
@@ -307,8 +294,7 @@ def test_how_often_pressure_is_checked(runtime, clock):
             clock=clock,
             monitor=False,
         )
-        fakes(rt, a="18GiB")
-        rt.preload("a")
+        loaded(rt, a="18GiB")
         clock.advance(100)
         rt.tick()
         assert where(rt) == {"a": place}
@@ -357,8 +343,7 @@ def test_models_may_bring_code_only_where_that_was_allowed(runtime, tmp_path):
 def test_the_machine_wide_configuration(runtime, tmp_path):
     me = name_of(os.geteuid())
     (tmp_path / "config.toml").write_text(f'[users.{me}]\nbytes_per_device = "4 GiB"\n')
-    rt = runtime(gpu_config_file=str(tmp_path / "config.toml"))
-    fakes(rt, a="5GiB")
+    rt = fakes(runtime(gpu_config_file=str(tmp_path / "config.toml")), a="5GiB")
     with pytest.raises(NotAllowed, match="at most 4.0 GiB"):
         rt.preload("a")
 

@@ -7,16 +7,13 @@ import pytest
 from gpu_runtime import BadSetting, DoesNotFit
 from gpu_runtime.units import GIB
 
-from .conftest import claims, fakes, where
+from .conftest import claims, fakes, loaded, where
 
 FOUR = dict(devices="sim:4x80GiB,host:800GiB", gpu_memory_max_percent=1.0, monitor=False)
 
 
 def test_one_that_no_card_holds_is_divided_and_gives_back_to_each_what_it_took(runtime):
-    rt = runtime(**FOUR)
-    fakes(rt, a="60GiB", big="140GiB")
-    rt.preload("a")
-    rt.preload("big")
+    rt = loaded(runtime(**FOUR), a="60GiB", big="140GiB")
     assert where(rt) == {"a": "sim:0", "big": "sim:1,2"}
     assert claims(rt) == {"sim:0": 60 * GIB, "sim:1": 70 * GIB, "sim:2": 70 * GIB}
     rt.evict("big")

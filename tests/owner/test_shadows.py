@@ -22,7 +22,7 @@ from gpu_runtime.units import GIB
 from tests import tiny_models
 from tests.clock import PATIENCE
 
-from .conftest import claims, fakes, where
+from .conftest import claims, fakes, loaded, where
 
 
 def shadowed(rt, **sizes):
@@ -102,8 +102,7 @@ def test_the_copy_is_freed_for_another_model_of_the_process(runtime):
 def test_the_copy_is_freed_for_an_eviction_by_hand(runtime):
     rt = runtime(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=0.5)
     shadowed(rt, used="6GiB")
-    fakes(rt, idle="9GiB")
-    rt.preload("idle")
+    loaded(rt, idle="9GiB")
     with rt.use("used"):
         assert rt.evict("idle").where == "host"
     assert leased(rt)["host"] == 9
@@ -114,8 +113,7 @@ def test_another_process_frees_its_copy(runtime, tmp_path):
     more = dict(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=0.5, ledger=ledger)
     first, second = runtime(**more), runtime(**more)
     shadowed(first, theirs="6GiB")
-    fakes(second, mine="9GiB")
-    second.preload("mine")
+    loaded(second, mine="9GiB")
     with first.use("theirs"):
         assert second.evict("mine").where == "host"
         assert shadows(first) == {} and held(first) == 0
@@ -253,8 +251,7 @@ def test_the_second_of_two_loads_at_once_waits_for_the_first(runtime, tmp_path, 
 
 def test_a_load_does_not_wait_for_a_stopped_process(runtime, shared_book, monkeypatch):
     first, second = (runtime(ledger=shared_book) for _ in "ab")
-    fakes(first, a="1GiB")
-    first.preload("a")
+    loaded(first, a="1GiB")
     loader = first._session.ledger.owner
     monkeypatch.setattr(
         type(second._session.ledger), "sights", lambda *_: {loader.id: Sight.STOPPED}
@@ -263,9 +260,7 @@ def test_a_load_does_not_wait_for_a_stopped_process(runtime, shared_book, monkey
 
 
 def test_only_processes_of_this_user_and_host_are_searched(runtime):
-    rt = runtime()
-    fakes(rt, a="1GiB")
-    rt.preload("a")
+    rt = loaded(runtime(), a="1GiB")
     session, files = rt._session, "f" * 32
     book = session.ledger.read()
     section = book.sections[session.me]

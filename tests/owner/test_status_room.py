@@ -5,14 +5,13 @@ from __future__ import annotations
 from gpu_runtime.facts import Sample
 from gpu_runtime.units import GIB
 
-from .conftest import fakes
+from .conftest import loaded
 
 
 def test_a_snapshot_tells_what_a_grant_may_spend_and_by_which_rules(runtime):
     """Its number is the one that the next decision uses. It has the thresholds and the reserve, too."""
     rt = runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=0.9, monitor=False)
-    fakes(rt, qwen="8GiB")
-    rt.preload("qwen")
+    loaded(rt, qwen="8GiB")
     card = rt.status().devices[0]
     assert card.room_bytes == card.limit_bytes - 8 * GIB and card.blind == ""
     assert rt.status().rules.high == 0.80
