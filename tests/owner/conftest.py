@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
 from gpu_runtime import Runtime
-from tests.clock import Clock
+from tests.clock import PATIENCE, Clock
 
 from .kernels import Quiet
 
@@ -76,6 +78,42 @@ def loaded(rt: Runtime, **sizes: str) -> Runtime:
     for name in sizes:
         rt.preload(name)
     return rt
+
+
+@contextmanager
+def alongside(*acts: Callable[[], object]) -> Iterator[None]:
+    """Each of `acts` runs in a thread of its own beside the `with` block, whose end waits for them."""
+    threads = [threading.Thread(target=act, daemon=True) for act in acts]
+    for thread in threads:
+        thread.start()
+    yield
+    for thread in threads:
+        thread.join(2 * PATIENCE)
+        assert not thread.is_alive(), "a thread does not end"
+
+
+def together(*acts: Callable[[], object]) -> None:
+    """Runs each of `acts` in a thread of its own until all have ended."""
+    with alongside(*acts):
+        pass
+
+
+@contextmanager
+def used_elsewhere(rt: Runtime, name: str) -> Iterator[None]:
+    """Another thread of the process uses the model while the `with` block runs."""
+    inside, done = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        with rt.use(name):
+            inside.set()
+            done.wait(PATIENCE)
+
+    with alongside(hold):
+        assert inside.wait(PATIENCE)
+        try:
+            yield
+        finally:
+            done.set()
 
 
 def where(rt: Runtime) -> dict[str, str]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from functools import partial
 
 import pytest
 
@@ -12,7 +12,7 @@ from gpu_runtime.owner import permissions
 from gpu_runtime.telemetry.journal import Journal
 from tests.clock import PATIENCE, until
 
-from .conftest import fakes, loaded
+from .conftest import fakes, loaded, together
 
 
 def told(rt, action):
@@ -170,14 +170,6 @@ def test_two_visitors_who_act_at_once_are_not_mixed_up(two):
         with console.on_behalf_of(name):
             console.preload(model)
 
-    clicks = [
-        threading.Thread(target=click, args=pair) for pair in (("ann", "llama"), ("ben", "phi"))
-    ]
-    for one in clicks:
-        one.start()
-    for one in clicks:
-        one.join(PATIENCE)
-    assert {(model, by.split(" ")[0]) for model, by in told(kernel, "asked")} == {
-        ("llama", "ann"),
-        ("phi", "ben"),
-    }
+    together(partial(click, "ann", "llama"), partial(click, "ben", "phi"))
+    who = {model: by.split(" ")[0] for model, by in told(kernel, "asked")}
+    assert who == {"llama": "ann", "phi": "ben"}

@@ -7,6 +7,7 @@ import gc
 import itertools
 import threading
 import types
+from functools import partial
 from typing import Any
 
 import pytest
@@ -19,7 +20,9 @@ from gpu_runtime.facts import HOST, Phase
 from gpu_runtime.owner import granted, parts
 from gpu_runtime.scheduler import duplex
 from gpu_runtime.units import GIB
-from tests.clock import PATIENCE, scaled
+from tests.clock import PATIENCE
+
+from .conftest import alongside, together
 
 BOX = {
     "devices": "sim:40GiB,host:256GiB",
@@ -232,14 +235,9 @@ def test_the_end_of_a_leaving_model_is_no_failed_move(runtime, caplog, end):
         except Exception as error:
             outcome.append(type(error).__name__)
 
-    thread = threading.Thread(target=use)
-    thread.start()
-    assert ended.wait(PATIENCE)
-    if end == "close":
-        rt.close()
-    else:
-        rt.forget("old")
-    thread.join(PATIENCE)
+    with alongside(use):
+        assert ended.wait(PATIENCE)
+        rt.close() if end == "close" else rt.forget("old")
     assert outcome == ["used"] or end == "close"
     assert "AttributeError" not in caplog.text and "did not leave" not in caplog.text
 
@@ -270,13 +268,7 @@ def test_models_of_two_processes_cross_in_four_threads(runtime, shared_book, mon
 
     for n, (name, module) in enumerate(modules.items()):
         owners[n % 2].adopt(name, module)
-    threads = [
-        threading.Thread(target=work, args=(owners[n % 2], name)) for n, name in enumerate(modules)
-    ]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(scaled(120))
+    together(*(partial(work, owners[n % 2], name) for n, name in enumerate(modules)))
     assert sorted(ended) == list(modules)
     assert crossed["part_left"], "they left whole"
     for n, (name, module) in enumerate(modules.items()):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import threading
+from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,7 +16,7 @@ from gpu_runtime.owner.presence import presence, presences
 from gpu_runtime.rendering import plain, text
 from tests.clock import until
 
-from .conftest import fakes
+from .conftest import alongside, fakes
 
 OWNER = Owner("box", "boot", 4121, 7)
 BUSY, IDLE = Section(OWNER, busy_since=90.0), Section(OWNER, idle_since=80.0)
@@ -82,14 +82,14 @@ def test_the_owner_s_reason_comes_before_the_asker_s_time_out(runtime, shared_bo
     a, b, asker = (runtime(ledger=shared_book) for _ in range(3))
     fakes(a, qwen="14GiB")
     fakes(b, llama="14GiB")
-    with b.use("llama"):
-        waiting = threading.Thread(target=a.preload, args=("qwen",))
-        waiting.start()
-        until(lambda: asker.status().tickets)
-        with pytest.raises(Busy, match=r"waits for room: .*llama .* is in use") as raised:
-            asker.preload(LeaseId(a._session.me, "qwen"), timeout=0.1)
-        assert "kernel runs again" not in str(raised.value)
-    waiting.join()
+    with ExitStack() as using:
+        using.enter_context(b.use("llama"))
+        with alongside(lambda: a.preload("qwen")):
+            until(lambda: asker.status().tickets)
+            with pytest.raises(Busy, match=r"waits for room: .*llama .* is in use") as raised:
+                asker.preload(LeaseId(a._session.me, "qwen"), timeout=0.1)
+            assert "kernel runs again" not in str(raised.value)
+            using.close()
 
 
 def test_an_owner_that_has_just_given_up_is_not_blamed(runtime, shared_book, clock, monkeypatch):
@@ -112,11 +112,9 @@ def test_a_use_that_has_just_ended_refuses_no_eviction(runtime, shared_book):
     with a.use("m"):
         a.tick()
     done: list[Any] = []
-    asking = threading.Thread(target=lambda: done.append(asker.evict(f"m@{a._session.me}")))
-    asking.start()
-    until(lambda: asker._session.ledger.read().tickets)
-    a.tick()
-    asking.join(60)
+    with alongside(lambda: done.append(asker.evict(f"m@{a._session.me}"))):
+        until(lambda: asker._session.ledger.read().tickets)
+        a.tick()
     assert done and done[0].done and done[0].bytes == 1 << 30
 
 

@@ -14,14 +14,7 @@ from gpu_runtime.owner import release
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
 
-from .conftest import claims, fakes, loaded, where
-
-
-def in_threads(*acts) -> list[threading.Thread]:
-    threads = [threading.Thread(target=act, daemon=True) for act in acts]
-    for thread in threads:
-        thread.start()
-    return threads
+from .conftest import alongside, claims, fakes, loaded, used_elsewhere, where
 
 
 def until(true, rt: Runtime) -> None:
@@ -42,13 +35,12 @@ def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
 
     rt.register("m", slow, backend="fake", size="3GiB")
     outcomes = []
-    first = in_threads(lambda: outcomes.append(rt.preload("m", timeout=PATIENCE)))
-    begun.wait(PATIENCE)
-    second = in_threads(lambda: outcomes.append(rt.preload("m", timeout=PATIENCE)))
-    until(lambda: rt.status().tickets, rt)
-    go.set()
-    for thread in first + second:
-        thread.join(PATIENCE)
+    load = lambda: outcomes.append(rt.preload("m", timeout=PATIENCE))
+    with alongside(load):
+        begun.wait(PATIENCE)
+        with alongside(load):
+            until(lambda: rt.status().tickets, rt)
+            go.set()
     assert [outcome.where for outcome in outcomes] == ["sim:0", "sim:0"]
 
 
@@ -149,25 +141,15 @@ def test_a_second_interrupt_while_tidying_up_leaves_nothing(runtime, monkeypatch
     def stop(*_):
         raise KeyboardInterrupt
 
-    inside, done = threading.Event(), threading.Event()
-
-    def hold():
-        with rt.use("other"):
-            inside.set()
-            done.wait(PATIENCE)
-
-    holder = in_threads(hold)
-    inside.wait(PATIENCE)
-    rt.tell_waits(stop)
-    monkeypatch.setattr(rt._session, "withdraw", stop)
-    with pytest.raises(KeyboardInterrupt) as kept, rt.use("m"):
-        pass
-    rt.tick()
-    assert rt._session.ledger.read().tickets == ()
-    assert kept.value.__traceback__, "a notebook keeps its last error, frames and all"
-    monkeypatch.undo()
-    done.set()
-    holder[0].join(PATIENCE)
+    with used_elsewhere(rt, "other"):
+        rt.tell_waits(stop)
+        monkeypatch.setattr(rt._session, "withdraw", stop)
+        with pytest.raises(KeyboardInterrupt) as kept, rt.use("m"):
+            pass
+        rt.tick()
+        assert rt._session.ledger.read().tickets == ()
+        assert kept.value.__traceback__, "a notebook keeps its last error, frames and all"
+        monkeypatch.undo()
 
 
 def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):

@@ -11,7 +11,7 @@ from gpu_runtime.backends.fake import FakeBackend
 from gpu_runtime.facts import MOST_EVENTS, decode_uses
 from tests.clock import PATIENCE
 
-from .conftest import fakes, loaded
+from .conftest import alongside, fakes, loaded, together
 
 
 def recent_uses(rt):
@@ -35,14 +35,10 @@ def test_a_use_that_waited_counts_from_its_request(runtime, clock):
             pass
 
     rt.register("a", load, backend="fake", size="3GiB")
-    first = threading.Thread(target=use)
-    first.start()
-    assert loading.wait(PATIENCE)
-    clock.advance(7)
-    second = threading.Thread(target=use)
-    second.start()
-    first.join(PATIENCE)
-    second.join(PATIENCE)
+    with alongside(use):
+        assert loading.wait(PATIENCE)
+        clock.advance(7)
+        together(use)
     assert recent_uses(rt) == (1000, 1007)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
 import re
@@ -10,6 +9,8 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
+from functools import partial
 from typing import Any
 
 import pytest
@@ -40,7 +41,7 @@ from gpu_runtime.units import GIB
 from tests.clock import PATIENCE
 from tests.tiny_models import gguf_lm
 
-from .conftest import claims, fakes, loaded, where
+from .conftest import alongside, claims, fakes, loaded, together, used_elsewhere, where
 
 
 def test_two_models_that_do_not_fit_together_take_turns(runtime):
@@ -50,13 +51,8 @@ def test_two_models_that_do_not_fit_together_take_turns(runtime):
         with rt.use(name) as model:
             assert repr(model) == f"<fake {name} on sim:0>"
     assert where(rt) == {"qwen": "sim:0", "llama": "host"}
-    assert [e.action for e in rt.why("qwen")] == [
-        "restored",
-        "granted",
-        "offloaded",
-        "loaded",
-        "granted",
-    ]
+    told = " ".join(event.action for event in rt.why("qwen"))
+    assert told == "restored granted offloaded loaded granted"
     assert all(event.because for event in rt.why("qwen"))
 
 
@@ -135,32 +131,18 @@ def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
             with pytest.raises(Busy), rt.use(name, timeout=1.5):
                 pass
 
-        waiting = [threading.Thread(target=wait, args=(name,)) for name in "bc"]
-        for thread in waiting:
-            thread.start()
-        for thread in waiting:
-            thread.join(PATIENCE)
+        together(partial(wait, "b"), partial(wait, "c"))
     # each thread: at its beginning, a second later, at its end, and when the other one begins
     assert 4 <= len(looks) <= 20
 
 
 def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runtime):
     rt = fakes(runtime(monitor=False), a="14GiB", b="14GiB")
-    inside, done = threading.Event(), threading.Event()
-
-    def hold():
-        with rt.use("a"):
-            inside.set()
-            done.wait(PATIENCE)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    inside.wait(PATIENCE)
-    with pytest.raises(Busy, match=r"a \(14.0 GiB on sim:0\) is in use"), rt.use("b", timeout=0.1):
-        pass
-    assert rt._session.ledger.read().tickets == ()
-    done.set()
-    holder.join()
+    because = r"a \(14.0 GiB on sim:0\) is in use"
+    with used_elsewhere(rt, "a"):
+        with pytest.raises(Busy, match=because), rt.use("b", timeout=0.1):
+            pass
+        assert rt.status().tickets == ()
     with rt.use("b", timeout=PATIENCE):
         assert where(rt) == {"a": "host", "b": "sim:0"}
 
@@ -177,11 +159,11 @@ def test_a_waiter_gets_the_room_as_soon_as_the_model_in_use_is_done(runtime, mon
 
     waiting = threading.Event()
     rt.tell_waits(lambda name, wait: waiting.set())
-    with rt.use("a"):
-        waiter = threading.Thread(target=want)
-        waiter.start()
-        assert waiting.wait(PATIENCE)
-    waiter.join(PATIENCE)
+    with ExitStack() as stack:
+        stack.enter_context(rt.use("a"))
+        with alongside(want):
+            assert waiting.wait(PATIENCE)
+            stack.close()
     assert got == ["b"]
 
 
@@ -198,17 +180,11 @@ def test_threads_that_hold_what_each_other_needs_are_told_at_once(runtime):
         except Deadlock as error:
             outcomes.append(str(error))
 
-    threads = [threading.Thread(target=nest, args=pair) for pair in (("a", "c"), ("b", "d"))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
+    together(partial(nest, "a", "c"), partial(nest, "b", "d"))
     served, refused = sorted(outcomes, key=len)
     assert served == "served"
-    assert (
-        "c waits while its thread holds a" in refused
-        and "d waits while its thread holds b" in refused
-    )
+    held = re.findall(r"(\w) waits while its thread holds (\w)", refused)
+    assert sorted(held) == [("c", "a"), ("d", "b")]
 
 
 def test_many_threads_on_a_small_card_lose_nothing(runtime):
@@ -226,11 +202,7 @@ def test_many_threads_on_a_small_card_lose_nothing(runtime):
         except BaseException as error:  # noqa: BLE001 - shown by the assertion below
             failures.append(error)
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(PATIENCE)
+    together(*(partial(work, i) for i in range(6)))
     assert failures == []
     assert sum(claims(rt).values()) == 36 * GIB
     totals = rt.status().totals
@@ -460,27 +432,16 @@ def test_an_interrupted_wait_leaves_no_ticket(runtime):
     def stop(name, wait):
         raise KeyboardInterrupt
 
-    inside, done = threading.Event(), threading.Event()
-
-    def hold():
-        with rt.use("a"):
-            inside.set()
-            done.wait(PATIENCE)
-
-    holder = threading.Thread(target=hold)
-    holder.start()
-    inside.wait(PATIENCE)
-    rt.tell_waits(stop)
-    with pytest.raises(KeyboardInterrupt), rt.use("b"):
-        pass
-    assert rt.status().tickets == ()
-    done.set()
-    holder.join()
+    with used_elsewhere(rt, "a"):
+        rt.tell_waits(stop)
+        with pytest.raises(KeyboardInterrupt), rt.use("b"):
+            pass
+        assert rt.status().tickets == ()
 
 
 def test_an_exit_stack_holds_the_model_until_it_closes(runtime):
     rt = fakes(runtime(), m="3GiB")
-    with contextlib.ExitStack() as stack:
+    with ExitStack() as stack:
         stack.enter_context(rt.use("m"))
         with pytest.raises(StillInUse):
             rt.evict("m")
@@ -1199,11 +1160,7 @@ def test_the_threads_of_a_process_write_one_after_the_other(runtime, tmp_path, m
             inside.pop()
 
     monkeypatch.setattr(session.ledger, "transact", counted)
-    writing = [threading.Thread(target=session.publish) for _ in range(20)]
-    for thread in writing:
-        thread.start()
-    for thread in writing:
-        thread.join(PATIENCE)
+    together(*[session.publish] * 20)
     assert len(most) == 20 and max(most) == 1
     session.decide(lambda book, _: (session.publish(), (book, None))[1])  # in a signal handler
 
