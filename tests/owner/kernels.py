@@ -41,6 +41,13 @@ def cell(kernel, code=lambda: None, text=""):
     return news
 
 
+def keep(kernel, tensor):
+    """Runs a cell after which the notebook holds `tensor`, and returns it. It lives as long as `kernel`."""
+    kernel.kept_by_the_test = tensor
+    cell(kernel)
+    return tensor
+
+
 def own(rt) -> dict[str, int]:
     """The bytes of the kernel's lease on each device."""
     leases = [lease for lease in rt.status().leases() if lease.kind == "kernel"]

@@ -20,7 +20,7 @@ from tests import simgpu
 from tests.clock import PATIENCE
 
 from .conftest import claims, loaded
-from .kernels import FLOATS, Quiet, cell, own
+from .kernels import FLOATS, Quiet, cell, keep, own
 
 BIG = "weights = torch.empty(10 * GIB)"
 
@@ -64,25 +64,22 @@ def on_card(rt) -> int:
 def test_a_cell_finds_free_what_it_took_at_its_peak_the_last_time(two):
     """Before the cell runs, the other notebook's idle model has left and the kernel's lease claims the room."""
     rt, kernel, _ = two
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(4 * FLOATS))
     held = own(rt)["sim:0"]
     seen = []
     cell(kernel, lambda: seen.append((own(rt), claims(rt))), BIG)
     assert seen[0][0] == {"sim:0": held + 10 * GIB} and seen[0][1][HOST] == 16 * GIB
     assert not kernel.refused
     assert any("the last time" in event.because for event in rt.why("kernel"))
-    del kept
 
 
 @pytest.mark.parametrize("text", ["%gpu", "# and now?\n%gpu who", "df = %gpu leases", "%gpu free"])
 def test_a_cell_of_our_lines_requests_no_room(started, text):
     """After `del weights` the user types `%gpu`. It showed 600 MiB in use: the room of its own cell."""
     rt, kernel = started()
-    kept = torch.zeros(16 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(16 * FLOATS))
     cell(kernel, text=text)  # the notebook holds 16 MiB after this cell
-    del kept
+    del kernel.kept_by_the_test
     gc.collect()
     cell(kernel)
     seen = []
@@ -92,12 +89,10 @@ def test_a_cell_of_our_lines_requests_no_room(started, text):
 
 def test_afterwards_the_lease_claims_what_is_counted_and_no_more(two):
     rt, kernel, other = two
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(4 * FLOATS))
     held = own(rt)
     cell(kernel, text=BIG)
     assert own(other) == own(rt) == held
-    del kept
 
 
 def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
@@ -113,13 +108,11 @@ def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
 def test_a_wait_for_room_ends_and_the_cell_runs_without_it(two, impatient):
     """The other notebook's model is in use, so it does not leave. The cell runs without the room."""
     rt, kernel, other = two
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(4 * FLOATS))
     with other.use("idle"):
         ran = []
         cell(kernel, lambda: ran.append(own(rt)["sim:0"] < GIB), BIG)
     assert ran == [True] and not kernel.refused and not rt.status().tickets
-    del kept
 
 
 @pytest.mark.parametrize(
@@ -157,26 +150,22 @@ def test_an_unknown_cell_requests_nothing(two):
 def test_a_parked_kernel_returns_with_the_room_for_its_cell(two):
     """One request has the returning bytes and the room: two notebooks cannot wait for each other's room."""
     rt, kernel, other = two
-    kept = torch.randn(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.randn(4 * FLOATS))
     held = own(rt)["sim:0"]
     rt.park()
     seen = []
     news = cell(kernel, lambda: seen.append(own(rt)), BIG)
     assert seen == [{"sim:0": held + 10 * GIB}] and "came back from RAM" in news
     assert own(rt) == {"sim:0": held}
-    del kept
 
 
 def test_a_parked_kernel_returns_without_the_room_if_there_is_none_in_time(two, impatient):
     rt, kernel, other = two
-    kept = torch.randn(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.randn(4 * FLOATS))
     rt.park()
     with other.use("idle"):
         cell(kernel, lambda: None, BIG)
         assert not kernel.refused and own(rt)["sim:0"] < GIB
-    del kept
 
 
 def test_stop_ends_the_wait_and_the_cell_does_not_run(two, monkeypatch):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import re
+import threading
 import time
 from collections.abc import Callable
 from functools import partial
@@ -18,6 +19,7 @@ from torch import nn
 
 from gpu_runtime import (
     AmbiguousName,
+    Busy,
     DoesNotFit,
     GpuError,
     NotAllowed,
@@ -35,10 +37,10 @@ from gpu_runtime.owner import holdings, kernel_reading, maintenance
 from gpu_runtime.rendering import holders, views, words
 from gpu_runtime.units import MIB, show_bytes, show_seconds
 from tests import tiny_models
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, until
 
-from .conftest import claims, fakes, loaded
-from .kernels import FLOATS, Quiet, cell, own
+from .conftest import alongside, claims, fakes, loaded
+from .kernels import FLOATS, Quiet, cell, keep, own
 
 # -- counting --------------------------------------------------------------------------------------
 
@@ -112,11 +114,9 @@ def test_the_monitor_does_not_count_while_the_first_cell_runs(started, monkeypat
 def test_the_lease_is_no_model(started):
     """The list of leases has the kernel's bytes and notebook, although no model was registered."""
     rt, kernel = started()
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(4 * FLOATS))
     assert "kernel" not in set(rt.models().name) and rt.specs() == ()
     assert f"pid {os.getpid()}" in set(rt.leases().model), "the name of its notebook, if it has one"
-    del kept
 
 
 def test_the_copies_of_models_in_host_memory_are_not_the_notebooks_own(started, tmp_path):
@@ -252,8 +252,7 @@ def test_a_random_program_computes_the_same_with_and_without_parks(program):
 def test_a_kernel_that_is_used_while_it_is_copied_stays(started, quiet):
     """If the kernel is used during the copy, the copy is discarded and the kernel's memory is unchanged."""
     rt, kernel = started()
-    kept = torch.randn(4 * FLOATS)
-    cell(kernel)
+    kept = keep(kernel, torch.randn(4 * FLOATS))
     values = kept.clone()
 
     def use():
@@ -270,21 +269,18 @@ def test_a_kernel_that_is_used_while_it_is_copied_stays(started, quiet):
 def test_what_may_use_an_address_keeps_the_kernel_and_is_named(started, quiet, caplog):
     """The user's code did nothing wrong, so no warning appears. The event names what may use an address."""
     rt, kernel = started()
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(4 * FLOATS))
     quiet.reason = "a thread of its own runs (worker)"
     with pytest.raises(GpuError, match=r"a thread of its own runs \(worker\)"):
         rt.park()
     assert any("(worker)" in event.because for event in rt.why("kernel"))
     assert not [record for record in caplog.records if record.levelname == "WARNING"]
-    del kept
 
 
 def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started, runtime):
     """The card is full when the memory should return: the values stay in host memory."""
     rt, kernel = started(devices="sim:256MiB,host:4GiB")
-    kept = torch.randn(4 * FLOATS)
-    cell(kernel)
+    kept = keep(kernel, torch.randn(4 * FLOATS))
     values = kept.clone()
     rt.park()
     card = rt.probe.place("sim:0")
@@ -301,8 +297,7 @@ def test_without_room_to_return_the_cell_is_refused_and_everything_stays(started
 def test_what_held_more_than_the_budget_returns_to_the_card(started):
     """60 of 64 MiB with a budget of 57.6: in 0.2 no cell ran again after a park, not even `del x` (law 16)."""
     rt, kernel = started(devices="sim:64MiB,host:4GiB")
-    kept = torch.full((60 * FLOATS,), 5.0)
-    cell(kernel)
+    kept = keep(kernel, torch.full((60 * FLOATS,), 5.0))
     assert rt.park().done
     cell(kernel)
     assert not kernel.refused and own(rt) == {"sim:0": 60 * MIB} and bool((kept == 5).all())
@@ -311,18 +306,16 @@ def test_what_held_more_than_the_budget_returns_to_the_card(started):
 def test_what_holds_more_than_the_card_is_not_parked(started):
     """On a simulated card plain code can take more than the card has. It could not return."""
     rt, kernel = started(devices="sim:32MiB,host:4GiB")
-    kept = torch.zeros(40 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(40 * FLOATS))
     with pytest.raises(DoesNotFit, match=r"holds more than the 32.* of sim:0.*could not return"):
         rt.park()
-    assert own(rt) == {"sim:0": 40 * MIB} and kept is not None
+    assert own(rt) == {"sim:0": 40 * MIB}
 
 
 def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(started, monkeypatch):
     """The kernel's memory cannot return while the thread that parked it still runs. So the return is tried again."""
     rt, kernel = started()
-    kept = torch.ones(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.ones(4 * FLOATS))
     rt.park()
     change, attempts = kernel._stillness.change, []
 
@@ -333,15 +326,14 @@ def test_a_cell_just_after_a_park_runs_once_the_thread_that_parked_has_ended(sta
     monkeypatch.setattr(kernel_reading, "AGAIN_SECONDS", 0.001)
     monkeypatch.setattr(kernel._stillness, "change", busy_at_first)
     cell(kernel)
-    assert not kernel.refused and HOST not in own(rt) and len(attempts) == 4 and kept is not None
+    assert not kernel.refused and HOST not in own(rt) and len(attempts) == 4
 
 
 @pytest.mark.parametrize("change", [gc.disable, lambda: gc.set_threshold(123), lambda: None])
 def test_a_cells_choice_of_when_garbage_is_searched_for_outlasts_a_park(started, quiet, change):
     """A move switches garbage collection off for a moment. A cell may change that setting meanwhile."""
     rt, kernel = started()
-    kept = torch.ones(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.ones(4 * FLOATS))
     usual, seen = gc.get_threshold(), []
 
     def in_a_cell():
@@ -356,7 +348,7 @@ def test_a_cells_choice_of_when_garbage_is_searched_for_outlasts_a_park(started,
     finally:
         gc.enable()
         gc.set_threshold(*usual)
-    assert seen[0] > 10**9 and kept is not None, "the park itself waits for no collection"
+    assert seen[0] > 10**9, "the park itself waits for no collection"
     assert chosen[0] == seen[1][0]
     assert chosen[1] == (seen[1][1] if seen[1][1][0] == 123 else usual)
 
@@ -364,8 +356,7 @@ def test_a_cells_choice_of_when_garbage_is_searched_for_outlasts_a_park(started,
 def test_a_park_during_a_count_leaves_the_count_without_effect(started, monkeypatch):
     """The monitor's thread may be counting when the memory leaves. Its result is wrong then."""
     rt, kernel = started()
-    kept = torch.ones(4 * FLOATS)
-    cell(kernel)
+    kept = keep(kernel, torch.ones(4 * FLOATS))
     backend = kernel.resident.backend
     count = backend.count
 
@@ -387,8 +378,7 @@ def test_a_ledger_that_cannot_be_read_refuses_no_cell_whose_memory_is_here(start
     from gpu_runtime import LedgerUnavailable
 
     rt, kernel = started()
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(4 * FLOATS))
 
     def gone():
         raise LedgerUnavailable("the ledger is gone", path="here")
@@ -398,7 +388,6 @@ def test_a_ledger_that_cannot_be_read_refuses_no_cell_whose_memory_is_here(start
     assert not kernel.refused and kernel.resident.pins
     monkeypatch.undo()
     kernel.end()
-    del kept
 
 
 def test_a_park_of_less_than_a_mebibyte_says_so(started):
@@ -411,8 +400,7 @@ def test_a_park_of_less_than_a_mebibyte_says_so(started):
 def test_ram_is_given_back_a_while_after_a_return(started, clock):
     """The pages are kept for the next park for a minute. In 0.2, 1.27 GiB of a process became 2.30 for ever."""
     rt, kernel = started(clock=clock)
-    kept = torch.ones(64 * FLOATS)
-    cell(kernel)
+    kept = keep(kernel, torch.ones(64 * FLOATS))
     rt.park()
     cell(kernel)
     host = rt.probe.place(HOST)
@@ -488,31 +476,36 @@ def test_an_enforced_cap_refuses_the_next_cell_until_less_is_held(capped):
 
 def test_torchs_out_of_memory_error_at_the_cap_is_explained(capped):
     rt, kernel = capped("enforce = true")
-    kept = torch.zeros(6 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(6 * FLOATS))
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 MiB. GPU 0 has …")
     assert "may hold at most 8.0 MiB of each card" in kernel.make_room(error)
     error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 has …")
-    assert "may hold" not in kernel.make_room(error) and kept is not None
+    assert "may hold" not in kernel.make_room(error)
 
 
 # -- who leaves for whom ---------------------------------------------------------------------------
 
 
-def test_an_idle_kernel_leaves_for_another_processs_request(started, runtime, shared_book):
+@pytest.fixture
+def crowded(started, runtime, shared_book):
+    """Starts a notebook with 8 MiB, and another runtime whose model m has no room beside them."""
+
+    def start(monitor=False, **settings):
+        settings |= {"devices": "sim:64MiB,host:4GiB", "ledger": shared_book}
+        rt, kernel = started(monitor=monitor, **settings)
+        keep(kernel, torch.randn(8 * FLOATS))
+        other = runtime(monitor=monitor, **settings)
+        return rt, kernel, fakes(other, m=f"{57 * MIB - own(rt)['sim:0'] // 2} B")
+
+    return start
+
+
+def test_an_idle_kernel_leaves_for_another_processs_request(crowded):
     """Another process requests, the kernel's monitor evicts, and the journal records it, as with a model."""
-    devices = "sim:64MiB,host:4GiB"
-    rt, kernel = started(
-        devices=devices, ledger=shared_book, eviction_grace_seconds=0.0, monitor=True
-    )
-    kept = torch.randn(8 * FLOATS)
-    cell(kernel)
+    rt, _, other = crowded(monitor=True, eviction_grace_seconds=0.0)
     held = own(rt)["sim:0"]
-    other = runtime(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
-    fakes(other, m=f"{57 * MIB - held // 2} B")
     other.preload("m", timeout=PATIENCE)
     assert own(rt) == {HOST: held} and claims(other)["sim:0"] > 0
-    del kept
 
 
 def test_a_cell_does_not_wait_for_memory_that_needs_the_cells_own(started, runtime, shared_book):
@@ -521,8 +514,7 @@ def test_a_cell_does_not_wait_for_memory_that_needs_the_cells_own(started, runti
     other = loaded(runtime(devices=devices, ledger=shared_book, monitor=True), m="48 MiB")
     other.evict("m")
     rt, kernel = started(devices=devices, ledger=shared_book)
-    kept = torch.zeros(32 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(32 * FLOATS))
     kernel.begin()
     try:
         with pytest.raises(
@@ -531,39 +523,27 @@ def test_a_cell_does_not_wait_for_memory_that_needs_the_cells_own(started, runti
             rt.preload(f"m@{other._session.me}", timeout=PATIENCE)
     finally:
         kernel.end()
-    del kept
 
 
-def test_while_a_cell_runs_the_kernel_is_in_use(started, runtime, shared_book):
-    from gpu_runtime import Busy
-
-    devices = "sim:64MiB,host:4GiB"
-    rt, kernel = started(devices=devices, ledger=shared_book)
-    kept = torch.randn(8 * FLOATS)
-    cell(kernel)
-    held = own(rt)["sim:0"]
-    other = runtime(devices=devices, ledger=shared_book, monitor=False)
-    fakes(other, m=f"{57 * MIB - held // 2} B")
+def test_while_a_cell_runs_the_kernel_is_in_use(crowded):
+    rt, kernel, other = crowded()
     kernel.begin()
     rt.tick()
     with pytest.raises(Busy, match="in use"):
         other.preload("m", timeout=0.1)
     kernel.end()
-    del kept
 
 
 def test_a_cell_that_has_ended_refuses_no_request_to_park(started, runtime, shared_book):
     """The book shows a cell until the next tick: 20 of 254 requests right after a cell were refused."""
     rt, kernel = started(ledger=shared_book)
     other = runtime(ledger=shared_book, monitor=False)
-    kept = torch.randn(8 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.randn(8 * FLOATS))
     kernel.begin()
     rt.tick()
     assert [lease.pins for lease in other.status().leases()] == [1]
     kernel.end()
     assert [lease.pins for lease in other.status().leases()] == [0]
-    del kept
 
 
 def test_an_attempt_to_park_before_a_cell_refuses_no_request_after_it(
@@ -572,8 +552,7 @@ def test_an_attempt_to_park_before_a_cell_refuses_no_request_after_it(
     """What prevented the first attempt may have ended in the cell."""
     rt, kernel = started(ledger=shared_book)
     other = runtime(ledger=shared_book, monitor=False)
-    kept = torch.randn(8 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.randn(8 * FLOATS))
     quiet.reason = "a thread runs"
     with pytest.raises(GpuError, match="a thread runs"):
         rt.park()
@@ -581,22 +560,11 @@ def test_an_attempt_to_park_before_a_cell_refuses_no_request_after_it(
     assert [lease.moves_again_at > 0 for lease in other.status().leases()] == [True]
     cell(kernel)
     assert [lease.moves_again_at for lease in other.status().leases()] == [0.0]
-    del kept
 
 
-def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
-    started, runtime, shared_book, clock
-):
+def test_cells_that_follow_one_another_end_their_turn_if_another_waits(crowded):
     """With "Run All" the kernel is never idle. After a turn of 0.3 s its memory leaves before the next cell."""
-    import threading
-
-    devices = "sim:64MiB,host:4GiB"
-    rt, kernel = started(devices=devices, ledger=shared_book, gpu_park_turn_seconds=0.3)
-    kept = torch.randn(8 * FLOATS)
-    cell(kernel)
-    held = own(rt)["sim:0"]
-    other = runtime(devices=devices, ledger=shared_book, monitor=False)
-    fakes(other, m=f"{57 * MIB - held // 2} B")
+    rt, kernel, other = crowded(gpu_park_turn_seconds=0.3)
     done = threading.Event()
 
     def use():
@@ -604,12 +572,10 @@ def test_cells_that_follow_one_another_end_their_turn_if_another_waits(
             done.set()
         other.evict("m")
 
-    waiting = threading.Thread(target=use)
-    waiting.start()
-    end = time.monotonic() + PATIENCE
-    while not done.is_set() and time.monotonic() < end:
-        cell(kernel, lambda: kept.add_(1))
-    waiting.join(PATIENCE)
+    with alongside(use):
+        end = time.monotonic() + PATIENCE
+        while not done.is_set() and time.monotonic() < end:
+            cell(kernel, lambda: kernel.kept_by_the_test.add_(1))
     assert done.is_set() and not kernel.refused
     assert [e.action for e in rt.why("kernel")].count("offloaded") == 1
 
@@ -618,8 +584,6 @@ def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
     started, runtime, shared_book
 ):
     """Plain code requests nothing, so two notebooks that run all cells would overfill the card to their end."""
-    import threading
-
     devices = "sim:64MiB,host:4GiB"
     rt, kernel = started(devices=devices, ledger=shared_book, gpu_park_turn_seconds=0.3)
     other = fakes(runtime(devices=devices, ledger=shared_book, monitor=False), m="56MiB")
@@ -631,20 +595,14 @@ def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(
             left.wait(PATIENCE)
         other.evict("m")
 
-    using = threading.Thread(target=use)
-    using.start()
-    assert began.wait(PATIENCE)
-    kept = torch.randn(8 * FLOATS)
-    told = rt._session.on_wait
-    rt._session.on_wait = lambda *_: left.set()  # the kernel waits for its return, so it has left
-    try:
+    with alongside(use):
+        assert began.wait(PATIENCE)
+        kept = torch.randn(8 * FLOATS)
+        rt.tell_waits(lambda *_: left.set())  # the kernel waits for its return, so it has left
         end = time.monotonic() + PATIENCE
         while not left.is_set() and time.monotonic() < end:
             cell(kernel, lambda: kept.add_(1))
-    finally:
         left.set()
-        rt._session.on_wait = told
-        using.join(PATIENCE)
     assert [e.action for e in rt.why("kernel")].count("offloaded") == 1 and not kernel.refused
 
 
@@ -653,8 +611,7 @@ def test_a_notebook_may_be_exempt_from_parking(started, runtime, shared_book):
     devices = "sim:64MiB,host:4GiB"
     settings = dict(devices=devices, ledger=shared_book, eviction_grace_seconds=0.0)
     rt, kernel = started(monitor=True, **settings)
-    kept = torch.randn(16 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.randn(16 * FLOATS))
     rt.park()
     assert rt.park("never").because == "this notebook is never parked" and HOST not in own(rt)
     other = fakes(runtime(**settings), m="50MiB")
@@ -664,17 +621,32 @@ def test_a_notebook_may_be_exempt_from_parking(started, runtime, shared_book):
         rt.park()
     assert rt.park("asked").done
     other.preload("m", timeout=PATIENCE)
-    assert HOST in own(rt) and kept is not None
+    assert HOST in own(rt)
 
 
-def test_a_notebook_or_process_is_parked_by_its_name(started, runtime, shared_book):
-    devices = "sim:1GiB,host:4GiB"
-    rt, kernel = started(devices=devices, ledger=shared_book, monitor=True)
+@pytest.fixture
+def train(started, runtime, shared_book):
+    """The runtime of train.ipynb, which holds 4 MiB, its kernel, and the runtime of another process."""
+    settings = {"devices": "sim:2x1GiB,host:4GiB", "ledger": shared_book}
+    rt, kernel = started(monitor=True, **settings)
     rt._session.notebook = "/work/train.ipynb"
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(4 * FLOATS))
     rt.tick()
-    other = runtime(devices=devices, ledger=shared_book)
+    return rt, kernel, runtime(**settings)
+
+
+@pytest.fixture
+def trained_models(runtime, shared_book):
+    """The runtime of train.ipynb, which holds the model qwen, and one of another process with llama."""
+    rt, other = (runtime(ledger=shared_book) for _ in range(2))
+    rt._session.notebook = "/work/train.ipynb"
+    loaded(rt, qwen="3GiB").tick()
+    loaded(other, llama="1GiB").tick()
+    return rt, other
+
+
+def test_a_notebook_or_process_is_parked_by_its_name(train):
+    rt, _, other = train
     parked = other.park("train.ipynb")
     assert (parked.name, parked.done, HOST in own(rt)) == ("train.ipynb", True, True)
     assert parked.because == "train.ipynb is in host memory"
@@ -692,18 +664,11 @@ def test_a_notebook_or_process_is_parked_by_its_name(started, runtime, shared_bo
         other.park("evel.ipynb")
     with pytest.raises(GpuError, match="%load_ext gpu"):
         other.park()
-    del kept
 
 
-def test_a_notebooks_name_is_an_address_for_every_verb(started, runtime, shared_book):
+def test_a_notebooks_name_is_an_address_for_every_verb(train):
     """A verb that only a model can take says what to type; `pin` suggested to register the notebook."""
-    devices = "sim:2x1GiB,host:4GiB"
-    rt, kernel = started(devices=devices, ledger=shared_book, monitor=True)
-    rt._session.notebook = "/work/train.ipynb"
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
-    rt.tick()
-    other = runtime(devices=devices, ledger=shared_book)
+    rt, _, other = train
     assert other.plan("train.ipynb").because.startswith("train.ipynb is on sim:0")
     assert other.defrag("train.ipynb").done
     for here in (rt, other):
@@ -723,7 +688,6 @@ def test_a_notebooks_name_is_an_address_for_every_verb(started, runtime, shared_
                 known("train.ipynb")
         with pytest.raises(GpuError, match="no kernel 'evel.ipynb'.*train.ipynb"):
             here.pin("evel.ipynb")
-    del kept
 
 
 def test_of_two_notebooks_with_one_file_name_the_path_is_the_address(started, runtime, shared_book):
@@ -748,27 +712,16 @@ def test_of_two_notebooks_with_one_file_name_the_path_is_the_address(started, ru
     del kept
 
 
-def test_a_notebook_without_memory_of_its_own_is_an_address_of_its_models(runtime, shared_book):
-    rt, other = (runtime(ledger=shared_book) for _ in range(2))
-    rt._session.notebook = "/work/train.ipynb"
-    loaded(rt, qwen="3GiB")
-    rt.tick()
+def test_a_notebook_without_memory_of_its_own_is_an_address_of_its_models(trained_models):
+    _, other = trained_models
     for verb in (other.pin, other.restore, other.plan):
         with pytest.raises(GpuError, match="It holds models: qwen. .*qwen@train.ipynb"):
             verb("train.ipynb")
     assert other.pin("qwen@train.ipynb").done
     with pytest.raises(GpuError, match="(?s)qwen is a model, and not a notebook.*%gpu evict qwen"):
         other.park("qwen")
-
-
-def test_a_notebook_is_not_found_by_the_end_of_its_name(runtime, shared_book):
-    """`%gpu park rain.ipynb` answered that rain.ipynb holds the models of train.ipynb."""
-    rt, other = (runtime(ledger=shared_book) for _ in range(2))
-    rt._session.notebook = "/work/train.ipynb"
-    loaded(rt, qwen="3GiB")
-    rt.tick()
     with pytest.raises(GpuError, match="no kernel 'rain.ipynb' holds memory"):
-        other.park("rain.ipynb")
+        other.park("rain.ipynb")  # the end of a name is no name
 
 
 def test_why_without_a_name_is_about_this_process(runtime, shared_book):
@@ -785,17 +738,9 @@ def test_why_without_a_name_is_about_this_process(runtime, shared_book):
     assert rt.why()[0].action == "loaded", "the newest is first"
 
 
-def test_the_decisions_on_a_notebook_are_found_after_its_kernel_has_ended(
-    started, runtime, shared_book
-):
+def test_the_decisions_on_a_notebook_are_found_after_its_kernel_has_ended(train):
     """Another notebook's kernel, which has the same name in the ledger, is not mixed in."""
-    devices = "sim:1GiB,host:4GiB"
-    rt, kernel = started(devices=devices, ledger=shared_book, monitor=True)
-    rt._session.notebook = "/work/train.ipynb"
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
-    rt.tick()
-    other = runtime(devices=devices, ledger=shared_book)
+    rt, _, other = train
     assert other.park("train.ipynb").done
     before = other.why("train.ipynb")
     rt.close()
@@ -805,18 +750,11 @@ def test_the_decisions_on_a_notebook_are_found_after_its_kernel_has_ended(
         assert {event.action for event in before} <= {event.action for event in after}
     with pytest.raises(UnknownModel):
         other.why("/")
-    del kept
 
 
-def test_an_ended_notebook_that_held_only_models_keeps_its_name(runtime, shared_book):
+def test_an_ended_notebook_that_held_only_models_keeps_its_name(trained_models):
     """Its events named it by its pid, because only events about a notebook's own memory had its path."""
-    rt, other = (runtime(ledger=shared_book) for _ in range(2))
-    rt._session.notebook = "/work/train.ipynb"
-    fakes(rt, qwen="3GiB")
-    fakes(other, llama="1GiB")
-    for one, name in ((rt, "qwen"), (other, "llama")):
-        one.preload(name)
-        one.tick()
+    rt, other = trained_models
     me = rt._session.me
     rt.close()
     ended = f"train.ipynb (pid {os.getpid()}), ended"
@@ -828,15 +766,9 @@ def test_an_ended_notebook_that_held_only_models_keeps_its_name(runtime, shared_
         assert {event.model for event in other.why(name)} == {"qwen"}
 
 
-def test_why_of_an_unknown_notebook_says_which_there_are_and_what_to_type(runtime, shared_book):
+def test_why_of_an_unknown_notebook_says_which_there_are_and_what_to_type(trained_models):
     """It answered "no model is called …". A notebook with only models gets its last events."""
-    rt, other = (runtime(ledger=shared_book) for _ in range(2))
-    rt._session.notebook = "/work/train.ipynb"
-    fakes(rt, qwen="3GiB")
-    fakes(other, llama="1GiB")
-    for one, name in ((rt, "qwen"), (other, "llama")):
-        one.preload(name)
-        one.tick()
+    _, other = trained_models
     those = r"Notebooks that hold memory: train.ipynb.\n  All holders:  %gpu leases"
     for unknown in ("nope.ipynb", "rain.ipynb"):
         with pytest.raises(GpuError, match=f"no notebook '{unknown}' holds memory. {those}"):
@@ -850,26 +782,18 @@ def test_why_of_an_unknown_notebook_says_which_there_are_and_what_to_type(runtim
 @pytest.mark.parametrize(
     "verb, name", [("park", ""), ("park", "train.ipynb"), ("evict", "train.ipynb")]
 )
-def test_a_cell_that_parks_its_own_kernel_parks_it_at_its_end(started, verb, name):
+def test_a_cell_that_parks_its_own_kernel_parks_it_at_its_end(train, verb, name):
     """Also under the name of its notebook, which was refused: "runs a cell"."""
-    rt, kernel = started()
-    rt._session.notebook = "/work/train.ipynb"
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
-    rt.tick()
+    rt, kernel, _ = train
     told = []
     cell(kernel, lambda: told.append(getattr(rt, verb)(name)))
     assert told[0].done and "when this cell has ended" in told[0].because
-    from tests.clock import until
-
     until(lambda: HOST in own(rt))
-    del kept
 
 
 def test_a_closed_runtime_leaves_the_tensors_usable(started):
     rt, kernel = started()
-    kept = torch.randn(4 * FLOATS)
-    cell(kernel)
+    kept = keep(kernel, torch.randn(4 * FLOATS))
     values = kept.clone()
     rt.park()
     rt.close()
@@ -913,15 +837,13 @@ def test_an_overdraft_ends_within_3_seconds(started, runtime, shared_book, clock
     rt, kernel = started(devices=devices, ledger=shared_book, clock=clock)
     other = runtime(devices=devices, ledger=shared_book, monitor=False, clock=clock)
     loaded(other, m="50MiB")
-    kept = torch.zeros(16 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(16 * FLOATS))
     view = other.status().devices[0]
     assert view.claimed_bytes > view.limit_bytes
     began = clock()
     while HOST not in own(rt) and clock() < began + 60:
         clock.advance(rt.tick())
     assert HOST in own(rt) and clock() - began <= 3
-    del kept
 
 
 def test_the_line_of_a_return_names_the_other_notebook(started, runtime, shared_book, clock):
@@ -930,8 +852,7 @@ def test_the_line_of_a_return_names_the_other_notebook(started, runtime, shared_
     rt, kernel = started(**settings)
     other = runtime(monitor=False, **settings)
     other._session.notebook = "/work/trainer.ipynb"
-    kept = torch.zeros(16 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(16 * FLOATS))
     rt.park()
     with other.lease("1MiB", purpose="training"):
         clock.advance(12 * 60)
@@ -951,15 +872,13 @@ def test_the_line_of_a_return_names_the_other_notebook(started, runtime, shared_
         news = cell(kernel)
     expected = "; it was away for 11 min, and trainer.ipynb had the card for the last 26 s."
     assert news.endswith(expected)
-    del kept
 
 
 def test_sentences_about_the_notebooks_memory_name_the_notebook(started):
     """They said "unpark kernel: kernel is on sim:0 already" and "kernel stays where it is"."""
     rt, kernel = started()
     rt._session.notebook = "/work/train.ipynb"
-    kept = torch.zeros(16 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(16 * FLOATS))
     back = rt.unpark()
     assert (back.name, back.because) == ("", "train.ipynb is on sim:0 already")
     kernel._stillness.reason = "a thread of its own runs (loader)"
@@ -967,14 +886,12 @@ def test_sentences_about_the_notebooks_memory_name_the_notebook(started):
         rt.park()
     [failed] = [event for event in rt.why("kernel") if event.action == "failed"]
     assert failed.because.startswith("train.ipynb stays where it is: ")
-    del kept
 
 
 def test_the_line_of_a_return_tells_the_wait_for_space_from_the_move(started, clock, monkeypatch):
     """A notebook that waited 71 s for another one was told that the move took 71 s."""
     rt, kernel = started(clock=clock)
-    kept = torch.zeros(16 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(16 * FLOATS))
     rt.park()
     clock.advance(9)
     obtain = kernel_reading.acquire.obtain
@@ -990,7 +907,6 @@ def test_the_line_of_a_return_tells_the_wait_for_space_from_the_move(started, cl
         f"16.0 MiB came back from RAM: waited {show_seconds(71 - moved)} for space, "
         f"moved in {show_seconds(moved)}; it was away for {show_seconds(80 - moved)}."
     )
-    del kept
 
 
 # -- settings --------------------------------------------------------------------------------------
@@ -998,23 +914,19 @@ def test_the_line_of_a_return_tells_the_wait_for_space_from_the_move(started, cl
 
 def test_a_kernel_that_is_never_parked_stays(started):
     rt, kernel = started(gpu_park="never")
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(4 * FLOATS))
     with pytest.raises(GpuError):
         rt.park()
     assert HOST not in own(rt)
-    del kept
 
 
 @pytest.mark.parametrize("idle_seconds, leaves", [(30.0, True), (300.0, False)])
 def test_an_idle_kernel_is_parked_after_the_time_that_is_set(started, clock, idle_seconds, leaves):
     rt, kernel = started(gpu_park="idle", gpu_park_idle_seconds=idle_seconds, clock=clock)
-    kept = torch.zeros(4 * FLOATS)
-    cell(kernel)
+    keep(kernel, torch.zeros(4 * FLOATS))
     clock.advance(60)
     rt.tick()
     assert (HOST in own(rt)) is leaves
-    del kept
 
 
 # -- what stays ------------------------------------------------------------------------------------

@@ -11,15 +11,14 @@ from gpu_runtime import GpuError
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner import kernel_reading
 
-from .kernels import FLOATS, Quiet, cell, own
+from .kernels import FLOATS, Quiet, cell, keep, own
 
 
 @pytest.fixture
 def parked(started, clock):
     """A runtime, its kernel whose tensor is parked, and the tensor."""
     rt, kernel = started(clock=clock)
-    kept = torch.ones(8 * FLOATS)
-    cell(kernel)
+    kept = keep(kernel, torch.ones(8 * FLOATS))
     rt.park()
     assert set(own(rt)) == {HOST}
     return rt, kernel, kept
