@@ -198,11 +198,9 @@ def draw(served, **words):
 def test_pictures_have_the_form_of_openai_s_api(served):
     """The same seed gives the same picture, and another seed gives another picture."""
     status, pictures = draw(served, seed=1, n=2)
-    assert (
-        status == 200
-        and len(pictures) == 2
-        and all(picture.startswith(PNG) for picture in pictures)
-    )
+    assert status == 200
+    assert len(pictures) == 2
+    assert all(picture.startswith(PNG) for picture in pictures)
     assert draw(served, seed=1, n=2)[1] == pictures and draw(served, seed=2, n=2)[1] != pictures
 
 

@@ -137,8 +137,6 @@ def test_a_call_to_an_engine_whose_port_was_taken_is_not_sent(robbed):
 
 
 # -- the kernel's tables -----------------------------------------------------------------------------
-
-
 @pytest.fixture(params=["asked", "listed"])
 def source(request, monkeypatch):
     """Both ways to find a listener: a question to the kernel, and /proc where the question is forbidden."""
@@ -170,8 +168,6 @@ def test_a_socket_that_a_connection_to_loopback_does_not_reach_is_not_listed(sou
 
 
 # -- claims ------------------------------------------------------------------------------------------
-
-
 @pytest.mark.processes
 @needs_root
 def test_no_other_user_can_hold_a_claim(tmp_path, monkeypatch):

@@ -205,11 +205,9 @@ def test_a_killed_server_is_restarted_on_the_same_cards_at_most_three_times(serv
     assert lost == []
     os.kill(one.pids[1], signal.SIGKILL)
     until(lambda: lost)
-    assert (
-        lost[0][0] == "crash"
-        and "killed by SIGKILL" in lost[0][1]
-        and one.state is ServerState.IDLE
-    )
+    assert lost[0][0] == "crash"
+    assert "killed by SIGKILL" in lost[0][1]
+    assert one.state is ServerState.IDLE
     assert len(record()) == 1 + MOST_RESTARTS
     port = claim(PORTS, "next")
     assert port.number == PORTS[0], "after four kills no port is still claimed"
@@ -305,8 +303,6 @@ def test_an_interrupted_start_leaves_no_process_and_no_port(server, monkeypatch)
 
 
 # -- ports -----------------------------------------------------------------------------------------
-
-
 def test_two_servers_have_different_ports_and_an_end_frees_the_port(server):
     first, second = server(), server()
     first.start()
@@ -363,8 +359,6 @@ def test_an_invalid_range_is_one_clear_error(text):
 
 
 # -- the backend -----------------------------------------------------------------------------------
-
-
 def test_the_value_gives_the_server_s_address_and_key(record):
     """They are attributes of the loaded model. After the model was dropped, they raise NotResident."""
     backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))

@@ -180,8 +180,6 @@ def test_a_directory_of_several_models_is_refused(tmp_path):
 
 
 # -- files with false headers ----------------------------------------------------------------------
-
-
 def test_a_file_with_an_unknown_type_is_estimated_by_its_size(tmp_path):
     """The parts of such an estimate are marked as estimates. The metadata of the file is still used."""
     path = write(tmp_path / "m.gguf", [Type.F32], vocabulary=1)

@@ -185,8 +185,6 @@ def test_alone_is_what_deleting_frees_in_random_programs(lines, name):
 
 
 # -- what no name reaches --------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("traced", [
     "lambda x, constant=held: x + constant",
     "nn.Linear(7, 7)",

@@ -22,9 +22,8 @@ from tests.backends.test_kernel_memory import Kernel, Still, floats
 
 Park = Callable[[], None]
 
+
 # -- random programs with side streams -------------------------------------------------------------
-
-
 class Program:
     """Three tensors, a parameter with its optimizer, and two side streams. Each method is a possible step."""
 
@@ -138,8 +137,6 @@ def test_a_random_program_with_side_streams_is_the_same_with_parks(guards, deeds
 
 
 # -- training --------------------------------------------------------------------------------------
-
-
 class Net(nn.Module):
     """A module with tied weights, dropout, batch norm, attention and an LSTM."""
 

@@ -75,8 +75,6 @@ class Loud(torch.Tensor):
 
 
 # -- what is found ---------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("make", "parts"), [
     (lambda: torch.ones(7), lambda t: [t]),
     (lambda: torch.arange(10.0)[3:5], lambda t: [t]),
@@ -165,8 +163,6 @@ def test_a_leaf_that_only_the_graph_refers_to_is_found():
 
 
 # -- what is not -----------------------------------------------------------------------------------
-
-
 def test_tensors_without_bytes_are_not_found():
     with FakeTensorMode():
         fake = torch.empty(1000)
@@ -209,8 +205,6 @@ def test_governed_storages_are_left_out():
 
 
 # -- why a storage stays ---------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(("make", "reason"), [
     (lambda: torch.ones(7), ""),
     (lambda: torch.from_numpy(np.arange(7.0)), se.FOREIGN),
@@ -411,8 +405,6 @@ def test_equal_addresses_on_two_cards_do_not_overlap(monkeypatch):
 
 
 # -- it changes nothing ----------------------------------------------------------------------------
-
-
 def test_no_unpack_hook_runs_and_no_checkpoint_is_computed_again():
     calls = []
 
@@ -471,8 +463,6 @@ def test_a_search_without_time_says_that_it_is_not_whole():
 
 
 # -- where a storage counts ------------------------------------------------------------------------
-
-
 def test_large_cpu_storages_count_on_the_first_simulated_card(probe):
     place = se.counted_on([probe.place(device.id) for device in probe.devices])
     assert place(storage_of(torch.empty(MIB, dtype=torch.uint8))) == "sim:0"
@@ -492,8 +482,6 @@ def test_storages_count_on_the_card_where_they_are():
 
 
 # -- addresses that left torch ---------------------------------------------------------------------
-
-
 class Taker:
     """A library that takes tensors by torch's C functions for DLPack, as Apache TVM's FFI does."""
 

@@ -106,8 +106,6 @@ def tensor_devices(module: nn.Module) -> dict[str, str]:
 
 
 # -- loads and moves -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 def test_a_transformers_model_moves_between_cards_and_host(box, tmp_path, tied):
     """Answers on cards are equal to the bit, on the host close. The account has the measured shares."""
@@ -267,8 +265,6 @@ def test_a_tensor_on_another_device_is_named(accelerator):
 
 
 # -- failures --------------------------------------------------------------------------------------
-
-
 def test_out_of_memory_half_way_changes_nothing(accelerator, llama):
     """The first card has enough memory, but the second has not. Nothing changes on either card, nor on the host."""
     backend = open_backend("transformers", accelerator.probe)
@@ -338,8 +334,6 @@ def test_a_reload_over_cards_fills_the_object_that_users_kept(accelerator, llama
 
 
 # -- hooks -----------------------------------------------------------------------------------------
-
-
 def test_foreign_hooks_are_refused_by_name_and_left_alone(accelerator, llama):
     """Hooks of other libraries would be lost, or would move bytes that a lease counts."""
     from accelerate.hooks import ModelHook, add_hook_to_module
@@ -387,8 +381,6 @@ def test_the_users_own_hooks_and_forward_survive(accelerator):
 
 
 # -- where a module may be cut ---------------------------------------------------------------------
-
-
 def names(module: nn.Module) -> list[tuple[str, ...]]:
     return [piece.modules for piece in pieces(module, grouped(slots(module)))]
 

@@ -52,8 +52,6 @@ def content(storage: torch.UntypedStorage) -> list[float]:
 
 
 # -- the exchange ----------------------------------------------------------------------------------
-
-
 @given(some.integers(1, 6), some.integers(0, 6))
 def test_an_exchange_happens_completely_or_can_be_undone(count, fails_at):
     """If one of its calls fails, the earlier calls are reverted."""
@@ -162,8 +160,6 @@ def ended_in_child(check: Callable[[], bool]) -> int:
 
 
 # -- moves -----------------------------------------------------------------------------------------
-
-
 def trained(module: nn.Module, optimizer: torch.optim.Optimizer, away: Callable[[], None]) -> list:
     """The losses of five training steps. `away` is called at every point where a kernel may be idle."""
     x = torch.linspace(-1, 1, 64).view(8, 8).to("simgpu:0")
@@ -258,8 +254,6 @@ def test_a_journey_stopped_at_any_line_is_complete_or_did_not_happen(guards, pro
 
 
 # -- drops and reloads -----------------------------------------------------------------------------
-
-
 @pytest.mark.thorough
 @pytest.mark.parametrize("cards", ["guarded", "unguarded"])
 def test_a_dropped_model_is_loaded_into_its_object_with_all_that_was_set_on_it(

@@ -313,8 +313,6 @@ def test_a_module_in_training_needs_its_optimizer(backend):
 
 
 # -- refused by name -------------------------------------------------------------------------------
-
-
 def hooked():
     from accelerate import cpu_offload
 
@@ -460,8 +458,6 @@ def test_the_refused_names_are_the_wrappers_real_names():
 
 
 # -- factories -------------------------------------------------------------------------------------
-
-
 def test_a_factory_is_sized_without_data(backend):
     """From the shapes, with tied weights once: no memory is allocated and no random number drawn."""
     state = torch.random.get_rng_state()

@@ -199,8 +199,6 @@ def test_code_of_a_models_directory_never_runs_unasked_and_nobody_is_asked(
 
 
 # -- no weight is made up --------------------------------------------------------------------------
-
-
 def without(copy, *names, shape=None):
     """Removes the tensors `names` from the weight file, or gives them another `shape`."""
     from safetensors.torch import load_file, save_file
@@ -295,8 +293,6 @@ def test_a_library_s_warning_is_shown_under_the_model_s_name(backend, copy, capl
 
 
 # -- a changed weight is never lost ----------------------------------------------------------------
-
-
 def fused(module):
     module.requires_grad_(True)
     for parameter in module.parameters():
@@ -423,8 +419,6 @@ def test_an_object_that_was_changed_meanwhile_is_not_filled_with_wrong_weights(
 
 
 # -- damaged and unusable sources ------------------------------------------------------------------
-
-
 def header(edit):
     """Returns a function that damages a file: it applies `edit` to the file's header."""
 
@@ -561,8 +555,6 @@ def test_a_hub_id_that_was_downloaded_is_loaded_from_the_cache(
 
 
 # -- what else needs the bytes, and what a drop leaves
-
-
 def _graph(module):
     return module(torch.tensor([[5, 6, 7]])).logits
 

@@ -27,8 +27,6 @@ LONGEST_SENTENCE = 1500  # characters
 
 
 # -- values that a caller may pass by mistake, or to do harm
-
-
 class _Failing:
     """An object whose special methods all raise, also `repr`."""
 
@@ -105,8 +103,6 @@ VALUES = st.one_of(st.sampled_from(FIXED), MADE)
 
 
 # -- the public methods, and arguments that they accept
-
-
 class Still:
     """A kernel in which nothing runs."""
 
@@ -227,8 +223,6 @@ def test_the_table_has_no_rule_without_a_parameter():
 
 
 # -- the law
-
-
 @contextmanager
 def box() -> Iterator[Runtime]:
     """A runtime on two simulated cards, with the model `qwen` on one of them."""
@@ -416,8 +410,6 @@ def _named(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 # -- the examples of the trial
-
-
 @pytest.mark.parametrize(
     "loose",
     [

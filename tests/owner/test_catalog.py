@@ -72,8 +72,6 @@ def file(tmp_path):
 
 
 # -- applying --------------------------------------------------------------------------------------
-
-
 def test_applied_models_are_in_every_process_and_after_a_boot(catalog, place, file):
     """A second catalogue object stands for another process, or the next boot."""
     done = catalog.apply(file(DRILLS))
@@ -249,8 +247,6 @@ def test_a_round_trip_loses_nothing(tmp_path_factory, models, form):
 
 
 # -- inspecting and deleting -----------------------------------------------------------------------
-
-
 def test_inspect_returns_a_copy(catalog, file):
     catalog.apply(file(DRILLS))
     body = catalog.inspect("org/llama")
@@ -283,8 +279,6 @@ def test_a_deleted_model_is_gone_and_deleting_it_again_fails(catalog, file):
 
 
 # -- files -----------------------------------------------------------------------------------------
-
-
 def test_files_written_by_hand_in_its_directory_are_read_and_never_written(catalog, place, file):
     place.mkdir()
     (place / "team.yaml").write_text(DRILLS)
@@ -433,8 +427,6 @@ def test_concurrent_applies_of_several_processes_lose_nothing(catalog, place, tm
 
 
 # -- in a runtime ----------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def shelf(runtime, place, file):
     """Makes runtimes that share one catalogue, which contains the models of `text`."""
@@ -564,10 +556,8 @@ def test_a_model_without_its_engine_is_refused_and_nothing_is_evicted_for_it(she
         rt.use("far"),
     ):
         pass
-    assert (
-        where(rt)["qwen3:8b"] == "sim:0"
-        and rt.catalog().set_index("name")["state"]["far"] == "ollama is not installed"
-    )
+    assert where(rt)["qwen3:8b"] == "sim:0"
+    assert rt.catalog().set_index("name")["state"]["far"] == "ollama is not installed"
 
 
 @pytest.mark.parametrize("backend", ["tgi", "sglang"])
@@ -576,19 +566,15 @@ def test_a_model_with_an_unknown_backend_is_planned_and_not_loaded(shelf, backen
     rt = shelf(DRILLS + f"  far: {{runtime: {backend}, memory: 20GiB}}\n")
     rt.preload("qwen3:8b")
     plan = rt.plan("far")
-    assert (
-        plan.footprint.bytes == 20 * GIB
-        and f"its backend {backend} is not part of this version" in plan.obstacle
-    )
+    assert plan.footprint.bytes == 20 * GIB
+    assert f"its backend {backend} is not part of this version" in plan.obstacle
     with (
         pytest.raises(LoadFailed, match=f"its backend {backend} is not part of this version"),
         rt.use("far"),
     ):
         pass
-    assert (
-        where(rt)["qwen3:8b"] == "sim:0"
-        and rt.catalog().set_index("name")["state"]["far"] == f"no backend {backend} here"
-    )
+    assert where(rt)["qwen3:8b"] == "sim:0"
+    assert rt.catalog().set_index("name")["state"]["far"] == f"no backend {backend} here"
 
 
 def test_a_model_of_unknown_size_needs_a_declared_one(shelf):

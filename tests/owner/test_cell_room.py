@@ -184,8 +184,6 @@ def test_stop_ends_the_wait_and_the_cell_does_not_run(two, monkeypatch):
 
 
 # -- what is remembered ----------------------------------------------------------------------------
-
-
 def test_a_cell_is_remembered_with_the_bytes_that_it_left_beyond_those_before(started):
     """A simulated card measures no peak, so the bytes that the kernel held after the cell count as its peak."""
     rt, kernel = started()
@@ -330,8 +328,6 @@ def test_the_number_of_remembered_cells_is_bounded(monkeypatch):
 
 
 # -- a card that is really full --------------------------------------------------------------------
-
-
 @pytest.fixture
 def cards(started, guards, monkeypatch):
     """A runtime and its kernel on the simulated accelerator, whose cards have limits and raise their own errors."""
@@ -408,8 +404,6 @@ def test_a_peak_counts_the_kernels_own_bytes_and_no_model(cards):
 
 
 # -- several cards ---------------------------------------------------------------------------------
-
-
 def test_the_lease_counts_every_card_and_each_storage_returns_to_its_own(cards):
     rt, kernel = cards
     zero, one = on(0, 3).add_(1), on(1, 5).add_(2)

@@ -59,8 +59,6 @@ def free(rt) -> list[int]:
 
 
 # -- there and back
-
-
 def test_the_hazards_are_named_before_anything_is_done(rt, driver):
     target = driver.process(_0=12)
     told = park(rt, target)
@@ -136,8 +134,6 @@ def test_unpark_of_a_running_process_changes_nothing(rt, driver):
 
 
 # -- who may not be parked: one clear sentence each
-
-
 def test_a_process_that_has_ended_is_told(rt, driver):
     target = driver.process(_0=1)
     target.kill()
@@ -274,8 +270,6 @@ def test_an_old_package_is_named(rt, driver, monkeypatch, tmp_path):
 
 
 # -- states and failures of the driver
-
-
 def test_a_failed_process_can_only_be_ended(rt, driver):
     target = driver.process("failed", _0=1)
     assert "can only be ended" in refusal(rt, target)
@@ -385,8 +379,6 @@ def test_an_interrupt_is_raised_when_the_call_has_ended(rt, driver, monkeypatch)
 
 
 # -- the notes on parked processes
-
-
 def test_a_note_is_private_and_for_one_process(tmp_path, monkeypatch):
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     one = parked_processes.ParkedProcess(41, 7, {"GPU-0": 5})

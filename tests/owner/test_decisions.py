@@ -20,8 +20,6 @@ def told(rt, action):
 
 
 # -- grants, waits and refusals -----------------------------------------------------------------------------------
-
-
 def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path):
     two = dict(
         devices="sim:2x20GiB,host:64GiB",
@@ -92,8 +90,6 @@ def test_a_journal_tells_the_latest_of_those_that_are_asked_for(tmp_path, on_dis
 
 
 # -- who asked ----------------------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def two(runtime, shared_book):
     """A kernel that holds a model, and a console in another process."""

@@ -20,9 +20,8 @@ def chapter(report, title):
 def test_it_tells_versions_devices_ledger_settings_and_where_each_came_from(runtime, environment):
     environment.setenv("GPU_POLICY", "cost_aware")
     report = runtime(devices="sim:2x16GiB,host:32GiB", gpu_memory_max_percent=0.5).doctor()
-    assert chapter(report, "versions")["gpu-console"] and chapter(report, "versions")[
-        "python"
-    ].startswith("3.")
+    assert chapter(report, "versions")["gpu-console"]
+    assert chapter(report, "versions")["python"].startswith("3.")
     assert (
         chapter(report, "devices")["sim:1"]
         == "simulated, total 16.0 GiB, budget 8.0 GiB, claimed 0 B, LOW"

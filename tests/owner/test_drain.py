@@ -23,11 +23,9 @@ def test_idle_models_leave_at_once_and_come_back_elsewhere(runtime):
     rt = runtime(devices="sim:2x16GiB")
     assert (fake(rt, "a"), fake(rt, "b")) == ("sim:0", "sim:0")
     done = rt.drain("sim:0")
-    assert (
-        done.done
-        and done.bytes == 8 * 2**30
-        and done.because == "sim:0 is drained: it takes no new leases"
-    )
+    assert done.done
+    assert done.bytes == 8 * 2**30
+    assert done.because == "sim:0 is drained: it takes no new leases"
     assert where(rt) == {"a": "host", "b": "host"}
     assert rt.preload("a").where == "sim:1"
     assert rt.status().devices[0].drained.by == rt.status().owner.user

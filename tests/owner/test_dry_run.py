@@ -46,11 +46,9 @@ def test_a_path_is_planned_without_registering_it(rt, tmp_path):
     """The plan is the same as for a registered model. The path is not registered afterwards."""
     tiny_models.causal_lm(tmp_path / "models" / "writer")
     plan = rt.plan("models/writer")
-    assert (
-        plan.granted
-        and parts(plan) == [("weights", "safetensors header")]
-        and plan.name == "models/writer"
-    )
+    assert plan.granted
+    assert parts(plan) == [("weights", "safetensors header")]
+    assert plan.name == "models/writer"
     assert rt.specs() == () and not rt.plan("models/writer").obstacle
     rt.register("writer", "models/writer")
     assert rt.plan("writer").footprint == plan.footprint

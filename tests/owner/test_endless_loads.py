@@ -131,8 +131,6 @@ def test_a_load_that_has_ended_is_not_stopped_later(runtime):
 
 
 # -- calls of C code, which cannot be stopped
-
-
 def test_the_caller_of_a_load_in_c_code_returns_at_its_time_out(runtime, in_c):
     """The bytes stay reserved until the call ends, because the load may still use them."""
     rt = runtime()

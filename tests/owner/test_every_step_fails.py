@@ -118,8 +118,6 @@ def settle(steps: Steps, *runtimes: Runtime) -> None:
 
 
 # -- the stories. Each begins with whatever an earlier run left
-
-
 def use(rt: Runtime, other: Runtime) -> None:
     with rt.use("a"):
         pass

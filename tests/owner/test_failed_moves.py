@@ -51,8 +51,6 @@ def failures(rt: Runtime, name: str) -> list[str]:
 
 
 # -- in one process
-
-
 def test_the_next_victim_leaves_where_a_move_fails(runtime):
     rt = runtime(**BOX)
     bus = Bus(rt, "oldest")
@@ -170,8 +168,6 @@ def test_a_block_that_runs_out_of_memory_says_that_and_not_what_failed_to_leave(
 
 
 # -- what the monitor does for others
-
-
 def test_a_failing_model_is_tried_less_and_less_often_and_logged_once(runtime, clock, caplog):
     """In an earlier version, two hundred tries in eight seconds filled the log and the journal."""
     rt = runtime(**BOX, monitor=False, clock=clock)
@@ -235,8 +231,6 @@ def test_relief_does_not_drop_what_its_level_only_offloads(runtime, monkeypatch)
 
 
 # -- between processes
-
-
 @pytest.fixture
 def two(runtime: Callable[..., Runtime], shared_book: str) -> tuple[Runtime, Runtime]:
     a, b = (runtime(**BOX, ledger=shared_book) for _ in "ab")

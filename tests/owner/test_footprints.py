@@ -113,10 +113,8 @@ def test_what_was_measured_counts_once_it_is_not_loaded_any_more(box):
     box.load(9.5)
     box.unload()
     found = box.sizing.footprint(box.resident)
-    assert (
-        found.bytes == 9.5 * GIB
-        and found.parts[0].detail == "after it was loaded on NVIDIA H100 on 2026-11-18"
-    )
+    assert found.bytes == 9.5 * GIB
+    assert found.parts[0].detail == "after it was loaded on NVIDIA H100 on 2026-11-18"
 
 
 def peak(box):
@@ -134,9 +132,8 @@ def test_the_peak_of_a_load_is_remembered(box):
 def test_a_peak_that_nothing_tells_is_unknown(box):
     """Without a measured peak, the peak is unknown: neither zero nor the resident bytes."""
     box.load(9.5)
-    assert peak(box) is None and not any(
-        "peak" in note for note in box.sizing.footprint(box.resident).notes
-    )
+    assert peak(box) is None
+    assert not any("peak" in note for note in box.sizing.footprint(box.resident).notes)
 
 
 def test_a_higher_peak_in_use_is_remembered_where_no_other_model_was_used(box):
@@ -153,10 +150,8 @@ def test_a_higher_peak_in_use_is_remembered_where_no_other_model_was_used(box):
     assert peak(box) == 20
     box.unload()
     found = box.sizing.footprint(box.resident)
-    assert (
-        found.bytes == 9 * GIB
-        and "At its peak it took 20.0 GiB, measured on 2026-11-18." in found.notes
-    )
+    assert found.bytes == 9 * GIB
+    assert "At its peak it took 20.0 GiB, measured on 2026-11-18." in found.notes
 
 
 def test_a_lower_peak_of_a_later_load_does_not_hide_a_higher_one(box):

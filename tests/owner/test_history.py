@@ -125,10 +125,8 @@ def test_there_is_always_the_moment_of_now(runtime):
     card, host = story.moments
     assert (card.device, host.device) == ("sim:0", "host")
     assert card.claims == {f"qwen@{os.getpid()}": 10 * GIB} and card.measured_bytes == 10 * GIB
-    assert [event.action for event in story.events] == [
-        "granted",
-        "loaded",
-    ] and story.seconds == 900
+    assert [event.action for event in story.events] == ["granted", "loaded"]
+    assert story.seconds == 900
     assert story.of("host") == (host,)
 
 
@@ -149,8 +147,6 @@ def test_a_line_of_no_points_is_refused_and_one_of_one_is_now(runtime):
 
 
 # -- what is recorded ---------------------------------------------------------------------------------------------
-
-
 def test_real_cards_are_recorded_as_they_were_measured():
     """Cards are identified by UUID. The chart has a gap for a card that does not answer, not a zero."""
     page = book(

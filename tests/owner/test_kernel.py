@@ -42,9 +42,8 @@ from tests.clock import PATIENCE, until
 from .conftest import alongside, claims, fakes, loaded
 from .kernels import FLOATS, Quiet, cell, keep, own
 
+
 # -- counting --------------------------------------------------------------------------------------
-
-
 def test_plain_tensors_of_a_mebibyte_have_a_lease_and_smaller_ones_have_none(started):
     rt, kernel = started()
     cell(kernel)
@@ -138,8 +137,6 @@ def test_the_copies_of_models_in_host_memory_are_not_the_notebooks_own(started, 
 
 
 # -- leaving and returning -------------------------------------------------------------------------
-
-
 def test_parking_changes_no_value_identity_version_or_random_state(started):
     rt, kernel = started()
     weights = torch.randn(2 * FLOATS, requires_grad=True)
@@ -421,8 +418,6 @@ def test_ram_is_given_back_a_while_after_a_return(started, clock):
 
 
 # -- the operator's cap
-
-
 @pytest.fixture
 def capped(started, tmp_path):
     """Starts a runtime whose user may hold 8 MiB of each card, with these further lines."""
@@ -444,9 +439,8 @@ def test_above_the_cap_one_line_says_so_and_the_console_names_it(capped):
     kept.append(torch.zeros(6 * FLOATS))
     cell(kernel)
     line = kernel.news_of_cap()
-    assert (
-        "holds 12.0 MiB on sim:0, and may hold at most 8.0 MiB" in line and "leaves first" in line
-    )
+    assert "holds 12.0 MiB on sim:0, and may hold at most 8.0 MiB" in line
+    assert "leaves first" in line
     cell(kernel)
     assert (kernel.news_of_cap(), kernel.refused) == ("", ""), "it is shown once"
     rt.tick()
@@ -484,8 +478,6 @@ def test_torchs_out_of_memory_error_at_the_cap_is_explained(capped):
 
 
 # -- who leaves for whom ---------------------------------------------------------------------------
-
-
 @pytest.fixture
 def crowded(started, runtime, shared_book):
     """Starts a notebook with 8 MiB, and another runtime whose model m has no room beside them."""
@@ -857,10 +849,8 @@ def test_the_line_of_a_return_names_the_other_notebook(started, runtime, shared_
     with other.lease("1MiB", purpose="training"):
         clock.advance(12 * 60)
         news = cell(kernel)
-    assert (
-        news.endswith("; trainer.ipynb had the card for 12 min.")
-        and "came back from RAM in" in news
-    )
+    assert news.endswith("; trainer.ipynb had the card for 12 min.")
+    assert "came back from RAM in" in news
     rt.park()
     clock.advance(60)
     assert cell(kernel).endswith("; it was away for 60 s.")
@@ -910,8 +900,6 @@ def test_the_line_of_a_return_tells_the_wait_for_space_from_the_move(started, cl
 
 
 # -- settings --------------------------------------------------------------------------------------
-
-
 def test_a_kernel_that_is_never_parked_stays(started):
     rt, kernel = started(gpu_park="never")
     keep(kernel, torch.zeros(4 * FLOATS))
@@ -930,8 +918,6 @@ def test_an_idle_kernel_is_parked_after_the_time_that_is_set(started, clock, idl
 
 
 # -- what stays ------------------------------------------------------------------------------------
-
-
 @pytest.fixture
 def variables(monkeypatch):
     """The variables of a notebook. No function's variable refers to their tensors."""

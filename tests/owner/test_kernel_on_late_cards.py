@@ -94,8 +94,6 @@ def test_a_card_that_is_full_on_the_return_changes_nothing_and_refuses_the_cell(
 
 
 # -- what runs on the bytes in host memory
-
-
 def saved(what) -> bytes:
     buffer = io.BytesIO()
     torch.save(what, buffer)
@@ -172,8 +170,6 @@ def test_storages_leave_and_return_one_by_one(late):
 
 
 # -- what is measured ------------------------------------------------------------------------------
-
-
 class MeasuredProbe(simgpu.SimProbe):
     """A probe whose driver measures the free memory of these cards, as the driver of real cards does."""
 

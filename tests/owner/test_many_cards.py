@@ -149,8 +149,6 @@ def test_a_call_meanwhile_waits_and_never_runs_half_moved(runtime):
 
 
 # -- real modules, on the simulated accelerator -----------------------------------------------------------------------
-
-
 @pytest.fixture
 def llama(tmp_path):
     from tests import tiny_models
@@ -244,8 +242,6 @@ def test_what_lies_elsewhere_after_a_load_is_told_by_name(runtime, monkeypatch, 
 
 
 # -- torch's own bound ------------------------------------------------------------------------------------------------
-
-
 def test_torchs_bound_is_told_once_and_lifted_when_the_last_model_leaves(runtime, monkeypatch):
     rt, told, wanted = runtime(devices=FOUR, monitor=False), [], {}
     session = rt._session

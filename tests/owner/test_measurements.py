@@ -82,9 +82,8 @@ def test_a_damaged_file_is_ignored_with_a_warning_and_mended(path, content, capl
     path.write_bytes(content)
     known = Measurements(path)
     assert known.of(SPEC, EVIDENCE) is None
-    assert [record.levelname for record in caplog.records] == [
-        "WARNING"
-    ] and "is damaged" in caplog.text
+    assert [record.levelname for record in caplog.records] == ["WARNING"]
+    assert "is damaged" in caplog.text
     known.remember(SPEC, EVIDENCE, SEEN)
     assert Measurements(path).of(SPEC, EVIDENCE) == SEEN
 
@@ -170,8 +169,6 @@ def test_the_file_does_not_grow_without_end(path, monkeypatch):
 
 
 # -- from a load to the next estimate -----------------------------------------------------------------------------
-
-
 @pytest.fixture
 def box(runtime, tmp_path):
     """Each call opens a runtime on the same ledger file, as the user's next kernel would."""

@@ -146,8 +146,6 @@ def test_the_answer_is_bounded():
 
 
 # -- no answer -------------------------------------------------------------------------------------
-
-
 def test_a_process_that_is_not_there_is_refused_with_those_that_are(pair):
     asks, other = pair
     loaded(other, qwen="4GiB")

@@ -144,8 +144,6 @@ def test_a_drained_card_is_emptied_of_a_model_in_parts(runtime):
 
 
 # -- modules
-
-
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -244,8 +242,6 @@ def test_a_small_model_leaves_whole(runtime):
 
 
 # -- with a copy in host memory
-
-
 def test_a_part_of_a_model_with_a_copy_in_host_memory_leaves_and_returns(runtime):
     """Its part of the copy becomes the share in host memory, which holds the same bytes all the time."""
     rt = runtime(**BOX)
@@ -268,8 +264,6 @@ def test_a_part_of_a_model_with_a_copy_in_host_memory_leaves_and_returns(runtime
 
 
 # -- a model that is on one card at one time, and on several at another
-
-
 def lease_of(rt: Any, name: str) -> Any:
     return next(lease for lease in rt.status().leases() if lease.name == name)
 

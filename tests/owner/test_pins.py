@@ -27,8 +27,6 @@ def rt(runtime: Callable[..., Runtime]) -> Runtime:
 
 
 # -- ways to enter a block, each as (enter, leave); none of them drops its last reference to the block
-
-
 class Delegate:
     """A library's context manager that forwards both calls to the context manager `held`."""
 
@@ -209,8 +207,6 @@ def test_a_pin_names_the_thread_that_entered(rt, way):
 
 
 # -- the stop button
-
-
 def plain(rt: Runtime) -> None:
     with rt.use("m"):
         pass
@@ -310,8 +306,6 @@ def test_an_interrupt_of_a_wrapped_block_leaves_a_pin_at_most_as_long_as_its_fra
 
 
 # -- after an error
-
-
 def _refuse(rt: Runtime) -> None:
     rt.preload("huge")
 

@@ -64,10 +64,8 @@ def test_a_model_answers_bit_for_bit_the_same_after_every_journey(runtime, direc
     with rt.use(kind) as again:
         assert again is module and torch.equal(logits(again), before)
     release.evict(rt._session, registry.find(rt._session, kind), "to disk", drop=True)
-    assert (
-        where(rt) == {kind: "disk"}
-        and rt.probe.used().get("sim:0", 0) == rt.probe.used().get("host", 0) == 0
-    )
+    assert where(rt) == {kind: "disk"}
+    assert rt.probe.used().get("sim:0", 0) == rt.probe.used().get("host", 0) == 0
     with rt.use(kind) as reloaded:
         assert reloaded is module, "a reference that was kept is filled again in place"
         assert torch.equal(logits(reloaded), before)
@@ -153,8 +151,6 @@ def test_where_a_changed_model_can_neither_be_dropped_nor_kept_the_newcomer_is_r
 
 
 # -- modules that exist already -------------------------------------------------------------------------------------
-
-
 def mlp(seed=0) -> nn.Module:
     torch.manual_seed(seed)
     return nn.Sequential(

@@ -210,8 +210,6 @@ def test_many_threads_on_a_small_card_lose_nothing(runtime):
 
 
 # -- failing loads --------------------------------------------------------------------------------------------------
-
-
 def broken(error):
     """An origin of a fake model. Its load raises `error` after the bytes were allocated."""
 
@@ -365,8 +363,6 @@ def test_a_failing_move_leaves_the_model_where_it_is(runtime):
 
 
 # -- the stop button ------------------------------------------------------------------------------------------------
-
-
 def strike_during(seconds: float, act: Callable[[], None]) -> None:
     """Calls `act` and interrupts it at changing instructions, for `seconds` and more than 100 times."""
     interrupts = 0
@@ -449,8 +445,6 @@ def test_an_exit_stack_holds_the_model_until_it_closes(runtime):
 
 
 # -- verbs ----------------------------------------------------------------------------------------------------------
-
-
 def test_evict_refuses_what_is_in_use_or_pinned_and_says_what_to_type(runtime):
     rt = fakes(runtime(), m="3GiB")
     with rt.use("m"), pytest.raises(StillInUse, match="in use by this process"):
@@ -560,8 +554,6 @@ def test_forget_frees_the_memory_and_the_name(runtime):
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------
-
-
 def test_bad_input_is_named_and_nothing_is_registered(runtime):
     rt = runtime()
     for call, error, words in [
@@ -606,8 +598,6 @@ def test_the_same_registration_twice_is_one_and_another_under_its_name_is_refuse
 
 
 # -- several owners -------------------------------------------------------------------------------------------------
-
-
 def test_an_idle_model_of_another_process_steps_aside_and_comes_back(runtime, shared_book):
     a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
     fakes(a, qwen="14GiB")
@@ -876,8 +866,6 @@ def test_closing_gives_everything_back(runtime, shared_book):
 
 
 # -- pressure -------------------------------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "sizes, level, leaves",
     [
@@ -1014,8 +1002,6 @@ def test_ungoverned_models_load_unasked_and_pressure_is_unknown(runtime):
 
 
 # -- forks ----------------------------------------------------------------------------------------------------------
-
-
 def test_a_forked_child_owns_nothing_and_the_parent_keeps_everything(runtime, tmp_path):
     rt = loaded(runtime(ledger=f"sqlite://{tmp_path}/ledger"), a="3GiB")
     pid = os.fork()
@@ -1040,10 +1026,8 @@ def test_what_a_verb_answers_can_be_printed(runtime):
             "host: 0 B of 32.0 GiB claimed, pressure LOW\n  qwen: 14.0 GiB on sim:0, in use"
         )
     assert (str(done), str(rt.defrag())[:8]) == ("preload qwen: qwen is on sim:0", "defrag: ")
-    assert (
-        str(rt.health()).startswith("MODERATE: ")
-        and str(rt.plan("2GiB")) == rt.plan("2GiB").because
-    )
+    assert str(rt.health()).startswith("MODERATE: ")
+    assert str(rt.plan("2GiB")) == rt.plan("2GiB").because
     assert str(rt.why("qwen")[0]).startswith("qwen loaded: ")
 
 

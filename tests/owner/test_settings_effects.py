@@ -89,10 +89,8 @@ def test_the_catalogue_and_what_its_models_leave_unsaid(runtime, tmp_path):
     )
     spec = rt.plan("a") and rt._catalogue.spec("a")
     assert (spec.backend, spec.options) == ("llama_cpp", {"gpu_layers": 7})
-    assert (
-        rt.catalog_names() == ("a",)
-        and runtime(catalog=str(tmp_path / "none")).catalog_names() == ()
-    )
+    assert rt.catalog_names() == ("a",)
+    assert runtime(catalog=str(tmp_path / "none")).catalog_names() == ()
 
 
 @proves("inference_gpu_layers")

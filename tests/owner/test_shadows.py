@@ -146,8 +146,6 @@ def test_a_failed_move_leaves_the_copy_and_the_books_true(runtime):
 
 
 # -- one copy for the processes of a user ------------------------------------------------------------
-
-
 def shared_files():
     return {os.fstat(pages.file).st_ino for pages in held_by([os.getpid()])}
 

@@ -58,8 +58,6 @@ def bare(steps):
 
 
 # -- 1. settled here already -----------------------------------------------------------------------
-
-
 def test_a_model_on_its_device_is_granted_without_a_step():
     qwen = lease("qwen", sim0=8)
     page = book(qwen)
@@ -107,8 +105,6 @@ def test_steps_of_an_unreceived_wait_are_returned_again():
 
 
 # -- 2. on its way in or out -----------------------------------------------------------------------
-
-
 @pytest.mark.parametrize(
     "phase, word", [(Phase.ARRIVING, "arriving"), (Phase.LEAVING, "being evicted")]
 )
@@ -132,8 +128,6 @@ def test_two_threads_that_request_one_model_make_room_for_it_once():
 
 
 # -- 3. hopeless -----------------------------------------------------------------------------------
-
-
 def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
     """The budget is 7,200 MB. A model of 3,000 MB is resident, and the request is for 9,000 MB."""
     page = book(lease("resident", sim0="3000 MB"))
@@ -207,10 +201,8 @@ def test_precious_weights_without_room_in_the_host_make_a_request_hopeless():
     adopted = lease("adopted", sim0=12, droppable=False)
     _, verdict = decide(book(adopted), request("qwen", 10), world(sim0=20, host=8))
     assert isinstance(verdict, Refuse)
-    assert (
-        "qwen needs 10.0 GiB" in verdict.because
-        and "adopted (12.0 GiB) exists nowhere else" in verdict.because
-    )
+    assert "qwen needs 10.0 GiB" in verdict.because
+    assert "adopted (12.0 GiB) exists nowhere else" in verdict.because
 
 
 def test_the_host_has_room_for_either_of_two_leases_but_not_for_both():
@@ -265,8 +257,6 @@ def test_a_process_may_take_less_than_the_hosts_limit_but_never_more():
 
 
 # -- 4. fits in what is free -----------------------------------------------------------------------
-
-
 def test_a_grant_is_a_reservation_pinned_by_its_loader():
     """The bytes of a grant count at once. The model cannot be evicted before its first use (law 6)."""
     page, verdict = decide(book(), request("qwen", 14, key="k"), world(sim0=20))
@@ -351,8 +341,6 @@ def test_a_grant_spends_only_free_bytes():
 
 
 # -- 5. fits once idle leases have left ------------------------------------------------------------
-
-
 def test_three_models_of_4000_and_a_request_of_5000_offloads_only_the_oldest():
     models = [
         lease(name, sim0="4000 MB", last_used=used)
@@ -606,9 +594,8 @@ def test_a_request_waits_for_a_leaving_lease_and_evicts_no_other():
 
 # -- 6. deadlocked: see test_deadlock.py -----------------------------------------------------------
 
+
 # -- 7. otherwise ----------------------------------------------------------------------------------
-
-
 def test_a_model_in_use_is_never_a_victim():
     """A model in use stays until its cell ends, however old and unimportant the model is."""
     llama = lease("llama", sim0=8, pins=1, last_used=0)
@@ -678,8 +665,6 @@ def test_a_full_page_refuses_and_evicts_nothing():
 
 
 # -- a full page -----------------------------------------------------------------------------------
-
-
 def full_page(*more, importance="batch", by=2, **fields):
     """A page with as many idle models as it can hold, in addition to the leases `more`."""
     rest = MOST_LEASES - len(more)
@@ -767,8 +752,6 @@ def test_a_full_page_still_restores_what_it_holds():
 
 
 # -- the limit of one process ----------------------------------------------------------------------
-
-
 def test_one_process_s_own_limit_makes_its_own_models_leave_first():
     """INFERENCE_MEMORY_LIMIT_GB bounds the bytes of one process on all cards, after possible evictions."""
     page = book(lease("mine", sim0=6), lease("theirs", by=2, sim1=6))
@@ -811,8 +794,6 @@ def test_the_own_limit_counts_models_but_not_blocks():
 
 
 # -- measured devices ------------------------------------------------------------------------------
-
-
 def real(free, **words):
     return world(cuda0=20, free={"cuda:0": free}, **words)
 
@@ -904,8 +885,6 @@ def test_residue_counts_as_claimed():
 
 
 # -- plan ------------------------------------------------------------------------------------------
-
-
 def test_a_plan_lists_every_step_and_does_none():
     page = book(lease("old", sim0=14), lease("qwen", host=14))
     told = plan(page, request("qwen", 14), world(sim0=20), lru)
@@ -944,8 +923,6 @@ def test_a_plan_that_would_wait_or_be_refused_says_why():
 
 
 # -- the sentences ---------------------------------------------------------------------------------
-
-
 def test_decisions_are_events():
     page, _ = decide(book(), request("qwen", 14), world(sim0=20))
     page, _ = decide(page, request("big", 30), world(sim0=20))

@@ -31,8 +31,6 @@ def settled(verdict, name):
 
 
 # -- two cards of 80 -------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", ["single", *SPLITS])
 def test_15_on_two_80s_takes_one_card(layout):
     _, verdict = decide(book(), request("small", 15, layout=layout), world(**TWO))
@@ -59,10 +57,8 @@ def test_70_and_70_and_then_200_is_refused_with_the_reason_and_nothing_evicted(l
     assert [lease.where for lease in page.leases()] == ["sim:0", "sim:1"]
     after, verdict = decide(page, request("big", 200, layout=layout), world(**TWO))
     assert isinstance(verdict, Refuse) and verdict.kind == "hopeless"
-    assert (
-        "big needs 200 GiB" in verdict.because
-        and "sim:0,1 are 80.0 GiB + 80.0 GiB" in verdict.because
-    )
+    assert "big needs 200 GiB" in verdict.because
+    assert "sim:0,1 are 80.0 GiB + 80.0 GiB" in verdict.because
     assert list(after.leases()) == list(page.leases()) and after.tickets == ()
 
 
@@ -86,8 +82,6 @@ def test_140_on_two_free_80s_is_70_and_70(layout):
 
 
 # -- three cards -----------------------------------------------------------------------------------
-
-
 @pytest.mark.parametrize("layout", SPLITS)
 def test_three_cards_the_first_full_and_busy_and_140_takes_the_other_two(layout):
     """A card that cannot take its part is skipped, and the search continues with the other cards."""
@@ -97,8 +91,6 @@ def test_three_cards_the_first_full_and_busy_and_140_takes_the_other_two(layout)
 
 
 # -- evictable leases ------------------------------------------------------------------------------
-
-
 def test_stale_30_on_the_first_and_stale_60_over_both_make_60_and_30_evictable():
     """When a lease over two cards leaves, each card gets back the bytes that it gave."""
     page = book(lease("one", sim0=30), lease("two", sim0=30, sim1=30))
@@ -167,10 +159,8 @@ def test_a_card_allocated_over_its_total_in_a_foreign_book_is_clamped_and_report
     """Facts are accepted even if they are wrong. Nothing is granted on that card, and the overdraft is shown."""
     page = book(lease("liar", by=2, sim0=120, pins=1), limits={"sim:0": 80 * GIB})
     _, verdict = decide(page, request("q", 10), world(sim0=80))
-    assert (
-        isinstance(verdict, Wait)
-        and verdict.considered[0].because == "sim:0 has 0 B free, 10.0 GiB too little"
-    )
+    assert isinstance(verdict, Wait)
+    assert verdict.considered[0].because == "sim:0 has 0 B free, 10.0 GiB too little"
     [card, _] = views(page, world(sim0=80))
     assert (card.claimed_bytes, card.limit_bytes, card.level) == (120 * GIB, 80 * GIB, "CRITICAL")
     seen = Snapshot(NOW, NOW, owner(), (card,), page.sections, (), (), (), simulated=True)
@@ -204,17 +194,14 @@ def test_35000_on_24000_and_12000_free_is_refused():
 
 
 # -- a lease on several cards behaves like any other -----------------------------------------------
-
-
 def test_a_restore_may_go_to_other_cards_than_before():
     """The model was offloaded from cards 0 and 1. Card 0 is busy now, so it is restored to 1 and 2."""
     page = book(lease("big", host=140), lease("busy", by=2, sim0=80, pins=1))
     _, verdict = decide(page, request("big", 140, layout="balanced"), world(**THREE))
     [step] = verdict.steps
     assert (step.source, step.shares) == ((Share(HOST, 140 * GIB),), on(sim1=70, sim2=70))
-    assert (
-        verdict.lease.shares == (Share(HOST, 140 * GIB),) and verdict.lease.phase is Phase.ARRIVING
-    )
+    assert verdict.lease.shares == (Share(HOST, 140 * GIB),)
+    assert verdict.lease.phase is Phase.ARRIVING
 
 
 def test_a_ticket_for_several_cards_keeps_its_place_on_each():

@@ -290,12 +290,10 @@ class Auditor(RuleBasedStateMachine):
         elif isinstance(verdict, Grant) and verdict.steps:
             lease = self.book.lease(request.lease.owner, request.lease.name)
             assert self.book.ticket(request.key) is None
-            assert (
-                lease == verdict.lease
-                and lease.pins
-                and lease.phase is Phase.ARRIVING
-                and lease.key == request.key
-            )
+            assert lease == verdict.lease
+            assert lease.pins
+            assert lease.phase is Phase.ARRIVING
+            assert lease.key == request.key
         elif isinstance(verdict, Wait):
             again = base.lease(request.lease.owner, request.lease.name)
             self.check_steps(base, verdict.steps, request.lease.importance)

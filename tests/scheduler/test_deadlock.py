@@ -189,8 +189,6 @@ def test_reduction_agrees_with_every_order_of_finishing(threads_):
 
 
 # -- the queue -------------------------------------------------------------------------------------
-
-
 def test_importance_then_arrival():
     page = book(
         tickets=[

@@ -631,8 +631,6 @@ def test_relief_brings_the_level_down_and_no_further(situation):
 
 
 # -- progress --------------------------------------------------------------------------------------
-
-
 def follow(
     page: Book, wanted: list[Request], there: World, rounds: int
 ) -> tuple[Book, dict[str, Any]]:

@@ -148,8 +148,6 @@ def test_no_move_ever_takes_a_card_over_its_budget(others, own, cards):
 
 
 # -- asked of another process ----------------------------------------------------------------------
-
-
 def asked(page, *cards, there=FOUR):
     wanted = Ask("2:move", owner(2).id, "move", at(1, "qwen"), NOW, by="ann", places=cards)
     return replayed(lambda book: ask(book, wanted, there), page)

@@ -33,8 +33,6 @@ def level(page: Book, gib: float = 14, **devices: float) -> Plan:
 
 
 # -- one host --------------------------------------------------------------------------------------
-
-
 def test_a_plan_says_how_much_effort_it_takes():
     """The levels of effort, from a model that is on its device already to a model that never fits."""
     old = lease("old", sim0=14)
@@ -80,8 +78,6 @@ def test_a_model_that_cannot_be_loaded_is_never_offered():
 
 
 # -- several hosts ---------------------------------------------------------------------------------
-
-
 def offer(host: str, what: str = "room", **fields: object) -> Offer:
     return Offer(host, "qwen", PlanLevel(what), "because", **fields)  # type: ignore[arg-type]
 

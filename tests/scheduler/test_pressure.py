@@ -106,8 +106,6 @@ def test_the_table():
 
 
 # -- the table, applied ----------------------------------------------------------------------------
-
-
 def idle(name, seconds, **fields):
     return lease(name, last_used=NOW - seconds, **fields)
 
@@ -260,8 +258,6 @@ def test_a_relieved_card_says_how_full_it_was():
 
 
 # -- host memory -----------------------------------------------------------------------------------
-
-
 def ram(free, **fields):
     """A host of 100 GiB, half of which models may claim."""
     return world(sim0=10, host=50, total={"host": 100}, free={"host": free}, **fields)

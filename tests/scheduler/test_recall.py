@@ -45,8 +45,6 @@ def two(*leases, **fields):
 
 
 # -- evict -----------------------------------------------------------------------------------------
-
-
 def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
     """Other processes request, and only the owner acts. Grace does not apply to a person's request."""
     qwen = lease("qwen", sim0=8, last_used=NOW - 1)
@@ -62,11 +60,9 @@ def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
     assert (page.find(qwen.id).phase, page.find(qwen.id).key) == (Phase.LEAVING, "k")
     page = left(page, step, step.shares, THERE, by="pid 2")
     page, verdict = asking(page, "evict")
-    assert (
-        isinstance(verdict, Grant)
-        and verdict.because == "qwen is in host memory"
-        and page.tickets == ()
-    )
+    assert isinstance(verdict, Grant)
+    assert verdict.because == "qwen is in host memory"
+    assert page.tickets == ()
     assert page.events[-1].by == "pid 2"
 
 
@@ -203,8 +199,6 @@ def test_a_full_page_refuses_a_request_to_an_owner():
 
 
 # -- pin, unpin, preload, restore, defrag: orders --------------------------------------------------
-
-
 @pytest.mark.parametrize("verb, before", [("pin", False), ("unpin", True)])
 def test_pin_and_unpin_are_orders_to_the_owner(verb, before):
     page, verdict = asking(two(lease("qwen", sim0=8, keep=before)), verb)
@@ -257,10 +251,8 @@ def test_an_owner_answers_an_order_and_the_requester_gets_the_answer():
     # the order is carried out once, even if the requester reads the answer late
     assert obeying(page)[2] == ()
     page, verdict = asking(page, "defrag")
-    assert (
-        isinstance(verdict, Grant)
-        and verdict.because == "1.0 GiB of cached blocks were given back."
-    )
+    assert isinstance(verdict, Grant)
+    assert verdict.because == "1.0 GiB of cached blocks were given back."
     assert verdict.bytes == size(1)
     assert page.tickets == ()
     failed = answer(
@@ -270,8 +262,6 @@ def test_an_owner_answers_an_order_and_the_requester_gets_the_answer():
 
 
 # -- recalls ---------------------------------------------------------------------------------------
-
-
 def recalling(name="qwen", of=1, **fields):
     return ticket("big", by=2, sim0=14, recalls=(at(of, name),), **fields)
 
@@ -363,8 +353,6 @@ def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeye
 
 
 # -- who asked -------------------------------------------------------------------------------------
-
-
 def test_a_request_event_names_the_person():
     """The requester checks the state many times, but only one event is written."""
     wish = replace(asked("evict"), by="ops", said_by="ann, console")
@@ -419,8 +407,6 @@ def test_an_owner_whose_section_cannot_be_read_is_asked_all_the_same():
 
 
 # -- ending a wait ---------------------------------------------------------------------------------
-
-
 def test_a_wait_is_ended_by_its_owner_and_the_request_is_done_once_it_is_gone():
     """Only the owner withdraws its ticket. The requester reads in the book that this has happened."""
     waits = ticket("qwen", by=1, sim0=14, arrived=NOW - 5)
@@ -470,8 +456,6 @@ def test_an_owner_that_has_begun_is_not_silent(verb, there, begun):
 
 
 # -- uses that overlap
-
-
 @pytest.mark.parametrize(
     ("waited", "pauses"),
     [(3.9, False), (4, True), (7.4, True), (7.6, False), (8, True), (14.9, True), (15.1, False)],

@@ -33,8 +33,6 @@ def rules(layout: str, **fields: Any) -> PlacementRules:
 
 
 # -- balanced --------------------------------------------------------------------------------------
-
-
 def test_equal_shares_use_the_fewest_cards():
     room = {"a": 80, "b": 80, "c": 80}
     found = split(footprint(140), room, rules("balanced"), room)
@@ -82,8 +80,6 @@ def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
 
 
 # -- proportional ----------------------------------------------------------------------------------
-
-
 def test_shares_are_in_proportion_to_what_is_free_beyond_the_margin():
     """24,000 and 12,000 bytes are free and 512 stay free on each card. The shares are as 23,488 to 11,488."""
     found = divide(
@@ -132,8 +128,6 @@ def test_pieces_that_were_measured_at_another_size_keep_their_proportions():
 
 
 # -- whole cards, overheads, bounds ----------------------------------------------------------------
-
-
 def test_whole_cards_are_claimed_whole_and_filled_in_proportion():
     limits = {"a": 80, "b": 80, "c": 80}
     found = split(footprint(100), {**limits, "a": 79}, rules("whole"), limits)[0]
@@ -145,10 +139,8 @@ def test_each_card_of_a_split_takes_an_overhead_if_one_is_set():
     """The overhead of ten percent is the figure of the scheduler Helix."""
     room = {"a": 77, "b": 77}
     found = divide(footprint(140), room, rules("balanced", overhead=0.1), {})
-    assert shares(found) == {"a": 77, "b": 77} and [share.bytes for share in found.filled] == [
-        70,
-        70,
-    ]
+    assert shares(found) == {"a": 77, "b": 77}
+    assert [share.bytes for share in found.filled] == [70, 70]
     assert divide(footprint(140), {"a": 77, "b": 76}, rules("balanced", overhead=0.1), {}) is None
 
 

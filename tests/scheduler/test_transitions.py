@@ -48,8 +48,6 @@ def going(name="qwen", gib=8, **fields):
 
 
 # -- arrived ---------------------------------------------------------------------------------------
-
-
 def test_a_grant_is_settled_with_measured_bytes():
     page = books.arrived(
         book(arriving()),
@@ -108,8 +106,6 @@ def test_a_block_settles_without_an_event():
 
 
 # -- left ------------------------------------------------------------------------------------------
-
-
 def step(to=HOST):
     qwen, source = at(1, "qwen"), whole("sim:0", 8)
     return (
@@ -177,8 +173,6 @@ def test_totals_outlive_the_processes_that_made_them():
 
 
 # -- abandon, release, withdraw --------------------------------------------------------------------
-
-
 def test_an_abandoned_load_leaves_the_book_as_it_was():
     """After a load is abandoned, the book equals the book before the load (law 9)."""
     before = book(lease("other", sim0=2))
@@ -193,9 +187,8 @@ def test_an_abandoned_restore_is_in_the_host_again():
     page, _ = decide(before, request("qwen", 8, key="k"), THERE)
     after = books.abandon(page, ME.id, "qwen", "k", THERE)
     assert after.claims() == before.claims()
-    assert (
-        after.find(at(1, "qwen")).shares == whole(HOST, 8) and after.find(at(1, "qwen")).pins == 0
-    )
+    assert after.find(at(1, "qwen")).shares == whole(HOST, 8)
+    assert after.find(at(1, "qwen")).pins == 0
 
 
 def test_an_abandoned_departure_stays_on_the_device():
@@ -300,8 +293,6 @@ def test_a_write_that_may_help_a_waiting_request_wakes_it(after):
 
 
 # -- publish ---------------------------------------------------------------------------------------
-
-
 def truth(*leases, keys=(), **fields):
     return Truth(ME, leases, keys, **fields)
 
@@ -395,8 +386,6 @@ def test_publishing_twice_is_publishing_once():
 
 
 # -- dead owners -----------------------------------------------------------------------------------
-
-
 def test_dead_owners_are_reaped_completely_and_each_lease_is_an_event():
     page = book(
         lease("a", by=2, sim0=3),
@@ -427,8 +416,6 @@ def test_an_owner_that_resigns_removes_all_its_entries():
 
 
 # -- samples and events ----------------------------------------------------------------------------
-
-
 def test_a_newer_sample_replaces_an_old_one_and_an_older_never():
     there = world(cuda0=10, free={"cuda:0": 1}, taken_at=NOW)
     old, future = Sample("cuda:0", NOW - 9, 5), Sample("cuda:0", NOW + 9, 5)
@@ -443,9 +430,8 @@ def test_a_page_keeps_the_last_events_and_counts_them_all():
     for n in range(MOST_EVENTS + 5):
         page = books.note(page, THERE, lease("a", sim0=1), "refused", "hopeless", f"because {n}")
     assert len(page.events) == MOST_EVENTS
-    assert [e.seq for e in page.events] == list(
-        range(6, MOST_EVENTS + 6)
-    ) and page.seq == MOST_EVENTS + 5
+    assert [e.seq for e in page.events] == list(range(6, MOST_EVENTS + 6))
+    assert page.seq == MOST_EVENTS + 5
     assert page.sections[ME.id].counts == {"refused": MOST_EVENTS + 5}
 
 
@@ -495,8 +481,6 @@ def test_default_values_take_no_room_in_the_page():
 
 
 # -- sections that cannot be read ------------------------------------------------------------------
-
-
 def unreadable(pid=2, **fields):
     """An owner whose section cannot be read, with 6 GiB on a card."""
     fields = {"held": {"cuda:0": size(6)}, "promised": {}, "settled_at": NOW - 60} | fields

@@ -196,8 +196,6 @@ class AuditedBackend(FakeBackend):
 
 
 # -- a kernel ---------------------------------------------------------------------------------------------------------
-
-
 class Kernel:
     """A runtime with a few fake models, which acts at random. The models of all kernels together do not fit."""
 
@@ -350,8 +348,6 @@ def be_a_kernel(
 
 
 # -- the auditor ------------------------------------------------------------------------------------------------------
-
-
 def be_the_auditor(url: str, slots: Slots, tell: Callable[[str], None], told: Path) -> None:
     """Checks without pause that no device is over its limit, and that the book has all living bytes."""
     ledger = open_ledger(url)
@@ -396,8 +392,6 @@ def lost(slots: Slots, read: Callable[[], Any]) -> Iterator[str]:
 
 
 # -- the warden -------------------------------------------------------------------------------------------------------
-
-
 class Report(NamedTuple):
     """The result of a crowd's run."""
 

@@ -27,8 +27,6 @@ Say = Callable[[str], None]
 
 
 # -- the deeds; each reports the writes that were acknowledged --------------------------------------------------------
-
-
 def write(url: str, arm: Callable[[], None], say: Say) -> None:
     """Writes a second grant into a ledger that is open already. The kill is armed only for this write."""
     door = open_ledger(url)
@@ -72,8 +70,6 @@ DEEDS = {deed.__name__: deed for deed in (write, live, mend, work)}
 
 
 # -- kill by kill -----------------------------------------------------------------------------------------------------
-
-
 def kill_everywhere(url: str, deed: str, every: int = 1) -> int:
     """Runs the work again and kills it before each change; the number of changes. Fails if it harmed another."""
     library = ctypes.CDLL(None)

@@ -174,8 +174,6 @@ def test_without_the_extension_the_kernel_reads_as_before(kernel):
 
 
 # -- three models, Run All, and a program that runs a notebook
-
-
 def three_models(card, order, mode="auto"):
     """A notebook that uses three models in this order; a cell waits for the next load. `story` is what happened."""
     setup = f"""

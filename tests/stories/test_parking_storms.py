@@ -36,9 +36,8 @@ SETTINGS: dict[str, Any] = {
     "eviction_grace_seconds": 0,
 }
 
+
 # -- interrupts ------------------------------------------------------------------------------------
-
-
 def interrupts(url: str, wanted: int) -> dict[str, int]:
     """Interrupts the hooks of cells and parks of a kernel `wanted` times. Raises AssertionError for each fault."""
     import torch
@@ -127,8 +126,6 @@ def interrupts(url: str, wanted: int) -> dict[str, int]:
 
 
 # -- kills -----------------------------------------------------------------------------------------
-
-
 def kills(url: str, wanted: int) -> dict[str, int]:
     """Kills kernels that are parked and return without pause. Their memory is granted to the next request."""
     import torch
@@ -183,8 +180,6 @@ def kills(url: str, wanted: int) -> dict[str, int]:
 
 
 # -- a thread that hammers -------------------------------------------------------------------------
-
-
 def hammered(url: str, wanted: int) -> dict[str, int]:
     """Parks a storage `wanted` times while a user's thread reads it; it is exchanged only while that waits."""
     import torch
@@ -241,8 +236,6 @@ STORMS = {"interrupts": interrupts, "kills": kills, "hammered": hammered}
 
 
 # -- the tests -------------------------------------------------------------------------------------
-
-
 def in_a_process_of_its_own(storm: str, url: str, count: int) -> dict[str, int]:
     ran = subprocess.run(
         [sys.executable, "-m", "tests.stories.test_parking_storms", storm, url, str(count)],

@@ -112,10 +112,8 @@ def test_one_view_over_all_hosts(monkeypatch, ledger, here):
             (view.device.id, view.claimed_bytes) for view in theirs.devices if view.claimed_bytes
         ] == [("sim:0", 30 * GIB)]
         told = repr(shown("status", here.status_all()))
-        assert (
-            "(this host)" in told
-            and "far-away" in told
-            and told.index("llama") < told.index("qwen")
-        )
+        assert "(this host)" in told
+        assert "far-away" in told
+        assert told.index("llama") < told.index("qwen")
     finally:
         far.close()

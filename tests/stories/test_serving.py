@@ -77,11 +77,9 @@ def test_the_official_client_lists_asks_and_streams(served):
     talk = client(served)
     assert {model.id for model in talk.models.list()} == set(MODELS)
     whole = talk.chat.completions.create(model="writer", messages=say(), max_tokens=8)
-    assert (
-        whole.model == "writer"
-        and whole.usage.completion_tokens == 8
-        and len(whole.choices[0].message.content) >= 8
-    )
+    assert whole.model == "writer"
+    assert whole.usage.completion_tokens == 8
+    assert len(whole.choices[0].message.content) >= 8
     parts = [
         part.choices[0].delta.content or ""
         for part in talk.chat.completions.create(
@@ -209,9 +207,8 @@ def test_a_body_beyond_the_bound_is_refused_by_what_its_head_says(served, waits)
         connection.putheader("Expect", "100-continue")
     connection.endheaders(None if waits else bytes(33 << 20))
     answer = connection.getresponse()
-    assert (
-        answer.status == 413 and "the limit is 33,554,432" in json.load(answer)["error"]["message"]
-    )
+    assert answer.status == 413
+    assert "the limit is 33,554,432" in json.load(answer)["error"]["message"]
     if not waits:
         connection.request("GET", "/v1/models", headers={"Authorization": f"Bearer {TOKEN}"})
         assert connection.getresponse().status == 200
