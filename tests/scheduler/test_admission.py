@@ -11,7 +11,6 @@ from gpu_runtime.facts import (
     Candidate,
     Drop,
     Event,
-    Footprint,
     Grant,
     Load,
     Move,
@@ -46,6 +45,11 @@ from tests.worlds import (
     ticket,
     world,
 )
+
+
+def leaving(page, asked, there):
+    """The names of the leases that the requester evicts itself."""
+    return [step.lease.split("/")[1] for step in decide(page, asked, there)[1].steps]
 
 
 def whole(device: str, gib: float) -> tuple[Share, ...]:
@@ -141,24 +145,6 @@ def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
     assert list(after.leases()) == list(page.leases()) and after.tickets == ()
 
 
-def test_a_kept_model_on_the_only_card_makes_a_whole_card_hopeless():
-    """The only card has 80 GiB. A kept model of 30 GiB is on it, and the request is for a whole card."""
-    dedicated = lease("dedicated", sim0=30, keep=True)
-    after, verdict = decide(
-        book(dedicated, lease("idle", sim0=10)), request("big", 80), world(sim0=80)
-    )
-    assert verdict == Refuse(
-        "big needs 80.0 GiB; sim:0 has 80.0 GiB, "
-        "and dedicated (30.0 GiB) is kept on the device (unpin it to let it go)",
-        kind="kept",
-        need_bytes=80 * GIB,
-        budget_bytes=80 * GIB,
-        device="sim:0",
-        holders=(at(1, "dedicated"),),
-    )
-    assert len(list(after.leases())) == 2
-
-
 @pytest.mark.parametrize(
     "movable, because, hint",
     [
@@ -189,11 +175,6 @@ def test_models_pinned_by_the_requesting_thread_count_against_it():
         "qwen needs 10.0 GiB; sim:0 has 20.0 GiB, "
         "and mine (12.0 GiB) is held by the block that makes the request"
     )
-
-
-def test_a_request_waits_for_another_threads_pin():
-    busy = lease("busy", sim0=12, pins=1)
-    assert isinstance(decide(book(busy), request("qwen", 10), world(sim0=20))[1], Wait)
 
 
 def test_precious_weights_without_room_in_the_host_make_a_request_hopeless():
@@ -243,17 +224,14 @@ def test_a_request_waits_for_a_card_that_can_hold_it_not_the_emptiest():
     after, verdict = decide(page, request("big", 10, key="k"), world(sim0=20, sim1=8))
     assert after.ticket("k").need == whole("sim:0", 10)
     assert verdict.because == "busy (16.0 GiB on sim:0) is in use by pid 2"
-    assert isinstance(
-        decide(after, request("small", 6, arrived=NOW + 1), world(sim0=20, sim1=8))[1], Grant
-    )
+    small = request("small", 6, arrived=NOW + 1)
+    assert isinstance(decide(after, small, world(sim0=20, sim1=8))[1], Grant)
 
 
 def test_a_process_may_take_less_than_the_hosts_limit_but_never_more():
-    page = book(limits={"sim:0": size(10)})
-    assert isinstance(decide(page, request("qwen", 12), world(sim0=20))[1], Refuse)
-    assert isinstance(
-        decide(book(limits={"sim:0": size(20)}), request("qwen", 12), world(sim0=10))[1], Refuse
-    )
+    for ours, theirs in ((10, 20), (20, 10)):
+        page = book(limits={"sim:0": size(ours)})
+        assert isinstance(decide(page, request("qwen", 12), world(sim0=theirs))[1], Refuse)
 
 
 # -- 4. fits in what is free -----------------------------------------------------------------------
@@ -261,16 +239,8 @@ def test_a_grant_is_a_reservation_pinned_by_its_loader():
     """The bytes of a grant count at once. The model cannot be evicted before its first use (law 6)."""
     page, verdict = decide(book(), request("qwen", 14, key="k"), world(sim0=20))
     because = "qwen needs 14.0 GiB; sim:0 has 20.0 GiB free and would keep 6.0 GiB."
-    reserved = lease(
-        "qwen",
-        key="k",
-        target=whole("sim:0", 14),
-        phase=Phase.ARRIVING,
-        pins=1,
-        pinned_since=NOW,
-        last_used=NOW,
-        droppable=False,
-    )
+    phase = {"phase": Phase.ARRIVING, "target": whole("sim:0", 14), "key": "k"}
+    reserved = lease("qwen", pins=1, pinned_since=NOW, last_used=NOW, droppable=False, **phase)
     assert verdict == Grant(
         reserved,
         (Load(at(1, "qwen"), whole("sim:0", 14), because),),
@@ -293,24 +263,6 @@ def test_a_model_in_host_memory_moves_back_at_its_measured_size():
     _, verdict = decide(page, request("qwen", 14), world(sim0=8))
     assert bare(verdict.steps) == [Move(at(1, "qwen"), whole(HOST, 6), whole("sim:0", 6))]
     assert verdict.lease.shares == whole(HOST, 6), "and lies there until it has moved"
-
-
-def test_a_served_ticket_is_removed():
-    """A grant removes the ticket of its request. A ticket that is left would reserve room that no request uses."""
-    waiting = ticket("qwen", key="k", sim0=14)
-    page, verdict = decide(
-        book(tickets=[waiting]), request("qwen", 14, key="k", arrived=NOW - 10), world(sim0=20)
-    )
-    assert isinstance(verdict, Grant) and page.tickets == ()
-
-
-def test_two_concurrent_requests_one_grant_one_wait():
-    """Two requests of 5,000 MB compete for 7,200 MB. The first is granted and the second waits."""
-    there = world(sim0="7200 MB")
-    page, first = decide(book(owners=(1, 2)), request("a", "5000 MB", by=1), there)
-    page, second = decide(page, request("b", "5000 MB", by=2), there)
-    assert isinstance(first, Grant) and isinstance(second, Wait)
-    assert second.because == "a (4.7 GiB on sim:0) is being loaded by pid 1 for 0 ms"
 
 
 def test_what_elders_need_is_set_aside():
@@ -355,17 +307,6 @@ def test_three_models_of_4000_and_a_request_of_5000_offloads_only_the_oldest():
         "next needs 4.7 GiB; sim:0 has 2.2 GiB free. "
         "old (3.7 GiB, idle 15 min) is offloaded to host."
     )
-
-
-def test_no_lease_is_evicted_needlessly():
-    """The card has 100 GiB, with leases of 10, 15 and 70, and 60 are needed. Only the lease of 70 leaves."""
-    page = book(
-        lease("ten", sim0=10, last_used=1),
-        lease("fifteen", sim0=15, last_used=2),
-        lease("seventy", sim0=70, last_used=3),
-    )
-    _, verdict = decide(page, request("qwen", 60), world(sim0=100, host=500))
-    assert [step.lease for step in verdict.steps] == [at(1, "seventy")]
 
 
 def test_other_owners_are_asked_and_evict_their_leases_themselves():
@@ -432,18 +373,9 @@ def test_a_lease_whose_last_move_failed_is_no_victim_until_its_time():
     assert verdict.because == (
         "failed (14.0 GiB on sim:0) could not be moved; its process tries again"
     )
-    _, verdict = decide(after, request("qwen", 14), world(sim0=20, now=NOW + 8))
-    assert [step.lease for step in verdict.steps] == [failed.id]
-    because = "failed stays where it is: a thread of its own runs (loader)."
-    event = Event(1, WALL, "failed", "failed", "move", because, owner=failed.owner)
-    _, verdict = decide(replace(book(failed), events=(event,)), request("qwen", 14), world(sim0=20))
-    assert verdict.because == (
-        "failed (14.0 GiB on sim:0) could not be moved: a thread of its own runs (loader); "
-        "its process tries again"
-    )
+    assert leaving(after, request("qwen", 14), world(sim0=20, now=NOW + 8)) == ["failed"]
     page = book(failed, lease("next", sim0=14, last_used=2))
-    _, verdict = decide(page, request("qwen", 14), world(sim0=34))
-    assert [step.lease for step in verdict.steps] == [lease("next").id]
+    assert leaving(page, request("qwen", 14), world(sim0=34)) == ["next"]
 
 
 def test_a_refused_order_is_not_the_reason_of_a_failed_move():
@@ -472,18 +404,10 @@ def test_a_request_never_displaces_a_more_important_lease():
 
 
 def test_the_least_important_leave_first_and_the_policy_decides_among_equals():
-    page = book(
-        lease("batch", sim0=5, importance="batch", last_used=900),
-        lease("old", sim0=5, last_used=1),
-        lease("new", sim0=5, last_used=2),
-    )
-    assert [s.lease for s in decide(page, request("q", 10), world(sim0=20))[1].steps] == [
-        at(1, "batch")
-    ]
-    assert [s.lease for s in decide(page, request("q", 15), world(sim0=20))[1].steps] == [
-        at(1, "batch"),
-        at(1, "old"),
-    ]
+    batch = lease("batch", sim0=5, importance="batch", last_used=900)
+    page = book(batch, lease("old", sim0=5, last_used=1), lease("new", sim0=5, last_used=2))
+    assert leaving(page, request("q", 10), world(sim0=20)) == ["batch"]
+    assert leaving(page, request("q", 15), world(sim0=20)) == ["batch", "old"]
 
 
 def test_the_less_important_model_leaves_whatever_card_it_is_on():
@@ -492,34 +416,26 @@ def test_the_less_important_model_leaves_whatever_card_it_is_on():
         lease("high", sim0=14, importance="high", reload_seconds=1),
         lease("low", sim1=14, importance="low", reload_seconds=60),
     )
-    _, verdict = decide(page, request("urgent", 14, importance="urgent"), world(sim0=20, sim1=20))
-    assert [step.lease for step in verdict.steps] == [at(1, "low")]
+    urgent = request("urgent", 14, importance="urgent")
+    assert leaving(page, urgent, world(sim0=20, sim1=20)) == ["low"]
 
 
 def test_among_equals_room_is_made_on_the_card_that_costs_least():
-    page = book(
-        lease("slow", sim0=14, reload_seconds=60), lease("quick", sim1=14, reload_seconds=1)
-    )
-    assert [s.lease for s in decide(page, request("q", 14), world(sim0=20, sim1=20))[1].steps] == [
-        at(1, "quick")
+    asked, there = request("q", 14), world(sim0=20, sim1=20)
+    quick = lease("quick", sim1=14, reload_seconds=1)
+    assert leaving(book(lease("slow", sim0=14, reload_seconds=60), quick), asked, there) == [
+        "quick"
     ]
     page = book(lease("newer", sim0=14, last_used=2), lease("older", sim1=14, last_used=1))
-    assert [s.lease for s in decide(page, request("q", 14), world(sim0=20, sim1=20))[1].steps] == [
-        at(1, "older")
-    ]
+    assert leaving(page, asked, there) == ["older"]
 
 
 def test_models_are_offloaded_first_and_unloaded_once_the_host_is_full():
-    there = world(sim0=20, host=10)
-    _, verdict = decide(book(lease("old", sim0=10)), request("q", 14), there)
-    assert isinstance(verdict.steps[0], Move)
-    page, verdict = decide(
-        book(lease("old", sim0=10), lease("warm", host=4)), request("q", 14), there
-    )
+    old, asked, there = lease("old", sim0=10), request("q", 14), world(sim0=20, host=10)
+    assert isinstance(decide(book(old), asked, there)[1].steps[0], Move)
+    _, verdict = decide(book(old, lease("warm", host=4)), asked, there)
     assert isinstance(verdict.steps[0], Drop) and "is unloaded." in verdict.because
-    _, verdict = decide(
-        book(lease("old", sim0=10)), request("q", 14), world(sim0=20, host=10, offload=False)
-    )
+    _, verdict = decide(book(old), asked, world(sim0=20, host=10, offload=False))
     assert isinstance(verdict.steps[0], Drop)
 
 
@@ -534,15 +450,11 @@ def test_host_bytes_are_spent_once():
 
 def test_precious_weights_have_the_first_claim_on_the_host():
     """They cannot be dropped, so they go to the host; the other model can be loaded again."""
-    page = book(
-        lease("adopted", sim0=10, droppable=False, last_used=900),
-        lease("old", sim0=10, last_used=1),
-    )
+    adopted = lease("adopted", sim0=10, droppable=False, last_used=900)
+    page = book(adopted, lease("old", sim0=10, last_used=1))
     _, verdict = decide(page, request("q", 20), world(sim0=20, host=10))
-    assert {(type(step).__name__, step.lease) for step in verdict.steps} == {
-        ("Move", at(1, "adopted")),
-        ("Drop", at(1, "old")),
-    }
+    steps = {step.lease: type(step) for step in verdict.steps}
+    assert steps == {adopted.id: Move, at(1, "old"): Drop}
 
 
 @pytest.mark.parametrize("warm_owner", [1, 2])
@@ -618,33 +530,18 @@ def test_the_leases_in_the_way_are_named():
         "training (4.0 GiB on sim:0) is held by running code by pid 3"
     )
     assert verdict.blockers == (at(2, "llama"), at(3, "training"))
-
-
-def test_a_request_waits_for_a_block_of_code_and_never_recalls_it():
-    _, verdict = decide(book(block(sim0=14)), request("qwen", 14), world(sim0=20))
-    assert (verdict.asked, verdict.steps, verdict.blockers) == ((), (), (at(1, "code"),))
+    assert (verdict.asked, verdict.steps) == ((), ())
 
 
 def test_a_ticket_keeps_its_place_and_is_refreshed():
     busy = lease("busy", by=2, sim0=8, pins=1)
     page, _ = decide(book(busy), request("qwen", 14, key="k"), world(sim0=20))
-    assert page.tickets == (
-        ticket(
-            "qwen",
-            key="k",
-            arrived=NOW,
-            refreshed=NOW,
-            sim0=14,
-            seconds=15.0,
-            blocked_since=NOW,
-            because="busy (8.0 GiB on sim:0) is in use by pid 2",
-        ),
-    )
+    because = "busy (8.0 GiB on sim:0) is in use by pid 2"
+    kept = ticket("qwen", key="k", arrived=NOW, sim0=14, seconds=15.0, blocked_since=NOW)
+    assert page.tickets == (replace(kept, because=because),)
     page, _ = decide(page, request("qwen", 14, key="k"), world(sim0=20, now=NOW + 3))
     assert [(t.refreshed, t.blocked_since) for t in page.tickets] == [(NOW + 3, NOW)]
-    assert [event.action for event in page.events] == ["waiting"], (
-        "told once, however often it asks"
-    )
+    assert [event.action for event in page.events] == ["waiting"]
 
 
 def test_a_request_that_does_not_wait_leaves_no_ticket():
@@ -788,9 +685,8 @@ def test_a_leaving_lease_counts_as_gone_for_the_own_limit():
 
 def test_the_own_limit_counts_models_but_not_blocks():
     page = book(block(sim0=6))
-    assert isinstance(
-        decide(page, request("qwen", 6), world(sim0=20, limit_bytes=size(10)))[1], Grant
-    )
+    there = world(sim0=20, limit_bytes=size(10))
+    assert isinstance(decide(page, request("qwen", 6), there)[1], Grant)
 
 
 # -- measured devices ------------------------------------------------------------------------------
@@ -863,8 +759,6 @@ def test_memory_outside_the_leases_is_named_as_the_reason_to_wait():
 
 def test_no_lease_is_evicted_for_bytes_that_left_after_the_sample():
     """A card is measured once a second, so each decision in between would evict another model."""
-    from gpu_runtime.scheduler.transitions import left
-
     there = real(0, taken_at=NOW - 1)
     page = book(lease("a", cuda0=10, last_used=1), lease("b", cuda0=10, last_used=2))
     page, verdict = decide(page, request("q", 10), there)
@@ -914,11 +808,8 @@ def test_a_plan_on_a_measured_card_sees_the_room_that_its_steps_make():
 
 def test_a_plan_that_would_wait_or_be_refused_says_why():
     told = plan(book(lease("busy", sim0=14, pins=1)), request("qwen", 14), world(sim0=20), lru)
-    assert (told.granted, told.steps, told.because) == (
-        False,
-        (),
-        "busy (14.0 GiB on sim:0) is in use",
-    )
+    assert (told.granted, told.steps) == (False, ())
+    assert told.because == "busy (14.0 GiB on sim:0) is in use"
     assert not plan(book(), request("qwen", 24), world(sim0=20), lru).granted
 
 
@@ -926,21 +817,14 @@ def test_a_plan_that_would_wait_or_be_refused_says_why():
 def test_decisions_are_events():
     page, _ = decide(book(), request("qwen", 14), world(sim0=20))
     page, _ = decide(page, request("big", 30), world(sim0=20))
-    told = [
-        (e.seq, e.model, e.action, e.reason, e.bytes, e.device, e.owner, e.wall)
-        for e in page.events
-    ]
+    told = [(e.seq, e.model, e.action, e.reason, e.bytes, e.device) for e in page.events]
     assert told == [
-        (1, "qwen", "granted", "request", 14 * GIB, "sim:0", "1.1.0", WALL + NOW),
-        (2, "big", "refused", "hopeless", 30 * GIB, "sim:0", "1.1.0", WALL + NOW),
+        (1, "qwen", "granted", "request", 14 * GIB, "sim:0"),
+        (2, "big", "refused", "hopeless", 30 * GIB, "sim:0"),
     ]
+    assert {(e.owner, e.wall) for e in page.events} == {("1.1.0", WALL + NOW)}
     assert all(event.because for event in page.events)
     assert page.sections["1.1.0"].counts == {"refused": 1}
-
-
-def test_the_footprint_of_a_request_is_the_sum_of_its_parts():
-    wanted = replace(request("qwen"), footprint=Footprint.of(size(3)))
-    assert decide(book(), wanted, world(sim0=20))[1].lease.target == whole("sim:0", 3)
 
 
 def test_only_a_few_of_many_leases_in_the_way_are_named():
