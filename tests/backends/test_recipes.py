@@ -364,9 +364,8 @@ def test_a_server_that_makes_a_vector_of_each_token_is_not_started(nothing_insta
 def test_the_template_for_switches_is_the_model_s_own(installed, tmp_path):
     file = samples.gguf_lm(tmp_path / "phi.gguf")
     assert "message" in recipe("llama-server").template(order("llama-server", source=str(file)))
-    assert recipe("vllm").template(order("vllm", source="org/name")) is None, (
-        "its files are not on this machine"
-    )
+    # its files are not on this machine
+    assert recipe("vllm").template(order("vllm", source="org/name")) is None
     (tmp_path / "tokenizer_config.json").write_text('{"chat_template": "{{ one }}"}')
     assert recipe("vllm").template(order("vllm", source=str(tmp_path))) == "{{ one }}"
     (tmp_path / "chat_template.jinja").write_text("{{ two }}")

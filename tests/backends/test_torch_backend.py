@@ -98,9 +98,8 @@ def test_tied_shared_strided_mixed_and_empty_tensors_survive_moves(backend):
     expected = 400 + 24 + 2 + 2 * 3 * 16 * 4 + 70 + 8 * 8 * 8 + 2 * 8 * 8 + 4
     assert backend.measure(model) == (Share("sim:0", expected),)
     module.rows.add_(1)
-    assert torch.equal(module.turned.t()[2:4], module.rows), (
-        "two views of one storage were separated"
-    )
+    # two views of one storage were separated
+    assert torch.equal(module.turned.t()[2:4], module.rows)
 
 
 def test_a_moved_tensor_s_storage_holds_only_its_own_bytes(backend):

@@ -116,9 +116,8 @@ def test_the_room_is_claimed_while_the_driver_restores(rt, driver, monkeypatch):
     driver.process(_0=8)  # a program without a lease
     unpark(rt, target)
     [(claimed, left)] = seen
-    assert claimed == 12 and left < 24 - 8 - 12 + 1, (
-        "also the measured bytes are not promised twice"
-    )
+    # also the measured bytes are not promised twice
+    assert claimed == 12 and left < 24 - 8 - 12 + 1
 
 
 def test_a_locked_process_is_unlocked_without_room(rt, driver):

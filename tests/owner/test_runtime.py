@@ -330,9 +330,8 @@ def test_a_load_that_fails_after_its_bytes_have_come_gives_them_back(runtime, mo
     with pytest.raises(LoadFailed, match="the source is gone"), rt.use("m"):
         pass
     assert claims(rt) == {} and rt.probe.used()["sim:0"] == 0
-    assert len(dropped) == 1, (
-        "they are not left to whoever still holds the model, such as a traceback"
-    )
+    # they are not left to whoever still holds the model, such as a traceback
+    assert len(dropped) == 1
 
 
 def test_a_pin_taken_after_the_decision_still_keeps_the_model(runtime):

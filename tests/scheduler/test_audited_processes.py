@@ -171,9 +171,8 @@ class Auditor(RuleBasedStateMachine):
             assert step.because
             assert lease.droppable or not isinstance(step, Drop), f"law 5: {lease}"
             if importance is not None:
-                assert lease.importance >= importance, (
-                    "a request never displaces a more important lease"
-                )
+                # a request never displaces a more important lease
+                assert lease.importance >= importance
 
     # -- requests
 
@@ -283,9 +282,8 @@ class Auditor(RuleBasedStateMachine):
 
     def check_verdict(self, base: Book, request: Request, verdict: Any) -> None:
         if isinstance(verdict, Refuse):
-            assert list(self.book.leases()) == list(base.leases()), (
-                "law 7: a refusal evicts nothing"
-            )
+            # law 7: a refusal evicts nothing
+            assert list(self.book.leases()) == list(base.leases())
             assert self.book.ticket(request.key) is None
         elif isinstance(verdict, Grant) and verdict.steps:
             lease = self.book.lease(request.lease.owner, request.lease.name)
@@ -378,9 +376,8 @@ class Auditor(RuleBasedStateMachine):
                 ),
             )
             now = self.book.lease(process.id, name)
-            assert (
-                (now is None) if old is None else (now.shares == old.shares and not now.target)
-            ), "law 9"
+            # law 9
+            assert (now is None) if old is None else (now.shares == old.shares and not now.target)
             return  # the thread repeats the request, or gives up
         assert isinstance(step, Load) == (old is None)
         first, *others = step.shares
@@ -624,9 +621,8 @@ class Auditor(RuleBasedStateMachine):
         held["cuda:0"] += sum(getattr(self, "lingering", {}).values())
         for device, size in held.items():
             assert size <= LIMITS[device], f"law 1: {size} on {device}"
-        assert held["cuda:0"] + getattr(self, "strangers", 0) <= CARD_TOTAL, (
-            "law 11: the card itself is over"
-        )
+        # law 11: the card itself is over
+        assert held["cuda:0"] + getattr(self, "strangers", 0) <= CARD_TOTAL
 
     @invariant()
     def what_is_held_is_in_the_book(self) -> None:

@@ -70,9 +70,8 @@ def test_a_sample_from_after_the_death_without_the_process_frees_everything():
     later = there(80, taken_at=NOW + 1, now=NOW + 1, listing={77: size(1)})
     page = ghosts.measure(reaped(HELD), later)
     assert (page.ghosts, page.claims(), room(page, later)["cuda:0"]) == ((), {}, size(72))
-    assert page.samples == later.samples, (
-        "with the proof in the page nobody goes by an older sample"
-    )
+    # with the proof in the page nobody goes by an older sample
+    assert page.samples == later.samples
 
 
 @pytest.mark.parametrize("bytes_", [None, size(40)])

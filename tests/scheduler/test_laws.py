@@ -532,9 +532,8 @@ def test_10_every_verdict_and_event_says_because(situation, rank):
     for step in getattr(verdict, "steps", ()):
         assert step.because
     totals = books.totals(after)
-    assert totals["evictions"] == totals["offloads"] + totals["unloads"] == 0, (
-        "a decision is no eviction yet"
-    )
+    # a decision is no eviction yet
+    assert totals["evictions"] == totals["offloads"] + totals["unloads"] == 0
 
 
 @given(situations())
@@ -622,9 +621,8 @@ def test_relief_brings_the_level_down_and_no_further(situation):
             for share in step.source
             if share.device != HOST
         ]
-        assert any(level(pressure_, there.rules) != "LOW" for pressure_ in full), (
-            "on one of its cards"
-        )
+        # on one of its cards
+        assert any(level(pressure_, there.rules) != "LOW" for pressure_ in full)
         for share in step.source:
             if share.device != HOST:
                 going[share.device] += share.bytes

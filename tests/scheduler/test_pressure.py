@@ -193,15 +193,13 @@ def test_auto_helps_waiting_requests_and_evicts_no_more_than_lowers_the_level():
     page = book(
         *(idle(f"m{n}", 200 + n, sim0=2) for n in range(5)), tickets=[ticket("q", by=2, sim0=9)]
     )
-    assert leaving(page, world(sim0=10)) == [("Move", "m4"), ("Move", "m3"), ("Move", "m2")], (
-        "until it is LOW"
-    )
+    # until it is LOW
+    assert leaving(page, world(sim0=10)) == [("Move", "m4"), ("Move", "m3"), ("Move", "m2")]
     page = book(
         *(idle(f"m{n}", 60 + n, sim0=2) for n in range(5)), tickets=[ticket("q", by=2, sim0=9)]
     )
-    assert leaving(page, world(sim0=10)) == [("Move", "m4"), ("Move", "m3")], (
-        "MODERATE asks for 120 s"
-    )
+    # MODERATE asks for 120 s
+    assert leaving(page, world(sim0=10)) == [("Move", "m4"), ("Move", "m3")]
 
 
 def test_auto_counts_what_is_leaving_as_gone():
@@ -219,9 +217,8 @@ def test_auto_prefers_the_host_to_the_disk_even_at_critical():
 def test_auto_evicts_if_memory_of_other_programs_grows():
     there = world(cuda0=10, free={"cuda:0": 0.5})
     assert leaving(book(idle("a", 999, cuda0=5)), there) == [("Move", "a")]
-    assert leaving(book(idle("a", 999, cuda0=9.5)), there) == [], (
-        "all of it is leased: no stranger is there"
-    )
+    # all of it is leased: no stranger is there
+    assert leaving(book(idle("a", 999, cuda0=9.5)), there) == []
 
 
 def test_a_waiter_for_another_card_is_not_helped():
@@ -274,9 +271,8 @@ def test_idle_models_leave_ram_that_other_programs_fill():
     assert leaving(page, ram(12)) == [("Drop", "old")]
     assert leaving(page, ram(5)) == [("Drop", "old")], "5 % and what left are enough for HIGH"
     small = book(idle("new", 20, host=10), idle("old", 500, host=2))
-    assert leaving(small, ram(5)) == [("Drop", "old"), ("Drop", "new")], (
-        "CRITICAL without the first"
-    )
+    # CRITICAL without the first
+    assert leaving(small, ram(5)) == [("Drop", "old"), ("Drop", "new")]
     assert leaving(page, ram(5, relief="always")) == [("Drop", "old"), ("Drop", "new")]
     assert leaving(page, ram(5, relief="never")) == []
 

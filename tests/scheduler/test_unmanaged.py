@@ -42,9 +42,8 @@ def test_bytes_that_have_just_left_are_not_unmanaged():
 def test_bytes_that_the_driver_does_not_report_are_unknown():
     assert beyond(book(), there(None)) is None
     assert beyond(book(), world(cuda0=72)) is None
-    assert stranger_bytes(book(), world(sim0=9)) == {}, (
-        "a simulated card has only what the book says"
-    )
+    # a simulated card has only what the book says
+    assert stranger_bytes(book(), world(sim0=9)) == {}
 
 
 def test_processes_that_are_no_owners_are_listed_the_largest_first():

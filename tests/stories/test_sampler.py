@@ -209,9 +209,8 @@ def test_memory_of_strangers_is_measured_and_named(host, driver):
     ]
     assert kernel.evaluate("rt.status().strangers[0].command")
     assert kernel.evaluate("[v.stranger_bytes for v in rt.status().devices][0]") == 30 * GIB
-    assert kernel.evaluate(f"rt.preload('m', timeout={PATIENCE}).done") is True, (
-        "50 GiB are really there"
-    )
+    # 50 GiB are really there
+    assert kernel.evaluate(f"rt.preload('m', timeout={PATIENCE}).done") is True
     driver.set(_0_free=0, _0_processes=f"{kernel.process.pid}:{51 * GIB},{os.getpid()}:{20 * GIB}")
     until(lambda: kernel.evaluate("[v.residue_bytes for v in rt.status().devices][0]") == GIB)
     assert kernel.evaluate("[v.stranger_bytes for v in rt.status().devices][0]") == 29 * GIB
