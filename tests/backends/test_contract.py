@@ -201,7 +201,6 @@ def test_a_reload_fills_the_object_that_users_kept(case):
 
 
 def test_a_garbage_collected_model_frees_its_bytes(case):
-    """When a model is garbage collected, its bytes become free, also without a drop."""
     case.load()
     assert case.probe.used() == NOTHING
 

@@ -215,7 +215,6 @@ def test_a_killed_server_is_restarted_on_the_same_cards_at_most_three_times(serv
 
 
 def test_a_server_ends_when_its_guard_is_killed(server):
-    """A server ends with its guard (the process that watches it), since no other process would end it later."""
     one = server()
     one.start()
     guard, engine = one.pids
@@ -283,7 +282,6 @@ def test_out_of_memory_during_the_load_is_recognised(server, monkeypatch):
 
 
 def test_an_unknown_flag_fails_the_start(server):
-    """The stand-in rejects unknown flags, as the real engine does."""
     with pytest.raises(LoadFailed, match="unrecognized arguments: --max-modl-len"):
         server(runtime_args=["--max-modl-len", "32k"]).start()
 

@@ -106,7 +106,6 @@ def test_a_file_of_many_types_is_exact(tmp_path):
     ],
 )
 def test_the_metadata_gives_the_size_of_the_cache(tmp_path, arch, numbers, values):
-    """The size of the cache is calculated from the file's metadata, in the same way as from a config.json."""
     config = sources.evidence(str(write(tmp_path / "m.gguf", arch=arch, **numbers)), "m").config
     assert kv_cache_bytes(cache_layers(config), tokens=8192) == 2 * values
 
@@ -278,7 +277,6 @@ BIG = struct.pack("<Q", 2**63)
     ],
 )
 def test_a_hostile_header_costs_one_error_and_no_memory(tmp_path, data, said):
-    """A hostile header has sizes beyond the file, huge arrays, or endless names. It costs one error and no memory."""
     assert said in refused(tmp_path / "m.gguf", data)
 
 

@@ -298,7 +298,6 @@ def test_without_llama_server_llama_cpp_python_serves(nothing_installed):
 
 @pytest.mark.processes
 def test_the_flags_of_llama_cpp_python_s_server_are_in_its_help(nothing_installed):
-    """llama-cpp-python's server is installed, so the test reads its real help."""
     pytest.importorskip("sse_starlette", reason="llama-cpp-python[server] is not installed")
     one = order(
         "llama-server", source="/m/phi.gguf", gib=(1, 1), cache_dtype="q8_0", model_type="embedding"

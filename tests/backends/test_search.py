@@ -390,7 +390,6 @@ def test_overlaps_are_those_of_comparing_every_pair(rows):
 
 
 def test_equal_addresses_on_two_cards_do_not_overlap(monkeypatch):
-    """Each card has addresses of its own."""
 
     class Storage:
         def __init__(self, card):

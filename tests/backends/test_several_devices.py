@@ -265,7 +265,6 @@ def test_a_tensor_on_another_device_is_named(accelerator):
 
 # -- failures --------------------------------------------------------------------------------------
 def test_out_of_memory_half_way_changes_nothing(accelerator, llama):
-    """The first card has enough memory, but the second has not. Nothing changes on either card, nor on the host."""
     backend = open_backend("transformers", accelerator.probe)
     with simgpu.limited(card1=1024), pytest.raises(Exception) as error:
         backend.load(spec(llama), accelerator.shares(0, 1))

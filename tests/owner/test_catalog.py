@@ -364,7 +364,6 @@ def test_a_failed_write_changes_nothing(catalog, file, monkeypatch):
 
 
 def test_a_reader_finds_the_old_file_or_the_new_one(catalog, place, file, monkeypatch):
-    """A reader looks just before the new file replaces the old one, and finds the complete old file."""
     catalog.apply(file(DRILLS))
     seen = []
 

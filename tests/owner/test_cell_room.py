@@ -106,7 +106,6 @@ def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
 
 
 def test_a_wait_for_room_ends_and_the_cell_runs_without_it(two, impatient):
-    """The other notebook's model is in use, so it does not leave. The cell runs without the room."""
     rt, kernel, other = two
     keep(kernel, torch.zeros(4 * FLOATS))
     with other.use("idle"):

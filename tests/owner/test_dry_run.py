@@ -43,7 +43,6 @@ def rt(runtime, tmp_path, monkeypatch):
 
 
 def test_a_path_is_planned_without_registering_it(rt, tmp_path):
-    """The plan is the same as for a registered model. The path is not registered afterwards."""
     tiny_models.causal_lm(tmp_path / "models" / "writer")
     plan = rt.plan("models/writer")
     assert plan.granted

@@ -161,7 +161,6 @@ def test_a_call_that_is_refused_costs_nobody_anything(rt):
 
 
 def test_a_stream_that_is_closed_ends_the_generation(runtime, tmp_path):
-    """Closing a stream ends the computation. The test compares the processor time of the worker."""
     rt = runtime(devices="sim:256MiB,host:256MiB")
     rt.register("phi", str(tiny_models.gguf_lm(tmp_path / "slow.gguf", size="24 MiB")))
     with rt.use("phi") as phi:
@@ -195,7 +194,6 @@ def test_a_model_is_pinned_as_long_as_somebody_reads_its_answer(rt):
 
 
 def test_out_of_memory_while_loading_makes_whoever_is_idle_leave_and_tries_once_more(runtime):
-    """The book has enough room, the card has not: idle models leave, and the load is tried once more."""
     rt = fakes(runtime(devices="sim:24GiB,host:64GiB"), a="4GiB", b="4GiB")
     rt.preload("a")
     rt.probe.place("sim:0").fail_next()

@@ -54,7 +54,6 @@ days = st.lists(
 def test_a_chart_has_every_peak_in_order_and_nothing_that_never_was(
     tmp_path_factory, rows, most, seconds
 ):
-    """A chart has every peak in order, for any number of recorded moments and any limit of the chart."""
     record = Record(tmp_path_factory.mktemp("history") / "history.db")
     told = [moment(WALL - ago, used, device) for device, ago, used in rows]
     assert record.append(told)

@@ -493,7 +493,6 @@ def crowded(started, runtime, shared_book):
 
 
 def test_an_idle_kernel_leaves_for_another_processs_request(crowded):
-    """Another process requests, the kernel's monitor evicts, and the journal records it, as with a model."""
     rt, _, other = crowded(monitor=True, eviction_grace_seconds=0.0)
     held = own(rt)["sim:0"]
     other.preload("m", timeout=PATIENCE)

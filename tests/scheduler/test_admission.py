@@ -411,7 +411,6 @@ def test_the_least_important_leave_first_and_the_policy_decides_among_equals():
 
 
 def test_the_less_important_model_leaves_whatever_card_it_is_on():
-    """The less important model leaves, even if a more important one could be loaded again faster."""
     page = book(
         lease("high", sim0=14, importance="high", reload_seconds=1),
         lease("low", sim1=14, importance="low", reload_seconds=60),
@@ -489,7 +488,6 @@ def test_the_sentences_about_a_notebooks_own_memory_name_the_notebook():
 
 
 def test_leases_recalled_by_an_elder_are_not_recalled_twice():
-    """The lease that the elder recalled makes room for the elder. The second request recalls another lease."""
     there = world(sim0=20)
     page = book(lease("a", by=2, sim0=10), lease("b", by=2, sim0=10))
     page, first = decide(page, request("big", 10, key="1"), there)

@@ -103,7 +103,6 @@ def test_without_a_need_nothing_is_evicted():
 
 
 def test_if_all_leases_are_not_enough_the_answer_is_none():
-    """If all evictions together do not free enough, no lease is evicted."""
     assert victims(gib(sim0=3), [lease("a", sim0=1), lease("b", sim0=1)], THERE, lru) is None
     assert victims(gib(sim0=1), [], THERE, lru) is None
 

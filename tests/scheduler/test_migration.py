@@ -122,7 +122,6 @@ def test_a_move_to_where_the_model_is_already_does_nothing():
     ],
 )
 def test_a_model_that_cannot_move_is_refused_and_nothing_changes(page, there, kind, told):
-    """A refused move changes nothing. Idle models of other processes stay, too, since a move evicts nothing."""
     after, refusal = moving(page, "sim:1", there=there)
     assert after is page
     assert isinstance(refusal, Refuse) and refusal.kind == kind and told in refusal.because

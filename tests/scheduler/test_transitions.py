@@ -137,7 +137,6 @@ def test_an_unload_is_counted_and_recorded():
 
 @pytest.mark.parametrize("to", [HOST, None])
 def test_a_departure_reported_twice_is_recorded_once(to):
-    """An owner reports a departure again if the ledger's first answer was lost (law 9). It is recorded once."""
     shares = whole(to, 8) if to else ()
     once = books.left(book(going()), step(to), shares, THERE)
     assert books.left(once, step(to), shares, THERE) == once
@@ -174,7 +173,6 @@ def test_totals_outlive_the_processes_that_made_them():
 
 # -- abandon, release, withdraw --------------------------------------------------------------------
 def test_an_abandoned_load_leaves_the_book_as_it_was():
-    """After a load is abandoned, the book equals the book before the load (law 9)."""
     before = book(lease("other", sim0=2))
     page, _ = decide(before, request("qwen", 8, key="k"), THERE)
     after = books.abandon(page, ME.id, "qwen", "k", THERE, "it failed")

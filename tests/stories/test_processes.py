@@ -98,7 +98,6 @@ def here(ledger: str) -> Iterator[Runtime]:
 
 
 def test_a_killed_kernel_leaves_nothing_behind(kernel, here):
-    """The death of a killed kernel is proved first. Then the next process that needs the room removes its leases."""
     other = kernel()
     assert (
         other.tell(

@@ -277,7 +277,6 @@ def test_a_job_goes_on_without_its_caller(served):
 
 
 def test_it_ends_with_all_that_it_started(kitchen, tmp_path):
-    """When the server ends, no worker, no lease and no port is left."""
     port = free_port()
     environment = {
         "GPU_CONSOLE_TOKEN": TOKEN,

@@ -186,7 +186,6 @@ def test_eight_cards_fit_on_a_laptop(pages):
 
 
 def test_times_are_shown_in_the_viewers_time_zone(pages):
-    """Times are shown in the viewer's time zone: 12:02:08 on a server in London is 17:32:08 in Kolkata."""
     with pages.at("Timeline", timezone_id="Asia/Kolkata", locale="en-GB") as page:
         page.get_by_text("17:32:08").first.wait_for()
 
