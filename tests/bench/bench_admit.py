@@ -1,9 +1,8 @@
-"""Measures how long one decision of the scheduler takes: `python -m tests.bench.bench_admit`.
+"""Measures how long one decision of the scheduler takes, in processor seconds.
 
-It uses two books. In the book *Twenty models on four cards*, every card is full and every model is idle, so a decision
-passes all steps and chooses models to evict. This decision is compared with an exhaustive search over all subsets of
-the twenty models. The book *A full page* has the largest number of entries: 1,024 leases and tickets. The figures are
-seconds on this machine, and compared values are from the same run.
+In the book *Twenty models on four cards* every card is full and every model is idle, so a decision passes all steps and
+chooses victims. An exhaustive search over all subsets of these models is measured beside it. The book *A full page*
+has 1,024 leases and tickets, the largest number.
 """
 
 from __future__ import annotations
@@ -53,10 +52,7 @@ def twenty_models_in_pieces(seed: int = 0) -> Situation:
 
 
 def full_page(seed: int = 0) -> Situation:
-    """A book with 200 leases of sixteen owners, and as many tickets as the book can hold.
-
-    The ticket of our request is the last.
-    """
+    """200 leases of sixteen owners, and as many tickets as the book can hold. The ticket of our request is the last."""
     random = Random(seed)
     models = [
         lease(
@@ -84,10 +80,7 @@ def full_page(seed: int = 0) -> Situation:
 def best_subset(
     page: Book, wanted: Request, there: World, models: int = 20
 ) -> tuple[Lease, ...] | None:
-    """The smallest set of leases whose eviction makes room on some card.
-
-    Among sets of equal size it is the least recently used one. The function tries every subset.
-    """
+    """The smallest set, then the least recently used, of all subsets whose eviction makes room on some card."""
     idle = list(page.leases())[:models]
     claims, need = page.claims(), wanted.footprint.bytes
     best: tuple[Any, tuple[Lease, ...]] | None = None
@@ -135,23 +128,3 @@ def figures(rounds: int = 2000, exhaustive_models: int = 20) -> dict[str, float]
     found["exhaustive"] = (time.thread_time() - began) * 2 ** (20 - exhaustive_models)
     found["exhaustive_ratio"] = found["exhaustive"] / found["twenty_p99"]
     return found
-
-
-def main() -> None:
-    found = figures()
-    print(f"{'admit':<34}{'p50':>10}{'p99':>10}   target")
-    for name, words, target in (
-        ("twenty", "20 models on 4 cards", "100 µs"),
-        ("pieces", "the same, in pieces", "150 µs"),
-        ("full", "full page, 1,024 entries", "2 ms"),
-    ):
-        p50, p99 = found[f"{name}_p50"] * 1e6, found[f"{name}_p99"] * 1e6
-        print(f"{words:<34}{p50:>7.0f} µs{p99:>7.0f} µs   p99 ≤ {target}")
-    print(
-        f"{'exhaustive search, the same 20':<34}{found['exhaustive']:>8.2f} s{'':>10}   "
-        f"{found['exhaustive_ratio']:,.0f} × (≥ 1,000 ×)"
-    )
-
-
-if __name__ == "__main__":
-    main()

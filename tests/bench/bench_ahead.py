@@ -1,7 +1,4 @@
-"""Measures look-ahead in real kernels: the load time that it hides, and what it costs the running cell.
-
-python -m tests.bench.bench_ahead [hidden slowdown]
-"""
+"""Measures look-ahead in real kernels: the load time that it hides, and what it costs the running cell."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -133,10 +130,3 @@ def slowdown() -> dict[str, float]:
                 assert ahead == (mode == "auto"), printed
                 times.append(seconds)
     return {mode: min(times) for mode, times in taken.items()}
-
-
-PARTS: dict[str, Callable[[], Any]] = {"hidden": hidden_share, "slowdown": slowdown}
-
-if __name__ == "__main__":
-    for part in sys.argv[1:] or PARTS:
-        print(f"{part:>8}  {PARTS[part]()}", flush=True)

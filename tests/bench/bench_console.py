@@ -1,7 +1,5 @@
 """The operator's console: the time until it is drawn, the delay of its updates, and its cost on the server.
 
-    python -m tests.bench.bench_console [paint effect crowd memory]
-
 The server and the kernels are real processes, and a real Chromium draws the pages. Only `crowd` and `memory` use plain
 clients, which open a page and its websocket as a browser does, and draw nothing. Twenty browsers would take processor
 time from the measured server.
@@ -382,8 +380,3 @@ async def _memory(served: Served, sessions: int, early: int, together: int) -> G
         await asyncio.sleep(FORGOTTEN_SECONDS)
         sizes.append(psutil.Process(served.process.pid).memory_full_info().uss / MIB)
     return Growth(sizes[0], sizes[1], sessions)
-
-
-if __name__ == "__main__":
-    for name in sys.argv[1:]:
-        print(name, globals()[name]())

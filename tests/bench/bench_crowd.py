@@ -1,7 +1,5 @@
 """Measures how long many kernels on one machine wait for each other.
 
-    python -m tests.bench.bench_crowd [kill cycles loop hogs recall …]
-
 All kernels are real processes with runtimes of their own, on one SQLite book and simulated devices.
 """
 
@@ -13,7 +11,6 @@ import os
 import random
 import signal
 import statistics
-import sys
 import tempfile
 import threading
 import time
@@ -27,6 +24,7 @@ from msgspec.structs import replace
 from gpu_runtime import Runtime
 from gpu_runtime.facts import Ticket
 from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.ledgers.base import Ledger
 from gpu_runtime.units import GIB
 
 from .bench_ledger import fill
@@ -44,13 +42,9 @@ class Waits(NamedTuple):
 
     @classmethod
     def of(cls, seconds: list[float]) -> Waits:
-        ordered = sorted(seconds)
-        return cls(
-            len(ordered),
-            statistics.median(ordered),
-            ordered[min(len(ordered) - 1, len(ordered) * 99 // 100)],
-            ordered[-1],
-        )
+        ordered, count = sorted(seconds), len(seconds)
+        p99 = ordered[min(count - 1, count * 99 // 100)]
+        return cls(count, statistics.median(ordered), p99, ordered[-1])
 
     def __str__(self) -> str:
         median, p99, worst = (f"{s * 1e3:.1f} ms" for s in (self.median, self.p99, self.worst))
@@ -212,21 +206,29 @@ class Loop(NamedTuple):
     fairness: float  # writes of the least served process, divided by those of the most served
 
 
+def writer(door: Ledger, key: str = "") -> Callable[[], None]:
+    """A function that writes a ticket of the ledger's owner into the book again, with a new time."""
+    key = key or door.owner.id
+    ticket = Ticket(key, door.owner.id, "use", "qwen", arrived=0, refreshed=0)
+
+    def write() -> None:
+        new = replace(ticket, refreshed=time.monotonic())
+        door.transact(lambda book: (book.with_ticket(new), None))
+
+    return write
+
+
 def closed_loop(processes: int = 64, seconds: float = 5.0) -> Loop:
     """The waits if every process writes the book without pause. The book has 50 leases."""
 
     def hammer(told: Iterator[Any], say: Callable[[Any], None]) -> None:
-        door = open_ledger(url)
-        ticket = Ticket(
-            key=door.owner.id, owner=door.owner.id, verb="use", name="qwen", arrived=0, refreshed=0
-        )
-        door.transact(lambda book, ticket=ticket: (book.with_ticket(ticket), None))
+        write = writer(open_ledger(url))
+        write()
         say("ready")
         next(told)
         waits, end = [], time.monotonic() + seconds
         while (began := time.monotonic()) < end:
-            ticket = replace(ticket, refreshed=began)
-            door.transact(lambda book, ticket=ticket: (book.with_ticket(ticket), None))
+            write()
             waits.append(time.monotonic() - began)
         say(waits)
 
@@ -237,11 +239,8 @@ def closed_loop(processes: int = 64, seconds: float = 5.0) -> Loop:
         for door in doors:
             door.close()
     counts = [len(waits) for waits in served]
-    return Loop(
-        Waits.of([wait for waits in served for wait in waits]),
-        sum(counts) / seconds,
-        min(counts) / max(counts),
-    )
+    every = Waits.of([wait for waits in served for wait in waits])
+    return Loop(every, sum(counts) / seconds, min(counts) / max(counts))
 
 
 def _all_at_once(crowd: list[Child]) -> list[Any]:
@@ -261,20 +260,15 @@ def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> 
     Each of these kernels holds its own GIL for `hog_seconds` at a time.
     """
 
+    def repeat(write: Callable[[], None]) -> None:
+        while True:
+            write()
+            time.sleep(0.005)
+
     def hog(told: Iterator[Any], say: Callable[[Any], None]) -> None:
-        door = open_ledger(url)
         stay = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL during the call
-
-        def write() -> None:
-            ticket = Ticket(
-                key=door.owner.id, owner=door.owner.id, verb="use", name="q", arrived=0, refreshed=0
-            )
-            while True:
-                ticket = replace(ticket, refreshed=time.monotonic())
-                door.transact(lambda book, ticket=ticket: (book.with_ticket(ticket), None))
-                time.sleep(0.005)
-
-        threading.Thread(target=write, daemon=True).start()
+        write = writer(open_ledger(url))
+        threading.Thread(target=repeat, args=(write,), daemon=True).start()
         say("ready")
         while True:
             stay(int(hog_seconds * 1e6))
@@ -285,13 +279,10 @@ def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> 
         with ended([Child(hog) for _ in range(hogs)]) as crowd:
             for child in crowd:
                 child.answer()
+            write = writer(doors[0], "b")
             waits, end = [], time.monotonic() + seconds
-            ticket = Ticket(
-                key="b", owner=doors[0].owner.id, verb="use", name="b", arrived=0, refreshed=0
-            )
             while (began := time.monotonic()) < end:
-                ticket = replace(ticket, refreshed=began)
-                doors[0].transact(lambda book, ticket=ticket: (book.with_ticket(ticket), None))
+                write()
                 waits.append(time.monotonic() - began)
                 time.sleep(0.005)
         for door in doors:
@@ -373,33 +364,3 @@ def _come_back(rt: Runtime, told: Iterator[Any], say: Callable[[Any], None]) -> 
         with rt.use("big", timeout=30):
             pass
         say("back")
-
-
-def main() -> None:
-    wanted = sys.argv[1:] or ["kill", "cycles", "loop", "hogs", "recall"]
-    if "kill" in wanted:
-        print(f"grant after a kill, 64 holders: {grant_after_kill()}", flush=True)
-    if "cycles" in wanted:
-        print(f"64 × 10 cycles a second: {cycles()}", flush=True)
-    if "loop" in wanted:
-        for processes in (4, 16, 64):
-            loop = closed_loop(processes)
-            print(
-                f"closed loop, {processes}: {loop.waits}; {loop.a_second:.0f} a second, fairness {loop.fairness:.2f}",
-                flush=True,
-            )
-    if "hogs" in wanted:
-        print(f"bystander, two hogs: {bystander()}", flush=True)
-    if "recall" in wanted:
-        for busy in (False, True):
-            for tensors in (8, 40):
-                figures = recall(busy, tensors)
-                print(
-                    f"recall of 1 GiB in {tensors} tensors, its kernel {'busy' if busy else 'idle'}: {figures.waits}; "
-                    f"a plain copy {figures.copy * 1e3:.0f} ms",
-                    flush=True,
-                )
-
-
-if __name__ == "__main__":
-    main()

@@ -79,11 +79,3 @@ def _bare(file: Path) -> float:
         taken = time.perf_counter() - began
         process.kill()
     return taken
-
-
-if __name__ == "__main__":
-    taken = figures()
-    print(
-        f"start {taken['start'] * 1e3:.0f} ms, swap {taken['swap'] * 1e3:.0f} ms = "
-        f"{taken['swap'] / taken['start']:.2f}x; from kill -9 to the error {taken['died'] * 1e3:.1f} ms"
-    )

@@ -118,10 +118,7 @@ def gguf(path: Path) -> None:
 
 
 def milliseconds(rounds: int = 15) -> dict[str, float]:
-    """Medians and maxima in milliseconds for a directory of shards and for one GGUF file.
-
-    Each is measured with an empty cache and then with a warm cache.
-    """
+    """Medians in milliseconds for shards and for one GGUF file, with an empty cache and then with a warm one."""
     with tempfile.TemporaryDirectory(dir=os.environ.get("BENCH_DIR")) as home:
         directory, file = Path(home) / "shards", Path(home) / "m.gguf"
         directory.mkdir()
@@ -145,9 +142,7 @@ def milliseconds(rounds: int = 15) -> dict[str, float]:
                 assert found.parts[0].bytes == WEIGHT_BYTES // (1 if name == "shards" else 2) * (
                     1 if name == "shards" else 144 / 256
                 ), found
-    return {name: statistics.median(times) for name, times in taken.items()} | {
-        f"{name}, worst": max(times) for name, times in taken.items()
-    }
+    return {name: statistics.median(times) for name, times in taken.items()}
 
 
 def _forget(source: Path) -> None:
@@ -157,8 +152,3 @@ def _forget(source: Path) -> None:
             os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         finally:
             os.close(fd)
-
-
-if __name__ == "__main__":
-    for name, value in milliseconds().items():
-        print(f"{name:>20}  {value:9.1f} ms")

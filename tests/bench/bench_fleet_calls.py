@@ -3,8 +3,6 @@
 Five tokens of the sample model are compared with the same call of the model in this process. A call that only returns
 its argument is compared with Ray's own actor call.
 
-    python -m tests.bench.bench_fleet_calls
-
 Blocks of calls alternate. In the fleet's call, the model runs in a child process of the agent, so the argument and the
 result pass one process more than in Ray's own call.
 """
@@ -140,12 +138,3 @@ def _timed(call: Callable[[Any], Any], value: Any) -> float:
     seconds = time.perf_counter() - began
     assert numpy.array_equal(found, value) if isinstance(value, numpy.ndarray) else found == value
     return seconds
-
-
-if __name__ == "__main__":
-    for payload, seconds in figures().items():
-        words = ", ".join(f"{name} {value * 1e3:.2f} ms" for name, value in seconds.items())
-        print(
-            f"{payload}: {words}, {seconds['fleet'] / next(iter(seconds.values())):.2f}×",
-            flush=True,
-        )

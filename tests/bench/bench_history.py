@@ -1,4 +1,4 @@
-"""Measures the time to read a day of history, and the size on disk: `python -m tests.bench.bench_history`.
+"""Measures the time to read a day of history, and the size on disk.
 
 There are eight devices with 25 leases each. A moment of each device is written every two seconds, and old moments are
 thinned out, as by the recorder. The journal is full. The moments are read as for a chart of 600 points.
@@ -80,8 +80,3 @@ def _median(read: object) -> float:
         assert read()  # type: ignore[operator]
         taken.append(1e3 * (time.thread_time() - began))
     return statistics.median(taken)
-
-
-if __name__ == "__main__":
-    for what, figure in figures().items():
-        print(f"{what:<20} {figure:8.1f}")

@@ -213,16 +213,3 @@ def figures() -> tuple[Echo | None, dict[str, float]]:
         return echo(server) if shutil.which("wrk") else None, overhead(
             server, Path(directory, "writer.gguf")
         )
-
-
-if __name__ == "__main__":
-    with tempfile.TemporaryDirectory() as here, serving(here) as served:
-        if "echo" in sys.argv or len(sys.argv) == 1:
-            print(echo(served))
-        if "overhead" in sys.argv or len(sys.argv) == 1:
-            print(
-                {
-                    name: round(value, 5)
-                    for name, value in overhead(served, Path(here, "writer.gguf")).items()
-                }
-            )

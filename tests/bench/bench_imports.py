@@ -35,8 +35,3 @@ def seconds(rounds: int = 7) -> dict[str, float]:
             )
             taken[name].append(float(done.stdout))
     return {name: statistics.median(times) for name, times in taken.items()}
-
-
-if __name__ == "__main__":
-    for name, value in seconds().items():
-        print(f"{name:>12}  {value * 1000:8.1f} ms")

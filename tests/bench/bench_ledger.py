@@ -1,15 +1,11 @@
 """Compares the cost of a ledger's transaction with SQLite alone for the same bytes.
 
-    python -m tests.bench.bench_ledger
-
 With 50 leases in the book, a transaction should take at most twice as long as a bare one-row UPDATE in the same journal
 mode.
 """
 
 from __future__ import annotations
 
-import multiprocessing
-import shutil
 import sqlite3
 import statistics
 import tempfile
@@ -20,10 +16,9 @@ from pathlib import Path
 from msgspec.structs import replace
 
 from gpu_runtime import Runtime
-from gpu_runtime.facts import Book, Lease, Section, Share, Ticket
+from gpu_runtime.facts import Book, Lease, Section, Share
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import Ledger
-from tests.redis_server import redis_server
 
 LEASES, OWNERS = 50, 5
 
@@ -108,34 +103,22 @@ def microseconds(*acts: Callable[[], object], rounds: int = 1500) -> list[float]
 
 
 def transaction_cost() -> dict[str, float]:
-    """Medians in µs of several kinds of writes and reads.
-
-    They are: a bare UPDATE, a transaction of one owner, alternating transactions of two owners (each reads the other's
-    write), a read of an unchanged book, and a transaction in memory. The result also has the ratio of the second to the
-    first.
-    """
+    """Medians in µs of a bare UPDATE, and of a transaction of one owner and of two in turn, with their ratios."""
     with tempfile.TemporaryDirectory() as root:
         doors = fill(f"sqlite://{root}/ledger")
-        remembered = fill("memory:bench")
-        size = page_bytes(Path(root) / "ledger")
-        update = bare_update(Path(root), size)
+        update = bare_update(Path(root), page_bytes(Path(root) / "ledger"))
         bare, alone = microseconds(update, touch(doors[0]))
         # The bare UPDATE is measured together with the two owners, so that noise affects all of them.
-        bare_in_turn, first, second, read = microseconds(
-            update, touch(doors[0]), touch(doors[1]), doors[0].read
-        )
-        (in_memory,) = microseconds(touch(remembered[0]))
-        for door in (*doors, *remembered):
+        bare_in_turn, first, second = microseconds(update, touch(doors[0]), touch(doors[1]))
+        for door in doors:
             door.close()
+    in_turn = (first + second) / 2
     return {
-        "page bytes": size,
         "bare UPDATE": bare,
         "transact, alone": alone,
         "ratio": alone / bare,
-        "transact, in turn": (first + second) / 2,
-        "ratio in turn": (first + second) / 2 / bare_in_turn,
-        "read after a write": read,
-        "transact, memory": in_memory,
+        "transact, in turn": in_turn,
+        "ratio in turn": in_turn / bare_in_turn,
     }
 
 
@@ -172,105 +155,3 @@ def register_cost(models: int = 4000) -> float:
         (cost,) = microseconds(register, rounds=100)
         rt.close()
     return cost
-
-
-def redis_cost() -> dict[str, float]:
-    """Medians in µs, as in `transaction_cost`, for a Redis on a socket of this machine.
-
-    This Redis has an append-only file that is synced once a second.
-    """
-    with redis_server() as server:
-        doors = fill(server.fresh())
-        (alone,) = microseconds(touch(doors[0]))
-        first, second, read = microseconds(touch(doors[0]), touch(doors[1]), doors[0].read)
-        for door in doors:
-            door.close()
-    return {
-        "transact, alone": alone,
-        "transact, in turn": (first + second) / 2,
-        "read after a write": read,
-    }
-
-
-def crowd_cost(processes: int, seconds: float = 2.0, url: str = "") -> dict[str, float]:
-    """The transactions a second of all `processes`, which write without pause, and the longest wait in ms."""
-    with tempfile.TemporaryDirectory() as root:
-        url = url or f"sqlite://{root}/ledger"
-        doors = fill(url)
-        context = multiprocessing.get_context("spawn")
-        gate, results = context.Barrier(processes), context.Queue()
-        crowd = [
-            context.Process(target=_hammer, args=(url, gate, results, seconds))
-            for _ in range(processes)
-        ]
-        for one in crowd:
-            one.start()
-        waits = [wait for _ in crowd for wait in results.get(timeout=60 + seconds)]
-        for one in crowd:
-            one.join()
-        for door in doors:
-            door.close()
-    waits.sort()
-    return {
-        "a second": len(waits) / seconds,
-        "median ms": waits[len(waits) // 2] * 1e3,
-        "99 % ms": waits[len(waits) * 99 // 100] * 1e3,
-        "worst ms": waits[-1] * 1e3,
-    }
-
-
-def _hammer(url: str, gate: object, results: object, seconds: float) -> None:
-    door = open_ledger(url)
-    ticket = Ticket(
-        key=door.owner.id, owner=door.owner.id, verb="use", name="qwen", arrived=0, refreshed=0
-    )
-    gate.wait(60)  # type: ignore[attr-defined]
-    waits, began = [], time.perf_counter()
-    while time.perf_counter() - began < seconds:
-        ticket = replace(ticket, refreshed=ticket.refreshed + 1)
-        start = time.perf_counter()
-        door.transact(lambda book, ticket=ticket: (book.with_ticket(ticket), None))
-        waits.append(time.perf_counter() - start)
-    door.transact(lambda book: (book.without_ticket(ticket.key), None))
-    door.close()
-    results.put(waits)  # type: ignore[attr-defined]
-
-
-def ring_cost() -> float:
-    """The median µs from a notification until the wait of another owner in this process returns."""
-    with tempfile.TemporaryDirectory() as root:
-        a, b = open_ledger(f"sqlite://{root}/ledger"), open_ledger(f"sqlite://{root}/ledger")
-
-        def ring() -> None:
-            a.ring((b.owner.id,))
-            b.wait(1)
-
-        (cost,) = microseconds(ring)
-        a.close()
-        b.close()
-    return cost
-
-
-def main() -> None:
-    for name, value in transaction_cost().items():
-        print(f"{name:>20}  {value:10.2f}" + ("" if "ratio" in name or "bytes" in name else " µs"))
-    for name, value in large_page_cost().items():
-        print(f"{name:>24}  {value:10.2f}" + ("" if "ratio" in name else " µs"))
-    print(f"{'register, the 4,000th':>24}  {register_cost():10.2f} µs")
-    print(f"{'ring and wait':>20}  {ring_cost():10.2f} µs")
-    for processes in (1, 4, 16):
-        figures = "  ".join(f"{name} {value:.2f}" for name, value in crowd_cost(processes).items())
-        print(f"{processes:>10} processes  {figures}")
-    if not shutil.which("redis-server"):
-        return print("no redis-server here: its figures are left out")
-    for name, value in redis_cost().items():
-        print(f"{'redis: ' + name:>30}  {value:10.2f} µs")
-    for processes in (1, 4, 16):
-        with redis_server() as server:
-            cost = crowd_cost(processes, url=server.fresh())
-        figures = "  ".join(f"{name} {value:.2f}" for name, value in cost.items())
-        print(f"{'redis:':>10} {processes:>2} processes  {figures}")
-
-
-if __name__ == "__main__":
-    main()

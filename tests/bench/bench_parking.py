@@ -1,7 +1,5 @@
 """Measures what parking costs three notebooks: one that is parked, one that waits, and one that is never parked.
 
-    python -m tests.bench.bench_parking [count start search small swap recall]
-
 All cards are simulated. So a copy "into memory obtained the same way" is a copy into fresh memory of the host. The
 work of one thread is measured in its processor time, which other programs on the machine disturb little.
 """
@@ -11,7 +9,6 @@ from __future__ import annotations
 import gc
 import os
 import statistics
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -296,17 +293,3 @@ def recall() -> Recall:
             copies.append(copy)
         rt.close()
     return Recall(Waits.of(waits[1:]), Waits.of(copies[1:]))
-
-
-PARTS: dict[str, Callable[[], Any]] = {
-    "count": count_milliseconds,
-    "start": kernel_start_milliseconds,
-    "search": search_milliseconds,
-    "small": small_seconds,
-    "swap": swap_seconds,
-    "recall": recall,
-}
-
-if __name__ == "__main__":
-    for part in sys.argv[1:] or PARTS:
-        print(f"{part:>8}  {PARTS[part]()}", flush=True)

@@ -1,7 +1,5 @@
 """Measures the time of a plan over many cards, and compares plans with the best possible plans.
 
-    python -m tests.bench.bench_placement
-
 The first part plans a 70B model over eight cards that are full with 200 idle leases. In the same run,
 `accelerate.infer_auto_device_map` is measured on the same model, a Llama without data. The second part uses random
 worlds that are so small that every set of leases on every card can be tried. The bytes that our plans free are compared
@@ -13,9 +11,8 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from random import Random
-from typing import Any
 
 from msgspec.structs import replace
 
@@ -190,11 +187,10 @@ def lawful(page: Book, wanted: Request, there: World) -> Iterator[tuple[Lease, .
 
 
 def excess(policy: str, worlds: int, seed: int = 0) -> dict[str, float]:
-    """The bytes that our plans free in all these worlds, divided by an exact optimum, and the same for evictions.
+    """The bytes that our plans free in all these worlds, divided by an exact optimum, and the same for `leases`.
 
-    For `fewest-evictions`, the optimum is the fewest bytes of all sets with the fewest members. For the other policies,
-    it is the fewest bytes of all sets that keep the order of last use. `unbound` compares with the fewest bytes of all
-    sets: it shows the cost of keeping that order.
+    For `fewest-evictions`, it is the fewest bytes of all sets with the fewest members; for the other policies, of all
+    sets that keep the order of last use. `unbound` compares with the fewest bytes of any set: the cost of that order.
     """
     ours = best = unbound = count = fewest = 0
     for page, wanted, there in small_worlds(worlds, seed):
@@ -202,21 +198,13 @@ def excess(policy: str, worlds: int, seed: int = 0) -> dict[str, float]:
         _, verdict = admit(page, wanted, there, lru)
         gone = tuple(page.find(id) for id in verdict.considered[0].victims)
         every = list(ways_out(page, wanted, there))
-        least = min(len(way) for way in every)
-        ours, count, fewest = ours + freed_bytes(gone), count + len(gone), fewest + least
         unbound += min(map(freed_bytes, every))
-        best += min(
-            freed_bytes(way)
-            for way in (every if policy == "fewest-evictions" else lawful(page, wanted, there))
-            if policy != "fewest-evictions" or len(way) == least
-        )
+        least = min(map(len, every))
+        ours, count, fewest = ours + freed_bytes(gone), count + len(gone), fewest + least
+        few = [way for way in every if len(way) == least]
+        ways = few if policy == "fewest-evictions" else lawful(page, wanted, there)
+        best += min(map(freed_bytes, ways))
     return {"bytes": ours / best, "leases": count / fewest, "unbound": ours / unbound}
-
-
-def timed(found: Callable[[], Any]) -> float:
-    began = time.thread_time()
-    found()
-    return time.thread_time() - began
 
 
 def figures(rounds: int = 30, worlds: int = 1000) -> dict[str, float]:
@@ -227,25 +215,3 @@ def figures(rounds: int = 30, worlds: int = 1000) -> dict[str, float]:
         for what, ratio in excess(policy, worlds).items():
             found[f"{policy} {what}"] = ratio
     return found
-
-
-def main() -> None:
-    found = figures()
-    for layout in ("balanced", "proportional"):
-        print(
-            f"plan of a 70B model over 8 cards with 200 leases, {layout:<13} {found[layout] * 1e3:8.2f} ms   ≤ 5 ms; "
-            f"{found[layout] / found['accelerate']:.3f} × accelerate's map (≤ 1 ×)"
-        )
-    print(
-        f"{'accelerate.infer_auto_device_map, the same model':<60} {found['accelerate'] * 1e3:8.2f} ms"
-    )
-    for policy in PLACEMENTS:
-        print(
-            f"{policy:<17} bytes freed {found[f'{policy} bytes']:.3f} × the optimum (≤ 1.05 ×), leases "
-            f"{found[f'{policy} leases']:.3f} × the fewest; {found[f'{policy} unbound']:.3f} × the fewest bytes of "
-            "any set at all"
-        )
-
-
-if __name__ == "__main__":
-    main()

@@ -384,8 +384,3 @@ def hang_up(server: Server, rounds: int = 5) -> dict[str, float]:
 
     free, ended = _alternately(rounds, left, cancelled)
     return {"hang-up": free, "job": ended}
-
-
-if __name__ == "__main__":
-    for name, value in (figures() | two_models()).items():
-        print(f"{name:22} {value:.5f}")

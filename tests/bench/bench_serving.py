@@ -213,23 +213,17 @@ def _runtime(directory: str, load_seconds: float = 0.0) -> Runtime:
     return rt
 
 
-async def _closed(gateway: Gateway, calls: int, clients: int) -> float:
-    """The seconds for this number of calls.
-
-    Each client calls again as soon as it has its answer, and uses the models in rotation.
-    """
+async def _closed(gateway: Gateway, calls: int, clients: int) -> None:
+    """So many calls, of clients that call again as soon as they have their answer."""
     chance, left = random.Random(1), iter(range(calls))
 
     async def client() -> None:
         for _ in left:
-            reply = await gateway.answer(
-                "chat", _chat(chance.choices(MODELS, weights=(6, 4, 3, 2, 2, 1))[0])
-            )
+            model = chance.choices(MODELS, weights=(6, 4, 3, 2, 2, 1))[0]
+            reply = await gateway.answer("chat", _chat(model))
             assert reply.json is not None and reply.json["model"] == reply.asked
 
-    began = time.perf_counter()
     await asyncio.gather(*(client() for _ in range(clients)))
-    return time.perf_counter() - began
 
 
 def _with_gateway(work: Callable[[Gateway], Any], **options: Any) -> Any:
@@ -246,15 +240,12 @@ def _with_gateway(work: Callable[[Gateway], Any], **options: Any) -> Any:
     return asyncio.run(run())
 
 
-def real(calls: int = 600, clients: int = 32) -> dict[str, tuple[int, float]]:
-    """The number of loads and the seconds of a mixed trace, in our order and in first-come order.
+def real(calls: int = 600, clients: int = 32) -> dict[str, int]:
+    """The loads of a mixed trace, of 20 ms each, in our order and in first-come order."""
 
-    A load takes 20 ms.
-    """
-
-    async def work(gateway: Gateway) -> tuple[int, float]:
-        seconds = await _closed(gateway, calls, clients)
-        return gateway.queue.loads, seconds
+    async def work(gateway: Gateway) -> int:
+        await _closed(gateway, calls, clients)
+        return gateway.queue.loads
 
     ours = _with_gateway(work, load_seconds=0.02)
     with mock.patch.object(ordering, "order", first_come):
@@ -263,10 +254,7 @@ def real(calls: int = 600, clients: int = 32) -> dict[str, tuple[int, float]]:
 
 
 def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
-    """The calls of a warm echo engine for each second and for each second of processor time.
-
-    The result also has the time of a single call.
-    """
+    """The calls of a warm echo engine for each second, and for each second of processor time."""
 
     async def work(gateway: Gateway) -> dict[str, float]:
         gateway.rt.register("echo", backend="fake", size="1 GiB", model_type="llm")
@@ -280,16 +268,7 @@ def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
         wall, processor = time.perf_counter(), time.process_time()
         await asyncio.gather(*(client(calls // clients) for _ in range(clients)))
         wall, processor = time.perf_counter() - wall, time.process_time() - processor
-        alone = []
-        for _ in range(1000):
-            began = time.perf_counter()
-            await gateway.answer("chat", _chat("echo"))
-            alone.append(time.perf_counter() - began)
-        return {
-            "a second": calls / wall,
-            "a processor second": calls / processor,
-            "alone, median": statistics.median(alone),
-        }
+        return {"a second": calls / wall, "a processor second": calls / processor}
 
     return _with_gateway(work)
 
@@ -357,15 +336,5 @@ async def _compared(rt: Runtime, gateway: Gateway, rounds: int, most: int) -> di
     middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
     return {
         "tokens ratio": middle["direct"] / middle["through"],
-        "tokens a second": most / middle["through"],
         "added, median": middle["through, one"] - middle["direct, one"],
     }
-
-
-if __name__ == "__main__":
-    for name, told in simulated().items():
-        print(f"simulated, {name}: {told}")
-    for name, (loads, seconds) in real().items():
-        print(f"real gateway, {name}: {loads} loads, {seconds:.1f} s")
-    print("echo:", {name: round(value, 6) for name, value in rates().items()})
-    print("llama.cpp:", {name: round(value, 6) for name, value in tokens().items()})

@@ -3,7 +3,6 @@
 The card has room for one model, so the model of the first process is evicted. It has no grace period.
 With the usual 5 s, the second process waited for the end of this period.
 
-python -m tests.bench.bench_shared [GiB]
 """
 
 from __future__ import annotations
@@ -110,9 +109,3 @@ def figures(gib: float = 2.0) -> tuple[dict[str, Any], dict[str, Any]]:
                 kernel.wait()
     first, second = found
     return first, second
-
-
-if __name__ == "__main__":
-    first, second = figures(float(sys.argv[1]) if len(sys.argv) > 1 else 2.0)
-    print(f"first   {first['seconds']:6.1f} s, {first['read'] / GIB:.2f} GiB read")
-    print(f"second  {second['seconds']:6.1f} s, {second['read'] / GIB:.2f} GiB read")

@@ -1,7 +1,5 @@
 """Compares our placement with the rules of Helix and NDIF, on a simulated week of requests for eight cards.
 
-    python -m tests.bench.bench_week
-
 The figure is the sum of the seconds that models take to arrive on their cards. All three place the same requests. A
 load takes no time in the simulation, so that all have the same requests at the same times. A model in use is never
 evicted. A request that finds no room waits until a use ends.
@@ -307,9 +305,3 @@ def figures(seed: int = 1) -> dict[str, tuple[float, int]]:
     """For each rule, the seconds of all arrivals, and the number of requests that had to wait."""
     history = week(seed)
     return {name: load_seconds(history, rule(history)) for name, rule in RULES.items()}
-
-
-if __name__ == "__main__":
-    for seed in (1, 2, 3):
-        for name, (seconds, waited) in figures(seed).items():
-            print(f"seed {seed}  {name:6}  {seconds:10,.0f} s of loads, {waited} requests waited")
