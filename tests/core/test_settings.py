@@ -259,10 +259,8 @@ def test_a_token_is_never_shown(environment, name):
     token = "4f1c8a90b2d74e6f9a3b"
     environment.setenv(name.upper(), token)
     settings = Settings.load()
-    assert (
-        row(settings, name.upper()).value == "***"
-        and getattr(settings, name).get_secret_value() == token
-    )
+    assert row(settings, name.upper()).value == "***"
+    assert getattr(settings, name).get_secret_value() == token
     assert token not in repr(settings) and token not in str(settings)
     for wrong in ({name: token[:15]}, {name + "s": token}):
         with pytest.raises(BadSetting) as error:

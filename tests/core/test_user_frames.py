@@ -36,9 +36,8 @@ def test_frames_of_libraries_are_folded():
         json.loads("x", object_hook=refuse)
 
     lines = user_lines(caught(decode))
-    assert "json/" not in "\n".join(lines) and lines[-1].endswith(
-        'in decode: json.loads("x", object_hook=refuse)'
-    )
+    assert "json/" not in "\n".join(lines)
+    assert lines[-1].endswith('in decode: json.loads("x", object_hook=refuse)')
 
 
 def test_an_error_raised_from_another_has_the_lines_of_that_one():

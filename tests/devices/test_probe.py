@@ -273,9 +273,8 @@ def test_cpu_only_queries_no_card(driver):
 def test_without_a_driver_the_card_is_simulated(driver, why):
     driver(broken=why)
     probe = open_probe("auto")
-    assert probe.simulated and probe.devices[0].total_bytes == max(
-        GIB, psutil.virtual_memory().total // 2 // GIB * GIB
-    )
+    assert probe.simulated
+    assert probe.devices[0].total_bytes == max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
     with pytest.raises(BadSetting, match="no CUDA card is visible here"):
         open_probe("cuda")
 

@@ -43,15 +43,35 @@ def serving(app, talk, handler=Asgi, write_seconds=20.0, **options):
     asyncio.run(story())
 
 
-async def body_of(receive) -> bytes:
-    return (await receive())["body"]
+def answering(*parts, heard=None, whole=False):
+    """An application that sends these parts, the last one as the last if `whole`, and notes in `heard` what follows."""
+
+    async def app(scope, receive, send):
+        await receive()
+        await send(FINE)
+        for number, part in enumerate(parts, 1):
+            more = not (whole and number == len(parts))
+            await send({"type": "http.response.body", "body": part, "more_body": more})
+        if heard is not None:
+            heard.append((await receive())["type"])
+            await send({"type": "http.response.body", "body": b"to nobody", "more_body": True})
+
+    return app
+
+
+async def asked(url, **more):
+    """A connection that has sent a request."""
+    port = int(url.rpartition(":")[2])
+    reader, writer = await asyncio.open_connection("127.0.0.1", port, **more)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+    return reader, writer
 
 
 def test_a_request_arrives_whole_and_the_answer_is_unchanged():
     seen = {}
 
     async def app(scope, receive, send):
-        seen.update(scope, body=await body_of(receive))
+        seen.update(scope, body=(await receive())["body"])
         await send(FINE)
         await send({"type": "http.response.body", "body": b"ok"})
 
@@ -66,9 +86,8 @@ def test_a_request_arrives_whole_and_the_answer_is_unchanged():
     assert (seen["method"], seen["path"], seen["query_string"], seen["body"]) == (
         "PUT", "/a b/c", b"x=1&y=%2F", b"\x00\xff",
     )  # fmt: skip
-    assert seen["state"] == {"visitor": None} and all(
-        name == name.lower() for name, _ in seen["headers"]
-    )
+    assert seen["state"] == {"visitor": None}
+    assert all(name == name.lower() for name, _ in seen["headers"])
 
 
 def test_each_part_is_sent_at_once():
@@ -96,45 +115,34 @@ def test_each_part_is_sent_at_once():
 def test_the_application_learns_of_a_disconnect():
     heard = []
 
-    async def app(scope, receive, send):
-        await body_of(receive)
-        await send(FINE)
-        await send({"type": "http.response.body", "body": b"first", "more_body": True})
-        heard.append((await receive())["type"])
-        await send({"type": "http.response.body", "body": b"to nobody", "more_body": True})
-
     async def talk(url, client):
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        reader, writer = await asked(url)
         await reader.readuntil(b"first")
         writer.close()
         while not heard:
             await asyncio.sleep(0.005)
 
-    serving(app, talk)
+    serving(answering(b"first", heard=heard), talk)
     assert heard == ["http.disconnect"]
 
 
-def test_a_write_to_a_client_that_reads_nothing_and_disconnects_ends():
-    """The client reads nothing. If the write did not end at the disconnect, its task would stay for ever."""
-    ended = []
-
-    async def app(scope, receive, send):
-        await body_of(receive)
-        await send(FINE)
-        await send({"type": "http.response.body", "body": b"x" * (64 << 20), "more_body": True})
-        ended.append(True)
+@pytest.mark.parametrize(("write_seconds", "disconnects"), [(20.0, True), (0.1, False)])
+def test_a_write_to_a_client_that_reads_nothing_ends(write_seconds, disconnects):
+    """At its disconnect, or after a time. A slow client may take as long as it likes, if it reads now and then."""
+    heard = []
 
     async def talk(url, client):
-        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1)
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        await asyncio.sleep(0.2)  # until all buffers are full
-        assert not ended
-        writer.transport.abort()
-        while not ended:
+        _, writer = await asked(url, limit=1)
+        if disconnects:
+            await asyncio.sleep(0.2)  # until all buffers are full
+            assert not heard
+            writer.transport.abort()
+        while not heard:
             await asyncio.sleep(0.005)
+        writer.transport.abort()
 
-    serving(app, talk)
+    serving(answering(b"x" * (64 << 20), heard=heard), talk, write_seconds=write_seconds)
+    assert heard == ["http.disconnect"]
 
 
 def test_a_failing_application_is_a_server_error_without_details(caplog):
@@ -165,49 +173,18 @@ def test_a_body_longer_than_the_server_takes_is_refused_before_it_is_read():
 
 
 def test_a_head_has_no_body():
-    async def app(scope, receive, send):
-        await send(FINE)
-        await send({"type": "http.response.body", "body": b""})
-
     async def talk(url, client):
         answer = await client.fetch(url, method="HEAD")
         assert (answer.code, answer.body) == (200, b"")
 
-    serving(app, talk)
-
-
-def test_a_client_that_reads_nothing_is_disconnected():
-    """A slow client may take as long as it likes, if it reads some data now and then."""
-    heard = []
-
-    async def app(scope, receive, send):
-        await body_of(receive)
-        await send(FINE)
-        await send({"type": "http.response.body", "body": b"x" * (64 << 20), "more_body": True})
-        heard.append((await receive())["type"])
-
-    async def talk(url, client):
-        _, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]), limit=1)
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
-        while not heard:
-            await asyncio.sleep(0.005)
-        writer.transport.abort()
-
-    serving(app, talk, write_seconds=0.1)
-    assert heard == ["http.disconnect"]
+    serving(answering(b"", whole=True), talk)
 
 
 def test_a_slow_client_gets_everything():
     size = 8 << 20
 
-    async def app(scope, receive, send):
-        await body_of(receive)
-        await send(FINE)
-        await send({"type": "http.response.body", "body": b"x" * size})
-
     async def talk(url, client):
-        reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
-        writer.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+        reader, writer = await asked(url)
         await reader.readuntil(b"\r\n\r\n")
         received = 0
         while part := await reader.read(1 << 20):
@@ -215,7 +192,7 @@ def test_a_slow_client_gets_everything():
         assert received >= size
         writer.close()
 
-    serving(app, talk, write_seconds=2.0)
+    serving(answering(b"x" * size, whole=True), talk, write_seconds=2.0)
 
 
 def test_no_part_of_a_stream_is_held_back_by_the_system():
@@ -228,15 +205,9 @@ def test_no_part_of_a_stream_is_held_back_by_the_system():
             seen.append(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY))
             return super().flush(*args, **kwargs)
 
-    async def app(scope, receive, send):
-        await send(FINE)
-        for _ in range(2):
-            await send({"type": "http.response.body", "body": b"part", "more_body": True})
-        await send({"type": "http.response.body", "body": b""})
-
     async def talk(url, client):
         await client.fetch(url)
         await client.fetch(url)  # on the same connection
 
-    serving(app, talk, handler=Watched)
+    serving(answering(b"part", b"part", b"", whole=True), talk, handler=Watched)
     assert len(seen) >= 4 and all(seen)

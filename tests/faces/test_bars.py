@@ -108,9 +108,8 @@ def test_a_notebooks_own_memory_is_named_once():
     assert drawn.notebook == ""
     thin = [samples.lease(f"m{n}", 0.01) for n in range(2)]
     few = stretches(samples.snapshot(replace(code, shares=thin[0].shares), *thin))["3 others"]
-    assert (
-        "train.ipynb 10.2 MiB\n" in f"{few.tooltip}\n" and "m0 10.2 MiB, train.ipynb" in few.tooltip
-    )
+    assert "train.ipynb 10.2 MiB\n" in f"{few.tooltip}\n"
+    assert "m0 10.2 MiB, train.ipynb" in few.tooltip
 
 
 def test_the_tooltip_shows_the_state_of_the_kernel_where_it_is_known():
@@ -139,10 +138,8 @@ def test_small_leases_are_gathered_and_none_is_lost():
     leases = (samples.lease(f"m{n}", 0.25 + n % 4, f"sim:{n % 8}") for n in range(200))
     crowd = samples.snapshot(*leases, cards=8, gib=80)
     for view, one in zip(crowd.devices, device_totals.bars(crowd), strict=True):
-        assert (
-            len(one.stretches) <= device_totals.MOST_STRETCHES + 1
-            and one.used_bytes == view.claimed_bytes
-        )
+        assert len(one.stretches) <= device_totals.MOST_STRETCHES + 1
+        assert one.used_bytes == view.claimed_bytes
     assert (
         bar(crowd).stretches[-1].title == "25 others" or bar(crowd).stretches[-1].kind == "others"
     )

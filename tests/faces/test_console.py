@@ -7,6 +7,7 @@ import sys
 import threading
 import weakref
 from types import SimpleNamespace
+from unittest.mock import Mock
 from urllib.parse import parse_qsl
 
 import panel as pn
@@ -28,6 +29,7 @@ from gpu_panels.tabs.base import Tab
 from gpu_panels.widgets import header
 from gpu_panels.widgets.prose import Prose
 from msgspec.structs import replace
+from panel.io.resources import LOCAL_DIST
 from panel.io.state import set_curdoc, state
 from tornado.ioloop import IOLoop
 
@@ -90,7 +92,17 @@ def click(page, answer):
     page.actions._form._handle_msg({"answer": answer, "question": page.actions._form.question})
 
 
-# -- tabs ------------------------------------------------------------------------------------------
+def confirmed(page, poller, verb="evict"):
+    """Proposes the verb for qwen, and confirms it."""
+    page.actions.propose(verb, target(poller))
+    click(page, "confirm")
+
+
+def carried_out(page, waiting_threads):
+    """Runs the thread of the action, and shows its outcome."""
+    waiting_threads.pop()()
+    page.actions.update(None)
+    return page.actions.outcomes.object
 
 
 class CountingTab(Tab):
@@ -178,10 +190,8 @@ def test_a_served_page_takes_the_theme_of_its_browser_and_one_in_a_notebook_does
     for text, dark in (("dark", True), ({"dark": 1}, True), ("light", False)):
         served.status_bar._handle_msg(text)
         assert served.page.dark_theme is served.status_bar.dark is dark
-    assert (
-        served.status_bar.chooses
-        and not Console(poller, VIEWER, theme_toggle=False).status_bar.chooses
-    )
+    assert served.status_bar.chooses
+    assert not Console(poller, VIEWER, theme_toggle=False).status_bar.chooses
 
 
 def test_the_failure_of_one_tab_is_shown_there_and_the_others_work(poller, monkeypatch, caplog):
@@ -190,10 +200,8 @@ def test_the_failure_of_one_tab_is_shown_there_and_the_others_work(poller, monke
         registry, "kind", {"Counted": CountingTab, "Failing": FailingTab}.__getitem__
     )
     made = Console(poller, VIEWER)
-    assert (
-        "division by zero" in made._holders["Failing"].objects[0].object
-        and "Traceback" in caplog.text
-    )
+    assert "division by zero" in made._holders["Failing"].objects[0].object
+    assert "Traceback" in caplog.text
     made._tabs.active = 1
     assert CountingTab.made
 
@@ -259,9 +267,6 @@ def test_a_tick_changes_nothing_while_the_browser_still_draws_the_page(two_tabs,
     assert before != two_tabs.status_bar.beat == poller.result.revision
 
 
-# -- the address -----------------------------------------------------------------------------------
-
-
 def test_the_url_leads_to_the_tab_and_what_is_chosen_there(poller):
     """The URL that the page sets opens the same view again. Default values are not in the URL."""
     first = Console(poller, VIEWER)
@@ -285,9 +290,6 @@ def test_an_unknown_value_in_the_url_is_ignored(poller, address):
     page = Console(poller, VIEWER, address=address)
     [(title, tab)] = page._made.items()
     assert title == ("Timeline" if address.get("range") == "x" else "Now") and tab.address() == {}
-
-
-# -- the status bar and the banner -----------------------------------------------------------------
 
 
 def test_the_status_bar_shows_problems_devices_ledger_and_visitor():
@@ -361,53 +363,42 @@ def test_names_in_the_status_bar_are_escaped():
 
 
 def test_a_failing_ledger_is_reported_above_the_last_figures(page, poller, rt, monkeypatch):
-    def fails():
-        raise LedgerUnavailable("the disk is full", path="/x")
-
-    monkeypatch.setattr(rt, "status", fails)
+    """The browser's clock goes on and shows the age of the figures."""
+    monkeypatch.setattr(
+        rt, "status", Mock(side_effect=LedgerUnavailable("the disk is full", path="/x"))
+    )
     beat = page.status_bar.beat
     poller.poll()
     page.tick()
-    assert (
-        page._banner.visible
-        and "the disk is full" in page._banner.object
-        and "No new figures since " in page._banner.object
-    )
-    assert page.status_bar.beat == beat, (
-        "the browser's clock goes on and shows the age of the figures"
-    )
+    assert page._banner.visible and "the disk is full" in page._banner.object
+    assert "No new figures since " in page._banner.object and page.status_bar.beat == beat
     monkeypatch.undo()
     poller.poll()
     page.tick()
     assert not page._banner.visible and page.status_bar.beat != beat
 
 
-# -- acting ----------------------------------------------------------------------------------------
-
-
 def test_a_confirmed_action_runs_in_a_thread_and_its_outcome_is_shown(
     page, poller, rt, waiting_threads
 ):
+    """The journal names the visitor."""
+    page.actions.propose("__class__", target(poller))
+    assert not page.actions.dialog.open, "an unknown verb opens no dialog"
     page.actions.propose("evict", target(poller))
     assert page.actions.dialog.open and page.actions.dialog.title == "Evict qwen?"
     click(page, "confirm")
     assert not page.actions.dialog.open and "waiting for" in page.actions.outcomes.object
     assert where(rt) == "sim:0", "the thread of the page does not act"
-    waiting_threads.pop()()
-    page.actions.update(None)
-    assert (
-        where(rt) == "host"
-        and "qwen was offloaded to host memory; 14.0 GiB came free" in page.actions.outcomes.object
-    )
+    outcome = carried_out(page, waiting_threads)
+    assert "qwen was offloaded to host memory; 14.0 GiB came free" in outcome
+    assert where(rt) == "host" and rt.why("qwen")[0].by.startswith("ann, console")
 
 
 def test_a_successful_outcome_is_shown_for_some_seconds(page, poller, waiting_threads):
     now = [1000.0]
     page.actions._wall = lambda: now[0]
-    page.actions.propose("pin", target(poller))
-    click(page, "confirm")
-    waiting_threads.pop()()
-    page.actions.update(None)
+    confirmed(page, poller, "pin")
+    carried_out(page, waiting_threads)
     assert "qwen is kept" in page.actions.outcomes.object
     now[0] += DONE_SECONDS
     page.actions.update(None)
@@ -416,17 +407,14 @@ def test_a_successful_outcome_is_shown_for_some_seconds(page, poller, waiting_th
 
 def test_an_action_in_progress_stays_on_the_page_after_newer_ones(page, poller, waiting_threads):
     """Its outcome would never be shown, and an owner that does not answer overlooked."""
-    page.actions.propose("evict", target(poller))
-    click(page, "confirm")
+    confirmed(page, poller)
     for n in range(MOST_REPORTS + 1):
         page.actions._report(
             propose("pin", target(poller), poller.result.snapshot), "failed", f"no {n}"
         )
-    assert (
-        "waiting for" in page.actions.outcomes.object and "no 1" not in page.actions.outcomes.object
-    )
-    waiting_threads.pop()()
-    page.actions.update(None)
+    assert "waiting for" in page.actions.outcomes.object
+    assert "no 1" not in page.actions.outcomes.object
+    carried_out(page, waiting_threads)
     assert "14.0 GiB came free" in page.actions.outcomes.object
 
 
@@ -463,17 +451,13 @@ def test_evict_on_a_row_evicts_the_model_of_that_row(tmp_path, waiting_threads, 
 @pytest.mark.parametrize("answer", ["cancel", "escape"])
 def test_cancel_and_escape_change_nothing(page, poller, rt, waiting_threads, answer):
     page.actions.propose("evict", target(poller))
-    if answer == "cancel":
-        click(page, "cancel")
-    else:
-        page.actions.dialog.open = False  # as when the browser closes it
-        click(page, "confirm")
+    page.actions.dialog.open = answer != "escape"  # as when the browser closes it
+    click(page, "cancel" if answer == "cancel" else "confirm")
     assert waiting_threads == [] and where(rt) == "sim:0"
 
 
 def test_a_second_click_on_confirm_does_nothing(page, poller, waiting_threads):
-    page.actions.propose("evict", target(poller))
-    click(page, "confirm")
+    confirmed(page, poller)
     click(page, "confirm")
     assert len(waiting_threads) == 1
 
@@ -494,31 +478,17 @@ def test_the_situation_is_checked_again_before_a_confirmed_action(
     page.actions.propose("evict", target(poller))
     with rt.use("qwen"):
         click(page, "confirm")
-        waiting_threads.pop()()
-    page.actions.update(None)
+        carried_out(page, waiting_threads)
     assert where(rt) == "sim:0" and "is in use now" in page.actions.outcomes.object
 
 
 def test_an_error_of_the_runtime_is_shown_with_its_own_text(
     page, poller, rt, waiting_threads, monkeypatch
 ):
-    page.actions.propose("evict", target(poller))
-    click(page, "confirm")
-    monkeypatch.setattr(
-        rt,
-        "evict",
-        lambda *_, **__: (_ for _ in ()).throw(LedgerUnavailable("<b>full</b>", path="x")),
-    )
-    waiting_threads.pop()()
-    page.actions.update(None)
-    assert "&lt;b&gt;full" in page.actions.outcomes.object
-
-
-def test_the_journal_names_the_visitor(page, poller, rt, waiting_threads):
-    page.actions.propose("evict", target(poller))
-    click(page, "confirm")
-    waiting_threads.pop()()
-    assert rt.why("qwen")[0].by.startswith("ann, console")
+    confirmed(page, poller)
+    full = Mock(side_effect=LedgerUnavailable("<b>full</b>", path="x"))
+    monkeypatch.setattr(rt, "evict", full)
+    assert "&lt;b&gt;full" in carried_out(page, waiting_threads)
 
 
 def test_a_viewer_has_no_buttons_and_no_dialog_and_a_forged_click_does_nothing(
@@ -549,14 +519,6 @@ def test_the_visitors_right_to_act_is_checked_at_the_confirmation(
     visitor.may_act = False
     click(page, "confirm")
     assert waiting_threads == []
-
-
-def test_an_unknown_verb_opens_no_dialog(page, poller):
-    page.actions.propose("__class__", target(poller))
-    assert not page.actions.dialog.open
-
-
-# -- the end ---------------------------------------------------------------------------------------
 
 
 def test_a_closed_session_is_freed(poller, monkeypatch):
@@ -642,11 +604,8 @@ def test_a_served_session_is_freed_after_its_browser_has_gone(poller, monkeypatc
     loop.close()  # a tick in progress would have released the session by itself
     del doc, context, session, loop
     gc.collect()
-    assert (
-        gone() is None
-        and len(poller._sessions) == 0
-        and "failed with following error" not in caplog.text
-    )
+    assert gone() is None and len(poller._sessions) == 0
+    assert "failed with following error" not in caplog.text
 
 
 def test_importing_the_package_imports_neither_panel_nor_bokeh(child_environment):
@@ -662,15 +621,10 @@ def test_the_page_is_a_material_page(page):
 
 
 def test_a_slow_browser_gets_its_style_sheets_from_this_server_too(poller):
-    """Panel makes the session of a slow browser again, without a page. For such a session Panel would use its CDN."""
-    from bokeh.document import Document
-    from panel.io.resources import LOCAL_DIST
-    from panel.io.state import set_curdoc
-
+    """Panel makes its session again, without a page, and would use its CDN."""
     document = Document()
     with set_curdoc(document):
-        made = console.page(VIEWER, poller)
-        root = made.get_root(document)
+        root = console.page(VIEWER, poller).get_root(document)
     assert document.template_variables["dist_url"] == LOCAL_DIST
     sheets = {str(sheet.url) for sheet in root.select({"type": ImportedStyleSheet})}
     assert sheets and not any(url.startswith("http") for url in sheets)

@@ -118,16 +118,13 @@ class Small:
         self.port = listening.getsockname()[1]
 
     async def ask(self, token: str = "", times: int = 1) -> tuple[bytes, asyncio.StreamWriter]:
-        """Sends a request, several times if it is admitted. Returns the first line of the last
-        answer, and the connection, which stays open.
-        """
+        """The first line of the last answer to so many requests, and the connection, which stays open."""
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
+        words = f"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
         for _ in range(times - 1):
-            writer.write(
-                f"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {token}\r\n\r\n".encode()
-            )
+            writer.write(words)
             await reader.readuntil(b"hello")
-        writer.write(f"GET / HTTP/1.1\r\nHost: a\r\nAuthorization: Bearer {token}\r\n\r\n".encode())
+        writer.write(words)
         return await reader.readline(), writer
 
     async def is_closed(self) -> bool:
@@ -186,6 +183,12 @@ class WithoutFiles(socket.socket):
 
     refused = 0
 
+    def __init__(self, *args, **more):
+        super().__init__(*args, **more)
+        self.setblocking(False)
+        self.bind(("127.0.0.1", 0))
+        self.listen()
+
     def accept(self):
         if self.refused < 3:
             self.refused += 1
@@ -197,24 +200,16 @@ class WithoutFiles(socket.socket):
 async def test_without_files_nothing_is_accepted_for_a_while(monkeypatch, caplog):
     """The server's loop would try again at once and log each error."""
     monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.01)
-    sock = WithoutFiles()
-    sock.setblocking(False)
-    sock.bind(("127.0.0.1", 0))
-    sock.listen()
-    small = Small(sock)
+    small = Small(WithoutFiles())
     assert (await small.ask(OPERATORS))[0] == b"HTTP/1.1 200 OK\r\n"
-    assert [record.getMessage() for record in caplog.records] == [
-        "no connection can be accepted: Too many open files"
-    ] * 3
+    said = [record.getMessage() for record in caplog.records]
+    assert said == ["no connection can be accepted: Too many open files"] * 3
     small.http.stop()
 
 
 @in_loop
 async def test_a_server_can_stop_while_it_accepts_nothing(monkeypatch):
     sock = WithoutFiles()
-    sock.setblocking(False)
-    sock.bind(("127.0.0.1", 0))
-    sock.listen()
     small = Small(sock)
     _, writer = await asyncio.open_connection("127.0.0.1", small.port)
     await until(lambda: sock.refused)

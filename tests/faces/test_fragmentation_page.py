@@ -9,12 +9,12 @@ import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.units import MIB
-from tests.browser.chromium import SHOWN_MS
+from tests.browser.chromium import CHROMIUM, BrowserPage, running
 from tests.clock import until
 from tests.faces.served import OPERATORS, VIEWERS, environ, free_port, serving
 from tests.stories.test_processes import DEVICES, Kernel
 
-playwright = pytest.importorskip("playwright.sync_api")
+pytest.importorskip("playwright.sync_api")
 CONSOLE = "from gpu_panels import server; server.run(port={port}, browser=False)"
 # Five models of 3 MiB in a segment of 20 MiB, and 64 MiB of cache that is no longer in use.
 WORK = (
@@ -46,15 +46,10 @@ def served(place):
 
 @pytest.fixture(scope="module")
 def browser():
-    if not Path("/usr/bin/chromium").exists():
+    if not Path(CHROMIUM).exists():
         pytest.skip("needs Debian's chromium")
-    with playwright.sync_playwright() as driver:
-        opened = driver.chromium.launch(
-            executable_path="/usr/bin/chromium",
-            args=["--no-sandbox", "--disable-background-networking"],
-        )
+    with running() as opened:
         yield opened
-        opened.close()
 
 
 @pytest.fixture(scope="module")
@@ -87,31 +82,16 @@ def observer(place):
     rt.close()
 
 
-class VisitorPage:
-    """A visitor's page with the tab Fragmentation. `problems` lists errors and requests to other hosts."""
+class VisitorPage(BrowserPage):
+    """A visitor's page with the tab Fragmentation in front."""
 
     def __init__(self, browser, served, token: str) -> None:
-        self.page = browser.new_page(viewport={"width": 1280, "height": 900})
-        self.page.set_default_timeout(SHOWN_MS)
-        self.problems: list[str] = []
-        ours = f"127.0.0.1:{served.port}"
-        self.page.on(
-            "console",
-            lambda message: (
-                self.problems.append(message.text) if message.type in ("error", "warning") else None
-            ),
-        )
-        self.page.on("pageerror", lambda error: self.problems.append(str(error)))
-        self.page.on(
-            "request",
-            lambda request: (
-                self.problems.append(request.url)
-                if request.url.startswith(("http", "ws")) and ours not in request.url
-                else None
-            ),
-        )
-        self.page.goto(f"http://{ours}/?token={token}")
+        super().__init__(browser, f"http://127.0.0.1:{served.port}/?token={token}")
         self.page.get_by_role("tab", name="Fragmentation").click()
+
+    @property
+    def problems(self) -> list[str]:
+        return [*self.errors, *self.elsewhere]
 
     def row(self, kernel: Kernel):
         return self.page.locator("tr", has_text=f"pid {kernel.process.pid}")

@@ -28,10 +28,9 @@ from tests.faces.served import (
 TOKENS = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}
 # Options that people type to get rid of an error, and that the gate can make safe.
 HOSTILE = (
-    "--allow-websocket-origin=*", "--address", "0.0.0.0", "--index", "console", "--dev",
-    "--oauth-optional", "--use-xheaders", "--global-loading-spinner", "--log-level", "debug",
-    "--session-history", "10", "--unused-session-lifetime", "2000000",
-)  # fmt: skip
+    "--allow-websocket-origin=* --address 0.0.0.0 --index console --dev --oauth-optional --use-xheaders "
+    "--global-loading-spinner --log-level debug --session-history 10 --unused-session-lifetime 2000000"
+)
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +43,12 @@ def server(request, tmp_path_factory):
     """A console with tokens for operators and viewers, served in two ways. `panel serve` has hostile options."""
     folder, port = tmp_path_factory.mktemp("console"), free_port()
     if request.param == "gpu console":
-        with serving(console(folder, port=port), folder, TOKENS, port=port) as server:
-            yield server
+        words, path = console(folder, port=port), "/"
     else:
-        words = panel_serve(folder, "--port", str(port), *HOSTILE)
-        with serving(words, folder, TOKENS, port=port, path="/console") as server:
-            yield server
+        words, path = panel_serve(folder, "--port", str(port), *HOSTILE.split()), "/console"
+    with serving(words, folder, TOKENS, port=port, path=path) as server:
+        server.get()  # under `panel serve` the first page installs the gate
+        yield server
 
 
 async def _document_from(server, path, subprotocol, *, click=False, **headers):
@@ -100,7 +99,6 @@ ROUTES = [
 @pytest.mark.parametrize("route", ROUTES)
 def test_no_route_answers_without_a_token(server, route):
     """A loopback address is no protection: any process of the machine can send requests."""
-    server.get()  # under `panel serve` the first page installs the gate
     for method in ("GET", "HEAD", "PUT", "OPTIONS"):
         answer = server.get(route, method=method, Cookie=f"gpu-console={OPERATORS}")
         assert answer.status == 403 and "SECRET" not in answer.body, (method, answer)
@@ -108,7 +106,6 @@ def test_no_route_answers_without_a_token(server, route):
 
 def test_head_has_the_headers_of_get(server):
     """The reference says so. Bokeh's pages answered 405."""
-    server.get()
     token = {"Authorization": f"Bearer {OPERATORS}"}
     page, head = (server.get(server.path, method=one, **token) for one in ("GET", "HEAD"))
     assert (head.status, head.body) == (page.status, "") == (200, "")
@@ -117,7 +114,6 @@ def test_head_has_the_headers_of_get(server):
 
 def test_options_of_bokeh_s_script_is_answered(server):
     """Bokeh's method reads the header Origin, which the gate removes: that was a 500."""
-    server.get()
     token = {"Authorization": f"Bearer {OPERATORS}"}
     for route in ("/autoload.js", f"{server.path}/autoload.js"):
         answer = server.get(route, method="OPTIONS", **token)
@@ -126,7 +122,6 @@ def test_options_of_bokeh_s_script_is_answered(server):
 
 def test_a_program_without_the_token_gets_json(server):
     """In the shape of OpenAI's errors. A program could not use a page with a form."""
-    server.get()
     for token in ({}, {"Authorization": "Bearer wrong"}):
         answer = server.get(server.path, Accept="application/json", **token)
         assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
@@ -139,7 +134,6 @@ def test_a_program_without_the_token_gets_json(server):
 
 def test_the_token_opens_the_page_and_leaves_the_url(server):
     """So it is in no browser history. Scripts cannot read the cookie, or guess its path."""
-    server.get()
     first = server.get(f"{server.path}?token={OPERATORS}&theme=dark")
     assert first.status == 302 and first.headers["location"].endswith("?theme=dark")
     assert OPERATORS not in str(first.headers)
@@ -155,7 +149,6 @@ def test_the_token_opens_the_page_and_leaves_the_url(server):
 
 def test_the_page_contains_no_credential(server):
     """Bokeh writes a request's headers and cookies into the page, in spite of HttpOnly."""
-    server.get()
     path, cookie = server.enter()
     page = server.get(
         path,
@@ -168,23 +161,20 @@ def test_the_page_contains_no_credential(server):
         assert secret not in page.body and secret not in inside
 
 
-def test_a_page_opens_for_the_visitor_it_was_made_for(server):
+@pytest.mark.parametrize(
+    ("token", "visitor"),
+    [(OPERATORS, "may act: True"), (VIEWERS, "SECRET of viewer, may act: False")],
+)
+def test_a_page_opens_for_the_visitor_it_was_made_for(server, token, visitor):
     """An operator acts under the name of the user who started the server. A viewer may not act."""
-    server.get()
-    path, cookie, token = open_page(server)
-    document = document_from(
-        server, websocket_of(path), token, cookie=cookie, origin=f"http://127.0.0.1:{server.port}"
-    )
-    assert "may act: True" in document
-    path, cookie, token = open_page(server, VIEWERS)
-    assert "SECRET of viewer, may act: False" in document_from(
-        server, websocket_of(path), token, cookie=cookie
-    )
+    path, cookie, session = open_page(server, token)
+    origin = f"http://127.0.0.1:{server.port}"
+    seen = document_from(server, websocket_of(path), session, cookie=cookie, origin=origin)
+    assert visitor in seen
 
 
 def test_programs_send_the_token_in_a_header(server):
     """As Jupyter's clients do. They need neither a cookie nor a private path."""
-    server.get()
     for scheme in ("Bearer", "token"):
         page = server.get(Authorization=f"{scheme} {OPERATORS}")
         assert page.status == 200
@@ -198,7 +188,6 @@ def test_programs_send_the_token_in_a_header(server):
 
 def test_a_websocket_needs_the_same_credentials_as_a_page(server):
     """An invented session token opens no websocket. The token of a real session without the cookie does not either."""
-    server.get()
     path, cookie, token = open_page(server)
     for words in (FORGED, token, "", "nonsense"):
         for where in (websocket_of(server.path), websocket_of(path)):
@@ -209,28 +198,23 @@ def test_a_websocket_needs_the_same_credentials_as_a_page(server):
 @pytest.mark.parametrize("origin", ["http://evil.example", "http://127.0.0.1:1", "null"])
 def test_a_foreign_page_opens_no_websocket(server, origin):
     """For a browser another port of the same host is the same site, so it may send the cookie along."""
-    server.get()
     path, cookie, token = open_page(server)
     assert refused_status(server, websocket_of(path), token, cookie=cookie, origin=origin) == 403
     assert server.get(path, Cookie=cookie, Origin=origin).status == 403
 
 
-def test_a_viewers_forged_click_does_nothing(server):
+@pytest.mark.parametrize(
+    ("token", "done"), [(VIEWERS, "done by nobody"), (OPERATORS, "an operator")]
+)
+def test_a_viewers_forged_click_does_nothing(server, token, done):
     """A viewer can forge a click, but the right to act is checked when the action runs."""
-    server.get()
-    path, cookie, token = open_page(server, VIEWERS)
-    assert "done by nobody" in document_from(
-        server, websocket_of(path), token, cookie=cookie, click=True
-    )
-    path, cookie, token = open_page(server)
-    assert "an operator" in document_from(
-        server, websocket_of(path), token, cookie=cookie, click=True
-    )
+    path, cookie, session = open_page(server, token)
+    seen = document_from(server, websocket_of(path), session, cookie=cookie, click=True)
+    assert done in seen
 
 
 def test_a_viewer_cannot_join_an_operators_session(server):
     """A viewer's page in an operator's session would act with the operator's rights."""
-    server.get()
     path, cookie, token = open_page(server)
     viewers_path, viewers_cookie, _ = open_page(server, VIEWERS)
     assert refused_status(server, websocket_of(viewers_path), token, cookie=viewers_cookie) == 403
@@ -239,7 +223,6 @@ def test_a_viewer_cannot_join_an_operators_session(server):
 
 def test_a_link_cannot_choose_the_session(server):
     """With `?bokeh-session-id=` the sender of a link would know the session of the person who follows it."""
-    server.get()
     path, cookie = server.enter()
     for more in (
         {"path": f"{path}?bokeh-session-id=mine"},
@@ -252,7 +235,6 @@ def test_a_link_cannot_choose_the_session(server):
 
 def test_a_token_can_be_typed_into_the_form(server):
     """It also works at a URL from an earlier start of the server."""
-    server.get()
     form = {"Content_Type": "application/x-www-form-urlencoded"}
     for where, up in ((server.path, "./"), ("/an-older-lane/console", "../")):
         answer = server.get(where, method="POST", body=f"token={VIEWERS}", **form)
@@ -270,7 +252,6 @@ def test_a_token_can_be_typed_into_the_form(server):
 
 def test_a_foreign_cookie_of_the_same_name_locks_nobody_out(server):
     """Any server of the same host can set one for all paths. Browsers then send both."""
-    server.get()
     path, cookie = server.enter()
     for cookies in (f"{cookie}; gpu-console=tossed", f"gpu-console=tossed; {cookie}"):
         assert server.get(path, Cookie=cookies).status == 200
@@ -278,7 +259,6 @@ def test_a_foreign_cookie_of_the_same_name_locks_nobody_out(server):
 
 def test_guesses_are_slowed_and_admitted_visitors_continue(server):
     """After a few wrong tokens, each further one is delayed, and then none is checked."""
-    server.get()
     path, cookie = server.enter()
     guesses = [server.get(f"{server.path}?token=wrong{guess}") for guess in range(7)]
     assert {guess.status for guess in guesses} == {403}
@@ -289,41 +269,23 @@ def test_guesses_are_slowed_and_admitted_visitors_continue(server):
 def test_a_url_prefix_and_a_named_origin_are_respected(folder):
     """The server is behind a proxy."""
     port = free_port()
-    words = panel_serve(
-        folder,
-        "--warm",
-        "--port",
-        str(port),
-        "--prefix",
-        "/gpu",
-        "--allow-websocket-origin",
-        "good.example",
-    )
+    flags = f"--warm --port {port} --prefix /gpu --allow-websocket-origin good.example"
+    words = panel_serve(folder, *flags.split())
     with serving(words, folder, TOKENS, port=port, path="/gpu/console") as server:
         entered = server.get(f"/gpu/console?token={OPERATORS}")
         way = entered.headers["location"].removeprefix(".")
         assert f"Path=/gpu{way.removesuffix('/console')}/;" in entered.headers["set-cookie"] + ";"
         page = server.get(f"/gpu{way}", Cookie=entered.cookie)
+        place = (server, f"/gpu{way}/ws", page.session_token)
         for origin in ("https://good.example", f"http://127.0.0.1:{port}"):
-            assert "SECRET" in document_from(
-                server, f"/gpu{way}/ws", page.session_token, cookie=entered.cookie, origin=origin
-            )
-        assert (
-            refused_status(
-                server,
-                f"/gpu{way}/ws",
-                page.session_token,
-                cookie=entered.cookie,
-                origin="https://not.good.example",
-            )
-            == 403
-        )
+            assert "SECRET" in document_from(*place, cookie=entered.cookie, origin=origin)
+        foreign = "https://not.good.example"
+        assert refused_status(*place, cookie=entered.cookie, origin=foreign) == 403
         assert server.get(f"/gpu?token={OPERATORS}").headers["location"].startswith("gpu/")
 
 
 def test_tokens_are_in_no_log_and_on_no_command_line(server):
     """Other users can read command lines, and logs are copied. Here the output is a file, so it has no token either."""
-    server.get()
     for path in (
         f"{server.path}?token={OPERATORS}",
         f"/nowhere?token={OPERATORS}",

@@ -164,10 +164,8 @@ def test_a_text_cannot_end_its_script_element():
     publisher = SimpleNamespace(publish=lambda data, *_, **__: shown.append(data))
     resources = inline_assets.Resources(SimpleNamespace(display_pub=publisher))
     resources.publish_texts({"k": LONG})
-    assert (
-        "</script>" not in shown[0][inline_assets.LOAD]
-        and "<!--" not in shown[0][inline_assets.LOAD]
-    )
+    assert "</script>" not in shown[0][inline_assets.LOAD]
+    assert "<!--" not in shown[0][inline_assets.LOAD]
 
 
 def test_a_page_in_an_unknown_format_is_unchanged():
@@ -198,13 +196,9 @@ def test_panels_style_sheets_are_sent_inline():
     """For later changes Panel would use its CDN; without internet a page would have no style."""
     styles = inline_assets.LocalStyles()
     url = f"{CDN_DIST}css/loading.css?v=1"
-    assert (
-        url in styles
-        and "https://elsewhere/x.css" not in styles
-        and f"{CDN_DIST}../../secret.css" not in styles
-    )
+    assert url in styles and "https://elsewhere/x.css" not in styles
+    assert f"{CDN_DIST}../../secret.css" not in styles
     found = styles[url].url
-    assert found.startswith("data:text/css;base64,") and b":host" in base64.b64decode(
-        found.partition(",")[2]
-    )
+    assert found.startswith("data:text/css;base64,")
+    assert b":host" in base64.b64decode(found.partition(",")[2])
     assert styles[url] is styles[url]

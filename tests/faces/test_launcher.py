@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.browser.chromium import SHOWN_MS
+from tests.browser.chromium import CHROMIUM, BrowserPage, running
 from tests.clock import scaled
 from tests.faces import served
 from tests.faces.conftest import FOUND_BY_CHILDREN, ROOT
@@ -107,27 +107,13 @@ def test_jupyters_token_guards_the_console(jupyter):
 
 def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
     """In a real browser the page is drawn, and its websocket opens through Jupyter's proxy."""
-    playwright = pytest.importorskip("playwright.sync_api")
-    if not Path("/usr/bin/chromium").exists():
+    pytest.importorskip("playwright.sync_api")
+    if not Path(CHROMIUM).exists():
         pytest.skip("needs Debian's chromium")
-    with playwright.sync_playwright() as driver:
-        browser = driver.chromium.launch(
-            executable_path="/usr/bin/chromium",
-            args=["--no-sandbox", "--disable-background-networking"],
-        )
-        page = browser.new_page(viewport={"width": 1280, "height": 800})
-        page.set_default_timeout(SHOWN_MS)
-        outside, sockets = [], []
-        page.on(
-            "request",
-            lambda request: (
-                outside.append(request.url)
-                if f"127.0.0.1:{jupyter}" not in request.url and request.url.startswith("http")
-                else None
-            ),
-        )
+    with running() as browser:
+        seen = BrowserPage(browser, f"http://127.0.0.1:{jupyter}/lab?token={JUPYTERS}")
+        page, sockets = seen.page, []
         page.on("websocket", lambda socket: sockets.append(socket.url))
-        page.goto(f"http://127.0.0.1:{jupyter}/lab?token={JUPYTERS}")
         tile = page.locator(".jp-LauncherCard", has_text="GPU console")
         tile.wait_for()
         shown = "image => image.decode().then(() => image.naturalWidth)"  # waits for the picture
@@ -135,15 +121,10 @@ def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
         tile.click()
         frame = page.frame_locator("iframe[src*='gpu-console']")
         frame.get_by_text("simulated").first.wait_for()  # in the status bar
-        assert any("/gpu-console/ws" in url for url in sockets) and outside == []
-        for is_light, shade in (
-            ("false", "< 90"),
-            ("true", "> 200"),
-        ):  # the console follows Lab's theme
+        assert any("/gpu-console/ws" in url for url in sockets) and seen.elsewhere == []
+        # The console follows Lab's theme.
+        shade = "parseInt(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0])"
+        for is_light, bounds in (("false", "< 90"), ("true", "> 200")):
             page.evaluate("light => { document.body.dataset.jpThemeLight = light }", is_light)
             inside = next(one for one in page.frames if "/gpu-console/" in one.url)
-            inside.wait_for_function(
-                "parseInt(getComputedStyle(document.body).backgroundColor.match(/\\d+/)[0]) "
-                + shade
-            )
-        browser.close()
+            inside.wait_for_function(f"{shade} {bounds}")

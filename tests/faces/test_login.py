@@ -442,10 +442,8 @@ def test_each_start_makes_a_new_token(environment):
     environment.setenv("GPU_CONSOLE_OPERATORS", " ann,bob ,")
     environment.setenv("GPU_CONSOLE_READ_ONLY", "true")
     rules = http_server.access_rules()
-    assert (rules.operator_token, rules.operators) == (
-        OPERATORS,
-        {"ann", "bob"},
-    ) and rules.read_only
+    assert (rules.operator_token, rules.operators) == (OPERATORS, {"ann", "bob"})
+    assert rules.read_only
 
 
 def test_only_a_terminal_gets_the_url_with_the_token(environment, tmp_path):

@@ -318,9 +318,8 @@ def test_a_cell_runs_in_the_users_namespace_under_a_lease(shell, rt):
     shown = printed(shell, f"%%gpu 8GiB\nkind = {kinds}\nlen(kind)")
     assert shell.user_ns["kind"] == [("block", 8 * GIB)] and list(rt.status().leases()) == []
     first, second = shown.strip().splitlines()
-    assert first.endswith("1") and second.startswith(
-        "8.0 GiB leased on sim:0 · peak and delta unknown"
-    )
+    assert first.endswith("1")
+    assert second.startswith("8.0 GiB leased on sim:0 · peak and delta unknown")
 
 
 def test_a_semicolon_silences_the_last_expression_only(shell, rt):

@@ -104,8 +104,20 @@ def follows(monkeypatch):
     shell.events = EventManager(shell, available_events)
     parking = Parking(shell, lambda: SimpleNamespace(attach_kernel=lambda _: lease), print)
     parking._attach()
+
+    def callback():
+        """A callback of a comm, between the hooks of IPython."""
+        shell.events.trigger("pre_execute")
+        shell.events.trigger("post_execute")
+
     yield SimpleNamespace(
-        kernel=kernel, shell=shell, lease=lease, story=lease.story, parking=parking
+        kernel=kernel,
+        shell=shell,
+        lease=lease,
+        story=lease.story,
+        parking=parking,
+        trigger=shell.events.trigger,
+        callback=callback,
     )
     parking.remove()
     assert kernel.pre_handler_hook.__func__ is Kernel.pre_handler_hook
@@ -168,12 +180,12 @@ def test_the_end_of_a_cell_ends_no_cell_of_a_subshell(follows):
     with ThreadPoolExecutor(1) as subshell:
 
         def cell():
-            follows.shell.events.trigger("pre_execute")
-            subshell.submit(follows.shell.events.trigger, "pre_execute").result()
+            follows.trigger("pre_execute")
+            subshell.submit(follows.trigger, "pre_execute").result()
 
         follows.kernel.handle("execute_request", cell, code="x")
         assert follows.parking.why_not() == "a cell runs" and follows.story.count("end") == 1
-        subshell.submit(follows.shell.events.trigger, "post_execute").result()
+        subshell.submit(follows.trigger, "post_execute").result()
         assert follows.parking.why_not() != "a cell runs" and follows.story.count("end") == 2
 
 
@@ -193,18 +205,14 @@ def test_a_click_in_a_subshell_ends_no_cell_of_the_main_thread(follows, monkeypa
 
 def test_an_empty_cell_inside_a_cell_ends_no_cell(follows):
     """IPython calls `post_execute` alone for it. `%run` of a notebook that ends with one ended the cell around it."""
-    trigger = follows.shell.events.trigger
+    trigger = follows.trigger
 
     def run_cell_async():
         trigger("pre_execute")
         run_empty_cell()
-        inner()
+        follows.callback()
         assert follows.parking.why_not() == "a cell runs"
         assert follows.story == ["cell ", "cell ", "end"]
-
-    def inner():
-        trigger("pre_execute")
-        trigger("post_execute")
 
     def run_empty_cell():
         trigger("post_execute")
@@ -217,11 +225,11 @@ def test_an_empty_cell_inside_a_cell_ends_no_cell(follows):
 
 def test_a_message_during_a_cell_requests_nothing(follows):
     """While a cell runs, the memory is on the card already. A cell that awaits something lets other messages in."""
-    follows.shell.events.trigger("pre_execute")
+    follows.trigger("pre_execute")
     follows.story.clear()
     follows.kernel.handle("complete_request", code="x.")
     assert follows.story == NOT_HELD
-    follows.shell.events.trigger("post_execute")
+    follows.trigger("post_execute")
 
 
 @pytest.mark.parametrize(
@@ -241,17 +249,17 @@ def test_the_memory_is_there_while_the_debugger_shows_variables(follows, command
 
 def test_a_debugger_at_a_breakpoint_requests_nothing(follows):
     """The debugger may have stopped the thread that would request it: "evaluate" got no answer."""
-    follows.shell.events.trigger("pre_execute")
+    follows.trigger("pre_execute")
     follows.story.clear()
     message = {"content": {"command": "evaluate"}}
     asyncio.run(follows.kernel.control_handlers["debug_request"](None, None, message))
     assert follows.story == ["handled"]
-    follows.shell.events.trigger("post_execute")
+    follows.trigger("post_execute")
 
 
 def test_a_comm_whose_callback_failed_is_over_with_its_message(follows):
     """IPython calls `post_execute` only after success: the kernel would never be idle again."""
-    follows.kernel.handle("comm_msg", lambda: follows.shell.events.trigger("pre_execute"))
+    follows.kernel.handle("comm_msg", lambda: follows.trigger("pre_execute"))
     assert follows.story == ["hook", "handled", "cell ", "end", "hook after"]
 
 
@@ -282,12 +290,8 @@ def test_a_click_on_our_own_console_does_not_bring_the_memory_back(
     manager.targets["page"] = callback
     manager.comms["1"] = SimpleNamespace(_msg_callback=callback)
 
-    def call():
-        follows.shell.events.trigger("pre_execute")
-        follows.shell.events.trigger("post_execute")
-
     mark = follows.parking.mark()
-    follows.kernel.handle("comm_msg", call, comm_id="1")
+    follows.kernel.handle("comm_msg", follows.callback, comm_id="1")
     assert follows.story == ["hook", "handled", *cells, "hook after"]
     assert (follows.parking.mark() != mark) is bool(cells), "a copy that was begun stays valid"
     follows.story.clear()
@@ -312,21 +316,17 @@ def test_a_page_that_is_loaded_again_does_not_bring_the_memory_back(follows, kin
     [shown] = ipywidgets.widgets.widget._instances.values()
     manager.comms["one"] = SimpleNamespace(_msg_callback=shown._handle_msg)
 
-    def call():
-        follows.shell.events.trigger("pre_execute")
-        follows.shell.events.trigger("post_execute")
-
     mark = follows.parking.mark()
     follows.kernel.handle("comm_open", target_name="jupyter.widget.control")
     assert follows.story == NOT_HELD
     cells = [] if kind is ipywidgets.IntSlider else ["cell ", "end"]
     for comm, method in (("page", "request_states"), ("one", "request_state")):
         follows.story.clear()
-        follows.kernel.handle("comm_msg", call, comm_id=comm, data={"method": method})
+        follows.kernel.handle("comm_msg", follows.callback, comm_id=comm, data={"method": method})
         assert follows.story == ["hook", "handled", *cells, "hook after"]
     assert (follows.parking.mark() != mark) is bool(cells)
     follows.story.clear()
-    follows.kernel.handle("comm_msg", call, comm_id="one", data={"method": "update"})
+    follows.kernel.handle("comm_msg", follows.callback, comm_id="one", data={"method": "update"})
     assert follows.story == ["hook", "handled", "cell ", "end", "hook after"]
 
 
@@ -334,7 +334,7 @@ def test_a_hook_of_the_user_has_the_memory_also_when_a_page_is_loaded(follows, m
     """IPython calls the hook before each message of a comm."""
     monkeypatch.setattr(messages, "reads_nothing", lambda *_: True)
     follows.shell.events.register("pre_execute", lambda: follows.story.append("the user's hook"))
-    follows.kernel.handle("comm_msg", lambda: follows.shell.events.trigger("pre_execute"))
+    follows.kernel.handle("comm_msg", lambda: follows.trigger("pre_execute"))
     assert follows.story[:4] == ["hook", "handled", "cell ", "the user's hook"]
 
 
@@ -344,9 +344,9 @@ def test_a_cell_of_constants_leaves_a_parked_kernel_parked(follows, away, cells)
     follows.lease.away, follows.lease.refusal = away, Busy("no room", name="kernel")
 
     def call():
-        follows.shell.events.trigger("pre_execute")
+        follows.trigger("pre_execute")
         assert bool(follows.parking.refusal) is not away
-        follows.shell.events.trigger("post_execute")
+        follows.trigger("post_execute")
         assert str(follows.parking.refusal) == "no room"
 
     follows.kernel.handle("execute_request", call, code="1+1")

@@ -155,9 +155,8 @@ def test_failing_cells_release_their_leases(outputs):
 
 def test_a_leased_cell_shows_its_value_and_then_its_report(outputs):
     value, report = outputs[11]
-    assert value.data["text/plain"] == "42" and report.data["text/plain"].startswith(
-        "1.0 GiB leased on sim:0"
-    )
+    assert value.data["text/plain"] == "42"
+    assert report.data["text/plain"].startswith("1.0 GiB leased on sim:0")
 
 
 def test_the_runtime_of_the_process_is_the_one_in_the_notebook(outputs):

@@ -200,11 +200,8 @@ def test_programs_without_a_lease_are_listed():
 
 def test_memory_of_an_unknown_process_is_listed_as_other_programs():
     last = leases(snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=3))[-1]
-    assert (
-        texts(last)[0] == "other programs"
-        and texts(last)[2] == "unknown"
-        and texts(last)[7] == "3.0 GiB"
-    )
+    assert texts(last)[0] == "other programs" and texts(last)[2] == "unknown"
+    assert texts(last)[7] == "3.0 GiB"
 
 
 @pytest.mark.parametrize(
@@ -284,9 +281,8 @@ def test_a_request_names_the_process_that_does_not_answer_its_recall():
         because="qwen is asked to step aside.",
     )
     (row,) = queue(snapshot(lease("qwen", 4), tickets=(wants,)))
-    assert "No answer since" in texts(row)[-1] and texts(row)[-1].endswith(
-        "qwen is asked to step aside."
-    )
+    assert "No answer since" in texts(row)[-1]
+    assert texts(row)[-1].endswith("qwen is asked to step aside.")
 
 
 # -- the table -------------------------------------------------------------------------------------

@@ -184,16 +184,17 @@ def test_a_busy_day_is_small():
     assert sum(len(row.bars) for row in found.rows) < 200
 
 
-# -- the tab ---------------------------------------------------------------------------------------
-
-
-def test_another_window_is_fetched_and_one_range_is_for_the_whole_tab():
-    fetched = []
-    tab = opened(
+def with_record(fetched):
+    """The tab over a record of the wished length. The wishes are in `fetched`."""
+    return opened(
         TimelineTab,
         samples.busy,
         history=lambda seconds, points: fetched.append(seconds) or pasts.day(seconds=seconds),
     )
+
+
+def test_another_window_is_fetched_and_one_range_is_for_the_whole_tab():
+    tab = with_record(fetched := [])
     tab.window.value = "2 h"
     refresh(tab)
     assert fetched == [900, 7200]
@@ -205,12 +206,7 @@ def test_another_window_is_fetched_and_one_range_is_for_the_whole_tab():
 
 def test_a_custom_range_ends_in_the_past():
     """Its record is read from its start on. Events after its end are not shown."""
-    fetched = []
-    tab = opened(
-        TimelineTab,
-        samples.busy,
-        history=lambda seconds, points: fetched.append(seconds) or pasts.day(seconds=seconds),
-    )
+    tab = with_record(fetched := [])
     start = samples.WALL - 7200
     tab.chart._handle_msg({"start": start, "end": start + 600})
     refresh(tab)

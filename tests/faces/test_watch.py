@@ -11,6 +11,7 @@ from gpu_runtime import GpuError, cli
 from gpu_runtime.rendering import watch
 
 from . import samples
+from .test_waiting import Terminal
 
 COLOUR = re.compile(r"\x1b\[[\d;]*m")
 
@@ -40,16 +41,6 @@ def test_a_screen_never_exceeds_the_terminal(name, width, height):
     lines = shown(getattr(samples, name), width, height)
     assert len(lines) <= height and all(len(line) <= max(width, 20) for line in lines)
     assert all(line.isprintable() for line in lines)
-
-
-class Terminal(list):
-    write = list.append
-
-    def isatty(self):
-        return True
-
-    def flush(self):
-        pass
 
 
 def test_the_view_is_drawn_until_ctrl_c_and_the_terminal_is_restored(rt):

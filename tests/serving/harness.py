@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any
+
+import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.serving.engines.base import EngineAdapter
 from gpu_runtime.serving.engines.registry import EchoAdapter, adapter_for
 from gpu_runtime.serving.gateway import Gateway
+from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import CloudGuard
 from gpu_runtime.serving.routing.tasks import ServingConfig
 from tests.clock import Clock
@@ -19,6 +22,24 @@ from tests.serving.loops import settle, until
 
 def chat(model: str, text: str = "one two three", **more: Any) -> dict[str, Any]:
     return {"model": model, "messages": [{"role": "user", "content": text}], **more}
+
+
+@contextmanager
+def refusal(
+    status: int,
+    code: str = "",
+    *,
+    param: str = "",
+    retry_after: float | None = None,
+    match: str | None = None,
+) -> Iterator[pytest.ExceptionInfo[Refused]]:
+    """The `with` block must be refused with this status, and with the code, parameter and words that are given."""
+    with pytest.raises(Refused, match=match) as refused:
+        yield refused
+    error = refused.value
+    assert error.status == status, str(error)
+    assert code in ("", error.code) and (not param or error.facts["param"] == param)
+    assert retry_after in (None, error.retry_after)
 
 
 def answer_text(reply: Any) -> str:

@@ -14,7 +14,7 @@ from gpu_runtime.serving.api.anthropic import chat_of, message_of
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.requests import Refused
 from tests.serving.app_client import OPERATOR, with_visitor
-from tests.serving.harness import Harness
+from tests.serving.harness import Harness, refusal
 
 HI = {"model": "qwen", "max_tokens": 100, "messages": [{"role": "user", "content": "hi"}]}
 TOOL = {"name": "time", "description": "The time.", "input_schema": {"type": "object"}}
@@ -135,9 +135,9 @@ def test_pictures_in_the_result_of_a_tool_follow_it_in_the_users_message():
     ({"thinking": {"type": "between_tools"}}, "thinking"), ({"thinking": {"type": []}}, "thinking"),
 ])  # fmt: skip
 def test_what_a_chat_has_not_is_refused(change, param):
-    with pytest.raises(Refused) as refused:
+    with refusal(400) as refused:
         chat_of({**HI, **change})
-    assert refused.value.status == 400 and refused.value.facts["param"].startswith(param)
+    assert refused.value.facts["param"].startswith(param)
     with pytest.raises(Refused):
         chat_of([])
 

@@ -15,10 +15,13 @@ from gpu_runtime.facts import AllocatorMap, ProblemKind
 from gpu_runtime.serving.api.app import READS, application
 from gpu_runtime.serving.api.jobs import MAX_JOBS, Jobs
 from tests.clock import PATIENCE
+from tests.serving.loops import in_loop
 
 from .app_client import OPERATOR, VIEWER, Gateway, Words, client, with_visitor
 
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
+QUICK = {"endpoint": "/v1/chat/completions", "body": CHAT}
+SLOW = {**QUICK, "body": {**CHAT, "model": "slow"}}
 
 
 @pytest.fixture
@@ -238,10 +241,7 @@ def test_a_visitor_lists_its_own_jobs(rt):
     """The list has no results."""
     http = client(rt)
     assert http.get("/v1/jobs").json() == {"object": "list", "data": []}
-    ids = [
-        http.post("/v1/jobs", json={"endpoint": "/v1/chat/completions", "body": CHAT}).json()["id"]
-        for _ in range(2)
-    ]
+    ids = [http.post("/v1/jobs", json=QUICK).json()["id"] for _ in range(2)]
     rows = http.get("/v1/jobs").json()["data"]
     assert [row["id"] for row in rows] == ids[::-1]
     assert all("result" not in row for row in rows)
@@ -278,90 +278,76 @@ def test_the_cloud_guard_is_read_and_changed(rt):
 # Jobs
 
 
-def test_a_job_outlives_its_caller():
-    async def story():
-        jobs, gateway = Jobs(), Gateway()
-        job = jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": CHAT}, "ann")
-        assert job.as_json()["status"] == "running"
-        await job.task
-        finished = jobs.find(job.id).as_json()
-        assert (finished["status"], finished["result"]["body"]) == ("succeeded", CHAT) and finished[
-            "ended"
-        ] >= finished["created"]
-        failed = jobs.start(
-            gateway,
-            {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "nobody"}},
-            "ann",
-        )
-        await failed.task
-        assert (failed.status, failed.error["code"]) == ("failed", "no_model")
-
-    asyncio.run(story())
+@in_loop
+async def test_a_job_outlives_its_caller():
+    jobs, gateway = Jobs(), Gateway()
+    job = jobs.start(gateway, QUICK, "ann")
+    assert job.as_json()["status"] == "running"
+    await job.task
+    finished = jobs.find(job.id).as_json()
+    assert (finished["status"], finished["result"]["body"]) == ("succeeded", CHAT)
+    assert finished["ended"] >= finished["created"]
+    failed = jobs.start(
+        gateway,
+        {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "nobody"}},
+        "ann",
+    )
+    await failed.task
+    assert (failed.status, failed.error["code"]) == ("failed", "no_model")
 
 
-def test_a_job_that_is_ended_releases_its_model():
-    async def story():
-        jobs, gateway = Jobs(), Gateway()
-        job = jobs.start(
-            gateway, {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "slow"}}, "ann"
-        )
-        await asyncio.sleep(0)
-        assert (await jobs.end(job.id)).status == "cancelled" and gateway.let_go
-
-    asyncio.run(story())
+@in_loop
+async def test_a_job_that_is_ended_releases_its_model():
+    jobs, gateway = Jobs(), Gateway()
+    job = jobs.start(gateway, SLOW, "ann")
+    await asyncio.sleep(0)
+    assert (await jobs.end(job.id)).status == "cancelled" and gateway.let_go
 
 
-def test_jobs_are_bounded_and_old_results_go_first():
-    async def story():
-        wall = [1000.0]
-        jobs, gateway = Jobs(lambda: wall[0]), Gateway()
-        slow = {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "slow"}}
-        done = jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": CHAT}, "ann")
-        await done.task
-        assert jobs.fetch(done.id)["result"]
-        running = [
-            jobs.start(gateway, slow, "ann") for _ in range(MAX_JOBS)
-        ]  # the last one replaces the result that was fetched
-        with pytest.raises(Exception, match="256 jobs run") as refused:
-            jobs.start(gateway, slow, "ann")
-        assert refused.value.status == 503 and refused.value.retry_after
-        with pytest.raises(Exception, match="no job"):
-            jobs.find(done.id)
-        await jobs.close()
-        assert all(job.task.done() for job in running)
-        late = jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": CHAT}, "ann")
-        await late.task
-        wall[0] += 3601
-        await jobs.start(gateway, {"endpoint": "/v1/chat/completions", "body": CHAT}, "ann").task
-        with pytest.raises(Exception, match="no job"):
-            jobs.find(late.id)
-
-    asyncio.run(story())
+@in_loop
+async def test_jobs_are_bounded_and_old_results_go_first():
+    wall = [1000.0]
+    jobs, gateway = Jobs(lambda: wall[0]), Gateway()
+    done = jobs.start(gateway, QUICK, "ann")
+    await done.task
+    assert jobs.fetch(done.id)["result"]
+    running = [
+        jobs.start(gateway, SLOW, "ann") for _ in range(MAX_JOBS)
+    ]  # the last one replaces the result that was fetched
+    with pytest.raises(Exception, match="256 jobs run") as refused:
+        jobs.start(gateway, SLOW, "ann")
+    assert refused.value.status == 503 and refused.value.retry_after
+    with pytest.raises(Exception, match="no job"):
+        jobs.find(done.id)
+    await jobs.close()
+    assert all(job.task.done() for job in running)
+    late = jobs.start(gateway, QUICK, "ann")
+    await late.task
+    wall[0] += 3601
+    await jobs.start(gateway, QUICK, "ann").task
+    with pytest.raises(Exception, match="no job"):
+        jobs.find(late.id)
 
 
-def test_a_result_is_not_lost_before_its_client_has_fetched_it():
+@in_loop
+async def test_a_result_is_not_lost_before_its_client_has_fetched_it():
     """Of 400 short jobs, 144 results were gone. A client that fetches nothing keeps nobody out."""
-
-    async def story():
-        jobs, gateway = Jobs(lambda: 1000.0), Gateway()
-        quick = {"endpoint": "/v1/chat/completions", "body": CHAT}
-        started = [jobs.start(gateway, quick, "ann") for _ in range(MAX_JOBS)]
-        await asyncio.gather(*(job.task for job in started))
-        with pytest.raises(Exception, match="Fetch or delete results") as refused:
-            jobs.start(gateway, quick, "ann")
-        assert refused.value.status == 503 and all(jobs.find(job.id) for job in started)
-        bob = jobs.start(gateway, quick, "bob")
-        await bob.task
-        with pytest.raises(Exception, match="no job"):
-            jobs.find(started[0].id)
-        assert jobs.fetch(started[5].id)["status"] == "succeeded"
-        await jobs.start(gateway, quick, "ann").task
-        with pytest.raises(Exception, match="no job"):
-            jobs.find(started[5].id)
-        assert jobs.find(bob.id) and jobs.find(started[1].id)
-        await jobs.close()
-
-    asyncio.run(story())
+    jobs, gateway = Jobs(lambda: 1000.0), Gateway()
+    started = [jobs.start(gateway, QUICK, "ann") for _ in range(MAX_JOBS)]
+    await asyncio.gather(*(job.task for job in started))
+    with pytest.raises(Exception, match="Fetch or delete results") as refused:
+        jobs.start(gateway, QUICK, "ann")
+    assert refused.value.status == 503 and all(jobs.find(job.id) for job in started)
+    bob = jobs.start(gateway, QUICK, "bob")
+    await bob.task
+    with pytest.raises(Exception, match="no job"):
+        jobs.find(started[0].id)
+    assert jobs.fetch(started[5].id)["status"] == "succeeded"
+    await jobs.start(gateway, QUICK, "ann").task
+    with pytest.raises(Exception, match="no job"):
+        jobs.find(started[5].id)
+    assert jobs.find(bob.id) and jobs.find(started[1].id)
+    await jobs.close()
 
 
 @pytest.mark.parametrize("wanted", [

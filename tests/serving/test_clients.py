@@ -8,10 +8,11 @@ from hypothesis import strategies as st
 
 from gpu_runtime.serving.engines import chat_template
 from gpu_runtime.serving.health.clients import MAX_CLIENTS, MAX_MODELS, Clients, Pattern
-from gpu_runtime.serving.requests import Refused, read_call
+from gpu_runtime.serving.requests import read_call
 from gpu_runtime.serving.routing.profiles import apply_profile
 from gpu_runtime.serving.routing.tasks import Profile
 from gpu_runtime.stop_text import StopText
+from tests.serving.harness import refusal
 
 CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
 
@@ -33,13 +34,8 @@ def test_a_cooldown_begins_at_the_end_of_the_call_for_its_client_only():
     clients.enter("bot", "a", 0.0)
     clients.enter("bot", "a", 1.0)
     clients.leave("bot", 10.0, 5.0)
-    with pytest.raises(Refused) as refused:
+    with refusal(429, "cooldown", retry_after=2.5):
         clients.enter("bot", "a", 12.5)
-    assert (refused.value.status, refused.value.code, refused.value.retry_after) == (
-        429,
-        "cooldown",
-        2.5,
-    )
     assert clients.patterns()["bot"].refused == 1
     clients.enter("other", "a", 12.5)
     clients.leave("bot", 0.0, 13.0)  # the end of another call does not shorten it
@@ -56,11 +52,8 @@ def test_invented_names_fill_no_memory():
     for n in range(MAX_MODELS + 10):
         clients.enter("busy", f"model{n}", 2.0)
     known = clients.patterns()
-    assert (
-        len(known) <= MAX_CLIENTS
-        and len(known["busy"].models) <= MAX_MODELS
-        and "client0" not in known
-    )
+    assert len(known) <= MAX_CLIENTS and len(known["busy"].models) <= MAX_MODELS
+    assert "client0" not in known
 
 
 def test_the_body_overrides_the_profile():

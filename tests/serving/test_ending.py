@@ -20,7 +20,7 @@ from gpu_runtime.serving import server
 from gpu_runtime.serving.requests import Refused
 from tests import clock
 from tests.faces.served import OPERATORS, free_port, serving
-from tests.serving.harness import harness, stream_text
+from tests.serving.harness import harness, refusal, stream_text
 from tests.serving.loops import in_loop, settle, until
 
 # A server with a model that writes its last words only once the file `go` exists.
@@ -180,9 +180,8 @@ async def test_accepted_calls_end_within_the_grace_time():
         reply = await k.chat("qwen", "one two", stream=True)
         draining = asyncio.ensure_future(k.gateway.drain(30.0))
         await settle()
-        with pytest.raises(Refused) as refused:
+        with refusal(503, "ending") as refused:
             await k.chat("qwen")
-        assert (refused.value.status, refused.value.code) == (503, "ending")
         assert refused.value.headers and not draining.done()
         gate.set()
         assert await stream_text(reply) == "one two"

@@ -19,6 +19,7 @@ from gpu_runtime.serving.engines.llama_cpp import LlamaCppAdapter
 from gpu_runtime.serving.engines.logprobs import LEAST, LogprobsWriter, Token, Unsent
 from gpu_runtime.serving.engines.scored_tokens import ScoredTokens
 from gpu_runtime.serving.requests import Refused, read_call
+from tests.serving.harness import refusal
 from tests.serving.loops import in_loop
 from tests.serving.test_engines import both, sources, with_models  # noqa: F401 - a fixture
 
@@ -195,9 +196,8 @@ async def test_the_figures_of_a_gguf_are_those_of_the_library(sources):  # noqa:
     model = Llama(str(sources["gguf"]), logits_all=True, verbose=False, n_ctx=256)
     [own] = model.create_completion("the quick", **GREEDY, logprobs=4)["choices"]
     model.close()
-    assert (
-        choice["text"] == own["text"] and choice["logprobs"]["tokens"] == own["logprobs"]["tokens"]
-    )
+    assert choice["text"] == own["text"]
+    assert choice["logprobs"]["tokens"] == own["logprobs"]["tokens"]
     for ours, theirs in zip(
         choice["logprobs"]["token_logprobs"], own["logprobs"]["token_logprobs"], strict=True
     ):
@@ -235,9 +235,8 @@ async def test_tokens_of_a_gguf_without_text_are_left_out():
 )
 def test_a_chat_that_requests_probabilities_wrongly_is_refused(body):
     chat = {"model": "m", "messages": [{"role": "user", "content": "hi"}]}
-    with pytest.raises(Refused, match="logprobs") as refused:
+    with refusal(400, match="logprobs"):
         read_call("chat", {**chat, **body})
-    assert refused.value.status == 400
 
 
 def test_a_character_of_several_tokens_is_kept_as_bytes():

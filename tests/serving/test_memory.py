@@ -40,11 +40,8 @@ def test_stats_have_every_field_and_add_up(rt):
         6 * 1024,
         18 * 1024,
     )
-    assert (
-        answer["used_percent"] == 25.0
-        and answer["pressure_level"] == "LOW"
-        and answer["models_loaded"] == 2
-    )
+    assert answer["used_percent"] == 25.0 and answer["pressure_level"] == "LOW"
+    assert answer["models_loaded"] == 2
     assert answer["budget_usable_mb"] == int(24 * GIB * 0.9) // MIB
     assert (answer["cuda_available"], answer["simulated"]) == (False, True)
 

@@ -23,7 +23,7 @@ from gpu_runtime.serving.engines.transformers import TransformersAdapter
 from gpu_runtime.serving.prompt_size import CUT_TOKENS, MOST_CHARACTERS, tokens_if_too_many
 from gpu_runtime.serving.requests import Refused, read_call
 from tests.clock import PATIENCE
-from tests.serving.harness import harness
+from tests.serving.harness import harness, refusal
 from tests.serving.loops import in_loop, settle, until
 
 QWEN = "qwen"
@@ -46,9 +46,8 @@ def words(text: str) -> int:
     ],
 )
 def test_a_prompt_has_a_limit_of_characters(kind, body):
-    with pytest.raises(Refused, match="at most 4,000,000 are accepted") as refused:
+    with refusal(413, match="at most 4,000,000 are accepted"):
         read_call(kind, body)
-    assert refused.value.status == 413
 
 
 def test_images_do_not_count_as_text():

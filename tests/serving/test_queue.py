@@ -7,15 +7,14 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.facts import IMPORTANCE
 from gpu_runtime.serving.queue.model_hold import Hold
 from gpu_runtime.serving.queue.queue import LoadShared, Queue
-from gpu_runtime.serving.requests import Refused
 from tests.clock import Clock
+from tests.serving.harness import refusal
 from tests.serving.loops import in_loop, settle
 
 
@@ -270,14 +269,9 @@ async def test_a_full_queue_gives_a_retry_time():
             await answers[-1].end()
         answers = [shelf.call("a") for _ in range(3)]
         await settle()
-        with pytest.raises(Refused) as refused:
+        with refusal(503, "queue_full", retry_after=8.0):
             async with shelf.queue.turn("a"):
                 pass
-        assert (refused.value.status, refused.value.code, refused.value.retry_after) == (
-            503,
-            "queue_full",
-            8.0,
-        )
         for answer in answers:
             await answer.end()
 

@@ -189,7 +189,7 @@ def test_the_guard_is_true_or_false(tmp_path, value):
         CloudGuard(tmp_path / "serving.json", True).allow(value)
 
 
-def test_the_file_has_tasks_clients_and_stand_ins(tmp_path):
+def test_the_file_has_tasks_clients_stand_ins_and_names(tmp_path):
     """`tasks.yaml` is read as the docstring of the module `tasks` and the README show it."""
     file = tmp_path / "tasks.yaml"
     file.write_text("""
@@ -200,27 +200,23 @@ clients:
 fallback:
   qwen-32b: [qwen-4b, claude:sonnet]
   "*": [qwen-4b]
+aliases: {gpt: qwen}
+preload: [qwen, phi]
 """)
     config = read_serving_config(file)
+    more = {"defaults": {"temperature": 0.2}, "cooldown_s": 5.0}
+    bot = Profile("Be brief.", importance="low", thinking=False, **more)
     assert config == ServingConfig(
         {"classify": Task(("qwen-4b", "claude:haiku"), 120.0, True, 10.0)},
-        {
-            "bot": Profile(
-                "Be brief.",
-                importance="low",
-                thinking=False,
-                defaults={"temperature": 0.2},
-                cooldown_s=5.0,
-            )
-        },
+        {"bot": bot},
         {"qwen-32b": ("qwen-4b", "claude:sonnet"), "*": ("qwen-4b",)},
+        aliases={"gpt": "qwen"},
+        preload=("qwen", "phi"),
     )
-    assert config.stand_ins("qwen-32b") == ("qwen-4b", "claude:sonnet") and config.stand_ins(
-        "x"
-    ) == ("qwen-4b",)
-    assert (
-        read_serving_config(tmp_path / "none.yaml") == read_serving_config(None) == ServingConfig()
-    )
+    assert config.stand_ins("qwen-32b") == ("qwen-4b", "claude:sonnet")
+    assert config.stand_ins("x") == ("qwen-4b",)
+    assert read_serving_config(tmp_path / "none.yaml") == ServingConfig()
+    assert read_serving_config(None) == ServingConfig()
 
 
 @pytest.mark.parametrize(
@@ -260,6 +256,9 @@ fallback:
             "appears here twice",
         ),
         ("aliases: {a: x}\npreload: [x]\naliases: {b: x}", 3, "aliases", "appears here twice"),
+        ("preload: qwen\n", 1, "preload", "it must be a list of models"),
+        ("aliases:\n  gpt: 7\n", 2, "aliases.gpt", "Expected `str`"),
+        ("aliases:\n  a: b\n  b: qwen\n", 2, "aliases.a", "b is an alias too"),
         ("preload: [x]\n---\naliases: {b: x}", 3, "", "a second one begins here"),
         ("\ntasks: ]", 2, "", "not YAML"),
         ("!!python/object/apply:os.system [true]", 1, "", "is not supported"),
@@ -272,25 +271,6 @@ def test_an_error_in_the_file_is_named(tmp_path, text, line, field, problem):
         read_serving_config(file)
     assert (bad.value.line, bad.value.field) == (line, field)
     assert problem in bad.value.problem and str(file) in str(bad.value)
-
-
-@pytest.mark.parametrize(
-    ("text", "line", "problem"),
-    [
-        ("preload: qwen\n", 1, "it must be a list of models"),
-        ("aliases:\n  gpt: 7\n", 2, "Expected `str`"),
-        ("aliases:\n  a: b\n  b: qwen\n", 2, "b is an alias too"),
-    ],
-)
-def test_an_error_in_the_names_of_models_is_named(tmp_path, text, line, problem):
-    path = tmp_path / "tasks.yaml"
-    path.write_text(text)
-    with pytest.raises(BadDocument, match=problem) as error:
-        read_serving_config(path)
-    assert error.value.line == line
-    path.write_text("aliases: {gpt: qwen}\npreload: [qwen, phi]\n")
-    config = read_serving_config(path)
-    assert (config.aliases, config.preload) == ({"gpt": "qwen"}, ("qwen", "phi"))
 
 
 def test_a_file_that_a_setting_names_and_that_is_missing_is_logged(tmp_path, caplog):
