@@ -269,6 +269,10 @@ CHECKPOINTS = {  # what a person loads -> how it is made, and its options
         lambda path: config_with(lm(path, "float16", "float16"), dtype=None, torch_dtype="float32"),
         {},
     ),
+    "float32 files, torch_dtype=float16": (
+        lambda path: lm(path, "float32", "float32"),
+        {"torch_dtype": "float16"},
+    ),
     "float32 files, dtype=float16": (lambda p: lm(p, "float32", "float32"), {"dtype": "float16"}),
     "tied": (lambda path: tiny_models.causal_lm(path, tied=True, vocab_size=8192), {}),
     "sharded": (lambda path: tiny_models.causal_lm(path, size="8 MiB", shard="1MB"), {}),

@@ -356,10 +356,13 @@ def test_the_cache_follows_from_the_config(config, tokens, gib):
 
 
 @pytest.mark.parametrize(
-    ("dtype", "gib"), [("float32", 2.0), ("bfloat16", 1.0), ("fp8", 0.5), ("q8_0", 0.53125)]
+    ("option", "dtype", "gib"),
+    [("cache_dtype", dtype, gib) for dtype, gib in [("float32", 2), ("bfloat16", 1), ("fp8", 0.5)]]
+    + [("cache_dtype", "q8_0", 0.53125), ("dtype", "float32", 2), ("torch_dtype", "float32", 2)],
 )
-def test_the_cache_may_have_another_dtype(dtype, gib):
-    found = footprint("m", HEADER, options=dict(context_length=8192, cache_dtype=dtype))
+def test_the_cache_may_have_another_dtype(option, dtype, gib):
+    """The dtype of the load is that of the cache too, whatever the files have."""
+    found = footprint("m", HEADER, options={"context_length": 8192, option: dtype})
     assert found.parts[1].bytes == gib * GIB
 
 

@@ -24,6 +24,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import (
     HOST,
+    Drain,
     Event,
     History,
     Moment,
@@ -191,6 +192,10 @@ def test_a_drained_card_says_by_whom_and_offers_the_end_of_the_drain():
     row = rows(samples.drained)["cuda:1"]
     assert row.is_drained and row.notices[0].startswith("drained by ann 10 min ago")
     assert [one.verb for one in row.buttons] == ["undrain", "compact", "evict_idle"]
+    seen = samples.snapshot(samples.lease("qwen", 4), cards=3)
+    shut = replace(seen.devices[1], drained=Drain("ann", samples.WALL))
+    seen = replace(seen, devices=(seen.devices[0], shut, *seen.devices[2:]))
+    assert [verb for verb in verbs(seen, "qwen") if "move" in verb] == ["move sim:2"]
     assert [one.verb for one in rows(samples.busy)["sim:0"].buttons][0] == "drain"
 
 

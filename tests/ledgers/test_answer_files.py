@@ -38,6 +38,14 @@ def test_a_file_keeps_the_last_answers_of_a_few_askers(pair):
     assert b.answer(a.owner.id) is None
 
 
+def test_who_asks_again_has_asked_last(pair):
+    a, b = pair
+    others = map(str, range(MOST_ASKERS - 1))
+    for asker in (b.owner.id, *others, b.owner.id, "new"):
+        a.publish_answer(asker, ANSWER, private=False)
+    assert b.answer(a.owner.id) == ANSWER
+
+
 @pytest.mark.parametrize("words", [b"", b"{", b'{"x":[1]}', b"\xff", b" " * (MOST_BYTES + 1)])
 def test_a_file_that_is_no_answer_is_ignored(pair, words):
     a, b = pair

@@ -153,7 +153,8 @@ def test_torch_itself_refuses_more_if_the_cap_is_enforced():
     """On a real card the bound is the cap, less what the user's other processes hold there."""
     mine = {"cap": capped(bytes_per_device=size(20), enforce=True)}
     box = world(cuda0=36, total={"cuda:0": 40}, free={"cuda:0": 40}, **mine)
-    page = of(book(kernel(by=2, cuda0=8), owners=(1, 3)), ann=(1, 2), bob=(3,))
+    theirs = kernel(by=2, cuda0=8), lease("of bob", by=3, cuda0=4)
+    page = of(book(*theirs, owners=(1,)), ann=(1, 2), bob=(3,))
     assert torch_limit.bounds(page, owner(1).id, box, {}) == {"cuda:0": 12 / 40}
     free = replace(box, rules=replace(box.rules, cap=capped(bytes_per_device=size(20))))
     assert torch_limit.bounds(page, owner(1).id, free, {}) == {}
