@@ -77,6 +77,14 @@ def test_a_model_moves_to_host_memory_and_back_in_the_same_process(rt):
         ask(model, (), 1)
 
 
+def test_a_killed_process_starts_again_where_its_model_was_moved(rt):
+    with rt.use("qwen") as model:
+        pass
+    rt.evict("qwen")
+    kill(model)
+    assert ask(model, ("__repr__",)) == "<fake qwen on host>"
+
+
 def test_a_killed_process_keeps_its_lease_three_times_and_then_a_waiting_rival_has_the_card(
     rt, tmp_path
 ):

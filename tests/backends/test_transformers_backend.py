@@ -86,6 +86,13 @@ def test_the_header_gives_the_bytes(backend, tmp_path, tied, dtype, option, shar
     assert (module.lm_head.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()) == tied
 
 
+def test_replaced_files_are_read_again(backend, tmp_path):
+    directory = tiny_models.causal_lm(tmp_path / "m", dtype="float32")
+    before = footprint(backend, spec(directory)).bytes
+    tiny_models.causal_lm(directory, dtype="bfloat16")
+    assert footprint(backend, spec(directory)).bytes == before / 2
+
+
 def test_tied_weights_stored_twice_count_once(backend, tmp_path):
     """Some checkpoints store a tied head a second time."""
     from safetensors.torch import load_file, save_file

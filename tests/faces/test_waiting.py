@@ -259,6 +259,18 @@ def test_a_notebook_hears_once_of_each_request_of_another_and_never_of_its_own(l
             due.add(one.key)
 
 
+def test_requests_that_wait_together_are_told_once():
+    need, began = (Share("sim:0", GIB),), samples.NOW - 9
+    waiting = [
+        Ticket(str(number), samples.BOB.id, "use", "llama", began, samples.NOW, need=need)
+        for number in range(3)
+    ]
+    seen = samples.snapshot(samples.lease("qwen", 14), tickets=waiting)
+    others = OthersWait()
+    assert "and 2 more has waited" in others.news(seen)
+    assert others.news(seen) == ""
+
+
 @pytest.mark.parametrize(("gpu_progress_seconds", "lines"), [("0s", 1), ("10m", 0)])
 def test_a_setting_decides_which_loads_show_a_line(
     shell, shown, monkeypatch, gpu_progress_seconds, lines

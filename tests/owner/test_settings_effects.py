@@ -76,7 +76,9 @@ def test_a_limit_for_this_process(runtime):
 @proves("inference_gpu_index")
 def test_the_only_gpu_to_use(runtime):
     rt = loaded(runtime(devices="sim:2x24GiB,host:64GiB", inference_gpu_index=1), a="3GiB")
-    assert where(rt) == {"a": "sim:1"}
+    rt.register("b", backend="fake", size="3GiB", devices="sim:0")
+    rt.preload("b")
+    assert where(rt) == {"a": "sim:1", "b": "sim:0"}, "a model's own cards come first"
 
 
 @proves("gpu_catalog")

@@ -20,6 +20,7 @@ from gpu_runtime.facts import (
     Share,
     Wait,
 )
+from gpu_runtime.facts.importance import IMPORTANCE
 from gpu_runtime.scheduler.asks import Ask, ask, declined
 from gpu_runtime.scheduler.recall import Order, answer, must_pause, obey
 from gpu_runtime.scheduler.transitions import left
@@ -296,6 +297,16 @@ def test_a_recall_overrides_no_rule(stays):
     """The book that the requester saw may be a second old. The owner decides by the present state."""
     page = two(lease("qwen", sim0=8, **stays), tickets=[recalling(arrived=NOW - 2)])
     assert obeying(page) == (page, (), ())
+
+
+@pytest.mark.parametrize(("cap", "leaves"), [("low", False), ("urgent", True)])
+def test_a_recall_is_as_important_as_its_user_may_be(cap, leaves):
+    """The requester writes the importance of its ticket, so the owner holds it against the user's cap."""
+    wish = recalling(importance="urgent")
+    page = two(lease("qwen", sim0=8, importance="normal"), tickets=[wish])
+    asker = Asker("bob", importance=IMPORTANCE[cap])
+    _, steps, _ = obey(page, owner(1).id, THERE, "k", {wish.key: asker})
+    assert bool(steps) == leaves
 
 
 def test_no_lease_is_evicted_for_a_stopped_process():

@@ -630,14 +630,17 @@ async def test_a_model_is_evicted_after_the_idle_time_of_its_type():
 
 @in_loop
 async def test_the_catalogues_keep_alive_counts_in_serving():
-    """It replaces the idle time of the model's type. `x_stay_warm` still overrides it."""
-    options = {"long": {"keep_alive": 1000}, "short": {"keep_alive": 10}}
-    async with harness(long=4, short=4, options=options) as k:
+    """It replaces the idle time of the model's type. A task's own time and `x_stay_warm` override it."""
+    stays = {name: {"keep_alive": 1000} for name in ("long", "short", "task", "both")}
+    tasks = {name: Task((name,), keep_alive_s=20) for name in ("task", "both")}
+    async with harness(ServingConfig(tasks=tasks), **dict.fromkeys(stays, 4), options=stays) as k:
         await k.chat("long")
         await k.chat("short")
         await k.chat("short", x_stay_warm=5)
-        until_at = {name: k.gateway.keep_warm.until(name) for name in ("long", "short")}
-        assert until_at == {"long": k.clock.now + 1000, "short": k.clock.now + 5}
+        await k.chat("task:task")
+        await k.chat("task:both", x_stay_warm=5)
+        seconds = {name: k.gateway.keep_warm.until(name) - k.clock.now for name in stays}
+        assert seconds == {"long": 1000, "short": 5, "task": 20, "both": 5}
 
 
 def with_one_place(scripts, queue):
