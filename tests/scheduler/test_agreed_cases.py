@@ -143,6 +143,7 @@ def test_three_of_8_race_for_20_and_two_get_in():
         page, verdict = decide(page, request("m", 8, by=pid), world(sim0=20))
         verdicts.append(verdict)
     assert [type(verdict) for verdict in verdicts] == [Grant, Grant, Wait]
+    assert "m (8.0 GiB on sim:0) is being loaded by pid 1" in verdicts[-1].because
     assert room(page, world(sim0=20))["sim:0"] == 4 * GIB
 
 

@@ -32,15 +32,11 @@ FOUR = world(sim0=8, sim1=8, sim2=8, sim3=8)
 def moving(page, *cards, name="qwen", there=FOUR, pieces=(), **rules):
     lying = page.find(at(1, name))
     footprint = replace(Footprint.of(lying.bytes if lying else 0, "measured"), pieces=pieces)
-    many = (
-        {"layout": "balanced", "least_cards": len(cards), "most_cards": len(cards)}
-        if len(cards) > 1
-        else {}
-    )
-    wanted = PlacementRules(devices=cards, **{**many, **rules})
-    return replayed(
-        lambda book: move(book, owner(1).id, name, footprint, wanted, there, "k", "by hand"), page
-    )
+    if len(cards) > 1:
+        rules = {"layout": "balanced", "least_cards": len(cards), "most_cards": len(cards)} | rules
+    wanted, me = PlacementRules(devices=cards, **rules), owner(1).id
+    by_hand = lambda book: move(book, me, name, footprint, wanted, there, "k", "by hand")
+    return replayed(by_hand, page)
 
 
 def test_room_is_reserved_on_the_new_card_before_anything_leaves_the_old():
@@ -48,16 +44,14 @@ def test_room_is_reserved_on_the_new_card_before_anything_leaves_the_old():
     qwen = lease("qwen", sim0=6)
     page, step = moving(book(qwen), "sim:1")
     shares = (Share("sim:1", size(6)),)
-    assert step == Move(
-        qwen.id, qwen.shares, shares, "qwen moved from sim:0 to sim:1, by hand.", "move"
-    )
+    because = "qwen moved from sim:0 to sim:1, by hand."
+    assert step == Move(qwen.id, qwen.shares, shares, because, "move")
     assert page.find(qwen.id).phase is Phase.LEAVING
     assert page.claims() == {"sim:0": size(6), "sim:1": size(6)}
     after = left(page, step, shares, FOUR)
     assert after.claims() == {"sim:1": size(6)} and after.find(qwen.id).away_since == 0.0
-    assert [(e.action, e.because, e.bytes) for e in after.events] == [
-        ("moved", step.because, size(6))
-    ]
+    [event] = after.events
+    assert (event.action, event.because, event.bytes) == ("moved", step.because, size(6))
     assert abandon(page, owner(1).id, "qwen", "k", FOUR).find(qwen.id) == replace(qwen, key="")
 
 
@@ -70,9 +64,8 @@ def test_a_model_moves_to_several_cards_in_equal_shares_and_back_to_one():
 
 
 def test_shares_keep_to_the_pieces_of_the_model():
-    _, step = moving(
-        book(lease("qwen", sim0=6)), "sim:2", "sim:3", pieces=(size(1), size(1), size(4))
-    )
+    pieces = (size(1), size(1), size(4))
+    _, step = moving(book(lease("qwen", sim0=6)), "sim:2", "sim:3", pieces=pieces)
     assert {share.bytes for share in step.shares} == {size(2), size(4)}
 
 
@@ -81,48 +74,32 @@ def test_a_move_to_where_the_model_is_already_does_nothing():
     assert moving(page, "sim:0") == (page, None)
 
 
-@pytest.mark.parametrize(
-    "page, there, kind, told",
-    [
-        (book(lease("qwen", sim0=6, pins=1)), FOUR, "in use", "in use"),
-        (book(lease("qwen", sim0=6, keep=True)), FOUR, "in use", "kept"),
-        (book(block("qwen", sim0=6)), FOUR, "busy", "a block of code"),
-        (book(lease("qwen", host=6)), FOUR, "away", "on no card"),
-        (book(), FOUR, "away", "on no card"),
-        (book(lease("qwen", sim0=6, movable=False)), FOUR, "fixed", "cannot be moved"),
-        (
-            book(lease("qwen", sim0=6), lease("idle", by=2, sim1=3), owners=(1, 2)),
-            FOUR,
-            "hopeless",
-            "qwen needs 6.0 GiB; sim:1 has 5.0 GiB free",
-        ),
-        (
-            book(lease("qwen", sim0=6), tickets=[ticket("elder", sim1=3)]),
-            FOUR,
-            "hopeless",
-            "sim:1 has 5.0 GiB free",
-        ),
-        (
-            drain(book(lease("qwen", sim0=6)), FOUR.device("sim:1"), "ann", FOUR),
-            FOUR,
-            "hopeless",
-            "sim:1 was drained by ann",
-        ),
-    ],
-    ids=[
-        "in use",
-        "kept",
-        "block",
-        "on the host",
-        "not held",
-        "not movable",
-        "no room",
-        "an elder's room",
-        "drained",
-    ],
-)
-def test_a_model_that_cannot_move_is_refused_and_nothing_changes(page, there, kind, told):
-    after, refusal = moving(page, "sim:1", there=there)
+QWEN = lease("qwen", sim0=6)
+DRAINED = drain(book(QWEN), FOUR.device("sim:1"), "ann", FOUR)
+STAYS = {
+    "in use": (book(replace(QWEN, pins=1)), "in use", "in use"),
+    "kept": (book(replace(QWEN, keep=True)), "in use", "kept"),
+    "block": (book(block("qwen", sim0=6)), "busy", "a block of code"),
+    "on the host": (book(lease("qwen", host=6)), "away", "on no card"),
+    "not held": (book(), "away", "on no card"),
+    "not movable": (book(replace(QWEN, movable=False)), "fixed", "cannot be moved"),
+    "no room": (
+        book(QWEN, lease("idle", by=2, sim1=3), owners=(1, 2)),
+        "hopeless",
+        "qwen needs 6.0 GiB; sim:1 has 5.0 GiB free",
+    ),
+    "an elder's room": (
+        book(QWEN, tickets=[ticket("elder", sim1=3)]),
+        "hopeless",
+        "sim:1 has 5.0 GiB free",
+    ),
+    "drained": (DRAINED, "hopeless", "sim:1 was drained by ann"),
+}
+
+
+@pytest.mark.parametrize("page, kind, told", STAYS.values(), ids=STAYS)
+def test_a_model_that_cannot_move_is_refused_and_nothing_changes(page, kind, told):
+    after, refusal = moving(page, "sim:1")
     assert after is page
     assert isinstance(refusal, Refuse) and refusal.kind == kind and told in refusal.because
 
@@ -134,11 +111,8 @@ def test_a_model_that_cannot_move_is_refused_and_nothing_changes(page, there, ki
 )
 def test_no_move_ever_takes_a_card_over_its_budget(others, own, cards):
     """Any content of the cards, any division of the model. No byte is lost, also after a refusal."""
-    page = book(
-        lease("qwen", sim0=own),
-        *(lease(f"m{i}", **{f"sim{card}": gib}) for i, (card, gib) in enumerate(others)),
-    )
-    page = replace(page, limits=FOUR.limits)
+    there = [lease(f"m{i}", **{f"sim{card}": gib}) for i, (card, gib) in enumerate(others)]
+    page = book(lease("qwen", sim0=own), *there, limits=FOUR.limits)
     after, step = moving(page, *(f"sim:{card}" for card in cards))
     assert overdrafts(page, after) == {}
     if isinstance(step, Move):
@@ -152,30 +126,25 @@ def asked(page, *cards, there=FOUR):
     return replayed(lambda book: ask(book, wanted, there), page)
 
 
+def obeyed(page, asker):
+    """The steps and orders with which the owner obeys `asker`."""
+    return replayed(lambda book: obey(book, owner(1).id, FOUR, "k", {"2:move": asker}), page)[1:]
+
+
 def test_a_move_request_names_the_cards_for_the_owner():
     page, verdict = asked(book(lease("qwen", sim0=6), owners=(1, 2)), "sim:1", "sim:2")
-    assert verdict == Wait(
-        "pid 1 was asked to move qwen", asked=(at(1, "qwen"),), silent=(at(1, "qwen"),)
-    )
-    _, steps, orders = replayed(
-        lambda book: obey(book, owner(1).id, FOUR, "k", {"2:move": Asker("ann", at_home=True)}),
-        page,
-    )
-    assert steps == () and orders == (
-        Order("2:move", "move", "qwen", "ann", "", ("sim:1", "sim:2"), "ann, pid 2", "2.1.0"),
-    )
+    owned = (at(1, "qwen"),)
+    assert verdict == Wait("pid 1 was asked to move qwen", asked=owned, silent=owned)
+    steps, [order] = obeyed(page, Asker("ann", at_home=True))
+    places = ("sim:1", "sim:2")
+    assert order == Order("2:move", "move", "qwen", "ann", "", places, "ann, pid 2", "2.1.0")
+    assert steps == ()
 
 
 def test_another_users_model_is_moved_for_an_operator_only():
     page, _ = asked(book(lease("qwen", sim0=6), owners=(1, 2)), "sim:1")
-
-    def refused(asker):
-        return replayed(lambda book: obey(book, owner(1).id, FOUR, "k", {"2:move": asker}), page)[
-            2
-        ][0].refused
-
-    assert "ann may not move qwen" in refused(Asker("ann"))
-    assert refused(Asker("ann", operator=True)) == ""
+    assert "ann may not move qwen" in obeyed(page, Asker("ann"))[1][0].refused
+    assert obeyed(page, Asker("ann", operator=True))[1][0].refused == ""
 
 
 def test_a_move_to_the_current_card_is_done_and_one_of_a_model_in_use_is_refused():

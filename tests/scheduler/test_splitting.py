@@ -53,9 +53,8 @@ def test_the_number_of_cards_divides_the_attention_heads():
     room = dict.fromkeys("abcd", 50)
     found = split(footprint(140, heads=32), room, rules("balanced"), room)
     assert [len(one.shares) for one in found] == [4]
-    assert [
-        len(one.shares) for one in split(footprint(140, heads=12), room, rules("balanced"), room)
-    ] == [3, 4]
+    found = split(footprint(140, heads=12), room, rules("balanced"), room)
+    assert [len(one.shares) for one in found] == [3, 4]
 
 
 def test_cards_are_claimed_in_order_and_one_that_cannot_take_its_part_is_skipped():
@@ -65,11 +64,9 @@ def test_cards_are_claimed_in_order_and_one_that_cannot_take_its_part_is_skipped
 
 def test_most_free_takes_those_with_the_most_room():
     room = {"a": 70, "b": 80, "c": 90}
-    assert shares(split(footprint(140), room, rules("balanced", policy="most-free"), room)[0]) == {
-        "b": 70,
-        "c": 70,
-    }
-    assert shares(split(footprint(140), room, rules("balanced"), room)[0]) == {"a": 70, "b": 70}
+    for policy, cards in (("most-free", "bc"), ("best-fit", "ab")):
+        found = split(footprint(140), room, rules("balanced", policy=policy), room)[0]
+        assert shares(found) == dict.fromkeys(cards, 70)
 
 
 def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
@@ -82,19 +79,9 @@ def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
 # -- proportional ----------------------------------------------------------------------------------
 def test_shares_are_in_proportion_to_what_is_free_beyond_the_margin():
     """24,000 and 12,000 bytes are free and 512 stay free on each card. The shares are as 23,488 to 11,488."""
-    found = divide(
-        footprint(30_000), {"a": 24_000, "b": 12_000}, rules("proportional", margin_bytes=512), {}
-    )
-    assert shares(found) == {"a": 20_146, "b": 9_854}
-    assert (
-        divide(
-            footprint(35_000),
-            {"a": 24_000, "b": 12_000},
-            rules("proportional", margin_bytes=512),
-            {},
-        )
-        is None
-    )
+    room, asked = {"a": 24_000, "b": 12_000}, rules("proportional", margin_bytes=512)
+    assert shares(divide(footprint(30_000), room, asked, {})) == {"a": 20_146, "b": 9_854}
+    assert divide(footprint(35_000), room, asked, {}) is None
 
 
 def test_an_exact_fit_fits():
@@ -112,13 +99,9 @@ def test_the_fewest_cards_come_first_and_only_those_that_add_something():
 
 def test_a_model_is_cut_between_its_pieces_even_if_the_bytes_alone_fit():
     """One card must hold two of three pieces of 10. Two of 16 have the bytes, but not the room."""
-    pieces = (10, 10, 10)
-    assert (
-        divide(footprint(30, pieces=pieces), {"a": 16, "b": 16}, rules("proportional"), {}) is None
-    )
-    assert shares(
-        divide(footprint(30, pieces=pieces), {"a": 19, "b": 21}, rules("proportional"), {})
-    ) == {"a": 10, "b": 20}
+    model, asked = footprint(30, pieces=(10, 10, 10)), rules("proportional")
+    assert divide(model, {"a": 16, "b": 16}, asked, {}) is None
+    assert shares(divide(model, {"a": 19, "b": 21}, asked, {})) == {"a": 10, "b": 20}
 
 
 def test_pieces_that_were_measured_at_another_size_keep_their_proportions():
@@ -153,11 +136,9 @@ def test_no_more_of_a_card_than_was_allowed():
 
 def test_several_cards_are_used_only_if_no_card_has_the_room():
     room = {"a": 50, "b": 80}
-    assert [len(c.shares) for c in place(footprint(70), room, rules("balanced"))] == [1, 1]
-    assert [len(c.shares) for c in place(footprint(90), room, rules("balanced"))] == [2, 1, 1]
-    assert [
-        len(c.shares) for c in place(footprint(70), room, rules("balanced", least_cards=2))
-    ] == [2]
+    for size, least, cards in ((70, 1, [1, 1]), (90, 1, [2, 1, 1]), (70, 2, [2])):
+        found = place(footprint(size), room, rules("balanced", least_cards=least))
+        assert [len(one.shares) for one in found] == cards
 
 
 # -- whatever the numbers --------------------------------------------------------------------------
@@ -167,16 +148,11 @@ ROOMS = st.lists(st.integers(-3, 30), min_size=1, max_size=5)
 PIECES = st.lists(st.integers(1, 9), min_size=1, max_size=9)
 
 
-@given(
-    LAYOUTS,
-    ROOMS,
-    PIECES,
-    st.booleans(),
-    st.sampled_from([0, 0, 2]),
-    st.sampled_from([0.0, 0.0, 0.1]),
-    st.sampled_from([0, 8, 12]),
-    st.sampled_from([0, 2, 3]),
-)
+MARGINS, OVERHEADS = st.sampled_from([0, 0, 2]), st.sampled_from([0.0, 0.0, 0.1])
+HEADS, MOST = st.sampled_from([0, 8, 12]), st.sampled_from([0, 2, 3])
+
+
+@given(LAYOUTS, ROOMS, PIECES, st.booleans(), MARGINS, OVERHEADS, HEADS, MOST)
 @example("proportional", [3, 3], [2, 2, 2], False, 0, 0.0, 0, 0)
 def test_a_division_places_every_byte_and_overfills_no_card(
     layout, free, pieces, cut, margin, overhead, heads, most
@@ -185,13 +161,10 @@ def test_a_division_places_every_byte_and_overfills_no_card(
     limits = {card: max(size, 0) + (n % 2) for n, (card, size) in enumerate(room.items())}
     size = sum(pieces)
     asked = rules(layout, margin_bytes=margin, overhead=overhead, most_cards=most)
-    for found in split(
-        footprint(size, heads=heads, pieces=tuple(pieces) if cut else ()), room, asked, limits
-    ):
-        claimed, own = (
-            shares(found),
-            {share.device: share.bytes for share in found.filled or found.shares},
-        )
+    model = footprint(size, heads=heads, pieces=tuple(pieces) if cut else ())
+    for found in split(model, room, asked, limits):
+        claimed = shares(found)
+        own = {share.device: share.bytes for share in found.filled or found.shares}
         assert list(claimed) == sorted(claimed), "in the order of the cards"
         assert 2 <= len(claimed) <= (most or len(room))
         assert sum(own.values()) == size and min(own.values()) > 0
@@ -209,14 +182,7 @@ def test_a_division_places_every_byte_and_overfills_no_card(
 
 def could_be_cut(pieces: tuple[int, ...], room: list[int]) -> bool:
     """Whether any division works: consecutive pieces on consecutive cards, and no card without a piece."""
-    ends = range(1, len(pieces))
-    return any(
-        all(
-            sum(pieces[start:end]) <= most
-            for start, end, most in zip((0, *cut), (*cut, len(pieces)), room, strict=True)
-        )
-        for cut in itertools.combinations(ends, len(room) - 1)
-    )
+    return filled_in_order(list(pieces), room) is not None
 
 
 @given(ROOMS, PIECES, st.booleans())
@@ -224,12 +190,9 @@ def test_every_model_that_could_be_divided_is(free, pieces, cut):
     """The test compares the division with every set of cards and every cut."""
     room = {f"sim:{n}": size for n, size in enumerate(free)}
     size, cut_ = sum(pieces), tuple(pieces) if cut else ()
-    sets = [
-        chosen
-        for count in range(2, len(room) + 1)
-        for chosen in itertools.combinations(room, count)
-        if all(room[card] > 0 for card in chosen)
-    ]
+    some = [card for card in room if room[card] > 0]
+    counts = range(2, len(some) + 1)
+    sets = [chosen for count in counts for chosen in itertools.combinations(some, count)]
     if cut:
         possible = any(could_be_cut(cut_, [room[card] for card in chosen]) for chosen in sets)
     else:  # each card at least a byte
@@ -304,10 +267,8 @@ def test_seventy_billion_on_eight_cards(layout):
     room = {f"cuda:{n}": 72 * GIB for n in range(8)}
     found = split(model, room, PlacementRules(layout=layout), room)[0]
     assert len(found.shares) == 2 and sum(share.bytes for share in found.shares) == model.bytes
-    assert (
-        max(share.bytes for share in found.shares) - min(share.bytes for share in found.shares)
-        <= layer
-    )
+    parts = [share.bytes for share in found.shares]
+    assert max(parts) - min(parts) <= layer
 
 
 @given(
