@@ -125,6 +125,10 @@ class Backend:
         """
         return ()
 
+    def runs_here(self, spec: ModelSpec) -> bool:
+        """Whether the model of `spec` runs in this process, so that its crash would end the process."""
+        return True
+
     def droppable(self, model: Any) -> bool:
         """Whether a cheap check suggests that the source could restore `model` byte for byte."""
         return False

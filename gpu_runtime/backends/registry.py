@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from ..devices.probe import Probe
 from ..errors import BadSetting, GpuError, NotAModel
-from ..facts import ModelSpec
 from ..safe_text import quoted
 from ..threads import import_whole
 from .base import Backend, looks_like_hub_id
@@ -63,13 +62,6 @@ def missing(name: str) -> str:
     if name == "llama_cpp" and importlib.util.find_spec("llama_cpp") is None:
         return "llama-cpp-python is not installed.\n  Install it:  pip install 'gpu-console[llama]'"
     return ""
-
-
-def runs_here(spec: ModelSpec) -> bool:
-    """Whether the model of `spec` runs in this process, so that its crash would end the process."""
-    if spec.backend in RECIPES:
-        return False
-    return spec.backend != "llama_cpp" or not spec.options.get("isolated", True)
 
 
 def backend_for(source: Any, requested: str = "auto") -> str:

@@ -13,7 +13,6 @@ import os
 import traceback
 
 from ..backends.base import is_out_of_memory
-from ..backends.registry import runs_here
 from ..errors import EngineFault, GpuError, OutOfMemory, ProcessLost
 from ..facts import HOST, Grant, Lease, LeaseId, Load, Share, Step, World
 from ..fault_texts import Fault, Kind, recognise
@@ -66,7 +65,7 @@ def record_loss(session: Session, resident: Resident, kind: str, because: str) -
     """
     lease = resident.lease
     log.warning("%s", because)
-    if kind in (Kind.STICKY, Kind.ASSERT) and runs_here(resident.spec):
+    if kind in (Kind.STICKY, Kind.ASSERT) and resident.backend.runs_here(resident.spec):
         session.process_lost = session.process_lost or f"{lease.name}: {because}"
     if not session.settings.enable_memory_governor:
         return
@@ -93,7 +92,7 @@ def driver_failure(
     """
     if not isinstance(error, RuntimeError) or isinstance(error, GpuError):
         return None
-    if not runs_here(resident.spec):
+    if not resident.backend.runs_here(resident.spec):
         return None
     fault = recognise(str(error))
     if fault is None or not fault.clears_model:
@@ -102,7 +101,7 @@ def driver_failure(
     if fault.loses_context:
         session.process_lost = f"{name}: {fault.line}"
         for other in list(session.residents.values()):
-            if other.place is Place.HERE and runs_here(other.spec):
+            if other.place is Place.HERE and other.backend.runs_here(other.spec):
                 _put_away(session, other, fault)
         return _process_lost(name, fault.kind.value, fault.line)
     _put_away(session, resident, fault)
@@ -128,7 +127,7 @@ def _put_away(session: Session, resident: Resident, fault: Fault) -> None:
 
 def require_served(session: Session, resident: Resident) -> None:
     """Raises ProcessLost for a model that runs here if the driver no longer serves this process."""
-    if session.process_lost and runs_here(resident.spec):
+    if session.process_lost and resident.backend.runs_here(resident.spec):
         name, _, why = session.process_lost.partition(": ")
         raise _process_lost(name, "", why)
 

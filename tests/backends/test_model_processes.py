@@ -77,6 +77,23 @@ def test_a_model_moves_to_host_memory_and_back_in_the_same_process(rt):
         ask(model, (), 1)
 
 
+def fail(value: Any) -> Iterator[None]:
+    raise RuntimeError("CUDA error: device-side assert triggered")
+    yield
+
+
+def test_a_lost_context_is_that_of_the_model_s_process_alone(rt):
+    """This process counted as lost with it, and unloaded every model of a host of a fleet."""
+    rt.register("other", backend="fake", size="2GiB")
+    with rt.use("other") as other:
+        pids = other._engine.pids
+    with pytest.raises(RuntimeError, match="device-side assert"), rt.use("qwen") as model:
+        list(model.stream(fail))
+    with rt.use("other") as again, rt.use("qwen") as model:
+        assert again._engine.pids == pids
+        assert ask(model, (), 1) == 1, "its process was started again"
+
+
 def test_a_killed_process_starts_again_where_its_model_was_moved(rt):
     with rt.use("qwen") as model:
         pass

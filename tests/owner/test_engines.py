@@ -213,6 +213,9 @@ def test_out_of_memory_twice_is_told_with_the_figures(runtime):
 def test_a_device_side_assert_in_the_kernel_says_that_the_process_is_lost_and_what_to_do(rt):
     """Its leases are returned, since no later call would work. Models in their own processes continue."""
     fakes(rt, a="1MiB", b="1MiB")
+    with rt.use("phi") as phi:
+        worker = phi.pid
+    phis = claims(rt)
     rt.preload("b")
     with (
         pytest.raises(ProcessLost, match="since a failed:\n  CUDA error: device-side") as error,
@@ -220,11 +223,11 @@ def test_a_device_side_assert_in_the_kernel_says_that_the_process_is_lost_and_wh
     ):
         raise RuntimeError("CUDA error: device-side assert triggered")
     assert "Restart the kernel" in str(error.value) and error.value.kind == "device-side assert"
-    assert claims(rt) == {} and [event.action for event in rt.why("b")][0] == "lost"
+    assert claims(rt) == phis and [event.action for event in rt.why("b")][0] == "lost"
     with pytest.raises(ProcessLost, match="Restart the kernel"), rt.use("b"):
         pass
     with rt.use("phi") as phi:
-        assert write(phi)
+        assert write(phi) and phi.pid == worker
 
 
 def test_a_reset_driver_in_the_kernel_costs_the_model_that_was_in_use(runtime):

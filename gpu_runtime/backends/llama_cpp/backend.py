@@ -103,6 +103,10 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         """
         return gguf_evidence(spec)
 
+    def runs_here(self, spec: ModelSpec) -> bool:
+        """Whether the model of `spec` has no process of its own."""
+        return not spec.options.get("isolated", True)
+
     def load(
         self,
         spec: ModelSpec,
@@ -121,7 +125,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         found = self.evidence(spec)
         path = str(gguf_file(spec))
         arguments = llama_arguments(spec, shares, path, found.config, self._card_numbers(shares))
-        isolated = spec.options.get("isolated", True)
+        isolated = not self.runs_here(spec)
         arguments["verbose"] = isolated  # a worker's output goes to its log
         total = sum(share.bytes for share in shares)
         if progress:

@@ -15,7 +15,7 @@ from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 from ...devices.probe import Probe
 from ...devices.process_memory import Block
 from ...errors import CannotGovern, NotResident
-from ...facts import Share, Shares, where
+from ...facts import ModelSpec, Share, Shares, where
 from ..base import Backend
 from .engine import Engine, OnLoss
 
@@ -94,6 +94,10 @@ class EngineBackend(Backend, Generic[H, V]):
     engine_name: str  # as in messages
     model_type: ClassVar[type]  # what `use` yields
     probe: Probe
+
+    def runs_here(self, spec: ModelSpec) -> bool:
+        """False: the model of `spec` runs in a process of its own."""
+        return False
 
     def value(self, model: H) -> V:
         """The object that `use` yields for the handle `model`."""
