@@ -167,8 +167,11 @@ def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
     for step in steps:
         for share in getattr(step, "source", ()):
             changed.add(share.device)
-            segments = after.get(share.device, ())
-            after[share.device] = [one for one in segments if one.lease != step.lease]
+            left = [
+                one._replace(bytes=one.bytes - share.bytes) if one.lease == step.lease else one
+                for one in after.get(share.device, ())
+            ]
+            after[share.device] = [one for one in left if one.bytes > 0]
         for share in getattr(step, "shares", ()):
             changed.add(share.device)
             segment = BarSegment(_step_title(snapshot, step), share.bytes, lease=step.lease)
