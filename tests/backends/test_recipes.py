@@ -14,7 +14,7 @@ from gpu_runtime import samples
 from gpu_runtime.backends.engines.recipe import LaunchOrder
 from gpu_runtime.backends.engines.registry import RECIPES, recipe
 from gpu_runtime.backends.llama_cpp.options import LOOKS_FOR_WORK
-from gpu_runtime.errors import LoadFailed
+from gpu_runtime.errors import BadSetting, LoadFailed
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB
 from tests.clock import scaled
@@ -152,6 +152,22 @@ def test_ollama_gets_its_options_from_the_environment(installed):
         "OLLAMA_CONTEXT_LENGTH": "40960",
     }
     assert recipe("ollama").model(order("ollama", source="qwen3:8b")) == "qwen3:8b"
+
+
+@pytest.mark.parametrize("given", ["float16", "FP16", "half", "f16"])
+def test_the_cache_has_the_engine_s_own_name_of_its_dtype(installed, given):
+    """llama-server ends at another name, and Ollama takes f16 without a word."""
+    one = order("llama-server", source="/m/phi.gguf", gib=(1,), cache_dtype=given)
+    words = recipe("llama-server").command(one).words
+    assert words[words.index("--cache-type-k") + 1] == "f16"
+    assert words[words.index("--cache-type-v") + 1] == "f16"
+    served = recipe("ollama").command(order("ollama", cache_dtype=given)).environment
+    assert served["OLLAMA_KV_CACHE_TYPE"] == "f16"
+
+
+def test_a_cache_that_ollama_has_not_is_refused(installed):
+    with pytest.raises(BadSetting, match="f16, q8_0, q4_0 with Ollama"):
+        recipe("ollama").command(order("ollama", cache_dtype="bfloat16"))
 
 
 def test_llama_server_gets_layers_context_and_the_split_of_the_shares(installed):

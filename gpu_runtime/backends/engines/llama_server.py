@@ -19,6 +19,7 @@ from ...facts import Evidence, ModelSpec
 from ...options import PASSED_TO_LLAMA
 from ..formats import sources
 from ..llama_cpp.options import (
+    cache_type,
     context_tokens,
     flash_attention,
     gguf_evidence,
@@ -147,7 +148,7 @@ def _native(order: LaunchOrder, executable: str) -> Command:
         split = ",".join(f"{part:g}" for part in arguments["tensor_split"])
         words += ["--split-mode", spec.options.get("split_mode", "layer")]
         words += ["--main-gpu", str(arguments["main_gpu"]), "--tensor-split", split]
-    dtype = spec.options.get("cache_dtype")
+    dtype = cache_type(spec)
     if dtype and not has_flag(own, "--cache-type-k", "-ctk"):
         words += ["--cache-type-k", dtype, "--cache-type-v", dtype]
     if flash_attention(spec) and not has_flag(own, "--flash-attn", "-fa"):

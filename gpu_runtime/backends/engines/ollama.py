@@ -13,11 +13,17 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from ...errors import LoadFailed
+from ...errors import BadSetting, LoadFailed
 from ...units import show_bytes
+from ..llama_cpp.options import cache_type
 from .recipe import Command, LaunchOrder, Recipe, RequestFields, SendRequest
 
 FOR_EVER = -1
+_CACHE_TYPES = (
+    "f16",
+    "q8_0",
+    "q4_0",
+)  # for others, Ollama silently uses f16. Source: fs/ggml/ggml.go
 
 
 _TEXT_FIELDS = """model stream stream_options max_tokens seed stop temperature top_p frequency_penalty
@@ -53,7 +59,7 @@ class Ollama(Recipe):
 
     def command(self, order: LaunchOrder) -> Command:
         """The command that starts the server for `order`. Options are environment variables, except
-        `gpu_layers`, which `prepare` sends.
+        `gpu_layers`, which `prepare` sends. Raises BadSetting for a cache that Ollama has not.
         """
         options = order.spec.options
         environment = {
@@ -67,7 +73,12 @@ class Ollama(Recipe):
         if options.get("context_length"):
             environment["OLLAMA_CONTEXT_LENGTH"] = str(options["context_length"])
         if options.get("cache_dtype"):
-            environment["OLLAMA_KV_CACHE_TYPE"] = str(options["cache_dtype"])
+            dtype = cache_type(order.spec)
+            if dtype not in _CACHE_TYPES:
+                raise BadSetting(
+                    "cache_dtype", options["cache_dtype"], f"{', '.join(_CACHE_TYPES)} with Ollama"
+                )
+            environment["OLLAMA_KV_CACHE_TYPE"] = dtype
             environment["OLLAMA_FLASH_ATTENTION"] = "1"
         return Command((shutil.which("ollama") or "ollama", "serve"), environment)
 

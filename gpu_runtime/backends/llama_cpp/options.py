@@ -34,7 +34,7 @@ CACHE_TYPES = {
     "iq4_nl": 20,
     **dict.fromkeys(("bfloat16", "bf16"), 30),
 }  # value of the option cache_dtype -> ggml_type. Source: ggml.h, enum ggml_type
-_UNQUANTISED = (0, 1, 30)
+_UNQUANTISED = ("", "f32", "f16", "bf16")
 # How often a thread of the engine looks for work before it sleeps. GNU's OpenMP looks 300,000 times,
 # which took 6 ms of a core after each batch, and 20 times the batch itself on a busy machine: the
 # server, its clients and other engines wait for that core. 2,000 looks take 40 µs, about as long as
@@ -174,13 +174,20 @@ def embeds(spec: ModelSpec) -> bool:
     return spec.model_type == "embedding" or bool(spec.options.get("embedding"))
 
 
+def cache_type(spec: ModelSpec) -> str:
+    """The dtype of the cache of the model `spec` as ggml names it, such as f16; empty if none is set."""
+    number = CACHE_TYPES.get(str(spec.options.get("cache_dtype")).lower())
+    return min(
+        (name for name, other in CACHE_TYPES.items() if other == number), key=len, default=""
+    )
+
+
 def flash_attention(spec: ModelSpec) -> bool:
     """Whether the model of `spec` uses flash attention. Its option `flash_attn` decides.
 
     Without this option, the result is true for a quantised cache, which needs flash attention.
     """
-    cache_type = CACHE_TYPES.get(str(spec.options.get("cache_dtype")).lower(), 1)
-    return bool(spec.options.get("flash_attn", cache_type not in _UNQUANTISED))
+    return bool(spec.options.get("flash_attn", cache_type(spec) not in _UNQUANTISED))
 
 
 def llama_arguments(
