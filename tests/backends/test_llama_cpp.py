@@ -239,6 +239,7 @@ def test_the_threads_of_a_worker_sleep_soon_after_their_work(tiny_gguf, monkeypa
     pytest.importorskip("llama_cpp", reason="llama-cpp-python is not installed")
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "7")
     one = ModelSpec("tiny", "llama_cpp", source=str(tiny_gguf))
     backend = open_backend("llama_cpp", open_probe("sim:1GiB,host:1GiB"))
     handle = backend.load(one, (Share("sim:0", MIB),))
@@ -247,6 +248,9 @@ def test_the_threads_of_a_worker_sleep_soon_after_their_work(tiny_gguf, monkeypa
     finally:
         backend.drop(handle)
     assert {f"{name}={value}".encode() for name, value in LOOKS_FOR_WORK.items()} <= {*environment}
+    assert b"CUDA_VISIBLE_DEVICES=" in environment, (
+        "the cards of its lease, not those of this process"
+    )
 
 
 @pytest.mark.parametrize("name", ["GOMP_SPINCOUNT", "OMP_WAIT_POLICY"])

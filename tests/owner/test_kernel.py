@@ -537,6 +537,16 @@ def test_a_cell_that_has_ended_refuses_no_request_to_park(started, runtime, shar
     assert [lease.pins for lease in other.status().leases()] == [0]
 
 
+def test_a_cell_whose_end_was_interrupted_ends_with_the_next(started):
+    rt, kernel = started()
+    keep(kernel, torch.randn(8 * FLOATS))
+    kernel.begin()
+    kernel.begin()
+    kernel.end()
+    rt.tick()
+    assert [lease.pins for lease in rt.status().leases()] == [0]
+
+
 def test_an_attempt_to_park_before_a_cell_refuses_no_request_after_it(
     started, runtime, shared_book, quiet
 ):

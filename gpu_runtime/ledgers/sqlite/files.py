@@ -58,6 +58,8 @@ def file_system_of(path: Path, mounts: str | None = None) -> str:
     >>> mounts = "1 0 8:1 / / rw - ext4 /dev/a rw\\n2 1 0:9 / /home rw shared:1 - nfs4 srv:/home rw"
     >>> file_system_of(Path("/home/ann/state"), mounts), file_system_of(Path("/homes"), mounts)
     ('nfs4', 'ext4')
+    >>> file_system_of(Path("/home"), mounts + "\\n3 2 0:9 / /home rw - ceph over")
+    'ceph'
     """
     if mounts is None:
         path = Path(os.path.realpath(path))
