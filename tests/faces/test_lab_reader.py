@@ -60,9 +60,11 @@ def test_many_tabs_cost_one_read_a_second(reader, rt, clock, monkeypatch):
     assert len(reads) == 2
 
 
-def test_the_answer_has_the_figures_of_the_ledger(reader):
-    found = plain(reader.status([KERNEL]))
-    assert found["status"] == "GPU0 8/22 GiB" and found["several"] == ""
+def test_the_answer_has_the_figures_of_the_ledger_and_no_url_or_password(reader):
+    answer = reader.status([KERNEL])
+    assert plain(answer)["status"] == "GPU0 8/22 GiB" and plain(answer)["several"] == ""
+    assert b"://" not in answer.body
+    assert title_of("redis://ops:secret@box:6379/0?password=x") == "redis box:6379/0"
 
 
 def test_a_confirmed_eviction_is_carried_out_once(reader, rt, clock):
@@ -162,12 +164,6 @@ def test_few_ledgers_are_open_at_the_same_time(reader, rt, monkeypatch):
         reader._of(type("Guest", (), {"place": number})())
     reader._close_unused()
     assert [rt.place for rt in closed] == [0, 1, 2]
-
-
-def test_no_answer_contains_a_url_or_a_password(reader):
-    text = reader.status([KERNEL]).body.decode()
-    assert "://" not in text
-    assert title_of("redis://ops:secret@box:6379/0?password=x") == "redis box:6379/0"
 
 
 def test_a_kernel_on_another_machine_has_no_pid():

@@ -42,10 +42,8 @@ def ticket(name="llama", waited=7.0, gib=8):
 def test_the_status_bar_has_used_and_usable_memory_of_the_cards(cards, held, text):
     leases = [lease(f"m{n}", gib, f"sim:{n}") for n, gib in enumerate(held)]
     assert shown(snapshot(*leases, cards=cards))["status"] == text
-
-
-def test_a_small_card_is_shown_in_mib():
-    assert shown(snapshot(lease("m", 1 / 32), gib=192 / 1024))["status"] == "GPU0 32/173 MiB"
+    small = snapshot(lease("m", 1 / 32), gib=192 / 1024)
+    assert shown(small)["status"] == "GPU0 32/173 MiB"
 
 
 def test_memory_without_a_lease_counts_as_used():
@@ -108,11 +106,8 @@ def test_another_ledger_is_mentioned_where_the_tile_shows_it():
 # -- problems
 
 
-def test_a_full_card_is_no_problem():
-    assert shown(snapshot(lease("qwen", 21.6)))["problems"] == []
-
-
 def test_a_stopped_process_with_memory_is_a_problem():
+    assert shown(snapshot(lease("qwen", 21.6)))["problems"] == [], "a full card is none"
     world = snapshot(lease("qwen", 14))
     stopped = {ME.id: Presence(ProcessState.STOPPED)}
     found = shown(replace(world, presences=stopped))
@@ -175,19 +170,13 @@ def test_rows_are_grouped_by_notebook_with_the_largest_first():
         ("qwen", "GPU0", "4.0 GiB"),
     ]
     assert groups[0]["rows"][0]["idle"] == WALL - 12 and groups[1]["user"] == "bob"
+    opened = [(one["path"], one["kernel"]) for one in groups]
+    assert opened == [("notes/train.ipynb", "k1"), ("", "")], "only a kernel of this server"
 
 
 def test_a_process_with_everything_in_ram_says_so():
     found = shown(snapshot(lease("away", 3, HOST), lease("bge", 2, owner=BOB)))["groups"]
     assert [one["bytes"] for one in found] == ["2.0 GiB", "3.0 GiB in RAM"]
-
-
-def test_only_a_kernel_of_this_server_can_be_opened_or_interrupted():
-    groups = shown(snapshot(lease("qwen", 4), lease("bge", 2, owner=BOB)))["groups"]
-    assert [(one["path"], one["kernel"]) for one in groups] == [
-        ("notes/train.ipynb", "k1"),
-        ("", ""),
-    ]
 
 
 def test_each_row_has_the_action_that_is_possible_and_says_why_it_is_not():

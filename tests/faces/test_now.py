@@ -66,13 +66,18 @@ def test_a_stopped_process_acts_on_no_button_of_its_bar():
     assert all(one.why_not.startswith("Its process is stopped") for one in part.buttons)
 
 
-def test_a_row_shows_free_memory_use_and_the_level():
-    """A card full of idle models is no problem, so the row is not marked as one."""
+def test_a_row_shows_free_memory_use_the_level_and_its_leases_one_after_the_other():
+    """A card full of idle models is no problem. Positions are in percent of the axis."""
     row = rows(samples.busy)["sim:0"]
     assert (row.free, row.facts) == ("3.6 GiB free", "18.0 of 21.6 GiB leased · 4.0 GiB idle")
     assert (row.level, row.level_hint.partition(" of")[0]) == ("HIGH", "83 %")
     assert rows(samples.busy)["host"].level == ""
     assert not row.is_over and (row.busy, row.celsius, row.watts) == ("", "", "")
+    first, second = row.parts
+    assert (first.title, first.notebook, first.left) == ("qwen", "train.ipynb", 0)
+    assert (first.width, second.left) == (58.33, 58.33)
+    assert first.colour and first.colour != second.colour, "another process"
+    assert first.id == f"{samples.ME.id}/qwen"
 
 
 def test_a_figure_that_the_driver_does_not_give_is_empty():
@@ -85,15 +90,6 @@ def test_a_figure_that_the_driver_does_not_give_is_empty():
     row = rows(seen)["cuda:0"]
     assert (row.busy, row.celsius, row.watts) == ("37 %", "61 °C", "240 W")
     assert rows(samples.unmeasured)["cuda:0"].celsius == ""
-
-
-def test_the_parts_of_a_bar_are_its_leases_one_after_the_other():
-    """Positions are in percent of the axis."""
-    first, second = rows(samples.busy)["sim:0"].parts
-    assert (first.title, first.notebook, first.left) == ("qwen", "train.ipynb", 0)
-    assert (first.width, second.left) == (58.33, 58.33)
-    assert first.colour and first.colour != second.colour, "another process"
-    assert first.id == f"{samples.ME.id}/qwen"
 
 
 def test_all_cards_share_one_axis():
@@ -129,15 +125,11 @@ def test_free_memory_is_kept_for_the_first_in_the_queue():
     assert kept[0].left == row.parts[1].left + row.parts[1].width
 
 
-def test_what_victims_will_free_is_used_before_free_memory_is_kept():
+def test_what_victims_will_free_is_used_first_and_a_stopped_process_keeps_nothing():
     """The reranker of 4 GiB leaves for a request of 5 GiB: only 1 GiB is kept."""
     ticket = wants("llama", 5, owner=samples.ME, recalls=(f"{samples.BOB.id}/reranker",))
     seen = replace(samples.busy, tickets=(ticket,))
     assert reserved(seen, seen.devices[0]) == [(ticket, GIB)]
-
-
-def test_a_stopped_process_keeps_nothing():
-    """Other requests overtake its request, which is no longer refreshed."""
     asleep = replace(wants("llama", 2), refreshed=samples.NOW - 60)
     assert reserved(replace(samples.busy, tickets=(asleep,)), samples.busy.devices[0]) == []
 
@@ -229,12 +221,9 @@ def test_the_small_history_has_the_use_over_time_and_gaps_stay_gaps():
     assert past.marks == (50.0,) and past.words == "at most 50 % in use, 1 eviction"
 
 
-def test_a_machine_without_leases_shows_what_to_do():
+def test_a_machine_without_leases_or_governor_shows_what_to_do():
     assert "%gpu load NAME PATH" in now.notices_html(samples.empty)
     assert now.notices_html(samples.busy) == ""
-
-
-def test_a_governor_that_is_off_is_noted():
     text = now.notices_html(replace(samples.busy, governed=False))
     assert "The governor is off" in text
 

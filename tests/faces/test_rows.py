@@ -41,9 +41,6 @@ def column(found, columns, title):
     return [row.cells[n].text for row in found]
 
 
-# -- models ----------------------------------------------------------------------------------------
-
-
 def test_a_model_is_shown_with_its_place_and_its_owner():
     world = snapshot(lease("qwen", 14, uses=3, last_used=NOW - 200, importance=5, keep=True))
     (row,) = models(world)
@@ -144,9 +141,6 @@ def test_a_block_of_code_is_a_lease_and_no_model():
     assert row.cells[4] == Cell("cell#1", None, "memory for running code", "strong")
 
 
-# -- leases ----------------------------------------------------------------------------------------
-
-
 def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():
     """A whole card can be leased for a model that fills only half of it."""
     whole = lease(
@@ -220,9 +214,6 @@ def test_a_table_of_idle_models_stays_the_same_for_five_seconds():
     assert encodings[0] == encodings[1]
 
 
-# -- the queue -------------------------------------------------------------------------------------
-
-
 def test_the_queue_is_in_order_and_shows_what_each_request_waits_for():
     first, second = queue(samples.waiting)
     assert texts(first) == [
@@ -285,21 +276,26 @@ def test_a_request_names_the_process_that_does_not_answer_its_recall():
     assert texts(row)[-1].endswith("qwen is asked to step aside.")
 
 
-# -- the table -------------------------------------------------------------------------------------
-
-
-def test_a_viewer_is_sent_no_buttons():
+def test_a_viewer_is_sent_no_buttons_and_a_name_is_text():
+    """The browser gets JSON and makes text nodes of it. It never parses a name as HTML."""
     found = models(samples.busy)
     assert any(row[2] for row in json.loads(encoded(found)))
     assert not any(row[2] for row in json.loads(encoded(found, buttons=False)))
+    (row,) = json.loads(encoded(models(samples.hostile)))
+    assert (
+        row[1][0][0]
+        == "<img src=x onerror=alert(1)>\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
+    )
 
 
-def test_the_same_rows_are_not_sent_again():
-    table, sent = Table(MODELS), []
+def test_the_same_rows_are_not_sent_again_and_a_press_sends_the_id_of_its_row():
+    pressed, sent = [], []
+    table = Table(MODELS, lambda *press: pressed.append(press))
     table.param.watch(sent.append, "rows")
     for _ in range(3):
         table.show(encoded(models(samples.busy)))
-    assert len(sent) == 1
+    table._handle_msg({"verb": "evict", "id": "1/qwen"})
+    assert len(sent) == 1 and pressed == [("evict", "1/qwen")]
 
 
 @pytest.mark.parametrize(
@@ -309,20 +305,3 @@ def test_a_malformed_message_does_nothing(said):
     pressed = []
     Table(MODELS, lambda *press: pressed.append(press))._handle_msg(said)
     assert pressed == []
-
-
-def test_a_pressed_button_sends_the_id_of_its_row():
-    pressed = []
-    Table(MODELS, lambda *press: pressed.append(press))._handle_msg(
-        {"verb": "evict", "id": "1/qwen"}
-    )
-    assert pressed == [("evict", "1/qwen")]
-
-
-def test_a_name_is_sent_as_text():
-    """The browser gets JSON and makes text nodes of it. It never parses a name as HTML."""
-    (row,) = json.loads(encoded(models(samples.hostile)))
-    assert (
-        row[1][0][0]
-        == "<img src=x onerror=alert(1)>\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
-    )

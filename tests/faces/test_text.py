@@ -228,6 +228,7 @@ def test_an_outcome_is_one_line():
 
 
 def test_health_is_one_line():
+    """`gpu health` said 73 % (of the card) where `gpu status` said 81 % (of the budget)."""
     assert (
         text.health(Health(False, Level.CRITICAL, None, "x"))
         == "NOT healthy · pressure CRITICAL · x"
@@ -236,10 +237,6 @@ def test_health_is_one_line():
         text.health(Health(True, Level.MODERATE, 42.0, "Memory usage moderate", "sim:1 79 %"))
         == "healthy · pressure MODERATE, sim:1 79 % · Memory usage moderate"
     )
-
-
-def test_health_shows_the_percentage_that_the_status_shows():
-    """`gpu health` said 73 % (of the card) where `gpu status` said 81 % (of the budget)."""
     line = text.health(health(samples.busy))
     [shown] = re.findall(r"sim:0 (\d+ %)", line)
     assert shown.replace(" ", "") in text.status(samples.busy)
@@ -329,15 +326,12 @@ def test_a_bar_is_as_long_as_requested(name, cells):
     assert {len(text.draw(bar, cells)[0]) for bar in views.bars(getattr(samples, name))} == {cells}
 
 
-def test_a_small_lease_beside_a_large_one_is_visible():
-    (card, _) = views.bars(snapshot(lease("tiny", 0.001), lease("large", 20)))
-    assert text.draw(card)[0].startswith("█▓▓▓")
-
-
-def test_wide_letters_do_not_break_the_columns():
+def test_wide_letters_and_small_leases_do_not_break_the_columns():
     """A Chinese character is as wide as two columns."""
     lines = text.table([("千问", "1"), ("qwen", "2")], ("MODEL", "N"))
     assert [text.width(line) for line in lines] == [8, 8, 8]
+    (card, _) = views.bars(snapshot(lease("tiny", 0.001), lease("large", 20)))
+    assert text.draw(card)[0].startswith("█▓▓▓")
 
 
 def test_more_rows_than_fit_are_counted():

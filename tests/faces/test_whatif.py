@@ -110,9 +110,6 @@ def test_another_process_may_lose_a_model_of_the_same_name():
     assert whatif.verdict(plan) == "✓ After 1 model left · qwen fits once 1 other is evicted"
 
 
-# -- asking ----------------------------------------------------------------------------------------
-
-
 def test_the_choices_are_all_models_that_can_be_planned_for():
     """If two processes know the same name, each of them has an entry."""
     twice = samples.snapshot(
@@ -150,9 +147,6 @@ def test_a_plan_for_a_model_or_a_size_changes_nothing(rt):
     then = after(before, found.steps)
     assert [title for title, _, _ in drawn(then)["sim:0"]] == ["b"]
     assert rt.status().sections == before.sections and rt.status().events == before.events
-
-
-# -- the tab ---------------------------------------------------------------------------------------
 
 
 def test_the_tab_shows_the_plan_and_the_devices_that_change():

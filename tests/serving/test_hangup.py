@@ -81,21 +81,19 @@ async def left(task: asyncio.Task[Any]) -> None:
     await asyncio.wait({task})
 
 
+@pytest.mark.parametrize("budget", [None, 0.5])
 @in_loop
-async def test_a_load_ends_when_its_only_caller_hangs_up(monkeypatch):
+async def test_a_load_ends_when_its_only_caller_hangs_up_or_its_budget_is_spent(
+    monkeypatch, budget
+):
     """It went on, and kept the card, although nobody waited for it."""
-    async with loading(monkeypatch, 0.0, lambda k: k.chat("qwen")) as (k, load, task):
-        await left(task)
-        await until(lambda: load.ended)
-        await until(lambda: not claimed(k))
-
-
-@in_loop
-async def test_a_load_ends_when_the_budget_of_its_only_caller_is_spent(monkeypatch):
-    call = lambda k: k.chat("qwen", x_budget=0.5)  # noqa: E731
-    async with loading(monkeypatch, 0.0, call) as (k, load, task):
-        with pytest.raises(Refused, match="did not answer within its budget"):
-            await task
+    more = {} if budget is None else {"x_budget": budget}
+    async with loading(monkeypatch, 0.0, lambda k: k.chat("qwen", **more)) as (k, load, task):
+        if budget is None:
+            await left(task)
+        else:
+            with pytest.raises(Refused, match="did not answer within its budget"):
+                await task
         await until(lambda: load.ended)
         await until(lambda: not claimed(k))
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
 
 import pytest
 from tornado.httpserver import HTTPServer
@@ -99,36 +102,38 @@ class _NoDelay:
         pass
 
 
-def served(k: Harness) -> Served:
-    return Served(k)
+@asynccontextmanager
+async def served(**models: Any) -> AsyncIterator[Served]:
+    async with harness(keys=lambda: KEYS, **models) as k:
+        server = Served(k)
+        try:
+            yield server
+        finally:
+            server.close()
 
 
 @in_loop
 async def test_no_route_fails_and_none_answers_a_stranger(caplog):
     """65 paths × 10 methods × 9 credentials: no status of 500, no traceback, no secret in the log."""
-    async with harness(wabc=1, secret=1, keys=lambda: KEYS) as k:
-        server = served(k)
-        try:
-            paths = server.paths()
-            assert len(paths) > 40
-            for path in paths:
-                for method in METHODS:
-                    for name, (headers, query) in CREDENTIALS.items():
-                        body = b"{}" if method in ("POST", "PUT", "PATCH") else b""
-                        status, answer = await server.ask(method, path + query, headers, body)
-                        case = (method, path, name, status, answer[-300:])
-                        assert 200 <= status < 500 or status in (501, 503), case
-                        probe = path in PROBES and method in ("GET", "HEAD") and status == 200
-                        if name in STRANGERS and not probe:
-                            assert status in (400, 401, 403, 405, 501), case
-                            assert b"secret" not in answer, case
-                        if name == "a key for calls":
-                            assert b"secret" not in answer, case
-                        if name in ("the viewer's token", "a viewer's key") and method != "HEAD":
-                            acts = method in ("POST", "PUT", "PATCH", "DELETE")
-                            assert not (acts and status == 200 and path.startswith("/memory")), case
-        finally:
-            server.close()
+    async with served(wabc=1, secret=1) as server:
+        paths = server.paths()
+        assert len(paths) > 40
+        for path in paths:
+            for method in METHODS:
+                for name, (headers, query) in CREDENTIALS.items():
+                    body = b"{}" if method in ("POST", "PUT", "PATCH") else b""
+                    status, answer = await server.ask(method, path + query, headers, body)
+                    case = (method, path, name, status, answer[-300:])
+                    assert 200 <= status < 500 or status in (501, 503), case
+                    probe = path in PROBES and method in ("GET", "HEAD") and status == 200
+                    if name in STRANGERS and not probe:
+                        assert status in (400, 401, 403, 405, 501), case
+                        assert b"secret" not in answer, case
+                    if name == "a key for calls":
+                        assert b"secret" not in answer, case
+                    if name in ("the viewer's token", "a viewer's key") and method != "HEAD":
+                        acts = method in ("POST", "PUT", "PATCH", "DELETE")
+                        assert not (acts and status == 200 and path.startswith("/memory")), case
     logged = "\n".join(record.getMessage() for record in caplog.records)
     assert "Traceback" not in caplog.text
     assert not [one for one in (OPERATORS, VIEWERS, BOT, LOOK, GONE) if one in logged]
@@ -138,19 +143,15 @@ async def test_no_route_fails_and_none_answers_a_stranger(caplog):
 @in_loop
 async def test_a_header_that_is_no_number_is_refused_with_an_answer(value, caplog):
     """The connection was closed without an answer, and the log had a traceback."""
-    async with harness(wabc=1) as k:
-        server = served(k)
-        try:
-            token = f"Authorization: Bearer {OPERATORS}\r\nConnection: close\r\n"
-            text = value.encode("utf-8")
-            head = b"POST /memory/preload HTTP/1.1\r\nHost: box:1\r\n" + token.encode()
-            status, _ = await server.send(head + b"Content-Length: " + text + b"\r\n\r\n")
-            assert status == 400
-            head = b"GET /health HTTP/1.1\r\nHost: box:" + text + b"\r\n" + token.encode()
-            status, _ = await server.send(head + b"\r\n")
-            assert status in (200, 400)
-        finally:
-            server.close()
+    async with served(wabc=1) as server:
+        token = f"Authorization: Bearer {OPERATORS}\r\nConnection: close\r\n"
+        text = value.encode("utf-8")
+        head = b"POST /memory/preload HTTP/1.1\r\nHost: box:1\r\n" + token.encode()
+        status, _ = await server.send(head + b"Content-Length: " + text + b"\r\n\r\n")
+        assert status == 400
+        head = b"GET /health HTTP/1.1\r\nHost: box:" + text + b"\r\n" + token.encode()
+        status, _ = await server.send(head + b"\r\n")
+        assert status in (200, 400)
     assert "Traceback" not in caplog.text
     assert not [record for record in caplog.records if record.exc_info]
 
@@ -170,53 +171,41 @@ BODIES = {
 @in_loop
 async def test_every_route_reads_json_strictly(name):
     """NaN and lone surrogates were a 500 in the routes whose bodies FastAPI reads itself."""
-    async with harness(wabc=1) as k:
-        server = served(k)
-        try:
-            described = server.application.openapi()["paths"]
-            tried = 0
-            for path, methods in described.items():
-                for method, route in methods.items():
-                    if "requestBody" not in route:
-                        continue
-                    tried += 1
-                    plain = path.replace("{", "").replace("}", "")
-                    token = f"Authorization: Bearer {OPERATORS}\r\n"
-                    status, answer = await server.ask(method.upper(), plain, token, BODIES[name])
-                    assert status == 400, (method, path, answer[-300:])
-            assert tried > 8
-        finally:
-            server.close()
+    async with served(wabc=1) as server:
+        described = server.application.openapi()["paths"]
+        tried = 0
+        for path, methods in described.items():
+            for method, route in methods.items():
+                if "requestBody" not in route:
+                    continue
+                tried += 1
+                plain = path.replace("{", "").replace("}", "")
+                token = f"Authorization: Bearer {OPERATORS}\r\n"
+                status, answer = await server.ask(method.upper(), plain, token, BODIES[name])
+                assert status == 400, (method, path, answer[-300:])
+        assert tried > 8
 
 
 @in_loop
 async def test_a_key_in_the_query_stands_in_no_log(caplog):
     caplog.set_level(logging.INFO)
-    async with harness(wabc=1) as k:
-        server = served(k)
-        try:
-            for query in (f"?api_key={BOT}", f"?a=1&X-Api-Key={BOT}", f"?access_token={BOT}"):
-                status, answer = await server.ask("GET", f"/v1/models{query}")
-                assert status in (401, 403) and BOT.encode() not in answer
-                token = f"Authorization: Bearer {OPERATORS}\r\n"
-                await server.ask("GET", f"/memory/stats{query}", token)
-        finally:
-            server.close()
+    async with served(wabc=1) as server:
+        for query in (f"?api_key={BOT}", f"?a=1&X-Api-Key={BOT}", f"?access_token={BOT}"):
+            status, answer = await server.ask("GET", f"/v1/models{query}")
+            assert status in (401, 403) and BOT.encode() not in answer
+            token = f"Authorization: Bearer {OPERATORS}\r\n"
+            await server.ask("GET", f"/memory/stats{query}", token)
     assert "/v1/models?" in caplog.text and BOT not in caplog.text
 
 
 @in_loop
 async def test_a_key_that_asks_for_an_unknown_model_learns_only_its_own_names():
     """The error suggested the names of all models."""
-    async with harness(wabc=1, secret=1, keys=lambda: KEYS) as k:
-        server = served(k)
-        try:
-            body = b'{"model": "wzzz", "messages": [{"role": "user", "content": "a"}]}'
-            for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"):
-                token = f"Authorization: Bearer {BOT}\r\n"
-                _, answer = await server.ask("POST", path, token, body)
-                assert b"secret" not in answer, answer
-            _, answer = await server.ask("POST", "/v1/chat/completions", token, body)
-            assert b"404" in answer.split(b"\r\n")[0] and b"wabc" in answer
-        finally:
-            server.close()
+    async with served(wabc=1, secret=1) as server:
+        body = b'{"model": "wzzz", "messages": [{"role": "user", "content": "a"}]}'
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses", "/api/chat"):
+            token = f"Authorization: Bearer {BOT}\r\n"
+            _, answer = await server.ask("POST", path, token, body)
+            assert b"secret" not in answer, answer
+        _, answer = await server.ask("POST", "/v1/chat/completions", token, body)
+        assert b"404" in answer.split(b"\r\n")[0] and b"wabc" in answer
