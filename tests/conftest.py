@@ -7,6 +7,7 @@ empty.
 from __future__ import annotations
 
 import gc
+import inspect
 import os
 import shutil
 import sys
@@ -21,6 +22,7 @@ from gpu_runtime import private_paths
 from gpu_runtime.settings import Settings
 from tests import isolation, soak
 from tests.clock import pytest_timeout_set_timer  # noqa: F401 - a hook
+from tests.serving.loops import in_loop
 
 _began = time.monotonic()
 
@@ -151,6 +153,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if reason:
         for item in on_gpu:
             item.add_marker(pytest.mark.skip(reason=reason))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """Runs an `async def` test in an event loop of its own, within bounded time."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    given = inspect.signature(pyfuncitem.obj).parameters
+    in_loop(pyfuncitem.obj)(**{name: pyfuncitem.funcargs[name] for name in given})
+    return True
 
 
 def _turn(item: pytest.Item, turns: dict[Path, int]) -> int:

@@ -28,14 +28,9 @@ class RedisServer:
 
     def start(self, *options: str) -> None:
         settings = {
-            "port": "0",
-            "unixsocket": self.socket,
-            "unixsocketperm": "700",
-            "dir": self.directory,
-            "appendonly": "yes",
-            "save": "",
-            "databases": "1000",
-        }
+            "port": "0", "unixsocket": self.socket, "unixsocketperm": "700", "dir": self.directory,
+            "appendonly": "yes", "save": "", "databases": "1000",
+        }  # fmt: skip
         command = [word for name, value in settings.items() for word in (f"--{name}", value)]
         self.process = subprocess.Popen(
             ["redis-server", *command, *self.options, *options],

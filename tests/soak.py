@@ -15,14 +15,10 @@ from typing import NamedTuple
 RESULTS = Path(__file__).parent / "bench" / "SOAK.md"
 # How often an attack is to be made on each ledger; both must hold.
 WANTED = {
-    "kills": 10_000,
-    "forks": 10_000,
-    "interrupts": 100_000,
-    "torn files": 1_000,
-    "interrupts of moves": 10_000,
-    "kills in moves": 10_000,
+    "kills": 10_000, "forks": 10_000, "interrupts": 100_000, "torn files": 1_000,
+    "interrupts of moves": 10_000, "kills in moves": 10_000,
     "seconds of gpu serve under kills and floods": 300,
-}
+}  # fmt: skip
 
 
 class Row(NamedTuple):

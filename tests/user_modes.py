@@ -54,13 +54,8 @@ def deterministic():
 
 
 MODES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
-    "function mode": RaisingFunctions,
-    "dispatch mode": RaisingOperators,
-    "set_default_device": default_device,
-    "torch.device": lambda: torch.device("meta"),
-    "set_default_dtype": float64,
-    "inference_mode": torch.inference_mode,
-    "no_grad": torch.no_grad,
-    "autocast": lambda: torch.autocast("cpu"),
-    "deterministic": deterministic,
-}
+    "function mode": RaisingFunctions, "dispatch mode": RaisingOperators,
+    "set_default_device": default_device, "torch.device": lambda: torch.device("meta"),
+    "set_default_dtype": float64, "inference_mode": torch.inference_mode, "no_grad": torch.no_grad,
+    "autocast": lambda: torch.autocast("cpu"), "deterministic": deterministic,
+}  # fmt: skip

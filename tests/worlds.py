@@ -178,14 +178,9 @@ def request(
     wanted = Lease(owner(by).id, name, **fields)
     footprint = replace(Footprint.of(size(gib)), heads=heads, pieces=pieces)
     return Request(
-        key or f"{by}:{name}",
-        wanted,
-        footprint,
-        arrived,
-        PlacementRules(devices, layout, policy, **(rules or {})),
-        held,
-        wait,
-    )
+        key or f"{by}:{name}", wanted, footprint, arrived,
+        PlacementRules(devices, layout, policy, **(rules or {})), held, wait,
+    )  # fmt: skip
 
 
 def ticket(
@@ -202,15 +197,9 @@ def ticket(
     if isinstance(fields.get("importance"), str):
         fields["importance"] = IMPORTANCE[fields["importance"]]
     return Ticket(
-        key or f"{by}:{name}",
-        owner(by).id,
-        fields.pop("verb", "use"),
-        name,
-        arrived,
-        refreshed,
-        need=need,
-        **fields,
-    )
+        key or f"{by}:{name}", owner(by).id, fields.pop("verb", "use"), name, arrived, refreshed,
+        need=need, **fields,
+    )  # fmt: skip
 
 
 def footprint(backend: Any, spec: Any, origin: Any = None, **known: Any) -> Footprint:

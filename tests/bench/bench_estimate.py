@@ -39,16 +39,12 @@ WEIGHT_BYTES = 2 * (
 
 def tensors() -> dict[str, tuple[int, ...]]:
     layer = {
-        "self_attn.q_proj": (HIDDEN, HIDDEN),
-        "self_attn.k_proj": (KV, HIDDEN),
-        "self_attn.v_proj": (KV, HIDDEN),
-        "self_attn.o_proj": (HIDDEN, HIDDEN),
-        "mlp.gate_proj": (INNER, HIDDEN),
-        "mlp.up_proj": (INNER, HIDDEN),
-        "mlp.down_proj": (HIDDEN, INNER),
-        "input_layernorm": (HIDDEN,),
+        "self_attn.q_proj": (HIDDEN, HIDDEN), "self_attn.k_proj": (KV, HIDDEN),
+        "self_attn.v_proj": (KV, HIDDEN), "self_attn.o_proj": (HIDDEN, HIDDEN),
+        "mlp.gate_proj": (INNER, HIDDEN), "mlp.up_proj": (INNER, HIDDEN),
+        "mlp.down_proj": (HIDDEN, INNER), "input_layernorm": (HIDDEN,),
         "post_attention_layernorm": (HIDDEN,),
-    }
+    }  # fmt: skip
     found = {"model.embed_tokens.weight": (VOCABULARY, HIDDEN)}
     for number in range(LAYERS):
         found |= {f"model.layers.{number}.{name}.weight": shape for name, shape in layer.items()}
@@ -88,13 +84,9 @@ def gguf(path: Path) -> None:
         return text(key) + struct.pack("<IIQ", 9, 8, len(words)) + b"".join(map(text, words))
 
     numbers = {
-        "block_count": LAYERS,
-        "embedding_length": HIDDEN,
-        "feed_forward_length": INNER,
-        "attention.head_count": 64,
-        "attention.head_count_kv": 8,
-        "context_length": 131072,
-    }
+        "block_count": LAYERS, "embedding_length": HIDDEN, "feed_forward_length": INNER,
+        "attention.head_count": 64, "attention.head_count_kv": 8, "context_length": 131072,
+    }  # fmt: skip
     pairs = [
         text("general.architecture") + struct.pack("<I", 8) + text("llama"),
         *(text(f"llama.{key}") + struct.pack("<II", 4, value) for key, value in numbers.items()),

@@ -81,14 +81,10 @@ def accelerate_seconds(rounds: int = 5) -> float:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        hidden_size=8192,
-        intermediate_size=28672,
-        num_hidden_layers=LAYERS,
-        num_attention_heads=HEADS,
-        num_key_value_heads=8,
-        vocab_size=128256,
+        hidden_size=8192, intermediate_size=28672, num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS, num_key_value_heads=8, vocab_size=128256,
         torch_dtype=torch.bfloat16,
-    )
+    )  # fmt: skip
     with init_empty_weights():
         model = LlamaForCausalLM(config)
     taken = []

@@ -267,15 +267,9 @@ def _figures() -> dict[str, Callable[[Bench], Iterator[Row]]]:
     from .bench_card import count, parking, small, swap
 
     return {
-        "restore": restore_and_pinned,
-        "duplex": duplex,
-        "clean": clean_offload,
-        "part": part,
-        "parking": parking,
-        "small": small,
-        "count": count,
-        "swap": swap,
-    }
+        "restore": restore_and_pinned, "duplex": duplex, "clean": clean_offload, "part": part,
+        "parking": parking, "small": small, "count": count, "swap": swap,
+    }  # fmt: skip
 
 
 def measured(bench: Bench, wanted: list[str]) -> Iterator[Row]:

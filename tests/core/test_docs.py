@@ -196,14 +196,10 @@ def test_the_columns_of_frames_are_documented():
     """The page lists the columns in the order of the code."""
     rows = re.findall(r"^\| `rt\.(\w+)\(\)`.*? \| (.*) \|$", page("reference/python"), re.MULTILINE)
     assert {name: columns.split(", ") for name, columns in rows} == {
-        "models": dataframes.MODELS,
-        "leases": dataframes.LEASES,
-        "events": dataframes.EVENTS,
-        "catalog": dataframes.CATALOG,
-        "who": dataframes.HOLDERS,
-        "backtest": list(BacktestRow._fields),
-        "fragmentation": dataframes.FRAGMENTATION,
-    }
+        "models": dataframes.MODELS, "leases": dataframes.LEASES, "events": dataframes.EVENTS,
+        "catalog": dataframes.CATALOG, "who": dataframes.HOLDERS,
+        "backtest": list(BacktestRow._fields), "fragmentation": dataframes.FRAGMENTATION,
+    }  # fmt: skip
 
 
 # -- links and paths ------------------------------------------------------------------------------

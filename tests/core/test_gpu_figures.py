@@ -43,16 +43,10 @@ def test_without_a_card_the_table_has_the_bytes_and_says_what_was_not_run(capsys
     del marks["restore"]  # a speed, which depends on the load of this machine
     del marks["clean offload"]  # two rows: bytes and seconds
     assert marks == {
-        "pinned bytes": "not run",
-        "duplex": "not run",
-        "1.0 MiB taken": "reached",
-        "park": "not run",
-        "return": "not run",
-        "100 storages": "not run",
-        "the second phase": "not run",
-        "beginning and end": "not run",
-        "a model": "not run",
-    }
+        "pinned bytes": "not run", "duplex": "not run", "1.0 MiB taken": "reached",
+        "park": "not run", "return": "not run", "100 storages": "not run",
+        "the second phase": "not run", "beginning and end": "not run", "a model": "not run",
+    }  # fmt: skip
     clean = [line for line in table if "clean offload" in line]
     assert [line.split(" | ")[3] for line in clean] == ["reached", "not run"]
 

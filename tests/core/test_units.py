@@ -10,20 +10,9 @@ from gpu_runtime.errors import BadSize
 from gpu_runtime.units import parse_bytes, parse_seconds, show_bytes, show_seconds
 
 UNITS = {
-    "B": 1,
-    "KiB": 2**10,
-    "MiB": 2**20,
-    "GiB": 2**30,
-    "TiB": 2**40,
-    "K": 2**10,
-    "M": 2**20,
-    "G": 2**30,
-    "T": 2**40,
-    "kB": 10**3,
-    "MB": 10**6,
-    "GB": 10**9,
-    "TB": 10**12,
-}
+    "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "K": 2**10, "M": 2**20,
+    "G": 2**30, "T": 2**40, "kB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+}  # fmt: skip
 SIZES = st.integers(0, 2**63 - 1)
 
 

@@ -50,19 +50,11 @@ def torch_segment(
 ) -> dict:
     """A segment as in torch.cuda.memory_snapshot(). Source: torch/cuda/memory.py, `_snapshot`."""
     return {
-        "address": 0x7F00_0000_0000 + at,
-        "total_size": sum(block["size"] for block in blocks),
-        "stream": 0,
-        "segment_type": type,
-        "segment_pool_id": pool,
-        "device": device,
-        "is_expandable": expandable,
-        "frames": [],
-        "allocated_size": 0,
-        "active_size": 0,
-        "requested_size": 0,
-        "blocks": list(blocks),
-    }
+        "address": 0x7F00_0000_0000 + at, "total_size": sum(block["size"] for block in blocks),
+        "stream": 0, "segment_type": type, "segment_pool_id": pool, "device": device,
+        "is_expandable": expandable, "frames": [], "allocated_size": 0, "active_size": 0,
+        "requested_size": 0, "blocks": list(blocks),
+    }  # fmt: skip
 
 
 def cut(*segments: tuple[Run, ...]) -> Segments:
@@ -295,15 +287,9 @@ def view(room: float | None, simulated: bool = False) -> DeviceView:
 def test_the_largest_request_that_fits(releasable, largest, around, expected):
     """If the largest free block or the free bytes of the card are unknown, the result is unknown, not 0."""
     map = AllocatorMap(
-        "",
-        "cuda:0",
-        0.0,
-        0,
-        0,
-        8 * GIB,
-        releasable * GIB,
+        "", "cuda:0", 0.0, 0, 0, 8 * GIB, releasable * GIB,
         None if largest is None else largest * GIB,
-    )
+    )  # fmt: skip
     assert map.largest_request_bytes(around) == (None if expected is None else expected * GIB)
 
 

@@ -85,17 +85,10 @@ def snapshot(
         level = (Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)[
             (full >= 0.6) + (full >= 0.8) + (full >= 0.9)
         ]
-        sample = (
-            None
-            if simulated
-            else Sample(
-                id,
-                NOW,
-                None if used is None else total - used,
-                processes or {} if id == ids[0] else {},
-                37.0 if id != HOST else None,
-            )
-        )
+        sample = (None if simulated else Sample(
+            id, NOW, None if used is None else total - used,
+            processes or {} if id == ids[0] else {}, 37.0 if id != HOST else None,
+        ))  # fmt: skip
         views.append(
             DeviceView(
                 Device(
@@ -119,20 +112,9 @@ def snapshot(
         if pid not in (ME.pid, BOB.pid)
     )
     seen = Snapshot(
-        NOW,
-        WALL,
-        ME,
-        tuple(views),
-        sections,
-        tuple(tickets),
-        tuple(events),
-        tuple(specs),
-        simulated,
-        ledger="memory:",
-        totals=totals or {},
-        strangers=others,
-        **more,
-    )
+        NOW, WALL, ME, tuple(views), sections, tuple(tickets), tuple(events), tuple(specs),
+        simulated, ledger="memory:", totals=totals or {}, strangers=others, **more,
+    )  # fmt: skip
     silent = unanswered(seen)
     since = {one.owner.id: one.since for one in reversed(silent)}
     presences = {
@@ -143,17 +125,9 @@ def snapshot(
 
 def event(seq, model, action, because, gib=0.0, device="sim:0", **more):
     return Event(
-        seq,
-        WALL - 60 + seq,
-        model,
-        action,
-        "request",
-        because,
-        int(gib * GIB),
-        device,
-        ME.id,
+        seq, WALL - 60 + seq, model, action, "request", because, int(gib * GIB), device, ME.id,
         **more,
-    )
+    )  # fmt: skip
 
 
 EVENTS = (
@@ -277,14 +251,9 @@ fits = Plan(
 
 
 refused = Plan(
-    False,
-    (),
-    (),
-    "gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)",
-    footprint=Footprint.of(40 * GIB),
-    name="gemma",
-    level=PlanLevel.NEVER,
-)
+    False, (), (), "gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)",
+    footprint=Footprint.of(40 * GIB), name="gemma", level=PlanLevel.NEVER,
+)  # fmt: skip
 
 
 def scattered() -> AllocatorMap:
@@ -304,13 +273,7 @@ def scattered() -> AllocatorMap:
     reserved = sum(block.bytes for block in blocks)
     unused = [one for one in segments if all(b.state is BlockState.INACTIVE for b in one.blocks)]
     return AllocatorMap(
-        ME.id,
-        "sim:0",
-        1.0,
-        allocated_bytes=reserved - sum(free),
-        reserved_bytes=reserved,
-        inactive_bytes=sum(free),
-        releasable_bytes=sum(segment.bytes for segment in unused),
-        largest_free_bytes=max(free),
-        segments=tuple(segments),
-    )
+        ME.id, "sim:0", 1.0, allocated_bytes=reserved - sum(free), reserved_bytes=reserved,
+        inactive_bytes=sum(free), releasable_bytes=sum(segment.bytes for segment in unused),
+        largest_free_bytes=max(free), segments=tuple(segments),
+    )  # fmt: skip

@@ -221,14 +221,9 @@ def serving(
     output_file = tmp_path / f"{name}.txt"
     with output_file.open("wb") as out:
         process = subprocess.Popen(
-            words,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            cwd=tmp_path,
-            env=environ(tmp_path) | dict(environment),
-            start_new_session=True,
-        )
+            words, stdout=out, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL, cwd=tmp_path,
+            env=environ(tmp_path) | dict(environment), start_new_session=True,
+        )  # fmt: skip
     served = Served(process, port, socket_path, path, output_file)
     try:
         _wait(served)

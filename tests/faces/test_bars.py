@@ -29,17 +29,9 @@ def bar(snapshot, device=0):
 
 def snapshot_of(book, world):
     return Snapshot(
-        world.now,
-        world.wall,
-        worlds.owner(),
-        views(book, world),
-        book.sections,
-        book.tickets,
-        book.events,
-        (),
-        True,
-        totals=totals(book),
-    )
+        world.now, world.wall, worlds.owner(), views(book, world), book.sections, book.tickets,
+        book.events, (), True, totals=totals(book),
+    )  # fmt: skip
 
 
 CARDS = ("cuda0", "cuda1", "host")

@@ -579,13 +579,9 @@ def test_a_served_session_is_freed_after_its_browser_has_gone(poller, monkeypatc
     )
     doc, request = Document(), SimpleNamespace(arguments={}, path="/", headers={})
     context = Context(
-        id="1",
-        _document=doc,
-        session=SimpleNamespace(token=""),
-        destroyed=False,
-        server_context=None,
-        request=request,
-    )
+        id="1", _document=doc, session=SimpleNamespace(token=""), destroyed=False,
+        server_context=None, request=request,
+    )  # fmt: skip
     doc._session_context = weakref.ref(context)
     with set_curdoc(doc):
         console.page(OPERATOR, poller).server_doc(doc, location=False)

@@ -26,7 +26,7 @@ from gpu_runtime.web.http_server import LINES_AT_ONCE, LineLimit
 from tests.clock import PATIENCE
 from tests.faces.served import OPERATORS, Answer
 from tests.impostor import NOBODY
-from tests.serving.loops import in_loop, until
+from tests.serving.loops import until
 from tests.serving.test_headless import TOKEN, start
 
 needs_root = pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
@@ -150,7 +150,6 @@ def listening() -> socket.socket:
     return bind_sockets(0, "127.0.0.1", family=socket.AF_INET)[0]
 
 
-@in_loop
 async def test_a_stranger_may_have_few_connections_until_one_is_admitted(as_strangers):
     """A place becomes free once, when its connection is admitted or ends."""
     small = Small(listening())
@@ -166,7 +165,6 @@ async def test_a_stranger_may_have_few_connections_until_one_is_admitted(as_stra
     small.http.stop()
 
 
-@in_loop
 async def test_a_head_that_does_not_come_closes_the_connection():
     small = Small(listening())
     assert small.http.conn_params.header_timeout == connections.HEADER_SECONDS
@@ -196,7 +194,6 @@ class WithoutFiles(socket.socket):
         return super().accept()
 
 
-@in_loop
 async def test_without_files_nothing_is_accepted_for_a_while(monkeypatch, caplog):
     """The server's loop would try again at once and log each error."""
     monkeypatch.setattr(connections, "PAUSE_SECONDS", 0.01)
@@ -207,7 +204,6 @@ async def test_without_files_nothing_is_accepted_for_a_while(monkeypatch, caplog
     small.http.stop()
 
 
-@in_loop
 async def test_a_server_can_stop_while_it_accepts_nothing(monkeypatch):
     sock = WithoutFiles()
     small = Small(sock)

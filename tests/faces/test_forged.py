@@ -34,14 +34,9 @@ def kernel(folder):
     """Another process, which holds qwen. The fixture returns a function that reports where qwen is and who acted."""
     environ = served.environ(folder) | {"EVICTION_GRACE_SECONDS": "0"}
     process = subprocess.Popen(
-        [sys.executable, "-c", KERNEL],
-        env=environ,
-        cwd=folder,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        [sys.executable, "-c", KERNEL], env=environ, cwd=folder, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
 
     def ask():
         process.stdin.write("?\n")

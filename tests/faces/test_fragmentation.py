@@ -32,18 +32,9 @@ here = replace(
     samples.busy, devices=tuple(replace(view, room_bytes=3 * GIB) for view in samples.busy.devices)
 )
 mine = AllocatorMap(
-    samples.ME.id,
-    "sim:0",
-    1.0,
-    14 * GIB,
-    15 * GIB,
-    GIB,
-    GIB,
-    512 * MIB,
-    2,
-    1,
+    samples.ME.id, "sim:0", 1.0, 14 * GIB, 15 * GIB, GIB, GIB, 512 * MIB, 2, 1,
     (segment(0, (14 * 1024, USED)), segment(1 << 40, (512, FREE)), segment(1 << 41, (512, FREE))),
-)
+)  # fmt: skip
 
 
 def texts(row) -> list[str]:

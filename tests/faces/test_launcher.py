@@ -54,14 +54,9 @@ def jupyter(tmp_path_factory):
     said = place / "said.txt"
     with said.open("wb") as out:
         process = subprocess.Popen(
-            words,
-            env=environ,
-            cwd=place,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+            words, env=environ, cwd=place, stdout=out, stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL, start_new_session=True,
+        )  # fmt: skip
     try:
         until = time.monotonic() + scaled(90)
         while get(port, "/api", Authorization=f"token {JUPYTERS}")[0] != 200:

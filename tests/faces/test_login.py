@@ -180,15 +180,11 @@ def oauth(tmp_path_factory):
     threading.Thread(target=provider.serve_forever, daemon=True).start()
     at = f"http://127.0.0.1:{provider.server_port}"
     environ = {
-        "PANEL_COOKIE_SECRET": "c" * 32,
-        "PANEL_OAUTH_KEY": "key",
-        "PANEL_OAUTH_SECRET": "secret",
-        "PANEL_OAUTH_AUTHORIZE_URL": f"{at}/authorize",
-        "PANEL_OAUTH_TOKEN_URL": f"{at}/token",
-        "PANEL_OAUTH_USER_URL": f"{at}/user",
-        "GPU_CONSOLE_OPERATORS": "ann",
+        "PANEL_COOKIE_SECRET": "c" * 32, "PANEL_OAUTH_KEY": "key", "PANEL_OAUTH_SECRET": "secret",
+        "PANEL_OAUTH_AUTHORIZE_URL": f"{at}/authorize", "PANEL_OAUTH_TOKEN_URL": f"{at}/token",
+        "PANEL_OAUTH_USER_URL": f"{at}/user", "GPU_CONSOLE_OPERATORS": "ann",
         "GPU_CONSOLE_VIEWERS": "bob",
-    }
+    }  # fmt: skip
     flags = f"--warm --port {port} --oauth-provider generic --oauth-jwt-user login"
     words = panel_serve(folder, *flags.split())
     with serving(words, folder, environ, port=port, path="/console") as server:

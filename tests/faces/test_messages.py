@@ -452,10 +452,6 @@ def test_a_task_that_ipykernel_wraps_is_the_kernels_and_the_users_task_is_not():
         return said
 
     assert asyncio.run(found()) == {
-        "the kernel's": True,
-        "another kernel's": False,
-        "wrapped": True,
-        "wrapped by the user": False,
-        "named like it": False,
-        "users": False,
-    }
+        "the kernel's": True, "another kernel's": False, "wrapped": True,
+        "wrapped by the user": False, "named like it": False, "users": False,
+    }  # fmt: skip

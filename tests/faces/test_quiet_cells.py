@@ -99,18 +99,12 @@ def user(shell):
     import torch
 
     shell.user_ns = {
-        "torch": torch,
-        "gc": gc,
-        "x": torch.ones(4),
-        "p": torch.nn.Parameter(torch.ones(2)),
+        "torch": torch, "gc": gc, "x": torch.ones(4), "p": torch.nn.Parameter(torch.ones(2)),
         "model": torch.nn.Linear(2, 2),
         "mine": type("Mine", (torch.nn.Module,), {"state_dict": lambda self: {}})(),
-        "optimizer": torch.optim.SGD([torch.ones(1)], lr=1.0),
-        "losses": [0.5, 0.25],
-        "path": Path("x.pt"),
-        "finalized": WithFinalizer(),
-        "data": object(),
-    }
+        "optimizer": torch.optim.SGD([torch.ones(1)], lr=1.0), "losses": [0.5, 0.25],
+        "path": Path("x.pt"), "finalized": WithFinalizer(), "data": object(),
+    }  # fmt: skip
     return shell.user_ns
 
 

@@ -239,15 +239,9 @@ def test_the_request_of_a_stopped_process_is_shown_as_overtaken():
 def test_a_process_that_does_not_answer_is_named_in_the_queue_and_in_its_leases():
     """An operator who clicked Evict sees that the process is stopped, and that the request is kept."""
     asked = Ticket(
-        "k",
-        BOB.id,
-        "evict",
-        f"{ME.id}/qwen",
-        NOW - 40,
-        NOW,
-        recalls=(f"{ME.id}/qwen",),
+        "k", BOB.id, "evict", f"{ME.id}/qwen", NOW - 40, NOW, recalls=(f"{ME.id}/qwen",),
         said_by="ann",
-    )
+    )  # fmt: skip
     silent = snapshot(lease("qwen", 4), tickets=(asked,))
     (row,) = queue(silent)
     assert "No answer since" in texts(row)[-1] and texts(row)[-1].endswith(". Requested by ann.")
@@ -261,16 +255,9 @@ def test_a_process_that_does_not_answer_is_named_in_the_queue_and_in_its_leases(
 
 def test_a_request_names_the_process_that_does_not_answer_its_recall():
     wants = Ticket(
-        "k",
-        BOB.id,
-        "use",
-        "big",
-        NOW - 60,
-        NOW,
-        recalls=(f"{ME.id}/qwen",),
-        recalled_since=NOW - 30,
-        because="qwen is asked to step aside.",
-    )
+        "k", BOB.id, "use", "big", NOW - 60, NOW, recalls=(f"{ME.id}/qwen",),
+        recalled_since=NOW - 30, because="qwen is asked to step aside.",
+    )  # fmt: skip
     (row,) = queue(snapshot(lease("qwen", 4), tickets=(wants,)))
     assert "No answer since" in texts(row)[-1]
     assert texts(row)[-1].endswith("qwen is asked to step aside.")

@@ -18,7 +18,6 @@ from gpu_runtime.serving.health.breaker import BreakerState
 from gpu_runtime.serving.served import served
 from gpu_runtime.web.auth import Visitor
 from tests.serving.harness import chat, harness
-from tests.serving.loops import in_loop
 
 from . import samples
 from .polling import OPERATOR, VIEWER, FixedRuntime
@@ -29,7 +28,6 @@ def texts(rows):
     return {row.cells[0].text: [cell.text for cell in row.cells[1:]] for row in rows}
 
 
-@in_loop
 async def test_the_figures_are_those_of_the_calls():
     """A stream has a time to its first token and a rate. A call without a stream has neither."""
     async with harness(qwen=4, phi=1, scripts={"qwen": []}) as k:
@@ -48,7 +46,6 @@ async def test_the_figures_are_those_of_the_calls():
     assert summary(found).startswith("2 answered · 1 load for calls")
 
 
-@in_loop
 async def test_trouble_is_shown_and_the_rest_is_calm():
     """An open breaker has its last failure. A client in cooldown has the seconds that are left."""
     async with harness(qwen=4, scripts={"qwen": []}) as k:
@@ -99,7 +96,6 @@ def polled(figures=None):
     return poller
 
 
-@in_loop
 async def test_only_a_server_that_serves_models_has_the_tab():
     """The figures are read once for each snapshot, for all sessions."""
     asked = []
@@ -115,7 +111,6 @@ async def test_only_a_server_that_serves_models_has_the_tab():
     assert [row[0] for row in json.loads(tab.models.rows)] == ["qwen"] and asked == [1]
 
 
-@in_loop
 async def test_the_usage_of_each_visitor_and_model_is_shown():
     """The largest answers are first. The rows of an earlier server count too."""
     async with harness(qwen=4, phi=1, scripts={"qwen": [], "phi": []}) as k:
@@ -128,7 +123,6 @@ async def test_the_usage_of_each_visitor_and_model_is_shown():
     assert [cell.text for cell in second.cells[:3]] == ["ann", "phi", "1"]
 
 
-@in_loop
 async def test_the_log_of_an_engine_is_shown_live_to_operators_only(monkeypatch, tmp_path):
     """A log may contain texts of calls. Its lines are shown as text, whatever they contain."""
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))

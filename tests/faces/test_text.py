@@ -207,14 +207,9 @@ def test_why_names_the_process_of_each_event_if_there_are_several():
 
 def test_an_outcome_is_one_line():
     evicted = Outcome(
-        "evict",
-        "qwen",
-        True,
-        "qwen stepped aside to host; 14.0 GiB came free",
-        14 * GIB,
-        "host",
+        "evict", "qwen", True, "qwen stepped aside to host; 14.0 GiB came free", 14 * GIB, "host",
         0.8,
-    )
+    )  # fmt: skip
     assert (
         text.outcome(evicted)
         == "evict qwen: qwen stepped aside to host; 14.0 GiB came free (800 ms)"
@@ -368,22 +363,12 @@ def test_json_has_every_field_and_plain_values():
     """Empty fields are included. Times are seconds since the epoch, and idle times are seconds before now."""
     status = plain.status(samples.busy)
     assert status["devices"][0] == {
-        "id": "sim:0",
-        "name": "",
-        "uuid": "",
-        "total_bytes": 24 * GIB,
-        "limit_bytes": int(24 * GIB * 0.9),
-        "claimed_bytes": 18 * GIB,
-        "measured_bytes": 18 * GIB,
-        "residue_bytes": 0,
-        "pressure_percent": 83.3,
-        "level": "HIGH",
-        "drained_by": None,
-        "utilisation_percent": None,
-        "temperature_celsius": None,
-        "power_watts": None,
+        "id": "sim:0", "name": "", "uuid": "", "total_bytes": 24 * GIB,
+        "limit_bytes": int(24 * GIB * 0.9), "claimed_bytes": 18 * GIB, "measured_bytes": 18 * GIB,
+        "residue_bytes": 0, "pressure_percent": 83.3, "level": "HIGH", "drained_by": None,
+        "utilisation_percent": None, "temperature_celsius": None, "power_watts": None,
         "simulated": True,
-    }
+    }  # fmt: skip
     assert [one["idle_seconds"] for one in status["leases"]] == [0.0, 200.0, 12.0]
     assert plain.plain(samples.fits)["steps"][1] == {
         "step": "load",

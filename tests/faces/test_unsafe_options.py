@@ -97,14 +97,9 @@ def ended(folder):
         panel_serve(folder, *flags, "--warm", "--port", str(free_port()))[1:] for flags in REFUSED
     ]
     process = subprocess.Popen(
-        [sys.executable, "-c", EACH],
-        cwd=folder,
-        env=environ,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
+        [sys.executable, "-c", EACH], cwd=folder, env=environ, stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE, text=True, start_new_session=True,
+    )  # fmt: skip
     try:
         codes, _ = process.communicate("\n".join(map(json.dumps, words)), timeout=scaled(100))
     finally:

@@ -33,15 +33,10 @@ RESULTS = HERE / "RESULTS.md"
 NOTEBOOKS = {file.stem: file for file in sorted((HERE / "notebooks").glob("*.py"))}
 # The package of each notebook that has another name.
 PACKAGES = {
-    "ddp": "torch",
-    "fsdp2": "torch",
-    "ignite": "pytorch-ignite",
-    "pyro": "pyro-ppl",
-    "sentence_transformers": "sentence-transformers",
-    "torch_compile": "torch",
-    "torch_geometric": "torch-geometric",
-    "transformers_trainer": "transformers",
-}
+    "ddp": "torch", "fsdp2": "torch", "ignite": "pytorch-ignite", "pyro": "pyro-ppl",
+    "sentence_transformers": "sentence-transformers", "torch_compile": "torch",
+    "torch_geometric": "torch-geometric", "transformers_trainer": "transformers",
+}  # fmt: skip
 DEVICES = "sim:8GiB,host:8GiB"
 CELL_SECONDS = 600.0  # the usual cell takes less than three
 # The 4 MiB are for notebooks whose own tensors are small: each cell leaves something to park.

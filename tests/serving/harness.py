@@ -116,14 +116,10 @@ class Harness:
             given = {"model_type": "llm", **(options or {}).get(name, {})}
             self.rt.register(name, backend="fake", size=f"{gib} GiB", **given)
         self.gateway = Gateway(
-            self.rt,
-            serving=serving or ServingConfig(),
-            clock=self.clock,
-            environment=environment or {},
-            guard=guard or CloudGuard(None, True),
-            keys=keys,
+            self.rt, serving=serving or ServingConfig(), clock=self.clock,
+            environment=environment or {}, guard=guard or CloudGuard(None, True), keys=keys,
             make_adapter=make_adapter or self._adapter,
-        )
+        )  # fmt: skip
 
     def _adapter(self, value: Any, spec: Any, http: Any) -> EngineAdapter:
         if spec.name in self.scripts:

@@ -15,7 +15,6 @@ from gpu_runtime.facts import AllocatorMap, ProblemKind
 from gpu_runtime.serving.api.app import READS, application
 from gpu_runtime.serving.api.jobs import MAX_JOBS, Jobs
 from tests.clock import PATIENCE
-from tests.serving.loops import in_loop
 
 from .app_client import OPERATOR, VIEWER, Gateway, Words, client, with_visitor
 
@@ -147,19 +146,11 @@ def parts_until_disconnect(app, body, disconnect_after: int = 1):
                 disconnected.set()
 
         scope = {
-            "type": "http",
-            "asgi": {"version": "3.0", "spec_version": "2.3"},
-            "method": "POST",
-            "headers": [],
-            "path": "/v1/chat/completions",
-            "raw_path": b"",
-            "query_string": b"",
-            "root_path": "",
-            "scheme": "http",
-            "http_version": "1.1",
-            "client": ("", 0),
+            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST",
+            "headers": [], "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"",
+            "root_path": "", "scheme": "http", "http_version": "1.1", "client": ("", 0),
             "server": ("", 0),
-        }
+        }  # fmt: skip
         await asyncio.wait_for(app(scope, receive, send), PATIENCE)
 
     asyncio.run(talk())
@@ -278,7 +269,6 @@ def test_the_cloud_guard_is_read_and_changed(rt):
 # Jobs
 
 
-@in_loop
 async def test_a_job_outlives_its_caller():
     jobs, gateway = Jobs(), Gateway()
     job = jobs.start(gateway, QUICK, "ann")
@@ -296,7 +286,6 @@ async def test_a_job_outlives_its_caller():
     assert (failed.status, failed.error["code"]) == ("failed", "no_model")
 
 
-@in_loop
 async def test_a_job_that_is_ended_releases_its_model():
     jobs, gateway = Jobs(), Gateway()
     job = jobs.start(gateway, SLOW, "ann")
@@ -304,7 +293,6 @@ async def test_a_job_that_is_ended_releases_its_model():
     assert (await jobs.end(job.id)).status == "cancelled" and gateway.let_go
 
 
-@in_loop
 async def test_jobs_are_bounded_and_old_results_go_first():
     wall = [1000.0]
     jobs, gateway = Jobs(lambda: wall[0]), Gateway()
@@ -329,7 +317,6 @@ async def test_jobs_are_bounded_and_old_results_go_first():
         jobs.find(late.id)
 
 
-@in_loop
 async def test_a_result_is_not_lost_before_its_client_has_fetched_it():
     """Of 400 short jobs, 144 results were gone. A client that fetches nothing keeps nobody out."""
     jobs, gateway = Jobs(lambda: 1000.0), Gateway()

@@ -10,12 +10,11 @@ from gpu_runtime.access_keys import AccessKey
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.tasks import ServingConfig, Task
 from tests.serving.harness import chat, harness
-from tests.serving.loops import in_loop, settle
+from tests.serving.loops import settle
 
 ALONE = {"sequences": 1, "context_length": 64}
 
 
-@in_loop
 async def test_an_alias_is_another_name_of_a_model():
     """A key needs the model itself. The alias is listed for those who may call its model."""
     config = ServingConfig(
@@ -36,7 +35,6 @@ async def test_an_alias_is_another_name_of_a_model():
         assert seen == {"key:bot": ["qwen", "gpt-4o"], "key:web": []}
 
 
-@in_loop
 async def test_models_are_loaded_at_the_start(caplog):
     """The name of an unknown model is logged, and the other models are loaded. No model stays pinned."""
     config = ServingConfig(preload=("nothing", "small", "phi"), aliases={"small": "qwen"})
@@ -46,7 +44,6 @@ async def test_models_are_loaded_at_the_start(caplog):
         assert "nothing was not loaded at the start" in caplog.text
 
 
-@in_loop
 async def test_calls_side_by_side_go_to_different_replicas():
     """Each replica runs one call at a time, so a third call waits for one of the two replicas."""
     config = ServingConfig(tasks={"write": Task(("one", "two"), replicas=True)})
@@ -69,7 +66,6 @@ async def test_calls_side_by_side_go_to_different_replicas():
         assert "shortest queue of 2 replicas" in (await calls[1]).because
 
 
-@in_loop
 async def test_models_that_fit_stay_together_and_the_others_are_exchanged():
     """Users of other servers define groups of models by hand for this. A model with `keep` is in no exchange."""
     options = {"small": {"keep": True}}

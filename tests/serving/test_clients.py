@@ -59,13 +59,9 @@ def test_invented_names_fill_no_memory():
 def test_the_body_overrides_the_profile():
     """Only fields that the body leaves out are taken from the client's profile."""
     profile = Profile(
-        "Be brief.",
-        importance="batch",
-        thinking=True,
-        stay_warm_s=60.0,
-        cooldown_s=5.0,
+        "Be brief.", importance="batch", thinking=True, stay_warm_s=60.0, cooldown_s=5.0,
         defaults={"temperature": 0.2, "top_p": 0.5},
-    )
+    )  # fmt: skip
     call = apply_profile(read_call("chat", {**CHAT, "temperature": 1.0}), profile)
     assert call.body == {
         **CHAT,

@@ -11,7 +11,7 @@ import pytest
 from gpu_runtime.serving.engines import connections
 from gpu_runtime.serving.engines.connections import HttpClient
 from tests.serving.loopback import loopback
-from tests.serving.loops import in_loop, until
+from tests.serving.loops import until
 
 CLOSES = b"HTTP/1.1 200 OK\r\nConnection: close\r\nContent-Length: 2\r\n\r\nok"
 KEEPS = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nok"
@@ -54,7 +54,6 @@ async def text(client: HttpClient, url: str) -> str:
         return await response.text()
 
 
-@in_loop
 async def test_calls_one_after_the_other_share_a_connection():
     async with engine() as (one, client, url):
         for _ in range(5):
@@ -62,7 +61,6 @@ async def test_calls_one_after_the_other_share_a_connection():
         assert one.opened == 1
 
 
-@in_loop
 async def test_calls_at_the_same_time_have_a_connection_each_and_none_stays_open_for_long(
     monkeypatch,
 ):
@@ -78,7 +76,6 @@ async def test_calls_at_the_same_time_have_a_connection_each_and_none_stays_open
 
 
 @pytest.mark.parametrize("how", ["answer", "later"])
-@in_loop
 async def test_a_connection_that_the_engine_closed_is_not_used_again(how):
     async with engine() as (one, client, url):
         one.answer = CLOSES if how == "answer" else KEEPS
@@ -91,7 +88,6 @@ async def test_a_connection_that_the_engine_closed_is_not_used_again(how):
         assert one.opened == 2
 
 
-@in_loop
 async def test_a_call_that_is_cancelled_ends_its_connection():
     async with engine() as (one, client, url):
         one.gate = asyncio.Event()
@@ -105,7 +101,6 @@ async def test_a_call_that_is_cancelled_ends_its_connection():
         assert await text(client, url) == "ok" and one.opened == 2
 
 
-@in_loop
 async def test_a_stream_that_is_left_ends_its_connection():
     async with engine() as (one, client, url):
         one.answer = b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nok"
@@ -116,7 +111,6 @@ async def test_a_stream_that_is_left_ends_its_connection():
         assert await text(client, url) == "ok" and one.opened == 2
 
 
-@in_loop
 async def test_the_end_of_the_client_closes_the_free_connections():
     async with engine() as (one, client, url):
         await text(client, url)
@@ -125,7 +119,6 @@ async def test_the_end_of_the_client_closes_the_free_connections():
 
 
 @pytest.mark.parametrize("through", ["proxy", "no_proxy", "for engines"])
-@in_loop
 async def test_only_clouds_are_reached_through_the_proxy_of_the_environment(
     through, monkeypatch, tmp_path
 ):

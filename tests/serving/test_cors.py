@@ -14,7 +14,6 @@ from gpu_runtime.web import gate
 from gpu_runtime.web.asgi import Asgi
 from gpu_runtime.web.auth import AccessRules
 from gpu_runtime.web.cors import origins_of
-from tests.serving.loops import in_loop
 
 TOKEN = "o" * 32
 APP = "https://app.example"
@@ -59,7 +58,6 @@ def allowed(answer: HTTPResponse) -> str | None:
     return answer.headers.get("Access-Control-Allow-Origin")
 
 
-@in_loop
 async def test_a_page_of_a_named_origin_reads_answers_and_errors():
     """Before the request, the browser sends a preflight request without a token. The page may read an error, too."""
     asked = {"Origin": APP, "Access_Control_Request_Headers": "authorization, x-stainless-os"}
@@ -77,7 +75,6 @@ async def test_a_page_of_a_named_origin_reads_answers_and_errors():
     assert (anyone.code, allowed(anyone)) == (200, "http://b.example")
 
 
-@in_loop
 async def test_other_origins_are_refused():
     """Without the setting all other origins are refused. A websocket of another origin is always refused."""
     bearer = {"Authorization": f"Bearer {TOKEN}"}
@@ -96,7 +93,6 @@ async def test_other_origins_are_refused():
     assert (plain.code, allowed(plain)) == (200, None)
 
 
-@in_loop
 async def test_a_foreign_page_cannot_use_the_browsers_cookie_or_a_url():
     """A page of another origin can use only a token that it was given. It never gets a cookie."""
     for path in ("/v1/models?token=" + TOKEN, "/LANE/v1/models"):

@@ -21,7 +21,7 @@ from gpu_runtime.serving.requests import Refused
 from tests import clock
 from tests.faces.served import OPERATORS, free_port, serving
 from tests.serving.harness import harness, refusal, stream_text
-from tests.serving.loops import in_loop, settle, until
+from tests.serving.loops import settle, until
 
 # A server with a model that writes its last words only once the file `go` exists.
 SLOW_SERVER = """
@@ -172,7 +172,6 @@ def test_a_mistake_in_the_tasks_stops_the_server_at_its_start(tmp_path):
     assert (bad.value.line, bad.value.field) == (3, "tasks.classify.candidates")
 
 
-@in_loop
 async def test_accepted_calls_end_within_the_grace_time():
     """A call that takes longer than the grace time is ended by `close`."""
     gate, never = asyncio.Event(), asyncio.Event()
@@ -195,7 +194,6 @@ async def test_accepted_calls_end_within_the_grace_time():
             await waiting
 
 
-@in_loop
 async def test_the_grace_time_is_a_setting(monkeypatch):
     """GPU_SERVE_GRACE_SECONDS is how long the server drains after SIGTERM."""
     services, drained = [], []

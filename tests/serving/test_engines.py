@@ -22,7 +22,7 @@ from gpu_runtime.serving.fields import serves
 from gpu_runtime.serving.requests import Refused
 from tests import tiny_models
 from tests.serving.harness import Harness, answer_text, harness, refusal, stream_text
-from tests.serving.loops import in_loop, until
+from tests.serving.loops import until
 from tests.serving.test_fields import VALUES, fields_for
 
 
@@ -62,7 +62,6 @@ both = pytest.mark.parametrize("name", ["writer", in_a_worker])
 
 
 @both
-@in_loop
 async def test_a_stream_has_the_text_and_the_counts_of_the_whole_answer(name, sources):
     """At temperature zero a model answers a stream and a whole call with the same text."""
     options = {"max_tokens": 12, "temperature": 0}
@@ -84,7 +83,6 @@ async def test_a_stream_has_the_text_and_the_counts_of_the_whole_answer(name, so
 
 
 @both
-@in_loop
 async def test_the_prompt_is_made_by_the_models_chat_template(name, sources):
     """A longer conversation has more prompt tokens. A template in the catalogue replaces the model's own template."""
 
@@ -100,7 +98,6 @@ async def test_the_prompt_is_made_by_the_models_chat_template(name, sources):
 
 
 @both
-@in_loop
 async def test_the_refusal_of_a_too_long_prompt_has_the_figures(name, sources):
     """A too long prompt does not count as a failure of the model, and the model answers the next call."""
     async with with_models(
@@ -118,7 +115,6 @@ async def test_the_refusal_of_a_too_long_prompt_has_the_figures(name, sources):
 
 
 @both
-@in_loop
 async def test_an_answer_may_have_the_rest_of_the_context(name, sources):
     """Anthropic's clients must send a maximum, so their defaults are larger than many contexts."""
     options = {"context_length": 256} if name == "gguf" else {}
@@ -136,7 +132,6 @@ async def test_an_answer_may_have_the_rest_of_the_context(name, sources):
 
 
 @both
-@in_loop
 async def test_a_caller_that_leaves_ends_the_generation(name, sources):
     """The model is free long before the answer would have ended, for a stream and for a whole answer."""
     async with with_models(sources, name) as k:
@@ -153,7 +148,6 @@ async def test_a_caller_that_leaves_ends_the_generation(name, sources):
 
 
 @both
-@in_loop
 async def test_an_answer_ends_at_a_stop_string(name, sources):
     """The answer that the caller gets does not contain the stop string."""
     async with with_models(sources, name) as k:
@@ -167,7 +161,6 @@ async def test_an_answer_ends_at_a_stop_string(name, sources):
 
 
 @both
-@in_loop
 async def test_every_field_that_the_table_allows_is_taken_by_the_engine(name, sources):
     """No such call fails, whatever the spelling of a number. Refused values open no breaker."""
     backend = "llama_cpp" if name == "gguf" else "transformers"
@@ -183,7 +176,6 @@ async def test_every_field_that_the_table_allows_is_taken_by_the_engine(name, so
 
 
 @both
-@in_loop
 async def test_several_choices_and_the_prompt_are_in_one_answer(name, sources):
     """A stream has the same choices as a whole answer. The prompt's tokens count once."""
     options = {"max_tokens": 4, "temperature": 0, "n": 2, "echo": True}
@@ -205,7 +197,6 @@ async def test_several_choices_and_the_prompt_are_in_one_answer(name, sources):
 
 
 @both
-@in_loop
 async def test_several_prompts_are_texts_or_lists_of_tokens(name, sources):
     """Each prompt has `n` choices, in order. A prompt counts once in the usage."""
     plain = {"model": name, "max_tokens": 3, "temperature": 0}
@@ -239,7 +230,6 @@ async def test_several_prompts_are_texts_or_lists_of_tokens(name, sources):
 
 
 @both
-@in_loop
 async def test_special_tokens_of_a_plain_prompt_are_read_as_such(name, sources):
     """Templates of clients, and the marks of fill-in-the-middle, are written in special tokens."""
     async with with_models(sources, name) as k:
@@ -251,7 +241,6 @@ async def test_special_tokens_of_a_plain_prompt_are_read_as_such(name, sources):
 
 
 @both
-@in_loop
 async def test_the_prompt_itself_is_scored(name, sources):
     """lm-evaluation-harness reads the probabilities of a text from its echo. The first token has none."""
     async with with_models(sources, name) as k:
@@ -292,7 +281,6 @@ async def test_the_prompt_itself_is_scored(name, sources):
 
 
 @pytest.mark.processes
-@in_loop
 async def test_a_token_of_more_than_32_bytes_is_in_the_text(tmp_path, monkeypatch):
     """The buffer of llama-cpp-python's method has 32 bytes, and such a token was lost in silence."""
     import gguf
@@ -310,7 +298,6 @@ async def test_a_token_of_more_than_32_bytes_is_in_the_text(tmp_path, monkeypatc
 
 
 @both
-@in_loop
 async def test_equal_seeds_give_equal_texts(name, sources):
     """Several choices of one call still differ from each other, and so does another seed."""
     options = {"max_tokens": 16, "temperature": 1.5, "n": 2}
@@ -322,7 +309,6 @@ async def test_equal_seeds_give_equal_texts(name, sources):
 
 
 @both
-@in_loop
 async def test_penalties_keep_a_model_from_repeating_itself(name, sources):
     """The bias makes a model write one token again and again. A penalty is larger after each time."""
     async with with_models(sources, name) as k:
@@ -339,7 +325,6 @@ async def test_penalties_keep_a_model_from_repeating_itself(name, sources):
 
 
 @both
-@in_loop
 async def test_a_biased_token_is_written(name, sources):
     """A bias can force a token. A bias for a token outside the vocabulary is refused, and is no fault of the model."""
     async with with_models(sources, name) as k:
@@ -358,7 +343,6 @@ async def test_a_biased_token_is_written(name, sources):
 
 
 @forcing
-@in_loop
 async def test_a_json_schema_is_enforced(name, sources):
     """The model of this test writes random words. The schema allows one answer only."""
     schema = {"type": "object", "properties": {"a": {"const": "b"}}, **CLOSED, "required": ["a"]}
@@ -377,7 +361,6 @@ async def test_a_json_schema_is_enforced(name, sources):
             await k.chat(name, response_format=impossible)
 
 
-@in_loop
 async def test_without_its_library_forced_json_is_refused_with_what_to_type(sources, monkeypatch):
     monkeypatch.setitem(sys.modules, "llguidance", None)
     async with with_models(sources, "writer") as k:
@@ -387,7 +370,6 @@ async def test_without_its_library_forced_json_is_refused_with_what_to_type(sour
 
 
 @forcing
-@in_loop
 async def test_a_tool_call_is_forced(name, sources):
     """Without a choice of the caller, a template that takes no tools is refused."""
     properties = {"in": {"const": "Bern"}}
@@ -405,7 +387,6 @@ async def test_a_tool_call_is_forced(name, sources):
             await k.chat(name, tools=[tool])
 
 
-@in_loop
 async def test_a_stream_that_is_not_read_to_its_end_is_closed():
     """When the reader ends, the engine's stream is closed at once, and not only by the garbage collector."""
 
@@ -444,7 +425,6 @@ async def test_a_stream_that_is_not_read_to_its_end_is_closed():
         assert [stream.closed for stream in proxy.streams] == [True]
 
 
-@in_loop
 async def test_an_embedding_is_the_normalized_mean_of_the_last_layer(sources):
     """It is the same alone and among other texts, and as base64, which OpenAI's own client requests."""
     async with with_models(sources, "embedder") as k:
@@ -472,7 +452,6 @@ async def test_an_embedding_is_the_normalized_mean_of_the_last_layer(sources):
 
 
 @pytest.mark.processes
-@in_loop
 async def test_a_gguf_without_a_pooling_type_gives_one_vector_a_text(sources):
     async with with_models({"embedder": sources["gguf"]}, "embedder", backend="llama_cpp") as k:
         packed = await embedded(k, ["a", "b b"], encoding_format="base64")
@@ -482,7 +461,6 @@ async def test_a_gguf_without_a_pooling_type_gives_one_vector_a_text(sources):
             assert [math.hypot(*one) for one in vectors] == pytest.approx([1, 1], abs=1e-6)
 
 
-@in_loop
 async def test_many_texts_are_embedded_in_few_batches(sources):
     """256 texts took 256 runs of the model. Each has the vector that it has alone."""
     texts = [" ".join(["fox"] * (1 + n % 40)) for n in range(256)]
@@ -516,7 +494,6 @@ async def test_many_texts_are_embedded_in_few_batches(sources):
 
 
 @pytest.mark.parametrize("family", ["XLMRoberta", "MPNet"])
-@in_loop
 async def test_a_long_text_fits_a_model_whose_first_positions_are_for_padding(family, tmp_path):
     """Of 66 positions such a model uses 64. A text of 66 tokens was an index error, which counted as the engine's."""
     import transformers
@@ -542,7 +519,6 @@ async def test_a_long_text_fits_a_model_whose_first_positions_are_for_padding(fa
 
 
 @pytest.mark.parametrize("name", ["embedder", in_a_worker])
-@in_loop
 async def test_a_text_that_is_too_long_is_refused_and_not_cut_off(name, sources):
     """A vector of the first part of a text looks like one of the whole text. OpenAI's own server refuses it too."""
     limits = {"embedder": 256, "gguf": 512}
@@ -563,7 +539,6 @@ async def test_a_text_that_is_too_long_is_refused_and_not_cut_off(name, sources)
 
 
 @pytest.mark.processes
-@in_loop
 async def test_a_gguf_embeds_a_text_in_one_batch(tmp_path):
     """With n_batch=1024 alone, a text of 900 tokens had the vector of its last 388 tokens."""
     source = tiny_models.gguf_lm(tmp_path / "long.gguf", context=1024)
@@ -577,7 +552,6 @@ async def test_a_gguf_embeds_a_text_in_one_batch(tmp_path):
     assert all(vector == vectors[0] for vector in vectors)
 
 
-@in_loop
 async def test_documents_are_ranked(sources):
     """The best document is first. A document has the same score alone and among others."""
     documents = ["the quick fox", {"text": "a dog"}, "fox " * 30]
@@ -605,7 +579,6 @@ async def test_documents_are_ranked(sources):
 
 
 @both
-@in_loop
 async def test_tokens_and_text_are_turned_into_each_other(name, sources):
     """For a number that is no token, llama.cpp would read memory outside its table."""
     async with with_models(sources, name) as k:
@@ -645,7 +618,6 @@ TEXTS = ["the quick fox", "a dog", "memory console operator " * 3]
 
 
 @pytest.mark.parametrize("mode", [*POOLINGS, ["cls", "max"]])
-@in_loop
 async def test_a_vector_is_that_of_sentence_transformers(mode, sources, tmp_path):
     """Each pooling and each later module, with the prompt that the model's files name as its default."""
     models = library()
@@ -668,7 +640,6 @@ async def test_a_vector_is_that_of_sentence_transformers(mode, sources, tmp_path
 
 @pytest.mark.parametrize("weights", [False, True], ids=["pooling alone", "with weights"])
 @pytest.mark.parametrize("mode", ["cls", "mean", "lasttoken", "max"])
-@in_loop
 async def test_all_weights_of_an_embedder_are_in_its_lease_and_return_to_the_bit(
     mode, weights, sources, tmp_path
 ):
@@ -702,7 +673,6 @@ async def test_all_weights_of_an_embedder_are_in_its_lease_and_return_to_the_bit
         assert await embedded(k, TEXTS) == found
 
 
-@in_loop
 async def test_an_adopted_module_without_its_later_weights_is_refused(sources, tmp_path):
     """The vector of its pooling alone has another width, and is wrong in silence."""
     import transformers
@@ -719,7 +689,6 @@ async def test_an_adopted_module_without_its_later_weights_is_refused(sources, t
         assert refused.value.status == 400
 
 
-@in_loop
 async def test_an_object_of_sentence_transformers_is_refused_with_what_to_type(sources, tmp_path):
     """The call failed with a TypeError, and counted against the model."""
     own = sentence_model(sources["embedder"], tmp_path / "m", library().Pooling(64, "cls"))
@@ -730,7 +699,6 @@ async def test_an_object_of_sentence_transformers_is_refused_with_what_to_type(s
         assert k.gateway.breakers.state("embedder").failures == 0
 
 
-@in_loop
 async def test_a_score_is_that_of_sentence_transformers(sources, tmp_path):
     """Texts that its files cut to eight tokens were read whole, and its prompt was ignored."""
     library()
@@ -765,7 +733,6 @@ async def test_a_score_is_that_of_sentence_transformers(sources, tmp_path):
 
 
 @pytest.mark.parametrize("mode", ["cls_token", "lasttoken", "max_tokens"])
-@in_loop
 async def test_the_keys_of_older_versions_are_read(mode, sources, tmp_path):
     """Before version 6, each pooling was a key of its own. The keys without effect are left as they are."""
     models = library()
@@ -800,7 +767,6 @@ async def test_the_keys_of_older_versions_are_read(mode, sources, tmp_path):
         ("modules.json", {"path": "../other"}, "leaves its folder"),
     ],
 )
-@in_loop
 async def test_what_is_unknown_in_an_embedder_is_refused_by_name(
     file, change, why, sources, tmp_path
 ):
@@ -821,7 +787,6 @@ async def test_what_is_unknown_in_an_embedder_is_refused_by_name(
         assert k.gateway.breakers.state("embedder").failures == 0
 
 
-@in_loop
 async def test_a_model_that_reads_texts_as_messages_is_refused(sources, tmp_path):
     """sentence-transformers 6 writes each text into the chat template, if the model has one."""
     pooling = library().Pooling(64, "mean")
@@ -831,7 +796,6 @@ async def test_a_model_that_reads_texts_as_messages_is_refused(sources, tmp_path
             await embedded(k, "the fox")
 
 
-@in_loop
 async def test_without_the_library_its_models_are_refused_with_what_to_type(
     sources, tmp_path, monkeypatch
 ):
@@ -844,7 +808,6 @@ async def test_without_the_library_its_models_are_refused_with_what_to_type(
             await embedded(k, "the fox")
 
 
-@in_loop
 async def test_a_call_that_does_not_fit_the_models_type_is_refused(sources):
     """The caller gets a 400 with a clear reason, and the call does not count as a failure of the model."""
     image = {"type": "image_url", "image_url": {"url": "data:,"}}
@@ -861,7 +824,6 @@ async def test_a_call_that_does_not_fit_the_models_type_is_refused(sources):
 
 
 @pytest.mark.processes
-@in_loop
 async def test_a_stream_breaks_off_with_its_worker_and_a_dead_worker_costs_no_call(sources):
     """A worker is killed with SIGKILL during a stream. Its lease is released, and the next call is answered."""
     import os
@@ -905,7 +867,6 @@ _EMPTY: dict[str, list[dict[str, Any]]] = {
         ("ranker", ("rerank",)),
     ],
 )
-@in_loop
 async def test_an_empty_prompt_is_answered_or_refused_and_counts_for_nothing(name, kinds, sources):
     """It was an AssertionError. A template may make a prompt without tokens, too."""
     bare = {"chat_template": "{{ messages[0].content or '' }}"} if "chat" in kinds else {}

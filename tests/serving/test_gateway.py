@@ -22,14 +22,13 @@ from gpu_runtime.serving.routing.fallback import CloudGuard
 from gpu_runtime.serving.routing.tasks import Profile, ServingConfig, Task
 from tests.clock import PATIENCE
 from tests.serving.harness import answer_text, chat, harness, refusal, stream_text
-from tests.serving.loops import in_loop, settle, until
+from tests.serving.loops import settle, until
 
 ALONE = {"sequences": 1, "context_length": 64}  # one call at a time
 DIED = EngineDied("the engine of qwen (pid 7) is gone: killed.", name="qwen", pid=7)
 FAILED = EngineFailed("qwen failed: HTTP 500", name="qwen", why="HTTP 500")
 
 
-@in_loop
 async def test_an_answer_names_its_model():
     """The model's name is in the body and in the headers of the answer. Afterwards the model is released."""
     async with harness(qwen=4) as k:
@@ -41,7 +40,6 @@ async def test_an_answer_names_its_model():
         assert k.gateway.state().counts == {"answered": 1}
 
 
-@in_loop
 async def test_a_stream_names_its_model_in_its_first_event():
     """The first event of a stream has the model's name. The model is pinned until the last event."""
     async with harness(qwen=4) as k:
@@ -51,7 +49,6 @@ async def test_a_stream_names_its_model_in_its_first_event():
         assert await stream_text(reply) == "hello there"
 
 
-@in_loop
 async def test_a_call_of_a_model_on_its_device_pins_it_without_a_thread(monkeypatch):
     """The pin lasts as long as the call. Starting a thread at each call took an eighth of the gateway's time."""
     async with harness(qwen=4) as k:
@@ -66,7 +63,6 @@ async def test_a_call_of_a_model_on_its_device_pins_it_without_a_thread(monkeypa
         assert k.rt.evict("qwen", timeout=0.0).done, "an idle model can be evicted at once"
 
 
-@in_loop
 async def test_a_model_that_leaves_while_its_call_starts_is_loaded_again(monkeypatch):
     """The model may leave after the queue has found it on its device, and before the call pins it."""
     async with harness(qwen=4) as k:
@@ -77,7 +73,6 @@ async def test_a_model_that_leaves_while_its_call_starts_is_loaded_again(monkeyp
         assert answer_text(await k.chat("qwen")) == "one two three"
 
 
-@in_loop
 async def test_a_stream_that_is_never_read_is_released_when_closed():
     """A client may disconnect before the first event is sent. Closing such a stream releases the model."""
     async with harness(qwen=4) as k:
@@ -86,7 +81,6 @@ async def test_a_stream_that_is_never_read_is_released_when_closed():
         await reply.aclose()
 
 
-@in_loop
 async def test_nothing_remains_of_a_cancelled_call():
     """Calls are cancelled while they wait, while their answer is made, and during a stream."""
     async with harness(
@@ -108,7 +102,6 @@ async def test_nothing_remains_of_a_cancelled_call():
         assert k.log[-1] == "qwen ended" and k.gateway.state().counts["cancelled"] == 2
 
 
-@in_loop
 async def test_an_urgent_call_is_urgent_among_other_processes_too():
     """After the answer the model has its own importance again."""
     book = "memory:urgent-call"
@@ -140,7 +133,6 @@ class SlowLoad:
         assert self.go.wait(PATIENCE)
 
 
-@in_loop
 async def test_a_load_that_has_begun_is_not_requested_again():
     """A batch call waits for the memory of another process. Once its load has begun, an urgent call shares the load."""
     load, requested, book = SlowLoad(), [], "memory:test-gateway-begun"
@@ -161,7 +153,6 @@ async def test_a_load_that_has_begun_is_not_requested_again():
         assert requested == ["big"]
 
 
-@in_loop
 async def test_a_model_that_need_not_leave_serves_calls_while_another_loads():
     """c waits until a or b is idle. It gets the room of a, so calls of b start again, although c is more important."""
     load, scripts = SlowLoad(), {name: [asyncio.Event()] for name in "ab"}
@@ -181,7 +172,6 @@ async def test_a_model_that_need_not_leave_serves_calls_while_another_loads():
         await asyncio.gather(c, *running.values())
 
 
-@in_loop
 async def test_a_call_without_room_waits_and_others_continue():
     """If it is cancelled, its request leaves the ledger."""
     book = "memory:test-gateway-room"
@@ -201,7 +191,6 @@ async def test_a_call_without_room_waits_and_others_continue():
             assert answer_text(await waiting) == "at last"
 
 
-@in_loop
 async def test_two_models_that_do_not_fit_together_answer_32_clients():
     """No call is lost or answered by the wrong model, and the models are exchanged only seldom."""
     async with harness(a=16, b=16) as k:
@@ -212,7 +201,6 @@ async def test_two_models_that_do_not_fit_together_answer_32_clients():
         assert k.gateway.state().loads <= 3
 
 
-@in_loop
 async def test_an_unknown_model_is_a_404_with_the_nearest_name():
     """For an unknown model nothing is loaded, and no record of the model is kept."""
     async with harness(qwen=4) as k:
@@ -224,7 +212,6 @@ async def test_an_unknown_model_is_a_404_with_the_nearest_name():
         assert k.gateway.state().breakers == {} and k.where() == {"qwen": "disk"}
 
 
-@in_loop
 async def test_a_stand_in_answers_only_if_configured():
     """The answer names the stand-in and the reason."""
     stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
@@ -248,7 +235,6 @@ async def test_a_stand_in_answers_only_if_configured():
             await k.chat("qwen", "hello")
 
 
-@in_loop
 @pytest.mark.parametrize("stream", [False, True])
 async def test_a_call_whose_engine_died_before_its_answer_is_repeated_once(stream):
     """The engine may have died before the call. A second death ends the call, because the call may be its cause."""
@@ -267,7 +253,6 @@ async def test_a_call_whose_engine_died_before_its_answer_is_repeated_once(strea
         assert k.scripts["qwen"] == []
 
 
-@in_loop
 async def test_a_stand_in_answers_before_a_dead_engine_is_tried_again():
     """The stand-in needs no reload. If the stand-in fails too, the requested model is tried once more."""
     stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
@@ -278,7 +263,6 @@ async def test_a_stand_in_answers_before_a_dead_engine_is_tried_again():
         assert scripts == {"qwen": [], "phi": []}
 
 
-@in_loop
 async def test_a_stand_in_answers_for_a_model_that_does_not_fit():
     """The stand-in with the smaller context is tried first. The reason in the answer has the figures."""
     serving = ServingConfig(fallback={"huge": ("long", "short")})
@@ -303,7 +287,6 @@ async def test_a_stand_in_answers_for_a_model_that_does_not_fit():
         ("llm", "llama_cpp", "embeddings", {"input": "a"}),
     ],
 )
-@in_loop
 async def test_a_model_is_not_loaded_for_a_call_that_its_type_cannot_serve(
     model_type, backend, kind, body
 ):
@@ -316,7 +299,6 @@ async def test_a_model_is_not_loaded_for_a_call_that_its_type_cannot_serve(
         assert k.gateway.queue.loads == 0
 
 
-@in_loop
 async def test_a_callers_mistake_is_not_tried_on_other_models():
     """Calls with a mistake are refused with 400, and do not open the model's breaker."""
     serving = ServingConfig(fallback={"qwen": ("phi",)})
@@ -328,7 +310,6 @@ async def test_a_callers_mistake_is_not_tried_on_other_models():
         assert k.where()["phi"] == "disk"
 
 
-@in_loop
 async def test_closing_refuses_running_and_new_calls():
     """A stream must not look complete. These errors are no failures of the model."""
     held, read = asyncio.Event(), asyncio.Event()
@@ -359,7 +340,6 @@ async def _errors(reply) -> list[str]:
     return [event["error"]["code"] async for event in reply.events if "error" in event]
 
 
-@in_loop
 async def test_what_a_caller_does_wrong_never_closes_a_model():
     """An engine may answer with 500 to a call that it cannot read. A plain call after it shows whose fault it is."""
     text = "qwen failed: HTTP 500: cannot parse the tool"
@@ -376,7 +356,6 @@ async def test_what_a_caller_does_wrong_never_closes_a_model():
         assert answer_text(await k.chat("qwen", "hi")) == "hi"
 
 
-@in_loop
 async def test_a_client_whose_calls_kill_the_engine_does_not_close_it_for_others():
     """A call that ends the engine cannot be judged by a plain call. So another client's call is the next probe."""
     async with harness(qwen=4, scripts={"qwen": [DIED] * 5}) as k:
@@ -400,7 +379,6 @@ async def broken():
         yield k
 
 
-@in_loop
 async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
     """While the breaker is open, calls fail at once with `Retry-After`. After a successful probe all calls pass."""
     async with broken() as k:
@@ -419,7 +397,6 @@ async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
         assert answer_text(await probe) == answer_text(await k.chat("qwen")) == "one two three"
 
 
-@in_loop
 async def test_after_a_cancelled_probe_the_next_call_probes():
     """If a cancelled probe blocked the next probe, the model would never get calls again."""
     async with broken() as k:
@@ -432,7 +409,6 @@ async def test_after_a_cancelled_probe_the_next_call_probes():
         assert answer_text(await k.chat("qwen")) == "one two three"
 
 
-@in_loop
 async def test_calls_that_waited_while_the_breaker_opened_fail_at_once():
     """Five of twelve calls fail and open the breaker; the other seven fail at once."""
     async with harness(qwen=4, scripts={"qwen": [FAILED] * 20}, options={"qwen": ALONE}) as k:
@@ -441,7 +417,6 @@ async def test_calls_that_waited_while_the_breaker_opened_fail_at_once():
         assert sum("left alone" in str(error) for error in results) == 7
 
 
-@in_loop
 async def test_a_failed_load_counts_once_however_many_wait_for_it():
     """Eight calls wait for one load that fails. Only one failure counts, so the breaker stays closed."""
     async with harness(qwen=4, options={"qwen": {"fails": True}}) as k:
@@ -450,7 +425,6 @@ async def test_a_failed_load_counts_once_however_many_wait_for_it():
         assert k.gateway.state().breakers["qwen"].failures == 1
 
 
-@in_loop
 async def test_a_stream_that_breaks_off_ends_with_its_error():
     """A stream that breaks off counts as a failure of the model. No other model continues the answer."""
     serving = ServingConfig(fallback={"qwen": ("phi",)})
@@ -462,7 +436,6 @@ async def test_a_stream_that_breaks_off_ends_with_its_error():
         assert k.gateway.state().breakers["qwen"].failures == 1
 
 
-@in_loop
 async def test_three_decode_failures_in_a_row_reload_the_model_once():
     """Two decode failures in a row may be temporary, so the model is kept. The third one reloads the model once."""
     failed = RuntimeError("llama_decode returned -3")
@@ -483,7 +456,6 @@ async def test_three_decode_failures_in_a_row_reload_the_model_once():
         assert k.gateway.state().counts["reloads"] == 1
 
 
-@in_loop
 async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
     """The profile and the thinking mode change the engine's prompt. A field in the call overrides the profile."""
     reads = "{# reads /think and /no_think #}"
@@ -508,7 +480,6 @@ async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
         assert await prompt(x_thinking=False) == "hi <think=False>"
 
 
-@in_loop
 async def test_a_client_in_cooldown_gets_retry_after():
     """The client has set the cooldown itself with its last call. Other clients are answered meanwhile."""
     async with harness(qwen=4) as k:
@@ -521,7 +492,6 @@ async def test_a_client_in_cooldown_gets_retry_after():
         await k.chat("qwen", x_client_id="bot")
 
 
-@in_loop
 async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
     """With `pin_primary` the first one always serves the task."""
     tasks = {"free": Task(("a", "b")), "pinned": Task(("a", "b"), pin_primary=True)}
@@ -533,7 +503,6 @@ async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
         assert (await k.chat("task:free")).model == "a"
 
 
-@in_loop
 async def test_a_budget_that_is_too_short_is_refused_at_once_with_both_numbers():
     """The refusal is sent at once, before the budget has passed. It has the budget and the expected seconds."""
     tasks = {"quick": Task(("a",), budget_s=10.0)}
@@ -559,7 +528,6 @@ async def evicted(k, name: str) -> None:
     k.rt.evict(name)
 
 
-@in_loop
 async def test_one_slow_load_refuses_calls_with_a_budget_not_for_ever():
     """A refusal must not prevent the measurement that would lift it."""
     async with harness(a=12) as k:
@@ -576,7 +544,6 @@ async def test_one_slow_load_refuses_calls_with_a_budget_not_for_ever():
         assert k.gateway.costs.load_seconds("a") < 60.0
 
 
-@in_loop
 async def test_the_first_import_of_a_library_is_no_load(monkeypatch):
     """It takes seconds, once in the life of the server, and would refuse calls with a budget."""
     seen = iter([(False,), (True,), (True,), (True,)])
@@ -589,7 +556,6 @@ async def test_the_first_import_of_a_library_is_no_load(monkeypatch):
         assert "a" in k.gateway.costs._loads
 
 
-@in_loop
 async def test_a_model_that_never_fits_is_507_and_not_repeated():
     """SDKs repeat a 503. With a stand-in that only fails for now, the answer is still 503."""
     async with harness(giant=4000) as k:
@@ -598,7 +564,6 @@ async def test_a_model_that_never_fits_is_507_and_not_repeated():
         assert refused.value.facts["failures"]
 
 
-@in_loop
 async def test_a_budget_that_is_spent_ends_the_call():
     """A model without measurements gets the call. When the budget is spent, the call is ended."""
     async with harness(a=4, scripts={"a": [asyncio.Event(), asyncio.Event()]}) as k:
@@ -610,7 +575,6 @@ async def test_a_budget_that_is_spent_ends_the_call():
         assert [event async for event in reply.events][-1]["error"]["code"] == "budget_spent"
 
 
-@in_loop
 async def test_a_model_is_evicted_after_the_idle_time_of_its_type():
     """A language model is evicted after 300 s without calls, as in Model Boss. `x_stay_warm` overrides this time."""
     async with harness(llm=4, eyes=4, options={"eyes": {"model_type": "vision"}}) as k:
@@ -628,7 +592,6 @@ async def test_a_model_is_evicted_after_the_idle_time_of_its_type():
         await until(lambda: k.where()["llm"] == "host")
 
 
-@in_loop
 async def test_the_catalogues_keep_alive_counts_in_serving():
     """It replaces the idle time of the model's type. A task's own time and `x_stay_warm` override it."""
     stays = {name: {"keep_alive": 1000} for name in ("long", "short", "task", "both")}
@@ -650,7 +613,6 @@ def with_one_place(scripts, queue):
     )
 
 
-@in_loop
 async def test_a_full_queue_is_a_503_with_retry_after():
     """When GPU_SERVE_QUEUE calls wait already, the next call is refused with 503."""
     gate = asyncio.Event()
@@ -666,7 +628,6 @@ async def test_a_full_queue_is_a_503_with_retry_after():
         await asyncio.gather(*calls)
 
 
-@in_loop
 async def test_a_full_queue_has_a_place_for_a_client_with_few_calls():
     """The newest call of the client with most calls is refused, and nothing remains of it."""
     gate = asyncio.Event()
@@ -686,7 +647,6 @@ async def test_a_full_queue_has_a_place_for_a_client_with_few_calls():
         await asyncio.gather(polite, *greedy[:2])
 
 
-@in_loop
 async def test_models_and_tasks_are_listed_and_the_state_has_the_cloud_guard():
     """The list of models has the tasks under the names that calls use, such as `task:classify`."""
     serving = ServingConfig(tasks={"sum": Task(("qwen",))})
@@ -712,7 +672,6 @@ FAULTS = (
 
 
 @pytest.mark.parametrize("error", (*NO_FAULTS, *FAULTS), ids=lambda error: str(error)[:20])
-@in_loop
 async def test_only_faults_of_an_engine_open_a_breaker(error):
     """Mistakes of a caller or of the catalogue, and a lack of memory, would otherwise lock a model for everybody."""
     settings = {"gpu_serve_breaker_failures": 2, "gpu_serve_breaker_seconds": 7}
@@ -726,7 +685,6 @@ async def test_only_faults_of_an_engine_open_a_breaker(error):
         assert state.retry_after == (7.0 if error in FAULTS else 0.0)
 
 
-@in_loop
 async def test_a_cold_model_waits_no_longer_than_gpu_most_wait():
     """The bound of the operator reaches the queue. Without it, five times the measured load counts, at least 3 s."""
     for given, loads, bound in ((7.0, [], 7.0), (None, [], 3.0), (None, [2.0], 10.0)):
@@ -736,7 +694,6 @@ async def test_a_cold_model_waits_no_longer_than_gpu_most_wait():
             assert k.gateway.queue._most_wait("qwen") == bound
 
 
-@in_loop
 async def test_calls_that_overlap_keep_no_model_from_another_process():
     """Each new call used the pin of the running calls, so the model was never idle."""
     first, second = asyncio.Event(), asyncio.Event()
@@ -757,7 +714,6 @@ async def test_calls_that_overlap_keep_no_model_from_another_process():
 
 
 @pytest.mark.parametrize("of_the_call", [True, False])
-@in_loop
 async def test_a_fault_after_the_first_event_counts_unless_the_model_answers_a_plain_call(
     of_the_call,
 ):

@@ -15,10 +15,9 @@ from gpu_runtime.serving.queue import model_hold
 from gpu_runtime.serving.queue.thread_stream import in_thread_until
 from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import answer_text, harness, stream_text
-from tests.serving.loops import in_loop, until
+from tests.serving.loops import until
 
 
-@in_loop
 async def test_a_stream_whose_client_left_before_the_first_event_is_closed():
     """The stream's generator never started, so a `finally` block in the generator would not run."""
     from gpu_runtime.serving.api.openai import OpenAIWriter, Sent
@@ -82,7 +81,6 @@ async def left(task: asyncio.Task[Any]) -> None:
 
 
 @pytest.mark.parametrize("budget", [None, 0.5])
-@in_loop
 async def test_a_load_ends_when_its_only_caller_hangs_up_or_its_budget_is_spent(
     monkeypatch, budget
 ):
@@ -98,7 +96,6 @@ async def test_a_load_ends_when_its_only_caller_hangs_up_or_its_budget_is_spent(
         await until(lambda: not claimed(k))
 
 
-@in_loop
 async def test_a_load_goes_on_for_a_call_that_still_waits(monkeypatch):
     async with loading(monkeypatch, 0.0, lambda k: k.chat("qwen")) as (k, load, task):
         second = asyncio.ensure_future(k.chat("qwen"))
@@ -109,7 +106,6 @@ async def test_a_load_goes_on_for_a_call_that_still_waits(monkeypatch):
         assert load.began == 1
 
 
-@in_loop
 async def test_a_load_goes_on_for_another_request_of_the_process(monkeypatch):
     """A preload waits in the ledger for the load of the call."""
     async with loading(monkeypatch, 0.0, lambda k: k.chat("qwen")) as (k, load, task):
@@ -120,7 +116,6 @@ async def test_a_load_goes_on_for_another_request_of_the_process(monkeypatch):
         assert (await preload).done and load.began == 1
 
 
-@in_loop
 async def test_a_client_that_tries_again_finds_its_load(monkeypatch):
     """Else a client whose time-out is shorter than the load would begin it again and again."""
     async with loading(monkeypatch, 3600.0, lambda k: k.chat("qwen")) as (k, load, task):
@@ -135,7 +130,6 @@ async def test_a_client_that_tries_again_finds_its_load(monkeypatch):
         assert load.began == 1
 
 
-@in_loop
 async def test_a_preload_over_http_ends_when_its_client_hangs_up(monkeypatch):
     """The models after it in the request are not loaded either."""
 
@@ -149,7 +143,6 @@ async def test_a_preload_over_http_ends_when_its_client_hangs_up(monkeypatch):
         assert load.ended and not claimed(k)
 
 
-@in_loop
 async def test_a_preload_over_http_that_waits_for_room_ends_when_its_client_hangs_up(monkeypatch):
     def preload(k):
         wanted = memory.Preload(models=[{"name": "big"}])

@@ -15,7 +15,6 @@ from gpu_runtime.serving.engines import images  # noqa: E402
 from gpu_runtime.serving.requests import Refused  # noqa: E402
 from tests import tiny_models  # noqa: E402
 from tests.serving.harness import answer_text, harness, refusal, stream_text  # noqa: E402
-from tests.serving.loops import in_loop  # noqa: E402
 
 
 def url(color: str, form: str = "PNG", size: tuple[int, int] = (50, 40)) -> str:
@@ -44,7 +43,6 @@ async def with_seer(seer: Any, **options: Any) -> Any:
         yield k
 
 
-@in_loop
 async def test_a_model_reads_images_and_texts(seer):
     """Another image gives other probabilities. A conversation may have no image, or several."""
     options = {"max_tokens": 6, "temperature": 0}
@@ -67,7 +65,6 @@ async def test_a_model_reads_images_and_texts(seer):
         assert answer_text(plain)
 
 
-@in_loop
 async def test_an_image_that_cannot_be_read_is_the_callers_mistake(seer):
     async with with_seer(seer) as k:
         for source, words in (

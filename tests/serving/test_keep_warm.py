@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from gpu_runtime.serving.queue.keep_warm import RETRY_SECONDS, KeepWarm
 from tests.serving.harness import Clock
-from tests.serving.loops import in_loop, settle
+from tests.serving.loops import settle
 
 
 class Card:
@@ -25,7 +25,6 @@ class Card:
         return self.evicted
 
 
-@in_loop
 async def test_a_later_wish_replaces_an_earlier_one_and_a_default_does_not_shorten_it():
     """`keep_alive: 0` with a message unloads the model, though an earlier call set an hour."""
     card = Card()
@@ -41,7 +40,6 @@ async def test_a_later_wish_replaces_an_earlier_one_and_a_default_does_not_short
     await card.keep_warm.close()
 
 
-@in_loop
 async def test_a_model_in_use_at_the_end_of_its_time_is_tried_again():
     """A notebook in the same process may use the model, so its eviction is refused and tried again later."""
     card = Card()
@@ -54,7 +52,6 @@ async def test_a_model_in_use_at_the_end_of_its_time_is_tried_again():
     await card.keep_warm.close()
 
 
-@in_loop
 async def test_a_model_to_evict_soon_is_evicted_at_the_end_of_its_calls():
     """The keep-warm times of the calls make no difference, because the model must be loaded again."""
     card = Card()

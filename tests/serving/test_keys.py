@@ -29,7 +29,7 @@ from gpu_runtime.web.asgi import Asgi
 from gpu_runtime.web.auth import AccessRules, Visitor
 from tests.serving.app_client import with_visitor
 from tests.serving.harness import Harness, answer_text, chat, harness, refusal
-from tests.serving.loops import in_loop, settle
+from tests.serving.loops import settle
 
 BOT, LOOK = "gpu-" + "b" * 43, "gpu-" + "v" * 43
 KEYS = {
@@ -46,7 +46,6 @@ def bot(**limits: Any) -> dict[str, AccessKey]:
     return {"bot": AccessKey(digest(BOT), **limits)}
 
 
-@in_loop
 async def test_a_key_calls_its_models_only():
     """It must allow a stand-in too. A task that it allows by name has all its candidates."""
     config = ServingConfig(tasks={"chat": Task(("phi",))}, fallback={"qwen": ("phi", "qwen-2")})
@@ -63,7 +62,6 @@ async def test_a_key_calls_its_models_only():
         assert len(k.gateway.models("ann")) == 4, "the operator has no limits"
 
 
-@in_loop
 async def test_a_key_limits_the_importance():
     """A call that requests more importance than its key allows waits behind the calls of others."""
     gate_open = asyncio.Event()
@@ -82,7 +80,6 @@ async def test_a_key_limits_the_importance():
         assert begun == ["qwen: first", "qwen: normal", "qwen: urgent"]
 
 
-@in_loop
 async def test_requests_a_minute_hold_for_calls_at_once():
     keys = bot(requests_a_minute=3)
     async with harness(qwen=4, keys=lambda: keys) as k:
@@ -96,7 +93,6 @@ async def test_requests_a_minute_hold_for_calls_at_once():
         assert (await call(k)).model == "qwen"
 
 
-@in_loop
 async def test_tokens_a_minute_hold_for_calls_at_once():
     """A call without a limit of its own gets what is left. The counted tokens replace the reserved ones."""
     keys = bot(tokens_a_minute=100)
@@ -118,7 +114,6 @@ async def test_tokens_a_minute_hold_for_calls_at_once():
         assert (await call(k, max_tokens=80)).model == "qwen", "the stream used 6, not 100"
 
 
-@in_loop
 async def test_a_refused_call_uses_no_tokens():
     keys = bot(tokens_a_minute=100)
     async with harness(qwen=4, keys=lambda: keys) as k:
@@ -128,7 +123,6 @@ async def test_a_refused_call_uses_no_tokens():
         assert (await call(k, max_tokens=90)).model == "qwen"
 
 
-@in_loop
 async def test_a_budget_that_is_too_short_uses_no_tokens():
     """This refusal is a time-out, but no engine was asked."""
     keys = bot(tokens_a_minute=100)
@@ -202,7 +196,6 @@ async def hello(scope: Any, receive: Any, send: Any) -> None:
     await send({"type": "http.response.body", "body": body})
 
 
-@in_loop
 async def test_the_gate_admits_a_key_in_a_header_to_the_routes_of_models(caplog):
     """A key in a URL or a cookie counts for nothing, opens no page and no websocket, and is in no log."""
     caplog.set_level(logging.DEBUG)
@@ -242,7 +235,6 @@ async def test_the_gate_admits_a_key_in_a_header_to_the_routes_of_models(caplog)
     assert BOT not in caplog.text and LOOK not in caplog.text
 
 
-@in_loop
 async def test_a_removed_key_is_refused_at_its_next_call():
     keys = dict(KEYS)
     async with harness(qwen=4, keys=lambda: keys) as k:

@@ -20,14 +20,12 @@ from gpu_runtime.serving.engines.logprobs import LEAST, LogprobsWriter, Token, U
 from gpu_runtime.serving.engines.scored_tokens import ScoredTokens
 from gpu_runtime.serving.requests import Refused, read_call
 from tests.serving.harness import refusal
-from tests.serving.loops import in_loop
 from tests.serving.test_engines import both, sources, with_models  # noqa: F401 - a fixture
 
 GREEDY = {"max_tokens": 8, "temperature": 0}
 
 
 @both
-@in_loop
 async def test_a_chat_has_the_probability_of_each_token(name, sources):  # noqa: F811
     """At temperature zero llama.cpp writes the most probable tokens; the other model suppresses some."""
     wanted = {**GREEDY, "logprobs": True, "top_logprobs": 3}
@@ -60,7 +58,6 @@ async def test_a_chat_has_the_probability_of_each_token(name, sources):  # noqa:
 
 
 @both
-@in_loop
 async def test_a_response_has_the_probabilities_of_the_chat(name, sources):  # noqa: F811
     """Whole and streamed, `/v1/responses` has the same tokens for its text as the chat route."""
     include = ["message.output_text.logprobs"]
@@ -82,7 +79,6 @@ async def test_a_response_has_the_probabilities_of_the_chat(name, sources):  # n
 
 
 @both
-@in_loop
 async def test_a_completion_has_the_probabilities_in_its_own_format(name, sources):  # noqa: F811
     body = {"model": name, "prompt": "the quick", **GREEDY, "logprobs": 2, "n": 2}
     async with with_models(sources, name) as k:
@@ -102,7 +98,6 @@ async def test_a_completion_has_the_probabilities_in_its_own_format(name, source
 
 
 @both
-@in_loop
 async def test_penalties_and_biases_change_no_probability(name, sources):  # noqa: F811
     """A forced token has the probability that the model itself computed for it."""
     wanted = {"max_tokens": 1, "temperature": 0, "logprobs": True, "top_logprobs": 20}
@@ -121,7 +116,6 @@ async def test_penalties_and_biases_change_no_probability(name, sources):  # noq
 
 
 @both
-@in_loop
 async def test_a_stop_string_has_no_tokens(name, sources):  # noqa: F811
     """The tokens of an answer that ends at a stop string begin in the text before the stop string."""
     async with with_models(sources, name) as k:
@@ -135,7 +129,6 @@ async def test_a_stop_string_has_no_tokens(name, sources):  # noqa: F811
         assert _text(tokens[:-1]) != kept
 
 
-@in_loop
 async def test_the_figures_of_a_module_are_those_of_its_own_logits(sources):  # noqa: F811
     import torch
 
@@ -186,7 +179,6 @@ def test_logits_without_a_token_are_left_out(sources):  # noqa: F811
 
 
 @pytest.mark.processes
-@in_loop
 async def test_the_figures_of_a_gguf_are_those_of_the_library(sources):  # noqa: F811
     from llama_cpp import Llama
 
@@ -205,7 +197,6 @@ async def test_the_figures_of_a_gguf_are_those_of_the_library(sources):  # noqa:
 
 
 @pytest.mark.processes
-@in_loop
 async def test_a_special_token_of_a_gguf_has_its_name(sources):  # noqa: F811
     """The token that ends a text is among the most probable ones at the end of a sentence. It had an empty text."""
     async with with_models(sources, "gguf") as k:
@@ -217,7 +208,6 @@ async def test_a_special_token_of_a_gguf_has_its_name(sources):  # noqa: F811
     assert len(names) == size - 1 and b"</s>" in names and b"" not in names
 
 
-@in_loop
 async def test_tokens_of_a_gguf_without_text_are_left_out():
     """A token may have no text, such as padding. A special token that was written is no part of the text."""
     scores = [(b"a", -0.2), (b"", -0.1)]
@@ -257,7 +247,6 @@ def _text(tokens: list[dict[str, Any]]) -> str:
     return bytes(byte for token in tokens for byte in token["bytes"]).decode()
 
 
-@in_loop
 async def test_a_prompt_that_is_scored_in_parts_has_the_same_figures(sources, monkeypatch):  # noqa: F811
     """A long prompt is computed in parts, because all its logits at once might not fit the card."""
     async with with_models(sources, "writer") as k:

@@ -72,15 +72,10 @@ def test_evictions_and_the_warm_pool_agree(rt):
     http.post("/memory/evict/embedding")
     [row] = http.get("/memory/evictions").json()
     assert {**row, "timestamp": 0} == {
-        "model_name": "emb",
-        "model_type": "embedding",
-        "quantization": "float16",
-        "reason": "evict",
-        "action": "offloaded",
-        "memory_freed_mb": 4096,
-        "timestamp": 0,
+        "model_name": "emb", "model_type": "embedding", "quantization": "float16",
+        "reason": "evict", "action": "offloaded", "memory_freed_mb": 4096, "timestamp": 0,
         "device": "sim:0",
-    }
+    }  # fmt: skip
     [warm] = http.get("/memory/offloaded").json()
     assert (warm["model_key"], warm["original_device"]) == ("embedding:emb:float16", "sim:0")
     assert warm["seconds_offloaded"] >= 0 and abs(warm["offload_time"] - row["timestamp"]) < 5

@@ -395,14 +395,9 @@ def test_the_calls_of_vs_code_are_answered(http):
         "model": "qwen",
         "messages": [{"role": "user", "content": [{"type": "text", "text": SAID}]}],
         "tools": [{**TOOL, "function": {**TOOL["function"], "description": "It."}}],
-        "tool_choice": "auto",
-        "temperature": 0.1,
-        "top_p": 1,
-        "max_tokens": 4096,
-        "n": 1,
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+        "tool_choice": "auto", "temperature": 0.1, "top_p": 1, "max_tokens": 4096, "n": 1,
+        "stream": True, "stream_options": {"include_usage": True},
+    }  # fmt: skip
     stream = http.post("/v1/chat/completions", json=body)
     chunks = [
         json.loads(line[6:]) for line in stream.text.split("\n\n") if line.startswith("data: {")

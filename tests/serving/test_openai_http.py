@@ -17,7 +17,7 @@ from gpu_runtime.serving.routing.fallback import Cloud, CloudGuard
 from gpu_runtime.serving.routing.tasks import ServingConfig, Task
 from tests.serving.harness import answer_text, harness, refusal, stream_text
 from tests.serving.loopback import END, Loopback, chunk, completion, loopback
-from tests.serving.loops import in_loop, until
+from tests.serving.loops import until
 
 
 def engine(
@@ -38,7 +38,6 @@ def engine(
     return make_adapter
 
 
-@in_loop
 async def test_the_engine_gets_its_own_name_and_the_caller_ours():
     """The engine gets its own name of the model and its own headers, and none of our `x_*` fields."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
@@ -54,7 +53,6 @@ async def test_the_engine_gets_its_own_name_and_the_caller_ours():
         }
 
 
-@in_loop
 async def test_a_host_of_a_fleet_has_the_routes_of_tokens():
     """Other servers have no such routes, and a call is refused before they are asked."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
@@ -70,7 +68,6 @@ async def test_a_host_of_a_fleet_has_the_routes_of_tokens():
         assert answer["tokens"] == [1] and there.requests[0][0] == "/v1/tokenize"
 
 
-@in_loop
 async def test_a_stream_is_passed_on_event_by_event():
     """The caller gets the first event before the engine has made the last event."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
@@ -82,7 +79,6 @@ async def test_a_stream_is_passed_on_event_by_event():
         assert await stream_text(reply) == "one two"
 
 
-@in_loop
 async def test_a_caller_that_leaves_disconnects_from_the_engine():
     """When the caller leaves, the connection to the engine is closed, so the engine can stop computing."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
@@ -94,7 +90,6 @@ async def test_a_caller_that_leaves_disconnects_from_the_engine():
         await until(lambda: there.hung_up == 1)
 
 
-@in_loop
 async def test_a_call_waits_while_its_engine_restarts():
     """If calls failed, five quick ones would open the breaker for 30 s; a restart takes 2 s."""
     async with loopback() as there, harness(qwen=4) as k:
@@ -129,7 +124,6 @@ async def test_a_call_waits_while_its_engine_restarts():
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "no JSON object"),
     ],
 )
-@in_loop
 async def test_an_engines_failure_is_reported(answer, why):
     """The error has the engine's status and message, and counts as a failure of the model."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
@@ -139,7 +133,6 @@ async def test_an_engines_failure_is_reported(answer, why):
         assert k.gateway.state().breakers["qwen"].failures == 1
 
 
-@in_loop
 async def test_a_stream_that_ends_without_done_broke_off():
     """An engine that dies during an answer sends no [DONE], so such a stream counts as broken off."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
@@ -153,7 +146,6 @@ async def test_a_stream_that_ends_without_done_broke_off():
         assert k.gateway.state().breakers["qwen"].failures == 2
 
 
-@in_loop
 async def test_an_answer_without_a_finish_reason_was_cut_off():
     """llama-cpp-python's server ended a stream with [DONE] when another call arrived."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
@@ -178,7 +170,6 @@ async def test_an_answer_without_a_finish_reason_was_cut_off():
 
 
 @pytest.mark.parametrize(("status", "answered"), [(401, 502), (403, 502), (409, 502), (429, 503)])
-@in_loop
 async def test_a_refusal_that_no_caller_caused_counts_for_nothing(status, answered):
     """A wrong key or too many requests are no fault of the engine. A fallback answers."""
     serving = ServingConfig(fallback={"qwen": ("phi",)})
@@ -196,7 +187,6 @@ async def test_a_refusal_that_no_caller_caused_counts_for_nothing(status, answer
         assert answer_text(await k.chat("qwen")) == "from phi"
 
 
-@in_loop
 async def test_an_engines_refusal_is_the_callers_mistake():
     """llama-server answers 500 for a large text. Five such calls opened the breaker for everybody."""
     said = "input (949 tokens) is too large to process. increase the physical batch size"
@@ -213,7 +203,6 @@ async def test_an_engines_refusal_is_the_callers_mistake():
             assert k.gateway.state().breakers["qwen"].failures == 0
 
 
-@in_loop
 async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
     """By `enable_thinking`, if the template reads it or is unknown, or by the word that it reads."""
     knows, knows_not = "{% if enable_thinking %}", "{{ messages[0].content }}"
@@ -244,7 +233,6 @@ async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
     ("template", "think"),
     [("", False), ("", True), ("{{ messages }}", True), ("{{ '<think>' }}", False)],
 )
-@in_loop
 async def test_a_thinking_mode_that_cannot_be_set_is_refused(template, think):
     """The engine would ignore the thinking mode, or the model would read the word for it as a part of the question."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there, template)) as k:
@@ -253,7 +241,6 @@ async def test_a_thinking_mode_that_cannot_be_set_is_refused(template, think):
         assert not there.requests
 
 
-@in_loop
 async def test_an_effort_is_the_switch_for_thinking_and_has_no_effect_without_one():
     """Many clients always send `reasoning_effort`, also to models that cannot think."""
     thinks, plain = "{% if enable_thinking %}", "{{ messages }}"
@@ -281,7 +268,6 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
     [("{{ messages }}", False), ("{{ tools }}", True), (None, True), ("", True)],
     ids=["takes none", "takes tools", "unknown", "no template"],
 )
-@in_loop
 async def test_tools_that_the_engine_s_template_would_ignore_are_refused(template, sent):
     """llama-server answered such a call as if it named no tools, even if it required a tool."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there, template)) as k:
@@ -306,7 +292,6 @@ async def test_tools_that_the_engine_s_template_would_ignore_are_refused(templat
         ({"top_k": 5}, "its engine has no field 'top_k' in a call for chat"),
     ],
 )
-@in_loop
 async def test_a_field_that_the_engine_would_ignore_is_refused(field, sent):
     """vLLM, llama-server and Ollama answer as if such a field were missing."""
     known = frozenset(
@@ -324,7 +309,6 @@ async def test_a_field_that_the_engine_would_ignore_is_refused(field, sent):
         assert {name: got[name] for name in got if name not in ("model", "messages")} == sent
 
 
-@in_loop
 async def test_other_kinds_use_their_own_paths():
     """Calls for embeddings, images and plain completions each use the path of their kind."""
     async with (
@@ -354,7 +338,6 @@ def cloudy(there: Loopback) -> dict[str, str]:
     return {"CLAUDE_BASE_URL": there.url, "CLAUDE_API_KEY": "s3cret"}
 
 
-@in_loop
 async def test_a_cloud_answers_last_and_only_if_allowed():
     """Then the call is refused: 507 if no model fits. A cloud takes no memory."""
     serving = ServingConfig(fallback={"huge": ("claude:haiku", "vast")})
@@ -383,7 +366,6 @@ async def test_a_cloud_answers_last_and_only_if_allowed():
         assert "claude" not in str(refused.value)
 
 
-@in_loop
 async def test_a_cloud_that_was_requested_is_never_blocked():
     """A cloud that the call names, or that is the first candidate of a task, is a deliberate choice."""
     tasks = {"far": Task(("claude:sonnet", "qwen")), "near": Task(("qwen", "claude:sonnet"))}
@@ -402,7 +384,6 @@ async def test_a_cloud_that_was_requested_is_never_blocked():
         ] == ["claude:sonnet", "claude:sonnet", "qwen"]
 
 
-@in_loop
 async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
     """The refusal names the missing variable. The key of one provider is never sent to another provider."""
     async with harness(qwen=4, environment={"OPENAI_API_KEY": "s3cret"}) as k:
@@ -414,7 +395,6 @@ async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
                 await k.chat(model)
 
 
-@in_loop
 async def test_a_name_with_a_colon_is_no_cloud_unless_its_provider_is_known():
     """Names such as `qwen3:8b` are those of Ollama's models. An unknown name is a 404 with the nearest name."""
     async with harness(qwen3=4) as k:
@@ -431,7 +411,6 @@ def test_a_key_is_never_shown():
     assert "s3cret" not in repr(Cloud("claude", "https://x", "s3cret", "sonnet"))
 
 
-@in_loop
 async def test_a_500_for_one_call_alone_is_that_calls_mistake():
     """llama-server answers 500 to a history that it cannot read. It answers the plain call right after it."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
@@ -454,7 +433,6 @@ TOO_LONG = (
 
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
-@in_loop
 async def test_an_engine_that_refuses_a_long_limit_may_write_the_rest_of_the_context(name, stream):
     """vLLM answers 400, and Anthropic's clients must send a limit. What is left is said in a header."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
@@ -467,7 +445,6 @@ async def test_an_engine_that_refuses_a_long_limit_may_write_the_rest_of_the_con
         assert reply.headers["X-GPU-Max-Tokens"] == limit
 
 
-@in_loop
 async def test_a_prompt_that_alone_is_too_long_for_an_engine_has_the_code_for_it():
     """Clients shorten a conversation when they get this code."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:

@@ -24,7 +24,7 @@ from gpu_runtime.serving.prompt_size import CUT_TOKENS, MOST_CHARACTERS, tokens_
 from gpu_runtime.serving.requests import Refused, read_call
 from tests.clock import PATIENCE
 from tests.serving.harness import harness, refusal
-from tests.serving.loops import in_loop, settle, until
+from tests.serving.loops import settle, until
 
 QWEN = "qwen"
 
@@ -57,7 +57,6 @@ def test_images_do_not_count_as_text():
     assert prompt_size.characters(read_call("chat", body).body) == 2
 
 
-@in_loop
 async def test_a_prompt_that_cannot_fit_is_refused_before_its_turn():
     """A prompt with too many characters for the model's context is refused, and the model is not loaded."""
     spec = ModelSpec(QWEN, "fake", options={"context_length": 8})
@@ -120,7 +119,6 @@ class Words:
         return {"input_ids": text.split()}
 
 
-@in_loop
 async def test_a_long_prompt_that_cannot_fit_takes_no_turn_of_a_model_whose_tokenizer_is_known():
     """Counted while the call uses the model, it would let all other calls wait."""
     async with harness(qwen=4) as k:
@@ -137,7 +135,6 @@ async def test_a_long_prompt_that_cannot_fit_takes_no_turn_of_a_model_whose_toke
         assert await k.chat(QWEN, "short") and tokenizer.counted == before
 
 
-@in_loop
 async def test_counting_before_the_turn_ends_with_the_call():
     """If the caller disconnects, the thread that counts the tokens of its prompt stops soon."""
     counts, goes_on = threading.Event(), threading.Event()

@@ -27,13 +27,9 @@ class Shelf:
         self.log: list[str] = []
         self.clock = Clock(0.0)
         self.queue = Queue(
-            self.take,
-            lambda model: model in self.warm,
-            lambda model: self.many,
-            clock=self.clock,
-            limit=limit,
-            load_seconds={"slow": 14.0}.get,
-        )
+            self.take, lambda model: model in self.warm, lambda model: self.many, clock=self.clock,
+            limit=limit, load_seconds={"slow": 14.0}.get,
+        )  # fmt: skip
 
     def take(self, model: str, importance: int) -> Hold:
         hold = Hold(model, importance, asyncio.get_running_loop())
@@ -102,7 +98,6 @@ async def done(shelf: Shelf) -> AsyncIterator[None]:
     assert all(hold.released or hold.ready.exception() for hold in shelf.holds)
 
 
-@in_loop
 async def test_a_warm_model_is_pinned_at_once_and_released_after_its_last_call():
     """Two calls of a warm model share one pin, which ends with the second call."""
     shelf = Shelf("a", concurrency=2)
@@ -115,7 +110,6 @@ async def test_a_warm_model_is_pinned_at_once_and_released_after_its_last_call()
         await two.end()
 
 
-@in_loop
 async def test_calls_start_by_importance_when_a_place_is_free():
     """When a place is free, the most important waiting call starts, even if it arrived later."""
     shelf = Shelf("a")
@@ -130,7 +124,6 @@ async def test_calls_start_by_importance_when_a_place_is_free():
         assert shelf.log == ["normal", "urgent", "low", "batch"]
 
 
-@in_loop
 async def test_a_model_stays_pinned_between_successive_calls():
     """A second call waits when the first call ends. The pin is kept, so no other model can take the memory."""
     shelf = Shelf("a")
@@ -142,7 +135,6 @@ async def test_a_model_stays_pinned_between_successive_calls():
         await second.end()
 
 
-@in_loop
 async def test_models_change_when_their_calls_are_done_not_after_each():
     """Eight calls of a and b alternate, with room for one model: two loads, and not eight."""
     shelf = Shelf()
@@ -158,7 +150,6 @@ async def test_models_change_when_their_calls_are_done_not_after_each():
         assert shelf.log == ["load a", "load b", "a0", "a1", "a2", "a3", "b0", "b1", "b2", "b3"]
 
 
-@in_loop
 async def test_a_waiting_load_blocks_neither_other_models_nor_earlier_calls():
     """The load of b waits for the eviction of a. Meanwhile further calls of a and of c run."""
     shelf = Shelf("a", "c", room=2)
@@ -179,7 +170,6 @@ async def test_a_waiting_load_blocks_neither_other_models_nor_earlier_calls():
         await waiting.end()
 
 
-@in_loop
 async def test_a_steady_stream_of_a_warm_model_does_not_keep_a_cold_one_out():
     """Once the call of b has waited 30 s longer than new calls of a, a starts no more and is evicted."""
     shelf = Shelf("a")
@@ -205,7 +195,6 @@ async def test_a_steady_stream_of_a_warm_model_does_not_keep_a_cold_one_out():
         await following.end()
 
 
-@in_loop
 async def test_a_failed_load_fails_all_waiting_calls_and_counts_once():
     """Three calls wait for a load that fails. One gets the error itself, and the other two get LoadShared."""
     shelf = Shelf()
@@ -217,7 +206,6 @@ async def test_a_failed_load_fails_all_waiting_calls_and_counts_once():
     assert (shelf.queue.depth(), shelf.queue.active()) == ({}, {})
 
 
-@in_loop
 async def test_a_model_whose_engine_failed_is_pinned_again():
     """A steady stream of calls would keep the pin of a dead object for ever."""
     shelf = Shelf("a", concurrency=2)
@@ -234,7 +222,6 @@ async def test_a_model_whose_engine_failed_is_pinned_again():
         await three.end()
 
 
-@in_loop
 async def test_a_more_important_call_requests_the_model_again():
     """Its load waited with the importance of a batch call, behind all notebooks."""
     shelf = Shelf("a")
@@ -256,7 +243,6 @@ async def test_a_more_important_call_requests_the_model_again():
         await lesser.end()
 
 
-@in_loop
 async def test_a_full_queue_gives_a_retry_time():
     """The retry time follows from the rate at which calls ended recently."""
     shelf = Shelf("a", limit=2)
@@ -330,7 +316,6 @@ def test_nothing_remains_of_any_call_however_it_ends(actions, concurrency):
     play()
 
 
-@in_loop
 async def test_a_waiting_caller_learns_its_place_and_what_its_model_does():
     """A stream that waits sends these words as comments. Without them a caller sees nothing for minutes."""
     shelf = Shelf("warm")

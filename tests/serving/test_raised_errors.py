@@ -18,7 +18,7 @@ from gpu_runtime.serving.api.openai import unless_gone
 from gpu_runtime.serving.engines.base import EngineFailed
 from gpu_runtime.serving.queue.thread_stream import in_thread
 from tests.serving.harness import harness
-from tests.serving.loops import in_loop, settle, until
+from tests.serving.loops import settle, until
 
 ALONE = {"sequences": 1, "context_length": 64}  # one call at a time
 
@@ -59,7 +59,6 @@ async def kept(errors: list[weakref.ref[BaseException]]) -> list[str]:
     return [type(error()).__name__ for error in errors if error() is not None]
 
 
-@in_loop
 async def test_the_error_of_a_failed_engine_is_not_kept():
     failed = EngineFailed("qwen failed: HTTP 500", name="qwen", why="HTTP 500")
     async with harness(qwen=4, scripts={"qwen": [failed]}) as k:
@@ -67,7 +66,6 @@ async def test_the_error_of_a_failed_engine_is_not_kept():
         assert await kept(await error_of(k.chat("qwen"))) == []
 
 
-@in_loop
 async def test_the_refusal_of_a_full_queue_is_not_kept():
     """The refusal was its own cause."""
     gate = asyncio.Event()
@@ -83,7 +81,6 @@ async def test_the_refusal_of_a_full_queue_is_not_kept():
         assert len(errors) == 1 and await kept(errors) == []
 
 
-@in_loop
 async def test_the_error_of_a_thread_or_of_a_request_is_not_kept():
     class Staying:
         async def receive(self) -> Any:

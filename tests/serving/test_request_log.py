@@ -62,18 +62,10 @@ def test_each_outcome_has_one_line(lines):
     answered, streamed, refused, broken, *_ = found
     assert answered.pop("time") > 0 and answered.pop("queue_seconds") >= 0
     assert answered == {
-        "id": "req-1",
-        "kind": "chat",
-        "client": "bot",
-        "asked": "qwen",
-        "model": "qwen",
-        "loaded": True,
-        "prompt_tokens": 3,
-        "completion_tokens": 3,
-        "answer_seconds": 0.0,
-        "seconds": 0.0,
-        "outcome": "answered",
-    }
+        "id": "req-1", "kind": "chat", "client": "bot", "asked": "qwen", "model": "qwen",
+        "loaded": True, "prompt_tokens": 3, "completion_tokens": 3, "answer_seconds": 0.0,
+        "seconds": 0.0, "outcome": "answered",
+    }  # fmt: skip
     assert streamed["first_seconds"] == 0.0 and streamed["seconds"] > 1.0
     assert streamed["loaded"] is False and streamed["completion_tokens"] == 2
     assert (refused["status"], refused["code"], refused["asked"]) == (
@@ -84,7 +76,6 @@ def test_each_outcome_has_one_line(lines):
     assert broken["error"] == "it broke"
 
 
-@in_loop
 async def test_a_stream_is_counted_exactly_and_shows_its_usage_only_on_request():
     """Calls that got no whole answer are in no histogram."""
     scripts = {"qwen": [None, None, (RuntimeError("it broke"),)]}
@@ -104,7 +95,6 @@ async def test_a_stream_is_counted_exactly_and_shows_its_usage_only_on_request()
         assert {("gpu_call_answer_tokens_count", 2), ("gpu_call_answer_tokens_sum", 6)} == tokens
 
 
-@in_loop
 async def test_without_the_setting_nothing_is_written():
     assert not request_log.log.isEnabledFor(logging.INFO)
     async with harness(qwen=4) as k:

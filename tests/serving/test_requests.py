@@ -45,26 +45,14 @@ def test_a_plain_body_reaches_the_engine_as_it_was_sent(kind):
 def test_our_fields_are_read_and_no_engine_sees_them():
     """The `x_*` fields are removed from the body, because engines refuse fields that they do not know."""
     ours = {
-        "x_client_id": "bot",
-        "x_priority": "high",
-        "x_stay_warm": 60,
-        "x_cooldown": 5,
-        "x_thinking": False,
-        "x_budget": 2.5,
-    }
+        "x_client_id": "bot", "x_priority": "high", "x_stay_warm": 60, "x_cooldown": 5,
+        "x_thinking": False, "x_budget": 2.5,
+    }  # fmt: skip
     call = read_call("chat", CHAT | ours, "ann")
     assert call == Call(
-        "chat",
-        "qwen",
-        CHAT,
-        client="ann/bot",
-        profile="bot",
-        importance=5,
-        stay_warm=60.0,
-        cooldown=5.0,
-        thinking=False,
-        budget=2.5,
-    )
+        "chat", "qwen", CHAT, client="ann/bot", profile="bot", importance=5, stay_warm=60.0,
+        cooldown=5.0, thinking=False, budget=2.5,
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("name", ["X_PRIORITY", "x-priority", "X-Priority"])

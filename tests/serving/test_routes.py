@@ -20,7 +20,6 @@ from gpu_runtime.web import gate
 from gpu_runtime.web.asgi import Asgi
 from gpu_runtime.web.auth import PROBES, AccessRules
 from tests.serving.harness import Harness, harness
-from tests.serving.loops import in_loop
 
 OPERATORS, VIEWERS = "operator-" + "o" * 20, "viewer-" + "v" * 20
 BOT, LOOK, GONE = ("gpu-" + letter * 43 for letter in "blg")
@@ -112,7 +111,6 @@ async def served(**models: Any) -> AsyncIterator[Served]:
             server.close()
 
 
-@in_loop
 async def test_no_route_fails_and_none_answers_a_stranger(caplog):
     """65 paths × 10 methods × 9 credentials: no status of 500, no traceback, no secret in the log."""
     async with served(wabc=1, secret=1) as server:
@@ -140,7 +138,6 @@ async def test_no_route_fails_and_none_answers_a_stranger(caplog):
 
 
 @pytest.mark.parametrize("value", ["²", "9" * 5000, "-1", "1.5", "0x10", "１"])
-@in_loop
 async def test_a_header_that_is_no_number_is_refused_with_an_answer(value, caplog):
     """The connection was closed without an answer, and the log had a traceback."""
     async with served(wabc=1) as server:
@@ -168,7 +165,6 @@ BODIES = {
 
 
 @pytest.mark.parametrize("name", BODIES)
-@in_loop
 async def test_every_route_reads_json_strictly(name):
     """NaN and lone surrogates were a 500 in the routes whose bodies FastAPI reads itself."""
     async with served(wabc=1) as server:
@@ -186,7 +182,6 @@ async def test_every_route_reads_json_strictly(name):
         assert tried > 8
 
 
-@in_loop
 async def test_a_key_in_the_query_stands_in_no_log(caplog):
     caplog.set_level(logging.INFO)
     async with served(wabc=1) as server:
@@ -198,7 +193,6 @@ async def test_a_key_in_the_query_stands_in_no_log(caplog):
     assert "/v1/models?" in caplog.text and BOT not in caplog.text
 
 
-@in_loop
 async def test_a_key_that_asks_for_an_unknown_model_learns_only_its_own_names():
     """The error suggested the names of all models."""
     async with served(wabc=1, secret=1) as server:

@@ -12,7 +12,6 @@ from gpu_runtime.serving.engines.json_answers import grammar_of
 from gpu_runtime.serving.engines.tool_calls import tools_of
 from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import answer_text, refusal
-from tests.serving.loops import in_loop
 from tests.serving.test_engines import forcing, sources, with_models  # noqa: F401 - a fixture
 
 PLACE = {
@@ -93,7 +92,6 @@ def test_for_a_hint_the_rest_is_left_out():
 
 
 @forcing
-@in_loop
 async def test_every_answer_matches_its_schema(name, sources):  # noqa: F811
     """The model writes random words. Schemas that once ended the process of llama.cpp are among these."""
     async with with_models(sources, name) as k:
@@ -113,7 +111,6 @@ async def test_every_answer_matches_its_schema(name, sources):  # noqa: F811
 
 
 @forcing
-@in_loop
 async def test_a_wrong_schema_is_the_callers_mistake(name, sources):  # noqa: F811
     """It ends no process and opens no breaker. Only the first token shows that a schema has no answer."""
     endless = {"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}
@@ -132,7 +129,6 @@ async def test_a_wrong_schema_is_the_callers_mistake(name, sources):  # noqa: F8
 
 
 @pytest.mark.parametrize("name", ["writer", pytest.param("gguf", marks=pytest.mark.processes)])
-@in_loop
 async def test_the_definitions_of_a_tool_are_found_in_a_forced_call(name, sources):  # noqa: F811
     """Their references begin at the root of the tool. Two tools may define the same name."""
     tools = [

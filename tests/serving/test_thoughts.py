@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 from gpu_runtime.serving.engines.registry import EchoAdapter
 from gpu_runtime.serving.engines.thoughts import TAGS, Thoughts
 from tests.serving.harness import harness
-from tests.serving.loops import in_loop
 
 LAST = "{{ messages[-1].content }}"  # a fake model answers with its prompt
 CHOOSES = f"{{# <think> enable_thinking tools <tool_call> #}}{LAST}"  # the model opens its thoughts
@@ -49,7 +48,6 @@ def answers(events: list[dict[str, Any]], field: str) -> str:
     return "".join(choice["delta"].get(field) or "" for choice in choices)
 
 
-@in_loop
 async def test_a_stream_has_the_thoughts_of_the_whole_answer():
     """A tool call after the thoughts is read as ever. A plain answer has no thoughts."""
     call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
@@ -68,7 +66,6 @@ async def test_a_stream_has_the_thoughts_of_the_whole_answer():
         assert plain == {"role": "assistant", "content": "no thoughts"}
 
 
-@in_loop
 async def test_a_template_may_open_the_thoughts():
     """JSON that a grammar forces is the answer, even if the template has opened the thoughts."""
 

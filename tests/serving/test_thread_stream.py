@@ -11,10 +11,9 @@ import threading
 import pytest
 
 from gpu_runtime.serving.queue.thread_stream import in_thread, stream_from_thread
-from tests.serving.loops import in_loop, until
+from tests.serving.loops import until
 
 
-@in_loop
 async def test_values_arrive_in_order_and_the_error_last():
     """The reader gets all values that were emitted before the error, and then the error."""
 
@@ -30,7 +29,6 @@ async def test_values_arrive_in_order_and_the_error_last():
     assert values == list(range(100))
 
 
-@in_loop
 async def test_a_reader_that_stops_waits_for_the_end_of_the_work():
     """An engine that still computes cannot take the next call."""
     ended = threading.Event()
@@ -46,7 +44,6 @@ async def test_a_reader_that_stops_waits_for_the_end_of_the_work():
     assert ended.is_set()
 
 
-@in_loop
 async def test_a_cancelled_reader_ends_the_work_too():
     """When the reading task is cancelled, for example by a disconnected client, the work ends too."""
     began, ended = threading.Event(), threading.Event()
@@ -68,7 +65,6 @@ async def test_a_cancelled_reader_ends_the_work_too():
     assert ended.is_set()
 
 
-@in_loop
 async def test_one_value_from_a_thread():
     """`in_thread` returns the result of the work, or raises its error."""
     assert await in_thread(lambda: 7) == 7

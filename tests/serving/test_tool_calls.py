@@ -24,7 +24,6 @@ from gpu_runtime.serving.engines.tool_calls import (
 from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import harness, refusal
 from tests.serving.loopback import completion, loopback
-from tests.serving.loops import in_loop
 
 
 def tool(name: str) -> dict[str, Any]:
@@ -137,7 +136,6 @@ def test_a_server_gets_no_arguments_that_are_no_json():
     assert with_whole_arguments(whole) == whole
 
 
-@in_loop
 async def test_every_format_of_answers_has_a_cut_call():
     """Each route reads arguments in its own way, and none of them fails at a part of JSON."""
     async with harness(qwen=4, options={"qwen": {"chat_template": TEMPLATE}}) as k:
@@ -193,7 +191,6 @@ TEMPLATE = "{# tools <tool_call> #}{% for m in messages %}{{ m.content if loop.l
 SAID = 'See: <tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
 
 
-@in_loop
 async def test_an_answer_has_its_tool_calls_apart_from_its_text():
     """The model of this test repeats the last message. A stream has the same calls as a whole answer."""
     async with harness(qwen=4, options={"qwen": {"chat_template": TEMPLATE}}) as k:
@@ -215,7 +212,6 @@ async def test_an_answer_has_its_tool_calls_apart_from_its_text():
             assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", SAID)
 
 
-@in_loop
 async def test_a_conversation_with_a_tool_reaches_the_template():
     """Templates expect arguments as an object and know no role `developer`. Cut arguments stay text."""
     template = (
@@ -245,7 +241,6 @@ async def test_a_conversation_with_a_tool_reaches_the_template():
         assert '|assistant:time({"zone": "CE)|' in reply.json["choices"][0]["message"]["content"]
 
 
-@in_loop
 async def test_an_operator_may_let_tools_be_left_out():
     """Some clients send tools by default. The answer says that they had no effect; a required call is refused."""
     plain = {"chat_template": "{{ messages[-1].content }}"}
@@ -269,7 +264,6 @@ async def test_an_operator_may_let_tools_be_left_out():
 
 
 @pytest.mark.parametrize("left_out", [False, True])
-@in_loop
 async def test_tools_are_left_out_for_an_engine_too(left_out):
     """An engine with a known template gets the body without them."""
     async with loopback() as there:

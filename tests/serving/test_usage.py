@@ -20,7 +20,7 @@ from gpu_runtime.serving.usage import Usage
 from gpu_runtime.web.auth import Visitor
 from tests.serving.app_client import Gateway, with_visitor
 from tests.serving.harness import chat, harness
-from tests.serving.loops import in_loop, until
+from tests.serving.loops import until
 
 DAY = 86_400.0
 JOB = {"endpoint": "/v1/chat/completions", "body": chat("echo", "hi")}
@@ -35,7 +35,6 @@ def facts(model: str, read: int = 1, written: int = 1) -> dict[str, Any]:
     return {"model": model, "prompt_tokens": read, "completion_tokens": written}
 
 
-@in_loop
 async def test_every_call_that_reached_a_model_is_counted(path):
     """A stream that its client left counts as far as it came. A refused call counts nothing."""
     keys = {"bot": AccessKey("0" * 64)}
@@ -54,7 +53,6 @@ async def test_every_call_that_reached_a_model_is_counted(path):
         assert rows["ann"]["calls"] == 1 and len(rows) == 2
 
 
-@in_loop
 async def test_usage_survives_a_restart_and_days_are_added(path):
     now = [time.time() - 3 * DAY]
     for _ in range(3):
@@ -79,7 +77,6 @@ async def test_usage_survives_a_restart_and_days_are_added(path):
     store.close()
 
 
-@in_loop
 async def test_servers_side_by_side_add_to_one_file(path):
     """Both servers see the usage of both. The jobs in the file belong to the first server."""
     first, second = Store(path), Store(path)
@@ -129,7 +126,6 @@ def test_usage_is_shown_and_a_key_sees_its_own(runtime):
     assert answer["data"][0]["prompt_tokens"] == 7
 
 
-@in_loop
 async def test_jobs_survive_a_restart(path):
     """A job that ran while the server ended has failed. Results that are too old are forgotten."""
     wall = [1000.0]

@@ -12,7 +12,7 @@ from gpu_runtime.serving.api import openai
 from gpu_runtime.serving.api.app import application
 from tests.serving.app_client import OPERATOR, with_visitor
 from tests.serving.harness import chat, harness
-from tests.serving.loops import in_loop, until
+from tests.serving.loops import until
 
 
 @pytest.fixture(autouse=True)
@@ -48,7 +48,6 @@ class Exchange:
         self.sent += message.get("body", b"")
 
 
-@in_loop
 async def test_comments_tell_the_place_and_the_reason_until_the_answer_begins():
     async with harness(a=16, b=16) as k:
         with k.rt.use("a"):
@@ -72,53 +71,38 @@ async def test_comments_tell_the_place_and_the_reason_until_the_answer_begins():
         ("/api/chat", chat("b", "hi"), b'{"error"'),
     ],
 )
-def test_a_refusal_after_the_headers_is_the_last_event(path, body, said):
-    @in_loop
-    async def story():
-        async with harness(a=16, b=16) as k:
-            with k.rt.use("a"):
-                there = Exchange(k, path, body)
-                await until(lambda: there.status == 200 and k.gateway.state().waiting == {"b": 1})
-                await k.gateway.close()
-                await there.done
-        assert said in there.sent and b"the server is ending" in there.sent
-        if path == "/api/chat":
-            assert json.loads(there.sent), "a line that is no JSON would break Ollama's clients"
-
-    story()
+async def test_a_refusal_after_the_headers_is_the_last_event(path, body, said):
+    async with harness(a=16, b=16) as k:
+        with k.rt.use("a"):
+            there = Exchange(k, path, body)
+            await until(lambda: there.status == 200 and k.gateway.state().waiting == {"b": 1})
+            await k.gateway.close()
+            await there.done
+    assert said in there.sent and b"the server is ending" in there.sent
+    if path == "/api/chat":
+        assert json.loads(there.sent), "a line that is no JSON would break Ollama's clients"
 
 
-def test_the_headers_come_at_once_if_the_model_is_not_on_its_device(monkeypatch):
+async def test_the_headers_come_at_once_if_the_model_is_not_on_its_device(monkeypatch):
     """They came after a second. Some clients and proxies give up a request without headers."""
     monkeypatch.setattr(openai, "HEADERS_SECONDS", 3600.0)
-
-    @in_loop
-    async def story():
-        async with harness(a=16, b=16) as k:
-            with k.rt.use("a"):
-                there = Exchange(k, "/v1/chat/completions", chat("b", "hi", stream=True))
-                await until(lambda: there.status == 200 and b"waits for room" in there.sent)
-            await there.done
-        assert there.sent.endswith(b"data: [DONE]\n\n")
-
-    story()
+    async with harness(a=16, b=16) as k:
+        with k.rt.use("a"):
+            there = Exchange(k, "/v1/chat/completions", chat("b", "hi", stream=True))
+            await until(lambda: there.status == 200 and b"waits for room" in there.sent)
+        await there.done
+    assert there.sent.endswith(b"data: [DONE]\n\n")
 
 
-def test_a_model_that_never_fits_keeps_its_status_although_it_is_not_loaded(monkeypatch):
+async def test_a_model_that_never_fits_keeps_its_status_although_it_is_not_loaded(monkeypatch):
     monkeypatch.setattr(openai, "HEADERS_SECONDS", 3600.0)
     monkeypatch.setattr(openai, "LOAD_HEADERS_SECONDS", 3600.0)
-
-    @in_loop
-    async def story():
-        async with harness(huge=100) as k:
-            there = Exchange(k, "/v1/chat/completions", chat("huge", "hi", stream=True))
-            await there.done
-            assert there.status == 507
-
-    story()
+    async with harness(huge=100) as k:
+        there = Exchange(k, "/v1/chat/completions", chat("huge", "hi", stream=True))
+        await there.done
+        assert there.status == 507
 
 
-@in_loop
 async def test_a_call_whose_client_leaves_while_it_waits_is_withdrawn():
     async with harness(a=16, b=16) as k:
         with k.rt.use("a"):
@@ -129,25 +113,19 @@ async def test_a_call_whose_client_leaves_while_it_waits_is_withdrawn():
             await until(lambda: k.gateway.state().waiting == {})
 
 
-def test_what_is_wrong_with_a_call_keeps_its_status(monkeypatch):
+async def test_what_is_wrong_with_a_call_keeps_its_status(monkeypatch):
     """A mistake is found before the call waits, so its status is sent, and not the headers of a stream."""
     monkeypatch.setattr(openai, "HEADERS_SECONDS", 60.0)
-
-    @in_loop
-    async def story():
-        async with harness(a=16) as k:
-            for body, status in (
-                (chat("none", stream=True), 404),
-                (chat("a", stream=True, n=0), 400),
-            ):
-                there = Exchange(k, "/v1/chat/completions", body)
-                await there.done
-                assert there.status == status
-
-    story()
+    async with harness(a=16) as k:
+        for body, status in (
+            (chat("none", stream=True), 404),
+            (chat("a", stream=True, n=0), 400),
+        ):
+            there = Exchange(k, "/v1/chat/completions", body)
+            await there.done
+            assert there.status == status
 
 
-@in_loop
 async def test_a_server_that_ends_is_alive_and_not_ready():
     """A supervisor sends no more calls there, and does not kill it before its last answers."""
     async with harness(a=16) as k:
@@ -162,7 +140,6 @@ async def test_a_server_that_ends_is_alive_and_not_ready():
             assert there.status == status
 
 
-@in_loop
 async def test_the_metrics_have_the_whole_time_of_a_call_and_the_process():
     async with harness(a=16) as k:
         await k.chat("a")
