@@ -5,8 +5,6 @@ reports how full the cards are. And it writes the file from which `tests/cuda_st
 for cuda-core, knows the processes. The stand-in runs in a helper process, as the real package does.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

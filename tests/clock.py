@@ -4,8 +4,6 @@ A test waits for an event, and never for a time. The end of a wait is only there
 later than the event on an idle machine, and later still where the machine is slow at the start of the run.
 """
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

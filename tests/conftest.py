@@ -4,8 +4,6 @@ No test sees settings from outside or downloads a model. The state directory of 
 empty.
 """
 
-from __future__ import annotations
-
 import gc
 import inspect
 import os

@@ -16,8 +16,6 @@ ends it, as argparse does. Environment variables change what it does:
     STAND_IN_CHILD     it starts a child in a session of its own, and writes the child's pid to this file
 """
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess

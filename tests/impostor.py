@@ -5,8 +5,6 @@
 The program poses as an engine, as any user of the machine can. With a UID it first becomes that user.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import socket

@@ -6,8 +6,6 @@ frontrun runs the threads one instruction at a time and chooses which one goes o
 of both threads, what each does with it, and what must hold. Source: https://pypi.org/project/frontrun/
 """
 
-from __future__ import annotations
-
 import gc
 import sys
 from typing import Any

@@ -6,8 +6,6 @@ developer's own catalogue, configuration or ledger. Kernels and other processes 
 later inherit this environment.
 """
 
-from __future__ import annotations
-
 import atexit
 import os
 import shutil

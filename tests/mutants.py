@@ -13,8 +13,6 @@ mutmut's own runner does not fit: it leaves out decorated functions, its trampol
 call, and it cannot sample lines. cosmic-ray runs one command for all mutants, in the working tree itself.
 """
 
-from __future__ import annotations
-
 import argparse
 import difflib
 import gc

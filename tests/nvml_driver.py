@@ -5,8 +5,6 @@ The library is built once with gcc from `fake_nvml.c`. A file describes its card
 this file while processes run. A conftest imports the fixtures `library`, `driver` and `host`.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The rights of this process on pages of its memory, as the system reports them."""
 
-from __future__ import annotations
-
 
 def writable(address: int) -> bool:
     """Whether this process may write the page at the `address`."""

@@ -1,7 +1,5 @@
 """A Redis server for tests. It has its own socket and directory, which are removed with the server."""
 
-from __future__ import annotations
-
 import shutil
 import subprocess
 import tempfile

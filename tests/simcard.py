@@ -15,8 +15,6 @@ Without `caching` a segment has exactly one block, and is given back with this b
 does not know tensors.
 """
 
-from __future__ import annotations
-
 import bisect
 import collections
 import ctypes

@@ -28,8 +28,6 @@ card. A copy with `non_blocking=True` reads and writes any host memory late; CUD
 pinned memory only.
 """
 
-from __future__ import annotations
-
 import gc
 import threading
 from collections.abc import Callable, Iterator

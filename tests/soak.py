@@ -3,8 +3,6 @@
 `make soak` writes them to tests/bench/SOAK.md.
 """
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

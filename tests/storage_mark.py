@@ -1,7 +1,5 @@
 """The call that marks a storage so that every access raises an error. CPU builds of torch lack it."""
 
-from __future__ import annotations
-
 import ctypes
 import hashlib
 import os

@@ -5,8 +5,6 @@ index. Without this method, models would move in another way there, and the test
 would not test what users run.
 """
 
-from __future__ import annotations
-
 import ctypes
 from collections.abc import Callable
 from functools import partial

@@ -1,7 +1,5 @@
 """The small models of `gpu_runtime.samples`, and helpers that damage or rearrange their files."""
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

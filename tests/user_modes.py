@@ -1,7 +1,5 @@
 """The modes of torch that a user's code may open, each as a context manager."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager

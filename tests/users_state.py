@@ -1,7 +1,5 @@
 """What belongs to the user of a process: generators, defaults, filters, handlers and settings."""
 
-from __future__ import annotations
-
 import decimal
 import faulthandler
 import gc

@@ -5,8 +5,6 @@ Devices are keywords: `sim0=8` is 8 GiB on `sim:0`, `cuda1="500 MiB"` is 500 MiB
 test sets another. The time is always 1000.0 s after boot.
 """
 
-from __future__ import annotations
-
 import re
 from collections.abc import Callable, Iterable
 from typing import Any

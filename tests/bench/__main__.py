@@ -4,8 +4,6 @@ The figures are ratios and medians of one run on one machine. Compared values ar
 suite does not run this module.
 """
 
-from __future__ import annotations
-
 import argparse
 from collections.abc import Callable, Iterator, Mapping
 

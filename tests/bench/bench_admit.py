@@ -5,8 +5,6 @@ chooses victims. An exhaustive search over all subsets of these models is measur
 has 1,024 leases and tickets, the largest number.
 """
 
-from __future__ import annotations
-
 import itertools
 import time
 from collections.abc import Callable, Iterable

@@ -1,7 +1,5 @@
 """Measures look-ahead in real kernels: the load time that it hides, and what it costs the running cell."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import re

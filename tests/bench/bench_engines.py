@@ -7,8 +7,6 @@ process for the other, including the work on leases and book. Swap and start are
 alternately, so that noise affects both.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import statistics

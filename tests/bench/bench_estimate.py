@@ -4,8 +4,6 @@ The files have real headers, and holes in place of weights. Before each round th
 (`POSIX_FADV_DONTNEED`). Directory entries stay cached.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import statistics

@@ -7,8 +7,6 @@ Then it simulates the messages at the controller, for up to 2,000 hosts. Each ho
 eight cards and 40 leases. The decision is compared with one that lets every host make a plan.
 """
 
-from __future__ import annotations
-
 import pickle
 import time
 from random import Random

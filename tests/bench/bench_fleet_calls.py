@@ -7,8 +7,6 @@ Blocks of calls alternate. In the fleet's call, the model runs in a child proces
 result pass one process more than in Ray's own call.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import statistics

@@ -5,8 +5,6 @@
 Three hosts with simulated cards, fake models, and Ray's short health settings. Each time is one measurement.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import tempfile

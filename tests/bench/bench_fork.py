@@ -3,8 +3,6 @@
 The two processes fork in turn, so that both see the same machine.
 """
 
-from __future__ import annotations
-
 import os
 import statistics
 import subprocess

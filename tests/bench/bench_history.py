@@ -4,8 +4,6 @@ There are eight devices with 25 leases each. A moment of each device is written 
 thinned out, as by the recorder. The journal is full. The moments are read as for a chart of 600 points.
 """
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

@@ -6,8 +6,6 @@ completion over HTTP, compared with calling the same llama.cpp engine directly.
 The server, its client and its engines share the cores. `wrk` comes with most systems (`apt install wrk`).
 """
 
-from __future__ import annotations
-
 import http.client
 import json
 import os

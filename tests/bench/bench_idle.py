@@ -4,8 +4,6 @@ The figure is the processor time of all processes together during some seconds w
 measures it.
 """
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import tempfile

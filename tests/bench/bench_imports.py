@@ -1,7 +1,5 @@
 """Measures the time of imports, compared with `import torch` in the same run. Each import has its own process."""
 
-from __future__ import annotations
-
 import statistics
 import subprocess
 import sys

@@ -4,8 +4,6 @@ With 50 leases in the book, a transaction should take at most twice as long as a
 mode.
 """
 
-from __future__ import annotations
-
 import sqlite3
 import statistics
 import tempfile

@@ -4,8 +4,6 @@ All cards are simulated. So a copy "into memory obtained the same way" is a copy
 work of one thread is measured in its processor time, which other programs on the machine disturb little.
 """
 
-from __future__ import annotations
-
 import gc
 import os
 import statistics

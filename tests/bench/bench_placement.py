@@ -6,8 +6,6 @@ worlds that are so small that every set of leases on every card can be tried. Th
 with the fewest bytes that could be freed.
 """
 
-from __future__ import annotations
-
 import itertools
 import statistics
 import time

@@ -1,7 +1,5 @@
 """Compares offload and restore of a large module with a preallocated copy of the same number of bytes, in one run."""
 
-from __future__ import annotations
-
 import statistics
 import time
 from collections.abc import Callable

@@ -4,8 +4,6 @@ Each figure is compared with the same engine called directly. The two are measur
 with room for one are compared with llama-server's router.
 """
 
-from __future__ import annotations
-
 import contextlib
 import http.client
 import json

@@ -5,8 +5,6 @@ simulation of cards and loads. The second uses a real gateway over a real runtim
 the same code, with the calls in order of arrival.
 """
 
-from __future__ import annotations
-
 import asyncio
 import heapq
 import random

@@ -5,8 +5,6 @@ With the usual 5 s, the second process waited for the end of this period.
 
 """
 
-from __future__ import annotations
-
 import ctypes
 import json
 import mmap

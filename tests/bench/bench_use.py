@@ -1,7 +1,5 @@
 """Measures `with rt.use` of a model that is on its device, with 50 leases in a SQLite book and a running monitor."""
 
-from __future__ import annotations
-
 import statistics
 import tempfile
 import time

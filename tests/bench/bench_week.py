@@ -12,8 +12,6 @@ The rules are those of the two projects' documents:
   with the fewest evictions is chosen. An evicted model stays in host memory while there is room, the oldest leaves.
 """
 
-from __future__ import annotations
-
 import heapq
 import math
 from collections import OrderedDict, deque

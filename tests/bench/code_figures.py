@@ -4,8 +4,6 @@ It counts the package (`gpu_runtime`, `kernel_ext`, `panels`) in a directory, wi
 The seconds of lint, check and test are measured by hand.
 """
 
-from __future__ import annotations
-
 import ast
 import io
 import re

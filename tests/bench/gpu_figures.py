@@ -8,8 +8,6 @@ for each figure that only a card can give.
     python -m tests.bench.gpu_figures --put figures.md          # measures nothing: puts the file into RESULTS.md
 """
 
-from __future__ import annotations
-
 import argparse
 import gc
 import statistics

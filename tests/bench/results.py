@@ -1,7 +1,5 @@
 """RESULTS.md: one table, one line a row. A row is known by what it measures; its history is git's."""
 
-from __future__ import annotations
-
 import datetime
 import os
 import platform

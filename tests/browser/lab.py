@@ -1,7 +1,5 @@
 """Runs a real JupyterLab on loopback with given notebooks, which Chromium opens."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -4,8 +4,6 @@ The pictures show the real page of the console in a real Chromium, in both theme
 up, so that every run gives the same pictures. The notebooks are run in a real JupyterLab.
 """
 
-from __future__ import annotations
-
 import sys
 import tempfile
 from pathlib import Path

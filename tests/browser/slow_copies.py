@@ -3,8 +3,6 @@
 Parking and the return to the card then take SWAP_SECONDS together.
 """
 
-from __future__ import annotations
-
 import os
 import time
 from typing import Any

@@ -3,8 +3,6 @@
 The console is live, its buttons act, it adds little to the notebook's file, and it is no use of the notebook.
 """
 
-from __future__ import annotations
-
 import json
 import shutil
 import time

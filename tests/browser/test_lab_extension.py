@@ -3,8 +3,6 @@
 All tests share one JupyterLab, one browser and two notebooks.
 """
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

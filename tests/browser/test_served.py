@@ -1,7 +1,5 @@
 """The served console in a real Chromium, with real kernels and two sessions."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 import shutil

@@ -1,7 +1,5 @@
 """The figures of the console are those of the ledger, also if leases change while the page is drawn."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 import time

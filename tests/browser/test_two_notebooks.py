@@ -3,8 +3,6 @@
 No cell uses `rt`. The simulated card has room for one of the two notebooks.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil

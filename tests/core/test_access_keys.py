@@ -1,7 +1,5 @@
 """The file of keys: who may read it, what a mistake in it does, and the verb that writes it."""
 
-from __future__ import annotations
-
 import json
 import os
 from concurrent.futures import ThreadPoolExecutor

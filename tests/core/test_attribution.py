@@ -1,7 +1,5 @@
 """The name of the person for whom a thread acts."""
 
-from __future__ import annotations
-
 import threading
 
 from gpu_runtime.attribution import MOST_LETTERS, attributed, on_behalf_of, printable, speaking_for

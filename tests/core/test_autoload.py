@@ -1,7 +1,5 @@
 """`gpu autoload` adds one block to the environment's IPython configuration. Undoing it removes only this block."""
 
-from __future__ import annotations
-
 import os
 import stat
 import sys

@@ -5,8 +5,6 @@ The reference pages list only names; the texts come from the code (`docs/_ext/re
 page lists a setting, verb, error, route or field, it is missing from the site, and a test fails.
 """
 
-from __future__ import annotations
-
 import inspect
 import json
 import os

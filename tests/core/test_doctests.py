@@ -1,7 +1,5 @@
 """The examples in docstrings run and give the results that they show."""
 
-from __future__ import annotations
-
 import builtins
 import doctest
 import importlib

@@ -1,7 +1,5 @@
 """Faults of drivers and engines that can be recognised only by their text. Other errors are not taken for faults."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.fault_texts import Kind, recognise

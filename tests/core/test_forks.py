@@ -1,7 +1,5 @@
 """Every lock of a module is free in a forked child, whichever thread of the parent holds it."""
 
-from __future__ import annotations
-
 import ast
 import threading
 from pathlib import Path

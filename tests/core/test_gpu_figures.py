@@ -1,7 +1,5 @@
 """`make gpu-figures` measures a simulated accelerator with the same code as a real card."""
 
-from __future__ import annotations
-
 import datetime
 import re
 import sys

@@ -1,7 +1,5 @@
 """The tests of a real card can be collected where few packages are installed, and they say what is missing."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Importing `gpu_runtime` or `gpu` loads no library that is only needed later."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

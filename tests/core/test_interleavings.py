@@ -1,7 +1,5 @@
 """In chosen interleavings of two threads, what must hold of both holds."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """Whether this process's kernel is running a cell, and since when."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.kernel_activity import Activity, State

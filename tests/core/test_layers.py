@@ -5,8 +5,6 @@ may import.
 file. The one exception is the public facade: `gpu_runtime/__init__` opens `gpu_runtime.runtime`.
 """
 
-from __future__ import annotations
-
 import ast
 from collections.abc import Iterator
 from pathlib import Path

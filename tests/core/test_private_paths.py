@@ -1,7 +1,5 @@
 """The directories and files that are made for this user, whatever the umask of the process is."""
 
-from __future__ import annotations
-
 import os
 import stat
 import subprocess

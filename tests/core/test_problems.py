@@ -1,7 +1,5 @@
 """The problems of a host: which conditions are problems, and which are not."""
 
-from __future__ import annotations
-
 import pytest
 from msgspec.structs import replace
 

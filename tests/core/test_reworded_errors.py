@@ -1,7 +1,5 @@
 """Errors of the system and of other packages become one sentence; errors of the user's code stay."""
 
-from __future__ import annotations
-
 import _thread
 import errno
 import runpy

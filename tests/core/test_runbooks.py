@@ -1,7 +1,5 @@
 """The titles, links and tables of the runbooks match the code and the docs. nbval runs the runbooks."""
 
-from __future__ import annotations
-
 import json
 import re
 from pathlib import Path

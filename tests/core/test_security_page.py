@@ -1,7 +1,5 @@
 """The page on security names a test for each sentence, and each of these tests exists."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

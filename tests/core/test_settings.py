@@ -1,7 +1,5 @@
 """Settings: where a value comes from, which values are rejected, and the rules that decisions use."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

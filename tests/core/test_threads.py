@@ -1,7 +1,5 @@
 """The threads of this package start in one step. An interrupt leaves a thread either started or not started."""
 
-from __future__ import annotations
-
 import ast
 import os
 import signal

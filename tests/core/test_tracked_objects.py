@@ -1,7 +1,5 @@
 """Objects are listed in one step, so that a thread that builds a tuple is not disturbed."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

@@ -1,7 +1,5 @@
 """Sizes and durations as text. Text is parsed as people mean it, and text that we show can be parsed again."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

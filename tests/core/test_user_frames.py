@@ -1,7 +1,5 @@
 """The lines of the user's own code under an error, and the one line of an interrupt."""
 
-from __future__ import annotations
-
 import json
 import sys
 

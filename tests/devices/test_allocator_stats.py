@@ -1,7 +1,5 @@
 """Maps of allocators. A map has every reserved byte of a simulated card or of torch's snapshot."""
 
-from __future__ import annotations
-
 import contextlib
 
 import msgspec

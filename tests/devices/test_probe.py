@@ -1,7 +1,5 @@
 """The probe: which devices it finds, in which order, and its report if a driver fails or hangs."""
 
-from __future__ import annotations
-
 import os
 import sys
 import threading

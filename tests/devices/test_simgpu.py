@@ -4,8 +4,6 @@ A program that frees or reads memory before the work on that memory is done is w
 also compute wrong values here. Otherwise the tests that use this accelerator could not fail.
 """
 
-from __future__ import annotations
-
 import gc
 
 import pytest

@@ -3,8 +3,6 @@
 No byte is lost, free neighbours are joined, and a request for at most the free bytes always fits.
 """
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import mmap

@@ -1,7 +1,5 @@
 """The user has replaced torch's allocator on a card. torch then refuses some or all figures."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -3,8 +3,6 @@
 The tests use recorded and documented answers of the vendors' tools.
 """
 
-from __future__ import annotations
-
 import sys
 import types
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Fixtures of the faces: an IPython shell with the extension loaded, a runtime of its own, and clocks that read UTC."""
 
-from __future__ import annotations
-
 import builtins
 import os
 import sys

@@ -2,8 +2,6 @@
 are drawn with a seed.
 """
 
-from __future__ import annotations
-
 import random
 
 from gpu_runtime.facts import Event, History, Level, Moment

@@ -1,7 +1,5 @@
 """A poller over a runtime that returns fixed answers. The test calls its polls itself."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 from typing import Any
 

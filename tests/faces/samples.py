@@ -1,7 +1,5 @@
 """Sample snapshots: a busy one, an empty one, and snapshots with several kinds of trouble."""
 
-from __future__ import annotations
-
 import random
 
 from msgspec.structs import replace

@@ -6,8 +6,6 @@ RGB. The distance is CIEDE2000 (Sharma, Wu & Dalal 2005); people can just tell t
 a distance of about 1. The contrast is that of WCAG 2.2.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 SIGHT = {

@@ -1,7 +1,5 @@
 """The activity: events as lines that open, and as a CSV file."""
 
-from __future__ import annotations
-
 import csv
 import io
 

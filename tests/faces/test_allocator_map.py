@@ -2,8 +2,6 @@
 too small to be seen.
 """
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -5,8 +5,6 @@ People type or paste these words, and scripts make them. No verb may answer with
 none may leave a book that other processes cannot decode.
 """
 
-from __future__ import annotations
-
 import contextlib
 import io
 import itertools

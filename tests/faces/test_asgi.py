@@ -2,8 +2,6 @@
 a client disconnects.
 """
 
-from __future__ import annotations
-
 import asyncio
 import socket
 

@@ -1,7 +1,5 @@
 """The role of a request follows from its credentials, and from nothing else."""
 
-from __future__ import annotations
-
 import secrets
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The stacked bars of the console. Every byte is counted once, and an unknown figure stays unknown."""
 
-from __future__ import annotations
-
 import pytest
 from gpu_panels.data import device_totals, device_words
 from hypothesis import given

@@ -1,7 +1,5 @@
 """Which models a cell uses. The scan reads only the text of the cell."""
 
-from __future__ import annotations
-
 import pytest
 from gpu import cell_scan
 from gpu.cell_scan import Scan, ScannedModels

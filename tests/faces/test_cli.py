@@ -1,7 +1,5 @@
 """The `gpu` command: the verbs of the table, one line for each failure, and the exit codes."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json

@@ -1,7 +1,5 @@
 """Text answers are compressed, once for each file, and an event is never held back."""
 
-from __future__ import annotations
-
 import gzip
 
 import pytest

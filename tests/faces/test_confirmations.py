@@ -2,8 +2,6 @@
 changes since the click.
 """
 
-from __future__ import annotations
-
 from contextlib import nullcontext
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """The page of one session, without a browser: what it shows, what a click does, and how it ends."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import threading

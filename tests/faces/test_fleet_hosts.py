@@ -1,7 +1,5 @@
 """What the console reads of a fleet, and which agent carries out its actions. Without Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import contextvars
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """The hosts of a fleet, shown as text and as HTML: one bar for each host."""
 
-from __future__ import annotations
-
 import re
 
 from msgspec.structs import replace

@@ -1,7 +1,5 @@
 """Strangers without a token cannot keep anybody out, fill the log, or use up the server's files."""
 
-from __future__ import annotations
-
 import asyncio
 import errno
 import logging

@@ -1,7 +1,5 @@
 """The real console with a client that has no buttons. The client forges the messages that buttons send."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import subprocess

@@ -1,7 +1,5 @@
 """The tab Fragmentation: its table, its report, its picture, and the actions of its buttons."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

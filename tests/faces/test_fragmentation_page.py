@@ -1,7 +1,5 @@
 """The tab Fragmentation in a real browser. It draws the memory of another kernel, and a click releases it."""
 
-from __future__ import annotations
-
 import sys
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The tables of verbs show units for people. Their columns keep the raw numbers for code."""
 
-from __future__ import annotations
-
 import os
 
 import pandas

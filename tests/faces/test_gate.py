@@ -2,8 +2,6 @@
 viewers who forge messages.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The HTML that a notebook shows. It is safe, the same each time, and readable without colours."""
 
-from __future__ import annotations
-
 import re
 from html.parser import HTMLParser
 

@@ -1,7 +1,5 @@
 """The console as a Panel object in a notebook: where it is live, where it is a picture, and what the file keeps."""
 
-from __future__ import annotations
-
 import base64
 import gc
 import json

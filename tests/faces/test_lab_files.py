@@ -1,7 +1,5 @@
 """The files that JupyterLab loads into the browser."""
 
-from __future__ import annotations
-
 import hashlib
 import json
 import re

@@ -1,7 +1,5 @@
 """One reader serves all browser tabs of a Jupyter server, and carries out their actions."""
 
-from __future__ import annotations
-
 import json
 import os
 import threading

@@ -1,7 +1,5 @@
 """The status bar and the side panel of JupyterLab: what they show of a snapshot."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

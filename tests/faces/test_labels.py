@@ -1,7 +1,5 @@
 """Every face shows the same label for the same lease: its state, its holder and its cards."""
 
-from __future__ import annotations
-
 import inspect
 import re
 

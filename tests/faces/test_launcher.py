@@ -1,7 +1,5 @@
 """The tile in JupyterLab's launcher: a click in a real JupyterLab opens the console, and strangers cannot open it."""
 
-from __future__ import annotations
-
 import http.client
 import json
 import subprocess

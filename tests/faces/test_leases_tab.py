@@ -2,8 +2,6 @@
 a notebook's variables.
 """
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 

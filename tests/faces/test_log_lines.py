@@ -1,7 +1,5 @@
 """The log lines of background threads do not appear in a cell."""
 
-from __future__ import annotations
-
 import logging
 import threading
 

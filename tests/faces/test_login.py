@@ -1,7 +1,5 @@
 """Ways to log in without a token: Panel's own login, with roles for names, and a private Unix socket."""
 
-from __future__ import annotations
-
 import errno
 import http.client
 import json

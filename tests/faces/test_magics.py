@@ -1,7 +1,5 @@
 """%gpu and %%gpu in a shell: every verb, every kind of error, and the state afterwards."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -5,8 +5,6 @@ The kernel of these tests is a stand-in that calls the hooks as ipykernel does.
 tests/stories/test_kernel_versions.py tests real kernels of two versions.
 """
 
-from __future__ import annotations
-
 import ast
 import asyncio
 import threading

@@ -2,8 +2,6 @@
 errors of failing cells.
 """
 
-from __future__ import annotations
-
 import os
 import re
 

@@ -1,7 +1,5 @@
 """The cells that come next, as read from the notebook's file and from the command line of the program that runs it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """The tab Now, without a browser: the rows of the devices, what is kept for whom, and the buttons."""
 
-from __future__ import annotations
-
 import json
 import re
 

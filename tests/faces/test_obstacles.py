@@ -4,8 +4,6 @@ reason not to park the notebook.
 `tests/stories/test_parking.py` has some of these cases in a real kernel.
 """
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import datetime

@@ -1,7 +1,5 @@
 """The console's colours. Every viewer can tell them apart, in both themes, and each process keeps its colour."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

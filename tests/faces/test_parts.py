@@ -1,7 +1,5 @@
 """A model in parts is shown with its bytes on the card and in host memory, by the same words everywhere."""
 
-from __future__ import annotations
-
 from gpu_panels.data import confirmations, device_totals, whatif
 from gpu_panels.data.model_rows import models
 from msgspec.structs import replace

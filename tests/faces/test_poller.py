@@ -1,7 +1,5 @@
 """One poller serves all sessions. It polls only while a session is open, and survives failures of the ledger."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

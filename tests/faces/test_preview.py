@@ -1,7 +1,5 @@
 """The first figures inside the HTML of the console's page."""
 
-from __future__ import annotations
-
 import json
 import re
 from types import SimpleNamespace

@@ -2,8 +2,6 @@
 user's is never among them.
 """
 
-from __future__ import annotations
-
 import ast
 import gc
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The rows of the tables of models, leases and the queue, made from a snapshot."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

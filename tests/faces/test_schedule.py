@@ -1,7 +1,5 @@
 """The schedule of waiting cells and their models, shown as text and as HTML."""
 
-from __future__ import annotations
-
 from gpu_runtime.facts import CellModels, Schedule, ScheduledModel
 from gpu_runtime.rendering import render, schedule
 

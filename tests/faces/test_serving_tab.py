@@ -1,7 +1,5 @@
 """The tab Serving shows what a gateway did: calls, clients, jobs and breakers."""
 
-from __future__ import annotations
-
 import json
 import time
 from types import SimpleNamespace

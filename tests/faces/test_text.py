@@ -1,7 +1,5 @@
 """The text for a terminal. Tests compare whole strings, because the alignment is part of the meaning."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """The tab Timeline: what is drawn of the record, and which time is shown."""
 
-from __future__ import annotations
-
 import itertools
 import json
 

@@ -2,8 +2,6 @@
 names the option to remove.
 """
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

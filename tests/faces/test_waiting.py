@@ -1,7 +1,5 @@
 """A cell shows a line while its model waits. The line is removed when the model is loaded."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import threading

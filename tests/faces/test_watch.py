@@ -1,7 +1,5 @@
 """`gpu status --watch`: a live view in a terminal, with problems on top and the largest holder first."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

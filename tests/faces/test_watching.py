@@ -1,7 +1,5 @@
 """Programs that only watch open the ledger that this user's processes use."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """The tab What if. It shows a plan in words and the bars after the plan, and changes nothing."""
 
-from __future__ import annotations
-
 import json
 from contextlib import nullcontext
 

@@ -2,8 +2,6 @@
 what becomes free without them.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import json

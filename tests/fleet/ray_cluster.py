@@ -1,7 +1,5 @@
 """A Ray cluster on this machine, with hosts that have simulated cards. Every host is a Ray node."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import signal

@@ -1,7 +1,5 @@
 """What a person reads if there is no Ray, no token, or no cluster."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from types import SimpleNamespace

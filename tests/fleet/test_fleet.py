@@ -3,8 +3,6 @@
 The tests share one cluster and run in this order. The last ones kill what the others need.
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import shutil

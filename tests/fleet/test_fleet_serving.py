@@ -1,7 +1,5 @@
 """`gpu serve --fleet` on a real Ray cluster: two hosts on this machine, with simulated cards."""
 
-from __future__ import annotations
-
 import asyncio
 import contextlib
 import os

@@ -1,7 +1,5 @@
 """The long stories of the fleet, run by `make soak`: many clients, and a real model."""
 
-from __future__ import annotations
-
 import os
 import random
 import signal

@@ -1,7 +1,5 @@
 """Holds: one thread for each use of a model by a client of the fleet."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime import Busy, NodeLost, Runtime, UnknownModel

@@ -1,7 +1,5 @@
 """Hosts are tried one after the other, in the order of their offers."""
 
-from __future__ import annotations
-
 import logging
 from typing import Any
 

@@ -1,7 +1,5 @@
 """A `with fleet.use(…)` block whose host dies. With `retry`, its calls run again on another host."""
 
-from __future__ import annotations
-
 import pickle
 from types import SimpleNamespace
 from typing import Any

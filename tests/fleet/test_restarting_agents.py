@@ -1,7 +1,5 @@
 """A host whose agent is being restarted has not refused the model. No cluster is needed here."""
 
-from __future__ import annotations
-
 import itertools
 import threading
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """What wishes do on the hosts: the agents and the controller run in this process, without Ray."""
 
-from __future__ import annotations
-
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path

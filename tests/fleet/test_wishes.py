@@ -1,7 +1,5 @@
 """The wishes of the fleet: pure values, and the only state that the controller has."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

@@ -3,8 +3,6 @@
 It runs inside the kernel of the notebook, which has no other file of the tests.
 """
 
-from __future__ import annotations
-
 import hashlib
 import json
 import random

@@ -5,8 +5,6 @@ those of `gpu park PID` do. The same notebook also runs in a kernel without gpu-
 leave the same tensors and random generators.
 """
 
-from __future__ import annotations
-
 import datetime
 import json
 import os

@@ -3,8 +3,6 @@
 `make frameworks` makes the environment of the frameworks, runs this file, and writes RESULTS.md.
 """
 
-from __future__ import annotations
-
 import pytest
 
 from . import matrix

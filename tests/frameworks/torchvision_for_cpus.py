@@ -7,8 +7,6 @@ file is linked to three libraries of CUDA. So three libraries of the same names 
 The file's search path, which leads to no folder, is replaced by the file's own folder.
 """
 
-from __future__ import annotations
-
 import re
 import subprocess
 import tempfile

@@ -1,7 +1,5 @@
 """A gateway over simulated cards, with a clock that the test sets and engines that follow a script."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator
 from contextlib import asynccontextmanager, contextmanager

@@ -1,7 +1,5 @@
 """A server on this machine with OpenAI's HTTP API and prepared answers, in place of an engine or a cloud."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from collections.abc import AsyncIterator

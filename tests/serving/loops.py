@@ -1,7 +1,5 @@
 """Runs coroutines in tests, either to their end or step by step, without sleeping."""
 
-from __future__ import annotations
-
 import asyncio
 import functools
 from collections.abc import Callable, Coroutine

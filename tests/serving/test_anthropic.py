@@ -1,7 +1,5 @@
 """`/v1/messages` is the chat route in the format of Anthropic's clients."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

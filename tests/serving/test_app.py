@@ -1,7 +1,5 @@
 """The application around the routes. The tests check roles, request bodies, jobs and metrics."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

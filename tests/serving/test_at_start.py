@@ -1,7 +1,5 @@
 """Aliases, replicas and models that are loaded at the start, as `tasks.yaml` names them."""
 
-from __future__ import annotations
-
 import asyncio
 
 import pytest

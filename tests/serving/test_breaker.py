@@ -1,7 +1,5 @@
 """Circuit breakers: five failures in a row open a breaker for 30 s, and then one call may try the model."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from hypothesis.strategies import integers, sampled_from

@@ -1,7 +1,5 @@
 """The records of clients, and the changes that profiles and fields make to a prompt."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st

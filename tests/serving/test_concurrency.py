@@ -1,7 +1,5 @@
 """How many calls a model runs at once."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.facts import ModelSpec

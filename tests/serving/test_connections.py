@@ -1,7 +1,5 @@
 """Connections to engines are used again, and none is shared by two requests at a time."""
 
-from __future__ import annotations
-
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager

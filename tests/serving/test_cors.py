@@ -1,7 +1,5 @@
 """GPU_SERVE_CORS: pages of the named origins may call the server, with a token in a header."""
 
-from __future__ import annotations
-
 import pytest
 from tornado.httpclient import AsyncHTTPClient, HTTPResponse
 from tornado.httpserver import HTTPServer

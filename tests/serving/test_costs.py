@@ -1,7 +1,5 @@
 """The expected duration of a call, from the durations of earlier calls."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """The start and the end of `gpu serve`: mistakes in `tasks.yaml`, SIGHUP and SIGTERM."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

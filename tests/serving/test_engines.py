@@ -1,7 +1,5 @@
 """Real small models behind the gateway: transformers modules, and GGUF files in a llama.cpp worker."""
 
-from __future__ import annotations
-
 import asyncio
 import base64
 import importlib.util

@@ -1,7 +1,5 @@
 """Which fields of a request each backend can serve. A field is served or refused, and never ignored."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 The tests check which model answers, which calls are refused, and that nothing remains of a call that ended.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """If a client disconnects, its model is released, and a load that only this client needs is stopped."""
 
-from __future__ import annotations
-
 import asyncio
 import threading
 from collections.abc import Awaitable, Callable

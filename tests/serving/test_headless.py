@@ -1,7 +1,5 @@
 """`gpu serve` as a real process. With Panel it also serves the console; without Panel it serves all other routes."""
 
-from __future__ import annotations
-
 import asyncio
 import http.client
 import json

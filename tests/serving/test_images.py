@@ -1,7 +1,5 @@
 """Images in chats: what is read and refused, and a real small model that reads them."""
 
-from __future__ import annotations
-
 import base64
 import io
 from contextlib import asynccontextmanager

@@ -1,7 +1,5 @@
 """A model stays warm for the longest time that its calls set, and as long as a call holds the model."""
 
-from __future__ import annotations
-
 from gpu_runtime.serving.queue.keep_warm import RETRY_SECONDS, KeepWarm
 from tests.serving.harness import Clock
 from tests.serving.loops import settle

@@ -3,8 +3,6 @@
 `tests/core/test_access_keys.py` tests their file, GPU_SERVE_KEYS.
 """
 
-from __future__ import annotations
-
 import asyncio
 import logging
 from typing import Any

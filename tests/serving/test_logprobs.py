@@ -1,7 +1,5 @@
 """The probabilities of the tokens that real small models write, against the models' own figures."""
 
-from __future__ import annotations
-
 import json
 import math
 from types import SimpleNamespace

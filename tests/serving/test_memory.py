@@ -1,7 +1,5 @@
 """Each route `/memory/*` answers in the format of the Semantik governor."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

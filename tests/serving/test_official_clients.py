@@ -3,8 +3,6 @@
 `docs/guides/serving.md` has the versions that were tried. LiteLLM is not in the extra `test`, because it is large.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys

@@ -1,7 +1,5 @@
 """`/api/*` answers Ollama's clients: it translates the routes for chats, texts and embeddings."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from datetime import UTC, datetime

@@ -1,7 +1,5 @@
 """Engines that are servers, and clouds. In these tests a server on this machine plays both roles."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from types import SimpleNamespace

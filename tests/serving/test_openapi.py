@@ -1,7 +1,5 @@
 """The OpenAPI description is correct: valid calls are answered, and no request breaks the server."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import HealthCheck, given, settings
 

@@ -3,8 +3,6 @@
 No call waits for ever.
 """
 
-from __future__ import annotations
-
 import random
 from collections import Counter
 from unittest import mock

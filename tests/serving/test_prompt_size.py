@@ -3,8 +3,6 @@
 The prompt is refused before all of it is tokenised, and before its call waits for the model.
 """
 
-from __future__ import annotations
-
 import asyncio
 import sys
 import threading

@@ -4,8 +4,6 @@ The call's frames have the prompt and the model's object. An error that its own 
 frames until the next collection, which is rare in `gpu serve`.
 """
 
-from __future__ import annotations
-
 import asyncio
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """The request log has one line for each call, however the call ends."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import logging

@@ -1,7 +1,5 @@
 """What a request's body may contain, and the call that is read from it."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

@@ -1,7 +1,5 @@
 """JSON schemas: what the library llguidance enforces is enforced by both engines, and all else is refused."""
 
-from __future__ import annotations
-
 import json
 from typing import Any
 

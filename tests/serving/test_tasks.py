@@ -1,7 +1,5 @@
 """The choice of models that may answer: the candidates of a task, the stand-ins of a model, and clouds."""
 
-from __future__ import annotations
-
 import os
 from contextlib import closing
 

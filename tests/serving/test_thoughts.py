@@ -1,7 +1,5 @@
 """The thoughts of a model are `reasoning_content`, and its answer is the content."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

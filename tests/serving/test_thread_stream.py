@@ -3,8 +3,6 @@
 The values keep their order, errors reach the reader, and no work is left running.
 """
 
-from __future__ import annotations
-
 import asyncio
 import threading
 

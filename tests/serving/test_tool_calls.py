@@ -1,7 +1,5 @@
 """Tool calls are read from the text of a model, in the format of its family."""
 
-from __future__ import annotations
-
 import json
 from types import SimpleNamespace
 from typing import Any

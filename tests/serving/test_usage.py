@@ -1,7 +1,5 @@
 """Usage and jobs are counted and kept over a restart of the server."""
 
-from __future__ import annotations
-
 import asyncio
 import logging
 import os

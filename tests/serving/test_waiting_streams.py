@@ -1,7 +1,5 @@
 """A caller of a stream gets the headers before the answer begins, and then learns what the call waits for."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 from typing import Any
