@@ -50,7 +50,6 @@ def lab(tmp_path_factory):
 
 
 def run_next(lab):
-    """Runs the selected cell."""
     lab.page.keyboard.press("Shift+Enter")
 
 
@@ -179,7 +178,6 @@ def test_the_page_is_updated_while_a_long_cell_runs(live):
     int(ipykernel.__version__.split(".")[0]) < 7, reason="needs the subshells of ipykernel 7"
 )
 def test_a_click_acts_while_a_long_cell_runs(live):
-    """A click is handled in a subshell of the kernel while a cell runs."""
     live.tab("Models")
     live.row("qwen", "warm").locator("button", has_text="Restore").click()
     live.page.locator("[role=dialog] button", has_text="Restore").click()

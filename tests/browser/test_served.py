@@ -235,7 +235,6 @@ def test_the_figures_are_shown_before_panels_scripts_have_arrived(chromium, serv
 
 
 def background(seen) -> str:
-    """The background colour of the page."""
     return seen.page.evaluate(BACKGROUND)
 
 

@@ -175,7 +175,6 @@ def test_every_status_is_documented():
 
 
 def test_every_method_of_the_runtime_is_listed_once():
-    """The page lists every public method and property of the runtime once."""
     members = inspect.getmembers(Runtime, lambda each: callable(each) or isinstance(each, property))
     public = [name for name, _ in members if not name.startswith("_")]
     methods = [name for name in listed("reference/python", "functions") if hasattr(Runtime, name)]

@@ -136,7 +136,6 @@ def test_a_bad_value_is_rejected_in_one_sentence(environment, name, value, expec
     ("inference_gpu_index", True), ("eviction_grace_seconds", [5]),
 ])  # fmt: skip
 def test_a_wrong_type_is_rejected(name, value):
-    """A value of a wrong type is rejected: a number is not text, and True is not 100 %."""
     with pytest.raises(BadSetting) as error:
         Settings.load(**{name: value})
     assert error.value.setting == name

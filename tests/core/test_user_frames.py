@@ -14,7 +14,6 @@ def refuse(name="qwen"):
 
 
 def caught(work, *arguments):
-    """The error that `work` raises."""
     with pytest.raises(BaseException) as found:
         work(*arguments)
     return found.value

@@ -100,7 +100,6 @@ class Conversation:
 
     @staticmethod
     def ids(document: str, model: str) -> list[str]:
-        """The ids of all models of the class `model` in the document."""
         return re.findall(rf'"name":"{re.escape(model)}","id":"([^"]+)"', document)
 
     async def _receive(self) -> list[str]:

@@ -24,7 +24,6 @@ def event(seq, action="offloaded", model="llama", ago=60.0, owner=samples.ME.id,
 
 
 def line(*arguments, **more):
-    """The line of one event."""
     (found,) = lines([event(1, *arguments, **more)], samples.busy)
     return found
 

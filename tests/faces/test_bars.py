@@ -17,7 +17,6 @@ from . import samples
 
 
 def stretches(snapshot, device=0):
-    """The stretches of a device's bar, by their titles."""
     return {one.title: one for one in device_totals.bars(snapshot)[device].stretches}
 
 
@@ -239,7 +238,6 @@ def test_a_drained_card_shows_the_person_and_the_time():
 
 
 def test_a_simulated_card_among_real_ones_is_labelled():
-    """A simulated card among real ones has a label. If all cards are simulated, the status bar says so once."""
     view = samples.busy.devices[0]
     assert "simulated" in device_words.notices(replace(samples.busy, simulated=False), view)
     assert device_words.notices(samples.busy, view) == []

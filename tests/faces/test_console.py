@@ -91,7 +91,6 @@ def click(page, answer):
 
 
 def confirmed(page, poller, verb="evict"):
-    """Proposes the verb for qwen, and confirms it."""
     page.actions.propose(verb, target(poller))
     click(page, "confirm")
 

@@ -52,8 +52,6 @@ def server(tmp_path_factory):
 
 @pytest.mark.processes
 def test_the_right_token_is_admitted_during_a_flood_of_wrong_ones(server):
-    """During a flood of wrong tokens, only the answers to wrong tokens are delayed."""
-
     def guess(number: int) -> None:
         wrong.append(
             server.get("/health", Authorization=f"Bearer wrong{number}", Accept="text/plain")

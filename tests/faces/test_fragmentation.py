@@ -81,7 +81,6 @@ def test_the_map_of_a_process_that_has_ended_is_not_shown():
 
 
 def test_only_an_operator_has_defragment_and_disabled_buttons_show_why():
-    """Only an operator can defragment. Viewers can look at a map, too."""
     bob = next(
         row
         for row in table((adapters, mine), chosen=f"{samples.BOB.id}/sim:0")

@@ -99,7 +99,6 @@ class VisitorPage(BrowserPage):
 
 
 def reserved_bytes(rt: Runtime) -> int:
-    """The bytes that the allocators of all processes have reserved."""
     return sum(map.reserved_bytes for map in rt.allocator_maps())
 
 

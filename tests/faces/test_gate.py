@@ -66,7 +66,6 @@ def document_from(server, *words, **more):
 
 
 def refused_status(server, *words, **more):
-    """The status with which the server refuses a websocket before it opens."""
     with pytest.raises(HTTPClientError) as error:
         document_from(server, *words, **more)
     return error.value.code

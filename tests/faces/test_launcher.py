@@ -91,7 +91,6 @@ def test_the_launcher_has_a_tile_with_title_and_icon(jupyter):
 
 
 def test_jupyters_token_guards_the_console(jupyter):
-    """Without Jupyter's token the console does not even start. With Jupyter's token, no other token is needed."""
     status, body = get(jupyter, "/gpu-console/")
     assert status in (302, 403) and "GPU console" not in body
     status, body = get(jupyter, "/gpu-console/", Authorization=f"token {JUPYTERS}")

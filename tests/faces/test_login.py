@@ -307,7 +307,6 @@ def mine(tmp_path):
 
 
 def test_a_new_directory_is_private(mine):
-    """The directory is private whatever the umask is."""
     before = os.umask(0)
     try:
         assert sockets.prepare(str(mine / "new" / "s")) == mine / "new" / "s"

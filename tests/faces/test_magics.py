@@ -205,7 +205,6 @@ def test_json_is_valid_text_and_a_tree(shell, models, words):
 
 
 def test_unknown_values_are_null_in_json(shell, models):
-    """JSON cannot represent NaN, so an unknown value is null."""
     models.register("new", backend="fake", size="1GiB")
     row = next(row for row in json.loads(run(shell, "%gpu models --json")) if row["name"] == "new")
     assert row["where"] == "disk" and row["idle_seconds"] is None
@@ -237,7 +236,6 @@ def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
 
 
 def test_a_failed_load_leaves_the_name_free(shell, models, tmp_path):
-    """After a failed load, the name is free for the next attempt with the right source."""
     with pytest.raises(errors.LoadFailed):
         run(shell, f"%gpu load new {tmp_path}")
     run(shell, "%gpu load new --backend fake --size 1GiB --importance high --keep")

@@ -44,7 +44,6 @@ def words(html):
 
 
 def rows(snapshot, may_act=True):
-    """The rows of a snapshot by device."""
     drawn = bars(snapshot)
     styles = Palette().styles(labels(drawn))
     return {row.id: row for row in device_rows(snapshot, drawn, styles, may_act).rows}

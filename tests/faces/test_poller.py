@@ -71,7 +71,6 @@ def test_an_unchanged_snapshot_and_the_use_of_models_are_published_once_a_second
 
 
 def with_first_lease(snapshot, **more):
-    """The snapshot, in which the first lease has the changed fields `more`."""
     owner, section = next(iter(snapshot.sections.items()))
     first, *others = section.leases
     leases = (replace(first, **more), *others)
@@ -146,7 +145,6 @@ def test_newly_fetched_data_counts_as_news(poller):
 
 
 def test_data_that_no_session_requests_is_not_fetched_and_is_forgotten(poller, clock):
-    """Data of a tab that is open in no session are not fetched."""
     fetched = []
     poller.latest("history", fetched.append, every=1.0)
     poller.poll()

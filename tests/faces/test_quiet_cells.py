@@ -93,7 +93,6 @@ class WithFinalizer:
 
 @pytest.fixture
 def user(shell):
-    """The user's variables in this shell."""
     import torch
 
     shell.user_ns = {

@@ -34,7 +34,6 @@ def texts(row):
 
 
 def column(found, columns, title):
-    """The texts in the column with this title."""
     n = [column.title for column in columns].index(title)
     return [row.cells[n].text for row in found]
 

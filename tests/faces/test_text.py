@@ -31,7 +31,6 @@ from .samples import GIB, lease, snapshot
 
 
 def test_status_shows_devices_holders_and_the_last_decision():
-    """The text shows the devices, the holders and the last decision, in this order. The counters are at the end."""
     assert (
         text.status(samples.busy)
         == """\

@@ -111,7 +111,6 @@ def ended(folder):
 
 @pytest.mark.parametrize("flags", REFUSED, ids=" ".join)
 def test_a_server_with_an_unsafe_option_does_not_start(ended, flags):
-    """With `--warm` the script runs when the server starts. An unsafe option then ends the process."""
     output, code = ended[flags]
     assert code == 1 and REFUSED[flags] in output, output
     assert "token=" not in output

@@ -83,7 +83,6 @@ def line(shown, now):
 
 
 def wait(line, now, name, seconds):
-    """A wait of `seconds`, with a decision at its begin and at its end."""
     line(name, WAIT)
     now[0] += seconds
     line(name, WAIT)
@@ -108,7 +107,6 @@ def test_the_line_of_a_long_wait_is_removed(line, now, shown):
 
 
 def test_the_line_of_a_wait_becomes_the_line_of_the_load(line, now, shown):
-    """One line stays. It has the seconds of the wait and of the load, and the rate of the load."""
     wait(line, now, "qwen", 12.0)
     arrive(line, "qwen", 20.0)
     assert shown[2:] == ["qwen: waited 12 s, loaded in 20 s (2.1 GB/s)."]

@@ -46,7 +46,6 @@ def body(text: str, **more: Any) -> dict[str, Any]:
 
 
 async def whole(gateway: FleetGateway, text: str) -> str:
-    """The text of an answer that is sent whole."""
     reply = await gateway.answer("chat", body(text))
     return reply.json["choices"][0]["message"]["content"]
 

@@ -86,7 +86,6 @@ def test_a_slot_names_the_cards_on_its_host_only():
 
 
 def test_a_host_knows_how_much_each_model_is_wished_there():
-    """A slot is wished on its own host only. A model on request is not wished."""
     all_wishes = applied(Wishes(), [wish("a"), wish("b"), wish("c", copies=0)], dedicated=False)
     all_wishes = applied(all_wishes, [wish("d", dedicated=True)], dedicated=True)
     all_wishes = with_slot(all_wishes, Slot("b", "box1", ("sim:0",)))

@@ -41,12 +41,10 @@ def refusal(
 
 
 def answer_text(reply: Any) -> str:
-    """The text of a chat answer."""
     return reply.json["choices"][0]["message"]["content"]
 
 
 async def stream_text(reply: Any) -> str:
-    """The text of a streamed chat answer."""
     return "".join(
         [
             choice["delta"].get("content") or ""

@@ -85,7 +85,6 @@ def test_thirty_seconds_later_exactly_one_call_passes(breakers, clock):
 
 
 def test_every_model_has_its_own_breaker(breakers):
-    """Failures of one model do not open the breaker of another model."""
     fail(breakers)
     breakers.enter("phi").succeeded()
     assert {model: state.state for model, state in breakers.states().items()} == {

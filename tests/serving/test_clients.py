@@ -106,7 +106,6 @@ def test_a_template_cannot_leave_its_sandbox():
 
 
 def test_a_template_may_reject_a_conversation():
-    """The refusal of a conversation has the message that the template raised."""
     with pytest.raises(chat_template.BadConversation, match="roles must alternate"):
         chat_template.render("{{ raise_exception('roles must alternate') }}", CHAT["messages"])
 
@@ -117,7 +116,6 @@ def test_a_template_may_reject_a_conversation():
     st.lists(st.sampled_from(["END", "ab", "a", "DN"]), min_size=1, max_size=3),
 )
 def test_a_stop_string_is_found_however_the_text_is_cut(text, cuts, stops):
-    """No part of the stop string is sent, and no text before the stop string is lost."""
     places = sorted({min(cut, len(text)) for cut in cuts})
     parts = [text[a:b] for a, b in zip([0, *places], [*places, len(text)], strict=True)]
     stop = StopText(stops)

@@ -74,7 +74,6 @@ async def test_a_page_of_a_named_origin_reads_answers_and_errors():
 
 
 async def test_other_origins_are_refused():
-    """Without the setting all other origins are refused. A websocket of another origin is always refused."""
     bearer = {"Authorization": f"Bearer {TOKEN}"}
     for setting, origin in (
         (None, APP),

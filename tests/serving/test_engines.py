@@ -61,7 +61,6 @@ both = pytest.mark.parametrize("name", ["writer", in_a_worker])
 
 @both
 async def test_a_stream_has_the_text_and_the_counts_of_the_whole_answer(name, sources):
-    """At temperature zero a model answers a stream and a whole call with the same text."""
     options = {"max_tokens": 12, "temperature": 0}
     async with with_models(sources, name) as k:
         whole = await k.chat(name, "hello", **options)
@@ -147,7 +146,6 @@ async def test_a_caller_that_leaves_ends_the_generation(name, sources):
 
 @both
 async def test_an_answer_ends_at_a_stop_string(name, sources):
-    """The answer that the caller gets does not contain the stop string."""
     async with with_models(sources, name) as k:
         full = answer_text(await k.chat(name, max_tokens=16, temperature=0))
         stop = full[5:7]

@@ -39,7 +39,6 @@ async def test_an_answer_names_its_model():
 
 
 async def test_a_stream_names_its_model_in_its_first_event():
-    """The first event of a stream has the model's name. The model is pinned until the last event."""
     async with harness(qwen=4) as k:
         reply = await k.chat("qwen", "hello there", stream=True)
         assert reply.events.first["x_gpu"] == {"asked": "qwen", "model": "qwen"}
@@ -200,7 +199,6 @@ async def test_two_models_that_do_not_fit_together_answer_32_clients():
 
 
 async def test_an_unknown_model_is_a_404_with_the_nearest_name():
-    """For an unknown model nothing is loaded, and no record of the model is kept."""
     async with harness(qwen=4) as k:
         for name in ("qwem", "task:qwem", "task:"):
             with refusal(404, "model_not_found"):

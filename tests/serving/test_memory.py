@@ -246,7 +246,6 @@ def test_fragmentation_and_defragmentation(rt):
     ],
 )
 def test_a_preload_of_another_model_than_was_asked_is_not_true(rt, wanted, why):
-    """The answer is for the type and the quantization that were asked, so another model is not loaded for it."""
     rt.evict(wanted["name"])
     answer = client(rt).post("/memory/preload", json={"models": [wanted]}).json()
     [(key, done)] = answer["results"].items()
@@ -266,7 +265,6 @@ def test_model_types_are_read_without_regard_to_case(rt):
 
 
 def test_without_a_governor_models_are_evicted_by_their_type(runtime):
-    """Without a governor nothing is granted, but the models' leases have a type all the same."""
     rt = runtime(enable_memory_governor=False)
     rt.register("rank", backend="fake", size="2GiB", model_type="reranker", quantization="int8")
     rt.preload("rank")

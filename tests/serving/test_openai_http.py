@@ -37,7 +37,6 @@ def engine(
 
 
 async def test_the_engine_gets_its_own_name_and_the_caller_ours():
-    """The engine gets its own name of the model and its own headers, and none of our `x_*` fields."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [completion("hello")]
         reply = await k.chat("qwen", "hi", top_k=40, x_priority="high")
@@ -78,7 +77,6 @@ async def test_a_stream_is_passed_on_event_by_event():
 
 
 async def test_a_caller_that_leaves_disconnects_from_the_engine():
-    """When the caller leaves, the connection to the engine is closed, so the engine can stop computing."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         gate = asyncio.Event()
         there.answers = [[chunk("one "), gate, *[chunk("x" * 4096)] * 10_000], [gate]]

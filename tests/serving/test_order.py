@@ -82,7 +82,6 @@ def test_a_cold_model_that_has_waited_starts_before_new_calls_of_warm_ones():
 
 
 def test_a_warm_model_starts_as_many_calls_as_it_can_run():
-    """The further calls of a busy model wait, and calls of other models start."""
     engines = {"a": ModelActivity(ModelState.WARM, active=1, concurrency=3), "b": WARM}
     waiting = [call(1), call(2), call(3), call(4, "b")]
     assert next_steps(waiting, engines, 0.0) == NextSteps(start=(1, 2, 4))
@@ -182,7 +181,6 @@ def test_no_engine_runs_more_than_it_can_and_only_warm_ones_run(waiting, engines
 
 @given(calls, engines, st.floats(500, 1000))
 def test_a_free_place_of_a_model_that_blocks_no_load_is_taken(waiting, engines, now):
-    """A warm model with a free place starts its waiting calls, unless some load waits for the model's eviction."""
     out = next_steps(waiting, engines, now)
     in_the_way = {
         name
@@ -268,7 +266,6 @@ def test_clients_take_turns():
 
 
 def test_a_full_queue_refuses_the_least_important_call():
-    """A new call takes the place of a less important one, and is refused if it is the least important itself."""
     batch, normal = call(1, importance="batch"), call(2)
     assert call_to_refuse([batch, normal], call(3, importance="high")) is batch
     new = call(3, importance="batch", client="ann")

@@ -99,7 +99,6 @@ async def done(shelf: Shelf) -> AsyncIterator[None]:
 
 
 async def test_a_warm_model_is_pinned_at_once_and_released_after_its_last_call():
-    """Two calls of a warm model share one pin, which ends with the second call."""
     shelf = Shelf("a", concurrency=2)
     async with done(shelf):
         one, two = shelf.call("a"), shelf.call("a")
@@ -111,7 +110,6 @@ async def test_a_warm_model_is_pinned_at_once_and_released_after_its_last_call()
 
 
 async def test_calls_start_by_importance_when_a_place_is_free():
-    """When a place is free, the most important waiting call starts, even if it arrived later."""
     shelf = Shelf("a")
     async with done(shelf):
         answers = [

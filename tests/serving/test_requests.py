@@ -99,7 +99,6 @@ def test_whatever_our_fields_hold_the_engine_sees_none_of_them(ours):
     ),
 )
 def test_every_invalid_body_gets_a_400_with_a_reason(kind, body):
-    """An invalid body is refused with 400 and a reason. It never causes an internal error."""
     try:
         read_call(kind, body)
     except Refused as refused:

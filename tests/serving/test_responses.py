@@ -205,7 +205,6 @@ def read(chunks: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def test_parts_of_a_call_are_joined():
-    """An engine sends the arguments of a call in parts."""
     parts = [
         {"index": 0, "id": "a", "function": {"name": "time", "arguments": '{"zo'}},
         {"index": 0, "function": {"arguments": 'ne": 1}'}},

@@ -75,7 +75,6 @@ def test_a_cloud_is_no_warm_candidate():
 
 
 def test_a_local_name_with_a_colon_is_no_cloud():
-    """Ollama's names contain a colon, so a name that is known as a local model is no cloud."""
     assert names(Task(("a", "d:local")), allow_cloud=False) == ["a", "d:local"]
 
 
@@ -182,7 +181,6 @@ def test_an_unreadable_guard_allows_no_cloud(tmp_path, text):
 
 @pytest.mark.parametrize("value", ["false", 0, None, {}])
 def test_the_guard_is_true_or_false(tmp_path, value):
-    """The guard accepts only True and False. A word such as "false" is refused."""
     with pytest.raises(BadSetting, match="true or false"):
         CloudGuard(tmp_path / "serving.json", True).allow(value)
 
