@@ -1,7 +1,6 @@
 """Fixtures of all tests.
 
-No test sees settings from outside or downloads a model. The state directory of the tests is new and
-empty.
+No test sees settings from outside or downloads a model. The state directory of the tests is new and empty.
 """
 
 import gc
@@ -65,8 +64,7 @@ def environment(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
 
 @pytest.fixture(scope="session")
 def mark() -> Callable[[int, str], None]:
-    """torch's call that marks a storage, so that each later access raises an error with a given
-    sentence.
+    """torch's call that marks a storage, so that each later access raises an error with a given sentence.
 
     CPU builds of torch lack the call, so it is compiled here for them.
     """
@@ -120,8 +118,7 @@ LONGEST = (
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Skips files whose tests `-m` would deselect: importing these files takes longer than many
-    tests.
+    """Skips files whose tests `-m` would deselect: importing these files takes longer than many tests.
 
     All tests marked gpu are in `gpu/`. A machine with a card may lack the packages of other tests.
     """

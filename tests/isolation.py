@@ -1,9 +1,8 @@
 """One isolated state directory for every test and notebook.
 
-Importing this module removes all settings from the environment. It points every place that
-gpu-console, IPython, Jupyter or transformers reads to a new, empty directory. So no test reads the
-developer's own catalogue, configuration or ledger. Kernels and other processes that are started
-later inherit this environment.
+Importing this module removes all settings from the environment. It points every place that gpu-console, IPython,
+Jupyter or transformers reads to a new, empty directory. So no test reads the developer's own catalogue, configuration
+or ledger. Kernels and other processes that are started later inherit this environment.
 """
 
 import atexit

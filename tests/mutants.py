@@ -280,9 +280,8 @@ def make_copy(places: Any) -> None:
 
 
 def run_tests(tests: list[str], timeout: float, limit: float) -> tuple[int, str]:
-    """Runs `tests` in the copy, in a fork of this process. Returns pytest's status, or the negative
-    number of a signal, and the test that failed. SIGKILL stands for a run that took longer than `limit`
-    seconds.
+    """Runs `tests` in the copy, in a fork of this process. Returns pytest's status, or the negative number of a
+    signal, and the test that failed. SIGKILL stands for a run that took longer than `limit` seconds.
     """
     output = _place.with_suffix(".out")
     child = os.fork()

@@ -1,8 +1,7 @@
-"""A fake driver for the real NVML binding, and processes whose runtimes use the cards of this
-driver.
+"""A fake driver for the real NVML binding, and processes whose runtimes use the cards of this driver.
 
-The library is built once with gcc from `fake_nvml.c`. A file describes its cards. A test replaces
-this file while processes run. A conftest imports the fixtures `library`, `driver` and `host`.
+The library is built once with gcc from `fake_nvml.c`. A file describes its cards. A test replaces this file while
+processes run. A conftest imports the fixtures `library`, `driver` and `host`.
 """
 
 import json

@@ -1,18 +1,15 @@
-"""One card of the simulated accelerator (tests/simgpu.py): its memory, its allocator, and its
-streams of work.
+"""One card of the simulated accelerator (tests/simgpu.py): its memory, its allocator, and its streams of work.
 
-The memory is a region of real pages, and the addresses in it are real. Work is a function that
-reads and writes these addresses. The work of a stream is done in order, and only when a caller
-waits for it.
+The memory is a region of real pages, and the addresses in it are real. Work is a function that reads and writes these
+addresses. The work of a stream is done in order, and only when a caller waits for it.
 
-The allocator follows torch's caching allocator for CUDA. It takes segments from the card, and cuts
-blocks from them. A segment belongs to one stream and one pool. The same stream may use a freed
-block again at once, because it does its work in order. A block that was recorded on other streams
-waits: it is used again only after the work that these streams had at the time of the free. A
-segment can be given back to the card only if all of its blocks are free.
+The allocator follows torch's caching allocator for CUDA. It takes segments from the card, and cuts blocks from them.
+A segment belongs to one stream and one pool. The same stream may use a freed block again at once, because it does its
+work in order. A block that was recorded on other streams waits: it is used again only after the work that these
+streams had at the time of the free. A segment can be given back to the card only if all of its blocks are free.
 
-Without `caching` a segment has exactly one block, and is given back with this block. This module
-does not know tensors.
+Without `caching` a segment has exactly one block, and is given back with this block. This module does not know
+tensors.
 """
 
 import bisect

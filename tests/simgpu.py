@@ -1,31 +1,27 @@
-"""A simulated accelerator for torch: devices `simgpu:0` to `simgpu:3`, each with its own memory and
-limit.
+"""A simulated accelerator for torch: devices `simgpu:0` to `simgpu:3`, each with its own memory and limit.
 
-It runs what CUDA runs: `torch.empty(device=…)`, copies, views, storages, autograd, accelerate's
-hooks. So a model can be spread over two cards, moved to two others, or stopped half-way by a full
-card, on a machine without any card. The model is really executed. Only tests import this module.
+It runs what CUDA runs: `torch.empty(device=…)`, copies, views, storages, autograd, accelerate's hooks. So a model can
+be spread over two cards, moved to two others, or stopped half-way by a full card, on a machine without any card. The
+model is really executed. Only tests import this module.
 
-torch 2.13 lets Python register a backend under the dispatch key PrivateUse1
-(`torch.utils.backend_registration`, private and experimental). A tensor here is a plain
-`torch.Tensor` with that key. Its storage points into the card's memory (tests/simcard.py), which is
-ordinary RAM. The tensor is made through DLPack, the only way into torch that takes a device and a
-pointer. Every operator falls back to one function. This function runs the CPU's kernel on CPU
-tensors over the same bytes (`Operand.alias`), and puts new results on the card (`adopted`).
-Operands on two cards are refused with CUDA's error message.
+torch 2.13 lets Python register a backend under the dispatch key PrivateUse1 (`torch.utils.backend_registration`,
+private and experimental). A tensor here is a plain `torch.Tensor` with that key. Its storage points into the card's
+memory (tests/simcard.py), which is ordinary RAM. The tensor is made through DLPack, the only way into torch that
+takes a device and a pointer. Every operator falls back to one function. This function runs the CPU's kernel on CPU
+tensors over the same bytes (`Operand.alias`), and puts new results on the card (`adopted`). Operands on two cards are
+refused with CUDA's error message.
 
-Ordinarily every operator is done at once, and freed memory is given back to the card. Inside
-`late()` the cards behave as CUDA's do. An operator is put into the queue of the current stream with
-the addresses of its operands. It is done when a caller waits for that stream. Freed blocks are used
-again (tests/simcard.py). So a program that frees or reads memory too early computes wrong values.
-Some operators first wait for their stream: those with a result on the host, with a shape that
-depends on values, or with random numbers.
+Ordinarily every operator is done at once, and freed memory is given back to the card. Inside `late()` the cards
+behave as CUDA's do. An operator is put into the queue of the current stream with the addresses of its operands. It is
+done when a caller waits for that stream. Freed blocks are used again (tests/simcard.py). So a program that frees or
+reads memory too early computes wrong values. Some operators first wait for their stream: those with a result on the
+host, with a shape that depends on values, or with random numbers.
 
 The cards differ from CUDA in three ways. Such a tensor cannot replace a CPU tensor through `.data`
-(`torch._has_compatible_shallow_copy_type` returns False). So `backends/pytorch/storages.py` swaps
-the implementations of the two tensors, as `nn.Module.to` does for such accelerators. Backward
-passes run only on `simgpu:0` and on its default stream, since the autograd engine assumes a single
-card. A copy with `non_blocking=True` reads and writes any host memory late; CUDA does so with
-pinned memory only.
+(`torch._has_compatible_shallow_copy_type` returns False). So `backends/pytorch/storages.py` swaps the implementations
+of the two tensors, as `nn.Module.to` does for such accelerators. Backward passes run only on `simgpu:0` and on its
+default stream, since the autograd engine assumes a single card. A copy with `non_blocking=True` reads and writes any
+host memory late; CUDA does so with pinned memory only.
 """
 
 import gc
@@ -83,8 +79,7 @@ def peak_bytes(card: int) -> int:
 def leftovers() -> list[str]:
     """What still holds memory of the cards.
 
-    Returns the bytes of each card, and the tensors with the classes of the objects that refer to
-    them.
+    Returns the bytes of each card, and the tensors with the classes of the objects that refer to them.
     """
     found = [
         f"simgpu:{card}: {used_bytes(card)} bytes" for card in range(CARDS) if used_bytes(card)
@@ -112,8 +107,7 @@ def limited(**capacities: int) -> Iterator[None]:
 
 @contextmanager
 def late(segment_bytes: int = 0) -> Iterator[None]:
-    """Inside the block the cards do their work late, and their allocators keep freed memory for
-    reuse.
+    """Inside the block the cards do their work late, and their allocators keep freed memory for reuse.
 
     Segments have at least `segment_bytes`, as far as the card has room.
     """
@@ -302,8 +296,7 @@ _WAITS = (  # their results depend on values, or on the state of a generator
 
 
 def _planned(op: Any, args: Any, kwargs: Any) -> tuple[Any, dict[int, torch.Tensor]] | None:
-    """The result of an operator on tensors without bytes, and the operand that each such tensor
-    stands for.
+    """The result of an operator on tensors without bytes, and the operand that each such tensor stands for.
 
     None if the result can be known only by computing the bytes.
     """

@@ -1,8 +1,7 @@
 """The method that exchanges the bytes of two storages, for versions of torch before 2.12.
 
-A machine with a card may have an older torch that nobody can replace, because it reaches no package
-index. Without this method, models would move in another way there, and the tests of a real card
-would not test what users run.
+A machine with a card may have an older torch that nobody can replace, because it reaches no package index. Without
+this method, models would move in another way there, and the tests of a real card would not test what users run.
 """
 
 import ctypes

@@ -126,12 +126,10 @@ def world(
     processes: dict[int, int | None] | None = None,
     **words: Any,
 ) -> World:
-    """A world with the given budget for each device, and rules: `world(sim0=20, host=64,
-    grace_seconds=0)`.
+    """A world with the given budget for each device, and rules: `world(sim0=20, host=64, grace_seconds=0)`.
 
-    `total` is the size of a device whose budget is smaller. `free` maps devices to the free memory
-    that the driver reported at `taken_at`. A `cuda` device always has such a measurement; the host
-    has one if it is in `free`.
+    `total` is the size of a device whose budget is smaller. `free` maps devices to the free memory that the driver
+    reported at `taken_at`. A `cuda` device always has such a measurement; the host has one if it is in `free`.
     """
     if "host" not in words:
         words["host"] = 64

@@ -1,10 +1,8 @@
-"""Compares the swap of two llama.cpp models with the engine's own start. Also measures the cost of
-a killed worker.
+"""Compares the swap of two llama.cpp models with the engine's own start. Also measures the cost of a killed worker.
 
-The card holds only one of the two models. The engine's own start is a bare process that imports
-llama_cpp and loads the same file in the same way. A swap ends the process of one model and starts a
-process for the other, including the work on leases and book. Swap and start are measured
-alternately, so that noise affects both.
+The card holds only one of the two models. The engine's own start is a bare process that imports llama_cpp and loads
+the same file in the same way. A swap ends the process of one model and starts a process for the other, including the
+work on leases and book. Swap and start are measured alternately, so that noise affects both.
 """
 
 import os

@@ -1,8 +1,7 @@
 """Loads the same saved model in two processes: the bytes read from its files, and the seconds.
 
-The card has room for one model, so the model of the first process is evicted. It has no grace period.
-With the usual 5 s, the second process waited for the end of this period.
-
+The card has room for one model, so the model of the first process is evicted. It has no grace period. With the usual
+5 s, the second process waited for the end of this period.
 """
 
 import ctypes

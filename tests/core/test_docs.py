@@ -1,8 +1,7 @@
-"""All that can be used is documented in `docs/`. The links there lead to something, and the
-examples run.
+"""All that can be used is documented in `docs/`. The links there lead to something, and the examples run.
 
-The reference pages list only names; the texts come from the code (`docs/_ext/reference.py`). If no
-page lists a setting, verb, error, route or field, it is missing from the site, and a test fails.
+The reference pages list only names; the texts come from the code (`docs/_ext/reference.py`). If no page lists a
+setting, verb, error, route or field, it is missing from the site, and a test fails.
 """
 
 import inspect

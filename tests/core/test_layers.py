@@ -1,8 +1,7 @@
-"""A folder is a layer. The tests check which folders it may import, and which modules no decision
-may import.
+"""A folder is a layer. The tests check which folders it may import, and which modules no decision may import.
 
-`MAY_IMPORT` has one line for each folder. Imports inside functions count like those at the top of a
-file. The one exception is the public facade: `gpu_runtime/__init__` opens `gpu_runtime.runtime`.
+`MAY_IMPORT` has one line for each folder. Imports inside functions count like those at the top of a file. The one
+exception is the public facade: `gpu_runtime/__init__` opens `gpu_runtime.runtime`.
 """
 
 import ast
@@ -97,8 +96,7 @@ def sources() -> list[Path]:
 
 
 def module_of(path: Path) -> str:
-    """The name of the module in `path`: `gpu_runtime/ledgers/memory.py` gives
-    `gpu_runtime.ledgers.memory`.
+    """The name of the module in `path`: `gpu_runtime/ledgers/memory.py` gives `gpu_runtime.ledgers.memory`.
 
     The name of a package does not contain `__init__`.
     """

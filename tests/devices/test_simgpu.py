@@ -129,8 +129,7 @@ def test_streams_are_ordered_by_events_only(late):
 
 
 def overtaken(records: bool) -> float:
-    """The value that a side stream reads from a block of memory, which the main stream has freed
-    and used again.
+    """The value that a side stream reads from a block of memory, which the main stream has freed and used again.
 
     With `records`, the block was recorded for the side stream.
     """

@@ -1,9 +1,8 @@
-"""How people see colours: the contrast and the distance of two colours, also for colour-blind
-people.
+"""How people see colours: the contrast and the distance of two colours, also for colour-blind people.
 
-Colour blindness is simulated as by Machado, Oliveira & Fernandes 2009, at full severity, in linear
-RGB. The distance is CIEDE2000 (Sharma, Wu & Dalal 2005); people can just tell two colours apart at
-a distance of about 1. The contrast is that of WCAG 2.2.
+Colour blindness is simulated as by Machado, Oliveira & Fernandes 2009, at full severity, in linear RGB. The distance
+is CIEDE2000 (Sharma, Wu & Dalal 2005); people can just tell two colours apart at a distance of about 1. The contrast
+is that of WCAG 2.2.
 """
 
 import numpy as np

@@ -1,8 +1,7 @@
-"""Any words may follow `%gpu`, `%%gpu` and `gpu`. The result is an answer, or one short sentence
-that can be printed.
+"""Any words may follow `%gpu`, `%%gpu` and `gpu`. The result is an answer, or one short sentence that can be printed.
 
-People type or paste these words, and scripts make them. No verb may answer with a traceback, and
-none may leave a book that other processes cannot decode.
+People type or paste these words, and scripts make them. No verb may answer with a traceback, and none may leave a
+book that other processes cannot decode.
 """
 
 import contextlib
