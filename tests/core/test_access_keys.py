@@ -59,19 +59,13 @@ def test_only_a_plain_file_is_read(path, kind):
         read(path)
 
 
-@pytest.mark.parametrize(
-    "content",
-    [
-        b"{",
-        b"[]",
-        b'{"keys": {"a": {}}}',
-        b'{"keys": {"a b": {"sha256": "%s"}}}' % SHA.encode(),
-        b'{"keys": {"a": {"sha256": "short"}}}',
-        b'{"keys": {"a": {"sha256": "%s", "modles": []}}}' % SHA.encode(),
-        b'{"keys": {"a": {"sha256": "%s", "requests_a_minute": 0}}}' % SHA.encode(),
-        b'{"keys": {"a": {"sha256": "%s", "importance": "huge"}}}' % SHA.encode(),
-    ],
-)
+@pytest.mark.parametrize("content", [
+    b"{", b"[]", b'{"keys": {"a": {}}}', b'{"keys": {"a b": {"sha256": "%s"}}}' % SHA.encode(),
+    b'{"keys": {"a": {"sha256": "short"}}}',
+    b'{"keys": {"a": {"sha256": "%s", "modles": []}}}' % SHA.encode(),
+    b'{"keys": {"a": {"sha256": "%s", "requests_a_minute": 0}}}' % SHA.encode(),
+    b'{"keys": {"a": {"sha256": "%s", "importance": "huge"}}}' % SHA.encode(),
+])  # fmt: skip
 def test_a_mistake_in_a_changed_file_keeps_the_earlier_keys(path, content):
     """While the server runs, a mistake in the file keeps the earlier keys. At the start of the
     server, a mistake is an error.

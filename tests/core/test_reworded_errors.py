@@ -14,22 +14,19 @@ def no_thread(*_):
     raise RuntimeError("can't start new thread")
 
 
-@pytest.mark.parametrize(
-    ("error", "says"),
-    [
-        (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
-        (OSError(errno.EFBIG, "File too large"), "ulimit -f"),
-        (OSError(errno.ENOSPC, "No space left on device"), "df -h"),
-        (RuntimeError("can't start new thread"), "ulimit -u"),
-        (ImportError("no", name="pandas"), "pip install 'pandas>="),
-        (ImportError("no", name="pydantic"), "pip install 'pydantic>="),
-        (ImportError("no", name="gpu_runtime.owner.who"), "restart the kernel"),
-        (ImportError("no", name="somebodys"), ""),
-        (OSError(errno.ENOENT, "No such file"), ""),
-        (RuntimeError("no"), ""),
-        (GpuError("said already"), ""),
-    ],
-)
+@pytest.mark.parametrize(("error", "says"), [
+    (OSError(errno.EMFILE, "Too many open files"), "ulimit -n"),
+    (OSError(errno.EFBIG, "File too large"), "ulimit -f"),
+    (OSError(errno.ENOSPC, "No space left on device"), "df -h"),
+    (RuntimeError("can't start new thread"), "ulimit -u"),
+    (ImportError("no", name="pandas"), "pip install 'pandas>="),
+    (ImportError("no", name="pydantic"), "pip install 'pydantic>="),
+    (ImportError("no", name="gpu_runtime.owner.who"), "restart the kernel"),
+    (ImportError("no", name="somebodys"), ""),
+    (OSError(errno.ENOENT, "No such file"), ""),
+    (RuntimeError("no"), ""),
+    (GpuError("said already"), ""),
+])  # fmt: skip
 def test_an_error_that_is_known_says_what_to_type(error, says):
     told = in_one_sentence(error)
     assert says in str(told) if says else told is None

@@ -91,33 +91,30 @@ def test_text_in_the_environment_becomes_a_value(environment, name, text, value)
     assert getattr(Settings.load(), name) == value
 
 
-@pytest.mark.parametrize(
-    ("name", "value", "expected"),
-    [
-        ("gpu_memory_max_percent", "90", "a number from 0 to 1, such as 0.9"),
-        ("gpu_memory_max_percent", "-0.1", "a number from 0 to 1, such as 0.9"),
-        ("gpu_memory_max_percent", "nan", "a number from 0 to 1, such as 0.9"),
-        ("cpu_memory_max_percent", "half", "a number from 0 to 1, such as 0.5"),
-        ("inference_memory_limit_gb", "0", "a number of GiB above 0, such as 16"),
-        ("inference_memory_limit_gb", "16GB", "a number of GiB above 0, such as 16"),
-        ("inference_gpu_index", "-1", "the index of a GPU, such as 0"),
-        ("inference_gpu_index", "1.5", "the index of a GPU, such as 0"),
-        ("development_cpu_only", "maybe", "true or false"),
-        ("enable_memory_governor", "2", "true or false"),
-        ("enable_cpu_offload", "none", "true or false"),
-        ("gpu_trust_remote_code", "ja", "true or false"),
-        ("gpu_policy", "mru", "lru, cost_aware or keep_score"),
-        ("gpu_placement", "worst", "best-fit, most-free or fewest-evictions"),
-        ("gpu_split_margin_mb", "-1", "a whole number of MiB, such as 512"),
-        ("gpu_split_overhead", "1.5", "a number from 0 to 1, such as 0"),
-        ("gpu_fraction_factor", "0", "a number above 0, such as 3"),
-        ("gpu_relief", "sometimes", "auto, always or never"),
-        ("eviction_grace_seconds", "-5", "seconds, such as 5 or '2m'"),
-        ("eviction_idle_threshold_seconds", "soon", "seconds, such as 120 or '2m'"),
-        ("eviction_idle_high_seconds", "30 parsecs", "seconds, such as 30 or '2m'"),
-        ("pressure_check_interval_seconds", "0", "seconds above 0, such as 15 or '1m'"),
-    ],
-)
+@pytest.mark.parametrize(("name", "value", "expected"), [
+    ("gpu_memory_max_percent", "90", "a number from 0 to 1, such as 0.9"),
+    ("gpu_memory_max_percent", "-0.1", "a number from 0 to 1, such as 0.9"),
+    ("gpu_memory_max_percent", "nan", "a number from 0 to 1, such as 0.9"),
+    ("cpu_memory_max_percent", "half", "a number from 0 to 1, such as 0.5"),
+    ("inference_memory_limit_gb", "0", "a number of GiB above 0, such as 16"),
+    ("inference_memory_limit_gb", "16GB", "a number of GiB above 0, such as 16"),
+    ("inference_gpu_index", "-1", "the index of a GPU, such as 0"),
+    ("inference_gpu_index", "1.5", "the index of a GPU, such as 0"),
+    ("development_cpu_only", "maybe", "true or false"),
+    ("enable_memory_governor", "2", "true or false"),
+    ("enable_cpu_offload", "none", "true or false"),
+    ("gpu_trust_remote_code", "ja", "true or false"),
+    ("gpu_policy", "mru", "lru, cost_aware or keep_score"),
+    ("gpu_placement", "worst", "best-fit, most-free or fewest-evictions"),
+    ("gpu_split_margin_mb", "-1", "a whole number of MiB, such as 512"),
+    ("gpu_split_overhead", "1.5", "a number from 0 to 1, such as 0"),
+    ("gpu_fraction_factor", "0", "a number above 0, such as 3"),
+    ("gpu_relief", "sometimes", "auto, always or never"),
+    ("eviction_grace_seconds", "-5", "seconds, such as 5 or '2m'"),
+    ("eviction_idle_threshold_seconds", "soon", "seconds, such as 120 or '2m'"),
+    ("eviction_idle_high_seconds", "30 parsecs", "seconds, such as 30 or '2m'"),
+    ("pressure_check_interval_seconds", "0", "seconds above 0, such as 15 or '1m'"),
+])  # fmt: skip
 def test_a_bad_value_is_rejected_in_one_sentence(environment, name, value, expected):
     """The error has the setting as the user wrote it, the value, and what is expected."""
     environment.setenv(name.upper(), value)

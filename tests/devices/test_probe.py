@@ -28,14 +28,11 @@ def test_simulated_cards_and_host():
     assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
 
 
-@pytest.mark.parametrize(
-    ("text", "gib"),
-    [
-        ("sim:24GiB+12GiB", [24, 12]),
-        ("sim:2x24GiB+12GiB,host:64GiB", [24, 24, 12]),
-        ("sim:12GiB + 2x24GiB, host:64GiB", [12, 24, 24]),
-    ],
-)
+@pytest.mark.parametrize(("text", "gib"), [
+    ("sim:24GiB+12GiB", [24, 12]),
+    ("sim:2x24GiB+12GiB,host:64GiB", [24, 24, 12]),
+    ("sim:12GiB + 2x24GiB, host:64GiB", [12, 24, 24]),
+])  # fmt: skip
 def test_simulated_cards_of_different_sizes(text, gib):
     devices = open_probe(text).devices
     assert [device.total_bytes // GIB for device in devices if not device.is_host] == gib

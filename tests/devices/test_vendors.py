@@ -127,18 +127,15 @@ def test_rocm_cards_give_the_same_facts(rocm):
     assert amd.versions()["driver"] == "6.10.5"
 
 
-@pytest.mark.parametrize(
-    "environment, seen",
-    [
-        ({}, ["rocm:0", "rocm:1", "rocm:2"]),
-        ({"HIP_VISIBLE_DEVICES": "2,0"}, ["rocm:2", "rocm:0"]),
-        ({"HIP_VISIBLE_DEVICES": "GPU-0000000000000001"}, ["rocm:1"]),
-        ({"CUDA_VISIBLE_DEVICES": "1"}, ["rocm:1"]),
-        ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, ["rocm:0"]),
-        ({"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1"}, ["rocm:2"]),
-        ({"HIP_VISIBLE_DEVICES": ""}, []),
-    ],
-)
+@pytest.mark.parametrize("environment, seen", [
+    ({}, ["rocm:0", "rocm:1", "rocm:2"]),
+    ({"HIP_VISIBLE_DEVICES": "2,0"}, ["rocm:2", "rocm:0"]),
+    ({"HIP_VISIBLE_DEVICES": "GPU-0000000000000001"}, ["rocm:1"]),
+    ({"CUDA_VISIBLE_DEVICES": "1"}, ["rocm:1"]),
+    ({"HIP_VISIBLE_DEVICES": "0", "CUDA_VISIBLE_DEVICES": "1"}, ["rocm:0"]),
+    ({"ROCR_VISIBLE_DEVICES": "1,2", "HIP_VISIBLE_DEVICES": "1"}, ["rocm:2"]),
+    ({"HIP_VISIBLE_DEVICES": ""}, []),
+])  # fmt: skip
 def test_hips_variables_are_read_as_hip_reads_them(rocm, environment, seen):
     rocm(mi300(0), mi300(1), mi300(2))
     found = drivers.visible_cards(environment).cards

@@ -176,20 +176,12 @@ def test_residue_names_its_process():
     )
 
 
-@pytest.mark.parametrize(
-    ("room", "blind", "words"),
-    [
-        (4 * GIB, "", "4.0 GiB free"),
-        (0, "", "no memory free"),
-        (-GIB, "", "over its budget by 1.0 GiB"),
-        (
-            None,
-            "cuda:0 has not been measured yet",
-            "free memory unknown: cuda:0 has not been measured yet",
-        ),
-        (None, "", "free memory unknown"),
-    ],
-)
+@pytest.mark.parametrize(("room", "blind", "words"), [
+    (4 * GIB, "", "4.0 GiB free"), (0, "", "no memory free"),
+    (-GIB, "", "over its budget by 1.0 GiB"),
+    (None, "cuda:0 has not been measured yet", "free memory unknown: cuda:0 has not been measured yet"),
+    (None, "", "free memory unknown"),
+])  # fmt: skip
 def test_free_memory_in_words(room, blind, words):
     """An unknown number of free bytes is shown as unknown, never as 0."""
     assert (

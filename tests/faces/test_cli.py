@@ -148,13 +148,10 @@ def test_fragmentation_in_a_terminal_shows_the_allocators_of_all_processes(rt, m
     monkeypatch.undo()
 
 
-@pytest.mark.parametrize(
-    ("words", "told"),
-    [
-        (("ledger", "init"), "--group, DIR"),
-        (("ledger", "share", "--group", "g", "/x"), "invalid choice: 'share'"),
-    ],
-)
+@pytest.mark.parametrize(("words", "told"), [
+    (("ledger", "init"), "--group, DIR"),
+    (("ledger", "share", "--group", "g", "/x"), "invalid choice: 'share'"),
+])  # fmt: skip
 def test_setting_up_a_shared_ledger_needs_a_group_and_a_directory(gpu, words, told):
     code, out, err = gpu(*words)
     assert (code, out) == (2, "") and told in err and "Usage: gpu ledger init --group G DIR" in err

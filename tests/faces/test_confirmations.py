@@ -111,27 +111,20 @@ def test_a_model_that_is_on_disk_may_be_preloaded():
     )
 
 
-@pytest.mark.parametrize(
-    ("verb", "then", "words"),
-    [
-        ("evict", snapshot(), "no longer holds it"),
-        ("evict", idle(pins=1), "qwen is in use now"),
-        ("evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host now, not on sim:0"),
-        ("evict", idle(phase=Phase.LEAVING), "qwen is already leaving"),
-        ("drop", idle(pins=1), "qwen is in use now"),
-        ("unpin_evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host now, not on sim:0"),
-        ("move sim:1", snapshot(lease("qwen", 14, "sim:1")), "qwen is on sim:1 now, not on sim:0"),
-        ("pin", idle(keep=True), "qwen is already pinned"),
-        ("unpin", idle(), "qwen is already not pinned"),
-        ("defrag", replace(snapshot(), sections={}), "The process that held qwen has ended"),
-        ("evict", replace(snapshot(), sections={}), "The process that held qwen has ended"),
-        ("evict", snapshot(lease("qwen", 14, owner=BOB)), "no longer holds it"),
-        *[
-            (verb, STOPPED, "acts on no request until it is continued")
-            for verb in ("evict", "pin", "defrag")
-        ],
-    ],
-)
+@pytest.mark.parametrize(("verb", "then", "words"), [
+    ("evict", snapshot(), "no longer holds it"), ("evict", idle(pins=1), "qwen is in use now"),
+    ("evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host now, not on sim:0"),
+    ("evict", idle(phase=Phase.LEAVING), "qwen is already leaving"),
+    ("drop", idle(pins=1), "qwen is in use now"),
+    ("unpin_evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host now, not on sim:0"),
+    ("move sim:1", snapshot(lease("qwen", 14, "sim:1")), "qwen is on sim:1 now, not on sim:0"),
+    ("pin", idle(keep=True), "qwen is already pinned"),
+    ("unpin", idle(), "qwen is already not pinned"),
+    ("defrag", replace(snapshot(), sections={}), "The process that held qwen has ended"),
+    ("evict", replace(snapshot(), sections={}), "The process that held qwen has ended"),
+    ("evict", snapshot(lease("qwen", 14, owner=BOB)), "no longer holds it"),
+    *[(verb, STOPPED, "acts on no request until it is continued") for verb in ("evict", "pin", "defrag")],
+])  # fmt: skip
 def test_a_change_since_the_click_is_reported_and_nothing_is_done(verb, then, words):
     """In the last case another owner has a model of that name. The visitor did not mean that model."""
     difference = changed(propose(verb, at(), idle()), then)
@@ -207,15 +200,12 @@ def test_the_question_for_a_card_promises_what_idle_models_free_on_that_card(mod
         assert text.grave and f"{count} with {size} leave now." in text.lines[1]
 
 
-@pytest.mark.parametrize(
-    ("verb", "card", "words"),
-    [
-        ("drain", "cuda:1", "cuda:1 is already drained"),
-        ("undrain", "cuda:0", "cuda:0 is not drained"),
-        ("compact", "cuda:9", "cuda:9 is no longer a device"),
-        ("evict_idle", "cuda:1", "No idle model is on cuda:1"),
-    ],
-)
+@pytest.mark.parametrize(("verb", "card", "words"), [
+    ("drain", "cuda:1", "cuda:1 is already drained"),
+    ("undrain", "cuda:0", "cuda:0 is not drained"),
+    ("compact", "cuda:9", "cuda:9 is no longer a device"),
+    ("evict_idle", "cuda:1", "No idle model is on cuda:1"),
+])  # fmt: skip
 def test_a_card_is_looked_at_again_before_an_action(verb, card, words):
     assert words in changed(propose(verb, f"/{card}", drained), drained)
 

@@ -67,13 +67,10 @@ def test_a_parked_notebook_says_so_and_can_return():
     assert buttons(row) == [("unpark", ""), ("who", "")]
 
 
-@pytest.mark.parametrize(
-    ("more", "why"),
-    [
-        ({"pins": 1}, "analysis.ipynb (pid 4121) runs a cell"),
-        ({"movable": False}, "Parking is turned off in this notebook (GPU_PARK=never)"),
-    ],
-)
+@pytest.mark.parametrize(("more", "why"), [
+    ({"pins": 1}, "analysis.ipynb (pid 4121) runs a cell"),
+    ({"movable": False}, "Parking is turned off in this notebook (GPU_PARK=never)"),
+])  # fmt: skip
 def test_park_says_why_it_cannot_be_pressed(more, why):
     (row,) = leases(snapshot(kernel(**more)))
     assert buttons(row)[0] == ("park", why)
@@ -134,15 +131,12 @@ def test_the_question_before_unparking():
     assert "4.0 GiB in host memory return to the card" in text.lines[0]
 
 
-@pytest.mark.parametrize(
-    ("verb", "before", "after", "words"),
-    [
-        ("park", kernel(), kernel(pins=1), "analysis.ipynb (pid 4121), bob runs a cell now."),
-        ("park", kernel(), kernel(device=HOST), "analysis.ipynb is on host now, not on sim:0."),
-        ("unpark", kernel(device=HOST), kernel(), "analysis.ipynb is on sim:0 now, not on host."),
-        ("park", kernel(), lease("qwen", 1), "analysis.ipynb is gone"),
-    ],
-)
+@pytest.mark.parametrize(("verb", "before", "after", "words"), [
+    ("park", kernel(), kernel(pins=1), "analysis.ipynb (pid 4121), bob runs a cell now."),
+    ("park", kernel(), kernel(device=HOST), "analysis.ipynb is on host now, not on sim:0."),
+    ("unpark", kernel(device=HOST), kernel(), "analysis.ipynb is on sim:0 now, not on host."),
+    ("park", kernel(), lease("qwen", 1), "analysis.ipynb is gone"),
+])  # fmt: skip
 def test_nothing_is_done_if_it_changed_since_the_click(verb, before, after, words):
     proposal = propose(verb, f"{BOB.id}/kernel", snapshot(before))
     assert words in changed(proposal, snapshot(after))

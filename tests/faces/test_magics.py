@@ -286,19 +286,16 @@ def test_a_failure_is_a_gpu_error_and_is_shown_as_one_sentence(shell, models, li
     assert shown.startswith(f"{kind.__name__}: ") and "Traceback" not in shown
 
 
-@pytest.mark.parametrize(
-    ("line", "message"),
-    [
-        ("pin", "required: NAME"),
-        ("evict qwen --frobnicate", "unrecognized arguments: --frobnicate"),
-        ("evict qwen --timeout soon", "'soon' is not a duration"),
-        ("load x --importance vital", "'vital' is none of urgent"),
-        ("evictions --limit none", "'none' is not a number of rows"),
-        ("plan 'qwen", "No closing quotation"),
-        ("health -o 3x", "not a name that Python could use"),
-        ("status extra", "unrecognized arguments: extra"),
-    ],
-)
+@pytest.mark.parametrize(("line", "message"), [
+    ("pin", "required: NAME"),
+    ("evict qwen --frobnicate", "unrecognized arguments: --frobnicate"),
+    ("evict qwen --timeout soon", "'soon' is not a duration"),
+    ("load x --importance vital", "'vital' is none of urgent"),
+    ("evictions --limit none", "'none' is not a number of rows"),
+    ("plan 'qwen", "No closing quotation"),
+    ("health -o 3x", "not a name that Python could use"),
+    ("status extra", "unrecognized arguments: extra"),
+])  # fmt: skip
 def test_bad_syntax_shows_the_usage(shell, models, line, message):
     with pytest.raises(UsageError, match=re.escape(message)):
         run(shell, f"%gpu {line}")

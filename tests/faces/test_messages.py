@@ -230,15 +230,12 @@ def test_a_message_during_a_cell_requests_nothing(follows):
     follows.trigger("post_execute")
 
 
-@pytest.mark.parametrize(
-    ("command", "story"),
-    [
-        ("inspectVariables", ["back", "handled", "free"]),
-        ("richInspectVariables", ["back", "handled", "free"]),
-        ("debugInfo", ["handled"]),
-        ("setBreakpoints", ["handled"]),
-    ],
-)
+@pytest.mark.parametrize(("command", "story"), [
+    ("inspectVariables", ["back", "handled", "free"]),
+    ("richInspectVariables", ["back", "handled", "free"]),
+    ("debugInfo", ["handled"]),
+    ("setBreakpoints", ["handled"]),
+])  # fmt: skip
 def test_the_memory_is_there_while_the_debugger_shows_variables(follows, command, story):
     message = {"content": {"command": command}}
     asyncio.run(follows.kernel.control_handlers["debug_request"](None, None, message))
@@ -268,14 +265,10 @@ def test_an_interrupt_of_the_wait_does_not_leave_the_hook(follows):
     assert follows.story == ["hook", "back", "handled", "hook after"]
 
 
-@pytest.mark.parametrize(
-    ("package", "added", "cells"),
-    [
-        ("gpu_panels.inline", False, []),
-        ("gpu_panels.inline", True, ["cell ", "end"]),
-        ("panel", False, ["cell ", "end"]),
-    ],
-)
+@pytest.mark.parametrize(("package", "added", "cells"), [
+    ("gpu_panels.inline", False, []), ("gpu_panels.inline", True, ["cell ", "end"]),
+    ("panel", False, ["cell ", "end"]),
+])  # fmt: skip
 def test_a_click_on_our_own_console_does_not_bring_the_memory_back(
     follows, package, added, cells, monkeypatch
 ):

@@ -92,14 +92,11 @@ def test_memory_is_bounded():
     assert len(palette._kept) == KEPT
 
 
-@pytest.mark.parametrize(
-    ("one", "other", "expected"),
-    [
-        ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425),
-        ((50, 2.5, 0), (73, 25, -18), 27.1492),
-        ((2.0776, 0.0795, -1.1350), (0.9033, -0.0636, -0.5514), 0.9082),
-    ],
-)
+@pytest.mark.parametrize(("one", "other", "expected"), [
+    ((50, 2.6772, -79.7751), (50, 0, -82.7485), 2.0425),
+    ((50, 2.5, 0), (73, 25, -18), 27.1492),
+    ((2.0776, 0.0795, -1.1350), (0.9033, -0.0636, -0.5514), 0.9082),
+])  # fmt: skip
 def test_the_colour_distance_is_the_published_one(one, other, expected):
     """The pairs are from the table in Sharma, Wu & Dalal 2005."""
     assert ciede2000(np.array(one), np.array(other)) == pytest.approx(expected, abs=1e-4)

@@ -47,15 +47,12 @@ def test_a_model_is_shown_with_its_place_and_its_owner():
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("backend", "shares", "words"),
-    [
-        ("fake", (Share("cuda:0", 8),), "GPU: 0"),
-        ("vllm", (Share("cuda:0", 8), Share("cuda:1", 8)), "GPUs: 0,1 (TP:2)"),
-        ("transformers", (Share("cuda:0", 8), Share("cuda:1", 8)), "GPUs: 0,1"),
-        ("fake", (Share(HOST, 8),), "host"),
-    ],
-)
+@pytest.mark.parametrize(("backend", "shares", "words"), [
+    ("fake", (Share("cuda:0", 8),), "GPU: 0"),
+    ("vllm", (Share("cuda:0", 8), Share("cuda:1", 8)), "GPUs: 0,1 (TP:2)"),
+    ("transformers", (Share("cuda:0", 8), Share("cuda:1", 8)), "GPUs: 0,1"),
+    ("fake", (Share(HOST, 8),), "host"),
+])  # fmt: skip
 def test_a_place_is_written_as_in_the_seeds(backend, shares, words):
     """Equal shares are not always tensor parallel: the engine must compute that way."""
     assert place(Lease("1", "qwen", shares=shares, backend=backend)) == words
@@ -83,19 +80,10 @@ def test_a_model_that_another_process_has_not_loaded_shows_what_its_owner_declar
     assert column(found, MODELS, "Importance") == ["normal", "high"]
 
 
-@pytest.mark.parametrize(
-    ("more", "buttons"),
-    [
-        (
-            {"pins": 1},
-            (Button("evict", "Evict", "In use by train.ipynb (pid 4000)"), Button("pin", "Pin")),
-        ),
-        (
-            {"keep": True},
-            (Button("evict", "Evict", "It is pinned; unpin it first"), Button("unpin", "Unpin")),
-        ),
-    ],
-)
+@pytest.mark.parametrize(("more", "buttons"), [
+    ({"pins": 1}, (Button("evict", "Evict", "In use by train.ipynb (pid 4000)"), Button("pin", "Pin"))),
+    ({"keep": True}, (Button("evict", "Evict", "It is pinned; unpin it first"), Button("unpin", "Unpin"))),
+])  # fmt: skip
 def test_a_button_that_cannot_be_pressed_shows_why(more, buttons):
     (row,) = models(snapshot(lease("qwen", 14, **more)))
     assert row.buttons == buttons

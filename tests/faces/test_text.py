@@ -146,22 +146,11 @@ Nothing was done. Do it:  %gpu preload gemma"""
     )
 
 
-@pytest.mark.parametrize(
-    ("command", "in_notebook", "in_terminal"),
-    [
-        (
-            "load models/gemma",
-            "Do it:  %gpu load models/gemma",
-            "Do it, in a notebook:  %gpu load models/gemma",
-        ),
-        ("preload gemma", "Do it:  %gpu preload gemma", "Do it:  gpu preload gemma"),
-        (
-            "rt.load('gemma', seed=3)",
-            "Do it in Python:  rt.load('gemma', seed=3)",
-            "rt.load('gemma', seed=3)",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("command", "in_notebook", "in_terminal"), [
+    ("load models/gemma", "Do it:  %gpu load models/gemma", "Do it, in a notebook:  %gpu load models/gemma"),
+    ("preload gemma", "Do it:  %gpu preload gemma", "Do it:  gpu preload gemma"),
+    ("rt.load('gemma', seed=3)", "Do it in Python:  rt.load('gemma', seed=3)", "rt.load('gemma', seed=3)"),
+])  # fmt: skip
 def test_a_plan_says_how_to_do_it(command, in_notebook, in_terminal):
     """A model that is not registered cannot be preloaded by name, and a command cannot hold it."""
     planned = replace(samples.fits, command=command)

@@ -110,16 +110,12 @@ def test_the_arrow_leads_to_the_process_that_requested_the_room(by, because, hei
     assert [arrow.heir for arrow in found] == ([heir] if heir else [])
 
 
-@pytest.mark.parametrize(
-    "event",
-    [
-        evicted(50, because="llama was evicted by hand."),
-        evicted(50, because="nobody needs 8.0 GiB on sim:0"),
-        evicted(50, because="The warm pool is full; qwen needs room on sim:0.", device=HOST),
-        evicted(150),
-        evicted(50, model="unknown"),
-    ],
-)
+@pytest.mark.parametrize("event", [
+    evicted(50, because="llama was evicted by hand."),
+    evicted(50, because="nobody needs 8.0 GiB on sim:0"),
+    evicted(50, because="The warm pool is full; qwen needs room on sim:0.", device=HOST),
+    evicted(150), evicted(50, model="unknown"),
+])  # fmt: skip
 def test_no_arrow_is_drawn_without_a_row_at_both_ends(event):
     assert drawn(moment(0, qwen=8, llama=8), events=(event,)).arrows == ()
 

@@ -196,16 +196,13 @@ def test_a_choice_of_cards_layout_and_importance_is_asked_too():
     assert PlanWish("qwen", ANY, USUAL, USUAL).options == {}
 
 
-@pytest.mark.parametrize(
-    ("ask", "words"),
-    [
-        (PlanWish("2 GiB"), "✓ Now · "),
-        (PlanWish("14 GiB"), "✓ After 1 model left · "),
-        (PlanWish("in use"), "◷ It waits · "),
-        (PlanWish("30 GiB"), "✗ Never, as things are · "),
-        (PlanWish("30 GiB", layout="balanced"), "✓ After 2 models left · "),
-    ],
-)
+@pytest.mark.parametrize(("ask", "words"), [
+    (PlanWish("2 GiB"), "✓ Now · "),
+    (PlanWish("14 GiB"), "✓ After 1 model left · "),
+    (PlanWish("in use"), "◷ It waits · "),
+    (PlanWish("30 GiB"), "✗ Never, as things are · "),
+    (PlanWish("30 GiB", layout="balanced"), "✓ After 2 models left · "),
+])  # fmt: skip
 def test_the_verdict_is_now_after_a_departure_after_a_wait_or_never(ask, words):
     """30 GiB fit on no card, but two cards can share them."""
     with Runtime(devices="sim:2x24GiB", ledger="memory:", monitor=False) as rt:
@@ -230,15 +227,12 @@ def row(host, wait, engine="full", requests=9):
     return {"host_bytes": host * GIB, "wait_s": wait, "engine": engine, "requests": requests}
 
 
-@pytest.mark.parametrize(
-    ("rows", "words"),
-    [
-        ([row(128, 100.0), row(256, 62.0)], "With 256 GiB of RAM for models instead of 128 GiB,"),
-        ([row(256, 62.0), row(128, 100.0), row(128, 500, "plain")], "would have been 38 % less"),
-        ([row(128, 50.0), row(256, 50.0)], "would have been the same"),
-        ([row(128, 0.0), row(256, 0.0)], "Nobody waited in the last 7 days"),
-    ],
-)
+@pytest.mark.parametrize(("rows", "words"), [
+    ([row(128, 100.0), row(256, 62.0)], "With 256 GiB of RAM for models instead of 128 GiB,"),
+    ([row(256, 62.0), row(128, 100.0), row(128, 500, "plain")], "would have been 38 % less"),
+    ([row(128, 50.0), row(256, 50.0)], "would have been the same"),
+    ([row(128, 0.0), row(256, 0.0)], "Nobody waited in the last 7 days"),
+])  # fmt: skip
 def test_more_ram_in_one_sentence(rows, words):
     """The rows of the engine `plain` are only a reference, and are not used for the sentence."""
     assert words in whatif.ram_sentence(rows, 7)

@@ -434,13 +434,10 @@ print(sorted(inner()), rt.free('x').because)"""
 
 
 @pytest.mark.processes
-@pytest.mark.parametrize(
-    ("code", "shown"),
-    [
-        (WITHOUT_TORCH, "m 0 B came free False\n"),
-        (WITHOUT_A_SHELL, "['inner()', 'x'] 4.0 MiB came free\n"),
-    ],
-)
+@pytest.mark.parametrize(("code", "shown"), [
+    (WITHOUT_TORCH, "m 0 B came free False\n"),
+    (WITHOUT_A_SHELL, "['inner()', 'x'] 4.0 MiB came free\n"),
+])  # fmt: skip
 def test_who_answers_without_torch_and_does_not_import_it_and_without_a_shell(code, shown):
     done = finished([sys.executable, "-c", code], env=dict(os.environ))
     assert done.stdout == shown, done.stderr

@@ -298,13 +298,10 @@ def test_a_host_leaves_and_joins_again(empty, hosts, capsys):
         assert model.host == "box1"
 
 
-@pytest.mark.parametrize(
-    ("words", "said"),
-    [
-        (("drain", "nobox"), "no host is called 'nobox'. The fleet has box1, box2, box3"),
-        (("drain",), "needs the name of a host"),
-    ],
-)
+@pytest.mark.parametrize(("words", "said"), [
+    (("drain", "nobox"), "no host is called 'nobox'. The fleet has box1, box2, box3"),
+    (("drain",), "needs the name of a host"),
+])  # fmt: skip
 def test_a_wrong_action_is_one_line(empty, hosts, capsys, words, said):
     assert gpu(*words) == 1
     assert said in capsys.readouterr().err

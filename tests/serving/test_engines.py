@@ -745,24 +745,21 @@ async def test_the_keys_of_older_versions_are_read(mode, sources, tmp_path):
         assert (await embedded(k, "the quick fox"))[0] == pytest.approx(expected, abs=1e-5)
 
 
-@pytest.mark.parametrize(
-    ("file", "change", "why"),
-    [
-        ("1_Pooling/config.json", {"pooling_mode": "median"}, "median"),
-        ("1_Pooling/config.json", {"pooling_mode": None}, "names no way to pool"),
-        ("1_Pooling/config.json", {"pooling_mode_median": True}, "pooling_mode_median"),
-        ("2_Dense/config.json", {"activation_function": "my.Act"}, "my.Act"),
-        ("2_Dense/config.json", {"gated": True}, "gated"),
-        ("2_Dense/config.json", {"out_features": 17}, "size mismatch"),
-        ("2_Dense/model.safetensors", None, "pickled weights are not read"),
-        ("sentence_bert_config.json", {"module_output_name": "x"}, "module_output_name='x'"),
-        ("sentence_bert_config.json", {"query_expansion": True}, "query_expansion=True"),
-        ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "'q' is not among"),
-        ("modules.json", {"type": "sentence_transformers.models.CNN"}, "CNN is not implemented"),
-        ("modules.json", {"type": "my.code.Dense"}, "my.code.Dense is not implemented"),
-        ("modules.json", {"path": "../other"}, "leaves its folder"),
-    ],
-)
+@pytest.mark.parametrize(("file", "change", "why"), [
+    ("1_Pooling/config.json", {"pooling_mode": "median"}, "median"),
+    ("1_Pooling/config.json", {"pooling_mode": None}, "names no way to pool"),
+    ("1_Pooling/config.json", {"pooling_mode_median": True}, "pooling_mode_median"),
+    ("2_Dense/config.json", {"activation_function": "my.Act"}, "my.Act"),
+    ("2_Dense/config.json", {"gated": True}, "gated"),
+    ("2_Dense/config.json", {"out_features": 17}, "size mismatch"),
+    ("2_Dense/model.safetensors", None, "pickled weights are not read"),
+    ("sentence_bert_config.json", {"module_output_name": "x"}, "module_output_name='x'"),
+    ("sentence_bert_config.json", {"query_expansion": True}, "query_expansion=True"),
+    ("config_sentence_transformers.json", {"default_prompt_name": "q"}, "'q' is not among"),
+    ("modules.json", {"type": "sentence_transformers.models.CNN"}, "CNN is not implemented"),
+    ("modules.json", {"type": "my.code.Dense"}, "my.code.Dense is not implemented"),
+    ("modules.json", {"path": "../other"}, "leaves its folder"),
+])  # fmt: skip
 async def test_what_is_unknown_in_an_embedder_is_refused_by_name(
     file, change, why, sources, tmp_path
 ):
@@ -852,17 +849,11 @@ _EMPTY: dict[str, list[dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("name", "kinds"),
-    [
-        ("writer", ("chat", "completions", "tokenize", "detokenize")),
-        pytest.param(
-            "gguf", ("chat", "completions", "tokenize", "detokenize"), marks=pytest.mark.processes
-        ),
-        ("embedder", ("embeddings",)),
-        ("ranker", ("rerank",)),
-    ],
-)
+@pytest.mark.parametrize(("name", "kinds"), [
+    ("writer", ("chat", "completions", "tokenize", "detokenize")),
+    pytest.param("gguf", ("chat", "completions", "tokenize", "detokenize"), marks=pytest.mark.processes),
+    ("embedder", ("embeddings",)), ("ranker", ("rerank",)),
+])  # fmt: skip
 async def test_an_empty_prompt_is_answered_or_refused_and_counts_for_nothing(name, kinds, sources):
     """It was an AssertionError. A template may make a prompt without tokens, too."""
     bare = {"chat_template": "{{ messages[0].content or '' }}"} if "chat" in kinds else {}

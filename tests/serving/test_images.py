@@ -85,16 +85,13 @@ async def test_an_image_that_cannot_be_read_is_the_callers_mistake(seer):
         assert answer_text(await k.chat("seer", "a text", max_tokens=2))
 
 
-@pytest.mark.parametrize(
-    ("content", "words"),
-    [
-        ([image(url("red"))] * 17, "17 images; at most 16"),
-        ([image(url("red"), detail="low")], "must be auto or high"),
-        ([{"type": "image_url"}], "must be an object such as"),
-        ([{"type": "image_url", "image_url": {"url": 7}}], "must be an object such as"),
-        ([image(url("red", size=(8000, 5001)))], "at most 40,000,000 pixels"),
-    ],
-)
+@pytest.mark.parametrize(("content", "words"), [
+    ([image(url("red"))] * 17, "17 images; at most 16"),
+    ([image(url("red"), detail="low")], "must be auto or high"),
+    ([{"type": "image_url"}], "must be an object such as"),
+    ([{"type": "image_url", "image_url": {"url": 7}}], "must be an object such as"),
+    ([image(url("red", size=(8000, 5001)))], "at most 40,000,000 pixels"),
+])  # fmt: skip
 def test_images_that_are_refused(content, words):
     with refusal(400, match=words):
         images.images_of([{"role": "user", "content": content}])

@@ -237,14 +237,11 @@ def test_fragmentation_and_defragmentation(rt):
     assert http.post("/memory/defragment").json()["status"] == "defragmentation_triggered"
 
 
-@pytest.mark.parametrize(
-    ("wanted", "why"),
-    [
-        ({"name": "rank", "model_type": "embedding"}, "rank is of type reranker, not embedding"),
-        ({"name": "emb", "quantization": "int4"}, "the quantization float16, not int4"),
-        ({"name": "rank", "quantization": "int4"}, "it has none, not int4"),
-    ],
-)
+@pytest.mark.parametrize(("wanted", "why"), [
+    ({"name": "rank", "model_type": "embedding"}, "rank is of type reranker, not embedding"),
+    ({"name": "emb", "quantization": "int4"}, "the quantization float16, not int4"),
+    ({"name": "rank", "quantization": "int4"}, "it has none, not int4"),
+])  # fmt: skip
 def test_a_preload_of_another_model_than_was_asked_is_not_true(rt, wanted, why):
     rt.evict(wanted["name"])
     answer = client(rt).post("/memory/preload", json={"models": [wanted]}).json()

@@ -105,24 +105,21 @@ def test_a_text_is_a_chat_unless_it_is_raw():
     assert generate_of(body | {"raw": True}) == ("completions", made | {"prompt": "hi"})
 
 
-@pytest.mark.parametrize(
-    ("translate", "change", "param"),
-    [
-        (chat_of, {"messages": "hi"}, "messages"),
-        (chat_of, {"options": {"num_ctx": 0}}, "options.num_ctx"),
-        (chat_of, {"options": {"num_gpu": 1}}, "options.num_gpu"),
-        (chat_of, {"keep_alive": "5 m"}, "keep_alive"),
-        (chat_of, {"options": 7}, "options"),
-        (chat_of, {"format": "yaml"}, "format"),
-        (chat_of, {"keep_alive": "soon"}, "keep_alive"),
-        (chat_of, {"raw": True}, "raw"),
-        (generate_of, {"prompt": "a", "messages": None, "suffix": "b"}, "suffix"),
-        (generate_of, {"messages": None, "prompt": 7}, "prompt"),
-        (generate_of, {"messages": None, "prompt": "a", "raw": True, "system": "b"}, "system"),
-        (chat_of, {"messages": [{"role": "user", "images": True}]}, "messages[0].images"),
-        (chat_of, {"messages": [{"role": "user", "tool_calls": 7}]}, "messages[0].tool_calls"),
-    ],
-)
+@pytest.mark.parametrize(("translate", "change", "param"), [
+    (chat_of, {"messages": "hi"}, "messages"),
+    (chat_of, {"options": {"num_ctx": 0}}, "options.num_ctx"),
+    (chat_of, {"options": {"num_gpu": 1}}, "options.num_gpu"),
+    (chat_of, {"keep_alive": "5 m"}, "keep_alive"),
+    (chat_of, {"options": 7}, "options"),
+    (chat_of, {"format": "yaml"}, "format"),
+    (chat_of, {"keep_alive": "soon"}, "keep_alive"),
+    (chat_of, {"raw": True}, "raw"),
+    (generate_of, {"prompt": "a", "messages": None, "suffix": "b"}, "suffix"),
+    (generate_of, {"messages": None, "prompt": 7}, "prompt"),
+    (generate_of, {"messages": None, "prompt": "a", "raw": True, "system": "b"}, "system"),
+    (chat_of, {"messages": [{"role": "user", "images": True}]}, "messages[0].images"),
+    (chat_of, {"messages": [{"role": "user", "tool_calls": 7}]}, "messages[0].tool_calls"),
+])  # fmt: skip
 def test_what_our_routes_have_not_is_refused(translate, change, param):
     with refusal(400, param=param):
         translate({**HI, **change})

@@ -277,17 +277,14 @@ async def test_tools_that_the_engine_s_template_would_ignore_are_refused(templat
         assert not there.requests
 
 
-@pytest.mark.parametrize(
-    ("field", "sent"),
-    [
-        ({"temperature": 0.5}, {"temperature": 0.5}),
-        ({"repetition_penalty": 1.1}, {"repeat_penalty": 1.1}),
-        ({"max_completion_tokens": 5}, {"max_tokens": 5}),
-        ({"user": "ann", "store": False, "n": 1, "top_logprobs": 0}, {}),
-        ({"temprature": 1}, "no field 'temprature'; did you mean temperature"),
-        ({"top_k": 5}, "its engine has no field 'top_k' in a call for chat"),
-    ],
-)
+@pytest.mark.parametrize(("field", "sent"), [
+    ({"temperature": 0.5}, {"temperature": 0.5}),
+    ({"repetition_penalty": 1.1}, {"repeat_penalty": 1.1}),
+    ({"max_completion_tokens": 5}, {"max_tokens": 5}),
+    ({"user": "ann", "store": False, "n": 1, "top_logprobs": 0}, {}),
+    ({"temprature": 1}, "no field 'temprature'; did you mean temperature"),
+    ({"top_k": 5}, "its engine has no field 'top_k' in a call for chat"),
+])  # fmt: skip
 async def test_a_field_that_the_engine_would_ignore_is_refused(field, sent):
     """vLLM, llama-server and Ollama answer as if such a field were missing."""
     known = frozenset(

@@ -35,14 +35,11 @@ def words(text: str) -> int:
     return len(text.split())
 
 
-@pytest.mark.parametrize(
-    ("kind", "body"),
-    [
-        ("chat", chat("x" * (MOST_CHARACTERS + 1))),
-        ("completions", {"model": QWEN, "prompt": "x" * (MOST_CHARACTERS + 1)}),
-        ("embeddings", {"model": QWEN, "input": ["x" * (MOST_CHARACTERS // 2 + 1)] * 2}),
-    ],
-)
+@pytest.mark.parametrize(("kind", "body"), [
+    ("chat", chat("x" * (MOST_CHARACTERS + 1))),
+    ("completions", {"model": QWEN, "prompt": "x" * (MOST_CHARACTERS + 1)}),
+    ("embeddings", {"model": QWEN, "input": ["x" * (MOST_CHARACTERS // 2 + 1)] * 2}),
+])  # fmt: skip
 def test_a_prompt_has_a_limit_of_characters(kind, body):
     with refusal(413, match="at most 4,000,000 are accepted"):
         read_call(kind, body)

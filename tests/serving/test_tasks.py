@@ -215,51 +215,28 @@ preload: [qwen, phi]
     assert read_serving_config(None) == ServingConfig()
 
 
-@pytest.mark.parametrize(
-    ("text", "line", "field", "problem"),
-    [
-        ("tasks:\n  a: {candidates: []}", 2, "tasks.a.candidates", "length >= 1"),
-        (
-            "tasks: {b: {candidates: [x]}, a: {}}",
-            1,
-            "tasks.a",
-            "missing required field `candidates`",
-        ),
-        ("tasks:\n  a:\n    candidates:\n    - x\n    - 7", 5, "tasks.a.candidates[1]", "`str`"),
-        ("tasks:\n a:\n  candidates: [x]\n  budget_s: -1", 4, "tasks.a.budget_s", "> 0"),
-        ("tasks:\n a:\n  candidates: [x]\n  pin: true", 2, "tasks.a", "unknown field `pin`"),
-        ("tasks: 7", 1, "tasks", "one entry for each name"),
-        ("clients: {}\ntask: {}", 2, "", "unknown field `task`; known: tasks"),
-        ("- tasks", 1, "", "sections such as tasks"),
-        ("fallback:\n  qwen: phi", 2, "fallback.qwen", "Expected `array`"),
-        ("clients: {bot: {importance: supreme}}", 1, "clients.bot.importance", "none of urgent"),
-        (
-            "clients:\n  bot:\n    defaults:\n      temperature: 9",
-            4,
-            "clients.bot.defaults.temperature",
-            "from 0 to 2",
-        ),
-        (
-            "clients: {bot: {defaults: {messages: []}}}",
-            1,
-            "clients.bot.defaults.messages",
-            "only a call can set it",
-        ),
-        (
-            "tasks:\n a: {candidates: [x]}\n a: {candidates: [y]}",
-            3,
-            "tasks.a",
-            "appears here twice",
-        ),
-        ("aliases: {a: x}\npreload: [x]\naliases: {b: x}", 3, "aliases", "appears here twice"),
-        ("preload: qwen\n", 1, "preload", "it must be a list of models"),
-        ("aliases:\n  gpt: 7\n", 2, "aliases.gpt", "Expected `str`"),
-        ("aliases:\n  a: b\n  b: qwen\n", 2, "aliases.a", "b is an alias too"),
-        ("preload: [x]\n---\naliases: {b: x}", 3, "", "a second one begins here"),
-        ("\ntasks: ]", 2, "", "not YAML"),
-        ("!!python/object/apply:os.system [true]", 1, "", "is not supported"),
-    ],
-)
+@pytest.mark.parametrize(("text", "line", "field", "problem"), [
+    ("tasks:\n  a: {candidates: []}", 2, "tasks.a.candidates", "length >= 1"),
+    ("tasks: {b: {candidates: [x]}, a: {}}", 1, "tasks.a", "missing required field `candidates`"),
+    ("tasks:\n  a:\n    candidates:\n    - x\n    - 7", 5, "tasks.a.candidates[1]", "`str`"),
+    ("tasks:\n a:\n  candidates: [x]\n  budget_s: -1", 4, "tasks.a.budget_s", "> 0"),
+    ("tasks:\n a:\n  candidates: [x]\n  pin: true", 2, "tasks.a", "unknown field `pin`"),
+    ("tasks: 7", 1, "tasks", "one entry for each name"),
+    ("clients: {}\ntask: {}", 2, "", "unknown field `task`; known: tasks"),
+    ("- tasks", 1, "", "sections such as tasks"),
+    ("fallback:\n  qwen: phi", 2, "fallback.qwen", "Expected `array`"),
+    ("clients: {bot: {importance: supreme}}", 1, "clients.bot.importance", "none of urgent"),
+    ("clients:\n  bot:\n    defaults:\n      temperature: 9", 4, "clients.bot.defaults.temperature", "from 0 to 2"),
+    ("clients: {bot: {defaults: {messages: []}}}", 1, "clients.bot.defaults.messages", "only a call can set it"),
+    ("tasks:\n a: {candidates: [x]}\n a: {candidates: [y]}", 3, "tasks.a", "appears here twice"),
+    ("aliases: {a: x}\npreload: [x]\naliases: {b: x}", 3, "aliases", "appears here twice"),
+    ("preload: qwen\n", 1, "preload", "it must be a list of models"),
+    ("aliases:\n  gpt: 7\n", 2, "aliases.gpt", "Expected `str`"),
+    ("aliases:\n  a: b\n  b: qwen\n", 2, "aliases.a", "b is an alias too"),
+    ("preload: [x]\n---\naliases: {b: x}", 3, "", "a second one begins here"),
+    ("\ntasks: ]", 2, "", "not YAML"),
+    ("!!python/object/apply:os.system [true]", 1, "", "is not supported"),
+])  # fmt: skip
 def test_an_error_in_the_file_is_named(tmp_path, text, line, field, problem):
     file = tmp_path / "tasks.yaml"
     file.write_text(text)

@@ -60,15 +60,12 @@ async def test_comments_tell_the_place_and_the_reason_until_the_answer_begins():
     assert any('"content":"hi"' in event for event in events) and events[-1] == "data: [DONE]"
 
 
-@pytest.mark.parametrize(
-    ("path", "body", "said"),
-    [
-        ("/v1/chat/completions", chat("b", "hi", stream=True), b'data: {"error"'),
-        ("/v1/messages", chat("b", "hi", stream=True, max_tokens=9), b"event: error"),
-        ("/v1/responses", {"model": "b", "input": "hi", "stream": True}, b"event: error"),
-        ("/api/chat", chat("b", "hi"), b'{"error"'),
-    ],
-)
+@pytest.mark.parametrize(("path", "body", "said"), [
+    ("/v1/chat/completions", chat("b", "hi", stream=True), b'data: {"error"'),
+    ("/v1/messages", chat("b", "hi", stream=True, max_tokens=9), b"event: error"),
+    ("/v1/responses", {"model": "b", "input": "hi", "stream": True}, b"event: error"),
+    ("/api/chat", chat("b", "hi"), b'{"error"'),
+])  # fmt: skip
 async def test_a_refusal_after_the_headers_is_the_last_event(path, body, said):
     async with harness(a=16, b=16) as k:
         with k.rt.use("a"):
