@@ -1,5 +1,6 @@
 """What wishes do on the hosts: the agents and the controller run in this process, without Ray."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 
 from gpu_runtime import Busy, Runtime, StillInUse
+from gpu_runtime.backends.fake import FakeBackend
 from gpu_runtime.catalog.store import Catalog
 from gpu_runtime.fleet import agent as agents
 from gpu_runtime.fleet import cluster, controller
@@ -16,7 +18,8 @@ from gpu_runtime.fleet.agent import HostAgent
 from gpu_runtime.fleet.controller import Controller
 from gpu_runtime.fleet.wishes import Slot
 from gpu_runtime.settings import Settings
-from tests.clock import until
+from gpu_runtime.threads import Stoppable
+from tests.clock import PATIENCE, until
 from tests.fleet.ray_cluster import write_models
 
 MODELS = {"a": 6, "b": 6, "c": 6, "d": 6}
@@ -155,6 +158,35 @@ def test_a_dedicated_model_takes_the_room_of_an_unwished_one(fleet):
     used(box, "a", "b")
     assert fleet.apply("c", "a", dedicated=True) == {"a": "box1", "c": "box1"}
     assert sorted(fleet.on_cards("box1")) == ["a", "c"]
+
+
+def test_a_wished_model_may_load_for_longer_than_it_may_wait_for_room(fleet, monkeypatch):
+    """Its host waits for the end of the load without a limit, and so does the controller for its host.
+
+    The load goes on once its caller waits for it.
+    """
+    fleet.join("box1", "sim:1x10GiB,host:1GiB")
+    limits, caller_waits = [], threading.Event()
+    wait, load = Stoppable.wait, FakeBackend.load
+
+    def answer(call: Callable[[], Any], limit: float | None = cluster.ANSWER_SECONDS) -> Any:
+        limits.append(limit)
+        return call()
+
+    def waiting(self: Stoppable, seconds: float | None) -> bool:
+        limits.append(seconds)
+        caller_waits.set()
+        return wait(self, seconds)
+
+    def slow(*args: Any, **kwargs: Any) -> Any:
+        assert caller_waits.wait(PATIENCE)
+        return load(*args, **kwargs)
+
+    monkeypatch.setattr(cluster, "answer", answer)
+    monkeypatch.setattr(Stoppable, "wait", waiting)
+    monkeypatch.setattr(FakeBackend, "load", slow)
+    assert fleet.apply("a") == {"a": "box1"}
+    assert set(limits) == {None}
 
 
 def test_a_wish_without_room_tells_the_reason_of_each_host(fleet):

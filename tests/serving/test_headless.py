@@ -3,11 +3,12 @@
 import asyncio
 import http.client
 import json
+import signal
 import sys
 
 import pytest
 
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, until
 from tests.faces.served import OPERATORS, Conversation, free_port, serving
 
 # A script that starts `gpu serve` as if Panel and Bokeh were not installed.
@@ -37,6 +38,7 @@ def start(kind, folder):
     port = free_port()
     command = [*COMMANDS[kind], "serve", "--port", str(port)]
     environment = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CATALOG": str(folder / "catalog")}
+    environment["GPU_SERVE_LOG"] = str(folder / "requests.jsonl")
     return serving(command, folder, environment, port=port)
 
 
@@ -91,6 +93,15 @@ def test_a_probe_on_this_machine_needs_no_token(server, path):
     assert (answer.status, json.loads(answer.body)) == (200, {"status": "ok"})
     assert server.get(path, **{"X-Forwarded-For": "192.0.2.1"}).status == 403
     assert server.get(f"{path}/more").status == 403
+
+
+def test_the_request_log_is_opened_again_at_sighup(server):
+    """A rotation renames the file and sends the signal. Then it expects the new file, also without a call."""
+    file = server.output_file.with_name("requests.jsonl")
+    file.rename(file.with_suffix(".1"))
+    server.process.send_signal(signal.SIGHUP)
+    until(file.exists, "the server opened its log again")
+    assert server.process.poll() is None and server.get("/health", **TOKEN).status == 200
 
 
 @pytest.mark.parametrize("path", ["/chat/completions", "/models"])
