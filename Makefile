@@ -67,7 +67,7 @@ help:
 	@echo "make gpu-figures   its figures; without a card, on a simulated accelerator"
 	@echo "make vllm    the tests of real servers, with vLLM for CPUs in an environment of its own (3 GB)"
 	@echo "make frameworks   notebooks of 26 frameworks, parked after each cell, in an environment of its own (3 GB)"
-	@echo "make clients   17 client libraries against a real server, each in an environment of its own (2 GB)"
+	@echo "make clients   35 client libraries against a real server, each in an environment of its own (3 GB)"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
@@ -177,8 +177,10 @@ clients: $(STAMP) .venv-clients/.ready
 	python3 -m venv .venv-clients
 	.venv-clients/bin/python -m pip install -q uv
 	@while IFS=: read -r name packages; do \
-		.venv-clients/bin/uv venv -q --clear .venv-clients/$$name && \
-		.venv-clients/bin/uv pip install -q --python .venv-clients/$$name $$packages </dev/null || \
+		mkdir -p .venv-clients/$$name; \
+		if [[ $$packages = \ npm\ * ]]; then npm install --silent --prefix .venv-clients/$$name $${packages# npm } </dev/null; \
+		else .venv-clients/bin/uv venv -q --clear .venv-clients/$$name && \
+		.venv-clients/bin/uv pip install -q --python .venv-clients/$$name $$packages </dev/null; fi || \
 		{ echo "$$name cannot be installed: its test is skipped"; rm -rf .venv-clients/$$name; }; \
 	done < $<
 	@touch $@

@@ -135,6 +135,8 @@ def read_call(kind: str, body: Any, client: str = "") -> Call:
     _require_bounded(plain)
     check_numbers(plain, kind)
     stream = _stream(kind, plain)
+    if plain.get("tool_choice") == "any":  # the word of Mistral's clients, which no engine knows
+        plain["tool_choice"] = "required"
     profile = _client_id(own.get("x_client_id"))
     return Call(
         kind,

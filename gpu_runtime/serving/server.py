@@ -41,7 +41,7 @@ from .store import Store
 from .store import default_file as default_store
 
 DEFAULT_PORT = 8210
-_WORDS = r"memory v1 api health livez readyz metrics usage docs openapi\.json".split()
+_WORDS = r"memory v1 v2 api health livez readyz metrics usage docs openapi\.json".split()
 ROUTES = rf"/(?:{'|'.join([*_WORDS, *CALLS])}|static-offline-docs)(?:/.*)?"
 HOME = "/docs"  # the first page of a server without a console
 ANSWER_SECONDS = 0.5  # when the server ends: the time to send answers to waiting callers

@@ -22,7 +22,7 @@ CALLS = (
     *("tokenize", "detokenize"),
 )
 PROBES = ("/livez", "/readyz")  # paths that programs on this machine may read without a token
-API_PATHS = ("/v1/", "/api/", "/health", "/usage", *PROBES, *(f"/{word}" for word in CALLS))
+API_PATHS = ("/v1/", "/v2/", "/api/", "/health", "/usage", *PROBES, *(f"/{word}" for word in CALLS))
 GUEST = "guest"  # Panel's name for a visitor without a login, if its options admit such visitors
 
 

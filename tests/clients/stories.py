@@ -263,6 +263,210 @@ def autogen(url: str, token: str) -> None:
     assert answer.content == "one two"
 
 
+@story
+def huggingface_hub(url: str, token: str) -> None:
+    from huggingface_hub import InferenceClient
+
+    client = InferenceClient(base_url=f"{url}/v1", api_key=token)
+    parts = client.chat.completions.create(model="chat", messages=user("one two"), stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == "one two"
+    said = client.chat.completions.create(model="chat", messages=user(CALL), tools=[TOOL])
+    assert said.choices[0].message.tool_calls[0].function.name == "time"
+
+
+@story
+def mistralai(url: str, token: str) -> None:
+    from mistralai.client import Mistral
+
+    client = Mistral(server_url=url, api_key=token)
+    whole = client.chat.complete(model="chat", messages=user("one two"))
+    assert whole.choices[0].message.content == "one two"
+    parts = client.chat.stream(model="chat", messages=user("one two"))
+    assert "".join(part.data.choices[0].delta.content or "" for part in parts) == "one two"
+    said = client.chat.complete(model="chat", messages=user(CALL), tools=[TOOL])
+    assert said.choices[0].message.tool_calls[0].function.name == "time"
+    assert client.embeddings.create(model="bge", inputs=["fox"]).data[0].embedding == [3.0, 1.0]
+
+
+@story
+def llm(url: str, token: str) -> None:
+    """The command, with the model in its own file of settings."""
+    import llm as library
+
+    row = {
+        "model_id": "chat",
+        "model_name": "chat",
+        "api_base": f"{url}/v1",
+        "supports_tools": True,
+    }
+    row["api_key_name"] = "none"
+    file = library.user_dir() / "extra-openai-models.yaml"
+    file.write_text(json.dumps([row]))
+    model = library.get_model("chat")
+    assert model.prompt("one two", key=token).text() == "one two"
+
+    def time(zone: str) -> str:
+        """The time in a zone."""
+        return "It is noon."
+
+    assert model.chain(CALL, tools=[time], key=token).text().endswith("It is noon.")
+
+
+@story
+def chatlas(url: str, token: str) -> None:
+    from chatlas import ChatOpenAICompletions
+
+    chat = ChatOpenAICompletions(base_url=f"{url}/v1", model="chat", api_key=token)
+    assert str(chat.chat("one two", echo="none")) == "one two"
+
+    def time(zone: str) -> str:
+        """The time in a zone."""
+        return "It is noon."
+
+    chat.register_tool(time)
+    assert "It is noon." in str(chat.chat(CALL, echo="none"))
+
+
+@story
+def agno(url: str, token: str) -> None:
+    from agno.agent import Agent
+    from agno.models.openai.like import OpenAILike
+
+    def time(zone: str) -> str:
+        """The time in a zone."""
+        return "It is noon."
+
+    model = OpenAILike(id="chat", base_url=f"{url}/v1", api_key=token)
+    answer = Agent(model=model, tools=[time], telemetry=False).run(CALL)
+    assert answer.content == "It is noon."
+
+
+@story
+def cohere(url: str, token: str) -> None:
+    import cohere
+
+    found = cohere.ClientV2(token, base_url=url).rerank(
+        model="rank", query="fox", documents=["a dog", "a fox"], top_n=1
+    )
+    assert [row.index for row in found.results] == [1]
+
+
+@story
+def magentic(url: str, token: str) -> None:
+    from magentic import FunctionCall, OpenaiChatModel, UserMessage
+    from magentic.streaming import StreamedStr
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+
+    def time(zone: str) -> str:
+        """The time in a zone."""
+        return "It is noon."
+
+    model = OpenaiChatModel("chat", base_url=f"{url}/v1", api_key=token)
+    said = model.complete([UserMessage("one two")], output_types=[StreamedStr])
+    assert "".join(said.content) == "one two"
+    called = model.complete([UserMessage(CALL)], [time], [FunctionCall, str])
+    assert called.content() == "It is noon."
+
+
+@story
+def mirascope(url: str, token: str) -> None:
+    from mirascope import llm as library
+
+    library.register_provider(
+        "openai:completions", scope="openai/", base_url=f"{url}/v1", api_key=token
+    )
+
+    @library.tool
+    def time(zone: str) -> str:
+        """The time in a zone."""
+        return "It is noon."
+
+    @library.call("openai/chat:completions", tools=[time])
+    def said(text: str) -> str:
+        return text
+
+    assert said("one two").text() == "one two"
+    assert "".join(said.stream("one two").text_stream()).strip() == "one two"
+    called = said(CALL)
+    assert called.resume(called.execute_tools()).text() == "It is noon."
+
+
+@story
+def outlines(url: str, token: str) -> None:
+    import outlines as library
+    from openai import OpenAI
+    from pydantic import BaseModel
+
+    class Person(BaseModel):
+        name: str
+
+    model = library.from_openai(OpenAI(base_url=f"{url}/v1", api_key=token), "chat")
+    assert json.loads(model(json.dumps({"name": "Ann"}), Person)) == {"name": "Ann"}
+    assert "".join(model.stream("one two")) == "one two"
+
+
+@story
+def strands(url: str, token: str) -> None:
+    from strands import Agent, tool
+    from strands.models.openai import OpenAIModel
+
+    @tool
+    def time(zone: str) -> str:
+        """The time in a zone."""
+        return "It is noon."
+
+    given = {"base_url": f"{url}/v1", "api_key": token}
+    agent = Agent(
+        OpenAIModel(client_args=given, model_id="chat"), tools=[time], callback_handler=None
+    )
+    assert "It is noon." in str(agent(CALL))
+
+
+@story
+def guidance(url: str, token: str) -> None:
+    import guidance as library
+
+    model = library.models.OpenAI("chat", base_url=f"{url}/v1", api_key=token, echo=False)
+    with library.user():
+        model += "one two"
+    with library.assistant():
+        model += library.gen("said", max_tokens=8)
+    assert model["said"] == "one two"
+
+
+@story
+def lm_eval(url: str, token: str) -> None:
+    """An evaluation without a data set: what its tasks ask of a model."""
+    import os
+
+    from lm_eval.api.instance import Instance
+    from lm_eval.models.openai_completions import LocalChatCompletion, LocalCompletionsAPI
+
+    os.environ["OPENAI_API_KEY"] = token
+    given = {"model": "chat", "tokenizer_backend": None, "tokenized_requests": False}
+    until = {"until": ["\n"], "max_gen_toks": 8}
+    completions = LocalCompletionsAPI(base_url=f"{url}/v1/completions", **given)
+    asked = Instance("generate_until", {}, ("one two", until), 0)
+    assert completions.generate_until([asked]) == ["one two"]
+    chat = LocalChatCompletion(base_url=f"{url}/v1/chat/completions", **given)
+    asked = Instance("generate_until", {}, (chat.apply_chat_template(user("one two")), until), 0)
+    assert chat.generate_until([asked]) == ["one two"]
+
+
+@story
+def crewai(url: str, token: str) -> None:
+    import os
+
+    os.environ |= {"OTEL_SDK_DISABLED": "true", "CREWAI_DISABLE_TELEMETRY": "true"}
+    from crewai import LLM
+
+    model = LLM(model="openai/chat", base_url=f"{url}/v1", api_key=token)
+    assert model.call("one two") == "one two"
+
+
 if __name__ == "__main__":
     name, url, token = sys.argv[1:]
     STORIES[name](url, token)

@@ -1,4 +1,4 @@
-"""Client libraries, unchanged, each in an environment of its own, against a real server.
+"""Client libraries for Python and JavaScript, unchanged, each in an environment of its own, against a real server.
 
 `make clients` makes the environments and runs this file. The clients that developers of this project have anyway are
 also in tests/serving/test_official_clients.py.
@@ -7,6 +7,7 @@ also in tests/serving/test_official_clients.py.
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -17,8 +18,8 @@ import pytest
 from tests.faces.served import OPERATORS, free_port, serving
 from tests.serving.test_official_clients import SERVER
 
-from .stories import STORIES
-
+HERE = Path(__file__).parent
+NAMES = [row.partition(":")[0] for row in (HERE / "libraries.txt").read_text().splitlines()]
 ENVIRONMENTS = Path(__file__).parents[2] / ".venv-clients"
 pytestmark = [
     pytest.mark.soak,
@@ -38,16 +39,19 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
 
 
-@pytest.mark.parametrize("name", STORIES)
+@pytest.mark.parametrize("name", NAMES)
 def test_a_client_library_works_unchanged(name: str, url: str, tmp_path: Path) -> None:
     """No story needs the network: a client that would read a list of models there gets a setting against it."""
-    python = ENVIRONMENTS / name / "bin" / "python"
-    if not python.exists():
+    home, python = ENVIRONMENTS / name, ENVIRONMENTS / name / "bin" / "python"
+    story = [python, HERE / "stories.py"]
+    if (home / "node_modules").exists():
+        story = ["node", shutil.copy(HERE / "stories.mjs", home)]
+    elif not python.exists():
         pytest.skip(f"{name} could not be installed")
     quiet = {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HAYSTACK_TELEMETRY_ENABLED": "False"}
     quiet |= {"HOME": str(tmp_path), "OLLAMA_API_BASE": url, "ANONYMIZED_TELEMETRY": "False"}
     told = subprocess.run(
-        [python, Path(__file__).with_name("stories.py"), name, url, OPERATORS],
+        [*story, name, url, OPERATORS],
         capture_output=True,
         text=True,
         env={"PATH": os.environ["PATH"], **quiet},

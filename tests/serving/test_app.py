@@ -211,12 +211,13 @@ def test_a_base_url_without_v1_or_with_two_is_a_404_with_the_right_path(rt, path
     assert f"there is no {path}; did you mean {meant}?" in answer.json()["error"]["message"]
 
 
-def test_the_routes_for_tokens_are_served_outside_v1_too(rt):
-    """vLLM and llama-server have them there."""
+def test_routes_that_other_servers_have_outside_v1_are_served_there_too(rt):
+    """vLLM and llama-server have those for tokens there. Cohere's client posts to /v2/rerank."""
     http = client(rt)
-    for path in ("/tokenize", "/detokenize"):
-        wrong = {"model": "echo"}  # the text, or the tokens, are missing
-        here, there = http.post(path, json=wrong), http.post(f"/v1{path}", json=wrong)
+    for path in ("/tokenize", "/detokenize", "/v2/rerank"):
+        wrong = {"model": "echo"}  # the text, the tokens or the documents are missing
+        meant = f"/v1{path.removeprefix('/v2')}"
+        here, there = http.post(path, json=wrong), http.post(meant, json=wrong)
         assert (here.status_code, here.json()) == (there.status_code, there.json())
         assert here.status_code == 400
 

@@ -22,6 +22,7 @@ rt = gpu_runtime.runtime()
 template = "{# tools <tool_call> <think> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
 rt.register("chat", backend="fake", size="1GiB", model_type="llm", chat_template=template)
 rt.register("bge", backend="fake", size="1GiB", model_type="embedding")
+rt.register("rank", backend="fake", size="1GiB", model_type="reranker")
 try:
     server.run(rt, port=int(sys.argv[1]))
 finally:
@@ -124,12 +125,13 @@ def test_embeddings_of_texts_and_of_tokens(client):
     """The client requests base64 by itself. LangChain sends lists of tokens."""
     found = client.embeddings.create(model="bge", input=["fox", "a dog"])
     assert [row.embedding for row in found.data] == [[3.0, 1.0], [5.0, 1.0]]
+    assert found.id, "Mistral's client reads no answer without it"
     plain = client.embeddings.create(model="bge", input=[[1, 2], [3]], encoding_format="float")
     assert [row.index for row in plain.data] == [0, 1]
 
 
 def test_models_and_completions(client):
-    assert {model.id for model in client.models.list()} == {"chat", "bge"}
+    assert {model.id for model in client.models.list()} == {"chat", "bge", "rank"}
     assert client.models.retrieve("chat").id == "chat"
     answer = client.completions.create(model="chat", prompt="one two", echo=True)
     assert answer.choices[0].text == "one twoone two"
@@ -193,7 +195,7 @@ def test_ollamas_client(url):
     )
     assert client.generate(model="chat", prompt="one two").response == "one two"
     assert client.embed(model="bge", input=["fox", "a dog"]).embeddings == [[3.0, 1.0], [5.0, 1.0]]
-    assert {model.model for model in client.list().models} == {"chat", "bge"}
+    assert {model.model for model in client.list().models} == {"chat", "bge", "rank"}
     assert client.show("chat") and client.ps()
     with pytest.raises(ollama.ResponseError, match="Did you mean chat") as unknown:
         client.chat(model="cha", messages=user("a"))

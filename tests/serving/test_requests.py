@@ -33,6 +33,11 @@ def refusal(kind: str, body: Any) -> Refused:
     return refused.value
 
 
+def test_mistrals_word_for_a_forced_call_is_that_of_all_engines():
+    """Its clients send `any`. No engine knows that word, and the call was refused."""
+    assert read_call("chat", CHAT | {"tool_choice": "any"}).body["tool_choice"] == "required"
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_plain_body_reaches_the_engine_as_it_was_sent(kind):
     """Fields that the gateway does not know are passed on, and the engine checks them."""

@@ -86,7 +86,8 @@ _CALLS: dict[str, tuple[str, str, dict[str, Any]]] = {  # kind -> path, summary,
         {"tokens": {"type": "array", "minItems": 1, "items": {"type": "integer"}}},
     ),
 }
-_OF_TOKENS = ("tokenize", "detokenize")
+# Paths that other servers have outside /v1: vLLM and llama-server those of tokens, and Cohere the other.
+_OUTSIDE = {"/tokenize": "tokenize", "/detokenize": "detokenize", "/v2/rerank": "rerank"}
 REFUSALS: dict[int | str, dict[str, Any]] = {
     400: {"description": "something in the body is wrong; the message names it"},
     404: {"description": "no such model or task"},
@@ -270,17 +271,17 @@ def router(gateway: Any, jobs: Jobs, acts: Any) -> APIRouter:
         text = f"there is no model {id[:64]!r}; see them: GET /v1/models"
         raise Refused(404, "model_not_found", text, param="model")
 
-    for kind in _CALLS:
-        _add_call_route(routes, kind, gateway, acts)
+    for kind, (path, *_) in _CALLS.items():
+        _add_call_route(routes, path, kind, gateway, acts)
     _add_job_routes(routes, gateway, jobs, acts)
     return routes
 
 
-def token_router(gateway: Any, acts: Any) -> APIRouter:
-    """The routes for tokens outside `/v1`, where vLLM and llama-server have them. The parameters are as in `router`."""
+def outside_router(gateway: Any, acts: Any) -> APIRouter:
+    """The routes outside `/v1`, where other servers have them. The parameters are as in `router`."""
     routes = APIRouter(route_class=StrictRoute)
-    for kind in _OF_TOKENS:
-        _add_call_route(routes, kind, gateway, acts)
+    for path, kind in _OUTSIDE.items():
+        _add_call_route(routes, path, kind, gateway, acts)
     return routes
 
 
@@ -313,11 +314,11 @@ def add_call(
     )
 
 
-def _add_call_route(routes: APIRouter, kind: str, gateway: Any, acts: Any) -> None:
+def _add_call_route(routes: APIRouter, path: str, kind: str, gateway: Any, acts: Any) -> None:
     async def answer(request: Request, body: Any, gateway: Any, actor: str) -> Response:
         return await answered(request, gateway, kind, body, actor, OpenAIWriter())
 
-    path, summary, fields = _CALLS[kind]
+    _, summary, fields = _CALLS[kind]
     # Fields outside the schema are sent to the engine.
     optional = (_STREAM_FIELDS if kind in ("chat", "completions") else {}) | _OWN_FIELDS
     schema = body_schema({"model": _MODEL, **fields}, optional)

@@ -201,6 +201,7 @@ def embeddings(
         for at, vector in enumerate(vectors)
     ]
     return {
+        "id": f"embd-{uuid.uuid4().hex}",  # Mistral's clients read no answer without it
         "object": "list",
         "data": data,
         "model": model,

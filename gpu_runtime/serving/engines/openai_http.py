@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import uuid
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import Any
@@ -80,7 +81,10 @@ class HttpAdapter:
             raise self._failed(f"its answer is no JSON object: {_shorten(data)}")
         if plain is not None:
             answer = told_tools(answer)
-        return {**self._told_limit(answer), "model": self.name} if kind != "images" else answer
+        if kind == "images":
+            return answer
+        made = {"id": f"{kind}-{uuid.uuid4().hex}"}  # llama-server gives vectors none
+        return {**made, **self._told_limit(answer), "model": self.name}
 
     async def stream(
         self, kind: str, body: dict[str, Any], think: bool | None
