@@ -41,6 +41,9 @@ def openai(url: str, token: str) -> None:
     assert whole.choices[0].message.content == "one two"
     answer = client.responses.create(model="chat", input="one two", reasoning={"effort": "low"})
     assert answer.output_text == "one two"
+    parts = client.chat.completions.create(model="chat", messages=user("one two"), stream=True)
+    assert "".join(part.choices[0].delta.content or "" for part in parts) == "one two"
+    assert client.completions.create(model="chat", prompt="one two").choices[0].text == "one two"
     vectors = client.embeddings.create(model="bge", input=["fox"]).data
     assert vectors[0].embedding == [3.0, 1.0]
 
@@ -72,6 +75,11 @@ def anthropic(url: str, token: str) -> None:
     assert client.messages.count_tokens(**given).input_tokens == 2
     with client.messages.stream(max_tokens=64, **given) as stream:
         assert stream.get_final_text() == "one two"
+    tool: Any = {"name": "time", "description": "It.", "input_schema": SCHEMA}
+    called = client.messages.create(
+        model="chat", max_tokens=64, messages=user(CALL), tools=[tool], system="Be brief."
+    )
+    assert called.content[0].input == {"zone": "CET"}
 
 
 @story
@@ -89,6 +97,11 @@ def ollama(url: str, token: str) -> None:
     [row] = [one for one in client.ps().models if one.model == "chat"]
     assert row.size_vram and row.expires_at
     assert client.embed("bge", "fox").embeddings == [[3.0, 1.0]]
+    parts = client.chat(name, user("one two"), stream=True)
+    assert "".join(part.message.content or "" for part in parts) == "one two"
+    [call] = client.chat(name, user(CALL), tools=[TOOL]).message.tool_calls
+    assert call.function.arguments == {"zone": "CET"}
+    assert client.generate(name, '{"zone": "CET"}', format=SCHEMA).response == '{"zone": "CET"}'
 
 
 @story
@@ -102,15 +115,29 @@ def litellm(url: str, token: str) -> None:
     for model in ("ollama_chat/chat", "anthropic/chat"):
         answer = litellm.completion(model, user("one two"), max_tokens=64, **place)
         assert answer.choices[0].message.content == "one two", model
+        parts = litellm.completion(model, user("one two"), max_tokens=64, stream=True, **place)
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == "one two", model
+        called = litellm.completion(model, user(CALL), tools=[TOOL], max_tokens=64, **place)
+        [call] = called.choices[0].message.tool_calls
+        assert json.loads(call.function.arguments) == {"zone": "CET"}, model
+    found = litellm.embedding("openai/bge", ["fox"], api_base=f"{url}/v1", api_key=token)
+    assert found.data[0]["embedding"] == [3.0, 1.0]
+    found = litellm.rerank("cohere/rank", "fox", ["a dog", "a fox"], top_n=1, **place)
+    assert found.results[0]["index"] == 1
 
 
 @story
 def langchain_openai(url: str, token: str) -> None:
-    from langchain_openai import ChatOpenAI
+    from langchain_openai import ChatOpenAI, OpenAIEmbeddings
 
     model = ChatOpenAI(model="chat", base_url=f"{url}/v1", api_key=token, reasoning_effort="low")
     assert "".join(part.content for part in model.stream("one two")) == "one two"
     assert model.bind_tools([TOOL]).invoke(CALL).tool_calls[0]["args"] == {"zone": "CET"}
+    schema = {"title": "time", **SCHEMA}
+    form = model.with_structured_output(schema, method="json_schema")
+    assert form.invoke('{"zone": "CET"}') == {"zone": "CET"}
+    given = {"base_url": f"{url}/v1", "api_key": token, "check_embedding_ctx_length": False}
+    assert OpenAIEmbeddings(model="bge", **given).embed_query("fox") == [3.0, 1.0]
 
 
 @story
@@ -137,11 +164,23 @@ def langchain_ollama(url: str, token: str) -> None:
 @story
 def llama_index_openai(url: str, token: str) -> None:
     from llama_index.core.llms import ChatMessage
+    from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike
 
     model = OpenAILike(model="chat", api_base=f"{url}/v1", api_key=token, is_chat_model=True)
     assert model.chat([ChatMessage(role="user", content="one two")]).message.content == "one two"
     assert "".join(part.delta or "" for part in model.stream_complete("one two")) == "one two"
+    clock = FunctionTool.from_defaults(lambda zone: "It is noon.", name="time", description="It.")
+    model = OpenAILike(
+        model="chat",
+        api_base=f"{url}/v1",
+        api_key=token,
+        is_chat_model=True,
+        is_function_calling_model=True,
+    )
+    answer = model.chat_with_tools([clock], user_msg=CALL)
+    [call] = model.get_tool_calls_from_response(answer)
+    assert call.tool_kwargs == {"zone": "CET"}
 
 
 @story
@@ -171,12 +210,12 @@ def instructor(url: str, token: str) -> None:
     class Person(BaseModel):
         name: str
 
-    client = instructor.from_openai(
-        OpenAI(base_url=f"{url}/v1", api_key=token), mode=instructor.Mode.JSON
-    )
     said = json.dumps({"name": "Ann"})
-    found = client.chat.completions.create(model="chat", messages=user(said), response_model=Person)
-    assert found.name == "Ann"
+    for mode in (instructor.Mode.JSON, instructor.Mode.JSON_SCHEMA):
+        client = instructor.from_openai(OpenAI(base_url=f"{url}/v1", api_key=token), mode=mode)
+        chat = client.chat.completions
+        found = chat.create(model="chat", messages=user(said), response_model=Person)
+        assert found.name == "Ann"
 
 
 @story
@@ -195,6 +234,12 @@ def pydantic_ai(url: str, token: str) -> None:
 
     assert agent.run_sync(CALL).output == "It is noon."
 
+    async def streamed() -> str:
+        async with agent.run_stream("one two") as result:
+            return await result.get_output()
+
+    assert asyncio.run(streamed()) == "one two"
+
 
 @story
 def dspy(url: str, token: str) -> None:
@@ -208,6 +253,7 @@ def dspy(url: str, token: str) -> None:
 def haystack(url: str, token: str) -> None:
     from haystack.components.generators.chat import OpenAIChatGenerator
     from haystack.dataclasses import ChatMessage
+    from haystack.tools import Tool
     from haystack.utils import Secret
 
     generator = OpenAIChatGenerator(
@@ -215,6 +261,15 @@ def haystack(url: str, token: str) -> None:
     )
     [reply] = generator.run([ChatMessage.from_user("one two")])["replies"]
     assert reply.text == "one two"
+    parts: list[str] = []
+    generator.run(
+        [ChatMessage.from_user("one two")],
+        streaming_callback=lambda part: parts.append(part.content),
+    )
+    assert "".join(parts) == "one two"
+    clock = Tool("time", "It.", SCHEMA, lambda zone: "It is noon.")
+    [reply] = generator.run([ChatMessage.from_user(CALL)], tools=[clock])["replies"]
+    assert reply.tool_calls[0].arguments == {"zone": "CET"}
 
 
 @story
@@ -224,6 +279,8 @@ def smolagents(url: str, token: str) -> None:
     model = OpenAIModel(model_id="chat", api_base=f"{url}/v1", api_key=token)
     content = [{"type": "text", "text": "one two"}]
     assert model.generate([{"role": "user", "content": content}]).content == "one two"
+    parts = model.generate_stream([{"role": "user", "content": content}])
+    assert "".join(part.content or "" for part in parts) == "one two"
 
 
 @story
@@ -240,8 +297,13 @@ def semantic_kernel(url: str, token: str) -> None:
     history = ChatHistory()
     history.add_user_message("one two")
     settings = OpenAIChatPromptExecutionSettings()
-    answer = asyncio.run(service.get_chat_message_content(history, settings))
-    assert str(answer) == "one two"
+
+    async def said() -> None:
+        assert str(await service.get_chat_message_content(history, settings)) == "one two"
+        parts = service.get_streaming_chat_message_content(history, settings)
+        assert "".join([str(part) async for part in parts]) == "one two"
+
+    asyncio.run(said())
 
 
 @story
@@ -259,8 +321,17 @@ def autogen(url: str, token: str) -> None:
     client = OpenAIChatCompletionClient(
         model="chat", base_url=f"{url}/v1", api_key=token, model_info=info
     )
-    answer = asyncio.run(client.create([UserMessage(content="one two", source="user")]))
-    assert answer.content == "one two"
+    clock = {"name": "time", "description": "It.", "parameters": SCHEMA}
+
+    async def said() -> None:
+        messages = [UserMessage(content="one two", source="user")]
+        assert (await client.create(messages)).content == "one two"
+        *parts, _ = [part async for part in client.create_stream(messages)]
+        assert "".join(parts) == "one two"
+        called = await client.create([UserMessage(content=CALL, source="user")], tools=[clock])
+        assert json.loads(called.content[0].arguments) == {"zone": "CET"}
+
+    asyncio.run(said())
 
 
 @story
