@@ -1,6 +1,8 @@
 // One short story for each JavaScript library, as in stories.py. The test copies this file into the folder of the
 // library, where `import` finds it: `node stories.mjs NAME URL TOKEN`.
 import assert from "node:assert/strict";
+import { execFileSync } from "node:child_process";
+import { mkdirSync, writeFileSync } from "node:fs";
 
 const CALL = '<tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>';
 const SCHEMA = { type: "object", properties: { zone: { type: "string" } }, required: ["zone"] };
@@ -85,6 +87,37 @@ const stories = {
     assert.deepEqual(called.tool_calls[0].args, { zone: "CET" });
     const vectors = new OpenAIEmbeddings({ model: "bge", apiKey: token, configuration });
     assert.deepEqual(await vectors.embedQuery("fox"), [3, 1]);
+  },
+
+  async continue_js(url, token) {
+    const { constructLlmApi } = await import("@continuedev/openai-adapters");
+    const api = constructLlmApi({ provider: "openai", apiKey: token, apiBase: `${url}/v1/` });
+    const { signal } = new AbortController();
+    const parts = api.chatCompletionStream({ model: "chat", messages, stream: true }, signal);
+    assert.equal(await joined(parts, (part) => part.choices[0]?.delta.content), "one two");
+    const vectors = await api.embed({ model: "bge", input: ["fox"] });
+    assert.deepEqual(vectors.data[0].embedding, [3, 1]);
+  },
+
+  // The command, with its model in a file of settings. It runs a command that the model calls for.
+  async codex(url, token) {
+    const settings = `
+      model = "chat"
+      model_provider = "gpu"
+      web_search = "disabled"
+      agents.enabled = false
+      [model_providers.gpu]
+      name = "gpu"
+      base_url = "${url}/v1"
+      env_key = "GPU_TOKEN"
+      wire_api = "responses"`;
+    mkdirSync(`${process.env.HOME}/.codex`);
+    writeFileSync(`${process.env.HOME}/.codex/config.toml`, settings);
+    const command = `${import.meta.dirname}/node_modules/.bin/codex`;
+    const said = '<tool_call>{"name": "exec_command", "arguments": {"cmd": "pwd"}}</tool_call>';
+    const options = { env: { ...process.env, GPU_TOKEN: token }, cwd: process.env.HOME, stdio: ["ignore"], encoding: "utf8" };
+    const told = execFileSync(command, ["exec", "--skip-git-repo-check", said], options);
+    assert.match(told, /Process exited with code/);
   },
 };
 

@@ -538,6 +538,21 @@ def crewai(url: str, token: str) -> None:
     assert model.call("one two") == "one two"
 
 
+@story
+def aider(url: str, token: str) -> None:
+    """The command. The model repeats the instructions of the last message, whose example is a file."""
+    import os
+    import subprocess
+
+    place = ["--openai-api-base", f"{url}/v1", "--openai-api-key", token]
+    quiet = "--no-git --yes-always --no-check-update --no-show-model-warnings --analytics-disable"
+    words = ["--model", "openai/chat", *place, *quiet.split(), "--message", "one two"]
+    home = os.environ["HOME"]
+    command = [sys.executable, "-m", "aider", *words]
+    told = subprocess.run(command, cwd=home, capture_output=True, text=True, check=True)
+    assert "Applied edit to" in told.stdout
+
+
 if __name__ == "__main__":
     name, url, token = sys.argv[1:]
     STORIES[name](url, token)

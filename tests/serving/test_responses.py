@@ -51,6 +51,7 @@ def test_a_conversation_is_translated():
         "reasoning": {"effort": "none"},
         "store": False,
         "include": ["reasoning.encrypted_content"],
+        "client_metadata": {"thread_id": "a"},
         "stream": True,
         "x_client_id": "bot",
     }

@@ -29,6 +29,7 @@ _SAME = (
 _OTHER = (
     *("input", "instructions", "max_output_tokens", "tools", "tool_choice", "text", "reasoning"),
     *("include", "top_logprobs"),
+    "client_metadata",  # names of the caller's conversation, without an effect
 )
 # `reasoning.encrypted_content` has no effect: thoughts are sent and accepted as plain text.
 _LOGPROBS = "message.output_text.logprobs"
