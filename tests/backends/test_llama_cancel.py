@@ -105,6 +105,22 @@ def test_the_worker_stops_within_one_batch_of_a_prompt(tiny_gguf):
         model.close()
 
 
+def test_a_whole_answer_is_one_message(tiny_gguf):
+    """Each message wakes a thread of the worker's owner, a thread of the call, and the event loop."""
+    model, inbox, sent = load(tiny_gguf), worker.Inbox(), []
+    kwargs = {"stream": True, "temp": 0.0}
+    try:
+        for by_piece in (False, True):
+            job = {"id": 1, "call": "write", "args": ["one two", False, 3, by_piece]}
+            worker._answer(model, {**job, "kwargs": kwargs}, inbox, sent.append)
+    finally:
+        model.close()
+    whole, *pieces = sent
+    assert whole["end"]["finish"] == "length" and whole["end"]["completion_tokens"] == 3
+    texts = [(one.get("item") or one["end"])["text"] for one in pieces]
+    assert len(texts) == 3 and "".join(texts) == whole["end"]["text"]
+
+
 @pytest.mark.parametrize("kind", ["spm", "added", "bpe"])
 def test_every_token_has_the_bytes_that_transformers_gives_it(tmp_path, kind):
     """The library's own method loses each token of more than 32 bytes, such as a line of dashes."""

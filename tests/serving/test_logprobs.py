@@ -265,11 +265,16 @@ def test_a_prompt_of_a_gguf_has_the_figures_of_the_library(sources, monkeypatch)
     llama_cpp = pytest.importorskip("llama_cpp")
     monkeypatch.setattr(worker, "SCORED_AT_ONCE", 3)
     order = {"model_path": str(sources["gguf"]), "n_ctx": 256, "verbose": False}
-    model = worker._load(order, worker.Inbox(), lambda part: None, lambda line: None)
+    inbox = worker.Inbox()
+    model = worker._load(order, inbox, lambda part: None, lambda line: None)
     given = {"add_bos": True, "by_piece": False, "top_logprobs": 2, "temp": 0.0}
     text = "the quick brown fox"
-    prompt, end = model.write(text, most=4, echo=True, **given)
-    [alone] = model.write(text, most=4, **given)
+    sent: list[dict] = []
+    end, alone = (
+        worker._send_items(model.write(text, most=4, echo=echo, **given), 1, inbox, sent.append)
+        for echo in (True, False)
+    )
+    [prompt] = [one["item"] for one in sent]
     assert (end["text"], prompt["text"]) == (alone["text"], text)
     own = llama_cpp.Llama(str(sources["gguf"]), logits_all=True, verbose=False, n_ctx=256)
     tokens = own.tokenize(text.encode())

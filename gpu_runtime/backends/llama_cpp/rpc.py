@@ -270,7 +270,9 @@ class LlamaEngine(Engine):
                 message = answers.get()
                 if "item" not in message:
                     done = True
-                    self._outcome(method, message)
+                    last = self._outcome(method, message)
+                    if last is not None:
+                        yield last
                     return
                 yield message["item"]
         finally:

@@ -7,7 +7,8 @@ every load waits for its imports.
 
 Messages to the worker: {"load": arguments of Llama}, {"id", "call", "args", "kwargs"}, {"cancel":
 id}. Messages from the worker: {"progress": 0 to 1}, {"loaded": facts} or {"failed": error}. After
-these, each call gets any number of {"id", "item"} and one {"id", "end"} or {"id", "error"}.
+these, each call gets any number of {"id", "item"} and one {"id", "end"} or {"id", "error"}. An end
+that is not null is the result, or the last item of a stream.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import runpy
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -173,7 +174,7 @@ class _OurMethods:
         logit_bias: dict[str, float] | None = None,
         json_grammar: str | None = None,
         **sampling: Any,
-    ) -> Iterator[dict[str, Any]]:
+    ) -> Generator[dict[str, Any], None, dict[str, Any]]:
         """Continues `prompt` by at most `most` tokens (None: as many as fit into the context).
 
         `prompt` is a text or a list of tokens. In a text, the names of special tokens are read as
@@ -181,7 +182,8 @@ class _OurMethods:
         prompt made by a chat template has them already.
 
         With `by_piece`, each piece of the new text is an item. Otherwise the last item has all of
-        the text. The last item also has the reason of the end and the token counts. With
+        the text. The last item also has the reason of the end and the token counts. It is the value
+        that the generator returns. With
         `top_logprobs`, each item also has its tokens; see `_scored`. With `echo`, the first item is
         the prompt. If the context has room for fewer than `most` tokens, an item {"room": tokens}
         is first, and the answer has at most this number. If the prompt alone fills the context, the
@@ -196,8 +198,7 @@ class _OurMethods:
         tokens = self._tokens_of(prompt, add_bos)
         room = self.n_ctx() - len(tokens)
         if not tokens or room < (most != 0):
-            yield {"too_long": len(tokens)}
-            return
+            return {"too_long": len(tokens)}
         forced = None if json_grammar is None else _Forced(self, json_grammar)
         limit = room if most is None else min(most, room)
         if most is not None and most > room:
@@ -230,7 +231,7 @@ class _OurMethods:
         if not stops.hit:
             ready.text += stops.feed(decoder.decode(b"", final=True)) + stops.rest()
         counts = {"prompt_tokens": len(tokens), "completion_tokens": made}
-        yield {**ready.take(top_logprobs), "finish": finish, **counts}
+        return {**ready.take(top_logprobs), "finish": finish, **counts}
 
     def _tokens_of(self, prompt: str | list[int], add_bos: bool) -> list[int]:
         """The tokens of `prompt`. The count ends as soon as a text cannot fit into the context, so
@@ -511,12 +512,7 @@ def _answer(
         if callable(result):
             result = result(*job["args"], **_with_grammar(job["kwargs"], model))
         if hasattr(result, "__next__"):
-            for item in result:
-                if number in inbox.cancelled:
-                    result.close()
-                    break
-                send({"id": number, "item": item})
-            result = None
+            result = _send_items(result, number, inbox, send)
         send({"id": number, "end": result})
     except Cancelled:  # the caller wants no more
         send({"id": number, "end": None})
@@ -524,6 +520,24 @@ def _answer(
         send({"id": number, "error": _described(error)})
     finally:
         inbox.cancelled.discard(number)
+
+
+def _send_items(
+    items: Generator[Any, None, Any],
+    number: int,
+    inbox: Inbox,
+    send: Callable[[dict[str, Any]], None],
+) -> Any:
+    """Sends the `items` of the call `number`. Returns the value that the generator returns, which
+    is its last item: it travels with the end, because each message wakes three threads.
+    """
+    try:
+        while number not in inbox.cancelled:
+            send({"id": number, "item": next(items)})
+    except StopIteration as end:
+        return end.value
+    items.close()
+    return None
 
 
 def _with_grammar(kwargs: dict[str, Any], model: Any) -> dict[str, Any]:
