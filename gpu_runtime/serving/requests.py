@@ -387,11 +387,12 @@ _NUMBERS = {
 _FLAGS = ("echo", "parallel_tool_calls", "return_documents", "add_special_tokens")
 _OBJECTS = ("stream_options", "response_format", "logit_bias")
 _LISTS = ("tools", "functions")
-_PLAIN_TYPES: tuple[tuple[tuple[str, ...], type, str], ...] = (
-    (_FLAGS, bool, "true or false"),
-    (_OBJECTS, dict, "an object"),
-    (_LISTS, list, "a list"),
-)
+_PLAIN_TYPES: dict[str, tuple[type, str]] = {
+    **dict.fromkeys(_FLAGS, (bool, "true or false")),
+    **dict.fromkeys(_OBJECTS, (dict, "an object")),
+    **dict.fromkeys(_LISTS, (list, "a list")),
+}
+_CHECKED = frozenset((*_WHOLE_NUMBERS, *_NUMBERS, *_PLAIN_TYPES))
 
 
 def check_numbers(body: Mapping[str, Any], kind: str = "chat") -> None:
@@ -399,21 +400,22 @@ def check_numbers(body: Mapping[str, Any], kind: str = "chat") -> None:
 
     `kind` is the kind of the call. Raises Refused (400) for an invalid value.
     """
-    for name, (least, most) in _WHOLE_NUMBERS.items():
-        value = body.get(name)
-        if kind == "completions" and "max_" in name:
-            least = 0  # with echo, a call may ask for the prompt's probabilities alone
-        is_whole = isinstance(value, int) and not isinstance(value, bool)
-        if value is not None and not (is_whole and least <= value <= most):
-            raise bad(name, value, f"a whole number from {least} to {most}")
-    for name, (low, high) in _NUMBERS.items():
-        value = body.get(name)
-        if value is not None and not (_is_number(value) and low <= value <= high):
-            raise bad(name, value, f"a number from {low:g} to {high:g}")
-    for names, type_, expected in _PLAIN_TYPES:
-        for name in names:
-            if body.get(name) is not None and not isinstance(body[name], type_):
-                raise bad(name, body[name], expected)
+    for name, value in body.items():
+        if value is None or name not in _CHECKED:
+            continue
+        if name in _WHOLE_NUMBERS:
+            least, most = _WHOLE_NUMBERS[name]
+            if kind == "completions" and "max_" in name:
+                least = 0  # with echo, a call may ask for the prompt's probabilities alone
+            is_whole = isinstance(value, int) and not isinstance(value, bool)
+            if not (is_whole and least <= value <= most):
+                raise bad(name, value, f"a whole number from {least} to {most}")
+        elif name in _NUMBERS:
+            low, high = _NUMBERS[name]
+            if not (_is_number(value) and low <= value <= high):
+                raise bad(name, value, f"a number from {low:g} to {high:g}")
+        elif not isinstance(value, _PLAIN_TYPES[name][0]):
+            raise bad(name, value, _PLAIN_TYPES[name][1])
     _check_stop(body.get("stop"))
     _check_logit_bias(body.get("logit_bias"))
 

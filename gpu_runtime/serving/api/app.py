@@ -11,14 +11,15 @@ from __future__ import annotations
 
 import re
 import uuid
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Any
 
-from fastapi import Depends, FastAPI, HTTPException, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Query, Request
 from fastapi.responses import JSONResponse, Response
 from fastapi_offline import FastAPIOffline
 from pydantic import BaseModel, ConfigDict, Field, StrictBool
 from starlette.exceptions import HTTPException as StarletteError
+from starlette.middleware.exceptions import ExceptionMiddleware
 from starlette.routing import Match
 
 from ...errors import BadSetting, DoesNotFit, GpuError, NotAllowed, UnknownModel
@@ -31,7 +32,7 @@ from . import anthropic, engine_logs, fleet, memory, ollama, openai, responses
 from .fleet_metrics import FleetMetrics
 from .jobs import Jobs
 from .metrics import Metrics
-from .strict_route import StrictRoute
+from .strict_route import CallRoute, StrictRequest, StrictRoute
 
 Send = Callable[[Any], Awaitable[None]]
 _REQUEST_ID = re.compile(r"[\w.:/+=@-]{1,128}", re.ASCII)
@@ -101,17 +102,32 @@ def _application(gateway: Callable[[], Any], version: str, store: Store | None) 
     routes = openai.router(gateway, app.state.jobs, calls)
     anthropic.add_route(routes, gateway, calls)
     responses.add_route(routes, gateway, calls)
-    app.include_router(routes)
-    app.include_router(openai.outside_router(gateway, calls))
-    app.include_router(ollama.router(gateway, version, calls))
+    routers = routes, openai.outside_router(gateway, calls), ollama.router(gateway, version, calls)
+    for router in routers:
+        app.include_router(router)
     _add_usage(app, gateway)
     _add_probes(app, gateway)
     _add_config_routes(app, gateway, ACTS)
     app.add_exception_handler(Refused, _refused)
     app.add_exception_handler(GpuError, _failed)
     app.add_exception_handler(StarletteError, _http_error)
-    app.add_middleware(_RequireVisitor)
+    app.add_middleware(_RequireVisitor, calls=_call_routes(app, routers))
     return app
+
+
+def _call_routes(app: FastAPI, routers: Iterable[APIRouter]) -> dict[str, Any]:
+    """The applications that answer the calls of models, by path. Errors are answered as everywhere in `app`."""
+
+    def answering(route: CallRoute) -> Any:
+        async def answer(scope: Any, receive: Any, send: Any) -> None:
+            request = StrictRequest(scope, receive)
+            response = await route.endpoint(request, await _caller(request))
+            await response(scope, receive, send)
+
+        return ExceptionMiddleware(answer, app.exception_handlers)
+
+    routes = [route for router in routers for route in router.routes]
+    return {route.path: answering(route) for route in routes if isinstance(route, CallRoute)}
 
 
 def _add_usage(app: FastAPI, gateway: Callable[[], Any]) -> None:
@@ -168,8 +184,10 @@ class _RequireVisitor:
     Without a gate no request has a visitor. So a server without a gate refuses every request, even from this machine.
     """
 
-    def __init__(self, app: Any) -> None:
+    def __init__(self, app: Any, calls: Mapping[str, Any]) -> None:
+        """Passes POST requests for the paths of `calls` to the application there, all others to `app`."""
         self._app = app
+        self._calls = calls
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] == "http":
@@ -182,7 +200,8 @@ class _RequireVisitor:
         if scope.get("method") == "HEAD":  # a HEAD request takes the route for GET
             scope = {**scope, "method": "GET"}
             send = _without_body(send)
-        await self._app(scope, receive, send)
+        call = self._calls.get(scope["path"]) if scope.get("method") == "POST" else None
+        await (call or self._app)(scope, receive, send)
 
 
 def _with_request_id(scope: Any, send: Send) -> Send:

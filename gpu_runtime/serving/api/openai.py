@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ...errors import GpuError
 from ..requests import Refused, Reply
 from .jobs import ENDPOINTS, Jobs
-from .strict_route import StrictRoute
+from .strict_route import CallRoute, StrictRoute
 from .translation import EVENTS, Writer, in_own_words
 
 T = TypeVar("T")
@@ -137,7 +137,8 @@ async def unless_gone(
         more = None
         return task.result()
     finally:
-        for unfinished in (gone, task, more):
+        gone.cancel()
+        for unfinished in (task, more):
             if unfinished is not None and not unfinished.done():
                 unfinished.cancel()
                 await asyncio.gather(unfinished, return_exceptions=True)
@@ -310,6 +311,7 @@ def add_call(
         response_model=None,
         responses=REFUSALS,
         openapi_extra=request_body(schema),
+        route_class_override=CallRoute,
         **described,  # type: ignore[arg-type]
     )
 

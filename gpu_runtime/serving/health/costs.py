@@ -107,7 +107,7 @@ class Timing:
         self._first: float | None = None
         self._seconds: float | None = None
         self._pieces = 0
-        self._prompt = prompt_tokens(call)
+        self._prompt = self._expected_prompt = prompt_tokens(call)
 
     def note(self, event: dict[str, Any]) -> None:
         """Counts an `event` of a stream as one token if it has choices.
@@ -139,7 +139,7 @@ class Timing:
             self._call.kind,
             self._seconds,
             asked=self._call.model,
-            prompt=prompt_tokens(self._call),
+            prompt=self._expected_prompt,
             answer=self._pieces,
             first=self._first,
         )

@@ -187,7 +187,9 @@ class Holds:
     def take(self, model: str, importance: int) -> Hold:
         """Begins to pin `model` for a call of this `importance`, and returns the hold at once."""
         for hold in list(self._holds):
-            if hold.model == model and hold.keep_again():
+            if hold.ended.done():
+                self._holds.discard(hold)  # else every later call would look at it
+            elif hold.model == model and hold.keep_again():
                 return hold
         hold = Hold(model, importance, asyncio.get_running_loop())
         hold.stop_load = partial(self._rt._leave_load, why="all its callers have left")
