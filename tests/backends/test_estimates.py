@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,30 +18,21 @@ from gpu_runtime.backends.formats import sources
 from gpu_runtime.backends.missing import AbsentBackend
 from gpu_runtime.backends.registry import file_backend, open_backend
 from gpu_runtime.devices.probe import open_probe
-from gpu_runtime.estimation.kv_cache import (
-    PlannedUse,
-    activation_bytes,
-    cache_layers,
-    kv_cache_bytes,
-)
+from gpu_runtime.estimation import kv_cache
+from gpu_runtime.estimation.kv_cache import PlannedUse, cache_layers, kv_cache_bytes
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import MIB
 from tests import tiny_models
 from tests.worlds import footprint
 
 TOKENS, WINDOW = 96, 32
-SHAPE = dict(
-    vocab_size=512,
-    hidden_size=64,
-    intermediate_size=176,
-    num_hidden_layers=6,
-    num_attention_heads=8,
-    num_key_value_heads=2,
-    bos_token_id=1,
-    eos_token_id=2,
-    pad_token_id=0,
-)
+SHAPE = dict(vocab_size=512, hidden_size=64, intermediate_size=176, num_hidden_layers=6)
+SHAPE |= dict(num_attention_heads=8, num_key_value_heads=2)
+SHAPE |= dict(bos_token_id=1, eos_token_id=2, pad_token_id=0)
+GPT2 = dict(vocab_size=512, n_embd=64, n_layer=6, n_head=8, bos_token_id=1, eos_token_id=2)
 LATENT = dict(kv_lora_rank=32, q_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8)
+EXPERTS = dict(moe_intermediate_size=32, n_routed_experts=4, num_experts_per_tok=2)
+EXPERTS |= dict(n_group=1, topk_group=1, first_k_dense_replace=1)
 FAMILIES = {
     "multi-head": ("Llama", dict(SHAPE, num_key_value_heads=8)),
     "grouped": ("Llama", SHAPE),
@@ -54,28 +46,9 @@ FAMILIES = {
     "every second": ("Gemma2", dict(SHAPE, head_dim=8, sliding_window=WINDOW)),
     "every sixth": ("Gemma3Text", dict(SHAPE, head_dim=8, sliding_window=WINDOW)),
     "every fourth": ("Cohere2", dict(SHAPE, sliding_window=WINDOW)),
-    "latent": (
-        "DeepseekV3",
-        dict(
-            SHAPE,
-            num_key_value_heads=8,
-            moe_intermediate_size=32,
-            n_routed_experts=4,
-            n_group=1,
-            topk_group=1,
-            num_experts_per_tok=2,
-            first_k_dense_replace=1,
-            **LATENT,
-        ),
-    ),
-    "GPT-2": (
-        "GPT2",
-        dict(vocab_size=512, n_embd=64, n_layer=6, n_head=8, bos_token_id=1, eos_token_id=2),
-    ),
-    "one key for all": (
-        "GPTBigCode",
-        dict(vocab_size=512, n_embd=64, n_layer=6, n_head=8, bos_token_id=1, eos_token_id=2),
-    ),
+    "latent": ("DeepseekV3", SHAPE | EXPERTS | LATENT | {"num_key_value_heads": 8}),
+    "GPT-2": ("GPT2", GPT2),
+    "one key for all": ("GPTBigCode", GPT2),
 }
 
 
@@ -102,9 +75,8 @@ def test_the_estimated_cache_is_that_of_a_forward_pass(family):
         layers = cache_layers(said(model, without=without))
         one_less = [layer._replace(window=layer.window and layer.window - 1) for layer in layers]
         assert kv_cache_bytes(one_less, tokens=TOKENS, sequences=2, bits=32) == held
-        assert kv_cache_bytes(layers, tokens=TOKENS, sequences=2, bits=32) <= held * WINDOW / (
-            WINDOW - 1
-        )
+        most = held * WINDOW / (WINDOW - 1)
+        assert kv_cache_bytes(layers, tokens=TOKENS, sequences=2, bits=32) <= most
 
 
 class LiveBytes(TorchDispatchMode):
@@ -113,17 +85,15 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self, model: torch.nn.Module) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.known = {
-            tensor.untyped_storage()._cdata for tensor in (*model.parameters(), *model.buffers())
-        }
+        tensors = (*model.parameters(), *model.buffers())
+        self.known = {tensor.untyped_storage()._cdata for tensor in tensors}
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         answer = function(*args, **(kwargs or {}))
         for tensor in tree_iter(answer):
-            if (
-                isinstance(tensor, torch.Tensor)
-                and (storage := tensor.untyped_storage())._cdata not in self.known
-            ):
+            if not isinstance(tensor, torch.Tensor):
+                continue
+            if (storage := tensor.untyped_storage())._cdata not in self.known:
                 self.known.add(storage._cdata)
                 self.now += storage.nbytes()
                 self.peak = max(self.peak, self.now)
@@ -145,11 +115,7 @@ class LiveBytes(TorchDispatchMode):
         ("Qwen3", dict(SHAPE, head_dim=16), False),
         ("Mixtral", dict(SHAPE, num_local_experts=4), False),
         ("Llama", dict(SHAPE, attn_implementation="eager"), True),
-        (
-            "GPT2",
-            dict(vocab_size=512, n_embd=64, n_layer=6, n_head=8, bos_token_id=1, eos_token_id=2),
-            False,
-        ),
+        ("GPT2", GPT2, False),
     ],
     ids=["llama", "wide inside", "wide", "qwen", "experts", "eager", "gpt2"],
 )
@@ -157,15 +123,13 @@ def test_estimated_activations_are_those_of_a_forward_pass(family, shape, eager)
     """Right within a tenth, without weights and cache, for a context that is read in one pass."""
     shape = dict(shape)
     attention = shape.pop("attn_implementation", "sdpa")
-    model = transformers.AutoModelForCausalLM.from_config(
-        getattr(transformers, f"{family}Config")(**shape),
-        dtype=torch.float32,
-        attn_implementation=attention,
-    ).eval()
+    config = getattr(transformers, f"{family}Config")(**shape)
+    kind = dict(dtype=torch.float32, attn_implementation=attention)
+    model = transformers.AutoModelForCausalLM.from_config(config, **kind).eval()
     with torch.no_grad(), LiveBytes(model) as live:
         answer = model(torch.zeros(2, 512, dtype=torch.long), use_cache=True, logits_to_keep=1)
     cache = sum(layer.keys.nbytes + layer.values.nbytes for layer in answer.past_key_values.layers)
-    estimate = activation_bytes(said(model), PlannedUse(512, 2, 32.0, 4, eager))
+    estimate = kv_cache.activation_bytes(said(model), PlannedUse(512, 2, 32.0, 4, eager))
     assert estimate == pytest.approx(live.peak - cache, rel=0.1)
 
 
@@ -216,6 +180,10 @@ def lm(path: Path, config: str, stored: str) -> Path:
     return converted(tiny_models.causal_lm(path, size="8 MiB", dtype=config), stored)
 
 
+def float32(path: Path) -> Path:
+    return lm(path, "float32", "float32")
+
+
 def saved(path: Path, model: torch.nn.Module, **extra: torch.Tensor) -> Path:
     """Saves `model` in `path`, and adds the tensors `extra` to its file."""
     model.save_pretrained(path)
@@ -256,8 +224,9 @@ def gguf(path: Path, **given: object) -> Path:
     return tiny_models.gguf_lm(path / "m.gguf", size="32 MiB", **given)
 
 
+gguf_2048, gguf_4096 = partial(gguf, context=2048), partial(gguf, context=4096)
 CHECKPOINTS = {  # what a person loads -> how it is made, and its options
-    "float32": (lambda path: lm(path, "float32", "float32"), {}),
+    "float32": (float32, {}),
     "float16": (lambda path: lm(path, "float16", "float16"), {}),
     "float16 files, float32 config": (lambda path: lm(path, "float32", "float16"), {}),
     "float32 files, bfloat16 config": (lambda path: lm(path, "bfloat16", "float32"), {}),
@@ -269,11 +238,8 @@ CHECKPOINTS = {  # what a person loads -> how it is made, and its options
         lambda path: config_with(lm(path, "float16", "float16"), dtype=None, torch_dtype="float32"),
         {},
     ),
-    "float32 files, torch_dtype=float16": (
-        lambda path: lm(path, "float32", "float32"),
-        {"torch_dtype": "float16"},
-    ),
-    "float32 files, dtype=float16": (lambda p: lm(p, "float32", "float32"), {"dtype": "float16"}),
+    "float32 files, torch_dtype=float16": (float32, {"torch_dtype": "float16"}),
+    "float32 files, dtype=float16": (float32, {"dtype": "float16"}),
     "tied": (lambda path: tiny_models.causal_lm(path, tied=True, vocab_size=8192), {}),
     "sharded": (lambda path: tiny_models.causal_lm(path, size="8 MiB", shard="1MB"), {}),
     "T5 in float16, embeddings three times": (lambda path: t5(path, "float16"), {}),
@@ -288,23 +254,14 @@ CHECKPOINTS = {  # what a person loads -> how it is made, and its options
     "pictures": (tiny_models.vision_lm, {}),
     "GGUF file": (gguf, {}),
     "GGUF folder": (in_a_folder, {}),
-    "GGUF with long context": (lambda path: gguf(path, context=4096), {"context_length": 4096}),
-    "GGUF with large batches": (
-        lambda path: gguf(path, context=2048),
-        {"n_batch": 2048, "n_ubatch": 2048},
-    ),
+    "GGUF with long context": (gguf_4096, {"context_length": 4096}),
+    "GGUF with large batches": (gguf_2048, {"n_batch": 2048, "n_ubatch": 2048}),
     "GGUF with small batches": (gguf, {"n_batch": 64}),
     "GGUF with half of its layers": (gguf, {"gpu_layers": 1}),
-    "GGUF, cache on the CPU": (
-        lambda path: gguf(path, context=4096),
-        {"offload_kqv": False, "context_length": 4096},
-    ),
-    "GGUF with a cache of q8_0": (
-        lambda path: gguf(path, context=4096),
-        {"cache_dtype": "q8_0", "context_length": 4096},
-    ),
+    "GGUF, cache on the CPU": (gguf_4096, {"offload_kqv": False, "context_length": 4096}),
+    "GGUF with a cache of q8_0": (gguf_4096, {"cache_dtype": "q8_0", "context_length": 4096}),
     "GGUF embedder": (gguf, {"embedding": True}),
-    "GGUF embedder of long texts": (lambda path: gguf(path, context=2048), {"embedding": True}),
+    "GGUF embedder of long texts": (gguf_2048, {"embedding": True}),
 }
 
 
@@ -323,17 +280,8 @@ def test_what_is_planned_is_loaded_within_seven_per_cent(tmp_path, kind):
     assert footprint(AbsentBackend(backend.name), spec) == planned or backend.name == "llama_cpp"
 
 
-DTYPES = [
-    torch.float64,
-    torch.float32,
-    torch.bfloat16,
-    torch.float16,
-    torch.float8_e4m3fn,
-    torch.int64,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-]
+FLOATS = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+DTYPES = [*FLOATS, torch.float8_e4m3fn, torch.int64, torch.int8, torch.uint8, torch.bool]
 
 
 def test_a_file_of_many_dtypes_is_exact(tmp_path):
@@ -343,9 +291,8 @@ def test_a_file_of_many_dtypes_is_exact(tmp_path):
     found = sources.evidence(str(tmp_path / "m.safetensors"), "m")
     assert found.weight_bytes == sum(tensor.nbytes for tensor in tensors.values())
     half = sources.evidence(str(tmp_path / "m.safetensors"), "m", {"dtype": "float16"})
-    assert half.weight_bytes == sum(
-        t.numel() * 2 if t.dtype in DTYPES[:4] else t.nbytes for t in tensors.values()
-    )
+    sizes = (t.numel() * 2 if t.dtype in FLOATS else t.nbytes for t in tensors.values())
+    assert half.weight_bytes == sum(sizes)
 
 
 def test_a_changed_source_has_another_fingerprint(tmp_path):

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import re
-import subprocess
 import sys
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -17,10 +17,24 @@ from gpu_runtime.backends.llama_cpp.options import LOOKS_FOR_WORK
 from gpu_runtime.errors import BadSetting, LoadFailed
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB
-from tests.clock import scaled
+from tests.clock import finished
 from tests.engine_stand_in import rejected
 
 CARDS = {"cuda:0": 80 * GIB, "cuda:1": 80 * GIB}
+
+
+def command(backend: str, **given) -> Any:
+    """The command of a model with the launch order `order(backend, **given)`."""
+    return recipe(backend).command(order(backend, **given))
+
+
+def words_of(*lines: str) -> tuple[str, ...]:
+    return tuple(word for line in lines for word in line.split())
+
+
+def llama_server(**given) -> tuple[str, ...]:
+    """The words of llama-server's command."""
+    return command("llama-server", **{"source": "/m/phi.gguf"} | given).words
 
 
 def order(
@@ -50,27 +64,13 @@ def installed(monkeypatch):
 
 
 def test_vllm_takes_its_share_of_the_card(installed):
-    command = recipe("vllm").command(order("vllm", context_length=32768, dtype="bfloat16"))
-    assert command.words == (
-        "/opt/vllm",
-        "serve",
-        "org/name",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "8300",
-        "--served-model-name",
-        "qwen",
-        "--gpu-memory-utilization",
-        "0.25",
-        "--tensor-parallel-size",
-        "1",
-        "--max-model-len",
-        "32768",
-        "--dtype",
+    made = command("vllm", context_length=32768, dtype="bfloat16")
+    assert made.words == words_of(
+        "/opt/vllm serve org/name --host 127.0.0.1 --port 8300 --served-model-name qwen ",
+        "--gpu-memory-utilization 0.25 --tensor-parallel-size 1 --max-model-len 32768 --dtype ",
         "bfloat16",
     )
-    assert command.environment == {"VLLM_API_KEY": "k3y"}
+    assert made.environment == {"VLLM_API_KEY": "k3y"}
 
 
 @pytest.mark.parametrize("backend", ["vllm", "diffusers"])
@@ -102,23 +102,16 @@ def test_the_part_of_a_card_is_within_its_bounds_and_the_share(size, total):
     """The fraction of a card is clamped to 0.01–0.99. Between these bounds it never exceeds the share."""
     from gpu_runtime.backends.engines.vllm import utilization
 
-    one = LaunchOrder(
-        ModelSpec("a", "vllm"), (Share("cuda:0", size),), {"cuda:0": total}, "", 1, False, ""
-    )
+    model, shares = ModelSpec("a", "vllm"), (Share("cuda:0", size),)
+    one = LaunchOrder(model, shares, {"cuda:0": total}, "", 1, False, "")
     part = utilization(one)
     assert 0.01 <= part <= 0.99
     assert part == 0.01 or part * total <= size
 
 
 def test_user_arguments_are_passed_on_except_those_that_the_lease_decides(installed):
-    own = [
-        "--max-model-len",
-        "32768",
-        "--gpu-memory-utilization",
-        "0.9",
-        "--limit-mm-per-prompt",
-        '{"image":10}',
-    ]
+    own = ["--max-model-len", "32768", "--gpu-memory-utilization", "0.9"]
+    own += ["--limit-mm-per-prompt", '{"image":10}']
     words = recipe("vllm").command(order("vllm", context_length=4096, runtime_args=own)).words
     assert words.count("--gpu-memory-utilization") == words.count("--max-model-len") == 1
     assert words[words.index("--gpu-memory-utilization") + 1] == "0.25"
@@ -139,11 +132,9 @@ def test_placeholders_get_the_values_of_the_placement(installed, backend):
 
 def test_ollama_gets_its_options_from_the_environment(installed):
     """Ollama takes no flags. Each model has a server of its own, which keeps the model loaded."""
-    command = recipe("ollama").command(
-        order("ollama", source="qwen3:8b", gib=(10, 10), context_length=40960)
-    )
-    assert command.words == ("/opt/ollama", "serve")
-    assert command.environment == {
+    made = command("ollama", source="qwen3:8b", gib=(10, 10), context_length=40960)
+    assert made.words == ("/opt/ollama", "serve")
+    assert made.environment == {
         "OLLAMA_HOST": "127.0.0.1:8300",
         "OLLAMA_MAX_LOADED_MODELS": "1",
         "OLLAMA_KEEP_ALIVE": "-1",
@@ -171,56 +162,21 @@ def test_a_cache_that_ollama_has_not_is_refused(installed):
 
 
 def test_llama_server_gets_layers_context_and_the_split_of_the_shares(installed):
-    command = recipe("llama-server").command(
-        order(
-            "llama-server",
-            source="/m/phi.gguf",
-            gib=(30, 10),
-            name="phi",
-            context_length=8192,
-            sequences=2,
-            cache_dtype="q8_0",
-        )
-    )
-    assert command.words == (
-        "/opt/llama-server",
-        "--model",
-        "/m/phi.gguf",
-        "--alias",
-        "phi",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "8300",
-        "--ctx-size",
-        "16384",
-        "--n-gpu-layers",
-        "999",
-        "--parallel",
-        "2",
-        "--split-mode",
-        "layer",
-        "--main-gpu",
-        "0",
-        "--tensor-split",
-        "0.75,0.25",
-        "--cache-type-k",
-        "q8_0",
-        "--cache-type-v",
-        "q8_0",
-        "--flash-attn",
-        "on",
+    options = dict(context_length=8192, sequences=2, cache_dtype="q8_0")
+    made = command("llama-server", source="/m/phi.gguf", gib=(30, 10), name="phi", **options)
+    assert made.words == words_of(
+        "/opt/llama-server --model /m/phi.gguf --alias phi --host 127.0.0.1 --port 8300 ",
+        "--ctx-size 16384 --n-gpu-layers 999 --parallel 2 --split-mode layer --main-gpu 0 ",
+        "--tensor-split 0.75,0.25 --cache-type-k q8_0 --cache-type-v q8_0 --flash-attn on ",
         "--jinja",
     )
-    assert command.environment == {"LLAMA_API_KEY": "k3y", **LOOKS_FOR_WORK}
+    assert made.environment == {"LLAMA_API_KEY": "k3y", **LOOKS_FOR_WORK}
 
 
 @pytest.mark.parametrize(("layers", "said"), [(-1, "999"), (0, "0"), (20, "20"), (None, "999")])
 def test_the_number_of_layers_on_the_card(installed, layers, said):
     given_ = {} if layers is None else {"gpu_layers": layers}
-    words = (
-        recipe("llama-server").command(order("llama-server", source="/m/phi.gguf", **given_)).words
-    )
+    words = llama_server(**given_)
     assert words[words.index("--n-gpu-layers") + 1] == said
 
 
@@ -233,10 +189,7 @@ OPTIONS = {
 
 def flags_of(**options) -> dict[str, str]:
     """The flags that `options` add to the command of llama.cpp's server, with their values."""
-    plain, words = (
-        recipe("llama-server").command(order("llama-server", source="/m/phi.gguf", **given)).words
-        for given in ({}, options)
-    )
+    plain, words = llama_server(), llama_server(**options)
     found = {}
     for at, word in enumerate(words):
         if word.startswith("--") and word not in plain:
@@ -278,50 +231,22 @@ def test_an_option_that_a_server_has_not_is_refused(installed, monkeypatch, opti
 
 
 def test_without_llama_server_llama_cpp_python_serves(nothing_installed):
-    command = recipe("llama-server").command(
-        order(
-            "llama-server",
-            source="/m/phi.gguf",
-            name="phi",
-            config={"max_position_embeddings": 2048},
-        )
-    )
-    assert command.words == (
+    config = {"max_position_embeddings": 2048}
+    made = command("llama-server", source="/m/phi.gguf", name="phi", config=config)
+    assert made.words == words_of(
         sys.executable,
-        "-m",
-        "llama_cpp.server",
-        "--model",
-        "/m/phi.gguf",
-        "--model_alias",
-        "phi",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        "8300",
-        "--n_ctx",
-        "2048",
-        "--n_gpu_layers",
-        "-1",
-        "--main_gpu",
-        "0",
-        "--split_mode",
-        "0",
-        "--interrupt_requests",
+        "-m llama_cpp.server --model /m/phi.gguf --model_alias phi --host 127.0.0.1 --port ",
+        "8300 --n_ctx 2048 --n_gpu_layers -1 --main_gpu 0 --split_mode 0 --interrupt_requests ",
         "false",
     )
-    assert command.environment == {"API_KEY": "k3y", **LOOKS_FOR_WORK}
+    assert made.environment == {"API_KEY": "k3y", **LOOKS_FOR_WORK}
 
 
 @pytest.mark.processes
 def test_the_flags_of_llama_cpp_python_s_server_are_in_its_help(nothing_installed):
     pytest.importorskip("sse_starlette", reason="llama-cpp-python[server] is not installed")
-    one = order(
-        "llama-server", source="/m/phi.gguf", gib=(1, 1), cache_dtype="q8_0", model_type="embedding"
-    )
-    words = recipe("llama-server").command(one).words
-    said = subprocess.run(
-        [*words[:3], "--help"], capture_output=True, text=True, timeout=scaled(120), check=True
-    ).stdout
+    words = llama_server(gib=(1, 1), cache_dtype="q8_0", model_type="embedding")
+    said = finished([*words[:3], "--help"], check=True).stdout
     flags = {word for word in words if word.startswith("--")}
     assert {"--tensor_split", "--type_k", "--flash_attn", "--embedding"} < flags
     assert flags <= set(re.findall(r"--\w+", said))
@@ -335,45 +260,33 @@ def test_a_chat_template_of_the_catalogue_is_on_the_command_line(installed):
         ("{{ messages }}", "llama-server", "--chat-template"),
         ("/m/a.jinja", "llama-server", "--chat-template-file"),
     ):
-        words = (
-            recipe(engine).command(order(engine, source="/m/phi.gguf", chat_template=chat)).words
-        )
+        words = command(engine, source="/m/phi.gguf", chat_template=chat).words
         assert words[words.index(flag) + 1] == chat
 
 
 def test_a_server_that_cannot_use_a_custom_template_is_not_started(nothing_installed):
     """It would silently use the model's own template."""
     with pytest.raises(LoadFailed, match="takes no chat template but the model's own"):
-        recipe("llama-server").command(
-            order("llama-server", source="/m/phi.gguf", chat_template="{{ messages }}")
-        )
+        llama_server(chat_template="{{ messages }}")
 
 
-EMBEDDER = {"source": "/m/phi.gguf", "model_type": "embedding"}
 NO_POOLING, CLS_POOLING = {"num_hidden_layers": 2}, {"num_hidden_layers": 2, "pooling_type": 2}
 
 
 def test_a_text_has_one_vector_also_if_the_file_names_no_pooling_type(installed):
     """llama-server refuses embeddings by such a file, and a file's own type is kept."""
-    words = (
-        recipe("llama-server").command(order("llama-server", config=NO_POOLING, **EMBEDDER)).words
-    )
+    words = llama_server(config=NO_POOLING, model_type="embedding")
     assert words[words.index("--pooling") + 1] == "mean"
-    own = order("llama-server", config=CLS_POOLING, **EMBEDDER)
-    assert "--pooling" not in recipe("llama-server").command(own).words
-    chosen = {"runtime_args": ["--pooling", "last"]}
-    words = (
-        recipe("llama-server")
-        .command(order("llama-server", config=NO_POOLING, **EMBEDDER, **chosen))
-        .words
-    )
+    assert "--pooling" not in llama_server(config=CLS_POOLING, model_type="embedding")
+    own = ["--pooling", "last"]
+    words = llama_server(config=NO_POOLING, model_type="embedding", runtime_args=own)
     assert words.count("--pooling") == 1 and words[-1] == "last"
 
 
 def test_a_server_that_makes_a_vector_of_each_token_is_not_started(nothing_installed):
     with pytest.raises(LoadFailed, match="the file names no pooling type"):
-        recipe("llama-server").command(order("llama-server", config=NO_POOLING, **EMBEDDER))
-    recipe("llama-server").command(order("llama-server", config=CLS_POOLING, **EMBEDDER))
+        llama_server(config=NO_POOLING, model_type="embedding")
+    llama_server(config=CLS_POOLING, model_type="embedding")
 
 
 def test_the_template_for_switches_is_the_model_s_own(installed, tmp_path):
@@ -395,21 +308,10 @@ def test_engines_without_template_switches_return_no_template(nothing_installed,
 @pytest.mark.parametrize("engine", ["vllm", "ollama", "llama-server"])
 def test_every_flag_is_in_the_engine_s_help(installed, engine):
     """The test uses every option that becomes a flag of the engine."""
-    one = order(
-        engine,
-        source="/m/phi.gguf",
-        gib=(30, 30),
-        context_length=4096,
-        sequences=2,
-        cache_dtype="q8_0",
-        dtype="bfloat16",
-        revision="main",
-        trust_remote_code=True,
-        gpu_layers=3,
-        model_type="embedding",
-        chat_template="{{ messages }}",
-    )
-    words = list(recipe(engine).command(one).words[1:])
+    options = dict(context_length=4096, sequences=2, cache_dtype="q8_0", dtype="bfloat16")
+    options |= dict(revision="main", trust_remote_code=True, gpu_layers=3)
+    options |= dict(model_type="embedding", chat_template="{{ messages }}")
+    words = list(command(engine, source="/m/phi.gguf", gib=(30, 30), **options).words[1:])
     assert rejected(engine, words) == []
     assert rejected(engine, [*words, "--gpu-memory"]) == ["--gpu-memory"], "this test can fail"
 
@@ -426,62 +328,32 @@ def test_a_missing_engine_is_named_with_what_to_install(nothing_installed, name)
 
 
 def test_diffusers_runs_our_own_server_program():
-    words = (
-        recipe("diffusers")
-        .command(order("diffusers", source="/m/sdxl", gib=(8, 8), dtype="float16"))
-        .words
-    )
+    words = command("diffusers", source="/m/sdxl", gib=(8, 8), dtype="float16").words
     assert words[:2] == (sys.executable, "-P") and words[2].endswith("engines/diffusers_app.py")
-    assert words[3:] == (
-        "--model",
-        "/m/sdxl",
-        "--name",
-        "qwen",
-        "--socket",
-        "-1",
-        "--device",
-        "cuda",
-        "--dtype",
-        "float16",
-        "--balanced",
+    assert words[3:] == words_of(
+        "--model /m/sdxl --name qwen --socket -1 --device cuda --dtype float16 --balanced",
     )
 
 
+def reads(schema: dict) -> dict:
+    """The description of a path that reads this schema."""
+    return {"post": {"requestBody": {"content": {"application/json": {"schema": schema}}}}}
+
+
+CHAT, TEXTS = {"$ref": "#/components/schemas/Chat"}, {"$ref": "#/components/schemas/Texts"}
+SCHEMAS = {
+    "Chat": {"properties": {"messages": {}, "temperature": {}}},
+    "Texts": {"properties": {"input": {}}},
+}
 OPENAPI = {
     "paths": {
-        "/v1/chat/completions": {
-            "post": {
-                "requestBody": {
-                    "content": {
-                        "application/json": {"schema": {"$ref": "#/components/schemas/Chat"}}
-                    }
-                }
-            }
-        },
-        "/v1/embeddings": {
-            "post": {
-                "requestBody": {
-                    "content": {
-                        "application/json": {
-                            "schema": {
-                                "anyOf": [
-                                    {"$ref": "#/components/schemas/Texts"},
-                                    {"type": "object", "properties": {"messages": {}}},
-                                ]
-                            }
-                        }
-                    }
-                }
-            }
-        },
+        "/v1/chat/completions": reads(CHAT),
+        "/v1/embeddings": reads(
+            {"anyOf": [TEXTS, {"type": "object", "properties": {"messages": {}}}]}
+        ),
         "/v1/completions": {"post": {}},
     },
-    "components": {
-        "schemas": {
-            "Chat": {"properties": {"messages": {}, "temperature": {}}},
-            "Texts": {"properties": {"input": {}}},
-        }
-    },
+    "components": {"schemas": SCHEMAS},
 }
 
 
