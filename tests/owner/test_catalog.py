@@ -77,10 +77,8 @@ def test_applied_models_are_in_every_process_and_after_a_boot(catalog, place, fi
     done = catalog.apply(file(DRILLS))
     assert done.added == ("qwen3:8b", "org/llama") and not done.changed
     other = Catalog(Settings.load(gpu_catalog=str(place)))
-    assert {spec.name: spec.size for spec in other.specs()} == {
-        "qwen3:8b": 14 * GIB,
-        "org/llama": 10 * GIB,
-    }
+    sizes = {spec.name: spec.size for spec in other.specs()}
+    assert sizes == {"qwen3:8b": 14 * GIB, "org/llama": 10 * GIB}
 
 
 def test_applying_again_changes_only_the_models_that_differ(catalog, file):
@@ -98,9 +96,8 @@ def test_several_files_are_applied_together_or_not_at_all(catalog, file):
     two = file("models: {b: {backend: fake, memory: 1GiB}}", "b.yaml")
     applied = catalog.apply(one, two)
     assert (applied.added, applied.file) == (("a", "b"), f"{one}, {two}")
-    again = file(
-        "models: {c: {backend: fake, memory: 1GiB}, b: {backend: fake, memory: 2GiB}}", "c.yaml"
-    )
+    models = "c: {backend: fake, memory: 1GiB}, b: {backend: fake, memory: 2GiB}"
+    again = file(f"models: {{{models}}}", "c.yaml")
     with pytest.raises(BadDocument, match=r"c\.yaml, b: it is in .*b\.yaml already"):
         catalog.apply(two, again)
     assert [spec.name for spec in catalog.specs()] == ["a", "b"]
@@ -113,20 +110,12 @@ def test_options_of_llama_cpp_stand_in_an_entry(catalog, file, tmp_path):
     options = "n_batch: 2048, n_ubatch: 1024, n_threads: 4, type_k: q8_0, flash_attn: true, seed: 7"
     applied = catalog.apply(file(f"models: {{a: {{path: a.gguf, {options}}}}}"))
     assert not any("unknown" in note for note in applied.notes)
-    given = catalog.spec("a").options
-    assert given == {
-        **{"n_batch": 2048, "n_ubatch": 1024, "n_threads": 4},
-        **{"cache_dtype": "q8_0", "flash_attn": True, "seed": 7},
-    }
+    numbers = {"n_batch": 2048, "n_ubatch": 1024, "n_threads": 4, "seed": 7}
+    assert catalog.spec("a").options == numbers | {"cache_dtype": "q8_0", "flash_attn": True}
     with pytest.raises(BadDocument, match="n_batch: .*above 0"):
         catalog.apply(file("models: {a: {path: a.gguf, n_batch: 0}}"))
-    (note,) = [
-        note
-        for note in catalog.apply(
-            file("models: {b: {backend: fake, memory: 1GiB, n_batch: 8}}")
-        ).notes
-        if "n_batch" in note
-    ]
+    done = catalog.apply(file("models: {b: {backend: fake, memory: 1GiB, n_batch: 8}}"))
+    (note,) = [note for note in done.notes if "n_batch" in note]
     assert note == "b: kept, and not used by fake: n_batch" and not catalog.spec("b").options
 
 
@@ -134,21 +123,16 @@ def test_a_bad_document_changes_nothing_at_all(catalog, file):
     """One entry of a document is invalid. The valid models before and after it are not applied either."""
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
+    bad = "models: {new: {memory: 1}}\n---\nmodels:\n  qwen3:8b:\n    memory: 3XB\n---\n"
     with pytest.raises(BadDocument) as caught:
-        catalog.apply(
-            file(
-                "models: {new: {memory: 1}}\n---\nmodels:\n  qwen3:8b:\n    memory: 3XB\n---\n"
-                + DRILLS
-            )
-        )
+        catalog.apply(file(bad + DRILLS))
     assert (caught.value.line, caught.value.field) == (5, "models.qwen3:8b.memory")
     assert catalog.file.read_bytes() == before
 
 
 def test_a_note_on_several_models_appears_once(catalog, file):
-    done = catalog.apply(
-        file("models: {a: {runtime: tgi, memory: 1}, b: {runtime: tgi, memory: 1, colour: red}}")
-    )
+    models = "a: {runtime: tgi, memory: 1}, b: {runtime: tgi, memory: 1, colour: red}"
+    done = catalog.apply(file(f"models: {{{models}}}"))
     assert done.notes == (
         "a, b: planned, and not loaded here: this version has no backend tgi",
         "b: unknown here, and kept: colour",
@@ -171,17 +155,10 @@ models:
 
 
 def test_paths_are_relative_to_their_file(catalog, file, tmp_path):
-    catalog.apply(
-        file(
-            "models: {a: {path: sub/../a.gguf}, b: {path: /abs/b}, c: {source: ./c}, d: {source: org/d}}"
-        )
-    )
-    assert {spec.name: spec.source for spec in catalog.specs()} == {
-        "a": f"{tmp_path}/a.gguf",
-        "b": "/abs/b",
-        "c": f"{tmp_path}/c",
-        "d": "org/d",
-    }
+    models = "a: {path: sub/../a.gguf}, b: {path: /abs/b}, c: {source: ./c}, d: {source: org/d}"
+    catalog.apply(file(f"models: {{{models}}}"))
+    found = {"a": f"{tmp_path}/a.gguf", "b": "/abs/b", "c": f"{tmp_path}/c", "d": "org/d"}
+    assert {spec.name: spec.source for spec in catalog.specs()} == found
 
 
 def test_the_error_for_a_missing_file_names_it(catalog, tmp_path):
@@ -190,22 +167,12 @@ def test_the_error_for_a_missing_file_names_it(catalog, tmp_path):
 
 
 words = st.text(alphabet="abcxyz/:.-_ é", min_size=1, max_size=12).map(str.strip).filter(bool)
-scalars = (
-    st.none()
-    | st.booleans()
-    | st.integers(-(2**53), 2**53)
-    | st.text(max_size=20)
-    | st.floats(allow_nan=False, allow_infinity=False)
-)
-unknown = st.dictionaries(
-    words.map("x-".__add__),
-    st.recursive(
-        scalars,
-        lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3),
-        max_leaves=6,
-    ),
-    max_size=3,
-)
+numbers = st.integers(-(2**53), 2**53) | st.floats(allow_nan=False, allow_infinity=False)
+scalars = st.none() | st.booleans() | numbers | st.text(max_size=20)
+nested = lambda inner: st.lists(inner, max_size=3) | st.dictionaries(words, inner, max_size=3)
+values = st.recursive(scalars, nested, max_leaves=6)
+unknown = st.dictionaries(words.map("x-".__add__), values, max_size=3)
+flags = st.sampled_from(["--seed=1", "--trust-remote-code", "--flag"])
 written = st.fixed_dictionaries(
     {},
     optional={
@@ -222,9 +189,7 @@ written = st.fixed_dictionaries(
         "enabled": st.booleans(),
         "description": st.text(max_size=30),
         "gpu_fraction_factor": st.floats(0.5, 4),
-        "runtime_args": st.lists(
-            st.sampled_from(["--seed=1", "--trust-remote-code", "--flag"]), max_size=3
-        ),
+        "runtime_args": st.lists(flags, max_size=3),
     },
 )
 
@@ -260,11 +225,8 @@ def test_inspect_returns_a_copy(catalog, file):
 
 def test_a_model_can_be_named_by_its_id(catalog, file):
     """The field `id` names a model, as in Helix. An id that two models share names neither of them."""
-    catalog.apply(
-        file(
-            "models: [{name: a, id: Org/A, memory: 1}, {name: b, id: Org/B}, {name: c, id: Org/B}]"
-        )
-    )
+    models = "{name: a, id: Org/A, memory: 1}, {name: b, id: Org/B}, {name: c, id: Org/B}"
+    catalog.apply(file(f"models: [{models}]"))
     assert catalog.spec("Org/A").name == "a" and catalog.spec("Org/B") is None
 
 
@@ -272,9 +234,8 @@ def test_a_deleted_model_is_gone_and_deleting_it_again_fails(catalog, file):
     catalog.apply(file(DRILLS))
     catalog.delete("qwen3:8b")
     assert list(catalog.entries()) == ["org/llama"]
-    with pytest.raises(
-        UnknownModel, match="Known: org/llama.\n  Add it to the catalogue:  gpu apply -f FILE"
-    ):
+    advice = "Known: org/llama.\n  Add it to the catalogue:  gpu apply -f FILE"
+    with pytest.raises(UnknownModel, match=advice):
         catalog.delete("qwen3:8b")
 
 
@@ -350,17 +311,12 @@ def test_a_failed_write_changes_nothing(catalog, file, monkeypatch):
     """The disk is full at the last moment of a write. The old catalogue stays as it is."""
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
-    monkeypatch.setattr(
-        catalogs.os,
-        "fsync",
-        lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device")),
-    )
+    full = lambda fd: (_ for _ in ()).throw(OSError(28, "No space left on device"))
+    monkeypatch.setattr(catalogs.os, "fsync", full)
     with pytest.raises(CatalogUnavailable, match="No space left on device.; it is unchanged"):
         catalog.apply(file("models: {x: {memory: 1}}"))
     assert catalog.file.read_bytes() == before
-    assert [
-        name for name in os.listdir(catalog.directory) if name.startswith(".catalog.json-")
-    ] == []
+    assert not list(catalog.directory.glob(".catalog.json-*"))
 
 
 def test_a_reader_finds_the_old_file_or_the_new_one(catalog, place, file, monkeypatch):
@@ -379,10 +335,8 @@ def test_a_reader_finds_the_old_file_or_the_new_one(catalog, place, file, monkey
 def test_waiting_too_long_for_the_lock_is_an_error(catalog, file, monkeypatch):
     catalog.apply(file(DRILLS))
     monkeypatch.setattr(catalogs, "PATIENCE_SECONDS", 0.05)
-    with (
-        FileLock(catalog.directory / "catalog.lock"),
-        pytest.raises(CatalogUnavailable, match="fuser -v .*catalog.lock"),
-    ):
+    locked = pytest.raises(CatalogUnavailable, match="fuser -v .*catalog.lock")
+    with FileLock(catalog.directory / "catalog.lock"), locked:
         catalog.apply(file(DRILLS))
 
 
@@ -420,9 +374,8 @@ def test_concurrent_applies_of_several_processes_lose_nothing(catalog, place, tm
         for who in "abcd"
     ]
     assert [racer.wait(scaled(120)) for racer in racers] == [0] * 4
-    assert set(catalog.entries()) == {
-        f"{who}-{number}" for who in "abcd" for number in (0, 1, 3, 4)
-    }
+    kept = {f"{who}-{number}" for who in "abcd" for number in (0, 1, 3, 4)}
+    assert set(catalog.entries()) == kept
 
 
 # -- in a runtime ----------------------------------------------------------------------------------
@@ -445,9 +398,7 @@ def test_a_catalogued_model_is_used_by_name_without_registering_it(shelf):
         with rt.use(name) as model:
             assert repr(model) == f"<fake {name} on sim:0>"
     assert where(rt) == {"qwen3:8b": "host", "org/llama": "sim:0"}
-    assert (
-        next(lease for lease in rt.status().leases() if lease.name == "org/llama").importance == 5
-    )
+    assert {lease.name: lease.importance for lease in rt.status().leases()}["org/llama"] == 5
 
 
 def test_every_kernel_that_shares_the_catalogue_has_it(shelf, shared_book):
@@ -477,11 +428,8 @@ def test_models_lists_the_catalogue_once_and_as_on_disk(shelf, shared_book):
     one.preload("org/llama")
     two.register("own", backend="fake", size="1GiB")
     frame = two.models()
-    assert [tuple(row) for row in frame[["name", "where"]].values] == [
-        ("own", "disk"),
-        ("org/llama", "sim:0"),
-        ("qwen3:8b", "disk"),
-    ]
+    places = dict(zip(frame["name"], frame["where"], strict=True))
+    assert places == {"own": "disk", "org/llama": "sim:0", "qwen3:8b": "disk"}
     assert list(frame["owner"][[0, 2]]) == ["me", "catalogue"] and frame["bytes"][2] == 14 * GIB
 
 
@@ -550,11 +498,8 @@ def test_a_model_without_its_engine_is_refused_and_nothing_is_evicted_for_it(she
     monkeypatch.setattr("shutil.which", lambda name: None)
     rt = shelf(DRILLS + "  far: {runtime: ollama, memory: 20GiB}\n")
     rt.preload("qwen3:8b")
-    with (
-        pytest.raises(LoadFailed, match="there is no command ollama here.\n  Install it"),
-        rt.use("far"),
-    ):
-        pass
+    with pytest.raises(LoadFailed, match="there is no command ollama here.\n  Install it"):
+        rt.preload("far")
     assert where(rt)["qwen3:8b"] == "sim:0"
     assert rt.catalog().set_index("name")["state"]["far"] == "ollama is not installed"
 
@@ -567,11 +512,8 @@ def test_a_model_with_an_unknown_backend_is_planned_and_not_loaded(shelf, backen
     plan = rt.plan("far")
     assert plan.footprint.bytes == 20 * GIB
     assert f"its backend {backend} is not part of this version" in plan.obstacle
-    with (
-        pytest.raises(LoadFailed, match=f"its backend {backend} is not part of this version"),
-        rt.use("far"),
-    ):
-        pass
+    with pytest.raises(LoadFailed, match=f"its backend {backend} is not part of this version"):
+        rt.preload("far")
     assert where(rt)["qwen3:8b"] == "sim:0"
     assert rt.catalog().set_index("name")["state"]["far"] == f"no backend {backend} here"
 
@@ -588,11 +530,9 @@ def test_a_model_too_large_for_the_card_does_not_fit(shelf):
 
 
 def test_its_cards_are_named_by_index_or_id_and_must_exist(shelf):
-    rt = shelf(
-        "models: {a: {backend: fake, memory: 1GiB, gpus: [1]}, b: {backend: fake, memory: 1GiB, gpus: ['sim:1']}, "
-        "c: {backend: fake, memory: 1GiB, gpus: [7]}}",
-        devices="sim:2x24GiB,host:64GiB",
-    )
+    cards = {"a": "1", "b": "'sim:1'", "c": "7"}
+    models = (f"{name}: {{backend: fake, memory: 1GiB, gpus: [{cards[name]}]}}" for name in cards)
+    rt = shelf(f"models: {{{', '.join(models)}}}", devices="sim:2x24GiB,host:64GiB")
     for name in "ab":
         assert rt.preload(name).where == "sim:1"
     with pytest.raises(UnknownDevice, match="7"):
@@ -609,7 +549,7 @@ def test_its_cards_are_named_by_index_or_id_and_must_exist(shelf):
         ("memory: 10GiB, gpus: 2, layout: balanced", {"sim:0": 5, "sim:1": 5}),
         ("memory: 10GiB, gpu_memory: 6GiB", {"sim:0": 5, "sim:1": 5}),
         (
-            "memory: 9GiB, layout: balanced, gpu_memory: {1: 6GiB, 2: 6GiB}",
+            "memory: 9GiB, gpu_memory: {1: 6GiB, 2: 6GiB}, layout: balanced",
             {"sim:1": 4.5, "sim:2": 4.5},
         ),
         ("memory: 3GiB, gpu_fraction_factor: 3", {"sim:0": 9}),

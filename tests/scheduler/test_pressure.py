@@ -37,9 +37,8 @@ def test_levels_of_a_16000_mb_card_with_14400_usable(claimed, expected):
 @pytest.mark.parametrize("of_the_book, own", [(10, 20), (20, 10), (10, 10)])
 def test_processes_with_different_limits_see_the_same_pressure(of_the_book, own):
     """The smaller limit counts, as it does for a grant."""
-    [view, _] = views(
-        book(lease("a", sim0=9), limits={"sim:0": size(of_the_book)}), world(sim0=own)
-    )
+    page = book(lease("a", sim0=9), limits={"sim:0": size(of_the_book)})
+    [view, _] = views(page, world(sim0=own))
     assert (view.limit_bytes, view.pressure) == (size(10), 0.9)
 
 
@@ -57,10 +56,8 @@ def test_the_pressure_of_an_unmeasured_card_is_that_of_its_claims():
 
 
 def test_the_newer_sample_counts_whichever_process_took_it():
-    old, new = (
-        world(cuda0=10, free={"cuda:0": 9}, taken_at=1.0),
-        world(cuda0=10, free={"cuda:0": 1}, taken_at=2.0),
-    )
+    old = world(cuda0=10, free={"cuda:0": 9}, taken_at=1.0)
+    new = world(cuda0=10, free={"cuda:0": 1}, taken_at=2.0)
     for page_has, we_have in ((old, new), (new, old)):
         [view, _] = views(book(samples=page_has.samples), we_have)
         assert view.sample == new.samples["cuda:0"]
@@ -68,24 +65,15 @@ def test_the_newer_sample_counts_whichever_process_took_it():
 
 def test_thresholds_are_settings():
     assert level(0.5, Rules(moderate=0.4)) is Level.MODERATE
-    assert [level(p, Rules()) for p in (0.0, 0.599, 0.6, 0.799, 0.8, 0.899, 0.9, 1.4)] == [
-        Level.LOW,
-        Level.LOW,
-        Level.MODERATE,
-        Level.MODERATE,
-        Level.HIGH,
-        Level.HIGH,
-        Level.CRITICAL,
-        Level.CRITICAL,
-    ]
+    levels = {0.0: "LOW", 0.599: "LOW", 0.6: "MODERATE", 0.799: "MODERATE"}
+    levels |= {0.8: "HIGH", 0.899: "HIGH", 0.9: "CRITICAL", 1.4: "CRITICAL"}
+    assert {share: level(share, Rules()) for share in levels} == levels
 
 
-@given(
-    st.integers(0, 10**12),
-    st.integers(1, 10**12),
-    st.none() | st.integers(0, 10**12),
-    st.integers(1, 10**12),
-)
+amounts, some = st.integers(0, 10**12), st.integers(1, 10**12)
+
+
+@given(amounts, some, st.none() | amounts, some)
 def test_pressure_is_the_larger_share_and_never_negative(claimed, limit, used, total):
     assert pressure(claimed, limit, used, total) == max(claimed / limit, (used or 0) / total) >= 0
 
@@ -95,14 +83,13 @@ def test_a_device_without_a_budget_is_full_as_soon_as_anything_is_on_it():
 
 
 def test_the_table():
-    assert [
-        relief(at_, Rules()) for at_ in (Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)
-    ] == [
-        None,
-        Relief(120.0, may_drop=False, drop=False),
-        Relief(30.0, may_drop=True, drop=False),
-        Relief(0.0, may_drop=True, drop=True),
-    ]
+    table = {
+        Level.LOW: None,
+        Level.MODERATE: Relief(120.0, may_drop=False, drop=False),
+        Level.HIGH: Relief(30.0, may_drop=True, drop=False),
+        Level.CRITICAL: Relief(0.0, may_drop=True, drop=True),
+    }
+    assert {level_: relief(level_, Rules()) for level_ in table} == table
 
 
 # -- the table, applied ----------------------------------------------------------------------------
@@ -115,10 +102,8 @@ def leaving(page, there, by="1.1.0"):
     for step in steps:
         assert step.because and step.reason == "memory_pressure"
         if not isinstance(step, Shed):  # a shadow leaves the book once it is freed
-            assert (after.find(step.lease).phase, after.find(step.lease).key) == (
-                Phase.LEAVING,
-                "k",
-            )
+            gone = after.find(step.lease)
+            assert (gone.phase, gone.key) == (Phase.LEAVING, "k")
     return [(type(step).__name__, step.lease.partition("/")[2]) for step in steps]
 
 
@@ -126,16 +111,15 @@ def always(**words):
     return world(sim0=10, relief="always", **words)
 
 
-def test_low_evicts_nothing():
+def test_low_evicts_nothing_and_never_means_never():
     assert leaving(book(idle("a", 999, sim0=5)), always()) == []
+    assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10, relief="never")) == []
 
 
 def test_moderate_offloads_leases_idle_for_more_than_120_s():
     page = book(idle("a", 121, sim0=3), idle("b", 120, sim0=2), idle("c", 500, sim0=2))
     assert leaving(page, always()) == [("Move", "c"), ("Move", "a")]
-
-
-def test_moderate_drops_nothing():
+    # and drops nothing
     assert leaving(book(idle("a", 500, sim0=7)), always(host=1)) == []
 
 
@@ -178,10 +162,6 @@ def test_leases_that_no_pressure_evicts(guarded):
 def test_each_owner_relieves_only_itself():
     page = book(idle("mine", 400, sim0=5), idle("theirs", 400, by=2, sim0=5))
     assert leaving(page, always()) == [("Drop", "mine")]
-
-
-def test_never_means_never():
-    assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10, relief="never")) == []
 
 
 def test_auto_evicts_nothing_while_no_request_waits():
@@ -235,11 +215,8 @@ def test_host_bytes_are_spent_once():
 
 
 def test_the_least_important_leave_first():
-    page = book(
-        idle("batch", 200, sim0=5, importance="batch"),
-        idle("old", 900, sim0=4),
-        tickets=[ticket("q", by=2, sim0=9)],
-    )
+    batch = idle("batch", 200, sim0=5, importance="batch")
+    page = book(batch, idle("old", 900, sim0=4), tickets=[ticket("q", by=2, sim0=9)])
     assert leaving(page, world(sim0=10)) == [("Move", "batch")]
 
 
@@ -285,11 +262,8 @@ def test_a_full_warm_pool_is_no_pressure():
 
 
 def test_weights_that_exist_nowhere_else_stay_in_ram():
-    stays = [
-        idle("only", 500, host=10, droppable=False),
-        idle("kept", 500, host=10, keep=True),
-        idle("alive", 500, host=10, keep_alive=900),
-    ]
+    ways = (dict(droppable=False), dict(keep=True), dict(keep_alive=900))
+    stays = [idle(f"m{n}", 500, host=10, **way) for n, way in enumerate(ways)]
     assert leaving(book(*stays), ram(1)) == []
 
 
