@@ -109,42 +109,24 @@ class Still:
     why_not, mark, change = str, int, str
 
 
+OF_A_MODEL = "forget spec here use preload restore evict cancel pin unpin inspect delete".split()
+BARE = "park unpark defrag free who events evictions history decisions backtest".split()
 PLAIN: dict[str, dict[str, Any]] = {
+    **{method: {"name": "qwen"} for method in OF_A_MODEL},
+    **{method: {} for method in BARE},
     "register": {"name": "new", "backend": "fake", "size": "1GiB"},
     "adopt": {"name": "new", "module": torch.nn.Linear(4, 4).eval()},
-    "forget": {"name": "qwen"},
-    "spec": {"name": "qwen"},
-    "here": {"name": "qwen"},
-    "use": {"name": "qwen"},
     "lease": {"size": "1GiB"},
     "on_behalf_of": {"name": "ann"},
-    "preload": {"name": "qwen"},
-    "restore": {"name": "qwen"},
-    "evict": {"name": "qwen"},
-    "cancel": {"name": "qwen"},
     "move": {"name": "qwen", "device": "sim:1"},
-    "pin": {"name": "qwen"},
-    "unpin": {"name": "qwen"},
-    "park": {},
-    "unpark": {},
     "attach_kernel": {"stillness": Still()},
-    "defrag": {},
     "resume": {"process": str(os.getpid())},
-    "free": {},
-    "who": {},
     "drain": {"device": "sim:0"},
     "tell_waits": {"told": None, "arrived": None},
-    "events": {},
-    "evictions": {},
-    "history": {},
-    "decisions": {},
     "plan": {"name_or_size": "qwen", "source": None, "timeout": 1},
     "load": {"name": "qwen", "source": None, "progress": None, "timeout": 1},
-    "backtest": {},
     "why": {"name": "qwen", "replay": False},
     "apply": {"file": "/no/such.yaml"},
-    "inspect": {"name": "qwen"},
-    "delete": {"name": "qwen"},
 }
 # A call in which the parameter matters; the others of `register` and so on need no more than PLAIN.
 DEVICES = "sim:2x24GiB,host:64GiB"
@@ -410,16 +392,10 @@ def _named(arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 # -- the examples of the trial
-@pytest.mark.parametrize(
-    "loose",
-    [
-        {"quantization": None},
-        {"keep": "yes"},
-        {"model_type": 3.5},
-        {"name": "a\udcff"},
-        {"name": "x" * MANY},
-    ],
-)
+LOOSE = {"quantization": None}, {"keep": "yes"}, {"model_type": 3.5}, {"name": "a\udcff"}
+
+
+@pytest.mark.parametrize("loose", [*LOOSE, {"name": "x" * MANY}])
 def test_no_loose_argument_costs_another_process_its_count(loose):
     """Each of these arguments made this process's leases unreadable, so others could overcommit the card."""
     with box() as rt:

@@ -13,20 +13,11 @@ from gpu_runtime.owner.footprints import Sizing
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import GIB, MIB
 
-CARDS = (
-    Device("cuda:0", 80 * GIB, "NVIDIA H100"),
-    Device("cuda:1", 80 * GIB, "NVIDIA H100"),
-    Device(HOST, 64 * GIB),
-)
-CONFIG = dict(
-    architectures=["LlamaForCausalLM"],
-    num_hidden_layers=32,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    hidden_size=4096,
-    intermediate_size=14336,
-    torch_dtype="bfloat16",
-)
+CARDS = tuple(Device(f"cuda:{n}", 80 * GIB, "NVIDIA H100") for n in range(2))
+CARDS += (Device(HOST, 64 * GIB),)
+CONFIG = dict(architectures=["LlamaForCausalLM"], torch_dtype="bfloat16", num_hidden_layers=32)
+CONFIG |= dict(num_attention_heads=32, num_key_value_heads=8)
+CONFIG |= dict(hidden_size=4096, intermediate_size=14336)
 HEADER = Evidence(10 * GIB, "safetensors header", fingerprint="f", config=CONFIG)
 
 
@@ -36,14 +27,8 @@ class Box:
     def __init__(self, devices=CARDS):
         self.devices, self.held, self.context, self.beyond = devices, {}, {}, {}
         self.evidence_, self.handle = HEADER, None
-        self.resident = SimpleNamespace(
-            spec=ModelSpec("qwen", "transformers", "/qwen"),
-            origin=None,
-            handle=None,
-            measured=None,
-            backend=self,
-            pieces=tuple,
-        )
+        fields = dict(origin=None, handle=None, measured=None, backend=self, pieces=tuple)
+        self.resident = SimpleNamespace(spec=ModelSpec("qwen", "transformers", "/qwen"), **fields)
         self.sizing = Sizing(Measurements(), self, wall=lambda: 1_795_000_000.0)
 
     used = property(lambda self: lambda: self.held)
@@ -96,12 +81,8 @@ def test_simulated_cards_have_no_context():
 
 def test_a_context_is_believed_when_two_looks_agree(box):
     """The driver's figures are late, and wrong during a load. So two equal ones in a row count."""
-    for seen, expected in (
-        (130, CONTEXT_BYTES),
-        (420, CONTEXT_BYTES),
-        (420, 420 * MIB),
-        (0, 420 * MIB),
-    ):
+    first = CONTEXT_BYTES
+    for seen, expected in ((130, first), (420, first), (420, 420 * MIB), (0, 420 * MIB)):
         box.context = {"cuda:0": seen * MIB}
         box.sizing.saw_contexts()
         assert box.parts()[1][1] == expected

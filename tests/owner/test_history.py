@@ -106,14 +106,12 @@ def test_a_full_day_is_bounded_on_disk_and_a_chart_of_it_in_moments(record):
 def test_a_chart_that_moves_on_does_not_flicker(record):
     """Two charts one after the other show the same moments in the time that both cover."""
     record.append(moment(WALL - ago, ago * 7919 % 100) for ago in range(3600))
-    one, other = (
-        [
-            one.wall
-            for one in shown(record, since=WALL - 3600 + later, until=WALL + later, most=60)
-            if WALL - 3500 < one.wall < WALL - 100
-        ]
-        for later in (0, 5)
-    )
+
+    def walls(later):
+        found = shown(record, since=WALL - 3600 + later, until=WALL + later, most=60)
+        return [one.wall for one in found if WALL - 3500 < one.wall < WALL - 100]
+
+    one, other = walls(0), walls(5)
     assert one == other and len(one) > 50
 
 
@@ -148,32 +146,14 @@ def test_a_line_of_no_points_is_refused_and_one_of_one_is_now(runtime):
 # -- what is recorded ---------------------------------------------------------------------------------------------
 def test_real_cards_are_recorded_as_they_were_measured():
     """Cards are identified by UUID. The chart has a gap for a card that does not answer, not a zero."""
-    page = book(
-        lease("a", cuda0=4),
-        lease("b", cuda1=2),
-        devices=(
-            Device("cuda:0", 20 * GIB, uuid="GPU-a"),
-            Device("cuda:1", 20 * GIB, uuid="GPU-b"),
-            Device("host", 64 * GIB),
-        ),
-        limits={"cuda:0": 18 * GIB, "cuda:1": 18 * GIB, "host": 32 * GIB},
-    )
-    said = Figures(
-        1,
-        10.0,
-        Sample("host", 10.0, 60 * GIB),
-        {
-            "GPU-a": Sample(
-                "",
-                10.0,
-                12 * GIB,
-                utilisation_percent=37.0,
-                temperature_celsius=61.0,
-                power_watts=250.0,
-            )
-        },
-        failed={"GPU-b": "GPU is lost"},
-    )
+    cards = [Device(f"cuda:{n}", 20 * GIB, uuid=f"GPU-{'ab'[n]}") for n in range(2)]
+    devices = (*cards, Device("host", 64 * GIB))
+    limits = {"cuda:0": 18 * GIB, "cuda:1": 18 * GIB, "host": 32 * GIB}
+    page = book(lease("a", cuda0=4), lease("b", cuda1=2), devices=devices, limits=limits)
+    figures = dict(utilisation_percent=37.0, temperature_celsius=61.0, power_watts=250.0)
+    seen = {"GPU-a": Sample("", 10.0, 12 * GIB, **figures)}
+    host = Sample("host", 10.0, 60 * GIB)
+    said = Figures(1, 10.0, host, seen, failed={"GPU-b": "GPU is lost"})
     zero, one, host = now_of(page, said, 10.0, WALL)
     assert zero == Moment(
         WALL, "cuda:0", 20 * GIB, 18 * GIB, 8 * GIB, Level.LOW, 37.0, 61.0, 250.0, {"a@1": 4 * GIB}
@@ -214,23 +194,20 @@ def test_what_cannot_be_written_now_is_written_later(tmp_path, record):
 
 # -- a file that is damaged, foreign or another's -----------------------------------------------------------------
 
+
+def _full(path):
+    Record(path).append(moment(WALL - n, n) for n in range(5000))
+    return path
+
+
+VIEW = "CREATE VIEW moments AS SELECT 1 AS wall, 'x' AS device, 2 AS peak, 'y' AS body"
 FOREIGN = {
-    "text": lambda path: path.write_text(
-        "this is no database at all, and has never been one " * 100
-    ),
+    "text": lambda path: path.write_text("this is no database at all, and never was " * 100),
     "empty": lambda path: path.write_bytes(b""),
     "another database": lambda path: _made(path, "CREATE TABLE moments(a, b)"),
-    "a view": lambda path: _made(
-        path, "CREATE VIEW moments AS SELECT 1 AS wall, 'x' AS device, 2 AS peak, 'y' AS body"
-    ),
-    "cut off": lambda path: (
-        Record(path).append(moment(WALL - n, n) for n in range(5000)),
-        os.truncate(path, path.stat().st_size // 2),
-    ),
-    "garbled": lambda path: (
-        Record(path).append(moment(WALL - n, n) for n in range(5000)),
-        _garble(path),
-    ),
+    "a view": lambda path: _made(path, VIEW),
+    "cut off": lambda path: os.truncate(_full(path), path.stat().st_size // 2),
+    "garbled": lambda path: _garble(_full(path)),
 }
 
 

@@ -177,13 +177,8 @@ def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerat
     size = rt.plan("llama").footprint.bytes
     fill = [f"fill{card}" for card in range(4)]
     for card, name in enumerate(fill):
-        rt.register(
-            name,
-            backend="fake",
-            size=simgpu.CARD_BYTES - int(size * 0.75),
-            devices=(f"simgpu:{card}",),
-            keep=True,
-        )
+        rest, there = simgpu.CARD_BYTES - int(size * 0.75), (f"simgpu:{card}",)
+        rt.register(name, backend="fake", size=rest, devices=there, keep=True)
         rt.preload(name)
     with torch.no_grad(), rt.use("llama") as model:
         expected = model(ids).logits
@@ -192,11 +187,8 @@ def test_a_model_goes_over_two_cards_by_itself_and_its_pins_hold_there(accelerat
             rt.move("llama", "simgpu:2,3")
     assert rt.move("llama", "simgpu:2,3").where == "simgpu:2,3"
     inside = []
-    model.model.layers[1].register_forward_pre_hook(
-        lambda module, args: inside.append(
-            max(lease.pins for lease in rt.status().leases() if lease.name == "llama")
-        )
-    )
+    pins = lambda: max(one.pins for one in rt.status().leases() if one.name == "llama")
+    model.model.layers[1].register_forward_pre_hook(lambda *_: inside.append(pins()))
     with torch.no_grad():
         assert torch.equal(model(ids).logits, expected)
         rt.evict("llama")
@@ -226,11 +218,8 @@ def test_a_call_is_one_use_though_it_leads_through_forward(runtime):
 
 def test_what_lies_elsewhere_after_a_load_is_told_by_name(runtime, monkeypatch, caplog):
     rt = fakes(runtime(devices=FOUR), m="1GiB")
-    monkeypatch.setattr(
-        registry.find(rt._session, "m").backend,
-        "elsewhere",
-        lambda model: tuple(f"layer{i} on cpu" for i in range(5)),
-    )
+    found = tuple(f"layer{i} on cpu" for i in range(5))
+    monkeypatch.setattr(registry.find(rt._session, "m").backend, "elsewhere", lambda model: found)
     rt.preload("m")
     [event] = [event for event in rt.status().events if event.action == "misplaced"]
     assert event.because == (

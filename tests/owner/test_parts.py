@@ -296,12 +296,8 @@ def test_on_several_cards_it_leaves_as_a_whole_and_on_one_card_in_pieces_again(r
 @pytest.mark.parametrize("pieces", [1, 16])
 def test_a_lease_in_parts_does_not_block_the_warm_pool(runtime, pieces):
     """Two models took turns beside a third in parts, whose bytes were never given back: 23 loads from disk."""
-    rt = runtime(
-        devices="sim:10GiB,host:10GiB",
-        gpu_shadows="never",
-        gpu_memory_max_percent=1.0,
-        cpu_memory_max_percent=1.0,
-    )
+    whole = dict(gpu_memory_max_percent=1.0, cpu_memory_max_percent=1.0)
+    rt = runtime(devices="sim:10GiB,host:10GiB", gpu_shadows="never", **whole)
     for name, size in (("a", "10GiB"), ("b", "9GiB"), ("c", "9GiB")):
         rt.register(name, backend="fake", size=size, pieces=pieces)
     for name in "abc" + "bc" * 11:

@@ -85,12 +85,8 @@ def test_nested_blocks_hold_both_models(runtime):
 def test_a_restored_model_counts_as_held_by_the_thread_that_uses_it(runtime):
     """A helper thread restores it, but the `with` block holds it: what does not fit beside it is refused."""
     rt = loaded(runtime(), qwen="14GiB", llama="9GiB")
-    with (
-        rt.use("qwen"),
-        pytest.raises(DoesNotFit, match="held by the block"),
-        rt.lease("8 GiB", purpose="x", timeout=PATIENCE),
-    ):
-        pass
+    with rt.use("qwen"), pytest.raises(DoesNotFit, match="held by the block"):
+        rt.lease("8 GiB", purpose="x", timeout=PATIENCE).__enter__()
 
 
 def test_the_runtime_of_the_process_is_one_and_can_be_asked_for_again(monkeypatch):
@@ -492,12 +488,8 @@ def test_a_full_warm_pool_means_unloading(runtime):
 
 def test_a_model_in_ram_is_loaded_again_if_a_victim_needs_its_place(runtime):
     """The victim's weights exist nowhere else, and RAM cannot hold both models. Waiting would not help."""
-    rt = runtime(
-        devices="sim:8GiB,host:8GiB",
-        gpu_memory_max_percent=1,
-        cpu_memory_max_percent=1,
-        eviction_grace_seconds=0,
-    )
+    whole = dict(gpu_memory_max_percent=1, cpu_memory_max_percent=1)
+    rt = runtime(devices="sim:8GiB,host:8GiB", eviction_grace_seconds=0, **whole)
     fakes(rt, mine="8GiB", wanted="8GiB")
     backend = rt._session.residents["mine"].backend
     usual = backend.droppable
@@ -555,23 +547,16 @@ def test_forget_frees_the_memory_and_the_name(runtime):
 # -- bad input ------------------------------------------------------------------------------------------------------
 def test_bad_input_is_named_and_nothing_is_registered(runtime):
     rt = runtime()
+    fake = dict(backend="fake", size="1GiB")
     for call, error, words in [
         (lambda: rt.register("m", "/no/such/place"), NotAModel, "/no/such/place"),
         (lambda: rt.register("m", size="3GiB"), NotAModel, "the source of the model is missing"),
         (lambda: rt.register("m", backend="fake", size="-3GiB"), BadSize, "-3GiB"),
         (lambda: rt.register("m", backend="fake", size="much"), BadSize, "much"),
         (lambda: rt.register("m", backend="fake"), BadSize, "size"),
-        (
-            lambda: rt.register("m", backend="fake", size="1GiB", devices=("cuda:7",)),
-            UnknownDevice,
-            "cuda:7",
-        ),
-        (
-            lambda: rt.register("m", backend="fake", size="1GiB", importance="huge"),
-            BadSetting,
-            "urgent",
-        ),
-        (lambda: rt.register("m@1", backend="fake", size="1GiB"), BadSetting, "@"),
+        (lambda: rt.register("m", **fake, devices=("cuda:7",)), UnknownDevice, "cuda:7"),
+        (lambda: rt.register("m", **fake, importance="huge"), BadSetting, "urgent"),
+        (lambda: rt.register("m@1", **fake), BadSetting, "@"),
         (lambda: rt.register("m", backend="nope", size="1GiB"), BadSetting, "nope"),
         (lambda: rt.use("m"), UnknownModel, "%gpu load m"),
         (lambda: rt.lease("x", purpose="p"), BadSize, "x"),
@@ -733,14 +718,8 @@ def test_a_verb_on_another_processs_model_has_the_bytes_that_moved(
     a, b = (runtime(ledger=shared_book, devices="sim:2x24GiB,host:64GiB") for _ in "ab")
     fakes(a, qwen="3GiB")
     a.tick()
-    moved = [
-        b.preload("qwen"),
-        b.move("qwen", "sim:1"),
-        b.evict("qwen"),
-        b.restore("qwen"),
-        b.evict("qwen", drop=True),
-        b.preload("qwen"),
-    ]
+    moved = [b.preload("qwen"), b.move("qwen", "sim:1"), b.evict("qwen"), b.restore("qwen")]
+    moved += [b.evict("qwen", drop=True), b.preload("qwen")]
     assert [done.bytes // GIB for done in moved] == [3] * 6
     place = moved[-1].where
     assert [done.bytes for done in (b.preload("qwen"), b.move("qwen", place))] == [0, 0]
@@ -899,47 +878,26 @@ def test_a_full_card_that_nobody_waits_for_is_left_alone_by_default(runtime, clo
 def test_the_lines_that_operators_watch_for_word_for_word(runtime, clock, caplog):
     caplog.set_level(logging.INFO, logger="gpu_runtime")
     rt = runtime(devices="sim:24576MiB,host:64GiB", gpu_relief="always", clock=clock, monitor=False)
-    rt.register(
-        "Qwen/Qwen3-Embedding-0.6B",
-        backend="fake",
-        size="1440MiB",
-        model_type="embedding",
-        quantization="float16",
-    )
-    rt.register(
-        "Qwen/Qwen3-Reranker-0.6B",
-        backend="fake",
-        size="1200MiB",
-        model_type="reranker",
-        quantization="float16",
-    )
+    fake, qwen = dict(backend="fake", quantization="float16"), "Qwen/Qwen3-{}-0.6B".format
+    rt.register(qwen("Embedding"), size="1440MiB", model_type="embedding", **fake)
+    rt.register(qwen("Reranker"), size="1200MiB", model_type="reranker", **fake)
     rt.register("filler", backend="fake", size="17000MiB")
-    for name in ("Qwen/Qwen3-Embedding-0.6B", "Qwen/Qwen3-Reranker-0.6B", "filler"):
+    for name in (qwen("Embedding"), qwen("Reranker"), "filler"):
         rt.preload(name)
     clock.advance(60)
     rt.tick()
     clock.advance(60)
     rt.tick()
-    rt.preload("Qwen/Qwen3-Embedding-0.6B")
-    lines = [
-        (record.levelname, record.getMessage())
-        for record in caplog.records
-        if record.name == "gpu_runtime"
-    ]
-    assert (
-        "INFO",
-        "GovernedModelManager initialized with memory governor (gpu_budget=22118MB)",
-    ) in lines
-    assert (
-        "INFO",
-        "Memory request approved: embedding:Qwen/Qwen3-Embedding-0.6B:float16 needs 1440MB",
-    ) in lines
-    assert (
-        "INFO",
-        "Offloaded reranker:Qwen/Qwen3-Reranker-0.6B to CPU (freed 1200MB GPU)",
-    ) in lines
-    assert ("INFO", "Restored embedding:Qwen/Qwen3-Embedding-0.6B from CPU to GPU") in lines
-    assert ("WARNING", "HIGH memory pressure: 88.8%. Offloading idle models.") in lines
+    rt.preload(qwen("Embedding"))
+    own = [record for record in caplog.records if record.name == "gpu_runtime"]
+    lines = {f"{record.levelname}: {record.getMessage()}" for record in own}
+    assert lines >= {
+        "INFO: GovernedModelManager initialized with memory governor (gpu_budget=22118MB)",
+        "INFO: Memory request approved: embedding:Qwen/Qwen3-Embedding-0.6B:float16 needs 1440MB",
+        "INFO: Offloaded reranker:Qwen/Qwen3-Reranker-0.6B to CPU (freed 1200MB GPU)",
+        "INFO: Restored embedding:Qwen/Qwen3-Embedding-0.6B from CPU to GPU",
+        "WARNING: HIGH memory pressure: 88.8%. Offloading idle models.",
+    }
 
 
 def test_critical_pressure_is_logged_as_an_error(runtime, clock, caplog):
@@ -1037,36 +995,23 @@ def test_a_lease_without_a_purpose_bears_the_name_of_its_notebook(runtime, monke
         assert [lease.name for lease in rt.status().leases()] == ["train.ipynb#1", "cache#2"]
 
 
-@pytest.mark.parametrize(
-    "ask",
-    [
-        lambda rt: rt.use("a").__enter__(),
-        lambda rt: rt.preload("a"),
-        lambda rt: rt.evict("a"),
-        lambda rt: rt.pin("a"),
-        lambda rt: rt.lease("1GiB").__enter__(),
-        lambda rt: rt.register("b", backend="fake", size="1GiB"),
-        lambda rt: rt.forget("a"),
-        lambda rt: rt.plan("a"),
-        lambda rt: rt.why("a"),
-        lambda rt: rt.status(),
-        lambda rt: rt.models(),
-        lambda rt: rt.leases(),
-        lambda rt: rt.events(),
-        lambda rt: rt.health(),
-        lambda rt: rt.fragmentation(),
-        lambda rt: rt.specs(),
-        lambda rt: rt.defrag(),
-        lambda rt: rt.delete("a"),
-    ],
-)
+OF_A_MODEL = "preload evict pin forget plan why delete".split()
+OF_ALL = "status models leases events health fragmentation specs defrag".split()
+ASKS: dict[str, Callable[[Any], Any]] = {
+    **{verb: lambda rt, verb=verb: getattr(rt, verb)("a") for verb in OF_A_MODEL},
+    **{verb: lambda rt, verb=verb: getattr(rt, verb)() for verb in OF_ALL},
+    "use": lambda rt: rt.use("a").__enter__(),
+    "lease": lambda rt: rt.lease("1GiB").__enter__(),
+    "register": lambda rt: rt.register("b", backend="fake", size="1GiB"),
+}
+
+
+@pytest.mark.parametrize("ask", ASKS.values(), ids=ASKS)
 def test_a_closed_runtime_says_so_whatever_is_asked_of_it(runtime, ask):
     rt = fakes(runtime(), a="1GiB")
     rt.close()
-    with pytest.raises(
-        LedgerUnavailable,
-        match="this runtime was closed.*\n  Open another:  rt = gpu_runtime.runtime",
-    ):
+    closed = "this runtime was closed.*\n  Open another:  rt = gpu_runtime.runtime"
+    with pytest.raises(LedgerUnavailable, match=closed):
         ask(rt)
 
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
 import sys
 from pathlib import Path
 
 import pytest
+from msgspec.structs import replace
 
 from gpu_runtime import BadSetting, DoesNotFit, LoadFailed, MemoryLimitExceeded, NotAllowed, Runtime
 from gpu_runtime.facts import Drop, Move
@@ -21,29 +23,23 @@ from gpu_runtime.units import GIB
 from .conftest import claims, fakes, loaded, where
 
 PROVEN: set[str] = set()
-ELSEWHERE = {  # settings that are tested with real servers
-    "gpu_console_token": "faces/test_gate.py",
-    "gpu_console_viewer_token": "faces/test_gate.py",
-    "gpu_console_operators": "faces/test_login.py",
-    "gpu_console_viewers": "faces/test_login.py",
-    "gpu_console_read_only": "faces/test_login.py",
-    "gpu_serve_queue": "serving/test_gateway.py",
-    "gpu_serve_breaker_failures": "serving/test_gateway.py",
-    "gpu_serve_breaker_seconds": "serving/test_gateway.py",
-    "gpu_serve_grace_seconds": "serving/test_ending.py",
-    "gpu_serve_log": "serving/test_request_log.py",
-    "gpu_serve_keys": "serving/test_keys.py",
-    "gpu_serve_cors": "serving/test_cors.py",
-    "gpu_most_wait": "serving/test_gateway.py",
-    "gpu_prefetch": "owner/test_look_ahead.py",
-    "gpu_progress_seconds": "faces/test_waiting.py",
-    "gpu_shadows": "owner/test_shadows.py",
-    "gpu_park": "owner/test_kernel.py",
-    "gpu_return_at_exit": "stories/test_handlers.py",
-    "gpu_park_idle_seconds": "owner/test_kernel.py",
-    "gpu_park_turn_seconds": "owner/test_kernel.py",
-    "gpu_who_names": "owner/test_other_holdings.py",
+FILES = {  # of the settings that are tested with real servers, or with what they are about
+    "faces/test_gate.py": "gpu_console_token gpu_console_viewer_token",
+    "faces/test_login.py": "gpu_console_operators gpu_console_viewers gpu_console_read_only",
+    "faces/test_waiting.py": "gpu_progress_seconds",
+    "owner/test_kernel.py": "gpu_park gpu_park_idle_seconds gpu_park_turn_seconds",
+    "owner/test_look_ahead.py": "gpu_prefetch",
+    "owner/test_other_holdings.py": "gpu_who_names",
+    "owner/test_shadows.py": "gpu_shadows",
+    "serving/test_cors.py": "gpu_serve_cors",
+    "serving/test_ending.py": "gpu_serve_grace_seconds",
+    "serving/test_gateway.py": "gpu_serve_queue gpu_serve_breaker_failures "
+    "gpu_serve_breaker_seconds gpu_most_wait",
+    "serving/test_keys.py": "gpu_serve_keys",
+    "serving/test_request_log.py": "gpu_serve_log",
+    "stories/test_handlers.py": "gpu_return_at_exit",
 }
+ELSEWHERE = {name: file for file, names in FILES.items() for name in names.split()}
 
 
 def proves(setting: str):
@@ -122,12 +118,8 @@ def test_where_servers_listen_and_how_long_they_may_take(runtime):
 @proves("gpu_devices")
 def test_the_devices(runtime):
     views = runtime(devices="sim:3x8GiB,host:16GiB").status().devices
-    assert [(view.device.id, view.device.total_bytes // GIB) for view in views] == [
-        ("sim:0", 8),
-        ("sim:1", 8),
-        ("sim:2", 8),
-        ("host", 16),
-    ]
+    sizes = {view.device.id: view.device.total_bytes // GIB for view in views}
+    assert sizes == {"sim:0": 8, "sim:1": 8, "sim:2": 8, "host": 16}
 
 
 @proves("development_cpu_only")
@@ -170,22 +162,14 @@ def test_who_leaves_first(runtime, clock):
         clock.advance(1)
         for name, seconds in (("old", 900.0), ("cheap", 0.001)):
             resident = registry.find(rt._session, name)
-            resident.lease = resident.lease.__class__(
-                **{
-                    **{f: getattr(resident.lease, f) for f in resident.lease.__struct_fields__},
-                    "reload_seconds": seconds,
-                }
-            )
+            resident.lease = replace(resident.lease, reload_seconds=seconds)
         assert [step.lease.partition("/")[2] for step in rt.plan("new").steps] == [leaves, "new"]
 
 
 @proves("gpu_placement")
 def test_which_card_a_model_goes_to(runtime):
-    for placement, card in (
-        ("best-fit", "sim:0"),
-        ("most-free", "sim:1"),
-        ("fewest-evictions", "sim:0"),
-    ):
+    cards = {"best-fit": "sim:0", "most-free": "sim:1", "fewest-evictions": "sim:0"}
+    for placement, card in cards.items():
         rt = runtime(devices="sim:2x24GiB,host:64GiB", gpu_placement=placement)
         rt.register("first", backend="fake", size="5GiB", devices=("sim:0",))
         rt.preload("first")
@@ -244,12 +228,8 @@ def test_ndif_s_factor_in_the_place_of_the_estimate(runtime):
 @proves("fraction_largest_possible")
 def test_from_which_part_of_a_card_on_it_is_taken_whole(runtime):
     for largest, claimed in ((0.8, 15), (0.7, 20)):
-        rt = runtime(
-            devices="sim:20GiB,host:64GiB",
-            gpu_memory_max_percent=1.0,
-            gpu_fraction_factor=3,
-            fraction_largest_possible=largest,
-        )
+        rule = dict(gpu_fraction_factor=3, fraction_largest_possible=largest)
+        rt = runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=1.0, **rule)
         loaded(rt, a="5GiB")
         assert claims(rt) == {"sim:0": claimed * GIB}
 
@@ -288,12 +268,8 @@ def test_how_long_idle_is_idle_enough(runtime, clock, setting, size):
 @proves("pressure_check_interval_seconds")
 def test_how_often_pressure_is_checked(runtime, clock):
     for interval, place in ((500.0, "sim:0"), (50.0, "host")):
-        rt = runtime(
-            pressure_check_interval_seconds=interval,
-            gpu_relief="always",
-            clock=clock,
-            monitor=False,
-        )
+        pace = dict(pressure_check_interval_seconds=interval, gpu_relief="always")
+        rt = runtime(clock=clock, monitor=False, **pace)
         loaded(rt, a="18GiB")
         clock.advance(100)
         rt.tick()
@@ -312,17 +288,9 @@ def test_models_may_bring_code_only_where_that_was_allowed(runtime, tmp_path):
         "class OwnModel(LlamaForCausalLM):\n    config_class = OwnConfig\n"
     )
     config = directory / "config.json"
-    config.write_text(
-        config.read_text()
-        .replace('"model_type": "llama"', '"model_type": "own_code"')
-        .replace('"LlamaForCausalLM"', '"OwnModel"')
-        .replace(
-            "{",
-            '{"auto_map": {"AutoConfig": "own_code.OwnConfig", '
-            '"AutoModelForCausalLM": "own_code.OwnModel"},',
-            1,
-        )
-    )
+    own = {"AutoConfig": "own_code.OwnConfig", "AutoModelForCausalLM": "own_code.OwnModel"}
+    fields = {"model_type": "own_code", "architectures": ["OwnModel"], "auto_map": own}
+    config.write_text(json.dumps(json.loads(config.read_text()) | fields))
     careful = runtime()
     careful.register("own", directory, task="causal-lm")
     with pytest.raises(LoadFailed, match="GPU_TRUST_REMOTE_CODE=true"):

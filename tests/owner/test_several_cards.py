@@ -59,12 +59,8 @@ def test_a_restore_chooses_other_cards_where_the_old_ones_are_taken(runtime):
     rt.register("other", backend="fake", size="80GiB", devices=("sim:1",), keep=True)
     rt.preload("other")
     rt.preload("big")
-    assert claims(rt) == {
-        "sim:0": 80 * GIB,
-        "sim:1": 80 * GIB,
-        "sim:2": 70 * GIB,
-        "sim:3": 70 * GIB,
-    }
+    sizes = {"sim:0": 80, "sim:1": 80, "sim:2": 70, "sim:3": 70}
+    assert claims(rt) == {card: gib * GIB for card, gib in sizes.items()}
 
 
 def test_a_whole_card_stays_whole_and_only_its_model_moves(runtime):
@@ -94,11 +90,9 @@ def test_a_plan_shows_the_cards_and_why_the_others_lost(runtime):
     assert chosen.shares == told.shares and len(others) == 6  # five other pairs, and all four
     assert all("would be evicted" in option.because for option in others)
     [small] = [rt.plan("5GiB")]
-    assert [option.because for option in small.considered[1:]] == [
-        "has 20.0 GiB free and would keep 15.0 GiB, more than sim:2",
-        "has 30.0 GiB free and would keep 25.0 GiB, more than sim:2",
-        "has 40.0 GiB free and would keep 35.0 GiB, more than sim:2",
-    ]
+    said = "has {}.0 GiB free and would keep {}.0 GiB, more than sim:2".format
+    others = [option.because for option in small.considered[1:]]
+    assert others == [said(20, 15), said(30, 25), said(40, 35)]
 
 
 def test_a_layout_of_no_such_name_is_a_bad_setting(runtime):

@@ -21,17 +21,8 @@ CALLS: tuple[tuple[str, ...], ...] = (
     ("use", "m"), ("lease", "1GiB"), ("evict", "m"), ("preload", "m"), ("pin", "m"), ("unpin", "m"),
     ("plan", "m"), ("why", "m"), ("forget", "m"), ("close",),
 )  # fmt: skip
-BESIDE = [
-    "ballast",
-    "sampler.lock",
-    "sampler.bell",
-    "../journal.db",
-    "../journal.db-journal",
-    "../measured.json",
-    "../measured.lock",
-    "../history.db",
-    "../history.db-journal",
-]
+BESIDE = ["ballast", "sampler.lock", "sampler.bell", "../measured.json", "../measured.lock"]
+BESIDE += ["../journal.db", "../journal.db-journal", "../history.db", "../history.db-journal"]
 # the others only in a soak
 ALWAYS = ("directory", "owners", "../journal.db-journal", "../history.db-journal")
 
