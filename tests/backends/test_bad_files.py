@@ -91,6 +91,14 @@ def huge_header(directory: Path) -> Path:
 LIST = struct.pack("<I", 9)  # the metadata type of a list
 LAYERS = string(b"llama.block_count") + struct.pack("<II", 4, 10**9)
 LLAMA = string(b"general.architecture") + struct.pack("<I", 8) + string(b"llama")
+TENSOR = string(b"t") + struct.pack("<IIQ", 0, 0, 0)
+
+
+def empty_strings(n: int) -> bytes:
+    """An entry whose value is a list of a million empty strings."""
+    return string(b"k%d" % n) + LIST + struct.pack("<IQ", 8, 10**6) + bytes(8 * 10**6)
+
+
 BAD = {  # name -> makes it in a directory, and returns the source
     "weights that never end": lambda d: linked(d, "model.safetensors", "/dev/zero"),
     "a config that never ends": lambda d: linked(d, "config.json", "/dev/zero"),
@@ -116,20 +124,10 @@ BAD = {  # name -> makes it in a directory, and returns the source
     "a billion labels": lambda d: changed(d, num_labels=10**9),
     "a billion layers below": lambda d: changed(d, text_config={"num_hidden_layers": 10**9}),
     "a GGUF file that never ends": lambda d: linked(d, "m.gguf", "/dev/zero") / "m.gguf",
-    "a million tensors": lambda d: file(
-        d, "m.gguf", gguf(10**6, [], (string(b"t") + struct.pack("<IIQ", 0, 0, 0)) * 10**6)
-    ),
+    "a million tensors": lambda d: file(d, "m.gguf", gguf(10**6, [], TENSOR * 10**6)),
     "a billion layers in GGUF": lambda d: file(d, "m.gguf", gguf(0, [LLAMA, LAYERS])),
     "lists of empty strings": lambda d: file(
-        d,
-        "m.gguf",
-        gguf(
-            0,
-            [
-                string(b"k%d" % n) + LIST + struct.pack("<IQ", 8, 10**6) + bytes(8 * 10**6)
-                for n in range(7)
-            ],
-        ),
+        d, "m.gguf", gguf(0, [empty_strings(n) for n in range(7)])
     ),
 }
 TRIED = """

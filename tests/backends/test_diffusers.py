@@ -49,47 +49,26 @@ def tiny_pipeline(directory):
     )
     (words / "merges.txt").write_text("#version: 0.2\n")
     start, end = len(vocabulary) - 2, len(vocabulary) - 1
+    unet = dict(
+        sample_size=16, in_channels=4, out_channels=4, layers_per_block=1, norm_num_groups=8
+    )
+    unet |= dict(block_out_channels=(8, 16), cross_attention_dim=16, attention_head_dim=4)
+    unet |= dict(down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"))
+    unet |= dict(up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"))
+    vae = dict(in_channels=3, out_channels=3, latent_channels=4, norm_num_groups=8)
+    vae |= dict(block_out_channels=(8, 8), down_block_types=("DownEncoderBlock2D",) * 2)
+    vae |= dict(up_block_types=("UpDecoderBlock2D",) * 2)
+    text = dict(vocab_size=len(vocabulary), hidden_size=16, intermediate_size=16)
+    text |= dict(num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=16)
+    text |= dict(bos_token_id=start, eos_token_id=end, pad_token_id=end)
+    files = (str(words / "vocab.json"), str(words / "merges.txt"))
+    steps = dict(clip_sample=False, set_alpha_to_one=False, steps_offset=1)
     StableDiffusionPipeline(
-        unet=UNet2DConditionModel(
-            sample_size=16,
-            in_channels=4,
-            out_channels=4,
-            layers_per_block=1,
-            norm_num_groups=8,
-            block_out_channels=(8, 16),
-            cross_attention_dim=16,
-            attention_head_dim=4,
-            down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
-            up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
-        ),
-        vae=AutoencoderKL(
-            in_channels=3,
-            out_channels=3,
-            latent_channels=4,
-            block_out_channels=(8, 8),
-            norm_num_groups=8,
-            down_block_types=("DownEncoderBlock2D",) * 2,
-            up_block_types=("UpDecoderBlock2D",) * 2,
-        ),
-        text_encoder=CLIPTextModel(
-            CLIPTextConfig(
-                vocab_size=len(vocabulary),
-                hidden_size=16,
-                intermediate_size=16,
-                num_hidden_layers=1,
-                num_attention_heads=2,
-                max_position_embeddings=16,
-                bos_token_id=start,
-                eos_token_id=end,
-                pad_token_id=end,
-            )
-        ),
-        tokenizer=CLIPTokenizer(
-            str(words / "vocab.json"), str(words / "merges.txt"), model_max_length=16
-        ),
-        scheduler=DDIMScheduler(
-            num_train_timesteps=10, clip_sample=False, set_alpha_to_one=False, steps_offset=1
-        ),
+        unet=UNet2DConditionModel(**unet),
+        vae=AutoencoderKL(**vae),
+        text_encoder=CLIPTextModel(CLIPTextConfig(**text)),
+        tokenizer=CLIPTokenizer(*files, model_max_length=16),
+        scheduler=DDIMScheduler(num_train_timesteps=10, **steps),
         safety_checker=None,
         feature_extractor=None,
         requires_safety_checker=False,
@@ -205,11 +184,8 @@ def test_pictures_have_the_form_of_openai_s_api(served):
 
 
 def test_generate_accepts_the_pipeline_s_own_parameters(served):
-    status, said = post(
-        served,
-        "/generate",
-        {"prompt": "a fox", "num_inference_steps": 1, "width": 32, "height": 32},
-    )
+    wanted = {"prompt": "a fox", "num_inference_steps": 1, "width": 32, "height": 32}
+    status, said = post(served, "/generate", wanted)
     assert status == 200 and base64.b64decode(said["images"][0]).startswith(PNG)
 
 

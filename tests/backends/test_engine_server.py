@@ -70,18 +70,12 @@ def server(record):
         **options,
     ) -> Server:
         spec = ModelSpec("qwen", engine, source=source, options=options)
-        made.append(
-            Server(
-                spec,
-                recipe(engine),
-                lambda port, key: LaunchOrder(
-                    spec, SHARES, {"sim:0": 8 * GIB}, source, port, simulated, key
-                ),
-                dict(os.environ),
-                port_range=among,
-                start_seconds=seconds,
-            )
-        )
+
+        def order(port, key):
+            return LaunchOrder(spec, SHARES, {"sim:0": 8 * GIB}, source, port, simulated, key)
+
+        limits = dict(port_range=among, start_seconds=seconds)
+        made.append(Server(spec, recipe(engine), order, dict(os.environ), **limits))
         return made[-1]
 
     yield make
@@ -109,13 +103,7 @@ def test_a_server_goes_from_idle_to_ready_and_back_and_has_no_other_state(
     pids = one.pids
     assert len(pids) == 2 and all(map(alive, pids))
     one.end()
-    assert one.past == [
-        ServerState.IDLE,
-        ServerState.LOADING,
-        ServerState.READY,
-        ServerState.STOPPING,
-        ServerState.IDLE,
-    ]
+    assert " ".join(state.name for state in one.past) == "IDLE LOADING READY STOPPING IDLE"
     assert not any(map(alive, pids)) and len(record()) == 1
 
 

@@ -41,17 +41,9 @@ def arguments(*gib: float, cards=None, **options):
 
 
 def test_on_one_card_all_layers_go_to_it():
-    assert arguments(8) == {
-        "model_path": "/m/phi.gguf",
-        "name": "phi",
-        "n_gpu_layers": -1,
-        "n_ctx": 4096,
-        "main_gpu": 0,
-        "split_mode": 0,
-        "embedding": False,
-        "needs_gpu": False,
-        "flash_attn": False,
-    }
+    numbers = {"n_gpu_layers": -1, "n_ctx": 4096, "main_gpu": 0, "split_mode": 0}
+    switches = {"embedding": False, "needs_gpu": False, "flash_attn": False}
+    assert arguments(8) == {"model_path": "/m/phi.gguf", "name": "phi"} | numbers | switches
 
 
 @pytest.mark.parametrize(
@@ -115,13 +107,11 @@ def test_a_file_that_lacks_a_tensor_is_refused_with_its_name(tmp_path, monkeypat
 
     add = gguf.GGUFWriter.add_tensor
     lacked = "blk.1.ffn_up.weight"
-    monkeypatch.setattr(
-        gguf.GGUFWriter,
-        "add_tensor",
-        lambda self, name, *args, **options: (
-            None if name == lacked else add(self, name, *args, **options)
-        ),
-    )
+
+    def all_but_one(self, name, *args, **options):
+        return None if name == lacked else add(self, name, *args, **options)
+
+    monkeypatch.setattr(gguf.GGUFWriter, "add_tensor", all_but_one)
     path = tiny_models.gguf_lm(tmp_path / "lacks.gguf")
     backend = open_backend("llama_cpp", open_probe("sim:1GiB,host:1GiB"))
     with pytest.raises(LoadFailed, match=lacked):

@@ -171,11 +171,8 @@ def test_a_model_generates_over_two_cards(box, llama):
     """While the model generates, both cards hold a part of the key/value cache."""
     backend = open_backend("transformers", box.probe)
     one = backend.load(spec(llama), box.shares(3))
-    expected = (
-        backend.value(one)
-        .generate(IDS.to(backend.value(one).device), max_new_tokens=6, do_sample=False)
-        .cpu()
-    )
+    six = dict(max_new_tokens=6, do_sample=False)
+    expected = backend.value(one).generate(IDS.to(backend.value(one).device), **six).cpu()
     backend.drop(one)
     model = backend.load(spec(llama), box.shares(1, 2))
     answer = backend.value(model).generate(IDS, max_new_tokens=6, do_sample=False)
@@ -195,11 +192,8 @@ def test_weights_are_where_the_shares_put_them(accelerator, llama):
     # … and of the first, without rotary angles
     assert measured[0].device == "simgpu:2" and 0 <= measured[0].bytes - front < 1024
     where = tensor_devices(backend.value(model))
-    assert (
-        where["model.embed_tokens.weight"]
-        == where["model.layers.0.mlp.up_proj.weight"]
-        == "simgpu:2"
-    )
+    assert where["model.embed_tokens.weight"] == "simgpu:2"
+    assert where["model.layers.0.mlp.up_proj.weight"] == "simgpu:2"
     assert where["model.layers.1.mlp.up_proj.weight"] == where["lm_head.weight"] == "simgpu:0"
     assert backend.value(model).hf_device_map["model.layers.1"] == "simgpu:0"
     backend.drop(model)
@@ -271,11 +265,8 @@ def test_out_of_memory_half_way_changes_nothing(accelerator, llama):
     assert is_out_of_memory(error.value) and "simgpu:1" in str(error.value)
     assert accelerator.used == {}, "while the traceback is still referenced"
     model = backend.load(spec(llama), accelerator.shares(0, 1))
-    module, held, where = (
-        backend.value(model),
-        accelerator.used,
-        tensor_devices(backend.value(model)),
-    )
+    module, held = backend.value(model), accelerator.used
+    where = tensor_devices(module)
     expected = logits(module)
     with simgpu.limited(card3=1024), pytest.raises(Exception) as error:
         backend.move(model, accelerator.shares(2, 3))
@@ -298,11 +289,8 @@ def test_a_failure_after_the_copies_restores_the_old_bytes(
 
     backend = open_backend("transformers", accelerator.probe)
     model = backend.load(spec(llama), accelerator.shares(0, 1))
-    module, held, where = (
-        backend.value(model),
-        accelerator.used,
-        tensor_devices(backend.value(model)),
-    )
+    module, held = backend.value(model), accelerator.used
+    where = tensor_devices(module)
     expected, real = logits(module), accelerate.dispatch_model
 
     def fails_once(*args: Any, **kwargs: Any) -> None:
@@ -466,40 +454,15 @@ def test_pieces_are_divided_like_the_shares(sizes, shares, expected):
     assert cut(sizes, shares) == expected
 
 
+SHAPE = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2)
+SHAPE |= dict(vocab_size=64)
+GPT2 = dict(n_embd=32, n_layer=3, n_head=2, vocab_size=64, n_positions=32)
+T5 = dict(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=64)
 ARCHITECTURES = {
-    "bert": (
-        "BertConfig",
-        "BertModel",
-        dict(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            vocab_size=64,
-            max_position_embeddings=8,
-        ),
-    ),
-    "gpt2": (
-        "GPT2Config",
-        "GPT2LMHeadModel",
-        dict(n_embd=32, n_layer=3, n_head=2, vocab_size=64, n_positions=32),
-    ),
-    "llama": (
-        "LlamaConfig",
-        "LlamaForCausalLM",
-        dict(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=3,
-            num_attention_heads=2,
-            vocab_size=64,
-        ),
-    ),
-    "t5": (
-        "T5Config",
-        "T5ForConditionalGeneration",
-        dict(d_model=32, d_kv=16, d_ff=64, num_layers=2, num_heads=2, vocab_size=64),
-    ),
+    "bert": ("BertConfig", "BertModel", SHAPE | {"max_position_embeddings": 8}),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel", GPT2),
+    "llama": ("LlamaConfig", "LlamaForCausalLM", SHAPE),
+    "t5": ("T5Config", "T5ForConditionalGeneration", T5),
 }
 
 

@@ -86,11 +86,8 @@ def test_tied_shared_strided_mixed_and_empty_tensors_survive_moves(backend):
     }
     model = there_and_back(backend, module)
     for name, (tensor, value, *kind) in before.items():
-        now = (
-            module.get_parameter(name)
-            if isinstance(tensor, nn.Parameter)
-            else module.get_buffer(name)
-        )
+        is_parameter = isinstance(tensor, nn.Parameter)
+        now = module.get_parameter(name) if is_parameter else module.get_buffer(name)
         assert now is tensor, name
         assert torch.equal(tensor, value), name
         assert [tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_conj()] == kind, name
@@ -387,17 +384,20 @@ def sparse():
     return module
 
 
+def compiled():
+    return torch.compile(nn.Linear(2, 2))
+
+
+FSDP_MODULE = type("FSDPModule", (nn.Module,), {})
+
+
 @pytest.mark.parametrize(
     "build, why",
     [
         (hooked, "accelerate hooks move it already"),
         (hooked_in_place, "accelerate hooks move it already"),
         (lambda: nn.Linear(2, 2, device="meta"), "weight is on the meta device and has no data"),
-        pytest.param(
-            lambda: torch.compile(nn.Linear(2, 2)),
-            "compiled by torch.compile",
-            marks=pytest.mark.thorough,
-        ),
+        pytest.param(compiled, "compiled by torch.compile", marks=pytest.mark.thorough),
         pytest.param(compiled_in_place, "compiled by torch.compile", marks=pytest.mark.thorough),
         (graphed, "captured in a CUDA graph"),
         (quantised_by_bitsandbytes, r"quantised by bitsandbytes \(Linear8bitLt \(at 0\)\)"),
@@ -405,10 +405,7 @@ def sparse():
         (tensor_subclass, "scale is a torchao AffineQuantizedTensor"),
         (lambda: named("DistributedDataParallel"), "wrapped in DistributedDataParallel"),
         (lambda: named("FullyShardedDataParallel"), "wrapped in FSDP"),
-        (
-            lambda: named("FSDPLinear", type("FSDPModule", (nn.Module,), {})),
-            r"wrapped in FSDP \(fully_shard\)",
-        ),
+        (lambda: named("FSDPLinear", FSDP_MODULE), r"wrapped in FSDP \(fully_shard\)"),
         (lambda: nn.DataParallel(nn.Linear(2, 2)), "wrapped in DataParallel"),
         (lambda: torch.jit.script(nn.Linear(2, 2)), "TorchScript"),
         (shared, "shared with other processes"),

@@ -152,11 +152,8 @@ def test_a_load_is_silent_and_restores_the_user_s_settings(backend, llama, capfd
 def test_options_are_passed_on_or_refused(backend, llama):
     module = backend.value(backend.load(spec(llama, attn_implementation="eager"), CARD))
     assert module.config._attn_implementation == "eager"
-    for option, value in (
-        ("device_map", "auto"),
-        ("quantization_config", {}),
-        ("load_in_8bit", True),
-    ):
+    given = {"device_map": "auto", "quantization_config": {}, "load_in_8bit": True}
+    for option, value in given.items():
         with pytest.raises(BadSetting, match=option):
             backend.load(spec(llama, **{option: value}), CARD)
     for dtype in ("int8", "float99", "nn"):
@@ -166,20 +163,13 @@ def test_options_are_passed_on_or_refused(backend, llama):
 
 OWN = {"model_type": "own", "architectures": ["Own"]}
 MODEL = {"AutoModel": "own.Own", "AutoModelForCausalLM": "own.Own"}
+TOKENIZER, PICTURES = {"AutoTokenizer": ["own.Own", None]}, {"AutoImageProcessor": "own.Own"}
 OWN_CODE = {  # the file, its fields that name the code, and its auto_map
     "config": ("config.json", OWN, {"AutoConfig": "own.Own", **MODEL}),
     "model": ("config.json", {**OWN, "model_type": "idefics3_vision"}, MODEL),
-    "tokenizer": (
-        "tokenizer_config.json",
-        {"tokenizer_class": "Own"},
-        {"AutoTokenizer": ["own.Own", None]},
-    ),
+    "tokenizer": ("tokenizer_config.json", {"tokenizer_class": "Own"}, TOKENIZER),
     "processor": ("processor_config.json", {"processor_class": "Own"}, {"AutoProcessor": "own.O"}),
-    "image processor": (
-        "preprocessor_config.json",
-        {"image_processor_type": "Own"},
-        {"AutoImageProcessor": "own.Own"},
-    ),
+    "image processor": ("preprocessor_config.json", {"image_processor_type": "Own"}, PICTURES),
 }
 
 
@@ -312,14 +302,17 @@ def replaced(module):
     module.lm_head.weight = nn.Parameter(module.lm_head.weight.detach() + 1)
 
 
+def swapped(module):
+    rows = module.lm_head.weight.data
+    rows.index_copy_(0, torch.tensor([0, 1]), rows[[1, 0]])
+
+
 CHANGES = {
     "add_": lambda m: m.lm_head.weight.detach().add_(1e-3),
     "data.add_": lambda m: m.lm_head.weight.data.add_(1e-3),
     "one element": lambda m: m.lm_head.weight.data[3, 4].mul_(1.0001),
     "sign": lambda m: m.lm_head.weight.data.neg_(),
-    "swap of rows": lambda m: m.lm_head.weight.data.index_copy_(
-        0, torch.tensor([0, 1]), m.lm_head.weight.data[[1, 0]]
-    ),
+    "swap of rows": swapped,
     "numpy": lambda m: m.lm_head.weight.detach().numpy().__setitem__((0, 0), 7.0),
     "dlpack": lambda m: torch.from_dlpack(m.lm_head.weight.detach()).zero_(),
     "set_ alias": lambda m: torch.empty(0).set_(m.lm_head.weight.untyped_storage()).fill_(2),
@@ -329,9 +322,7 @@ CHANGES = {
     "data replaced": lambda m: setattr(m.lm_head.weight, "data", m.lm_head.weight.data * 2),
     "gradient": lambda m: setattr(m.lm_head.weight, "grad", torch.ones_like(m.lm_head.weight)),
     "tokens added": lambda m: m.resize_token_embeddings(600, mean_resizing=False),
-    "adapter added": lambda m: m.lm_head.register_parameter(
-        "lora_A", nn.Parameter(torch.zeros(4, 64))
-    ),
+    "adapter added": lambda m: m.lm_head.register_parameter("lora_A", nn.Parameter(torch.ones(4))),
     "buffer added": lambda m: m.register_buffer("steering", torch.ones(64)),
     "half of it": lambda m: m.half(),
     "layer removed": lambda m: m.model.layers.__delitem__(1),
@@ -444,34 +435,28 @@ def first(header):
     return next(value for key, value in header.items() if key != "__metadata__")
 
 
+def rewritten(change):
+    """A function that writes `change(bytes)` in the place of a file's bytes."""
+    return lambda path: path.write_bytes(change(path.read_bytes()))
+
+
+NO_HEADER = "not a safetensors header"
 DAMAGES = {
     "truncated": (tiny_models.truncate, "truncated"),
     "cut to nothing": (lambda p: p.write_bytes(b""), "it is 0 bytes long"),
     "cut in the header": (lambda p: p.write_bytes(p.read_bytes()[:100]), "it is 100 bytes long"),
     "too long": (lambda p: p.open("ab").write(b"x"), "longer than it should be"),
-    "huge header": (
-        lambda p: p.write_bytes(b"\xff" * 8 + p.read_bytes()[8:]),
-        "its header would be",
-    ),
-    "no json": (
-        lambda p: p.write_bytes(p.read_bytes()[:8] + bytes(200) + p.read_bytes()[208:]),
-        "not a safetensors header",
-    ),
-    "json list": (
-        lambda p: p.write_bytes(struct.pack("<Q", 2) + b"[]"),
-        "not a safetensors header",
-    ),
+    "huge header": (rewritten(lambda data: b"\xff" * 8 + data[8:]), "its header would be"),
+    "no json": (rewritten(lambda data: data[:8] + bytes(200) + data[208:]), NO_HEADER),
+    "json list": (rewritten(lambda data: struct.pack("<Q", 2) + b"[]"), NO_HEADER),
     "overlap": (
         header(lambda h: first(h).update(dtype="F32", shape=[1], data_offsets=[4, 8])),
         "a gap or an overlap",
     ),
-    "negative": (
-        header(lambda h: first(h).update(data_offsets=[-8, 8])),
-        "not a safetensors header",
-    ),
-    "shape": (header(lambda h: first(h).update(shape=[10**9])), "not a safetensors header"),
-    "fields": (header(lambda h: first(h).pop("dtype")), "not a safetensors header"),
-    "number": (header(lambda h: h.update(extra=7)), "not a safetensors header"),
+    "negative": (header(lambda h: first(h).update(data_offsets=[-8, 8])), NO_HEADER),
+    "shape": (header(lambda h: first(h).update(shape=[10**9])), NO_HEADER),
+    "fields": (header(lambda h: first(h).pop("dtype")), NO_HEADER),
+    "number": (header(lambda h: h.update(extra=7)), NO_HEADER),
 }
 
 
@@ -566,13 +551,15 @@ def _graph(module):
     return module(torch.tensor([[5, 6, 7]])).logits
 
 
+def storage_of(module):
+    return next(module.parameters()).untyped_storage()
+
+
 NEEDS = {
     "a graph": _graph,
     "a state dict": lambda module: module.state_dict(),
     "a view": lambda module: module.lm_head.weight[:4].detach(),
-    "a storage's tensor": lambda module: torch.empty(0).set_(
-        next(module.parameters()).untyped_storage(), 0, (4,)
-    ),
+    "a storage's tensor": lambda module: torch.empty(0).set_(storage_of(module), 0, (4,)),
 }
 
 

@@ -16,27 +16,17 @@ FILES = (
 )
 
 
+MODES = ["set_default_device", "set_default_dtype", "inference_mode", "deterministic"]
+
+
 @pytest.mark.soak
-@pytest.mark.parametrize(
-    "mode",
-    [
-        "set_default_device",
-        "set_default_dtype",
-        "inference_mode",
-        "deterministic",
-        "function mode",
-        "dispatch mode",
-    ],
-)
+@pytest.mark.parametrize("mode", [*MODES, "function mode", "dispatch mode"])
 def test_the_backends_pass_all_their_tests_in_each_mode_of_the_user(mode):
     """See `users_mode` in conftest.py, which opens the mode. It takes a minute for each mode."""
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:xdist", "--timeout=600"]
     command += ["-m", "not processes and not soak", "--hypothesis-profile=quick"]
-    command += [
-        "-k",
-        "not llama_cpp and not llama-server",
-        *(HERE / name for name in FILES.split()),
-    ]
+    command += ["-k", "not llama_cpp and not llama-server"]
+    command += [HERE / name for name in FILES.split()]
     environment = {**os.environ, "BACKENDS_IN_MODE": mode}
     environment.pop("SOAK", None)
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
