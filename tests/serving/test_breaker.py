@@ -84,13 +84,20 @@ def test_thirty_seconds_later_exactly_one_call_passes(breakers, clock):
     )
 
 
+def test_calls_that_began_before_it_opened_do_not_change_it(breakers, clock):
+    old = [breakers.enter("qwen") for _ in range(2)]
+    fail(breakers)
+    old[0].succeeded()
+    clock.now += 10
+    old[1].failed(RuntimeError("late"))
+    assert breakers.state("qwen").retry_after == OPEN_SECONDS - 10
+
+
 def test_every_model_has_its_own_breaker(breakers):
     fail(breakers)
     breakers.enter("phi").succeeded()
-    assert {model: state.state for model, state in breakers.states().items()} == {
-        "qwen": "open",
-        "phi": "closed",
-    }
+    states = {model: state.state for model, state in breakers.states().items()}
+    assert states == {"qwen": "open", "phi": "closed"}
 
 
 def test_invented_names_fill_no_memory_and_remove_no_open_breaker(breakers):
