@@ -53,9 +53,6 @@ def listed(name: str, directive: str) -> list[str]:
     return [line.name for line in reference.lines_in(page(name), directive)]
 
 
-# -- the README -----------------------------------------------------------------------------------
-
-
 def test_the_readme_is_short():
     """The README has a limited number of lines. Everything else is in `docs/`."""
     assert len(README.splitlines()) <= MOST_README_LINES
@@ -68,9 +65,6 @@ def test_the_first_screen_has_the_commands_and_a_working_cell():
         words in screen for words in ("make run", "make test", "%load_ext gpu", "optimizer.step()")
     )
     assert README.index("<picture>") < README.index("## ")
-
-
-# -- completeness ---------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("page", ["README.md", "docs/guides/index.md"])
@@ -198,9 +192,6 @@ def test_the_columns_of_frames_are_documented():
     }  # fmt: skip
 
 
-# -- links and paths ------------------------------------------------------------------------------
-
-
 def without_code(text: str) -> str:
     return re.sub(r"^(`{3,}).*?^\1", "", text, flags=re.DOTALL | re.MULTILINE)
 
@@ -284,8 +275,6 @@ def test_every_file_that_is_named_exists(name):
     assert [path for path in real if not (ROOT / path).exists()] == []
 
 
-# -- examples -------------------------------------------------------------------------------------
-
 RUN = """
 import json, sys
 import gpu_runtime
@@ -367,9 +356,6 @@ def test_every_command_on_the_pages_can_be_typed():
         options = {flag for each in VERBS[name].arguments for flag in each.flags}
         unknown = {word for word in words if word.startswith("-")} - options - {"--json", "-o"}
         assert not unknown, command
-
-
-# -- these tests can fail -------------------------------------------------------------------------
 
 
 def test_a_name_that_is_not_listed_is_noticed():

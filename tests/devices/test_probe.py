@@ -72,9 +72,6 @@ def test_an_unknown_device_is_named():
         open_probe("sim:1GiB").place("cuda:0")
 
 
-# -- with a driver ---------------------------------------------------------------------------------
-
-
 class Driver(types.ModuleType):
     """A pynvml whose cards are described by dictionaries."""
 
@@ -86,15 +83,8 @@ class Driver(types.ModuleType):
     def __init__(self, *cards, broken=None):
         super().__init__("pynvml")
         self.cards, self.broken = cards, broken
-        for name in (
-            "LibraryNotFound",
-            "DriverNotLoaded",
-            "NotSupported",
-            "NoPermission",
-            "FunctionNotFound",
-            "NotFound",
-            "GpuIsLost",
-        ):
+        names = "LibraryNotFound DriverNotLoaded NotSupported NoPermission FunctionNotFound NotFound GpuIsLost"
+        for name in names.split():
             setattr(self, f"NVMLError_{name}", type(name, (self.NVMLError,), {}))
 
     def nvmlInit(self):
@@ -206,7 +196,7 @@ def test_of_a_partitioned_card_the_first_or_the_named_instance_is_visible(driver
     ]
 
 
-def test_auto_uses_the_cards_if_there_are_any(driver):
+def test_auto_uses_the_cards_and_what_the_driver_does_not_report_is_unknown(driver):
     driver(card("GPU-aaaa", processes={4121: 3 * GIB, 4122: None}))
     probe = open_probe("auto")
     assert not probe.simulated
@@ -214,6 +204,11 @@ def test_auto_uses_the_cards_if_there_are_any(driver):
     assert probe.samples(7.0)["cuda:0"] == Sample(
         "cuda:0", 7.0, 70 * GIB, {4121: 3 * GIB, 4122: None}, 37, 61, 412.0
     )
+    there = card("GPU-aaaa")
+    driver(there)
+    probe = open_probe("auto")
+    del there["free"]
+    assert probe.samples(0.0)["cuda:0"].free_bytes is None
 
 
 def test_bytes_that_the_driver_charges_to_this_process_count_as_used(driver):
@@ -274,13 +269,10 @@ def test_without_a_driver_the_card_is_simulated(driver, why):
         open_probe("cuda")
 
 
-def test_a_broken_driver_is_an_error_and_not_the_absence_of_cards(driver):
+def test_a_broken_driver_is_an_error_and_a_card_that_is_lost_later_is_named(driver):
     driver(card("GPU-aaaa", lost=True))
     with pytest.raises(ProbeFailed, match="GPU is lost"):
         open_probe("auto")
-
-
-def test_a_card_that_is_lost_later_is_named(driver):
     there = card("GPU-aaaa")
     driver(there)
     probe = open_probe("auto")
@@ -288,14 +280,6 @@ def test_a_card_that_is_lost_later_is_named(driver):
     with pytest.raises(ProbeFailed, match=r"cuda:0 \(H200\) does not answer: GPU is lost") as error:
         probe.samples(0.0)
     assert error.value.device == "cuda:0"
-
-
-def test_memory_that_the_driver_does_not_report_is_unknown_not_zero(driver):
-    there = card("GPU-aaaa")
-    driver(there)
-    probe = open_probe("auto")
-    del there["free"]
-    assert probe.samples(0.0)["cuda:0"].free_bytes is None
 
 
 def test_a_hanging_driver_blocks_no_caller_for_long(driver, monkeypatch):

@@ -20,9 +20,6 @@ from gpu_runtime.units import GIB, MIB
 RECORDED = Path(__file__).parent / "recorded"
 
 
-# -- ROCm ------------------------------------------------------------------------------------------
-
-
 class Rocm(types.ModuleType):
     """The ROCm binding as its source documents it: dictionaries with MiB and "N/A", exceptions for missing features."""
 
@@ -171,9 +168,6 @@ def test_a_failing_rocm_driver_is_an_error(rocm):
 def test_rocm_requested_by_name_without_a_card_is_an_error():
     with pytest.raises(BadSetting, match="no ROCm card is visible here"):
         open_probe("rocm")
-
-
-# -- Metal -----------------------------------------------------------------------------------------
 
 
 def test_apple_silicon_has_one_gpu_whose_memory_is_the_machines():

@@ -93,9 +93,6 @@ def test_the_event_of_the_journal_is_taken_since_it_has_the_other_places():
     assert merged([full], [event(1)]) == (full,)
 
 
-# -- as a file -------------------------------------------------------------------------------------
-
-
 def read(text):
     return list(csv.DictReader(io.StringIO(text)))
 

@@ -80,7 +80,7 @@ def device_id(word: str) -> str:
     return HOST if word == "host" else f"cuda:{word[-1]}"
 
 
-def test_the_tooltip_of_a_lease_shows_its_process_use_and_importance():
+def test_a_tooltip_shows_process_use_importance_kernel_and_whole_size():
     qwen = stretches(samples.busy)["qwen"]
     assert qwen.notebook == "train.ipynb"
     assert qwen.tooltip == (
@@ -88,6 +88,15 @@ def test_the_tooltip_of_a_lease_shows_its_process_use_and_importance():
         "importance normal, pinned: it is never evicted"
     )
     assert stretches(samples.busy)["reranker"].tooltip.endswith("idle 10 s\nimportance high")
+    section = samples.busy.sections[samples.ME.id]
+    busy = replace(
+        samples.busy, sections={samples.ME.id: replace(section, busy_since=samples.NOW - 90)}
+    )
+    assert "its kernel has been busy for 90 s" in stretches(busy)["qwen"].tooltip
+    split = Lease(samples.ME.id, "big", shares=(Share("sim:0", 4 * GIB), Share("sim:1", 4 * GIB)))
+    assert stretches(samples.snapshot(split, cards=2))["big"].tooltip.startswith(
+        "4.0 GiB of 8.0 GiB on sim:0,1\n"
+    )
 
 
 def test_a_notebooks_own_memory_is_named_once():
@@ -99,21 +108,6 @@ def test_a_notebooks_own_memory_is_named_once():
     few = stretches(samples.snapshot(replace(code, shares=thin[0].shares), *thin))["3 others"]
     assert "train.ipynb 10.2 MiB\n" in f"{few.tooltip}\n"
     assert "m0 10.2 MiB, train.ipynb" in few.tooltip
-
-
-def test_the_tooltip_shows_the_state_of_the_kernel_where_it_is_known():
-    section = samples.busy.sections[samples.ME.id]
-    busy = replace(
-        samples.busy, sections={samples.ME.id: replace(section, busy_since=samples.NOW - 90)}
-    )
-    assert "its kernel has been busy for 90 s" in stretches(busy)["qwen"].tooltip
-
-
-def test_the_tooltip_of_a_split_model_shows_its_whole_size():
-    split = Lease(samples.ME.id, "big", shares=(Share("sim:0", 4 * GIB), Share("sim:1", 4 * GIB)))
-    assert stretches(samples.snapshot(split, cards=2))["big"].tooltip.startswith(
-        "4.0 GiB of 8.0 GiB on sim:0,1\n"
-    )
 
 
 def test_arriving_and_leaving_leases_are_labelled():
@@ -146,9 +140,6 @@ def test_unleased_memory_names_its_processes():
     other = stretches(samples.overdraft)["other programs"]
     assert other.bytes == GIB // 2
     assert "python3, carol, pid 999" in other.tooltip
-
-
-def test_a_size_that_the_driver_does_not_report_is_shown_as_unknown():
     held = replace(
         samples.overdraft, strangers=(Stranger("cuda:0", 999, None, "carol", "python3"),)
     )
@@ -215,9 +206,6 @@ def test_the_console_and_the_status_count_the_warm_pool_alike():
     words = "warm pool: 1 model, 1 notebook"
     assert words in device_words.facts(world, world.devices[1])
     assert words in text.status(world) and words in html.status(world)
-
-
-def test_the_host_counts_its_warm_models():
     assert "warm pool: 1 model" in device_words.facts(samples.busy, samples.busy.devices[1])
 
 
@@ -235,14 +223,10 @@ def test_a_simulated_card_among_real_ones_is_labelled():
     assert device_words.notices(samples.busy, view) == []
 
 
-def test_a_bar_has_a_description_for_screen_readers():
+def test_a_bar_has_a_description_and_no_control_characters():
     assert bar(samples.busy).description == (
         "sim:0: qwen of train.ipynb 14.0 GiB, reranker of analysis.ipynb 4.0 GiB; budget 21.6 GiB"
     )
     assert bar(samples.empty).description == "sim:0: empty; budget 21.6 GiB"
-
-
-def test_control_characters_in_a_name_are_made_visible():
-    """Markup in the name stays as it is: the code that shows the name escapes it."""
     (one,) = bar(samples.hostile).stretches
     assert "\x1b" not in one.title + one.tooltip and one.title.startswith("<img")

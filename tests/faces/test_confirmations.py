@@ -65,16 +65,13 @@ def test_every_question_names_the_model_its_bytes_and_its_user(verb):
         assert words in " ".join(text.lines)
 
 
-def test_the_question_of_a_preload_shows_an_unknown_size():
+def test_the_question_of_a_preload_shows_the_declared_or_an_unknown_size():
     world = snapshot()
     text = question(propose("preload", "/catalogued", world), world)
     assert text.lines[:2] == (
         "It is not loaded, and its size is not known here.",
         "It is loaded to a device by a process that can load it.",
     )
-
-
-def test_the_question_of_a_preload_shows_the_declared_size():
     world = replace(snapshot(), declared={BOB.id: {"llama": Declared(8 << 30)}})
     text = question(propose("preload", at("llama", BOB), world), world)
     assert text.lines[0] == "It is not loaded (8.0 GiB)."
@@ -158,10 +155,12 @@ def test_all_idle_models_are_those_of_processes_that_answer():
     assert changed(propose("evict_idle", "/sim:0", STOPPED), STOPPED).startswith("No idle model")
 
 
-def test_unpin_and_evict_is_one_step_whose_question_says_both():
+def test_a_question_says_both_steps_and_has_no_control_characters():
     text = question(propose("unpin_evict", at(), idle(keep=True)), idle(keep=True))
     assert "It is pinned. It is unpinned first." in text.lines and text.grave
     assert text.confirm == "Unpin and evict, freeing 14.0 GiB"
+    world = snapshot(lease("a\x1b[31m\nb", 4))
+    assert "\x1b" not in str(question(propose("evict", at("a\x1b[31m\nb"), world), world))
 
 
 STATES = {
@@ -233,8 +232,3 @@ def test_what_a_confirmed_action_does(rt):
     does("undrain", "/sim:0")
     assert rt.status().devices[0].drained is None
     does("compact", "/sim:0")
-
-
-def test_control_characters_in_a_name_are_made_visible():
-    world = snapshot(lease("a\x1b[31m\nb", 4))
-    assert "\x1b" not in str(question(propose("evict", at("a\x1b[31m\nb"), world), world))

@@ -95,14 +95,11 @@ def test_only_an_operator_has_defragment_and_disabled_buttons_show_why():
     assert stuck.buttons[1].why_not.startswith("Nothing to release")
 
 
-def test_the_report_describes_the_map():
+def test_the_report_describes_the_map_and_escapes_names():
     text = report(process_memories((mine,), here)[0], here)
     assert "14.0 GiB of 15.0 GiB reserved are allocated" in text
     assert "512 MiB in one piece at most: defrag releases them." in text
     assert "The largest request that would fit now: 3.0 GiB." in text
-
-
-def test_the_name_of_a_notebook_is_escaped():
     owner = replace(samples.BOB, notebook="<script>alert(1)</script>")
     section = replace(here.sections[owner.id], owner=owner)
     hostile = replace(here, sections={**here.sections, owner.id: section})
@@ -112,19 +109,13 @@ def test_the_name_of_a_notebook_is_escaped():
     assert "<script>" not in report(memory, hostile)
 
 
-# -- the picture -----------------------------------------------------------------------------------
-
-
-def test_each_piece_of_the_drawing_shows_what_it_is():
+def test_each_piece_of_a_drawing_shows_what_it_is_and_the_drawing_is_bounded():
     """The text of a piece is shown when the mouse points at the piece. It is escaped."""
     html = FetchedMaps((adapters,)).drawing(adapters)
     assert html.count("<title>") == len(picture(adapters, 240).pieces)
     assert "allocated" in html and "inactive, in a segment in use" in html
     odd = replace(adapters, segments=(replace(adapters.segments[0], kind="<b>"),))
     assert "\ufffd" not in html and "<b>" not in FetchedMaps((odd,)).drawing(odd)
-
-
-def test_the_drawing_of_a_map_of_thousands_of_blocks_is_bounded():
     fragmented = drawn(*(segment(n << 40, *[(0.3, USED), (0.7, FREE)] * 4000) for n in range(8)))
     [map] = bounded([fragmented])
     assert len(FetchedMaps((map,)).drawing(map)) < 1.5 * MIB
@@ -138,9 +129,6 @@ def test_blocks_can_be_told_apart_with_every_kind_of_colour_blindness(sight):
     assert distance(COLOURS[ALLOCATED], COLOURS[STUCK], sight) > 25
     assert distance(COLOURS[ALLOCATED], COLOURS[RELEASABLE], sight) > 25
     assert min(contrast(EDGE, page) for page in ("#ffffff", "#121212")) >= 3
-
-
-# -- the tab ---------------------------------------------------------------------------------------
 
 
 class FakePoller:

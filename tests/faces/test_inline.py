@@ -132,8 +132,6 @@ def test_every_widget_is_defined_before_a_page_is_shown(child_environment):
     assert names and names - set(found.stdout.split()) == set(), found.stderr
 
 
-# -- what stays in the notebook's file -------------------------------------------------------------
-
 PAGE = (
     '<div id="x" data-root-id="y"></div>\n<script type="application/javascript">'
     "(function(root) {\n  var docs_json = {document};\n"

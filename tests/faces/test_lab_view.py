@@ -27,9 +27,6 @@ def ticket(name="llama", waited=7.0, gib=8):
     return Ticket("k", BOB.id, "use", name, NOW - waited, NOW, need=need, because="qwen is in use")
 
 
-# -- the status bar
-
-
 @pytest.mark.parametrize(("cards", "held", "text"), [
     (1, (14,), "GPU0 14/22 GiB"),
     (1, (8.5,), "GPU0 8.5/22 GiB"),
@@ -101,9 +98,6 @@ def test_another_ledger_is_mentioned_where_the_tile_shows_it():
     assert shown(world, others=[THERE], tile=HERE)["status"] == "GPU0 14/22 GiB"
 
 
-# -- problems
-
-
 def test_a_stopped_process_with_memory_is_a_problem():
     assert shown(snapshot(lease("qwen", 21.6)))["problems"] == [], "a full card is none"
     world = snapshot(lease("qwen", 14))
@@ -151,9 +145,6 @@ def test_the_buttons_of_a_problem_that_a_stopped_process_ignores_are_disabled():
     assert [one["why_not"] for one in continued["actions"]] == [""]
     unpin, end = wait["actions"]
     assert "is stopped" in unpin["why_not"] and "cannot end its wait" in end["why_not"]
-
-
-# -- the side panel
 
 
 def test_rows_are_grouped_by_notebook_with_the_largest_first():

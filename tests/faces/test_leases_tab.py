@@ -46,9 +46,6 @@ def buttons(row):
     return [(button.verb, button.why_not) for button in row.buttons]
 
 
-# -- rows ------------------------------------------------------------------------------------------
-
-
 def test_a_notebooks_own_code_is_a_lease_with_its_title_and_no_model():
     world = snapshot(kernel())
     (row,) = leases(world)
@@ -105,9 +102,6 @@ def test_requests_name_the_notebook():
     park = Ticket("p", ME.id, "evict", f"{BOB.id}/kernel", NOW - 1, NOW)
     rows = queue(snapshot(kernel(device=HOST), tickets=(use, who, park)))
     assert [row.cells[1].text for row in rows] == ["analysis.ipynb", "who", "evict analysis.ipynb"]
-
-
-# -- park and unpark -------------------------------------------------------------------------------
 
 
 def test_the_question_before_parking():
@@ -169,9 +163,6 @@ class _nothing:
 
     def __exit__(self, *_):
         return None
-
-
-# -- the variables ---------------------------------------------------------------------------------
 
 
 @pytest.fixture

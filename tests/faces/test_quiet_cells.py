@@ -83,9 +83,6 @@ def test_every_other_cell_gets_its_memory_first(shell, code):
     assert not touches_nothing(shell, code)
 
 
-# -- cells that run on the bytes in host memory
-
-
 class WithFinalizer:
     def __del__(self):
         pass

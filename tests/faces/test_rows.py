@@ -109,12 +109,9 @@ def test_pinned_models_are_sorted_together():
     assert [(cell.text, cell.value) for cell in keep] == [("pinned", 1), ("pinned", 1), ("", 0)]
 
 
-def test_a_disabled_model_of_the_catalogue_cannot_be_preloaded():
+def test_a_disabled_model_has_no_preload_and_a_registered_one_is_listed():
     (row,) = models(snapshot(), (ModelSpec("off", "fake", enabled=False),))
     assert row.buttons[0].why_not and "disabled" in texts(row)
-
-
-def test_a_model_registered_here_is_listed_before_it_is_published():
     (row,) = models(replace(snapshot(specs=(ModelSpec("qwen", "fake", size=GIB),)), sections={}))
     assert texts(row)[:4] == ["qwen", "disk", "1.0 GiB", "registered"]
 
@@ -147,15 +144,11 @@ def test_a_model_on_two_cards_has_a_row_for_each():
     ]
 
 
-def test_residue_is_listed_without_leased_bytes():
+def test_residue_and_what_cannot_be_parked_are_listed_with_the_reason():
     world = snapshot(lease("qwen", 14))
     mine = replace(world.sections[ME.id], residue={"sim:0": GIB})
     found = leases(replace(world, sections={**world.sections, ME.id: mine}))
     assert texts(found[1])[4:8] == ["context and cache", "sim:0", "–", "1.0 GiB"]
-
-
-def test_what_cannot_be_parked_is_listed_with_the_reason_and_its_variables():
-    """Also if the process has no lease. What is beyond it is the allocator's cache."""
     world = snapshot(lease("qwen", 14))
     stays = (Staying("sim:0", "NumPy uses it", GIB),)
     mine = replace(world.sections[ME.id], leases=(), residue={"sim:0": 3 * GIB}, staying=stays)
@@ -167,7 +160,7 @@ def test_what_cannot_be_parked_is_listed_with_the_reason_and_its_variables():
     assert texts(second)[4:8] == ["context and cache", "sim:0", "–", "2.0 GiB"]
 
 
-def test_programs_without_a_lease_are_listed():
+def test_programs_without_a_lease_are_listed_also_unknown_ones():
     last = leases(
         snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=3, processes={777: 3 * GIB})
     )[-1]
@@ -175,9 +168,6 @@ def test_programs_without_a_lease_are_listed():
         "no lease", "cuda:0", "–", "3.0 GiB",
     ]  # fmt: skip
     assert last.cells[0].kind == "alarm"
-
-
-def test_memory_of_an_unknown_process_is_listed_as_other_programs():
     last = leases(snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=3))[-1]
     assert texts(last)[0] == "other programs" and texts(last)[2] == "unknown"
     assert texts(last)[7] == "3.0 GiB"

@@ -83,11 +83,14 @@ def test_bars_cover_exactly_the_moments_in_which_the_model_was_there(there):
     assert all(one[1] < other[0] for one, other in zip(found, found[1:], strict=False))
 
 
-def test_an_eviction_for_another_model_is_an_arrow_from_the_victim():
+def test_evictions_for_another_model_are_one_arrow_from_the_victim():
     found = drawn(moment(0, qwen=8, llama=8), events=(evicted(50),))
     (arrow,) = found.arrows
     assert (arrow.at, arrow.victim, arrow.heir, arrow.label) == (500, "llama@1", "qwen@1", "")
     assert "llama offloaded: qwen needs 8.0 GiB" in arrow.hint
+    events = [evicted(1000 + 24 * n) for n in range(6)]
+    (arrow,) = arrows(events, {"qwen@1", "llama@1"}, Range(0, 3600))
+    assert arrow.label == "6× in 2 min"
 
 
 @pytest.mark.parametrize(
@@ -131,12 +134,6 @@ def test_repeated_arrows_are_folded_and_none_is_lost(walls):
     assert len(found) == bool(walls) + sum(gap > 100 * FOLDED_PART for gap in gaps)
 
 
-def test_six_swaps_in_two_minutes_are_one_arrow():
-    events = [evicted(1000 + 24 * n) for n in range(6)]
-    (arrow,) = arrows(events, {"qwen@1", "llama@1"}, Range(0, 3600))
-    assert arrow.label == "6× in 2 min"
-
-
 def test_what_the_driver_measured_is_drawn_and_the_rest_is_left_out():
     """An unknown temperature is not drawn as 0."""
     found = drawn(moment(0, busy=10, watts=100), moment(50, busy=30.4, watts=250))
@@ -156,7 +153,7 @@ def test_an_empty_drawing_shows_why_it_is_empty():
     assert drawn().note.startswith("No history is recorded in this time.")
 
 
-def test_a_lease_is_named_by_its_notebook_where_that_is_known():
+def test_a_lease_is_named_by_its_notebook_where_that_or_an_event_is_known():
     """A notebook's own code has the notebook's name alone."""
     titles = history.lease_titles(["qwen@4000", "kernel@4000", "old@77"], samples.busy)
     assert titles == {
@@ -164,10 +161,6 @@ def test_a_lease_is_named_by_its_notebook_where_that_is_known():
         "kernel@4000": "train.ipynb",
         "old@77": "old · pid 77",
     }
-
-
-def test_an_ended_notebook_is_named_where_an_event_names_it():
-    """The row of an ended notebook was "pid 77" for as long as the history shows it."""
     parked = replace(evicted(50, model="kernel"), owner="77.1.0", notebook="/work/old.ipynb")
     titles = history.lease_titles(["kernel@77", "qwen@77", "x@78"], samples.busy, [parked])
     assert list(titles.values()) == ["old.ipynb", "qwen · old.ipynb", "x · pid 78"]

@@ -88,9 +88,6 @@ def gpu(*words: str) -> int:
     return cli.main(["fleet", *words])
 
 
-# -- placement -------------------------------------------------------------------------------------
-
-
 def test_a_model_goes_to_the_host_that_holds_it_on_one_card(empty):
     """70 GiB fit on a card of box1 only."""
     offers = empty.plan("seventy")
@@ -166,9 +163,6 @@ def test_a_model_that_fits_nowhere_is_refused_by_every_host_by_name(empty):
         empty.use("sevnty").__enter__()
 
 
-# -- beside notebooks ------------------------------------------------------------------------------
-
-
 def test_a_notebook_changes_the_offers_of_its_host_and_recalls_the_idle_model(empty, hosts):
     """In the host's book, the fleet is one more owner of leases. Its idle model leaves for a notebook."""
     with empty.use("seventy") as model:
@@ -182,9 +176,6 @@ def test_a_notebook_changes_the_offers_of_its_host_and_recalls_the_idle_model(em
             assert held_by(empty, "box1").count("seventy") == 0
     recalled = [event for event in empty.why("seventy")["box1"] if event.action == "unloaded"]
     assert recalled[0].reason == "recall" and "needs room for b" in recalled[0].because
-
-
-# -- wishes ----------------------------------------------------------------------------------------
 
 
 def where(fleet: Any, name: str) -> list[str]:
@@ -237,9 +228,6 @@ def test_a_host_is_known_at_once_and_its_methods_are_listed(empty):
         far.register("qwen")
 
 
-# -- slots -----------------------------------------------------------------------------------------
-
-
 def slots(fleet: Any) -> list[tuple[Any, ...]]:
     return list(fleet.slots()[["slot", "device", "active", "wished"]].itertuples(index=False))
 
@@ -268,9 +256,6 @@ def test_a_slot_is_on_its_cards_again_after_its_agent_was_killed(empty, hosts, c
     assert gpu("slots", "--delete", "small@box1") == 0
     assert gpu("slots") == 0
     assert slots(empty) == []
-
-
-# -- the verbs -------------------------------------------------------------------------------------
 
 
 def test_the_verb_shows_one_bar_for_each_host(empty, hosts, capsys):
@@ -320,8 +305,6 @@ def test_other_versions_are_refused_by_name():
     with pytest.raises(FleetUnavailable, match="box7 has other versions: Python 3.9, not 3"):
         cluster.require_equal_versions(theirs, "box7")
 
-
-# -- what dies -------------------------------------------------------------------------------------
 
 USE_AND_WAIT = """
 with fleet.use("thirty") as model:

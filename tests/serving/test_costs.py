@@ -17,12 +17,16 @@ def call(prompt: int = 0, **fields: Any) -> Any:
     return read_call("chat", chat("qwen", "x" * 4 * prompt, **fields))
 
 
-def test_a_load_counts_with_the_median_of_the_last_ones():
+def test_a_load_and_an_answer_count_with_the_median_of_the_last_ones():
     costs = Costs()
     assert costs.expect("qwen", call()) == Cost()
     for seconds in (9.0, 1.0, 2.0, 3.0, 4.0, 5.0):
         costs.add_load("qwen", seconds)
     assert costs.expect("qwen", call()) == Cost(load=3.0)
+    costs = Costs()
+    for seconds in [60.0] * 30 + [1.0] * 19 + [60.0]:
+        costs.add_answer("qwen", "chat", seconds, answer=100)
+    assert costs.expect("qwen", call()).answer == pytest.approx(1.0)
 
 
 def test_one_long_answer_says_little_about_a_short_one():
@@ -35,28 +39,17 @@ def test_one_long_answer_says_little_about_a_short_one():
     assert costs.expect("qwen", call(max_tokens=10_000)).answer == pytest.approx(32.0)
 
 
-def test_a_long_prompt_takes_long():
-    """A stream shows the time for its prompt apart from the time for its text."""
+def test_a_long_prompt_takes_long_and_a_short_one_shows_the_overhead_only():
+    """The 50 ms of a prompt of 3 tokens must not make 16 s of a prompt of 1,000."""
     costs = Costs()
     costs.add_answer("qwen", "chat", 3.0, prompt=1000, answer=100, first=2.0)
     assert costs.expect("qwen", call(1000, max_tokens=100)).answer == pytest.approx(3.0)
     assert costs.expect("qwen", call(4000, max_tokens=100)).answer == pytest.approx(9.0)
     assert costs.expect("qwen", call(1000, max_tokens=10)).answer == pytest.approx(2.1)
-
-
-def test_a_short_prompt_shows_the_overhead_only():
-    """The 50 ms of a prompt of 3 tokens must not make 16 s of a prompt of 1,000."""
     costs = Costs()
     costs.add_answer("qwen", "chat", 0.05, prompt=3, answer=1, first=0.05)
     assert costs.expect("qwen", call(3)).answer == pytest.approx(0.05)
     assert costs.expect("qwen", call(1000)).answer < 1.0
-
-
-def test_only_recent_answers_count_and_a_single_slow_one_does_not():
-    costs = Costs()
-    for seconds in [60.0] * 30 + [1.0] * 19 + [60.0]:
-        costs.add_answer("qwen", "chat", seconds, answer=100)
-    assert costs.expect("qwen", call()).answer == pytest.approx(1.0)
 
 
 def test_each_kind_of_call_and_each_task_has_its_own_figures():

@@ -46,6 +46,9 @@ def test_importance_counts_before_warmth_and_warmth_before_arrival():
     """Calls are ordered as in the Model Boss queue, by (priority, warm_bump, submitted_at)."""
     waiting = [call(1, "cold"), call(2, "warm"), call(3, "cold", "high"), call(4, "warm", "batch")]
     assert keys(waiting, {"warm": WARM, "cold": COLD}) == [3, 2, 1, 4]
+    cold, warm = call(1, "b", "urgent", arrived=0.0), call(2, "a", "urgent", arrived=30.0)
+    assert keys([cold, warm], {"a": WARM, "b": COLD}, now=29.0) == [2, 1]
+    assert keys([cold, warm], {"a": WARM, "b": COLD}, now=30.0) == [1, 2]
 
 
 def test_clients_have_equal_parts_of_a_full_queue_whatever_they_send():
@@ -75,12 +78,6 @@ def test_every_thirty_seconds_raise_a_call_by_one_class():
     assert keys([cold, warm], {"b": WARM}, now=AGEING_SECONDS - 0.1) == [2, 1]
 
 
-def test_a_cold_model_that_has_waited_starts_before_new_calls_of_warm_ones():
-    cold, warm = call(1, "b", "urgent", arrived=0.0), call(2, "a", "urgent", arrived=30.0)
-    assert keys([cold, warm], {"a": WARM, "b": COLD}, now=29.0) == [2, 1]
-    assert keys([cold, warm], {"a": WARM, "b": COLD}, now=30.0) == [1, 2]
-
-
 def test_a_warm_model_starts_as_many_calls_as_it_can_run():
     engines = {"a": ModelActivity(ModelState.WARM, active=1, concurrency=3), "b": WARM}
     waiting = [call(1), call(2), call(3), call(4, "b")]
@@ -99,37 +96,25 @@ def test_calls_of_which_none_can_start_are_not_sorted():
         assert sorts.call_count == 2
 
 
-def test_a_cold_model_is_loaded_once_for_all_its_calls():
-    """The ledger decides which cold models fit."""
+def test_a_cold_model_is_loaded_once_and_its_load_blocks_no_other():
+    """At most MAX_LOADS loads run at once."""
     assert next_steps([call(1, "a"), call(2, "a"), call(3, "b")], {}, 0.0) == NextSteps(
         load=("a", "b")
     )
-
-
-def test_no_more_loads_begin_than_there_are_threads_for():
-    """At most MAX_LOADS loads run at once, so fifty cold models do not make fifty requests in the ledger."""
     busy = {f"busy{n}": LOADING for n in range(MAX_LOADS - 1)}
     assert next_steps([call(1, "a"), call(2, "b")], busy, 0.0) == NextSteps(load=("a",))
-
-
-def test_a_model_that_cannot_be_loaded_now_blocks_no_other():
-    """An urgent model waits for memory of another process. Calls of models that are on the card still start."""
     waiting = [call(1, "big", "urgent"), call(2, "a", "batch")]
     assert next_steps(waiting, {"big": LOADING, "a": WARM}, 0.0) == NextSteps(start=(2,))
 
 
-def test_calls_of_a_warm_model_start_before_those_of_a_cold_one_of_their_class():
-    """Models are exchanged when the waiting calls are done, and not after each call."""
+def test_a_warm_model_starts_calls_before_a_cold_one_unless_it_blocks_a_more_important_call():
+    """A steady stream of normal calls would delay the urgent call for ever."""
     waiting = [call(1, "b"), call(2, "a")]
     engines = {
         "a": ModelActivity(ModelState.WARM, active=1, concurrency=4),
         "b": ModelActivity(ModelState.LOADING, waits_for=frozenset("a")),
     }
     assert next_steps(waiting, engines, 0.0) == NextSteps(start=(2,))
-
-
-def test_a_model_that_blocks_a_more_important_call_starts_no_more_calls():
-    """A steady stream of normal calls would delay the urgent call for ever."""
     waiting = [call(1, "b", "urgent"), call(2, "a"), call(3, "c")]
     engines = {
         "a": ModelActivity(ModelState.WARM, active=1, concurrency=4),
@@ -265,15 +250,11 @@ def test_clients_take_turns():
     assert keys([*greedy, *others, old], {"a": WARM})[0] == 8
 
 
-def test_a_full_queue_refuses_the_least_important_call():
+def test_a_full_queue_refuses_the_least_important_call_then_the_client_with_most():
     batch, normal = call(1, importance="batch"), call(2)
     assert call_to_refuse([batch, normal], call(3, importance="high")) is batch
     new = call(3, importance="batch", client="ann")
     assert call_to_refuse([normal], new) is new
-
-
-def test_a_full_queue_refuses_the_client_with_most_calls():
-    """A client with few calls was refused 9 of 13 times."""
     greedy = [call(key, client="greedy") for key in (1, 2, 3)]
     assert call_to_refuse(greedy, call(4, client="ann")) is greedy[2]
     again = call(4, client="greedy")

@@ -98,7 +98,8 @@ async def done(shelf: Shelf) -> AsyncIterator[None]:
     assert all(hold.released or hold.ready.exception() for hold in shelf.holds)
 
 
-async def test_a_warm_model_is_pinned_at_once_and_released_after_its_last_call():
+async def test_a_warm_model_is_pinned_at_once_and_until_its_last_call():
+    """Also between successive calls, so that no other model can take the memory."""
     shelf = Shelf("a", concurrency=2)
     async with done(shelf):
         one, two = shelf.call("a"), shelf.call("a")
@@ -107,6 +108,13 @@ async def test_a_warm_model_is_pinned_at_once_and_released_after_its_last_call()
         await one.end()
         assert shelf.pinned() == ["a"]
         await two.end()
+    shelf = Shelf("a")
+    async with done(shelf):
+        first, second = shelf.call("a"), shelf.call("a")
+        await settle()
+        await first.end()
+        assert len(shelf.holds) == 1
+        await second.end()
 
 
 async def test_calls_start_by_importance_when_a_place_is_free():
@@ -120,17 +128,6 @@ async def test_calls_start_by_importance_when_a_place_is_free():
             await settle()
             await next(answer for answer in answers if answer.name == shelf.log[-1]).end()
         assert shelf.log == ["normal", "urgent", "low", "batch"]
-
-
-async def test_a_model_stays_pinned_between_successive_calls():
-    """A second call waits when the first call ends. The pin is kept, so no other model can take the memory."""
-    shelf = Shelf("a")
-    async with done(shelf):
-        first, second = shelf.call("a"), shelf.call("a")
-        await settle()
-        await first.end()
-        assert len(shelf.holds) == 1
-        await second.end()
 
 
 async def test_models_change_when_their_calls_are_done_not_after_each():

@@ -50,14 +50,14 @@ def names(
     ]
 
 
-def test_without_a_warm_candidate_the_written_order_counts():
+def test_a_warm_candidate_is_tried_first_then_the_written_order_counts():
+    """Except with `pin_primary`. A cloud is no warm candidate, and a known local name with a colon is no cloud."""
     assert names(Task(("a", "b", "c"))) == ["a", "b", "c"]
-
-
-def test_a_warm_candidate_is_tried_first():
-    """Except with `pin_primary`."""
     assert names(Task(("a", "b", "c")), "c") == ["c", "a", "b"]
     assert names(Task(("a", "b", "c"), pin_primary=True), "c") == ["a", "b", "c"]
+    assert names(Task(("a", "claude:haiku", "b")), "b") == ["b", "a", "claude:haiku"]
+    assert names(Task(("claude:haiku", "a")), "a") == ["claude:haiku", "a"]
+    assert names(Task(("a", "d:local")), allow_cloud=False) == ["a", "d:local"]
 
 
 def test_the_replica_with_the_fewest_calls_goes_first():
@@ -66,16 +66,6 @@ def test_the_replica_with_the_fewest_calls_goes_first():
     assert names(replicas, "c") == ["c", "a", "b"]
     assert names(replicas, "a", "b", loads={"a": 2, "b": 1, "c": 1}) == ["b", "c", "a"]
     assert names(Task(("a", "b")), loads={"a": 2}) == ["a", "b"]
-
-
-def test_a_cloud_is_no_warm_candidate():
-    """A cloud needs no load, but it still does not go before a cold local candidate that is first in the file."""
-    assert names(Task(("a", "claude:haiku", "b")), "b") == ["b", "a", "claude:haiku"]
-    assert names(Task(("claude:haiku", "a")), "a") == ["claude:haiku", "a"]
-
-
-def test_a_local_name_with_a_colon_is_no_cloud():
-    assert names(Task(("a", "d:local")), allow_cloud=False) == ["a", "d:local"]
 
 
 def test_models_slower_than_the_budget_are_left_out():
