@@ -26,6 +26,7 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
     - `memory:NAME` is one book for all callers in this process that use the same name.
     - `sqlite:///DIRECTORY` is one book for all processes of this host that use the same directory.
       `…/NAME.db` means `…/NAME`.
+    - `keeper:///DIRECTORY` is the same with a process that keeps the book, the keeper.
     - `redis://…`, `rediss://…` and `unix://…` name a Redis, which stores one book for each host.
 
     `notebook` is the path that others see for this owner. `user` replaces the name of the process's
@@ -44,6 +45,12 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
         directory = sqlite_directory(url, rest)
         require_private(directory)
         return SqliteLedger(directory, notebook=notebook, user=user)
+    if scheme == "keeper" and rest.startswith("///"):
+        from .keeper.ledger import KeeperLedger
+
+        directory = sqlite_directory(url, rest)
+        require_private(directory)
+        return KeeperLedger(directory, notebook=notebook, user=user)
     if scheme in _REDIS_SCHEMES and rest.startswith("//"):
         return _open_redis(url, notebook=notebook, user=user)
     if scheme == "sqlite":

@@ -14,6 +14,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from .keeper.wire import SOCKET
 from .liveness import boot_id
 from .location import split_redis_url
 
@@ -81,8 +82,9 @@ def of_processes(pids: Iterable[int], proc: Path = PROC) -> dict[OpenLedger, fro
 @lru_cache(maxsize=1)
 def _owners_of(boot: str) -> re.Pattern[str]:
     # An owner keeps the owners' directory open, and its lock file in this directory. The directory is
-    # `LEDGER/BOOT-ID/owners`, or `LEDGER/BOOT-ID.owners` in a shared ledger.
-    return re.compile(rf"(/.*/{re.escape(boot)})[/.]owners(?:/|$)")
+    # `LEDGER/BOOT-ID/owners`, or `LEDGER/BOOT-ID.owners` in a shared ledger. An owner with a keeper keeps
+    # `LEDGER/BOOT-ID` open.
+    return re.compile(rf"(/.*/{re.escape(boot)})(?:[/.]owners(?:/|$)|$)")
 
 
 def _open_files(pid: int, proc: Path) -> Iterator[str]:
@@ -108,6 +110,8 @@ def _ledger(pid: int, directory: Path, proc: Path) -> OpenLedger | None:
     """
     if (directory / "CURRENT").exists():
         return OpenLedger(f"sqlite://{directory.parent}", directory)
+    if (directory / SOCKET).exists():
+        return OpenLedger(f"keeper://{directory.parent}", directory)
     try:
         environment = (proc / f"{pid}/environ").read_bytes().split(b"\0")
     except OSError:  # the process has just ended

@@ -41,6 +41,10 @@ def peek(url: str, directory: Path) -> Peek:
 
     Nothing is opened or connected yet. Raises BadSetting for an invalid URL of a Redis.
     """
+    if url.startswith("keeper:"):
+        from .keeper.ledger import KeeperPeek
+
+        return KeeperPeek(directory)
     if url.startswith("sqlite:"):
         return FilePeek(directory)
     return RedisPeek(url, directory.name)

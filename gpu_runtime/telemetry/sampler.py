@@ -38,6 +38,8 @@ from ..devices.sampler_client import Figures, Person, boot_seconds
 from ..errors import ProbeFailed
 from ..facts import HOST, Sample, encode
 from ..ledgers.access import access_to
+from ..ledgers.keeper.ledger import answers
+from ..ledgers.keeper.wire import SOCKET
 from ..ledgers.liveness import Life, life
 from ..ledgers.sqlite.files import owner_files
 
@@ -257,6 +259,8 @@ def _person(pid: int) -> Person | None:
 
 
 def _any_owner_lives(directory: Path) -> bool:
+    if (directory / SOCKET).exists():
+        return answers(directory)
     try:
         return any(life(path) is Life.ALIVE for path in owner_files(directory))
     except OSError:  # the directory was deleted

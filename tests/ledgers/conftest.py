@@ -157,7 +157,7 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture(params=["memory", "sqlite", "redis"])
+@pytest.fixture(params=["memory", "sqlite", "keeper", "redis"])
 def new_owner(
     request: pytest.FixtureRequest, tmp_path: Path, open_at: Callable[[str], Ledger]
 ) -> Callable[[], Ledger]:
@@ -165,9 +165,11 @@ def new_owner(
     if request.param == "redis":
         url = request.getfixturevalue("redis").fresh()
     else:
-        url = {"memory": f"memory:{tmp_path.name}", "sqlite": f"sqlite://{tmp_path}/ledger"}[
-            request.param
-        ]
+        url = {
+            "memory": f"memory:{tmp_path.name}",
+            "sqlite": f"sqlite://{tmp_path}/ledger",
+            "keeper": f"keeper://{tmp_path}/kept",
+        }[request.param]
     return lambda: open_at(url)
 
 

@@ -1,0 +1,467 @@
+"""What the keeper decides: whose turn it is, which writes are lawful, and who has died.
+
+Pure: without sockets, clock and files. `Keeper.receive` takes a message of one connection, and returns
+messages to connections. The laws of a write are in `invariants.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import Any, dataclass_transform
+
+import msgspec
+from msgspec.structs import replace
+
+from ...errors import LedgerRefused
+from ...facts import Book, Owner, Section, Ticket
+from ..invariants import refuse_unlawful
+from ..page_parts import MOST_PART_BYTES, UNREADABLE
+from ..pages import Shared
+from .shared_book import Page, Piece
+
+PROTOCOL = 1
+TURN_SECONDS = 0.02  # how long the connection with the turn may take for its write
+MOST_KEPT_BYTES = 1 << 20  # of one owner's maps, names or answers
+NOTHING = msgspec.Raw(b"\xc0")
+SHARED, STATE = "shared", "state"  # keys of pieces; every other key is an owner's id
+
+# -- messages --------------------------------------------------------------------------------------
+
+
+@dataclass_transform(frozen_default=True)
+class Message(msgspec.Struct, array_like=True, frozen=True, tag=True, gc=False):
+    """The base of all messages. `number` counts a connection's requests; its reply has the same number."""
+
+    number: int
+
+
+class Hello(Message):
+    """The first message of a connection: who connects.
+
+    `bell`: this connection only gets rings. `watch`: it only reads the book, and is no owner.
+    """
+
+    protocol: int
+    version: str
+    owner: Owner
+    bell: bool = False
+    watch: bool = False
+
+
+class Welcome(Message):
+    """The reply to Hello. The descriptor of the book's memory comes with it."""
+
+    protocol: int
+    version: str
+    owner: Owner  # as the keeper has registered it
+    put: int  # the number of this owner's last write that is in the book
+
+
+class Put(Message):
+    """Writes this owner's part over the page `revision`."""
+
+    revision: int
+    part: msgspec.Raw  # a Part; its bytes are published as they are
+    queue: tuple[str, ...] | None = None  # the keys of all tickets in their order; None: unchanged
+    shared: msgspec.Raw = NOTHING  # a Shared, if a fact of all owners changes
+    removed: tuple[str, ...] = ()  # dead owners whose sections and tickets leave
+    declared: tuple[str, ...] = ()  # owners that a person declared dead
+
+
+class Written(Message):
+    """The write is in the book, as the page `revision`."""
+
+    revision: int
+
+
+class Turn(Message):
+    """The write was decided on an older page. The connection now has the turn to write again."""
+
+
+class Refused(Message):
+    """The write breaks a law, or the request is wrong."""
+
+    why: str
+
+
+class Keep(Message):
+    """Keeps `content` beside the book, in place of the last content of this kind `for_whom`.
+
+    Only owners of the same user may fetch `private` content.
+    """
+
+    kind: str
+    content: bytes
+    for_whom: str = ""
+    private: bool = False
+
+
+class Fetch(Message):
+    """Asks for what all owners keep of this `kind`; with `owner`, for what that owner keeps for the asker."""
+
+    kind: str
+    owner: str = ""
+
+
+class Content(Message):
+    """The reply to Fetch: contents by owner id."""
+
+    contents: dict[str, bytes]
+
+
+class Ring(Message):
+    """Wakes these owners. There is no reply."""
+
+    owners: tuple[str, ...]
+
+
+class Rung(Message):
+    """Wakes the owner of a bell's connection."""
+
+
+class Sign(Message):
+    """This owner lives and runs. There is no reply."""
+
+
+class Leave(Message):
+    """This owner ends. It counts as dead when the reply has come."""
+
+
+Request = Hello | Put | Keep | Fetch | Ring | Sign | Leave
+Reply = Welcome | Written | Turn | Refused | Content | Rung
+
+
+class Part(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """One owner's part of the book, as published."""
+
+    section: Section | None = None
+    tickets: tuple[Ticket, ...] = ()
+    put: int = 0  # the number of the write
+
+
+class State(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """What the keeper knows of the owners, and the order of the tickets."""
+
+    living: dict[str, str]  # owner id -> user
+    dead: tuple[str, ...]
+    queue: tuple[str, ...]  # keys of tickets
+
+
+encode = msgspec.msgpack.Encoder().encode
+decode_request = msgspec.msgpack.Decoder(Request).decode
+decode_reply = msgspec.msgpack.Decoder(Reply).decode
+decode_part = msgspec.msgpack.Decoder(Part).decode
+decode_shared = msgspec.msgpack.Decoder(Shared).decode
+decode_state = msgspec.msgpack.Decoder(State).decode
+
+
+# -- the book as pieces ----------------------------------------------------------------------------
+
+
+class Pieces:
+    """A book as the pieces of a page, decoded. Only pieces that changed are decoded again."""
+
+    def __init__(self) -> None:
+        """An empty book, older than every page."""
+        self.revision = 0
+        self.parts: dict[str, Part] = {}
+        self.shared = Shared()
+        self.state = State({}, (), ())
+        self.book = Book()
+
+    def follow(self, page: Page) -> None:
+        """Takes over a newer `page`. Raises Torn, and one of UNREADABLE."""
+        if page.revision == self.revision:
+            return
+        parts = {entry.key: self.parts.get(entry.key) for entry in page.entries}
+        shared, state = self.shared, self.state
+        for key, content in page.changed_since(self.revision):
+            if key == SHARED:
+                shared = decode_shared(content)
+            elif key == STATE:
+                state = decode_state(content)
+            else:
+                parts[key] = decode_part(content)
+        read = {key: part for key, part in parts.items() if part is not None}
+        self.put(page.revision, read, shared, state)
+
+    def copy(self) -> Pieces:
+        """A copy that can follow a page while this object stays as it is."""
+        fresh = Pieces()
+        fresh.put(self.revision, self.parts, self.shared, self.state, self.book)
+        return fresh
+
+    def put(
+        self,
+        revision: int,
+        parts: dict[str, Part],
+        shared: Shared,
+        state: State,
+        book: Book | None = None,
+    ) -> None:
+        """Becomes the book of these pieces, which is made here if it is not given."""
+        self.parts, self.shared, self.state = parts, shared, state
+        self.book = book_of(parts, shared, state) if book is None else book
+        self.revision = revision
+
+
+def book_of(parts: Mapping[str, Part], shared: Shared, state: State) -> Book:
+    """The book that these pieces make."""
+    sections = {id: part.section for id, part in parts.items() if part.section is not None}
+    waiting = {ticket.key: ticket for part in parts.values() for ticket in part.tickets}
+    tickets = tuple([waiting[key] for key in state.queue if key in waiting])
+    facts = {name: getattr(shared, name) for name in Shared.__struct_fields__}
+    return Book(sections=sections, tickets=tickets, **facts)
+
+
+# -- the keeper ------------------------------------------------------------------------------------
+
+
+class Member(msgspec.Struct):
+    """An owner that is or was connected."""
+
+    owner: Owner
+    uid: int
+    connections: int = 0  # open ones that are not bells
+    signed_at: float = 0.0
+
+
+Answers = list[tuple[int, Reply]]  # connections and the messages to them
+
+
+class Keeper:
+    """The book, the owners and the queue of writers. A connection is a number that the caller chooses."""
+
+    def __init__(self) -> None:
+        """A keeper with an empty book."""
+        self.known = Pieces()
+        self.pieces: dict[str, Piece] = {}
+        self.members: dict[str, Member] = {}  # the living
+        self._by_connection: dict[int, str] = {}
+        self._bells: dict[int, str] = {}
+        self._kept: dict[tuple[str, str, str], Keep] = {}  # by owner, kind, for whom
+        self._queue: list[int] = []  # connections that wait to write; the first one has the turn
+        self._numbers: dict[int, int] = {}  # of the writes that wait, by connection
+        self._turn_ends = 0.0
+        self._publish(dict(self.known.parts), self.known.shared, self.known.state, {})
+
+    def adopt(self, page: Page, living: Mapping[str, str], dead: Iterable[str]) -> None:
+        """Goes on with the `page` of an earlier keeper. `living` maps owner ids to users."""
+        self.known.follow(page)
+        entries = dict(page.changed_since(0))
+        self.pieces = {key: Piece(page.revision, content) for key, content in entries.items()}
+        state = replace(self.known.state, living=dict(living), dead=tuple(sorted(dead)))
+        self._publish(self.known.parts, self.known.shared, state, {})
+
+    @property
+    def deadline(self) -> float | None:
+        """When `tick` must be called, in the caller's seconds; None: at no time."""
+        return self._turn_ends if self._queue else None
+
+    # Connections
+
+    def hello(self, connection: int, hello: Hello, uid: int, now: float) -> Welcome:
+        """Registers an owner whose process and user are proven. The id is unused, or its own."""
+        owner = hello.owner
+        if hello.bell:
+            self._bells[connection] = owner.id
+        else:
+            member = self.members.setdefault(owner.id, Member(owner, uid))
+            member.connections += 1
+            member.signed_at = now
+            self._by_connection[connection] = owner.id
+            state = self.known.state
+            if owner.id not in state.living:
+                living = {**state.living, owner.id: owner.user}
+                dead = tuple([id for id in state.dead if id != owner.id])
+                self._set_state(replace(state, living=living, dead=dead))
+        part = self.known.parts.get(owner.id)
+        return Welcome(hello.number, PROTOCOL, "", owner, part.put if part else 0)
+
+    def gone(self, connection: int, now: float) -> Answers:
+        """A connection was closed. The owner's bytes stay claimed: a closed connection proves no death."""
+        self._bells.pop(connection, None)
+        self._numbers.pop(connection, None)
+        id = self._by_connection.pop(connection, None)
+        if id in self.members:
+            self.members[id].connections -= 1
+        return self._out_of_queue(connection, now)
+
+    def died(self, ids: Iterable[str]) -> Answers:
+        """These owners have ended. Everybody is woken, because their bytes may be free."""
+        state = self.known.state
+        gone = [id for id in ids if id in state.living]
+        if not gone:
+            return []
+        for id in gone:
+            self.members.pop(id, None)
+        for key in [key for key in self._kept if key[0] in gone or key[2] in gone]:
+            del self._kept[key]
+        living = {id: user for id, user in state.living.items() if id not in gone}
+        dead = {id for id in (*state.dead, *gone) if id in self.known.book.owner_ids()}
+        self._set_state(replace(state, living=living, dead=tuple(sorted(dead))))
+        return [(bell, Rung(0)) for bell in self._bells]
+
+    # Messages
+
+    def receive(self, connection: int, message: Request, now: float) -> Answers:
+        """Carries out a message of a registered connection."""
+        me = self._by_connection.get(connection) or self._bells.get(connection)
+        if me is None:
+            return [(connection, Refused(message.number, "the first message is no greeting"))]
+        if isinstance(message, Ring):
+            return [(bell, Rung(0)) for bell, id in self._bells.items() if id in message.owners]
+        if isinstance(message, Put):
+            return self._take_put(connection, me, message, now)
+        if isinstance(message, Keep):
+            return [(connection, self._keep(me, message))]
+        if isinstance(message, Fetch):
+            return [(connection, Content(message.number, self._fetch(me, message, now)))]
+        if isinstance(message, Leave):
+            return [(connection, Written(message.number, self.known.revision)), *self.died([me])]
+        if me in self.members:  # a Sign
+            self.members[me].signed_at = now
+        return []
+
+    def _keep(self, me: str, message: Keep) -> Reply:
+        if len(message.content) > MOST_KEPT_BYTES:
+            return Refused(message.number, f"{len(message.content)} bytes are too many to keep")
+        self._kept[me, message.kind, message.for_whom] = message
+        return Written(message.number, self.known.revision)
+
+    def _fetch(self, me: str, message: Fetch, now: float) -> dict[str, bytes]:
+        if message.kind == "silences":
+            return {
+                id: encode(now - member.signed_at)
+                for id, member in self.members.items()
+                if id in self.known.book.sections
+            }
+        for_whom = me if message.owner else ""
+        return {
+            id: kept.content
+            for (id, kind, whom), kept in self._kept.items()
+            if (kind, whom) == (message.kind, for_whom)
+            and message.owner in ("", id)
+            and (not kept.private or self.members[id].uid == self.members[me].uid)
+        }
+
+    # Turns
+
+    def _take_put(self, connection: int, me: str, put: Put, now: float) -> Answers:
+        queue = self._queue
+        if queue and queue[0] != connection:  # others wait, so this one waits too
+            if connection not in queue:
+                queue.append(connection)
+            self._numbers[connection] = put.number
+            return []
+        if put.revision != self.known.revision:
+            self._numbers[connection] = put.number
+            if not queue:
+                queue.append(connection)
+            return self._give_turn(now)
+        try:
+            reply: Reply = self._write(me, put)
+        except LedgerRefused as error:
+            reply = Refused(put.number, error.facts["why"])
+        except UNREADABLE as error:
+            reply = Refused(put.number, f"others could not read it: {error}")
+        except ValueError as error:  # too large a page
+            reply = Refused(put.number, str(error))
+        return [(connection, reply), *self._out_of_queue(connection, now)]
+
+    def _give_turn(self, now: float) -> Answers:
+        if not self._queue:
+            return []
+        self._turn_ends = now + TURN_SECONDS
+        head = self._queue[0]
+        return [(head, Turn(self._numbers.get(head, 0)))]
+
+    def _out_of_queue(self, connection: int, now: float) -> Answers:
+        if connection not in self._queue:
+            return []
+        was_head = self._queue[0] == connection
+        self._queue.remove(connection)
+        return self._give_turn(now) if was_head else []
+
+    def tick(self, now: float) -> Answers:
+        """Passes over a head of the queue that did not write in time."""
+        if not self._queue or now < self._turn_ends:
+            return []
+        del self._queue[0]
+        return self._give_turn(now)
+
+    # Writing
+
+    def _write(self, me: str, put: Put) -> Written:
+        if len(put.part) > MOST_PART_BYTES:
+            raise ValueError(f"its leases and requests take {len(bytes(put.part))} bytes")
+        known, mine = self.known, decode_part(put.part)
+        removed = set(put.removed) - {me}
+        parts = {id: part for id, part in known.parts.items() if id not in removed}
+        parts[me] = mine
+        if mine.section is None and not mine.tickets:
+            del parts[me]
+        changed_facts = put.shared != NOTHING
+        shared = decode_shared(put.shared) if changed_facts else known.shared
+        state = known.state
+        if put.queue is not None or removed:
+            waiting = {ticket.key for part in parts.values() for ticket in part.tickets}
+            order = put.queue if put.queue is not None else state.queue
+            dead = tuple([id for id in state.dead if id not in removed])
+            queue = tuple([key for key in order if key in waiting])
+            state = replace(state, queue=queue, dead=dead)
+        new = book_of(parts, shared, state)
+        refuse_unlawful(known.book, new, me, lambda book: self._dead(put.declared))
+        contents = {me: bytes(put.part)}
+        if changed_facts:
+            contents[SHARED] = bytes(put.shared)
+        self._publish(parts, shared, state, contents)
+        return Written(put.number, self.known.revision)
+
+    def _dead(self, declared: Iterable[str]) -> frozenset[str]:
+        state = self.known.state
+        return frozenset(state.dead) | (frozenset(declared) - state.living.keys())
+
+    def _set_state(self, state: State) -> None:
+        self._publish(self.known.parts, self.known.shared, state, {})
+
+    def _publish(
+        self, parts: dict[str, Part], shared: Shared, state: State, contents: Mapping[str, bytes]
+    ) -> None:
+        """Makes the next page. `contents` are the changed pieces that are encoded already."""
+        revision, known = self.known.revision + 1, self.known
+        if state is not known.state or not self.pieces:
+            contents = {**contents, STATE: encode(state)}
+        if SHARED not in self.pieces:
+            contents = {**contents, SHARED: encode(shared)}
+        kept = {
+            key: piece
+            for key, piece in self.pieces.items()
+            if key in parts or key in (SHARED, STATE)
+        }
+        fresh = {
+            key: Piece(revision, content)
+            for key, content in contents.items()
+            if key in parts or key in (SHARED, STATE)
+        }
+        self.pieces = {**kept, **fresh}
+        self.known.put(revision, parts, shared, state)
+
+
+def changed(old: Book, new: Book, me: str) -> dict[str, Any]:
+    """The fields of a Put for the change from `old` to `new` by the owner `me`, without its part."""
+    fields: dict[str, Any] = {}
+    if new.tickets is not old.tickets:
+        fields["queue"] = tuple([ticket.key for ticket in new.tickets])
+    facts = [getattr(new, name) for name in Shared.__struct_fields__]
+    if any(
+        now is not before
+        for now, before in zip(
+            facts, [getattr(old, name) for name in Shared.__struct_fields__], strict=True
+        )
+    ):
+        fields["shared"] = msgspec.Raw(encode(Shared(*facts)))
+    removed = old.owner_ids() - new.owner_ids() - {me}
+    if removed:
+        fields["removed"] = tuple(sorted(removed))
+    return fields

@@ -1,0 +1,676 @@
+"""A runtime's access to the book that a keeper keeps: `keeper:///DIRECTORY`.
+
+Reading asks nobody: the book is in shared memory. A write is one message, and a second one if another
+owner wrote meanwhile. If the keeper has ended, the next call starts another one, which goes on with
+the same book. The methods follow the protocol in `ledgers/base.py`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+import msgspec
+from msgspec.structs import replace
+
+from ... import forks
+from ...errors import LedgerRefused, LedgerUnavailable
+from ...facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
+from ..access import access_to, outsider
+from ..base import require_usable
+from ..invariants import refuse_unlawful
+from ..liveness import Sight, boot_id, describe_self, name_of
+from ..notify import Bell, _Waiter
+from ..page_parts import MOST_PART_BYTES, UNREADABLE, _culprit, _largest
+from ..process_state import namespaces, sight_of_process
+from ..sqlite import files
+from . import core
+from .shared_book import Reader, Torn
+from .wire import SOCKET, frame, frames_in, socket_path
+
+T = TypeVar("T")
+PATIENCE_SECONDS = 10.0
+HANGING_SECONDS = 5.0  # a keeper that does not answer for so long is ended, and replaced
+BELL_SECONDS = 0.5  # between two attempts of a waiting thread to reach the keeper
+_CREDENTIALS = struct.Struct("3i")
+_decode_maps = msgspec.msgpack.Decoder(tuple[AllocatorMap, ...]).decode
+_decode_names = msgspec.msgpack.Decoder(dict[str, Declared]).decode
+_decode_holdings = msgspec.msgpack.Decoder(Holdings).decode
+_decode_seconds = msgspec.msgpack.Decoder(float).decode
+_children: list[subprocess.Popen[bytes]] = []  # keepers that this process started
+
+
+class _Lost(Exception):
+    """Raised when the keeper closed the connection, or does not answer."""
+
+
+class _Wire:
+    """A connection to the keeper. Not thread-safe."""
+
+    def __init__(self, directory: Path) -> None:
+        """Connects. Raises OSError."""
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+        try:
+            self.socket.settimeout(HANGING_SECONDS)
+            with socket_path(directory, SOCKET) as path:
+                self.socket.connect(path)
+            found = self.socket.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        except BaseException:
+            self.socket.close()
+            raise
+        self.keeper_pid, self.keeper_uid, _ = _CREDENTIALS.unpack(found)
+        self._inode = os.fstat(self.socket.fileno()).st_ino
+        self._received = bytearray()
+        self.descriptors: list[int] = []
+
+    def send(self, message: core.Request) -> None:
+        """Raises _Lost."""
+        try:
+            self.socket.sendall(frame(core.encode(message)))
+        except OSError as error:
+            raise _Lost(str(error)) from error
+
+    def receive(self, number: int, seconds: float) -> Any:
+        """The reply to the request `number`. Raises _Lost, also after `seconds`."""
+        deadline = time.monotonic() + seconds
+        while True:
+            for content in frames_in(self._received):
+                reply = core.decode_reply(content)
+                if reply.number == number:
+                    return reply
+            try:
+                self.socket.settimeout(max(0.001, deadline - time.monotonic()))
+                content, fds, *_ = socket.recv_fds(self.socket, 1 << 16, 1)
+                self.descriptors += fds
+            except TimeoutError:
+                raise _Lost(f"no answer within {seconds:g} s") from None
+            except OSError as error:
+                raise _Lost(str(error)) from error
+            if not content:
+                raise _Lost("it ended")
+            self._received += content
+
+    def is_open(self) -> bool:
+        """Whether the keeper still has the other end."""
+        poll = select.poll()
+        poll.register(self.socket, select.POLLRDHUP)
+        return not poll.poll(0)
+
+    def close_descriptors(self) -> None:
+        """Closes the descriptors that came with the messages."""
+        descriptors, self.descriptors = self.descriptors, []
+        for descriptor in descriptors:
+            os.close(descriptor)
+
+    def close(self) -> None:
+        """Closes the connection and the descriptors. Never fails.
+
+        A library may have closed all descriptors of the process, and the user may have opened a file
+        since. Such a file is not closed.
+        """
+        self.close_descriptors()
+        with contextlib.suppress(OSError):  # the descriptor is closed, or another file
+            if os.fstat(self.socket.fileno()).st_ino == self._inode:
+                self.socket.close()
+                return
+        self.socket.detach()
+
+
+class _KeeperBell(Bell):
+    """A bell that the keeper can ring."""
+
+    def __init__(self, open_wire: Callable[[], _Wire]) -> None:
+        super().__init__()
+        self._open_wire = open_wire  # raises LedgerUnavailable, OSError
+        self._wire: _Wire | None = open_wire()
+        self._opening = forks.freed(threading.Lock())
+        self._telling = forks.freed(threading.Lock())
+
+    def tell(self, message: core.Request) -> None:
+        """Sends a message that has no reply. Never fails; the message may be lost."""
+        with self._telling:
+            wire = self._wire
+            if wire is not None:
+                try:
+                    wire.send(message)
+                except _Lost:  # perhaps half of the message was sent
+                    with contextlib.suppress(OSError):  # it is closed already
+                        wire.socket.shutdown(
+                            socket.SHUT_RDWR
+                        )  # wakes the thread that will close it
+
+    def _sleep(self, waiter: _Waiter, seconds: float) -> bool:
+        wire = self._wire
+        if wire is None or wire.socket.fileno() < 0:
+            seconds = min(seconds, BELL_SECONDS)
+            if self._open_again():
+                self.ring()  # the book may have changed meanwhile
+                return True
+            wire = None
+        poll = waiter.poll()
+        if wire is not None:
+            with contextlib.suppress(ValueError):  # another thread closed it just now
+                poll.register(wire.socket, select.POLLIN)
+        woken = poll.poll(seconds * 1000)
+        waiter.reset(woken)
+        if wire is not None and woken and self._drain(wire):
+            self._wake_all_but(waiter)
+        return bool(woken)
+
+    def _drain(self, wire: _Wire) -> bool:
+        """Reads all rings. Returns whether there was one. Closes the wire if the keeper has ended."""
+        found = False
+        while True:
+            try:
+                content = wire.socket.recv(4096)
+            except BlockingIOError:  # no more rings are here
+                return found
+            except OSError:  # the keeper has ended
+                content = b""
+            if not content:
+                wire.close()
+                return True
+            found = True
+
+    def _open_again(self) -> bool:
+        if self.closed or not self._opening.acquire(blocking=False):
+            return False
+        try:
+            self._wire = self._open_wire()
+            return True
+        except (LedgerUnavailable, OSError):  # tried again at the next wait
+            return False
+        finally:
+            self._opening.release()
+
+    def close_here(self) -> None:
+        """Closes the descriptors. A forked child may call this too."""
+        self.closed = True
+        if self._wire is not None:
+            self._wire.close()
+
+
+class KeeperLedger:
+    """One owner's access to the book of the keeper in a directory."""
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        notebook: str = "",
+        user: str = "",
+        patience_seconds: float = PATIENCE_SECONDS,
+    ) -> None:
+        """Connects to the keeper in `directory`, which is started if there is none.
+
+        A call fails after `patience_seconds`. Raises LedgerUnavailable.
+        """
+        self.url = f"keeper://{directory}"
+        self.directory = directory / boot_id()
+        self.patience_seconds = patience_seconds
+        self.owner: Owner = describe_self(notebook=notebook, user=user)
+        self._pid = os.getpid()
+        self._number = 0
+        self._pieces = core.Pieces()
+        self._kept: dict[tuple[str, str], core.Keep] = {}
+        self._names: dict[str, Declared] = {}
+        self._declared: frozenset[str] = frozenset()
+        self._closed = False
+        self._calling = forks.freed(threading.RLock())
+        self._reading = forks.freed(threading.Lock())
+        self._wire: _Wire | None = None
+        self._reader: Reader | None = None
+        files.prepare(self.directory)
+        # The open directory shows other programs which ledger this process uses, see `in_use.py`.
+        self._place = os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        with self._calling:
+            self._connected()
+        self._bell = _KeeperBell(self._bell_wire)
+        _open_ledgers.add(self)
+
+    # The connection
+
+    def _connected(self) -> _Wire:
+        """The connection to a keeper, opened again if it was lost. Called with `_calling` held."""
+        wire = self._wire
+        if wire is not None and wire.is_open():
+            return wire
+        if wire is not None:
+            self._drop()
+        deadline = time.monotonic() + self.patience_seconds
+        pause = 0.002
+        while True:
+            try:
+                return self._greet(_Wire(self.directory))
+            except (OSError, _Lost, Torn) as error:
+                if time.monotonic() > deadline:
+                    raise self._unavailable(str(error)) from error
+            self._start()
+            time.sleep(pause)
+            pause = min(0.05, 2 * pause)
+
+    def _greet(self, wire: _Wire) -> _Wire:
+        try:
+            welcome = self._exchange(wire, core.Hello(0, core.PROTOCOL, "", self.owner))
+            if isinstance(welcome, core.Refused):
+                raise self._unavailable(welcome.why)
+            [descriptor] = wire.descriptors
+            reader = Reader(descriptor)
+            wire.close_descriptors()
+            pieces = core.Pieces()
+            pieces.follow(reader.page())
+        except BaseException:
+            wire.close()
+            raise
+        self.owner = welcome.owner
+        self._last_put = welcome.put
+        with self._reading:
+            self._reader, self._pieces, self._wire = reader, pieces, wire
+        for keep in self._kept.values():  # a new keeper does not have them
+            self._exchange(wire, keep)
+        return wire
+
+    def _bell_wire(self) -> _Wire:
+        """A second connection, on which the keeper rings."""
+        with self._calling:
+            self._require_open()
+            self._connected()
+            wire = _Wire(self.directory)
+            try:
+                self._exchange(wire, core.Hello(0, core.PROTOCOL, "", self.owner, bell=True))
+            except _Lost as error:
+                wire.close()
+                raise OSError(str(error)) from error
+            wire.close_descriptors()
+            wire.socket.setblocking(False)
+            return wire
+
+    def _exchange(self, wire: _Wire, message: core.Request) -> Any:
+        """Sends `message` with the next number, and returns the reply. Raises _Lost."""
+        self._number += 1
+        message = replace(message, number=self._number)
+        wire.send(message)
+        return wire.receive(self._number, HANGING_SECONDS)
+
+    def _ask(self, message: core.Request) -> Any:
+        """The keeper's reply to `message`. Raises _Lost, after which the connection is closed."""
+        with self._calling:
+            self._require_open()
+            wire = self._connected()
+            try:
+                return self._exchange(wire, message)
+            except _Lost:
+                self._end_hanging(wire)
+                self._drop()
+                raise
+            except BaseException:  # an interrupt: the reply would answer another request
+                self._drop()
+                raise
+
+    def _ask_again(self, message: core.Request) -> Any:
+        """The keeper's reply to `message`, which may be sent twice. Raises LedgerUnavailable."""
+        for _ in range(2):
+            with contextlib.suppress(_Lost):  # the keeper ended: ask the next one
+                return self._ask(message)
+        raise self._unavailable("it ended twice during this call")
+
+    def _drop(self) -> None:
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+
+    def _end_hanging(self, wire: _Wire) -> None:
+        """Kills a keeper that has the connection open and does not answer, if it is this user's."""
+        if wire.is_open() and wire.keeper_pid > 0 and wire.keeper_uid == os.geteuid():
+            with contextlib.suppress(OSError):  # it has just ended
+                os.kill(wire.keeper_pid, signal.SIGKILL)
+
+    def _start(self) -> None:
+        """Starts a keeper, unless another process is starting one. Raises LedgerUnavailable."""
+        for child in [child for child in _children if child.poll() is not None]:
+            _children.remove(child)
+        files.prepare(self.directory)
+        owner = os.stat(self.directory).st_uid
+        if access_to(self.directory).group is not None and os.geteuid() not in (0, owner):
+            raise self._unavailable(f"only {name_of(owner)} may start it")
+        lock = os.open(
+            self.directory / "keeper.starting", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
+        )
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:  # another process starts it
+            os.close(lock)
+            return
+        try:
+            if not answers(self.directory):  # another process has started one just now
+                with open(self.directory / "keeper.log", "ab") as log:
+                    # The keeper inherits the lock, and holds it until its socket is open or it ends.
+                    _children.append(_spawn(self.directory, lock, log.fileno()))
+        except OSError as error:
+            raise self._unavailable(str(error)) from error
+        finally:
+            os.close(lock)
+
+    def _unavailable(self, why: str) -> LedgerUnavailable:
+        denied = outsider(self.directory)
+        if denied:
+            return denied
+        return LedgerUnavailable(
+            f"the keeper of the ledger {self.directory} cannot be reached: {why}.\n"
+            f"  What it printed is in {self.directory / 'keeper.log'}",
+            path=str(self.directory),
+            why=why,
+        )
+
+    def _require_open(self) -> None:
+        if os.getpid() != self._pid:
+            require_usable(self.url, replace(self.owner, pid=self._pid), True)
+        require_usable(self.url, replace(self.owner, pid=os.getpid()), not self._closed)
+
+    # The book
+
+    def read(self) -> Book:
+        """The current book. Raises LedgerUnavailable."""
+        return self._current().book
+
+    def _current(self) -> core.Pieces:
+        self._require_open()
+        wire = self._wire
+        if wire is None or not wire.is_open():
+            with self._calling:
+                self._require_open()
+                self._connected()
+        with self._reading:
+            reader, pieces = self._reader, self._pieces
+            assert reader is not None
+            if reader.revision() != pieces.revision:
+                following = pieces.copy()
+                following.follow(reader.page())
+                self._pieces = following
+            return self._pieces
+
+    def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
+        """Writes the book that `decide` returns, and returns its second value. See base.py.
+
+        Raises LedgerUnavailable, LedgerRefused.
+        """
+        deadline = time.monotonic() + self.patience_seconds
+        while True:
+            pieces = self._current()
+            new, answer = decide(pieces.book)
+            if new is pieces.book:
+                return answer
+            try:
+                refuse_unlawful(pieces.book, new, self.owner.id, self.dead, self.url)
+            except LedgerRefused:
+                if self._current() is not pieces:
+                    continue  # with an old book, a lawful removal can look unlawful
+                raise
+            put = self._put(pieces.revision, pieces.book, new)
+            try:
+                reply = self._ask(put)
+            except _Lost as error:
+                with self._calling:
+                    self._connected()
+                if self._last_put == self._sent_put:
+                    return answer
+                if time.monotonic() > deadline:
+                    raise self._unavailable(str(error)) from error
+                continue
+            if isinstance(reply, core.Written):
+                return answer
+            if isinstance(reply, core.Refused):
+                raise self._refused(reply.why)
+            if time.monotonic() > deadline:
+                raise self._unavailable("others write without pause")
+
+    _sent_put = _last_put = 0
+
+    def _put(self, revision: int, old: Book, new: Book) -> core.Put:
+        """The message for the change from `old` to `new`. Raises LedgerRefused."""
+        me = self.owner.id
+        section = new.sections.get(me)
+        tickets = tuple([ticket for ticket in new.tickets if ticket.owner == me])
+        self._sent_put += 1
+        try:
+            part = core.encode(core.Part(section, tickets, self._sent_put))
+            fields = core.changed(old, new, me)
+        except (TypeError, ValueError, OverflowError) as error:
+            culprit = _culprit(section, "") if section else "a request"
+            raise self._refused(f"{culprit} cannot be written ({error})") from error
+        if len(part) > MOST_PART_BYTES:
+            raise self._refused(
+                f"its leases and requests take {len(part)} bytes, {_largest(section)}"
+            )
+        declared = tuple(sorted(self._declared))
+        return core.Put(0, revision, msgspec.Raw(part), declared=declared, **fields)
+
+    def _refused(self, why: str) -> LedgerRefused:
+        return LedgerRefused(
+            f"the ledger {self.url} refused a write by {self.owner.id}: {why}.\n"
+            f"  The book is unchanged.",
+            path=self.url,
+            why=why,
+            writer=self.owner.id,
+        )
+
+    # Other owners
+
+    def dead(self, book: Book) -> frozenset[str]:
+        """Ids of the owners in `book` that are proven dead or were declared dead."""
+        state = self._pieces.state
+        others = frozenset(book.owner_ids() - {self.owner.id})
+        return others & (frozenset(state.dead) | (self._declared - state.living.keys()))
+
+    def unknown(self, book: Book) -> frozenset[str]:
+        """Ids of the owners in `book` that are proven neither dead nor alive."""
+        state = self._pieces.state
+        others = frozenset(book.owner_ids() - {self.owner.id})
+        return others - state.living.keys() - self.dead(book)
+
+    def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
+        """The present state of the owners' processes, by owner id. See base.py."""
+        wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
+        return {id: self._sight(book.sections[id].owner) for id in wanted}
+
+    def _sight(self, owner: Owner) -> Sight:
+        state = self._pieces.state
+        if owner.id in state.dead:
+            return Sight.DEAD
+        if owner.id not in state.living:
+            return Sight.UNKNOWN
+        if owner.id == self.owner.id or owner.namespaces != namespaces():
+            return Sight.ALIVE
+        return sight_of_process(owner.pid)
+
+    def give_sign(self) -> None:
+        """Notes that this owner lives and runs. See base.py."""
+        if not self._closed and os.getpid() == self._pid:
+            self._bell.tell(core.Sign(0))
+
+    def silences(self, book: Book) -> dict[str, float]:
+        """The seconds since the last sign of each owner, by owner id. See base.py."""
+        return self._fetched("silences", _decode_seconds)
+
+    def declare_dead(self, owners: Iterable[str]) -> None:
+        """Makes `dead` return these `owners` (ids), unless they are proven alive."""
+        self._declared = self._declared.union(owners)
+
+    def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
+        """The user of the owner `owner_id`, as the keeper has read it from its socket."""
+        owner = book.owner(owner_id)
+        known = self._pieces.state.living.get(owner_id, "")
+        return owner.user if owner and not known else known
+
+    def ring(self, owners: Iterable[str]) -> None:
+        """Wakes the owners with these ids (`owners`). Never fails."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        ids = set(owners)
+        if self.owner.id in ids:
+            self._bell.ring()
+        others = tuple(sorted(ids - {self.owner.id}))
+        if others:
+            self._bell.tell(core.Ring(0, others))
+
+    def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
+        """Returns True on a notification or an end of an owner in `ends`, False after `timeout` seconds."""
+        self._require_open()
+        return self._bell.wait(timeout, ends)
+
+    # What is kept beside the book
+
+    def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
+        """Replaces this owner's allocator `maps`. Raises OSError."""
+        self._keep("maps", maps)
+
+    def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
+        """The allocator maps of the living owners, by owner id."""
+        return self._fetched("maps", _decode_maps)
+
+    def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
+        """Adds one model to the list of models that this owner can load. Raises OSError."""
+        self.publish_names({**self._names, name: declared})
+
+    def publish_names(self, names: Mapping[str, Declared]) -> None:
+        """Makes `names` the list of models that this owner can load. Raises OSError."""
+        self._names = dict(names)
+        self._keep("names", self._names)
+
+    def names(self) -> dict[str, dict[str, Declared]]:
+        """The models that each living owner can load, by owner id."""
+        found = self._fetched("names", _decode_names)
+        return {id: names for id, names in found.items() if names}
+
+    def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
+        """Keeps this owner's `answer` to the owner `asker`. See base.py. Raises OSError."""
+        self._keep("answer", answer, asker, private)
+
+    def answer(self, owner_id: str) -> Holdings | None:
+        """The last answer of the owner `owner_id` to this owner."""
+        return self._fetched("answer", _decode_holdings, owner_id).get(owner_id)
+
+    def _keep(self, kind: str, value: object, for_whom: str = "", private: bool = False) -> None:
+        keep = core.Keep(0, kind, core.encode(value), for_whom, private)
+        self._kept[kind, for_whom] = keep
+        reply = self._ask_again(keep)
+        if isinstance(reply, core.Refused):
+            raise OSError(reply.why)
+
+    def _fetched(self, kind: str, decode: Callable[[bytes], T], owner: str = "") -> dict[str, T]:
+        reply = self._ask_again(core.Fetch(0, kind, owner))
+        return {id: decode(content) for id, content in reply.contents.items()}
+
+    # The end
+
+    def close(self) -> None:
+        """Leaves the book. See base.py."""
+        if self._closed or os.getpid() != self._pid:
+            return
+        with self._calling:
+            wire = self._wire
+            if wire is not None and wire.is_open():
+                with contextlib.suppress(
+                    _Lost
+                ):  # the keeper ended, so it knows that this owner left
+                    self._exchange(wire, core.Leave(0))
+            self._closed = True
+            self._drop()
+        self._bell.close()
+        self._bell.close_here()
+        with contextlib.suppress(OSError):  # a library has closed it
+            os.close(self._place)
+
+    def close_in_child(self) -> None:
+        """Closes the descriptors that a forked child has inherited."""
+        self._bell.close_here()
+        wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+
+
+class KeeperPeek:
+    """Reads the book of a keeper without being an owner. Starts no keeper."""
+
+    def __init__(self, directory: Path) -> None:
+        """`directory` has the keeper's socket."""
+        self._directory = directory
+        self._wire: _Wire | None = None
+        self._reader: Reader | None = None
+        self._pieces = core.Pieces()
+
+    def look(self) -> Book | None:
+        """The current book; None if no keeper answers."""
+        try:
+            if self._wire is None or not self._wire.is_open():
+                self._connect()
+            assert self._reader is not None
+            self._pieces.follow(self._reader.page())
+            return self._pieces.book
+        except (
+            OSError,
+            _Lost,
+            Torn,
+            *UNREADABLE,
+        ):  # no keeper answers, or the page is being written
+            return None
+
+    def _connect(self) -> None:
+        if self._wire is not None:
+            self._wire.close()
+        self._wire = wire = _Wire(self._directory)
+        wire.send(core.Hello(1, core.PROTOCOL, "", describe_self(), watch=True))
+        wire.receive(1, HANGING_SECONDS)
+        [descriptor] = wire.descriptors
+        self._reader, self._pieces = Reader(descriptor), core.Pieces()
+        wire.close_descriptors()
+
+
+def answers(directory: Path) -> bool:
+    """Whether a keeper serves the ledger whose files are in `directory`."""
+    try:
+        _Wire(directory).close()
+        return True
+    except OSError:  # no keeper listens
+        return False
+
+
+def _spawn(directory: Path, lock: int, log: int) -> subprocess.Popen[bytes]:
+    """A new keeper of `directory`, which inherits the descriptor `lock`. Raises OSError."""
+    package = str(Path(__file__).parents[3])
+    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpu_runtime.ledgers.keeper.server", str(directory)],
+        # In the notebook's directory, a module of the user could hide a standard module.
+        cwd="/",
+        env={**os.environ, "PYTHONPATH": paths, "GPU_KEEPER_STARTING": str(lock)},
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=[lock],
+        start_new_session=True,  # else the stop button would interrupt the keeper too
+    )
+
+
+_open_ledgers: weakref.WeakSet[KeeperLedger] = weakref.WeakSet()
+
+
+def _close_in_child() -> None:
+    for ledger in list(_open_ledgers):
+        ledger.close_in_child()
+
+
+os.register_at_fork(after_in_child=_close_in_child)

@@ -1,0 +1,363 @@
+"""The keeper's process: sockets, proofs of identity and death, and the memory of the book.
+
+python -m gpu_runtime.ledgers.keeper.server DIRECTORY
+
+The keeper listens on `keeper.sock` in the ledger's directory. Its lock is an abstract Unix address, which
+ends with the process and cannot be removed. It ends some seconds after the last owner.
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import stat
+import struct
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import msgspec
+from msgspec.structs import replace
+
+from ...facts import Owner
+from ..access import access_to
+from ..liveness import boot_id, name_of
+from ..process_state import Life, life_of_process, namespaces, start_ticks
+from . import shared_book
+from .core import PROTOCOL, Answers, Hello, Keeper, Refused, Welcome, decode_request, encode
+from .wire import SOCKET, frame, frames_in, socket_path
+
+LINGER_SECONDS = 5.0  # the keeper stays so long after its last owner, since another may start
+LOOK_SECONDS = 1.0  # between two looks whether the socket is still at its path
+UNSEEN_SECONDS = 2.0  # an owner whose process cannot be seen may be disconnected for so long
+MOST_UNREAD_BYTES = 4 << 20  # a client that reads so little is disconnected
+_CREDENTIALS = struct.Struct("3i")
+
+
+class _Connection:
+    """An open socket, with what was received and not decoded, and what is not sent yet."""
+
+    def __init__(self, opened: socket.socket, number: int) -> None:
+        self.socket, self.number = opened, number
+        found = opened.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
+        self.pid, self.uid, _ = _CREDENTIALS.unpack(found)
+        self.received = bytearray()
+        self.unsent = bytearray()
+        self.owner = ""
+        self.greeted = False
+
+
+class Server:
+    """The keeper of one directory."""
+
+    def __init__(self, directory: Path, lock: socket.socket) -> None:
+        """Goes on with the newest page that a process still has. `lock` is the bound abstract address.
+
+        Raises OSError.
+        """
+        self._directory, self._lock = directory, lock
+        self._name = shared_book.name_of(directory)
+        self._keeper = Keeper()
+        self._selector = selectors.DefaultSelector()
+        self._connections: dict[int, _Connection] = {}
+        self._ends: dict[str, int] = {}  # owner id -> descriptor that is readable after its end
+        self._unseen: dict[str, float] = {}  # owner id -> when it counts as ended
+        self._next_number = 0
+        page = shared_book.newest(self._name)
+        self._memory = shared_book.Writer(self._name)
+        if page is not None:
+            self._adopt(page)
+        self._published = 0
+        self._publish()
+        self._listening: socket.socket | None = None
+        self._listen()
+
+    def _adopt(self, page: shared_book.Page) -> None:
+        pieces = self._keeper.known
+        pieces.follow(page)
+        living, dead = {}, set(pieces.state.dead)
+        for id, user in pieces.state.living.items():
+            owner = pieces.book.owner(id)
+            pid, started = map(int, id.split(".")[:2])
+            if owner is not None and owner.namespaces != namespaces():
+                living[id] = user
+                self._unseen[id] = time.monotonic() + UNSEEN_SECONDS
+            elif life_of_process(pid, started) is Life.DEAD:
+                dead.add(id)
+            else:
+                living[id] = user
+                self._watch(id, pid)
+        fresh = Keeper()
+        fresh.adopt(page, living, dead)
+        self._keeper = fresh
+
+    # The socket at its path
+
+    def _listen(self) -> None:
+        """Binds the socket in the directory, which is made again if it vanished. Raises OSError."""
+        if self._listening is not None:
+            self._selector.unregister(self._listening)
+            self._listening.close()
+        access = access_to(self._directory)
+        self._directory.mkdir(parents=True, exist_ok=True, mode=0o700)
+        opened = socket.socket(
+            socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC
+        )
+        draft = f".keeper-{os.getpid()}"
+        with (
+            socket_path(self._directory, draft) as path,
+            socket_path(self._directory, SOCKET) as end,
+        ):
+            with suppress(FileNotFoundError):  # no draft is left from an earlier start
+                os.unlink(path)
+            opened.bind(path)
+            access.open_file(self._directory / draft)
+            os.replace(path, end)
+        opened.listen(1024)
+        self._place = os.stat(self._directory / SOCKET).st_ino
+        self._listening = opened
+        self._selector.register(opened, selectors.EVENT_READ, None)
+
+    def _is_in_place(self) -> bool:
+        try:
+            found = os.stat(self._directory / SOCKET)
+        except OSError:  # the directory was deleted
+            return False
+        return stat.S_ISSOCK(found.st_mode) and found.st_ino == self._place
+
+    # The loop
+
+    def run(self) -> None:
+        """Serves until some seconds after the last owner has ended. Raises OSError."""
+        needed_at = looked_at = time.monotonic()
+        while True:
+            for key, events in self._selector.select(self._pause()):
+                self._handle(key, events)
+            now = time.monotonic()
+            self._send(self._keeper.tick(now))
+            ended = [id for id, at in self._unseen.items() if now >= at]
+            for id in ended:
+                self._end(id)
+            self._publish()
+            if now - looked_at > LOOK_SECONDS:
+                looked_at = now
+                if not self._is_in_place():
+                    with suppress(OSError):  # such as a full disk: tried again at the next look
+                        self._listen()
+            if self._keeper.known.state.living:
+                needed_at = now
+            elif now - needed_at > LINGER_SECONDS:
+                with suppress(OSError):  # the directory was deleted
+                    if self._is_in_place():
+                        os.unlink(self._directory / SOCKET)
+                return
+
+    def _pause(self) -> float:
+        deadline = self._keeper.deadline
+        if deadline is None:
+            return LOOK_SECONDS
+        return min(LOOK_SECONDS, max(0.0, deadline - time.monotonic()))
+
+    def _handle(self, key: selectors.SelectorKey, events: int) -> None:
+        if key.data is None:
+            self._accept()
+        elif isinstance(key.data, str):
+            self._end(key.data)
+        elif key.data.number in self._connections:
+            if events & selectors.EVENT_WRITE:
+                self._flush(key.data)
+            if events & selectors.EVENT_READ:
+                self._read(key.data)
+
+    def _accept(self) -> None:
+        assert self._listening is not None
+        try:
+            opened, _ = self._listening.accept()
+        except OSError:  # no descriptor is free, or the client has left
+            time.sleep(0.001)
+            return
+        opened.setblocking(False)
+        self._next_number += 1
+        connection = _Connection(opened, self._next_number)
+        self._connections[connection.number] = connection
+        self._selector.register(opened, selectors.EVENT_READ, connection)
+
+    def _read(self, connection: _Connection) -> None:
+        try:
+            received = connection.socket.recv(1 << 16)
+        except BlockingIOError:  # woken for nothing
+            return
+        except OSError:  # the client was killed
+            received = b""
+        if not received:
+            self._close(connection)
+            return
+        connection.received += received
+        try:
+            for content in frames_in(connection.received):
+                self._receive(connection, content)
+        except (msgspec.MsgspecError, ValueError, UnicodeDecodeError):  # garbage
+            self._close(connection)
+
+    def _receive(self, connection: _Connection, content: bytes) -> None:
+        message = decode_request(content)
+        if not isinstance(message, Hello):
+            self._send(self._keeper.receive(connection.number, message, time.monotonic()))
+            return
+        if message.protocol != PROTOCOL or connection.greeted:
+            why = f"the keeper speaks version {PROTOCOL} of the protocol, and this client {message.protocol}"
+            self._send([(connection.number, Refused(message.number, why))])
+            return
+        if message.watch:
+            self._publish()
+            self._welcome(connection, Welcome(message.number, PROTOCOL, "", message.owner, 0))
+            return
+        owner = self._identified(connection, message.owner)
+        connection.owner, connection.greeted = owner.id, True
+        welcome = self._keeper.hello(
+            connection.number, replace(message, owner=owner), connection.uid, time.monotonic()
+        )
+        self._unseen.pop(owner.id, None)
+        self._watch(owner.id, connection.pid)
+        self._publish()
+        self._welcome(connection, welcome)
+
+    # Identity and death
+
+    def _identified(self, connection: _Connection, claimed: Owner) -> Owner:
+        """The owner as the system knows it: pid, start, user and namespaces come from the socket."""
+        user = name_of(connection.uid)
+        if connection.uid == os.geteuid() and access_to(self._directory).group is None:
+            user = claimed.user or user
+        started = claimed.started
+        if connection.pid:
+            with suppress(OSError):  # it has just ended
+                started = start_ticks(Path(f"/proc/{connection.pid}/stat").read_text())
+        owner = replace(
+            claimed,
+            pid=connection.pid,
+            started=started,
+            user=user,
+            boot=boot_id(),
+            inode=0,
+            namespaces=namespaces() if connection.pid else "",
+        )
+        return owner
+
+    def _watch(self, id: str, pid: int) -> None:
+        """Watches the process of an owner, whose end is then noticed at once."""
+        if id in self._ends:
+            return
+        try:
+            descriptor = os.pidfd_open(pid) if pid else -1
+        except ProcessLookupError:  # it has just ended
+            self._unseen[id] = 0.0
+            return
+        except OSError:  # the process cannot be seen
+            descriptor = -1
+        if descriptor >= 0:
+            self._ends[id] = descriptor
+            self._selector.register(descriptor, selectors.EVENT_READ, id)
+
+    def _end(self, id: str) -> None:
+        """The owner's process has ended."""
+        self._unseen.pop(id, None)
+        self._forget(id)
+        self._send(self._keeper.died([id]))
+
+    def _forget(self, id: str) -> None:
+        descriptor = self._ends.pop(id, None)
+        if descriptor is not None:
+            self._selector.unregister(descriptor)
+            os.close(descriptor)
+
+    # Sending
+
+    def _publish(self) -> None:
+        known = self._keeper.known
+        if known.revision != self._published:
+            self._memory.write(known.revision, self._keeper.pieces)
+            self._published = known.revision
+
+    def _send(self, answers: Answers) -> None:
+        """Sends messages, after the book that they speak of is in the memory."""
+        if answers:
+            self._publish()
+        for number, message in answers:
+            connection = self._connections.get(number)
+            if connection is not None:
+                connection.unsent += frame(encode(message))
+                self._flush(connection)
+        for id in [id for id in self._ends if id not in self._keeper.known.state.living]:
+            self._forget(id)  # it has left
+
+    def _welcome(self, connection: _Connection, welcome: Welcome) -> None:
+        content = frame(encode(welcome))
+        try:
+            sent = socket.send_fds(connection.socket, [content], [self._memory.descriptor])
+        except OSError:  # the client has left
+            self._close(connection)
+            return
+        connection.unsent += content[sent:]
+
+    def _flush(self, connection: _Connection) -> None:
+        try:
+            while connection.unsent:
+                sent = connection.socket.send(connection.unsent)
+                del connection.unsent[:sent]
+        except BlockingIOError:  # the client reads slowly: sent later
+            if len(connection.unsent) > MOST_UNREAD_BYTES:
+                self._close(connection)
+                return
+        except OSError:  # the client has left
+            self._close(connection)
+            return
+        events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
+        self._selector.modify(connection.socket, events, connection)
+
+    def _close(self, connection: _Connection) -> None:
+        if self._connections.pop(connection.number, None) is None:
+            return
+        self._selector.unregister(connection.socket)
+        connection.socket.close()
+        now = time.monotonic()
+        if connection.greeted and connection.owner not in self._ends:
+            self._unseen.setdefault(connection.owner, now + UNSEEN_SECONDS)
+        self._send(self._keeper.gone(connection.number, now))
+
+
+def locked(directory: Path) -> socket.socket | None:
+    """The socket that is the lock of the keeper in `directory`; None if another process has it."""
+    lock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_CLOEXEC)
+    try:
+        lock.bind(f"\0gpu-console/{shared_book.name_of(directory)}")
+        return lock
+    except OSError:  # another process has it
+        lock.close()
+        return None
+
+
+def main(arguments: list[str]) -> int:
+    """Runs the keeper of the directory that `arguments` name. Returns the exit status."""
+    directory = Path(arguments[-1])
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    os.umask(0o077)
+    lock = locked(directory)
+    if lock is None:
+        return 0  # another process is the keeper
+    try:
+        server = Server(directory, lock)
+        if starting := os.environ.pop("GPU_KEEPER_STARTING", ""):
+            os.close(int(starting))  # others may start a keeper again, if this one ends
+        server.run()
+    except OSError as error:
+        print(f"the keeper of {directory} ends: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

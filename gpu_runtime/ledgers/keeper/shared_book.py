@@ -1,0 +1,192 @@
+"""The book in sealed shared memory. The keeper alone writes it; every client maps it to read.
+
+The memory has two halves, each with a page: a prefix, an index of the page's pieces, the pieces. The
+keeper writes the half that nobody should read now, and makes it valid last. A reader takes the newer
+valid half, copies it, and then checks that it is still the same page. The index has a checksum of each
+piece, and the prefix one of the index, so a page that changed during the copy is noticed.
+
+The memory outlives the keeper: every client holds it. The next keeper finds it among the open files
+of its user's processes, and goes on with the newest page.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import mmap
+import os
+import stat
+import struct
+import zlib
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+MOST_BYTES = 4 << 20  # of one page
+_PREFIX = struct.Struct("<QII")  # revision (0: not valid), bytes of the index, its checksum
+_WHOLE = 2 * MOST_BYTES
+_TRIES = 1000  # a reader that finds no whole page so often reads memory of another program
+# No more seals, no shrinking, no growing, no new map for writing. Python has no name for the last one.
+_SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | 0x10
+
+
+class Piece(NamedTuple):
+    """One part of a page: an owner's part, or the facts of all owners."""
+
+    revision: int  # of the page in which the piece was last changed
+    content: bytes
+
+
+class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """The index entry of a piece."""
+
+    key: str
+    revision: int
+    size: int
+    checksum: int
+
+
+_encode = msgspec.msgpack.Encoder().encode
+_decode_index = msgspec.msgpack.Decoder(tuple[Entry, ...]).decode
+
+
+class Torn(Exception):
+    """Raised for memory without a whole page."""
+
+
+class Page(NamedTuple):
+    """What a reader copied: the revision and the index of a page, and all its pieces together."""
+
+    revision: int
+    entries: tuple[Entry, ...]
+    pieces: memoryview
+
+    def changed_since(self, revision: int) -> Iterator[tuple[str, bytes]]:
+        """The pieces that changed after `revision`, by their keys. Raises Torn."""
+        offset = 0
+        for entry in self.entries:
+            content = self.pieces[offset : offset + entry.size]
+            offset += entry.size
+            if entry.revision > revision:
+                if zlib.crc32(content) != entry.checksum:
+                    raise Torn
+                yield entry.key, bytes(content)
+
+
+class Reader:
+    """A map of the memory behind a descriptor."""
+
+    def __init__(self, descriptor: int) -> None:
+        """Maps the memory; the descriptor can be closed then. Raises OSError, ValueError."""
+        self._memory = mmap.mmap(descriptor, _WHOLE, prot=mmap.PROT_READ)
+
+    def revision(self) -> int:
+        """The revision of the newest page."""
+        return max(self._prefix(0)[0], self._prefix(1)[0])
+
+    def page(self) -> Page:
+        """The newest page. Raises Torn."""
+        for _ in range(_TRIES):
+            prefix = max(self._prefix(0), self._prefix(1))
+            revision, size, checksum = prefix
+            half = revision % 2
+            start = half * MOST_BYTES + _PREFIX.size
+            if not revision or size > MOST_BYTES:
+                continue
+            index = self._memory[start : start + size]
+            if zlib.crc32(index) != checksum:
+                continue
+            entries = _decode_index(index)
+            length = sum([entry.size for entry in entries])
+            pieces = self._memory[start + size : start + size + length]
+            if self._prefix(half) == prefix:
+                return Page(revision, entries, memoryview(pieces))
+        raise Torn
+
+    def _prefix(self, half: int) -> tuple[int, int, int]:
+        return _PREFIX.unpack_from(self._memory, half * MOST_BYTES)
+
+    def close(self) -> None:
+        """Unmaps the memory."""
+        self._memory.close()
+
+
+class Writer:
+    """New memory for one book. Only this object can write it."""
+
+    def __init__(self, name: str) -> None:
+        """Makes the memory. `name` distinguishes the books of a host. Raises OSError."""
+        self.descriptor = os.memfd_create(_file_name(name), os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+        os.ftruncate(self.descriptor, _WHOLE)
+        self._memory = mmap.mmap(self.descriptor, _WHOLE)
+        fcntl.fcntl(self.descriptor, fcntl.F_ADD_SEALS, _SEALS)
+
+    def write(self, revision: int, pieces: Mapping[str, Piece]) -> None:
+        """Publishes a page. Raises ValueError if it is too large; the last page then stays."""
+        entries = [
+            Entry(key, piece.revision, len(piece.content), zlib.crc32(piece.content))
+            for key, piece in pieces.items()
+        ]
+        index = _encode(entries)
+        whole = b"".join([index, *[piece.content for piece in pieces.values()]])
+        if len(whole) + _PREFIX.size > MOST_BYTES:
+            raise ValueError(f"the book takes {len(whole)} bytes, and {MOST_BYTES} are the most")
+        start = (revision % 2) * MOST_BYTES
+        _PREFIX.pack_into(self._memory, start, 0, 0, 0)
+        self._memory[start + _PREFIX.size : start + _PREFIX.size + len(whole)] = whole
+        _PREFIX.pack_into(self._memory, start, revision, len(index), zlib.crc32(index))
+
+    def close(self) -> None:
+        """Closes the memory here. It ends with the last process that has it."""
+        self._memory.close()
+        os.close(self.descriptor)
+
+
+def newest(name: str) -> Page | None:
+    """The newest page of the book `name` that a process of this user still has; None without one.
+
+    Memory that another user made is left out, because that user could have written anything.
+    """
+    found: list[Page] = []
+    seen: set[int] = set()
+    wanted = f"/memfd:{_file_name(name)} (deleted)"
+    for process in filter(str.isdigit, os.listdir("/proc")):
+        with suppress(OSError):  # the process has ended, or is another user's
+            for number in os.listdir(f"/proc/{process}/fd"):
+                path = f"/proc/{process}/fd/{number}"
+                with suppress(OSError, Torn, ValueError):  # closed meanwhile, or not a whole page
+                    if os.readlink(path) == wanted:
+                        page = _page_behind(path, seen)
+                        found += [page] if page else []
+    return max(found, key=lambda page: page.revision, default=None)
+
+
+def _page_behind(path: str, seen: set[int]) -> Page | None:
+    """The page in the memory file `path`; None if it is not sealed by this user, or was read."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+    try:
+        file = os.fstat(descriptor)
+        is_ours = stat.S_ISREG(file.st_mode) and file.st_uid == os.geteuid()
+        if not is_ours or file.st_ino in seen:
+            return None
+        seen.add(file.st_ino)
+        if fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & _SEALS != _SEALS:
+            return None
+        reader = Reader(descriptor)
+        try:
+            return reader.page()
+        finally:
+            reader.close()
+    finally:
+        os.close(descriptor)
+
+
+def _file_name(name: str) -> str:
+    return f"gpu-console-{name}"
+
+
+def name_of(directory: Path) -> str:
+    """The name of the book in `directory`, for its memory and for the keeper's abstract address."""
+    return f"{zlib.crc32(os.fsencode(os.path.realpath(directory))):08x}-{os.geteuid()}"

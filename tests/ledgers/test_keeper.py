@@ -1,0 +1,404 @@
+"""The keeper: its core as a state machine, and its process under kills, stops, forks and hostile clients."""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+
+import msgspec
+import psutil
+import pytest
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
+
+from gpu_runtime.errors import LedgerUnavailable
+from gpu_runtime.facts import Device, Lease, Owner, Section, Share
+from gpu_runtime.ledgers.keeper import core, ledger, shared_book
+from gpu_runtime.ledgers.keeper.core import Hello, Keep, Keeper, Leave, Part, Put, Written
+from gpu_runtime.ledgers.keeper.wire import SOCKET, frame, socket_path
+from tests.clock import PATIENCE, until
+
+from .conftest import GIB, count, names, put, without
+
+LIMIT = 4 * GIB
+
+
+def owner(number: int) -> Owner:
+    return Owner("host", "boot", 100 + number, 1, number, user=f"user{number}")
+
+
+class Turns(RuleBasedStateMachine):
+    """Four owners write, stop, end and come back in any order. Each remembers what the keeper acknowledged."""
+
+    @initialize()
+    def begin(self):
+        self.keeper, self.now = Keeper(), 0.0
+        self.acknowledged: dict[int, int] = {}  # connection -> GiB of its lease
+        self.waiting: dict[int, tuple[int, int]] = {}  # connection -> number of its put, and GiB
+        self.numbers = 0
+        for number in range(4):
+            self.take(self.keeper.receive(number, Leave(0), self.now))  # unknown: refused
+            self.keeper.hello(number, Hello(0, 1, "", owner(number)), 0, self.now)
+        self.write(0, 0, LIMIT // GIB)
+
+    def take(self, answers):
+        for connection, reply in answers:
+            waiting = self.waiting.get(connection)
+            if isinstance(reply, Written) and waiting and reply.number == waiting[0]:
+                self.acknowledged[connection] = waiting[1]
+            if not isinstance(reply, core.Rung) and waiting and reply.number == waiting[0]:
+                del self.waiting[connection]
+
+    def write(self, connection, gib, limit=0, behind=0):
+        me = owner(connection)
+        self.numbers += 1
+        leases = (Lease(me.id, "m", target=(Share("sim:0", gib * GIB),)),) if gib else ()
+        part = core.encode(Part(Section(me, leases=leases), (), self.numbers))
+        fields = {}
+        if limit:
+            shared = core.Shared(devices=(Device("sim:0", LIMIT),), limits={"sim:0": LIMIT})
+            fields["shared"] = msgspec.Raw(core.encode(shared))
+        revision = self.keeper.known.revision - behind
+        self.waiting[connection] = (self.numbers, gib)
+        message = Put(self.numbers, revision, msgspec.Raw(part), **fields)
+        self.take(self.keeper.receive(connection, message, self.now))
+
+    @rule(connection=st.integers(0, 3), gib=st.integers(0, 4), behind=st.integers(0, 1))
+    def put(self, connection, gib, behind):
+        if connection not in self.waiting:
+            self.write(connection, gib, behind=behind)
+
+    @rule(seconds=st.sampled_from([0.001, core.TURN_SECONDS, 1.0]))
+    def pass_time(self, seconds):
+        self.now += seconds
+        self.take(self.keeper.tick(self.now))
+
+    @rule(connection=st.integers(0, 3))
+    def reconnect(self, connection):
+        self.take(self.keeper.gone(connection, self.now))
+        self.waiting.pop(connection, None)
+        self.keeper.hello(connection, Hello(0, 1, "", owner(connection)), 0, self.now)
+
+    @rule(connection=st.integers(0, 3))
+    def die(self, connection):
+        """The process ends; a new one with the same owner stands for the next notebook."""
+        self.take(self.keeper.gone(connection, self.now))
+        self.take(self.keeper.died([owner(connection).id]))
+        self.waiting.pop(connection, None)
+        assert owner(connection).id not in self.keeper.known.state.living
+        self.keeper.hello(connection, Hello(0, 1, "", owner(connection)), 0, self.now)
+
+    @rule()
+    def a_page_has_the_whole_book(self):
+        """The next keeper goes on with this page."""
+        entries = tuple(
+            shared_book.Entry(key, piece.revision, len(piece.content), zlib_of(piece.content))
+            for key, piece in self.keeper.pieces.items()
+        )
+        whole = b"".join(piece.content for piece in self.keeper.pieces.values())
+        page = shared_book.Page(self.keeper.known.revision, entries, memoryview(whole))
+        read = core.Pieces()
+        read.follow(page)
+        assert read.book == self.keeper.known.book
+
+    @invariant()
+    def what_was_acknowledged_is_in_the_book(self):
+        for connection, gib in self.acknowledged.items():
+            section = self.keeper.known.book.sections[owner(connection).id]
+            assert sum(lease.target[0].bytes for lease in section.leases) == gib * GIB
+
+    @invariant()
+    def no_card_is_promised_twice(self):
+        assert self.keeper.known.book.claims().get("sim:0", 0) <= LIMIT
+
+    @invariant()
+    def whoever_waits_is_in_the_queue(self):
+        """A put without a reply stands in the queue, so it gets a turn."""
+        assert set(self.waiting) <= set(self.keeper._queue)
+        assert (self.keeper.deadline is not None) == bool(self.keeper._queue)
+
+
+def zlib_of(content: bytes) -> int:
+    import zlib
+
+    return zlib.crc32(content)
+
+
+TestTurns = Turns.TestCase
+
+
+def test_a_head_that_does_not_write_is_passed_over():
+    """The first one is stopped. The second one gets its turn, and the first one's late write is refused as old."""
+    keeper = Keeper()
+    for number in range(3):
+        keeper.hello(number, Hello(0, 1, "", owner(number)), 0, 0.0)
+    empty = msgspec.Raw(core.encode(Part(Section(owner(0)), (), 1)))
+    assert keeper.receive(0, Put(1, 0, empty), 0.0) == [(0, core.Turn(1))]
+    mine = msgspec.Raw(core.encode(Part(Section(owner(1)), (), 1)))
+    revision = keeper.known.revision
+    assert keeper.receive(1, Put(1, revision, mine), 0.0) == []
+    assert keeper.tick(core.TURN_SECONDS / 2) == []
+    assert keeper.tick(core.TURN_SECONDS) == [(1, core.Turn(1))]
+    assert keeper.receive(1, Put(2, revision, mine), 0.03) == [(1, Written(2, revision + 1))]
+    assert keeper.receive(0, Put(2, revision, empty), 0.03) == [(0, core.Turn(2))]
+
+
+def test_only_the_owner_fetches_an_answer_and_only_its_user_a_private_one():
+    keeper = Keeper()
+    for number in range(3):
+        keeper.hello(number, Hello(0, 1, "", owner(number)), number // 2, 0.0)
+    for whom in (1, 2):
+        keeper.receive(0, Keep(1, "answer", b"x", owner(whom).id, private=True), 0.0)
+    ask = core.Fetch(2, "answer", owner(0).id)
+    assert keeper.receive(1, ask, 0.0) == [(1, core.Content(2, {owner(0).id: b"x"}))]
+    assert keeper.receive(2, ask, 0.0) == [(2, core.Content(2, {}))]
+
+
+# -- the shared memory -----------------------------------------------------------------------------
+
+
+def test_a_page_is_read_whole_while_the_keeper_writes():
+    """A reader never sees pieces of two pages, and a client cannot write."""
+    writer = shared_book.Writer("test")
+    reader = shared_book.Reader(writer.descriptor)
+    with pytest.raises(shared_book.Torn):
+        reader.page()
+    ends = threading.Event()
+
+    def write() -> None:
+        revision = 0
+        while not ends.is_set():
+            revision += 1
+            content = revision.to_bytes(8, "big") * 5000
+            pieces = {key: shared_book.Piece(revision, content) for key in "ab"}
+            writer.write(revision, pieces)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    try:
+        until(reader.revision)
+        for _ in range(300):
+            with contextlib.suppress(shared_book.Torn):
+                page = reader.page()
+                for _, content in page.changed_since(0):
+                    assert content == page.revision.to_bytes(8, "big") * 5000
+    finally:
+        ends.set()
+        thread.join()
+    with pytest.raises(PermissionError):
+        mmap.mmap(writer.descriptor, 100)
+    with pytest.raises(PermissionError):
+        os.ftruncate(writer.descriptor, 10)
+    last = reader.revision()
+    with pytest.raises(ValueError, match="are the most"):
+        writer.write(last + 1, {"a": shared_book.Piece(1, bytes(shared_book.MOST_BYTES))})
+    assert reader.page().revision == last
+    reader.close()
+    writer.close()
+
+
+# -- the process -----------------------------------------------------------------------------------
+
+pytestmark = [pytest.mark.processes]
+
+
+@pytest.fixture
+def here(tmp_path, open_at):
+    """Opens the kept book as a new owner in this process. The keeper ends after the test."""
+    opened = []
+
+    def open_():
+        opened.append(open_at(f"keeper://{tmp_path}/kept"))
+        return opened[-1]
+
+    yield open_
+    for keeper in keepers(tmp_path):
+        keeper.kill()
+
+
+@pytest.fixture
+def other(tmp_path, notebook):
+    return lambda: notebook(f"keeper://{tmp_path}/kept")
+
+
+def keepers(directory) -> list[psutil.Process]:
+    """The keepers of ledgers in `directory`."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or [""]
+        if (
+            command[-1].startswith(f"{directory}/")
+            and "gpu_runtime.ledgers.keeper.server" in command
+        ):
+            found.append(process)
+    return found
+
+
+def keeper_of(one) -> psutil.Process:
+    """The process of the keeper that `one` is connected to."""
+    one.read()
+    return psutil.Process(one._wire.keeper_pid)
+
+
+def test_a_killed_keeper_loses_nothing(here, other):
+    """Four processes count while the keeper is killed again and again. No count is lost or made twice."""
+    one = here()
+    others = [other() for _ in range(4)]
+    for each in others:
+        each.send("[count(ledger) for _ in range(400)][-1]")
+    for _ in range(4):
+        keeper_of(one).kill()
+        count(one)
+    assert [each.answer() for each in others] == ["400"] * 4
+    assert one.read().sections[one.owner.id].counts == {"n": 4}
+
+
+def test_a_new_owner_finds_the_book_after_the_keeper_was_killed(here, other):
+    """The process that starts the next keeper knows nothing of the book. Another one has it, and is stopped."""
+    first = other()
+    assert first.run("put(ledger, 'qwen')") == "None"
+    first.signal(signal.SIGSTOP)
+    one = here()
+    keeper = keeper_of(one)
+    one.close()
+    keeper.kill()
+    assert names(here()) == ["qwen"]
+    first.signal(signal.SIGCONT)
+
+
+def test_a_stopped_keeper_is_replaced_and_reading_goes_on(here, monkeypatch):
+    monkeypatch.setattr(ledger, "HANGING_SECONDS", 0.5)
+    one = here()
+    put(one, "qwen")
+    before = keeper_of(one)
+    before.suspend()
+    assert names(one) == ["qwen"], "reading asks nobody"
+    put(one, "llama")
+    assert names(one) == ["llama"]
+    assert not before.is_running() or before.status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_death_of_an_owner_is_proven_at_once_and_wakes_others(here, other):
+    one, killed = here(), other()
+    killed.run("put(ledger, 'qwen')")
+    one.wait(0)
+    killed.kill()
+    assert one.wait(PATIENCE)
+    until(lambda: one.dead(one.read()) == {killed.id})
+    without(one, killed.id)
+    assert names(one) == []
+
+
+def test_a_closed_connection_is_no_death(here, other):
+    """A library closes all descriptors of a process. The process lives, and connects again by itself."""
+    one, closed = here(), other()
+    closed.run("put(ledger, 'qwen')")
+    closed.run("os.closerange(3, 100)")
+    assert one.dead(one.read()) == frozenset() and names(one) == ["qwen"]
+    assert closed.run("names(ledger)") == "['qwen']"
+    assert closed.run("count(ledger)") == "1"
+
+
+def test_the_death_of_a_parent_is_seen_although_its_child_lives(here, other):
+    """A forked child has the parent's connections open until it closes them."""
+    one, parent = here(), other()
+    parent.run("put(ledger, 'qwen')")
+    assert parent.run("in_a_child(ledger.read)") == "LedgerUnavailable"
+    parent.kill()
+    until(lambda: one.dead(one.read()) == {parent.id})
+
+
+def test_a_second_keeper_ends_at_once(here):
+    one = here()
+    arguments = [sys.executable, "-m", "gpu_runtime.ledgers.keeper.server", str(one.directory)]
+    assert subprocess.run(arguments, timeout=PATIENCE, check=False).returncode == 0
+    assert count(one) == 1
+
+
+def test_a_removed_directory_is_made_again(here):
+    """Everything beside the book can be deleted. The keeper is the same one, and the book too."""
+    import shutil
+
+    one = here()
+    put(one, "qwen")
+    keeper = keeper_of(one).pid
+    shutil.rmtree(one.directory.parent)
+    assert names(one) == ["qwen"]
+    until((one.directory / SOCKET).exists)
+    two = here()
+    assert names(two) == ["qwen"] and keeper_of(two).pid == keeper
+
+
+HOSTILE = {
+    "garbage": b"\xff" * 100,
+    "half a frame": struct.pack("<I", 1000) + b"x",
+    "a frame of 2 GiB": struct.pack("<I", 2 << 30),
+    "no greeting": frame(core.encode(Leave(1))),
+    "another version": frame(core.encode(Hello(1, 99, "", owner(1)))),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_client_harms_nobody(here, kind):
+    one = here()
+    hostile = socket.socket(socket.AF_UNIX)
+    with socket_path(one.directory, SOCKET) as path:
+        hostile.connect(path)
+    hostile.sendall(HOSTILE[kind])
+    assert count(one) == 1
+    hostile.close()
+    assert count(one) == 2
+
+
+def test_nobody_writes_in_anothers_name(here):
+    """The keeper takes the pid from the socket, and checks each section against it."""
+    one, two = here(), here()
+    put(one, "qwen")
+    theirs = core.encode(Part(Section(one.owner), (), 9))
+    reply = two._ask(Put(0, two._current().revision, msgspec.Raw(theirs)))
+    assert isinstance(reply, core.Refused) and "as its owner" in reply.why
+    claimed = replace(two.owner, pid=1)
+    wire = ledger._Wire(two.directory)
+    welcome = two._exchange(wire, Hello(0, core.PROTOCOL, "", claimed))
+    assert welcome.owner.pid == os.getpid()
+    wire.close()
+    assert names(one) == ["qwen"]
+
+
+def test_a_client_that_reads_nothing_is_disconnected(here):
+    one, deaf = here(), here()
+    deaf._keep("maps", ())
+    big = b"x" * (core.MOST_KEPT_BYTES - 100)
+    one._ask(Keep(0, "maps", big))
+    wire = deaf._wire
+    wire.socket.settimeout(PATIENCE)
+    with contextlib.suppress(OSError):
+        for number in range(50):
+            wire.send(core.Fetch(number, "maps"))
+    assert count(one) == 1
+    until(lambda: psutil.Process(one._wire.keeper_pid).memory_info().rss < 200 << 20)
+
+
+def test_the_keeper_ends_after_its_last_owner(here, monkeypatch):
+    one = here()
+    keeper = keeper_of(one)
+    one.close()
+    assert keeper.is_running()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        keeper.wait(PATIENCE)
+    assert not (one.directory / SOCKET).exists()
+
+
+def test_a_keeper_that_cannot_start_is_named(tmp_path, open_at, monkeypatch):
+    monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(ledger, "_spawn", lambda *_: subprocess.Popen(["false"]))
+    with pytest.raises(LedgerUnavailable, match="keeper.log"):
+        ledger.KeeperLedger(tmp_path / "kept", patience_seconds=0.5)
