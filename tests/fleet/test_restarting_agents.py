@@ -41,6 +41,7 @@ class FleetOf(Fleet):
 @pytest.fixture(autouse=True)
 def without_ray(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "ASK_AGAIN_SECONDS", 0.0)
+    monkeypatch.setattr(cluster, "_has_left", False)  # a test before may have left a real cluster
     monkeypatch.setattr(cluster, "my_job", lambda: "job")
     monkeypatch.setattr(cluster, "answer", lambda *_: True)
 

@@ -90,6 +90,7 @@ def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Fleet]:
     found = Fleet(tmp_path)
     monkeypatch.setenv("EVICTION_GRACE_SECONDS", "0")
     monkeypatch.setenv("GPU_POLICY", "lru")
+    monkeypatch.setattr(cluster, "_has_left", False)  # a test before may have left a real cluster
     monkeypatch.setattr(cluster, "stored", stored.get)
     monkeypatch.setattr(cluster, "store", stored.__setitem__)
     monkeypatch.setattr(cluster, "require_token", lambda: None)
