@@ -152,6 +152,15 @@ def _running() -> Iterator[Any]:
             _change.notify_all()
 
 
+def _forget_calls() -> None:
+    """In a forked child, the calls of the parent's threads do not run."""
+    global _calls
+    _calls = 0
+
+
+os.register_at_fork(after_in_child=_forget_calls)
+
+
 def call(method: Any, *args: Any, **kwargs: Any) -> Any:
     """Begins a call of the remote `method`. Returns its reference."""
     with _running():
