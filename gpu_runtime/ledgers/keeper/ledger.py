@@ -395,6 +395,8 @@ class KeeperLedger:
                 self._connected()
         with self._reading:
             reader, pieces = self._reader, self._pieces
+            if reader is None:  # another thread closed it just now
+                self._require_open()
             assert reader is not None
             if reader.revision() != pieces.revision:
                 following = pieces.copy()
@@ -589,6 +591,10 @@ class KeeperLedger:
                     self._exchange(wire, core.Leave(0))
             self._closed = True
             self._drop()
+        with self._reading:
+            reader, self._reader = self._reader, None
+            if reader is not None:
+                reader.close()
         self._bell.close()
         self._bell.close_here()
         with contextlib.suppress(OSError):  # a library has closed it
