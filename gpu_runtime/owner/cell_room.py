@@ -303,18 +303,18 @@ class Freed(NamedTuple):
 def make_room(session: Session, error: BaseException) -> Freed:
     """Evicts idle leases until there is room for the bytes that the out-of-memory `error` names.
 
-    If `error` names no size, all idle leases are evicted. Models of this process that left at the
+    Only leases on the card that `error` names leave. If it names no card, those on all cards do. If
+    `error` names no size, all these idle leases are evicted. Models of this process that left at the
     end of the cell's `with` block count as freed memory.
     """
     gone: tuple[Lease, ...] = getattr(error, "left", ())
-    wanted = bytes_wanted(error)
-    freed = sum(lease.bytes for lease in gone)
+    wanted, cards = bytes_wanted(error), _full_cards(session, error)
+    freed = sum(lease.bytes_on(card) for lease in gone for card in cards)
     left = [lease.name for lease in gone]
     if wanted and freed >= wanted:
         return Freed(freed, tuple(left))
     book = session.ledger.read()
     world = session.world(fresh=True)
-    cards = {device.id for device in session.probe.devices if not device.is_host}
     for lease in sorted(book.leases(), key=lambda lease: lease.last_used):
         here = sum(lease.bytes_on(card) for card in cards)
         why = reason_to_stay(lease, world, asker=session.me, importance=NORMAL)
@@ -340,6 +340,18 @@ def forget_frames(error: BaseException) -> None:
             traceback.clear_frames(current.__traceback__)
             pending += [current.__cause__, current.__context__]
     gc.collect()
+
+
+def _full_cards(session: Session, error: BaseException) -> set[str]:
+    """The card that the message of `error` or of its cause names; all cards if none is named."""
+    probe = session.probe
+    cards = [device.id for device in probe.devices if not device.is_host]
+    for one in filter(None, (error, error.__cause__)):
+        found = re.search(r"GPU (\d+) has|(simgpu:\d+) out of memory", str(one))
+        full = (found[2] or f"cuda:{found[1]}") if found else ""
+        if named := {card for card in cards if probe.place(card).torch == full}:
+            return named
+    return set(cards)
 
 
 def bytes_wanted(error: BaseException) -> int:

@@ -463,10 +463,10 @@ class Kernel:
 
     def exempt(self, never: bool) -> Outcome:
         """If `never` is true, brings the memory back and forbids parking. If false, allows parking."""
-        self._may_leave = not never
         resident = self.resident
         if never and resident is not None and resident.place is not Place.HERE:
             operations.preload(self._session, self._id())
+        self._may_leave = not never
         if resident is not None:
             resident.settle_at(replace(resident.lease, movable=self._may_leave))
             self._session.publish()

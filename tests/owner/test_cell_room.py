@@ -360,6 +360,20 @@ def test_a_cell_that_needs_its_peak_again_does_not_run_out_of_memory(cards):
     assert not rt.here("idle") and own(rt)["simgpu:0"] == kept.nbytes
 
 
+def test_room_is_made_on_the_card_that_is_full(cards):
+    """Bytes of another card are no use to the cell, and its models stay."""
+    rt, kernel = cards
+    rt.register("full", backend="fake", size="40MiB", devices=("simgpu:0",))
+    rt.register("elsewhere", backend="fake", size="50MiB", devices=("simgpu:1",))
+    rt.preload("elsewhere")
+    rt.preload("full")
+    error = torch.OutOfMemoryError("simgpu:0 out of memory. Tried to allocate 41943040 bytes; …")
+    assert "full stepped aside" in kernel.make_room(error)
+    assert rt.here("elsewhere") and not rt.here("full")
+    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 40.00 MiB. GPU 9 has …")
+    assert "elsewhere stepped aside" in kernel.make_room(error)
+
+
 def test_a_card_tells_the_peak_of_a_cell_after_which_no_count_was_made(cards):
     """A count is slow on a busy machine, and the next one is skipped. The allocator has the peak."""
     rt, kernel = cards

@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from gpu_runtime.backends.pytorch.memory_owner import ARRAY, FOREIGN
 from gpu_runtime.facts import HOST, Holdings, Staying, problems
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.names import Namespace, registered
-from gpu_runtime.owner import holdings, kernel_reading, maintenance
+from gpu_runtime.owner import holdings, kernel_reading, maintenance, operations
 from gpu_runtime.rendering import holders, views, words
 from gpu_runtime.units import MIB, show_bytes, show_seconds
 from tests import tiny_models
@@ -619,6 +620,19 @@ def test_a_notebook_may_be_exempt_from_parking(started, runtime, shared_book):
     assert rt.park("asked").done
     other.preload("m", timeout=PATIENCE)
     assert HOST in own(rt)
+
+
+def test_an_exemption_that_fails_changes_nothing(started, monkeypatch):
+    rt, kernel = started(devices="sim:64MiB,host:4GiB")
+    keep(kernel, torch.randn(16 * FLOATS))
+    rt.park()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(operations, "preload", Mock(side_effect=KeyboardInterrupt))
+        rt.park("never")
+    rt.restore("kernel")
+    keep(kernel, None)
+    keep(kernel, torch.randn(16 * FLOATS))
+    assert kernel.resident.lease.movable and rt.park().done
 
 
 @pytest.fixture
