@@ -85,6 +85,7 @@ def test_a_killed_redis_loses_no_acknowledged_write(open_at, fsync):
             before = newest[0]
             server.start()
             assert ledger.read().sections[ledger.owner.id].counts["n"] >= before > 0
+            until(lambda before=before: newest[0] > before, "the writer goes on")
         ended.set()
         writer.join(PATIENCE)
         assert newest[0] > before
