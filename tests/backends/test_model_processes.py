@@ -89,9 +89,16 @@ def test_a_lost_context_is_that_of_the_model_s_process_alone(rt):
         pids = other._engine.pids
     with pytest.raises(RuntimeError, match="device-side assert"), rt.use("qwen") as model:
         list(model.stream(fail))
-    with rt.use("other") as again, rt.use("qwen") as model:
+
+    def answers() -> bool:
+        """Whether the process of qwen answers. The one that failed may have taken the call before its end."""
+        with contextlib.suppress(EngineDied), rt.use("qwen") as model:
+            return ask(model, (), 1) == 1
+        return False
+
+    until(answers, "its process is started again")
+    with rt.use("other") as again:
         assert again._engine.pids == pids
-        assert ask(model, (), 1) == 1, "its process was started again"
 
 
 def test_a_killed_process_starts_again_where_its_model_was_moved(rt):
