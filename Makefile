@@ -32,8 +32,9 @@ OTHER_FLAVOUR := $(filter-out %-$(FLAVOUR),$(wildcard $(VENV)/.installed-* $(VEN
 # Without these plugins a process starts two seconds earlier.
 LEAN := -p no:nbval -p no:schemathesis -p no:xdist
 CHECK := -m "not processes and not thorough and not soak" --hypothesis-profile=quick
-# These folders take half of the time. Most of their tests need torch and transformers.
-MODELS := tests/backends tests/owner tests/serving
+# Each takes a third of the time. Most tests of the first two need torch and transformers.
+MODELS := tests/backends tests/serving
+OWNER := tests/owner
 # What runs on a card: the Python of $(VENV) if it is made. Else python3, where it has torch for CUDA and all other packages
 # already: then nothing is installed. Else that of GPU_VENV, without llama.cpp, whose build with nvcc may take more than half
 # an hour. `make gpu PYTHON=PATH` names another Python.
@@ -87,15 +88,18 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-# Two processes, each with its own folders. The workers of one run would each import all tests.
+# Three processes, each with its own folders. The workers of one run would each import all tests.
 check: $(STAMP)
-	@$(MAKE) --no-print-directory -j3 -O lint check-models check-rest
+	@$(MAKE) --no-print-directory -j4 -O lint check-models check-owner check-rest
 
 check-models: $(STAMP)
 	$(BIN)/python -m pytest -q $(LEAN) $(CHECK) $(MODELS)
 
+check-owner: $(STAMP)
+	$(BIN)/python -m pytest -q $(LEAN) $(CHECK) $(OWNER)
+
 check-rest: $(STAMP)
-	$(BIN)/python -m pytest -q $(LEAN) $(CHECK) $(addprefix --ignore=,$(MODELS)) tests
+	$(BIN)/python -m pytest -q $(LEAN) $(CHECK) $(addprefix --ignore=,$(MODELS) $(OWNER)) tests
 
 # One run for all. Five workers on two cores: the tests with processes wait for half of their time.
 # With loadfile, a run that replaces a crashed worker waits for ever. So a crash ends the run, and names the test.
