@@ -48,15 +48,22 @@ def quiet():
 
 @pytest.fixture
 def started(runtime, quiet):
-    """Makes a runtime and its kernel. Garbage of earlier tests is collected first, so that no other tensors count."""
+    """Makes a runtime and its kernel. Garbage of earlier tests is collected first, so that no other tensors count.
+
+    What `keep` gave a kernel ends with the test, also if a thread that ends later still has the kernel.
+    """
     gc.collect()
+    kernels = []
 
     def start(**settings):
         settings.setdefault("monitor", False)
         rt = runtime(**settings)
-        return rt, rt.attach_kernel(quiet)
+        kernels.append(rt.attach_kernel(quiet))
+        return rt, kernels[-1]
 
-    return start
+    yield start
+    for kernel in kernels:
+        vars(kernel).pop("kept_by_the_test", None)
 
 
 @pytest.fixture
