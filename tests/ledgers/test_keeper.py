@@ -151,6 +151,24 @@ def test_a_head_that_does_not_write_is_passed_over():
     assert keeper.receive(0, Put(2, revision, empty), 0.03) == [(0, core.Turn(2))]
 
 
+def test_a_book_that_does_not_fit_its_page_is_refused_and_may_shrink():
+    """The keeper ended, and its successor too, because each writer tried again."""
+    keeper, size = Keeper(), core.MOST_PART_BYTES - 1000
+    for number in range(5):
+        keeper.hello(number, Hello(0, 1, "", owner(number)), 0, 0.0)
+
+    def write(number: int, bytes_: int) -> object:
+        section = Section(owner(number), counts={"n" * bytes_: 1})
+        part = msgspec.Raw(core.encode(Part(section, (), 1)))
+        [(_, reply), *_] = keeper.receive(number, Put(1, keeper.known.revision, part), 0.0)
+        return reply
+
+    replies = [write(number, size) for number in range(5)]
+    assert [type(reply) for reply in replies] == [Written] * 3 + [core.Refused] * 2
+    assert "are the most" in replies[-1].why
+    assert isinstance(write(0, 10), Written) and isinstance(write(4, size), Written)
+
+
 def test_only_the_owner_fetches_an_answer_and_only_its_user_a_private_one():
     keeper = Keeper()
     for number in range(3):

@@ -7,6 +7,7 @@ messages to connections. The laws of a write are in `invariants.py`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from operator import attrgetter
 from typing import Any, dataclass_transform
 
 import msgspec
@@ -15,12 +16,14 @@ from msgspec.structs import replace
 from ...errors import LedgerRefused
 from ...facts import Book, Owner, Section, Ticket
 from ..invariants import refuse_unlawful
-from ..page_parts import MOST_PART_BYTES, UNREADABLE
+from ..page_parts import MOST_PART_BYTES, UNREADABLE, same_objects
 from ..pages import Shared
-from .shared_book import Page, Piece
+from .shared_book import MOST_BYTES, Page, Piece
 
 PROTOCOL = 1
 TURN_SECONDS = 0.02  # how long the connection with the turn may take for its write
+# Of all owners' parts; the rest of a page is for its index, and for owners that come and end.
+MOST_BOOK_BYTES = MOST_BYTES - (1 << 20)
 MOST_KEPT_BYTES = 1 << 20  # of one owner's maps, names or answers
 NOTHING = msgspec.Raw(b"\xc0")
 SHARED, STATE = "shared", "state"  # keys of pieces; every other key is an owner's id
@@ -214,15 +217,18 @@ def book_of(parts: Mapping[str, Part], shared: Shared, state: State) -> Book:
     return Book(sections=sections, tickets=tickets, **facts)
 
 
+_facts_of = attrgetter(*Shared.__struct_fields__)
+_NO_PIECE = Piece(0, b"")
+
+
 # -- the keeper ------------------------------------------------------------------------------------
 
 
 class Member(msgspec.Struct):
-    """An owner that is or was connected."""
+    """A living owner that has connected."""
 
     owner: Owner
     uid: int
-    connections: int = 0  # open ones that are not bells
     signed_at: float = 0.0
 
 
@@ -267,7 +273,6 @@ class Keeper:
             self._bells[connection] = owner.id
         else:
             member = self.members.setdefault(owner.id, Member(owner, uid))
-            member.connections += 1
             member.signed_at = now
             self._by_connection[connection] = owner.id
             state = self.known.state
@@ -282,9 +287,7 @@ class Keeper:
         """A connection was closed. The owner's bytes stay claimed: a closed connection proves no death."""
         self._bells.pop(connection, None)
         self._numbers.pop(connection, None)
-        id = self._by_connection.pop(connection, None)
-        if id in self.members:
-            self.members[id].connections -= 1
+        self._by_connection.pop(connection, None)
         return self._out_of_queue(connection, now)
 
     def died(self, ids: Iterable[str]) -> Answers:
@@ -412,6 +415,12 @@ class Keeper:
             state = replace(state, queue=queue, dead=dead)
         new = book_of(parts, shared, state)
         refuse_unlawful(known.book, new, me, lambda book: self._dead(put.declared))
+        others = [piece.content for key, piece in self.pieces.items() if key != me]
+        size = sum(map(len, others)) + len(put.part) + len(put.shared)
+        if size > MOST_BOOK_BYTES and len(put.part) > len(self.pieces.get(me, _NO_PIECE).content):
+            raise ValueError(
+                f"the book would take {size} bytes, and {MOST_BOOK_BYTES} are the most"
+            )
         contents = {me: bytes(put.part)}
         if changed_facts:
             contents[SHARED] = bytes(put.shared)
@@ -453,13 +462,8 @@ def changed(old: Book, new: Book, me: str) -> dict[str, Any]:
     fields: dict[str, Any] = {}
     if new.tickets is not old.tickets:
         fields["queue"] = tuple([ticket.key for ticket in new.tickets])
-    facts = [getattr(new, name) for name in Shared.__struct_fields__]
-    if any(
-        now is not before
-        for now, before in zip(
-            facts, [getattr(old, name) for name in Shared.__struct_fields__], strict=True
-        )
-    ):
+    facts, before = _facts_of(new), _facts_of(old)
+    if not same_objects(facts, before):
         fields["shared"] = msgspec.Raw(encode(Shared(*facts)))
     removed = old.owner_ids() - new.owner_ids() - {me}
     if removed:
