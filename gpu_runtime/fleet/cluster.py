@@ -120,16 +120,37 @@ def _open() -> None:
     atexit.register(leave)
 
 
+class _EndingCore:
+    """Ray's core while it disconnects. It counts no references."""
+
+    def __init__(self, core: Any) -> None:
+        self._core = core
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._core, name)
+
+    def remove_object_ref_reference(self, reference: Any) -> None:
+        """Does nothing."""
+
+    def remove_actor_handle_reference(self, actor: Any) -> None:
+        """Does nothing."""
+
+
 def leave() -> None:
     """Disconnects this process from the cluster, after the calls that run in other threads have
     ended. Calls that wait end at once with Left.
 
     Ray frees memory that its calls in other threads still read, and the process dies by SIGSEGV.
+    Ray also ends the process if another thread frees a reference while Ray's core disconnects, so
+    the core counts no references from now on.
     """
     global _has_left
     with _change:
         _has_left = True
         _change.wait_for(lambda: not _calls, ANSWER_SECONDS)
+    worker = ray()._private.worker.global_worker
+    if hasattr(worker, "core_worker"):
+        worker.core_worker = _EndingCore(worker.core_worker)
     ray().shutdown()
 
 

@@ -336,6 +336,18 @@ def test_the_pins_of_a_killed_driver_end(empty, hosts):
 
 BUSY_THREADS = """
 import threading
+import ray
+
+def free():
+    while kept:
+        kept.pop()
+
+kept = [ray.put(0) for _ in range(20_000)]
+freeing = threading.Thread(target=free)
+freeing.start()
+fleet.close()
+freeing.join()
+fleet = gpu_runtime.fleet(ADDRESS)
 
 def ask():
     try:
