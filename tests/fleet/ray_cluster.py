@@ -23,6 +23,7 @@ PATHS = [
 ENVIRONMENT = drill.ENVIRONMENT | {
     "EVICTION_GRACE_SECONDS": "0",  # an idle model leaves at once
     "GPU_RELIEF": "never",  # what leaves, leaves for a request by name
+    "RAY_health_check_timeout_ms": "5000",  # a node of a busy machine is slow, not dead
     "PYTHONPATH": os.pathsep.join(PATHS),
 }
 
