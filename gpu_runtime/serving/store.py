@@ -66,9 +66,9 @@ class Store:
         """
         return self._claim is not None
 
-    def add_usage(self, rows: Iterable[UsageRow]) -> None:
-        """Adds the calls and tokens in `rows`. An error is logged."""
-        self._write(_ADD, list(rows))
+    def add_usage(self, rows: Iterable[UsageRow]) -> bool:
+        """Adds the calls and tokens in `rows`. Returns False, and logs, if the write fails."""
+        return self._write(_ADD, list(rows))
 
     def usage(self, since: str) -> list[UsageRow]:
         """The rows of usage from the day `since` on. A day has the form 2026-01-31."""
@@ -104,12 +104,14 @@ class Store:
                 os.close(self._claim)
                 self._claim = None
 
-    def _write(self, statement: str, rows: list[Any]) -> None:
+    def _write(self, statement: str, rows: list[Any]) -> bool:
         try:
             with self._lock, self._db:
                 self._db.executemany(statement, rows)
+            return True
         except sqlite3.Error as error:  # a full disk must not end an answer
             log.warning("usage or a job could not be written: %s", error)
+            return False
 
     @staticmethod
     def _open(name: str) -> sqlite3.Connection:

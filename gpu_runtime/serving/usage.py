@@ -32,9 +32,8 @@ class Usage:
 
     def add(self, client: str, facts: dict[str, Any]) -> None:
         """Counts one call of the visitor `client`. `facts` are the facts of the call in the request log."""
-        counts = self._new.setdefault((self._day(0), client, facts["model"]), [0, 0, 0])
-        for at, count in enumerate((1, facts["prompt_tokens"], facts["completion_tokens"])):
-            counts[at] += count
+        place = (self._day(0), client, facts["model"])
+        self._count(place, 1, facts["prompt_tokens"], facts["completion_tokens"])
         if self._store is not None and self._writing is None:
             self._writing = asyncio.ensure_future(self._write_soon())
 
@@ -74,8 +73,18 @@ class Usage:
     async def _write(self) -> None:
         rows, store = self._rows(), self._store
         self._new.clear()
-        if rows and store is not None:
-            await in_thread(lambda: store.add_usage(rows))
+        if rows and store is not None and not await in_thread(lambda: store.add_usage(rows)):
+            for (
+                day,
+                client,
+                model,
+                *counts,
+            ) in rows:  # such as a full disk: written with the next call
+                self._count((day, client, model), *counts)
+
+    def _count(self, place: _Place, *counts: int) -> None:
+        known = self._new.get(place, [0, 0, 0])
+        self._new[place] = [a + b for a, b in zip(known, counts, strict=True)]
 
     def _rows(self) -> list[UsageRow]:
         return [(*place, *counts) for place, counts in self._new.items()]  # type: ignore[misc]

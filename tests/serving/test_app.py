@@ -3,6 +3,7 @@
 import asyncio
 import json
 import os
+import time
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -427,13 +428,19 @@ def test_metrics_count_allocator_retries_and_out_of_memory_errors(rt, monkeypatc
     assert sum(name == "gpu_allocator_retries_total" for name, *_ in figures) == 1
 
 
-def test_counters_include_all_events_between_two_scrapes(rt):
+@pytest.mark.parametrize("pause", [0.0, 7200.0])
+def test_counters_include_all_events_between_two_scrapes(rt, monkeypatch, pause):
+    """Also after a pause, in which a fixed period of one hour would end."""
+    began = time.time() - pause
+    monkeypatch.setattr(rt._session, "wall", lambda: began)
     http = client(rt)
+    monkeypatch.setattr(rt._session, "wall", lambda: began + 1)
     rt.register("a", backend="fake", size="6GiB")
     before = samples(http.get("/metrics").text)
     for _ in range(30):  # more than a status contains
         rt.preload("a")
         rt.evict("a")
+    monkeypatch.undo()
     after = samples(http.get("/metrics").text)
     assert after["gpu_evictions_by_reason_total", "evict", "offloaded"] == 30
     assert after["gpu_evictions_total",] - before.get(("gpu_evictions_total",), 0) == 30

@@ -98,6 +98,20 @@ async def test_servers_side_by_side_add_to_one_file(path):
     assert os.stat(path).st_mode & 0o777 == 0o600
 
 
+async def test_usage_of_a_failed_write_is_written_later(path):
+    """The disk was full for one write. Those calls were lost."""
+    store = Store(path)
+    usage = Usage(store)
+    usage.add("ann", facts("qwen", 5, 2))
+    store.close()
+    await usage.close()
+    usage._store = store = Store(path)
+    usage.add("ann", facts("qwen", 1, 1))
+    await usage.close()
+    assert [row[2:] for row in store.usage("2000-01-01")] == [("qwen", 2, 6, 3)]
+    store.close()
+
+
 def test_a_file_that_cannot_be_used_does_not_stop_the_server(path, caplog):
     path.write_bytes(b"no database" * 200)
     store = Store(path)

@@ -85,6 +85,7 @@ class Child:
         """
         self.log = log
         with open(log, "ab") as file:
+            self._log_began = file.tell()  # a log may begin with the output of an earlier child
             self._popen: subprocess.Popen[bytes] = _in_starter_thread(
                 lambda: subprocess.Popen(
                     command,
@@ -147,11 +148,11 @@ class Child:
             os.killpg(self.pid, number)
 
     def tail(self) -> str:
-        """The last TAIL_BYTES of the child's log; empty if the log cannot be read."""
+        """The last TAIL_BYTES of the child's output; empty if the log cannot be read."""
         # An unreadable log is ignored: its text only explains an error that is raised anyway.
         with contextlib.suppress(OSError), open(self.log, "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            file.seek(max(0, size - TAIL_BYTES))
+            file.seek(max(self._log_began, size - TAIL_BYTES))
             return file.read().decode("utf-8", "replace")
         return ""
 

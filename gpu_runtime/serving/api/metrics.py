@@ -8,6 +8,7 @@ that the journal records after the start of this server.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -123,7 +124,7 @@ class Metrics(Scraped):
 
     def _count_new_events(self) -> None:
         with self._lock:
-            history = self._rt.history("1h", 2).events
+            history = self._rt.history(max(60.0, time.time() - self._seen[0] + 60.0), 2).events
             new = [event for event in history if (event.wall, event.seq) > self._seen]
             for event in new:
                 self._count(event)
