@@ -156,6 +156,22 @@ def test_the_cache_has_the_engine_s_own_name_of_its_dtype(installed, given):
     assert served["OLLAMA_KV_CACHE_TYPE"] == "f16"
 
 
+@pytest.mark.parametrize(
+    ("source", "listed", "problem"),
+    [
+        ("qwen3", "qwen3:latest", ""),
+        ("box:5000/me/qwen3", "box:5000/me/qwen3:latest", ""),
+        ("qwen3:8b", "qwen3:8b", ""),
+        ("qwen3", "qwen3:8b", "Ollama does not list it as loaded"),
+    ],
+)
+def test_ollama_lists_a_name_without_a_tag_as_the_latest(source, listed, problem):
+    """It looked like a model that was not loaded, and its server was restarted."""
+    loaded = {"models": [{"name": listed, "size": 4, "size_vram": 4}]}
+    wanted = order("ollama", source=source)._replace(simulated=False)
+    assert recipe("ollama").misplaced(wanted, lambda *_: (200, loaded)) == problem
+
+
 def test_a_cache_that_ollama_has_not_is_refused(installed):
     with pytest.raises(BadSetting, match="f16, q8_0, q4_0 with Ollama"):
         recipe("ollama").command(order("ollama", cache_dtype="bfloat16"))

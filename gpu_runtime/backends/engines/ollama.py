@@ -130,12 +130,15 @@ class Ollama(Recipe):
 
 
 def _running_model(name: str, send: SendRequest) -> dict[str, Any] | None:
-    """The entry of the loaded model `name` in `/api/ps`, or None."""
+    """The entry of the loaded model `name` in `/api/ps`, or None. Ollama adds `:latest` to a name
+    without a tag.
+    """
+    tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
     status, answer = send("GET", "/api/ps", None)
     if status != 200 or not isinstance(answer, dict):
         return None
     for entry in answer.get("models", ()):
-        if name in (entry.get("name"), entry.get("model")):
+        if tagged in (entry.get("name"), entry.get("model")):
             return entry
     return None
 
