@@ -145,11 +145,11 @@ PRIVATE = Access()
 
 def access_to(directory: Path) -> Access:
     """The access rights of the ledger that is or contains `directory`; PRIVATE if not shared."""
-    root = _shared_root(directory)
+    root = shared_root(directory)
     return PRIVATE if root is None else Access((root / MARK).lstat().st_gid)
 
 
-def _shared_root(directory: Path) -> Path | None:
+def shared_root(directory: Path) -> Path | None:
     """The directory of the shared ledger that is or contains `directory`; None if not shared."""
     for place in (directory, *directory.parents[: _LEVELS - 1]):
         try:
@@ -195,7 +195,7 @@ def journals_in(ledger: Path) -> JournalPlace:
     reads some files beside a database as part of the database. So another user who could write to
     the directory could change the journal.
     """
-    root = _shared_root(ledger)
+    root = shared_root(ledger)
     if root is None:
         return JournalPlace(ledger / "journal.db", None)
     world = "-".join(ledger.relative_to(root).parts)  # of simulated devices; empty for real ones

@@ -43,6 +43,9 @@ class Turns(RuleBasedStateMachine):
         self.keeper, self.now = Keeper(), 0.0
         self.acknowledged: dict[int, int] = {}  # connection -> GiB of its lease
         self.waiting: dict[int, tuple[int, int]] = {}  # connection -> number of its put, and GiB
+        self.turns: dict[
+            int, int
+        ] = {}  # connection -> the number of the last request that got the turn
         self.numbers = 0
         for number in range(4):
             self.take(self.keeper.receive(number, Leave(0), self.now))  # unknown: refused
@@ -54,7 +57,11 @@ class Turns(RuleBasedStateMachine):
             waiting = self.waiting.get(connection)
             if isinstance(reply, Written) and waiting and reply.number == waiting[0]:
                 self.acknowledged[connection] = waiting[1]
-            if not isinstance(reply, core.Rung) and waiting and reply.number == waiting[0]:
+            if isinstance(reply, core.Rung | core.Soon):
+                continue
+            if isinstance(reply, core.Turn):
+                self.turns[connection] = reply.number
+            if waiting and reply.number == waiting[0]:
                 del self.waiting[connection]
 
     def write(self, connection, gib, limit=0, behind=0):
@@ -75,6 +82,20 @@ class Turns(RuleBasedStateMachine):
     def put(self, connection, gib, behind):
         if connection not in self.waiting:
             self.write(connection, gib, behind=behind)
+
+    @rule(connection=st.integers(0, 3))
+    def want(self, connection):
+        if connection not in self.waiting:
+            self.numbers += 1
+            self.waiting[connection] = (self.numbers, 0)
+            self.take(self.keeper.receive(connection, core.Want(self.numbers), self.now))
+
+    @rule(connection=st.integers(0, 3))
+    def give_back(self, connection):
+        """Also a turn that has ended, while the connection waits for another one."""
+        if connection in self.turns:
+            back = core.Pass(self.turns[connection])
+            self.take(self.keeper.receive(connection, back, self.now))
 
     @rule(seconds=st.sampled_from([0.001, core.TURN_SECONDS, 1.0]))
     def pass_time(self, seconds):
@@ -100,7 +121,7 @@ class Turns(RuleBasedStateMachine):
     def a_page_has_the_whole_book(self):
         """The next keeper goes on with this page."""
         entries = tuple(
-            shared_book.Entry(key, piece.revision, len(piece.content), zlib_of(piece.content))
+            shared_book.Entry(key, piece.revision, len(piece.content))
             for key, piece in self.keeper.pieces.items()
         )
         whole = b"".join(piece.content for piece in self.keeper.pieces.values())
@@ -108,6 +129,7 @@ class Turns(RuleBasedStateMachine):
         read = core.Pieces()
         read.follow(page)
         assert read.book == self.keeper.known.book
+        assert len(whole) == self.keeper._bytes
 
     @invariant()
     def what_was_acknowledged_is_in_the_book(self):
@@ -126,12 +148,6 @@ class Turns(RuleBasedStateMachine):
         assert (self.keeper.deadline is not None) == bool(self.keeper._queue)
 
 
-def zlib_of(content: bytes) -> int:
-    import zlib
-
-    return zlib.crc32(content)
-
-
 TestTurns = Turns.TestCase
 
 
@@ -144,11 +160,14 @@ def test_a_head_that_does_not_write_is_passed_over():
     assert keeper.receive(0, Put(1, 0, empty), 0.0) == [(0, core.Turn(1))]
     mine = msgspec.Raw(core.encode(Part(Section(owner(1)), (), 1)))
     revision = keeper.known.revision
-    assert keeper.receive(1, Put(1, revision, mine), 0.0) == []
+    assert keeper.receive(1, Put(1, revision, mine), 0.0) == [(1, core.Soon(1))]
+    assert keeper.receive(2, core.Want(1), 0.0) == []
     assert keeper.tick(core.TURN_SECONDS / 2) == []
-    assert keeper.tick(core.TURN_SECONDS) == [(1, core.Turn(1))]
-    assert keeper.receive(1, Put(2, revision, mine), 0.03) == [(1, Written(2, revision + 1))]
-    assert keeper.receive(0, Put(2, revision, empty), 0.03) == [(0, core.Turn(2))]
+    assert keeper.tick(core.TURN_SECONDS) == [(1, core.Turn(1)), (2, core.Soon(1))]
+    written, turn = keeper.receive(1, Put(2, revision, mine), 0.03)
+    assert written == (1, Written(2, revision + 1, True)) and turn == (2, core.Turn(1))
+    assert keeper.receive(0, Put(2, revision, empty), 0.03) == [(0, core.Soon(2))]
+    assert keeper.receive(2, core.Pass(1), 0.03) == [(0, core.Turn(2))]
 
 
 def test_a_book_that_does_not_fit_its_page_is_refused_and_may_shrink():

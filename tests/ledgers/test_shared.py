@@ -9,7 +9,10 @@ import os
 import pwd
 import re
 import shutil
+import socket
 import stat
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -54,6 +57,7 @@ class Box:
     def __init__(self, root: Path) -> None:
         self.root, self.ledger, self.config = root, root / "ledger", root / "config.toml"
         self.people: list[Person] = []
+        self.scheme = "sqlite"
         init(str(self.ledger), GROUP, str(self.config))
 
     def configure(self, more: str) -> None:
@@ -87,7 +91,7 @@ class Box:
 
     @property
     def url(self) -> str:
-        return f"sqlite://{self.world()}"
+        return f"{self.scheme}://{self.world()}"
 
     def world(self) -> Path:
         return self.ledger / "sim-1x8.0GiB-host32.0GiB"
@@ -113,6 +117,76 @@ def box(users: None) -> Iterator[Box]:
 
 
 # Sharing
+
+
+class Service:
+    """The keeper as root's service, with a stand-in for systemd that keeps the book's descriptor."""
+
+    def __init__(self, box: Box) -> None:
+        self.ledger, self.address = box.world(), str(box.root / "notify")
+        self.systemd = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
+        self.systemd.bind(self.address)
+        self.systemd.settimeout(PATIENCE)
+        self.kept: list[int] = []
+        self.start()
+
+    def start(self) -> None:
+        command = [sys.executable, "-m", "gpu_runtime.ledgers.keeper.server"]
+        self.process = subprocess.Popen(
+            [*command, "--ledger", str(self.ledger)],
+            env={**os.environ, "NOTIFY_SOCKET": self.address},
+            pass_fds=self.kept,
+        )
+        while (said := socket.recv_fds(self.systemd, 1000, 1))[0] != b"READY=1":
+            self.kept += said[1]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait()
+
+    def close(self) -> None:
+        self.kill()
+        self.systemd.close()
+        for descriptor in self.kept:
+            os.close(descriptor)
+
+
+@pytest.fixture
+def service(box: Box) -> Iterator[Service]:
+    made = Service(box)
+    box.scheme = "keeper"
+    yield made
+    made.close()
+
+
+def test_members_share_the_book_of_a_service(box, service):
+    """Root's keeper knows each member by the socket, and systemd keeps the book while it restarts."""
+    ann, bob = box.writer(ANN, claims=BOB), box.writer(BOB)
+    ann.run("put(ledger, 'qwen')")
+    assert bob.run("names(ledger)") == "['qwen']"
+    assert bob.run("[s.owner.user for s in ledger.read().sections.values()]") == f"['{ANN}']"
+    ann.kill()
+    service.kill()
+    service.start()
+    assert bob.run("names(ledger)") == "['qwen']"
+    assert bob.run("len(ledger.dead(ledger.read()))") == "1"
+
+
+def test_a_member_starts_no_keeper_and_trusts_none_of_another_member(box, service):
+    """The socket's name is in a directory that all members write."""
+    service.kill()
+    bob = box.person(BOB)
+    reply = bob.run(f"KeeperLedger(Path({str(box.world())!r}), patience_seconds=0.3)")
+    assert "it does not run, and root must start it" in reply and "--ledger" in reply
+    squatter = box.person(ANN)
+    boot = box.boot()
+    squatter.run(f"import socket, os; os.unlink('{boot}/keeper.sock')")
+    squatter.run("squat = socket.socket(socket.AF_UNIX)")
+    squatter.run(
+        f"squat.bind('{boot}/keeper.sock'), os.chmod('{boot}/keeper.sock', 0o777), squat.listen()"
+    )
+    reply = bob.run(f"open_ledger({box.url!r})")
+    assert f"it is run by {ANN}, and the ledger is root's" in reply
 
 
 def test_members_lease_recall_and_reap_across_users(box):

@@ -71,14 +71,27 @@ class Put(Message):
     declared: tuple[str, ...] = ()  # owners that a person declared dead
 
 
+class Want(Message):
+    """Asks for the turn, before the owner decides what to write."""
+
+
+class Pass(Message):
+    """The owner writes nothing in the turn that its request `number` got. There is no reply."""
+
+
 class Written(Message):
     """The write is in the book, as the page `revision`."""
 
     revision: int
+    others_wait: bool = False  # then the next write asks for its turn first
+
+
+class Soon(Message):
+    """The connection has the next turn. A client that reads the book now decides sooner in its turn."""
 
 
 class Turn(Message):
-    """The write was decided on an older page. The connection now has the turn to write again."""
+    """The connection has the turn: a write that is decided on the page of now is taken."""
 
 
 class Refused(Message):
@@ -130,8 +143,8 @@ class Leave(Message):
     """This owner ends. It counts as dead when the reply has come."""
 
 
-Request = Hello | Put | Keep | Fetch | Ring | Sign | Leave
-Reply = Welcome | Written | Turn | Refused | Content | Rung
+Request = Hello | Put | Want | Pass | Keep | Fetch | Ring | Sign | Leave
+Reply = Welcome | Written | Soon | Turn | Refused | Content | Rung
 
 
 class Part(msgspec.Struct, array_like=True, frozen=True, gc=False):
@@ -173,7 +186,7 @@ class Pieces:
         self.book = Book()
 
     def follow(self, page: Page) -> None:
-        """Takes over a newer `page`. Raises Torn, and one of UNREADABLE."""
+        """Takes over a newer `page`. Raises one of UNREADABLE."""
         if page.revision == self.revision:
             return
         parts = {entry.key: self.parts.get(entry.key) for entry in page.entries}
@@ -242,6 +255,7 @@ class Keeper:
         """A keeper with an empty book."""
         self.known = Pieces()
         self.pieces: dict[str, Piece] = {}
+        self._bytes = 0  # of all pieces
         self.members: dict[str, Member] = {}  # the living
         self._by_connection: dict[int, str] = {}
         self._bells: dict[int, str] = {}
@@ -254,8 +268,10 @@ class Keeper:
     def adopt(self, page: Page, living: Mapping[str, str], dead: Iterable[str]) -> None:
         """Goes on with the `page` of an earlier keeper. `living` maps owner ids to users."""
         self.known.follow(page)
-        entries = dict(page.changed_since(0))
-        self.pieces = {key: Piece(page.revision, content) for key, content in entries.items()}
+        self.pieces = {
+            key: Piece(page.revision, bytes(content)) for key, content in page.changed_since(0)
+        }
+        self._bytes = sum([len(piece.content) for piece in self.pieces.values()])
         state = replace(self.known.state, living=dict(living), dead=tuple(sorted(dead)))
         self._publish(self.known.parts, self.known.shared, state, {})
 
@@ -316,6 +332,11 @@ class Keeper:
             return [(bell, Rung(0)) for bell, id in self._bells.items() if id in message.owners]
         if isinstance(message, Put):
             return self._take_put(connection, me, message, now)
+        if isinstance(message, Want):
+            return self._queue_up(connection, message.number, now)
+        if isinstance(message, Pass):
+            is_current = self._numbers.get(connection) == message.number
+            return self._out_of_queue(connection, now) if is_current else []
         if isinstance(message, Keep):
             return [(connection, self._keep(me, message))]
         if isinstance(message, Fetch):
@@ -351,19 +372,13 @@ class Keeper:
     # Turns
 
     def _take_put(self, connection: int, me: str, put: Put, now: float) -> Answers:
-        queue = self._queue
-        if queue and queue[0] != connection:  # others wait, so this one waits too
-            if connection not in queue:
-                queue.append(connection)
-            self._numbers[connection] = put.number
-            return []
-        if put.revision != self.known.revision:
-            self._numbers[connection] = put.number
-            if not queue:
-                queue.append(connection)
-            return self._give_turn(now)
+        others_first = bool(self._queue) and self._queue[0] != connection
+        if others_first or put.revision != self.known.revision:
+            return self._queue_up(connection, put.number, now)
         try:
-            reply: Reply = self._write(me, put)
+            self._write(me, put)
+            others_wait = len(self._queue) > 1
+            reply: Reply = Written(put.number, self.known.revision, others_wait)
         except LedgerRefused as error:
             reply = Refused(put.number, error.facts["why"])
         except UNREADABLE as error:
@@ -372,19 +387,31 @@ class Keeper:
             reply = Refused(put.number, str(error))
         return [(connection, reply), *self._out_of_queue(connection, now)]
 
+    def _queue_up(self, connection: int, number: int, now: float) -> Answers:
+        """The request `number` gets the turn after all connections that came before."""
+        self._numbers[connection] = number
+        if connection not in self._queue:
+            self._queue.append(connection)
+        if self._queue[0] == connection:
+            return self._give_turn(now)
+        return self._soon() if self._queue[1] == connection else []
+
     def _give_turn(self, now: float) -> Answers:
         if not self._queue:
             return []
         self._turn_ends = now + TURN_SECONDS
         head = self._queue[0]
-        return [(head, Turn(self._numbers.get(head, 0)))]
+        return [(head, Turn(self._numbers.get(head, 0))), *self._soon()]
+
+    def _soon(self) -> Answers:
+        return [(next, Soon(self._numbers.get(next, 0))) for next in self._queue[1:2]]
 
     def _out_of_queue(self, connection: int, now: float) -> Answers:
         if connection not in self._queue:
             return []
         was_head = self._queue[0] == connection
         self._queue.remove(connection)
-        return self._give_turn(now) if was_head else []
+        return self._give_turn(now) if was_head else self._soon()
 
     def tick(self, now: float) -> Answers:
         """Passes over a head of the queue that did not write in time."""
@@ -395,7 +422,8 @@ class Keeper:
 
     # Writing
 
-    def _write(self, me: str, put: Put) -> Written:
+    def _write(self, me: str, put: Put) -> None:
+        """Makes the page with the write. Raises LedgerRefused, ValueError, and one of UNREADABLE."""
         if len(put.part) > MOST_PART_BYTES:
             raise ValueError(f"its leases and requests take {len(bytes(put.part))} bytes")
         known, mine = self.known, decode_part(put.part)
@@ -415,17 +443,16 @@ class Keeper:
             state = replace(state, queue=queue, dead=dead)
         new = book_of(parts, shared, state)
         refuse_unlawful(known.book, new, me, lambda book: self._dead(put.declared))
-        others = [piece.content for key, piece in self.pieces.items() if key != me]
-        size = sum(map(len, others)) + len(put.part) + len(put.shared)
-        if size > MOST_BOOK_BYTES and len(put.part) > len(self.pieces.get(me, _NO_PIECE).content):
+        grown = len(put.part) - len(self.pieces.get(me, _NO_PIECE).content)
+        size = self._bytes + grown + len(put.shared)
+        if size > MOST_BOOK_BYTES and grown > 0:
             raise ValueError(
                 f"the book would take {size} bytes, and {MOST_BOOK_BYTES} are the most"
             )
-        contents = {me: bytes(put.part)}
+        contents = {me: bytes(put.part)} if me in parts else {}
         if changed_facts:
             contents[SHARED] = bytes(put.shared)
         self._publish(parts, shared, state, contents)
-        return Written(put.number, self.known.revision)
 
     def _dead(self, declared: Iterable[str]) -> frozenset[str]:
         state = self.known.state
@@ -443,17 +470,13 @@ class Keeper:
             contents = {**contents, STATE: encode(state)}
         if SHARED not in self.pieces:
             contents = {**contents, SHARED: encode(shared)}
-        kept = {
-            key: piece
-            for key, piece in self.pieces.items()
-            if key in parts or key in (SHARED, STATE)
-        }
-        fresh = {
-            key: Piece(revision, content)
-            for key, content in contents.items()
-            if key in parts or key in (SHARED, STATE)
-        }
-        self.pieces = {**kept, **fresh}
+        gone = [key for key in self.pieces if key not in parts and key not in (SHARED, STATE)]
+        fresh = {key: Piece(revision, content) for key, content in contents.items()}
+        for key in gone:
+            self._bytes -= len(self.pieces.pop(key).content)
+        for key, piece in fresh.items():
+            self._bytes += len(piece.content) - len(self.pieces.get(key, _NO_PIECE).content)
+            self.pieces[key] = piece
         self.known.put(revision, parts, shared, state)
 
 

@@ -29,7 +29,7 @@ from msgspec.structs import replace
 from ... import forks
 from ...errors import LedgerRefused, LedgerUnavailable
 from ...facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
-from ..access import access_to, outsider
+from ..access import outsider, shared_root
 from ..base import require_usable
 from ..invariants import refuse_unlawful
 from ..liveness import Sight, boot_id, describe_self, name_of
@@ -74,6 +74,7 @@ class _Wire:
         self.keeper_pid, self.keeper_uid, _ = _CREDENTIALS.unpack(found)
         self._inode = os.fstat(self.socket.fileno()).st_ino
         self._received = bytearray()
+        self._heard = False
         self.descriptors: list[int] = []
 
     def send(self, message: core.Request) -> None:
@@ -93,8 +94,11 @@ class _Wire:
                     return reply
             try:
                 self.socket.settimeout(max(0.001, deadline - time.monotonic()))
-                content, fds, *_ = socket.recv_fds(self.socket, 1 << 16, 1)
-                self.descriptors += fds
+                if self._heard:
+                    content = self.socket.recv(1 << 16)
+                else:  # the book's memory comes with the first reply
+                    content, self.descriptors, *_ = socket.recv_fds(self.socket, 1 << 16, 1)
+                    self._heard = True
             except TimeoutError:
                 raise _Lost(f"no answer within {seconds:g} s") from None
             except OSError as error:
@@ -254,13 +258,25 @@ class KeeperLedger:
         pause = 0.002
         while True:
             try:
-                return self._greet(_Wire(self.directory))
+                wire = _Wire(self.directory)
+                self._require_trusted(wire)
+                return self._greet(wire)
             except (OSError, _Lost, Torn) as error:
+                why = self._start() or str(error)
                 if time.monotonic() > deadline:
-                    raise self._unavailable(str(error)) from error
-            self._start()
+                    raise self._unavailable(why) from error
             time.sleep(pause)
             pause = min(0.05, 2 * pause)
+
+    def _require_trusted(self, wire: _Wire) -> None:
+        """Raises LedgerUnavailable if a user keeps the book who does not own the ledger."""
+        root = shared_root(self.directory)
+        owner = os.stat(root).st_uid if root else os.geteuid()
+        if wire.keeper_uid not in (0, owner):
+            wire.close()
+            raise self._unavailable(
+                f"it is run by {name_of(wire.keeper_uid)}, and the ledger is {name_of(owner)}'s"
+            )
 
     def _greet(self, wire: _Wire) -> _Wire:
         try:
@@ -303,7 +319,10 @@ class KeeperLedger:
         self._number += 1
         message = replace(message, number=self._number)
         wire.send(message)
-        return wire.receive(self._number, HANGING_SECONDS)
+        while isinstance(reply := wire.receive(self._number, HANGING_SECONDS), core.Soon):
+            with contextlib.suppress(Torn, *UNREADABLE):  # it is read again in the turn
+                self._follow()
+        return reply
 
     def _ask(self, message: core.Request) -> Any:
         """The keeper's reply to `message`. Raises _Lost, after which the connection is closed."""
@@ -338,14 +357,20 @@ class KeeperLedger:
             with contextlib.suppress(OSError):  # it has just ended
                 os.kill(wire.keeper_pid, signal.SIGKILL)
 
-    def _start(self) -> None:
-        """Starts a keeper, unless another process is starting one. Raises LedgerUnavailable."""
+    def _start(self) -> str:
+        """Starts a keeper, unless another process is starting one. Returns why this user may not.
+
+        Raises LedgerUnavailable.
+        """
         for child in [child for child in _children if child.poll() is not None]:
             _children.remove(child)
         files.prepare(self.directory)
-        owner = os.stat(self.directory).st_uid
-        if access_to(self.directory).group is not None and os.geteuid() not in (0, owner):
-            raise self._unavailable(f"only {name_of(owner)} may start it")
+        root = shared_root(self.directory)
+        if root is not None and os.geteuid() not in (0, owner := os.stat(root).st_uid):
+            return (
+                f"it does not run, and {name_of(owner)} must start it:  "
+                f"python -m gpu_runtime.ledgers.keeper.server --ledger {self.directory.parent}"
+            )
         lock = os.open(
             self.directory / "keeper.starting", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
         )
@@ -353,7 +378,7 @@ class KeeperLedger:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:  # another process starts it
             os.close(lock)
-            return
+            return ""
         try:
             if not answers(self.directory):  # another process has started one just now
                 with open(self.directory / "keeper.log", "ab") as log:
@@ -363,6 +388,7 @@ class KeeperLedger:
             raise self._unavailable(str(error)) from error
         finally:
             os.close(lock)
+        return ""
 
     def _unavailable(self, why: str) -> LedgerUnavailable:
         denied = outsider(self.directory)
@@ -393,6 +419,10 @@ class KeeperLedger:
             with self._calling:
                 self._require_open()
                 self._connected()
+        return self._follow()
+
+    def _follow(self) -> core.Pieces:
+        """The newest page. Raises Torn, and one of UNREADABLE."""
         with self._reading:
             reader, pieces = self._reader, self._pieces
             if reader is None:  # another thread closed it just now
@@ -410,35 +440,58 @@ class KeeperLedger:
         Raises LedgerUnavailable, LedgerRefused.
         """
         deadline = time.monotonic() + self.patience_seconds
-        while True:
-            pieces = self._current()
-            new, answer = decide(pieces.book)
-            if new is pieces.book:
-                return answer
-            try:
-                refuse_unlawful(pieces.book, new, self.owner.id, self.dead, self.url)
-            except LedgerRefused:
-                if self._current() is not pieces:
-                    continue  # with an old book, a lawful removal can look unlawful
-                raise
-            put = self._put(pieces.revision, pieces.book, new)
-            try:
-                reply = self._ask(put)
-            except _Lost as error:
-                with self._calling:
-                    self._connected()
-                if self._last_put == self._sent_put:
+        turn: core.Turn | None = None
+        try:
+            while True:
+                if self._crowded and turn is None:
+                    turn = self._turn()
+                pieces = self._current()
+                new, answer = decide(pieces.book)
+                if new is pieces.book:
                     return answer
+                try:  # a message has the owner's own part, so it could not show other changes
+                    refuse_unlawful(pieces.book, new, self.owner.id, self.dead, self.url)
+                except LedgerRefused:
+                    if self._current() is not pieces:
+                        continue  # with an old book, a lawful removal can look unlawful
+                    raise
+                put = self._put(pieces.revision, pieces.book, new)
+                try:
+                    reply, turn = self._ask(put), None
+                except _Lost as error:
+                    turn, why = None, str(error)
+                    with self._calling:
+                        self._connected()
+                    if self._last_put == self._sent_put:
+                        return answer
+                else:
+                    if isinstance(reply, core.Written):
+                        self._crowded = reply.others_wait
+                        return answer
+                    if isinstance(reply, core.Refused):
+                        raise self._refused(reply.why)
+                    turn, why = reply, "others write without pause"
+                    self._crowded = True
                 if time.monotonic() > deadline:
-                    raise self._unavailable(str(error)) from error
-                continue
-            if isinstance(reply, core.Written):
-                return answer
-            if isinstance(reply, core.Refused):
-                raise self._refused(reply.why)
-            if time.monotonic() > deadline:
-                raise self._unavailable("others write without pause")
+                    raise self._unavailable(why)
+        finally:
+            if turn is not None:
+                self._pass(turn)
 
+    def _turn(self) -> core.Turn | None:
+        """The turn to write, after the owners that came before; None if the keeper ends meanwhile."""
+        try:
+            return self._ask(core.Want(0))
+        except _Lost:  # the write is decided without a turn
+            return None
+
+    def _pass(self, turn: core.Turn) -> None:
+        with self._calling:
+            if self._wire is not None:
+                with contextlib.suppress(_Lost):  # the turn ended with the keeper
+                    self._wire.send(core.Pass(turn.number))
+
+    _crowded = False  # others waited at the last write
     _sent_put = _last_put = 0
 
     def _put(self, revision: int, old: Book, new: Book) -> core.Put:

@@ -1,9 +1,14 @@
 """The keeper's process: sockets, proofs of identity and death, and the memory of the book.
 
 python -m gpu_runtime.ledgers.keeper.server DIRECTORY
+python -m gpu_runtime.ledgers.keeper.server --ledger LEDGER
 
-The keeper listens on `keeper.sock` in the ledger's directory. Its lock is an abstract Unix address, which
-ends with the process and cannot be removed. It ends some seconds after the last owner.
+The keeper listens on `keeper.sock` in the DIRECTORY of one boot. Its lock is an abstract Unix address,
+which ends with the process and cannot be removed. It ends some seconds after the last owner.
+
+With `--ledger` the DIRECTORY is that of the present boot in LEDGER. This is the command of a service,
+which runs without owners too. systemd gets notifications, and keeps the book while the service restarts.
+Source: sd_notify(3), sd_pid_notify_with_fds(3).
 """
 
 from __future__ import annotations
@@ -26,8 +31,9 @@ from ...facts import Owner
 from ..access import access_to
 from ..liveness import boot_id, name_of
 from ..process_state import Life, life_of_process, namespaces, start_ticks
+from ..sqlite import files
 from . import shared_book
-from .core import PROTOCOL, Answers, Hello, Keeper, Refused, Welcome, decode_request, encode
+from .core import PROTOCOL, Answers, Hello, Keeper, Leave, Refused, Welcome, decode_request, encode
 from .wire import SOCKET, frame, frames_in, socket_path
 
 LINGER_SECONDS = 5.0  # the keeper stays so long after its last owner, since another may start
@@ -46,6 +52,7 @@ class _Connection:
         self.pid, self.uid, _ = _CREDENTIALS.unpack(found)
         self.received = bytearray()
         self.unsent = bytearray()
+        self.events = selectors.EVENT_READ  # what the selector looks for
         self.owner = ""
         self.greeted = False
 
@@ -53,12 +60,12 @@ class _Connection:
 class Server:
     """The keeper of one directory."""
 
-    def __init__(self, directory: Path, lock: socket.socket) -> None:
+    def __init__(self, directory: Path, lock: socket.socket, *, stays: bool = False) -> None:
         """Goes on with the newest page that a process still has. `lock` is the bound abstract address.
 
-        Raises OSError.
+        A keeper that `stays` does not end after its last owner. Raises OSError.
         """
-        self._directory, self._lock = directory, lock
+        self._directory, self._lock, self._stays = directory, lock, stays
         self._name = shared_book.name_of(directory)
         self._keeper = Keeper()
         self._selector = selectors.DefaultSelector()
@@ -74,6 +81,9 @@ class Server:
         self._publish()
         self._listening: socket.socket | None = None
         self._listen()
+        tell_systemd("FDSTOREREMOVE=1\nFDNAME=book")
+        tell_systemd("FDSTORE=1\nFDNAME=book", self._memory.descriptor)
+        tell_systemd("READY=1")
 
     def _adopt(self, page: shared_book.Page) -> None:
         pieces = self._keeper.known
@@ -144,10 +154,11 @@ class Server:
             self._publish()
             if now - looked_at > LOOK_SECONDS:
                 looked_at = now
+                tell_systemd("WATCHDOG=1")
                 if not self._is_in_place():
                     with suppress(OSError):  # such as a full disk: tried again at the next look
                         self._listen()
-            if self._keeper.known.state.living:
+            if self._stays or self._keeper.known.state.living:
                 needed_at = now
             elif now - needed_at > LINGER_SECONDS:
                 with suppress(OSError):  # the directory was deleted
@@ -206,6 +217,8 @@ class Server:
         message = decode_request(content)
         if not isinstance(message, Hello):
             self._send(self._keeper.receive(connection.number, message, time.monotonic()))
+            if isinstance(message, Leave):
+                self._forget(connection.owner)
             return
         if message.protocol != PROTOCOL or connection.greeted:
             why = f"the keeper speaks version {PROTOCOL} of the protocol, and this client {message.protocol}"
@@ -291,8 +304,6 @@ class Server:
             if connection is not None:
                 connection.unsent += frame(encode(message))
                 self._flush(connection)
-        for id in [id for id in self._ends if id not in self._keeper.known.state.living]:
-            self._forget(id)  # it has left
 
     def _welcome(self, connection: _Connection, welcome: Welcome) -> None:
         content = frame(encode(welcome))
@@ -316,7 +327,9 @@ class Server:
             self._close(connection)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.unsent else 0)
-        self._selector.modify(connection.socket, events, connection)
+        if events != connection.events:
+            connection.events = events
+            self._selector.modify(connection.socket, events, connection)
 
     def _close(self, connection: _Connection) -> None:
         if self._connections.pop(connection.number, None) is None:
@@ -327,6 +340,18 @@ class Server:
         if connection.greeted and connection.owner not in self._ends:
             self._unseen.setdefault(connection.owner, now + UNSEEN_SECONDS)
         self._send(self._keeper.gone(connection.number, now))
+
+
+def tell_systemd(text: str, descriptor: int | None = None) -> None:
+    """Sends a notification, if systemd started this process. systemd keeps the `descriptor`."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as opened:
+        with suppress(OSError):  # systemd restarts a service that is silent
+            opened.connect(f"\0{address[1:]}" if address.startswith("@") else address)
+            descriptors = [] if descriptor is None else [descriptor]
+            socket.send_fds(opened, [text.encode()], descriptors)
 
 
 def locked(directory: Path) -> socket.socket | None:
@@ -342,14 +367,19 @@ def locked(directory: Path) -> socket.socket | None:
 
 def main(arguments: list[str]) -> int:
     """Runs the keeper of the directory that `arguments` name. Returns the exit status."""
-    directory = Path(arguments[-1])
+    directory, stays = Path(arguments[-1]), arguments[0] == "--ledger"
+    if stays:
+        directory /= boot_id()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
     lock = locked(directory)
     if lock is None:
-        return 0  # another process is the keeper
+        print(f"another process is the keeper of {directory}", file=sys.stderr)
+        return int(stays)
     try:
-        server = Server(directory, lock)
+        if stays:
+            files.prepare(directory)
+        server = Server(directory, lock, stays=stays)
         if starting := os.environ.pop("GPU_KEEPER_STARTING", ""):
             os.close(int(starting))  # others may start a keeper again, if this one ends
         server.run()

@@ -2,8 +2,8 @@
 
 The memory has two halves, each with a page: a prefix, an index of the page's pieces, the pieces. The
 keeper writes the half that nobody should read now, and makes it valid last. A reader takes the newer
-valid half, copies it, and then checks that it is still the same page. The index has a checksum of each
-piece, and the prefix one of the index, so a page that changed during the copy is noticed.
+valid half, copies it, and then checks that it is still the same page. The prefix has a checksum of the
+index and the pieces, so a page that changed during the copy is noticed.
 
 The memory outlives the keeper: every client holds it. The next keeper finds it among the open files
 of its user's processes, and goes on with the newest page.
@@ -25,7 +25,9 @@ from typing import NamedTuple
 import msgspec
 
 MOST_BYTES = 4 << 20  # of one page
-_PREFIX = struct.Struct("<QII")  # revision (0: not valid), bytes of the index, its checksum
+_PREFIX = struct.Struct(
+    "<QIII"
+)  # revision (0: not valid), bytes of the index, all bytes, their checksum
 _WHOLE = 2 * MOST_BYTES
 _TRIES = 1000  # a reader that finds no whole page so often reads memory of another program
 # No more seals, no shrinking, no growing, no new map for writing. Python has no name for the last one.
@@ -45,7 +47,6 @@ class Entry(msgspec.Struct, array_like=True, frozen=True, gc=False):
     key: str
     revision: int
     size: int
-    checksum: int
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -63,16 +64,13 @@ class Page(NamedTuple):
     entries: tuple[Entry, ...]
     pieces: memoryview
 
-    def changed_since(self, revision: int) -> Iterator[tuple[str, bytes]]:
-        """The pieces that changed after `revision`, by their keys. Raises Torn."""
+    def changed_since(self, revision: int) -> Iterator[tuple[str, memoryview]]:
+        """The pieces that changed after `revision`, by their keys."""
         offset = 0
         for entry in self.entries:
-            content = self.pieces[offset : offset + entry.size]
-            offset += entry.size
             if entry.revision > revision:
-                if zlib.crc32(content) != entry.checksum:
-                    raise Torn
-                yield entry.key, bytes(content)
+                yield entry.key, self.pieces[offset : offset + entry.size]
+            offset += entry.size
 
 
 class Reader:
@@ -90,22 +88,18 @@ class Reader:
         """The newest page. Raises Torn."""
         for _ in range(_TRIES):
             prefix = max(self._prefix(0), self._prefix(1))
-            revision, size, checksum = prefix
+            revision, index_bytes, size, checksum = prefix
             half = revision % 2
             start = half * MOST_BYTES + _PREFIX.size
-            if not revision or size > MOST_BYTES:
+            if not revision or index_bytes > size or size > MOST_BYTES - _PREFIX.size:
                 continue
-            index = self._memory[start : start + size]
-            if zlib.crc32(index) != checksum:
-                continue
-            entries = _decode_index(index)
-            length = sum([entry.size for entry in entries])
-            pieces = self._memory[start + size : start + size + length]
-            if self._prefix(half) == prefix:
-                return Page(revision, entries, memoryview(pieces))
+            whole = memoryview(self._memory[start : start + size])
+            if self._prefix(half) == prefix and zlib.crc32(whole) == checksum:
+                entries = _decode_index(whole[:index_bytes])
+                return Page(revision, entries, whole[index_bytes:])
         raise Torn
 
-    def _prefix(self, half: int) -> tuple[int, int, int]:
+    def _prefix(self, half: int) -> tuple[int, int, int, int]:
         return _PREFIX.unpack_from(self._memory, half * MOST_BYTES)
 
     def close(self) -> None:
@@ -125,18 +119,14 @@ class Writer:
 
     def write(self, revision: int, pieces: Mapping[str, Piece]) -> None:
         """Publishes a page. Raises ValueError if it is too large; the last page then stays."""
-        entries = [
-            Entry(key, piece.revision, len(piece.content), zlib.crc32(piece.content))
-            for key, piece in pieces.items()
-        ]
-        index = _encode(entries)
+        index = _encode([(key, it.revision, len(it.content)) for key, it in pieces.items()])
         whole = b"".join([index, *[piece.content for piece in pieces.values()]])
         if len(whole) + _PREFIX.size > MOST_BYTES:
             raise ValueError(f"the book takes {len(whole)} bytes, and {MOST_BYTES} are the most")
         start = (revision % 2) * MOST_BYTES
-        _PREFIX.pack_into(self._memory, start, 0, 0, 0)
+        _PREFIX.pack_into(self._memory, start, 0, 0, 0, 0)
         self._memory[start + _PREFIX.size : start + _PREFIX.size + len(whole)] = whole
-        _PREFIX.pack_into(self._memory, start, revision, len(index), zlib.crc32(index))
+        _PREFIX.pack_into(self._memory, start, revision, len(index), len(whole), zlib.crc32(whole))
 
     def close(self) -> None:
         """Closes the memory here. It ends with the last process that has it."""
