@@ -92,23 +92,40 @@ def connect(address: str = "auto") -> None:
     """
     if importlib.util.find_spec("ray") is not None:
         require_token()  # must precede the import of Ray, because Ray reads this setting only once
-    module = ray()
-    _open()
-    # Without this, Ray prints the last lines of a killed node's log into the output of the code that runs then.
-    module._private.worker.print_to_stdstream = lambda *_, **__: None
-    if module.is_initialized():
-        return
+    with _surviving_the_head():
+        module = ray()
+        _open()
+        # Without this, Ray prints the last lines of a killed node's log into the output of the code that runs then.
+        module._private.worker.print_to_stdstream = lambda *_, **__: None
+        if module.is_initialized():
+            return
+        try:
+            module.init(
+                address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
+            )
+        except Exception as error:
+            why = " ".join(str(error).split())[:300]
+            raise FleetUnavailable(
+                f"there is no Ray cluster at {address} that takes this process ({why}).\n"
+                "  Start the first host:  ray start --head, then  gpu fleet join",
+                why=why,
+            ) from error
+
+
+@contextmanager
+def _surviving_the_head() -> Iterator[None]:
+    """This process survives its head, if Ray is imported and connects meanwhile. Later processes do not.
+
+    By default, Ray ends every process whose head does not answer for 60 s, and so a notebook.
+    """
+    name = "RAY_gcs_rpc_server_reconnect_timeout_s"
+    is_set = name in os.environ
+    os.environ.setdefault(name, str(10**9))
     try:
-        module.init(
-            address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
-        )
-    except Exception as error:
-        why = " ".join(str(error).split())[:300]
-        raise FleetUnavailable(
-            f"there is no Ray cluster at {address} that takes this process ({why}).\n"
-            "  Start the first host:  ray start --head, then  gpu fleet join",
-            why=why,
-        ) from error
+        yield
+    finally:
+        if not is_set:
+            del os.environ[name]
 
 
 def _open() -> None:

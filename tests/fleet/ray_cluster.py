@@ -21,6 +21,7 @@ PATHS = [
     *(str(ROOT / folder) for folder in ("", "kernel_ext", "panels")),
 ]
 ENVIRONMENT = drill.ENVIRONMENT | {
+    "RAY_AUTH_TOKEN": "0123456789abcdef" * 2,
     "EVICTION_GRACE_SECONDS": "0",  # an idle model leaves at once
     "GPU_RELIEF": "never",  # what leaves, leaves for a request by name
     "RAY_health_check_timeout_ms": "5000",  # a node of a busy machine is slow, not dead

@@ -1,6 +1,7 @@
 """What a person reads if there is no Ray, no token, or no cluster."""
 
 import importlib.util
+import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -12,6 +13,8 @@ from gpu_runtime import FleetUnavailable, cli
 from gpu_runtime.fleet import cluster
 from gpu_runtime.fleet.client import Fleet
 from gpu_runtime.fleet.drill import Drill
+
+from . import ray_cluster
 
 
 def test_without_the_extra_the_error_names_what_to_install(monkeypatch, capsys):
@@ -114,3 +117,24 @@ def test_a_drill_starts_on_a_machine_where_ray_never_ran(monkeypatch, tmp_path):
     monkeypatch.setattr("ray.cluster_utils.Cluster", Cluster)
     Drill(tmp_path, f"{tmp_path}/elsewhere").add("one", "sim:24GiB")
     assert (tmp_path / "ray" / "ray_current_cluster").read_text() == "127.0.0.1:1"
+
+
+SURVIVES = """
+fleet.status()
+print("entered", flush=True)
+input()
+"""
+
+
+@pytest.mark.soak
+def test_a_notebook_survives_the_head(tmp_path):
+    """By default, Ray ends a process whose head does not answer for 60 s, with all that it has computed."""
+    with ray_cluster.started(tmp_path, {"box1": ("sim:24GiB", 1)}) as hosts:
+        notebook = hosts.client(SURVIVES)
+        assert notebook.stdout.readline() == "entered\n"
+        [head] = hosts.nodes["box1"].all_processes["gcs_server"]
+        head.process.kill()
+        with pytest.raises(subprocess.TimeoutExpired):
+            notebook.wait(70)
+        notebook.kill()
+        notebook.communicate()
