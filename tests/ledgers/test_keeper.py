@@ -407,6 +407,10 @@ def test_nobody_writes_in_anothers_name(here):
     welcome = two._exchange(wire, Hello(0, core.PROTOCOL, "", claimed))
     assert welcome.owner.pid == os.getpid()
     wire.close()
+    wire = ledger._Wire(two.directory)
+    welcome = two._exchange(wire, Hello(0, core.PROTOCOL, "", one.owner, b"guessed", again=True))
+    assert welcome.owner.id not in (one.owner.id, two.owner.id)
+    wire.close()
     assert names(one) == ["qwen"]
 
 
@@ -439,3 +443,70 @@ def test_a_keeper_that_cannot_start_is_named(tmp_path, open_at, monkeypatch):
     monkeypatch.setattr(ledger, "_spawn", lambda *_: subprocess.Popen(["false"]))
     with pytest.raises(LedgerUnavailable, match="keeper.log"):
         ledger.KeeperLedger(tmp_path / "kept", patience_seconds=0.5)
+
+
+CONTAINED = """
+import sys
+from pathlib import Path
+from gpu_runtime.ledgers import open_ledger
+from tests.ledgers.conftest import count, names, put
+ledger = open_ledger({url!r})
+for line in sys.stdin:
+    print(eval(line), flush=True)
+"""
+
+
+class Contained:
+    """A process in a PID namespace of its own, as in a container that mounts the ledger's directory."""
+
+    def __init__(self, url: str) -> None:
+        command = ["unshare", "-p", "-f", "--mount-proc", "--kill-child", sys.executable, "-c"]
+        self.process = subprocess.Popen(
+            [*command, CONTAINED.format(url=url)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, line: str) -> str:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def contained(tmp_path):
+    made = []
+
+    def start() -> Contained:
+        made.append(Contained(f"keeper://{tmp_path}/kept"))
+        if made[-1].run("1") != "1":
+            pytest.skip("this machine makes no PID namespace (unshare -p)")
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.kill()
+
+
+def test_owners_of_other_pid_namespaces_share_the_book(here, other, contained):
+    """The keeper in a container sees no process outside. Every owner there has the pid 0 for it."""
+    inside = contained()
+    assert inside.run("put(ledger, 'a')") == "None"
+    one, two = here(), other()
+    put(one, "b")
+    assert two.run("put(ledger, 'c')") == "None"
+    assert sorted(names(one)) == ["a", "b", "c"]
+    assert inside.run("sorted(names(ledger))") == "['a', 'b', 'c']"
+    assert len({*one.read().sections, one.owner.id}) == 3
+    gone = two.run("ledger.owner.id").strip("'")
+    two.kill()
+    until(lambda: gone in one.dead(one.read()), "its end, although nobody sees its process")
+    inside.kill()  # and with it the keeper
+    until(lambda: len(one.dead(one.read())) == 2, "the next keeper knows the book")
+    assert sorted(names(one)) == ["a", "b", "c"]
+    assert count(one) == 1

@@ -114,7 +114,7 @@ def limit():
 if {before}:
     limit()
 try:
-    rt = Runtime(devices="sim:1GiB,host:1GiB", ledger="sqlite://{ledger}")
+    rt = Runtime(devices="sim:1GiB,host:1GiB", ledger="{scheme}://{ledger}")
     rt.register("m", backend="fake", size="10MiB")
 except GpuError as error:
     print("told", str(error).splitlines()[0])
@@ -147,14 +147,15 @@ OPEN = "used = len(os.listdir('/proc/self/fd')); resource.setrlimit(resource.RLI
 
 @pytest.mark.parametrize("before", [True, False])
 @pytest.mark.parametrize(
-    "limit",
+    ("scheme", "limit"),
     [
-        *[FILES.format(size) for size in (0, 100, 4096, 20_000, 70_000)],
-        *[OPEN.format(more) for more in (0, 1, 3, 5, 8, 12)],
+        *[("sqlite", FILES.format(size)) for size in (0, 100, 4096, 20_000, 70_000)],
+        *[("sqlite", OPEN.format(more)) for more in (0, 1, 3, 5, 8, 12)],
+        *[("keeper", limit) for limit in (FILES.format(0), OPEN.format(0), OPEN.format(3))],
     ],
 )
-def test_a_limit_of_the_process_is_one_sentence(tmp_path, limit, before):
-    code = LIMITED.format(limit=limit, before=before, ledger=tmp_path / "ledger")
+def test_a_limit_of_the_process_is_one_sentence(tmp_path, scheme, limit, before):
+    code = LIMITED.format(limit=limit, before=before, ledger=tmp_path / "ledger", scheme=scheme)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "XDG_STATE_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False

@@ -42,11 +42,14 @@ class Hello(Message):
     """The first message of a connection: who connects.
 
     `bell`: this connection only gets rings. `watch`: it only reads the book, and is no owner.
+    `again`: a keeper has registered this owner already. All connections of an owner have one `secret`.
     """
 
     protocol: int
     version: str
     owner: Owner
+    secret: bytes = b""
+    again: bool = False
     bell: bool = False
     watch: bool = False
 
@@ -242,6 +245,7 @@ class Member(msgspec.Struct):
 
     owner: Owner
     uid: int
+    secret: bytes
     signed_at: float = 0.0
 
 
@@ -282,13 +286,33 @@ class Keeper:
 
     # Connections
 
+    def identity(self, hello: Hello, seen: Owner) -> Owner:
+        """The owner of a new connection. `seen` is the owner as the system shows its process.
+
+        An owner keeps its id if the next keeper sees it with another pid, or not at all. The system
+        shows processes of other PID namespaces with the pid 0, so the serial distinguishes them.
+        """
+        claimed, book, living = hello.owner, self.known.book, self.known.state.living
+        registered = book.owner(claimed.id)
+        users = {living.get(claimed.id), registered.user if registered else None} - {None}
+        member = self.members.get(claimed.id)
+        is_same = member is None or member.secret == hello.secret
+        if hello.again and users <= {seen.user} and is_same:
+            return replace(claimed, user=seen.user)
+        while seen.id in living:
+            member = self.members.get(seen.id)
+            if member is not None and member.secret == hello.secret:
+                break
+            seen = replace(seen, serial=seen.serial + 1)
+        return seen
+
     def hello(self, connection: int, hello: Hello, uid: int, now: float) -> Welcome:
         """Registers an owner whose process and user are proven. The id is unused, or its own."""
         owner = hello.owner
         if hello.bell:
             self._bells[connection] = owner.id
         else:
-            member = self.members.setdefault(owner.id, Member(owner, uid))
+            member = self.members.setdefault(owner.id, Member(owner, uid, hello.secret))
             member.signed_at = now
             self._by_connection[connection] = owner.id
             state = self.known.state

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import os
+import secrets
 import select
 import signal
 import socket
@@ -233,6 +234,7 @@ class KeeperLedger:
         self._names: dict[str, Declared] = {}
         self._declared: frozenset[str] = frozenset()
         self._closed = False
+        self._secret, self._registered = secrets.token_bytes(8), False
         self._calling = forks.freed(threading.RLock())
         self._reading = forks.freed(threading.Lock())
         self._wire: _Wire | None = None
@@ -280,7 +282,7 @@ class KeeperLedger:
 
     def _greet(self, wire: _Wire) -> _Wire:
         try:
-            welcome = self._exchange(wire, core.Hello(0, core.PROTOCOL, "", self.owner))
+            welcome = self._exchange(wire, self._hello())
             if isinstance(welcome, core.Refused):
                 raise self._unavailable(welcome.why)
             [descriptor] = wire.descriptors
@@ -291,13 +293,16 @@ class KeeperLedger:
         except BaseException:
             wire.close()
             raise
-        self.owner = welcome.owner
+        self.owner, self._registered = welcome.owner, True
         self._last_put = welcome.put
         with self._reading:
             self._reader, self._pieces, self._wire = reader, pieces, wire
         for keep in self._kept.values():  # a new keeper does not have them
             self._exchange(wire, keep)
         return wire
+
+    def _hello(self) -> core.Hello:
+        return core.Hello(0, core.PROTOCOL, "", self.owner, self._secret, self._registered)
 
     def _bell_wire(self) -> _Wire:
         """A second connection, on which the keeper rings."""
@@ -306,7 +311,7 @@ class KeeperLedger:
             self._connected()
             wire = _Wire(self.directory)
             try:
-                self._exchange(wire, core.Hello(0, core.PROTOCOL, "", self.owner, bell=True))
+                self._exchange(wire, replace(self._hello(), bell=True))
             except _Lost as error:
                 wire.close()
                 raise OSError(str(error)) from error

@@ -228,7 +228,7 @@ class Server:
             self._publish()
             self._welcome(connection, Welcome(message.number, PROTOCOL, "", message.owner, 0))
             return
-        owner = self._identified(connection, message.owner)
+        owner = self._keeper.identity(message, self._seen(connection, message.owner))
         connection.owner, connection.greeted = owner.id, True
         welcome = self._keeper.hello(
             connection.number, replace(message, owner=owner), connection.uid, time.monotonic()
@@ -240,7 +240,7 @@ class Server:
 
     # Identity and death
 
-    def _identified(self, connection: _Connection, claimed: Owner) -> Owner:
+    def _seen(self, connection: _Connection, claimed: Owner) -> Owner:
         """The owner as the system knows it: pid, start, user and namespaces come from the socket."""
         user = name_of(connection.uid)
         if connection.uid == os.geteuid() and access_to(self._directory).group is None:
@@ -249,7 +249,7 @@ class Server:
         if connection.pid:
             with suppress(OSError):  # it has just ended
                 started = start_ticks(Path(f"/proc/{connection.pid}/stat").read_text())
-        owner = replace(
+        return replace(
             claimed,
             pid=connection.pid,
             started=started,
@@ -258,7 +258,6 @@ class Server:
             inode=0,
             namespaces=namespaces() if connection.pid else "",
         )
-        return owner
 
     def _watch(self, id: str, pid: int) -> None:
         """Watches the process of an owner, whose end is then noticed at once."""
