@@ -10,6 +10,7 @@ import atexit
 import functools
 import importlib.metadata
 import importlib.util
+import logging
 import math
 import os
 import secrets
@@ -36,12 +37,15 @@ READ_SECONDS = (
 OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out, if another can serve
 SILENT, GONE = "it does not answer", "it is gone"  # why a host gave no answer
 FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import transformers
+HEAD_SECONDS = "RAY_gcs_rpc_server_reconnect_timeout_s"
 SLICE_SECONDS = 0.5  # the longest single wait in Ray; `leave` waits for its end
 
+log = logging.getLogger("gpu_runtime")
 P, R = ParamSpec("P"), TypeVar("R")
 _change = forks.freed(threading.Condition())
 _calls = 0  # calls of Ray that run now, in all threads
 _has_left = False
+_survives = False  # whether Ray was imported such that this process survives its head
 
 
 class Gone(Exception):
@@ -92,6 +96,8 @@ def connect(address: str = "auto") -> None:
     """
     if importlib.util.find_spec("ray") is not None:
         require_token()  # must precede the import of Ray, because Ray reads this setting only once
+    global _survives
+    _survives = _survives or "ray" not in sys.modules or HEAD_SECONDS in os.environ
     with _surviving_the_head():
         module = ray()
         _open()
@@ -99,6 +105,12 @@ def connect(address: str = "auto") -> None:
         module._private.worker.print_to_stdstream = lambda *_, **__: None
         if module.is_initialized():
             return
+        if not _survives:
+            log.warning(
+                "Ray was imported before the fleet, so Ray ends this process if its head does not "
+                "answer for 60 s. Before you import Ray:  os.environ[%r] = '1000000000'",
+                HEAD_SECONDS,
+            )
         try:
             module.init(
                 address=address, namespace=NAMESPACE, log_to_driver=False, logging_level="error"
@@ -118,14 +130,13 @@ def _surviving_the_head() -> Iterator[None]:
 
     By default, Ray ends every process whose head does not answer for 60 s, and so a notebook.
     """
-    name = "RAY_gcs_rpc_server_reconnect_timeout_s"
-    is_set = name in os.environ
-    os.environ.setdefault(name, str(10**9))
+    is_set = HEAD_SECONDS in os.environ
+    os.environ.setdefault(HEAD_SECONDS, str(10**9))
     try:
         yield
     finally:
         if not is_set:
-            del os.environ[name]
+            del os.environ[HEAD_SECONDS]
 
 
 def _open() -> None:

@@ -1,6 +1,7 @@
 """What a person reads if there is no Ray, no token, or no cluster."""
 
 import importlib.util
+import os
 import subprocess
 import sys
 from types import SimpleNamespace
@@ -117,6 +118,27 @@ def test_a_drill_starts_on_a_machine_where_ray_never_ran(monkeypatch, tmp_path):
     monkeypatch.setattr("ray.cluster_utils.Cluster", Cluster)
     Drill(tmp_path, f"{tmp_path}/elsewhere").add("one", "sim:24GiB")
     assert (tmp_path / "ray" / "ray_current_cluster").read_text() == "127.0.0.1:1"
+
+
+@pytest.mark.parametrize("survives", [True, False])
+def test_whoever_imported_ray_first_is_told_what_the_end_of_the_head_costs(
+    monkeypatch, caplog, survives
+):
+    def init(**_):
+        raise ConnectionError("nobody listens")
+
+    worker = SimpleNamespace(worker=SimpleNamespace())
+    spec = importlib.util.spec_from_loader("ray", None)
+    imported = SimpleNamespace(
+        is_initialized=lambda: False, init=init, _private=worker, __spec__=spec
+    )
+    monkeypatch.setattr(cluster, "ray", lambda: imported)
+    monkeypatch.setitem(sys.modules, "ray", imported)
+    monkeypatch.setattr(cluster, "_survives", survives)
+    with pytest.raises(FleetUnavailable, match="nobody listens"):
+        cluster.connect("box1:6379")
+    assert (cluster.HEAD_SECONDS in caplog.text) == (not survives)
+    assert cluster.HEAD_SECONDS not in os.environ
 
 
 SURVIVES = """
