@@ -37,6 +37,7 @@ READ_SECONDS = (
 OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out, if another can serve
 SILENT, GONE = "it does not answer", "it is gone"  # why a host gave no answer
 FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import transformers
+HEAD_ANSWER_SECONDS = 10.0
 HEAD_SECONDS = "RAY_gcs_rpc_server_reconnect_timeout_s"
 SLICE_SECONDS = 0.5  # the longest single wait in Ray; `leave` waits for its end
 
@@ -122,6 +123,8 @@ def connect(address: str = "auto") -> None:
                 "  Start the first host:  ray start --head, then  gpu fleet join",
                 why=why,
             ) from error
+        # Ray's thread that prints errors of other processes polls without pause once the head is gone.
+        module._private.worker.global_worker.threads_stopped.set()
 
 
 @contextmanager
@@ -217,12 +220,22 @@ def call(method: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _call(function: Callable[P, R]) -> Callable[P, R]:
-    """`function` as one call of Ray, for whose end `leave` waits."""
+    """`function` as one call of Ray's head, for whose end `leave` waits. Raises FleetUnavailable."""
 
     @functools.wraps(function)
     def run(*args: P.args, **kwargs: P.kwargs) -> R:
-        with _running():
-            return function(*args, **kwargs)
+        with _running() as module:
+            try:  # most calls of the head have no limit of time, so this one is made first
+                module._private.worker.global_worker.gcs_client.internal_kv_exists(
+                    WISHES, NAMESPACE.encode(), HEAD_ANSWER_SECONDS
+                )
+                return function(*args, **kwargs)
+            except module.exceptions.RpcError as error:
+                raise FleetUnavailable(
+                    f"the fleet's head does not answer ({error}).\n"
+                    "  On the head's machine:  ray status",
+                    why="its head does not answer",
+                ) from error
 
     return run
 

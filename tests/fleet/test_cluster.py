@@ -142,9 +142,14 @@ def test_whoever_imported_ray_first_is_told_what_the_end_of_the_head_costs(
 
 
 SURVIVES = """
-fleet.status()
+import time
 print("entered", flush=True)
 input()
+try:
+    fleet.status()
+except gpu_runtime.FleetUnavailable as error:
+    print(str(error), flush=True)
+time.sleep(1000)
 """
 
 
@@ -156,6 +161,9 @@ def test_a_notebook_survives_the_head(tmp_path):
         assert notebook.stdout.readline() == "entered\n"
         [head] = hosts.nodes["box1"].all_processes["gcs_server"]
         head.process.kill()
+        notebook.stdin.write("\n")
+        notebook.stdin.flush()
+        assert "the fleet's head does not answer" in notebook.stdout.readline()
         with pytest.raises(subprocess.TimeoutExpired):
             notebook.wait(70)
         notebook.kill()
