@@ -38,6 +38,7 @@ OFFER_SECONDS = 2.0  # a host that makes no offer for so long is left out, if an
 SILENT, GONE = "it does not answer", "it is gone"  # why a host gave no answer
 FIRST_SECONDS = 30.0  # for a first offer, for which a host may have to import transformers
 HEAD_ANSWER_SECONDS = 10.0
+# Ray's setting of the time for which a process waits for its head, before Ray ends the process.
 HEAD_SECONDS = "RAY_gcs_rpc_server_reconnect_timeout_s"
 SLICE_SECONDS = 0.5  # the longest single wait in Ray; `leave` waits for its end
 
@@ -129,9 +130,10 @@ def connect(address: str = "auto") -> None:
 
 @contextmanager
 def _surviving_the_head() -> Iterator[None]:
-    """This process survives its head, if Ray is imported and connects meanwhile. Later processes do not.
+    """Ray must be imported and connect in this block, so that this process survives its head.
 
-    By default, Ray ends every process whose head does not answer for 60 s, and so a notebook.
+    By default, Ray ends every process whose head does not answer for 60 s, and so a notebook. The
+    setting is removed after the block, because hosts that this process starts end with their head.
     """
     is_set = HEAD_SECONDS in os.environ
     os.environ.setdefault(HEAD_SECONDS, str(10**9))
@@ -309,7 +311,7 @@ def stored_hosts() -> dict[str, Joined]:
     keys = _key_values()._internal_kv_list(HOSTS, namespace=NAMESPACE.encode())
     found = {}
     for key in keys:
-        value = stored(key)
+        value = _key_values()._internal_kv_get(key, namespace=NAMESPACE.encode())
         if value is not None:
             serial, _, name = value.decode().partition(" ")
             found[key.removeprefix(HOSTS).decode()] = Joined(name, serial)

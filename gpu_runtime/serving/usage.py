@@ -74,12 +74,8 @@ class Usage:
         rows, store = self._rows(), self._store
         self._new.clear()
         if rows and store is not None and not await in_thread(lambda: store.add_usage(rows)):
-            for (
-                day,
-                client,
-                model,
-                *counts,
-            ) in rows:  # such as a full disk: written with the next call
+            # Such as a full disk: these calls are written with the next one.
+            for day, client, model, *counts in rows:
                 self._count((day, client, model), *counts)
 
     def _count(self, place: _Place, *counts: int) -> None:

@@ -25,9 +25,8 @@ from typing import NamedTuple
 import msgspec
 
 MOST_BYTES = 4 << 20  # of one page
-_PREFIX = struct.Struct(
-    "<QIII"
-)  # revision (0: not valid), bytes of the index, all bytes, their checksum
+# Revision (0: not valid), bytes of the index, bytes of index and pieces, their checksum.
+_PREFIX = struct.Struct("<QIII")
 _WHOLE = 2 * MOST_BYTES
 _TRIES = 1000  # a reader that finds no whole page so often reads memory of another program
 # No more seals, no shrinking, no growing, no new map for writing. Python has no name for the last one.
@@ -119,7 +118,8 @@ class Writer:
 
     def write(self, revision: int, pieces: Mapping[str, Piece]) -> None:
         """Publishes a page. Raises ValueError if it is too large; the last page then stays."""
-        index = _encode([(key, it.revision, len(it.content)) for key, it in pieces.items()])
+        entries = [(key, piece.revision, len(piece.content)) for key, piece in pieces.items()]
+        index = _encode(entries)
         whole = b"".join([index, *[piece.content for piece in pieces.values()]])
         if len(whole) + _PREFIX.size > MOST_BYTES:
             raise ValueError(f"the book takes {len(whole)} bytes, and {MOST_BYTES} are the most")

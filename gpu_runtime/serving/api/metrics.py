@@ -124,7 +124,8 @@ class Metrics(Scraped):
 
     def _count_new_events(self) -> None:
         with self._lock:
-            history = self._rt.history(max(60.0, time.time() - self._seen[0] + 60.0), 2).events
+            pause = max(0.0, time.time() - self._seen[0])
+            history = self._rt.history(pause + 60.0, 2).events  # other clocks may be a little late
             new = [event for event in history if (event.wall, event.seq) > self._seen]
             for event in new:
                 self._count(event)
