@@ -6,6 +6,7 @@ the notebook's file. The runtime calls this module in a thread of its own. This 
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Collection
 from typing import Any
@@ -31,6 +32,7 @@ class CellSchedule:
         self._running: list[tuple[Any, str]] = []  # the cells that run, each with its text
         self._from_file: list[WaitingCell] = []
         self._number = 0
+        self._lock = threading.Lock()  # a cell that begins changes all of these at once
         if self._queue is not None:
             upcoming.read_by(self.read)
 
@@ -38,12 +40,13 @@ class CellSchedule:
         """Called by IPython with its `info` when a cell begins."""
         if self._queue is None:
             return
-        self._running.append((info, info.raw_cell or ""))
-        if len(self._running) == 1:
-            self._number = _number_of_cell(self._shell)
-            self._queue.began()
-            waits_in_queue = bool(self._queue.waiting())
-            self._from_file = [] if waits_in_queue else self._read_file(info)
+        with self._lock:
+            self._running.append((info, info.raw_cell or ""))
+            if len(self._running) == 1:
+                self._number = _number_of_cell(self._shell)
+                self._queue.began()
+                waits_in_queue = bool(self._queue.waiting())
+                self._from_file = [] if waits_in_queue else self._read_file(info)
         upcoming.changed()
 
     def after_cell(self, result: Any) -> None:
@@ -85,16 +88,15 @@ class CellSchedule:
         The runtime calls this method through `upcoming`.
         """
         assert self._queue is not None
+        with self._lock:
+            number, running = self._number, list(self._running)
+            queued = self._queue.waiting()
+            waiting = (queued or self._from_file)[:MOST_READ]
         scan = Scan(known, self._shell.user_ns, governed)
-        found = []
-        for _, code in list(self._running):
-            found.append(_read(scan, code, f"cell {self._number}", running=True))
-        queued = self._queue.waiting()
+        found = [_read(scan, code, f"cell {number}", running=True) for _, code in running]
         begins = bool(queued) and not found
-        for number, cell in enumerate(
-            (queued or list(self._from_file))[:MOST_READ], self._number + 1
-        ):
-            found.append(_read(scan, cell.code, f"cell {number}", running=begins))
+        for place, cell in enumerate(waiting, number + 1):
+            found.append(_read(scan, cell.code, f"cell {place}", running=begins))
             begins = False
         return tuple(found)
 

@@ -123,6 +123,36 @@ def test_a_cell_that_begins_now_loads_its_own_models(monkeypatch):
     assert read() == [("a", True), ("b", False)]
 
 
+def test_a_cell_that_begins_while_the_cells_are_read_is_among_them(monkeypatch):
+    """The one that began counted neither as running nor as waiting, and its model as loaded for nothing."""
+    queue = SimpleNamespace(waiting=list, began=lambda: None)
+    monkeypatch.setattr(look_ahead, "CellQueue", lambda *_: queue)
+    monkeypatch.setattr(look_ahead, "notebook_file", lambda _: ("a notebook", True))
+    monkeypatch.setattr(look_ahead, "code_cells", lambda _: CELLS)
+    shell = SimpleNamespace(kernel=object(), user_ns={}, history_manager=None, execution_count=1)
+    schedule = CellSchedule(shell)
+    first, second = (SimpleNamespace(raw_cell=cell.code) for cell in CELLS[:2])
+    schedule.before_cell(first)
+    seen = []
+
+    class Scan:
+        """Reads a cell; meanwhile the next one begins."""
+
+        def __init__(self, *_):
+            pass
+
+        def read(self, code):
+            if not seen:
+                schedule.after_cell(SimpleNamespace(info=first, success=True))
+                schedule.before_cell(second)
+            seen.append(code)
+            return SimpleNamespace(uses=(), mentions=())
+
+    monkeypatch.setattr(look_ahead, "Scan", Scan)
+    schedule.read([], lambda _: "")
+    assert seen == [cell.code for cell in CELLS]
+
+
 class Kernel:
     """The parts of a kernel that CellQueue reads. With ipykernel 7 a thread receives the messages."""
 

@@ -36,12 +36,17 @@ OTHER_PROCESS = """
 import sys, time; from pathlib import Path; from gpu_runtime.ledgers.sqlite.writer_queue import writer_queue_in
 queue = writer_queue_in(Path(sys.argv[1]))
 def compute():
+    print("begun", flush=True)
     end = time.monotonic() + 0.1
     while time.monotonic() < end: pass
     queue.leave()
 actions = {"enter": queue.try_enter, "leave": queue.leave, "require": queue.require_queue}
 actions |= {"go on": lambda: queue.leave(continues=True), "wait": queue.enter}
-actions |= {"compute": compute, "pause": lambda: (queue.pause(0.1), queue.leave())}
+def pause():
+    print("begun", flush=True)
+    queue.pause(0.1)
+    queue.leave()
+actions |= {"compute": compute, "pause": pause}
 for line in sys.stdin:
     print(actions[line.strip()](), flush=True)
 """
@@ -171,17 +176,14 @@ def test_a_stopped_process_does_not_keep_the_others_waiting(ours, other, tmp_pat
     assert entered == [True]
 
 
-def test_a_process_that_uses_the_processor_is_not_passed(ours, other):
-    """On a busy machine, a turn lasts longer than `STALLED_SECONDS` because of other programs."""
+@pytest.mark.parametrize("does", ["compute", "pause"])
+def test_a_process_that_only_needs_time_for_its_turn_is_not_passed(ours, other, does, monkeypatch):
+    """On a busy machine a turn lasts longer than `STALLED_SECONDS`. After a lost race, the process
+    with the turn sleeps before its next attempt.
+    """
+    monkeypatch.setattr("gpu_runtime.ledgers.sqlite.writer_queue.RUNNABLE_SECONDS", PATIENCE)
     other.run("enter")
-    other.begin("compute")
-    assert ours.enter()
-
-
-def test_a_process_that_pauses_with_the_turn_is_not_passed(ours, other):
-    """After a lost race, the process with the turn sleeps before its next attempt."""
-    other.run("enter")
-    other.begin("pause")
+    assert other.run(does) == "begun"
     assert ours.enter()
 
 
