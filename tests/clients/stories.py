@@ -528,6 +528,24 @@ def lm_eval(url: str, token: str) -> None:
 
 
 @story
+def notebook_intelligence(url: str, token: str) -> None:
+    """JupyterLab's extension, through its provider of Ollama's models."""
+    import os
+
+    os.environ |= {"OLLAMA_HOST": url, "OLLAMA_API_KEY": token}
+    from notebook_intelligence.llm_providers import ollama_llm_provider as provider
+
+    made = provider.OllamaLLMProvider()
+    [model] = made.chat_models  # the one whose context is known
+    assert (model.id, model.context_window) == ("sized", 4096)
+    answer = model.completions(user(CALL), tools=[TOOL])
+    [call] = answer["choices"][0]["message"]["tool_calls"]
+    assert call["function"] == {"name": "time", "arguments": {"zone": "CET"}}
+    inline = provider.OllamaInlineCompletionModel(made, "chat", "chat", 4096, "{prefix} {suffix}")
+    assert inline.inline_completions("one", "two", "python", "a.py", None, None) == "one two"
+
+
+@story
 def crewai(url: str, token: str) -> None:
     import os
 

@@ -21,6 +21,7 @@ from gpu_runtime.serving import server
 rt = gpu_runtime.runtime()
 template = "{# tools <tool_call> <think> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
 rt.register("chat", backend="fake", size="1GiB", model_type="llm", chat_template=template)
+rt.register("sized", backend="fake", size="1GiB", model_type="llm", chat_template=template, context_length=4096)
 rt.register("bge", backend="fake", size="1GiB", model_type="embedding")
 rt.register("rank", backend="fake", size="1GiB", model_type="reranker")
 try:

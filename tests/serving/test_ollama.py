@@ -376,8 +376,37 @@ def test_a_model_is_shown_with_the_facts_of_its_source(tmp_path, kind):
     assert (two["template"], "messages" in shown["template"]) == (template, True)
 
 
+def test_the_calls_of_open_webui_are_answered(http):
+    """It sorts versions by their numbers, and shows until when a model stays, from two lists with one name. It streams
+    with a conversation's settings as options, asks for a title without a stream, and unloads with an empty prompt.
+    """
+    version = http.get("/api/version").json()["version"]
+    assert all(part.isdecimal() for part in version.split("."))
+    options = {
+        "temperature": 0.8,
+        "num_ctx": 2048,
+        "top_k": 40,
+        "min_p": 0,
+        "seed": 1,
+        "stop": ["END"],
+    }
+    body = {**HI, "stream": True, "options": options, "keep_alive": "5m"}
+    lines = http.post("/api/chat", json=body).text.splitlines()
+    assert "".join(json.loads(line)["message"]["content"] for line in lines) == "hi"
+    names = {row["model"]: row["name"] for row in http.get("/api/tags").json()["models"]}
+    [row] = [row for row in http.get("/api/ps").json()["models"] if row["name"] == names["qwen"]]
+    assert datetime.fromisoformat(row["expires_at"]) > datetime.now(UTC)
+    title = http.post("/v1/chat/completions", json={**HI, "stream": False, "max_tokens": 1000})
+    assert title.json()["choices"][0]["message"]["content"] == "hi"
+    gone = http.post("/api/generate", json={"model": "qwen", "keep_alive": 0, "prompt": ""})
+    assert gone.json()["done_reason"] == "unload"
+    until(lambda: "qwen" not in warm(http))
+
+
 def test_the_calls_of_vs_code_are_answered(http):
-    """It refuses a version before 0.6.4, and reads the context under the name of the architecture."""
+    """It refuses a version before 0.6.4, and reads the context under the name of the architecture. Without a key it
+    sends an empty one.
+    """
     version = http.get("/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
     names = [row["model"] for row in http.get("/api/tags").json()["models"]]
@@ -390,10 +419,10 @@ def test_the_calls_of_vs_code_are_answered(http):
         "model": "qwen",
         "messages": [{"role": "user", "content": [{"type": "text", "text": SAID}]}],
         "tools": [{**TOOL, "function": {**TOOL["function"], "description": "It."}}],
-        "tool_choice": "auto", "temperature": 0.1, "top_p": 1, "max_tokens": 4096, "n": 1,
+        "tool_choice": "auto", "temperature": 0.1, "top_p": 1, "n": 1,
         "stream": True, "stream_options": {"include_usage": True},
     }  # fmt: skip
-    stream = http.post("/v1/chat/completions", json=body)
+    stream = http.post("/v1/chat/completions", json=body, headers={"Authorization": "Bearer "})
     chunks = [
         json.loads(line[6:]) for line in stream.text.split("\n\n") if line.startswith("data: {")
     ]
