@@ -64,7 +64,7 @@ class Turns(RuleBasedStateMachine):
             if waiting and reply.number == waiting[0]:
                 del self.waiting[connection]
 
-    def write(self, connection, gib, limit=0, behind=0):
+    def write(self, connection, gib, limit=0, behind=0, goes_on=False):
         me = owner(connection)
         self.numbers += 1
         leases = (Lease(me.id, "m", target=(Share("sim:0", gib * GIB),)),) if gib else ()
@@ -75,13 +75,18 @@ class Turns(RuleBasedStateMachine):
             fields["shared"] = msgspec.Raw(core.encode(shared))
         revision = self.keeper.known.revision - behind
         self.waiting[connection] = (self.numbers, gib)
-        message = Put(self.numbers, revision, msgspec.Raw(part), **fields)
+        message = Put(self.numbers, revision, msgspec.Raw(part), goes_on=goes_on, **fields)
         self.take(self.keeper.receive(connection, message, self.now))
 
-    @rule(connection=st.integers(0, 3), gib=st.integers(0, 4), behind=st.integers(0, 1))
-    def put(self, connection, gib, behind):
+    @rule(
+        connection=st.integers(0, 3),
+        gib=st.integers(0, 4),
+        behind=st.integers(0, 1),
+        goes_on=st.booleans(),
+    )
+    def put(self, connection, gib, behind, goes_on):
         if connection not in self.waiting:
-            self.write(connection, gib, behind=behind)
+            self.write(connection, gib, behind=behind, goes_on=goes_on)
 
     @rule(connection=st.integers(0, 3))
     def want(self, connection):
@@ -168,6 +173,34 @@ def test_a_head_that_does_not_write_is_passed_over():
     assert written == (1, Written(2, revision + 1, True)) and turn == (2, core.Turn(1))
     assert keeper.receive(0, Put(2, revision, empty), 0.03) == [(0, core.Soon(2))]
     assert keeper.receive(2, core.Pass(1), 0.03) == [(0, core.Turn(2))]
+
+
+def test_a_turn_has_a_row_of_writes_and_an_end_that_nobody_can_move():
+    """A lease and its release take one turn. A head that asked for its turn again and again kept it for ever."""
+    keeper = Keeper()
+    for number in range(2):
+        keeper.hello(number, Hello(0, 1, "", owner(number)), 0, 0.0)
+    part = msgspec.Raw(core.encode(Part(Section(owner(0)), (), 1)))
+
+    def write(now):
+        message = Put(1, keeper.known.revision, part, goes_on=True)
+        return keeper.receive(0, message, now)
+
+    keeper.receive(0, core.Want(1), 0.0)
+    keeper.receive(1, core.Want(1), 0.0)
+    for _ in range(core.MOST_WRITES - 1):
+        [(_, reply)] = write(0.0)
+        assert not reply.others_wait, "the next write needs no turn of its own"
+    [(_, reply), turn] = write(0.0)
+    assert reply.others_wait and turn == (1, core.Turn(1))
+
+    keeper.receive(0, core.Want(2), 0.0)
+    keeper.receive(1, core.Pass(1), 0.0)
+    keeper.receive(1, core.Want(2), 0.0)
+    [(_, reply)] = write(0.0)
+    assert keeper.tick(core.GO_ON_SECONDS / 2) == []
+    assert keeper.receive(0, core.Want(3), core.GO_ON_SECONDS / 2) == [(0, core.Turn(3))]
+    assert keeper.tick(core.GO_ON_SECONDS)[0] == (1, core.Turn(2))
 
 
 def test_a_book_that_does_not_fit_its_page_is_refused_and_may_shrink():
