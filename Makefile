@@ -68,7 +68,7 @@ help:
 	@echo "make gpu-figures   its figures; without a card, on a simulated accelerator"
 	@echo "make vllm    the tests of real servers, with vLLM for CPUs in an environment of its own (3 GB)"
 	@echo "make frameworks   notebooks of 26 frameworks, parked after each cell, in an environment of its own (3 GB)"
-	@echo "make clients   38 client libraries against a real server, each in an environment of its own (4 GB)"
+	@echo "make clients   39 client libraries against a real server, each in an environment of its own (4 GB)"
 	@echo "make docs    the documentation site, in docs/_build/html"
 	@echo "make clean   removes .venv and what tests leave behind"
 
