@@ -61,7 +61,7 @@ from .evictable import (
 )
 from .eviction import cheapest_way
 from .eviction_verdict import make_room
-from .feasibility import hopeless
+from .feasibility import hopeless, never_returns
 from .obstacles import wait_for_obstacles
 from .page_entries import free_an_entry, full_for_waiting, needs_entry, page_full
 from .queue import load_seconds, without_grace
@@ -85,8 +85,9 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
     7. Otherwise → Wait
 
     Bytes that exist nowhere else may return to where they were (law 16). So if such a return is
-    refused in 3, it is decided again: the cards may then be filled to their sizes, and if that does
-    not help, host memory too while the return makes room.
+    refused in 3, or waits beside memory outside the leases that leaves too little of the budget, it
+    is decided again: the cards may then be filled to their sizes, and if that does not help, host
+    memory too while the return makes room.
 
     A Grant with steps is a reservation: the lease is in the book and pinned, and its bytes count
     from now on. Steps of an earlier call with the same key are returned again if they are not done.
@@ -98,9 +99,11 @@ def admit(book: Book, request: Request, world: World, rank: Policy) -> tuple[Boo
         rules = replace(world.rules, spared=request.placement.spared)
         world = replace(world, rules=rules)
     after, verdict = _decided(book, request, world, rank)
-    if not isinstance(verdict, Refuse) or verdict.kind not in OF_ROOM:
+    waits = isinstance(verdict, Wait) and not verdict.steps and not verdict.asked
+    refusal = never_returns(book, request, world) if waits else verdict
+    if not isinstance(refusal, Refuse) or refusal.kind not in OF_ROOM:
         return after, verdict
-    for wider_book, wider_world in _as_it_was(book, request, world, verdict):
+    for wider_book, wider_world in _as_it_was(book, request, world, refusal):
         found, wider = _decided(wider_book, request, wider_world, rank)
         if isinstance(wider, Refuse):
             found, wider = _in_pieces(wider_book, request, wider_world) or (found, wider)

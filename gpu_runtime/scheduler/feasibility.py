@@ -377,14 +377,11 @@ def why_no_return(book: Book, lease: Lease, world: World) -> str:
     cards = [share for share in lease.filled or lease.shares if share.device != HOST]
     if all([claims.get(share.device, 0) <= _size(world, share.device) for share in cards]):
         return ""  # it fits beside all that is there
-    unleased = dict(claims)  # contexts, caches, and memory that cannot be moved
-    for one in book.leases():
-        for share in one.claims():
-            unleased[share.device] = unleased.get(share.device, 0) - share.bytes
+    unleased = _unleased(book)
     away = replace(lease, shares=(Share(HOST, lease.own_bytes),), filled=(), target=())
     emptier, roomy = filled_to_size(book.with_lease(away), world, {share.device for share in cards})
     for share in cards:
-        left = _size(world, share.device) - max(0, unleased.get(share.device, 0))
+        left = _size(world, share.device) - unleased.get(share.device, 0)
         emptier.limits[share.device] = roomy.limits[share.device] = left
         request = Request(
             "",
@@ -397,6 +394,32 @@ def why_no_return(book: Book, lease: Lease, world: World) -> str:
         if refusal := hopeless(emptier, request, roomy, never):
             return f"it could not return: {refusal.because}"
     return ""
+
+
+def never_returns(book: Book, request: Request, world: World) -> Refuse | None:
+    """Why bytes that exist nowhere else do not fit into the budget of their card, however long they wait.
+
+    Memory outside the leases stays: contexts, caches, and what cannot be moved. The result is None
+    if the `request` is no such return, or if it may fit.
+    """
+    lease = book.lease(request.lease.owner, request.lease.name)
+    if lease is None or not lease.must_return:
+        return None
+    others = without_card_bytes(book, lease)
+    limits = dict(book.limits)
+    for card, size in _unleased(book).items():
+        limits[card] = limit_of(book, world, card) - size
+    others = replace(others, limits=limits)
+    return hopeless(others, request, world, hopeless_cards(others, request, world))
+
+
+def _unleased(book: Book) -> dict[str, int]:
+    """The claimed bytes on each device that belong to no lease."""
+    unleased = dict(book.claims())
+    for lease in book.leases():
+        for share in lease.claims():
+            unleased[share.device] = unleased.get(share.device, 0) - share.bytes
+    return {device: size for device, size in unleased.items() if size > 0}
 
 
 def _size(world: World, device: str) -> int:

@@ -11,6 +11,7 @@ from gpu_runtime.facts import (
     Device,
     Footprint,
     Grant,
+    Part,
     Phase,
     PlacementRules,
     Refuse,
@@ -175,10 +176,11 @@ def test_a_notebook_that_holds_more_than_its_card_is_not_parked():
 
 
 def test_beside_a_kept_model_only_what_fits_with_it_is_parked():
-    """A kept model never makes room, so the notebook must fit beside it."""
+    """A kept model never makes room, nor a process's context. So the notebook must fit beside them."""
     both = Notebooks(card=100, budget=90, ram=1000, ram_budget=500)
-    kept = lease("m", by=2, shares=(Share(CARD, 40),), keep=True)
-    both.write(both.book.with_lease(kept), 2)
+    kept = lease("m", by=2, shares=(Share(CARD, 30),), keep=True)
+    section = both.book.with_lease(kept).sections[owner(2).id]
+    both.write(both.book.with_section(replace(section, residue={CARD: 10})), 2)
     both.hold(1, [60])
     assert both.park(1) and both.cell(1)
     both.hold(1, [61])
@@ -204,6 +206,28 @@ def test_two_notebooks_that_fill_card_and_ram_change_places_in_pieces():
         assert both.cell(who)
         assert both.lease(who).shares == (Share(CARD, sum(both.tensors[who])),)
     assert both.turns > 3, "more than one piece returned at a time"
+
+
+def test_bytes_that_a_cell_needs_beside_the_returning_ones_are_no_return():
+    """They were not on the card, so they do not use the part above its budget."""
+    both = Notebooks(card=512, budget=461, ram=4096, ram_budget=2048)
+    both.hold(1, [400])
+    assert both.park(1)
+    for more, verdict in ((0, Grant), (61, Grant), (62, Refuse)):
+        wanted = replace(both.lease(1), shares=(), piece_bytes=0)
+        rules = PlacementRules(devices=(CARD,))
+        room = Footprint((Part("weights", 400, "x"), Part("room", more, "x")))
+        request = Request("cell", wanted, room, both.world.now, rules)
+        assert isinstance(admit(both.book, request, both.world, lru)[1], verdict)
+
+
+def test_a_return_takes_no_piece_of_a_more_important_notebook():
+    both = Notebooks(card=100, budget=100, ram=50, ram_budget=50)
+    both.hold(1, [5] * 9)
+    assert both.park(1)
+    both.hold(2, [5] * 18)
+    both.write(both.book.with_lease(replace(both.lease(2), importance=5)), 2)
+    assert not both.cell(1) and both.lease(2).all_on_device
 
 
 def test_a_return_that_cannot_end_moves_no_piece():
