@@ -1,0 +1,291 @@
+"""The keeper's process under kills, stops, forks and hostile clients."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import struct
+import subprocess
+import sys
+
+import msgspec
+import psutil
+import pytest
+from msgspec.structs import replace
+
+from gpu_runtime.errors import LedgerUnavailable
+from gpu_runtime.facts import Section
+from gpu_runtime.ledgers.keeper import core, ledger
+from gpu_runtime.ledgers.keeper.core import Hello, Keep, Leave, Part, Put
+from gpu_runtime.ledgers.keeper.wire import SOCKET, frame, socket_path
+from tests.clock import PATIENCE, until
+
+from .conftest import count, names, put, without
+from .test_keeper import owner
+
+
+@pytest.fixture
+def here(tmp_path, open_at):
+    """Opens the kept book as a new owner in this process. The keeper ends after the test."""
+    opened = []
+
+    def open_():
+        opened.append(open_at(f"keeper://{tmp_path}/kept"))
+        return opened[-1]
+
+    yield open_
+    for keeper in keepers(tmp_path):
+        keeper.kill()
+
+
+@pytest.fixture
+def other(tmp_path, notebook):
+    return lambda: notebook(f"keeper://{tmp_path}/kept")
+
+
+def keepers(directory) -> list[psutil.Process]:
+    """The keepers of ledgers in `directory`."""
+    found = []
+    for process in psutil.process_iter(["cmdline"]):
+        command = process.info["cmdline"] or [""]
+        if (
+            command[-1].startswith(f"{directory}/")
+            and "gpu_runtime.ledgers.keeper.server" in command
+        ):
+            found.append(process)
+    return found
+
+
+def keeper_of(one) -> psutil.Process:
+    """The process of the keeper that `one` is connected to."""
+    one.read()
+    return psutil.Process(one._wire.keeper_pid)
+
+
+def test_a_killed_keeper_loses_nothing(here, other):
+    """Four processes count while the keeper is killed again and again. No count is lost or made twice."""
+    one = here()
+    others = [other() for _ in range(4)]
+    for each in others:
+        each.send("[count(ledger) for _ in range(400)][-1]")
+    for _ in range(4):
+        keeper_of(one).kill()
+        count(one)
+    assert [each.answer() for each in others] == ["400"] * 4
+    assert one.read().sections[one.owner.id].counts == {"n": 4}
+
+
+def test_a_new_owner_finds_the_book_after_the_keeper_was_killed(here, other):
+    """The process that starts the next keeper knows nothing of the book. Another one has it, and is stopped."""
+    first = other()
+    assert first.run("put(ledger, 'qwen')") == "None"
+    first.signal(signal.SIGSTOP)
+    one = here()
+    keeper = keeper_of(one)
+    one.close()
+    keeper.kill()
+    assert names(here()) == ["qwen"]
+    first.signal(signal.SIGCONT)
+
+
+def test_a_stopped_keeper_is_replaced_and_reading_goes_on(here, monkeypatch):
+    monkeypatch.setattr(ledger, "HANGING_SECONDS", 0.5)
+    one = here()
+    put(one, "qwen")
+    before = keeper_of(one)
+    before.suspend()
+    assert names(one) == ["qwen"], "reading asks nobody"
+    put(one, "llama")
+    assert names(one) == ["llama"]
+    assert not before.is_running() or before.status() == psutil.STATUS_ZOMBIE
+
+
+def test_the_death_of_an_owner_is_proven_at_once_and_wakes_others(here, other):
+    one, killed = here(), other()
+    killed.run("put(ledger, 'qwen')")
+    one.wait(0)
+    killed.kill()
+    assert one.wait(PATIENCE)
+    until(lambda: one.dead(one.read()) == {killed.id})
+    without(one, killed.id)
+    assert names(one) == []
+
+
+def test_a_closed_connection_is_no_death(here, other):
+    """A library closes all descriptors of a process. The process lives, and connects again by itself."""
+    one, closed = here(), other()
+    closed.run("put(ledger, 'qwen')")
+    closed.run("os.closerange(3, 100)")
+    assert one.dead(one.read()) == frozenset() and names(one) == ["qwen"]
+    assert closed.run("names(ledger)") == "['qwen']"
+    assert closed.run("count(ledger)") == "1"
+
+
+def test_the_death_of_a_parent_is_seen_although_its_child_lives(here, other):
+    """A forked child has the parent's connections open until it closes them."""
+    one, parent = here(), other()
+    parent.run("put(ledger, 'qwen')")
+    assert parent.run("in_a_child(ledger.read)") == "LedgerUnavailable"
+    parent.kill()
+    until(lambda: one.dead(one.read()) == {parent.id})
+
+
+def test_a_second_keeper_ends_at_once(here):
+    one = here()
+    arguments = [sys.executable, "-m", "gpu_runtime.ledgers.keeper.server", str(one.directory)]
+    assert subprocess.run(arguments, timeout=PATIENCE, check=False).returncode == 0
+    assert count(one) == 1
+
+
+def test_a_removed_directory_is_made_again(here):
+    """Everything beside the book can be deleted. The keeper is the same one, and the book too."""
+    import shutil
+
+    one = here()
+    put(one, "qwen")
+    keeper = keeper_of(one).pid
+    shutil.rmtree(one.directory.parent)
+    assert names(one) == ["qwen"]
+    until((one.directory / SOCKET).exists)
+    two = here()
+    assert names(two) == ["qwen"] and keeper_of(two).pid == keeper
+
+
+HOSTILE = {
+    "garbage": b"\xff" * 100,
+    "half a frame": struct.pack("<I", 1000) + b"x",
+    "a frame of 2 GiB": struct.pack("<I", 2 << 30),
+    "no greeting": frame(core.encode(Leave(1))),
+    "another version": frame(core.encode(Hello(1, 99, "", owner(1)))),
+}
+
+
+@pytest.mark.parametrize("kind", HOSTILE)
+def test_a_hostile_client_harms_nobody(here, kind):
+    one = here()
+    hostile = socket.socket(socket.AF_UNIX)
+    with socket_path(one.directory, SOCKET) as path:
+        hostile.connect(path)
+    hostile.sendall(HOSTILE[kind])
+    assert count(one) == 1
+    hostile.close()
+    assert count(one) == 2
+
+
+def test_nobody_writes_in_anothers_name(here):
+    """The keeper takes the pid from the socket, and checks each section against it."""
+    one, two = here(), here()
+    put(one, "qwen")
+    theirs = core.encode(Part(Section(one.owner), (), 9))
+    reply = two._ask(Put(0, two._current().revision, msgspec.Raw(theirs)))
+    assert isinstance(reply, core.Refused) and "as its owner" in reply.why
+    claimed = replace(two.owner, pid=1)
+    wire = ledger._Wire(two.directory)
+    welcome = two._exchange(wire, Hello(0, core.PROTOCOL, "", claimed))
+    assert welcome.owner.pid == os.getpid()
+    wire.close()
+    wire = ledger._Wire(two.directory)
+    welcome = two._exchange(wire, Hello(0, core.PROTOCOL, "", one.owner, b"guessed", again=True))
+    assert welcome.owner.id not in (one.owner.id, two.owner.id)
+    wire.close()
+    assert names(one) == ["qwen"]
+
+
+def test_a_client_that_reads_nothing_is_disconnected(here):
+    one, deaf = here(), here()
+    deaf._keep("maps", ())
+    big = b"x" * (core.MOST_KEPT_BYTES - 100)
+    one._ask(Keep(0, "maps", big))
+    wire = deaf._wire
+    wire.socket.settimeout(PATIENCE)
+    with contextlib.suppress(OSError):
+        for number in range(50):
+            wire.send(core.Fetch(number, "maps"))
+    assert count(one) == 1
+    until(lambda: psutil.Process(one._wire.keeper_pid).memory_info().rss < 200 << 20)
+
+
+def test_the_keeper_ends_after_its_last_owner(here, monkeypatch):
+    one = here()
+    keeper = keeper_of(one)
+    one.close()
+    assert keeper.is_running()
+    with contextlib.suppress(psutil.NoSuchProcess):
+        keeper.wait(PATIENCE)
+    assert not (one.directory / SOCKET).exists()
+
+
+def test_a_keeper_that_cannot_start_is_named(tmp_path, open_at, monkeypatch):
+    monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
+    monkeypatch.setattr(ledger, "_spawn", lambda *_: subprocess.Popen(["false"]))
+    with pytest.raises(LedgerUnavailable, match="keeper.log"):
+        ledger.KeeperLedger(tmp_path / "kept", patience_seconds=0.5)
+
+
+CONTAINED = """
+import sys
+from pathlib import Path
+from gpu_runtime.ledgers import open_ledger
+from tests.ledgers.conftest import count, names, put
+ledger = open_ledger({url!r})
+for line in sys.stdin:
+    print(eval(line), flush=True)
+"""
+
+
+class Contained:
+    """A process in a PID namespace of its own, as in a container that mounts the ledger's directory."""
+
+    def __init__(self, url: str) -> None:
+        command = ["unshare", "-p", "-f", "--mount-proc", "--kill-child", sys.executable, "-c"]
+        self.process = subprocess.Popen(
+            [*command, CONTAINED.format(url=url)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+
+    def run(self, line: str) -> str:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+        return self.process.stdout.readline().strip()
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.communicate()
+
+
+@pytest.fixture
+def contained(tmp_path):
+    made = []
+
+    def start() -> Contained:
+        made.append(Contained(f"keeper://{tmp_path}/kept"))
+        if made[-1].run("1") != "1":
+            pytest.skip("this machine makes no PID namespace (unshare -p)")
+        return made[-1]
+
+    yield start
+    for one in made:
+        one.kill()
+
+
+def test_owners_of_other_pid_namespaces_share_the_book(here, other, contained):
+    """The keeper in a container sees no process outside. Every owner there has the pid 0 for it."""
+    inside = contained()
+    assert inside.run("put(ledger, 'a')") == "None"
+    one, two = here(), other()
+    put(one, "b")
+    assert two.run("put(ledger, 'c')") == "None"
+    assert sorted(names(one)) == ["a", "b", "c"]
+    assert inside.run("sorted(names(ledger))") == "['a', 'b', 'c']"
+    assert len({*one.read().sections, one.owner.id}) == 3
+    gone = two.run("ledger.owner.id").strip("'")
+    two.kill()
+    until(lambda: gone in one.dead(one.read()), "its end, although nobody sees its process")
+    inside.kill()  # and with it the keeper
+    until(lambda: len(one.dead(one.read())) == 2, "the next keeper knows the book")
+    assert sorted(names(one)) == ["a", "b", "c"]
+    assert count(one) == 1
