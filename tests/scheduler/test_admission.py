@@ -135,7 +135,8 @@ def test_two_threads_that_request_one_model_make_room_for_it_once():
 def test_larger_than_any_budget_is_refused_and_nothing_is_evicted():
     """The budget is 7,200 MB. A model of 3,000 MB is resident, and the request is for 9,000 MB."""
     page = book(lease("resident", sim0="3000 MB"))
-    after, verdict = decide(page, request("big", "9000 MB"), world(sim0="7200 MB"))
+    there = world(sim0="7200 MB", sim1="1200 MB")
+    after, verdict = decide(page, request("big", "9000 MB"), there)
     assert verdict == Refuse(
         "big needs 8.4 GiB on one device; the largest budget is 6.7 GiB (sim:0)",
         need_bytes=9 * 10**9,
@@ -251,12 +252,6 @@ def test_a_grant_is_a_reservation_pinned_by_its_loader():
     assert room(page, world(sim0=20))["sim:0"] == 6 * GIB
 
 
-def test_exact_fit_fits():
-    assert isinstance(decide(book(lease("a", sim0=6)), request("b", 14), world(sim0=20))[1], Grant)
-    over = request("b", f"{size(14) + 1} B")
-    assert isinstance(decide(book(lease("a", sim0=6, pins=1)), over, world(sim0=20))[1], Wait)
-
-
 def test_a_model_in_host_memory_moves_back_at_its_measured_size():
     """A model returns with the size that was measured at its first load. The declared size was only an estimate."""
     page = book(lease("qwen", host=6))
@@ -326,9 +321,10 @@ def test_leases_of_other_owners_have_five_seconds_of_grace_and_own_ones_none():
         book(lease("theirs", by=2, **just_used)), request("qwen", 14), world(sim0=20)
     )
     assert (verdict.asked, verdict.retry_at) == ((), NOW + 1)
-    assert verdict.because == (
-        "theirs (14.0 GiB on sim:0) was used 4.0 s ago by pid 2, and becomes evictable in 1.0 s"
-    )
+    assert "was used 4.0 s ago by pid 2, and becomes evictable in 1.0 s" in verdict.because
+    page = book(lease("theirs", by=2, **just_used))
+    wanted = request("qwen", 14, arrived=NOW + 1)
+    assert decide(page, wanted, world(sim0=20, now=NOW + 1))[1].asked == (at(2, "theirs"),)
     _, verdict = decide(book(lease("mine", **just_used)), request("qwen", 14), world(sim0=20))
     assert len(verdict.steps) == 1
 
@@ -349,10 +345,10 @@ def test_a_busy_neighbour_keeps_its_model_only_as_long_as_the_operator_says():
 
 def test_retry_at_counts_grace_periods_on_other_cards_too():
     """The lease on the nearest card stays in use. The lease on the other card may leave when its grace ends."""
-    page = book(
-        lease("busy", by=2, sim0=10, pins=1), lease("theirs", by=2, sim1=14, last_used=NOW - 4)
-    )
-    assert decide(page, request("qwen", 14), world(sim0=20, sim1=20))[1].retry_at == NOW + 1
+    used = [lease(f"m{n}", by=2, last_used=NOW - n, **{f"sim{n}": 14}) for n in (4, 2)]
+    page = book(lease("busy", by=2, sim0=10, pins=1), *used)
+    there = world(sim0=20, sim2=20, sim4=20)
+    assert decide(page, request("qwen", 14), there)[1].retry_at == NOW + 1, "the first of them"
 
 
 @pytest.mark.parametrize("owner", [1, 2])
@@ -382,8 +378,9 @@ def test_a_refused_order_is_not_the_reason_of_a_failed_move():
     """The answer to an order is a `failed` event too, and does not explain why a lease stays."""
     stuck = lease("stuck", sim0=14, last_used=1, moves_again_at=NOW + 8)
     because = "stuck stays where it is: a thread of its own runs (loader)."
-    event = Event(1, WALL, "stuck", "failed", "abandoned", because, owner=stuck.owner)
-    page = replace(book(stuck), events=(event,))
+    earlier = Event(1, WALL, "stuck", "failed", "abandoned", "a: busy.", owner=stuck.owner)
+    event = replace(earlier, seq=2, because=because)
+    page = replace(book(stuck), events=(earlier, event))
     order = Order("a pin", "pin", "stuck")
     page = answer(page, world(), stuck.owner, order, "failed", "bob may not pin it: only ann may")
     _, verdict = decide(page, request("qwen", 14), world(sim0=20))
@@ -487,6 +484,15 @@ def test_the_sentences_about_a_notebooks_own_memory_name_the_notebook():
     )
 
 
+@pytest.mark.parametrize("holder", [1, 2])
+def test_a_block_of_code_evicts_the_memory_of_other_notebooks_only(holder):
+    """The block runs in its own kernel, and needs what that kernel holds."""
+    kernel = lease("kernel", by=holder, sim0=12, kind="kernel", droppable=False)
+    page = book(kernel, owners=(1, 2))
+    _, verdict = decide(page, request("code#1", 12, kind="block"), world(sim0=20))
+    assert verdict.asked == ((kernel.id,) if holder == 2 else ()) and not verdict.steps
+
+
 def test_leases_recalled_by_an_elder_are_not_recalled_twice():
     there = world(sim0=20)
     page = book(lease("a", by=2, sim0=10), lease("b", by=2, sim0=10))
@@ -533,13 +539,36 @@ def test_the_leases_in_the_way_are_named():
 
 def test_a_ticket_keeps_its_place_and_is_refreshed():
     busy = lease("busy", by=2, sim0=8, pins=1)
-    page, _ = decide(book(busy), request("qwen", 14, key="k"), world(sim0=20))
+    wanted = replace(request("qwen", 14, key="k"), users=3)
+    page, _ = decide(book(busy), wanted, world(sim0=20))
     because = "busy (8.0 GiB on sim:0) is in use by pid 2"
-    kept = ticket("qwen", key="k", arrived=NOW, sim0=14, seconds=15.0, blocked_since=NOW)
+    kept = ticket("qwen", key="k", arrived=NOW, sim0=14, seconds=15.0, blocked_since=NOW, users=3)
     assert page.tickets == (replace(kept, because=because),)
-    page, _ = decide(page, request("qwen", 14, key="k"), world(sim0=20, now=NOW + 3))
+    page, _ = decide(page, wanted, world(sim0=20, now=NOW + 3))
     assert [(t.refreshed, t.blocked_since) for t in page.tickets] == [(NOW + 3, NOW)]
     assert [event.action for event in page.events] == ["waiting"]
+
+
+def test_an_owner_is_silent_once_it_has_not_answered_for_two_seconds():
+    """However often the request is decided meanwhile. For other leases the time begins anew."""
+    page, wanted = book(lease("theirs", by=2, sim0=14)), request("qwen", 14)
+    for seconds in (0, 0.7, 1.4, 1.9, 2):
+        page, verdict = decide(page, wanted, world(sim0=20, now=NOW + seconds))
+        assert verdict.asked == (at(2, "theirs"),)
+        assert verdict.silent == ((at(2, "theirs"),) if seconds == 2 else ())
+    used = page.with_lease(lease("theirs", by=2, sim0=14, pins=1))
+    other = book(*used.leases(), lease("other", by=3, sim1=14), tickets=page.tickets)
+    there = world(sim0=20, sim1=20, now=NOW + 3)
+    again, verdict = decide(other, wanted, there)
+    assert (verdict.asked, again.tickets[0].recalled_since) == ((at(3, "other"),), NOW + 3)
+
+
+def test_a_lease_that_left_or_is_in_use_does_not_make_its_owner_silent():
+    """It was loaded again, or its cell began, after the owner had obeyed."""
+    recall = ticket("qwen", sim0=14, recalls=(at(2, "theirs"),), recalled_since=NOW - 9)
+    for fields in ({"away_since": NOW - 8}, {"pins": 1}):
+        page = book(lease("theirs", by=2, sim0=14, **fields), tickets=[recall])
+        assert decide(page, request("qwen", 14), world(sim0=20))[1].silent == ()
 
 
 def test_a_request_that_does_not_wait_leaves_no_ticket():
@@ -649,9 +678,13 @@ def test_a_full_page_still_restores_what_it_holds():
 # -- the limit of one process ----------------------------------------------------------------------
 def test_one_process_s_own_limit_makes_its_own_models_leave_first():
     """INFERENCE_MEMORY_LIMIT_GB bounds the bytes of one process on all cards, after possible evictions."""
-    page = book(lease("mine", sim0=6), lease("theirs", by=2, sim1=6))
-    _, verdict = decide(page, request("qwen", 6), world(sim0=20, sim1=20, limit_bytes=size(10)))
-    assert [step.lease for step in verdict.steps] == [at(1, "mine")] and verdict.asked == ()
+    page = book(lease("mine", sim0=6), lease("theirs", by=2, sim1=6, last_used=-9))
+    for devices in ((), ("sim:1",)):  # whichever card the new model is for
+        wanted = request("qwen", 6, devices=devices)
+        _, verdict = decide(page, wanted, world(sim0=20, sim1=20, limit_bytes=size(10)))
+        assert [step.lease for step in verdict.steps] == [at(1, "mine")] and verdict.asked == ()
+    there = world(sim0=20, sim1=20, limit_bytes=size(12))
+    assert isinstance(decide(page, request("qwen", 6), there)[1], Grant), "exactly the limit"
 
 
 def test_a_refusal_by_the_own_limit_has_the_seeds_text():
@@ -682,9 +715,22 @@ def test_a_leaving_lease_counts_as_gone_for_the_own_limit():
 
 
 def test_the_own_limit_counts_models_but_not_blocks():
-    page = book(block(sim0=6))
-    there = world(sim0=20, limit_bytes=size(10))
+    page, there = book(block(sim0=6, pins=1)), world(sim0=20, limit_bytes=size(10))
     assert isinstance(decide(page, request("qwen", 6), there)[1], Grant)
+    wanted = request("code#1", 6, kind="block")
+    assert isinstance(decide(book(lease("m", sim0=6)), wanted, there)[1], Grant)
+
+
+def test_a_request_that_the_own_limit_delays_names_the_model_that_it_waits_for():
+    page = book(lease("mine", sim1=6, phase=Phase.ARRIVING, target=whole("sim:1", 6), pins=1))
+    page = page.with_lease(replace(page.find(at(1, "mine")), shares=()))
+    _, verdict = decide(page, request("qwen", 3), world(sim0=20, sim1=20, limit_bytes=size(12)))
+    assert isinstance(verdict, Grant)
+    going = lease("going", sim1=8, phase=Phase.LEAVING, key="x", target=whole(HOST, 8))
+    _, verdict = decide(
+        book(going), request("qwen", 6), world(sim0=20, sim1=20, limit_bytes=size(12))
+    )
+    assert isinstance(verdict, Wait) and verdict.steps == ()
 
 
 # -- measured devices ------------------------------------------------------------------------------
@@ -741,8 +787,17 @@ def test_on_an_unmeasured_card_grants_wait_and_nothing_is_evicted(there, because
 
 
 def test_a_measured_card_is_used_if_another_is_not_measured():
-    _, verdict = decide(book(), request("q", 4), world(cuda0=20, cuda1=20, free={"cuda:1": 20}))
+    """A sample is believed for five seconds. A model is not divided over a card without one."""
+    there = world(cuda0=20, cuda1=20, cuda2=20, free={"cuda:1": 20, "cuda:2": 20}, taken_at=NOW - 5)
+    _, verdict = decide(book(), request("q", 4), there)
     assert verdict.lease.target == whole("cuda:1", 4)
+    halves = {"layout": "balanced", "rules": {"margin_bytes": 0, "least_cards": 2, "most_cards": 2}}
+    _, verdict = decide(book(), request("q", 4, **halves), there)
+    assert {share.device for share in verdict.lease.target} == {"cuda:1", "cuda:2"}
+    page = book(*(lease(f"m{n}", **{f"cuda{n}": 20}) for n in range(3)))
+    full = world(cuda0=20, cuda1=20, cuda2=20, free={"cuda:1": 0, "cuda:2": 0})
+    _, verdict = decide(page, request("q", 40, **halves), full)
+    assert {step.lease for step in verdict.steps} == {at(1, "m1"), at(1, "m2")}
 
 
 def test_memory_outside_the_leases_is_named_as_the_reason_to_wait():
@@ -796,6 +851,17 @@ def test_a_plan_assumes_that_recalled_owners_comply():
     told = plan(book(lease("theirs", by=2, sim0=14)), request("qwen", 14), world(sim0=20), lru)
     assert told.granted and told.asked == (at(2, "theirs"),)
     assert [type(step).__name__ for step in told.steps] == ["Move", "Load"]
+
+
+def test_a_plan_spends_the_hosts_bytes_once_and_shows_every_way():
+    """Two models of another owner leave, and the host has room for one. All cards are compared."""
+    page = book(lease("a", by=2, sim0=10), lease("b", by=2, sim0=10))
+    told = plan(page, request("q", 20), world(sim0=20, host=15), lru)
+    assert sorted(type(step).__name__ for step in told.steps) == ["Drop", "Load", "Move"]
+    page = book(*(lease(f"m{n}", **{f"sim{n}": 9}) for n in range(12)))
+    there = world(**{f"sim{n}": 9 for n in range(12)})
+    told = plan(page, request("q", 9, wait=False), there, lru)
+    assert sum(bool(one.victims) for one in told.considered) == 12
 
 
 def test_a_plan_on_a_measured_card_sees_the_room_that_its_steps_make():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from functools import cache
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -70,6 +71,28 @@ def test_a_request_that_holds_nothing_others_could_use_is_not_deadlocked():
     bound = [replace(one, places=("sim:0",)) for one in (*WAITS, third)]
     page = book(*HELD, lease("c", by=3, sim1=1, pins=1), tickets=bound)
     assert [t.name for t in deadlocked(page, world(sim0=20, sim1=20))] == ["x", "y"]
+
+
+@pytest.mark.parametrize(
+    ("layout", "gib", "fits"),
+    [
+        ("", (10,), True),
+        ("", (11,), False),
+        ("balanced", (4, 4), True),
+        ("balanced", (6, 6), False),
+        ("proportional", (7, 7), True),
+        ("proportional", (8, 7), False),
+        ("whole", (1, 1), False),
+    ],
+)
+def test_whether_a_request_will_fit_depends_on_its_layout(layout, gib, fits):
+    """10 and 4 GiB are free beside what stays. No card is empty. If it fits, the other one is no deadlock."""
+    a, b = lease("a", sim0=4, pins=1), lease("b", by=2, sim1=2, pins=1)
+    kept, other = lease("kept", by=3, sim1=3, keep=True), ticket("x", held=(a.id,), sim0=11)
+    need = {f"sim{n}": amount for n, amount in enumerate(gib)}
+    wants = ticket("y", by=2, held=(b.id,), layout=layout, **need)
+    page = book(a, b, kept, tickets=[other, wants])
+    assert (deadlocked(page, world(sim0=14, sim1=9)) == ()) == fits
 
 
 def test_the_hosts_limit_counts_if_ours_is_larger():

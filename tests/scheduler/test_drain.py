@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gpu_runtime.errors import DoesNotFit
-from gpu_runtime.facts import Device, Drain, Drop, Grant, Move, Refuse, Share, Wait
+from gpu_runtime.facts import Device, Drain, Drop, Grant, Move, Phase, Refuse, Share, Shed, Wait
 from gpu_runtime.ledgers.book_parts import part_of, union
 from gpu_runtime.scheduler import drain
 from gpu_runtime.scheduler.eviction_policy import lru
@@ -94,6 +94,7 @@ def test_idle_leases_leave_even_if_just_used_kept_alive_or_important():
     [
         (lease("m", sim0=2, pins=1), "in use"),
         (lease("m", sim0=2, keep=True), "kept"),
+        (lease("m", sim0=2, phase=Phase.LEAVING, key="x"), ""),
         (block("m", sim0=2), "a block of code"),
         (
             lease("m", sim0=2, droppable=False, movable=False),
@@ -108,6 +109,40 @@ def test_leases_that_must_not_move_stay_and_are_listed(stays, why):
     assert [(lease.name, said) for lease, said in drain.staying(page, "sim:0", there)] == [
         ("m", why)
     ]
+
+
+def test_a_copy_in_host_memory_is_freed_before_a_model_is_dropped():
+    """The model leaves at the next call, with the room that the copy had."""
+    page = book(
+        lease("used", sim1=6, shadow_bytes=6 * GIB, pins=1),
+        lease("m", sim0=9),
+        drained={"sim:0": ANN},
+    )
+    after, steps = drain.vacate(page, owner(1).id, world(sim0=20, sim1=20, host=10), "k")
+    assert [type(step) for step in steps] == [Shed] and after is page
+
+
+@pytest.mark.parametrize("layout", ["balanced", "proportional", "auto"])
+def test_a_model_is_not_divided_over_a_drained_card(layout):
+    """Neither over its free room, nor over room that evictions there would make."""
+    rules = {"margin_bytes": 0, "least_cards": 2}
+    wanted = request("qwen", 10, layout=layout, rules=rules)
+    there = world(sim0=6, sim1=6, sim2=6)
+    for idle in ((), tuple(lease(f"m{n}", **{f"sim{n}": 6}) for n in range(3))):
+        _, verdict = decide(book(*idle, drained={"sim:0": ANN}), wanted, there)
+        shares = (
+            verdict.lease.target if isinstance(verdict, Grant) else verdict.considered[0].shares
+        )
+        assert {share.device for share in shares} == {"sim:1", "sim:2"}
+        assert at(1, "m0") not in {step.lease for step in verdict.steps}
+    _, verdict = decide(book(drained={"sim:0": ANN, "sim:1": ANN}), wanted, there)
+    assert isinstance(verdict, Refuse)
+
+
+def test_a_model_of_no_bytes_may_use_a_drained_card():
+    """All its tensors belong to another model."""
+    _, verdict = decide(book(drained={"sim:0": ANN}), request("alias", 0), world(sim0=20))
+    assert isinstance(verdict, Grant)
 
 
 def test_an_owner_moves_only_its_own_leases():
@@ -137,7 +172,13 @@ def test_a_drain_follows_the_card_and_not_its_name():
     renamed = [Device("cuda:1", 80 * GIB, uuid="GPU-a"), Device("cuda:0", 80 * GIB, uuid="GPU-b")]
     from msgspec.structs import replace
 
-    assert list(drain.drained(page, replace(there, devices=tuple(renamed)))) == ["cuda:1"]
+    renumbered = replace(there, devices=tuple(renamed), limits={"cuda:0": 1, "cuda:1": 1})
+    assert list(drain.drained(page, renumbered)) == ["cuda:1"]
+    assert [bool(view.drained) for view in views(page, renumbered)] == [True, False]
+    both = drain.drain(page, renamed[1], "bob", renumbered)
+    assert list(drain.drained(drain.undrain(both, card, "ann", renumbered), renumbered)) == [
+        "cuda:0"
+    ]
 
 
 def test_a_rebuilt_book_has_the_drains_that_its_newest_owner_knew():

@@ -47,42 +47,49 @@ def crossing(**fields: Any) -> tuple[Book, Any]:
 
 
 def test_a_stage_frees_its_bytes_and_the_rest_is_still_leaving():
-    page, _ = crossing()
+    page, there = crossing()
     after = leaving(page, 5)
     old = after.find(at(1, "old"))
     assert old.phase is Phase.LEAVING and old.target == (Share(HOST, size(35)),)
     assert old.shares == (Share("sim:0", size(35)), Share(HOST, size(5)))
     assert after.claims() == {"sim:0": size(35), HOST: size(80)}
+    assert (old.settled_at, old.away_since) == (there.now, there.now)
     assert not after.events[len(page.events) :], "the departure is noted at its end"
+    step = Move(old.id, page.find(old.id).shares, old.target)
+    done = books.left(after, step, (Share(HOST, size(40)),), there)
+    assert (done.events[-1].action, done.events[-1].bytes) == ("offloaded", size(40))
 
 
 def test_a_part_takes_the_free_bytes_and_the_ticket_waits_for_the_rest():
     page, there = crossing()
     page = leaving(page, 5)
-    after, grant = admit(page, wanted(40, under_way=(at(1, "old"),)), there, lru)
+    asked = wanted(40, under_way=(at(1, "old"),))
+    asked = replace(asked, lease=replace(asked.lease, importance=20))
+    after, grant = admit(page, asked, there, lru)
     assert isinstance(grant, Grant) and duplex.is_part(grant.lease)
     [step] = grant.steps
     assert step.shares == (Share("sim:0", size(5)),)
     [ticket] = after.tickets
     assert ticket.need == (Share("sim:0", size(35)),)
     assert after.claims()["sim:0"] == size(40)
+    arriving = after.find(at(1, "new"))
+    assert (arriving.pins, arriving.last_used, arriving.importance) == (1, there.now, 20)
     assert "5.0 GiB of new return meanwhile" in grant.because
 
 
 @pytest.mark.parametrize(
-    ("words", "fields"),
+    ("fields", "words"),
     [
-        ("whole", {"piece_bytes": 0}),
-        ("on request", {}),
-        ("less than a piece", {"piece_bytes": 6 * GIB}),
+        ({"piece_bytes": 0}, {}),
+        ({"piece_bytes": 6 * GIB}, {}),  # less than a piece came free
+        ({}, {"stage_bytes": 0}),
+        ({}, {"wait": False}),
     ],
 )
-def test_otherwise_it_waits(words, fields):
+def test_otherwise_it_waits(fields, words):
     page, there = crossing(**fields)
     page = leaving(page, 5)
-    asked = wanted(40, under_way=(at(1, "old"),))
-    if words == "on request":
-        asked = replace(asked, stage_bytes=0)
+    asked = replace(wanted(40, under_way=(at(1, "old"),)), **words)
     _, verdict = admit(page, asked, there, lru)
     assert isinstance(verdict, Wait) and not verdict.steps
 
@@ -105,6 +112,22 @@ def test_nobody_else_takes_the_room_of_a_part():
     page = leaving(page, 5)
     _, verdict = admit(page, request("rival", 3, by=2, importance="batch"), there, lru)
     assert isinstance(verdict, Wait) and not verdict.asked and not verdict.steps
+
+
+@given(
+    st.integers(1, 40),
+    st.integers(0, 5),
+    st.integers(0, 9),
+    st.sampled_from([{}, {"shadow_bytes": 1}, {"copy": "p"}, {"kind": "kernel"}]),
+    st.sampled_from([HOST, "sim:1"]),
+)
+def test_a_lease_leaves_in_at_least_two_stages_or_at_once(size, piece, least, fields, to):
+    """Without a copy in host memory, which would make each stage needless."""
+    there = lease("m", shares=(Share("sim:0", size),), piece_bytes=piece, **fields)
+    stage = duplex.departure_stages(there, (Share(to, size),), least)
+    expected = max(least, piece, -(-size // duplex.MOST_STAGES))
+    whole = fields or to != HOST or not piece or not least or size < 2 * expected
+    assert stage == (0 if whole else expected)
 
 
 @settings(deadline=None)

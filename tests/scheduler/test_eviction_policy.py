@@ -54,6 +54,10 @@ def test_keep_score_is_the_waiting_that_is_saved_for_each_gb():
     )
     assert keep_score(model, bare) == pytest.approx((1 / 20 + 1 / 100) * 12 / 2)
     assert keep_score(model, roomy) == pytest.approx((1 / 20 + 1 / 100) * 3 / 2)
+    never = replace(roomy, rules=replace(roomy.rules, offload=False))
+    assert keep_score(model, never) == keep_score(model, bare), "nothing is offloaded"
+    slow = replace(model, restore_seconds=99)
+    assert keep_score(slow, roomy) == keep_score(model, bare), "a restore is no longer than a load"
     warm = replace(model, shares=(Share(HOST, 2 * 10**9),))
     assert keep_score(warm, roomy) == pytest.approx((1 / 20 + 1 / 100) * (12 - 3) / 2)
 
@@ -89,6 +93,8 @@ def test_a_use_of_an_equal_model_of_another_process_counts():
     assert rank(mine, THERE) == pytest.approx(alone + keep_score(theirs, THERE))
     assert rank(other, THERE) == keep_score(other, THERE)
     assert with_uses_of_equal_models(keep_score, [mine, other]) is keep_score
+    unknown = [replace(one, source="") for one in (mine, theirs)]
+    assert with_uses_of_equal_models(keep_score, unknown) is keep_score, "not known to be equal"
 
 
 def test_a_policy_of_no_such_name_is_a_bad_setting():

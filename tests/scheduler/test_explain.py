@@ -2,12 +2,38 @@
 
 from __future__ import annotations
 
+import pytest
 from msgspec.structs import replace
 
-from gpu_runtime.facts import Candidate, Event, Grant, Lease, PlacementRules, Refuse, Share, Wait
-from gpu_runtime.scheduler.explain import MOST_RUNNERS_UP, alternatives, still_here, with_runners_up
+from gpu_runtime.errors import (
+    Deadlock,
+    DoesNotFit,
+    LedgerUnavailable,
+    MemoryLimitExceeded,
+    NotAllowed,
+)
+from gpu_runtime.facts import (
+    AllocatorMap,
+    Candidate,
+    Event,
+    Grant,
+    Lease,
+    PlacementRules,
+    Refuse,
+    Share,
+    Wait,
+)
+from gpu_runtime.scheduler.explain import (
+    MOST_RUNNERS_UP,
+    alternatives,
+    busy,
+    out_of_memory,
+    refusal,
+    still_here,
+    with_runners_up,
+)
 from gpu_runtime.units import GIB
-from tests.worlds import book, decide, lease, request, world
+from tests.worlds import NOW, book, decide, lease, request, world
 
 RULES = PlacementRules()
 
@@ -72,5 +98,59 @@ def test_a_notebook_that_cannot_leave_is_called_by_its_name():
     page = page.with_section(
         replace(section, owner=replace(section.owner, notebook="a/train.ipynb"))
     )
+    kernel = replace(kernel, pinned_since=NOW - 60, last_used=NOW - 5)
     error = still_here(page, "1", kernel, "in use", world(sim0=20))
-    assert str(error).startswith("train.ipynb (3.0 GiB, sim:0) runs a cell for ")
+    assert str(error).startswith("train.ipynb (3.0 GiB, sim:0) runs a cell for 60 s")
+    assert "when that cell has ended" in str(error)
+    script = lease("m", sim0=3, pins=1, by=3)
+    error = still_here(book(script), "1", script, "in use", world(sim0=20))
+    assert "is in use by pid 3" in str(error) and "when that block has ended" in str(error)
+
+
+def test_the_report_of_a_memory_error_lists_the_holders_the_largest_first():
+    """Then unleased memory, and what torch's cache holds. A process is named if it is another one."""
+    used = {"last_used": NOW - 60}
+    small = lease("small", by=2, cuda0=1, keep=True, **used)
+    large = lease("large", cuda0=8, **used)
+    there = world(cuda0=20, free={"cuda:0": 4, "host": 1})
+    caches = [AllocatorMap("1", f"cuda:{n}", 0.0, GIB - n, GIB, 0, 0, 0) for n in (0, 1)]
+    told = out_of_memory(MemoryError("no"), book(small, large), there, large.owner, caches)
+    assert told.holders == (large.id, small.id)
+    report = str(told).splitlines()
+    assert "large, idle" in report[2] and "pid" not in report[2]
+    assert "small, idle" in report[3] and "pinned" in report[3] and "pid 2" in report[3]
+    assert [("not leased" in line, "reserved by torch" in line) for line in report[4:6]] == [
+        (True, False),
+        (False, True),
+    ]
+    assert len(report) == 7
+
+
+@pytest.mark.parametrize(
+    ("kind", "error", "advice"),
+    [
+        ("cap", NotAllowed, "%gpu leases"),
+        ("limit", MemoryLimitExceeded, "INFERENCE_MEMORY_LIMIT_GB"),
+        ("deadlock", Deadlock, "same order"),
+        ("full", LedgerUnavailable, ""),
+        ("drained", DoesNotFit, "gpu drain sim:1 --undo"),
+        ("kept", DoesNotFit, "%gpu unpin llama"),
+        ("nested", DoesNotFit, "Leave the block of llama"),
+        ("precious", DoesNotFit, "rt.forget('llama')"),
+        ("hopeless", DoesNotFit, "%gpu plan qwen"),
+    ],
+)
+def test_the_error_for_a_refusal_says_what_to_type(kind, error, advice):
+    refuse = Refuse("because", kind, 5, 4, "sim:1", holders=("2.1.0/llama",))
+    found = refusal("qwen", refuse)
+    assert type(found) is error and advice in str(found) and str(found).startswith("because")
+    assert (found.need_bytes, found.budget_bytes, found.device) == (5, 4, "sim:1")
+
+
+def test_only_silent_processes_are_to_be_continued():
+    """A time-out names the pids of those that did not answer, and no others."""
+    page = book(owners=(2, 3))
+    wait = Wait("because", asked=("2.1.0/a", "3.1.0/b"), silent=("3.1.0/b",))
+    told = str(busy(page, "qwen", wait, 60.0))
+    assert "kill -CONT 3 " in told and "kill -9 3\n" in told
+    assert "kill" not in str(busy(page, "qwen", replace(wait, silent=()), 60.0))

@@ -19,7 +19,7 @@ def load(seconds: float, *beside: str, source: str = "a") -> Event:
 
 def arriving(name: str, *, by: int) -> Lease:
     target = (Share("sim:0", 4 * GIB),)
-    return replace(lease(name, by=by), shares=(), target=target, phase=Phase.ARRIVING)
+    return replace(lease(name, by=by), shares=(), target=target, phase=Phase.ARRIVING, pins=1)
 
 
 def test_the_medians_of_both_kinds_are_compared():

@@ -17,7 +17,9 @@ from gpu_runtime.facts import (
     IMPORTANCE,
     Book,
     Drop,
+    Event,
     Footprint,
+    Ghost,
     Grant,
     Lease,
     Load,
@@ -34,7 +36,7 @@ from gpu_runtime.facts import (
 from gpu_runtime.ledgers.invariants import refuse_unlawful
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.admission import admit
-from gpu_runtime.scheduler.capacity import room
+from gpu_runtime.scheduler.capacity import freed_since, room
 from gpu_runtime.scheduler.eviction_policy import cost_aware, lru
 from gpu_runtime.scheduler.placement import PLACEMENTS, place
 from gpu_runtime.scheduler.plan import plan
@@ -164,6 +166,7 @@ def requests(draw: Any, page: Book) -> Request:
         held=tuple(held),
         arrived=NOW - draw(st.integers(0, 100)),
         importance=draw(st.sampled_from([1, 5, 10, 20, 30])),
+        keep_alive=draw(st.sampled_from([0.0, 60.0])),
         layout=layout,
         pieces=pieces,
         heads=draw(st.sampled_from([0, 8, 12])),
@@ -342,6 +345,8 @@ def test_6_a_grant_is_a_reservation_born_pinned(situation):
         reserved = page.lease(wanted.lease.owner, wanted.lease.name)
         state = (reserved.phase, reserved.key, reserved.pins)
         assert (reserved, state) == (verdict.lease, (Phase.ARRIVING, wanted.key, 1))
+        asked = (wanted.lease.importance, wanted.lease.keep_alive, NOW)
+        assert (reserved.importance, reserved.keep_alive, reserved.last_used) == asked
         assert page.ticket(wanted.key) is None
         assert isinstance(verdict.steps[0], Move if reserved.shares else Load)
 
@@ -543,6 +548,65 @@ def test_11_room_is_the_smaller_of_claims_and_measurement_less_unseen_bytes(
     claims = sum(size for size, _ in held)
     unseen = sum(size for size, kind in held if kind != "seen")
     assert room(book(*made), there)["cuda:0"] == min(limit - claims, free - reserve - unseen)
+
+
+IN_RAM = ["there", "just offloaded", "copied", "just copied", "being copied", "shared", "leaving"]
+
+
+@given(
+    st.integers(0, 40),
+    st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.sampled_from(IN_RAM)), max_size=4),
+)
+def test_11_host_memory_is_as_free_as_measured_less_what_the_sample_lacks(free, held):
+    """A copy is counted with its lease. While it arrives no sample has it; an offload takes it along."""
+    there = world(sim0=99 * B, host=50 * B, free={"host": free * B}, taken_at=NOW - 1)
+    made, claims, unseen = [], 0, 0
+    for n, (size, most, kind) in enumerate(held):
+        copy = min(most, size)
+        seen, late = {"settled_at": NOW - 2}, {"settled_at": NOW - 1}
+        arriving = {"phase": Phase.ARRIVING, "target": (Share("sim:0", size),)}
+        leaving = {"phase": Phase.LEAVING, "target": (Share(HOST, size),)}
+        pages = {"copy": f"p{n}", "copy_bytes": copy, "copied_bytes": copy}
+        fields, claimed, lacks = {
+            "there": ({"host": size * B, **seen}, size, 0),
+            "just offloaded": ({"host": size * B, **late}, size, size),
+            "copied": ({"sim0": size * B, "shadow_bytes": copy, **seen}, copy, 0),
+            "just copied": ({"sim0": size * B, "shadow_bytes": copy, **late}, copy, copy),
+            "being copied": ({"shadow_bytes": copy, **arriving}, copy, copy),
+            "shared": ({"shadow_bytes": size, **arriving, **pages}, size, size - copy),
+            "leaving": (
+                {"sim0": size * B, "shadow_bytes": copy, **seen, **leaving},
+                size,
+                size - copy,
+            ),
+        }[kind]
+        made.append(lease(f"m{n}", **fields))
+        claims, unseen = claims + claimed, unseen + lacks
+    assert room(book(*made), there)[HOST] == min(50 - claims, free - unseen)
+
+
+HAPPENED = ["offloaded", "unloaded", "moved", "lost", "loaded", "granted", "refused"]
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from(HAPPENED), st.integers(-1, 1), st.integers(1, 9), st.booleans()),
+        max_size=6,
+    ),
+    st.lists(st.integers(1, 9), max_size=2),
+)
+def test_11_what_left_a_card_since_its_sample_will_be_free(happened, dead):
+    """Bytes of this card alone, of events at or after the sample, and of dead processes."""
+    there = world(cuda0=20, free={"cuda:0": 0}, taken_at=NOW - 1)
+    events, expected = [], sum(dead)
+    for n, (action, later, size, on_two) in enumerate(happened):
+        shares = (Share("cuda:0", size), Share("cuda:1", 7)) if on_two else ()
+        fields = {"bytes": size, "device": "cuda:0", "shares": shares}
+        events.append(Event(n, there.wall - 1 + later, "m", action, "", "", **fields))
+        expected += size if action in HAPPENED[:4] and later >= 0 else 0
+    gone = tuple(Ghost("2.1.0", 2, "cuda:0", size, 0.0, NOW) for size in dead)
+    page = replace(book(), events=tuple(events), ghosts=gone)
+    assert freed_since(page, there)["cuda:0"] == expected
 
 
 @given(st.integers(0, 2), situations())

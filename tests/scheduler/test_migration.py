@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import (
     Asker,
+    Cap,
     Footprint,
     Grant,
     Move,
@@ -72,6 +73,14 @@ def test_shares_keep_to_the_pieces_of_the_model():
 def test_a_move_to_where_the_model_is_already_does_nothing():
     page = book(lease("qwen", sim0=6))
     assert moving(page, "sim:0") == (page, None)
+    wider = moving(book(lease("qwen", sim0=4)), "sim:0", "sim:1")[1]
+    assert isinstance(wider, Move), "one card more is another place"
+
+
+def of_ann(page):
+    """The page, whose first process is ann's."""
+    section = page.sections[owner(1).id]
+    return page.with_section(replace(section, owner=replace(section.owner, user="ann")))
 
 
 QWEN = lease("qwen", sim0=6)
@@ -94,14 +103,32 @@ STAYS = {
         "sim:1 has 5.0 GiB free",
     ),
     "drained": (DRAINED, "hopeless", "sim:1 was drained by ann"),
+    "above the cap": (of_ann(book(QWEN)), "hopeless", "sim:1 has 4.0 GiB free"),
+    "not measured": (book(QWEN), "hopeless", "sim:1 has not been measured yet"),
 }
 
 
 @pytest.mark.parametrize("page, kind, told", STAYS.values(), ids=STAYS)
 def test_a_model_that_cannot_move_is_refused_and_nothing_changes(page, kind, told):
-    after, refusal = moving(page, "sim:1")
+    there = FOUR
+    if "measured" in told:
+        real = tuple(replace(one, simulated=one.id != "sim:1") for one in FOUR.devices)
+        there = replace(FOUR, devices=real)
+    elif "4.0 GiB" in told:
+        cap = Cap("ann", "file", bytes_per_device=size(4))
+        there = replace(FOUR, rules=replace(FOUR.rules, cap=cap))
+    after, refusal = moving(page, "sim:1", there=there)
     assert after is page
     assert isinstance(refusal, Refuse) and refusal.kind == kind and told in refusal.because
+
+
+def test_a_refused_move_names_what_is_on_the_card_the_largest_first():
+    coming = lease(
+        "coming", sim0=2, target=(Share("sim:1", size(2)),), phase=Phase.LEAVING, key="x"
+    )
+    small, large = lease("small", by=2, sim1=1), lease("large", by=2, sim1=4)
+    _, refusal = moving(book(QWEN, small, large, coming), "sim:1")
+    assert refusal.holders == (large.id, coming.id, small.id)
 
 
 @given(
@@ -150,6 +177,8 @@ def test_another_users_model_is_moved_for_an_operator_only():
 def test_a_move_to_the_current_card_is_done_and_one_of_a_model_in_use_is_refused():
     _, verdict = asked(book(lease("qwen", sim1=6), owners=(1, 2)), "sim:1")
     assert isinstance(verdict, Grant)
+    _, verdict = asked(book(lease("qwen", sim0=3, sim1=3), owners=(1, 2)), "sim:1")
+    assert isinstance(verdict, Wait), "half of it is elsewhere"
     _, verdict = asked(book(lease("qwen", sim0=6, pins=1), owners=(1, 2)), "sim:1")
     assert isinstance(verdict, Refuse) and verdict.kind == "in use"
 

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
-from gpu_runtime.facts import HostRoom, Offer, Plan, PlanLevel
+from gpu_runtime.facts import Drain, HostRoom, Offer, Plan, PlanLevel
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.offers import (
     MOST_PLANNED,
@@ -46,10 +47,11 @@ def test_a_plan_says_how_much_effort_it_takes():
 
 
 def test_a_plan_names_its_victims_and_the_most_important_of_them():
-    page = book(lease("a", sim0=10, importance=20), lease("b", by=2, sim0=10, importance=15))
+    wished = dict(importance=20, wished=1)
+    page = book(lease("a", sim0=10, **wished), lease("b", by=2, sim0=10, importance=15))
     told = level(page)
     assert [id.partition("/")[2] for id in told.victims] == ["a", "b"]
-    assert told.victims_importance == 15
+    assert (told.victims_importance, told.victims_wished) == (15, 1)
 
 
 def test_measured_seconds_are_used_and_marked():
@@ -59,6 +61,9 @@ def test_measured_seconds_are_used_and_marked():
     assert (told.seconds, told.measured) == (2.5, True)
     guessed = level(book())
     assert guessed.seconds > 1 and not guessed.measured
+    assert not level(book(known, lease("old", sim0=14))).measured, "the offload is estimated"
+    parts = lease("qwen", sim0=7, host=7, piece_bytes=GIB, restore_seconds=2.0)
+    assert level(book(parts)).seconds == 1.0, "of the half that returns"
 
 
 def test_the_offload_of_victims_counts_in_the_seconds():
@@ -68,6 +73,9 @@ def test_the_offload_of_victims_counts_in_the_seconds():
 
 def test_a_plan_says_how_much_stays_free():
     assert level(book(), sim0=20).left_bytes == 6 * GIB
+    halves = request("qwen", 14, layout="balanced", rules={"margin_bytes": 0, "least_cards": 2})
+    told = plan(book(lease("a", sim1=5, pins=1)), halves, world(sim0=20, sim1=20), lru)
+    assert told.left_bytes == 8 * GIB, "on the fullest card"
 
 
 def test_a_model_that_cannot_be_loaded_is_never_offered():
@@ -97,9 +105,15 @@ def test_a_copy_that_fewer_blocks_use_comes_first():
 
 
 def test_the_least_important_victims_are_evicted():
+    """Fewer users of the model on the host count more."""
     urgent = offer("a", "evict", victims=("x",), victims_importance=5)
     batch = offer("b", "evict", victims=("y",), victims_importance=30, seconds=60.0)
     assert best(urgent, batch) == "b"
+    assert best(urgent, replace(batch, users=1)) == "a"
+    assert (
+        best(urgent, offer("b", "evict", victims=("y",), victims_importance=5, victims_wished=1))
+        == "a"
+    )
 
 
 @pytest.mark.parametrize("seconds", [(3.49, 3.51), (2.99, 3.01), (0.1, 0.55), (60.0, 65.0)])
@@ -204,8 +218,8 @@ def host(name: str, *free: int, need: int = 50, budget: int = 80, **fields: Any)
 def test_the_best_fit_is_asked_before_hosts_that_would_evict():
     rooms = [
         host("busy", 10),
-        host("normal", 10, idle_bytes={(10, 0): (60,)}),
-        host("batch", 0, idle_bytes={(30, 0): (60,)}),
+        host("normal", 10, idle_bytes={(30, 0): (10,), (10, 0): (60,)}),
+        host("batch", 0, idle_bytes={(10, 0): (60,), (30, 0): (60,)}),
         host("empty", 80, 80),
         host("tight", 55, 80),
         host("small", 40, budget=40),
@@ -216,6 +230,23 @@ def test_the_best_fit_is_asked_before_hosts_that_would_evict():
         "tight", "two", "empty", "batch", "normal", "busy", "drained", "small",
     )  # fmt: skip
     assert shortlist(rooms, most=1) == ("tight",)
+
+
+def test_the_room_of_a_host_shows_its_own_copy_of_the_model():
+    """Of another owner it is a model like any other. A host is drained if all its cards are."""
+    there = world(sim0=20, sim1=20)
+
+    def seen(*leases, drained=()):
+        marks = {card: Drain("ann", 0.0) for card in drained}
+        page = book(*leases, owners=(1, 2), drained=marks)
+        return room_of("box", page, there, need_bytes=1, may_split=False, name="m", owner=ME)
+
+    parts = {"sim0": 4, "host": 4, "piece_bytes": GIB}
+    for by, words, shown in ((1, {"sim0": 8}, (True, False)), (1, parts, (False, True))):
+        assert (seen(lease("m", by=by, **words)).here, seen(lease("m", **words)).warm) == shown
+    theirs = seen(lease("m", by=2, sim0=8))
+    assert (theirs.here, theirs.idle_bytes) == (False, {(10, 0): (8 * GIB, 0)})
+    assert not seen(drained=["sim:0"]).drained and seen(drained=["sim:0", "sim:1"]).drained
 
 
 GIBS = st.integers(1, 20)

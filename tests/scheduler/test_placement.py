@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from math import ceil
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadSetting
-from gpu_runtime.facts import Candidate, Footprint, PlacementRules, Share
+from gpu_runtime.facts import Candidate, Footprint, Part, PlacementRules, Share
 from gpu_runtime.scheduler.placement import check_policy, place
 from gpu_runtime.units import GIB
 
@@ -56,11 +58,6 @@ def test_every_candidate_says_why():
     )
 
 
-def test_exact_fit_fits():
-    assert place(Footprint.of(5), {"a": 5}, PlacementRules())[0].fits
-    assert not place(Footprint.of(6), {"a": 5}, PlacementRules())[0].fits
-
-
 def test_a_placement_of_no_such_name_is_a_bad_setting():
     assert check_policy("best-fit") == "best-fit"
     with pytest.raises(BadSetting, match="GPU_PLACEMENT"):
@@ -69,11 +66,31 @@ def test_a_placement_of_no_such_name_is_a_bad_setting():
 
 @given(
     st.integers(0, 30),
+    st.integers(0, 10),
     st.dictionaries(st.sampled_from("abcdef"), st.integers(-5, 40)),
     st.sampled_from(["best-fit", "most-free"]),
+    st.none() | st.dictionaries(st.sampled_from("abc"), st.integers(0, 40), min_size=1),
+    st.sampled_from([0.0, 0.5, 1.5]),
 )
-def test_one_candidate_a_device_and_those_that_fit_first(gib, room, policy):
-    candidates = place(Footprint.of(gib), room, PlacementRules(policy=policy))
-    assert sorted(c.shares[0].device for c in candidates) == sorted(room)
-    assert [c.fits for c in candidates] == sorted((c.fits for c in candidates), reverse=True)
-    assert all(c.fits == (room[c.shares[0].device] >= gib) and c.because for c in candidates)
+def test_one_candidate_a_device_and_those_that_fit_first(
+    weights, cache, room, policy, most, factor
+):
+    """A claim that fills a card exactly fits. It may be more than the model, and never more than allowed."""
+    size, limit = weights + cache, 40
+    footprint = Footprint((Part("weights", weights, "x"), Part("kv_cache", cache, "x")))
+    rules = PlacementRules(policy=policy, card_bytes=most or {}, factor=factor)
+    claimed = max(size, ceil((weights or size) * factor))
+    if factor and claimed >= 0.8 * limit:
+        claimed = max(size, limit)
+    free = {card: min(left, most.get(card, 0)) if most else left for card, left in room.items()}
+    found = place(footprint, room, rules, dict.fromkeys(room, limit))
+    assert sorted(one.shares[0].device for one in found) == sorted(room)
+    sign = -1 if policy == "most-free" else 1
+    order = [free[one.shares[0].device] for one in found if one.fits]
+    if not most:
+        assert order == sorted(order, key=lambda left: sign * left)
+    assert [one.fits for one in found] == sorted((one.fits for one in found), reverse=True)
+    for one in found:
+        assert one.shares[0].bytes == claimed and one.because
+        assert one.fits == (free[one.shares[0].device] >= claimed)
+        assert sum(share.bytes for share in one.filled or one.shares) == size

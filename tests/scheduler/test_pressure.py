@@ -42,6 +42,12 @@ def test_processes_with_different_limits_see_the_same_pressure(of_the_book, own)
     assert (view.limit_bytes, view.pressure) == (size(10), 0.9)
 
 
+def test_the_residue_of_a_device_is_that_of_all_its_processes():
+    residue = {1: {"sim:0": 1, "host": 9}, 2: {"sim:0": 2}}
+    [view, host] = views(book(owners=(1, 2), residue=residue), world(sim0=10))
+    assert (view.residue_bytes, host.residue_bytes) == (3, 9)
+
+
 def test_claimed_40_percent_but_measured_91_percent_is_critical():
     """A process that never requests can still take memory. So the larger of the two numbers counts."""
     there = world(cuda0="14400 MB", total={"cuda:0": "16000 MB"}, free={"cuda:0": "1440 MB"})
@@ -197,6 +203,10 @@ def test_auto_prefers_the_host_to_the_disk_even_at_critical():
 def test_auto_evicts_if_memory_of_other_programs_grows():
     there = world(cuda0=10, free={"cuda:0": 0.5})
     assert leaving(book(idle("a", 999, cuda0=5)), there) == [("Move", "a")]
+    parts = idle("a", 999, cuda0=9, piece_bytes=1)
+    ticketed = book(parts, tickets=[ticket("q", by=2, cuda0=5)])
+    _, [step] = relieve(ticketed, "1.1.0", world(cuda0=10, free={"cuda:0": 9}), lru, "k")
+    assert step.shares[0].bytes == size(3) + 1, "what is claimed counts, if less is measured"
     # all of it is leased: no stranger is there
     assert leaving(book(idle("a", 999, cuda0=9.5)), there) == []
 
@@ -284,6 +294,14 @@ def test_shadows_are_freed_before_a_model_leaves_ram():
     assert leaving(page, ram(19)) == [("Shed", "shadowed")], "then the level is MODERATE"
     assert leaving(page, ram(8)) == [("Shed", "shadowed"), ("Drop", "old")]
     assert leaving(page, ram(30)) == []
+
+
+def test_a_model_in_parts_relieves_ram_by_its_bytes_there():
+    """Its bytes on a card free none of the host's memory, so a second model leaves too."""
+    parts = idle("parts", 900, sim0=30, host=1, piece_bytes=size(1), away_since=NOW - 900)
+    page = book(parts, idle("old", 500, host=10))
+    there = replace(ram(15), limits={"sim:0": size(99), HOST: size(50)})
+    assert leaving(page, there) == [("Drop", "parts"), ("Drop", "old")]
 
 
 def test_every_process_relieves_ram_by_its_own_models():

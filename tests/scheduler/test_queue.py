@@ -70,6 +70,9 @@ def test_a_restore_takes_less_than_a_load():
     assert load_seconds(book(lease("q", host=9, **measured)), request("q", 9)) == 2.0
     assert load_seconds(book(lease("q", host=9)), request("q", 9)) == 1.0
     assert load_seconds(book(), request("q", 9)) == 9.7
+    parts = lease("q", sim0=6, host=3, piece_bytes=1, **measured)
+    assert load_seconds(book(parts), request("q", 9)) == 0.7, "a third of it returns"
+    assert load_seconds(book(), request("code#1", 9, kind="block")) == 0.0
 
 
 @example([("a", 2, 30.0, 1.0, 20)], ("b", 1, 0.0, 1.0, 10), False, 0.0)  # it has just risen

@@ -21,7 +21,7 @@ from gpu_runtime.facts import (
     Wait,
 )
 from gpu_runtime.facts.importance import IMPORTANCE
-from gpu_runtime.scheduler.asks import Ask, ask, declined
+from gpu_runtime.scheduler.asks import DISK, Ask, ask, declined
 from gpu_runtime.scheduler.recall import Order, answer, must_pause, obey
 from gpu_runtime.scheduler.transitions import left
 from tests.worlds import NOW, at, book, lease, owner, replayed, size, ticket, world
@@ -87,6 +87,9 @@ def test_a_model_in_use_is_not_evicted_and_the_refusal_names_its_user():
 def test_whether_a_lease_is_in_use_is_asked_of_its_owner():
     """The end of a use is published seconds later: `gpu park` was refused "in use for 745 ms"."""
     used = two(lease("qwen", sim0=8, pins=1))
+    move = replace(asked("move"), places=("sim:1",))
+    for believes, verdict in ((True, Refuse), (False, Wait)):
+        assert isinstance(ask(used, move, THERE, believes_book=believes)[1], verdict)
     wish = asked("evict")
     page, verdict = ask(used, wish, THERE, believes_book=False)
     assert isinstance(verdict, Wait) and page.tickets
@@ -163,6 +166,21 @@ def test_an_eviction_by_a_person_unloads_the_owners_warm_pool_if_needed():
     page = left(page, drop, (), there)
     _, [move], _ = obeying(page, there=there)
     assert (type(move), move.lease) == (Move, at(1, "qwen"))
+    theirs = two(only, lease("warm", by=2, host=8))
+    assert asking(theirs, "evict", there=there)[1].kind == "stays", "others keep theirs"
+
+
+@pytest.mark.parametrize("droppable", [True, False])
+@pytest.mark.parametrize("place", ["sim0", "host"])
+def test_an_eviction_to_the_disk_leaves_nothing_in_host_memory(place, droppable):
+    """`gpu evict --drop`, also of a model that is in host memory. The only copy of weights stays."""
+    qwen = lease("qwen", droppable=droppable, **{place: 8})
+    wish = replace(asked("evict"), places=(DISK,))
+    page, verdict = ask(two(qwen), wish, THERE)
+    stays = place == "host" and not droppable
+    assert isinstance(verdict, Grant if stays else Wait)
+    steps = () if stays else obeying(page)[1]
+    assert [type(step) for step in steps] == ([] if stays else [Drop if droppable else Move])
 
 
 def test_evicting_a_model_that_is_gone_is_granted():
@@ -171,9 +189,12 @@ def test_evicting_a_model_that_is_gone_is_granted():
 
 
 def test_an_owner_whose_process_is_gone_cannot_act():
-    assert asking(book(owners=(2,)), "evict")[1] == Refuse(
-        "the process that held qwen is gone", kind="gone"
-    )
+    page = two(lease("qwen", sim0=8))
+    page, _ = asking(page, "evict")
+    sections = {id: one for id, one in page.sections.items() if id == owner(2).id}
+    page, verdict = asking(replace(page, sections=sections), "evict")
+    assert verdict == Refuse("the process that held qwen is gone", kind="gone")
+    assert page.tickets == ()
 
 
 def test_a_full_page_refuses_a_request_to_an_owner():
@@ -212,7 +233,9 @@ def test_a_model_is_loaded_by_a_process_that_has_registered_it(verb):
 def test_a_restore_of_an_arriving_model_keeps_waiting():
     target = (Share("sim:0", size(8)),)
     arriving = lease("qwen", host=8, phase=Phase.ARRIVING, target=target, pins=1)
-    assert isinstance(asking(two(arriving), "restore")[1], Wait)
+    leaving = lease("qwen", sim0=8, phase=Phase.LEAVING, key="x")
+    for moving in (arriving, leaving):
+        assert isinstance(asking(two(moving), "restore")[1], Wait)
 
 
 def test_an_owner_answers_an_order_and_the_requester_gets_the_answer():
@@ -229,6 +252,9 @@ def test_an_owner_answers_an_order_and_the_requester_gets_the_answer():
     order = Order("2:preload", "preload", "qwen")
     failed = answer(two(), THERE, "1.1.0", order, "failed", "it does not fit")
     assert asking(failed, "preload")[1] == Refuse("it does not fit", kind="failed")
+    page, _ = asking(two(), "preload")
+    forged = answer(page, THERE, "2.1.0", order, "failed", "another owner answers")
+    assert isinstance(asking(forged, "preload")[1], Wait) and len(obeying(forged)[2]) == 1
 
 
 # -- recalls ---------------------------------------------------------------------------------------
@@ -279,8 +305,17 @@ def test_no_lease_is_evicted_for_a_stopped_process():
 
 
 def test_no_owner_obeys_for_another():
-    page = two(lease("qwen", by=3, sim0=8), tickets=[recalling(of=3)])
+    copied = lease("qwen", by=3, sim0=8, shadow_bytes=8)
+    page = two(copied, tickets=[recalling(of=3, shadows=(copied.id,))])
     assert obeying(page) == (page, (), ())
+
+
+def test_a_ticket_whose_writer_is_not_proven_is_ignored():
+    """Any member of a shared ledger can write a ticket in another's name. Own tickets need no proof."""
+    page = two(lease("qwen", sim0=8), tickets=[recalling(), evicting()])
+    assert obey(page, owner(1).id, THERE, "k", {}) == (page, (), ())
+    own = two(lease("qwen", sim0=8), tickets=[evicting(by=1)])
+    assert len(obey(own, owner(1).id, THERE, "k", {})[1]) == 1
 
 
 def test_a_recalled_lease_is_dropped_if_the_host_is_full_and_stays_if_it_is_precious():
@@ -307,9 +342,10 @@ def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeye
     """It was seen in host memory, whose room is needed; or on its device, from where it has moved since."""
     saw_it_warm = two(lease("qwen", host=8, away_since=NOW - 5), tickets=[recalling()])
     assert [type(s) for s in obeying(saw_it_warm)[1]] == [Drop]
-    earlier = [recalling(refreshed=NOW - 0.1)]
-    saw_it_on_its_device = two(lease("qwen", host=8, away_since=NOW), tickets=earlier)
-    assert obeying(saw_it_on_its_device) == (saw_it_on_its_device, (), ())
+    for ago in (0, 0.1):
+        earlier = [recalling(refreshed=NOW - ago)]
+        saw_it_on_its_device = two(lease("qwen", host=8, away_since=NOW), tickets=earlier)
+        assert obeying(saw_it_on_its_device) == (saw_it_on_its_device, (), ())
     only = lease("qwen", host=8, away_since=NOW - 5, droppable=False)
     precious = two(only, tickets=[recalling()])
     assert obeying(precious) == (precious, (), ())
@@ -378,10 +414,13 @@ def test_a_wait_is_ended_by_its_owner_and_the_request_is_done_once_it_is_gone():
     assert page.tickets == ()
 
 
-def test_a_later_wait_for_the_same_model_does_not_keep_the_request():
-    later = ticket("qwen", by=1, sim0=14, arrived=NOW + 1)
-    _, verdict = asking(two(tickets=[later]), "cancel")
-    assert isinstance(verdict, Grant)
+@pytest.mark.parametrize(
+    ("arrived", "by", "done"), [(NOW, 1, Wait), (NOW + 1, 1, Grant), (NOW - 5, 3, Grant)]
+)
+def test_only_an_earlier_wait_of_the_owner_keeps_the_request(arrived, by, done):
+    """A later wait for the same model, or that of another process, is another request."""
+    other = ticket("qwen", by=by, sim0=14, arrived=arrived)
+    assert isinstance(asking(two(tickets=[other]), "cancel")[1], done)
 
 
 def test_another_user_may_not_end_a_wait():
@@ -406,6 +445,9 @@ def test_an_owner_that_has_begun_is_not_silent(verb, there, begun):
     leases = [lease("qwen", sim0=8, **there)] if there else [lease("other", sim0=1)]
     _, verdict = asking(two(*leases, tickets=tickets), verb)
     assert begun in verdict.because and verdict.silent == ()
+    foreign = [replace(one, owner=owner(3).id) for one in tickets]
+    if foreign:
+        assert asking(two(*leases, tickets=foreign), verb)[1].silent, "another process waits"
 
 
 # -- uses that overlap

@@ -51,6 +51,8 @@ def test_a_failed_offload_leaves_the_shadow():
     page = book(shadowed("llama", 8))
     step = eviction_step(page.find(at(1, "llama")), 0, THERE)
     leaving = mark_leaving(page, step, "k")
+    late = Shed(at(1, "llama"), (Share(HOST, 8 * GIB),))
+    assert books.left(leaving, late, (), THERE) is leaving, "it becomes the share"
     assert books.abandon(leaving, owner(1).id, "llama", "k", THERE).claims() == page.claims()
 
 
@@ -181,6 +183,7 @@ def test_the_plan_names_the_shadows_that_are_freed():
     found = plan(page, request("qwen", 12), THERE, lru)
     assert found.granted
     assert [type(step).__name__ for step in found.steps] == ["Shed", "Move", "Load"]
+    assert found.victims == (at(1, "mine"),), "a freed copy is no victim"
 
 
 @pytest.mark.parametrize("host, fits", [(8, True), (7, False)])
@@ -192,6 +195,12 @@ def test_a_shadow_is_reserved_only_while_the_host_has_room(host, fits):
     page = book(arriving, limits=there.limits)
     after, reserved = reserve(page, owner(1).id, "new", 8 * GIB, there)
     assert reserved is fits and (after.find(arriving.id).shadow_bytes > 0) is fits
+    assert kept(after, owner(1).id, "new", there)[1] is fits, "the room is just enough"
+    cards = tuple(replace(one, unified=not one.is_host) for one in there.devices)
+    shared = replace(there, devices=cards)
+    assert not reserve(page, owner(1).id, "new", 8 * GIB, shared)[1], (
+        "it would take the card's memory"
+    )
     assert overdrafts(page, after) == {}
     assert books.abandon(after, owner(1).id, "new", "k", there).claims() == {}
 
@@ -212,12 +221,23 @@ def test_a_shadow_without_room_is_not_kept():
     assert not fits and after.find(at(1, "llama")).shadow_bytes == 0
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(0, 1)), max_size=6), st.integers(0, 30))
+COPIES = st.tuples(
+    st.integers(1, 9), st.integers(0, 1), st.sampled_from([5, 10]), st.integers(0, 1)
+)
+
+
+@given(st.lists(COPIES, max_size=6), st.integers(0, 30))
 def test_no_shadow_is_freed_without_need(sizes, shortage):
+    """Those of models in use go first, then those of the models that leave their card last."""
     leases = [
-        lease(f"m{n}", sim0=1, shadow_bytes=size, pins=pins, last_used=NOW - n)
-        for n, (size, pins) in enumerate(sizes)
+        lease(f"m{n}", sim0=1, shadow_bytes=s, pins=p, importance=i, wished=w, last_used=NOW - n)
+        for n, (s, p, i, w) in enumerate(sizes)
     ]
+    order = sorted(
+        leases, key=lambda one: (not one.pins, one.importance, -one.wished, -one.last_used)
+    )
+    [first] = enough(leases, 1, THERE, lru) or [None]
+    assert first == next(iter(order), None)
     chosen = enough(leases, shortage, THERE, lru)
     freed = sum(one.shadow_bytes for one in chosen)
     if freed < shortage:

@@ -106,8 +106,9 @@ def test_a_model_is_cut_between_its_pieces_even_if_the_bytes_alone_fit():
 
 def test_pieces_that_were_measured_at_another_size_keep_their_proportions():
     """A model in host memory has a measured size, but the sizes of its pieces were only estimated."""
-    found = divide(footprint(40, pieces=(10, 10)), {"a": 30, "b": 30}, rules("proportional"), {})
-    assert shares(found) == {"a": 20, "b": 20}
+    for layout in ("proportional", "balanced"):
+        found = divide(footprint(40, pieces=(10, 10)), {"a": 30, "b": 30}, rules(layout), {})
+        assert shares(found) == {"a": 20, "b": 20}
 
 
 # -- whole cards, overheads, bounds ----------------------------------------------------------------
@@ -152,15 +153,22 @@ MARGINS, OVERHEADS = st.sampled_from([0, 0, 2]), st.sampled_from([0.0, 0.0, 0.1]
 HEADS, MOST = st.sampled_from([0, 8, 12]), st.sampled_from([0, 2, 3])
 
 
-@given(LAYOUTS, ROOMS, PIECES, st.booleans(), MARGINS, OVERHEADS, HEADS, MOST)
-@example("proportional", [3, 3], [2, 2, 2], False, 0, 0.0, 0, 0)
+ALLOWED = st.just({}) | st.fixed_dictionaries({"sim:0": st.integers(1, 20), "sim:1": MOST})
+
+
+@given(LAYOUTS, ROOMS, PIECES, st.booleans(), MARGINS, OVERHEADS, HEADS, MOST, ALLOWED)
+@example("proportional", [3, 3], [2, 2, 2], False, 0, 0.0, 0, 0, {})
+@example(
+    "balanced", [30, 30, 30], [9, 9], False, 0, 0.0, 0, 0, {"sim:0": 9, "sim:1": 8, "sim:2": 9}
+)
 def test_a_division_places_every_byte_and_overfills_no_card(
-    layout, free, pieces, cut, margin, overhead, heads, most
+    layout, free, pieces, cut, margin, overhead, heads, most, allowed
 ):
     room = {f"sim:{n}": size for n, size in enumerate(free)}
     limits = {card: max(size, 0) + (n % 2) for n, (card, size) in enumerate(room.items())}
     size = sum(pieces)
-    asked = rules(layout, margin_bytes=margin, overhead=overhead, most_cards=most)
+    bounds = {"margin_bytes": margin, "overhead": overhead, "most_cards": most}
+    asked = rules(layout, card_bytes=allowed, **bounds)
     model = footprint(size, heads=heads, pieces=tuple(pieces) if cut else ())
     for found in split(model, room, asked, limits):
         claimed = shares(found)
@@ -169,6 +177,8 @@ def test_a_division_places_every_byte_and_overfills_no_card(
         assert 2 <= len(claimed) <= (most or len(room))
         assert sum(own.values()) == size and min(own.values()) > 0
         assert all(own[card] <= claimed[card] <= room[card] for card in claimed)
+        if allowed and layout != "whole":
+            assert all(claimed[card] <= allowed.get(card, 0) + 1 for card in claimed)
         if cut:
             assert set(accumulate(own.values())) <= set(accumulate(pieces))
         if layout == "balanced":

@@ -52,8 +52,10 @@ def going(name="qwen", gib=8, **fields):
 # -- arrived ---------------------------------------------------------------------------------------
 def test_a_grant_is_settled_with_measured_bytes():
     told = dict(reload_seconds=3.0, droppable=True)
-    page = books.arrived(book(arriving()), ME.id, "qwen", whole("sim:0", 7), THERE, **told)
-    settled = lease("qwen", sim0=7, key="k", pins=1, settled_at=NOW, reload_seconds=3.0)
+    before = arriving(reload_seconds=9.0, restore_seconds=1.0)
+    page = books.arrived(book(before), ME.id, "qwen", whole("sim:0", 7), THERE, **told)
+    times = dict(settled_at=NOW, reload_seconds=3.0, restore_seconds=1.0)  # only the measured one
+    settled = lease("qwen", sim0=7, key="k", pins=1, **times)
     assert list(page.leases()) == [settled]
     [event] = page.events
     assert (event.action, event.bytes) == ("loaded", size(7))
@@ -70,11 +72,11 @@ def test_facts_are_accepted_even_if_they_show_an_overdraft():
 
 
 def test_a_move_from_the_host_is_recorded_as_restored():
-    page = book(arriving(host=8, away_since=1.0))
+    page = book(arriving(host=8, away_since=1.0, reload_seconds=9.0))
     page = books.arrived(page, ME.id, "qwen", whole("sim:0", 8), THERE, restore_seconds=0.5)
     assert (page.events[-1].action, page.sections[ME.id].counts) == ("restored", {"restored": 1})
     qwen = page.find(at(1, "qwen"))
-    assert (qwen.away_since, qwen.restore_seconds) == (0.0, 0.5)
+    assert (qwen.away_since, qwen.restore_seconds, qwen.reload_seconds) == (0.0, 0.5, 9.0)
 
 
 def test_a_move_from_another_card_is_recorded_as_moved():
@@ -293,6 +295,8 @@ def test_the_first_owner_sets_the_limits_and_later_ones_add_devices():
     assert second.limits == {"sim:0": size(20), HOST: size(10), "sim:1": size(5)}
     assert [device.id for device in second.devices] == ["sim:0", HOST, "sim:1"]
     old = Book(limits={"gone:0": 1}, devices=(Device("gone:0", 1),))
+    unread = replace(first, sections={}, quarantined={owner(3).id: unreadable(3)})
+    assert publish(unread, truth(), world(sim0=99)).limits["sim:0"] == size(20), "not alone"
     alone = publish(old, truth(), world(sim0=7, host=1))
     assert alone.limits == {"sim:0": size(7), HOST: size(1)}, "who is alone begins anew"
 
@@ -319,12 +323,14 @@ def test_publishing_twice_is_publishing_once():
 def test_dead_owners_are_reaped_completely_and_each_lease_is_an_event():
     made = [lease("a", by=2, sim0=3), lease("b", by=2, sim0=4), lease("c", sim0=1)]
     page = book(*made, tickets=[ticket("q", by=2), ticket("r", by=1)])
-    after = books.reap(page, [owner(2).id], THERE)
+    after = books.reap(page, [owner(2).id], THERE, "ann")
     assert list(after.sections) == [ME.id] and [t.name for t in after.tickets] == ["r"]
     assert after.claims() == {"sim:0": size(1)}
     told = [(e.model, e.action, e.bytes) for e in after.events]
     assert told == [("a", "reaped", size(3)), ("b", "reaped", size(4))]
-    assert {e.because for e in after.events} == {"pid 2 ended; its memory is free again."}
+    assert {(e.because, e.by) for e in after.events} == {
+        ("pid 2 ended; its memory is free again.", "ann")
+    }
 
 
 def test_a_dead_or_a_living_owner_may_have_only_a_ticket():
@@ -342,12 +348,27 @@ def test_an_owner_that_resigns_removes_all_its_entries():
 
 # -- samples and events ----------------------------------------------------------------------------
 def test_a_newer_sample_replaces_an_old_one_and_an_older_never():
+    """It must be newer by half of the time for which samples count, or every process writes each second."""
     there = world(cuda0=10, free={"cuda:0": 1}, taken_at=NOW)
-    old, future = Sample("cuda:0", NOW - 9, 5), Sample("cuda:0", NOW + 9, 5)
+    old, future = Sample("cuda:0", NOW - 2.6, 5), Sample("cuda:0", NOW + 9, 5)
+    recent = Book(samples={"cuda:0": Sample("cuda:0", NOW - 2.5, 5)})
+    assert ghosts.measure(recent, there) is recent
     assert ghosts.measure(Book(), there).samples == there.samples
     assert ghosts.measure(Book(samples={"cuda:0": old}), there).samples == there.samples
     newest = Book(samples={"cuda:0": future})
     assert ghosts.measure(newest, there) is newest
+
+
+ENDS = ("offloaded", "unloaded", "lost", "reaped", "released")
+
+
+@pytest.mark.parametrize("action", [*ENDS, "loaded", "granted", "refused"])
+def test_the_event_of_a_stays_end_has_the_uses(action):
+    """A back-test reads the uses from these events; in others they would be counted twice."""
+    used = lease("a", sim0=1, recent_uses="x", model_type="llm", quantization="q8")
+    [event] = books.note(book(used), THERE, used, action, "request", "because").events
+    told = (event.uses, event.model_type, event.quantization)
+    assert told == (("x", "llm", "q8") if action in ENDS else ("", "", ""))
 
 
 def test_a_page_keeps_the_last_events_and_counts_them_all():
@@ -413,9 +434,11 @@ def test_bytes_that_nobody_can_describe_are_not_free():
     page = Book(limits={"cuda:0": size(20)}, quarantined={owner(2).id: unreadable()})
     empty = room(Book(limits=page.limits), there)["cuda:0"]
     assert room(page, there)["cuda:0"] == empty - size(6)
-    recent = replace(page, quarantined={owner(2).id: unreadable(settled_at=NOW)})
     measured = size(24) - there.rules.reserve_bytes
-    assert room(recent, there)["cuda:0"] == min(size(14), measured - size(6))
+    for fields, unseen in (({"settled_at": NOW}, 6), ({"promised": {"cuda:0": size(5)}}, 5)):
+        recent = replace(page, quarantined={owner(2).id: unreadable(**fields)}, limits={})
+        wide = replace(there, limits={"cuda:0": size(99)})
+        assert room(recent, wide)["cuda:0"] == measured - size(unseen)
     assert page.entries == 1
 
 
@@ -424,7 +447,13 @@ def test_a_dead_owner_that_nobody_could_read_is_a_ghost_until_its_driver_agrees(
     page = Book(devices=there.devices, quarantined={owner(2).id: unreadable()})
     after = books.reap(page, [owner(2).id], there)
     assert after.quarantined == {} and after.claims() == {"cuda:0": size(6)}
-    assert after.ghosts[0].pid == 2 and after.ghosts[0].died_at == NOW
+    [ghost] = after.ghosts
+    assert (ghost.pid, ghost.died_at, ghost.settled_at) == (2, NOW, NOW - 60)
+    arriving = unreadable(promised={"cuda:0": 1})
+    [ghost] = books.reap(
+        replace(page, quarantined={owner(2).id: arriving}), [owner(2).id], there
+    ).ghosts
+    assert ghost.settled_at == NOW, "no sample can have seen what was arriving"
 
 
 def test_its_owner_begins_anew():

@@ -40,7 +40,11 @@ def test_bytes_in_host_memory_are_taken_from_the_card_too():
 
 def test_the_smaller_of_budget_and_measurement_counts_over_both():
     """Other programs of the machine use 70 GiB, so 30 GiB are left for the card and the host."""
-    assert room(book(), unified(free=30.0)) == {"cuda:0": 30 * GIB, HOST: 30 * GIB}
+    there = unified(free=30.0)
+    assert room(book(), there) == {"cuda:0": 30 * GIB, HOST: 30 * GIB}
+    newer = replace(there.samples[HOST], free_bytes=20 * GIB)
+    there = replace(there, samples={**there.samples, HOST: newer})
+    assert room(book(), there) == {"cuda:0": 20 * GIB, HOST: 20 * GIB}, "the lower measurement"
 
 
 def test_bytes_arriving_on_one_are_not_free_on_the_other():
