@@ -1,15 +1,11 @@
 """The record of decisions: their reasons, the other candidates, and the person or process that requested them."""
 
-from __future__ import annotations
-
 from functools import partial
 
 import pytest
 
 from gpu_runtime import Busy, DoesNotFit, NotAllowed, StillInUse
-from gpu_runtime.facts import Event
 from gpu_runtime.owner import permissions
-from gpu_runtime.telemetry.journal import Journal
 from tests.clock import PATIENCE, until
 
 from .conftest import fakes, loaded, together
@@ -71,21 +67,6 @@ def test_the_last_few_are_found_among_many(runtime):
         rt.preload("a")
     assert [event.action for event in rt.decisions(3)] == ["granted"] * 3
     assert rt.decisions(0) == () and len(rt.decisions(None)) == 6
-
-
-@pytest.mark.parametrize("on_disk", [False, True])
-def test_a_journal_tells_the_latest_of_those_that_are_asked_for(tmp_path, on_disk):
-    journal = Journal(tmp_path / "journal.db" if on_disk else None)
-    journal.append(
-        Event(n, float(n), "ab"[n % 2], "granted" if n % 3 else "loaded", "", "")
-        for n in range(1, 13)
-    )
-    assert [e.seq for e in journal.tail(2)] == [11, 12]
-    assert [e.seq for e in journal.tail(2, "a", ("granted",))] == [8, 10]
-    assert [e.seq for e in journal.tail(actions=("loaded",))] == [3, 6, 9, 12]
-    assert [e.seq for e in journal.tail(since=10.0)] == [10, 11, 12]
-    assert [e.seq for e in journal.tail(1, since=10.0, actions=("granted",))] == [11]
-    assert journal.tail(0) == ()
 
 
 # -- who asked ----------------------------------------------------------------------------------------------------

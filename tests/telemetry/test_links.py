@@ -3,8 +3,6 @@
 It makes no difference when the link is put there.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import sqlite3

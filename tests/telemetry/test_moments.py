@@ -1,23 +1,26 @@
 """A moment is one line of a device's history. These tests check its content and which moments are kept."""
 
-from __future__ import annotations
-
 import pytest
+from msgspec.structs import replace
 
-from gpu_runtime.facts import Level, Moment, Share
+from gpu_runtime.facts import Level, Moment, Section, Share
 from gpu_runtime.scheduler.pressure import views
 from gpu_runtime.telemetry.moments import ChangeFilter, moments_of
 from gpu_runtime.units import GIB
-from tests.worlds import WALL, book, lease, world
+from tests.worlds import WALL, book, lease, owner, world
 
 
 def test_a_moment_lists_the_claims_on_a_device():
-    """A moment lists models of the same name in two processes. A model that moves counts on both devices."""
+    """A moment lists models of the same name in two processes. A model that moves counts on both devices.
+    Two runtimes of one process have one label.
+    """
+    twin = owner(1, serial=2)
     page = book(
-        lease("a", sim0=4),
+        lease("a", sim0=3),
         lease("a", by=2, sim0=8),
         lease("b", by=2, sim1=1, target=(Share("sim:0", GIB),)),
     )
+    page = page.with_section(Section(twin, (replace(lease("a", sim0=1), owner=twin.id),)))
     devices = world(sim0=20, sim1=20, host=64)
     zero, one, host = moments_of(views(page, devices), page.sections.values(), WALL)
     assert zero == Moment(
@@ -68,21 +71,36 @@ def test_the_last_moment_before_a_change_is_kept_so_that_the_chart_shows_a_step(
     assert [(one.wall, one.measured_bytes // GIB) for one in kept] == [(0, 4), (12, 4), (14, 9)]
 
 
+FIGURES = dict(utilisation_percent=20.0, temperature_celsius=60.0, power_watts=100.0)
+NOISE = dict(
+    measured_bytes=GIB // 20, utilisation_percent=5.0, temperature_celsius=2.0, power_watts=10.0
+)
+
+
+def is_kept(before, **change):
+    changes = ChangeFilter(30.0)
+    changes.select([before])
+    return bool(changes.select([replace(before, wall=2.0, **change)]))
+
+
+@pytest.mark.parametrize("figure", NOISE)
+def test_a_measured_figure_is_kept_if_it_changes_by_more_than_noise(figure):
+    """A figure that the driver gives no longer, or again, is a change too."""
+    before = moment(0.0, **FIGURES)
+    value = getattr(before, figure)
+    steps = [int(sign * part * NOISE[figure]) for sign in (1, -1) for part in (1, 1.5)]
+    assert [is_kept(before, **{figure: value + step}) for step in steps] == [False, True] * 2
+    unknown = replace(before, **{figure: None})
+    assert [is_kept(before, **{figure: None}), is_kept(unknown, **{figure: value})] == [True] * 2
+    assert not is_kept(unknown)
+
+
 @pytest.mark.parametrize(
     "change",
-    [
-        dict(claims={"a@1": 1}),
-        dict(measured=4.1),
-        dict(utilisation_percent=26.0),
-        dict(temperature_celsius=None),
-        dict(power_watts=111.0),
-    ],
+    [dict(total_bytes=1), dict(limit_bytes=1), dict(level=Level.HIGH), dict(claims={"a@1": 1})],
 )
-def test_a_change_that_a_chart_shows_is_kept(change):
-    figures = dict(utilisation_percent=20.0, temperature_celsius=60.0, power_watts=100.0)
-    changes = ChangeFilter(30.0)
-    changes.select([moment(0.0, **figures)])
-    assert changes.select([moment(2.0, **{**figures, **change})])
+def test_any_change_of_what_the_book_says_is_kept(change):
+    assert is_kept(moment(0.0), **change)
 
 
 def test_noise_is_no_change_and_drift_is():
