@@ -2,7 +2,6 @@
 
 import contextlib
 
-import msgspec
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -258,11 +257,6 @@ def test_the_largest_map_is_of_a_few_hundred_kilobytes(segments, blocks):
     )
     maps = bounded([drawn(*cut_up)] * 8)
     assert sum(len(encode(map)) for map in maps) < MOST_BYTES * 0.6
-
-
-def test_a_map_travels_as_json():
-    map = of_segments("sim:0", cut((Run(3 * MIB, 7, 1), Run(17 * MIB, FREE))))
-    assert msgspec.json.decode(encode(map), type=AllocatorMap) == map
 
 
 def view(room: float | None, simulated: bool = False) -> DeviceView:
