@@ -84,6 +84,47 @@ def test_a_mistake_in_a_changed_file_keeps_the_earlier_keys(path, content):
     assert keys.keys() == {}
 
 
+@pytest.mark.parametrize(
+    ("name", "importance", "fits"),
+    [
+        ("a" * 64, 1, True),
+        ("a.b-c_d", 100, True),
+        ("a" * 65, 1, False),
+        ("", 1, False),
+        ("a b", 1, False),
+        ("bot", 0, False),
+        ("bot", 101, False),
+    ],
+)
+def test_names_and_importances_have_the_same_limits_when_a_key_is_added_and_when_it_is_read(
+    path, name, importance, fits
+):
+    key = AccessKey(SHA, importance=importance)
+    if fits:
+        add(path, name, key)
+        assert read(path) == {name: key}
+        return
+    with pytest.raises(GpuError):
+        add(path, name, key)
+    fields = {"sha256": SHA, "importance": importance}
+    path.write_text(json.dumps({"keys": {name: fields}}))
+    path.chmod(0o600)
+    with pytest.raises(BadDocument):
+        read(path)
+
+
+def test_a_file_has_a_bounded_number_of_keys_and_of_bytes(path, monkeypatch):
+    for name in "ab":
+        add(path, name, AccessKey(SHA))
+    for limit, least in (("MOST_KEYS", 2), ("MOST_BYTES", path.stat().st_size)):
+        with monkeypatch.context() as patch:
+            patch.setattr(access_keys, limit, least)
+            assert set(read(path)) == {"a", "b"}
+            patch.setattr(access_keys, limit, least - 1)
+            with pytest.raises(BadDocument):
+                read(path)
+
+
 def test_keys_that_are_added_at_once_are_all_kept(path):
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda n: add(path, f"key{n}", AccessKey(SHA)), range(16)))

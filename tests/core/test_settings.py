@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadSetting
-from gpu_runtime.facts import Rules
+from gpu_runtime.facts import PlacementRules, Rules
 from gpu_runtime.presets import PRESETS, preset
 from gpu_runtime.settings import Settings, masked
 
@@ -160,11 +160,21 @@ def test_rules_have_the_numbers_that_decisions_use():
         gpu_relief="always",
         enable_cpu_offload=False,
         inference_memory_limit_gb=1.5,
+        gpu_most_wait="1m",
+        gpu_placement="most-free",
+        gpu_split_margin_mb=3,
+        gpu_split_overhead=0.1,
+        gpu_fraction_factor=2,
+        fraction_largest_possible=0.7,
     )
     assert settings.rules() == Rules(
         grace_seconds=1.0, idle_moderate_seconds=20.0, idle_high_seconds=20.0, relief="always",
-        offload=False, limit_bytes=1_610_612_736,
+        offload=False, limit_bytes=1_610_612_736, most_wait_seconds=60.0,
     )  # fmt: skip
+    assert settings.placement() == PlacementRules(
+        policy="most-free", margin_bytes=3 * 2**20, overhead=0.1, factor=2.0, largest_fraction=0.7
+    )
+    assert Settings.load().placement() == PlacementRules()
     assert Settings.load(eviction_idle_high_seconds=10).rules() == Rules(idle_high_seconds=10.0)
 
 

@@ -94,6 +94,72 @@ def test_an_interrupt_during_its_start_leaves_it_running():
     assert len(ended) >= len(begun) > 0
 
 
+def test_what_a_cancellation_calls_is_called_once_however_late_it_was_added():
+    cancelled, called = threads.Cancellation(), []
+    cancelled.then(lambda: called.append("before"))
+    cancelled.then(lambda: called.append("too"))
+    assert called == [] and not cancelled.is_set()
+    for _ in range(2):
+        cancelled.set()
+        assert called == ["before", "too"] and cancelled.is_set()
+    cancelled.then(lambda: called.append("after"))
+    assert called == ["before", "too", "after"]
+
+
+def stoppable(work):
+    block = threads.Stoppable()
+
+    def run():
+        with block:
+            work()
+
+    block.start(run)
+    return block
+
+
+def test_a_stopped_block_ends_and_keeps_the_first_reason():
+    """The caller is woken by the stop itself, since a call of C code may never end."""
+
+    def work():
+        while True:
+            time.sleep(0.001)
+
+    block = stoppable(work)
+    assert not block.wait(0.01) and not block.ended(0.0)
+    for why in ("its time is over", "its caller left"):
+        block.stop(why)
+        assert block.why == "its time is over" and block.stopped_at
+        assert block.wait(PATIENCE)
+    assert block.ended(PATIENCE)
+    with pytest.raises(threads.Stopped):
+        block.result()
+    block.result()  # the error is raised once
+
+
+def test_a_block_that_is_stopped_before_it_begins_does_nothing_and_one_that_has_ended_is_not_stopped():
+    early, done = threads.Stoppable(), []
+
+    def run():
+        with early:
+            done.append(1)
+
+    early.stop("nobody wants it")
+    early.start(run)
+    assert early.ended(PATIENCE) and done == [] and early.why == "nobody wants it"
+    late = stoppable(lambda: done.append(2))
+    assert late.wait(PATIENCE) and late.ended(PATIENCE)
+    late.stop("too late")
+    assert (late.why, late.stopped_at, done) == ("", 0.0, [2])
+    late.result()
+
+
+def test_an_error_of_the_work_is_raised_to_its_caller():
+    block = stoppable(lambda: 1 / 0)
+    assert block.wait(PATIENCE) and block.ended(PATIENCE) and not block.why
+    with pytest.raises(ZeroDivisionError):
+        block.result()
+
+
 def test_after_a_stopped_block_a_debugger_works():
     """In an earlier version the stop left a flag of Python's set, with which each function that is
     traced hangs: a breakpoint in a notebook never came after one load had taken too long.

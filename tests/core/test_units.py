@@ -5,7 +5,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadSize
-from gpu_runtime.units import parse_bytes, parse_seconds, show_bytes, show_seconds
+from gpu_runtime.units import (
+    parse_bytes,
+    parse_room,
+    parse_seconds,
+    show_bytes,
+    show_rate,
+    show_seconds,
+)
 
 UNITS = {
     "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40, "K": 2**10, "M": 2**20,
@@ -77,9 +84,35 @@ def test_any_text_is_a_size_or_is_rejected(text):
         assert error.value == text
 
 
+@pytest.mark.parametrize(("text", "size"), [
+    (1, 1), (2**20 - 1, 2**20 - 1), ("1 B", 1), ("1048576", 2**20), ("14GiB", 14 * 2**30),
+])  # fmt: skip
+def test_room_is_a_size_above_zero(text, size):
+    assert parse_room(text) == size
+
+
+@pytest.mark.parametrize(("text", "advice"), [
+    (0, "above zero"), ("0", "above zero"), ("0 GiB", "above zero"), ("14", "14 GiB"),
+    (" 14 ", "'14 B' if you mean bytes"), ("1048575", "1048575 GiB"), ("0.5", "0.5 GiB"),
+    ("x", "is not a size"),
+])  # fmt: skip
+def test_no_room_and_room_without_its_unit_are_rejected(text, advice):
+    """Who types `14` wants 14 GiB. From 1 MiB on, a number alone can only be bytes."""
+    with pytest.raises(BadSize, match=advice):
+        parse_room(text)
+
+
+@pytest.mark.parametrize(("size", "seconds", "shown"), [
+    (10**9, 1.0, "1.0 GB/s"), (10**9 - 1, 1.0, "1000 MB/s"), (10**6, 0.1, "10 MB/s"),
+    (10**9, 0.0999, ""), (0, 1.0, ""), (-1, 1.0, ""), (10**9, 0.0, ""),
+])  # fmt: skip
+def test_a_rate_is_shown_where_the_time_is_long_enough(size, seconds, shown):
+    assert show_rate(size, seconds) == shown
+
+
 @pytest.mark.parametrize(("text", "seconds"), [
     ("30", 30.0), (30, 30.0), (0.5, 0.5), ("250ms", 0.25), ("10m", 600.0), ("10 min", 600.0),
-    ("1.5h", 5400.0), ("2d", 172800.0),
+    ("1.5h", 5400.0), ("2d", 172800.0), (36500 * 86400, 36500 * 86400.0), ("36500d", 36500 * 86400.0),
 ])  # fmt: skip
 def test_durations_are_parsed_as_written(text, seconds):
     """A duration without a unit is in seconds."""
@@ -87,7 +120,8 @@ def test_durations_are_parsed_as_written(text, seconds):
 
 
 @pytest.mark.parametrize(
-    "text", ["", "soon", "-1", -1, "1 y", float("nan"), float("inf"), True, None, [5], "5 GiB"]
+    "text",
+    ["", "soon", "-1", -1, "1 y", float("nan"), float("inf"), True, None, [5], "5 GiB", "36501d"],
 )
 def test_text_that_is_not_a_duration_is_rejected_and_quoted(text):
     """The error for a bad duration is about durations, not about sizes."""
