@@ -1,7 +1,5 @@
 """Fixtures for the backends: small models on disk, made once per session, and simulated devices."""
 
-from __future__ import annotations
-
 import functools
 import os
 from types import FunctionType

@@ -1,7 +1,5 @@
 """Files of models that never end, are too large or nest too deep: one sentence each, in a process of 300 MiB."""
 
-from __future__ import annotations
-
 import json
 import os
 import struct

@@ -1,7 +1,5 @@
 """The contract that every backend fulfils, for every kind of model."""
 
-from __future__ import annotations
-
 import json
 import sys
 import urllib.request

@@ -1,7 +1,5 @@
 """The package's server program for pictures, with a real diffusers pipeline that is tiny and has random weights."""
 
-from __future__ import annotations
-
 import base64
 import importlib.util
 import json

@@ -1,7 +1,5 @@
 """No process can pose as an engine: nothing is sent to a port unless a process of the engine listens on it."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os

@@ -1,7 +1,5 @@
 """Engines that are real server processes. A stand-in speaks for vLLM and Ollama, with their recorded flags only."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal

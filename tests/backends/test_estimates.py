@@ -1,7 +1,5 @@
 """Estimates compared with real models: the weights, the cache of a forward pass, and its activations."""
 
-from __future__ import annotations
-
 import json
 import weakref
 from functools import partial

@@ -1,7 +1,5 @@
 """At the exchange the bytes are compared with what was copied, so that a write between the two is never lost."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import signal

@@ -1,7 +1,5 @@
 """Another process truncates a model's file during its load, which fails in one sentence; the notebook survives."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import subprocess

@@ -1,7 +1,5 @@
 """The fingerprint proves, before a model is dropped, that no weight was changed."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """GGUF headers. Sizes are exact for every type, no weights are read, and a false header gives one clear error."""
 
-from __future__ import annotations
-
 import os
 import struct
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Which variables reach which storages, and which storages become free when a variable is deleted."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import types

@@ -1,7 +1,5 @@
 """The stop button interrupts at every line of our code. Each step happens completely or not at all."""
 
-from __future__ import annotations
-
 import linecache
 import sys
 from collections.abc import Callable

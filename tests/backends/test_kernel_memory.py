@@ -1,7 +1,5 @@
 """A notebook's memory on late cards (tests/simgpu.py), where a step in the wrong order computes a wrong value."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 from collections.abc import Callable

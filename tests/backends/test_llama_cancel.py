@@ -1,7 +1,5 @@
 """A call of a llama.cpp model can be cancelled at any moment, also while nothing of its answer has arrived."""
 
-from __future__ import annotations
-
 import queue
 import threading
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The arguments of llama.cpp for a lease, and the account of its bytes. Both are pure functions."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import pytest

@@ -1,7 +1,5 @@
 """Models in processes of their own: calls, moves, restarts under the same lease, and the loss."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import signal

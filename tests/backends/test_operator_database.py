@@ -1,7 +1,5 @@
 """Cases of torch's operators and optimizers are parked in the middle: equal to the bit. A sample; all in the soak."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """Random programs and training compute the same to the bit wherever their memory is parked (law 13)."""
 
-from __future__ import annotations
-
 import gc
 from collections.abc import Callable
 

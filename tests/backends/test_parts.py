@@ -1,7 +1,5 @@
 """Pieces of a module leave its card, and come back: values, objects and training stay the same."""
 
-from __future__ import annotations
-
 import copy
 import random
 from typing import Any

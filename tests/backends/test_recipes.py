@@ -1,7 +1,5 @@
 """Each engine's command line for a lease has only flags of its recorded help (`recorded/engines`) or its own."""
 
-from __future__ import annotations
-
 import re
 import sys
 from typing import Any

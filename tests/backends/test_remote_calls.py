@@ -1,7 +1,5 @@
 """Tensors in the arguments and results of calls on a model in another process."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

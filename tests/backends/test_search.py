@@ -1,7 +1,5 @@
 """The search for storages: what it finds, why a storage must stay, and that the search changes nothing."""
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import io

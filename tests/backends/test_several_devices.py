@@ -1,7 +1,5 @@
 """Models over several cards: our simulated cards on the CPU, and torch's simulated accelerator (tests/simgpu.py)."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Shadows: an unchanged storage leaves its card without a new copy, and no weights are ever wrong."""
 
-from __future__ import annotations
-
 import gc
 import types
 

@@ -1,7 +1,5 @@
 """Copies that a user's processes share: files are read once, weights are right, no other user's pages are used."""
 
-from __future__ import annotations
-
 import gc
 import os
 import shutil

@@ -1,7 +1,5 @@
 """The stand-in for torch's exchange of storages does what torch's own method does."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

@@ -1,7 +1,5 @@
 """Storages that leave a card (tests/simgpu.py), return or are dropped. A guard raises at each access meanwhile."""
 
-from __future__ import annotations
-
 import gc
 import io
 import mmap

@@ -1,7 +1,5 @@
 """Model directories: how they are loaded, which ones are refused by name, and that a changed weight is never lost."""
 
-from __future__ import annotations
-
 import io
 import json
 import logging

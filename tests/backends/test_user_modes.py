@@ -1,7 +1,5 @@
 """The tests of the PyTorch backends pass while a mode of the user's is open at each call."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

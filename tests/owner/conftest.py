@@ -1,7 +1,5 @@
 """Fixtures: runtimes on simulated devices, a clock that the test sets, and what a book claims."""
 
-from __future__ import annotations
-
 import gc
 import itertools
 import threading

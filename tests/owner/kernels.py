@@ -1,7 +1,5 @@
 """Helpers for tests of kernels: a stand-in in which nothing runs, cells, and the bytes of the kernel's lease."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 
 from gpu_runtime.units import MIB

@@ -1,7 +1,5 @@
 """Maps of the allocators' memory: published slowly, shown for each process and card, improved by defrag."""
 
-from __future__ import annotations
-
 import os
 
 import pandas

@@ -1,7 +1,5 @@
 """Every entry point of a Module whose model is away restores it or raises; none computes with zeros."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

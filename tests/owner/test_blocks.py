@@ -1,7 +1,5 @@
 """A leased block on a real card, with a stand-in for torch.cuda: the cap, and the measured use."""
 
-from __future__ import annotations
-
 import sys
 import types
 

@@ -1,7 +1,5 @@
 """Room before a cell. A cell that took much memory the last time finds as much memory free when it runs again."""
 
-from __future__ import annotations
-
 import gc
 import math
 import re

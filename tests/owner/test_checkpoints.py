@@ -1,7 +1,5 @@
 """Parking a process that runs no code of ours. A stand-in replaces the driver's checkpoint calls."""
 
-from __future__ import annotations
-
 import os
 import signal
 import sys

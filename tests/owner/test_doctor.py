@@ -1,7 +1,5 @@
 """The report of `gpu doctor`: it is complete, works even if a part fails, and contains no secrets."""
 
-from __future__ import annotations
-
 import argparse
 import os
 import sys

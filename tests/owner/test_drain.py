@@ -1,7 +1,5 @@
 """`drain` from Python: which leases leave at once or later, which users may drain, and how long a drain lasts."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime.errors import DoesNotFit, NotAllowed, UnknownDevice

@@ -1,7 +1,5 @@
 """What can be planned: registered models, and also paths, sizes and names that are not registered."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import shutil
@@ -317,14 +315,6 @@ def test_a_model_that_another_process_has_not_loaded_has_its_declared_size(runti
     assert dry_run.of_lease(lease, owner, {}, Declared(GIB, 5)).wanted.importance == 5
     with pytest.raises(UnknownSize, match="has registered it without a size, and has not loaded"):
         dry_run.of_lease(lease, owner, {}, Declared(0, 5))
-
-
-def test_a_factory_that_cannot_be_sized_shows_its_own_error(rt):
-    def factory():
-        raise RuntimeError("needs a card")
-
-    with pytest.raises(UnknownSize, match=r"its factory failed .*\(RuntimeError: needs a card\)"):
-        rt.register("net", factory)
 
 
 def test_a_size_with_a_layout_is_placed_as_a_model_of_that_size():

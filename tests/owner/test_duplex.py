@@ -1,7 +1,5 @@
 """A return from host memory overlaps the departures that make its room. Hooks prove it without a clock."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import itertools

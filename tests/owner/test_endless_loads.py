@@ -1,7 +1,5 @@
 """A load that does not end is stopped by its time-out or by the end of the runtime or server."""
 
-from __future__ import annotations
-
 import asyncio
 import ctypes
 import os

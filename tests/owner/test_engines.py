@@ -1,7 +1,5 @@
 """Models outside this process, and their leases when they fail, with the real llama.cpp."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Each step that leaves the process fails, is late or is interrupted; the story must end as without a fault."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 from collections.abc import Callable

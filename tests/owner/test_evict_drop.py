@@ -1,7 +1,5 @@
 """`evict` with `drop` empties host memory too, and `*` names every idle model."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime import GpuError

@@ -1,7 +1,5 @@
 """A failed move delays only its model: retries after growing pauses, one line of the log, no other request fails."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Callable
 
@@ -111,7 +109,7 @@ def test_a_person_who_evicts_the_model_itself_sees_the_error_each_time(runtime):
     for tries in (1, 2, 3):
         with pytest.raises(RuntimeError):
             rt.evict("m")
-        assert bus.tries == tries
+        assert bus.tries == tries and where(rt) == {"m": "sim:0"}
     bus.broken = None
     assert rt.evict("m").where == "host"
 

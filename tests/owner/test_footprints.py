@@ -1,7 +1,5 @@
 """The memory of models, as measured when they are loaded and used, on cards whose figures the test sets."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

@@ -1,7 +1,5 @@
 """The use of the devices over a day: what is recorded, what a chart shows, and damaged files."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import sqlite3

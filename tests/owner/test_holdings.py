@@ -1,7 +1,5 @@
 """`who` on a simulated card, whose memory is CPU tensors. The table itself: tests/faces/test_who.py."""
 
-from __future__ import annotations
-
 import gc
 import sys
 

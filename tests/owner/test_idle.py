@@ -1,7 +1,5 @@
 """An idle kernel costs almost nothing and still notices every change."""
 
-from __future__ import annotations
-
 import os
 import sys
 from typing import Any

@@ -1,7 +1,5 @@
 """The memory of a notebook's own code is counted, parked and returned. Parking never changes the values."""
 
-from __future__ import annotations
-
 import gc
 import os
 import re
@@ -16,6 +14,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 from torch import nn
 
 from gpu_runtime import (
@@ -31,7 +30,7 @@ from gpu_runtime import (
 )
 from gpu_runtime.backends.pytorch import swap
 from gpu_runtime.backends.pytorch.memory_owner import ARRAY, FOREIGN
-from gpu_runtime.facts import HOST, Holdings, Staying, problems
+from gpu_runtime.facts import HOST, Holdings, Share, Staying, Ticket, problems
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.names import Namespace, registered
 from gpu_runtime.owner import holdings, kernel_reading, maintenance, operations
@@ -576,6 +575,40 @@ def test_cells_that_follow_one_another_end_their_turn_if_another_waits(crowded):
             cell(kernel, lambda: kernel.kept_by_the_test.add_(1))
     assert done.is_set() and not kernel.refused
     assert [e.action for e in rt.why("kernel")].count("offloaded") == 1
+
+
+@pytest.mark.parametrize(
+    "asked, leaves",
+    [
+        ({"need": "sim:0"}, True),
+        ({"need": "sim:1"}, False),
+        ({"need": "sim:1", "recalls": True}, True),
+        ({"need": "sim:0", "verb": "evict"}, False),
+        ({"need": "sim:0", "own": True}, False),
+    ],
+)
+def test_a_turn_lasts_five_times_as_long_as_leaving_and_returning(
+    started, runtime, shared_book, clock, asked, leaves
+):
+    """Then the kernel leaves for a request of another process that needs its card, and has a new turn."""
+    settings = {"devices": "sim:2x64MiB,host:4GiB", "ledger": shared_book, "clock": clock}
+    rt, kernel = started(**settings, gpu_park_turn_seconds=1.0)
+    other = rt if asked.get("own") else runtime(monitor=False, **settings)
+    keep(kernel, torch.zeros(8 * FLOATS))
+    kernel.resident.lease = replace(kernel.resident.lease, restore_seconds=3.0)
+    recalls = (kernel.resident.lease.id,) if asked.get("recalls") else ()
+    need, ledger = (Share(asked["need"], MIB),), other._session.ledger
+    # It was not refreshed for long, so that it takes no room before the kernel returns.
+    wish = Ticket(
+        "k", ledger.owner.id, asked.get("verb", "use"), "m", 0.0, 0.0, need=need, recalls=recalls
+    )
+    ledger.transact(lambda book: (book.with_ticket(wish), None))
+    left = []
+    for seconds in (29.5, 1.0, 0.0):
+        clock.advance(seconds)
+        cell(kernel)
+        left.append([event.action for event in rt.why("kernel")].count("offloaded"))
+    assert left == ([0, 1, 1] if leaves else [0, 0, 0]) and not kernel.refused
 
 
 def test_a_kernel_whose_card_is_overfull_leaves_when_its_turn_is_over(

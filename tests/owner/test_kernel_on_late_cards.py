@@ -1,7 +1,5 @@
 """A kernel on two late cards (tests/simgpu.py): the ledger's decisions agree with what the cards measure."""
 
-from __future__ import annotations
-
 import gc
 import io
 

@@ -1,7 +1,5 @@
 """Messages that read a kernel's memory while no cell runs: it returns before, and may leave afterwards."""
 
-from __future__ import annotations
-
 import gc
 
 import pytest

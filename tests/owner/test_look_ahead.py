@@ -1,7 +1,5 @@
 """Look-ahead loads the models of waiting cells while the running cell still runs."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

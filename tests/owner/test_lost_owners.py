@@ -1,7 +1,5 @@
 """A process not proven to live or to be dead: its memory has its name, and a person may end its leases."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

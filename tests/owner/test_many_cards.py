@@ -1,7 +1,5 @@
 """Models on several cards and moves between cards, through the public methods of the runtime."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest
@@ -45,6 +43,24 @@ def test_a_move_may_go_over_several_cards_and_come_back(runtime):
     assert claims(rt) == {"sim:0": 6 * GIB}
     rt.evict("qwen")
     assert where(rt) == {"qwen": "host"}
+
+
+@pytest.mark.parametrize(
+    "leave",
+    [
+        lambda rt: rt.evict("qwen"),
+        lambda rt: rt.evict("qwen", drop=True),
+        lambda rt: rt.forget("qwen"),
+        lambda rt: rt.move("qwen", "sim:1"),
+    ],
+    ids="evict drop forget move".split(),
+)
+def test_a_model_that_leaves_a_card_leaves_no_cached_memory_there(runtime, leave):
+    """Other processes could not take it."""
+    rt = loaded(runtime(devices=FOUR), qwen="6GiB")
+    assert [map.device for map in rt.probe.maps()] == ["sim:0"]
+    leave(rt)
+    assert "sim:0" not in [map.device for map in rt.probe.maps()]
 
 
 def test_where_it_has_no_room_it_stays_and_the_sentence_says_what_to_type(runtime):
@@ -248,3 +264,10 @@ def test_torchs_bound_is_told_once_and_lifted_when_the_last_model_leaves(runtime
     wanted = {}
     rt.evict("m")
     assert told == [("sim:0", 0.5), ("sim:0", 0.4), ("sim:0", 1.0)]
+    with rt.lease("1GiB"):  # a block of code limits torch on its card by itself
+        told.clear()
+        wanted = {"sim:0": 0.3}
+        rt.tick()
+        assert told == []
+    rt.tick()
+    assert told == [("sim:0", 0.3)]

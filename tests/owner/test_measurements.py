@@ -1,7 +1,5 @@
 """Measurements of models outlast a reboot and count only for the same source. They never cause an error."""
 
-from __future__ import annotations
-
 import fcntl
 import json
 import multiprocessing
@@ -44,8 +42,9 @@ def test_it_is_remembered_by_the_next_process(path):
         (replace(SPEC, source="/models/other"), EVIDENCE),
         (replace(SPEC, backend="llama_cpp"), EVIDENCE),
         (replace(SPEC, model_type="reranker"), EVIDENCE),
+        (replace(SPEC, quantization="int8"), EVIDENCE),
     ],
-    ids=["file", "dtype", "source", "backend", "type"],
+    ids=["file", "dtype", "source", "backend", "type", "quantization"],
 )
 def test_another_source_or_another_way_to_load_it_is_another_model(path, spec, evidence):
     known = Measurements(path)
@@ -66,6 +65,25 @@ def test_how_it_is_called_and_used_makes_no_difference(path, change):
     known = Measurements(path)
     known.remember(SPEC, EVIDENCE, SEEN)
     assert known.of(replace(SPEC, **change), EVIDENCE) == SEEN
+    if "options" in change:  # an engine that allocates its cache at load takes other bytes
+        at_load = replace(EVIDENCE, at_load=True)
+        known.remember(SPEC, at_load, SEEN)
+        assert known.of(replace(SPEC, **change), at_load) is None
+
+
+def test_processes_see_what_the_other_one_has_just_written(path):
+    """Neither a write nor a read goes by what was in the file before, although its size is the same."""
+    both = [Measurements(path) for _ in range(2)]
+    for turn in range(6):
+        writer, reader = both[turn % 2], both[1 - turn % 2]
+        writer.remember_cell("cell", {"sim:0": 100 + turn, "sim:1": 1})
+        writer.remember_context(f"card {turn % 3}", 400 + turn)
+        assert reader.cell_bytes("cell") == {"sim:0": 100 + turn, "sim:1": 1}
+    assert [reader.context_bytes(f"card {number}") for number in range(3)] == [403, 404, 405]
+    reader.cell_bytes("cell").clear()  # the caller's own copy
+    assert reader.cell_bytes("cell")
+    writer.remember_cell("cell", {})
+    assert reader.cell_bytes("cell") == writer.cell_bytes("cell") == {}
 
 
 def test_a_source_that_cannot_be_told_from_another_is_not_remembered(path):

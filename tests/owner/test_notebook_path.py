@@ -1,7 +1,5 @@
 """The path of a kernel's notebook: each front end publishes it differently, some only after the start."""
 
-from __future__ import annotations
-
 import os
 import pwd
 import subprocess

@@ -1,7 +1,5 @@
 """`who` for another process, through the ledger. Only its own user gets names of variables."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 

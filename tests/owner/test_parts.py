@@ -1,7 +1,5 @@
 """A part of a model leaves its card, and only that part returns. Calls restore a model in parts first."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from typing import Any

@@ -1,7 +1,5 @@
 """A model is pinned exactly as long as its `with` block runs, in whatever way the block is entered."""
 
-from __future__ import annotations
-
 import contextlib
 import gc
 import sys

@@ -1,7 +1,5 @@
 """The state of a process, from the system and from its section of the book, and the message about it."""
 
-from __future__ import annotations
-
 from contextlib import ExitStack
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +10,7 @@ from gpu_runtime import Busy, StillInUse
 from gpu_runtime.facts import Book, Lease, LeaseId, Owner, Presence, ProcessState, Section, Wait
 from gpu_runtime.ledgers.process_state import Sight
 from gpu_runtime.owner import requests
-from gpu_runtime.owner.presence import presence, presences
+from gpu_runtime.owner.presence import HUNG_SECONDS, presence, presences
 from gpu_runtime.rendering import plain, text
 from tests.clock import until
 
@@ -42,18 +40,30 @@ def test_the_state_of_a_process(section, sight, silent_since, expected):
     assert presence(section, sight, silent_since) == expected
 
 
-@pytest.mark.parametrize("asked_ago, since", [(None, 60.0), (20.0, 60.0), (90.0, 90.0)])
+@pytest.mark.parametrize(
+    "section, quiet, asked_ago, silent",
+    [
+        (BUSY, 60.0, None, 60.0),
+        (BUSY, 60.0, 20.0, 60.0),
+        (BUSY, 60.0, 90.0, 90.0),
+        (BUSY, HUNG_SECONDS + 0.1, None, HUNG_SECONDS + 0.1),
+        (BUSY, HUNG_SECONDS, None, None),
+        (BUSY, HUNG_SECONDS, 5.0, 5.0),
+        (IDLE, 60.0, None, None),
+    ],
+)
 def test_a_process_whose_cell_blocks_it_is_silent_since_its_last_sign(
-    runtime, clock, monkeypatch, asked_ago, since
+    runtime, clock, monkeypatch, section, quiet, asked_ago, silent
 ):
-    """Or since the oldest request that it has not answered, if that is longer ago."""
+    """Or since the oldest request that it has not answered, if that is longer ago. An idle process may sleep long."""
     rt = runtime(clock=clock)
-    ledger, book = rt._session.ledger, Book(sections={OWNER.id: BUSY})
+    ledger, book = rt._session.ledger, Book(sections={OWNER.id: section})
     monkeypatch.setattr(ledger, "sights", lambda book: {OWNER.id: Sight.ALIVE})
-    monkeypatch.setattr(ledger, "silences", lambda book: {OWNER.id: 60.0})
-    asked = [] if asked_ago is None else [SimpleNamespace(owner=OWNER, since=clock() - asked_ago)]
-    found = presences(rt._session, book, asked)
-    assert found == {OWNER.id: Presence(ProcessState.SILENT, clock() - since)}
+    monkeypatch.setattr(ledger, "silences", lambda book: {OWNER.id: quiet})
+    ago = () if asked_ago is None else (asked_ago, asked_ago - 1)  # the oldest request comes first
+    asked = [SimpleNamespace(owner=OWNER, since=clock() - seconds) for seconds in ago]
+    since = None if silent is None else clock() - silent
+    assert presences(rt._session, book, asked) == {OWNER.id: presence(section, Sight.ALIVE, since)}
 
 
 def test_who_waits_for_a_process_that_writes_a_core_dump_learns_who_and_why(

@@ -1,7 +1,5 @@
 """Two threads, or a thread and the stop button, at the worst moment; a stress test found each case."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import time

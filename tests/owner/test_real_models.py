@@ -1,7 +1,5 @@
 """Real models with real forward passes. A move to RAM or to disk and back must not change their results."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import io

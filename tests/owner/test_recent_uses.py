@@ -1,22 +1,25 @@
 """The times of a model's last uses, from which `keep_score` estimates the next use."""
 
-from __future__ import annotations
-
 import threading
+from itertools import chain
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpu_runtime.backends.base import Evidence
 from gpu_runtime.backends.fake import FakeBackend
 from gpu_runtime.facts import MOST_EVENTS, decode_uses
+from gpu_runtime.owner import earlier_uses
 from tests.clock import PATIENCE
+from tests.worlds import lease
 
 from .conftest import alongside, fakes, loaded, together
 
 
 def recent_uses(rt):
-    [lease] = rt.status().leases()
-    return decode_uses(lease.recent_uses, 2000)
+    [found] = rt.status().leases()
+    return decode_uses(found.recent_uses, 2000)
 
 
 def test_a_use_that_waited_counts_from_its_request(runtime, clock):
@@ -48,8 +51,8 @@ def test_a_model_is_idle_since_the_end_of_its_use_or_of_its_load(runtime, clock)
 
     def idle_seconds():
         rt.tick()
-        [lease] = rt.status().leases()
-        return lease.idle_seconds(clock())
+        [found] = rt.status().leases()
+        return found.idle_seconds(clock())
 
     rt.preload("a")
     clock.advance(7)
@@ -70,6 +73,33 @@ def test_a_use_without_a_wait_counts_from_its_start(runtime, clock):
         clock.advance(9)
         assert recent_uses(rt) == (1005,)
     assert recent_uses(rt) == (1005,)
+
+
+def test_a_use_counts_once_and_from_its_request_although_its_model_returns_first(runtime, clock):
+    rt = runtime(clock=clock, wall=clock)
+    rt.register("a", lambda verb: clock.advance(30), backend="fake", size="3GiB")
+    rt.preload("a")
+    rt.evict("a")
+    with rt.use("a"):
+        pass
+    assert (recent_uses(rt), clock()) == ((1060,), 1090)
+
+
+def test_a_model_is_in_use_since_the_first_of_its_overlapping_uses(runtime, clock):
+    rt = loaded(runtime(clock=clock, wall=clock), a="3GiB")
+
+    def since():
+        [found] = rt.status().leases()
+        return found.pins, found.pinned_since
+
+    with rt.use("a"):
+        clock.advance(60)
+        with rt.use("a"):
+            assert since() == (2, 1000)
+        assert since() == (1, 1000)
+    assert since() == (0, 0)
+    with rt.use("a"):
+        assert since() == (1, 1060)
 
 
 def test_a_refused_request_is_no_use(runtime, clock):
@@ -125,6 +155,40 @@ def test_the_uses_of_processes_that_ended_at_the_same_time_count_together(
     with later.use("c"):
         pass
     assert recent_uses(later) == (1000, 1050, 1100)
+
+
+def test_the_uses_of_a_running_process_count_once_its_model_has_left(
+    runtime, clock, shared_book, equal_sources
+):
+    shared = {"ledger": shared_book, "monitor": False, "clock": clock, "wall": clock}
+    here, other = (runtime(**shared) for _ in range(2))
+    with fakes(here, a="3GiB").use("a"):
+        clock.advance(50)
+    with fakes(other, b="3GiB").use("b"):
+        here.tick()
+    other.evict("b", drop=True)
+    assert recent_uses(here) == (1000,)
+    for _ in range(2):
+        here.tick()
+        assert recent_uses(here) == (1000, 1050)
+
+
+@given(
+    st.lists(st.sampled_from(("used", "never used", "unknown source")), max_size=40),
+    st.integers(0, 2),
+)
+def test_each_used_lease_of_a_known_source_is_on_one_page(kinds, full):
+    """A page is one transaction. There is one page at least, since the owner leaves the book with the last."""
+    kinds += ["used"] * (full * MOST_EVENTS - kinds.count("used"))
+    uses = {"used": ("s", "u"), "never used": ("s", ""), "unknown source": ("", "u")}
+    leases = [
+        lease(str(number), source=uses[kind][0], recent_uses=uses[kind][1])
+        for number, kind in enumerate(kinds)
+    ]
+    found = earlier_uses.pages(leases)
+    assert list(chain(*found)) == [one for one in leases if one.source and one.recent_uses]
+    assert len(found) == max(1, -(-len(list(chain(*found))) // MOST_EVENTS))
+    assert all(len(page) <= MOST_EVENTS for page in found)
 
 
 def test_the_uses_of_more_models_than_the_book_has_events_outlive_their_process(

@@ -1,7 +1,5 @@
 """Recorded decisions are decided again, from the journal alone, by the scheduler of now."""
 
-from __future__ import annotations
-
 import sqlite3
 
 import pytest

@@ -1,7 +1,5 @@
 """Room for a use (KV cache): requested at registration, claimed on a device, never moved with the weights."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given

@@ -1,7 +1,5 @@
 """The runtime as a researcher uses it: models that replace each other, helpful errors, and a correct book."""
 
-from __future__ import annotations
-
 import logging
 import os
 import re
@@ -135,10 +133,13 @@ def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
 def test_a_model_in_use_is_waited_for_and_the_wait_times_out_with_its_name(runtime):
     rt = fakes(runtime(monitor=False), a="14GiB", b="14GiB")
     because = r"a \(14.0 GiB on sim:0\) is in use"
+    told: list[Any] = []
+    rt.tell_waits(lambda name, wait: told.append(wait))
     with used_elsewhere(rt, "a"):
         with pytest.raises(Busy, match=because), rt.use("b", timeout=0.1):
             pass
         assert rt.status().tickets == ()
+    assert told[0] and told[-1] is None, "the line of the wait disappears"
     with rt.use("b", timeout=PATIENCE):
         assert where(rt) == {"a": "host", "b": "sim:0"}
 
@@ -339,24 +340,6 @@ def test_a_pin_taken_after_the_decision_still_keeps_the_model(runtime):
     registry.find(rt._session, "m").stay()
 
 
-def test_a_failing_move_leaves_the_model_where_it_is(runtime):
-    rt = runtime()
-    broken = []
-
-    def hook(verb):
-        if verb == "move" and broken:
-            raise RuntimeError("the bus is gone")
-
-    rt.register("m", hook, backend="fake", size="3GiB")
-    rt.preload("m")
-    broken.append(True)
-    with pytest.raises(RuntimeError, match="the bus is gone"):
-        rt.evict("m")
-    assert where(rt) == {"m": "sim:0"}
-    broken.clear()
-    assert rt.evict("m").where == "host"
-
-
 # -- the stop button ------------------------------------------------------------------------------------------------
 def strike_during(seconds: float, act: Callable[[], None]) -> None:
     """Calls `act` and interrupts it at changing instructions, for `seconds` and more than 100 times."""
@@ -430,15 +413,6 @@ def test_an_interrupted_wait_leaves_no_ticket(runtime):
         assert rt.status().tickets == ()
 
 
-def test_an_exit_stack_holds_the_model_until_it_closes(runtime):
-    rt = fakes(runtime(), m="3GiB")
-    with ExitStack() as stack:
-        stack.enter_context(rt.use("m"))
-        with pytest.raises(StillInUse):
-            rt.evict("m")
-    assert rt.evict("m").done
-
-
 # -- verbs ----------------------------------------------------------------------------------------------------------
 def test_evict_refuses_what_is_in_use_or_pinned_and_says_what_to_type(runtime):
     rt = fakes(runtime(), m="3GiB")
@@ -479,11 +453,6 @@ def test_without_offload_what_leaves_is_dropped_and_loaded_anew(runtime):
     assert where(rt) == {"a": "disk", "b": "sim:0"}
     with rt.use("a"):
         assert rt.status().totals["unloads"] == 2
-
-
-def test_a_full_warm_pool_means_unloading(runtime):
-    rt = loaded(runtime(devices="sim:24GiB,host:20GiB"), a="14GiB", b="14GiB")
-    assert where(rt) == {"a": "disk", "b": "sim:0"}
 
 
 def test_a_model_in_ram_is_loaded_again_if_a_victim_needs_its_place(runtime):
@@ -582,18 +551,6 @@ def test_the_same_registration_twice_is_one_and_another_under_its_name_is_refuse
 
 
 # -- several owners -------------------------------------------------------------------------------------------------
-def test_an_idle_model_of_another_process_steps_aside_and_comes_back(runtime, shared_book):
-    a, b = (runtime(ledger=shared_book, eviction_grace_seconds=0) for _ in "ab")
-    fakes(a, qwen="14GiB")
-    fakes(b, llama="14GiB")
-    with a.use("qwen"):
-        pass
-    with b.use("llama", timeout=PATIENCE):
-        assert where(b) == {"llama": "sim:0", "qwen": "host"}
-    with a.use("qwen", timeout=PATIENCE):
-        assert where(a) == {"qwen": "sim:0", "llama": "host"}
-
-
 def test_a_model_used_a_moment_ago_has_its_grace(runtime, shared_book):
     a, b = (runtime(ledger=shared_book, eviction_grace_seconds=60) for _ in "ab")
     fakes(a, qwen="14GiB")
@@ -603,6 +560,36 @@ def test_a_model_used_a_moment_ago_has_its_grace(runtime, shared_book):
     with pytest.raises(Busy, match="was used"), b.use("llama", timeout=0.3):
         pass
     assert where(a)["qwen"] == "sim:0"
+
+
+def test_an_owner_that_ends_while_it_is_waited_for_leaves_its_room(runtime, shared_book):
+    a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
+    fakes(a, qwen="14GiB")
+    fakes(b, llama="14GiB")
+    b.tell_waits(lambda name, wait: a._session.ledger.close())
+    with a.use("qwen"), b.use("llama", timeout=PATIENCE):
+        assert where(b) == {"llama": "sim:0"}
+
+
+@pytest.mark.parametrize("away", [False, True])
+@pytest.mark.parametrize(
+    "given, importance, keep_alive",
+    [({}, 30, 60), ({"importance": "urgent"}, 1, 60), ({"keep_alive": "1h"}, 30, 3600)],
+)
+def test_a_block_has_the_registration_s_wishes_unless_it_has_its_own(
+    runtime, away, given, importance, keep_alive
+):
+    """Whether the block loads the model or restores it."""
+    rt = runtime()
+    rt.register("a", backend="fake", size="1GiB", importance="batch", keep_alive=60)
+    if away:
+        rt.preload("a")
+        rt.evict("a")
+    with rt.use("a", **given):
+        [lease] = rt.status().leases()
+        assert (lease.importance, lease.keep_alive) == (importance, keep_alive)
+    [lease] = rt.status().leases()
+    assert (lease.importance, lease.keep_alive) == (30, keep_alive)
 
 
 def test_urgent_for_one_block_is_not_urgent_for_ever(runtime, shared_book):

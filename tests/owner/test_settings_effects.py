@@ -1,7 +1,5 @@
 """Every setting has the documented effect. There is one test for each setting."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import os
@@ -12,7 +10,7 @@ from pathlib import Path
 import pytest
 from msgspec.structs import replace
 
-from gpu_runtime import BadSetting, DoesNotFit, LoadFailed, MemoryLimitExceeded, NotAllowed, Runtime
+from gpu_runtime import BadSetting, DoesNotFit, LoadFailed, NotAllowed
 from gpu_runtime.facts import Drop, Move
 from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.owner import registry
@@ -24,12 +22,14 @@ from .conftest import claims, fakes, loaded, where
 
 PROVEN: set[str] = set()
 FILES = {  # of the settings that are tested with real servers, or with what they are about
+    "devices/test_probe.py": "gpu_devices",
     "faces/test_gate.py": "gpu_console_token gpu_console_viewer_token",
     "faces/test_login.py": "gpu_console_operators gpu_console_viewers gpu_console_read_only",
     "faces/test_waiting.py": "gpu_progress_seconds",
     "owner/test_kernel.py": "gpu_park gpu_park_idle_seconds gpu_park_turn_seconds",
     "owner/test_look_ahead.py": "gpu_prefetch",
     "owner/test_other_holdings.py": "gpu_who_names",
+    "owner/test_runtime.py": "enable_cpu_offload enable_memory_governor inference_memory_limit_gb",
     "owner/test_shadows.py": "gpu_shadows",
     "serving/test_cors.py": "gpu_serve_cors",
     "serving/test_ending.py": "gpu_serve_grace_seconds",
@@ -60,13 +60,6 @@ def test_the_part_of_ram_that_the_warm_pool_may_take(runtime):
         rt = fakes(runtime(cpu_memory_max_percent=percent), a="14GiB", b="14GiB")
         rt.preload("a")
         assert type(rt.plan("b").steps[0]) is step
-
-
-@proves("inference_memory_limit_gb")
-def test_a_limit_for_this_process(runtime):
-    rt = fakes(runtime(inference_memory_limit_gb=5), a="6GiB")
-    with pytest.raises(MemoryLimitExceeded):
-        rt.preload("a")
 
 
 @proves("inference_gpu_index")
@@ -115,13 +108,6 @@ def test_where_servers_listen_and_how_long_they_may_take(runtime):
     assert (backend._port_range, backend._start_seconds) == (range(9000, 9002), 120.0)
 
 
-@proves("gpu_devices")
-def test_the_devices(runtime):
-    views = runtime(devices="sim:3x8GiB,host:16GiB").status().devices
-    sizes = {view.device.id: view.device.total_bytes // GIB for view in views}
-    assert sizes == {"sim:0": 8, "sim:1": 8, "sim:2": 8, "host": 16}
-
-
 @proves("development_cpu_only")
 def test_simulated_even_where_there_is_a_gpu(runtime, monkeypatch):
     from gpu_runtime.devices import drivers
@@ -134,21 +120,6 @@ def test_simulated_even_where_there_is_a_gpu(runtime, monkeypatch):
 def test_where_the_book_is_kept(runtime, tmp_path):
     rt = fakes(runtime(ledger=f"sqlite://{tmp_path}/here"), a="3GiB")
     assert (tmp_path / "here").is_dir() and rt.status().ledger == f"sqlite://{tmp_path}/here"
-
-
-@proves("enable_memory_governor")
-def test_off_means_models_load_without_asking(runtime):
-    rt = fakes(runtime(enable_memory_governor=False), a="23GiB")
-    with rt.use("a"):
-        assert rt._session.ledger.read().sections == {}
-
-
-@proves("enable_cpu_offload")
-def test_off_means_what_leaves_is_dropped(runtime):
-    for on, step in ((True, Move), (False, Drop)):
-        rt = fakes(runtime(enable_cpu_offload=on), a="14GiB", b="14GiB")
-        rt.preload("a")
-        assert type(rt.plan("b").steps[0]) is step
 
 
 @proves("gpu_policy")
@@ -342,12 +313,3 @@ def test_the_proof_that_lies_elsewhere_is_there(setting, test):
 
 def test_no_setting_is_without_its_proof():
     assert set(Settings.model_fields) == PROVEN | ELSEWHERE.keys()
-
-
-def test_an_argument_wins_over_the_environment(environment, runtime):
-    environment.setenv("GPU_MEMORY_MAX_PERCENT", "0.25")
-    environment.setenv("GPU_DEVICES", "sim:8GiB,host:8GiB")
-    with Runtime(ledger="memory:") as rt:
-        assert rt.status().devices[0].limit_bytes == 2 * GIB
-    with Runtime(ledger="memory:", gpu_memory_max_percent=0.5) as rt:
-        assert rt.status().devices[0].limit_bytes == 4 * GIB

@@ -1,7 +1,5 @@
 """A model over several cards, from the plan to the bytes on each card. The models are fake."""
 
-from __future__ import annotations
-
 import pytest
 
 from gpu_runtime import BadSetting, DoesNotFit

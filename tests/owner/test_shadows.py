@@ -1,7 +1,5 @@
 """Shadows: copies in host memory of models that are on a card. Their process keeps, uses and frees them."""
 
-from __future__ import annotations
-
 import gc
 import os
 import subprocess

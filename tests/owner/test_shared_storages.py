@@ -1,7 +1,5 @@
 """Two models with one set of weights: counted once, moved together, never during a call, never lost."""
 
-from __future__ import annotations
-
 import contextlib
 
 import pytest

@@ -1,7 +1,5 @@
 """A snapshot has the free room of each device, so that no view has to calculate it."""
 
-from __future__ import annotations
-
 from gpu_runtime.facts import Sample
 from gpu_runtime.units import GIB
 

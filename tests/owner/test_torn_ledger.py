@@ -1,7 +1,5 @@
 """The files of a runtime's ledger are damaged. Each public method still returns, or raises an error in words."""
 
-from __future__ import annotations
-
 import logging
 from types import SimpleNamespace
 

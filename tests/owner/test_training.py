@@ -1,7 +1,5 @@
 """A module in training is in use while a cell runs, elsewhere from `forward` to the end of the step."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Nothing of this package runs inside a mode of torch that the user has opened."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import pytest

@@ -1,7 +1,5 @@
 """A person ends the wait of a request in the queue. The waiting cell gets an error with the name."""
 
-from __future__ import annotations
-
 import os
 import threading
 from contextlib import contextmanager

@@ -1,0 +1,189 @@
+"""What an owner counts as its own, which events it finds, and how long it waits for others."""
+
+from contextlib import suppress
+from types import SimpleNamespace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from gpu_runtime.errors import Busy, LedgerUnavailable
+from gpu_runtime.facts import Book, Event, Wait
+from gpu_runtime.owner import requests
+from gpu_runtime.owner.history import recorded_events
+from gpu_runtime.owner.session import NEAR_SECONDS, POLL_SECONDS, residue
+from gpu_runtime.telemetry.journal import Journal
+from gpu_runtime.units import GIB
+from tests.clock import Clock
+from tests.worlds import block, lease
+
+from .conftest import fakes, loaded
+
+TORCH, ENGINE = {"backend": "torch"}, {"backend": "llama_cpp"}
+WEIGHTS = lease("m", cuda0=4, **TORCH)
+
+
+@pytest.mark.parametrize(
+    "leases, used, contexts, expected",
+    [
+        ([], {"cuda:0": 6}, {}, {"cuda:0": 6}),
+        ([WEIGHTS], {"cuda:0": 6}, {}, {"cuda:0": 2}),
+        ([WEIGHTS, lease("n", cuda0=1, cuda1=1, **TORCH)], {"cuda:0": 6}, {}, {"cuda:0": 1}),
+        ([WEIGHTS], {"cuda:0": 6, "cuda:1": 3}, {}, {"cuda:0": 2, "cuda:1": 3}),
+        ([WEIGHTS], {"cuda:0": 4, "cuda:1": 0}, {}, {}),
+        ([WEIGHTS], {"cuda:0": 3}, {}, {}),
+        ([WEIGHTS], {"cuda:0": 3}, {"cuda:0": 1}, {"cuda:0": 1}),
+        ([WEIGHTS], {"cuda:0": 4.5}, {"cuda:0": 1}, {"cuda:0": 1}),
+        ([lease("m", cuda0=4, **ENGINE)], {"cuda:0": 4}, {"cuda:0": 5}, {"cuda:0": 1}),
+        ([lease("m", cuda0=4, **ENGINE)], {"cuda:0": 4}, {"cuda:0": 4}, {}),
+        ([lease("m", cuda0=4, **ENGINE)], {"cuda:0": 6}, {"cuda:1": 1}, {"cuda:0": 2}),
+        ([block(cuda0=4)], {"cuda:0": 4}, {"cuda:0": 1}, {"cuda:0": 1}),
+        ([block(cuda0=4)], {"cuda:0": 3}, {}, {}),
+        ([], {"host": 6}, {"host": 6}, {}),
+    ],
+)
+def test_what_a_process_uses_beyond_its_leases(leases, used, contexts, expected):
+    """A context is never part of a lease of torch, also while the driver still counts too few bytes.
+    What an engine allocates outside torch is part of its lease.
+    """
+    found = residue(
+        leases, *({card: int(size * GIB) for card, size in one.items()} for one in (used, contexts))
+    )
+    assert found == {card: size * GIB for card, size in expected.items()}
+
+
+def owner_with(journal=(), page=(), **more):
+    """As much of a session as the functions below read."""
+    kept = Journal()
+    kept.append(journal)
+    book = Book(events=tuple(page))
+    return SimpleNamespace(journal=kept, ledger=SimpleNamespace(read=lambda: book), **more)
+
+
+@given(
+    st.lists(
+        st.tuples(st.sampled_from("ab"), st.sampled_from("xy"), st.integers(0, 1)), max_size=9
+    ),
+    st.integers(0, 9),
+    st.integers(0, 9),
+    st.sampled_from((None, 0, 1, 3)),
+    st.sampled_from((None, "a")),
+    st.sampled_from(((), ("x",), ("x", "y"))),
+    st.integers(0, 3),
+)
+def test_events_are_those_of_the_journal_and_of_the_book_each_once(
+    rows, journaled, on_page, limit, model, actions, since
+):
+    """The journal lacks the last second, and the book all but the last events."""
+    told, wall = [], 0.0
+    for seq, (name, action, later) in enumerate(rows):
+        wall += later
+        told.append(Event(seq, wall, name, action, "", ""))
+    page = told[max(0, min(journaled, len(told) - on_page)) :]
+    session = owner_with(told[:journaled], page)
+    wanted = [
+        one
+        for one in told
+        if model in (None, one.model) and one.wall >= since
+        if not actions or one.action in actions
+    ]
+    first = 0 if limit is None else max(0, len(wanted) - limit)
+    assert recorded_events(session, limit, model, actions, since) == tuple(wanted[first:])
+
+
+def test_without_the_book_the_journal_is_read():
+    session = owner_with([Event(1, 1.0, "a", "loaded", "", "")])
+
+    def gone():
+        raise LedgerUnavailable("the ledger is gone", path="here")
+
+    session.ledger.read = gone
+    assert [one.seq for one in recorded_events(session)] == [1]
+
+
+@pytest.mark.parametrize(
+    "act",
+    [
+        lambda rt: rt.preload("llama", timeout=0),
+        lambda rt: rt.evict("qwen", wait=False),
+        lambda rt: rt.preload("phi", wait=False),
+    ],
+    ids=["recall", "evict", "preload"],
+)
+def test_a_request_wakes_the_owner_that_it_concerns_and_nobody_else(runtime, shared_book, act):
+    """Without the notification, the owner reads the request a second later, or twelve."""
+    settings = {"ledger": shared_book, "monitor": False, "eviction_grace_seconds": 0}
+    owner, asker, other = (runtime(**settings) for _ in range(3))
+    loaded(fakes(owner, phi="1GiB"), qwen="14GiB")
+    fakes(asker, llama="14GiB")
+    fakes(other, small="1GiB")
+    bells = [rt._session.ledger for rt in (owner, other)]
+    for bell in bells:
+        while bell.wait(0):
+            pass
+    with suppress(Busy):
+        act(asker)
+    assert [bell.wait(0) for bell in bells] == [True, False]
+
+
+def test_requests_and_the_ends_of_moves_are_decided_on_fresh_figures(runtime, monkeypatch):
+    rt, fresh = fakes(runtime(), m="1GiB"), []
+    samples = rt.probe.samples
+    monkeypatch.setattr(
+        rt.probe, "samples", lambda now, asked=False: fresh.append(asked) or samples(now, asked)
+    )
+    for act in (rt.preload, rt.evict, rt.restore):
+        fresh.clear()
+        act("m")
+        assert True in fresh, act
+    fresh.clear()
+    rt.status()
+    assert True not in fresh, "a status does not wait for the driver"
+
+
+def waiter(pins=None, rung_after=None):
+    """A session whose ledger lets the time pass, and the seconds of each of its waits. An own model, which
+    is in the way, is in use for `pins` waits; a notification comes after `rung_after` waits.
+    """
+    clock, waits = Clock(), []
+    model = SimpleNamespace(lease=lease("m", sim0=1), pins=set() if pins is None else {1})
+    session = owner_with(clock=clock, me="1", residents={"m": model})
+
+    def wait(seconds, owners):
+        waits.append(seconds)
+        clock.advance(seconds)
+        if pins is not None and len(waits) >= pins:
+            model.pins.clear()
+        return rung_after is not None and len(waits) >= rung_after
+
+    session.ledger.wait = wait
+    return session, waits, model.lease.id
+
+
+@pytest.mark.parametrize("retry_in", [None, 0.25, 7.0])
+@pytest.mark.parametrize("deadline_in", [None, 0.5, 0.0, -1.0, 7.0])
+def test_a_pause_ends_with_the_first_of_its_ends(retry_in, deadline_in):
+    session, waits, _ = waiter()
+    now = session.clock()
+    at = [None if seconds is None else now + seconds for seconds in (retry_in, deadline_in)]
+    requests.pause(session, Wait("x", retry_at=at[0]), at[1])
+    ends = [seconds for seconds in (POLL_SECONDS, retry_in, deadline_in) if seconds is not None]
+    assert session.clock() - now == sum(waits) == max(0.0, min(ends))
+
+
+@pytest.mark.parametrize(
+    "pins, rung_after, blocks, seconds",
+    [
+        (None, 1, True, POLL_SECONDS),
+        (3, None, True, 3 * NEAR_SECONDS),
+        (9, 2, True, 2 * NEAR_SECONDS),
+        (3, None, False, POLL_SECONDS),
+        (10**6, None, True, POLL_SECONDS),
+    ],
+)
+def test_a_pause_ends_with_a_notification_or_with_the_use_of_an_own_model_in_the_way(
+    pins, rung_after, blocks, seconds
+):
+    session, waits, id = waiter(pins, rung_after)
+    requests.pause(session, Wait("x", blockers=(id,) if blocks else ()), None)
+    assert sum(waits) == pytest.approx(seconds)
