@@ -160,9 +160,10 @@ class Stoppable:
             return False
         return True
 
-    def ended(self, seconds: float = ENDING_SECONDS) -> bool:
-        """Waits at most `seconds` for the end of the work. Returns whether it has ended."""
-        return self._running is None or self._running.wait(seconds)
+    def ended(self, seconds: float | None = None) -> bool:
+        """Waits at most `seconds` (ENDING_SECONDS) for the end of the work. Returns whether it has ended."""
+        wait = ENDING_SECONDS if seconds is None else seconds
+        return self._running is None or self._running.wait(wait)
 
     def result(self) -> None:
         """Raises the error of the work that has ended, if there is one."""

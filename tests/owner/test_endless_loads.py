@@ -9,8 +9,9 @@ import threading
 import pytest
 import torch
 
-from gpu_runtime import Busy, LedgerUnavailable, LoadFailed, StillInUse
+from gpu_runtime import Busy, LedgerUnavailable, LoadFailed, StillInUse, threads
 from gpu_runtime.ledgers.memory import MemoryLedger
+from gpu_runtime.owner import loads
 from gpu_runtime.serving.gateway import Gateway
 from tests.clock import until
 
@@ -58,13 +59,21 @@ class InC:
         os.write(self._writing, b"x" * 100)  # for later calls too
 
 
+@pytest.fixture(autouse=True)
+def _least_load(monkeypatch):
+    monkeypatch.setattr(loads, "LEAST_LOAD_SECONDS", 0.1)
+
+
 @pytest.fixture
 def endless():
     return Endless()
 
 
 @pytest.fixture
-def in_c():
+def in_c(monkeypatch):
+    """A load that does not end when it is stopped, and short waits for its end."""
+    monkeypatch.setattr(loads, "LOAD_SECONDS", 0.2)
+    monkeypatch.setattr(threads, "ENDING_SECONDS", 0.2)
     made = InC()
     yield made
     made.finish()
@@ -87,7 +96,7 @@ def test_a_preload_ends_with_its_time_out(runtime, endless):
     rt = runtime()
     rt.register("m", endless)
     with pytest.raises(LoadFailed, match="m was not loaded: its time is over"):
-        rt.preload("m", timeout=1)
+        rt.preload("m", timeout=0.1)
     assert endless.ended.is_set() and not any(claims(rt).values())
     rt.register("other", backend="fake", size="1GiB")
     rt.preload("other", timeout=0)  # a load that ends at once is not stopped
@@ -136,7 +145,7 @@ def test_the_caller_of_a_load_in_c_code_returns_at_its_time_out(runtime, in_c):
     with pytest.raises(
         LoadFailed, match=r"m was not loaded: its time is over.*\n.*restart"
     ) as late:
-        rt.preload("m", timeout=1)
+        rt.preload("m", timeout=0.1)
     assert "it is in __call__ (test_endless_loads.py, line" in str(late.value)
     reserved = claims(rt)
     assert any(reserved.values())
@@ -153,7 +162,7 @@ def test_a_model_whose_stopped_load_has_not_ended_is_not_forgotten(runtime, in_c
     """`forget` waited for ever, also after a `load` of a new name that had failed."""
     rt = runtime()
     with pytest.raises(LoadFailed, match="its time is over"):
-        rt.load("m", in_c, timeout=1)
+        rt.load("m", in_c, timeout=0.1)
     with pytest.raises(StillInUse, match="m cannot be freed: the load has not ended"):
         rt.forget("m")
     in_c.finish()
@@ -185,9 +194,9 @@ def test_a_size_that_is_read_for_ever_ends_with_the_time_out(runtime, in_c):
     in_c.at_size = True
     late = "its time is over .*, while its source was read.* it is in __call__"
     with pytest.raises(LoadFailed, match=late):
-        rt.preload("m", timeout=1)
+        rt.preload("m", timeout=0.1)
     with pytest.raises(LoadFailed, match=late):
-        rt.load("new", in_c, timeout=1)
+        rt.load("new", in_c, timeout=0.1)
     assert not any(claims(rt).values())
     in_c.finish()
     rt.preload("m")
@@ -214,7 +223,7 @@ def test_a_load_is_stopped_when_its_last_caller_leaves(runtime, endless):
     rt.register("m", endless)
     first = failing(rt, errors, timeout=1)
     until(endless.began.is_set)
-    second = failing(rt, others, timeout=5)
+    second = failing(rt, others, timeout=2)
     first.join()
     second.join()
     assert [type(errors[0]), type(others[0])] == [Busy, Busy]
@@ -242,7 +251,7 @@ def test_a_runtime_closes_although_a_load_in_c_code_goes_on(
         if not ledger_answers:
             patch.setattr(MemoryLedger, "transact", refused)
         rt.close()
-    thread.join()
+        thread.join()
     assert said in str(errors[0])
     assert claims(other) == reserved and any(reserved.values())
     in_c.finish()
