@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable
 from random import Random
@@ -51,12 +52,33 @@ MODELS = ["a", "b", "c", "d"]
 
 COUNTED = dict(offloads="offloaded", unloads="unloaded", restorations="restored", loads="loaded")
 
-some = st.integers(0, 11)  # selects one of a list; the number is taken modulo its length
-mostly = st.sampled_from([True, True, True, False])
-importances = st.sampled_from([1, 5, 10, 10, 10, 10, 20, 30])
-cards = st.sampled_from([(), (), (), ("sim:0",), ("sim:1", "cuda:0")])
-LAYOUTS = ["single", "single", "auto", "balanced", "proportional", "whole"]
-layouts = st.sampled_from(LAYOUTS)
+MOSTLY = [True, True, True, False]
+# The values of each argument of the rules, for Hypothesis and for the walks.
+RANGES: dict[str, Any] = {
+    "which": range(12),  # selects one of a list; the number is taken modulo its length
+    "of": range(12),
+    "name": MODELS,
+    "size": range(1, 14),
+    "importance": [1, 5, 10, 10, 10, 10, 20, 30],
+    "cards": [(), (), (), ("sim:0",), ("sim:1", "cuda:0")],
+    "layout": ["single", "single", "auto", "balanced", "proportional", "whole"],
+    "more": [0, 0, 6],
+    "keep_alive": [0.0, 0.0, 60.0],
+    "less": range(3),
+    "verb": ["evict", "evict", "pin", "unpin", "restore"],
+    "seconds": [0.1, 1.0, 2.5, 5.0, 31.0, 130.0],
+    "sure": [True, False],
+    "one": [True, False],
+    **dict.fromkeys(("nested", "received", "droppable", "works", "freed"), MOSTLY),
+}
+
+
+def drawn(*names: str) -> dict[str, Any]:
+    """The strategies of these arguments."""
+    return {name: st.sampled_from(RANGES[name]) for name in names}
+
+
+some, importances, mostly = drawn("which", "importance", "works").values()
 DEVICES = tuple(
     Device(id, limit if id != "cuda:0" else CARD_TOTAL, simulated=id != "cuda:0")
     for id, limit in LIMITS.items()
@@ -196,16 +218,8 @@ class Auditor(RuleBasedStateMachine):
         return list(self.processes.values())[which % len(self.processes)]
 
     @rule(
-        which=some,
-        name=st.sampled_from(MODELS),
-        size=st.integers(1, 13),
-        importance=importances,
-        nested=mostly,
-        received=mostly,
-        cards=cards,
-        layout=layouts,
-        more=st.sampled_from([0, 0, 6]),
-        keep_alive=st.sampled_from([0.0, 0.0, 60.0]),
+        **drawn("which", "name", "size", "importance", "nested", "received", "cards", "layout"),
+        **drawn("more", "keep_alive"),
     )
     def request(
         self,
@@ -231,13 +245,7 @@ class Auditor(RuleBasedStateMachine):
         process.asking[key] = Request(key, wanted, footprint, self.now, rules, held)
         self.send(process, key, received)
 
-    @rule(
-        which=some,
-        name=st.sampled_from(MODELS),
-        size=st.integers(1, 6),
-        importance=importances,
-        droppable=mostly,
-    )
+    @rule(**drawn("which", "name", "size", "importance", "droppable"))
     def cell(self, which: int, name: str, size: int, importance: int, droppable: bool) -> None:
         """A whole cell, if there is room at once: the process requests, loads, uses and releases a model."""
         process = self.pick(which)
@@ -259,7 +267,7 @@ class Auditor(RuleBasedStateMachine):
         ]
 
     @precondition(lambda self: self.waiting())
-    @rule(which=some, received=mostly)
+    @rule(**drawn("which", "received"))
     def ask_again(self, which: int, received: bool) -> None:
         """Repeats a request, even if the answer of its last decision was not received."""
         waiting = self.waiting()
@@ -320,7 +328,7 @@ class Auditor(RuleBasedStateMachine):
             self.change(process, lambda book, world: books.withdraw(book, key))
 
     @precondition(lambda self: any(process.asking for process in self.processes.values()))
-    @rule(which=some)
+    @rule(**drawn("which"))
     def interrupt(self, which: int) -> None:
         """At any instruction: its thread ends, and the decision's key is released. The monitor cleans up later."""
         asking = [
@@ -333,7 +341,7 @@ class Auditor(RuleBasedStateMachine):
             process.keys.discard(key)
 
     @precondition(lambda self: self.waiting())
-    @rule(which=some)
+    @rule(**drawn("which"))
     def time_out(self, which: int) -> None:
         waiting = self.waiting()
         process, key = waiting[which % len(waiting)]
@@ -345,7 +353,7 @@ class Auditor(RuleBasedStateMachine):
     # -- steps
 
     @precondition(lambda self: any(process.arriving for process in self.processes.values()))
-    @rule(which=some, works=mostly, droppable=mostly, less=st.integers(0, 2))
+    @rule(**drawn("which", "works", "droppable", "less"))
     def arrive(self, which: int, works: bool, droppable: bool, less: int) -> None:
         every = self.processes.values()
         arriving = [(process, key) for process in every for key in sorted(process.arriving)]
@@ -386,7 +394,7 @@ class Auditor(RuleBasedStateMachine):
         self.close(process, key)
 
     @precondition(lambda self: any(process.departing for process in self.processes.values()))
-    @rule(which=some, works=mostly)
+    @rule(**drawn("which", "works"))
     def depart(self, which: int, works: bool) -> None:
         departing = [process for process in self.processes.values() if process.departing]
         process = departing[which % len(departing)]
@@ -426,7 +434,7 @@ class Auditor(RuleBasedStateMachine):
         ]
 
     @precondition(lambda self: self.models(lambda process, model: model.on_device))
-    @rule(which=some)
+    @rule(**drawn("which"))
     def enter(self, which: int) -> None:
         """Enters a block, without the ledger, even if a decision to evict its model was made just before."""
         models = self.models(lambda process, model: model.on_device)
@@ -436,7 +444,7 @@ class Auditor(RuleBasedStateMachine):
         )
 
     @precondition(lambda self: self.models(may_exit))
-    @rule(which=some, one=st.sampled_from([True, False]))
+    @rule(**drawn("which", "one"))
     def exit(self, which: int, one: bool) -> None:
         models = self.models(may_exit)
         for process, model in [models[which % len(models)]] if one else models:
@@ -444,7 +452,7 @@ class Auditor(RuleBasedStateMachine):
                 model, pins=model.pins - 1 if one else 0, last_used=self.now
             )
 
-    @rule(which=some)
+    @rule(**drawn("which"))
     def publish(self, which: int) -> None:
         process = self.pick(which)
         if process:
@@ -456,7 +464,7 @@ class Auditor(RuleBasedStateMachine):
                 assert theirs <= process.keys, "law 9: what it does not know is withdrawn"
 
     @precondition(lambda self: self.models(self.may_go))
-    @rule(which=some, sure=st.sampled_from([True, False]))
+    @rule(**drawn("which", "sure"))
     def give_up(self, which: int, sure: bool) -> None:
         models = self.models(self.may_go)
         process, model = models[which % len(models)]
@@ -471,7 +479,7 @@ class Auditor(RuleBasedStateMachine):
     # -- requests of other owners
 
     @precondition(lambda self: any(self.book.leases()))
-    @rule(which=some, of=some, verb=st.sampled_from(["evict", "evict", "pin", "unpin", "restore"]))
+    @rule(**drawn("which", "of", "verb"))
     def ask_other(self, which: int, of: int, verb: str) -> None:
         process, leases = self.pick(which), list(self.book.leases())
         lease = leases[of % len(leases)]
@@ -484,7 +492,7 @@ class Auditor(RuleBasedStateMachine):
                 assert self.book.ticket(key) is None
                 process.keys.discard(key)
 
-    @rule(which=some)
+    @rule(**drawn("which"))
     def obey(self, which: int) -> None:
         process = self.pick(which)
         key = self.key(process, "obey")
@@ -508,7 +516,7 @@ class Auditor(RuleBasedStateMachine):
         while any(process.departing for process in self.processes.values()):
             self.depart(0, True)
 
-    @rule(which=some)
+    @rule(**drawn("which"))
     def relieve(self, which: int) -> None:
         process = self.pick(which)
         if process:
@@ -527,7 +535,7 @@ class Auditor(RuleBasedStateMachine):
     # -- life, death and time
 
     @precondition(lambda self: len(self.processes) == 3)
-    @rule(which=some, sure=st.sampled_from([False, False, True]))
+    @rule(**drawn("which", "sure"))
     def die(self, which: int, sure: bool) -> None:
         if sure:
             slot = list(self.processes)[which % 3]
@@ -536,7 +544,7 @@ class Auditor(RuleBasedStateMachine):
             self.lingering[process.owner.pid] = process.holds()["cuda:0"]
 
     @precondition(lambda self: self.dead)
-    @rule(which=some)
+    @rule(**drawn("which"))
     def reap(self, which: int) -> None:
         by, totals = self.pick(which), books.totals(self.book)
         ids = [process.id for process in self.dead]
@@ -549,11 +557,11 @@ class Auditor(RuleBasedStateMachine):
         self.processes[slot] = Process(self.last_pid)
         self.change(self.processes[slot], lambda book, world: book)
 
-    @rule(seconds=st.sampled_from([0.1, 1.0, 2.5, 5.0, 31.0, 130.0]))
+    @rule(**drawn("seconds"))
     def time_passes(self, seconds: float) -> None:
         self.now += seconds
 
-    @rule(freed=mostly)
+    @rule(**drawn("freed"))
     def take_sample(self, freed: bool = True) -> None:
         """As the driver reports it: the settled bytes, none arriving; a dead process is listed for a while."""
         if freed:
@@ -662,60 +670,20 @@ def walk(seed: int, steps: int = 60) -> Auditor:
     random = Random(seed)
     auditor = Auditor()
 
-    def some_() -> int:
-        return random.randrange(12)
+    def some_of(*names: str) -> list[Any]:
+        return [random.choice(RANGES[name]) for name in names]
 
-    def mostly_() -> bool:
-        return random.random() < 0.85
-
-    def importance() -> int:
-        return random.choice([1, 5, 10, 10, 10, 10, 20, 30])
-
+    loaded = ("which", "name", "less", "importance", "droppable")
     auditor.build(
         random.choice([lru, cost_aware]),
         random.randrange(4),
         random.choice(["auto", "always"]),
         random.random() < 0.8,
         [
-            (some_(), random.choice(MODELS), random.randint(2, 6), importance(), mostly_())
-            for _ in range(10)
+            (which, name, size + 2, *more)
+            for which, name, size, *more in (some_of(*loaded) for _ in range(10))
         ],
     )
-    arguments: dict[str, Callable[[], dict[str, Any]]] = {
-        "request": lambda: dict(
-            which=some_(),
-            name=random.choice(MODELS),
-            size=random.randint(1, 13),
-            importance=importance(),
-            nested=random.random() < 0.5,
-            received=mostly_(),
-            cards=random.choice([(), (), ("sim:0",), ("sim:1", "cuda:0")]),
-            layout=random.choice(LAYOUTS),
-            more=random.choice([0, 0, 6]),
-            keep_alive=random.choice([0.0, 0.0, 60.0]),
-        ),
-        "cell": lambda: dict(
-            which=some_(),
-            name=random.choice(MODELS),
-            size=random.randint(1, 6),
-            importance=importance(),
-            droppable=mostly_(),
-        ),
-        "ask_again": lambda: dict(which=some_(), received=mostly_()),
-        "arrive": lambda: dict(
-            which=some_(), works=mostly_(), droppable=mostly_(), less=random.randrange(3)
-        ),
-        "depart": lambda: dict(which=some_(), works=mostly_()),
-        "exit": lambda: dict(which=some_(), one=random.random() < 0.5),
-        "give_up": lambda: dict(which=some_(), sure=True),
-        "die": lambda: dict(which=some_(), sure=True),
-        "ask_other": lambda: dict(
-            which=some_(), of=some_(), verb=random.choice(["evict", "pin", "unpin", "restore"])
-        ),
-        "time_passes": lambda: dict(seconds=random.choice([0.1, 1.0, 2.5, 5.0, 31.0])),
-        "all_obey": dict,
-        "take_sample": lambda: dict(freed=mostly_()),
-    }
     possible = {
         "ask_again": auditor.waiting,
         "time_out": auditor.waiting,
@@ -733,7 +701,8 @@ def walk(seed: int, steps: int = 60) -> Auditor:
     for _ in range(steps):
         names = [name for name in WEIGHTS if name not in possible or possible[name]()]
         [name] = random.choices(names, [WEIGHTS[name] for name in names])
-        getattr(auditor, name)(**arguments.get(name, lambda: dict(which=some_()))())
+        act = getattr(auditor, name)
+        act(*some_of(*inspect.signature(act).parameters))
         auditor.no_device_is_over_its_budget()
         auditor.what_is_held_is_in_the_book()
         auditor.evictions_are_offloads_and_unloads()

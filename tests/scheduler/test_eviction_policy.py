@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -103,16 +101,6 @@ def test_a_policy_of_no_such_name_is_a_bad_setting():
         policy("mru")
 
 
-def test_without_a_need_nothing_is_evicted():
-    assert victims({}, [lease("a", sim0=1)], THERE, lru) == ()
-    assert victims({"sim:0": 0, "sim:1": -5}, [lease("a", sim0=1)], THERE, lru) == ()
-
-
-def test_if_all_leases_are_not_enough_the_answer_is_none():
-    assert victims(gib(sim0=3), [lease("a", sim0=1), lease("b", sim0=1)], THERE, lru) is None
-    assert victims(gib(sim0=1), [], THERE, lru) is None
-
-
 def test_the_most_precious_of_the_chosen_is_spared_first():
     a, b, c = (
         lease(name, sim0=gib_, last_used=used)
@@ -133,14 +121,6 @@ def test_of_equal_ranks_the_least_recently_used_leaves():
     """A constant policy ranks all alike. A model that was used a moment ago stays."""
     new, old = lease("a", sim0=4, last_used=9), lease("b", sim0=4, last_used=1)
     assert victims(gib(sim0=4), [new, old], THERE, lambda lease, world: 0.0) == (old,)
-
-
-def test_a_lease_on_several_devices_frees_them_all():
-    """An eviction frees all shares of a lease. With tensor parallelism the shares cannot leave one by one."""
-    split = lease("split", sim0=4, sim1=4, last_used=1)
-    assert victims(gib(sim0=4, sim1=4), [split, lease("a", sim0=4, last_used=2)], THERE, lru) == (
-        split,
-    )
 
 
 leases = st.lists(
@@ -198,14 +178,3 @@ def test_the_order_in_which_leases_are_listed_does_not_matter(idle, need, random
     shuffled = list(idle)
     random.shuffle(shuffled)
     assert victims(need, shuffled, THERE, lru) == victims(need, idle, THERE, lru)
-
-
-@given(leases, needs)
-def test_against_every_subset(idle, need):
-    """There are victims if and only if an exhaustive search finds a set of leases that is enough."""
-    subsets = itertools.chain.from_iterable(
-        itertools.combinations(idle, n) for n in range(len(idle) + 1)
-    )
-    assert (victims(need, idle, THERE, lru) is not None) == any(
-        enough(subset, need) for subset in subsets
-    )

@@ -548,15 +548,18 @@ def test_11_room_is_the_smaller_of_claims_and_measurement_less_unseen_bytes(
     claims = sum(size for size, _ in held)
     unseen = sum(size for size, kind in held if kind != "seen")
     assert room(book(*made), there)["cuda:0"] == min(limit - claims, free - reserve - unseen)
+    wide = replace(there, limits={**there.limits, "cuda:0": 10**9})
+    assert room(book(*made), wide)["cuda:0"] == free - reserve - unseen
 
 
-IN_RAM = ["there", "just offloaded", "copied", "just copied", "being copied", "shared", "leaving"]
+IN_RAM = ["there", "offloaded", "copied", "copied late", "copying", "shared", "leaves", "in part"]
 
 
 @given(
     st.integers(0, 40),
     st.lists(st.tuples(st.integers(1, 5), st.integers(0, 5), st.sampled_from(IN_RAM)), max_size=4),
 )
+@example(40, [(5, 3, kind) for kind in IN_RAM])
 def test_11_host_memory_is_as_free_as_measured_less_what_the_sample_lacks(free, held):
     """A copy is counted with its lease. While it arrives no sample has it; an offload takes it along."""
     there = world(sim0=99 * B, host=50 * B, free={"host": free * B}, taken_at=NOW - 1)
@@ -564,25 +567,26 @@ def test_11_host_memory_is_as_free_as_measured_less_what_the_sample_lacks(free, 
     for n, (size, most, kind) in enumerate(held):
         copy = min(most, size)
         seen, late = {"settled_at": NOW - 2}, {"settled_at": NOW - 1}
+        copied = {"sim0": size * B, "shadow_bytes": copy}
         arriving = {"phase": Phase.ARRIVING, "target": (Share("sim:0", size),)}
-        leaving = {"phase": Phase.LEAVING, "target": (Share(HOST, size),)}
+        leaving = {"phase": Phase.LEAVING, "target": (Share(HOST, size),), **seen}
         pages = {"copy": f"p{n}", "copy_bytes": copy, "copied_bytes": copy}
+        rest = {"sim0": (size + 1) * B, "shadow_bytes": copy, "piece_bytes": 1}
         fields, claimed, lacks = {
             "there": ({"host": size * B, **seen}, size, 0),
-            "just offloaded": ({"host": size * B, **late}, size, size),
-            "copied": ({"sim0": size * B, "shadow_bytes": copy, **seen}, copy, 0),
-            "just copied": ({"sim0": size * B, "shadow_bytes": copy, **late}, copy, copy),
-            "being copied": ({"shadow_bytes": copy, **arriving}, copy, copy),
+            "offloaded": ({"host": size * B, **late}, size, size),
+            "copied": ({**copied, **seen}, copy, 0),
+            "copied late": ({**copied, **late}, copy, copy),
+            "copying": ({"shadow_bytes": copy, **arriving}, copy, copy),
             "shared": ({"shadow_bytes": size, **arriving, **pages}, size, size - copy),
-            "leaving": (
-                {"sim0": size * B, "shadow_bytes": copy, **seen, **leaving},
-                size,
-                size - copy,
-            ),
+            "leaves": ({**copied, **leaving}, size, size - copy),
+            "in part": ({**rest, **leaving}, size + copy, size),  # the copy may lack this part
         }[kind]
         made.append(lease(f"m{n}", **fields))
         claims, unseen = claims + claimed, unseen + lacks
     assert room(book(*made), there)[HOST] == min(50 - claims, free - unseen)
+    wide = replace(there, limits={**there.limits, HOST: 10**9})
+    assert room(book(*made), wide)[HOST] == free - unseen
 
 
 HAPPENED = ["offloaded", "unloaded", "moved", "lost", "loaded", "granted", "refused"]

@@ -7,31 +7,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-from gpu_runtime.facts import HOST, Drop, Level, Move, Phase, Rules, Share, Shed
-from gpu_runtime.scheduler.capacity import room
+from gpu_runtime.facts import HOST, Drop, Level, Phase, Rules, Share, Shed
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.pressure import Relief, level, pressure, relief, views
 from gpu_runtime.scheduler.relief import relieve
 from tests.worlds import NOW, block, book, lease, replayed, size, ticket, world
-
-CARD = dict(sim0="14400 MB", total={"sim:0": "16000 MB"})
-
-
-@pytest.mark.parametrize(
-    "claimed, expected",
-    [
-        ("8000 MB", Level.LOW),
-        ("8640 MB", Level.MODERATE),
-        ("9000 MB", Level.MODERATE),
-        ("11520 MB", Level.HIGH),
-        ("12000 MB", Level.HIGH),
-        ("12960 MB", Level.CRITICAL),
-        ("13500 MB", Level.CRITICAL),
-    ],
-)
-def test_levels_of_a_16000_mb_card_with_14400_usable(claimed, expected):
-    [view, _] = views(book(lease("a", sim0=claimed)), world(**CARD))
-    assert view.level is expected
 
 
 @pytest.mark.parametrize("of_the_book, own", [(10, 20), (20, 10), (10, 10)])
@@ -214,14 +194,6 @@ def test_auto_evicts_if_memory_of_other_programs_grows():
 def test_a_waiter_for_another_card_is_not_helped():
     page = book(idle("a", 999, sim0=10), tickets=[ticket("q", by=2, sim1=9)])
     assert leaving(page, world(sim0=10, sim1=10)) == []
-
-
-def test_host_bytes_are_spent_once():
-    page = book(idle("a", 900, sim0=4), idle("b", 500, sim0=4))
-    there = always(host=4)
-    after, steps = relieve(page, "1.1.0", there, lru, "k")
-    assert [type(step) for step in steps] == [Move, Drop]
-    assert room(after, there)[HOST] == 0
 
 
 def test_the_least_important_leave_first():

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSetting
-from gpu_runtime.facts import Cap, Grant, Phase, Refuse, Staying, Wait
+from gpu_runtime.facts import Cap, Grant, Phase, Refuse, Section, Staying, Wait
 from gpu_runtime.ledgers import host_config
 from gpu_runtime.scheduler import quotas, torch_limit
 from gpu_runtime.scheduler.transitions import Truth, publish
@@ -104,7 +104,8 @@ def kernel(by=1, **fields):
 def published(page, box):
     """The page after the owner 1 has published its leases as they are."""
     mine = page.sections[owner(1).id]
-    return publish(page, Truth(mine.owner, mine.leases, staying=mine.staying), box)
+    before = page.with_section(Section(mine.owner))
+    return publish(before, Truth(mine.owner, mine.leases, staying=mine.staying), box)
 
 
 def test_what_plain_code_holds_counts_and_leaves_first():

@@ -84,24 +84,11 @@ def test_shares_are_in_proportion_to_what_is_free_beyond_the_margin():
     assert divide(footprint(35_000), room, asked, {}) is None
 
 
-def test_an_exact_fit_fits():
-    room = {"a": 10, "b": 7}
-    assert shares(divide(footprint(17), room, rules("proportional"), {})) == room
-    assert divide(footprint(18), room, rules("proportional"), {}) is None
-
-
 def test_the_fewest_cards_come_first_and_only_those_that_add_something():
     room = {"a": 40, "b": 0, "c": 30, "d": 30}
     found = split(footprint(60), room, rules("proportional"), room)
     assert [tuple(shares(one)) for one in found] == [("a", "c"), ("a", "c", "d")]
     assert split(footprint(75), room, rules("proportional", most_cards=2), room) == ()
-
-
-def test_a_model_is_cut_between_its_pieces_even_if_the_bytes_alone_fit():
-    """One card must hold two of three pieces of 10. Two of 16 have the bytes, but not the room."""
-    model, asked = footprint(30, pieces=(10, 10, 10)), rules("proportional")
-    assert divide(model, {"a": 16, "b": 16}, asked, {}) is None
-    assert shares(divide(model, {"a": 19, "b": 21}, asked, {})) == {"a": 10, "b": 20}
 
 
 def test_pieces_that_were_measured_at_another_size_keep_their_proportions():
