@@ -34,6 +34,37 @@ LLAMA_3_8B = dict(
     max_position_embeddings=8192,
     torch_dtype="bfloat16",
 )
+MISTRAL = dict(
+    model_type="mistral",
+    num_hidden_layers=32,
+    hidden_size=4096,
+    num_attention_heads=32,
+    num_key_value_heads=8,
+    sliding_window=4096,
+)
+GEMMA_3_27B = dict(
+    model_type="gemma3",
+    text_config=dict(
+        model_type="gemma3_text",
+        num_hidden_layers=62,
+        hidden_size=5376,
+        num_attention_heads=32,
+        num_key_value_heads=16,
+        head_dim=128,
+        sliding_window=1024,
+        sliding_window_pattern=6,
+    ),
+)
+DEEPSEEK_V3 = dict(
+    model_type="deepseek_v3",
+    num_hidden_layers=61,
+    hidden_size=7168,
+    num_attention_heads=128,
+    num_key_value_heads=128,
+    kv_lora_rank=512,
+    qk_rope_head_dim=64,
+    v_head_dim=128,
+)
 HEADER = Evidence(16 * GIB, "safetensors header", config=LLAMA_3_8B)
 MEASURED = Measurement(15 * GIB, 19 * GIB, "2026-11-21", "NVIDIA H100")
 
@@ -94,8 +125,9 @@ def test_a_declared_size_is_the_whole():
         ("room", 4 * GIB, "declared"),
     ]
     assert (asked.bytes, asked.working_bytes) == (20 * GIB, 4 * GIB)
-    less = footprint("m", HEADER, declared=10 * GIB, options=dict(context_length=8192))
-    assert parts(less) == [("all", 10 * GIB, "declared")]
+    for gib in (10, 16):
+        less = footprint("m", HEADER, declared=gib * GIB, options=dict(context_length=8192))
+        assert parts(less) == [("all", gib * GIB, "declared")]
     assert parts(footprint("m", Evidence(), declared=20 * GIB, context_bytes=CONTEXT_BYTES)) == [
         ("all", 20 * GIB, "declared")
     ]
@@ -129,6 +161,8 @@ def test_a_context_that_was_not_requested_is_mentioned_and_not_counted():
         "Its KV cache grows by 128 KiB per generated token, and is not counted. "
         "Reserve room for it:  context_length=TOKENS",
     )
+    double = replace(HEADER, config={**LLAMA_3_8B, "torch_dtype": "float32"})
+    assert "grows by 256 KiB" in footprint("m", double).notes[0]
 
 
 def test_the_peak_is_shown_and_not_leased():
@@ -140,6 +174,36 @@ def test_the_peak_is_shown_and_not_leased():
     assert found.bytes == 15 * GIB
     assert found.parts[0].detail == "after it was loaded on NVIDIA H100 on 2026-11-21"
     assert found.notes[0] == "At its peak it took 19.0 GiB, measured on 2026-11-21."
+    for fields in ({"peak_bytes": 15 * GIB}, {"peak_bytes": None}, {"day": ""}):
+        flat = footprint("m", HEADER, measured=replace(MEASURED, **fields))
+        assert not any("peak" in note for note in flat.notes)
+
+
+@pytest.mark.parametrize(
+    ("measured", "weights", "expected"),
+    [
+        (None, 16 * GIB, ["weights", "kv_cache", "activations", "context"]),
+        (MEASURED, 16 * GIB, ["weights"]),  # measured with its cache and its context
+        (None, 0, ["weights", "context"]),  # its cache is in host memory, as its weights are
+    ],
+)
+def test_an_engine_that_allocates_at_load_counts_its_cache_once(measured, weights, expected):
+    config = {**LLAMA_3_8B, "context_at_load": 8192, "batch_tokens": 512, "one_sequence": True}
+    evidence = Evidence(weights, "GGUF header", config=config, at_load=True)
+    options = {"sequences": 4}
+    found = footprint("m", evidence, measured=measured, options=options, context_bytes=MIB)
+    assert [part.name for part in found.parts] == expected
+    assert found.at_load and found.working_bytes == 0
+    if "kv_cache" in expected:
+        _, cache, active, _ = found.parts
+        assert (cache.bytes, cache.detail) == (GIB, "8,192 tokens, 32 layers, 16 bits")
+        assert active.detail == "512 tokens read in one pass"
+
+
+def test_the_layers_within_a_window_are_told():
+    windowed = Evidence(GIB, "shapes", config=GEMMA_3_27B)
+    found = footprint("m", windowed, options=dict(context_length=8192))
+    assert "62 layers, 16 bits, 52 of them within 1,024 tokens" in found.parts[1].detail
 
 
 def test_the_cuda_context_is_a_part_of_its_own():
@@ -191,8 +255,9 @@ def test_a_context_is_reserved_for_a_model_that_only_its_name_describes():
     # The bound is for Llama 2 7B: 32 layers of 4096, with keys and values of 16 bits.
     assert 4 * GIB <= cache.bytes <= 4.5 * GIB
     assert cache.detail.endswith("at most, as for 7B without grouped attention")
-    twice = footprint("llama-7B-Q4_K_M", Evidence(), options=dict(context_length=16384))
-    assert twice.parts[1].bytes == 2 * cache.bytes
+    for options in (dict(context_length=16384), dict(context_length=8192, sequences=2)):
+        twice = footprint("llama-7B-Q4_K_M", Evidence(), options=options)
+        assert twice.parts[1].bytes == 2 * cache.bytes
 
 
 @given(billions=st.integers(1, 2000), tokens=st.integers(1, 2**27))
@@ -282,39 +347,6 @@ def cache_gib(config: dict, tokens: int, **more) -> float:
     return kv_cache_bytes(cache_layers(config), tokens=tokens, **more) / GIB
 
 
-MISTRAL = dict(
-    model_type="mistral",
-    num_hidden_layers=32,
-    hidden_size=4096,
-    num_attention_heads=32,
-    num_key_value_heads=8,
-    sliding_window=4096,
-)
-GEMMA_3_27B = dict(
-    model_type="gemma3",
-    text_config=dict(
-        model_type="gemma3_text",
-        num_hidden_layers=62,
-        hidden_size=5376,
-        num_attention_heads=32,
-        num_key_value_heads=16,
-        head_dim=128,
-        sliding_window=1024,
-        sliding_window_pattern=6,
-    ),
-)
-DEEPSEEK_V3 = dict(
-    model_type="deepseek_v3",
-    num_hidden_layers=61,
-    hidden_size=7168,
-    num_attention_heads=128,
-    num_key_value_heads=128,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-)
-
-
 @pytest.mark.parametrize(
     ("config", "tokens", "gib"),
     [
@@ -339,6 +371,29 @@ DEEPSEEK_V3 = dict(
         ({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"] * 16}, 32768, 2.25),
         ({**MISTRAL, "layer_types": ["full_attention"] + ["linear_attention"] * 31}, 32768, 0.125),
         ({**LLAMA_3_8B, "num_kv_shared_layers": 16}, 8192, 0.5),
+        # which layers see all: by letters, by a list, by the model's own rule, by their types
+        ({**MISTRAL, "sliding_window_pattern": "LLLG"}, 32768, 1.375),
+        ({**MISTRAL, "sliding_window_pattern": [1, 1, 0]}, 32768, 22 / 32 * 0.5 + 10 / 32 * 4),
+        ({**MISTRAL, "model_type": "cohere2"}, 32768, 1.375),
+        ({**MISTRAL, "layer_types": ["chunked_attention", "full_attention"] * 16}, 32768, 2.25),
+        ({**MISTRAL, "sliding_window": None, "v_head_dim": 64}, 32768, 3.0),
+        (
+            {
+                **MISTRAL,
+                "layer_types": ["full_attention", "sliding_attention"] * 16,
+                "num_global_key_value_heads": 4,
+                "global_head_dim": 64,
+            },
+            32768,
+            0.25 + 2 / 4,
+        ),
+        ({**LLAMA_3_8B, "multi_query": True, "num_key_value_heads": None}, 8192, 1 / 8),
+        ({"num_hidden_layers": 1, "text_config": LLAMA_3_8B}, 8192, 1.0),
+        (  # the decoder's own cache, and that of the encoder's output
+            {**LLAMA_3_8B, "is_encoder_decoder": True, "decoder_layers": 8},
+            8192,
+            2 * 8 / 32,
+        ),
         (
             dict(n_layer=48, n_head=25, n_embd=1600),
             1024,

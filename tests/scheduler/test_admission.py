@@ -178,6 +178,19 @@ def test_models_pinned_by_the_requesting_thread_count_against_it():
     )
 
 
+def test_the_kind_of_a_refusal_is_that_of_the_lease_that_is_freed_most_easily():
+    """A block of the requesting thread, else a kept model, else weights that need room in RAM."""
+    only, kept = lease("only", sim0=4, droppable=False), lease("kept", sim0=4, keep=True)
+    mine = lease("mine", sim0=4, pins=1)
+    for held, kind in (
+        ((only,), "precious"),
+        ((only, kept), "kept"),
+        ((only, kept, mine), "nested"),
+    ):
+        wanted = request("qwen", 17, held=(mine.id,))
+        assert decide(book(*held), wanted, world(sim0=20, host=1))[1].kind == kind
+
+
 def test_a_device_that_is_not_allowed_does_not_count():
     page = book(lease("kept", sim0=8, keep=True))
     _, verdict = decide(page, request("qwen", 14, devices=("sim:0",)), world(sim0=20, sim1=20))
@@ -655,6 +668,8 @@ def test_the_own_limit_counts_leases_that_the_host_has_no_room_for():
     there = world(sim0=10, sim1=10, host=9, limit_bytes=size(12))
     assert decide(page, request("qwen", 4), there)[1].kind == "limit"
     assert isinstance(decide(page, request("qwen", 3), there)[1], Grant)
+    theirs = book(*(replace(one, owner=owner(2).id) for one in page.leases()), owners=(1, 2))
+    assert isinstance(decide(theirs, request("qwen", 4), there)[1], Grant), "nor those of others"
 
 
 def test_a_leaving_lease_counts_as_gone_for_the_own_limit():

@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import ceil
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpu_runtime.errors import BadSetting
@@ -58,6 +58,10 @@ def test_a_placement_of_no_such_name_is_a_bad_setting():
     st.none() | st.dictionaries(st.sampled_from("abc"), st.integers(0, 40), min_size=1),
     st.sampled_from([0.0, 0.5, 1.5]),
 )
+@example(2, 1, {"a": 20, "b": 30}, "most-free", None, 1.5)
+@example(3, 0, {"a": 20, "d": 20}, "best-fit", {"a": 10}, 0.0)
+@example(32, 0, {"a": 40}, "best-fit", None, 1.0)
+@example(2, 10, {"a": 20, "b": 13}, "best-fit", None, 1.5)
 def test_one_candidate_a_device_and_those_that_fit_first(
     weights, cache, room, policy, most, factor
 ):
