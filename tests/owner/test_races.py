@@ -164,6 +164,7 @@ def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
     for rt in (owner, asker):
         rt.tick()
     assert where(owner) == {"m": "sim:0"} and not owner._session.ledger.read().tickets
+    assert asker._session.keys.texts() == ()
 
 
 def stopped_at(call: int, act) -> BaseException | None:

@@ -101,6 +101,17 @@ def test_weights_that_grow_leave_the_room_as_it_is(rt):
     assert rt.probe.used()["sim:0"] > 1.5 * weights
 
 
+def test_what_grows_in_a_block_after_a_tick_is_counted_after_the_block(runtime):
+    rt, module = runtime(), torch.nn.Linear(512, 512, bias=False).eval()
+    weight = module.weight
+    rt.adopt("net", module)
+    with rt.use("net"):
+        rt.tick()
+        weight.grad = torch.ones(512, 512)
+    rt.tick()
+    assert claims(rt) == {"sim:0": 2 * weight.nbytes}
+
+
 def test_a_declared_size_is_claimed_whole_where_a_context_is_asked_for(runtime, tmp_path):
     """If no context is requested, the declared size is only an estimate, and the measured size replaces it."""
     rt = runtime(devices="sim:64MiB,host:64MiB", gpu_shadows="never")

@@ -9,13 +9,13 @@ from hypothesis import strategies as st
 
 from gpu_runtime.errors import Busy, LedgerUnavailable
 from gpu_runtime.facts import Book, Event, Wait
-from gpu_runtime.owner import requests
+from gpu_runtime.owner import maintenance, requests
 from gpu_runtime.owner.history import recorded_events
 from gpu_runtime.owner.session import NEAR_SECONDS, POLL_SECONDS, residue
 from gpu_runtime.telemetry.journal import Journal
 from gpu_runtime.units import GIB
 from tests.clock import Clock
-from tests.worlds import block, lease
+from tests.worlds import block, lease, owner, ticket
 
 from .conftest import fakes, loaded
 
@@ -52,11 +52,11 @@ def test_what_a_process_uses_beyond_its_leases(leases, used, contexts, expected)
     assert found == {card: size * GIB for card, size in expected.items()}
 
 
-def owner_with(journal=(), page=(), **more):
+def owner_with(journal=(), page=(), tickets=(), **more):
     """As much of a session as the functions below read."""
     kept = Journal()
     kept.append(journal)
-    book = Book(events=tuple(page))
+    book = Book(events=tuple(page), tickets=tuple(tickets))
     return SimpleNamespace(journal=kept, ledger=SimpleNamespace(read=lambda: book), **more)
 
 
@@ -141,15 +141,15 @@ def test_requests_and_the_ends_of_moves_are_decided_on_fresh_figures(runtime, mo
     assert True not in fresh, "a status does not wait for the driver"
 
 
-def waiter(pins=None, rung_after=None):
+def waiter(pins=None, rung_after=None, tickets=()):
     """A session whose ledger lets the time pass, and the seconds of each of its waits. An own model, which
     is in the way, is in use for `pins` waits; a notification comes after `rung_after` waits.
     """
     clock, waits = Clock(), []
     model = SimpleNamespace(lease=lease("m", sim0=1), pins=set() if pins is None else {1})
-    session = owner_with(clock=clock, me="1", residents={"m": model})
+    session = owner_with((), (), tickets, clock=clock, me=owner().id, residents={"m": model})
 
-    def wait(seconds, owners):
+    def wait(seconds, owners=()):
         waits.append(seconds)
         clock.advance(seconds)
         if pins is not None and len(waits) >= pins:
@@ -186,4 +186,25 @@ def test_a_pause_ends_with_a_notification_or_with_the_use_of_an_own_model_in_the
 ):
     session, waits, id = waiter(pins, rung_after)
     requests.pause(session, Wait("x", blockers=(id,) if blocks else ()), None)
+    assert sum(waits) == pytest.approx(seconds)
+
+
+@pytest.mark.parametrize(
+    "asked, rung_after, seconds",
+    [
+        (ticket("x", by=2, sim0=1), None, 3 * NEAR_SECONDS),
+        (ticket("x", by=2, sim0=1), 2, 2 * NEAR_SECONDS),
+        (ticket("x", by=2, sim0=1, verb="evict"), None, 12.0),
+        (ticket("x", by=2, sim1=1), None, 12.0),
+        (ticket("x", by=1, sim0=1), None, 12.0),
+        (ticket("x", by=2, sim1=1), 1, 12.0),
+    ],
+)
+def test_a_monitor_rests_until_a_use_ends_that_another_owner_waits_for(
+    monkeypatch, asked, rung_after, seconds
+):
+    """The end of a use is published at once then, and else at the next tick."""
+    session, waits, _ = waiter(3, rung_after, [asked])
+    monkeypatch.setattr(maintenance, "time", SimpleNamespace(monotonic=session.clock))
+    maintenance.rest(session, 12.0)
     assert sum(waits) == pytest.approx(seconds)

@@ -287,6 +287,22 @@ def test_the_machine_wide_configuration(runtime, tmp_path):
         rt.preload("a")
 
 
+def test_a_block_that_outlasts_the_cap_is_named_once_and_by_its_own_process(
+    runtime, tmp_path, clock, shared_book, caplog
+):
+    me = name_of(os.geteuid())
+    (tmp_path / "config.toml").write_text(f'[users.{me}]\nlongest_lease = "1m"\n')
+    settings = {"gpu_config_file": str(tmp_path / "config.toml"), "ledger": shared_book}
+    mine, other = (runtime(clock=clock, monitor=False, **settings) for _ in range(2))
+    told = []
+    with mine.lease("1GiB", purpose="mine"), other.lease("1GiB", purpose="theirs"):
+        for seconds in (60, 1, 1, 1):
+            clock.advance(seconds)
+            mine.tick()
+            told.append([event.model for event in mine.why() if event.action == "overstayed"])
+    assert told == [[], ["mine#1"], ["mine#1"], ["mine#1"]] and len(caplog.records) == 1
+
+
 @proves("gpu_tasks")
 @proves("model_boss_allow_cloud_fallback")
 def test_what_gpu_serve_starts_with(runtime, tmp_path, monkeypatch):
