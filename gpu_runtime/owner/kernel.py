@@ -511,7 +511,8 @@ def look_after(session: Session) -> None:
     resident = kernel.resident
     if resident is None or resident.place is not Place.HERE or resident.pins:
         return
-    if resident.lease.idle_seconds(session.clock()) < settings.gpu_park_idle_seconds:
+    # Not `resident.lease.last_used`: the lease has the time when it was opened.
+    if session.clock() - resident.last_used < settings.gpu_park_idle_seconds:
         return
     kernel.park_quietly(f"It was idle for {show_seconds(settings.gpu_park_idle_seconds)}.")
 

@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable
 from functools import partial
+from itertools import pairwise
 from unittest.mock import Mock
 
 import numpy as np
@@ -445,7 +446,11 @@ def test_above_the_cap_one_line_says_so_and_the_console_names_it(capped):
     kept.clear()
     cell(kernel)
     rt.tick()
+    assert kernel.news_of_cap() == ""
     assert not problems(rt.status())
+    kept.append(torch.zeros(12 * FLOATS))
+    cell(kernel)
+    assert kernel.news_of_cap() == line, "it has come above the cap again"
 
 
 def test_an_enforced_cap_refuses_the_next_cell_until_less_is_held(capped):
@@ -467,10 +472,10 @@ def test_an_enforced_cap_refuses_the_next_cell_until_less_is_held(capped):
 def test_torchs_out_of_memory_error_at_the_cap_is_explained(capped):
     rt, kernel = capped("enforce = true")
     keep(kernel, torch.zeros(6 * FLOATS))
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 MiB. GPU 0 has …")
-    assert "may hold at most 8.0 MiB of each card" in kernel.make_room(error)
-    error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 1.00 MiB. GPU 0 has …")
-    assert "may hold" not in kernel.make_room(error)
+    for size, explains in (("2.01", True), ("2.00", False)):
+        words = f"CUDA out of memory. Tried to allocate {size} MiB. GPU 0 has …"
+        said = kernel.make_room(torch.OutOfMemoryError(words))
+        assert ("may hold at most 8.0 MiB of each card" in said) is explains
 
 
 # -- who leaves for whom ---------------------------------------------------------------------------
@@ -950,12 +955,66 @@ def test_the_line_of_a_return_tells_the_wait_for_space_from_the_move(started, cl
 
 
 # -- settings --------------------------------------------------------------------------------------
-def test_a_kernel_that_is_never_parked_stays(started):
-    rt, kernel = started(gpu_park="never")
+@pytest.mark.parametrize("by_verb", [False, True])
+def test_a_kernel_that_is_never_parked_stays(started, runtime, shared_book, by_verb):
+    """Other processes read at once that it cannot leave."""
+    rt, kernel = started(ledger=shared_book, gpu_park="asked" if by_verb else "never")
     keep(kernel, torch.zeros(4 * FLOATS))
+    if by_verb:
+        rt.park("never")
+    [lease] = runtime(ledger=shared_book, monitor=False).status().leases()
+    assert not lease.movable
     with pytest.raises(GpuError):
         rt.park()
     assert HOST not in own(rt)
+
+
+def test_a_kernel_that_could_not_be_parked_is_tried_again_after_a_minute_or_a_cell(
+    started, clock, quiet, caplog
+):
+    """What prevented it may have ended in the cell. While a cell runs, it is not tried."""
+    rt, kernel = started(gpu_park="idle", gpu_park_idle_seconds=30.0, clock=clock)
+    keep(kernel, torch.zeros(4 * FLOATS))
+    tries = []
+
+    def passes(seconds):
+        clock.advance(seconds)
+        rt.tick()
+        tries.append(len(caplog.records))
+
+    quiet.reason = "a thread runs"
+    for seconds in (29, 1, 59, 1):
+        passes(seconds)
+    kernel.begin()
+    passes(100)
+    kernel.end()
+    for seconds in (29, 1):
+        passes(seconds)
+    assert tries == [0, 1, 1, 2, 2, 2, 3]
+    assert [event.action for event in rt.why("kernel")].count("failed") == 2, "once for each row"
+    quiet.reason = ""
+    passes(60)
+    assert HOST in own(rt)
+
+
+@pytest.mark.parametrize("seconds, pause", [(0.04, 1), (1.0, 20)])
+def test_slow_counts_between_cells_take_a_twentieth_of_the_time(
+    started, clock, monkeypatch, seconds, pause
+):
+    _, kernel = started(clock=clock)
+    counted = []
+
+    def count(_):
+        counted.append(clock())
+        clock.advance(seconds)
+
+    monkeypatch.setattr(type(kernel), "count", count)
+    while clock() < 1100:
+        clock.advance(1)
+        kernel.begin()
+        kernel.end()
+    pauses = [later - one for one, later in pairwise(counted)]
+    assert pauses and all(pause <= each <= pause + 1 for each in pauses)
 
 
 @pytest.mark.parametrize("idle_seconds, leaves", [(30.0, True), (300.0, False)])
