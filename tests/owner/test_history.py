@@ -5,7 +5,8 @@ import os
 import sqlite3
 import stat
 import sys
-from itertools import pairwise
+from itertools import count, pairwise
+from types import SimpleNamespace
 
 import pytest
 from hypothesis import given
@@ -15,8 +16,9 @@ from gpu_runtime import BadSetting
 from gpu_runtime.devices.sampler_client import Figures
 from gpu_runtime.facts import Device, Level, Moment, Sample
 from gpu_runtime.ledgers.access import MARK
+from gpu_runtime.telemetry import recorder as recorders
 from gpu_runtime.telemetry.recorder import Recorder, now_of, record_in
-from gpu_runtime.telemetry.timeline import DAY, Record
+from gpu_runtime.telemetry.timeline import AHEAD_SECONDS, DAY, Record
 from gpu_runtime.units import GIB
 from tests.clock import finished
 from tests.worlds import book, lease
@@ -175,6 +177,51 @@ def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_pa
     story = rt.history(60, points=10**6)
     assert [one.claims for one in story.of("sim:0")] == [{label: 10 * GIB}, {}, {}]
     assert [one.claims for one in story.of("host")] == [{}, {label: 10 * GIB}, {label: 10 * GIB}]
+    used = [one.measured_bytes for one in story.of("host")]
+    assert used == [0, 10 * GIB, 10 * GIB], "the machine's own figures are no simulated device's"
+
+
+@pytest.fixture
+def recorder(tmp_path, monkeypatch, clock):
+    """Lets a recorder take its turn after some seconds, in which the use of its card has changed."""
+    device = Device("cuda:0", 20 * GIB, uuid="GPU-a")
+    books = (
+        book(lease("a", cuda0=size), devices=(device,), limits={"cuda:0": 18 * GIB})
+        for size in count(1)
+    )
+    peeked = SimpleNamespace(look=books.__next__)
+    monkeypatch.setattr(recorders, "peek", lambda *_: peeked)
+    monkeypatch.setattr(recorders, "boot_seconds", clock)
+    monkeypatch.setattr(recorders, "time", SimpleNamespace(time=lambda: WALL + clock() - 1000))
+    made = Recorder(tmp_path / "boot", "memory:")
+
+    def turn(seconds=0.0):
+        clock.advance(seconds)
+        made.turn(Figures(1, clock(), Sample("host", clock(), GIB)))
+        return [one.wall - WALL for one in shown(record_in(tmp_path / "boot"), until=WALL + DAY)]
+
+    return turn
+
+
+def test_a_recorder_writes_every_five_seconds_and_thins_every_minute(recorder, tmp_path):
+    assert [len(recorder(seconds)) for seconds in (0, 2, 2, 1, 2, 2, 1)] == [1, 1, 1, 4, 4, 4, 7]
+    assert recorder(5)[-1] == 15.0
+    record_in(tmp_path / "boot").append([moment(WALL - 2 * DAY)])
+    old = [shown(record_in(tmp_path / "boot"), since=0, most=10**6)[0].wall < WALL - DAY]
+    for seconds in (44, 1):
+        recorder(seconds)
+        old.append(shown(record_in(tmp_path / "boot"), since=0, most=10**6)[0].wall < WALL - DAY)
+    assert old == [True, True, False]
+
+
+def test_a_recorder_that_cannot_write_keeps_the_last_moments(recorder, tmp_path, monkeypatch):
+    monkeypatch.setattr(recorders, "MOST_UNWRITTEN", 3)
+    path = record_in(tmp_path / "boot").path
+    path.mkdir(parents=True)
+    for _ in range(6):
+        recorder(5)
+    path.rmdir()
+    assert recorder(5) == [25.0, 30.0, 35.0]
 
 
 def test_what_cannot_be_written_now_is_written_later(tmp_path, record):
@@ -249,9 +296,16 @@ def test_a_link_is_neither_read_nor_written(record, tmp_path):
 
 
 def test_a_moment_of_a_clock_that_was_wrong_is_forgotten(record):
-    record.append([moment(WALL - 60), moment(WALL + 7 * DAY)])
+    kept = [WALL - DAY, WALL - 60, WALL + AHEAD_SECONDS]
+    record.append(map(moment, [WALL - DAY - 1, *kept, WALL + AHEAD_SECONDS + 1, WALL + 7 * DAY]))
     record.thin(WALL)
-    assert [one.wall for one in shown(record, until=WALL + 30 * DAY)] == [WALL - 60]
+    assert [one.wall for one in shown(record, until=WALL + 30 * DAY)] == kept
+
+
+def test_a_period_has_its_beginning_and_not_its_end(record):
+    record.append(map(moment, (WALL, WALL + 10, WALL + 20)))
+    found = shown(record, since=WALL, until=WALL + 20)
+    assert [one.wall for one in found] == [WALL, WALL + 10]
 
 
 def test_a_shared_ledgers_history_is_its_groups_and_a_private_ones_nobody_elses(tmp_path):

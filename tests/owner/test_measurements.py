@@ -155,6 +155,21 @@ def test_a_lock_that_stays_held_is_told_once_and_waited_for_once(path, monkeypat
     assert asked == [patience, *[patience, 0.0, 0.0, 0.0] * 2]
 
 
+def test_what_is_written_while_the_lock_is_waited_for_stays(path, monkeypatch):
+    mine, other = (Measurements(path) for _ in range(2))
+    lock_within = measurements._lock_within
+
+    def late(fd, seconds):
+        monkeypatch.undo()
+        other.remember_cell("theirs", {"sim:0": 2})
+        lock_within(fd, seconds)
+
+    monkeypatch.setattr(measurements, "_lock_within", late)
+    mine.remember_cell("mine", {"sim:0": 1})
+    known = Measurements(path)
+    assert (known.cell_bytes("mine"), known.cell_bytes("theirs")) == ({"sim:0": 1}, {"sim:0": 2})
+
+
 def _many(path, who):
     known = Measurements(path)
     for number in range(10):

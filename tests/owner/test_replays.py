@@ -124,13 +124,30 @@ def test_the_journal_keeps_the_newest_decisions_and_none_on_a_large_book(
         for wall in range(5):
             journal.record(replace(one, wall=float(wall)))
             journal.flush()
+        assert [kept.wall for kept in journal.decided("c", 2)] == [4.0, 3.0]
         section = next(iter(one.book.sections.values()))
-        many = replace(section, leases=tuple(section.leases[:1] * 257))
-        journal.record(replace(one, book=one.book.with_section(many)))
+        for more in (0, 1):
+            count = decisions.MOST_ENTRIES + more - one.book.entries + len(section.leases)
+            many = replace(section, leases=tuple(section.leases[:1] * count))
+            journal.record(replace(one, wall=9.0 + more, book=one.book.with_section(many)))
         walls = [kept.wall for kept in journal.decided("c", 20)]
-        assert walls[:3] == [4.0, 3.0, 2.0]
+        assert walls[:3] == [9.0, 4.0, 3.0]
     [(rows,)] = sqlite3.connect(path).execute("SELECT count(*) FROM decisions")
     assert rows == 3
+
+
+def test_a_decision_is_kept_until_it_is_in_the_file(busy, tmp_path):
+    one, place = decided_of(busy), tmp_path / "place"
+    for journal in (
+        Journal(place / "a.db", clock=lambda: 5.0),
+        Journal(tmp_path / "file" / "a.db"),
+    ):
+        (tmp_path / "file").touch()
+        for wall in (1.0, 2.0):
+            journal.record(replace(one, wall=wall))
+        journal.flush()
+        assert [kept.wall for kept in journal.decided("c", 9)] == [2.0, 1.0]
+    assert len(Journal(place / "a.db").decided("c", 9)) == 2
 
 
 def test_a_record_of_another_version_says_so(busy):

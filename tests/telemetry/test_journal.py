@@ -52,8 +52,8 @@ def test_each_question_gets_the_latest_events_that_fit(tmp_path_factory, place, 
         folder.write_text("")
     path = None if place == "memory" else folder / "journal.db"
     journal, told = Journal(path, clock=Clock()), events(rows)
-    for one in told:
-        journal.append([one])
+    for first in range(0, len(told), 2):
+        journal.append(told[first : first + 2])
     for asked in questions:
         fitting = [
             one
@@ -124,6 +124,18 @@ def test_the_oldest_events_go_and_others_stay(tmp_path, monkeypatch, on_disk):
     if on_disk:
         with closing(sqlite3.connect(path)) as db:
             assert db.execute("SELECT count(*) FROM events").fetchall() == [(3,)]
+
+
+def test_events_of_all_users_are_one_history(tmp_path, monkeypatch):
+    theirs = tmp_path / "elsewhere" / str(os.geteuid()) / "journal.db"
+    Journal(theirs).append([event(number, float(number)) for number in (1, 3)])
+    monkeypatch.setattr(journals, "journals_of_others", lambda *_: [theirs])
+    users = tmp_path / "users"
+    users.mkdir()
+    journal = Journal(users / str(os.geteuid()) / "journal.db", users)
+    journal.append([event(number, float(number)) for number in (2, 4)])
+    for limit in (None, 3):
+        assert [one.seq for one in journal.tail(limit)] == [1, 2, 3, 4][-(limit or 4) :]
 
 
 def test_journals_of_other_users_are_those_that_they_wrote_themselves(tmp_path, monkeypatch):

@@ -61,14 +61,20 @@ def test_while_nothing_changes_a_moment_is_kept_once_in_a_while():
     assert kept == [0, 30, 60, 90]
 
 
-def test_the_last_moment_before_a_change_is_kept_so_that_the_chart_shows_a_step():
+@pytest.mark.parametrize(
+    "measured, kept",
+    [
+        ([4, 4, 4, 9, 9], [(0, 4), (4, 4), (6, 9)]),
+        ([4, 4, 9, 14, 14, 4], [(0, 4), (2, 4), (4, 9), (6, 14), (8, 14), (10, 4)]),
+    ],
+)
+def test_the_last_moment_before_a_change_is_kept_once_so_that_the_chart_shows_a_step(
+    measured, kept
+):
     changes = ChangeFilter(30.0)
-    kept = [
-        one
-        for wall in range(0, 20, 2)
-        for one in changes.select([moment(float(wall), 4 if wall < 14 else 9)])
-    ]
-    assert [(one.wall, one.measured_bytes // GIB) for one in kept] == [(0, 4), (12, 4), (14, 9)]
+    told = [moment(2.0 * number, size) for number, size in enumerate(measured)]
+    found = [one for each in told for one in changes.select([each])]
+    assert [(one.wall, one.measured_bytes // GIB) for one in found] == kept
 
 
 FIGURES = dict(utilisation_percent=20.0, temperature_celsius=60.0, power_watts=100.0)
