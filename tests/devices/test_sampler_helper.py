@@ -90,7 +90,10 @@ def test_a_card_has_its_own_sample_and_none_while_it_does_not_answer():
         for one in (card, other):
             free = None if one in blind else 5 * GIB
             assert lost.of(one).free_bytes == free and lost.of(one).device == one.id
-    assert figures(7.0).newest == 0.0
+    newest = [
+        figures(7.0, cards).newest for cards in ({}, {"A": 6.0, "B": 5.0}, {"A": 5.0, "B": 6.0})
+    ]
+    assert newest == [0.0, 6.0, 6.0]
 
 
 @pytest.mark.parametrize(

@@ -30,6 +30,14 @@ def test_idle_models_leave_at_once_and_come_back_elsewhere(runtime):
     assert rt.why("b")[0].reason == "drain"
 
 
+def test_of_a_model_on_two_cards_the_bytes_of_the_drained_card_count(runtime):
+    """A card may be named by its UUID."""
+    rt = runtime(devices="sim:2x6GiB,host:64GiB", gpu_split_margin_mb=0)
+    assert fake(rt, "a", 8) == "sim:0,1"
+    done = rt.drain("SIM-1")
+    assert (done.name, done.bytes, where(rt)) == ("sim:1", 4 * 2**30, {"a": "host"})
+
+
 def test_what_is_in_use_leaves_when_it_is_idle(runtime):
     rt = runtime(devices="sim:2x16GiB")
     fake(rt, "a")

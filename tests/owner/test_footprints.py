@@ -3,6 +3,7 @@
 from types import SimpleNamespace
 
 import pytest
+from msgspec.structs import replace
 
 from gpu_runtime.errors import LoadFailed, UnknownSize
 from gpu_runtime.estimation.footprint import CONTEXT_BYTES
@@ -71,6 +72,18 @@ def test_the_first_model_of_a_process_on_a_card_brings_the_context(box):
     box.held = {"cuda:0": 500 * MIB, HOST: 9 * GIB}
     assert box.parts() == [WEIGHTS] == box.parts("cuda:0")
     assert box.parts("cuda:1") == [WEIGHTS, ("context", CONTEXT_BYTES, "typical")]
+
+
+def test_a_context_is_that_of_the_worst_allowed_card_and_an_engine_brings_its_own(box):
+    box.devices = (Device("cuda:0", GIB, "small"), Device("cuda:1", GIB, "large"))
+    for name, size in (("small", 300 * MIB), ("large", 500 * MIB)):
+        box.sizing.measurements.remember_context(name, size)
+    context = lambda *places: [size for name, size, _ in box.parts(*places) if name == "context"]
+    assert [context(), context("cuda:0")] == [[500 * MIB], [300 * MIB]]
+    box.held = {"cuda:0": 1}
+    assert [context(), context("cuda:1")] == [[], [500 * MIB]]
+    box.evidence_ = replace(HEADER, at_load=True)
+    assert context("cuda:0") == [300 * MIB]
 
 
 def test_simulated_cards_have_no_context():

@@ -1057,6 +1057,14 @@ def test_what_numpy_uses_is_counted_named_and_does_not_leave(started, variables)
     assert f"16.0 MiB on sim:0: {FOREIGN}" in [event.because for event in rt.why()]
 
 
+def test_memory_that_stays_in_two_tensors_counts_once(started, variables):
+    rt, kernel = started()
+    array = np.zeros(16 * FLOATS, dtype="float32")
+    both = {name: torch.from_numpy(array) for name in "xy"}
+    cell(kernel, lambda: variables.update(both))
+    assert sum(staying(rt).values()) == 16
+
+
 def test_what_stays_has_a_row_and_a_name_everywhere(started, variables):
     rt, kernel = started()
     array = np.zeros(16 * FLOATS, dtype="float32")

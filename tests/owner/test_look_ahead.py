@@ -8,7 +8,7 @@ from gpu_runtime import threads
 from gpu_runtime.facts import CellModels, ModelSpec
 from gpu_runtime.owner.file_staging import stage
 from gpu_runtime.upcoming_cells import upcoming
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, until
 from tests.owner.conftest import fakes, loaded, where
 
 GIB = 2**30
@@ -210,6 +210,14 @@ def test_preload_without_wait_returns_at_once(runtime):
     with rt.use("b", timeout=PATIENCE):
         assert where(rt)["b"] == "sim:0"
     assert rt.preload("b", wait=False).done
+
+
+def test_a_preload_without_wait_gives_up_after_its_time(runtime, caplog):
+    rt = fakes(runtime(), a="14GiB", b="14GiB")
+    with rt.use("a"):
+        rt.preload("b", wait=False, timeout=0)
+        until(lambda: "b was not preloaded" in caplog.text)
+    assert not rt.status().tickets
 
 
 def test_files_are_read_up_to_the_budget_and_other_files_are_not(tmp_path):

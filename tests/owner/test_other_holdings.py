@@ -92,13 +92,15 @@ def test_a_script_lists_its_leases(pair):
 
 def test_a_parked_kernel_answers_and_stays_parked(pair):
     asks, other = pair
+    loaded(other, qwen="4GiB")
     kernel = other.attach_kernel(Quiet())
     kept = torch.zeros(8 * MIB // 4)
     kernel.begin(), kernel.end(), kernel.catch_up()
     other.park()
     frame = asks.who(other._session.me)
-    assert frame.attrs["parked_bytes"] >= 8 * MIB and frame.attrs["held_bytes"] == 0
-    assert set(frame["device"]) <= {HOST}
+    assert frame.attrs["parked_bytes"] >= 8 * MIB and frame.attrs["held_bytes"] == 4096 * MIB
+    places = dict(zip(frame["name"], frame["device"], strict=True))
+    assert places.pop("qwen") == "sim:0" and set(places.values()) <= {HOST}
     lease = asks.status().sections[other._session.me].lease("kernel")
     assert lease.on_host
     del kept

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from gpu_runtime.errors import Busy, LedgerUnavailable
 from gpu_runtime.facts import Book, Event, Wait
 from gpu_runtime.owner import maintenance, requests
+from gpu_runtime.owner.blocks import RoomForProcess
 from gpu_runtime.owner.history import recorded_events
 from gpu_runtime.owner.session import NEAR_SECONDS, POLL_SECONDS, residue
 from gpu_runtime.telemetry.journal import Journal
@@ -17,7 +18,7 @@ from gpu_runtime.units import GIB
 from tests.clock import Clock
 from tests.worlds import block, lease, owner, ticket
 
-from .conftest import fakes, loaded
+from .conftest import claims, fakes, loaded
 
 TORCH, ENGINE = {"backend": "torch"}, {"backend": "llama_cpp"}
 WEIGHTS = lease("m", cuda0=4, **TORCH)
@@ -139,6 +140,15 @@ def test_requests_and_the_ends_of_moves_are_decided_on_fresh_figures(runtime, mo
     fresh.clear()
     rt.status()
     assert True not in fresh, "a status does not wait for the driver"
+
+
+def test_room_for_another_process_counts_as_unseen_until_it_has_taken_it(runtime, clock):
+    """The driver shows the bytes as free until then."""
+    rt = runtime(devices="sim:2x24GiB,host:64GiB", clock=clock)
+    with RoomForProcess(rt._session, 7, "sim:1", GIB, 60.0) as lease:
+        assert (lease.where, lease.bytes, lease.settled_at) == ("sim:1", GIB, clock() + 60)
+        assert claims(rt) == {"sim:1": GIB}
+    assert claims(rt) == {}
 
 
 def waiter(pins=None, rung_after=None, tickets=()):

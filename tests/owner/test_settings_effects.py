@@ -64,10 +64,12 @@ def test_the_part_of_ram_that_the_warm_pool_may_take(runtime):
 
 @proves("inference_gpu_index")
 def test_the_only_gpu_to_use(runtime):
-    rt = loaded(runtime(devices="sim:2x24GiB,host:64GiB", inference_gpu_index=1), a="3GiB")
+    rt = loaded(runtime(devices="sim:3x24GiB,host:64GiB", inference_gpu_index=1), a="20GiB")
     rt.register("b", backend="fake", size="3GiB", devices="sim:0")
     rt.preload("b")
     assert where(rt) == {"a": "sim:1", "b": "sim:0"}, "a model's own cards come first"
+    loaded(rt, c="20GiB")
+    assert where(rt) == {"a": "host", "b": "sim:0", "c": "sim:1"}
 
 
 @proves("gpu_catalog")

@@ -1,9 +1,9 @@
 """A snapshot has the free room of each device, so that no view has to calculate it."""
 
-from gpu_runtime.facts import Sample
+from gpu_runtime.facts import Declared, Level, Sample
 from gpu_runtime.units import GIB
 
-from .conftest import loaded
+from .conftest import fakes, loaded
 
 
 def test_a_snapshot_tells_what_a_grant_may_spend_and_by_which_rules(runtime):
@@ -30,3 +30,20 @@ def test_room_that_cannot_be_seen_is_unknown_and_says_why(runtime, monkeypatch):
     card = rt.status().devices[0]
     assert card.room_bytes is None
     assert card.blind == "the driver of cuda:0 does not say how much memory is free"
+
+
+def test_health_counts_all_cards_and_names_the_fullest(runtime):
+    rt = runtime(devices="sim:2x10GiB,host:64GiB", gpu_memory_max_percent=1.0)
+    for number, size in enumerate(("1GiB", "9GiB")):
+        rt.register(f"m{number}", backend="fake", size=size, devices=(f"sim:{number}",))
+        rt.preload(f"m{number}")
+    found = rt.health()
+    expected = (50.0, "sim:1 90 %", Level.CRITICAL)
+    assert (found.used_percent, found.fullest, found.pressure) == expected
+
+
+def test_what_this_process_can_load_is_shown_as_it_is_now(runtime):
+    """Other processes read what was published at the last tick."""
+    rt = fakes(runtime(), m="1GiB")
+    rt.load("m", size="2GiB")
+    assert rt.status().declared[rt._session.me] == {"m": Declared(2 * GIB, 10)}
