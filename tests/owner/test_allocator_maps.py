@@ -6,7 +6,8 @@ import pandas
 import pytest
 
 from gpu_runtime import GpuError
-from gpu_runtime.owner import allocator_maps
+from gpu_runtime.facts import Outcome
+from gpu_runtime.owner import allocator_maps, operations
 from gpu_runtime.units import GIB, MIB
 from tests.clock import PATIENCE
 
@@ -150,6 +151,25 @@ def test_who_is_silent_is_told_and_does_not_hold_up_the_others(runtime, shared_b
     told = c.defrag(timeout=0)
     assert told.done and told.because.count(f"pid {os.getpid()} has not answered yet") == 2
     assert [ticket.verb for ticket in c.status().tickets] == ["defrag", "defrag"]
+
+
+def test_processes_that_are_asked_one_after_the_other_share_the_time(
+    runtime, shared_book, clock, monkeypatch
+):
+    """Each took three of the five seconds. The last one is only asked."""
+    *holders, asker = (runtime(ledger=shared_book, monitor=False, clock=clock) for _ in range(4))
+    for rt in holders:
+        loaded(rt, m="1GiB")
+    given = []
+
+    def silent(_, verb, target, seconds, wait, must):
+        given.append((seconds, wait))
+        clock.advance(3)
+        return Outcome(verb, "", False, "it has not answered")
+
+    monkeypatch.setattr(operations, "ask_owner", silent)
+    assert asker.defrag(timeout=5).done
+    assert given == [(5.0, True), (2.0, True), (0.0, False)]
 
 
 def test_an_unknown_process_is_refused_with_the_known_ones(runtime, shared_book):

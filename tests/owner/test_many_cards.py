@@ -72,6 +72,10 @@ def test_where_it_has_no_room_it_stays_and_the_sentence_says_what_to_type(runtim
     ):
         rt.move("qwen", "sim:1")
     assert claims(rt) == before and where(rt)["qwen"] == "sim:0"
+    rt.pin("idle")
+    with pytest.raises(DoesNotFit) as refused:
+        rt.move("qwen", "sim:1")
+    assert "evict" not in str(refused.value), "it would be refused"
 
 
 def test_what_cannot_be_moved_is_refused_in_one_sentence(runtime):

@@ -142,6 +142,19 @@ def test_requests_and_the_ends_of_moves_are_decided_on_fresh_figures(runtime, mo
     assert True not in fresh, "a status does not wait for the driver"
 
 
+def test_peaks_begin_with_a_load_and_after_each_move_and_each_way_is_timed(runtime, monkeypatch):
+    """A peak must not count bytes that have left. The seconds decide which model leaves next."""
+    rt, seen = runtime(), []
+    monkeypatch.setattr(rt.probe, "watch_peaks", lambda: seen.append("watched"))
+    rt.register("m", seen.append, backend="fake", size="1GiB")
+    rt.preload("m")
+    rt.evict("m")
+    rt.preload("m")
+    assert seen == ["watched", "load", "move", "watched", "move", "watched"]
+    [lease] = rt.status().leases()
+    assert lease.reload_seconds > 0 and lease.restore_seconds > 0
+
+
 def test_room_for_another_process_counts_as_unseen_until_it_has_taken_it(runtime, clock):
     """The driver shows the bytes as free until then."""
     rt = runtime(devices="sim:2x24GiB,host:64GiB", clock=clock)
