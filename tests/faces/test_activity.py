@@ -4,9 +4,10 @@ import csv
 import io
 
 import pytest
-from gpu_panels.data.activity import csv_of, lines, merged
+from gpu_panels.data.activity import MOST, csv_of, lines, merged
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpu_runtime.facts import Event
 from gpu_runtime.rendering.views import clean
@@ -49,11 +50,18 @@ def test_an_open_line_shows_reason_person_duration_and_other_places():
 @pytest.mark.parametrize(("action", "kind"), [
     ("granted", "grant"), ("loaded", "grant"), ("waiting", "wait"), ("refused", "wait"),
     ("unloaded", "evict"), ("reaped", "ended"), ("released", "ended"), ("pin", "operator"),
-    ("drained", "operator"),
+    ("drained", "operator"), ("lost", "ended"), ("failed", ""),
 ])  # fmt: skip
 def test_each_event_has_the_kind_by_which_it_is_found(action, kind):
-    assert line(action).kinds == (kind,)
-    assert line(action).is_problem == (action == "refused")
+    assert line(action).kinds == tuple(filter(None, [kind]))
+    assert line(action).is_problem == (action in ("refused", "lost", "failed"))
+
+
+def test_of_many_events_the_first_lines_are_shown():
+    """The newest events are first. The file has all of them."""
+    many = [event(n, ago=n) for n in range(MOST + 5)]
+    assert [one.wall for one in lines(many, samples.busy)] == [one.wall for one in many[:MOST]]
+    assert len(read(csv_of(many, samples.busy))) == len(many)
 
 
 def test_the_person_is_named_even_if_the_process_has_ended():
@@ -106,9 +114,14 @@ def test_the_file_has_times_in_utc():
     }  # fmt: skip
 
 
+@pytest.mark.parametrize("begin", ["=", "+", "-", "@", "|", "%", " =", "\t-", "a"])
 @given(st.text(max_size=12))
-def test_no_cell_is_a_formula(name):
-    """A spreadsheet runs a cell that begins like a formula, and a model may have any name."""
-    (row,) = read(csv_of([event(1, model=name)], samples.busy))
-    assert not row["model"].lstrip().startswith(("=", "+", "-", "@", "|", "%"))
-    assert row["model"].removeprefix("'") == clean(name).removeprefix("'")
+def test_no_cell_is_a_formula(begin, more):
+    """A spreadsheet runs a cell that begins like a formula. Names and reasons may be any text."""
+    said = begin + more
+    of_user = ("model", "action", "because", "by", "device")
+    one = replace(event(1), **dict.fromkeys(of_user, said), reason=said)
+    (row,) = read(csv_of([one], samples.busy))
+    for name in ("model", "action", "reason", "because", "device", "asked_by"):
+        assert not row[name].lstrip().startswith(("=", "+", "-", "@", "|", "%")), name
+        assert row[name].removeprefix("'") == clean(said).removeprefix("'")

@@ -8,6 +8,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drain, Ghost, Lease, Phase, Share, Snapshot, Stranger
 from gpu_runtime.rendering import html, text
+from gpu_runtime.rendering import views as plain
 from gpu_runtime.scheduler.pressure import views
 from gpu_runtime.scheduler.transitions import totals
 from gpu_runtime.units import GIB, MIB
@@ -57,6 +58,7 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
                 phase=phase,
                 shares=() if phase is Phase.ARRIVING else (Share(at, size),),
                 target=(Share(to, size),) if phase is not Phase.SETTLED else (),
+                shadow_bytes=size if pid == 2 and phase is Phase.SETTLED and at != HOST else 0,
             )
         )
     book = worlds.book(
@@ -68,12 +70,14 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
     snapshot = snapshot_of(
         book, worlds.world(cuda0=80, cuda1=80, host=512, free={"cuda0": free / GIB})
     )
-    claims = book.claims()
-    for view, one in zip(snapshot.devices, device_totals.bars(snapshot), strict=True):
-        assert sum(s.bytes for s in one.stretches if s.kind != "strangers") == claims.get(
-            view.device.id, 0
-        )
+    drawn = zip(snapshot.devices, device_totals.bars(snapshot), plain.bars(snapshot), strict=True)
+    for view, one, segments in drawn:
+        claimed = book.claims().get(view.device.id, 0)
+        assert sum(s.bytes for s in one.stretches if s.kind != "strangers") == claimed
         assert one.used_bytes <= one.scale_bytes
+        dead = held_by_the_dead if view.device.id == "cuda:0" else 0
+        shown = sum(s.bytes for s in segments.segments if s.kind != "strangers")
+        assert shown == claimed - dead, "the bars of `%gpu`"
 
 
 def device_id(word: str) -> str:
@@ -89,10 +93,11 @@ def test_a_tooltip_shows_process_use_importance_kernel_and_whole_size():
     )
     assert stretches(samples.busy)["reranker"].tooltip.endswith("idle 10 s\nimportance high")
     section = samples.busy.sections[samples.ME.id]
-    busy = replace(
-        samples.busy, sections={samples.ME.id: replace(section, busy_since=samples.NOW - 90)}
-    )
-    assert "its kernel has been busy for 90 s" in stretches(busy)["qwen"].tooltip
+    section = replace(section, idle_since=samples.NOW - 300)
+    for since, state in ((samples.NOW - 90, "busy for 90 s"), (0.0, "idle for 5 min")):
+        sections = {samples.ME.id: replace(section, busy_since=since)}
+        shown = stretches(replace(samples.busy, sections=sections))["qwen"].tooltip
+        assert f"its kernel has been {state}\n" in shown
     split = Lease(samples.ME.id, "big", shares=(Share("sim:0", 4 * GIB), Share("sim:1", 4 * GIB)))
     assert stretches(samples.snapshot(split, cards=2))["big"].tooltip.startswith(
         "4.0 GiB of 8.0 GiB on sim:0,1\n"
@@ -123,10 +128,8 @@ def test_small_leases_are_gathered_and_none_is_lost():
     for view, one in zip(crowd.devices, device_totals.bars(crowd), strict=True):
         assert len(one.stretches) <= device_totals.MOST_STRETCHES + 1
         assert one.used_bytes == view.claimed_bytes
-    assert (
-        bar(crowd).stretches[-1].title == "25 others" or bar(crowd).stretches[-1].kind == "others"
-    )
-    assert "and " in bar(crowd).stretches[-1].tooltip.splitlines()[-1]
+    [others] = bar(crowd).stretches
+    assert others.title == "25 others" and others.tooltip.splitlines()[-1] == "and 19 more"
 
 
 def test_a_single_thin_lease_keeps_its_name():
@@ -140,10 +143,10 @@ def test_unleased_memory_names_its_processes():
     other = stretches(samples.overdraft)["other programs"]
     assert other.bytes == GIB // 2
     assert "python3, carol, pid 999" in other.tooltip
-    held = replace(
-        samples.overdraft, strangers=(Stranger("cuda:0", 999, None, "carol", "python3"),)
-    )
-    assert "size unknown python3, carol, pid 999" in stretches(held)["other programs"].tooltip
+    carol = Stranger("cuda:0", 999, None, "carol", "python3")
+    held = replace(samples.overdraft, strangers=(carol, Stranger("cuda:1", 5, GIB, "eve", "R")))
+    tooltip = stretches(held)["other programs"].tooltip
+    assert "size unknown python3, carol, pid 999" in tooltip and "eve" not in tooltip
 
 
 def test_residue_names_its_process():

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 from gpu_runtime.facts import Declared, LeaseId, Outcome, Phase, Presence, ProcessState, Share
 from gpu_runtime.units import GIB, show_bytes
 
+from . import samples
 from .samples import BOB, HOST, ME, NOW, drained, lease, snapshot
 
 
@@ -65,6 +66,24 @@ def test_every_question_names_the_model_its_bytes_and_its_user(verb):
         assert words in " ".join(text.lines)
 
 
+def test_the_question_says_for_how_long_the_model_has_been_used():
+    """A model that was used 200 s ago may be in use since 40 s."""
+    used = idle(pins=1, pinned_since=NOW - 40)
+    lines = question(propose("evict", at(), used), used).lines
+    assert "In use by train.ipynb (pid 4000), ann for 40 s: the eviction is refused" in lines[1]
+
+
+def test_only_a_request_that_waits_for_memory_can_be_ended():
+    """The other requests of the queue wait for the answer of a process."""
+    waits = propose("cancel", "k1", samples.waiting)
+    assert changed(waits, samples.waiting) == ""
+    text = question(waits, samples.waiting)
+    assert text.lines[0].endswith("(pid 4121), bob has waited 12 s for 8.0 GiB.") and text.grave
+    assert changed(waits, samples.busy).startswith("Nothing waits for llama any more.")
+    answered = propose("cancel", "k2", samples.waiting)
+    assert changed(answered, samples.waiting).startswith("This request no longer waits.")
+
+
 def test_the_question_of_a_preload_shows_the_declared_or_an_unknown_size():
     world = snapshot()
     text = question(propose("preload", "/catalogued", world), world)
@@ -94,10 +113,29 @@ def test_the_question_of_every_other_verb_shows_its_effect(verb, words):
     assert words in " ".join(text.lines) and text.confirm and not text.grave
 
 
-@pytest.mark.parametrize("verb", ["evict", "pin", "defrag"])
-def test_an_unchanged_situation_allows_the_action(verb):
-    proposal = propose(verb, at(), idle())
-    assert changed(proposal, replace(idle(), now=NOW + 60)) == ""
+STATES = {
+    "idle": {},
+    "in use": {"pins": 1},
+    "pinned": {"keep": True},
+    "leaving": {"phase": Phase.LEAVING},
+    "elsewhere": {"shares": (Share(HOST, 14 * GIB),)},
+}
+MOVES = ("evict", "drop", "unpin_evict", "move sim:1")
+FORBIDS = {
+    "in use": MOVES,
+    "pinned": ("pin",),
+    "leaving": (*MOVES, "restore"),
+    "elsewhere": (*MOVES, "restore", "preload"),
+}
+
+
+@pytest.mark.parametrize("state", STATES)
+@pytest.mark.parametrize("verb", [*MOVES, "restore", "preload", "pin", "unpin", "defrag"])
+def test_an_action_is_refused_only_if_the_new_state_of_its_model_forbids_it(verb, state):
+    """The minute that has passed since the click is no change."""
+    then = replace(snapshot(replace(lease("qwen", 14), **STATES[state])), now=NOW + 60)
+    forbidden = verb in FORBIDS.get(state, ()) or (verb == "unpin" and state != "pinned")
+    assert bool(changed(propose(verb, at(), idle()), then)) is forbidden
 
 
 def test_a_model_that_is_on_disk_may_be_preloaded():
@@ -110,13 +148,9 @@ def test_a_model_that_is_on_disk_may_be_preloaded():
 
 @pytest.mark.parametrize(("verb", "then", "words"), [
     ("evict", snapshot(), "no longer holds it"), ("evict", idle(pins=1), "qwen is in use now"),
-    ("evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host now, not on sim:0"),
     ("evict", idle(phase=Phase.LEAVING), "qwen is already leaving"),
-    ("drop", idle(pins=1), "qwen is in use now"),
-    ("unpin_evict", snapshot(lease("qwen", 14, HOST)), "qwen is on host now, not on sim:0"),
     ("move sim:1", snapshot(lease("qwen", 14, "sim:1")), "qwen is on sim:1 now, not on sim:0"),
     ("pin", idle(keep=True), "qwen is already pinned"),
-    ("unpin", idle(), "qwen is already not pinned"),
     ("defrag", replace(snapshot(), sections={}), "The process that held qwen has ended"),
     ("evict", replace(snapshot(), sections={}), "The process that held qwen has ended"),
     ("evict", snapshot(lease("qwen", 14, owner=BOB)), "no longer holds it"),
@@ -163,18 +197,13 @@ def test_a_question_says_both_steps_and_has_no_control_characters():
     assert "\x1b" not in str(question(propose("evict", at("a\x1b[31m\nb"), world), world))
 
 
-STATES = {
-    "idle": {},
-    "in use": {"pins": 1},
-    "pinned": {"keep": True},
-    "leaving": {"phase": Phase.LEAVING},
-}
+ON_A_CARD = ("idle", "in use", "pinned", "leaving")
 
 
 @given(
     st.lists(
         st.tuples(
-            st.sampled_from([*STATES]), st.sampled_from((0, 1, 20)), st.sampled_from((0, 1, 20))
+            st.sampled_from(ON_A_CARD), st.sampled_from((0, 1, 20)), st.sampled_from((0, 1, 20))
         ),
         max_size=3,
     )

@@ -241,8 +241,30 @@ def test_a_host_that_has_left_is_no_longer_listed(fleet, clock):
     assert [one.host for one in hosts.read().hosts] == ["box1"]
 
 
+def test_a_host_whose_answer_is_an_error_is_silent_until_it_answers(fleet, clock):
+    hosts = FleetHosts(fleet, clock=clock)
+    hosts.read()
+    rt, agent = hosts.runtime("box2"), fleet.agents["box2"]
+    usual, agent.rt = agent.rt, SimpleNamespace()
+    clock.advance(READ_SECONDS)
+    assert {*hosts.read().silent} == {"box2"}
+    with pytest.raises(FleetUnavailable, match="box2 does not answer"):
+        rt.last_status()
+    agent.rt = usual
+    clock.advance(READ_SECONDS)
+    assert hosts.read().silent == {} and rt.last_status().host == "box2"
+
+
+def test_a_fleet_of_many_hosts_is_read_less_often(fleet, clock, monkeypatch):
+    monkeypatch.setattr(fleet_hosts, "HOSTS_A_SECOND", 0.5)
+    hosts = FleetHosts(fleet, clock=clock)
+    for _ in range(8):
+        hosts.read()
+        clock.advance(READ_SECONDS)
+    assert fleet.sent == ["box1", "box2"] * 2, "two hosts are read every four seconds"
+
+
 def test_all_sessions_share_one_reading_a_second_and_one_runtime_a_host(fleet, clock):
-    """A fleet of many hosts is read less often."""
     hosts = FleetHosts(fleet, clock=clock)
     assert hosts.runtime("box2") is hosts.runtime("box2")
     assert hosts.runtime("never heard of").host == "box1"

@@ -70,6 +70,7 @@ def test_unknown_figures_stay_unknown():
     sums = AllocatorMap(samples.ME.id, "sim:0", 1.0, 3 * GIB, 4 * GIB)
     row = table((sums,))[0]
     assert texts(row)[2:8] == ["3.0 GiB", "4.0 GiB", "unknown", "unknown", "unknown", "unknown"]
+    assert row.buttons[1].why_not == "", "there may be something to release"
     assert "is unknown" in report(process_memories((sums,), here)[0], here)
 
 
@@ -204,11 +205,19 @@ def test_unchanged_maps_are_the_same_object_and_computed_once(monkeypatch):
     assert fetch(rt) is fetched and (fetched.rows(here, True, ""), fetched.drawing(mine)) == first
 
 
-def test_a_newer_snapshot_gives_a_new_table():
-    """The free memory in a newer snapshot may differ. So the largest request that fits is calculated again."""
-    fetched = FetchedMaps((mine,))
+def test_what_is_computed_once_is_so_for_each_snapshot_visitor_choice_and_map():
+    """The free memory in a newer snapshot may differ. A viewer's table has no Compact."""
+    other = replace(mine, device="sim:1", segments=mine.segments[:1])
+    fetched = FetchedMaps((mine, other))
     fuller = replace(here, devices=tuple(replace(view, room_bytes=GIB) for view in here.devices))
-    assert fetched.rows(here, True, "") != fetched.rows(fuller, True, "")
+    asked = [
+        (seen, acts, chosen)
+        for seen in (here, fuller)
+        for acts in (True, False)
+        for chosen in ("", f"{samples.ME.id}/sim:0")
+    ]
+    assert len({fetched.rows(*one) for one in asked}) == len(asked)
+    assert fetched.drawing(mine) != fetched.drawing(other)
 
 
 def test_the_console_finds_the_tab():

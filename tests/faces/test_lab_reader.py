@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 from gpu_panels import lab
+from gpu_panels.lab import reader as readers
 from gpu_panels.lab import routes
 from gpu_panels.lab.reader import MOST_LEDGERS, Reader, title_of
 from gpu_panels.lab.view import LabKernel
@@ -53,8 +54,11 @@ def test_many_tabs_cost_one_read_a_second(reader, rt, clock, monkeypatch):
     monkeypatch.setattr(type(rt), "status", lambda self: reads.append(1) or status())
     answers = {reader.status([KERNEL]).digest for _ in range(10)}
     assert len(answers) == 1 and len(reads) == 1
+    assert reader.status([LabKernel("k2", (os.getpid(),), "b.ipynb")]).digest not in answers
+    assert len(reads) == 1, "other kernels of the same snapshot"
     clock.now += 1.0
-    reader.status([KERNEL])
+    rt.pin("qwen")
+    assert reader.status([KERNEL]).digest not in answers
     assert len(reads) == 2
 
 
@@ -76,12 +80,27 @@ def test_a_confirmed_eviction_is_carried_out_once(reader, rt, clock):
     assert qwen(reader)[1]["actions"] == [{"verb": "restore", "label": "Restore", "why_not": ""}]
 
 
-def test_an_action_is_refused_if_the_model_has_moved_since_the_question(reader, rt):
+def test_an_action_is_refused_if_the_model_has_moved_since_the_question(reader, rt, clock):
     key, row = qwen(reader)
     asked = reader.ask(key, "evict", row["id"])
     rt.evict("qwen")
     outcome = reader.act(asked["question"])
     assert not outcome["done"] and "Nothing was done" in outcome["because"]
+    rt.restore("qwen")
+    clock.now += 1.0
+    with rt.use("qwen"):
+        refused = reader.ask(key, "evict", row["id"])
+    assert "is in use now" in refused["refused"] and "question" not in refused
+
+
+def test_the_last_questions_can_be_answered(reader, monkeypatch):
+    """A dialog that nobody answered is forgotten at last."""
+    monkeypatch.setattr(readers, "MOST_QUESTIONS", 2)
+    key, row = qwen(reader)
+    first, _, last = (reader.ask(key, "pin", row["id"])["question"] for _ in range(3))
+    with pytest.raises(GpuError, match="answered already"):
+        reader.act(first)
+    assert reader.act(last)["done"]
 
 
 def test_an_action_that_the_panel_does_not_offer_is_refused(reader):
@@ -157,11 +176,14 @@ def test_few_ledgers_are_open_at_the_same_time(reader, rt, monkeypatch):
     """A person may open many notebooks, each with a ledger of its own."""
     closed = []
     monkeypatch.setattr(watching, "close", closed.append)
-    for number in range(MOST_LEDGERS + 3):
-        monkeypatch.setattr(watching, "directory_of", lambda rt: getattr(rt, "place", None))
-        reader._of(type("Guest", (), {"place": number})())
+    monkeypatch.setattr(watching, "directory_of", lambda rt: getattr(rt, "place", None))
+    guests = [type("Guest", (), {"place": n})() for n in range(MOST_LEDGERS + 3)]
+    for guest in (*guests, guests[1]):  # the second was shown again
+        reader._of(guest)
     reader._close_unused()
-    assert [rt.place for rt in closed] == [0, 1, 2]
+    assert [rt.place for rt in closed] == [0, 2, 3]
+    anew = type("Guest", (), {"place": 5})()
+    assert reader._of(anew).rt is anew, "the ledger there was opened anew"
 
 
 def test_a_kernel_on_another_machine_has_no_pid():

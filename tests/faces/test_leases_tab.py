@@ -19,9 +19,10 @@ from msgspec.structs import replace
 from gpu_runtime.errors import GpuError
 from gpu_runtime.facts import HOST, Holder, Holdings, LeaseId, Outcome, Ticket
 from gpu_runtime.owner import dataframes
+from gpu_runtime.rendering.views import clock
 
 from .polling import FixedRuntime, Poller
-from .samples import BOB, GIB, ME, NOW, event, lease, snapshot
+from .samples import BOB, GIB, ME, NOW, WALL, event, lease, snapshot
 
 TABLE = dataframes.holders(
     Holdings(
@@ -61,6 +62,7 @@ def test_a_notebooks_own_code_is_a_lease_with_its_title_and_no_model():
 def test_a_parked_notebook_says_so_and_can_return():
     (row,) = leases(snapshot(kernel(device=HOST, away_since=NOW - 60)))
     assert row.cells[-1].text == "parked" and "returns before" in row.cells[-1].hint
+    assert f"since {clock(WALL - 60)}" in row.cells[-1].hint
     assert buttons(row) == [("unpark", ""), ("who", "")]
 
 
@@ -78,12 +80,10 @@ def test_a_notebook_that_could_not_be_parked_says_why():
     because = "kernel stays where it is: a thread of its own runs (worker)."
     failed = replace(event(9, "kernel", "failed", because), owner=BOB.id)
     stuck = kernel(moves_again_at=NOW + 5)
-    (row,) = leases(snapshot(stuck, events=(failed,)))
-    assert row.cells[-1].text == "idle; it was not parked: a thread of its own runs (worker)"
-    refused = replace(
-        event(10, "kernel", "failed", "only ann may: not bob"), owner=BOB.id, answers="k"
-    )
-    (row,) = leases(snapshot(stuck, events=(failed, refused)))
+    earlier = replace(failed, because="kernel stays where it is: NumPy uses it.")
+    refused = replace(failed, because="only ann may: not bob", answers="k")
+    of_another = replace(earlier, owner=ME.id)
+    (row,) = leases(snapshot(stuck, events=(earlier, failed, refused, of_another)))
     assert row.cells[-1].text == "idle; it was not parked: a thread of its own runs (worker)"
     (row,) = leases(snapshot(stuck))
     assert row.cells[-1].text == "idle; it was not parked"
@@ -196,6 +196,7 @@ def test_the_variables_of_a_notebook_are_shown_below(tab):
     assert [cell[0] for cell in rows[0][1]] == [
         "optimizer", "variable", "sim:0", "4.0 GiB", "3.0 GiB", "In [4]", "Adam",
     ]  # fmt: skip
+    assert [cell[1] for cell in rows[0][1][3:5]] == [4 * GIB, 3 * GIB], "sorted by these"
     assert "explained 5.0 GiB of 6.0 GiB" in shown._sums.html
     shown._hide()
     assert list(shown._below) == []

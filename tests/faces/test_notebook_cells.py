@@ -6,13 +6,14 @@ import os
 import subprocess
 import sys
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import zmq
-from gpu import look_ahead
+from gpu import cell_queue, look_ahead
 from gpu.cell_queue import CellQueue, WaitingCell
 from gpu.look_ahead import CellSchedule
-from gpu.notebook_cells import FileCell, Position, code_cells, notebook_file
+from gpu.notebook_cells import PEOPLE_SECONDS, FileCell, Position, code_cells, notebook_file
 from hypothesis import example, given
 from hypothesis import strategies as st
 from jupyter_client.session import Session
@@ -55,17 +56,26 @@ def test_a_person_who_runs_one_cell_after_another_is_no_schedule():
     assert position.after(CELLS, "x = 1", "id1", 3.0, False) == []
     position.ended(4.0)
     assert position.after(CELLS, "x = 2", "id2", 4.05, False) == CELLS[3:], "started at once"
+    soonest = Position()
+    soonest.after(CELLS, "x = 0", "id0", 0.0, False)
+    soonest.ended(0.0)
+    assert soonest.after(CELLS, "x = 1", "id1", PEOPLE_SECONDS, False) == [], (
+        "a person may be so quick"
+    )
 
 
 def test_cells_out_of_order_and_cells_after_an_error_are_no_schedule():
     position = Position()
     position.after(CELLS, "x = 0", "id0", 0.0, False)
     position.ended(1.0)
-    assert position.after(CELLS, "x = 3", "id3", 1.01, False) == []
+    assert position.after(CELLS, "x = 2", "id2", 1.01, False) == []
     assert position.after(CELLS, "x = 9", "id9", 1.02, False) == [], "it is not in the file"
+    position.after(CELLS, "x = 0", "id0", 1.03, False)
     position.ended(2.0)
     position.failed()
-    assert position.after(CELLS, "x = 0", "id0", 2.01, False) == []
+    assert position.after(CELLS, "x = 1", "id1", 2.01, False) == []
+    position.ended(3.0)
+    assert position.after(CELLS, "x = 2", "id2", 3.01, False) == CELLS[3:]
 
 
 def test_equal_cells_are_told_apart_by_their_order():
@@ -74,6 +84,8 @@ def test_equal_cells_are_told_apart_by_their_order():
     assert position.after(cells, "go()", "", 0.0, True) == cells[1:]
     assert position.after(cells, "y", "", 0.0, True) == cells[2:]
     assert position.after(cells, "go()", "", 0.0, True) == cells[3:]
+    twice = [FileCell("", "go()")] * 3
+    assert [len(position.after(twice, "go()", "", 0.0, True)) for _ in range(2)] == [2, 1]
 
 
 def test_the_notebook_of_an_executor_is_read_from_its_command_line(tmp_path, monkeypatch):
@@ -183,13 +195,50 @@ class Kernel:
     def get_parent(self, channel):
         return {"header": {"msg_id": self.current}}
 
-    def arrive(self, code: str) -> str:
-        request = self.session.msg("execute_request", {"code": code})
+    def arrive(self, code: str, kind: str = "execute_request", **more: Any) -> str:
+        request = self.session.msg(kind, {"code": code, **more.pop("content", {})})
+        request["header"].update(more.pop("header", {}))
+        request["metadata"] = more
         frames = [zmq.Frame(part) for part in self.session.serialize(request)]
         self.queued.append((0, 0, (frames,)))
         if hasattr(self, "shell_channel_thread"):
             asyncio.run(self.receiver(frames))
         return request["header"]["msg_id"]
+
+
+@pytest.mark.parametrize(("code", "more", "waits"), [
+    ("x", {}, True), ("x", {"cellId": "c1"}, True), (" \n", {}, False),
+    ("x", {"content": {"silent": True}}, False), ("x", {"kind": "complete_request"}, False),
+    ("x", {"header": {"subshell_id": "s"}}, False), ("long", {}, False),
+])  # fmt: skip
+def test_only_a_cell_of_this_shell_is_listed_and_reported(monkeypatch, code, more, waits):
+    """Every message reaches the kernel. A request that is too long to be read quickly is not listed."""
+    limit = len(Session(key=b"k").pack({"code": "x" * 99}))
+    monkeypatch.setattr(cell_queue, "MOST_BYTES", limit)
+    kernel, changed, passed_on = Kernel(7), [], []
+    receiver = kernel.receiver = kernel.shell_channel_thread_main
+
+    async def receive(message) -> None:
+        passed_on.append(message)
+
+    kernel.shell_channel_thread_main = receive
+    queue = CellQueue(kernel, lambda: changed.append(len(passed_on)))
+    code = code if code != "long" else "x" * 100
+    id = kernel.arrive(code, **more)
+    assert queue.waiting() == [WaitingCell(id, code, more.get("cellId", ""))] * waits
+    assert len(passed_on) == 1 and changed == [1] * waits, "the kernel has it first"
+    kernel.arrive("x" * 99)
+    assert len(queue.waiting()) == waits + 1, "as long as is allowed"
+    queue.remove()
+    assert queue.waiting() == [] and kernel.receiver is receive is not receiver
+
+
+def test_of_too_many_cells_the_last_are_listed(monkeypatch):
+    monkeypatch.setattr(cell_queue, "MOST_WAITING", 3)
+    kernel = Kernel(7)
+    queue = CellQueue(kernel, lambda: None)
+    ids = [kernel.arrive(f"x = {n}") for n in range(5)]
+    assert [cell.id for cell in queue.waiting()] == ids[2:]
 
 
 @pytest.mark.parametrize("version", [6, 7])

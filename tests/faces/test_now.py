@@ -32,6 +32,7 @@ from gpu_runtime.facts import (
     Share,
     Ticket,
 )
+from gpu_runtime.rendering import text
 from gpu_runtime.units import GIB, MIB
 
 from . import pasts, samples
@@ -131,16 +132,39 @@ def test_what_victims_will_free_is_used_first_and_a_stopped_process_keeps_nothin
     assert reserved(replace(samples.busy, tickets=(asleep,)), samples.busy.devices[0]) == []
 
 
-@given(st.lists(st.tuples(st.integers(0, 30), st.booleans()), max_size=6))
-def test_no_more_is_kept_than_is_free(drawn):
+WANTS = st.tuples(st.integers(0, 6), st.booleans(), st.sampled_from((0.0, 2.0, 2.1, 60.0)))
+
+
+@given(st.lists(WANTS, max_size=6), st.sampled_from((0, 1, 3)))
+def test_kept_is_what_the_requests_need_beyond_what_leaves_for_them(drawn, leaving):
+    """The first requests of the queue together are kept what they need beyond these bytes, if it is free.
+
+    The request of a process that has not refreshed it for more than 2 s is overtaken.
+    """
+    llama = replace(
+        samples.lease("llama", 8),
+        phase=Phase.LEAVING if leaving else Phase.SETTLED,
+        target=(Share(HOST, leaving * GIB),) if leaving else (),
+        piece_bytes=GIB,
+    )
     tickets = [
-        wants(f"m{n}", size, recalls=(f"{samples.BOB.id}/reranker",) if recalls else ())
-        for n, (size, recalls) in enumerate(drawn)
+        replace(
+            wants(f"m{n}", size, recalls=(f"{samples.BOB.id}/reranker",) if recalls else ()),
+            refreshed=samples.NOW - ago,
+        )
+        for n, (size, recalls, ago) in enumerate(drawn)
     ]
-    seen = replace(samples.busy, tickets=tuple(tickets))
-    kept = reserved(seen, seen.devices[0])
-    assert sum(size for _, size in kept) <= seen.devices[0].room_bytes
-    assert all(0 < size <= ticket.need[0].bytes for ticket, size in kept)
+    reranker = samples.lease("reranker", 4, owner=samples.BOB)
+    seen = samples.snapshot(llama, reranker, tickets=tickets)
+    kept = dict(reserved(seen, seen.devices[0]))
+    awake = [ticket for ticket in tickets if samples.NOW - ticket.refreshed <= 2.0]
+    freed = (leaving + 4 * any(ticket.recalls for ticket in awake)) * GIB
+    for last in range(len(awake) + 1):
+        first = awake[:last]
+        beyond = max(0, sum(ticket.need[0].bytes for ticket in first) - freed)
+        expected = min(seen.devices[0].room_bytes, beyond)
+        assert sum(kept.get(ticket, 0) for ticket in first) == expected
+    assert set(kept) <= set(awake) and all(kept.values())
 
 
 def verbs(snapshot, name):
@@ -153,27 +177,25 @@ def verbs(snapshot, name):
 
 
 @pytest.mark.parametrize(("more", "expected"), [
-    ({}, ["evict", "pin", "drop", "move sim:1", "move sim:2"]),
+    ({}, ["evict", "pin", "drop", "move sim:2", "move sim:1"]),
     ({"keep": True}, ["unpin_evict", "unpin"]), ({"pins": 1}, ["pin"]),
     ({"keep": True, "pins": 1}, ["unpin"]), ({"phase": Phase.LEAVING}, ["pin"]),
     ({"movable": False}, ["evict", "pin", "drop"]),
+    ({"movable": False, "droppable": False}, ["evict", "pin"]),
 ])  # fmt: skip
 def test_a_lease_offers_what_is_possible_now(more, expected):
-    """A pinned model has one button that unpins and evicts it. A model in use cannot leave."""
+    """A pinned model has one button that unpins and evicts it. A model in use cannot leave.
+
+    Of the cards to which it could move, the one with the most room is first.
+    """
     seen = samples.snapshot(
-        samples.lease("qwen", 4, droppable=not more.get("keep"), **more),
-        samples.lease("big", 18, "sim:2"),
+        samples.lease("qwen", 4, **{"droppable": not more.get("keep"), **more}),
+        samples.lease("big", 17, "sim:1"),
         samples.lease("full", 20, "sim:3"),
         cards=4,
     )
-    seen = replace(
-        seen,
-        devices=(
-            *seen.devices[:2],
-            replace(seen.devices[2], room_bytes=4 * GIB),
-            *seen.devices[3:],
-        ),
-    )
+    just_enough = replace(seen.devices[1], room_bytes=4 * GIB)
+    seen = replace(seen, devices=(seen.devices[0], just_enough, *seen.devices[2:]))
     assert verbs(seen, "qwen") == expected
 
 
@@ -185,6 +207,8 @@ def test_a_drained_card_says_by_whom_and_offers_the_end_of_the_drain():
     shut = replace(seen.devices[1], drained=Drain("ann", samples.WALL))
     seen = replace(seen, devices=(seen.devices[0], shut, *seen.devices[2:]))
     assert [verb for verb in verbs(seen, "qwen") if "move" in verb] == ["move sim:2"]
+    asked = replace(seen, tickets=(wants("next", 20, "sim:2"),))
+    assert not any("move" in verb for verb in verbs(asked, "qwen")), "its room is kept"
     assert [one.verb for one in rows(samples.busy)["sim:0"].buttons][0] == "drain"
 
 
@@ -193,10 +217,14 @@ def test_a_viewer_has_no_buttons():
     assert not any(row.buttons or any(part.buttons for part in row.parts) for row in seen)
 
 
-def test_a_card_over_its_budget_is_marked():
-    """Only a problem has a saturated colour."""
-    assert rows(samples.overdraft)["cuda:0"].is_over
-    assert not rows(samples.busy)["sim:0"].is_over
+@pytest.mark.parametrize("more", [-1, 0, 1])
+def test_a_card_over_its_budget_is_marked(more):
+    """A full card is no problem. Only a problem has a saturated colour."""
+    view = samples.busy.devices[0]
+    full = replace(view, claimed_bytes=view.limit_bytes + more, room_bytes=-more)
+    seen = replace(samples.busy, devices=(full, *samples.busy.devices[1:]))
+    assert rows(seen)["sim:0"].is_over is (more > 0)
+    assert ("over its budget" in text.status(seen)) is (more > 0)
 
 
 def moment(ago, gib, device="sim:0"):
@@ -213,7 +241,8 @@ def test_the_small_history_has_the_use_over_time_and_gaps_stay_gaps():
     moments = [moment(ago, 10) for ago in range(900, 500, -10)]
     moments += [moment(ago, 5) for ago in range(200, 0, -10)]
     evicted = Event(1, samples.WALL - 450, "qwen", "offloaded", "request", "x", GIB, "sim:0", "1.1")
-    past = past_rows(History(tuple(moments), (evicted,), 900.0), samples.WALL)["sim:0"]
+    others = (replace(evicted, device="sim:1"), replace(evicted, wall=samples.WALL - 901))
+    past = past_rows(History(tuple(moments), (evicted, *others), 900.0), samples.WALL)["sim:0"]
     assert past.spans == ((0.0, 44.33, 50.0), (77.67, 100.0, 25.0))
     assert past.marks == (50.0,) and past.words == "at most 50 % in use, 1 eviction"
 

@@ -131,17 +131,22 @@ def test_other_data_is_fetched_once_for_all_sessions_and_again_when_due(poller, 
     assert (latest(), latest(), fetched) == (1, 1, [rt])
     clock.now = 4.0
     poller.poll()
-    clock.now = 6.0
+    clock.now = 5.0
     poller.poll()
     assert (latest(), len(fetched)) == (2, 2)
 
 
-def test_newly_fetched_data_counts_as_news(poller):
+def test_newly_fetched_data_counts_as_news(poller, clock):
+    """Also a value that is equal to the last: the time that it shows may be another."""
     poller.poll()
-    before = poller.result.revision
-    poller.latest("history", lambda rt: object(), every=5.0)
+    for revision in (2, 3):
+        poller.latest("history", lambda rt: [], every=5.0)
+        poller.poll()
+        assert poller.result.revision == revision
+        clock.now += 5.0
+    poller.latest("catalog", lambda rt: open("/nowhere"), every=5.0)
     poller.poll()
-    assert poller.result.revision == before + 1
+    assert "No such file" in poller.result.missing, "a failure is news too"
 
 
 def test_data_that_no_session_requests_is_not_fetched_and_is_forgotten(poller, clock):
@@ -151,6 +156,10 @@ def test_data_that_no_session_requests_is_not_fetched_and_is_forgotten(poller, c
     for clock.now in (30.0, 100.0):
         poller.poll()
     assert len(fetched) == 1 and not poller._fetched
+    for clock.now in (200.0, 201.0, 210.0):  # a value that is requested again and again is kept
+        poller.latest("history", fetched.append, every=1.0)
+        poller.poll()
+    assert len(fetched) == 4
 
 
 def test_a_failed_fetch_is_reported_and_the_last_value_stays(poller, clock):
@@ -197,8 +206,10 @@ def test_it_polls_only_while_a_session_is_open(rt, monkeypatch):
         poller.leave(session)
     running[0].join(PATIENCE)
     assert not running[0].is_alive()
+    rt.snapshot = samples.waiting
     poller.join(sessions[0])
     assert len(running) == 2, "polling starts again"
+    assert poller.first(10).snapshot.tickets == samples.waiting.tickets, "not the last of before"
     poller.leave(sessions[0])
     running[1].join(PATIENCE)
 

@@ -139,6 +139,12 @@ def test_the_verbs_that_bring_the_memory_back_run_while_it_is_away(shell, user, 
         "print(model)",
         "print(x.add_(1))",
         "print(x.max(0))",
+        "print(x.max(dim=0))",
+        "print(**data)",
+        "print(round(x, ndigits=2))",
+        "gc.collect(generation=2)",
+        "torch.cuda.empty_cache(data)",
+        "import unheard_of_module",
         "print(x.sum())",
         "print(x.data)",
         "print(x, file=data)",
@@ -157,6 +163,13 @@ def test_the_verbs_that_bring_the_memory_back_run_while_it_is_away(shell, user, 
 )
 def test_every_other_cell_needs_the_card(shell, user, code):
     assert quiet_cells.in_ram(shell, {"code": code}) is None
+
+
+def test_a_long_list_is_not_printed_in_ram(shell, user):
+    for length, quick in ((1000, True), (1001, False)):
+        user["many"] = [0.5] * length
+        assert (quiet_cells.in_ram(shell, {"code": "print(many)"}) is not None) is quick
+    assert quiet_cells.in_ram(shell, {"code": "print(x, p)"}).printed == {"x", "p"}
 
 
 def test_a_name_of_the_users_that_hides_a_function_needs_the_card(shell, user):
@@ -179,7 +192,8 @@ def test_a_users_change_of_the_syntax_tree_gets_the_memory_first(shell):
 
 
 def test_a_magic_of_another_package_is_not_ours(shell):
-    shell.find_line_magic = {"gpu": ast.parse}.get
+    of_a_file_named_like_ours = eval("lambda line: None", {"__name__": "gpu.magics"})
+    shell.find_line_magic = {"gpu": ast.parse, "gpuctl": of_a_file_named_like_ours}.get
     assert not touches_nothing(shell, "%gpu")
     assert not touches_nothing(shell, "%gpuctl")
 

@@ -21,7 +21,9 @@ from gpu_runtime.facts import (
     Share,
     Staying,
     Ticket,
+    Unanswered,
 )
+from gpu_runtime.rendering.views import clock
 
 from . import samples
 from .samples import BOB, GIB, ME, NOW, lease, snapshot
@@ -56,17 +58,14 @@ def test_a_model_is_shown_with_its_place_and_its_owner():
 def test_a_place_is_written_as_in_the_seeds(backend, shares, words):
     """Equal shares are not always tensor parallel: the engine must compute that way."""
     assert place(Lease("1", "qwen", shares=shares, backend=backend)) == words
+    assert words == "host" or place(Lease("1", "qwen", target=shares, backend=backend)) == words
 
 
 def test_models_are_ordered_on_devices_warm_not_loaded_in_the_catalogue():
     world = snapshot(lease("zeta", 1), lease("alpha", 1, HOST))
     world = replace(world, names={BOB.id: ("mid",)})
-    found = models(
-        world, (ModelSpec("anew", "fake", size=GIB), ModelSpec("zeta", "fake", size=GIB))
-    )
-    assert column(found, MODELS, "Model") == ["zeta", "alpha", "mid", "anew"], (
-        "zeta has one row only"
-    )
+    found = models(world, [ModelSpec(name, "fake", size=GIB) for name in ("anew", "zeta", "mid")])
+    assert column(found, MODELS, "Model") == ["zeta", "alpha", "mid", "anew"], "each has one row"
     assert [[button.verb for button in row.buttons] for row in found] == [
         ["evict", "pin"], ["restore", "pin"], ["preload"], ["preload"],
     ]  # fmt: skip
@@ -87,6 +86,7 @@ def test_a_model_that_another_process_has_not_loaded_shows_what_its_owner_declar
 def test_a_button_that_cannot_be_pressed_shows_why(more, buttons):
     (row,) = models(snapshot(lease("qwen", 14, **more)))
     assert row.buttons == buttons
+    assert column([row], MODELS, "Idle") == ["–" if "pins" in more else "10 s"]
 
 
 def test_a_stopped_process_acts_on_no_button():
@@ -107,12 +107,16 @@ def test_pinned_models_are_sorted_together():
     rows = models(snapshot(lease("qwen", 14, keep=True)), catalogue)
     keep = [row.cells[[one.title for one in MODELS].index("Keep")] for row in rows]
     assert [(cell.text, cell.value) for cell in keep] == [("pinned", 1), ("pinned", 1), ("", 0)]
+    mine = replace(snapshot(specs=catalogue), names={ME.id: ("kept",), BOB.id: ("kept",)})
+    kept = {row.id: row.cells[7].text for row in models(mine)}
+    assert kept == {f"{ME.id}/kept": "pinned", f"{BOB.id}/kept": ""}, "another process's model"
 
 
 def test_a_disabled_model_has_no_preload_and_a_registered_one_is_listed():
     (row,) = models(snapshot(), (ModelSpec("off", "fake", enabled=False),))
     assert row.buttons[0].why_not and "disabled" in texts(row)
-    (row,) = models(replace(snapshot(specs=(ModelSpec("qwen", "fake", size=GIB),)), sections={}))
+    specs = (ModelSpec("qwen", "fake", size=GIB),)  # the catalogue has it too
+    (row,) = models(replace(snapshot(specs=specs), sections={}), specs)
     assert texts(row)[:4] == ["qwen", "disk", "1.0 GiB", "registered"]
 
 
@@ -128,7 +132,7 @@ def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():
     whole = lease(
         "qwen", 20, owner=BOB, filled=(Share("sim:0", 14 * GIB),), pins=1, pinned_since=NOW - 70
     )
-    (row,) = leases(snapshot(whole))
+    row, _ = leases(snapshot(lease("small", 1), whole))  # the process that holds most is first
     assert texts(row) == [
         "analysis.ipynb", "bob", "4121", "–", "qwen", "sim:0", "20.0 GiB", "14.0 GiB",
         "in use for 70 s",
@@ -150,14 +154,14 @@ def test_residue_and_what_cannot_be_parked_are_listed_with_the_reason():
     found = leases(replace(world, sections={**world.sections, ME.id: mine}))
     assert texts(found[1])[4:8] == ["context and cache", "sim:0", "–", "1.0 GiB"]
     world = snapshot(lease("qwen", 14))
-    stays = (Staying("sim:0", "NumPy uses it", GIB),)
+    stays = (Staying("sim:0", "NumPy uses it", GIB), Staying("sim:0", "a graph", GIB))
     mine = replace(world.sections[ME.id], leases=(), residue={"sim:0": 3 * GIB}, staying=stays)
-    [first, second] = leases(replace(world, sections={ME.id: mine}))
+    [first, other, last] = leases(replace(world, sections={ME.id: mine}))
     assert texts(first)[4:8] == ["its own code", "sim:0", "–", "1.0 GiB"]
     assert texts(first)[8] == "stays: NumPy uses it"
-    assert [button.verb for button in first.buttons] == ["who"]
+    assert [[button.verb for button in row.buttons] for row in (first, other)] == [["who"], []]
     assert first.id.partition("/")[0] == ME.id
-    assert texts(second)[4:8] == ["context and cache", "sim:0", "–", "2.0 GiB"]
+    assert texts(last)[4:8] == ["context and cache", "sim:0", "–", "1.0 GiB"]
 
 
 def test_programs_without_a_lease_are_listed_also_unknown_ones():
@@ -202,6 +206,8 @@ def test_the_queue_is_in_order_and_shows_what_each_request_waits_for():
     assert all("prose" in row.cells[-1].kind for row in (first, second)), (
         "a reason is wrapped and never cut"
     )
+    assert first.buttons[0].why_not == ""
+    assert first.cells[4].hint == f"since {clock(samples.WALL - 12)}"
 
 
 def test_the_request_of_a_stopped_process_is_shown_as_overtaken():
@@ -233,8 +239,12 @@ def test_a_request_names_the_process_that_does_not_answer_its_recall():
         "k", BOB.id, "use", "big", NOW - 60, NOW, recalls=(f"{ME.id}/qwen",),
         recalled_since=NOW - 30, because="qwen is asked to step aside.",
     )  # fmt: skip
-    (row,) = queue(snapshot(lease("qwen", 4), tickets=(wants,)))
-    assert "No answer since" in texts(row)[-1]
+    seen = snapshot(lease("qwen", 4), tickets=(wants,))
+    [since] = [one.since for one in seen.unanswered]
+    later = Unanswered(BOB, wants, since + 5)
+    (row,) = queue(replace(seen, unanswered=(*seen.unanswered, later)))
+    began = clock(samples.WALL - (NOW - since))
+    assert f"No answer since {began} from this process and analysis" in texts(row)[-1]
     assert texts(row)[-1].endswith("qwen is asked to step aside.")
 
 

@@ -13,7 +13,8 @@ from msgspec.structs import replace
 from gpu_runtime.engine_logs import new_log
 from gpu_runtime.serving.api.jobs import Job, Jobs
 from gpu_runtime.serving.health.breaker import BreakerState
-from gpu_runtime.serving.served import served
+from gpu_runtime.serving.health.clients import Pattern
+from gpu_runtime.serving.served import ModelCalls, served
 from gpu_runtime.web.auth import Visitor
 from tests.serving.harness import chat, harness
 
@@ -36,9 +37,6 @@ async def test_the_figures_are_those_of_the_calls():
     calls = found.models["qwen"]
     assert (calls.calls, calls.prompt_tokens) == (2, 5)
     assert calls.queue_seconds >= 0 and calls.first_token_seconds >= 0
-    (row,) = model_rows(found)
-    assert row.cells[0].text == "qwen" and row.cells[3].text == "2"
-    assert row.cells[9].text == "closed"
     clients = texts(client_rows(found))
     assert [cells[0] for cells in clients.values()] == ["1", "1"], "a program has a name of its own"
     assert summary(found).startswith("2 answered · 1 load for calls")
@@ -50,21 +48,45 @@ async def test_trouble_is_shown_and_the_rest_is_calm():
         await k.gateway.answer("chat", chat("qwen", "hi"), "ann")
         found = served(k.gateway, Jobs(), 100.0)
     state = found.state
-    (name, pattern), *_ = state.clients.items()
+    calls = {"a": 1, "b": 4, "c": 2, "d": 3}
+    slow = Pattern(10, 2, 1, every_seconds=7.0, models=calls, cooldown_until=160.0)
+    breakers = {
+        "qwen": BreakerState("open", 5, 30.0, "CUDA error"),
+        "gone": BreakerState("closed", 2, 0.0, "no memory"),
+        "calm": BreakerState("closed", 0),
+    }
+    counts = {"answered": 1000, "failed": 2, "refused_429": 3, "refused_503": 4, "cancelled": 5}
     state = replace(
         state,
-        breakers={"qwen": BreakerState("open", 5, 30.0, "CUDA error")},
+        breakers=breakers,
         waiting={"phi": 3},
-        clients={name: replace(pattern, cooldown_until=160.0, refused=2)},
+        running={"busy": 2},
+        clients={"ann": slow, "": Pattern(1, models={"a": 1}, cooldown_until=99.0)},
+        counts=counts | {"stood_in": 6},
+        loads=1,
+        allow_cloud=False,
     )
-    found = replace(found, state=state)
-    rows = {row.id: row for row in model_rows(found)}
-    assert list(rows) == ["phi", "qwen"], "a model that only waits has a row too"
-    breaker = rows["qwen"].cells[9]
-    assert breaker.text == "open, tried again in 30 s: CUDA error" and "alarm" in breaker.kind
-    assert [cell.text for cell in rows["phi"].cells[1:5]] == ["0", "3", "–", "–"]
-    (cells,) = texts(client_rows(found)).values()
-    assert cells[3:] == ["2", "60 s", "qwen 1×"]
+    found = replace(found, state=state, models={"qwen": ModelCalls(1, 2.0, 3.0, 40.0, 5, 6)})
+    rows = texts(model_rows(found))
+    assert rows == {
+        "busy": ["2", "0", *"––––––", "closed"],
+        "calm": ["0", "0", *"––––––", "closed"],
+        "gone": ["0", "0", *"––––––", "closed, 2 failed in a row"],
+        "phi": ["0", "3", *"––––––", "closed"],
+        "qwen": [
+            *("0", "0", "1", "2.0 s", "3.0 s", "40.0", "5", "6"),
+            "open, tried again in 30 s: CUDA error",
+        ],
+    }, "a model that only waits, or only failed, has a row too"
+    assert [row.id for row in model_rows(found) if "alarm" in row.cells[9].kind] == ["qwen"]
+    assert [*texts(client_rows(found)).items()] == [
+        ("without a name", ["1", "0", "–", "0", "–", "a 1×"]),
+        ("ann", ["10", "1", "7.0 s", "2", "60 s", "b 4×, d 3×, c 2× and 1 more"]),
+    ], "the most recent call is first"
+    assert summary(found) == (
+        "1,000 answered · 2 failed · 7 refused · 5 cancelled · 6 answered by another model · "
+        "1 load for calls · clouds are not allowed"
+    )
 
 
 def test_jobs_are_shown_without_their_ids():

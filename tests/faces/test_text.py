@@ -2,6 +2,7 @@
 
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from gpu import waiting
@@ -17,6 +18,7 @@ from gpu_runtime.facts import (
     Level,
     Move,
     Outcome,
+    Phase,
     Share,
     Wait,
     parse_importance,
@@ -90,6 +92,9 @@ def test_status_lists_the_queue():
   1. llama, 8.0 GiB on sim:0, for analysis.ipynb (pid 4121), bob, waiting 12 s: qwen (14.0 GiB on sim:0) is in use
   2. this process requested: evict reranker of analysis.ipynb (pid 4121), bob, 3.0 s ago"""
     )
+    code = replace(samples.waiting.tickets[0], name="kernel", arrived=samples.NOW - 12)
+    [waits] = words.waiting(replace(samples.waiting, tickets=(code,)))
+    assert waits.startswith("analysis.ipynb (pid 4121), bob, 8.0 GiB on sim:0, waiting 12 s")
 
 
 @pytest.mark.parametrize(
@@ -121,7 +126,8 @@ def test_an_empty_status_says_what_to_type(seen, prompt, hint):
 def test_unknown_is_never_shown_as_zero():
     """If the driver does not answer, no figure of the card is known."""
     assert "not measured" in text.status(samples.unmeasured)
-    assert text.size(None) == "unknown"
+    assert text.cell("free_bytes", float("nan")) == text.size(None) == "unknown"
+    assert text.cell("celsius", None) == "" and text.cell("free_bytes", 0) == "0 B"
 
 
 def test_a_plan_shows_its_verdict_its_steps_and_the_devices_after_them():
@@ -166,6 +172,11 @@ gemma does not fit, even after a wait · simulated
 gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)
 Needs 40.0 GiB (declared)"""
     )
+    blocked = replace(samples.refused, obstacle="the file is cut")
+    assert text.plan(blocked, samples.busy).endswith("would not be loaded: the file is cut.")
+    bobs = Move(f"{samples.BOB.id}/reranker", (Share("sim:0", GIB),), (Share(HOST, GIB),))
+    step = words.step_sentence(samples.busy, bobs)
+    assert step.startswith("move reranker (1.0 GiB) of analysis.ipynb (pid 4121), bob from sim:0")
 
 
 def test_why_shows_the_last_decisions_newest_first():
@@ -175,6 +186,9 @@ def test_why_shows_the_last_decisions_newest_first():
 12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
 12:02:06  llama was offloaded from sim:0, freeing 8.0 GiB: qwen needs room."""
     )
+    grant = samples.event(5, "gemma", "granted", "gemma needs 2.0 GiB.", 2)
+    shown = text.why("", (grant, *samples.EVENTS[::-1]))
+    assert "gemma was granted 2.0 GiB on sim:0: gemma needs" in shown, "it is not loaded yet"
 
 
 def test_why_names_the_process_of_each_event_if_there_are_several():
@@ -316,8 +330,47 @@ def test_wide_letters_and_small_leases_do_not_break_the_columns():
 
 
 def test_more_rows_than_fit_are_counted():
-    many = snapshot(*(lease(f"m{n:02}", 0.1) for n in range(30)))
-    assert "and 10 more:  %gpu leases" in text.status(many)
+    for count in (views.MOST_ROWS, views.MOST_ROWS + 1):
+        shown = text.status(snapshot(*(lease(f"m{n:02}", 0.1) for n in range(count))))
+        assert ("and 1 more:  %gpu leases" in shown) is (count > views.MOST_ROWS)
+        assert "m19 " in shown and "more:" not in shown.replace("and 1 more:", "")
+
+
+def test_an_arriving_lease_is_listed_under_the_device_to_which_it_comes():
+    arriving = replace(
+        lease("arriving", 1), shares=(), target=(Share("sim:0", GIB),), phase=Phase.ARRIVING
+    )
+    rows = views.holdings(snapshot(lease("large", 20, "sim:1"), arriving, cards=2))
+    assert [(row.name, row.where) for row in rows] == [("arriving", "sim:0"), ("large", "sim:1")]
+
+
+@pytest.mark.parametrize("device", ["", "sim:0"])
+@pytest.mark.parametrize(
+    "action", ["granted", "loaded", "offloaded", "moved", "refused", "reaped", "pin", "unheard of"]
+)
+def test_an_event_without_bytes_or_device_is_still_a_phrase(action, device):
+    """An unknown size is not shown as 0."""
+    phrase = words.event_phrase(Event(1, 0.0, "qwen", action, "request", "", 0, device))
+    assert "0 B" not in phrase and "{" not in phrase and "  " not in phrase
+    assert phrase.split()[-1] not in ("on", "from", "to", "freeing") and "on to" not in phrase
+
+
+@pytest.mark.parametrize(("seconds", "quiet"), [(9.9, ""), (10.0, ""), (10.1, ", quiet for 10 s")])
+def test_a_host_is_quiet_only_after_a_while_without_an_update(seconds, quiet):
+    seen = replace(samples.busy, host="box7", seen_seconds=seconds)
+    assert text.host(seen).startswith(f"── box7{quiet} ──\n")
+    assert text.host(samples.busy).startswith("── box (this host) ──")
+
+
+@pytest.mark.parametrize(("peak", "delta", "words"), [
+    (None, None, "peak and delta unknown"), (0, 0, "peak 0 B · 1.0 GiB leased on sim:0 · delta 0 B"),
+    (GIB, None, "peak 1.0 GiB · 1.0 GiB leased on sim:0 · delta unknown"),
+    (GIB, 2 * GIB, "delta +2.0 GiB"),
+])  # fmt: skip
+def test_the_memory_that_a_block_used_is_shown_as_far_as_it_is_known(peak, delta, words):
+    device = samples.busy.devices[0].device
+    used = SimpleNamespace(device=device, bytes=GIB, peak_bytes=peak, delta_bytes=delta)
+    assert words in text.block(used)
 
 
 def test_a_plan_for_a_size_says_how_to_run_a_cell_under_it(rt):
@@ -341,6 +394,7 @@ def test_a_drained_card_shows_the_user_and_the_time():
     seen = samples.drained
     line = next(line for line in text.status(seen).splitlines() if line.startswith("cuda:1"))
     assert "drained by ann since " + views.clock(samples.WALL - 600) in line
+    assert "measured" not in line, "the driver and the book agree"
     assert "drained by ann since" in html.status(seen)
     assert plain.status(seen)["devices"][1]["drained_by"] == "ann"
 

@@ -66,6 +66,10 @@ def test_a_gap_in_the_record_stays_a_gap():
     assert bars(found) == {"qwen@1": [(0, 7.5, "sim:0"), (900, 905, "sim:0")]}
     assert found.gaps == ((7.5, 900), (905, 1000))
     assert [len(piece) for piece in found.figures[0].lines["%"]] == [3, 2]
+    short = drawn(*(moment(wall, qwen=8) for wall in (0, 1, 2, 32)), end=33)
+    assert bars(short) == {"qwen@1": [(0, 1000, "sim:0")]}, "half a minute is no gap"
+    late = (moment(0), moment(50), moment(0, HOST), moment(1, HOST))
+    assert drawn(*late).gaps == (), "the card was recorded the whole time"
 
 
 CLAIMS = st.lists(st.booleans(), min_size=1, max_size=30)
@@ -146,6 +150,8 @@ def test_the_models_that_held_least_have_no_row_and_are_counted():
     found = drawn(moment(0, **{f"m{n}": 0.1 + n / 10 for n in range(40)}))
     assert len(found.rows) == 30 and found.note == "10 more held less, and have no row."
     assert "m39@1" in bars(found) and "m0@1" not in bars(found)
+    for_long = moment(0, **{f"m{n}": 0.5 for n in range(30)})
+    assert "brief@1" not in bars(drawn(for_long, moment(99, brief=1)))
 
 
 def test_an_empty_drawing_shows_why_it_is_empty():

@@ -4,22 +4,25 @@ import itertools
 import re
 import threading
 import time
+from types import SimpleNamespace
 
 import pytest
+from gpu import waiting
 from gpu.waiting import Line, OthersWait, WaitLine, sentence
 from hypothesis import given
 from hypothesis import strategies as st
 
 import gpu_runtime
 from gpu_runtime import Busy, LoadFailed, Runtime, verbs
-from gpu_runtime.facts import Candidate, Share, Ticket, Wait
+from gpu_runtime.facts import HOST, Candidate, Share, Ticket, Wait
 from gpu_runtime.owner.arrivals import LOADING, RESTORING, Arrival
 from gpu_runtime.rendering import progress
-from gpu_runtime.units import GIB
+from gpu_runtime.units import GIB, show_bytes
 from tests.clock import PATIENCE
 
 from . import samples
 
+NEED = (Share("sim:0", GIB),)
 WAIT = Wait(
     "llama (14.0 GiB on cuda:0) is in use by train.ipynb (pid 4121) for 3 min",
     ahead=2,
@@ -32,6 +35,15 @@ def test_the_line_has_the_need_the_holder_the_place_in_the_queue_and_what_to_typ
         "You have waited 7.0 s for qwen (12.0 GiB on cuda:0). llama (14.0 GiB on cuda:0) is in use by "
         "train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. All holders, in a terminal:  gpu status"
     )
+
+
+@pytest.mark.parametrize(("ahead", "turn"), [
+    (0, ""), (1, "2nd"), (3, "4th"), (10, "11th"), (11, "12th"), (20, "21st"), (22, "23rd"),
+    (100, "101st"), (110, "111th"), (112, "113th"),
+])  # fmt: skip
+def test_the_place_in_the_queue_is_an_ordinal(ahead, turn):
+    shown = sentence("qwen", Wait("llama is in use", ahead=ahead), 7.0)
+    assert (f"You are {turn} in the queue." in shown) is (ahead > 0) is ("queue" in shown)
 
 
 def test_the_line_of_a_notebook_and_of_a_block_name_neither_kernel_nor_number():
@@ -124,18 +136,32 @@ def test_a_load_that_fails_says_when_it_stopped(line, now, shown):
     assert shown == ["qwen: loading stopped after 12 min."]
 
 
-def test_a_wait_that_is_begun_again_goes_on_counting(line, now, shown):
+@pytest.mark.parametrize(("pause", "counted"), [(0.25, "4.2 s"), (0.5, "1.0 s"), (60.0, "1.0 s")])
+def test_a_wait_that_is_begun_again_goes_on_counting(line, now, shown, pause, counted):
     """A cell waits for the room of last time, then for its memory alone: the line began again at 0 s."""
     wait(line, now, "kernel", 3.0)
-    now[0] += 0.1
+    now[0] += pause
     line("kernel", WAIT)
     now[0] += 1.0
     line("kernel", WAIT)
-    assert shown[-1].startswith("You have waited 4.1 s for")
+    assert shown[-1].startswith(f"You have waited {counted} for")
     line("kernel", None)
     line.cell_ended()
     wait(line, now, "kernel", 2.0)
     assert shown[-2].startswith("You have waited 2.0 s for")
+
+
+def test_a_wait_after_a_load_is_counted_from_zero(line, now, shown):
+    """The load is the end of the first wait, and its line has been kept."""
+    wait(line, now, "qwen", 3.0)
+    arrive(line, "qwen", 700.0)
+    assert shown[-1].startswith("qwen: waited 3.0 s, loaded in 12 min")
+    wait(line, now, "qwen", 2.0)
+    assert shown[-2].startswith("You have waited 2.0 s for qwen")
+    now[0] += 60
+    wait(line, now, "qwen", 0.25)  # too short to be shown
+    arrive(line, "qwen", 700.0)
+    assert shown[-1].startswith("qwen: loaded in 12 min"), "the earlier wait is not of this load"
 
 
 def test_the_wait_of_another_model_is_not_added(line, now, shown):
@@ -238,6 +264,33 @@ def test_the_holder_hears_once_that_another_process_waits(runtimes):
     )
 
 
+HELD = st.tuples(
+    st.sampled_from((samples.ME, samples.BOB)),
+    st.sampled_from(("sim:0", "sim:1", HOST)),
+    st.integers(1, 3),
+    st.sampled_from(("model", "kernel", "block")),
+)
+
+
+@given(st.lists(HELD, max_size=5))
+def test_the_news_are_of_the_largest_lease_of_this_notebook_on_the_card(held):
+    """Another process may hold more there, and this notebook may hold more elsewhere."""
+    leases = [
+        samples.lease(f"m{n}", gib + n / 8, device, owner, kind=kind)
+        for n, (owner, device, gib, kind) in enumerate(held)
+    ]
+    one = Ticket("k", samples.BOB.id, "use", "llama", samples.NOW - 9, samples.NOW, need=NEED)
+    news = OthersWait().news(samples.snapshot(*leases, cards=2, gib=80, tickets=[one]))
+    mine = [x for x in leases if x.owner == samples.ME.id and x.bytes_on("sim:0")]
+    if not mine:
+        assert news == ""
+        return
+    largest = max(mine, key=lambda lease: lease.bytes)
+    end = {"kernel": "%gpu park", "model": f"%gpu evict {largest.name}", "block": " there."}
+    assert f"holds {show_bytes(largest.bytes)} there." in news
+    assert news.endswith(end[largest.kind])
+
+
 @given(
     st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from((4.9, 5.0))), max_size=8)
 )
@@ -245,9 +298,8 @@ def test_a_notebook_hears_once_of_each_request_of_another_and_never_of_its_own(l
     others, due = OthersWait(), set()
     for own, number, waited in looks:
         by = samples.ME if own else samples.BOB
-        need = (Share("sim:0", GIB),)
         one = Ticket(
-            f"{own}{number}", by.id, "use", "llama", samples.NOW - waited, samples.NOW, need=need
+            f"{own}{number}", by.id, "use", "llama", samples.NOW - waited, samples.NOW, need=NEED
         )
         seen = samples.snapshot(samples.lease("qwen", 14), tickets=[one])
         assert bool(others.news(seen)) == (not own and waited >= 5.0 and one.key not in due)
@@ -256,12 +308,11 @@ def test_a_notebook_hears_once_of_each_request_of_another_and_never_of_its_own(l
 
 
 def test_requests_that_wait_together_are_told_once():
-    need, began = (Share("sim:0", GIB),), samples.NOW - 9
-    waiting = [
-        Ticket(str(number), samples.BOB.id, "use", "llama", began, samples.NOW, need=need)
+    requests = [
+        Ticket(str(number), samples.BOB.id, "use", "llama", samples.NOW - 9, samples.NOW, need=NEED)
         for number in range(3)
     ]
-    seen = samples.snapshot(samples.lease("qwen", 14), tickets=waiting)
+    seen = samples.snapshot(samples.lease("qwen", 14), tickets=requests)
     others = OthersWait()
     assert "and 2 more has waited" in others.news(seen)
     assert others.news(seen) == ""
@@ -300,6 +351,42 @@ def test_in_a_terminal_the_line_is_overwritten_and_the_last_one_stays(monkeypatc
     line.show("qwen waits")
     line.keep("qwen: loaded in 2 s")
     assert terminal == ["\rqwen waits\x1b[K", "\rqwen: loaded in 2 s\x1b[K", "\n"]
+
+
+def test_in_a_notebook_a_line_is_changed_in_place_until_it_stays(monkeypatch):
+    made = []
+
+    def display(bundle, **_):
+        made.append([bundle["text/plain"]])
+        return SimpleNamespace(update=lambda new, **_: made[-1].append(new["text/plain"]))
+
+    monkeypatch.setattr("IPython.display.display", display)
+    line = Line(notebook=True)
+    for text in ("", "qwen waits", "qwen still waits"):
+        line.show(text)
+    line.keep("qwen: loaded in 2 s")
+    line.show("llama waits")
+    line.show("")
+    assert made == [["qwen waits", "qwen still waits", "qwen: loaded in 2 s"], ["llama waits", ""]]
+
+
+def test_a_limit_of_the_system_is_told_once_and_a_defect_is_raised(monkeypatch):
+    told = []
+    monkeypatch.setattr(waiting, "quiet_line", told.append)
+    monkeypatch.setattr(waiting, "_told", set())
+    monkeypatch.setattr(
+        waiting, "in_one_sentence", lambda error: str(error) if isinstance(error, OSError) else None
+    )
+    full = OSError("no space is left")
+
+    @waiting.hook
+    def act(error):
+        """What IPython calls before each cell."""
+        raise error
+
+    assert (act(full), act(full), told) == (None, None, ["no space is left"])
+    with pytest.raises(ZeroDivisionError):
+        act(ZeroDivisionError())
 
 
 def test_nothing_is_written_to_a_stream_that_is_no_terminal(capsys):
