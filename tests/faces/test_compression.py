@@ -47,7 +47,8 @@ class TestCompression(AsyncHTTPTestCase):
             assert answer.headers["Vary"] == "Accept-Encoding"
 
     def test_a_client_without_gzip_and_a_head_request_get_the_plain_answer(self):
-        self.ask("/page.js")
+        self.ask("/page.js", headers={"Accept-Encoding": "gzip", "Range": "bytes=0-4"})
+        assert gzip.decompress(self.ask("/page.js").body).decode() == SCRIPT
         assert self.ask("/page.js", headers={}).body.decode() == SCRIPT
         head = self.ask("/page.js", method="HEAD")
         assert int(head.headers["Content-Length"]) == len(SCRIPT)
@@ -75,10 +76,13 @@ class TestCompression(AsyncHTTPTestCase):
         assert not compression._kept, "an answer that is made anew is not kept"
 
     def test_the_kept_files_are_bounded(self):
-        self.ask("/page.js")
-        compression.MOST_KEPT_BYTES, most = 1000, compression.MOST_KEPT_BYTES
+        """The file that was not requested for the longest time is dropped."""
+        (self.path / "third.js").write_text(f"// third\n{SCRIPT}")
+        sizes = [len(self.ask(path).body) for path in ("/page.js", "/new.js", "/page.js")]
+        compression.MOST_KEPT_BYTES, most = sum(sizes) - 1, compression.MOST_KEPT_BYTES
         try:
-            self.ask("/new.js")
+            self.ask("/third.js")
         finally:
             compression.MOST_KEPT_BYTES = most
-        assert sum(map(len, compression._kept.values())) <= 1000
+        kept = [gzip.decompress(content).decode() for content in compression._kept.values()]
+        assert kept == [SCRIPT, f"// third\n{SCRIPT}"]

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 from gpu_runtime.engine_logs import new_log
 from gpu_runtime.serving.api.jobs import Job, Jobs
 from gpu_runtime.serving.health.breaker import BreakerState
+from gpu_runtime.serving.health.call_figures import CallFigures
 from gpu_runtime.serving.health.clients import Pattern
 from gpu_runtime.serving.served import ModelCalls, served
 from gpu_runtime.web.auth import Visitor
@@ -93,12 +94,14 @@ def test_jobs_are_shown_without_their_ids():
     """A visitor who knows the id of a job may fetch its result."""
     old, new = Job("/v1/embeddings", 10.0, "ann"), Job("/v1/chat/completions", 20.0, "bob")
     old.status, old.ended = "succeeded", 12.5
-    gateway = SimpleNamespace(
-        state=lambda: None,
-        figures=SimpleNamespace(collect=lambda: ()),
-        usage=SimpleNamespace(recent=lambda: []),
-    )
+    figures = CallFigures()
+    call = {"queue_seconds": 1.0, "prompt_tokens": 9, "completion_tokens": 5}
+    figures.add("qwen", {**call, "first_seconds": 0.5, "answer_seconds": 2.5})
+    figures.add("qwen", call)
+    usage = SimpleNamespace(recent=lambda: [])
+    gateway = SimpleNamespace(state=lambda: None, figures=figures, usage=usage)
     found = served(gateway, SimpleNamespace(all=lambda: [old, new]), 0.0)
+    assert found.models == {"qwen": ModelCalls(2, 1.0, 1.5, 2.0, 18, 10)}
     first, second = job_rows(found)
     assert [cell.text for cell in first.cells[1:]] == [
         "/v1/chat/completions", "bob", "running", "–",

@@ -74,6 +74,7 @@ def test_a_client_that_ended_frees_its_models_and_its_waits(rt, holds):
 
     thread = start(wait_for_room)
     until(lambda: rt.status().tickets)
+    assert holds.users("llama") == holds.users("qwen") == 1, "it counts while it waits"
     assert holds.release_jobs({"job2"}) == 1
     assert thread.wait(PATIENCE) and waited
     until(lambda: not rt.status().tickets)

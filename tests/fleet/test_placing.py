@@ -57,7 +57,8 @@ def test_an_error_of_the_code_is_not_hidden_by_another_host():
 
 
 def test_a_refusal_names_every_host_with_its_reason():
-    offers = [offer("a", NEVER), offer("b", NEVER)]
+    smaller = Offer("b", "qwen", NEVER, "because of b", need_bytes=3)
+    offers = [offer("a", NEVER), smaller]
     served = attempts("qwen", offers, answering())
     error = refusal("qwen", offers, served, 0.0)
     assert isinstance(error, DoesNotFit) and error.need_bytes == 7
@@ -80,6 +81,9 @@ def test_a_model_that_no_host_can_load_is_not_tried_for_ever():
     assert isinstance(refusal("qwen", offers, served, 0.0), Busy)
     served = attempts("qwen", offers, answering(a=damaged, b=Gone("dead")))
     assert isinstance(refusal("qwen", offers, served, 0.0), Busy)
+    full = DoesNotFit("too large", name="qwen", need_bytes=7, budget_bytes=0, device="", holders=())
+    served = attempts("qwen", offers, answering(a=damaged, b=full))
+    assert isinstance(refusal("qwen", offers, served, 0.0), LoadFailed), "one host had room"
 
 
 @pytest.mark.parametrize("others", [[], [offer("b", NEVER)], [offer("b")]])

@@ -5,9 +5,19 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from gpu_runtime.facts import ModelSpec
-from gpu_runtime.serving.fields import CHECKED_BACKENDS, FIELDS, require_fields, serves
+from gpu_runtime.serving.fields import (
+    CHECKED_BACKENDS,
+    FIELDS,
+    SAMPLING,
+    read_by_server,
+    require_fields,
+    sampling,
+    serves,
+)
 from gpu_runtime.serving.requests import Refused, read_call
 from tests.serving.harness import refusal
 
@@ -171,6 +181,8 @@ def test_two_values_of_one_field_are_refused(backend):
         require_fields(call("chat", max_tokens=5, max_completion_tokens=9), spec)
     with pytest.raises(Refused, match="two names of one field"):
         require_fields(call("chat", repeat_penalty=1.1, repetition_penalty=1.2), spec)
+    with pytest.raises(Refused, match="two names of one field"):
+        require_fields(call("completions", max_tokens=0, max_completion_tokens=9), spec)
     require_fields(call("chat", max_tokens=5, max_completion_tokens=5), spec)
     require_fields(call("chat", max_tokens=5, max_completion_tokens=None), spec)
 
@@ -194,12 +206,20 @@ def test_the_documented_table_is_the_table_of_the_code():
     assert found == expected
 
 
-@pytest.mark.parametrize(("field", "value"), [
-    ("top_k", -2), ("top_k", 1.5), ("min_p", 2), ("repetition_penalty", 0), ("typical_p", -1),
-    ("mirostat_mode", 3), ("logit_bias", {"the": 1}), ("logit_bias", {"5": 101}),
-    ("logit_bias", []), ("tools", {}), ("response_format", "json"), ("stream_options", True),
-    ("echo", 1), ("top_logprobs", 21),
-])  # fmt: skip
-def test_a_value_out_of_range_is_refused_for_every_engine(field, value):
-    with refusal(400, match=field):
-        call("chat", **{field: value})
+@given(st.dictionaries(st.sampled_from([*SAMPLING]), st.sampled_from([None, 0, 0.0, 1, 0.5])))
+def test_a_sampling_value_of_zero_is_a_value(body):
+    """A temperature of 0 is the most usual one. Null is no value."""
+    given = {name: value for name, value in body.items() if value is not None}
+    assert sampling({**body, "model": "qwen"}, SAMPLING) == given
+
+
+@pytest.mark.parametrize("value", [0, False, 0.0])
+def test_no_value_but_an_empty_one_is_ignored(value):
+    """A zero has an effect where true and false are expected, and the other way round."""
+    with pytest.raises(Refused, match="no field"):
+        require_fields(call("chat", unheard_of=value), ModelSpec("qwen", "llama_cpp"))
+    with pytest.raises(Refused, match="no field"):
+        read_by_server("m", "chat", {"unheard_of": value}, frozenset())
+    with pytest.raises(Refused, match="its engine has no field 'logprobs'"):
+        read_by_server("m", "completions", {"logprobs": 0}, frozenset())
+    assert read_by_server("m", "chat", {"logprobs": False, "n": None}, frozenset()) == {}

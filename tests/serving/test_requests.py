@@ -7,6 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from gpu_runtime.serving import requests
+from gpu_runtime.serving.prompt_size import MOST_CHARACTERS
 from gpu_runtime.serving.requests import KINDS, Call, Refused, read_call
 
 CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
@@ -111,31 +113,90 @@ def test_every_invalid_body_gets_a_400_with_a_reason(kind, body):
         assert json.dumps(refused.body())
 
 
+def said(text: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": text}]}
+
+
+# The kind of a call, a field that is made from a number, and the least and the largest number that is accepted.
+LIMITS: list[tuple[str, Any, int | None, int]] = [
+    ("chat", lambda n: {"messages": CHAT["messages"] * n}, 1, requests.MAX_MESSAGES),
+    ("chat", lambda n: said("x" * n), 0, MOST_CHARACTERS),
+    ("completions", lambda n: {"prompt": "x" * n}, 0, MOST_CHARACTERS),
+    ("completions", lambda n: {"prompt": ["a"] * n}, 1, requests.MAX_PROMPTS),
+    ("embeddings", lambda n: {"input": ["a"] * n}, 1, requests.MAX_TEXTS),
+    ("embeddings", lambda n: {"input": ["x" * n, ""]}, 0, MOST_CHARACTERS),
+    ("embeddings", lambda n: {"input": [n]}, 0, 2**31 - 1),
+    ("embeddings", lambda n: {"dimensions": n}, 1, 65_536),
+    ("rerank", lambda n: {"documents": ["a"] * n}, 1, requests.MAX_TEXTS),
+    ("detokenize", lambda n: {"tokens": [1] * n}, 1, requests.MAX_TOKENS),
+    ("chat", lambda n: {"model": "q" * n}, 1, requests.MAX_NAME_LENGTH),
+    ("chat", lambda n: {"x_client_id": "q" * n}, 1, requests.MAX_CLIENT_LENGTH),
+    ("chat", lambda n: {"x_priority": n}, 1, 100),
+    ("chat", lambda n: {"x_stay_warm": n}, 0, 86_400),
+    ("chat", lambda n: {"x_cooldown": n}, 0, 86_400),
+    ("chat", lambda n: {"x_budget": n}, 1, 86_400),
+    ("chat", lambda n: {"max_tokens": n}, 1, requests.MAX_TOKENS),
+    ("completions", lambda n: {"max_tokens": n}, 0, requests.MAX_TOKENS),
+    ("chat", lambda n: {"n": n}, 1, 128),
+    ("chat", lambda n: {"seed": n}, -(2**63), 2**63 - 1),
+    ("chat", lambda n: {"top_k": n}, -1, requests.MAX_TOKENS),
+    ("chat", lambda n: {"logprobs": True, "top_logprobs": n}, 0, 20),
+    ("completions", lambda n: {"logprobs": n}, 0, 20),
+    ("chat", lambda n: {"temperature": n}, 0, 2),
+    ("chat", lambda n: {"top_p": n}, 0, 1),
+    ("chat", lambda n: {"presence_penalty": n}, -2, 2),
+    ("chat", lambda n: {"repetition_penalty": n}, 1, 10),
+    ("chat", lambda n: {"mirostat_mode": n}, 0, 2),
+    ("chat", lambda n: {"logit_bias": {"5": n}}, -100, 100),
+    ("chat", lambda n: {"stop": ["a"] * n}, 0, 16),
+    ("images", lambda n: {"size": f"{n}x1"}, 1, 4096),
+    ("images", lambda n: {"size": f"1x{n}"}, 1, 4096),
+]
+
+
+@pytest.mark.parametrize(("kind", "field", "least", "most"), LIMITS)
+def test_a_value_at_its_limit_is_accepted_and_one_beyond_is_refused(kind, field, least, most):
+    for number in (least, most):
+        assert read_call(kind, ASKS[kind] | field(number))
+    for number in (least - 1, most + 1):
+        if number >= 0 or isinstance(next(iter(field(-1).values())), int):
+            assert refusal(kind, ASKS[kind] | field(number)).status in (400, 413)
+
+
+@pytest.mark.parametrize(("more", "thinks"), [
+    ({}, None), ({"reasoning_effort": "none"}, False), ({"reasoning_effort": "low"}, True),
+    ({"x_thinking": False, "reasoning_effort": "low"}, False),
+    ({"x_thinking": True, "reasoning_effort": "none"}, True),
+])  # fmt: skip
+def test_our_own_word_on_thinking_counts_before_an_effort(more, thinks):
+    assert read_call("chat", CHAT | more).thinking is thinks
+
+
 @pytest.mark.parametrize(("kind", "change", "param"), [
-    ("chat", {"model": None}, "model"), ("chat", {"model": "q" * 300}, "model"),
-    ("chat", {"model": "qwen\n"}, "model"), ("chat", {"messages": []}, "messages"),
+    ("chat", {"model": None}, "model"),
+    ("chat", {"model": "qwen\n"}, "model"), ("chat", {"x_budget": 0.0009}, "x_budget"),
     ("chat", {"messages": "hi"}, "messages"),
     ("chat", {"messages": [{"role": "wizard", "content": "hi"}]}, "messages[0].role"),
     ("chat", {"messages": [{"role": "user", "content": 7}]}, "messages[0].content"),
     ("chat", {"messages": [{"role": "user", "content": None}]}, "messages[0].content"),
-    ("chat", {"stream": "yes"}, "stream"), ("chat", {"max_tokens": 10**12}, "max_tokens"),
-    ("chat", {"max_tokens": 0}, "max_tokens"), ("chat", {"max_tokens": True}, "max_tokens"),
+    ("chat", {"stream": "yes"}, "stream"), ("chat", {"max_tokens": True}, "max_tokens"),
+    ("chat", {"top_k": 1.5}, "top_k"), ("chat", {"min_p": 1.01}, "min_p"),
+    ("chat", {"logit_bias": {"the": 1}}, "logit_bias"), ("chat", {"logit_bias": []}, "logit_bias"),
+    ("chat", {"tools": {}}, "tools"), ("chat", {"response_format": "json"}, "response_format"),
+    ("chat", {"stream_options": True}, "stream_options"), ("chat", {"echo": 1}, "echo"),
     ("chat", {"temperature": float("nan")}, "temperature"),
     ("chat", {"temperature": "hot"}, "temperature"), ("chat", {"stop": [""]}, "stop"),
     ("chat", {"x_priority": "supreme"}, "x_priority"),
     ("chat", {"x_prioritty": "high"}, "x_prioritty"),
     ("chat", {"X-Never-Heard-Of": {"a": [1]}}, "X-Never-Heard-Of"),
-    ("chat", {"x_priority": -1}, "x_priority"), ("chat", {"x_priority": True}, "x_priority"),
+    ("chat", {"x_priority": True}, "x_priority"),
     ("chat", {"x_cooldown": float("inf")}, "x_cooldown"),
     ("chat", {"x_client_id": "a/b"}, "x_client_id"),
-    ("completions", {"prompt": ["a", [1]]}, "prompt"), ("completions", {"prompt": []}, "prompt"),
-    ("completions", {"prompt": [1, -1]}, "prompt"),
-    ("completions", {"max_tokens": -1}, "max_tokens"), ("embeddings", {"input": []}, "input"),
+    ("completions", {"prompt": ["a", [1]]}, "prompt"),
     ("embeddings", {"input": ["a", [1]]}, "input"), ("embeddings", {"input": [[]]}, "input"),
-    ("embeddings", {"input": [1, -1]}, "input"), ("embeddings", {"input": [True]}, "input"),
-    ("embeddings", {"dimensions": 0}, "dimensions"),
+    ("embeddings", {"input": [True]}, "input"),
     ("embeddings", {"encoding_format": "hex"}, "encoding_format"),
-    ("embeddings", {"stream": True}, "stream"), ("images", {"size": "9999999x1"}, "size"),
+    ("embeddings", {"stream": True}, "stream"),
 ])  # fmt: skip
 def test_the_refusal_names_the_field(kind, change, param):
     """The refusal has the name of the invalid field in the caller's own spelling."""
@@ -152,15 +213,14 @@ def test_half_a_surrogate_pair_is_the_callers_mistake():
 
 
 def test_a_refusal_has_the_shape_that_openai_clients_read():
-    """A refusal has the header `Retry-After` in whole seconds if a retry may succeed."""
-    refused = Refused(503, "queue_full", "the queue is full", 0.2)
-    assert refused.headers == {"Retry-After": "1"}
-    assert refused.body() == {
-        "error": {
-            "message": "the queue is full",
-            "type": "server_error",
-            "code": "queue_full",
-            "param": None,
-        }
-    }
-    assert Refused(400, "bad_field", "no").headers == {}
+    """A refusal has the header `Retry-After` in whole seconds if a retry may succeed, and not too early."""
+    for seconds, header in ((0.0, "1"), (0.2, "1"), (1.0, "1"), (1.2, "2"), (59.5, "60")):
+        refused = Refused(503, "queue_full", "the queue is full", seconds)
+        assert refused.headers == {"Retry-After": header}
+    error = {"message": "the queue is full", "code": "queue_full", "param": None}
+    assert refused.body() == {"error": {**error, "type": "server_error"}}
+    kinds = {400: "invalid_request", 404: "invalid_request", 413: "invalid_request"}
+    for status, kind in {**kinds, 429: "rate_limit", 500: "server"}.items():
+        refused = Refused(status, "bad_field", "no", param="n")
+        assert refused.body()["error"]["type"] == f"{kind}_error" and refused.headers == {}
+        assert refused.body()["error"]["param"] == "n"

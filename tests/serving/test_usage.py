@@ -4,6 +4,7 @@ import asyncio
 import logging
 import os
 import time
+from datetime import UTC, datetime
 from typing import Any
 
 import pytest
@@ -13,7 +14,8 @@ from gpu_runtime.access_keys import AccessKey
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.api.jobs import Jobs
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving.store import Store
+from gpu_runtime.serving import usage as usages
+from gpu_runtime.serving.store import KEPT_DAYS, Store
 from gpu_runtime.serving.usage import Usage
 from gpu_runtime.web.auth import Visitor
 from tests.serving.app_client import Gateway, with_visitor
@@ -68,11 +70,42 @@ async def test_usage_survives_a_restart_and_days_are_added(path):
     assert [row["calls"] for row in seen.of(30)] == [3, 6]
     assert [row["calls"] for row in seen.of(1)] == [1, 2]
     assert seen.of(30, "ann")[0]["model"] == "phi"
-    store.add_usage([("2000-01-01", "ann", "qwen", 1, 2, 3)])
+    ages = (KEPT_DAYS - 1, KEPT_DAYS + 1, 9000)
+    old = [datetime.fromtimestamp(time.time() - age * DAY, UTC).date().isoformat() for age in ages]
+    store.add_usage([(day, "old", "qwen", 1, 2, 3) for day in old])
     store.close()
     store = Store(path)
-    assert len(store.usage("1970-01-01")) == 6, "days of long ago are forgotten"
+    kept = [row[0] for row in store.usage("1970-01-01") if row[1] == "old"]
+    assert kept == old[:1], "days of long ago are forgotten"
     store.close()
+
+
+async def test_usage_is_written_again_and_again_while_the_server_runs(path, monkeypatch):
+    """A server that is killed loses the last second of its usage, not the last day."""
+    monkeypatch.setattr(usages, "WRITE_SECONDS", 0.0)
+    store = Store(path)
+    usage = Usage(store)
+    for calls in (1, 2, 3):
+        usage.add("ann", facts("qwen"))
+        await until(lambda: [row[3] for row in store.usage("2000-01-01")] == [calls])
+    await usage.close()
+    store.close()
+
+
+def test_the_usage_of_a_month_is_read_again_after_some_seconds():
+    """All pages of the console share the rows. A day ends at midnight in UTC."""
+    now = [1_763_596_740.0]  # 23:59 UTC
+    usage = Usage(None, lambda: now[0])
+    usage.add("ann", facts("qwen"))
+    first = usage.recent()
+    usage.add("ann", facts("qwen"))
+    now[0] += 4.9
+    assert usage.recent() is first and [row["calls"] for row in first] == [1]
+    now[0] += 0.1
+    assert [row["calls"] for row in usage.recent()] == [2]
+    assert usage.of(1) and not usage.of(1, "bob")
+    now[0] += 120.0
+    assert usage.of(1) == [] and [row["calls"] for row in usage.of(2)] == [2]
 
 
 async def test_servers_side_by_side_add_to_one_file(path):
