@@ -11,10 +11,10 @@ import pytest
 from starlette.testclient import TestClient
 
 from gpu_runtime.access_keys import AccessKey
+from gpu_runtime.serving import usage as usages
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.api.jobs import Jobs
 from gpu_runtime.serving.requests import Refused
-from gpu_runtime.serving import usage as usages
 from gpu_runtime.serving.store import KEPT_DAYS, Store
 from gpu_runtime.serving.usage import Usage
 from gpu_runtime.web.auth import Visitor
@@ -87,7 +87,7 @@ async def test_usage_is_written_again_and_again_while_the_server_runs(path, monk
     usage = Usage(store)
     for calls in (1, 2, 3):
         usage.add("ann", facts("qwen"))
-        await until(lambda: [row[3] for row in store.usage("2000-01-01")] == [calls])
+        await until(lambda n=calls: [row[3] for row in store.usage("2000-01-01")] == [n])
     await usage.close()
     store.close()
 
