@@ -601,6 +601,7 @@ def test_a_served_session_is_freed_after_its_browser_has_gone(poller, monkeypatc
     assert "failed with following error" not in caplog.text
 
 
+@pytest.mark.processes
 def test_importing_the_package_imports_neither_panel_nor_bokeh(child_environment):
     code = (
         "import sys, gpu_panels, gpu_runtime; print({'panel', 'bokeh', 'torch'} & set(sys.modules))"

@@ -117,6 +117,7 @@ def test_a_console_that_was_never_shown_is_freed(rt):
     assert [ref() for ref in gone] == [None, None]
 
 
+@pytest.mark.processes
 def test_every_widget_is_defined_before_a_page_is_shown(child_environment):
     """A notebook's browser cannot resolve a component that was defined after its page was shown."""
     widgets = Path(inline.__file__).with_name("widgets").glob("*.py")

@@ -99,6 +99,7 @@ async def test_nothing_remains_of_a_cancelled_call():
         assert k.log[-1] == "qwen ended" and k.gateway.state().counts["cancelled"] == 2
 
 
+@pytest.mark.thorough
 async def test_an_urgent_call_is_urgent_among_other_processes_too():
     """After the answer the model has its own importance again."""
     book = "memory:urgent-call"
@@ -169,6 +170,7 @@ async def test_a_model_that_need_not_leave_serves_calls_while_another_loads():
         await asyncio.gather(c, *running.values())
 
 
+@pytest.mark.thorough
 async def test_a_call_without_room_waits_and_others_continue():
     """If it is cancelled, its request leaves the ledger."""
     book = "memory:test-gateway-room"
@@ -557,6 +559,7 @@ async def test_a_model_that_never_fits_is_507_and_not_repeated():
         assert refused.value.facts["failures"]
 
 
+@pytest.mark.thorough
 async def test_a_budget_that_is_spent_ends_the_call():
     """A model without measurements gets the call. When the budget is spent, the call is ended."""
     async with harness(a=4, scripts={"a": [asyncio.Event(), asyncio.Event()]}) as k:
