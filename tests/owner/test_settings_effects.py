@@ -24,7 +24,8 @@ PROVEN: set[str] = set()
 FILES = {  # of the settings that are tested with real servers, or with what they are about
     "devices/test_probe.py": "gpu_devices",
     "faces/test_gate.py": "gpu_console_token gpu_console_viewer_token",
-    "faces/test_login.py": "gpu_console_operators gpu_console_viewers gpu_console_read_only",
+    "faces/test_login.py": "gpu_console_operators gpu_console_viewers",
+    "faces/test_sockets.py": "gpu_console_read_only",
     "faces/test_waiting.py": "gpu_progress_seconds",
     "owner/test_kernel.py": "gpu_park gpu_park_idle_seconds gpu_park_turn_seconds",
     "owner/test_look_ahead.py": "gpu_prefetch",
