@@ -6,9 +6,12 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tornado.httputil import HTTPHeaders, HTTPServerRequest, RequestStartLine
+from tornado.web import Application, RequestHandler
+from tornado.websocket import WebSocketHandler
 
 from gpu_runtime.errors import NotAllowed
-from gpu_runtime.web import auth
+from gpu_runtime.web import auth, gate
 from gpu_runtime.web.auth import (
     OPERATOR,
     VIEWER,
@@ -157,6 +160,178 @@ def test_a_page_joins_no_session_of_another_visitor(owners, may):
     request = SimpleNamespace(headers={"Sec-WebSocket-Protocol": f"bokeh, {token}"})
     gate = panel_gate.PanelGate(app, RULES)
     assert gate.may_join(request, Visitor("ann", True)) is may
+
+
+KEY, LOOK = "gpu-" + "k" * 43, "gpu-" + "l" * 43
+BOTS = {
+    KEY: Visitor("key:bot", False, may_call=True, api_only=True),
+    LOOK: Visitor("key:look", False),
+}
+KEY_RULES = AccessRules(
+    "ann",
+    OPERATORS,
+    VIEWERS,
+    key_visitor=BOTS.get,
+    cors=frozenset({"https://app.example"}),
+)
+
+
+class Asked(gate.Gate):
+    """A gate over two pages, a websocket and a route of calls. `ask` is the answer to one request."""
+
+    def __init__(self, now=lambda: 0.0):
+        class Page(RequestHandler):
+            def get(self):
+                """A page."""
+
+        class Socket(WebSocketHandler):
+            """A websocket."""
+
+        app = Application([("/page", Page), ("/v1/models", Page), ("/ws", Socket)])
+        super().__init__(app, KEY_RULES, now)
+        self.max_body_bytes, self.joins = 1000, True
+        self.admitted = []
+        self.connections = SimpleNamespace(
+            stranger=lambda stream: stream, admit=self.admitted.append
+        )
+
+    def may_join(self, request, visitor):
+        return self.joins
+
+    def ask(self, path="/page", method="GET", who="uid 7", ip="10.0.0.9", **headers):
+        """The visitor's name, or the status of a refusal; and the seconds by which it is delayed."""
+        sent = HTTPHeaders({"Host": "box:8211"})
+        for name, value in headers.items():
+            sent[name.replace("_", "-")] = value
+        connection = SimpleNamespace(stream=who, set_max_body_size=lambda size: None)
+        connection.context = SimpleNamespace(remote_ip=ip, protocol="http")
+        line = RequestStartLine(method, path, "HTTP/1.1")
+        self.request = HTTPServerRequest(headers=sent, connection=connection, start_line=line)
+        found = self.find_handler(self.request)
+        options = found.handler_kwargs
+        if "status" in options:
+            return options["status"], options.get("wait", 0.0)
+        return (
+            self.request.visitor.name if self.request.visitor else found.handler_class.__name__,
+            0.0,
+        )
+
+
+TOKENS = {
+    "ann": OPERATORS,
+    "viewer": VIEWERS,
+    "key:bot": KEY,
+    "key:look": LOOK,
+    "": "wrong-token",
+}
+
+
+@pytest.mark.parametrize("lane", [True, False])
+@pytest.mark.parametrize("path", ["/page", "/v1/models"])
+@pytest.mark.parametrize("place", ["header", "key header", "query", "cookie"])
+@pytest.mark.parametrize("name", TOKENS)
+def test_the_gate_admits_whom_the_token_in_its_place_proves(name, place, path, lane):
+    """A key counts in a header only, and one for calls opens no page. A cookie counts below the lane only."""
+    asked, token = Asked(), TOKENS[name]
+    in_cookie = {
+        "ann": asked._cookie_rules.operator_token,
+        "viewer": asked._cookie_rules.viewer_token,
+    }.get(name, token)
+    more = {
+        "header": {"Authorization": f"Bearer {token}"},
+        "key header": {"X_Api_Key": token},
+        "cookie": {"Cookie": f"gpu-console=tossed; gpu-console={in_cookie}"},
+        "query": {},
+    }[place]
+    rest = "theme=dark&api_key=secret"
+    query = f"?token=first&token={token}&{rest}" if place == "query" else f"?{rest}"
+    found, _ = asked.ask(f"/{asked.lane}{path}{query}" if lane else f"{path}{query}", **more)
+    key_counts = "header" in place
+    expected = {
+        "ann": name, "viewer": name, "": 403,
+        "key:bot": 403 if not key_counts or path == "/page" else name,
+        "key:look": name if key_counts else 403,
+    }[name]  # fmt: skip
+    if place == "query" and name in ("ann", "viewer"):
+        expected = "RedirectHandler"  # the token leaves the URL
+    if place == "cookie" and not lane:
+        expected = 403
+    assert found == expected
+    assert asked.admitted == (["uid 7"] if expected == name else [])
+    assert (asked.request.path, asked.request.query) == (path, "theme=dark&api_key=%2A%2A%2A")
+    seen = {*asked.request.headers} & {"Authorization", "X-Api-Key", "Cookie"}
+    assert not seen, "no page and no log sees a credential"
+
+
+def test_the_header_of_openai_counts_before_that_of_anthropic():
+    """Some clients send both. A program whose token is wrong there is not let in by the other."""
+    both = {"Authorization": f"Bearer {VIEWERS}", "X_Api_Key": OPERATORS}
+    assert Asked().ask(**both)[0] == "viewer"
+
+
+def test_each_stranger_waits_for_its_own_guesses_and_the_right_token_never():
+    """A request without a token is no guess. A guess that is not checked does not count."""
+    now = [0.0]
+    asked = Asked(lambda: now[0])
+    wrong = {"Authorization": "Bearer wrong"}
+    waits = [asked.ask(**wrong) for _ in range(20)]
+    assert [wait for _, wait in waits[:8]] == [0.0] * 6 + [1.0, 2.0]
+    assert waits[15:] == [(429, 10.0)] * 5
+    assert asked.ask() == (403, 0.0), "without a token"
+    assert asked.ask(who="uid 8", **wrong) == (403, 0.0), "another stranger"
+    assert asked.ask(Authorization=f"Bearer {OPERATORS}") == ("ann", 0.0)
+    assert asked.try_token(asked.request, OPERATORS) == (OPERATOR, 0.0)
+    assert asked.try_token(asked.request, "wrong") == (None, None)
+    now[0] += 1.0
+    assert asked.ask(**wrong) == (403, 9.0), "a second later, one more is checked"
+    assert [asked.ask(who="uid 9")[1] > 0 for _ in range(203)] == [False] * 201 + [True] * 2
+
+
+@pytest.mark.parametrize(("more", "found"), [
+    ({"ip": "127.0.0.1"}, "probe"), ({"ip": "::1"}, "probe"), ({"ip": "10.0.0.9"}, 403),
+    ({"ip": "127.0.0.1", "X_Forwarded_For": "10.0.0.9"}, 403), ({"ip": ""}, 403),
+    ({"ip": "127.0.0.1", "method": "POST"}, 403), ({"ip": "127.0.0.1", "path": "/page"}, 403),
+    ({"ip": "127.0.0.1", "Upgrade": "websocket"}, 403),
+])  # fmt: skip
+def test_only_a_program_of_this_machine_reads_a_probe_without_a_token(more, found):
+    asked = Asked()
+    asked._app.add_handlers(".*", [("/livez", RequestHandler)])
+    assert asked.ask(**{"path": "/livez", **more})[0] == found
+
+
+@pytest.mark.parametrize(("origins", "found"), [
+    ({"Origin": "http://box:8211"}, "ann"), ({"Origin": "http://box:9999"}, 403),
+    ({"Origin": "https://app.example"}, "ann"), ({"Origin": "http://evil.example"}, 403),
+    ({"Origin": "http://box:8211", "Sec_Websocket_Origin": "http://evil.example"}, 403),
+    ({"Origin": "https://app.example", "Sec_Websocket_Origin": "http://evil.example"}, 403),
+    ({"Origin": "https://app.example", "path": "/ws", "Upgrade": "websocket"}, 403),
+    ({"Origin": "http://box:8211", "path": "/ws", "Upgrade": "websocket"}, "ann"),
+    ({"Origin": "https://app.example", "method": "OPTIONS"}, "PreflightHandler"),
+])  # fmt: skip
+def test_a_page_of_another_origin_is_answered_only_if_the_operator_named_it(origins, found):
+    asked = Asked()
+    assert asked.ask(**{"Authorization": f"Bearer {OPERATORS}", **origins})[0] == found
+    assert not {"Origin", "Sec-Websocket-Origin"} & {*asked.request.headers}
+
+
+@pytest.mark.parametrize(("length", "found"), [
+    ("0", "ann"), ("1000", "ann"), ("1001", 413), (str(1 << 30), 413), (str((1 << 30) + 1), "ann"),
+    ("²", 400), ("-1", 400), ("9" * 5000, 400),
+])  # fmt: skip
+def test_a_body_that_is_too_large_is_refused_with_its_size(length, found):
+    """One that is far too large is refused by Tornado itself, which reads no more of it."""
+    sent = {"Authorization": f"Bearer {OPERATORS}", "Content_Length": length}
+    assert Asked().ask(**sent)[0] == found
+
+
+def test_a_websocket_is_joined_only_by_its_visitor_and_a_closed_gate_admits_nobody():
+    asked, sent = Asked(), {"Authorization": f"Bearer {OPERATORS}"}
+    asked.joins = False
+    assert asked.ask("/ws", Upgrade="websocket", **sent)[0] == 403
+    assert asked.ask(**sent)[0] == "ann", "a page belongs to nobody yet"
+    assert asked.ask("/nowhere", **sent)[0] == 404
+    asked.closed_because = "the gate was installed late"
+    assert asked.ask(**sent)[0] == 503
 
 
 def test_outside_a_page_there_is_no_visitor():

@@ -4,17 +4,12 @@
 """
 
 import asyncio
-import logging
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.testclient import TestClient
-from tornado.httpclient import AsyncHTTPClient
-from tornado.httpserver import HTTPServer
-from tornado.testing import bind_unused_port
-from tornado.web import Application
 
 from gpu_runtime.access_keys import AccessKey, digest
 from gpu_runtime.serving.access import visitor_of
@@ -22,9 +17,7 @@ from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.health.allowance import WINDOW_SECONDS, Allowance
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.tasks import ServingConfig, Task
-from gpu_runtime.web import gate
-from gpu_runtime.web.asgi import Asgi
-from gpu_runtime.web.auth import AccessRules, Visitor
+from gpu_runtime.web.auth import Visitor
 from tests.serving.app_client import with_visitor
 from tests.serving.harness import Harness, answer_text, chat, harness, refusal
 from tests.serving.loops import settle
@@ -185,52 +178,6 @@ def test_a_key_acts_on_nothing_else():
         assert http.delete(f"/v1/jobs/{own}").status_code == 200
         http.portal.call(k.gateway.close)
     k.rt.close()
-
-
-async def hello(scope: Any, receive: Any, send: Any) -> None:
-    headers = b" ".join(value for _, value in scope["headers"])
-    body = f"{scope['state']['visitor'].name} {headers.decode()}".encode()
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": body})
-
-
-async def test_the_gate_admits_a_key_in_a_header_to_the_routes_of_models(caplog):
-    """A key in a URL or a cookie counts for nothing, opens no page and no websocket, and is in no log."""
-    caplog.set_level(logging.DEBUG)
-    app = Application([(r"/.*", Asgi, {"app": hello})])
-    rules = AccessRules(
-        "ann", "o" * 32, key_visitor=lambda offered: visitor_of(KEYS, offered, read_only=False)
-    )
-    gate.install(app, rules)
-    socket, port = bind_unused_port()
-    server = HTTPServer(app)
-    server.add_socket(socket)
-
-    async def ask(path: str, **headers: str) -> tuple[int, str]:
-        sent = {name.replace("_", "-"): value for name, value in headers.items()}
-        url = f"http://127.0.0.1:{port}{path}"
-        answer = await AsyncHTTPClient().fetch(
-            url, headers={"Accept": "*/*", **sent}, raise_error=False, follow_redirects=False
-        )
-        return answer.code, answer.body.decode()
-
-    try:
-        for headers in ({"Authorization": f"Bearer {BOT}"}, {"X_Api_Key": BOT}):
-            status, body = await ask("/v1/models", **headers)
-            assert status == 200 and body.startswith("key:bot ") and BOT not in body
-            for path in ("/", "/metrics", "/memory/stats", "/v1", "/docs"):
-                assert (await ask(path, **headers))[0] == 403, path
-        look = {"Authorization": f"Bearer {LOOK}"}
-        assert (await ask("/metrics", **look))[1].startswith("key:look ")
-        assert (await ask(f"/v1/models?token={BOT}"))[0] == 401
-        assert (await ask("/v1/models", Cookie=f"gpu-console={BOT}"))[0] == 401
-        assert (await ask("/v1/models", X_Api_Key=KEYS["bot"].sha256))[0] == 401
-        upgrade = {"Upgrade": "websocket", "Connection": "Upgrade"}
-        assert (await ask("/ws", X_Api_Key=BOT, **upgrade))[0] == 403
-    finally:
-        server.stop()
-        await server.close_all_connections()
-    assert BOT not in caplog.text and LOOK not in caplog.text
 
 
 async def test_a_removed_key_is_refused_at_its_next_call():
