@@ -123,15 +123,6 @@ def test_free_memory_is_kept_for_the_first_in_the_queue():
     assert kept[0].left == row.parts[1].left + row.parts[1].width
 
 
-def test_what_victims_will_free_is_used_first_and_a_stopped_process_keeps_nothing():
-    """The reranker of 4 GiB leaves for a request of 5 GiB: only 1 GiB is kept."""
-    ticket = wants("llama", 5, owner=samples.ME, recalls=(f"{samples.BOB.id}/reranker",))
-    seen = replace(samples.busy, tickets=(ticket,))
-    assert reserved(seen, seen.devices[0]) == [(ticket, GIB)]
-    asleep = replace(wants("llama", 2), refreshed=samples.NOW - 60)
-    assert reserved(replace(samples.busy, tickets=(asleep,)), samples.busy.devices[0]) == []
-
-
 WANTS = st.tuples(st.integers(0, 6), st.booleans(), st.sampled_from((0.0, 2.0, 2.1, 60.0)))
 
 

@@ -38,14 +38,6 @@ def wish(name: str, **fields: object) -> Wish:
     return Wish(name, {}, **fields)  # type: ignore[arg-type]
 
 
-def test_the_dedicated_set_is_replaced_whole():
-    """A model that is no longer dedicated is no longer wished. Other wishes stay."""
-    before = applied(Wishes(), [wish("own")], dedicated=False)
-    before = applied(before, [wish("a", dedicated=True), wish("b", dedicated=True)], dedicated=True)
-    after = applied(before, [wish("b", dedicated=True), wish("c", dedicated=True)], dedicated=True)
-    assert after.names == ("b", "c", "own")
-
-
 def test_a_repeated_change_changes_nothing():
     """Ray repeats a call after the controller was restarted, so a repeated change must have no effect."""
     once = applied(Wishes(), [wish("a")], dedicated=False)
@@ -53,11 +45,6 @@ def test_a_repeated_change_changes_nothing():
     drained = with_drain(once, "box1", undo=False)
     assert with_drain(drained, "box1", undo=False) is drained
     assert with_drain(drained, "box1", undo=True).drained == ()
-
-
-def test_an_unknown_wish_cannot_be_removed():
-    with pytest.raises(UnknownModel, match="'b'"):
-        without(Wishes(models=(wish("a"),)), "b")
 
 
 @given(WISHES, WISHES, st.booleans())

@@ -1,6 +1,8 @@
 """Which fields of a request each backend can serve. A field is served or refused, and never ignored."""
 
+import copy
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -98,52 +100,60 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
 
 USER = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "now", "parameters": {}}
-INSIDE: list[tuple[dict[str, Any], str, str]] = [
-    ({"messages": [{**USER, "nmae": "ann"}]}, "messages[0].nmae", "did you mean messages[0].name?"),
-    ({"messages": [USER, {**USER, "prefix": True}]}, "messages[1].prefix", "Leave it out"),
-    (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "hi", "txt": "a"}]}]},
-        "messages[0].content[0].txt",
-        "did you mean messages[0].content[0].text?",
-    ),
-    (
+WHOLE = {
+    "messages": [
         {
-            "messages": [
-                {"role": "user", "content": [{"type": "image_url", "image_url": {"link": "a"}}]}
-            ]
+            "role": "user",
+            "name": "ann",
+            "content": [
+                {"type": "text", "text": "hi"},
+                {"type": "image_url", "image_url": {"url": "data:", "detail": "low"}},
+            ],
         },
-        "messages[0].content[0].image_url.link",
-        "Leave it out",
-    ),
-    (
-        {"messages": [USER, {"role": "assistant", "tool_calls": [{"function": {"args": "{}"}}]}]},
-        "messages[1].tool_calls[0].function.args",
-        "",
-    ),
-    ({"tools": [{"type": "function", "function": FUNCTION, "streng": 1}]}, "tools[0].streng", ""),
-    (
-        {"tools": [{"type": "function", "function": {**FUNCTION, "examples": [1]}}]},
-        "tools[0].function.examples",
-        "Leave it out",
-    ),
-    ({"response_format": {"type": "json_object", "shema": {}, "a": 1}}, "response_format.a", ""),
-    (
-        {"response_format": {"type": "json_schema", "json_schema": {"schma": {"type": "null"}}}},
-        "response_format.json_schema.schma",
-        "did you mean response_format.json_schema.schema?",
-    ),
-    ({"stream_options": {"include_uasge": True}}, "stream_options.include_uasge", "include_usage?"),
-    ({"stream_options": {"include_obfuscation": True}}, "stream_options.include_obfuscation", ""),
-]
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [{"id": "a", "function": {"name": "now", "arguments": "{}"}}],
+        },
+    ],
+    "tools": [{"type": "function", "function": FUNCTION}],
+    "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
+    "stream_options": {"include_usage": True},
+}
+
+
+def places(value: Any, place: str = "") -> Iterator[tuple[str, dict[str, Any]]]:
+    """Each object inside `value`, with its place. What is inside a schema or parameters is the user's."""
+    items = enumerate(value) if isinstance(value, list) else []
+    for name, inner in value.items() if isinstance(value, dict) else items:
+        where = f"{place}[{name}]" if isinstance(value, list) else f"{place}.{name}".lstrip(".")
+        if name not in ("schema", "parameters"):
+            if isinstance(inner, dict):
+                yield where, inner
+            yield from places(inner, where)
 
 
 @pytest.mark.parametrize("backend", [*CHECKED_BACKENDS, "vllm", "llama-server", "ollama"])
-@pytest.mark.parametrize(("fields", "path", "advice"), INSIDE)
-def test_an_unknown_field_is_refused_at_every_depth(backend, fields, path, advice):
+def test_an_unknown_field_is_refused_at_every_depth(backend):
     """Servers ignore such a field. The message begins with its path, and a hint names a path that could be there."""
-    with refusal(400, param=path) as refused:
-        require_fields(call("chat", **fields), ModelSpec("qwen", backend))
-    assert refused.value.message.startswith(f"{path}: ") and advice in refused.value.message
+    spec, whole = ModelSpec("qwen", backend), copy.deepcopy(WHOLE)
+    require_fields(call("chat", **whole), spec)
+    found = list(places(whole))
+    assert len(found) == 12
+    for place, inner in found:
+        known = next(name for name in inner if len(name) > 3)
+        for name, advice in (
+            (f"{known}x", f"did you mean {place}.{known}?"),
+            ("qqq", "Leave it out"),
+        ):
+            inner[name] = {"a": 1}
+            with refusal(400, param=f"{place}.{name}") as refused:
+                require_fields(call("chat", **whole), spec)
+            assert refused.value.message.startswith(f"{place}.{name}: ")
+            assert advice in refused.value.message
+            inner[name] = None  # an empty one has no effect
+            require_fields(call("chat", **whole), spec)
+            del inner[name]
 
 
 def test_a_field_that_only_servers_read_reaches_them():

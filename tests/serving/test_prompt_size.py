@@ -21,7 +21,7 @@ from gpu_runtime.serving.engines.transformers import TransformersAdapter
 from gpu_runtime.serving.prompt_size import CUT_TOKENS, MOST_CHARACTERS, tokens_if_too_many
 from gpu_runtime.serving.requests import Refused, read_call
 from tests.clock import PATIENCE
-from tests.serving.harness import harness, refusal
+from tests.serving.harness import harness
 from tests.serving.loops import settle, until
 
 QWEN = "qwen"
@@ -33,16 +33,6 @@ def chat(text: str) -> dict:
 
 def words(text: str) -> int:
     return len(text.split())
-
-
-@pytest.mark.parametrize(("kind", "body"), [
-    ("chat", chat("x" * (MOST_CHARACTERS + 1))),
-    ("completions", {"model": QWEN, "prompt": "x" * (MOST_CHARACTERS + 1)}),
-    ("embeddings", {"model": QWEN, "input": ["x" * (MOST_CHARACTERS // 2 + 1)] * 2}),
-])  # fmt: skip
-def test_a_prompt_has_a_limit_of_characters(kind, body):
-    with refusal(413, match="at most 4,000,000 are accepted"):
-        read_call(kind, body)
 
 
 def test_images_do_not_count_as_text():
