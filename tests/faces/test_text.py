@@ -201,7 +201,8 @@ def test_why_names_the_process_of_each_event_if_there_are_several():
         "llama of analysis.ipynb (pid 4121), bob",
         "analysis.ipynb",
     ]
-    assert "llama of analysis.ipynb" not in text.why("llama", [bobs], around=samples.busy)
+    twice = [bobs, replace(bobs, seq=9)]
+    assert "llama of analysis.ipynb" not in text.why("llama", twice, around=samples.busy)
     assert "<b>llama of this process</b>" in html.why("llama", [mine, bobs], samples.busy)
 
 

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 from gpu import waiting
 from gpu.waiting import Line, OthersWait, WaitLine, sentence
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 import gpu_runtime
@@ -272,7 +272,9 @@ HELD = st.tuples(
 )
 
 
-@given(st.lists(HELD, max_size=5))
+@example(held=[(samples.ME, "sim:1", 3, "model"), (samples.ME, "sim:0", 1, "model")])
+@example(held=[(samples.ME, "sim:0", 1, "kernel"), (samples.BOB, "sim:0", 3, "model")])
+@given(held=st.lists(HELD, max_size=5))
 def test_the_news_are_of_the_largest_lease_of_this_notebook_on_the_card(held):
     """Another process may hold more there, and this notebook may hold more elsewhere."""
     leases = [

@@ -4,6 +4,7 @@ The tests check which model answers, which calls are refused, and that nothing r
 """
 
 import asyncio
+import contextlib
 import threading
 from contextlib import asynccontextmanager
 
@@ -437,12 +438,12 @@ async def test_three_decode_failures_in_a_row_reload_the_model_once():
     async with harness(
         qwen=4, scripts={"qwen": [failed, failed, None, failed, failed, failed, failed]}
     ) as k:
-        for _ in range(6):
-            try:
+        for number in range(6):
+            with contextlib.suppress(Refused):
                 await k.chat("qwen")
-            except Refused:
-                pass
             await settle()
+            reloads = k.gateway.state().counts.get("reloads", 0)
+            assert reloads == (number == 5), "an answer ends the row of failures"
         await until(lambda: k.where()["qwen"] != "sim:0")
         assert k.gateway.state().counts["reloads"] == 1
         with pytest.raises(Refused):
