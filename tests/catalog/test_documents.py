@@ -29,6 +29,7 @@ def test_a_file_has_several_documents_and_empty_ones_are_left_out():
         {"b": ["x", 2.5, True, None]},
     ]
     assert values("# nothing\n") == values("") == []
+    assert values("\ufeffa: 1") == [{"a": 1}], "with the mark of an editor"
 
 
 def test_every_value_has_its_line():
@@ -52,6 +53,8 @@ def test_aliases_are_resolved_and_written_fields_override_merged_ones():
         "keep": True,
     }
     assert value["three"] == {"memory": 3, "keep": True}
+    (value,) = values("a: &a {x: 1}\nb: &b {x: 2, y: 2}\nc: {<<: [*a, *b]}\n")
+    assert value["c"] == {"x": 1, "y": 2}, "the first of several counts"
 
 
 @pytest.mark.parametrize(
@@ -126,6 +129,9 @@ def test_json_with_tabs_and_exponents_and_several_in_a_row():
         ('{"a": 1,\n "a": 2}', 2, "twice"),
         ('{"a":\n oops}', 2, "not JSON"),
         ('{"a": NaN}', 1, "not JSON that can be used"),
+        ('{"a": 1}\n{"b":\n 9223372036854775808}', 2, "too large a number"),
+        (r'{"a": "\ud800"}', 1, "half of a character"),
+        (r'{"\ud800": 1}', 1, "half of a character"),
         ("[" * 100_000, 1, "not JSON"),
         ('{"a": ' * 40 + "1" + "}" * 40, 1, "deeper than"),
     ],

@@ -316,9 +316,12 @@ def test_an_invalid_field_is_reported_with_file_line_and_field(fields, field, me
 
 
 def test_all_errors_are_reported_at_once():
-    error = wrong("models:\n  a:\n    memory: x\n    keep: 3\n  b:\n    memroy: 1\n")
+    """In the order of their lines. A name that is there three times is named with its first line."""
+    error = wrong("models:\n  a:\n    keep: 3\n    memory: x\n  b:\n    memroy: 1\n")
     assert (error.line, [other.line for other in error.others]) == (3, [4, 6])
     assert all(f"line {line}" in str(error) for line in (3, 4, 6))
+    error = wrong("models:\n - name: a\n - name: a\n - name: a\n")
+    assert str(error).count("the first time in line 2") == 2
 
 
 def test_synonyms_with_the_same_value_are_accepted():
@@ -350,7 +353,34 @@ def test_fields_become_a_spec():
 
 
 def test_a_number_of_gpus_is_the_number_of_cards():
-    assert spec("gpus: 2").placement == {"least_cards": 2, "most_cards": 2}
+    for fields in ("gpus: 2", "gpus: 2, max_tensor_parallel: 2", "gpus: 2, max_tensor_parallel: 4"):
+        assert spec(fields).placement == {"least_cards": 2, "most_cards": 2}
+    assert spec("gpu_memory: {0: 1GiB}").placement == {"card_bytes": {"0": GIB}}
+
+
+@pytest.mark.parametrize(
+    ("fields", "source"),
+    [
+        ("path: /p, source: /p, id: i", "/p"),
+        ("source: s, id: i", "s"),
+        ("id: Org/i", "Org/i"),
+        ("memory: 1", "m"),
+    ],
+)
+def test_the_source_is_the_path_else_the_id_else_the_name(fields, source):
+    assert spec(fields).source == source
+
+
+def test_values_that_look_like_none_are_values():
+    """`keep: false` contradicts `pin: true`, `gpu_layers: 0` is the CPU, and a flag may be switched off."""
+    assert wrong("models: {m: {keep: false, pin: true}}").field == "models.m.pin"
+    assert spec("gpu_layers: 0", inference_gpu_layers=9).options["gpu_layers"] == 0
+    assert spec("memory: 1").enabled and not spec("enabled: false").enabled
+    kept = spec("runtime_args: {enforce_eager: false, seed: 0}").options["runtime_args"]
+    assert kept == ["--seed", "0"]
+    for off in ("false", "0", "no"):
+        trust = f"runtime_args: ['--trust-remote-code={off}']"
+        assert "trust_remote_code" not in spec(trust, gpu_trust_remote_code=True).options
 
 
 @pytest.mark.parametrize(
@@ -412,6 +442,7 @@ def test_trust_needs_both_the_file_and_the_setting():
     [
         "runtime_args: ['--trust-remote-code=true']",
         "runtime_args: ['--trust_remote_code']",
+        "runtime_args: ['--Trust-Remote-Code']",
         "runtime_args: {trust_remote_code: true}",
     ],
 )
@@ -428,6 +459,11 @@ def test_trust_is_not_passed_on_in_another_spelling(smuggled):
     [
         ("[--max-model-len, '8192']", "context_length", 8192),
         ("[--max-model-len=8k]", "context_length", 8000),
+        ("[--max-model-len=8K]", "context_length", 8192),
+        ("[--max-model-len=1M]", "context_length", 2**20),
+        ("[--kv-cache-dtype, auto, --seed, '1']", "cache_dtype", None),
+        ("[--kv-cache-dtype, fp8]", "cache_dtype", "fp8"),
+        ("{type_k: q8_0}, type_v: q8_0", "cache_dtype", "q8_0"),
         ("[-c, 4096]", "context_length", 4096),
         ("[-ngl, -1]", "gpu_layers", -1),
         ("[--dtype, half]", "dtype", "float16"),
@@ -435,12 +471,8 @@ def test_trust_is_not_passed_on_in_another_spelling(smuggled):
     ],
 )
 def test_an_argument_overrides_the_field_beside_it(words, what, value):
-    assert (
-        spec(f"context_length: 1, gpu_layers: 7, dtype: float32, runtime_args: {words}").options[
-            what
-        ]
-        == value
-    )
+    fields = "context_length: 1, gpu_layers: 7, dtype: float32"
+    assert spec(f"{fields}, runtime_args: {words}").options.get(what) == value
 
 
 def test_arguments_without_an_effect_are_kept_and_noted():

@@ -254,13 +254,15 @@ def test_a_model_in_host_memory_moves_back_at_its_measured_size():
 def test_what_elders_need_is_set_aside():
     """Otherwise a stream of small requests would starve a large one."""
     elder = ticket("big", by=2, sim0=14)
-    page = book(lease("busy", by=3, sim0=10, pins=1), tickets=[elder])
-    _, verdict = decide(page, request("small", 4), world(sim0=20))
-    assert isinstance(verdict, Wait) and verdict.ahead == 1
+    elsewhere = ticket("other", by=4, sim1=20)
+    page = book(lease("busy", by=3, sim0=10, pins=1), tickets=[elder, elsewhere])
+    small = request("small", 4, devices=("sim:0",))
+    _, verdict = decide(page, small, world(sim0=20, sim1=20))
+    assert isinstance(verdict, Wait) and verdict.ahead == 2
     assert verdict.because.startswith(
         "10.0 GiB is reserved for big, which is ahead in the queue; busy (10.0 GiB on sim:0) is in use"
     )
-    [there] = plan(page, request("small", 4), world(sim0=20), lru).considered
+    [there] = plan(page, small, world(sim0=20), lru).considered
     # all other requests see these bytes as free
     assert there.because.endswith("10.0 GiB is reserved for big, which is ahead in the queue")
     _, verdict = decide(
@@ -309,6 +311,9 @@ def test_leases_of_other_owners_have_five_seconds_of_grace_and_own_ones_none():
     page = book(lease("theirs", by=2, **just_used))
     wanted = request("qwen", 14, arrived=NOW + 1)
     assert decide(page, wanted, world(sim0=20, now=NOW + 1))[1].asked == (at(2, "theirs"),)
+    later = book(lease("theirs", by=2, sim0=14, last_used=NOW + 1))  # after the clock was read
+    there = world(sim0=20, grace_seconds=0.0)
+    assert decide(later, request("qwen", 14), there)[1].asked == (at(2, "theirs"),)
     _, verdict = decide(book(lease("mine", **just_used)), request("qwen", 14), world(sim0=20))
     assert len(verdict.steps) == 1
 
@@ -402,7 +407,7 @@ def test_the_less_important_model_leaves_whatever_card_it_is_on():
 
 def test_among_equals_room_is_made_on_the_card_that_costs_least():
     asked, there = request("q", 14), world(sim0=20, sim1=20)
-    quick = lease("quick", sim1=14, reload_seconds=1)
+    quick = lease("quick", sim1=14, restore_seconds=1, reload_seconds=99)
     assert leaving(book(lease("slow", sim0=14, reload_seconds=60), quick), asked, there) == [
         "quick"
     ]
@@ -670,6 +675,13 @@ def test_the_own_limit_counts_leases_that_the_host_has_no_room_for():
     assert isinstance(decide(page, request("qwen", 3), there)[1], Grant)
     theirs = book(*(replace(one, owner=owner(2).id) for one in page.leases()), owners=(1, 2))
     assert isinstance(decide(theirs, request("qwen", 4), there)[1], Grant), "nor those of others"
+
+
+def test_a_wait_under_the_own_limit_names_the_own_models_on_all_cards():
+    mine = lease("mine", sim1=6, moves_again_at=NOW + 8)
+    there = world(sim0=20, sim1=20, limit_bytes=size(10))
+    _, verdict = decide(book(mine), request("qwen", 6, devices=("sim:0",)), there)
+    assert "mine (6.0 GiB on sim:1) could not be moved" in verdict.because
 
 
 def test_a_leaving_lease_counts_as_gone_for_the_own_limit():

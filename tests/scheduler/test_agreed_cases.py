@@ -144,6 +144,7 @@ def test_three_of_8_race_for_20_and_two_get_in():
         verdicts.append(verdict)
     assert [type(verdict) for verdict in verdicts] == [Grant, Grant, Wait]
     assert "m (8.0 GiB on sim:0) is being loaded by pid 1" in verdicts[-1].because
+    assert verdicts[-1].blockers == (at(1, "m"), at(2, "m"))
     assert room(page, world(sim0=20))["sim:0"] == 4 * GIB
 
 

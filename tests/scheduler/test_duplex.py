@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
@@ -94,6 +94,14 @@ def test_otherwise_it_waits(fields, words):
     assert isinstance(verdict, Wait) and not verdict.steps
 
 
+def test_a_piece_stays_in_host_memory_until_the_whole_model_is_granted():
+    """Its grant also reserves the working memory."""
+    page, there = crossing()
+    page = leaving(page, 39.5)
+    _, grant = admit(page, wanted(40, under_way=(at(1, "old"),)), there, lru)
+    assert grant.steps[0].shares == (Share("sim:0", size(39)),)
+
+
 def test_the_steps_of_others_threads_are_not_returned_again():
     """Without `under_way`, the owner has not received the steps of its own departures."""
     page, there = crossing()
@@ -121,6 +129,9 @@ def test_nobody_else_takes_the_room_of_a_part():
     st.sampled_from([{}, {"shadow_bytes": 1}, {"copy": "p"}, {"kind": "kernel"}]),
     st.sampled_from([HOST, "sim:1"]),
 )
+@example(16, 1, 8, {}, HOST)
+@example(15, 1, 8, {}, HOST)
+@example(16, 1, 1, {"copy": "p"}, HOST)
 def test_a_lease_leaves_in_at_least_two_stages_or_at_once(size, piece, least, fields, to):
     """Without a copy in host memory, which would make each stage needless."""
     there = lease("m", shares=(Share("sim:0", size),), piece_bytes=piece, **fields)

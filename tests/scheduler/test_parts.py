@@ -66,6 +66,13 @@ def test_only_the_missing_bytes_leave():
     assert isinstance(grant, Grant)
 
 
+def test_a_part_costs_only_the_seconds_of_its_return():
+    """3 of 40 GiB come back in 3 s, a small model in 5 s."""
+    page = book(big(reload_seconds=40), lease("small", sim1=3, reload_seconds=5))
+    _, wait = decide(page, request("new", 3), world(sim0=40, sim1=3, host=64))
+    assert [step.lease for step in wait.steps] == [at(1, "big")]
+
+
 def test_a_part_is_rounded_up_to_pieces():
     page = book(big(piece_bytes=int(2.5 * GIB)))
     _, wait = decide(page, request("new", 3), world(sim0=40, host=64))

@@ -180,6 +180,14 @@ def test_auto_prefers_the_host_to_the_disk_even_at_critical():
     assert leaving(page, world(sim0=10, host=1)) == [("Drop", "a")]
 
 
+def test_the_memory_of_a_notebook_leaves_whole():
+    """Its code cannot run while a part of it is away."""
+    kernel = idle("kernel", 999, sim0=9, kind="kernel", droppable=False, piece_bytes=1)
+    page = book(kernel, tickets=[ticket("q", by=2, sim0=5)])
+    _, [step] = relieve(page, "1.1.0", world(sim0=10), lru, "k")
+    assert step.shares == (Share(HOST, size(9)),)
+
+
 def test_auto_evicts_if_memory_of_other_programs_grows():
     there = world(cuda0=10, free={"cuda:0": 0.5})
     assert leaving(book(idle("a", 999, cuda0=5)), there) == [("Move", "a")]

@@ -183,6 +183,14 @@ def test_an_eviction_to_the_disk_leaves_nothing_in_host_memory(place, droppable)
     assert [type(step) for step in steps] == ([] if stays else [Drop if droppable else Move])
 
 
+@pytest.mark.parametrize(("host", "leaves"), [(7, False), (8, True)])
+def test_a_copy_of_some_bytes_is_no_room_for_the_others(host, leaves):
+    """The offload needs the whole model's bytes in host memory. The copy takes some of them already."""
+    half = lease("qwen", sim0=8, shadow_bytes=size(4), droppable=False)
+    _, verdict = asking(two(half), "evict", there=world(sim0=20, host=host))
+    assert isinstance(verdict, Wait) == leaves
+
+
 def test_evicting_a_model_that_is_gone_is_granted():
     assert asking(two(), "evict")[1] == Grant(Lease("1.1.0", "qwen"), (), "qwen is on no device")
     assert asking(two(lease("qwen", host=8)), "evict")[1].because == "qwen is in host memory"

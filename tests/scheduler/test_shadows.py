@@ -17,7 +17,7 @@ from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
 from gpu_runtime.scheduler.recall import obey
 from gpu_runtime.scheduler.relief import relieve
-from gpu_runtime.scheduler.shadows import enough, kept, reserve
+from gpu_runtime.scheduler.shadows import enough, held, kept, reserve
 from gpu_runtime.units import GIB
 from tests.scheduler.test_laws import follow
 from tests.worlds import NOW, ask_until, at, book, decide, lease, owner, request, ticket, world
@@ -54,6 +54,12 @@ def test_a_failed_offload_leaves_the_shadow():
     late = Shed(at(1, "llama"), (Share(HOST, 8 * GIB),))
     assert books.left(leaving, late, (), THERE) is leaving, "it becomes the share"
     assert books.abandon(leaving, owner(1).id, "llama", "k", THERE).claims() == page.claims()
+
+
+def test_only_a_settled_lease_gives_its_shadow_up():
+    """That of a lease on its way out becomes its share; one on its way in is just being made."""
+    page = book(*(shadowed(phase, 2, phase=phase) for phase in Phase))
+    assert [one.phase for one in held(page)] == [Phase.SETTLED]
 
 
 def test_a_dropped_model_takes_its_shadow_along():

@@ -456,6 +456,15 @@ def test_a_dead_owner_that_nobody_could_read_is_a_ghost_until_its_driver_agrees(
     assert ghost.settled_at == NOW, "no sample can have seen what was arriving"
 
 
+@pytest.mark.parametrize("card", ["sim:0", "sim:1"])
+def test_a_wait_names_an_unreadable_owner_on_its_cards_only(card):
+    page = book(lease("busy", by=3, sim0=8, pins=1))
+    page = replace(page, quarantined={owner(2).id: unreadable(held={card: size(6)})})
+    wanted = request("qwen", 14, devices=("sim:0",))
+    _, verdict = decide(page, wanted, world(sim0=20, sim1=20))
+    assert ("cannot be read" in verdict.because) == (card == "sim:0")
+
+
 def test_its_owner_begins_anew():
     page = Book(quarantined={ME.id: unreadable(1), owner(2).id: unreadable()})
     assert set(publish(page, truth(lease("a", sim0=1)), THERE).quarantined) == {owner(2).id}
