@@ -36,6 +36,9 @@ class Handlers:
         self._with_memory, self._at_exit, self._seconds = with_memory, at_exit, seconds
         self._theirs: dict[int, Any] = {}
         self._postponed: list[int] = []
+        self._overdue: set[int] = (
+            set()
+        )  # postponed for so long that their handlers run in the block
         self._busy = 0  # how many blocks of our own code run in the main thread that no handler may interrupt
 
     def precede(self) -> None:
@@ -75,10 +78,14 @@ class Handlers:
                 signal.raise_signal(self._postponed.pop(0))
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
-        if self._busy and number not in self._postponed:
-            self._postponed.append(number)
-            threads.start(lambda: self._repeat(number))
+        if self._busy and number not in self._overdue:
+            if (
+                number not in self._postponed
+            ):  # one that arrives twice is handled once, as by the system
+                self._postponed.append(number)
+                threads.start(lambda: self._repeat(number))
             return
+        self._overdue.discard(number)
         with contextlib.suppress(ValueError):  # it was not postponed
             self._postponed.remove(number)
         handler = self._theirs.get(number)
@@ -89,4 +96,5 @@ class Handlers:
         """Repeats a signal that is still postponed after the time limit. Its handler then runs without the memory."""
         time.sleep(self._seconds())
         if number in self._postponed:
+            self._overdue.add(number)
             signal.raise_signal(number)

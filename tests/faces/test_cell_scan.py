@@ -53,6 +53,9 @@ def uses(code, **names):
     ('N = "a"\nN = compute()\nrt.use(N)', []),
     ('rt.use("a" if fast else "b")', ["a", "b"]),
     ('MODELS = ["a", "b"]\nrt.use(MODELS[0])', ["a", "b"]),
+    ('n = "a"\ndef n():\n    pass\nrt.use(n)', []),
+    ("rt.use('a')#" + "x" * (cell_scan.MOST_CHARACTERS - 12), ["a"]),
+    ("rt.use('a')#" + "x" * (cell_scan.MOST_CHARACTERS - 11), []),
 ])  # fmt: skip
 def test_the_models_of_a_cell_are_found_in_their_order(code, wanted):
     assert uses(code) == wanted
@@ -88,6 +91,10 @@ def test_a_function_of_an_earlier_cell_is_read_without_its_source():
     assert uses("by_variable()", **space) == ["c"]
     assert uses("outer()", **space) == ["a", "b"]
     assert uses("harmless()", **space) == []
+    exec("def f4():\n    return rt.use('a')", space)
+    for n in range(3, -1, -1):
+        exec(f"def f{n}():\n    return f{n + 1}()", space)
+    assert (uses("f1()", **space), uses("f0()", **space)) == (["a"], []), "so deep and no deeper"
 
 
 def test_a_variable_that_is_a_governed_model_counts_as_its_use():

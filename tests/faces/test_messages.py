@@ -7,6 +7,7 @@ tests/stories/test_kernel_versions.py tests real kernels of two versions.
 
 import ast
 import asyncio
+import signal
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -15,7 +16,7 @@ from unittest.mock import Mock
 
 import ipywidgets
 import pytest
-from gpu import messages, obstacles, parking
+from gpu import handlers, messages, obstacles, parking
 from gpu.obstacles import Own
 from gpu.parking import Parking
 from IPython.core.error import InputRejected
@@ -120,6 +121,72 @@ def follows(monkeypatch):
     parking.remove()
     assert kernel.pre_handler_hook.__func__ is Kernel.pre_handler_hook
     assert kernel.control_handlers["debug_request"] == kernel.debug
+
+
+@pytest.fixture
+def handled(monkeypatch):
+    """The handlers of two signals, which note in `story` that they run. `works` are the repetitions."""
+    story, works, at_exit = [], [], []
+    monkeypatch.setattr(handlers.threads, "start", works.append)
+    fake = SimpleNamespace(
+        register=at_exit.append,
+        unregister=lambda one: at_exit.remove(one) if one in at_exit else None,
+    )
+    monkeypatch.setattr(handlers, "atexit", fake)
+
+    def with_memory(handler, number, frame):
+        story.append("back")
+        handler(number, frame)
+
+    def theirs(number, frame):
+        story.append(signal.Signals(number).name)
+
+    before = {one: signal.signal(one, theirs) for one in (signal.SIGUSR1, signal.SIGUSR2)}
+    ours = handlers.Handlers(with_memory, lambda: None, lambda: 0.0)
+    ours.precede()
+    yield SimpleNamespace(ours=ours, story=story, works=works, at_exit=at_exit, theirs=theirs)
+    ours.restore()
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+ONE, TWO = ["back", "SIGUSR1"], ["back", "SIGUSR2"]
+
+
+def test_a_signal_of_the_users_waits_for_a_block_of_ours_and_is_then_handled_once(handled):
+    """The memory is back for each handler. The first signal is handled first."""
+    signal.raise_signal(signal.SIGUSR1)
+    assert handled.story == ONE
+    with handled.ours.postponed():
+        with handled.ours.postponed():
+            for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGUSR1):
+                signal.raise_signal(number)
+        assert handled.story == ONE, "the outer block still runs"
+    assert handled.story == [*ONE, *ONE, *TWO]
+    for repeats in handled.works:  # the time is over, and nothing is left to repeat
+        repeats()
+    assert handled.story == [*ONE, *ONE, *TWO]
+
+
+def test_a_signal_that_has_waited_too_long_is_handled_inside_the_block(handled):
+    with handled.ours.postponed():
+        signal.raise_signal(signal.SIGUSR1)
+        assert handled.story == []
+        [repeats] = handled.works
+        repeats()
+        assert handled.story == ONE
+    assert handled.story == ONE
+
+
+def test_the_users_handlers_are_theirs_again_unless_they_have_set_others(handled):
+    def other(number, frame):
+        """A handler that the user sets while the memory is away."""
+
+    assert len(handled.at_exit) == 1
+    signal.signal(signal.SIGUSR2, other)
+    handled.ours.restore()
+    assert signal.getsignal(signal.SIGUSR1) is handled.theirs
+    assert signal.getsignal(signal.SIGUSR2) is other and handled.at_exit == []
 
 
 def test_a_notebook_that_held_nothing_yet_gets_room_after_it_ran_out_of_memory(monkeypatch):

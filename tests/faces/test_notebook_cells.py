@@ -165,6 +165,63 @@ def test_a_cell_that_begins_while_the_cells_are_read_is_among_them(monkeypatch):
     assert seen == [cell.code for cell in CELLS]
 
 
+USES = [FileCell(name, f"rt.use('{name}')") for name in "abc"]
+
+
+@pytest.fixture
+def schedule(monkeypatch):
+    """The cells of a notebook whose file has USES. `waits` are those in the queue."""
+    waits, begun, now = [], [], [0.0]
+    queue = SimpleNamespace(
+        waiting=lambda: list(waits), began=lambda: begun.append(1), failed=waits.clear
+    )
+    monkeypatch.setattr(look_ahead, "CellQueue", lambda *_: queue)
+    monkeypatch.setattr(look_ahead, "notebook_file", lambda _: ("n.ipynb", one.by_program))
+    monkeypatch.setattr(look_ahead, "code_cells", lambda _: USES)
+    history = SimpleNamespace(input_hist_raw=[""] * 7)
+    shell = SimpleNamespace(kernel=object(), user_ns={}, history_manager=history)
+    cells = CellSchedule(shell, lambda: now[0])
+
+    def ahead():
+        found = cells.read(["a", "b", "c"], lambda _: "")
+        return [(cell.cell, *cell.uses, cell.running) for cell in found]
+
+    def ends(info, success=True):
+        cells.after_cell(SimpleNamespace(info=info, success=success))
+
+    one = SimpleNamespace(
+        begins=cells.before_cell, ends=ends, ahead=ahead, waits=waits, begun=begun, now=now,
+        by_program=True,
+    )  # fmt: skip
+    return one
+
+
+def test_the_cells_ahead_are_those_of_the_queue_else_of_the_file(schedule):
+    """A cell that runs inside another one, as with `%run`, ends nothing. An error ends the whole row."""
+    outer, inner = (SimpleNamespace(raw_cell=USES[n].code) for n in (0, 2))
+    schedule.begins(outer)
+    running = ("cell 7", "a", True)
+    assert schedule.ahead() == [running, ("cell 8", "b", False), ("cell 9", "c", False)]
+    schedule.waits.append(WaitingCell("9", USES[2].code))
+    assert schedule.ahead() == [running, ("cell 8", "c", False)]
+    schedule.begins(inner)
+    assert len(schedule.begun) == 1 and schedule.ahead()[:2] == [running, ("cell 7", "c", True)]
+    schedule.ends(inner)
+    assert schedule.ahead() == [running, ("cell 8", "c", False)]
+    schedule.ends(outer, success=False)
+    assert schedule.ahead() == schedule.waits == []
+
+
+def test_two_cells_of_a_person_at_once_are_a_row(schedule):
+    schedule.by_program = False
+    for number, expected in ((0, []), (1, [("cell 8", "c", False)])):
+        info = SimpleNamespace(raw_cell=USES[number].code)
+        schedule.begins(info)
+        assert schedule.ahead()[1:] == expected
+        schedule.now[0] += 5.0
+        schedule.ends(info)
+
+
 class Kernel:
     """The parts of a kernel that CellQueue reads. With ipykernel 7 a thread receives the messages."""
 

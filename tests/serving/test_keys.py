@@ -4,6 +4,8 @@
 """
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,12 +14,16 @@ from hypothesis import strategies as st
 from starlette.testclient import TestClient
 
 from gpu_runtime.access_keys import AccessKey, digest
-from gpu_runtime.serving.access import visitor_of
+from gpu_runtime.serving.access import KeyRules, visitor_of
 from gpu_runtime.serving.api.app import application
 from gpu_runtime.serving.health.allowance import WINDOW_SECONDS, Allowance
-from gpu_runtime.serving.requests import Refused
+from gpu_runtime.serving.health.costs import prompt_tokens
+from gpu_runtime.serving.request_log import CallRecord
+from gpu_runtime.serving.requests import Refused, read_call
 from gpu_runtime.serving.routing.tasks import ServingConfig, Task
+from gpu_runtime.serving.usage import Usage
 from gpu_runtime.web.auth import Visitor
+from tests.clock import Clock
 from tests.serving.app_client import with_visitor
 from tests.serving.harness import Harness, answer_text, chat, harness, refusal
 from tests.serving.loops import settle
@@ -103,6 +109,36 @@ async def test_tokens_a_minute_hold_for_calls_at_once():
         stream = await call(k, text="a b c", stream=True)
         assert [event async for event in stream.events]
         assert (await call(k, max_tokens=80)).model == "qwen", "the stream used 6, not 100"
+
+
+@pytest.mark.parametrize(("kind", "body", "texts"), [
+    ("chat", {}, 1), ("chat", {"n": 2}, 2), ("completions", {"prompt": "a"}, 1),
+    ("completions", {"prompt": ["a", "b"], "n": 2}, 4),
+])  # fmt: skip
+def test_the_tokens_of_a_minute_are_for_all_texts_of_an_answer_and_its_prompt(kind, body, texts):
+    keys, clock = bot(tokens_a_minute=200), Clock()
+    rules = KeyRules(lambda: keys, clock, Usage())
+    asked = {**(chat("qwen", "hi") if kind == "chat" else {"model": "qwen"}), **body}
+
+    @contextmanager
+    def admitted(**more: Any) -> Iterator[Any]:
+        call = read_call(kind, asked | more)
+        record = CallRecord(clock, kind, "key:bot")
+        with record.until_answered(), rules.admitted(call, "key:bot") as limited:
+            yield limited.body, record
+
+    prompt = prompt_tokens(read_call(kind, asked))
+    with admitted() as (sent, record):
+        assert sent["max_tokens"] == (200 - prompt) // texts
+        record.note(model="qwen", prompt_tokens=20, completion_tokens=30)
+    with admitted() as (sent, record):
+        assert sent["max_tokens"] == (200 - 50 - prompt) // texts, "what was really used counts"
+        record.note(model="qwen", prompt_tokens=0, completion_tokens=0)
+    most = (150 - 2 * prompt) // (2 * texts)
+    with admitted(max_tokens=most) as (first, _), admitted(max_tokens=most) as (second, _):
+        assert first["max_tokens"] == second["max_tokens"] == most
+        with pytest.raises(Refused), admitted(max_tokens=most):
+            pass
 
 
 async def test_a_refused_call_uses_no_tokens():
