@@ -66,6 +66,22 @@ def test_a_shown_size_can_be_parsed_within_its_digits(size):
     assert parse_bytes(show_bytes(size)) == pytest.approx(size, rel=0.051, abs=0)
 
 
+@pytest.mark.parametrize(("size", "shown"), [
+    (1023, "1023 B"), (1024, "1.0 KiB"), (99.94 * 2**20, "99.9 MiB"), (99.96 * 2**20, "100 MiB"),
+    (2**30 - 1, "1024 MiB"), (2**30, "1.0 GiB"), (2**40, "1.0 TiB"), (5000 * 2**40, "5000 TiB"),
+])  # fmt: skip
+def test_the_unit_and_the_decimal_of_a_shown_size(size, shown):
+    assert show_bytes(int(size)) == shown
+
+
+@pytest.mark.parametrize(("seconds", "shown"), [
+    (-1, "0 ms"), (0.9994, "999 ms"), (1, "1.0 s"), (9.9, "9.9 s"), (10, "10 s"), (119, "119 s"),
+    (120, "2 min"), (7199, "120 min"), (7200, "2 h"), (172799, "48 h"), (172800, "2 d"),
+])  # fmt: skip
+def test_the_unit_of_a_shown_duration(seconds, shown):
+    assert show_seconds(seconds) == shown
+
+
 @given(SIZES)
 def test_a_shown_size_is_short(size):
     """The text has three digits, or a whole number if that has more digits. The sign is in front."""

@@ -12,12 +12,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpu_runtime import BadSetting, BadSize, GpuError, NeedsWith, Runtime
-from gpu_runtime.arguments import RULES, rules_of
+from gpu_runtime.arguments import RULES, read, rules_of
 from gpu_runtime.facts import LeaseId
 from gpu_runtime.facts.base import encode
 from gpu_runtime.facts.book import decode_book
 from gpu_runtime.fleet.client import Fleet
-from gpu_runtime.options import OPTIONS
+from gpu_runtime.options import OPTIONS, read_options
 from gpu_runtime.safe_text import MOST_MESSAGE
 from gpu_runtime.settings import Settings
 
@@ -412,6 +412,49 @@ def test_an_error_says_what_to_type(call, what_to_type):
     with box() as rt, pytest.raises((BadSetting, BadSize)) as error:
         call(rt)
     assert what_to_type in str(error.value)
+
+
+OF_OPTIONS = {name: option.rule for name, option in OPTIONS.items()}
+
+
+@pytest.mark.parametrize(
+    ("name", "least", "most", "step"),
+    [
+        ("points", 1, 1_000_000, 1),
+        ("limit", 0, 2**31 - 1, 1),
+        ("copies", 0, 10_000, 1),
+        ("days", 0.1, 36_499.9, 0.1),
+        ("gpu_layers", -1, 2**31 - 1, 1),
+        ("context_length", 1, 2**27, 1),
+        ("sequences", 1, 2**16, 1),
+        ("seed", -1, 2**32 - 1, 1),
+        ("main_gpu", 0, 2**31 - 1, 1),
+        ("n_batch", 1, 2**31 - 1, 1),
+        ("rope_freq_base", -(2**31) + 1, 2**31 - 1, 1),
+    ],
+)
+def test_numbers_are_accepted_to_their_ends_and_not_beyond(name, least, most, step):
+    rule = OF_OPTIONS.get(name) or RULES[name]
+    for value in (least, most):
+        assert read(name, value, rule) == value
+    for value in (least - step, most + step):
+        with pytest.raises(BadSetting):
+            read(name, value, rule)
+
+
+@pytest.mark.parametrize(
+    ("name", "most"),
+    [("model_type", 200), ("adopt.name", 200), ("backend", 4096), ("file", 4096), ("name", 4096)],
+)
+def test_text_is_accepted_to_its_longest_and_not_beyond(name, most):
+    assert read(name, "x" * most, RULES[name]) == "x" * most
+    with pytest.raises(BadSetting):
+        read(name, "x" * (most + 1), RULES[name])
+
+
+def test_an_option_that_is_none_is_left_out():
+    given = {"context_length": None, "thinking": False, "sequences": 1}
+    assert read_options("transformers", given, ()) == {"thinking": False, "sequences": 1}
 
 
 def test_a_long_value_is_quoted_in_part():

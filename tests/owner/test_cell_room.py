@@ -133,7 +133,10 @@ def test_one_line_stays_after_a_wait_for_room(two, impatient, monkeypatch, in_us
 
 def test_for_a_cell_that_took_more_than_the_card_may_give_nothing_leaves(two):
     rt, kernel, other = two
-    learn(kernel, "huge", 23 * GIB)
+    limit = rt.status().devices[0].limit_bytes
+    learn(kernel, "whole", limit)
+    assert in_a_new_kernel(kernel, "whole") == {"sim:0": limit}
+    learn(kernel, "huge", limit + 1)
     cell(kernel, text="huge")
     assert claims(other)["sim:0"] >= 16 * GIB and not kernel.refused
 
@@ -191,6 +194,13 @@ def test_a_cell_is_remembered_with_the_bytes_that_it_left_beyond_those_before(st
     assert in_a_new_kernel(kernel, " a\n") and not in_a_new_kernel(kernel, "b")
 
 
+def test_bytes_that_differ_by_less_than_a_hundredth_are_not_written_again(started):
+    _, kernel = started()
+    for size, known in ((1000, 1000), (1009, 1000), (1011, 1011), (1000, 1000)):
+        learn(kernel, "a", size * MIB)
+        assert in_a_new_kernel(kernel, "a") == {"sim:0": known * MIB}
+
+
 def test_a_cell_that_takes_nothing_requests_nothing(started):
     """`print` ran while the notebook held 32 MiB. After `del`, it requested 32 MiB again."""
     rt, kernel = started()
@@ -238,6 +248,15 @@ def test_a_cell_that_fails_or_is_refused_keeps_what_was_known_of_it(started, mon
     kernel.end()
     assert in_a_new_kernel(kernel, BIG) == {"sim:0": 16 * MIB}
     del kept
+
+
+def test_a_cell_that_fails_after_it_took_more_than_was_known_keeps_the_more(started):
+    _, kernel = started()
+    kept = []
+    learn(kernel, "a", 16 * MIB)
+    cell(kernel, lambda: kept.append(torch.zeros(40 * FLOATS)), "a")
+    kernel.make_room(MemoryError())
+    assert in_a_new_kernel(kernel, "a") == {"sim:0": 40 * MIB}
 
 
 def test_the_peak_is_remembered_when_a_skipped_count_is_made(started):

@@ -1011,6 +1011,16 @@ def test_what_another_process_has_just_told_is_in_the_history(runtime, shared_bo
     assert list(b.evictions().model) == ["qwen"]
 
 
+def test_a_model_of_the_catalogue_has_one_row_wherever_it_is(runtime, tmp_path):
+    models = "models: {a: {backend: fake, memory: 1GiB}, b: {backend: fake, memory: 1GiB}}"
+    (tmp_path / "models.yaml").write_text(models)
+    rt = fakes(runtime(catalog=str(tmp_path / "models.yaml")), own="1GiB")
+    rt.preload("a")
+    frame = rt.models()
+    rows = sorted(zip(frame["name"], frame["owner"], strict=True))
+    assert rows == [("a", "me"), ("b", "catalogue"), ("own", "me")]
+
+
 def test_only_the_first_registration_writes_the_book(runtime, shared_book):
     """The names are in a file beside the book: each registration of 4,000 models took 1.1 ms."""
     rt, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
