@@ -9,6 +9,8 @@ import psutil
 import pytest
 
 from gpu_runtime.devices import drivers as cards
+from gpu_runtime.devices import nvml
+from gpu_runtime.devices.devices_setting import check_index
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, ProbeFailed, UnknownDevice
 from gpu_runtime.facts import Device, Sample
@@ -65,6 +67,27 @@ def test_a_bad_text_is_refused_with_examples(text):
     with pytest.raises(BadSetting, match="sim:2x24GiB,host:64GiB") as error:
         open_probe(text)
     assert error.value.setting == "GPU_DEVICES"
+
+
+def test_a_renamed_card_is_found_under_its_new_name_alone():
+    probe = open_probe("sim:2x1GiB,host:1GiB")
+    probe.rename({"sim:0": "sim:4"})
+    assert [(device.id, device.index) for device in probe.devices[:2]] == [
+        ("sim:4", 4),
+        ("sim:1", 1),
+    ]
+    assert (probe.place("sim:4").device, probe.devices[0].uuid) == ("sim:4", "SIM-0")
+    with pytest.raises(UnknownDevice):
+        probe.place("sim:0")
+
+
+def test_the_only_gpu_to_use_is_one_that_this_process_sees():
+    seen = [Device("host", 1), *(Device(f"cuda:{n}", 1, index=n) for n in (0, 2))]
+    for index in (None, 0, 2):
+        check_index(index, seen)
+    for index in (1, 3):
+        with pytest.raises(BadSetting, match=r"0 \(cuda:0\), 2 \(cuda:2\)"):
+            check_index(index, seen)
 
 
 def test_an_unknown_device_is_named():
@@ -137,7 +160,18 @@ class Driver(types.ModuleType):
         ]
 
     def nvmlDeviceGetGraphicsRunningProcesses(self, card):
-        raise self.NVMLError_NotSupported()
+        if "graphics" not in card:
+            raise self.NVMLError_NotSupported()
+        return [types.SimpleNamespace(pid=pid, usedGpuMemory=1) for pid in card["graphics"]]
+
+    def nvmlSystemGetCudaDriverVersion_v2(self):
+        return 12110
+
+    def nvmlSystemGetDriverVersion(self):
+        return b"580.65"
+
+    def nvmlSystemGetNVMLVersion(self):
+        return "12.580"
 
     def nvmlDeviceGetUtilizationRates(self, card):
         return types.SimpleNamespace(gpu=37)
@@ -204,11 +238,13 @@ def test_auto_uses_the_cards_and_what_the_driver_does_not_report_is_unknown(driv
     assert probe.samples(7.0)["cuda:0"] == Sample(
         "cuda:0", 7.0, 70 * GIB, {4121: 3 * GIB, 4122: None}, 37, 61, 412.0
     )
-    there = card("GPU-aaaa")
+    there = card("GPU-aaaa", graphics=[4200])
     driver(there)
     probe = open_probe("auto")
     del there["free"]
-    assert probe.samples(0.0)["cuda:0"].free_bytes is None
+    sample = probe.samples(0.0)["cuda:0"]
+    assert sample.free_bytes is None and sample.processes == {4200: 1}
+    assert nvml.versions() == {"driver": "580.65", "CUDA": "12.11", "NVML": "12.580"}
 
 
 def test_bytes_that_the_driver_charges_to_this_process_count_as_used(driver):

@@ -8,10 +8,18 @@ from types import SimpleNamespace
 
 import pytest
 
-from gpu_runtime.devices import drivers, sampler_client
+from gpu_runtime.devices import drivers, nvml, sampler_client
 from gpu_runtime.devices.drivers import Card, Listing, NoAnswer
-from gpu_runtime.devices.sampler_client import FRESH_SECONDS, LATE_SECONDS, Figures, Sampling
+from gpu_runtime.devices.probe import Probe
+from gpu_runtime.devices.sampler_client import (
+    FRESH_SECONDS,
+    LATE_SECONDS,
+    Figures,
+    Person,
+    Sampling,
+)
 from gpu_runtime.facts import HOST, Device, Sample, encode
+from gpu_runtime.ledgers.liveness import name_of
 from gpu_runtime.telemetry import sampler
 from gpu_runtime.units import GIB
 from tests.clock import PATIENCE, Clock, until
@@ -117,6 +125,19 @@ def test_each_card_that_is_not_measured_is_named_and_all_of_them_together(
     found = reader.trouble(5.0, NAMES)
     assert found.keys() == troubles.keys()
     assert all(words in found[uuid] for uuid, words in troubles.items())
+
+
+def test_a_probe_has_the_helpers_figures_and_people(place, clock, started):
+    card = Card(Device("cuda:3", 8 * GIB, uuid="A"), None, torch="cuda:0")
+    probe = Probe((card.device, Device(HOST, GIB)), Listing(nvml, (card,)))
+    people = {7: Person(os.getuid(), "python train.py")}
+    place.publish(figures(clock.now, {"A": clock.now}, people=people))
+    probe.follow(place.path)
+    assert {id: sample.device for id, sample in probe.samples(0.0).items()} == {
+        "cuda:3": "cuda:3",
+        HOST: HOST,
+    }
+    assert probe.people() == {7: (name_of(os.getuid()), "python train.py")}
 
 
 def test_before_the_first_figures_no_card_is_measured(place, clock):

@@ -11,7 +11,6 @@ import torch
 from gpu_runtime import Runtime, WaitEnded
 from gpu_runtime.facts import HOST
 from gpu_runtime.owner.cell_room import CellRoom
-from gpu_runtime.telemetry import measurements
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import GIB, MIB
 from tests import simgpu
@@ -85,14 +84,6 @@ def test_a_cell_of_our_lines_requests_no_room(started, text):
     assert seen == [{}]
 
 
-def test_afterwards_the_lease_claims_what_is_counted_and_no_more(two):
-    rt, kernel, other = two
-    keep(kernel, torch.zeros(4 * FLOATS))
-    held = own(rt)
-    cell(kernel, text=BIG)
-    assert own(other) == own(rt) == held
-
-
 def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
     """After a restart of the kernel, the first cell often takes the most memory."""
     rt, kernel, other = two
@@ -139,12 +130,6 @@ def test_for_a_cell_that_took_more_than_the_card_may_give_nothing_leaves(two):
     learn(kernel, "huge", limit + 1)
     cell(kernel, text="huge")
     assert claims(other)["sim:0"] >= 16 * GIB and not kernel.refused
-
-
-def test_an_unknown_cell_requests_nothing(two):
-    rt, kernel, other = two
-    cell(kernel, text="another cell")
-    assert claims(other)["sim:0"] >= 16 * GIB
 
 
 def test_a_parked_kernel_returns_with_the_room_for_its_cell(two):
@@ -333,14 +318,6 @@ def test_peaks_of_an_older_version_are_not_read(tmp_path):
     assert known.cell_bytes("a") == {}
     known.remember_cell("b", {"sim:0": 9})
     assert Measurements(file).cell_bytes("b") == {"sim:0": 9}
-
-
-def test_the_number_of_remembered_cells_is_bounded(monkeypatch):
-    monkeypatch.setattr(measurements, "KEPT", 3)
-    known = Measurements()
-    for number in range(5):
-        known.remember_cell(str(number), {"sim:0": number + 1})
-    assert [bool(known.cell_bytes(str(number))) for number in range(5)] == [False] * 2 + [True] * 3
 
 
 # -- a card that is really full --------------------------------------------------------------------

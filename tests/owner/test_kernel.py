@@ -564,24 +564,6 @@ def test_an_attempt_to_park_before_a_cell_refuses_no_request_after_it(
     assert [lease.moves_again_at for lease in other.status().leases()] == [0.0]
 
 
-def test_cells_that_follow_one_another_end_their_turn_if_another_waits(crowded):
-    """With "Run All" the kernel is never idle. After a turn of 0.3 s its memory leaves before the next cell."""
-    rt, kernel, other = crowded(gpu_park_turn_seconds=0.3)
-    done = threading.Event()
-
-    def use():
-        with other.use("m", timeout=PATIENCE):
-            done.set()
-        other.evict("m")
-
-    with alongside(use):
-        end = time.monotonic() + PATIENCE
-        while not done.is_set() and time.monotonic() < end:
-            cell(kernel, lambda: kernel.kept_by_the_test.add_(1))
-    assert done.is_set() and not kernel.refused
-    assert [e.action for e in rt.why("kernel")].count("offloaded") == 1
-
-
 @pytest.mark.parametrize(
     "asked, leaves",
     [
@@ -1016,15 +998,6 @@ def test_slow_counts_between_cells_take_a_twentieth_of_the_time(
         kernel.end()
     pauses = [later - one for one, later in pairwise(counted)]
     assert pauses and all(pause <= each <= pause + 1 for each in pauses)
-
-
-@pytest.mark.parametrize("idle_seconds, leaves", [(30.0, True), (300.0, False)])
-def test_an_idle_kernel_is_parked_after_the_time_that_is_set(started, clock, idle_seconds, leaves):
-    rt, kernel = started(gpu_park="idle", gpu_park_idle_seconds=idle_seconds, clock=clock)
-    keep(kernel, torch.zeros(4 * FLOATS))
-    clock.advance(60)
-    rt.tick()
-    assert (HOST in own(rt)) is leaves
 
 
 # -- what stays ------------------------------------------------------------------------------------

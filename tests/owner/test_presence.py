@@ -10,7 +10,7 @@ from gpu_runtime import Busy, StillInUse
 from gpu_runtime.facts import Book, Lease, LeaseId, Owner, Presence, ProcessState, Section, Wait
 from gpu_runtime.ledgers.process_state import Sight
 from gpu_runtime.owner import requests
-from gpu_runtime.owner.presence import HUNG_SECONDS, presence, presences
+from gpu_runtime.owner.presence import HUNG_SECONDS, explained, presence, presences
 from gpu_runtime.rendering import plain, text
 from tests.clock import until
 
@@ -64,6 +64,27 @@ def test_a_process_whose_cell_blocks_it_is_silent_since_its_last_sign(
     asked = [SimpleNamespace(owner=OWNER, since=clock() - seconds) for seconds in ago]
     since = None if silent is None else clock() - silent
     assert presences(rt._session, book, asked) == {OWNER.id: presence(section, Sight.ALIVE, since)}
+
+
+def test_a_wait_names_each_stopped_process_in_its_way_once():
+    """Whether it holds the memory, or was asked to free it."""
+    holder, asked, fine = (Owner("box", "boot", pid, 7) for pid in (5001, 5002, 5003))
+    book = Book(sections={one.id: Section(one) for one in (holder, asked, fine)})
+    sights = {holder.id: Sight.STOPPED, asked.id: Sight.STOPPED, fine.id: Sight.ALIVE}
+    ledger = SimpleNamespace(
+        read=lambda: book, sights=lambda book, ids: {id: sights[id] for id in ids}
+    )
+    session = SimpleNamespace(me=OWNER.id, ledger=ledger)
+    wait = Wait(
+        "m is in use.", blockers=(f"{holder.id}/a", f"{fine.id}/b"), asked=(f"{asked.id}/c",)
+    )
+    found = explained(session, wait)
+    assert [f"kill -CONT {pid}" in found.because for pid in (5001, 5002, 5003)] == [
+        True,
+        True,
+        False,
+    ]
+    assert explained(session, found) == found and found.blockers == wait.blockers
 
 
 def test_who_waits_for_a_process_that_writes_a_core_dump_learns_who_and_why(

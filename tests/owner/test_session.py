@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from gpu_runtime.errors import Busy, LedgerUnavailable
 from gpu_runtime.facts import Book, Event, Wait
@@ -140,6 +141,19 @@ def test_requests_and_the_ends_of_moves_are_decided_on_fresh_figures(runtime, mo
     fresh.clear()
     rt.status()
     assert True not in fresh, "a status does not wait for the driver"
+
+
+def test_a_load_and_a_restore_are_shown_with_the_seconds_of_the_last_one(runtime):
+    rt, seen = fakes(runtime(), m="1GiB"), []
+    rt.tell_waits(None, lambda one: one.ended or seen.append((one.verb, one.expected_seconds)))
+    resident = rt._session.residents["m"]
+    for drop in (True, False):
+        resident.lease = replace(resident.lease, reload_seconds=5.0, restore_seconds=2.0)
+        rt.preload("m")
+        rt.evict("m", drop=drop)
+    resident.lease = replace(resident.lease, reload_seconds=5.0, restore_seconds=2.0)
+    rt.preload("m")
+    assert seen == [("loading", 5.0), ("loading", 5.0), ("restoring", 2.0)]
 
 
 def test_peaks_begin_with_a_load_and_after_each_move_and_each_way_is_timed(runtime, monkeypatch):
