@@ -294,6 +294,7 @@ def test_a_failure_is_a_gpu_error_and_is_shown_as_one_sentence(shell, models, li
     ("evictions --limit none", "'none' is not a number of rows"),
     ("plan 'qwen", "No closing quotation"),
     ("health -o 3x", "not a name that Python could use"),
+    ("health -o class", "not a name that Python could use"),
     ("status extra", "unrecognized arguments: extra"),
 ])  # fmt: skip
 def test_bad_syntax_shows_the_usage(shell, models, line, message):
@@ -413,6 +414,10 @@ def test_a_cell_can_hold_a_model_under_the_name_model(shell, models):
     pins = "[l.pins for l in rt.status().leases() if l.name == 'llama']"
     run(shell, f"%%gpu --model llama\nwhat = repr(model), {pins}")
     assert shell.user_ns["what"] == ("<fake llama on sim:0>", [1])
+    run(shell, "%%gpu --model llama\nblocks = [l.kind for l in rt.status().leases()]")
+    assert set(shell.user_ns["blocks"]) == {"model"}, "without a size no further memory is leased"
+    run(shell, "%%gpu 1GiB\nblocks = [l.kind for l in rt.status().leases()]")
+    assert "block" in shell.user_ns["blocks"]
     assert shell.user_ns["model"] == "mine"
     run(shell, "%%gpu --model llama\nmodel = 7")
     assert shell.user_ns["model"] == 7
@@ -436,7 +441,9 @@ def offered(shell, text):
 
 @pytest.mark.parametrize(("text", "words"), [
     ("%gpu m", {"models", "move"}), ("df = %gpu mod", {"models"}),
-    ("%gpuctl ev", {"evict", "evictions"}), ("%gpu evict ", {"llama", "qwen", "phi:4b", "org/far"}),
+    ("%gpuctl ev", {"evict", "evictions"}), ("%gpu evictions --limit 3 --li", {"--limit"}),
+    ("%gpu evict qwen -o n --t", {"--timeout"}),
+    ("%gpu evict ", {"llama", "qwen", "phi:4b", "org/far"}),
     ("%gpu evict q", {"qwen"}), ("x = %gpu plan l", {"llama"}),
     ("%gpu evict qwen --t", {"--timeout"}), ("%gpu load new --importance h", {"high"}),
     ("%gpu config --preset 1", {"16GB"}), ("%gpu help pre", {"preload"}),
@@ -462,6 +469,10 @@ class Other:
 def test_tab_offers_other_processes_models_with_their_pid():
     assert completion.model_names(Other()) == ["llama", "qwen", "reranker@4121"]
     assert completion.notebook_names(Other()) == ["analysis.ipynb", "train.ipynb"]
+    code = samples.lease("cell#1", 1, kind="block")
+    world = samples.snapshot(code, samples.lease("kernel", 1, owner=samples.BOB, kind="kernel"))
+    rt = SimpleNamespace(status=lambda: world, catalog_names=tuple)
+    assert completion.model_names(rt) == [], "code is no model"
 
 
 def test_tab_offers_the_paths_of_notebooks_with_one_file_name():
@@ -562,6 +573,9 @@ def test_rt_is_the_runtime_in_the_first_cell_that_names_it(shell, rt):
     assert shell.user_ns["rt"] is not rt
     shell.run_cell("found = rt")
     assert shell.user_ns["found"] is rt is shell.user_ns["rt"]
+    shell.user_ns["rt"] = "mine"
+    shell.run_cell("%gpu health")
+    assert shell.user_ns["rt"] == "mine", "the user's own value stays"
 
 
 def test_help_is_the_table_of_verbs(shell):

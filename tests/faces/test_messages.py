@@ -48,7 +48,7 @@ class Lease:
         return ""
 
     def begin(self, text, outermost=True, frees=False):
-        self.story.append(f"cell {text}")
+        self.story.append(f"cell {text}" if outermost else "inside")
         return ""
 
     def end(self, text):
@@ -277,7 +277,7 @@ def test_an_empty_cell_inside_a_cell_ends_no_cell(follows):
         run_empty_cell()
         follows.callback()
         assert follows.parking.why_not() == "a cell runs"
-        assert follows.story == ["cell ", "cell ", "end"]
+        assert follows.story == ["cell ", "inside", "end"]
 
     def run_empty_cell():
         trigger("post_execute")
@@ -285,7 +285,7 @@ def test_an_empty_cell_inside_a_cell_ends_no_cell(follows):
     run_cell_async()
     trigger("post_execute")
     assert follows.parking.why_not() != "a cell runs"
-    assert follows.story == ["cell ", "cell ", "end", "end"]
+    assert follows.story == ["cell ", "inside", "end", "end"]
 
 
 def test_a_message_during_a_cell_requests_nothing(follows):

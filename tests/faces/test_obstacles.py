@@ -540,6 +540,9 @@ def test_a_pending_operation_of_a_process_group_is_named(distributed, monkeypatc
     monkeypatch.setattr(inside, "ProcessGroupGloo", Pending)
     monkeypatch.setattr(type(inside._world), "pg_map", {Pending(): ("gloo", None)})
     assert obstacles.why_not_modules() == "an operation of torch.distributed is pending"
+    monkeypatch.setattr(Pending, "size", lambda self: 2)
+    named = "a process group is open (torch.distributed: gloo, 2 processes)"
+    assert obstacles.why_not_modules() == named, "the others decide when it ends"
 
 
 def test_a_process_group_with_others_is_named(distributed):

@@ -58,6 +58,7 @@ def test_an_unchanged_snapshot_and_the_use_of_models_are_published_once_a_second
     poller, rt, clock, more
 ):
     """On a busy box the use changes with each poll: twenty sessions would redraw twice a second."""
+    clock.now = 100.0
     poller.poll()
     first = poller.result.revision
     rt.snapshot = with_first_lease(samples.busy, **more)
@@ -140,10 +141,11 @@ def test_newly_fetched_data_counts_as_news(poller, clock):
     """Also a value that is equal to the last: the time that it shows may be another."""
     poller.poll()
     for revision in (2, 3):
-        poller.latest("history", lambda rt: [], every=5.0)
+        poller.latest("history", lambda rt: [], every=0.25)
         poller.poll()
         assert poller.result.revision == revision
-        clock.now += 5.0
+        clock.now += REFRESH_SECONDS / 2
+    poller.poll()
     poller.latest("catalog", lambda rt: open("/nowhere"), every=5.0)
     poller.poll()
     assert "No such file" in poller.result.missing, "a failure is news too"

@@ -260,6 +260,50 @@ async def test_a_stand_in_answers_before_a_dead_engine_is_tried_again():
         reply = await k.chat("qwen", "hello")
         assert (reply.model, answer_text(reply)) == ("qwen", "hello")
         assert scripts == {"qwen": [], "phi": []}
+        assert k.gateway.state().counts.get("stood_in", 0) == 0, "the requested model answered"
+
+
+async def test_a_call_that_kills_every_engine_is_tried_once_more_on_the_first_alone():
+    """The call may be the cause of the deaths."""
+    stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
+    scripts = {"qwen": [DIED, DIED], "phi": [DIED]}
+    async with harness(stand_ins, qwen=4, phi=4, scripts=scripts) as k:
+        with refusal(503):
+            await k.chat("qwen", "hello")
+        begun = [line for line in k.log if not line.endswith("ended")]
+        assert begun == ["qwen: hello", "phi: hello", "qwen: hello"]
+        counts = k.gateway.state().counts
+        assert (counts["failed"], counts["refused_503"]) == (1, 1) and not counts.get("answered")
+
+
+async def test_a_stand_in_that_cannot_read_the_prompt_is_passed_over():
+    """A mistake in the call ends it only at the model that was requested."""
+    serving = ServingConfig(fallback={"qwen": ("short", "long")})
+    options = {"short": {"context_length": 8}, "long": {"context_length": 32768}}
+    scripts = {"qwen": [FAILED]}
+    async with harness(serving, qwen=4, short=4, long=4, options=options, scripts=scripts) as k:
+        reply = await k.chat("qwen", "x" * 10_000)
+        assert reply.model == "long" and k.gateway.state().counts["stood_in"] == 1
+
+
+async def test_what_is_known_of_a_model_is_that_of_its_present_specification():
+    """Under its own name and under an alias. A task has no facts of its own."""
+    serving = ServingConfig(aliases={"gpt": "qwen"}, tasks={"t": Task(("qwen",))})
+    async with harness(serving, qwen=4, options={"qwen": {"context_length": 64}}) as k:
+        assert [k.gateway.facts(name).context_length for name in ("gpt", "qwen")] == [64, 64]
+        k.rt.forget("qwen")
+        k.rt.register("qwen", backend="fake", size="1 GiB", model_type="llm", context_length=128)
+        assert k.gateway.facts("gpt").context_length == 128
+        assert k.gateway.facts("task:t") is k.gateway.facts("nobody") is None
+
+
+async def test_the_budget_of_a_call_counts_before_that_of_its_task():
+    tasks = {"slow": Task(("a",), budget_s=3000.0), "quick": Task(("a",), budget_s=0.01)}
+    async with harness(ServingConfig(tasks=tasks), a=4, scripts={"a": [asyncio.Event()]}) as k:
+        with refusal(504, "budget_spent") as refused:
+            await k.chat("task:slow", x_budget=0.05)
+        assert refused.value.facts["budget_seconds"] == 0.05
+        assert (await k.chat("task:quick", x_budget=600)).model == "a"
 
 
 async def test_a_stand_in_answers_for_a_model_that_does_not_fit():
@@ -497,6 +541,7 @@ async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
         assert (reply.model, reply.because) == ("b", "task:free: it is warm and a is not")
         assert (await k.chat("task:pinned")).model == "a"
         assert (await k.chat("task:free")).model == "a"
+        assert k.gateway.state().counts["stood_in"] == 0, "a candidate is no stand-in"
 
 
 async def test_a_budget_that_is_too_short_is_refused_at_once_with_both_numbers():
@@ -560,12 +605,12 @@ async def test_a_model_that_never_fits_is_507_and_not_repeated():
         assert refused.value.facts["failures"]
 
 
-@pytest.mark.thorough
 async def test_a_budget_that_is_spent_ends_the_call():
     """A model without measurements gets the call. When the budget is spent, the call is ended."""
     async with harness(a=4, scripts={"a": [asyncio.Event(), asyncio.Event()]}) as k:
         with refusal(504, "budget_spent"):
             await k.chat("a", x_budget=0.05)
+        assert k.gateway.state().counts["refused_504"] == 1
         reply = await k.chat(
             "a", x_budget=1.0, stream=True
         )  # enough for the first event even on a busy machine

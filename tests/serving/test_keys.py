@@ -52,6 +52,9 @@ async def test_a_key_calls_its_models_only():
         for model in ("phi", "nothing", "claude:sonnet"):
             with refusal(403, "model_not_allowed"):
                 await call(k, model)
+        with refusal(404) as unknown:
+            await call(k, "qwen-9")
+        assert "qwen-2" in str(unknown.value) and "phi" not in str(unknown.value)
         assert (await call(k, "qwen")).model == "qwen-2", "phi may not stand in"
         assert (await call(k, "task:chat")).model == "phi"
         listed = [row["id"] for row in k.gateway.models("key:bot")]
@@ -135,8 +138,10 @@ def test_the_tokens_of_a_minute_are_for_all_texts_of_an_answer_and_its_prompt(ki
         assert sent["max_tokens"] == (200 - 50 - prompt) // texts, "what was really used counts"
         record.note(model="qwen", prompt_tokens=0, completion_tokens=0)
     most = (150 - 2 * prompt) // (2 * texts)
-    with admitted(max_tokens=most) as (first, _), admitted(max_tokens=most) as (second, _):
-        assert first["max_tokens"] == second["max_tokens"] == most
+    other = admitted(max_completion_tokens=most)
+    with admitted(max_tokens=most) as (first, _), other as (second, _):
+        assert first["max_tokens"] == second["max_completion_tokens"] == most
+        assert "max_tokens" not in second, "the limit has one name"
         with pytest.raises(Refused), admitted(max_tokens=most):
             pass
 

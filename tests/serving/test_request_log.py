@@ -11,8 +11,10 @@ import pytest
 from gpu_runtime.errors import BadDocument, BadSetting
 from gpu_runtime.ledgers import host_config
 from gpu_runtime.serving import request_log, server
+from gpu_runtime.serving.request_log import CallRecord
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing import tasks_file
+from tests.clock import Clock
 from tests.serving.harness import harness
 from tests.serving.loops import in_loop, settle, until
 
@@ -91,6 +93,16 @@ async def test_a_stream_is_counted_exactly_and_shows_its_usage_only_on_request()
             if sample.name in ("gpu_call_answer_tokens_count", "gpu_call_answer_tokens_sum")
         }
         assert {("gpu_call_answer_tokens_count", 2), ("gpu_call_answer_tokens_sum", 6)} == tokens
+
+
+def test_a_line_is_written_once_and_its_seconds_are_rounded(lines):
+    clock = Clock()
+    record = CallRecord(clock, "chat", "ann")
+    clock.now += 1 / 3
+    record.write()
+    record.write()
+    [line] = lines()
+    assert (line["seconds"], line["client"], line["outcome"]) == (0.333, "ann", "cancelled")
 
 
 async def test_without_the_setting_nothing_is_written():
