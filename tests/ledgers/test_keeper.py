@@ -11,8 +11,9 @@ import msgspec
 import pytest
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
 
-from gpu_runtime.facts import Device, Lease, Owner, Section, Share
+from gpu_runtime.facts import Device, Lease, Owner, Section, Share, Ticket
 from gpu_runtime.ledgers.keeper import core, shared_book
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Keeper, Leave, Part, Put, Written
 from tests.clock import until
@@ -218,9 +219,172 @@ def test_only_the_owner_fetches_an_answer_and_only_its_user_a_private_one():
         keeper.hello(number, Hello(0, 1, "", owner(number)), number // 2, 0.0)
     for whom in (1, 2):
         keeper.receive(0, Keep(1, "answer", b"x", owner(whom).id, private=True), 0.0)
+    keeper.receive(2, Keep(1, "answer", b"y", owner(1).id), 0.0)
     ask = core.Fetch(2, "answer", owner(0).id)
     assert keeper.receive(1, ask, 0.0) == [(1, core.Content(2, {owner(0).id: b"x"}))]
     assert keeper.receive(2, ask, 0.0) == [(2, core.Content(2, {}))]
+
+
+def keeper_of(count: int) -> Keeper:
+    keeper = Keeper()
+    for number in range(count):
+        keeper.hello(number, Hello(0, 1, "", owner(number)), number // 2, 0.0)
+    return keeper
+
+
+def write(keeper: Keeper, connection: int, part: Part, **fields) -> object:
+    """The reply to a write over the newest page."""
+    content = msgspec.Raw(core.encode(part))
+    message = Put(part.put, keeper.known.revision, content, **fields)
+    return keeper.receive(connection, message, 0.0)[0][1]
+
+
+def whole(keeper: Keeper) -> shared_book.Page:
+    entries = tuple(
+        shared_book.Entry(key, piece.revision, len(piece.content))
+        for key, piece in keeper.pieces.items()
+    )
+    content = b"".join(piece.content for piece in keeper.pieces.values())
+    assert len(content) == keeper._bytes
+    return shared_book.Page(keeper.known.revision, entries, memoryview(content))
+
+
+def test_only_the_turn_that_a_connection_has_now_can_be_given_back():
+    keeper = keeper_of(2)
+    keeper.receive(0, core.Want(1), 0.0)
+    keeper.receive(1, core.Want(1), 0.0)
+    keeper.receive(0, core.Want(2), 0.0)
+    assert keeper.receive(0, core.Pass(1), 0.0) == []
+    assert keeper.receive(0, core.Pass(2), 0.0) == [(1, core.Turn(1))]
+
+
+def test_a_connection_is_the_owner_that_its_process_proves():
+    """An owner keeps its id with its secret only, and a number distinguishes two that look alike."""
+    keeper, seen = Keeper(), owner(1)
+    mine = Hello(0, 1, "", seen, secret=b"mine")
+    other = Hello(0, 1, "", seen, secret=b"other")
+    assert keeper.identity(mine, seen) == seen
+    keeper.hello(0, mine, 0, 0.0)
+    assert keeper.identity(mine, seen) == seen, "another connection of the same owner"
+    second = keeper.identity(other, seen)
+    assert second.serial == seen.serial + 1
+    keeper.hello(1, Hello(0, 1, "", second, secret=b"other"), 0, 0.0)
+    assert keeper.identity(Hello(0, 1, "", seen, secret=b"third"), seen).serial == seen.serial + 2
+
+    moved = replace(owner(7), user="user1")  # the next keeper sees the process as another one
+    again = replace(mine, again=True)
+    assert keeper.identity(again, moved) == seen
+    assert keeper.identity(replace(again, secret=b"guess"), moved) == moved
+    assert keeper.identity(again, owner(7)) == owner(7), "another user"
+    write(keeper, 0, Part(Section(seen), (), 1))
+    keeper.died([seen.id])
+    assert keeper.identity(again, owner(7)) == owner(7), "its section names its user"
+
+
+def test_a_greeting_tells_which_write_came_last_and_takes_an_owner_off_the_dead():
+    keeper = keeper_of(3)
+    write(keeper, 0, Part(Section(owner(0)), (), 9))
+    keeper.died([owner(0).id, owner(2).id, "unknown"])
+    assert keeper.known.state.dead == (owner(0).id,), "the others have nothing in the book"
+    keeper.died([owner(1).id])
+    assert keeper.hello(5, Hello(4, 1, "", owner(0)), 0, 0.0).put == 9
+    assert keeper.known.state.dead == ()
+    assert keeper.hello(6, Hello(4, 1, "", owner(1)), 0, 0.0).put == 0
+
+
+def test_a_death_wakes_everybody_and_ends_what_was_kept_by_it_and_for_it():
+    keeper = keeper_of(3)
+    for number in range(3):
+        keeper.hello(10 + number, Hello(0, 1, "", owner(number), bell=True), 0, 0.0)
+    rung = core.Rung(0)
+    assert keeper.receive(0, core.Ring(0, (owner(1).id, "unknown")), 0.0) == [(11, rung)]
+    for by, whom in ((0, 1), (1, 0), (2, 1)):
+        keeper.receive(by, Keep(1, "answer", b"x", owner(whom).id), 0.0)
+    assert keeper.died([owner(1).id]) == [(10, rung), (11, rung), (12, rung)]
+    assert keeper.died([owner(1).id]) == []
+    for number in (0, 1):  # the owner comes back
+        keeper.hello(number, Hello(0, 1, "", owner(number)), 0, 0.0)
+        for by in range(3):
+            ask = core.Fetch(2, "answer", owner(by).id)
+            assert keeper.receive(number, ask, 0.0) == [(number, core.Content(2, {}))]
+
+
+def test_whoever_has_no_section_is_not_asked_for_a_sign():
+    keeper = keeper_of(2)
+    write(keeper, 0, Part(Section(owner(0)), (), 1))
+
+    def silences(now):
+        [(_, reply)] = keeper.receive(1, core.Fetch(1, "silences"), now)
+        return {id: msgspec.msgpack.decode(said) for id, said in reply.contents.items()}
+
+    assert silences(3.0) == {owner(0).id: 3.0}
+    assert keeper.receive(0, core.Sign(0), 2.0) == []
+    assert silences(3.0) == {owner(0).id: 1.0}
+
+
+def test_what_an_owner_keeps_has_a_limit():
+    keeper = keeper_of(1)
+    for size, reply in ((core.MOST_KEPT_BYTES, Written), (core.MOST_KEPT_BYTES + 1, core.Refused)):
+        [(_, said)] = keeper.receive(0, Keep(1, "maps", bytes(size)), 0.0)
+        assert isinstance(said, reply)
+
+
+def test_the_parts_of_the_dead_leave_with_their_tickets():
+    """Nobody removes itself in this way, nor one that lives, even if a person declared it dead."""
+    keeper = keeper_of(4)
+    for number in range(3):
+        mine = Ticket(f"t{number}", owner(number).id, "use", "m", 1.0, 1.0)
+        section = Section(owner(number)) if number else None  # a part may have tickets only
+        queue = (*keeper.known.state.queue, mine.key)
+        part = Part(section, (mine,), number + 1)
+        assert isinstance(write(keeper, number, part, queue=queue), Written)
+    assert [ticket.key for ticket in keeper.known.book.tickets] == ["t0", "t1", "t2"]
+
+    me, empty, dead = keeper.known.parts[owner(2).id], Part(None, (), 5), (owner(1).id,)
+    assert isinstance(write(keeper, 2, me, removed=dead), core.Refused)
+    assert isinstance(write(keeper, 2, me, removed=dead, declared=dead), core.Refused)
+    keeper.died(dead)
+    assert keeper.known.state.dead == dead
+    assert isinstance(write(keeper, 2, me, removed=(*dead, owner(2).id)), Written)
+    assert keeper.known.state.dead == () and keeper.known.state.queue == ("t0", "t2")
+    assert set(keeper.known.parts) == {owner(0).id, owner(2).id}
+    whole(keeper)
+
+    assert isinstance(write(keeper, 2, empty, queue=("t0",)), Written)
+    assert owner(2).id not in keeper.pieces
+    old = keeper.known.book
+    changes = core.changed(old, replace(old, tickets=()), owner(3).id)
+    assert changes == {"queue": (), "removed": (owner(0).id,)}, "it had no section"
+
+
+def test_a_person_may_declare_dead_whom_the_keeper_does_not_know():
+    keeper = keeper_of(2)
+    write(keeper, 0, Part(Section(owner(0)), (), 1))
+    keeper.adopt(whole(keeper), {owner(1).id: "user1"}, ())
+    mine, gone = Part(Section(owner(1)), (), 1), (owner(0).id,)
+    assert isinstance(write(keeper, 1, mine, removed=gone), core.Refused)
+    assert isinstance(write(keeper, 1, mine, removed=gone, declared=gone), Written)
+
+
+def test_the_next_keeper_goes_on_with_the_page():
+    keeper = keeper_of(3)
+    for number in range(3):
+        write(keeper, number, Part(Section(owner(number)), (), 1))
+    page, heir = whole(keeper), Keeper()
+    heir.adopt(page, {owner(2).id: "user2"}, {owner(1).id, owner(0).id})
+    assert heir.known.book == keeper.known.book and heir.known.revision > page.revision
+    assert heir.known.state.living == {owner(2).id: "user2"}
+    assert heir.known.state.dead == (owner(0).id, owner(1).id)
+    assert [key for key, _ in whole(heir).changed_since(page.revision)] == [core.STATE]
+
+
+def test_a_book_above_its_limit_may_shrink_but_not_grow(monkeypatch):
+    keeper = keeper_of(1)
+    write(keeper, 0, Part(Section(owner(0), counts={"n" * 100: 1}), (), 1))
+    monkeypatch.setattr(core, "MOST_BOOK_BYTES", 10)
+    for size, reply in ((101, core.Refused), (100, Written), (99, Written), (100, core.Refused)):
+        part = Part(Section(owner(0), counts={"n" * size: 1}), (), 1)
+        assert isinstance(write(keeper, 0, part), reply)
 
 
 # -- the shared memory -----------------------------------------------------------------------------
@@ -264,3 +428,14 @@ def test_a_page_is_read_whole_while_the_keeper_writes():
     assert reader.page().revision == last
     reader.close()
     writer.close()
+
+
+def test_the_newest_page_of_a_book_is_found():
+    name = f"test-{os.getpid()}"
+    writers = [shared_book.Writer(name) for _ in range(3)]
+    for writer, revision in zip(writers, (4, 9, 5), strict=True):
+        writer.write(revision, {"a": shared_book.Piece(revision, b"x")})
+    assert shared_book.newest(name).revision == 9
+    for writer in writers:
+        writer.close()
+    assert shared_book.newest(name) is None

@@ -1,0 +1,115 @@
+"""The laws of a write at their boundaries. That each ledger asks them is in test_contract.py."""
+
+from __future__ import annotations
+
+import pytest
+from msgspec.structs import replace
+
+from gpu_runtime.errors import LedgerRefused
+from gpu_runtime.facts import (
+    HOST,
+    MOST_ENTRIES,
+    Book,
+    Device,
+    Lease,
+    Owner,
+    Quarantined,
+    Sample,
+    Section,
+    Share,
+    Ticket,
+)
+from gpu_runtime.ledgers.invariants import refuse_unlawful
+
+from .conftest import GIB
+
+ME, OTHER = (Owner("host", "boot", number, 1, number) for number in (1, 2))
+SAMPLE = Sample("sim:0", 10.0, GIB)
+ALONE = replace(
+    Book().with_section(Section(ME)),
+    devices=(Device("sim:0", 8 * GIB),),
+    limits={"sim:0": 8 * GIB},
+    samples={"sim:0": SAMPLE},
+    opens=5.0,
+    seq=2,
+)
+SHARED = ALONE.with_section(Section(OTHER))
+UNREADABLE = Quarantined(OTHER, {}, {}, 0.0, 1, "newer")
+UNREAD = replace(ALONE, quarantined={OTHER.id: UNREADABLE})
+
+
+def why(old: Book, new: Book, *dead: str) -> str:
+    """Why the write is refused; empty if it is lawful."""
+    try:
+        refuse_unlawful(old, new, ME.id, lambda book: frozenset(dead))
+    except LedgerRefused as error:
+        return error.facts["why"]
+    return ""
+
+
+@pytest.mark.parametrize("opens", [4.0, 6.0])
+def test_nobody_moves_the_opening(opens):
+    assert "may not be changed" in why(ALONE, replace(ALONE, opens=opens))
+
+
+def test_only_whoever_is_alone_changes_devices_and_limits_and_removes_samples():
+    for fields in (
+        {"devices": (Device("sim:0", 9 * GIB),)},
+        {"limits": {"sim:0": 7 * GIB}},
+        {"samples": {}},
+    ):
+        assert not why(ALONE, replace(ALONE, **fields))
+        assert why(SHARED, replace(SHARED, **fields))
+        assert why(UNREAD, replace(UNREAD, **fields)), "an unreadable part is another owner's"
+    added = (*SHARED.devices, Device("sim:1", GIB))
+    assert not why(SHARED, replace(SHARED, devices=added))
+
+
+@pytest.mark.parametrize(
+    ("taken_at", "free", "lawful"), [(10.0, 0, False), (10.0, GIB, True), (10.5, 0, True)]
+)
+@pytest.mark.parametrize("book", [ALONE, SHARED])
+def test_a_sample_gets_newer(book, taken_at, free, lawful):
+    new = replace(book, samples={"sim:0": Sample("sim:0", taken_at, free)})
+    assert (not why(book, new)) == lawful
+
+
+def test_the_number_of_events_rises_also_without_an_event():
+    assert not why(ALONE, replace(ALONE, seq=3))
+    assert why(ALONE, replace(ALONE, seq=1)) == "seq would fall from 2 to 1"
+
+
+def test_a_page_above_its_limit_may_shrink_but_not_grow():
+    def page(count):
+        tickets = [Ticket(str(n), ME.id, "use", "m", 1.0, 1.0) for n in range(count)]
+        return replace(ALONE, tickets=tuple(tickets))
+
+    assert not why(page(1), page(MOST_ENTRIES))
+    assert "that a page holds" in why(page(MOST_ENTRIES), page(MOST_ENTRIES + 1))
+    assert not why(page(MOST_ENTRIES + 2), page(MOST_ENTRIES + 1))
+    assert why(page(MOST_ENTRIES + 1), page(MOST_ENTRIES + 2))
+
+
+@pytest.mark.parametrize(
+    ("fields", "lawful"),
+    [
+        ({}, True),
+        ({"piece_bytes": 0}, False),
+        ({"filled": (Share("sim:0", GIB),)}, False),
+        ({"shares": (Share("sim:0", GIB), Share("sim:1", GIB), Share(HOST, GIB))}, False),
+    ],
+)
+def test_only_a_model_of_pieces_is_cut_between_one_card_and_the_host(fields, lawful):
+    halves = (Share("sim:0", GIB), Share(HOST, GIB))
+    cut = Lease(ME.id, "m", target=halves, shares=halves, piece_bytes=GIB)
+    lease = replace(cut, **fields)
+    assert lease.in_parts
+    new = ALONE.with_section(Section(ME, leases=(lease,)))
+    assert ("cannot be cut like that" in why(ALONE, new)) != lawful
+
+
+def test_an_unreadable_part_stays_as_it_is_until_its_owner_is_dead():
+    copy = replace(UNREAD, quarantined={OTHER.id: replace(UNREADABLE)})
+    assert "nobody else may change it" in why(UNREAD, copy)
+    assert "proof of death" in why(UNREAD, ALONE)
+    assert not why(UNREAD, ALONE, OTHER.id)
