@@ -130,14 +130,14 @@ def test_each_card_that_is_not_measured_is_named_and_all_of_them_together(
 def test_a_probe_has_the_helpers_figures_and_people(place, clock, started):
     card = Card(Device("cuda:3", 8 * GIB, uuid="A"), None, torch="cuda:0")
     probe = Probe((card.device, Device(HOST, GIB)), Listing(nvml, (card,)))
-    people = {7: Person(os.getuid(), "python train.py")}
+    people = {7: Person(1, "python train.py")}
     place.publish(figures(clock.now, {"A": clock.now}, people=people))
     probe.follow(place.path)
     assert {id: sample.device for id, sample in probe.samples(0.0).items()} == {
         "cuda:3": "cuda:3",
         HOST: HOST,
     }
-    assert probe.people() == {7: (name_of(os.getuid()), "python train.py")}
+    assert probe.people() == {7: (name_of(1), "python train.py")}
 
 
 def test_before_the_first_figures_no_card_is_measured(place, clock):
