@@ -132,7 +132,7 @@ def test_embeddings_of_texts_and_of_tokens(client):
 
 
 def test_models_and_completions(client):
-    assert {model.id for model in client.models.list()} == {"chat", "bge", "rank"}
+    assert {model.id for model in client.models.list()} == {"chat", "sized", "bge", "rank"}
     assert client.models.retrieve("chat").id == "chat"
     answer = client.completions.create(model="chat", prompt="one two", echo=True)
     assert answer.choices[0].text == "one twoone two"
@@ -196,7 +196,7 @@ def test_ollamas_client(url):
     )
     assert client.generate(model="chat", prompt="one two").response == "one two"
     assert client.embed(model="bge", input=["fox", "a dog"]).embeddings == [[3.0, 1.0], [5.0, 1.0]]
-    assert {model.model for model in client.list().models} == {"chat", "bge", "rank"}
+    assert {model.model for model in client.list().models} == {"chat", "sized", "bge", "rank"}
     assert client.show("chat") and client.ps()
     with pytest.raises(ollama.ResponseError, match="Did you mean chat") as unknown:
         client.chat(model="cha", messages=user("a"))
