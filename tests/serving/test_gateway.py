@@ -12,8 +12,9 @@ import pytest
 
 from gpu_runtime import Runtime
 from gpu_runtime.errors import BadSetting, DoesNotFit, EngineDied, LoadFailed, NotAModel, StillInUse
-from gpu_runtime.facts import IMPORTANCE
+from gpu_runtime.facts import IMPORTANCE, Evidence, ModelSpec
 from gpu_runtime.serving.engines.base import EngineFailed
+from gpu_runtime.serving.model_facts import ModelFacts
 from gpu_runtime.serving.queue import model_hold
 from gpu_runtime.serving.queue.thread_stream import in_thread
 from gpu_runtime.serving.requests import Refused
@@ -284,6 +285,20 @@ async def test_a_stand_in_that_cannot_read_the_prompt_is_passed_over():
     async with harness(serving, qwen=4, short=4, long=4, options=options, scripts=scripts) as k:
         reply = await k.chat("qwen", "x" * 10_000)
         assert reply.model == "long" and k.gateway.state().counts["stood_in"] == 1
+
+
+@pytest.mark.parametrize(("options", "config", "length"), [
+    ({"context_length": 8}, {"context_at_load": 16}, 8),
+    ({}, {"context_at_load": 16, "max_position_embeddings": 32}, 16),
+    ({}, {"max_position_embeddings": 32, "text_config": {"max_position_embeddings": 64}}, 32),
+    ({}, {"text_config": {"max_position_embeddings": 64}}, 64), ({}, {}, None),
+])  # fmt: skip
+def test_the_context_of_a_model_is_that_of_its_load_else_of_its_config(options, config, length):
+    spec = ModelSpec("qwen", "fake", size=3, options=options)
+    assert ModelFacts(spec, Evidence(config=config)).context_length == length
+    sizes = ((9, 5), (0, 5), (0, 0))
+    known = [ModelFacts(spec, Evidence(file_bytes=f, weight_bytes=w)).file_bytes for f, w in sizes]
+    assert known == [9, 5, 3], "of the files, else of the weights, else as declared"
 
 
 async def test_what_is_known_of_a_model_is_that_of_its_present_specification():

@@ -9,7 +9,7 @@ import threading
 from types import SimpleNamespace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from gpu_runtime.backends.llama_cpp import worker
@@ -33,6 +33,12 @@ def chat(text: str) -> dict:
 
 def words(text: str) -> int:
     return len(text.split())
+
+
+def test_tokens_that_are_given_as_numbers_are_counted():
+    for tokens, count in (([1, 2, 3], 3), ([[1, 2], [3]], 3), (["a"], 0), ("a", 0)):
+        for field in ("prompt", "input"):
+            assert prompt_size.given_tokens({field: tokens}) == count
 
 
 def test_images_do_not_count_as_text():
@@ -78,7 +84,12 @@ def test_counting_ends_when_the_caller_has_left():
     assert tokens_if_too_many("a " * 1_000_000, 10**9, count, left.is_set) == 0
 
 
-@given(st.lists(st.sampled_from(["a", "bc", " ", "defg"]), max_size=60), st.integers(0, 40))
+@example(pieces=["a", " ", "a"], most=2)  # as long as is allowed
+@example(pieces=["defg", "defg"], most=1)  # one word that is cut
+@given(
+    pieces=st.lists(st.sampled_from(["a", "bc", " ", "defg"]), max_size=60),
+    most=st.integers(0, 40),
+)
 def test_a_prompt_that_fits_is_never_refused(pieces, most):
     """The pieces are cut at any character, and a cut word counts as two tokens."""
     text = "".join(pieces)

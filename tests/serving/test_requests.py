@@ -128,6 +128,7 @@ LIMITS: list[tuple[str, Any, int | None, int]] = [
     ("embeddings", lambda n: {"input": [n]}, 0, 2**31 - 1),
     ("embeddings", lambda n: {"dimensions": n}, 1, 65_536),
     ("rerank", lambda n: {"documents": ["a"] * n}, 1, requests.MAX_TEXTS),
+    ("rerank", lambda n: {"query": "x" * n, "documents": [""]}, 1, MOST_CHARACTERS),
     ("detokenize", lambda n: {"tokens": [1] * n}, 1, requests.MAX_TOKENS),
     ("chat", lambda n: {"model": "q" * n}, 1, requests.MAX_NAME_LENGTH),
     ("chat", lambda n: {"x_client_id": "q" * n}, 1, requests.MAX_CLIENT_LENGTH),
@@ -161,7 +162,8 @@ def test_a_value_at_its_limit_is_accepted_and_one_beyond_is_refused(kind, field,
     for number in (least - 1, most + 1):
         if number >= 0 or isinstance(next(iter(field(-1).values())), int):
             refused = refusal(kind, ASKS[kind] | field(number))
-            assert refused.status == (413 if most == MOST_CHARACTERS else 400)
+            too_long = number > most == MOST_CHARACTERS
+                assert refused.status == (413 if too_long else 400)
 
 
 @pytest.mark.parametrize(("more", "thinks"), [
