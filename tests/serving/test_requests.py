@@ -163,7 +163,7 @@ def test_a_value_at_its_limit_is_accepted_and_one_beyond_is_refused(kind, field,
         if number >= 0 or isinstance(next(iter(field(-1).values())), int):
             refused = refusal(kind, ASKS[kind] | field(number))
             too_long = number > most == MOST_CHARACTERS
-                assert refused.status == (413 if too_long else 400)
+            assert refused.status == (413 if too_long else 400)
 
 
 @pytest.mark.parametrize(("more", "thinks"), [
