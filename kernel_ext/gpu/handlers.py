@@ -36,9 +36,7 @@ class Handlers:
         self._with_memory, self._at_exit, self._seconds = with_memory, at_exit, seconds
         self._theirs: dict[int, Any] = {}
         self._postponed: list[int] = []
-        self._overdue: set[int] = (
-            set()
-        )  # postponed for so long that their handlers run in the block
+        self._overdue: set[int] = set()  # postponed for too long: their handlers run in the block
         self._busy = 0  # how many blocks of our own code run in the main thread that no handler may interrupt
 
     def precede(self) -> None:
@@ -79,9 +77,8 @@ class Handlers:
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self._busy and number not in self._overdue:
-            if (
-                number not in self._postponed
-            ):  # one that arrives twice is handled once, as by the system
+            # One that arrives twice is handled once, as by the system.
+            if number not in self._postponed:
                 self._postponed.append(number)
                 threads.start(lambda: self._repeat(number))
             return
