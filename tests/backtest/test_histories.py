@@ -93,6 +93,21 @@ def test_the_journal_shows_uses_sizes_and_seconds():
     assert {one.service_seconds for one in history.requests} == {USE_SECONDS}
 
 
+def test_the_newest_measured_duration_counts_and_only_models_do():
+    """A load whose duration is not known leaves the last one. Other leases are no use of a model."""
+    events = [
+        event("a", action, WALL - 100 + 10 * n, bytes=4 * 10**9, seconds=seconds)
+        for n, (action, seconds) in enumerate(
+            [("loaded", 9.0), ("loaded", 7.0), ("restored", 3.0), ("restored", 2.0), ("loaded", 0)]
+        )
+    ]
+    block = lease("work", sim0=1, kind="block", recent_uses=encode_uses([WALL - 5]))
+    [model] = journal_history(events, [block], WALL).models.values()
+    assert (model.load_seconds, model.restore_seconds, model.offload_seconds) == (7.0, 2.0, 0.4)
+    [unmeasured] = journal_history(events[-1:], [], WALL).models.values()
+    assert (unmeasured.load_seconds, unmeasured.restore_seconds) == (4.0, 0.4)
+
+
 def test_two_models_of_one_name_stay_two():
     events = [
         event("a", "loaded", WALL - 9, bytes=4, source="x"),

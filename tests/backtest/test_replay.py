@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.backtest import ENGINES, HistoryModel, HistoryRequest, UseHistory, replay
-from gpu_runtime.backtest.replay import LEAST_PIECE_BYTES
+from gpu_runtime.backtest.replay import LEAST_PIECE_BYTES, Result
 from gpu_runtime.facts import IMPORTANCE, decode_uses
 from gpu_runtime.scheduler.eviction_policy import POLICIES, keep_score, lru
 
@@ -110,6 +110,30 @@ def test_the_load_with_most_users_is_first_in_the_full_engine():
     uses = ((0, "a"), (1, "b"), (2, "c"), (3, "c"), (4, "c"))
     past = history(*uses, a=10, b=10, c=10)
     assert run(past, 30).wait_seconds > run(past, 30, engine="full").wait_seconds
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_most_important_request_is_served_first(engine):
+    """Both wait while a is in use until 20 s. A model counts as its most important user."""
+    past = history((0, "a", 10), (1, "b"), (2, "c"), (3, "c"), a=10, b=10, c=10)
+    for urgent, order in ((1, "bc"), (3, "cb")):
+        requests = list(past.requests)
+        requests[urgent] = requests[urgent]._replace(importance=IMPORTANCE["urgent"])
+        result = run(past._replace(requests=tuple(requests)), 10, engine=engine)
+        b, c = 29.0, 28.0  # the first one waits for the end of a and for its load
+        late = 11.0  # and the other one for this use and another load
+        waits = (10, b, c + late, c + late - 1) if order == "bc" else (10, b + late, c, c - 1)
+        assert result.waits == tuple(sorted(map(float, waits)))
+
+
+def test_a_percentile_is_the_wait_that_so_many_requests_do_not_exceed():
+    result = Result(tuple(float(n) for n in range(1, 101)), 0, 0, 0)
+    assert [result.percentile(part) for part in (0, 0.5, 0.99, 1)] == [1, 51, 100, 100]
+    assert Result((), 0, 0, 0).percentile(0.5) == 0.0
+
+
+def test_the_seconds_are_from_the_first_request_to_the_end_of_the_last():
+    assert run(history((100, "a", 5), (200, "a", 50), a=10), 10).seconds == 150.0
 
 
 def test_a_card_that_is_too_small_is_refused():

@@ -30,6 +30,24 @@ def test_the_reference_and_the_clairvoyant_are_always_there():
         assert row.wait_p50_s <= row.wait_p99_s <= row.wait_s
 
 
+def test_the_clairvoyant_keeps_the_model_that_is_used_next():
+    """Of a and b, the model b is used later, or never again. The policy lru evicts a, which is older."""
+    for last in ((), ((80, "b"),)):
+        uses = ((0, "a"), (20, "b"), (40, "c"), (60, "a"), *last)
+        past = history(*uses, a=10, b=10, c=10)
+        found = compare(past, devices=["20GB"], hosts=["0GB"], policies=["lru"], engines=["plain"])
+        loads = {row.policy: row.loads for row in found}
+        assert loads == {"lru": len(uses), CLAIRVOYANT: len(uses) - 1}
+
+
+def test_a_row_has_the_calls_a_second_of_the_whole_replay():
+    """Two uses of 1 s, 99 s apart. The first one waits for the load of 10 s."""
+    past = history((50, "a"), (149, "a"), a=10)
+    [row, _] = compare(past, devices=["10GB"], hosts=["0GB"], policies=["lru"], engines=["plain"])
+    assert (row.requests, row.requests_per_s) == (2, 0.02)
+    assert (row.wait_s, row.wait_p50_s, row.wait_p99_s) == (10.0, 10.0, 10.0)
+
+
 def test_percents_are_of_all_models_and_a_card_holds_at_least_the_largest():
     found = rows(devices=["10%", "80%", "12GB"], hosts=["50%"], policies=["lru"], engines=["plain"])
     assert {row.device_bytes for row in found} == {10 * 10**9, 16 * 10**9, 12 * 10**9}
