@@ -106,13 +106,13 @@ check-rest: $(STAMP)
 test:
 	@$(MAKE) --no-print-directory -j3 $(STAMP) packages
 	@$(MAKE) --no-print-directory lint
-	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rs -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(NBVAL) tests $(NOTEBOOKS)
+	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rsfE -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(NBVAL) tests $(NOTEBOOKS)
 
 test-busy:
 	@trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do while :; do :; done & done; $(MAKE) --no-print-directory test
 
 soak: $(STAMP) packages .venv-frameworks/.ready .venv-clients/.ready
-	SOAK=1 $(BIN)/python -m pytest -rs -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
+	SOAK=1 $(BIN)/python -m pytest -rsfE -m "soak or hypothesis" --hypothesis-profile=soak --timeout=7200 $(NBVAL) tests notebooks/15_many_hosts.ipynb
 	@$(MAKE) --no-print-directory mutants N=400
 	@$(MAKE) --no-print-directory test-busy
 
