@@ -91,7 +91,7 @@ class CellSchedule:
         with self._lock:
             number, running = self._number, list(self._running)
             queued = self._queue.waiting()
-            waiting = (queued or self._from_file)[:MOST_READ]
+            waiting = self._after(queued)[:MOST_READ]
         scan = Scan(known, self._shell.user_ns, governed)
         found = [_read(scan, code, f"cell {number}", running=True) for _, code in running]
         begins = bool(queued) and not found
@@ -99,6 +99,12 @@ class CellSchedule:
             found.append(_read(scan, cell.code, f"cell {place}", running=begins))
             begins = False
         return tuple(found)
+
+    def _after(self, queued: list[WaitingCell]) -> list[WaitingCell]:
+        """The cells that wait: those of the file if the `queued` ones are the next of them, else the queued ones."""
+        expected = self._from_file[: len(queued)]
+        follows = [one.code.strip() for one in queued] == [one.code.strip() for one in expected]
+        return self._from_file if follows else queued
 
 
 def _read(scan: Scan, code: str, cell: str, running: bool = False) -> CellModels:

@@ -212,6 +212,15 @@ def test_the_cells_ahead_are_those_of_the_queue_else_of_the_file(schedule):
     assert schedule.ahead() == schedule.waits == []
 
 
+def test_a_request_that_arrives_before_its_cell_begins_hides_no_later_cell(schedule):
+    """A program sends one cell at a time. A model that was loaded for a later one counted as loaded for nothing."""
+    first = SimpleNamespace(raw_cell=USES[0].code)
+    schedule.begins(first)
+    schedule.ends(first)
+    schedule.waits.append(WaitingCell("9", USES[1].code))
+    assert schedule.ahead() == [("cell 8", "b", True), ("cell 9", "c", False)]
+
+
 def test_two_cells_of_a_person_at_once_are_a_row(schedule):
     schedule.by_program = False
     for number, expected in ((0, []), (1, [("cell 8", "c", False)])):
