@@ -330,19 +330,6 @@ def test_cancel_has_the_focus_and_changes_nothing(opened, kernel, no):
     assert where(kernel) == "sim:0" and seen.page.locator(".outcome").count() <= before
 
 
-def test_a_model_in_use_since_the_click_is_not_evicted(opened, kernel):
-    seen = opened()
-    seen.tab("Models")
-    seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
-    yes = seen.page.locator("button", has_text="Evict, freeing")
-    yes.wait_for()
-    assert kernel.tell("used = rt.use('qwen'); used.__enter__()") == "done"
-    seen.row("qwen", pid(kernel), "in use").wait_for()
-    yes.click()
-    seen.page.locator(".outcome.failed", has_text="in use").wait_for()
-    assert where(kernel) == "sim:0"
-
-
 def test_a_viewer_has_no_buttons(opened, kernel):
     seen = opened(VIEWERS)
     seen.tab("Models")

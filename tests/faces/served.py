@@ -76,27 +76,12 @@ class Conversation:
     async def document(self) -> str:
         return await self._request_reply("PULL-DOC-REQ", {})
 
-    async def forge(self, event: str, model: str, data: dict[str, object] | None = None) -> None:
+    async def click(self, button: str) -> None:
         """Sends the event that a browser sends for a click, and waits until the server has acknowledged it."""
-        entries: list[list[object]] = [["model", {"id": model}]]
-        if data is not None:
-            entries.append(
-                ["data", {"type": "map", "entries": [list(pair) for pair in data.items()]}]
-            )
-        sent = {"type": "event", "name": event, "values": {"type": "map", "entries": entries}}
+        values = {"type": "map", "entries": [["model", {"id": button}]]}
+        sent = {"type": "event", "name": "button_click", "values": values}
         message = {"kind": "MessageSent", "msg_type": "bokeh_event", "msg_data": sent}
         await self._request_reply("PATCH-DOC", {"events": [message]})
-
-    async def change(self, model: str, attr: str, new: object) -> None:
-        """Sets a property of a model, as a widget in a browser does."""
-        await self._request_reply(
-            "PATCH-DOC",
-            {
-                "events": [
-                    {"kind": "ModelChanged", "model": {"id": model}, "attr": attr, "new": new}
-                ]
-            },
-        )
 
     @staticmethod
     def ids(document: str, model: str) -> list[str]:

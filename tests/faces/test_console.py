@@ -1,7 +1,6 @@
 """The page of one session, without a browser: what it shows, what a click does, and how it ends."""
 
 import gc
-import sys
 import threading
 import weakref
 from types import SimpleNamespace
@@ -31,10 +30,8 @@ from panel.io.resources import LOCAL_DIST
 from panel.io.state import set_curdoc, state
 from tornado.ioloop import IOLoop
 
-from gpu_runtime import Runtime
 from gpu_runtime.errors import DoesNotFit, LedgerUnavailable
 from gpu_runtime.web.auth import Visitor
-from tests.clock import finished
 
 from . import samples
 
@@ -67,12 +64,22 @@ def waiting_threads():
 
 
 @pytest.fixture
-def page(poller, waiting_threads, monkeypatch):
-    """The page of an operator, with the single tab Models."""
+def page_of(poller, waiting_threads, monkeypatch):
+    """A function that returns the page of a visitor, with the single tab Models."""
     only_tabs(monkeypatch, "Models")
-    made = Console(poller, OPERATOR)
-    made.actions._start = waiting_threads.append
-    return made
+
+    def page_of(visitor):
+        made = Console(poller, visitor)
+        made.actions._start = waiting_threads.append
+        return made
+
+    return page_of
+
+
+@pytest.fixture
+def page(page_of):
+    """The page of an operator."""
+    return page_of(OPERATOR)
 
 
 def only_tabs(monkeypatch, *titles):
@@ -85,9 +92,10 @@ def target(poller, name="qwen"):
     return next(lease.id for lease in poller.result.snapshot.leases() if lease.name == name)
 
 
-def click(page, answer):
-    """Answers the open dialog, as a browser does."""
-    page.actions._form._handle_msg({"answer": answer, "question": page.actions._form.question})
+def click(page, answer, question=0):
+    """Answers the open dialog or an earlier question, as a browser does."""
+    form = page.actions._form
+    form._handle_msg({"answer": answer, "question": question or form.question})
 
 
 def confirmed(page, poller, verb="evict"):
@@ -151,28 +159,21 @@ class EmptyTab(Tab):
         self.panel = pn.pane.HTML("other")
 
 
-def test_a_tab_is_made_when_it_is_first_opened_and_updated_while_in_front(two_tabs, poller):
+def test_a_tab_is_made_when_it_is_first_opened_and_updated_with_news_while_in_front(
+    two_tabs, poller
+):
     """Other tabs cost nothing."""
     poller.poll()
     two_tabs.tick()
     assert CountingTab.made == 0
     two_tabs._tabs.active = 1
-    assert (CountingTab.made, CountingTab.updates) == (1, 1)
-    two_tabs._tabs.active = 0
-    updates = CountingTab.updates
-    poll_again(poller)
-    two_tabs.tick()
-    assert (CountingTab.made, CountingTab.updates) == (1, updates), (
-        "a tab that is not in front is not updated"
-    )
-
-
-def test_a_tick_without_news_updates_nothing(two_tabs, poller):
-    two_tabs._tabs.active = 1
-    updates = CountingTab.updates
     for _ in range(10):
         two_tabs.tick()
-    assert CountingTab.updates == updates
+    assert (CountingTab.made, CountingTab.updates) == (1, 1), "nothing is new"
+    two_tabs._tabs.active = 0
+    poll_again(poller)
+    two_tabs.tick()
+    assert (CountingTab.made, CountingTab.updates) == (1, 1), "it is not in front"
 
 
 def test_a_tab_gets_the_theme_when_it_is_made_and_at_each_change(two_tabs):
@@ -294,15 +295,11 @@ def test_the_status_bar_shows_problems_devices_ledger_and_visitor():
     for words in ("No problems", "1 simulated GPU", "memory:", "ann · operator"):
         assert words in text
     assert "viewer, read only" in header.status_html(samples.busy, VIEWER)
-    assert ">viewer, read only<" in header.status_html(samples.busy, Visitor("viewer", False)), (
-        "the role is not written twice"
-    )
-
-
-def test_only_a_page_of_its_own_has_its_tabs_at_the_bottom_of_a_narrow_window(poller):
-    """In a notebook the bottom of the window is outside the cell's output."""
-    assert "fixed" in str(Console(poller, VIEWER)._tabs.sx)
-    assert "fixed" not in str(Console(poller, VIEWER, theme_toggle=False)._tabs.sx)
+    role = header.status_html(samples.busy, Visitor("viewer", False))
+    assert ">viewer, read only<" in role, "the role is not written twice"
+    hostile = replace(samples.busy, ledger="sqlite:///<img src=x>")
+    text = header.status_html(hostile, Visitor("<script>", True))
+    assert "<img" not in text and "<script>" not in text
 
 
 def test_a_problem_is_shown_above_the_tabs_until_it_is_untrue(page, poller, rt):
@@ -350,13 +347,6 @@ def test_a_beginning_that_no_snapshot_saw_is_shown_as_before(seconds_before, wor
     if seconds_before is not None:
         problem_rows(replace(samples.empty, wall=seen.wall - seconds_before), first)
     assert {row.cells[1].text for row in problem_rows(seen, first)} == {word}
-
-
-def test_names_in_the_status_bar_are_escaped():
-    text = header.status_html(
-        replace(samples.busy, ledger="sqlite:///<img src=x>"), Visitor("<script>", True)
-    )
-    assert "<img" not in text and "<script>" not in text
 
 
 def test_a_failing_ledger_is_reported_above_the_last_figures(page, poller, rt, monkeypatch):
@@ -420,52 +410,21 @@ def where(rt, name="qwen"):
     return next(lease.where for lease in rt.status().leases() if lease.name == name)
 
 
-def test_evict_on_a_row_evicts_the_model_of_that_row(tmp_path, waiting_threads, monkeypatch):
-    """Both runtimes have the same pid, so `qwen@4121` would name both models. The row names one owner."""
-    only_tabs(monkeypatch, "Models")
-    ledger = f"sqlite://{tmp_path}/ledger"
-    runtimes = [Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger) for _ in range(2)]
-    try:
-        for each in runtimes:
-            each.register("qwen", backend="fake", size="8GiB")
-            each.preload("qwen")
-        first, second = (each.status().owner.id for each in runtimes)
-        poller = Poller(runtimes[0], start=lambda work: None)
-        poller.poll()
-        poller._answered.set()
-        page = Console(poller, OPERATOR)
-        page.actions._start = waiting_threads.append
-        page.actions.propose("evict", f"{second}/qwen")
-        click(page, "confirm")
-        waiting_threads.pop()()
-        places = {lease.owner: lease.where for lease in runtimes[0].status().leases()}
-        assert places == {first: "sim:0", second: "host"}
-    finally:
-        for each in runtimes:
-            each.close()
-
-
-@pytest.mark.parametrize("answer", ["cancel", "escape"])
-def test_cancel_and_escape_change_nothing(page, poller, rt, waiting_threads, answer):
+def test_only_the_first_confirmation_of_the_open_question_acts(page, poller, rt, waiting_threads):
+    """A click may arrive when the dialog is closed, or already shows another question."""
     page.actions.propose("evict", target(poller))
-    page.actions.dialog.open = answer != "escape"  # as when the browser closes it
-    click(page, "cancel" if answer == "cancel" else "confirm")
-    assert waiting_threads == [] and where(rt) == "sim:0"
-
-
-def test_a_second_click_on_confirm_does_nothing(page, poller, waiting_threads):
-    confirmed(page, poller)
+    click(page, "cancel")
+    page.actions.propose("evict", target(poller))
+    page.actions.dialog.open = False  # by Escape
     click(page, "confirm")
-    assert len(waiting_threads) == 1
-
-
-def test_an_answer_to_another_question_does_nothing(page, poller, waiting_threads):
-    """A click may arrive when the dialog already shows another question. It then does nothing."""
     page.actions.propose("pin", target(poller))
     late = page.actions._form.question
     page.actions.propose("evict", target(poller))
-    page.actions._form._handle_msg({"answer": "confirm", "question": late})
+    click(page, "confirm", late)
     assert waiting_threads == [] and page.actions.dialog.open
+    for _ in range(2):
+        click(page, "confirm")
+    assert len(waiting_threads) == 1
 
 
 def test_the_situation_is_checked_again_before_a_confirmed_action(
@@ -489,46 +448,20 @@ def test_an_error_of_the_runtime_is_shown_with_its_own_text(
 
 
 def test_a_viewer_has_no_buttons_and_no_dialog_and_a_forged_click_does_nothing(
-    poller, rt, waiting_threads, monkeypatch
+    page_of, poller, waiting_threads
 ):
-    only_tabs(monkeypatch, "Models")
-    page = Console(poller, VIEWER)
+    """Nor does the same click of an operator who loses the role while the dialog is open."""
+    visitor = SimpleNamespace(name="ann", may_act=False)
+    page = page_of(visitor)
     assert '"Evict"' not in page._made["Models"].table.rows
-    page._made["Models"].table._handle_msg({"verb": "evict", "id": target(poller)})
-    click(page, "confirm")
-    assert not page.actions.dialog.open and waiting_threads == [] and where(rt) == "sim:0"
+    for may_act in (False, True):
+        visitor.may_act = may_act
+        page._made["Models"].table._handle_msg({"verb": "evict", "id": target(poller)})
+        assert page.actions.dialog.open is may_act
+        visitor.may_act = False
+        click(page, "confirm")
+        assert waiting_threads == []
     assert page.actions.dialog not in page.actions.panel.objects
-
-
-def test_the_visitors_right_to_act_is_checked_at_the_confirmation(
-    poller, rt, waiting_threads, monkeypatch
-):
-    """A visitor can lose the operator's role while the dialog is open."""
-
-    class ChangingVisitor:
-        name, may_act = "ann", True
-
-    only_tabs(monkeypatch, "Models")
-    visitor = ChangingVisitor()
-    page = Console(poller, visitor)
-    page.actions._start = waiting_threads.append
-    page.actions.propose("evict", target(poller))
-    visitor.may_act = False
-    click(page, "confirm")
-    assert waiting_threads == []
-
-
-def test_a_closed_session_is_freed(poller, monkeypatch):
-    """The server's memory would grow with each session."""
-    only_tabs(monkeypatch, "Models", "Leases", "Timeline")
-    made = Console(poller, OPERATOR)
-    for n in range(3):
-        made._tabs.active = n
-    gone = weakref.ref(made)
-    made.close()
-    del made
-    gc.collect()
-    assert gone() is None and len(poller._sessions) == 0
 
 
 @pytest.mark.parametrize("end", ["connects", "left", "late"])
@@ -563,7 +496,7 @@ def test_a_session_waits_for_its_browser(monkeypatch, end):
 
 
 class Context(SimpleNamespace):
-    """A stand-in for the part of a session that Bokeh's server keeps."""
+    """The part of a session that Bokeh's server keeps."""
 
 
 @pytest.mark.parametrize("first", ["destroyed", "notified"])
@@ -599,19 +532,6 @@ def test_a_served_session_is_freed_after_its_browser_has_gone(poller, monkeypatc
     gc.collect()
     assert gone() is None and len(poller._sessions) == 0
     assert "failed with following error" not in caplog.text
-
-
-@pytest.mark.processes
-def test_importing_the_package_imports_neither_panel_nor_bokeh(child_environment):
-    code = (
-        "import sys, gpu_panels, gpu_runtime; print({'panel', 'bokeh', 'torch'} & set(sys.modules))"
-    )
-    found = finished([sys.executable, "-c", code], env=child_environment)
-    assert found.stdout.strip() == "set()", found
-
-
-def test_the_page_is_a_material_page(page):
-    assert type(page.page).__name__ == "Page" and console.TICK_MILLISECONDS <= 500
 
 
 def test_a_slow_browser_gets_its_style_sheets_from_this_server_too(poller):
