@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
+from gpu_runtime import Runtime
 from gpu_runtime.facts import Declared, LeaseId, Outcome, Phase, Presence, ProcessState, Share
 from gpu_runtime.units import GIB, show_bytes
 
@@ -238,24 +239,39 @@ def test_a_card_is_looked_at_again_before_an_action(verb, card, words):
     assert words in changed(propose(verb, f"/{card}", drained), drained)
 
 
-def test_what_a_confirmed_action_does(rt):
-    """Each verb of a row and of a part, on a runtime of its own."""
-    rt.register("qwen", backend="fake", size="4GiB")
-    rt.register("llama", backend="fake", size="3GiB", keep=True)
-    for name in ("qwen", "llama"):
-        rt.preload(name)
+@pytest.fixture
+def two():
+    """Two runtimes of one process and one ledger, with models of the same names. `llama` is pinned."""
+    book = {"devices": "sim:24GiB,host:64GiB", "ledger": "memory:confirmed"}
+    with Runtime(**book) as mine, Runtime(**book) as others:
+        for rt in (mine, others):
+            rt.register("qwen", backend="fake", size="4GiB")
+            rt.register("llama", backend="fake", size="3GiB", keep=True)
+            for name in ("qwen", "llama"):
+                rt.preload(name)
+        yield mine, others
+
+
+def test_what_a_confirmed_action_does(two):
+    """Each verb of a row and of a part. A row names one owner; `qwen@4121` would name the models of both."""
+    rt, others = two
+    me, other = (one.status().owner.id for one in two)
 
     def does(verb, target):
-        """Carries out the action, and returns where the two models are."""
+        """Carries out the action, and returns where the two models of this runtime are."""
         state, sentence = attempt(rt, propose(verb, target, rt.status()), "ann")
         assert state == "done", sentence
-        return {lease.name: lease.where for lease in rt.status().leases()}
+        leases = list(rt.status().leases())
+        assert {one.where for one in leases if one.owner == other} == {"sim:0"}
+        return {one.name: one.where for one in leases if one.owner == me}
 
-    ids = {lease.name: lease.id for lease in rt.status().leases()}
-    assert does("evict_idle", "/sim:0") == {"qwen": "host", "llama": "sim:0"}
-    assert does("unpin_evict", ids["llama"]) == {"qwen": "host", "llama": "host"}
-    assert does("restore", ids["qwen"])["qwen"] == "sim:0"
-    assert "qwen" not in does("drop", ids["qwen"])
+    assert does("evict", f"{me}/qwen") == {"qwen": "host", "llama": "sim:0"}
+    assert does("unpin_evict", f"{me}/llama") == {"qwen": "host", "llama": "host"}
+    assert does("restore", f"{me}/qwen")["qwen"] == "sim:0"
+    assert "qwen" not in does("drop", f"{me}/qwen")
+    others.pin("qwen")
+    does("preload", f"{me}/llama")
+    assert does("evict_idle", "/sim:0") == {"llama": "host"}
     does("drain", "/sim:0")
     assert rt.status().devices[0].drained.by.startswith("ann")
     does("undrain", "/sim:0")
