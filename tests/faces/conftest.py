@@ -42,6 +42,20 @@ def rt(monkeypatch, tmp_path):
     runtime.close()
 
 
+@pytest.fixture
+def models(rt, monkeypatch, tmp_path):
+    """Two models that do not fit together. qwen is on the card, llama is in RAM, and two are in the catalogue."""
+    for name, size in (("llama", "9GiB"), ("qwen", "14GiB")):
+        rt.register(name, backend="fake", size=size)
+        rt.preload(name)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "models.yaml").write_text(
+        "models: {phi:4b: {backend: fake, memory: 4GiB}, org/far: {runtime: tgi}}"
+    )
+    rt.apply("models.yaml")
+    return rt
+
+
 @pytest.fixture(scope="session")
 def bare_shell():
     """The only IPython shell of this process."""

@@ -28,20 +28,6 @@ pytestmark = pytest.mark.filterwarnings(
 GIB = 2**30
 
 
-@pytest.fixture
-def models(rt, monkeypatch, tmp_path):
-    """Two models that do not fit together. qwen is on the card and llama is in RAM."""
-    for name, size in (("llama", "9GiB"), ("qwen", "14GiB")):
-        rt.register(name, backend="fake", size=size)
-        rt.preload(name)
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "models.yaml").write_text(
-        "models: {phi:4b: {backend: fake, memory: 4GiB}, org/far: {runtime: tgi}}"
-    )
-    rt.apply("models.yaml")
-    return rt
-
-
 def run(shell, cell):
     """Runs a cell and returns its value. Raises the error of the cell."""
     with capture_output(display=False):
@@ -183,16 +169,12 @@ def test_evictions_lists_evictions_and_with_all_every_event(shell, models):
     assert "train.ipynb (pid 7)" in repr(frame) and "train.ipynb (pid 7)" in frame._repr_html_()
 
 
-def test_gpuctl_is_a_second_name_for_the_magic(shell, models):
-    assert repr(run(shell, "%gpuctl health")) == repr(run(shell, "%gpu health"))
-
-
 def test_an_answer_can_be_stored_and_silenced(shell, models):
-    """`-o` also stores the answer under a name. A semicolon hides the answer."""
+    """`-o` also stores the answer under a name. A semicolon hides the answer. `%gpuctl` is the same magic."""
     answer = run(shell, "%gpu plan qwen -o planned")
     assert shell.user_ns["planned"] is answer and answer.value.granted
     assert printed(shell, "%gpu health;") == ""
-    assert "healthy" in printed(shell, "%gpu health")
+    assert "healthy" in printed(shell, "%gpuctl health")
 
 
 @pytest.mark.parametrize("words", [
@@ -221,10 +203,13 @@ def test_an_empty_table_says_what_to_type(shell, verb):
         assert verb == "fragmentation"
 
 
-def test_python_values_are_displayed_like_the_magics(shell, models):
-    """`rt.status()` at the end of a cell looks like `%gpu`."""
-    assert "1 simulated GPU" in printed(shell, "rt.status()")
-    assert "qwen is loaded already" in printed(shell, "rt.plan('qwen')")
+@pytest.mark.parametrize(("code", "words"), [
+    ("rt.status()", "1 simulated GPU"), ("rt.plan('qwen')", "qwen is loaded already"),
+    ("rt.evict('qwen')", "evict qwen: qwen was offloaded"), ("rt.health()", "healthy · pressure"),
+    ("rt.schedule()", "No cell waits that uses a model"),
+])  # fmt: skip
+def test_python_values_are_displayed_like_the_magics(shell, models, code, words):
+    assert words in printed(shell, code)
 
 
 def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
@@ -314,10 +299,8 @@ def test_a_cell_runs_in_the_users_namespace_under_a_lease(shell, rt):
     first, second = shown.strip().splitlines()
     assert first.endswith("1")
     assert second.startswith("8.0 GiB leased on sim:0 · peak and delta unknown")
-
-
-def test_a_semicolon_silences_the_last_expression_only(shell, rt):
-    assert printed(shell, "%%gpu 1GiB\n41 + 1;").startswith("1.0 GiB leased")
+    silenced = printed(shell, "%%gpu 1GiB\ninner = %gpu health\n41 + 1;")
+    assert silenced.startswith("1.0 GiB leased") and shell.user_ns["inner"].value.healthy
 
 
 @pytest.mark.parametrize(
@@ -360,52 +343,33 @@ def test_top_level_await_is_refused(shell, rt):
         run(shell, "%%gpu 1GiB\nimport asyncio\nawait asyncio.sleep(0)")
 
 
-def test_magics_and_shell_lines_work_inside_a_cell(shell, rt):
-    run(shell, "%%gpu 1GiB\ninner = %gpu health")
-    assert shell.user_ns["inner"].value.healthy
-
-
 OUT_OF_MEMORY = "raise MemoryError('Tried to allocate 2.00 GiB')"
-
-
-@pytest.fixture
-def room(shell, rt, monkeypatch):
-    """The errors for which room was to be made, and the answers that `make_room` will give."""
-    asked, answers = [], []
-
-    def make_room(error):
-        asked.append(type(error))
-        return answers.pop() if answers else ""
-
-    monkeypatch.setattr(magics._loaded[id(shell)].magics, "make_room", make_room)
-    shell.user_ns["tries"] = []
-    return asked, answers
-
-
-def test_a_cell_runs_again_once_if_its_user_allows_it_and_room_was_made(shell, room):
-    asked, answers = room
-    answers.append("12.0 GiB came free (trainer.ipynb stepped aside): the cell runs again.")
-    shown = printed(shell, f"%%gpu --retry\ntries.append(1)\nif len(tries) < 2: {OUT_OF_MEMORY}")
-    assert len(shell.user_ns["tries"]) == 2 and "stepped aside" in shown and "Error" not in shown
+ONCE = f"if len(tries) < 2: {OUT_OF_MEMORY}"
+STEPPED_ASIDE = "12.0 GiB came free (trainer.ipynb stepped aside): the cell runs again."
 
 
 @pytest.mark.parametrize(
-    ("line", "raises", "room_made", "tries"),
+    ("line", "raises", "room_made", "tries", "last"),
     [
-        ("--retry", OUT_OF_MEMORY, 1, 2),  # the second failure is the cell's
-        ("--retry", OUT_OF_MEMORY, 0, 1),
-        ("--retry", "raise KeyboardInterrupt", 1, 1),
-        ("", OUT_OF_MEMORY, 1, 1),
-        ("1GiB", OUT_OF_MEMORY, 1, 1),
+        ("--retry", ONCE, 1, 2, "the cell runs again."),
+        ("--retry", OUT_OF_MEMORY, 1, 2, "OutOfMemory"),  # the second failure is the cell's
+        ("--retry", OUT_OF_MEMORY, 0, 1, "OutOfMemory"),
+        ("--retry", "raise KeyboardInterrupt", 1, 1, "KeyboardInterrupt"),
+        ("", OUT_OF_MEMORY, 1, 1, "OutOfMemory"),
+        ("1GiB", OUT_OF_MEMORY, 1, 1, "OutOfMemory"),
     ],
 )
-def test_a_cell_never_runs_again_unasked_without_room_or_twice(
-    shell, room, line, raises, room_made, tries
+def test_a_cell_runs_again_once_if_its_user_allows_it_and_room_was_made(
+    shell, rt, monkeypatch, line, raises, room_made, tries, last
 ):
-    room[1].extend(["1.0 GiB came free"] * room_made)
+    answers = [STEPPED_ASIDE] * room_made
+    monkeypatch.setattr(
+        magics._loaded[id(shell)].magics, "make_room", lambda error: answers and answers.pop() or ""
+    )
+    shell.user_ns["tries"] = []
     shown = printed(shell, f"%%gpu {line}\ntries.append(1)\n{raises}")
-    assert len(shell.user_ns["tries"]) == tries
-    assert "MemoryError" in shown or "OutOfMemory" in shown or "KeyboardInterrupt" in shown
+    assert len(shell.user_ns["tries"]) == tries and last in shown
+    assert ("Error" in shown or "OutOfMemory" in shown or "Interrupt" in shown) is (raises != ONCE)
 
 
 def test_a_cell_can_hold_a_model_under_the_name_model(shell, models):
@@ -459,16 +423,12 @@ def test_tab_offers_verbs_options_and_models(shell, models, text, words):
     assert set(offered(shell, text)) == words
 
 
-class Other:
-    """A runtime that shows the busy sample."""
-
-    status = staticmethod(lambda: samples.busy)
-    catalog_names = staticmethod(lambda: ("llama",))
+Other = SimpleNamespace(status=lambda: samples.busy, catalog_names=lambda: ("llama",))
 
 
 def test_tab_offers_other_processes_models_with_their_pid():
-    assert completion.model_names(Other()) == ["llama", "qwen", "reranker@4121"]
-    assert completion.notebook_names(Other()) == ["analysis.ipynb", "train.ipynb"]
+    assert completion.model_names(Other) == ["llama", "qwen", "reranker@4121"]
+    assert completion.notebook_names(Other) == ["analysis.ipynb", "train.ipynb"]
     code = samples.lease("cell#1", 1, kind="block")
     world = samples.snapshot(code, samples.lease("kernel", 1, owner=samples.BOB, kind="kernel"))
     rt = SimpleNamespace(status=lambda: world, catalog_names=tuple)
@@ -495,7 +455,7 @@ def test_help_and_tab_name_notebooks_where_a_verb_takes_one():
     """`%gpu restore train.ipynb` worked, but its help and the Tab key knew only models."""
     for verb in verbs.VERBS.values():
         takes = verb.name in ("why", "evict", "restore", "preload", "plan", "defrag")
-        offered = completion.candidates([verb.name], "", False, Other) or ()
+        offered = completion.candidates([verb.name], "", False, lambda: Other) or ()
         told = "FILE.ipynb" in verbs.details(verb, verbs.MAGIC)
         assert takes == ("train.ipynb" in offered and "qwen" in offered), verb.name
         assert takes == told or verb.name == "cancel"
@@ -597,17 +557,12 @@ def test_loading_imports_nothing_heavy(child_environment):
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
 
 
-def test_values_for_display_are_facts():
-    shown = {facts.Snapshot, facts.Plan, facts.Outcome, facts.Health, facts.Schedule}
-    assert set(magics._SHOWN) == shown
-
-
 def own_section(rt):
     return rt.status().sections[rt.status().owner.id]
 
 
 def test_the_book_shows_that_a_cell_runs_and_when_it_ended(shell, models):
-    """Other processes can see whether this notebook runs a cell, and how long it has been idle."""
+    """Other processes see whether this notebook runs a cell and how long it is idle, while the extension is loaded."""
     state = "(lambda s: (s.busy_since, s.idle_since))(rt.status().sections[rt.status().owner.id])"
     run(shell, "1")
     busy, idle = run(shell, state)
@@ -615,10 +570,6 @@ def test_the_book_shows_that_a_cell_runs_and_when_it_ended(shell, models):
     assert own_section(models).busy_since == 0 and own_section(models).idle_since >= busy
     printed(shell, "1 / 0")
     assert own_section(models).busy_since == 0, "a failing cell ends as well"
-
-
-def test_a_kernel_without_the_extension_records_no_cells(shell, models):
-    run(shell, "1")
     magics.unload(shell)
     run(shell, "2")
     assert (own_section(models).busy_since, own_section(models).idle_since) == (0.0, 0.0)
