@@ -50,7 +50,7 @@ def models(rt, monkeypatch, tmp_path):
         rt.preload(name)
     monkeypatch.chdir(tmp_path)
     (tmp_path / "models.yaml").write_text(
-        "models: {phi:4b: {backend: fake, memory: 4GiB}, org/far: {runtime: tgi}}"
+        "models: {phi:4b: {backend: fake, memory: 4GiB}, org/far: {runtime: tgi, memory: 4GiB}}"
     )
     rt.apply("models.yaml")
     return rt
