@@ -69,7 +69,13 @@ class Kernel:
     def __init__(self, story) -> None:
         self.story = story
         self.control_handlers = {"debug_request": self.debug}
-        self.comm_manager = SimpleNamespace(targets={}, comms={})
+        self.comm_manager = SimpleNamespace(
+            targets={"probe": lambda comm, message: None},
+            comms={
+                "1": SimpleNamespace(_close_callback=lambda message: None),
+                "2": SimpleNamespace(_close_callback=None),
+            },
+        )
         self.message: dict = {}
         self.io_loop = None
 
@@ -213,6 +219,9 @@ MESSAGES = {
     "expressions": ("execute_request", {"code": " \n", "user_expressions": {"a": "x"}}, HELD),
     "an empty cell": ("execute_request", {"code": "", "user_expressions": {}}, NOT_HELD),
     "a cell": ("execute_request", {"code": "x", "user_expressions": {"a": "x"}}, NOT_HELD),
+    "a comm is opened": ("comm_open", {"target_name": "probe"}, HELD),
+    "a comm is closed": ("comm_close", {"comm_id": "1"}, HELD),
+    "a comm is closed unheard": ("comm_close", {"comm_id": "2"}, NOT_HELD),
     "a comm without a receiver": ("comm_open", {"target_name": "none"}, NOT_HELD),
     "an unknown comm": ("comm_close", {"comm_id": "none"}, NOT_HELD),
     "is complete": ("is_complete_request", {"code": "x"}, NOT_HELD),
@@ -222,22 +231,10 @@ MESSAGES = {
 
 @pytest.mark.parametrize("name", MESSAGES)
 def test_the_memory_is_there_while_a_message_may_read_it(follows, name):
-    """For a cell, `pre_execute` brings it back, and shows the wait."""
+    """For a cell or a message of a comm, `pre_execute` brings it back, and shows the wait."""
     kind, content, story = MESSAGES[name]
     follows.kernel.handle(kind, **content)
     assert follows.story == story
-
-
-def test_the_memory_is_there_when_a_comm_is_opened_and_closed(follows):
-    """IPython calls `pre_execute` for the messages of a comm, and not when a comm is opened or closed."""
-    manager = follows.kernel.comm_manager
-    manager.targets["probe"] = lambda comm, message: None
-    manager.comms["1"] = SimpleNamespace(_close_callback=lambda message: None)
-    manager.comms["2"] = SimpleNamespace(_close_callback=None)
-    follows.kernel.handle("comm_open", target_name="probe")
-    follows.kernel.handle("comm_close", comm_id="1")
-    follows.kernel.handle("comm_close", comm_id="2")
-    assert follows.story == HELD + HELD + NOT_HELD
 
 
 def test_the_end_of_a_cell_ends_no_cell_of_a_subshell(follows):
@@ -297,25 +294,21 @@ def test_a_message_during_a_cell_requests_nothing(follows):
     follows.trigger("post_execute")
 
 
-@pytest.mark.parametrize(("command", "story"), [
-    ("inspectVariables", ["back", "handled", "free"]),
-    ("richInspectVariables", ["back", "handled", "free"]),
-    ("debugInfo", ["handled"]),
-    ("setBreakpoints", ["handled"]),
+@pytest.mark.parametrize(("command", "in_cell", "story"), [
+    ("inspectVariables", False, ["back", "handled", "free"]),
+    ("richInspectVariables", False, ["back", "handled", "free"]),
+    ("debugInfo", False, ["handled"]),
+    ("setBreakpoints", False, ["handled"]),
+    ("evaluate", True, ["handled"]),
 ])  # fmt: skip
-def test_the_memory_is_there_while_the_debugger_shows_variables(follows, command, story):
+def test_the_memory_is_there_while_the_debugger_shows_variables(follows, command, in_cell, story):
+    """At a breakpoint, the debugger may have stopped the thread that would request it."""
+    if in_cell:
+        follows.trigger("pre_execute")
+        follows.story.clear()
     message = {"content": {"command": command}}
     asyncio.run(follows.kernel.control_handlers["debug_request"](None, None, message))
     assert follows.story == story
-
-
-def test_a_debugger_at_a_breakpoint_requests_nothing(follows):
-    """The debugger may have stopped the thread that would request it: "evaluate" got no answer."""
-    follows.trigger("pre_execute")
-    follows.story.clear()
-    message = {"content": {"command": "evaluate"}}
-    asyncio.run(follows.kernel.control_handlers["debug_request"](None, None, message))
-    assert follows.story == ["handled"]
     follows.trigger("post_execute")
 
 
@@ -425,21 +418,16 @@ def test_a_refused_cell_raises_the_public_error_and_stays_refused(follows):
 
 
 def test_a_thread_of_the_kernels_that_runs_for_a_moment_is_waited_for(follows, monkeypatch):
-    """ZeroMQ's `send` of an output was reported to the user, who would have had to ask again."""
-    moving, story = ["send in socket.py", "send in socket.py"], []
+    """ZeroMQ's `send` of an output was reported to the user. A thread that goes on is named at last."""
+    moving, story = ["send in socket.py"] * 2, []
     monkeypatch.setattr(obstacles, "not_at_rest", lambda *_: moving.pop() if moving else "")
     mark = follows.parking.mark()
     assert follows.parking.change(mark, lambda: story.append("moved")) == ""
     assert story == ["moved"] and moving == []
-
-
-def test_a_thread_that_does_not_come_to_rest_is_named_at_last(follows, monkeypatch):
     monkeypatch.setattr(parking, "LOOP_SECONDS", 0.02)
     monkeypatch.setattr(obstacles, "not_at_rest", lambda *_: "send in socket.py")
-    assert (
-        follows.parking.change(follows.parking.mark(), Mock())
-        == "a thread runs (send in socket.py)"
-    )
+    why = follows.parking.change(follows.parking.mark(), Mock())
+    assert why == "a thread runs (send in socket.py)"
 
 
 def test_a_reason_that_ends_by_itself_is_waited_for_outside_the_kernels_loop(follows, monkeypatch):

@@ -76,23 +76,29 @@ def test_a_variable_is_listed_with_its_bytes_and_its_cell(notebook, rt):
     assert row == same | sizes | {"cell": f"In [{count}]"}
 
 
-def test_two_names_of_one_storage_free_nothing_alone(notebook, rt):
-    run(notebook, "x = mib(3)\nv = x[:10]")
-    assert table(rt) == {"x": (3, 0), "v": (3, 0)}
+HOLDERS = {
+    "two names of one storage": ("x = mib(3)\nv = x[:10]", {"x": (3, 0), "v": (3, 0)}),
+    "a future": ("x = torch.futures.Future(); x.set_result(mib(3))", {"x": (3, 3)}),
+    "a closure": ("f = (lambda b: lambda: b)(mib(2))", {"f": (2, 2)}),
+    "a generator": ("g = (t for t in [mib(3), 0]); _x = next(g); del _x", {"g": (3, 3)}),
+    "a class": ("class K:\n    cache = mib(4)", {"K": (4, 4)}),
+}
 
 
-def test_an_output_counts_once_with_all_its_names(notebook, rt):
+@pytest.mark.parametrize("kind", HOLDERS)
+def test_what_holds_memory_is_listed_by_its_variable(notebook, rt, kind):
+    """Also where Python cannot list what is held, as for a future."""
+    cell, expected = HOLDERS[kind]
+    run(notebook, cell)
+    assert table(rt) == expected
+
+
+def test_an_output_counts_once_with_all_its_names_until_it_is_freed(notebook, rt):
     """IPython keeps an output in Out, as `_7`, as `_`, among its hidden names, and as the last result."""
     run(notebook, "mib(3)")
     number = notebook.execution_count - 1
     run(notebook, "pass")
     assert table(rt) == {f"Out[{number}], _": (3, 3)}
-
-
-def test_a_deleted_output_is_still_listed(notebook, rt):
-    """`del Out[n]` frees nothing, because IPython keeps the object under other names."""
-    run(notebook, "mib(3)")
-    number = notebook.execution_count - 1
     run(notebook, f"del Out[{number}]")
     assert table(rt) == {f"_{number}, _": (3, 3)}
     run(notebook, f"del _{number}, _")
@@ -130,30 +136,6 @@ def test_a_closure_that_lives_on_keeps_its_variables(notebook, rt):
     fails(notebook, "step()")
     assert table(rt)["step"][0] == 3
     assert rt.free().bytes == 0 and table(rt) == {"step": (3, 3)}
-
-
-def test_what_a_future_holds_is_listed_by_its_variable(notebook, rt):
-    """Python cannot list what a future holds."""
-    run(notebook, "future = torch.futures.Future(); future.set_result(mib(3))")
-    assert table(rt) == {"future": (3, 3)}
-
-
-def test_nothing_is_cached_on_a_simulated_card(notebook, rt):
-    """What is reserved there beyond its tensors is an account, and no memory."""
-    kernel = rt.attach_kernel(Quiet())
-    run(notebook, "x = mib(24)")
-    kernel.count()
-    run(notebook, "del x; y = mib(30)")
-    kernel.count()
-    sums = rt.who().attrs
-    assert (sums["held_bytes"], sums["cached_bytes"]) == (30 * MIB, 0)
-
-
-def test_closures_generators_and_classes_are_listed_by_their_variable(notebook, rt):
-    run(notebook, "f = (lambda b: lambda: b)(mib(2))")
-    run(notebook, "g = (t for t in [mib(3), 0]); _x = next(g); del _x")
-    run(notebook, "class K:\n    cache = mib(4)")
-    assert table(rt) == {"f": (2, 2), "g": (3, 3), "K": (4, 4)}
 
 
 def test_a_background_thread_is_listed(notebook, rt):
@@ -256,25 +238,22 @@ def test_garbage_and_modules_are_listed_as_elsewhere(notebook, rt):
 
 
 def test_a_governed_model_is_listed_and_its_variable_frees_nothing(notebook, rt):
-    """The runtime holds the model as well. `%gpu evict` would free its memory."""
+    """The runtime holds the model as well. Once it is away, its storages are in host memory."""
     run(notebook, "net = torch.nn.Linear(512, 1024, bias=False).eval()")
-    rt.register("net", notebook.user_ns["net"])
-    rt.preload("net")
+    rt.register("governed", notebook.user_ns["net"])
     rt.register("fake", backend="fake", size="5MiB")
+    rt.preload("governed")
     rt.preload("fake")
     frame = rt.who()
     rows = sorted(zip(frame["name"], frame["kind"], frame["alone_bytes"], strict=True))
-    assert rows == [("fake", "model", 5 * MIB), ("net", "model", 2 * MIB), ("net", "variable", 0)]
+    assert rows == [
+        ("fake", "model", 5 * MIB), ("governed", "model", 2 * MIB), ("net", "variable", 0),
+    ]  # fmt: skip
     assert frame.attrs["explained_bytes"] == 7 * MIB
-
-
-def test_a_model_that_is_away_holds_no_device_memory(notebook, rt):
-    """The storages are in host memory. On a simulated card these are CPU storages as well."""
-    run(notebook, "net = torch.nn.Linear(512, 1024, bias=False).eval()")
-    rt.register("net", notebook.user_ns["net"])
-    rt.preload("net")
-    rt.evict("net")
-    assert table(rt) == {}
+    rt.evict("governed")
+    assert table(rt) == {"fake": (5, 5)}
+    rt.preload("governed")
+    assert rt.free("net").because == "0 B came free; the model governed still refers to its memory"
 
 
 def test_graphs_are_told_apart_in_the_sums(notebook, rt):
@@ -338,7 +317,9 @@ def test_who_as_json_has_rows_sums_and_what_stays(notebook):
 
 
 def test_free_releases_outputs_errors_and_garbage_but_no_variable(notebook, rt):
+    """An output that holds no device memory stays as well."""
     run(notebook, "x = mib(1)")
+    run(notebook, "'a text'")
     run(notebook, "mib(2)")
     number = notebook.execution_count - 1
     run(notebook, "a = [mib(4)]; a.append(a); del a")
@@ -350,15 +331,7 @@ def test_free_releases_outputs_errors_and_garbage_but_no_variable(notebook, rt):
         "cleared the variables of the last error (%debug shows them no more)"
     )
     assert table(rt) == {"x": (1, 1)}
-    assert run(notebook, "str(_)") == ""
-
-
-def test_free_keeps_outputs_that_hold_no_device_memory(notebook, rt):
-    run(notebook, "'a text'")
-    number = notebook.execution_count - 1
-    run(notebook, "mib(2)")
-    rt.free()
-    assert run(notebook, f"Out[{number}]") == "a text"
+    assert run(notebook, f"str(_), Out[{number - 1}]") == ("", "a text")
 
 
 def test_free_of_a_variable_deletes_it_and_its_output_and_counts_no_old_garbage(notebook, rt):
@@ -378,12 +351,14 @@ def test_free_of_a_variable_names_everything_that_still_refers_to_it(notebook, r
 
 
 def test_free_of_a_variable_does_not_count_cached_memory(notebook, rt):
-    """A larger account of the simulated card lies in another segment. The old segment is cached."""
+    """A larger account of the simulated card lies in another segment. The old segment is an account, and no memory."""
     kernel = rt.attach_kernel(Quiet())
     run(notebook, "x = mib(3)")
     kernel.count()
     run(notebook, "y = mib(24); z = mib(2)")
     kernel.count()
+    sums = rt.who().attrs
+    assert (sums["held_bytes"], sums["cached_bytes"]) == (29 * MIB, 0)
     assert rt.free("z").bytes == 2 * MIB
 
 
@@ -406,13 +381,6 @@ def test_free_of_an_unknown_name_suggests_the_nearest(notebook, rt):
     with pytest.raises(errors.GpuError, match="It is a model:  %gpu evict qwen"):
         rt.free("qwen")
     assert table(rt) == {"model": (1, 1)}
-
-
-def test_free_of_a_governed_model_s_variable_names_the_model(notebook, rt):
-    run(notebook, "net = torch.nn.Linear(512, 1024, bias=False).eval()")
-    rt.register("governed", notebook.user_ns["net"])
-    rt.preload("governed")
-    assert rt.free("net").because == "0 B came free; the model governed still refers to its memory"
 
 
 def test_tab_completes_variables(notebook):
