@@ -253,13 +253,13 @@ def two():
 
 
 def test_what_a_confirmed_action_does(two):
-    """Each verb of a row and of a part. A row names one owner; `qwen@4121` would name the models of both."""
+    """Each verb of a row and of a part, by the other process, whose models have the same names."""
     rt, others = two
     me, other = (one.status().owner.id for one in two)
 
     def does(verb, target):
         """Carries out the action, and returns where the two models of this runtime are."""
-        state, sentence = attempt(rt, propose(verb, target, rt.status()), "ann")
+        state, sentence = attempt(others, propose(verb, target, others.status()), "ann")
         assert state == "done", sentence
         leases = list(rt.status().leases())
         assert {one.where for one in leases if one.owner == other} == {"sim:0"}
