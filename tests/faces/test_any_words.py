@@ -109,11 +109,11 @@ def in_terminal(words: tuple[str, ...]) -> None:
         assert out.getvalue() == "" and err.getvalue().startswith("gpu: ")
 
 
-def in_notebook(magics: GpuMagics, words: tuple[str, ...]) -> None:
-    """Runs the words of `%gpu`. An error must be a GpuError, or UsageError for bad syntax."""
+def in_notebook(magic, *given) -> None:
+    """Runs a magic. An error must be a GpuError, or UsageError for bad syntax."""
     try:
         with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
-            magics.line(list(words))
+            magic(*given)
     except (GpuError, UsageError) as error:
         require_sentence(str(error))
 
@@ -125,56 +125,42 @@ def parsed_only(words: tuple[str, ...]) -> None:
         require_sentence(str(error))
 
 
+@pytest.fixture
+def typed(box, rt, fresh_shell):
+    """A function that carries out words in one of the two places, and looks at the book afterwards."""
+
+    def typed(place: str, words: tuple[str, ...]) -> None:
+        if words[0] in PARSED_ONLY:
+            return parsed_only(words) if place == verbs.CLI else None
+        box()
+        if place == verbs.CLI:
+            in_terminal(words)
+        else:
+            in_notebook(GpuMagics(fresh_shell, lambda: rt).line, list(words))
+        require_decodable(rt)
+
+    return typed
+
+
+places = pytest.mark.parametrize("place", [verbs.CLI, verbs.MAGIC])
+
+
 # An ordinary run tries every tenth word after an option.
-each_word = pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.soak)])
-
-
 @pytest.mark.thorough
-@each_word
-def test_every_strange_word_in_a_terminal(box, rt, stride):
-    for words in each(verbs.CLI, stride):
-        if words[0] in PARSED_ONLY:
-            parsed_only(words)
-            continue
-        box()
-        in_terminal(words)
-        require_decodable(rt)
+@pytest.mark.parametrize("stride", [10, pytest.param(1, marks=pytest.mark.soak)])
+@places
+def test_every_strange_word_is_answered(typed, place, stride):
+    for words in each(place, stride):
+        typed(place, words)
 
 
-@given(words=lines(verbs.CLI))
+@places
+@given(data=st.data())
 @settings(
     suppress_health_check=[*settings().suppress_health_check, HealthCheck.function_scoped_fixture]
 )
-def test_any_words_in_a_terminal(box, rt, words):
-    if words[0] in PARSED_ONLY:
-        return parsed_only(words)
-    box()
-    in_terminal(words)
-    require_decodable(rt)
-
-
-@pytest.mark.thorough
-@each_word
-def test_every_strange_word_in_a_notebook(box, rt, fresh_shell, stride):
-    magics = GpuMagics(fresh_shell, lambda: rt)
-    for words in each(verbs.MAGIC, stride):
-        if words[0] in PARSED_ONLY:
-            continue
-        box()
-        in_notebook(magics, words)
-        require_decodable(rt)
-
-
-@given(words=lines(verbs.MAGIC))
-@settings(
-    suppress_health_check=[*settings().suppress_health_check, HealthCheck.function_scoped_fixture]
-)
-def test_any_words_in_a_notebook(box, rt, fresh_shell, words):
-    if words[0] in PARSED_ONLY:
-        return
-    box()
-    in_notebook(GpuMagics(fresh_shell, lambda: rt), words)
-    require_decodable(rt)
+def test_any_words_are_answered(typed, place, data):
+    typed(place, data.draw(lines(place)))
 
 
 @pytest.mark.thorough
@@ -185,11 +171,7 @@ def test_every_strange_word_before_a_cell(box, rt, fresh_shell, flag):
     magics = GpuMagics(fresh_shell, lambda: rt)
     for value in VALUES:
         box()
-        try:
-            with contextlib.redirect_stdout(io.StringIO()):
-                magics.cell([*filter(None, (flag,)), value], "pass")
-        except (GpuError, UsageError) as error:
-            require_sentence(str(error))
+        in_notebook(magics.cell, [*filter(None, (flag,)), value], "pass")
         require_decodable(rt)
 
 

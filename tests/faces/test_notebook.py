@@ -32,26 +32,20 @@ SLOW = """\
 import time
 rt.register("slow", lambda step: time.sleep(0.8), backend="fake", size="1GiB")
 with rt.use("slow"): pass"""
-CELLS = [
-    "%load_ext gpu",
-    "%gpu load qwen --backend fake --size 14GiB",
-    "%gpu",
-    "frame = %gpu models\nlist(frame.name)",
-    "%%gpu 1GiB\ndef f():\n    1 / 0\nf()",
-    "%gpu evcit",
-    "%gpu load huge --backend fake --size 100GiB",
-    "%gpu pin",  # bad syntax
-    "%%gpu 1GiB\nraise KeyboardInterrupt",
-    "%gpu status --json -o status\n",
-    "import json; [(lease['name'], lease['pins']) for lease in json.loads(status)['leases']]",
-    "%%gpu 1GiB\n41 + 1",
-    "import gpu_runtime; gpu_runtime.runtime() is rt",
-    "def step(model, number):\n    return rt.plan('giant')",
-    "model = None\n\nc = step(model, 3)",
-    "%tb",
-    SLOW,
-    INTERRUPTED,
-]
+CELLS = {
+    "extension": "%load_ext gpu",
+    "load": "%gpu load qwen --backend fake --size 14GiB",
+    "user's error": "%%gpu 1GiB\ndef f():\n    1 / 0\nf()",
+    "typo": "%gpu evcit",
+    "refusal": "%gpu load huge --backend fake --size 100GiB",
+    "bad syntax": "%gpu pin",
+    "interrupt": "%%gpu 1GiB\nraise KeyboardInterrupt",
+    "function": "def step(model, number):\n    return rt.plan('giant')",
+    "error": "model = None\n\nc = step(model, 3)",
+    "every frame": "%tb",
+    "slow": SLOW,
+    "wait": INTERRUPTED,
+}
 
 
 @pytest.fixture(scope="module")
@@ -59,7 +53,7 @@ def outputs(tmp_path_factory):
     """The outputs of each cell. The notebook runs once for all tests of this module."""
     environment = {"GPU_DEVICES": "sim:24GiB,host:64GiB", "GPU_LEDGER": "memory:", "TZ": "UTC"}
     notebook = nbformat.v4.new_notebook(
-        cells=[nbformat.v4.new_code_cell(source) for source in CELLS]
+        cells=[nbformat.v4.new_code_cell(source) for source in CELLS.values()]
     )
     client = NotebookClient(
         notebook,
@@ -69,40 +63,27 @@ def outputs(tmp_path_factory):
         resources={"metadata": {"path": str(tmp_path_factory.mktemp("notebook"))}},
     )
     client.execute(env={**os.environ, "PYTHONPATH": FOUND_BY_CHILDREN, **environment})
-    return [cell.outputs for cell in notebook.cells]
+    return dict(zip(CELLS, (cell.outputs for cell in notebook.cells), strict=True))
 
 
-def test_loading_the_extension_leaves_no_output(outputs):
-    assert outputs[0] == []
-
-
-def test_a_quick_load_shows_its_outcome_alone(outputs):
+def test_the_extension_shows_nothing_and_a_quick_load_its_outcome_alone(outputs):
     """A line about each load of some milliseconds would be noise."""
-    (outcome,) = outputs[1]
+    assert outputs["extension"] == []
+    (outcome,) = outputs["load"]
     assert outcome.data["text/plain"].startswith("load qwen: qwen is on sim:0 (14.0 GiB")
 
 
 def test_of_a_slow_load_one_line_stays(outputs):
     """A browser shows the progress meanwhile. The file of the notebook has the last line."""
-    (line,) = outputs[16]
+    (line,) = outputs["slow"]
     assert re.fullmatch(r"slow: loaded in [\d.]+ m?s \([\d.]+ .B/s\)", line.data["text/plain"])
     assert len(line.data["text/html"]) < 100  # without the style sheet of the bar
 
 
-def test_status_is_kept_as_text_and_as_html(outputs):
-    (status,) = outputs[2]
-    assert set(status.data) == {"text/plain", "text/html"}
-    assert "qwen" in status.data["text/plain"] and 'class="gpuc"' in status.data["text/html"]
-
-
-def test_a_magic_can_be_assigned(outputs):
-    assert outputs[3][0].data["text/plain"] == "['qwen']"
-
-
-@pytest.mark.parametrize(
-    ("cell", "kind"),
-    [(4, "ZeroDivisionError"), (5, "UnknownVerb"), (6, "DoesNotFit"), (8, "KeyboardInterrupt")],
-)
+@pytest.mark.parametrize(("cell", "kind"), [
+    ("user's error", "ZeroDivisionError"), ("typo", "UnknownVerb"), ("refusal", "DoesNotFit"),
+    ("interrupt", "KeyboardInterrupt"),
+])  # fmt: skip
 def test_a_failing_cell_has_one_error_output(outputs, cell, kind):
     """nbval notices a failing cell by its error output."""
     errors = [output for output in outputs[cell] if output.output_type == "error"]
@@ -111,32 +92,26 @@ def test_a_failing_cell_has_one_error_output(outputs, cell, kind):
     assert "magics.py" not in shown and "interactiveshell.py" not in shown
 
 
-def test_the_errors_of_the_magic_are_a_sentence(outputs):
-    assert outputs[5][0].traceback == [
-        "UnknownVerb: no verb is called 'evcit'. Did you mean evict? All of them:  %gpu help",
-        "",
-        "Cell In[6], line 1: %gpu evcit",
-        "More:  %gpu help UnknownVerb",
-    ]
-
-
 def test_an_error_is_its_report_and_the_users_lines(outputs):
     """Frames of this package are folded. `%tb` shows them."""
-    report, *places = outputs[14][0].traceback
+    report, *places = outputs["typo"][0].traceback
+    assert "Did you mean evict?" in report
+    assert places == ["", "Cell In[4], line 1: %gpu evcit", "More:  %gpu help UnknownVerb"]
+    report, *places = outputs["error"][0].traceback
     assert report.startswith("UnknownModel: no model is called 'giant'")
     assert places == [
         "",
-        "Cell In[15], line 3: c = step(model, 3)",
-        "Cell In[14], line 2, in step: return rt.plan('giant')",
+        "Cell In[9], line 3: c = step(model, 3)",
+        "Cell In[8], line 2, in step: return rt.plan('giant')",
         "More:  %gpu help UnknownModel",
     ]
-    every_frame = "\n".join(outputs[15][0].traceback)
+    every_frame = "\n".join(outputs["every frame"][0].traceback)
     assert "runtime.py" in every_frame and "registry.py" in every_frame
 
 
 def test_an_interrupted_wait_is_one_line(outputs):
     """The stop button ends the wait. The line says what the request left behind."""
-    (interrupt,) = outputs[17]
+    (interrupt,) = outputs["wait"]
     assert interrupt.ename == "KeyboardInterrupt" and len(interrupt.traceback) == 1
     assert interrupt.traceback[0].startswith("Interrupted after ")
     assert interrupt.traceback[0].endswith("; nothing is held.")
@@ -144,18 +119,6 @@ def test_an_interrupted_wait_is_one_line(outputs):
 
 def test_bad_syntax_goes_to_standard_error(outputs):
     """As all usage errors of IPython do. For nbval it is no failure."""
-    assert "Usage: %gpu pin NAME" in "".join(output.get("text", "") for output in outputs[7])
-
-
-def test_failing_cells_release_their_leases(outputs):
-    assert outputs[10][0].data["text/plain"] == "[('qwen', 0)]"
-
-
-def test_a_leased_cell_shows_its_value_and_then_its_report(outputs):
-    value, report = outputs[11]
-    assert value.data["text/plain"] == "42"
-    assert report.data["text/plain"].startswith("1.0 GiB leased on sim:0")
-
-
-def test_the_runtime_of_the_process_is_the_one_in_the_notebook(outputs):
-    assert outputs[12][0].data["text/plain"] == "True"
+    assert "Usage: %gpu pin NAME" in "".join(
+        output.get("text", "") for output in outputs["bad syntax"]
+    )

@@ -19,34 +19,23 @@ SHOWN = samples.snapshot(BIG, gib=40.0)
 WORDS = "24.0 of 40.0 GiB on sim:0, 16.0 GiB in RAM"
 
 
-def test_the_status_says_how_many_bytes_are_where():
-    assert WORDS in text.status(SHOWN)
-    assert WORDS in str(SHOWN)
-
-
-def test_json_and_rest_have_the_bytes_of_each_device():
+def test_every_face_says_how_many_bytes_are_where():
+    """The console offers both ways. The question before an eviction names only the bytes on the card."""
+    assert WORDS in text.status(SHOWN) and WORDS in str(SHOWN)
     [found] = plain.status(SHOWN)["leases"]
     assert found["shares"] == {"sim:0": 24 * GIB, HOST: 16 * GIB}
     [row] = memory.models(SHOWN)
     assert row["shares_mb"] == {"sim:0": 24 * 1024, HOST: 16 * 1024}
     assert (row["location"], row["device"], row["memory_mb"]) == ("gpu", "sim:0 + host", 40 * 1024)
-
-
-def test_the_console_shows_the_parts_and_offers_both_ways():
     [row] = models(SHOWN)
     assert row.cells[1].text == WORDS
     assert [button.label for button in row.buttons] == ["Restore", "Evict", "Pin"]
-
-
-def test_the_question_before_an_eviction_names_only_the_bytes_on_the_card():
-    proposal = confirmations.propose("evict", BIG.id, SHOWN)
-    asked = confirmations.question(proposal, SHOWN)
-    assert asked.lines[0] == "This frees 24.0 GiB on sim:0."
-    proposal = confirmations.propose("restore", BIG.id, SHOWN)
-    assert confirmations.question(proposal, SHOWN).lines[0] == f"It has {WORDS}."
-
-
-def test_the_bars_show_each_part_on_its_device():
+    for verb, line in (
+        ("evict", "This frees 24.0 GiB on sim:0."),
+        ("restore", f"It has {WORDS}."),
+    ):
+        proposal = confirmations.propose(verb, BIG.id, SHOWN)
+        assert confirmations.question(proposal, SHOWN).lines[0] == line
     [card, host] = device_totals.bars(SHOWN)
     assert [(one.title, one.bytes) for one in card.stretches] == [("big", 24 * GIB)]
     assert [(one.title, one.bytes) for one in host.stretches] == [("big", 16 * GIB)]
