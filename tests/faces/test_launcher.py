@@ -2,21 +2,16 @@
 
 import http.client
 import json
-import subprocess
-import sys
-import time
 import tomllib
 from pathlib import Path
 
 import pytest
 
 from tests.browser.chromium import CHROMIUM, BrowserPage, running
-from tests.clock import scaled
-from tests.faces import served
+from tests.browser.lab import TOKEN, serving_lab
+from tests.clock import PATIENCE
 from tests.faces.conftest import FOUND_BY_CHILDREN, ROOT
-from tests.faces.served import free_port
 
-JUPYTERS = "jupyters-token-0123456789"
 GROUP = "jupyter_serverproxy_servers"
 
 
@@ -36,65 +31,37 @@ def as_installed(place: Path) -> Path:
 @pytest.fixture(scope="module")
 def jupyter(tmp_path_factory):
     """The port of a JupyterLab with the tile."""
-    place, port = tmp_path_factory.mktemp("lab"), free_port()
-    environ = served.environ(place) | {
-        "PYTHONPATH": f"{as_installed(place)}:{FOUND_BY_CHILDREN}",
-        "JUPYTER_TOKEN": JUPYTERS,
-        "JUPYTER_CONFIG_DIR": str(place / "config"),
-        "JUPYTER_RUNTIME_DIR": str(place / "runtime"),
-        "HOME": str(place),
-    }
-    words = [
-        sys.executable, "-m", "jupyterlab", "--no-browser", f"--port={port}",
-        "--ServerApp.port_retries=0", f"--ServerApp.root_dir={place}", "--allow-root",
-        "--ip=127.0.0.1",
-    ]  # fmt: skip
-    said = place / "said.txt"
-    with said.open("wb") as out:
-        process = subprocess.Popen(
-            words, env=environ, cwd=place, stdout=out, stderr=subprocess.STDOUT,
-            stdin=subprocess.DEVNULL, start_new_session=True,
-        )  # fmt: skip
-    try:
-        until = time.monotonic() + scaled(90)
-        while get(port, "/api", Authorization=f"token {JUPYTERS}")[0] != 200:
-            assert time.monotonic() < until and process.poll() is None, said.read_text()
-            time.sleep(0.2)  # there is no other way to know that another process listens
+    place = tmp_path_factory.mktemp("lab")
+    found = f"{as_installed(place)}:{FOUND_BY_CHILDREN}"
+    with serving_lab(place, {}, PYTHONPATH=found, GPU_DEVICES="sim:24GiB,host:64GiB") as port:
         yield port
-    finally:
-        served.end(process)
 
 
-def get(port, path, **headers):
-    """The status and the body of the answer. The status is 0 if there is no answer."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=scaled(90))
+def get(port, path, token=TOKEN):
+    """The status and the body of the answer."""
+    headers = {"Authorization": f"token {token}"} if token else {}
+    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=PATIENCE)
     try:
         connection.request("GET", path, headers=headers)
         answer = connection.getresponse()
         return answer.status, answer.read().decode("utf-8", "replace")
-    except OSError:
-        return 0, ""
     finally:
         connection.close()
 
 
 def test_the_launcher_has_a_tile_with_title_and_icon(jupyter):
-    status, body = get(jupyter, "/server-proxy/servers-info", Authorization=f"token {JUPYTERS}")
+    _, body = get(jupyter, "/server-proxy/servers-info")
     (tile,) = [one for one in json.loads(body)["server_processes"] if one["name"] == "gpu-console"]
-    assert (status, tile["launcher_entry"]["title"], tile["new_browser_tab"]) == (
-        200,
-        "GPU console",
-        False,
-    )
-    status, icon = get(jupyter, "/server-proxy/icon/gpu-console", Authorization=f"token {JUPYTERS}")
+    assert (tile["launcher_entry"]["title"], tile["new_browser_tab"]) == ("GPU console", False)
+    status, icon = get(jupyter, "/server-proxy/icon/gpu-console")
     assert status == 200 and icon.startswith("<svg")
 
 
 def test_jupyters_token_guards_the_console(jupyter):
-    status, body = get(jupyter, "/gpu-console/")
+    status, body = get(jupyter, "/gpu-console/", token="")
     assert status in (302, 403) and "GPU console" not in body
-    status, body = get(jupyter, "/gpu-console/", Authorization=f"token {JUPYTERS}")
-    assert status == 200 and '"token":' in body and JUPYTERS not in body
+    status, body = get(jupyter, "/gpu-console/")
+    assert status == 200 and '"token":' in body and TOKEN not in body
 
 
 def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
@@ -103,7 +70,7 @@ def test_the_tile_opens_the_console_in_a_tab_of_jupyterlab(jupyter):
     if not Path(CHROMIUM).exists():
         pytest.skip("needs Debian's chromium")
     with running() as browser:
-        seen = BrowserPage(browser, f"http://127.0.0.1:{jupyter}/lab?token={JUPYTERS}")
+        seen = BrowserPage(browser, f"http://127.0.0.1:{jupyter}/lab?token={TOKEN}")
         page, sockets = seen.page, []
         page.on("websocket", lambda socket: sockets.append(socket.url))
         tile = page.locator(".jp-LauncherCard", has_text="GPU console")
