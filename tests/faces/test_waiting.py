@@ -3,7 +3,6 @@
 import itertools
 import re
 import threading
-import time
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +10,7 @@ from gpu import waiting
 from gpu.waiting import Line, OthersWait, WaitLine, sentence
 from hypothesis import example, given
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 import gpu_runtime
 from gpu_runtime import Busy, LoadFailed, Runtime, verbs
@@ -18,7 +18,7 @@ from gpu_runtime.facts import HOST, Candidate, Share, Ticket, Wait
 from gpu_runtime.owner.arrivals import LOADING, RESTORING, Arrival
 from gpu_runtime.rendering import progress
 from gpu_runtime.units import GIB, show_bytes
-from tests.clock import PATIENCE
+from tests.clock import until
 
 from . import samples
 
@@ -108,20 +108,18 @@ def arrive(line, name, seconds, verb=LOADING, failed=False, size=42 * 10**9):
     line.arrival(arrival)
 
 
-def test_a_short_wait_shows_nothing(line, now, shown):
+def test_a_long_wait_has_a_line_which_becomes_the_line_of_the_load(line, now, shown):
     wait(line, now, "qwen", 0.5)
-    assert shown == []
-
-
-def test_the_line_of_a_long_wait_is_removed(line, now, shown):
+    assert shown == [], "a short wait shows nothing"
+    line.cell_ended()
     wait(line, now, "qwen", 1.5)
-    assert shown == [sentence("qwen", WAIT, 1.5), ""]
-
-
-def test_the_line_of_a_wait_becomes_the_line_of_the_load(line, now, shown):
+    assert shown[-2:] == [sentence("qwen", WAIT, 1.5), ""]
+    line.cell_ended()
     wait(line, now, "qwen", 12.0)
     arrive(line, "qwen", 20.0)
-    assert shown[2:] == ["qwen: waited 12 s, loaded in 20 s (2.1 GB/s)."]
+    assert shown[-1] == "qwen: waited 12 s, loaded in 20 s (2.1 GB/s)."
+    arrive(line, "llama", 700.0, failed=True)
+    assert shown[-1] == "llama: loading stopped after 12 min."
 
 
 def test_of_a_load_that_is_long_enough_one_line_stays(shown):
@@ -129,11 +127,6 @@ def test_of_a_load_that_is_long_enough_one_line_stays(shown):
     arrive(line, "qwen", 0.4)
     arrive(line, "qwen", 0.5, RESTORING, size=10**9)
     assert shown == ["qwen: restored in 500 ms (2.0 GB/s)."]
-
-
-def test_a_load_that_fails_says_when_it_stopped(line, now, shown):
-    arrive(line, "qwen", 700.0, failed=True)
-    assert shown == ["qwen: loading stopped after 12 min."]
 
 
 @pytest.mark.parametrize(("pause", "counted"), [(0.25, "4.2 s"), (0.5, "1.0 s"), (60.0, "1.0 s")])
@@ -152,7 +145,7 @@ def test_a_wait_that_is_begun_again_goes_on_counting(line, now, shown, pause, co
 
 
 def test_a_wait_after_a_load_is_counted_from_zero(line, now, shown):
-    """The load is the end of the first wait, and its line has been kept."""
+    """The load is the end of the first wait, and its line has been kept. Another model's wait is not added."""
     wait(line, now, "qwen", 3.0)
     arrive(line, "qwen", 700.0)
     assert shown[-1].startswith("qwen: waited 3.0 s, loaded in 12 min")
@@ -162,21 +155,13 @@ def test_a_wait_after_a_load_is_counted_from_zero(line, now, shown):
     wait(line, now, "qwen", 0.25)  # too short to be shown
     arrive(line, "qwen", 700.0)
     assert shown[-1].startswith("qwen: loaded in 12 min"), "the earlier wait is not of this load"
-
-
-def test_the_wait_of_another_model_is_not_added(line, now, shown):
     wait(line, now, "kernel", 3.0)
     wait(line, now, "llama", 12.0)
     assert shown[-2].startswith("You have waited 12 s for llama")
     arrive(line, "qwen", 700.0)
     assert shown[-1].startswith("qwen: loaded in 12 min")
-
-
-def test_the_return_of_a_notebook_leaves_no_line(line, now, shown):
-    """The return of a notebook's memory has another line, with the bytes and the process that had the card."""
-    wait(line, now, "kernel", 12.0)
     arrive(line, "kernel", 700.0, RESTORING)
-    assert shown[-1] == "."
+    assert shown[-1] == ".", "a notebook's return has another line, of the owner"
 
 
 def test_a_load_is_drawn_until_it_has_ended(shown):
@@ -185,9 +170,7 @@ def test_a_load_is_drawn_until_it_has_ended(shown):
     arrival = Arrival("qwen", LOADING, 4 * GIB, 0.0)
     arrival(2 * GIB, 4 * GIB)
     line.arrival(arrival)
-    until = time.monotonic() + PATIENCE
-    while not shown and time.monotonic() < until:
-        time.sleep(0.01)
+    until(lambda: shown)
     arrival.ended = True
     line.arrival(arrival)
     drawn = len(shown)
@@ -293,31 +276,26 @@ def test_the_news_are_of_the_largest_lease_of_this_notebook_on_the_card(held):
     assert news.endswith(end[largest.kind])
 
 
-@given(
-    st.lists(st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from((4.9, 5.0))), max_size=8)
-)
+REQUEST = Ticket("k", samples.BOB.id, "use", "llama", samples.NOW - 9, samples.NOW, need=NEED)
+BY = {True: samples.ME.id, False: samples.BOB.id}
+LOOKS = st.tuples(st.booleans(), st.integers(0, 5), st.sampled_from((4.9, 5.0)))
+
+
+@given(st.lists(st.lists(LOOKS, max_size=4, unique_by=lambda look: look[:2]), max_size=8))
 def test_a_notebook_hears_once_of_each_request_of_another_and_never_of_its_own(looks):
-    others, due = OthersWait(), set()
-    for own, number, waited in looks:
-        by = samples.ME if own else samples.BOB
-        one = Ticket(
-            f"{own}{number}", by.id, "use", "llama", samples.NOW - waited, samples.NOW, need=NEED
+    """Requests that wait together are told together."""
+    others, told = OthersWait(), set()
+    for look in looks:
+        requests = [
+            replace(REQUEST, key=f"{own}{n}", owner=BY[own], arrived=samples.NOW - waited)
+            for own, n, waited in look
+        ]
+        new = {f"{own}{n}" for own, n, waited in look if not own and waited >= 5.0} - told
+        news = others.news(samples.snapshot(samples.lease("qwen", 14), tickets=requests))
+        assert bool(news) is bool(new) and (f"and {len(new) - 1} more has" in news) is (
+            len(new) > 1
         )
-        seen = samples.snapshot(samples.lease("qwen", 14), tickets=[one])
-        assert bool(others.news(seen)) == (not own and waited >= 5.0 and one.key not in due)
-        if not own and waited >= 5.0:
-            due.add(one.key)
-
-
-def test_requests_that_wait_together_are_told_once():
-    requests = [
-        Ticket(str(number), samples.BOB.id, "use", "llama", samples.NOW - 9, samples.NOW, need=NEED)
-        for number in range(3)
-    ]
-    seen = samples.snapshot(samples.lease("qwen", 14), tickets=requests)
-    others = OthersWait()
-    assert "and 2 more has waited" in others.news(seen)
-    assert others.news(seen) == ""
+        told |= new
 
 
 @pytest.mark.parametrize(("gpu_progress_seconds", "lines"), [("0s", 1), ("10m", 0)])
@@ -346,10 +324,13 @@ class Terminal(list):
         pass
 
 
-def test_in_a_terminal_the_line_is_overwritten_and_the_last_one_stays(monkeypatch):
+def test_in_a_terminal_the_line_is_overwritten_and_the_last_one_stays(monkeypatch, capsys):
+    """Nothing is written to a stream that is no terminal."""
+    line = Line(notebook=False)
+    line.keep("qwen: loaded in 2 s")
+    assert capsys.readouterr().err == ""
     terminal = Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
-    line = Line(notebook=False)
     line.show("qwen waits")
     line.keep("qwen: loaded in 2 s")
     assert terminal == ["\rqwen waits\x1b[K", "\rqwen: loaded in 2 s\x1b[K", "\n"]
@@ -389,11 +370,6 @@ def test_a_limit_of_the_system_is_told_once_and_a_defect_is_raised(monkeypatch):
     assert (act(full), act(full), told) == (None, None, ["no space is left"])
     with pytest.raises(ZeroDivisionError):
         act(ZeroDivisionError())
-
-
-def test_nothing_is_written_to_a_stream_that_is_no_terminal(capsys):
-    Line(notebook=False).keep("qwen: loaded in 2 s")
-    assert capsys.readouterr().err == ""
 
 
 def test_waits_and_loads_of_other_threads_show_nothing(shown):
