@@ -3,7 +3,6 @@
 import base64
 import gc
 import json
-import subprocess
 import sys
 import weakref
 from importlib.metadata import EntryPoint
@@ -20,7 +19,7 @@ from panel.io.resources import CDN_DIST
 from gpu_runtime import GpuError, NotAllowed
 from gpu_runtime.owner import console_hook
 from gpu_runtime.rendering import render
-from tests.clock import scaled
+from tests.clock import finished
 
 from .test_magics import run
 
@@ -44,10 +43,11 @@ def shown(rt):
     made._console.close()
 
 
-def test_the_runtime_returns_its_console_as_a_panel_object(rt, installed):
-    found = rt.console()
-    assert isinstance(found, pn.viewable.Viewable)
-    found._console.close()
+def test_the_runtime_and_the_magic_return_the_console_as_a_panel_object(shell, rt, installed):
+    for found in (rt.console(), run(shell, "%gpu console")):
+        assert isinstance(found, pn.viewable.Viewable) and isinstance(found, Inline)
+        assert found._rt is rt
+        found._console.close()
 
 
 def test_without_a_console_the_error_shows_what_to_install(rt, monkeypatch):
@@ -67,12 +67,6 @@ def test_without_panel_the_error_names_the_missing_package(rt, monkeypatch):
     )
     with pytest.raises(GpuError, match="the console needs panel, which is not installed"):
         rt.console()
-
-
-def test_the_magic_returns_the_console(shell, rt, installed):
-    found = run(shell, "%gpu console")
-    assert isinstance(found, Inline) and found._rt is rt
-    found._console.close()
 
 
 def test_a_front_end_without_comms_gets_a_static_picture(shown, rt):
@@ -123,13 +117,7 @@ def test_every_widget_is_defined_before_a_page_is_shown(child_environment):
     widgets = Path(inline.__file__).with_name("widgets").glob("*.py")
     names = {f"gpu_panels.widgets.{path.stem}" for path in widgets if path.stem != "__init__"}
     code = "import sys, gpu_panels.inline; print(*sys.modules)"
-    found = subprocess.run(
-        [sys.executable, "-c", code],
-        env=child_environment,
-        capture_output=True,
-        text=True,
-        timeout=scaled(120),
-    )
+    found = finished([sys.executable, "-c", code], env=child_environment)
     assert names and names - set(found.stdout.split()) == set(), found.stderr
 
 
@@ -156,15 +144,6 @@ def test_a_long_text_is_sent_once_and_outside_the_page():
     assert len(found) < 1500
 
 
-def test_a_text_cannot_end_its_script_element():
-    shown = []
-    publisher = SimpleNamespace(publish=lambda data, *_, **__: shown.append(data))
-    resources = inline_assets.Resources(SimpleNamespace(display_pub=publisher))
-    resources.publish_texts({"k": LONG})
-    assert "</script>" not in shown[0][inline_assets.LOAD]
-    assert "<!--" not in shown[0][inline_assets.LOAD]
-
-
 def test_a_page_in_an_unknown_format_is_unchanged():
     """A later version of Panel may write the page differently. Then the page is large, but still works."""
     assert inline_assets.split("<div>something else</div>", "still") == (
@@ -173,7 +152,8 @@ def test_a_page_in_an_unknown_format_is_unchanged():
     )
 
 
-def test_resources_are_removed_from_the_output():
+def test_resources_are_published_once_and_removed_from_the_output():
+    """A text cannot end the script element that it is in."""
     published = []
     shell = SimpleNamespace(
         display_pub=SimpleNamespace(
@@ -183,10 +163,13 @@ def test_resources_are_removed_from_the_output():
         )
     )
     resources = inline_assets.Resources(shell)
-    resources.publish_texts({"k": "text"})
+    resources.publish_texts({"k": LONG})
     resources.clear()
-    (id, update, _), (again, updated, data) = published
+    (id, update, script), (again, updated, data) = published
     assert id == again and (update, updated) == (False, True) and data == {"text/plain": ""}
+    assert (
+        "</script>" not in script[inline_assets.LOAD] and "<!--" not in script[inline_assets.LOAD]
+    )
 
 
 def test_panels_style_sheets_are_sent_inline():

@@ -2,7 +2,6 @@
 
 import json
 import os
-import threading
 from types import SimpleNamespace
 
 import pytest
@@ -15,9 +14,9 @@ from tornado import web
 
 import gpu_runtime
 from gpu_runtime import watching
-from gpu_runtime.errors import GpuError, WaitEnded
+from gpu_runtime.errors import GpuError
 from gpu_runtime.ledgers import in_use
-from tests.clock import PATIENCE, Clock
+from tests.clock import Clock
 
 KERNEL = LabKernel("k1", (41,), "train.ipynb")
 
@@ -74,6 +73,7 @@ def test_a_confirmed_eviction_is_carried_out_once(reader, rt, clock):
     asked = reader.ask(key, "evict", row["id"])
     assert asked["title"] == "Evict qwen?" and asked["confirm"] == "Evict, freeing 8.0 GiB"
     assert reader.act(asked["question"])["done"]
+    assert ", JupyterLab" in rt.why("qwen")[0].by
     assert plain(reader.status([KERNEL]))["status"] == "GPU0 0/22 GiB", "without waiting a second"
     with pytest.raises(GpuError, match="answered already"):
         reader.act(asked["question"])
@@ -110,35 +110,6 @@ def test_an_action_that_the_panel_does_not_offer_is_refused(reader):
             reader.ask(key, verb, row["id"])
     with pytest.raises(GpuError, match="no longer shown"):
         reader.ask("unknown", "evict", row["id"])
-
-
-def test_a_wait_is_ended_from_the_panel(reader, rt, clock):
-    """The dialog names the waiting process. The waiting call gets an error with the person's name."""
-    rt.register("llama", backend="fake", size="20GiB")
-    errors, begun = [], threading.Event()
-    rt.tell_waits(lambda name, wait: begun.set())
-
-    def wait():
-        try:
-            with rt.use("llama", timeout=PATIENCE):
-                pass
-        except WaitEnded as error:
-            errors.append(error)
-
-    with rt.use("qwen"):
-        waiting = threading.Thread(target=wait)
-        waiting.start()
-        assert begun.wait(PATIENCE)
-        clock.now += 1.0
-        found = plain(reader.status([KERNEL]))
-        [row] = found["waiting"]
-        asked = reader.ask(found["ledger"]["key"], "cancel", row["id"])
-        assert asked["title"] == "End the wait for llama?" and asked["process"]
-        assert reader.act(asked["question"])["done"]
-        waiting.join(PATIENCE)
-    assert ", JupyterLab (" in errors[0].by
-    refused = reader.ask(found["ledger"]["key"], "cancel", row["id"])["refused"]
-    assert refused == "This request no longer waits. Nothing was done."
 
 
 def test_a_process_that_has_ended_gets_no_question(reader):
