@@ -13,81 +13,40 @@ MODELS = (
     ("whisper", 4300, 4), ("sdxl", 4555, 9), ("mistral", 4000, 15), ("phi", 4700, 5),
     ("gemma", 4121, 10), ("cell#1", 4555, 6),
 )  # fmt: skip
+EVICTED, ARRIVED = ("offloaded", "offloaded", "unloaded"), ("loaded", "restored")
+POINTS, CARD = 600, 24 * GIB
+LIMIT = int(0.9 * CARD)
 
 
-def day(
-    *,
-    seconds: float = 86400.0,
-    points: int = 600,
-    cards: int = 1,
-    gib: float = 24,
-    seed: int = 1,
-    busy: float = 1.0,
-    end: float = WALL,
-) -> History:
-    """The history of `seconds` on `cards` cards: models are loaded, offloaded for one another and restored."""
-    draw = random.Random(seed)
-    step, limit = seconds / points, int(gib * 0.9 * GIB)
+def day(*, seconds: float = 86400.0, busy: float = 1.0) -> History:
+    """The history of the last `seconds` on one card: models are loaded, offloaded for one another and restored."""
+    draw = random.Random(1)
     moments, events = [], []
-    for card in range(cards):
-        claims: dict[str, int] = {}
-        device = f"sim:{card}"
-        for n in range(points + 1):
-            wall = end - seconds + n * step
-            if draw.random() < 0.08 * busy:
-                name, pid, size = draw.choice(MODELS)
-                need = size * GIB
-                while sum(claims.values()) + need > limit:
-                    victim = draw.choice(sorted(claims))
-                    freed = claims.pop(victim)
-                    events.append(
-                        Event(
-                            len(events) + 1,
-                            wall,
-                            victim.partition("@")[0],
-                            draw.choice(["offloaded", "offloaded", "unloaded"]),
-                            "memory_pressure",
-                            f"{name} needs {size}.0 GiB and was asked for first.",
-                            freed,
-                            device,
-                            f"{victim.partition('@')[2]}.10.0",
-                        )
-                    )
-                events.append(
-                    Event(
-                        len(events) + 1,
-                        wall,
-                        name,
-                        draw.choice(["loaded", "restored"]),
-                        "request",
-                        f"{name} needs {size}.0 GiB.",
-                        need,
-                        device,
-                        f"{pid}.10.0",
-                    )
-                )
-                claims[f"{name}@{pid}"] = need
-            elif draw.random() < 0.03 * busy and claims:
-                claims.pop(draw.choice(sorted(claims)))
-            claimed = sum(claims.values())
-            used = claimed + int(draw.uniform(0.3, 0.5) * GIB)
-            full = max(claimed / limit, used / (gib * GIB))
-            level = (Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)[
-                (full >= 0.6) + (full >= 0.8) + (full >= 0.9)
-            ]
-            moments.append(
-                Moment(
-                    wall,
-                    device,
-                    int(gib * GIB),
-                    limit,
-                    used,
-                    level,
-                    100 * draw.random(),
-                    60.0,
-                    250.0,
-                    dict(claims),
-                )
-            )
-    moments.sort(key=lambda moment: moment.wall)
-    return History(tuple(moments), tuple(sorted(events, key=lambda event: event.wall)), seconds)
+    claims: dict[str, int] = {}
+
+    def happened(wall, lease, actions, reason, because, size):
+        name, _, pid = lease.partition("@")
+        what = (name, draw.choice(actions), reason, because, size, "sim:0", f"{pid}.10.0")
+        events.append(Event(len(events) + 1, wall, *what))
+
+    for n in range(POINTS + 1):
+        wall = WALL - seconds + n * seconds / POINTS
+        if draw.random() < 0.08 * busy:
+            name, pid, size = draw.choice(MODELS)
+            need = f"{name} needs {size}.0 GiB"
+            while sum(claims.values()) + size * GIB > LIMIT:
+                victim = draw.choice(sorted(claims))
+                freed = claims.pop(victim)
+                why = f"{need} and was asked for first."
+                happened(wall, victim, EVICTED, "memory_pressure", why, freed)
+            happened(wall, f"{name}@{pid}", ARRIVED, "request", f"{need}.", size * GIB)
+            claims[f"{name}@{pid}"] = size * GIB
+        elif draw.random() < 0.03 * busy and claims:
+            claims.pop(draw.choice(sorted(claims)))
+        claimed = sum(claims.values())
+        used = claimed + int(draw.uniform(0.3, 0.5) * GIB)
+        full = max(claimed / LIMIT, used / CARD)
+        level = list(Level)[(full >= 0.6) + (full >= 0.8) + (full >= 0.9)]
+        figures = (level, 100 * draw.random(), 60.0, 250.0, dict(claims))
+        moments.append(Moment(wall, "sim:0", CARD, LIMIT, used, *figures))
+    return History(tuple(moments), tuple(events), seconds)

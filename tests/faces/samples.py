@@ -80,9 +80,7 @@ def snapshot(
             else None
         )
         full = max(claimed / limit, (used or 0) / total)
-        level = (Level.LOW, Level.MODERATE, Level.HIGH, Level.CRITICAL)[
-            (full >= 0.6) + (full >= 0.8) + (full >= 0.9)
-        ]
+        level = list(Level)[(full >= 0.6) + (full >= 0.8) + (full >= 0.9)]
         sample = (None if simulated else Sample(
             id, NOW, None if used is None else total - used,
             processes or {} if id == ids[0] else {}, 37.0 if id != HOST else None,
