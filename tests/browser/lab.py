@@ -12,6 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import nbformat
+import pytest
 
 from tests.clock import PATIENCE, scaled
 from tests.faces.conftest import FOUND_BY_CHILDREN
@@ -34,6 +35,7 @@ def serving_lab(
 
     `settings` are added to the environment of its kernels.
     """
+    pytest.importorskip("jupyterlab")
     installed = _as_installed(home)
     (home / "work").mkdir()
     for name, cells in notebooks.items():

@@ -4,7 +4,6 @@ The console is live, its buttons act, it adds little to the notebook's file, and
 """
 
 import json
-import shutil
 import time
 
 import ipykernel
@@ -14,15 +13,10 @@ from gpu_runtime import Runtime
 from gpu_runtime.facts import HOST, Lease
 from tests.clock import PATIENCE, until
 
-from .chromium import CHROMIUM, SHOWN_MS, BrowserPage, running
+from .chromium import SHOWN_MS, BrowserPage
 from .lab import TOKEN, serving_lab
 
-pytest.importorskip("playwright")
-pytest.importorskip("jupyterlab")
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium"),
-]
+pytestmark = pytest.mark.timeout(300)
 
 DEVICES = "sim:24GiB,host:64GiB"
 CELLS = (
@@ -33,12 +27,11 @@ CELLS = (
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory):
+def lab(chromium, tmp_path_factory):
     """A JupyterLab on loopback, with the notebook open in Chromium."""
     home = tmp_path_factory.mktemp("lab")
     with (
         serving_lab(home, {"console.ipynb": CELLS}, GPU_DEVICES=DEVICES) as port,
-        running() as chromium,
         Runtime(devices=DEVICES, ledger=f"sqlite://{home}/ledger", monitor=False) as rt,
     ):
         seen = BrowserPage(

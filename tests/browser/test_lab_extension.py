@@ -5,7 +5,6 @@ All tests share one JupyterLab, one browser and two notebooks.
 
 import os
 import re
-import shutil
 import signal
 import urllib.error
 import urllib.request
@@ -15,15 +14,9 @@ import pytest
 from gpu_runtime import Runtime
 from tests.clock import PATIENCE
 
-from .chromium import CHROMIUM, running
 from .lab import TOKEN, LabNotebook, serving_lab
 
-pytest.importorskip("playwright")
-pytest.importorskip("jupyterlab")
-pytestmark = [
-    pytest.mark.timeout(300),
-    pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium"),
-]
+pytestmark = pytest.mark.timeout(300)
 
 DEVICES = "sim:24GiB,host:64GiB"
 LOAD = "%load_ext gpu\n%gpu load {} --backend fake --size {}"
@@ -50,13 +43,12 @@ def port(home):
 
 
 @pytest.fixture(scope="module")
-def train(port):
+def train(chromium, port):
     """The first notebook in a real browser, after its cell has loaded a model of 14 GiB."""
-    with running() as chromium:
-        notebook = LabNotebook(chromium, port, "train.ipynb")
-        notebook.run(0)
-        yield notebook
-        notebook.close()
+    notebook = LabNotebook(chromium, port, "train.ipynb")
+    notebook.run(0)
+    yield notebook
+    notebook.close()
 
 
 def status(notebook, text):

@@ -2,33 +2,23 @@
 
 import contextlib
 import re
-import shutil
 import signal
-import sys
 from itertools import pairwise
 
 import pytest
 from gpu_panels.tabs import registry
 
 from tests.clock import until
-from tests.faces.served import OPERATORS, VIEWERS, end, free_port, serving
+from tests.faces.served import OPERATORS, VIEWERS, end, gpu_console
 from tests.stories.test_parking import Notebook
 from tests.stories.test_processes import Kernel
 
-from .chromium import CHROMIUM, SHOWN_MS, WIDE, BrowserPage, running, serious
+from .chromium import SHOWN_MS, WIDE, BrowserPage, serious
 
 playwright = pytest.importorskip("playwright.sync_api")
-pytestmark = pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium")
 
 DEVICES = "sim:24GiB,host:64GiB"  # the same as of the served console
 TABS = tuple(registry.titles())
-
-
-@pytest.fixture(scope="module")
-def chromium():
-    """Chromium, for all tests of this module."""
-    with running() as browser:
-        yield browser
 
 
 @pytest.fixture(scope="module")
@@ -39,14 +29,7 @@ def box(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def served(box):
-    """`gpu console`, as an operator starts it."""
-    port = free_port()
-    words = [
-        sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port), "--no-browser",
-    ]  # fmt: skip
-    with serving(
-        words, box, {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}, port=port
-    ) as found:
+    with gpu_console(box) as found:
         yield found
 
 

@@ -1,8 +1,6 @@
 """The figures of the console are those of the ledger, also if leases change while the page is drawn."""
 
-import shutil
-import sys
-import time
+import contextlib
 
 import pytest
 from gpu_panels.data.device_totals import bars
@@ -10,14 +8,11 @@ from gpu_panels.data.device_words import room_words
 
 from gpu_runtime import Runtime
 from gpu_runtime.units import show_bytes
-from tests.clock import PATIENCE
-from tests.faces.served import OPERATORS, free_port, serving
+from tests.clock import until
+from tests.faces.served import OPERATORS, gpu_console
 from tests.stories.test_processes import Kernel
 
-from .chromium import CHROMIUM, BrowserPage, running
-
-pytest.importorskip("playwright")
-pytestmark = pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium")
+from .chromium import BrowserPage
 
 DEVICES = "sim:3x24GiB,host:64GiB"
 CHURN = r"""
@@ -57,13 +52,6 @@ FIGURES = """() => {
 }"""
 
 
-@pytest.fixture(scope="module")
-def chromium():
-    """Chromium, for all tests of this module."""
-    with running() as browser:
-        yield browser
-
-
 def figures_of(rt) -> dict[str, list]:
     """The free memory and the leases of each device, from the ledger of `rt`, in the words of the console's page."""
     snapshot = rt.status()
@@ -81,17 +69,16 @@ def figures_of(rt) -> dict[str, list]:
 @pytest.mark.parametrize("loads", [4, pytest.param(50, marks=pytest.mark.soak)])
 def test_every_row_and_bar_shows_the_ledger_after_a_load_under_churn(chromium, tmp_path, loads):
     """A change between the request of the page and its drawing was lost for ever."""
-    port, ledger = free_port(), f"sqlite://{tmp_path}/ledger"
-    words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port)]
-    environment = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_DEVICES": DEVICES}
+    ledger = f"sqlite://{tmp_path}/ledger"
     kernel = Kernel(ledger, DEVICES)
     rt = Runtime(devices=DEVICES, ledger=ledger, monitor=False)
     try:
         assert kernel.tell(f"exec({CHURN!r}, globals())") == "done"
-        with serving([*words, "--no-browser"], tmp_path, environment, port=port):
+        with gpu_console(tmp_path, GPU_DEVICES=DEVICES) as console:
+            url = f"http://127.0.0.1:{console.port}/?token={OPERATORS}"
             for _ in range(loads):
                 assert kernel.tell("changes.set()") == "done"
-                seen = BrowserPage(chromium, f"http://127.0.0.1:{port}/?token={OPERATORS}").ready()
+                seen = BrowserPage(chromium, url).ready()
                 assert kernel.tell("changes.clear(); time.sleep(0.5)") == "done"
                 _compare(seen, rt)
                 seen.close()
@@ -101,14 +88,8 @@ def test_every_row_and_bar_shows_the_ledger_after_a_load_under_churn(chromium, t
 
 
 def _compare(seen: BrowserPage, rt) -> None:
-    """Waits until the page shows the ledger's figures. If it never does, the test fails with both
-    the shown and the expected figures.
-    """
-    end = time.monotonic() + PATIENCE
-    while True:
-        shown, expected = seen.page.evaluate(FIGURES), figures_of(rt)
-        if shown == expected or time.monotonic() > end:
-            break
-        seen.page.wait_for_timeout(100)
-    assert shown == expected
+    """Waits until the page shows the ledger's figures. Fails with both if it never does."""
+    with contextlib.suppress(AssertionError):
+        until(lambda: seen.page.evaluate(FIGURES) == figures_of(rt))
+    assert seen.page.evaluate(FIGURES) == figures_of(rt)
     assert seen.errors == []

@@ -5,7 +5,6 @@ No cell uses `rt`. The simulated card has room for one of the two notebooks.
 
 import json
 import os
-import shutil
 import time
 from contextlib import contextmanager
 
@@ -15,15 +14,9 @@ from gpu_runtime import Runtime
 from gpu_runtime.facts import HOST
 from tests.clock import until
 
-from .chromium import CHROMIUM, running
 from .lab import LabNotebook, serving_lab
 
-pytest.importorskip("playwright")
-pytest.importorskip("jupyterlab")
-pytestmark = [
-    pytest.mark.timeout(600),
-    pytest.mark.skipif(not shutil.which(CHROMIUM), reason="needs Chromium"),
-]
+pytestmark = pytest.mark.timeout(600)
 
 DEVICES = "sim:48MiB,host:2GiB"
 NAMES = ("train.ipynb", "tune.ipynb")
@@ -90,13 +83,12 @@ def wait_until_settled(rt: Runtime, name: str = "", size: int = 0) -> None:
 
 
 @contextmanager
-def two(tmp_path, cells, **settings):
+def two(chromium, tmp_path, cells, **settings):
     """Both notebooks, open in JupyterLab, and a runtime that reads their ledger."""
     notebooks = {name: cells(number) for number, name in enumerate(NAMES)}
     settings = {"GPU_DEVICES": DEVICES, "EVICTION_GRACE_SECONDS": "0.2", **settings}
     with (
         serving_lab(tmp_path, notebooks, **settings) as port,
-        running() as chromium,
         Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}/ledger", monitor=False) as rt,
     ):
         opened = [LabNotebook(chromium, port, name) for name in NAMES]
@@ -107,14 +99,14 @@ def two(tmp_path, cells, **settings):
                 one.close()
 
 
-def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(tmp_path):
+def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(chromium, tmp_path):
     """The cells of the two notebooks run alternately. Both get the same losses as when they run alone."""
 
     def cells(number: int) -> list[str]:
         training = TRAINING.format(seed=number)
         return ["%load_ext gpu", training, *([STEP] * ROUNDS), "print(json.dumps(losses))"]
 
-    with two(tmp_path, cells) as (train, tune, rt):
+    with two(chromium, tmp_path, cells) as (train, tune, rt):
         shown = ""
         for number in range(2 + ROUNDS):
             for notebook, name in zip((train, tune), NAMES, strict=True):
@@ -169,14 +161,14 @@ def test_a_pause_at_a_change_of_notebooks_is_a_swap_and_a_short_one_between_two_
 
 
 @pytest.mark.soak
-def test_two_run_alls_share_the_card_in_turns(tmp_path):
+def test_two_run_alls_share_the_card_in_turns(chromium, tmp_path):
     """Both notebooks run all their cells at the same time. Both advance, and each cell runs once.
 
     Exchanging the two notebooks takes SWAP_SECONDS. The test prints its figures. `make soak` runs it
     with more cells and longer swaps.
     """
     settings = {"SWAP_SECONDS": f"{SWAP_SECONDS}", "GPU_PARK_TURN_SECONDS": f"{TURN_SECONDS}"}
-    with two(tmp_path, run_all_cells, **settings) as (train, tune, rt):
+    with two(chromium, tmp_path, run_all_cells, **settings) as (train, tune, rt):
         for notebook in (train, tune):
             notebook.run(0), notebook.run(1)
             wait_until_settled(rt)

@@ -260,6 +260,16 @@ def free_port() -> int:
         return trial.getsockname()[1]
 
 
+@contextmanager
+def gpu_console(folder: Path, **environment: str) -> Iterator[Served]:
+    """`gpu console` in a process of its own, as an operator starts it."""
+    port = free_port()
+    words = [sys.executable, "-m", "gpu_runtime.cli", "console", "--port", str(port)]
+    tokens = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_CONSOLE_VIEWER_TOKEN": VIEWERS}
+    with serving([*words, "--no-browser"], folder, tokens | environment, port=port) as served:
+        yield served
+
+
 def console(tmp_path: Path, **options: object) -> list[str]:
     """The command line that serves the page of these tests as `gpu console` does."""
     script = tmp_path / "command.py"

@@ -115,56 +115,6 @@ def test_the_notebook_of_a_front_end_is_where_it_wrote_it(tmp_path, monkeypatch)
     assert notebook_file({}, os.getpid()) == ("", False)
 
 
-def test_a_cell_that_begins_now_loads_its_own_models(monkeypatch):
-    """Its request had arrived and no cell ran, and its model was loaded ahead: `%gpu preload` did nothing."""
-    queue = SimpleNamespace(waiting=lambda: list(waits), began=lambda: waits.pop(0))
-    monkeypatch.setattr(look_ahead, "CellQueue", lambda *_: queue)
-    waits = [WaitingCell("1", "rt.use('a')"), WaitingCell("2", "rt.use('b')")]
-    history = SimpleNamespace(input_hist_raw=[""])
-    schedule = CellSchedule(SimpleNamespace(kernel=object(), user_ns={}, history_manager=history))
-
-    def read() -> list[tuple[str, bool]]:
-        return [
-            (name, cell.running)
-            for cell in schedule.read(["a", "b"], lambda _: "")
-            for name in cell.uses
-        ]
-
-    assert read() == [("a", True), ("b", False)]
-    schedule.before_cell(SimpleNamespace(raw_cell="rt.use('a')"))
-    assert read() == [("a", True), ("b", False)]
-
-
-def test_a_cell_that_begins_while_the_cells_are_read_is_among_them(monkeypatch):
-    """The one that began counted neither as running nor as waiting, and its model as loaded for nothing."""
-    queue = SimpleNamespace(waiting=list, began=lambda: None)
-    monkeypatch.setattr(look_ahead, "CellQueue", lambda *_: queue)
-    monkeypatch.setattr(look_ahead, "notebook_file", lambda _: ("a notebook", True))
-    monkeypatch.setattr(look_ahead, "code_cells", lambda _: CELLS)
-    shell = SimpleNamespace(kernel=object(), user_ns={}, history_manager=None, execution_count=1)
-    schedule = CellSchedule(shell)
-    first, second = (SimpleNamespace(raw_cell=cell.code) for cell in CELLS[:2])
-    schedule.before_cell(first)
-    seen = []
-
-    class Scan:
-        """Reads a cell; meanwhile the next one begins."""
-
-        def __init__(self, *_):
-            pass
-
-        def read(self, code):
-            if not seen:
-                schedule.after_cell(SimpleNamespace(info=first, success=True))
-                schedule.before_cell(second)
-            seen.append(code)
-            return SimpleNamespace(uses=(), mentions=())
-
-    monkeypatch.setattr(look_ahead, "Scan", Scan)
-    schedule.read([], lambda _: "")
-    assert seen == [cell.code for cell in CELLS]
-
-
 USES = [FileCell(name, f"rt.use('{name}')") for name in "abc"]
 
 
@@ -191,14 +141,14 @@ def schedule(monkeypatch):
 
     one = SimpleNamespace(
         begins=cells.before_cell, ends=ends, ahead=ahead, waits=waits, begun=begun, now=now,
-        by_program=True,
+        by_program=True, infos=[SimpleNamespace(raw_cell=cell.code) for cell in USES],
     )  # fmt: skip
     return one
 
 
 def test_the_cells_ahead_are_those_of_the_queue_else_of_the_file(schedule):
     """A cell that runs inside another one, as with `%run`, ends nothing. An error ends the whole row."""
-    outer, inner = (SimpleNamespace(raw_cell=USES[n].code) for n in (0, 2))
+    outer, _, inner = schedule.infos
     schedule.begins(outer)
     running = ("cell 7", "a", True)
     assert schedule.ahead() == [running, ("cell 8", "b", False), ("cell 9", "c", False)]
@@ -212,19 +162,46 @@ def test_the_cells_ahead_are_those_of_the_queue_else_of_the_file(schedule):
     assert schedule.ahead() == schedule.waits == []
 
 
+def test_a_cell_whose_request_has_arrived_is_about_to_run_and_loads_its_own_models(schedule):
+    schedule.waits += [WaitingCell("1", USES[0].code), WaitingCell("2", USES[1].code)]
+    assert [cell[1:] for cell in schedule.ahead()] == [("a", True), ("b", False)]
+    del schedule.waits[0]
+    schedule.begins(schedule.infos[0])
+    assert schedule.ahead() == [("cell 7", "a", True), ("cell 8", "b", False)]
+
+
 def test_a_request_that_arrives_before_its_cell_begins_hides_no_later_cell(schedule):
     """A program sends one cell at a time. A model that was loaded for a later one counted as loaded for nothing."""
-    first = SimpleNamespace(raw_cell=USES[0].code)
-    schedule.begins(first)
-    schedule.ends(first)
+    schedule.begins(schedule.infos[0])
+    schedule.ends(schedule.infos[0])
     schedule.waits.append(WaitingCell("9", USES[1].code))
     assert schedule.ahead() == [("cell 8", "b", True), ("cell 9", "c", False)]
 
 
+def test_a_cell_that_begins_while_the_cells_are_read_is_among_them(schedule, monkeypatch):
+    """The one that began counted neither as running nor as waiting, and its model as loaded for nothing."""
+    first, second, _ = schedule.infos
+    schedule.begins(first)
+    seen = []
+
+    class Scan(look_ahead.Scan):
+        """Reads a cell; meanwhile the next one begins."""
+
+        def read(self, code):
+            if not seen:
+                schedule.ends(first)
+                schedule.begins(second)
+            seen.append(code)
+            return super().read(code)
+
+    monkeypatch.setattr(look_ahead, "Scan", Scan)
+    schedule.ahead()
+    assert seen == [cell.code for cell in USES]
+
+
 def test_two_cells_of_a_person_at_once_are_a_row(schedule):
     schedule.by_program = False
-    for number, expected in ((0, []), (1, [("cell 8", "c", False)])):
-        info = SimpleNamespace(raw_cell=USES[number].code)
+    for info, expected in zip(schedule.infos, ([], [("cell 8", "c", False)]), strict=False):
         schedule.begins(info)
         assert schedule.ahead()[1:] == expected
         schedule.now[0] += 5.0
