@@ -67,7 +67,6 @@ def see_updates(page, number: int) -> None:
 
 
 def test_the_page_is_live_and_a_click_acts(live):
-    """The console in a notebook has the rows, the dialog and the outcomes of the served page."""
     live.tab("Models")
     live.row("qwen", "GPU: 0").locator("button", has_text="Evict").click()
     live.page.locator("button", has_text="Evict, freeing 8.0 GiB").click()
@@ -158,7 +157,6 @@ def test_in_a_narrow_window_the_page_stays_inside_its_output(live):
 
 
 def test_the_page_is_updated_while_a_long_cell_runs(live):
-    """A thread of the kernel updates the console while the running cell sleeps."""
     page = live.page
     page.click(".jp-Notebook .jp-CodeCell >> nth=2 >> .cm-content")
     run_next(live)

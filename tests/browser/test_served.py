@@ -23,7 +23,6 @@ TABS = tuple(registry.titles())
 
 @pytest.fixture(scope="module")
 def box(tmp_path_factory):
-    """The directory of this module's ledger."""
     return tmp_path_factory.mktemp("box")
 
 
@@ -256,7 +255,6 @@ def right_edge(row, title: str) -> float:
 
 
 def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
-    """A second session also shows that the model was evicted."""
     seen, second = opened(), opened(VIEWERS)
     for page in (seen, second):
         page.tab("Models")
@@ -300,7 +298,6 @@ def test_a_notebook_of_plain_code_lists_its_variables_and_is_parked(opened, box)
 
 @pytest.mark.parametrize("no", ["Enter", "Escape", "click"])
 def test_cancel_has_the_focus_and_changes_nothing(opened, kernel, no):
-    """In the dialog, both Enter and Escape cancel the action."""
     seen = opened()
     seen.tab("Models")
     before = seen.page.locator(".outcome").count()  # of earlier tests

@@ -91,7 +91,6 @@ def test_control_characters_in_a_name_are_made_visible():
 
 @given(st.lists(st.integers(0, 20)), st.lists(st.integers(0, 20)))
 def test_journal_and_snapshot_are_merged_without_duplicates_newest_first(past, recent):
-    """The snapshot has the newest events and the journal has older ones. Some events are in both."""
     found = merged([event(n, ago=100 - n) for n in past], [event(n, ago=100 - n) for n in recent])
     assert [one.seq for one in found] == sorted({*past, *recent}, reverse=True)
 

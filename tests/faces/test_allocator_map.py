@@ -60,7 +60,6 @@ unknown = AllocatorMap(samples.ME.id, "cuda:0", 1.0, 3 * GIB, 4 * GIB)
 
 
 def test_a_map_reads_as_text():
-    """The text shows the bytes in use, the inactive bytes in segments in use, and the bytes that defrag releases."""
     assert as_text(adapters, "analysis.ipynb (pid 4121) on sim:0").splitlines() == [
         "analysis.ipynb (pid 4121) on sim:0",
         "9.0 MiB of 40.0 MiB reserved are allocated. 31.0 MiB are inactive, 20.0 MiB in one piece at most: defrag "
@@ -147,7 +146,6 @@ def test_blocks_too_small_to_be_drawn_apart_are_drawn_by_the_part_in_use():
 
 
 def test_thousands_of_blocks_make_a_bounded_picture():
-    """The size of a page or notebook does not grow with the number of blocks."""
     row = [(0.3, USED), (0.7, FREE)] * 4000
     (map,) = bounded([drawn(*(segment(n << 40, *row) for n in range(8)))])
     assert len(picture(map).pieces) < 2 * allocator_map.MOST_ROWS * allocator_map.CELLS

@@ -314,7 +314,6 @@ def test_a_websocket_is_joined_only_by_its_visitor_and_a_closed_gate_admits_nobo
 
 
 def test_outside_a_page_there_is_no_visitor():
-    """So code outside a page cannot act."""
     panel_gate = pytest.importorskip("gpu_panels.panel_gate")
     with pytest.raises(NotAllowed, match="token"):
         panel_gate.visitor()

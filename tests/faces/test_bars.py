@@ -133,7 +133,6 @@ def test_small_leases_are_gathered_and_none_is_lost():
 
 
 def test_a_single_thin_lease_keeps_its_name():
-    """A single thin lease is shown with its name, since the text `1 others` would be less useful."""
     assert list(
         stretches(samples.snapshot(samples.lease("big", 10), samples.lease("thin", 0.01)))
     ) == ["big", "thin"]

@@ -140,7 +140,6 @@ def test_a_failure_is_one_line_on_standard_error(gpu, words, code, message):
 
 
 def test_without_panel_the_console_names_the_package_to_install(gpu, monkeypatch):
-    """Panel is an optional extra, since people who work only in a terminal do not need it."""
     monkeypatch.setitem(sys.modules, "panel", None)
     monkeypatch.delitem(sys.modules, "gpu_panels.server", raising=False)
     monkeypatch.delattr("gpu_panels.server", raising=False)
@@ -211,7 +210,6 @@ def test_status_imports_neither_torch_nor_pandas(child_environment):
 
 
 def test_a_closed_pipe_is_no_error(child_environment):
-    """A command such as `gpu config | head -1` closes the pipe early. This is no error."""
     shell = f"set -o pipefail; {sys.executable} -m gpu_runtime.cli help | head -c 1; echo ${{PIPESTATUS[0]}}"
     done = finished(["bash", "-c", shell], env=child_environment)
     assert done.stderr == "" and done.stdout.splitlines()[-1].endswith("0")

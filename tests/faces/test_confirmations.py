@@ -33,7 +33,6 @@ def at(name="qwen", owner=ME):
 
 
 def test_a_click_is_resolved_to_one_lease_of_one_owner():
-    """Two processes can hold models of the same name, so the row names the owner, too."""
     both = snapshot(lease("qwen", 14), lease("qwen", 4, owner=BOB))
     assert propose("evict", at(owner=BOB), both) == Proposal(
         "evict", at(owner=BOB), "sim:0", 4 * 2**30, BOB.pid, "qwen"

@@ -224,7 +224,6 @@ def test_the_limit_on_files_is_raised_as_far_as_allowed():
     ("family", "host"), [(socket.AF_INET, "127.0.0.1"), (socket.AF_INET6, "::1")]
 )
 def test_a_connection_of_this_machine_has_its_users_name(family, host):
-    """The kernel reports which user owns the other end of a connection."""
     try:
         server = socket.create_server((host, 0), family=family)
     except OSError:

@@ -44,7 +44,6 @@ def table(maps, snapshot=here, acts=True, chosen=""):
 
 
 def test_each_process_and_card_is_a_row_the_most_inactive_first():
-    """The table shows the largest free block beside the largest request that would fit."""
     first, second = table((adapters, mine))
     assert texts(first) == [
         "this process", "sim:0", "14.0 GiB", "15.0 GiB", "1.0 GiB", "1.0 GiB", "512 MiB", "3.0 GiB",
@@ -66,7 +65,6 @@ def test_a_process_without_a_map_is_shown_as_unknown():
 
 
 def test_unknown_figures_stay_unknown():
-    """A figure is shown as unknown if the card's driver reports nothing, or if the allocator reports only sums."""
     sums = AllocatorMap(samples.ME.id, "sim:0", 1.0, 3 * GIB, 4 * GIB)
     row = table((sums,))[0]
     assert texts(row)[2:8] == ["3.0 GiB", "4.0 GiB", "unknown", "unknown", "unknown", "unknown"]
@@ -181,7 +179,6 @@ def test_a_click_on_defragment_names_the_owner_of_its_row():
 
 @pytest.mark.parametrize("id", ["", "/", "1.2.3/sim:0", "nobody"])
 def test_a_forged_id_proposes_nothing(id):
-    """A browser may send any row id. An invalid one proposes no action."""
     made = tab((adapters, mine))
     made._pressed("defrag", id)
     made._pressed("show", id)
@@ -196,7 +193,6 @@ def test_an_empty_table_shows_that_maps_are_being_read_or_what_to_do():
 
 
 def test_unchanged_maps_are_the_same_object_and_computed_once(monkeypatch):
-    """With unchanged maps, twenty sessions cost as much as one."""
     fetch, rt = MapFetcher(), type("Rt", (), {"allocator_maps": lambda self: tuple([mine])})()
     fetched = fetch(rt)
     first = fetched.rows(here, True, ""), fetched.drawing(mine)

@@ -69,7 +69,6 @@ def test_every_answer_has_text_and_well_formed_html_without_anything_random_or_f
 
 
 def test_names_are_escaped_wherever_they_are_shown():
-    """The names are escaped in tables, bars, tooltips and sentences."""
     found = tree(PAGES["hostile"]._repr_mimebundle_()["text/html"])
     assert "img" not in found.tags and "script" not in found.tags
     assert not [value for key, value in found.attributes if key.startswith("on")]
@@ -77,7 +76,6 @@ def test_names_are_escaped_wherever_they_are_shown():
 
 
 def test_status_has_labelled_bars_and_a_table_of_holders():
-    """Each lease's name, size, place, holder, importance and state has a cell of its own."""
     page = PAGES["busy"]._repr_mimebundle_()["text/html"]
     table = page[page.index('<table class="g-rows"') :]
     rows = [
@@ -142,7 +140,6 @@ def test_the_segments_of_a_bar_are_not_longer_than_the_bar():
 
 
 def test_the_colour_of_a_model_is_always_the_same():
-    """It depends only on the model's name."""
     assert {name: elements.look(name) for name in ("qwen", "reranker", "mistral")} == {
         "qwen": ("#e69f00", "#000", "", "■"),
         "reranker": ("#f0e442", "#000", "g-t1", "▨"),

@@ -67,7 +67,6 @@ def cookies_of(server, name):
 
 
 def roles_of_ann_and_bob(server, log_in):
-    """ann may act and bob may read, each under the own name."""
     for name, may_act in (("ann", True), ("bob", False)):
         cookies = log_in(server, name)
         page = server.get(Cookie=cookies)
@@ -264,7 +263,6 @@ def status_for_nobody(path):
 
 @pytest.mark.skipif(os.getuid() != 0, reason="needs root, to be somebody else")
 def test_another_user_needs_the_token_even_if_the_socket_is_open_to_them(tmp_path):
-    """The kernel reports the user of the connection."""
     folder = Path(tempfile.mkdtemp(prefix="gpu-"))
     path = str(folder / "s")
     try:
@@ -280,7 +278,6 @@ def test_another_user_needs_the_token_even_if_the_socket_is_open_to_them(tmp_pat
 
 
 def test_an_interrupted_console_leaves_nothing(tmp_path):
-    """An interrupted console prints no traceback and removes its socket."""
     tmp_path.chmod(0o700)
     path = str(tmp_path / "s")
     with serving(console(tmp_path, socket_path=path), tmp_path, socket_path=path) as server:

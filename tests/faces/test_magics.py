@@ -126,7 +126,6 @@ def test_the_command_of_a_plan_does_what_was_planned(shell, models, words):
 
 
 def test_every_option_of_plan_is_one_of_load():
-    """The same words can be typed after `plan` and after `load`."""
     plan, load, register = (
         {flag for one in verbs.VERBS[verb].arguments if one.is_option for flag in one.flags}
         for verb in ("plan", "load", "register")
@@ -146,7 +145,6 @@ def test_load_gives_other_options_only_to_a_model_that_is_not_loaded(shell, mode
 
 @pytest.mark.parametrize("words", FRAMES)
 def test_a_table_is_a_dataframe(shell, models, words):
-    """`df = %gpu models` returns a data frame with the columns that notebooks use."""
     frame = run(shell, f"df = %gpu {words}\ndf")
     assert isinstance(frame, pandas.DataFrame) and list(frame.columns) == FRAMES[words].split()
 

@@ -85,7 +85,6 @@ def test_of_a_slow_load_one_line_stays(outputs):
     ("interrupt", "KeyboardInterrupt"),
 ])  # fmt: skip
 def test_a_failing_cell_has_one_error_output(outputs, cell, kind):
-    """nbval notices a failing cell by its error output."""
     errors = [output for output in outputs[cell] if output.output_type == "error"]
     assert [error.ename for error in errors] == [kind]
     shown = "\n".join(errors[0].traceback)

@@ -79,7 +79,6 @@ def test_a_row_shows_free_memory_use_the_level_and_its_leases_one_after_the_othe
 
 
 def test_a_figure_that_the_driver_does_not_give_is_empty():
-    """An unknown figure is not shown as 0."""
     view = samples.unmeasured.devices[0]
     hot = replace(view.sample, temperature_celsius=61.0, power_watts=240.0)
     seen = replace(
@@ -246,7 +245,6 @@ def test_a_machine_without_leases_or_governor_shows_what_to_do():
 
 
 def test_the_tab_shows_devices_history_and_queue():
-    """Eight cards, the host, the queue and the last 15 minutes are on one page."""
     past = pasts.day(seconds=900)
     tab = opened(NowTab, samples.eight, history=lambda seconds, points: past)
     shown = json.loads(tab.devices.rows)["rows"]

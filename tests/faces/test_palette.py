@@ -53,7 +53,6 @@ def test_a_lease_is_named_by_model_and_process():
 
 
 def test_a_lease_keeps_its_style_while_others_change():
-    """The style stays the same over time, and in every tab that uses the same palette."""
     palette = Palette()
     before = palette.styles(["qwen@1", "llama@2"])
     palette.styles([f"model@{n}" for n in range(3, 43)])

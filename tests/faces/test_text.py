@@ -84,7 +84,6 @@ def test_status_says_in_words_that_a_lease_is_above_the_cap():
 
 
 def test_status_lists_the_queue():
-    """The queue has a request that waits for room, and a request to another process."""
     assert (
         text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0]
         == """\
@@ -271,7 +270,6 @@ def test_config_shows_the_source_of_a_value():
 
 
 def test_a_name_cannot_control_the_terminal():
-    """Escape codes and newlines in a model's name are made visible."""
     shown = text.status(samples.hostile)
     assert "\x1b" not in shown and "\N{REPLACEMENT CHARACTER}[31m" in shown
 
@@ -384,14 +382,12 @@ PART = Move(f"{samples.ME.id}/qwen", (Share("sim:0", 6 * GIB),), (Share(HOST, 6 
 
 @pytest.mark.parametrize(("steps", "more"), [(samples.fits.steps, 12 * GIB), ((PART,), 0)])
 def test_the_bars_after_a_plan_conserve_bytes(steps, more):
-    """The bytes that a move removes from one device are added to another device, and the rest stays."""
     before = sum(bar.used_bytes for bar in views.bars(samples.busy))
     after = sum(bar.used_bytes for bar in views.bars_after(samples.busy, steps))
     assert after == before + more
 
 
 def test_a_drained_card_shows_the_user_and_the_time():
-    """Both the text and the HTML name the person who drained the card, and the time."""
     seen = samples.drained
     line = next(line for line in text.status(seen).splitlines() if line.startswith("cuda:1"))
     assert "drained by ann since " + views.clock(samples.WALL - 600) in line

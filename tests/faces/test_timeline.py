@@ -41,7 +41,6 @@ def bars(drawing):
 
 
 def test_memory_held_without_a_change_is_one_bar():
-    """The number of bars does not depend on the number of recorded moments."""
     found = drawn(*(moment(wall, qwen=8) for wall in range(0, 100, 10)))
     assert bars(found) == {"qwen@1": [(0, 1000, "sim:0")]}
     assert found.rows[0].bars[0].hint == "8.0 GiB on sim:0 for 100 s"
@@ -129,7 +128,6 @@ def test_no_arrow_is_drawn_without_a_row_at_both_ends(event):
 
 @given(st.lists(st.floats(0, 100), max_size=20))
 def test_repeated_arrows_are_folded_and_none_is_lost(walls):
-    """Evictions of the same two that are close together are one arrow with their number."""
     events = [evicted(wall) for wall in sorted(walls)]
     found = arrows(events, {"qwen@1", "llama@1"}, Range(0, 100))
     numbers = [int(one.label.partition("×")[0]) if one.label else 1 for one in found]

@@ -144,7 +144,6 @@ def test_more_than_one_process_is_refused(folder):
 
 
 def test_with_a_token_that_is_too_short_nothing_is_served(folder):
-    """The server must not run without a token."""
     port = free_port()
     words = panel_serve(folder, "--port", str(port), "--warm")
     environ = served.environ(folder) | {"GPU_CONSOLE_TOKEN": "short"}

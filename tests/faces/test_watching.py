@@ -89,7 +89,6 @@ def test_a_process_that_only_watches_is_no_use(default, owner, monkeypatch):
 
 @pytest.mark.processes
 def test_a_command_shows_the_ledger_in_use_and_names_it(default, owner, capsys):
-    """A terminal may not have the environment of the notebooks."""
     assert cli.main(["status"]) == 0
     shown = capsys.readouterr()
     assert re.search(r"qwen +4\.0 GiB", shown.out)
