@@ -29,11 +29,15 @@ def line(*arguments, **more):
     return found
 
 
-def test_a_line_shows_mark_model_words_and_process():
+def test_a_line_shows_what_happened_to_which_model_and_by_whom():
+    """Markup in a name stays as it is: the browser shows names as text."""
     found = line()
     assert (found.mark, found.model, found.kinds) == ("▼", "llama", ("evict",))
     assert found.words == "was offloaded from sim:0, freeing 8.0 GiB"
     assert found.process == "train.ipynb (pid 4000), ann" and found.wall == WALL - 60
+    found = line(owner="77.1.0", by="ann, console")
+    assert found.process == "pid 77, ended" and "Requested by ann, console." in found.details
+    assert "\x1b" not in line(model="a\x1b[31m").model and line(model="<b>").model == "<b>"
 
 
 def test_an_open_line_shows_reason_person_duration_and_other_places():
@@ -64,11 +68,6 @@ def test_of_many_events_the_first_lines_are_shown():
     assert len(read(csv_of(many, samples.busy))) == len(many)
 
 
-def test_the_person_is_named_even_if_the_process_has_ended():
-    found = line(owner="77.1.0", by="ann, console")
-    assert found.process == "pid 77, ended" and "Requested by ann, console." in found.details
-
-
 def test_an_ended_notebook_is_named_where_an_event_names_it():
     """Events of its models have no name of their own."""
     code = event(1, model="kernel", owner="77.1.0", notebook="/work/old.ipynb")
@@ -82,11 +81,6 @@ def test_an_ended_notebook_is_named_where_an_event_names_it():
         "old.ipynb",
         "qwen",
     ]
-
-
-def test_control_characters_in_a_name_are_made_visible():
-    """Markup stays as it is: the browser shows names as text."""
-    assert "\x1b" not in line(model="a\x1b[31m").model and line(model="<b>").model == "<b>"
 
 
 @given(st.lists(st.integers(0, 20)), st.lists(st.integers(0, 20)))

@@ -152,10 +152,14 @@ def test_thousands_of_blocks_make_a_bounded_picture():
     assert len(allocator_map.as_svg(map, "")) < 400 * KIB
 
 
-def test_the_memory_of_a_private_pool_is_not_shown_as_releasable():
+def test_the_kinds_of_a_map_are_those_that_defrag_can_and_cannot_release():
     """Memory in a private pool belongs to a CUDA graph, so defrag does not release it."""
     assert dict(legend(drawn(segment(0, (20, FREE), kind="private")))) == {STUCK: 20 * MIB}
     assert dict(legend(drawn(segment(0, (20, FREE))))) == {RELEASABLE: 20 * MIB}
+    memory = Memory("sim:0", GIB)
+    held = [memory.allocate(3 * MIB) for _ in range(6)]
+    held[0].free()
+    assert dict(legend(memory.map())) == {ALLOCATED: 15 * MIB, STUCK: 5 * MIB}
 
 
 @pytest.mark.parametrize("sight", SIGHT)
@@ -172,21 +176,8 @@ def test_all_maps_are_shown_with_their_owner_the_worst_first():
     page = render.shown("fragmentation", shown)
     assert repr(page).count("reserved are allocated") == 2
     assert tree(page._repr_mimebundle_()["text/html"]).tags >= {"svg", "path"}
-
-
-def test_the_name_of_a_notebook_is_escaped():
     page = allocator_map.as_html(adapters, '<script>alert("1")</script>')
     assert "<script>" not in page and "&lt;script&gt;" in page
-
-
-def test_without_maps_it_says_what_to_type():
     assert "Load a model" in repr(
         render.shown("fragmentation", allocator_map.mapped((), samples.empty))
     )
-
-
-def test_a_simulated_cards_map_is_drawn():
-    memory = Memory("sim:0", GIB)
-    held = [memory.allocate(3 * MIB) for _ in range(6)]
-    held[0].free()
-    assert dict(legend(memory.map())) == {ALLOCATED: 15 * MIB, STUCK: 5 * MIB}

@@ -122,7 +122,7 @@ def test_arriving_and_leaving_leases_are_labelled():
 
 
 def test_small_leases_are_gathered_and_none_is_lost():
-    """Two hundred leases on eight cards must stay legible."""
+    """Two hundred leases on eight cards must stay legible. A single thin lease keeps its name."""
     leases = (samples.lease(f"m{n}", 0.25 + n % 4, f"sim:{n % 8}") for n in range(200))
     crowd = samples.snapshot(*leases, cards=8, gib=80)
     for view, one in zip(crowd.devices, device_totals.bars(crowd), strict=True):
@@ -130,9 +130,6 @@ def test_small_leases_are_gathered_and_none_is_lost():
         assert one.used_bytes == view.claimed_bytes
     [others] = bar(crowd).stretches
     assert others.title == "25 others" and others.tooltip.splitlines()[-1] == "and 19 more"
-
-
-def test_a_single_thin_lease_keeps_its_name():
     assert list(
         stretches(samples.snapshot(samples.lease("big", 10), samples.lease("thin", 0.01)))
     ) == ["big", "thin"]
@@ -146,9 +143,6 @@ def test_unleased_memory_names_its_processes():
     held = replace(samples.overdraft, strangers=(carol, Stranger("cuda:1", 5, GIB, "eve", "R")))
     tooltip = stretches(held)["other programs"].tooltip
     assert "size unknown python3, carol, pid 999" in tooltip and "eve" not in tooltip
-
-
-def test_residue_names_its_process():
     section = samples.busy.sections[samples.BOB.id]
     view = samples.busy.devices[0]
     sections = {
@@ -183,11 +177,6 @@ def test_free_memory_in_words(room, blind, words):
     )
 
 
-def test_a_figure_that_the_driver_does_not_report_is_left_out():
-    view = samples.unmeasured.devices[0]
-    assert "not measured" in device_words.facts(samples.unmeasured, view)
-
-
 def test_idle_memory_counts_the_own_code_of_an_idle_notebook():
     """It can leave as a model can. "150 MiB idle" stood beside 300 MiB that nobody used."""
     code = samples.lease("kernel", 2, kind="kernel")
@@ -211,15 +200,15 @@ def test_the_console_and_the_status_count_the_warm_pool_alike():
     assert "warm pool: 1 model" in device_words.facts(samples.busy, samples.busy.devices[1])
 
 
-def test_a_drained_card_shows_the_person_and_the_time():
+def test_a_device_says_what_a_person_must_know():
+    """Who drained it, whether it is measured, and whether it is simulated."""
     assert device_words.notices(samples.drained, samples.drained.devices[1]) == [
         "drained by ann 10 min ago: it takes no new leases"
     ]
     view = replace(samples.busy.devices[0], drained=Drain("<b>", samples.WALL))
     assert device_words.notices(samples.busy, view)[0].startswith("drained by <b>")
-
-
-def test_a_simulated_card_among_real_ones_is_labelled():
+    view = samples.unmeasured.devices[0]
+    assert "not measured" in device_words.facts(samples.unmeasured, view)
     view = samples.busy.devices[0]
     assert "simulated" in device_words.notices(replace(samples.busy, simulated=False), view)
     assert device_words.notices(samples.busy, view) == []

@@ -61,19 +61,13 @@ def test_the_models_of_a_cell_are_found_in_their_order(code, wanted):
     assert uses(code) == wanted
 
 
-def test_the_variables_of_the_notebook_count():
+def test_the_variables_of_the_notebook_and_of_waiting_cells_count():
     assert uses("with rt.use(N): pass", N="c") == ["c"]
     assert uses("for n in NAMES: rt.use(n)", NAMES=["b", "a"]) == ["b", "a"]
     assert uses("for n in NAMES: rt.use(n)", NAMES=range(10**9)) == []
-
-
-def test_what_a_waiting_cell_defines_or_assigns_holds_for_the_later_ones():
     scan = Scan(KNOWN, {"M": "a"})
     cells = ['def g():\n    rt.use("b")', "g()", 'M = "c"', "rt.use(M)", "g = 1", "g()"]
     assert [scan.read(code).uses for code in cells] == [(), ("b",), (), ("c",), (), ()]
-
-
-def test_a_parameter_does_not_change_the_variable_of_the_same_name():
     scan = Scan(KNOWN, {"n": "a"})
     assert scan.read('def f(n):\n    rt.use(n)\nf("b")\nrt.use(n)').uses == ("b", "a")
 
@@ -125,13 +119,10 @@ def test_nothing_of_the_cell_runs_and_nothing_of_a_value_is_called():
     assert uses("rt.use(x); x(); [y for y in x]", x=Trap()) == []
 
 
-def test_a_text_of_any_kind_is_read_without_an_error():
+def test_any_text_is_read_to_its_end():
+    """Two functions that call each other would be read for ever."""
     for code in ("(" * 5000, "x\0y", "\\", "1" * 200_000, "%", "%%", "?x", "%%gpu", "a" * 10**6):
         assert Scan(KNOWN, {}).read(code).uses == ()
-
-
-def test_calls_within_calls_end():
-    """Two functions that call each other would be read for ever."""
     scan = Scan(KNOWN, {})
     scan.read("def f():\n    g(); g(); g()\ndef g():\n    f(); f(); f()\nf()\n" * 3)
 
@@ -143,16 +134,13 @@ def followed_calls(monkeypatch, scan, code):
     return scan.read(code), cells[-1].followed
 
 
-def test_many_calls_of_functions_that_call_many_are_read_up_to_a_limit(monkeypatch):
+def test_calls_of_functions_that_call_many_are_read_up_to_a_limit(monkeypatch):
     """Three functions with 30 calls each make 27,000 calls of one."""
     scan = Scan(KNOWN, {})
     for i in range(3):
         scan.read(f"def h{i}(x):\n" + f"    y = h{i + 1}(x)\n" * 30)
     reading, calls = followed_calls(monkeypatch, scan, "h0(1)\n" * 100 + 'rt.use("b")')
     assert calls == cell_scan.MOST_CALLS and reading.uses == ("b",)
-
-
-def test_functions_of_earlier_cells_that_call_many_are_read_up_to_a_limit(monkeypatch):
     names = {}
     for i in range(100):
         called = [f"f{(7 * i + k) % 100}(x)" for k in range(30)]

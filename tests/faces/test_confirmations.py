@@ -66,11 +66,28 @@ def test_every_question_names_the_model_its_bytes_and_its_user(verb):
         assert words in " ".join(text.lines)
 
 
-def test_the_question_says_for_how_long_the_model_has_been_used():
-    """A model that was used 200 s ago may be in use since 40 s."""
+def test_the_question_says_what_the_state_of_the_model_means():
+    """It may be in use, not loaded yet, unmovable, or pinned. Control characters are made visible."""
     used = idle(pins=1, pinned_since=NOW - 40)
     lines = question(propose("evict", at(), used), used).lines
     assert "In use by train.ipynb (pid 4000), ann for 40 s: the eviction is refused" in lines[1]
+    world = snapshot()
+    text = question(propose("preload", "/catalogued", world), world)
+    assert text.lines[:2] == (
+        "It is not loaded, and its size is not known here.",
+        "It is loaded to a device by a process that can load it.",
+    )
+    world = replace(snapshot(), declared={BOB.id: {"llama": Declared(8 << 30)}})
+    text = question(propose("preload", at("llama", BOB), world), world)
+    assert text.lines[0] == "It is not loaded (8.0 GiB)."
+    world = idle(movable=False, reload_seconds=20.0)
+    assert "unloaded" in question(propose("evict", at(), world), world).lines[-1]
+    assert "in about 20 s" in question(propose("evict", at(), world), world).lines[-1]
+    text = question(propose("unpin_evict", at(), idle(keep=True)), idle(keep=True))
+    assert "It is pinned. It is unpinned first." in text.lines and text.grave
+    assert text.confirm == "Unpin and evict, freeing 14.0 GiB"
+    world = snapshot(lease("a\x1b[31m\nb", 4))
+    assert "\x1b" not in str(question(propose("evict", at("a\x1b[31m\nb"), world), world))
 
 
 def test_only_a_request_that_waits_for_memory_can_be_ended():
@@ -82,24 +99,6 @@ def test_only_a_request_that_waits_for_memory_can_be_ended():
     assert changed(waits, samples.busy).startswith("Nothing waits for llama any more.")
     answered = propose("cancel", "k2", samples.waiting)
     assert changed(answered, samples.waiting).startswith("This request no longer waits.")
-
-
-def test_the_question_of_a_preload_shows_the_declared_or_an_unknown_size():
-    world = snapshot()
-    text = question(propose("preload", "/catalogued", world), world)
-    assert text.lines[:2] == (
-        "It is not loaded, and its size is not known here.",
-        "It is loaded to a device by a process that can load it.",
-    )
-    world = replace(snapshot(), declared={BOB.id: {"llama": Declared(8 << 30)}})
-    text = question(propose("preload", at("llama", BOB), world), world)
-    assert text.lines[0] == "It is not loaded (8.0 GiB)."
-
-
-def test_the_question_shows_that_an_unmovable_model_is_loaded_again():
-    world = idle(movable=False, reload_seconds=20.0)
-    assert "unloaded" in question(propose("evict", at(), world), world).lines[-1]
-    assert "in about 20 s" in question(propose("evict", at(), world), world).lines[-1]
 
 
 @pytest.mark.parametrize(("verb", "words"), [
@@ -187,14 +186,6 @@ def test_all_idle_models_are_those_of_processes_that_answer():
     text = question(propose("evict_idle", "/sim:0", world), world)
     assert text.lines[0] == "This frees 2.0 GiB on sim:0: 1 idle model."
     assert changed(propose("evict_idle", "/sim:0", STOPPED), STOPPED).startswith("No idle model")
-
-
-def test_a_question_says_both_steps_and_has_no_control_characters():
-    text = question(propose("unpin_evict", at(), idle(keep=True)), idle(keep=True))
-    assert "It is pinned. It is unpinned first." in text.lines and text.grave
-    assert text.confirm == "Unpin and evict, freeing 14.0 GiB"
-    world = snapshot(lease("a\x1b[31m\nb", 4))
-    assert "\x1b" not in str(question(propose("evict", at("a\x1b[31m\nb"), world), world))
 
 
 ON_A_CARD = ("idle", "in use", "pinned", "leaving")

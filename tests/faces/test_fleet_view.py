@@ -27,9 +27,11 @@ def test_each_host_has_one_bar_and_a_model_on_two_cards_is_one_part():
     assert second.startswith("a-long-name  ·") and "0 B of 24.0 GiB" in second
 
 
-def test_without_hosts_it_says_how_to_join():
+def test_the_verb_shows_the_hosts_or_how_to_join():
     assert "gpu fleet join" in fleet.as_text(())
     assert "gpu fleet join" in fleet.as_html(())
+    shown = render.shown("fleet", HOSTS)
+    assert "box1" in repr(shown) and "box1" in shown._repr_mimebundle_()["text/html"]
 
 
 def test_names_from_outside_are_escaped():
@@ -37,11 +39,8 @@ def test_names_from_outside_are_escaped():
     hostile = on("<script>alert(1)</script>\x1b[31m")
     assert "<script>" not in fleet.as_html((hostile,))
     assert "\x1b" not in fleet.as_text((hostile,))
-
-
-def test_the_verb_shows_it():
-    shown = render.shown("fleet", HOSTS)
-    assert "box1" in repr(shown) and "box1" in shown._repr_mimebundle_()["text/html"]
+    hostile = on('"><script>alert(1)</script>&')
+    assert "<script>" not in fleet.as_chooser((hostile,), {}, chosen="")
 
 
 def test_a_chooser_links_each_host_and_greys_the_last_figures_of_a_silent_one():
@@ -60,8 +59,3 @@ def test_a_chooser_counts_the_problems_of_a_host():
     devices = tuple(replace(one, blind="lost") for one in HOSTS[0].devices)
     blind = replace(HOSTS[0], devices=devices)
     assert "<b>3 problems</b>" in fleet.as_chooser((blind,), {}, chosen="box1")
-
-
-def test_a_chooser_escapes_names_in_links_and_bars():
-    hostile = on('"><script>alert(1)</script>&')
-    assert "<script>" not in fleet.as_chooser((hostile,), {}, chosen="")

@@ -33,9 +33,6 @@ def test_people_see_sizes_and_importance_by_name_and_code_sees_numbers(models):
     assert list(frame.bytes) == [14 * GIB, 2 * GIB] and list(frame.importance) == [5, 7]
     assert isinstance(frame, pandas.DataFrame) and list(frame.columns) == head
     assert "14.0 GiB" in frame._repr_html_() and len(frame._repr_html_()) < 1000
-
-
-def test_a_selection_is_a_plain_frame(models):
     frame = render.with_titles("models", models.models(), models)
     assert type(frame[frame.bytes > 3 * GIB]) is pandas.DataFrame
 
@@ -56,13 +53,14 @@ def test_a_terminal_names_the_owners_that_a_notebook_names(models):
         assert "old.ipynb (pid 77), ended" in shown and "kernel" not in shown
 
 
-def test_unknown_values_are_no_numbers():
+def test_unknown_values_are_no_numbers_and_an_empty_table_says_so():
     frame = frames.for_people(
         pandas.DataFrame({"bytes": [None], "idle_seconds": [None], "name": [None]}).astype(
             {"bytes": "Int64", "idle_seconds": "float64"}
         )
     )
     assert cells(frame)[1] == ["unknown"]
+    assert repr(frames.for_people(pandas.DataFrame({"name": []}))) == "(no rows)"
 
 
 def test_the_middle_of_a_long_table_is_counted(models):
@@ -72,7 +70,3 @@ def test_the_middle_of_a_long_table_is_counted(models):
     assert shown[1] == "<m0>" and shown[-1] == "<m99>"
     page = frame._repr_html_()
     assert "… 40 more rows …" in page and "<m0>" not in page and "&lt;m0&gt;" in page
-
-
-def test_an_empty_table_says_so():
-    assert repr(frames.for_people(pandas.DataFrame({"name": []}))) == "(no rows)"

@@ -99,16 +99,12 @@ def test_no_route_answers_without_a_token(server, route):
         assert answer.status == 403 and "SECRET" not in answer.body, (method, answer)
 
 
-def test_head_has_the_headers_of_get(server):
-    """The reference says so. Bokeh's pages answered 405."""
+def test_head_and_options_are_answered_as_get_is(server):
+    """The reference says so. Bokeh's pages answered 405 and 500."""
     token = {"Authorization": f"Bearer {OPERATORS}"}
     page, head = (server.get(server.path, method=one, **token) for one in ("GET", "HEAD"))
     assert (head.status, head.body) == (page.status, "") == (200, "")
     assert head.headers["content-type"] == page.headers["content-type"]
-
-
-def test_options_of_bokeh_s_script_is_answered(server):
-    """Bokeh's method reads the header Origin, which the gate removes: that was a 500."""
     token = {"Authorization": f"Bearer {OPERATORS}"}
     for route in ("/autoload.js", f"{server.path}/autoload.js"):
         answer = server.get(route, method="OPTIONS", **token)

@@ -55,8 +55,6 @@ def test_without_a_console_the_error_shows_what_to_install(rt, monkeypatch):
     with pytest.raises(GpuError, match=r"pip install 'gpu-console\[console\]'"):
         rt.console()
 
-
-def test_without_panel_the_error_names_the_missing_package(rt, monkeypatch):
     def load():
         raise ImportError("No module named 'panel'", name="panel")
 

@@ -24,13 +24,10 @@ def test_the_url_of_the_script_changes_with_its_content():
     assert load == f"static/remoteEntry.js?v={digest}", "write this value into package.json"
 
 
-def test_the_script_is_small_and_makes_no_html_of_texts():
+def test_the_script_is_small_makes_no_html_of_texts_and_loads_nothing_from_elsewhere():
     text = SCRIPT.read_text()
     assert len(text.encode()) <= MOST_SCRIPT_BYTES
     assert not re.search(r"innerHTML|insertAdjacentHTML|document\.write|eval\(", text)
-
-
-def test_the_script_loads_nothing_from_other_hosts():
     urls = re.findall(r"https?://[^\s'\"`]+", SCRIPT.read_text())
     assert urls == ["http://www.w3.org/2000/svg"], "the name of SVG, which nobody loads"
 

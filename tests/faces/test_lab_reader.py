@@ -103,16 +103,13 @@ def test_the_last_questions_can_be_answered(reader, monkeypatch):
     assert reader.act(last)["done"]
 
 
-def test_an_action_that_the_panel_does_not_offer_is_refused(reader):
+def test_what_the_panel_does_not_offer_is_refused(reader):
     key, row = qwen(reader)
     for verb in ("close", "forget", "defrag", "__init__"):
         with pytest.raises(GpuError, match="no action of this panel"):
             reader.ask(key, verb, row["id"])
     with pytest.raises(GpuError, match="no longer shown"):
         reader.ask("unknown", "evict", row["id"])
-
-
-def test_a_process_that_has_ended_gets_no_question(reader):
     key, _ = qwen(reader)
     for verb in ("evict", "interrupt"):
         assert "has ended" in reader.ask(key, verb, "9.9.9/qwen")["refused"]

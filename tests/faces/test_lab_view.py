@@ -69,21 +69,16 @@ def test_what_cannot_be_parked_has_a_row_with_the_reason():
 
 
 def test_waiting_requests_are_counted_and_listed():
+    """The wait of a stopped process cannot be ended. A notebook of this server can be opened."""
     found = shown(snapshot(lease("qwen", 14), tickets=[ticket()]))
     assert found["status"] == "GPU0 14/22 GiB · 1 waiting"
     [row] = found["waiting"]
     assert (row["name"], row["holder"], row["need"]) == ("llama", "analysis.ipynb", "8.0 GiB")
     assert row["since"] == WALL - 7 and found["problems"] == []
     assert row["actions"] == [{"verb": "cancel", "label": "End wait", "why_not": ""}]
-
-
-def test_the_wait_of_a_stopped_process_cannot_be_ended_and_says_so():
     asleep = replace(ticket(), refreshed=NOW - 60)
     [row] = shown(snapshot(lease("qwen", 14), tickets=[asleep]))["waiting"]
     assert row["actions"][0]["why_not"].startswith("Its process is stopped")
-
-
-def test_a_waiting_notebook_of_this_server_can_be_opened():
     mine = replace(ticket(), owner=ME.id)
     [row] = shown(snapshot(lease("qwen", 14), tickets=[mine]))["waiting"]
     assert row["path"] == "notes/train.ipynb"
@@ -161,9 +156,6 @@ def test_rows_are_grouped_by_notebook_with_the_largest_first():
     assert groups[0]["rows"][0]["idle"] == WALL - 12 and groups[1]["user"] == "bob"
     opened = [(one["path"], one["kernel"]) for one in groups]
     assert opened == [("notes/train.ipynb", "k1"), ("", "")], "only a kernel of this server"
-
-
-def test_a_process_with_everything_in_ram_says_so():
     found = shown(snapshot(lease("away", 3, HOST), lease("bge", 2, owner=BOB)))["groups"]
     assert [one["bytes"] for one in found] == ["2.0 GiB", "3.0 GiB in RAM"]
 

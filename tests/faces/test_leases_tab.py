@@ -48,6 +48,7 @@ def buttons(row):
 
 
 def test_a_notebooks_own_code_is_a_lease_with_its_title_and_no_model():
+    """A parked notebook can return. Of several shares, the first has the buttons."""
     world = snapshot(kernel())
     (row,) = leases(world)
     assert row.cells[0].text == "analysis.ipynb"
@@ -57,13 +58,12 @@ def test_a_notebooks_own_code_is_a_lease_with_its_title_and_no_model():
     assert buttons(row) == [("park", ""), ("who", "")]
     assert models(world) == ()
     assert lease_titles(["kernel@4121"], world) == {"kernel@4121": "analysis.ipynb"}
-
-
-def test_a_parked_notebook_says_so_and_can_return():
     (row,) = leases(snapshot(kernel(device=HOST, away_since=NOW - 60)))
     assert row.cells[-1].text == "parked" and "returns before" in row.cells[-1].hint
     assert f"since {clock(WALL - 60)}" in row.cells[-1].hint
     assert buttons(row) == [("unpark", ""), ("who", "")]
+    both = replace(kernel(), shares=(*kernel().shares, *kernel(1, "sim:1").shares))
+    assert [bool(row.buttons) for row in leases(snapshot(both, cards=2))] == [True, False]
 
 
 @pytest.mark.parametrize(("more", "why"), [
@@ -91,11 +91,6 @@ def test_a_notebook_that_could_not_be_parked_says_why():
     assert row.cells[-1].text == "idle"
 
 
-def test_only_the_first_share_of_a_notebook_has_buttons():
-    both = replace(kernel(), shares=(*kernel().shares, *kernel(1, "sim:1").shares))
-    assert [bool(row.buttons) for row in leases(snapshot(both, cards=2))] == [True, False]
-
-
 def test_requests_name_the_notebook():
     use = Ticket("k", BOB.id, "use", "kernel", NOW - 10, NOW, because="room")
     who = Ticket("w", ME.id, "who", f"{BOB.id}/", NOW - 1, NOW)
@@ -104,7 +99,7 @@ def test_requests_name_the_notebook():
     assert [row.cells[1].text for row in rows] == ["analysis.ipynb", "who", "evict analysis.ipynb"]
 
 
-def test_the_question_before_parking():
+def test_the_questions_before_parking_and_unparking():
     world = snapshot(kernel(restore_seconds=0.6))
     assert question(propose("park", f"{BOB.id}/kernel", world), world) == (
         "Park analysis.ipynb?",
@@ -116,9 +111,6 @@ def test_the_question_before_parking():
         "Park, freeing 4.0 GiB",
         True,
     )
-
-
-def test_the_question_before_unparking():
     world = snapshot(kernel(device=HOST))
     text = question(propose("unpark", f"{BOB.id}/kernel", world), world)
     assert (text.title, text.confirm, text.grave) == ("Unpark analysis.ipynb?", "Unpark", False)

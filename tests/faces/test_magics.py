@@ -210,15 +210,14 @@ def test_python_values_are_displayed_like_the_magics(shell, models, code, words)
     assert words in printed(shell, code)
 
 
-def test_a_path_with_spaces_is_one_word(shell, models, tmp_path):
+def test_a_failed_load_leaves_the_name_free_and_a_path_with_spaces_is_one_word(
+    shell, models, tmp_path
+):
     """The quotes of a path are removed, as a shell does."""
     (tmp_path / "my model").mkdir()
     with pytest.raises(errors.NotAModel, match="my model") as caught:
         run(shell, f"%gpu load new '{tmp_path}/my model'")
     assert f"'{tmp_path}" not in str(caught.value.facts.get("source", ""))
-
-
-def test_a_failed_load_leaves_the_name_free(shell, models, tmp_path):
     with pytest.raises(errors.LoadFailed):
         run(shell, f"%gpu load new {tmp_path}")
     run(shell, "%gpu load new --backend fake --size 1GiB --importance high --keep")
@@ -329,14 +328,11 @@ def test_a_traceback_ends_with_its_error(shell, rt):
     ]
 
 
-def test_a_cell_that_is_not_python_fails_with_pythons_message(shell, rt):
+def test_a_cell_that_cannot_be_compiled_fails_with_its_reason(shell, rt):
     with pytest.raises(errors.GpuError):
         run(shell, "%%gpu 1GiB\nx = (")
     shown = printed(shell, "%%gpu 1GiB\nx = (")
     assert "SyntaxError" in shown and "line 2" in shown and "magics.py" not in shown
-
-
-def test_top_level_await_is_refused(shell, rt):
     with pytest.raises(errors.GpuError, match="awaits at its top level"):
         run(shell, "%%gpu 1GiB\nimport asyncio\nawait asyncio.sleep(0)")
 
@@ -424,17 +420,14 @@ def test_tab_offers_verbs_options_and_models(shell, models, text, words):
 Other = SimpleNamespace(status=lambda: samples.busy, catalog_names=lambda: ("llama",))
 
 
-def test_tab_offers_other_processes_models_with_their_pid():
+def test_tab_offers_other_processes_models_and_notebooks():
+    """Models have their pid. Of two notebooks with one file name, the paths are offered."""
     assert completion.model_names(Other) == ["llama", "qwen", "reranker@4121"]
     assert completion.notebook_names(Other) == ["analysis.ipynb", "train.ipynb"]
     code = samples.lease("cell#1", 1, kind="block")
     world = samples.snapshot(code, samples.lease("kernel", 1, owner=samples.BOB, kind="kernel"))
     rt = SimpleNamespace(status=lambda: world, catalog_names=tuple)
     assert completion.model_names(rt) == [], "code is no model"
-
-
-def test_tab_offers_the_paths_of_notebooks_with_one_file_name():
-    """The file name alone was offered, which every verb refuses as ambiguous."""
     paths = ("/ann/train.ipynb", "/bob/train.ipynb", "/bob/other.ipynb", "")
     owners = [owner(pid, notebook=path) for pid, path in enumerate(paths, 1)]
     book = facts.Book(sections={one.id: facts.Section(one) for one in owners})
@@ -472,14 +465,11 @@ def test_tab_leaves_python_and_the_body_of_a_cell_alone(shell, models):
     assert asked("%gpu ev")
 
 
-def test_loading_prints_nothing_and_offers_the_runtime(fresh_shell, rt):
+def test_loading_prints_nothing_and_offers_the_runtime_if_its_name_is_free(fresh_shell, rt):
     with capture_output(display=False) as captured:
         fresh_shell.run_cell("%load_ext gpu")
     assert captured.stdout == captured.stderr == "" and fresh_shell.user_ns["rt"].probe is rt.probe
     fresh_shell.run_cell("%unload_ext gpu")
-
-
-def test_a_name_in_use_is_left_alone(fresh_shell, rt):
     fresh_shell.user_ns["rt"] = "mine"
     magics.load(fresh_shell)
     magics.unload(fresh_shell)

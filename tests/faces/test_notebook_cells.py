@@ -43,10 +43,17 @@ def test_a_file_that_is_no_notebook_has_no_cells(tmp_path, text):
     assert code_cells(str(path)) == [] and code_cells(str(tmp_path / "none")) == []
 
 
-def test_with_a_program_every_later_cell_follows():
+def test_with_a_program_every_later_cell_follows_also_an_equal_one():
     position = Position()
     assert position.after(CELLS, "x = 0", "", 0.0, True) == CELLS[1:]
     assert position.after(CELLS, " x = 2\n", "", 99.0, True) == CELLS[3:]
+    position = Position()
+    cells = [FileCell("", text) for text in ("go()", "y", "go()", "z")]
+    assert position.after(cells, "go()", "", 0.0, True) == cells[1:]
+    assert position.after(cells, "y", "", 0.0, True) == cells[2:]
+    assert position.after(cells, "go()", "", 0.0, True) == cells[3:]
+    twice = [FileCell("", "go()")] * 3
+    assert [len(position.after(twice, "go()", "", 0.0, True)) for _ in range(2)] == [2, 1]
 
 
 def test_a_person_who_runs_one_cell_after_another_is_no_schedule():
@@ -76,16 +83,6 @@ def test_cells_out_of_order_and_cells_after_an_error_are_no_schedule():
     assert position.after(CELLS, "x = 1", "id1", 2.01, False) == []
     position.ended(3.0)
     assert position.after(CELLS, "x = 2", "id2", 3.01, False) == CELLS[3:]
-
-
-def test_equal_cells_are_told_apart_by_their_order():
-    position = Position()
-    cells = [FileCell("", text) for text in ("go()", "y", "go()", "z")]
-    assert position.after(cells, "go()", "", 0.0, True) == cells[1:]
-    assert position.after(cells, "y", "", 0.0, True) == cells[2:]
-    assert position.after(cells, "go()", "", 0.0, True) == cells[3:]
-    twice = [FileCell("", "go()")] * 3
-    assert [len(position.after(twice, "go()", "", 0.0, True)) for _ in range(2)] == [2, 1]
 
 
 def test_the_notebook_of_an_executor_is_read_from_its_command_line(tmp_path, monkeypatch):

@@ -90,7 +90,7 @@ def test_a_figure_that_the_driver_does_not_give_is_empty():
 
 
 def test_all_cards_share_one_axis():
-    """The bar of a card of 24 GiB is twice as long as that of a card of 12 GiB. The host has an axis of its own."""
+    """The host has an axis of its own. On an axis in GiB, a card of 96 MiB would end before the first tick."""
     two = samples.snapshot(cards=2)
     small = two.devices[1]
     device = replace(small.device, total_bytes=12 * GIB)
@@ -101,10 +101,6 @@ def test_all_cards_share_one_axis():
     assert [row.length for row in rows(seen).values()] == [100, 50, 100]
     ticks = device_rows(seen, bars(seen), {}).ticks
     assert ticks[:2] == ((0.0, "0"), (16.67, "4 GiB")) and ticks[-1] == (100.0, "24 GiB")
-
-
-def test_a_small_card_has_an_axis_in_mib():
-    """On an axis in GiB, a card of 96 MiB would end before the first tick."""
     small = samples.snapshot(samples.lease("m", 0.0625), gib=0.09375)
     assert device_rows(small, bars(small), {}).ticks[1] == (16.67, "16 MiB")
     assert small.devices[0].device.total_bytes == 96 * MIB

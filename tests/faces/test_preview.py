@@ -32,6 +32,7 @@ def values(made):
 
 
 def test_the_preview_has_the_figures_of_the_tab_in_front():
+    """Problems are above the tabs. A viewer's preview has no button."""
     made = console_of(samples.snapshot(samples.lease("qwen", 14)))
     shown = values(made)
     assert shown["front"] == "Now" and shown["tabs"] == made._titles and shown["problems"] == []
@@ -40,12 +41,12 @@ def test_the_preview_has_the_figures_of_the_tab_in_front():
     assert "1 simulated GPU" in shown["bar"]["values"]["words"]
     shown = values(console_of(samples.snapshot(), address={"tab": "Models"}))
     assert shown["front"] == "Models" and [part["kind"] for part in shown["parts"]] == ["Table"]
-
-
-def test_the_preview_shows_the_problems_above_the_tabs():
     world = samples.snapshot(samples.lease("qwen", 22))
     [problems] = values(console_of(world))["problems"]
     assert "over its budget" in problems["values"]["rows"]
+    world = samples.snapshot(samples.lease("qwen", 14))
+    assert '"evict"' in json.dumps(values(console_of(world))).replace("\\", "")
+    assert '"evict"' not in json.dumps(values(console_of(world, VIEWER))).replace("\\", "")
 
 
 @pytest.mark.parametrize("evil", ["</script><b>", "<!--<script>"])
@@ -54,12 +55,6 @@ def test_a_name_cannot_end_the_script_of_the_preview(evil):
     text = console_of(world).preview()
     assert text.count("</script>") == 1 and evil not in text
     assert evil in values(console_of(world))["parts"][1]["values"]["rows"]
-
-
-def test_the_preview_of_a_viewer_has_no_button():
-    world = samples.snapshot(samples.lease("qwen", 14))
-    assert '"evict"' in json.dumps(values(console_of(world))).replace("\\", "")
-    assert '"evict"' not in json.dumps(values(console_of(world, VIEWER))).replace("\\", "")
 
 
 def test_there_is_no_preview_without_figures_and_none_of_a_fleet():

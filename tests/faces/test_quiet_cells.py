@@ -179,31 +179,25 @@ def test_a_name_of_the_users_that_hides_a_function_needs_the_card(shell, user):
     assert quiet_cells.in_ram(shell, {"code": "torch.save(x, 'x.pt')"}) is None
 
 
-def test_expressions_and_hooks_of_the_user_get_the_memory_first(shell):
-    """A front end may send expressions with a cell. A hook runs beside every cell."""
-    assert not touches_nothing(shell, "1", user_expressions={"a": "x"})
-    shell.events.register("post_run_cell", lambda: None)
-    assert not touches_nothing(shell, "1")
-
-
-def test_a_users_change_of_the_syntax_tree_gets_the_memory_first(shell):
-    shell.ast_transformers.append(type("Mine", (ast.NodeTransformer,), {"__module__": "mine"})())
-    assert not touches_nothing(shell, "1")
-
-
-def test_a_magic_of_another_package_is_not_ours(shell):
+def test_a_magic_or_a_change_of_the_syntax_tree_of_another_package_is_not_ours(shell):
     of_a_file_named_like_ours = eval("lambda line: None", {"__name__": "gpu.magics"})
     shell.find_line_magic = {"gpu": ast.parse, "gpuctl": of_a_file_named_like_ours}.get
     assert not touches_nothing(shell, "%gpu")
     assert not touches_nothing(shell, "%gpuctl")
+    shell.ast_transformers.append(type("Mine", (ast.NodeTransformer,), {"__module__": "mine"})())
+    assert not touches_nothing(shell, "1")
 
 
-def test_the_hooks_of_this_extension_are_no_hooks_of_the_user(shell):
+def test_what_the_user_lets_run_beside_a_cell_gets_the_memory_first(shell):
+    """A front end may send expressions with a cell. A hook runs beside every cell."""
     kernel = SimpleNamespace(pre_handler_hook=None, post_handler_hook=None, control_handlers={})
     shell.kernel = kernel
     parking = Parking(shell, lambda: None, print)
     assert touches_nothing(shell, "1")
     parking.remove()
+    assert not touches_nothing(shell, "1", user_expressions={"a": "x"})
+    shell.events.register("post_run_cell", lambda: None)
+    assert not touches_nothing(shell, "1")
 
 
 def test_the_reading_verbs_are_verbs_of_a_notebook():

@@ -71,12 +71,17 @@ def test_models_are_ordered_on_devices_warm_not_loaded_in_the_catalogue():
     ]  # fmt: skip
 
 
-def test_a_model_that_another_process_has_not_loaded_shows_what_its_owner_declares():
+def test_a_model_that_is_not_loaded_shows_what_is_known_of_it():
     declared = {BOB.id: {"mid": Declared(8 * GIB, 5), "bare": Declared()}}
     world = replace(snapshot(), names={BOB.id: ("mid", "bare")}, declared=declared)
     found = models(world)
     assert column(found, MODELS, "Size") == ["unknown", "8.0 GiB"]
     assert column(found, MODELS, "Importance") == ["normal", "high"]
+    (row,) = models(snapshot(), (ModelSpec("off", "fake", enabled=False),))
+    assert row.buttons[0].why_not and "disabled" in texts(row)
+    specs = (ModelSpec("qwen", "fake", size=GIB),)  # the catalogue has it too
+    (row,) = models(replace(snapshot(specs=specs), sections={}), specs)
+    assert texts(row)[:4] == ["qwen", "disk", "1.0 GiB", "registered"]
 
 
 @pytest.mark.parametrize(("more", "buttons"), [
@@ -112,23 +117,8 @@ def test_pinned_models_are_sorted_together():
     assert kept == {f"{ME.id}/kept": "pinned", f"{BOB.id}/kept": ""}, "another process's model"
 
 
-def test_a_disabled_model_has_no_preload_and_a_registered_one_is_listed():
-    (row,) = models(snapshot(), (ModelSpec("off", "fake", enabled=False),))
-    assert row.buttons[0].why_not and "disabled" in texts(row)
-    specs = (ModelSpec("qwen", "fake", size=GIB),)  # the catalogue has it too
-    (row,) = models(replace(snapshot(specs=specs), sections={}), specs)
-    assert texts(row)[:4] == ["qwen", "disk", "1.0 GiB", "registered"]
-
-
-def test_a_block_of_code_is_a_lease_and_no_model():
-    code = Lease(ME.id, "cell#1", shares=(Share("sim:0", GIB),), kind="block", pins=1)
-    assert models(snapshot(code)) == ()
-    (row,) = leases(snapshot(code))
-    assert row.cells[4] == Cell("cell#1", None, "memory for running code", "strong")
-
-
 def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():
-    """A whole card can be leased for a model that fills only half of it."""
+    """A whole card can be leased for a model that fills only half of it. On two cards it has two rows."""
     whole = lease(
         "qwen", 20, owner=BOB, filled=(Share("sim:0", 14 * GIB),), pins=1, pinned_since=NOW - 70
     )
@@ -138,9 +128,10 @@ def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():
         "in use for 70 s",
     ]  # fmt: skip
     assert row.cells[0].hint == "/home/bob/analysis.ipynb"
-
-
-def test_a_model_on_two_cards_has_a_row_for_each():
+    code = Lease(ME.id, "cell#1", shares=(Share("sim:0", GIB),), kind="block", pins=1)
+    assert models(snapshot(code)) == ()
+    (row,) = leases(snapshot(code))
+    assert row.cells[4] == Cell("cell#1", None, "memory for running code", "strong")
     split = Lease(ME.id, "big", shares=(Share("sim:0", GIB), Share("sim:1", 2 * GIB)))
     assert [(texts(row)[5], texts(row)[6]) for row in leases(snapshot(split, cards=2))] == [
         ("sim:0", "1.0 GiB"),
@@ -210,13 +201,6 @@ def test_the_queue_is_in_order_and_shows_what_each_request_waits_for():
     assert first.cells[4].hint == f"since {clock(samples.WALL - 12)}"
 
 
-def test_the_request_of_a_stopped_process_is_shown_as_overtaken():
-    ticket = Ticket("k", BOB.id, "use", "llama", NOW - 60, NOW - 30, because="room")
-    (row,) = queue(snapshot(tickets=(ticket,)))
-    assert "Its process has been stopped for 30 s" in texts(row)[-1]
-    assert "cannot end its wait" in row.buttons[0].why_not
-
-
 def test_a_process_that_does_not_answer_is_named_in_the_queue_and_in_its_leases():
     """An operator who clicked Evict sees that the process is stopped, and that the request is kept."""
     asked = Ticket(
@@ -232,9 +216,6 @@ def test_a_process_that_does_not_answer_is_named_in_the_queue_and_in_its_leases(
     recent = snapshot(lease("qwen", 4), tickets=(replace(asked, arrived=NOW - 1),))
     (held,) = leases(recent)
     assert held.cells[3].text == "–", "too early to know"
-
-
-def test_a_request_names_the_process_that_does_not_answer_its_recall():
     wants = Ticket(
         "k", BOB.id, "use", "big", NOW - 60, NOW, recalls=(f"{ME.id}/qwen",),
         recalled_since=NOW - 30, because="qwen is asked to step aside.",
@@ -246,6 +227,10 @@ def test_a_request_names_the_process_that_does_not_answer_its_recall():
     began = clock(samples.WALL - (NOW - since))
     assert f"No answer since {began} from this process and analysis" in texts(row)[-1]
     assert texts(row)[-1].endswith("qwen is asked to step aside.")
+    ticket = Ticket("k", BOB.id, "use", "llama", NOW - 60, NOW - 30, because="room")
+    (row,) = queue(snapshot(tickets=(ticket,)))
+    assert "Its process has been stopped for 30 s" in texts(row)[-1]
+    assert "cannot end its wait" in row.buttons[0].why_not
 
 
 def test_a_viewer_is_sent_no_buttons_and_a_name_is_text():

@@ -30,13 +30,10 @@ def test_each_model_has_its_first_use_its_place_and_its_state():
     ]  # fmt: skip
 
 
-def test_without_cells_it_says_what_to_do_and_whether_it_is_off():
+def test_without_cells_it_says_what_to_do_and_names_are_escaped():
     assert schedule.as_text(Schedule()) == schedule.NOTHING
     assert "GPU_PREFETCH=never" in schedule.as_text(Schedule("never"))
     assert "<code>%gpu next</code>" in schedule.as_html(Schedule())
-
-
-def test_names_are_escaped_in_html():
     evil = Schedule(models=(ScheduledModel("<b>x", "cell 1", False, "disk", because="<i>"),))
     shown = render.shown("next", evil)
     assert set(shown._repr_mimebundle_()) == {"text/plain", "text/html"}

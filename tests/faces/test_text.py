@@ -205,7 +205,8 @@ def test_why_names_the_process_of_each_event_if_there_are_several():
     assert "<b>llama of this process</b>" in html.why("llama", [mine, bobs], samples.busy)
 
 
-def test_an_outcome_is_one_line():
+def test_an_outcome_and_the_health_are_one_line():
+    """`gpu health` said 73 % (of the card) where `gpu status` said 81 % (of the budget)."""
     evicted = Outcome(
         "evict", "qwen", True, "qwen stepped aside to host; 14.0 GiB came free", 14 * GIB, "host",
         0.8,
@@ -220,10 +221,6 @@ def test_an_outcome_is_one_line():
         text.outcome(Outcome("evict", "qwen", False, "pid 7 was asked"))
         == "evict qwen, not done: pid 7 was asked"
     )
-
-
-def test_health_is_one_line():
-    """`gpu health` said 73 % (of the card) where `gpu status` said 81 % (of the budget)."""
     assert (
         text.health(Health(False, Level.CRITICAL, None, "x"))
         == "NOT healthy · pressure CRITICAL · x"
@@ -253,7 +250,7 @@ def test_an_event_without_a_model_names_its_process():
         assert "<b>analysis.ipynb (pid 4121), bob</b>" in html.status(shown)
 
 
-def test_a_preset_is_lines_for_a_shell():
+def test_settings_are_lines_for_a_shell_or_with_their_source():
     assert (
         text.preset(preset("8GB"))
         == """\
@@ -261,17 +258,9 @@ export GPU_MEMORY_MAX_PERCENT=0.85
 export ENABLE_CPU_OFFLOAD=true
 export EVICTION_IDLE_THRESHOLD_SECONDS=60"""
     )
-
-
-def test_config_shows_the_source_of_a_value():
     lines = text.config(Settings.load(gpu_policy="cost_aware").sources()).splitlines()
     line = next(line for line in lines if line.startswith("GPU_POLICY"))
     assert line.split()[:3] == ["GPU_POLICY", "cost_aware", "argument"]
-
-
-def test_a_name_cannot_control_the_terminal():
-    shown = text.status(samples.hostile)
-    assert "\x1b" not in shown and "\N{REPLACEMENT CHARACTER}[31m" in shown
 
 
 def _spoiled(value):
@@ -328,14 +317,11 @@ def test_wide_letters_and_small_leases_do_not_break_the_columns():
     assert text.draw(card)[0].startswith("█▓▓▓")
 
 
-def test_more_rows_than_fit_are_counted():
+def test_more_rows_than_fit_are_counted_and_an_arriving_lease_is_at_its_device():
     for count in (views.MOST_ROWS, views.MOST_ROWS + 1):
         shown = text.status(snapshot(*(lease(f"m{n:02}", 0.1) for n in range(count))))
         assert ("and 1 more:  %gpu leases" in shown) is (count > views.MOST_ROWS)
         assert "m19 " in shown and "more:" not in shown.replace("and 1 more:", "")
-
-
-def test_an_arriving_lease_is_listed_under_the_device_to_which_it_comes():
     arriving = replace(
         lease("arriving", 1), shares=(), target=(Share("sim:0", GIB),), phase=Phase.ARRIVING
     )

@@ -31,10 +31,19 @@ WAIT = Wait(
 
 
 def test_the_line_has_the_need_the_holder_the_place_in_the_queue_and_what_to_type():
+    """The waiting notebook itself runs no other cell, so the command is one of a terminal."""
     assert sentence("qwen", WAIT, 7.0) == (
         "You have waited 7.0 s for qwen (12.0 GiB on cuda:0). llama (14.0 GiB on cuda:0) is in use by "
         "train.ipynb (pid 4121) for 3 min. You are 3rd in the queue. All holders, in a terminal:  gpu status"
     )
+    wait = Wait("llama is in use")
+    assert sentence("kernel", wait, 90.0).startswith(
+        "You have waited 90 s for this notebook's own memory. llama is in use. "
+    )
+    assert " for cell. llama is in use. All" in sentence("cell#3", wait, 2.0)
+    *_, command = sentence("kernel", WAIT, 7.0).partition(":  ")
+    program, verb = command.split()
+    assert program == verbs.CLI and verb in {one.name for one in verbs.verbs(verbs.CLI)}
 
 
 @pytest.mark.parametrize(("ahead", "turn"), [
@@ -44,21 +53,6 @@ def test_the_line_has_the_need_the_holder_the_place_in_the_queue_and_what_to_typ
 def test_the_place_in_the_queue_is_an_ordinal(ahead, turn):
     shown = sentence("qwen", Wait("llama is in use", ahead=ahead), 7.0)
     assert (f"You are {turn} in the queue." in shown) is (ahead > 0) is ("queue" in shown)
-
-
-def test_the_line_of_a_notebook_and_of_a_block_name_neither_kernel_nor_number():
-    wait = Wait("llama is in use")
-    assert sentence("kernel", wait, 90.0).startswith(
-        "You have waited 90 s for this notebook's own memory. llama is in use. "
-    )
-    assert " for cell. llama is in use. All" in sentence("cell#3", wait, 2.0)
-
-
-def test_the_command_in_the_line_is_one_that_the_terminal_takes():
-    """It is printed exactly as it is typed. The waiting notebook itself runs no other cell."""
-    *_, command = sentence("kernel", WAIT, 7.0).partition(":  ")
-    program, verb = command.split()
-    assert program == verbs.CLI and verb in {one.name for one in verbs.verbs(verbs.CLI)}
 
 
 class Shown(list):

@@ -18,19 +18,16 @@ def shown(snapshot, width=200, height=60):
     return [COLOUR.sub("", line) for line in watch.screen(snapshot, width, height, "12:00:00")]
 
 
-def test_the_largest_holder_is_first():
-    lines = shown(samples.busy)
-    table = lines[next(n for n, line in enumerate(lines) if line.startswith("MODEL")) + 1 :]
-    assert [line.split()[0] for line in table] == ["qwen", "llama", "reranker"]
-
-
-def test_problems_are_on_top_in_red_and_requests_that_wait_follow():
+def test_problems_are_on_top_in_red_then_requests_that_wait_then_the_largest_holder():
     """A fault of the monitor needs a person. A request that waits may need one."""
     troubled = replace(samples.waiting, degraded="nvidia-smi hangs")
     lines = watch.screen(troubled, 200, 60, "12:00:00")
     assert lines[1].startswith("\x1b[31;1m! The monitor cannot see: nvidia-smi hangs")
     assert " waits " in lines[2] and lines[2].startswith("\x1b[33m!")
     assert not [line for line in shown(samples.empty) if line.startswith("!")]
+    lines = shown(samples.busy)
+    table = lines[next(n for n, line in enumerate(lines) if line.startswith("MODEL")) + 1 :]
+    assert [line.split()[0] for line in table] == ["qwen", "llama", "reranker"]
 
 
 @pytest.mark.parametrize("name", ["busy", "waiting", "eight", "overdraft", "hostile", "empty"])

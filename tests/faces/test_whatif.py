@@ -31,20 +31,13 @@ def drawn(snapshot):
 
 
 def test_the_bars_after_a_plan_are_those_of_its_steps():
-    """The evicted model is in host memory. The new model is hatched, since it is not on the card yet."""
+    """The new model is hatched, since it is not on the card yet. Unknown figures stay unknown."""
     assert drawn(after(samples.busy, PLAN.steps)) == {
         "sim:0": [("gemma", 12 * GIB, "arriving"), ("reranker", 4 * GIB, "settled")],
         "host": [("qwen", 14 * GIB, "settled"), ("llama", 8 * GIB, "settled")],
     }
-
-
-def test_an_unloaded_model_is_gone_from_the_bar():
     gone = after(samples.busy, (Drop(f"{samples.BOB.id}/reranker", (Share("sim:0", 4 * GIB),)),))
     assert drawn(gone)["sim:0"] == [("qwen", 14 * GIB, "settled")]
-
-
-def test_bytes_are_conserved_by_a_plan():
-    """The claims of a device change by the bytes that leave and arrive. Unknown figures stay unknown."""
     then = after(samples.unmeasured, (Load("5.1.0/gemma", (Share("cuda:0", 2 * GIB),)),))
     assert then.devices[0].claimed_bytes == 16 * GIB and then.devices[0].measured_bytes is None
     then = after(samples.busy, PLAN.steps)
@@ -56,6 +49,7 @@ def test_bytes_are_conserved_by_a_plan():
 
 
 def test_an_evicted_model_is_named_with_its_process_and_its_move():
+    """Models are equal if their ids are, not their names."""
     assert evicted(PLAN, samples.busy) == [
         "qwen (14.0 GiB) of train.ipynb (pid 4000), ann would move from sim:0 to host"
     ]
@@ -70,6 +64,13 @@ def test_an_evicted_model_is_named_with_its_process_and_its_move():
         },
     )
     assert evicted(PLAN, known_to_return)[0].endswith("; restoring it again takes 1.4 s")
+    step, load = samples.fits.steps
+    own = replace(load, lease=f"{samples.ME.id}/qwen")
+    other = replace(step, lease=f"{samples.BOB.id}/qwen")
+    steps = (other, step, own)  # the second model only moves
+    plan = replace(samples.fits, steps=steps, name="qwen", victims=(other.lease,))
+    assert len(evicted(plan, samples.busy)) == 1
+    assert whatif.verdict(plan) == "✓ After 1 model left · qwen fits once 1 other is evicted"
 
 
 def test_the_answer_shows_verdict_reason_and_evicted_models():
@@ -81,32 +82,15 @@ def test_the_answer_shows_verdict_reason_and_evicted_models():
     more = words(details(PlanAnswer(PLAN), samples.busy))
     assert "move qwen (14.0 GiB) from sim:0 to host load gemma (12.0 GiB) on sim:0" in more
     assert "weights 11.0 GiB header" in more and "sim:1 2.0 GiB free of 12.0 GiB needed" in more
-
-
-def test_a_refusal_is_shown_without_bars():
     found = words(answer(PlanAnswer(samples.refused), samples.busy))
     assert found.startswith("✗ Never, as things are · gemma does not fit, even after a wait")
     assert "would be evicted" not in found
     assert whatif.touched(samples.refused.steps) == []
-
-
-def test_names_are_escaped():
     plan = Plan(False, (), (), "<script>alert(1)</script>", name="<b>x</b>")
     assert "<script" not in answer(PlanAnswer(plan), samples.busy) + details(
         PlanAnswer(plan), samples.busy
     )
     assert "<i>" not in answer(PlanAnswer(error="<i>"), samples.busy)
-
-
-def test_another_process_may_lose_a_model_of_the_same_name():
-    """Models are equal if their ids are, not their names."""
-    step, load = samples.fits.steps
-    own = replace(load, lease=f"{samples.ME.id}/qwen")
-    other = replace(step, lease=f"{samples.BOB.id}/qwen")
-    steps = (other, step, own)  # the second model only moves
-    plan = replace(samples.fits, steps=steps, name="qwen", victims=(other.lease,))
-    assert len(evicted(plan, samples.busy)) == 1
-    assert whatif.verdict(plan) == "✓ After 1 model left · qwen fits once 1 other is evicted"
 
 
 def test_the_choices_are_all_models_that_can_be_planned_for():
