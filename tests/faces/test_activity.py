@@ -61,13 +61,6 @@ def test_each_event_has_the_kind_by_which_it_is_found(action, kind):
     assert line(action).is_problem == (action in ("refused", "lost", "failed"))
 
 
-def test_of_many_events_the_first_lines_are_shown():
-    """The newest events are first. The file has all of them."""
-    many = [event(n, ago=n) for n in range(MOST + 5)]
-    assert [one.wall for one in lines(many, samples.busy)] == [one.wall for one in many[:MOST]]
-    assert len(read(csv_of(many, samples.busy))) == len(many)
-
-
 def test_an_ended_notebook_is_named_where_an_event_names_it():
     """Events of its models have no name of their own."""
     code = event(1, model="kernel", owner="77.1.0", notebook="/work/old.ipynb")
@@ -98,13 +91,17 @@ def read(text):
     return list(csv.DictReader(io.StringIO(text)))
 
 
-def test_the_file_has_times_in_utc():
+def test_the_file_has_all_events_with_times_in_utc():
+    """Of many events, the newest lines are shown."""
     (row,) = read(csv_of([event(3, "restored", ago=40, seconds=1.25)], samples.busy))
     assert row == {
         "time": "2025-11-20T12:02:24.000+00:00", "model": "llama", "action": "restored",
         "reason": "request", "because": "qwen needs room", "bytes": str(8 * GIB), "device": "sim:0",
         "owner": "train.ipynb (pid 4000)", "asked_by": "", "seconds": "1.25",
     }  # fmt: skip
+    many = [event(n, ago=n) for n in range(MOST + 5)]
+    assert [one.wall for one in lines(many, samples.busy)] == [one.wall for one in many[:MOST]]
+    assert len(read(csv_of(many, samples.busy))) == len(many)
 
 
 @pytest.mark.parametrize("begin", ["=", "+", "-", "@", "|", "%", " =", "\t-", "a"])

@@ -164,10 +164,10 @@ def test_the_kinds_of_a_map_are_those_that_defrag_can_and_cannot_release():
 
 @pytest.mark.parametrize("sight", SIGHT)
 def test_colour_blind_people_can_tell_the_kinds_apart(sight):
-    colours = [colour for colour in COLOURS.values() if colour]
-    assert (
-        min(distance(one, other, sight) for one, other in itertools.combinations(colours, 2)) >= 10
-    )
+    """What is allocated stands out from what is inactive."""
+    for pair in itertools.combinations([kind for kind in KINDS if COLOURS[kind]], 2):
+        least = 25 if set(pair) in ({ALLOCATED, STUCK}, {ALLOCATED, RELEASABLE}) else 10
+        assert distance(*map(COLOURS.__getitem__, pair), sight) >= least, pair
 
 
 def test_all_maps_are_shown_with_their_owner_the_worst_first():

@@ -12,7 +12,6 @@ from gpu_panels.data.fragmentation import (
     report,
     rows,
 )
-from gpu_panels.palette import EDGE
 from gpu_panels.poller import PollResult
 from gpu_panels.tabs.fragmentation import FragmentationTab, MapFetcher
 from msgspec.structs import replace
@@ -23,7 +22,6 @@ from gpu_runtime.rendering.allocator_map import picture
 from gpu_runtime.units import GIB, MIB
 
 from . import samples
-from .sight import SIGHT, contrast, distance
 from .test_allocator_map import FREE, USED, adapters, drawn, segment
 
 here = replace(
@@ -112,16 +110,6 @@ def test_each_piece_of_a_drawing_shows_what_it_is_and_the_drawing_is_bounded():
     fragmented = drawn(*(segment(n << 40, *[(0.3, USED), (0.7, FREE)] * 4000) for n in range(8)))
     [map] = bounded([fragmented])
     assert len(FetchedMaps((map,)).drawing(map)) < 1.5 * MIB
-
-
-@pytest.mark.parametrize("sight", SIGHT)
-def test_blocks_can_be_told_apart_with_every_kind_of_colour_blindness(sight):
-    """Edges stand out on a light and on a dark page."""
-    from gpu_runtime.rendering.allocator_map import ALLOCATED, COLOURS, RELEASABLE, STUCK
-
-    assert distance(COLOURS[ALLOCATED], COLOURS[STUCK], sight) > 25
-    assert distance(COLOURS[ALLOCATED], COLOURS[RELEASABLE], sight) > 25
-    assert min(contrast(EDGE, page) for page in ("#ffffff", "#121212")) >= 3
 
 
 class FakePoller:

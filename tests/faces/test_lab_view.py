@@ -111,7 +111,7 @@ def test_a_stopped_process_with_memory_is_a_problem():
     assert shown(replace(snapshot(), presences=stopped))["problems"] == []
 
 
-def test_a_problem_keeps_its_begin_and_has_the_buttons_that_may_help():
+def test_a_problem_has_buttons_that_may_help_and_those_that_a_stopped_process_ignores_are_disabled():
     """A long wait can be ended, and the pinned model that blocks it can be unpinned."""
     world = snapshot(lease("qwen", 14, keep=True), tickets=[ticket(waited=400.0)])
     [problem] = shown(world)["problems"]
@@ -129,10 +129,6 @@ def test_a_problem_keeps_its_begin_and_has_the_buttons_that_may_help():
         for later in (0.0, 60.0)
     ]
     assert found == [WALL, WALL]
-
-
-def test_the_buttons_of_a_problem_that_a_stopped_process_ignores_are_disabled():
-    """Unpin and End wait are requests to processes. A stopped process acts on none."""
     asleep = replace(ticket(waited=400.0), refreshed=NOW - 60)
     world = snapshot(lease("qwen", 14, keep=True), tickets=[asleep])
     stopped = replace(world, presences={ME.id: Presence(ProcessState.STOPPED)})

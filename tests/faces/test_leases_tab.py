@@ -194,16 +194,13 @@ def test_the_variables_of_a_notebook_are_shown_below(tab):
     assert list(shown._below) == []
 
 
-def test_a_process_that_does_not_answer_is_an_alarm_and_no_table(tab):
+def test_who_does_not_answer_in_time_is_an_alarm_and_no_table(tab):
     def who(owner):
         raise GpuError("analysis.ipynb <is> stopped, so it cannot answer.")
 
     shown = tab(who)
     press(shown)
     assert "&lt;is&gt; stopped" in shown._sums.html and not shown._variables.visible
-
-
-def test_an_answer_that_comes_late_is_not_shown_for_another_notebook(tab):
     shown = tab(lambda owner: TABLE)
     shown._asked = ME.id
     shown._ask(shown.poller.rt, BOB.id, "ann")

@@ -62,6 +62,7 @@ def test_a_place_is_written_as_in_the_seeds(backend, shares, words):
 
 
 def test_models_are_ordered_on_devices_warm_not_loaded_in_the_catalogue():
+    """The column Keep sorts pinned models together, also those that are not loaded."""
     world = snapshot(lease("zeta", 1), lease("alpha", 1, HOST))
     world = replace(world, names={BOB.id: ("mid",)})
     found = models(world, [ModelSpec(name, "fake", size=GIB) for name in ("anew", "zeta", "mid")])
@@ -69,6 +70,13 @@ def test_models_are_ordered_on_devices_warm_not_loaded_in_the_catalogue():
     assert [[button.verb for button in row.buttons] for row in found] == [
         ["evict", "pin"], ["restore", "pin"], ["preload"], ["preload"],
     ]  # fmt: skip
+    catalogue = (ModelSpec("off", "fake"), ModelSpec("kept", "fake", keep=True))
+    rows = models(snapshot(lease("qwen", 14, keep=True)), catalogue)
+    keep = [row.cells[[one.title for one in MODELS].index("Keep")] for row in rows]
+    assert [(cell.text, cell.value) for cell in keep] == [("pinned", 1), ("pinned", 1), ("", 0)]
+    mine = replace(snapshot(specs=catalogue), names={ME.id: ("kept",), BOB.id: ("kept",)})
+    kept = {row.id: row.cells[7].text for row in models(mine)}
+    assert kept == {f"{ME.id}/kept": "pinned", f"{BOB.id}/kept": ""}, "another process's model"
 
 
 def test_a_model_that_is_not_loaded_shows_what_is_known_of_it():
@@ -104,17 +112,6 @@ def test_a_stopped_process_acts_on_no_button():
     shown = [button for row in (*models(world), *leases(world)) for button in row.buttons]
     assert {one.verb for one in shown} == {"evict", "pin", "preload", "park", "who"}
     assert {one.why_not for one in shown} == {ASLEEP}
-
-
-def test_pinned_models_are_sorted_together():
-    """Also those that are not loaded, in the column Keep."""
-    catalogue = (ModelSpec("off", "fake"), ModelSpec("kept", "fake", keep=True))
-    rows = models(snapshot(lease("qwen", 14, keep=True)), catalogue)
-    keep = [row.cells[[one.title for one in MODELS].index("Keep")] for row in rows]
-    assert [(cell.text, cell.value) for cell in keep] == [("pinned", 1), ("pinned", 1), ("", 0)]
-    mine = replace(snapshot(specs=catalogue), names={ME.id: ("kept",), BOB.id: ("kept",)})
-    kept = {row.id: row.cells[7].text for row in models(mine)}
-    assert kept == {f"{ME.id}/kept": "pinned", f"{BOB.id}/kept": ""}, "another process's model"
 
 
 def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():

@@ -74,16 +74,8 @@ other programs   512 MiB  cuda:0  python3, carol, pid 999         not governed""
     )
 
 
-def test_status_says_in_words_that_a_lease_is_above_the_cap():
-    """Its importance in the book is a number, which meant nothing to a reader. Nobody can type it."""
-    shown = text.status(snapshot(lease("qwen", 14, importance=OVER_CAP)))
-    [row] = [line for line in shown.splitlines() if line.startswith("qwen")]
-    assert "above the cap" in row
-    with pytest.raises(BadSetting):
-        parse_importance(OVER_CAP)
-
-
-def test_status_lists_the_queue():
+def test_status_lists_the_queue_and_leases_above_the_cap():
+    """The importance of such a lease in the book is a number, which nobody can type."""
     assert (
         text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0]
         == """\
@@ -94,6 +86,11 @@ def test_status_lists_the_queue():
     code = replace(samples.waiting.tickets[0], name="kernel", arrived=samples.NOW - 12)
     [waits] = words.waiting(replace(samples.waiting, tickets=(code,)))
     assert waits.startswith("analysis.ipynb (pid 4121), bob, 8.0 GiB on sim:0, waiting 12 s")
+    shown = text.status(snapshot(lease("qwen", 14, importance=OVER_CAP)))
+    [row] = [line for line in shown.splitlines() if line.startswith("qwen")]
+    assert "above the cap" in row
+    with pytest.raises(BadSetting):
+        parse_importance(OVER_CAP)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +175,8 @@ Needs 40.0 GiB (declared)"""
     assert step.startswith("move reranker (1.0 GiB) of analysis.ipynb (pid 4121), bob from sim:0")
 
 
-def test_why_shows_the_last_decisions_newest_first():
+def test_a_decision_is_shown_with_its_process_if_there_are_several():
+    """Two notebooks may have models of one name. A notebook's own memory has its name already."""
     assert (
         text.why("qwen", samples.EVENTS[:0:-1])
         == """\
@@ -188,10 +186,6 @@ def test_why_shows_the_last_decisions_newest_first():
     grant = samples.event(5, "gemma", "granted", "gemma needs 2.0 GiB.", 2)
     shown = text.why("", (grant, *samples.EVENTS[::-1]))
     assert "gemma was granted 2.0 GiB on sim:0: gemma needs" in shown, "it is not loaded yet"
-
-
-def test_why_names_the_process_of_each_event_if_there_are_several():
-    """Two notebooks may have models of one name. A notebook's own memory has its name already."""
     mine, bobs = (replace(samples.EVENTS[0], owner=id) for id in (samples.ME.id, samples.BOB.id))
     code = replace(bobs, model="kernel", notebook="/w/analysis.ipynb")
     lines = text.why("llama", [mine, bobs, code], around=samples.busy).splitlines()
@@ -373,13 +367,18 @@ def test_the_bars_after_a_plan_conserve_bytes(steps, more):
     assert after == before + more
 
 
-def test_a_drained_card_shows_the_user_and_the_time():
+def test_a_drained_card_and_the_beginning_of_a_problem_are_told():
     seen = samples.drained
     line = next(line for line in text.status(seen).splitlines() if line.startswith("cuda:1"))
     assert "drained by ann since " + views.clock(samples.WALL - 600) in line
     assert "measured" not in line, "the driver and the book agree"
     assert "drained by ann since" in html.status(seen)
     assert plain.status(seen)["devices"][1]["drained_by"] == "ann"
+    event = Event(9, samples.busy.wall, "giant", "refused", "request", "giant needs 50.0 GiB")
+    owner = next(iter(samples.busy.sections))
+    seen = replace(samples.busy, events=(replace(event, owner=owner),))
+    (alarm,) = words.alarms(seen)
+    assert alarm.startswith("giant was refused: giant needs 50.0 GiB. Since ")
 
 
 def test_json_has_every_field_and_plain_values():
@@ -400,11 +399,3 @@ def test_json_has_every_field_and_plain_values():
         "because": "",
     }
     assert plain.plain(Share(HOST, 1)) == {"device": HOST, "bytes": 1}
-
-
-def test_the_beginning_of_a_problem_is_a_sentence_of_its_own():
-    event = Event(9, samples.busy.wall, "giant", "refused", "request", "giant needs 50.0 GiB")
-    owner = next(iter(samples.busy.sections))
-    seen = replace(samples.busy, events=(replace(event, owner=owner),))
-    (alarm,) = words.alarms(seen)
-    assert alarm.startswith("giant was refused: giant needs 50.0 GiB. Since ")

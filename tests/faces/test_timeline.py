@@ -144,15 +144,12 @@ def test_what_the_driver_measured_is_drawn_and_the_rest_is_left_out():
     assert (figures.now, figures.highest_watts) == ("30 % · 250 W", 250)
 
 
-def test_the_models_that_held_least_have_no_row_and_are_counted():
+def test_the_models_that_held_least_have_no_row_and_a_note_says_so():
     found = drawn(moment(0, **{f"m{n}": 0.1 + n / 10 for n in range(40)}))
     assert len(found.rows) == 30 and found.note == "10 more held less, and have no row."
     assert "m39@1" in bars(found) and "m0@1" not in bars(found)
     for_long = moment(0, **{f"m{n}": 0.5 for n in range(30)})
     assert "brief@1" not in bars(drawn(for_long, moment(99, brief=1)))
-
-
-def test_an_empty_drawing_shows_why_it_is_empty():
     assert drawn(moment(0)).note == "No process held memory in this time."
     assert drawn().note.startswith("No history is recorded in this time.")
 
@@ -185,7 +182,8 @@ def with_record(fetched):
     )
 
 
-def test_another_window_is_fetched_and_one_range_is_for_the_whole_tab():
+def test_the_range_is_that_of_the_whole_tab():
+    """The record of a custom range is read from its start on. Events after its end are not shown."""
     tab = with_record(fetched := [])
     tab.window.value = "2 h"
     refresh(tab)
@@ -194,10 +192,6 @@ def test_another_window_is_fetched_and_one_range_is_for_the_whole_tab():
     assert drawing["end"] - drawing["start"] == 7200
     assert all(drawing["start"] <= line["wall"] <= drawing["end"] for line in lines)
     assert lines[0]["wall"] == max(line["wall"] for line in lines)
-
-
-def test_a_custom_range_ends_in_the_past():
-    """Its record is read from its start on. Events after its end are not shown."""
     tab = with_record(fetched := [])
     start = samples.WALL - 7200
     tab.chart._handle_msg({"start": start, "end": start + 600})

@@ -172,16 +172,13 @@ def test_a_load_is_drawn_until_it_has_ended(shown):
     assert shown[0].endswith(" left · Ctrl-C stops it") and drawn == len(shown)
 
 
-def test_a_restore_without_figures_is_estimated_by_the_last_one():
+def test_a_return_is_drawn_as_a_whole(line, shown):
+    """Three quarters of the model may have returned while room was made for the rest."""
     arrival = Arrival("qwen", RESTORING, 4 * GIB, 8.0)
     assert progress.running(arrival, 2.0, "") == (
         f"restoring qwen  {'█' * 8}{'·' * 24}  4.0 GiB · 6.0 s left"
     )
     assert progress.seconds_left(arrival, 9.0) is None  # it takes longer this time
-
-
-def test_the_last_part_of_a_return_shows_the_whole_return(line, shown):
-    """Three quarters of the model returned while room was made for the rest."""
     arrival = Arrival("qwen", RESTORING, 4 * GIB, 8.0, earlier_seconds=6.0)
     line.arrival(arrival)
     line._redrawing.draw()
