@@ -208,6 +208,7 @@ def test_every_tab_can_show_every_sample_snapshot(poller):
     made = Console(poller, OPERATOR)
     for n, title in enumerate(made._titles):
         made._tabs.active = n
+        assert registry.kind(title).title == title
         for world in (
             samples.empty,
             samples.busy,

@@ -291,6 +291,7 @@ def test_no_text_face_can_control_the_terminal():
         *(str(value) for value in (found, event, done, health)),
         *(plain.as_json(value) for value in (found, event, done)),
         waiting.sentence(_spoiled("qwen"), wait, 2.0),
+        text.status(samples.hostile),
     ):
         assert shown.replace("\n", "").isprintable(), shown
     assert json.loads(plain.as_json(done))["name"] == _spoiled("qwen")
