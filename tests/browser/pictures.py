@@ -13,25 +13,13 @@ from tests.stories.test_views_in_chromium import SCRIPT
 
 from .chromium import BrowserPage, running
 from .lab import LabNotebook, serving_lab
+from .test_two_notebooks import TRAINING
 
 NOTEBOOKS = Path(__file__).parents[2] / "notebooks"
 IMAGES = NOTEBOOKS / "images"
 LAB_WIDTH, LAB_HEIGHT = 1180, 640  # pixels
 PANEL_WIDTH, PANEL_HEIGHT = 900, 560
 MENU_HEIGHT, SHOWN_HEIGHT = 28, 545  # the menu is left out, and the status line
-TRAINING = """import torch
-
-torch.manual_seed({seed})
-weights = torch.randn(4, 1024, 2048, requires_grad=True)
-optimizer = torch.optim.Adam([weights])
-losses = []
-
-def step():
-    loss = (weights * torch.linspace(0, 1, 2048)).square().mean()
-    optimizer.zero_grad()
-    loss.backward()
-    optimizer.step()
-    losses.append(loss.item())"""
 SETTLED_MS = 2500  # until animations have ended and the first history is drawn
 
 
@@ -63,7 +51,7 @@ PICTURES = {
 def cells(seed: int) -> list[str]:
     """A notebook of plain torch code."""
     return [
-        "%load_ext gpu\n" + TRAINING.format(seed=seed),
+        "%load_ext gpu\n" + TRAINING.format(seed=seed, shape="4, 1024, 2048"),
         *(["for _ in range(20): step()"] * 2),
         "losses[-1]",
     ]

@@ -236,29 +236,13 @@ def test_the_page_takes_the_systems_theme_until_another_is_chosen(opened, kernel
     assert background(seen) == dark != light and seen.errors == []
 
 
-def test_a_narrow_page_shows_its_buttons_and_times_in_24_hours(opened, kernel):
-    seen = opened()  # its locale is en-US
-    seen.page.set_viewport_size({"width": 760, "height": 700})
-    seen.tab("Models")
-    seen.row("qwen", pid(kernel)).locator("button", has_text="Pin").wait_for()
-    until(lambda: 0 < right_edge(seen.row("qwen", pid(kernel)), "Pin") <= 760)
-    seen.tab("Timeline")
-    line = seen.page.locator("summary", has_text="qwen").first
-    assert re.fullmatch(r"\d\d:\d\d:\d\d", line.locator(".when").inner_text())
-    seen.page.set_viewport_size(WIDE)
-
-
-def right_edge(row, title: str) -> float:
-    """Where the button with this `title` ends, in pixels from the left edge of the page."""
-    box = row.locator("button", has_text=title).bounding_box()
-    return box["x"] + box["width"] if box and box["x"] > 0 else -1.0
-
-
 def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
     seen, second = opened(), opened(VIEWERS)
     for page in (seen, second):
         page.tab("Models")
         page.row("qwen", pid(kernel), "GPU: 0").wait_for()
+    assert second.page.locator("text=viewer, read only").count()
+    assert not second.page.locator("tbody button").count()
     seen.row("qwen", pid(kernel)).locator("button", has_text="Evict").click()
     for said in ("Evict qwen?", "This frees 14.0 GiB on sim:0.", f"Held by pid {pid(kernel)}"):
         seen.page.locator("[role=dialog]").get_by_text(said).wait_for()
@@ -308,14 +292,6 @@ def test_cancel_has_the_focus_and_changes_nothing(opened, kernel, no):
     cancel.click() if no == "click" else seen.page.keyboard.press(no)
     cancel.wait_for(state="detached")
     assert where(kernel) == "sim:0" and seen.page.locator(".outcome").count() <= before
-
-
-def test_a_viewer_has_no_buttons(opened, kernel):
-    seen = opened(VIEWERS)
-    seen.tab("Models")
-    seen.row("qwen", pid(kernel)).wait_for()
-    assert seen.page.locator("text=viewer, read only").count()
-    assert not seen.page.locator("tbody button").count()
 
 
 def test_the_timeline_follows_a_kernel_and_keeps_what_is_open(opened, kernel):
@@ -369,9 +345,9 @@ def test_what_if_answers_the_question_and_then_preloads(opened, kernel):
     assert where(kernel) == "sim:0" and seen.errors == []
 
 
-def test_the_labels_of_the_axis_have_room_at_every_width(opened, kernel):
-    """In a notebook the page is narrow: the nine labels of a card lay on one another."""
-    seen = opened()
+def test_a_narrow_page_shows_its_buttons_and_the_labels_of_its_axis(opened, kernel):
+    """In a notebook the page is narrow: the nine labels of a card lay on one another. Times have 24 hours."""
+    seen = opened()  # its locale is en-US
     seen.tab("Now")
     seen.page.locator(".tick").first.wait_for()
 
@@ -385,6 +361,13 @@ def test_the_labels_of_the_axis_have_room_at_every_width(opened, kernel):
     for width in (1400, 1000, 700):
         seen.page.set_viewport_size({"width": width, "height": 700})
         until(have_room, f"the labels have room at {width} pixels")
+    seen.tab("Models")
+    pin = seen.row("qwen", pid(kernel)).locator("button", has_text="Pin")
+    pin.wait_for()
+    until(lambda: (box := pin.bounding_box()) and 0 < box["x"] and box["x"] + box["width"] <= 700)
+    seen.tab("Timeline")
+    line = seen.page.locator("summary", has_text="qwen").first
+    assert re.fullmatch(r"\d\d:\d\d:\d\d", line.locator(".when").inner_text())
     seen.page.set_viewport_size(WIDE)
 
 

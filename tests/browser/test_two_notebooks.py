@@ -23,8 +23,8 @@ NAMES = ("train.ipynb", "tune.ipynb")
 SOAK = bool(os.environ.get("SOAK"))
 TRAINING = """import json, torch
 torch.manual_seed({seed})
-weights = torch.randn(1024, 2048, requires_grad=True)  # 8 MiB
-optimizer = torch.optim.Adam([weights])  # and 24 MiB of gradients and state
+weights = torch.randn({shape}, requires_grad=True)
+optimizer = torch.optim.Adam([weights])
 losses = []
 def step():
     loss = (weights * torch.linspace(0, 1, 2048)).square().mean()
@@ -32,6 +32,7 @@ def step():
     loss.backward()
     optimizer.step()
     losses.append(loss.item())"""
+SHAPE = "1024, 2048"  # 8 MiB, and 24 MiB of gradients and state
 STEP = "for _ in range(2): step()"
 ROUNDS = 3
 SIZES = (0, 8 << 20, 32 << 20)  # bytes after the first cell, after TRAINING and after each STEP
@@ -40,7 +41,7 @@ SIZES = (0, 8 << 20, 32 << 20)  # bytes after the first cell, after TRAINING and
 def alone(seed: int) -> list[float]:
     """The losses of a training that has the card for itself."""
     here: dict[str, object] = {}
-    exec(TRAINING.format(seed=seed), here)
+    exec(TRAINING.format(seed=seed, shape=SHAPE), here)
     for _ in range(ROUNDS):
         exec(STEP, here)
     return here["losses"]
@@ -103,7 +104,7 @@ def test_two_notebooks_of_plain_code_take_turns_and_compute_as_if_alone(chromium
     """The cells of the two notebooks run alternately. Both get the same losses as when they run alone."""
 
     def cells(number: int) -> list[str]:
-        training = TRAINING.format(seed=number)
+        training = TRAINING.format(seed=number, shape=SHAPE)
         return ["%load_ext gpu", training, *([STEP] * ROUNDS), "print(json.dumps(losses))"]
 
     with two(chromium, tmp_path, cells) as (train, tune, rt):

@@ -32,10 +32,9 @@ VIEWER = SimpleNamespace(may_act=False, propose=lambda verb, id: None)
 OPERATOR = SimpleNamespace(may_act=True, propose=lambda verb, id: None)
 
 
-def opened(kind: Any, snapshot: Any, *, dark: bool = False, **answers: Any) -> Any:
+def opened(kind: Any, snapshot: Any, **answers: Any) -> Any:
     """A tab of the class `kind` after one poll. The answers of the runtime are `answers`."""
     tab = kind(Poller(FixedRuntime(snapshot, **answers), start=lambda run: None), VIEWER)
-    tab.dark(dark)
     tab.update(snapshot)  # requests other data that it needs
     refresh(tab)
     return tab

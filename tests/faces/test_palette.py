@@ -4,11 +4,9 @@ import itertools
 
 import numpy as np
 import pytest
-from gpu_panels.palette import COLOURS, EDGE, KEPT, SLOTS, Palette, assign_slots, label, style_of
+from gpu_panels.palette import COLOURS, EDGE, KEPT, SLOTS, Palette, assign_slots, style_of
 from hypothesis import given
 from hypothesis import strategies as st
-
-from gpu_runtime.facts import Lease
 
 from .sight import SIGHT, ciede2000, contrast, distance
 
@@ -45,11 +43,6 @@ def saturation(colour):
     """The range of red, green and blue in `#rrggbb`, 0 to 255."""
     parts = [int(colour[at : at + 2], 16) for at in (1, 3, 5)]
     return max(parts) - min(parts)
-
-
-def test_a_lease_is_named_by_model_and_process():
-    """Two notebooks can hold the same model, so the label has the process, too."""
-    assert label(Lease("4121.10.0", "qwen")) == "qwen@4121"
 
 
 def test_a_lease_keeps_its_style_while_others_change():
