@@ -40,12 +40,6 @@ def bars(drawing):
     return {row.key: [(one.start, one.end, one.device) for one in row.bars] for row in drawing.rows}
 
 
-def test_memory_held_without_a_change_is_one_bar():
-    found = drawn(*(moment(wall, qwen=8) for wall in range(0, 100, 10)))
-    assert bars(found) == {"qwen@1": [(0, 1000, "sim:0")]}
-    assert found.rows[0].bars[0].hint == "8.0 GiB on sim:0 for 100 s"
-
-
 def test_a_model_that_leaves_for_ram_continues_there():
     """The host has no colour of its own. The words for screen readers name both places."""
     on_card = [moment(wall, qwen=8) if wall < 50 else moment(wall) for wall in range(0, 100, 10)]
@@ -67,6 +61,7 @@ def test_a_gap_in_the_record_stays_a_gap():
     assert [len(piece) for piece in found.figures[0].lines["%"]] == [3, 2]
     short = drawn(*(moment(wall, qwen=8) for wall in (0, 1, 2, 32)), end=33)
     assert bars(short) == {"qwen@1": [(0, 1000, "sim:0")]}, "half a minute is no gap"
+    assert short.rows[0].bars[0].hint == "8.0 GiB on sim:0 for 33 s"
     late = (moment(0), moment(50), moment(0, HOST), moment(1, HOST))
     assert drawn(*late).gaps == (), "the card was recorded the whole time"
 
@@ -165,12 +160,6 @@ def test_a_lease_is_named_by_its_notebook_where_that_or_an_event_is_known():
     parked = replace(evicted(50, model="kernel"), owner="77.1.0", notebook="/work/old.ipynb")
     titles = history.lease_titles(["kernel@77", "qwen@77", "x@78"], samples.busy, [parked])
     assert list(titles.values()) == ["old.ipynb", "qwen · old.ipynb", "x · pid 78"]
-
-
-def test_a_busy_day_is_small():
-    """600 moments with 250 changes are sent as one bar for each stay."""
-    found = timeline(pasts.day(busy=1.5), samples.busy, Range(samples.WALL - 86_400, samples.WALL))
-    assert sum(len(row.bars) for row in found.rows) < 200
 
 
 def with_record(fetched):
