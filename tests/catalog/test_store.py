@@ -54,13 +54,6 @@ def file(tmp_path):
 
 
 # -- applying --------------------------------------------------------------------------------------
-def test_applied_models_are_in_every_process_and_after_a_boot(catalog, place, file):
-    """A second catalogue object stands for another process, or the next boot."""
-    done = catalog.apply(file(DRILLS))
-    assert done.added == ("qwen3:8b", "org/llama") and not done.changed
-    other = Catalog(Settings.load(gpu_catalog=str(place)))
-    sizes = {spec.name: spec.size for spec in other.specs()}
-    assert sizes == {"qwen3:8b": 14 * GIB, "org/llama": 10 * GIB}
 
 
 def test_applying_again_changes_only_the_models_that_differ(catalog, file):
@@ -124,13 +117,9 @@ def test_a_note_on_several_models_appears_once(catalog, file):
 def test_a_chat_template_is_text_or_a_file_beside_the_one_that_names_it(catalog, file, tmp_path):
     """The file is read when the model is looked up, so that every engine gets the text. So is `thinking`."""
     (tmp_path / "brief.jinja").write_text("{{ messages[-1].content }}")
-    catalog.apply(
-        file("""
-models:
-  a: {backend: fake, memory: 1GiB, chat_template: brief.jinja, thinking: false}
-  b: {backend: fake, memory: 1GiB, chat_template: "{{ messages }}"}
-""")
-    )
+    a = "a: {backend: fake, memory: 1GiB, chat_template: brief.jinja, thinking: false}"
+    b = 'b: {backend: fake, memory: 1GiB, chat_template: "{{ messages }}"}'
+    catalog.apply(file(f"models: {{{a}, {b}}}"))
     specs = {spec.name: spec.options for spec in catalog.specs()}
     assert specs["a"] == {"chat_template": "{{ messages[-1].content }}", "thinking": False}
     assert specs["b"] == {"chat_template": "{{ messages }}"}
@@ -257,20 +246,13 @@ def test_a_hand_written_file_is_read_only_and_a_missing_one_is_created(tmp_path,
     assert list(ours.entries()) == ["org/llama"]
 
 
-@pytest.mark.parametrize(
-    "damage",
-    [
-        b"",
-        b"{",
-        b"\x00" * 100,
-        b'{"gpu_console_catalog": 1, "models": [3]}',
-        b'{"gpu_console_catalog": 1, "models": [{"metadata": {"name": "a"}, "spec": {"gpus": -1}}]}',
-        b'{"gpu_console_catalog": "x"}',
-    ],
+BAD_ENTRY = (
+    b'{"gpu_console_catalog": 1, "models": [{"metadata": {"name": "a"}, "spec": {"gpus": -1}}]}'
 )
-def test_a_damaged_catalogue_is_an_error_and_set_aside_by_the_next_apply(
-    catalog, place, file, damage
-):
+
+
+@pytest.mark.parametrize("damage", [b"", b"{", b'{"gpu_console_catalog": "x"}', BAD_ENTRY])
+def test_a_damaged_catalogue_is_set_aside_by_the_next_apply(catalog, place, file, damage):
     catalog.apply(file(DRILLS))
     (place / "catalog.json").write_bytes(damage)
     with pytest.raises(CatalogUnavailable, match="is damaged .*\n  Apply your files again"):
@@ -286,7 +268,7 @@ def test_a_newer_catalogue_is_neither_read_nor_overwritten(catalog, place, file)
     for act in (catalog.entries, lambda: catalog.apply(file(DRILLS))):
         with pytest.raises(CatalogUnavailable, match="a newer gpu-console wrote"):
             act()
-    assert os.listdir(place) == ["catalog.json"] or "catalog.damaged-1" not in os.listdir(place)
+    assert "catalog.damaged-1" not in os.listdir(place)
 
 
 def test_a_failed_write_changes_nothing(catalog, file, monkeypatch):
@@ -369,10 +351,6 @@ class ReadByTwo(Catalog):
         super().__setattr__(name, value if name != "_known" else (None, {}))
 
 
-def test_a_slower_reader_does_not_replace_the_entries_of_a_faster_one(tmp_path: Path) -> None:
-    (tmp_path / "fleet.json").write_text(
-        '{"apiVersion": "model.aispec.org/v1alpha1", "kind": "Model", "metadata": {"name": "small"},'
-        ' "spec": {"runtime": "fake", "memory": "4GiB"}}'
-    )
-    catalog = ReadByTwo(Settings.load(gpu_catalog=str(tmp_path)))
-    assert [*catalog.entries()] == ["small"]
+def test_a_slower_reader_does_not_replace_the_entries_of_a_faster_one(file):
+    catalog = ReadByTwo(Settings.load(gpu_catalog=file(DRILLS)))
+    assert [*catalog.entries()] == ["qwen3:8b", "org/llama"]
