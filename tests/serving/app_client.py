@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -90,13 +91,8 @@ class Gateway:
             raise Refused(404, "no_model", f"no model is called {call.model!r}", param="model")
         if call.stream:
             return Reply("echo", "echo", "", events=self.words)
-        return Reply(
-            "echo",
-            "echo",
-            "",
-            json={"kind": kind, "body": call.body, "client": call.client},
-            headers={"X-Model": "echo"},
-        )
+        told = {"kind": kind, "body": call.body, "client": call.client}
+        return Reply("echo", "echo", "", json=told, headers={"X-Model": "echo"})
 
 
 def with_visitor(app: Any, visitor: Visitor | None) -> Any:
@@ -117,3 +113,30 @@ def client(
     return TestClient(
         with_visitor(application(rt, lambda: made, "0"), visitor), raise_server_exceptions=False
     )
+
+
+class Exchange:
+    """One request to the application, and what was sent for it so far. The client leaves once `left` is set."""
+
+    def __init__(self, rt: Any, gateway: Any, path: str, body: Any, method: str = "POST") -> None:
+        self.status, self.kind, self.sent = 0, "", b""
+        self.left = asyncio.Event()
+        self._body = json.dumps(body).encode()
+        app = with_visitor(application(rt, lambda: gateway, "0"), OPERATOR)
+        headers = [(b"content-type", b"application/json")]
+        scope = {"type": "http", "method": method, "path": path, "headers": headers}
+        scope |= {"query_string": b"", "http_version": "1.1", "root_path": ""}
+        self.done = asyncio.ensure_future(app(scope, self._receive, self._send))
+
+    async def _receive(self) -> Any:
+        if self._body:
+            body, self._body = self._body, b""
+            return {"type": "http.request", "body": body}
+        await self.left.wait()
+        return {"type": "http.disconnect"}
+
+    async def _send(self, message: Any) -> None:
+        if message["type"] == "http.response.start":
+            self.status = message["status"]
+            self.kind = dict(message["headers"])[b"content-type"].decode()
+        self.sent += message.get("body", b"")

@@ -28,72 +28,52 @@ def messages(text: str) -> list[dict[str, Any]]:
 
 def test_a_conversation_is_translated():
     """The results of tools become separate messages, which come before the text of the same message."""
-    body = {
-        **HI,
-        "system": [{"type": "text", "text": "Be brief."}],
-        "messages": [
-            {"role": "user", "content": [{"type": "text", "text": "Time?"}]},
-            {
-                "role": "assistant",
-                "content": [
-                    {"type": "thinking", "thinking": "The clock.", "signature": ""},
-                    {"type": "text", "text": "See:"},
-                    {"type": "tool_use", "id": "a", "name": "time", "input": {"zone": "CET"}},
-                ],
-            },
-            {
-                "role": "user",
-                "content": [
-                    {"type": "tool_result", "tool_use_id": "a", "content": "12:00"},
-                    {"type": "text", "text": "And now?"},
-                ],
-            },
-        ],
-        "tools": [TOOL],
-        "tool_choice": {"type": "any", "disable_parallel_tool_use": True},
-        "stop_sequences": ["END"],
-        "thinking": {"type": "disabled"},
-        "metadata": {"user_id": "ann"},
-        "x_client_id": "bot",
-        "stream": True,
-    }
-    call = {"id": "a", "type": "function"}
-    call["function"] = {"name": "time", "arguments": '{"zone": "CET"}'}
-    function = {"name": "time", "description": "The time.", "parameters": {"type": "object"}}
-    assert chat_of(body) == {
-        "model": "qwen",
-        "max_tokens": 100,
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "Time?"}]},
-            {
-                "role": "assistant",
-                "content": [{"type": "text", "text": "See:"}],
-                "reasoning_content": "The clock.",
-                "tool_calls": [call],
-            },
-            {"role": "tool", "tool_call_id": "a", "content": "12:00"},
-            {"role": "user", "content": [{"type": "text", "text": "And now?"}]},
-        ],
-        "tools": [{"type": "function", "function": function}],
-        "tool_choice": "required",
-        "parallel_tool_calls": False,
-        "stop": ["END"],
-        "x_thinking": False,
-        "x_client_id": "bot",
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    user = {"role": "user", "content": [{"type": "text", "text": "Time?"}]}
+    thought = {"type": "thinking", "thinking": "The clock.", "signature": ""}
+    used = {"type": "tool_use", "id": "a", "name": "time", "input": {"zone": "CET"}}
+    result = {"type": "tool_result", "tool_use_id": "a", "content": "12:00"}
+    see, now = {"type": "text", "text": "See:"}, {"type": "text", "text": "And now?"}
+    said = {"role": "assistant", "content": [thought, see, used]}
+    back = {"role": "user", "content": [result, now]}
+    system = [{"type": "text", "text": "Be brief."}]
+    function = {"name": "time", "arguments": '{"zone": "CET"}'}
+    call = {"id": "a", "type": "function", "function": function}
+    assert chat_of({**HI, "system": system, "messages": [user, said, back]})["messages"] == [
+        {"role": "system", "content": "Be brief."},
+        user,
+        {
+            "role": "assistant",
+            "content": [see],
+            "reasoning_content": "The clock.",
+            "tool_calls": [call],
+        },
+        {"role": "tool", "tool_call_id": "a", "content": "12:00"},
+        {"role": "user", "content": [now]},
+    ]
+
+
+FUNCTION = {"name": "time", "description": "The time.", "parameters": {"type": "object"}}
+ANY = {"type": "any", "disable_parallel_tool_use": True}
 
 
 @pytest.mark.parametrize(
-    ("thinking", "switch"), [("enabled", True), ("disabled", False), ("adaptive", None)]
+    ("field", "becomes"),
+    [
+        ({"tools": [TOOL]}, {"tools": [{"type": "function", "function": FUNCTION}]}),
+        ({"tool_choice": ANY}, {"tool_choice": "required", "parallel_tool_calls": False}),
+        ({"stop_sequences": ["END"]}, {"stop": ["END"]}),
+        ({"metadata": {"user_id": "ann"}}, {}),
+        ({"x_client_id": "bot"}, {"x_client_id": "bot"}),
+        ({"stream": True}, {"stream": True, "stream_options": {"include_usage": True}}),
+        ({"thinking": {"type": "enabled"}}, {"x_thinking": True}),
+        ({"thinking": {"type": "disabled"}}, {"x_thinking": False}),
+        ({"thinking": {"type": "adaptive"}}, {}),
+        ({"thinking": {"type": "disabled"}, "x_thinking": True}, {"x_thinking": True}),
+    ],
 )
-def test_thinking_is_a_switch_or_left_to_the_model(thinking, switch):
+def test_a_field_of_anthropic_is_a_field_of_a_chat(field, becomes):
     """A field of our own decides if both are given."""
-    body = {**HI, "thinking": {"type": thinking}}
-    assert chat_of(body).get("x_thinking") is switch
-    assert chat_of({**body, "x_thinking": True})["x_thinking"] is True
+    assert chat_of({**HI, **field}) == {**HI, **becomes}
 
 
 def test_images_are_translated():
@@ -150,14 +130,6 @@ def test_the_reason_of_the_end_is_translated(finish, reason):
     assert message_of(answer)["stop_reason"] == reason
 
 
-def test_arguments_that_were_cut_off_are_kept_as_text():
-    """At the limit of tokens an engine may send a part of the arguments, which is no JSON."""
-    call = {"id": "a", "function": {"name": "time", "arguments": '{"zone": "C'}}
-    choice = {"message": {"content": None, "tool_calls": [call]}, "finish_reason": "length"}
-    [block] = message_of({"model": "qwen", "choices": [choice]})["content"]
-    assert block["input"] == {"cut_arguments": '{"zone": "C'}
-
-
 @pytest.fixture(scope="module")
 def http():
     """A client of the application over a real gateway. Its model repeats the last message."""
@@ -169,17 +141,6 @@ def http():
     made.rt.close()
 
 
-def test_a_whole_message_with_a_tool_call(http):
-    answer = http.post("/v1/messages", json={**HI, "messages": messages(SAID), "tools": [TOOL]})
-    message = answer.json()
-    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "qwen")
-    assert message["content"][0] == {"type": "text", "text": "See: "}
-    call = message["content"][1]
-    assert (call["type"], call["name"], call["input"]) == ("tool_use", "time", {"zone": "CET"})
-    assert message["stop_reason"] == "tool_use" and message["usage"]["output_tokens"] > 0
-    assert answer.headers["X-GPU-Model"] == "qwen"
-
-
 def read(answer: Any) -> list[tuple[str, dict[str, Any]]]:
     """The events of a stream: the name and the data of each."""
     found = []
@@ -189,39 +150,36 @@ def read(answer: Any) -> list[tuple[str, dict[str, Any]]]:
     return found
 
 
-def test_a_streamed_message_with_a_tool_call(http):
+def test_a_message_with_thoughts_and_a_tool_call_whole_and_streamed(http):
     """The events are those that Anthropic's client builds its message from."""
-    body = {**HI, "messages": messages(SAID), "tools": [TOOL], "stream": True}
-    events = read(http.post("/v1/messages", json=body))
-    assert all(name == data["type"] for name, data in events)
+    body = {**HI, "messages": messages(f"<think>The clock.</think>{SAID}"), "tools": [TOOL]}
+    answer = http.post("/v1/messages", json=body)
+    message = answer.json()
+    assert (message["type"], message["role"], message["model"]) == ("message", "assistant", "qwen")
+    thinking, text, call = message["content"]
+    assert thinking == {"type": "thinking", "thinking": "The clock.", "signature": ""}
+    assert text == {"type": "text", "text": "See: "}
+    assert (call["type"], call["name"], call["input"]) == ("tool_use", "time", {"zone": "CET"})
+    assert message["stop_reason"] == "tool_use" and message["usage"]["output_tokens"] > 0
+    assert answer.headers["X-GPU-Model"] == "qwen"
+    events = read(http.post("/v1/messages", json={**body, "stream": True}))
+    checked = TypeAdapter(RawMessageStreamEvent)
+    assert all(checked.validate_python(data).type == name for name, data in events)
     names = [name for name, _ in events]
     assert names[:2] == ["message_start", "content_block_start"]
     assert names[-2:] == ["message_delta", "message_stop"]
-    assert names.count("content_block_stop") == names.count("content_block_start") == 2
-    deltas = [data["delta"] for name, data in events if name == "content_block_delta"]
-    assert "".join(delta.get("text", "") for delta in deltas) == "See: "
-    assert json.loads("".join(d.get("partial_json", "") for d in deltas)) == {"zone": "CET"}
+    assert names.count("content_block_stop") == names.count("content_block_start") == 3
+    begun = [data["content_block"]["type"] for _, data in events if "content_block" in data]
+    assert begun == ["thinking", "text", "tool_use"]
+    written = ["", "", ""]
+    for name, data in events:
+        if name == "content_block_delta":
+            parts = data["delta"]
+            [part] = parts.keys() - {"type"}
+            written[data["index"]] += parts[part]
+    assert written[:2] == ["The clock.", "See: "] and json.loads(written[2]) == {"zone": "CET"}
     last = dict(events)["message_delta"]
     assert last["delta"]["stop_reason"] == "tool_use" and last["usage"]["input_tokens"] > 0
-
-
-def test_thoughts_are_a_block_of_their_own(http):
-    said = {**HI, "messages": messages("<think>The clock.</think>Noon.")}
-    thinking, text = http.post("/v1/messages", json=said).json()["content"]
-    assert thinking == {"type": "thinking", "thinking": "The clock.", "signature": ""}
-    assert text == {"type": "text", "text": "Noon."}
-    events = read(http.post("/v1/messages", json={**said, "stream": True}))
-    checked = TypeAdapter(RawMessageStreamEvent)
-    assert all(checked.validate_python(data) for _, data in events)
-    begun = [data["content_block"] for name, data in events if name == "content_block_start"]
-    assert [(block["type"], block[block["type"]]) for block in begun] == [
-        ("thinking", ""),
-        ("text", ""),
-    ]
-    deltas = [(d["index"], d["delta"]) for name, d in events if name == "content_block_delta"]
-    thought = "".join(delta["thinking"] for index, delta in deltas if index == 0)
-    answer = "".join(delta["text"] for index, delta in deltas if index == 1)
-    assert (thought, answer) == ("The clock.", "Noon.")
 
 
 def test_errors_are_in_the_format_of_anthropic(http):
@@ -238,11 +196,8 @@ def test_errors_are_in_the_format_of_anthropic(http):
 
 def test_the_tokens_of_a_conversation_are_counted(http):
     """Anthropic's clients count before a call, to shorten the conversation in time. They mark what should be cached."""
-    body = {
-        "model": "qwen",
-        "messages": [{"role": "user", "content": "one two three"}],
-        "cache_control": {"type": "ephemeral"},
-    }
+    body = {"model": "qwen", "messages": messages("one two three")}
+    body |= {"cache_control": {"type": "ephemeral"}}
     answer = http.post("/v1/messages/count_tokens", json=body)
     assert (answer.status_code, answer.json()) == (200, {"input_tokens": 3})
     whole = http.post("/v1/messages", json={**body, "max_tokens": 9}).json()

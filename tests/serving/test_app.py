@@ -1,7 +1,6 @@
 """The application around the routes. The tests check roles, request bodies, jobs and metrics."""
 
 import asyncio
-import json
 import os
 import time
 
@@ -11,11 +10,11 @@ from prometheus_client.parser import text_string_to_metric_families
 from gpu_runtime.engine_logs import new_log
 from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import AllocatorMap, ProblemKind
-from gpu_runtime.serving.api.app import READS, application
+from gpu_runtime.serving.api.app import READS
 from gpu_runtime.serving.api.jobs import MAX_JOBS, Jobs
-from tests.clock import PATIENCE
+from tests.serving.loops import until
 
-from .app_client import OPERATOR, VIEWER, Gateway, Words, client, with_visitor
+from .app_client import VIEWER, Exchange, Gateway, Words, client
 
 CHAT = {"model": "echo", "messages": [{"role": "user", "content": "hi"}]}
 QUICK = {"endpoint": "/v1/chat/completions", "body": CHAT}
@@ -87,94 +86,33 @@ def test_a_whole_answer(rt):
     assert answer.headers["X-Model"] == "echo"
 
 
-def test_a_streamed_answer(rt):
-    gateway = Gateway()
-    with client(rt, gateway=gateway).stream(
-        "POST", "/v1/chat/completions", json={**CHAT, "stream": True}
-    ) as answer:
-        lines = [line for line in answer.iter_lines() if line]
-    assert lines == ['data: {"n":1}', 'data: {"n":2}', 'data: {"n":3}', "data: [DONE]"]
-    assert answer.headers["content-type"].startswith("text/event-stream") and gateway.words.closed
-
-
 @pytest.mark.parametrize(
     "body", [b"", b"{", b"nul", b"\xff\xfe", b'{"model": NaN}', b"[" * 100_000, b"[]", b'"x"', b"7"]
 )
 def test_a_body_that_is_no_json_object_is_a_bad_request(rt, body):
     server = client(rt)
-    for path in (
-        "/v1/chat/completions",
-        "/v1/completions",
-        "/v1/embeddings",
-        "/v1/images/generations",
-        "/v1/jobs",
-    ):
-        answer = server.post(path, content=body)
+    for path in ("chat/completions", "completions", "embeddings", "images/generations", "jobs"):
+        answer = server.post(f"/v1/{path}", content=body)
         assert answer.status_code == 400 and answer.json()["error"]["message"], path
 
 
-def test_an_unknown_model_is_not_found(rt):
-    answer = client(rt).post("/v1/chat/completions", json={**CHAT, "model": "nobody"})
-    assert (answer.status_code, answer.json()["error"]["code"]) == (404, "no_model")
-
-
-def parts_until_disconnect(app, body, disconnect_after: int = 1):
-    """The parts of the answer that a client gets if it disconnects after `disconnect_after` of them."""
-    sent = []
-
-    async def talk():
-        disconnected = asyncio.Event()
-        body_sent = False
-
-        async def receive():
-            nonlocal body_sent
-            if not body_sent:
-                body_sent = True
-                return {
-                    "type": "http.request",
-                    "body": json.dumps(body).encode(),
-                    "more_body": False,
-                }
-            if disconnect_after:
-                await disconnected.wait()
-            return {"type": "http.disconnect"}
-
-        async def send(message):
-            sent.append(message)
-            if len(sent) > disconnect_after:
-                disconnected.set()
-
-        scope = {
-            "type": "http", "asgi": {"version": "3.0", "spec_version": "2.3"}, "method": "POST",
-            "headers": [], "path": "/v1/chat/completions", "raw_path": b"", "query_string": b"",
-            "root_path": "", "scheme": "http", "http_version": "1.1", "client": ("", 0),
-            "server": ("", 0),
-        }  # fmt: skip
-        await asyncio.wait_for(app(scope, receive, send), PATIENCE)
-
-    asyncio.run(talk())
-    return sent
-
-
-def test_a_client_that_disconnects_while_waiting_releases_the_model(rt):
+async def test_a_client_that_disconnects_while_it_waits_releases_the_model(rt):
     gateway = Gateway()
-    parts_until_disconnect(
-        with_visitor(application(rt, lambda: gateway, "0"), OPERATOR),
-        {**CHAT, "model": "slow"},
-        disconnect_after=0,
-    )
+    there = Exchange(rt, gateway, "/v1/chat/completions", SLOW["body"])
+    there.left.set()
+    await there.done
     assert gateway.let_go
 
 
-def test_a_client_that_disconnects_during_a_stream_ends_it(rt):
+async def test_a_client_that_disconnects_during_a_stream_ends_it(rt):
     gateway = Gateway()
     gateway.words = Words(10_000, pause=0.001)
-    parts_until_disconnect(
-        with_visitor(application(rt, lambda: gateway, "0"), OPERATOR),
-        {**CHAT, "stream": True},
-        disconnect_after=3,
-    )
-    assert gateway.words.closed and gateway.words.sent < 1000
+    there = Exchange(rt, gateway, "/v1/chat/completions", {**CHAT, "stream": True})
+    await until(lambda: there.sent.count(b"data:") > 2)
+    there.left.set()
+    await there.done
+    assert there.kind.startswith("text/event-stream")
+    assert gateway.words.closed and gateway.words.sent < 10_000
 
 
 # Other reads
@@ -210,6 +148,8 @@ def test_a_base_url_without_v1_or_with_two_is_a_404_with_the_right_path(rt, path
     answer = client(rt).post(path, json=CHAT)
     assert answer.status_code == 404
     assert f"there is no {path}; did you mean {meant}?" in answer.json()["error"]["message"]
+    other = client(rt).get("/v1/nothing").json()["error"]["message"]
+    assert other == "there is no /v1/nothing; GET /docs shows all paths", "without a guess"
 
 
 def test_routes_that_other_servers_have_outside_v1_are_served_there_too(rt):
@@ -223,11 +163,6 @@ def test_routes_that_other_servers_have_outside_v1_are_served_there_too(rt):
         assert here.status_code == 400
 
 
-def test_a_path_that_is_like_no_other_is_a_404_without_a_guess(rt):
-    text = client(rt).get("/v1/nothing").json()["error"]["message"]
-    assert text == "there is no /v1/nothing; GET /docs shows all paths"
-
-
 def test_a_visitor_lists_its_own_jobs(rt):
     """The list has no results."""
     http = client(rt)
@@ -236,8 +171,6 @@ def test_a_visitor_lists_its_own_jobs(rt):
     rows = http.get("/v1/jobs").json()["data"]
     assert [row["id"] for row in rows] == ids[::-1]
     assert all("result" not in row for row in rows)
-    jobs = Jobs()
-    assert jobs.of("ann") == []
 
 
 def test_every_answer_names_its_request(rt):
@@ -258,9 +191,8 @@ def test_every_answer_names_its_request(rt):
 def test_the_cloud_guard_is_read_and_changed(rt):
     http = client(rt)
     assert http.get("/api/v1/config").json() == {"allowCloudFallback": True}
-    assert http.put("/api/v1/config", json={"allowCloudFallback": False}).json() == {
-        "allowCloudFallback": False
-    }
+    changed = http.put("/api/v1/config", json={"allowCloudFallback": False}).json()
+    assert changed == {"allowCloudFallback": False}
     for wrong in ({}, {"allowCloudFallback": "no"}, {"allowCloudFallback": False, "other": 1}):
         assert http.put("/api/v1/config", json=wrong).status_code == 422
     assert http.get("/api/v1/config").json() == {"allowCloudFallback": False}
@@ -277,11 +209,7 @@ async def test_a_job_outlives_its_caller():
     finished = jobs.find(job.id).as_json()
     assert (finished["status"], finished["result"]["body"]) == ("succeeded", CHAT)
     assert finished["ended"] >= finished["created"]
-    failed = jobs.start(
-        gateway,
-        {"endpoint": "/v1/chat/completions", "body": {**CHAT, "model": "nobody"}},
-        "ann",
-    )
+    failed = jobs.start(gateway, {**QUICK, "body": {**CHAT, "model": "nobody"}}, "ann")
     await failed.task
     assert (failed.status, failed.error["code"]) == ("failed", "no_model")
 
@@ -299,9 +227,8 @@ async def test_jobs_are_bounded_and_old_results_go_first():
     done = jobs.start(gateway, QUICK, "ann")
     await done.task
     assert jobs.fetch(done.id)["result"]
-    running = [
-        jobs.start(gateway, SLOW, "ann") for _ in range(MAX_JOBS)
-    ]  # the last one replaces the result that was fetched
+    # The last one replaces the result that was fetched.
+    running = [jobs.start(gateway, SLOW, "ann") for _ in range(MAX_JOBS)]
     with pytest.raises(Exception, match="256 jobs run") as refused:
         jobs.start(gateway, SLOW, "ann")
     assert refused.value.status == 503 and refused.value.retry_after
@@ -363,15 +290,12 @@ def test_metrics_contain_devices_book_and_queue(rt):
     figures = samples(client(rt).get("/metrics").text)
     assert figures["gpu_device_claimed_bytes", "sim:0", "simulated", "true"] == 6 * 2**30
     assert figures["gpu_queue_depth", "echo"] == 2 and figures["gpu_breaker_state", "echo"] == 2
-    assert figures["gpu_queue_depth", "idle"] == figures["gpu_active_calls", "idle"] == 0, (
-        "none is a figure too"
-    )
+    idle = [figures[name, "idle"] for name in ("gpu_queue_depth", "gpu_active_calls")]
+    assert idle == [0, 0], "none is a figure too"
     ends = {key: count for key, count in figures.items() if key[0] == "gpu_calls_total"}
     assert ends == {("gpu_calls_total", "answered"): 3}, "each call counts once"
     assert figures["gpu_streamed_total",] == 2 and figures["gpu_stood_in_total",] == 0
-    assert not any(name == "gpu_device_power_watts" for name, *_ in figures), (
-        "what no driver tells has no sample"
-    )
+    assert "gpu_device_power_watts" not in {name for name, *_ in figures}, "no driver tells it"
 
 
 def test_metrics_have_histograms_of_the_calls_of_each_model(rt):
@@ -381,18 +305,15 @@ def test_metrics_have_histograms_of_the_calls_of_each_model(rt):
     gateway.figures.add("qwen", {**facts, "first_seconds": 0.5, "answer_seconds": 2.5})
     gateway.figures.add("qwen", facts)
     figures = samples(client(rt, gateway=gateway).get("/metrics").text)
-    names = ("queue_seconds", "first_token_seconds", "token_seconds", "prompt_tokens")
-    found = {
-        name: (figures[f"gpu_call_{name}_count", "qwen"], figures[f"gpu_call_{name}_sum", "qwen"])
-        for name in (*names, "answer_tokens")
-    }
-    assert found == {
-        "queue_seconds": (2, 2.0),
-        "first_token_seconds": (1, 1.5),
-        "token_seconds": (1, 0.5),
-        "prompt_tokens": (2, 18),
-        "answer_tokens": (2, 10),
-    }
+    for name, count, total in (
+        ("queue_seconds", 2, 2.0),
+        ("first_token_seconds", 1, 1.5),
+        ("token_seconds", 1, 0.5),
+        ("prompt_tokens", 2, 18),
+        ("answer_tokens", 2, 10),
+    ):
+        found = [figures[f"gpu_call_{name}_{what}", "qwen"] for what in ("count", "sum")]
+        assert found == [count, total], name
 
 
 def test_metrics_count_the_problems_of_each_kind(rt):
@@ -446,9 +367,7 @@ def test_counters_include_all_events_between_two_scrapes(rt, monkeypatch, pause)
     assert after["gpu_evictions_total",] - before.get(("gpu_evictions_total",), 0) == 30
     assert after["gpu_restore_seconds_count",] == 29, "short ones count too"
     again = samples(http.get("/metrics").text)
-    assert again["gpu_evictions_by_reason_total", "evict", "offloaded"] == 30, (
-        "nothing is counted twice"
-    )
+    assert again["gpu_evictions_by_reason_total", "evict", "offloaded"] == 30, "counted once"
 
 
 def test_after_a_boot_the_counters_start_at_zero(runtime, monkeypatch, tmp_path):

@@ -15,13 +15,10 @@ ALONE = {"sequences": 1, "context_length": 64}
 
 async def test_an_alias_is_another_name_of_a_model():
     """A key needs the model itself. The alias is listed for those who may call its model."""
-    config = ServingConfig(
-        tasks={"write": Task(("phi",))}, aliases={"gpt-4o": "qwen", "best": "task:write"}
-    )
-    keys = {
-        "bot": AccessKey("0" * 64, models=("qwen",)),
-        "web": AccessKey("1" * 64, models=("g*",)),
-    }
+    aliases = {"gpt-4o": "qwen", "best": "task:write"}
+    config = ServingConfig(tasks={"write": Task(("phi",))}, aliases=aliases)
+    models = {"bot": ("qwen",), "web": ("g*",)}
+    keys = {name: AccessKey(name * 32, models=may) for name, may in models.items()}
     async with harness(config, qwen=4, phi=4, keys=lambda: keys) as k:
         reply = await k.chat("gpt-4o")
         assert (reply.model, reply.json["model"]) == ("qwen", "qwen")
@@ -47,17 +44,13 @@ async def test_calls_side_by_side_go_to_different_replicas():
     config = ServingConfig(tasks={"write": Task(("one", "two"), replicas=True)})
     free = asyncio.Event()
     scripts = {"one": [free, free, free], "two": [free, free, free]}
-    async with harness(
-        config, one=4, two=4, scripts=scripts, options={"one": ALONE, "two": ALONE}
-    ) as k:
+    options = {"one": ALONE, "two": ALONE}
+    async with harness(config, one=4, two=4, scripts=scripts, options=options) as k:
         calls = []
         for _ in range(4):
             calls.append(asyncio.ensure_future(k.chat("task:write")))
             await settle()
-        assert {name: k.gateway.queue.calls_of(name) for name in ("one", "two")} == {
-            "one": 2,
-            "two": 2,
-        }
+        assert [k.gateway.queue.calls_of(name) for name in ("one", "two")] == [2, 2]
         free.set()
         models = [(await call).model for call in calls]
         assert sorted(models) == ["one", "one", "two", "two"]

@@ -21,9 +21,8 @@ def test_a_clients_pattern_has_its_intervals_and_models():
     for now, model in ((0.0, "a"), (10.0, "a"), (15.0, "b")):
         clients.enter("bot", model, now)
     clients.leave("bot", 0.0, 16.0)
-    assert clients.patterns() == {
-        "bot": Pattern(calls=3, running=2, last_at=15.0, every_seconds=9.0, models={"a": 2, "b": 1})
-    }
+    seen = Pattern(calls=3, running=2, last_at=15.0, every_seconds=9.0, models={"a": 2, "b": 1})
+    assert clients.patterns() == {"bot": seen}
 
 
 def test_a_cooldown_begins_at_the_end_of_the_call_for_its_client_only():
@@ -61,20 +60,11 @@ def test_the_body_overrides_the_profile():
         defaults={"temperature": 0.2, "top_p": 0.5},
     )  # fmt: skip
     call = apply_profile(read_call("chat", {**CHAT, "temperature": 1.0}), profile)
-    assert call.body == {
-        **CHAT,
-        "temperature": 1.0,
-        "top_p": 0.5,
-        "messages": [{"role": "system", "content": "Be brief."}, *CHAT["messages"]],
-    }
+    messages = [{"role": "system", "content": "Be brief."}, *CHAT["messages"]]
+    assert call.body == {**CHAT, "temperature": 1.0, "top_p": 0.5, "messages": messages}
     assert (call.importance, call.thinking, call.stay_warm, call.cooldown) == (30, True, 60.0, 5.0)
-    call = apply_profile(
-        read_call(
-            "chat",
-            {**CHAT, "x_priority": 1, "x_thinking": False, "x_stay_warm": 0, "x_cooldown": 9},
-        ),
-        profile,
-    )
+    ours = {"x_priority": 1, "x_thinking": False, "x_stay_warm": 0, "x_cooldown": 9}
+    call = apply_profile(read_call("chat", CHAT | ours), profile)
     assert (call.importance, call.thinking, call.stay_warm, call.cooldown) == (1, False, 0.0, 9.0)
 
 
@@ -87,11 +77,9 @@ def test_the_body_overrides_the_profile_under_the_fields_other_name_too():
 
 def test_a_profile_replaces_the_model_default():
     """A call of the model `default` uses the model of the profile. Some programs must send a model name."""
-    assert (
-        apply_profile(read_call("chat", {**CHAT, "model": "default"}), Profile(model="phi")).model
-        == "phi"
-    )
-    assert apply_profile(read_call("chat", CHAT), Profile(model="phi")).model == "qwen"
+    for asked, model in (("default", "phi"), ("qwen", "qwen")):
+        call = read_call("chat", {**CHAT, "model": asked})
+        assert apply_profile(call, Profile(model="phi")).model == model
 
 
 def test_a_template_cannot_leave_its_sandbox():

@@ -67,19 +67,12 @@ def test_each_kind_of_call_and_each_task_has_its_own_figures():
     assert costs.expect("sdxl", images).answer == pytest.approx(16.0, rel=0.2)
 
 
+TOKENS = st.integers(0, 9999)
+ANSWER = st.tuples(TOKENS, TOKENS, st.floats(0, 1e3), st.none() | st.floats(0, 1))
+
+
 @given(
-    st.lists(
-        st.tuples(
-            st.integers(0, 9999),
-            st.integers(0, 9999),
-            st.floats(0, 1e3),
-            st.none() | st.floats(0, 1),
-        ),
-        min_size=1,
-        max_size=5,
-    ),
-    st.integers(0, 500),
-    st.none() | st.integers(1, 9999),
+    st.lists(ANSWER, min_size=1, max_size=5), st.integers(0, 500), st.none() | st.integers(1, 9999)
 )
 def test_an_expected_time_is_never_negative_and_grows_with_the_prompt(answers, prompt, asked):
     costs = Costs()

@@ -60,11 +60,8 @@ def test_sigterm_lets_running_answers_end_and_sighup_reads_the_tasks_again(tmp_p
     """While running answers end, new calls get a 503, also over new connections. The server then ends in order."""
     tasks = tmp_path / "tasks.yaml"
     port = free_port()
-    environment = {
-        "GPU_CONSOLE_TOKEN": OPERATORS,
-        "GPU_CATALOG": str(tmp_path / "none"),
-        "GPU_TASKS": str(tasks),
-    }
+    environment = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_TASKS": str(tasks)}
+    environment["GPU_CATALOG"] = str(tmp_path / "none")
     command = [sys.executable, "-c", SLOW_SERVER, str(port)]
     with serving(command, tmp_path, environment, port=port, path="/health") as served:
         token = {"Authorization": f"Bearer {OPERATORS}", "Accept": "application/json"}
@@ -199,9 +196,8 @@ async def test_the_grace_time_is_a_setting(monkeypatch):
     async def drain(gateway, seconds: float) -> None:
         drained.append(seconds)
 
-    monkeypatch.setattr(
-        server.http_server, "run", lambda make, service, **_: services.append(service)
-    )
+    run = lambda make, service, **_: services.append(service)
+    monkeypatch.setattr(server.http_server, "run", run)
     monkeypatch.setattr(server.Gateway, "drain", drain)
     async with harness(settings={"gpu_serve_grace_seconds": 7}) as k:
         server.run(k.rt)

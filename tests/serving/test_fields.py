@@ -1,5 +1,6 @@
 """Which fields of a request each backend can serve. A field is served or refused, and never ignored."""
 
+import contextlib
 import copy
 import re
 from collections.abc import Iterator
@@ -73,14 +74,12 @@ def test_a_field_is_served_or_refused(backend, name):
         require_fields(call(kind, **{name: None}), spec)
         for neutral in FIELDS[name].neutral if has_field else ():
             require_fields(call(kind, **{name: neutral}), spec)
-        asked = call(kind, **fields_for(kind, name)) if has_field else None
-        if asked is None:
+        if not has_field:
             continue
-        if serves(backend, kind, name):
-            require_fields(asked, spec)
-            continue
-        with refusal(400, param=name, match=f"{name}=.* is not supported by .* {backend}"):
-            require_fields(asked, spec)
+        why = f"{name}=.* is not supported by .* {backend}"
+        refused = refusal(400, param=name, match=why)
+        with contextlib.nullcontext() if serves(backend, kind, name) else refused:
+            require_fields(call(kind, **fields_for(kind, name)), spec)
 
 
 def test_an_unknown_field_is_refused_with_the_nearest_name():
@@ -98,23 +97,16 @@ def test_an_unknown_field_is_refused_with_the_nearest_name():
         require_fields(call("embeddings", messages=["a"]), ModelSpec("e", "transformers"))
 
 
-USER = {"role": "user", "content": "hi"}
 FUNCTION = {"name": "now", "parameters": {}}
+PARTS = [
+    {"type": "text", "text": "hi"},
+    {"type": "image_url", "image_url": {"url": "data:", "detail": "low"}},
+]
+CALLED = {"id": "a", "function": {"name": "now", "arguments": "{}"}}
 WHOLE = {
     "messages": [
-        {
-            "role": "user",
-            "name": "ann",
-            "content": [
-                {"type": "text", "text": "hi"},
-                {"type": "image_url", "image_url": {"url": "data:", "detail": "low"}},
-            ],
-        },
-        {
-            "role": "assistant",
-            "content": None,
-            "tool_calls": [{"id": "a", "function": {"name": "now", "arguments": "{}"}}],
-        },
+        {"role": "user", "name": "ann", "content": PARTS},
+        {"role": "assistant", "content": None, "tool_calls": [CALLED]},
     ],
     "tools": [{"type": "function", "function": FUNCTION}],
     "response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}},
@@ -142,14 +134,11 @@ def test_an_unknown_field_is_refused_at_every_depth(backend):
     assert len(found) == 12
     for place, inner in found:
         known = next(name for name in inner if len(name) > 3)
-        for name, advice in (
-            (f"{known}x", f"did you mean {place}.{known}?"),
-            ("qqq", "Leave it out"),
-        ):
+        near = f"did you mean {place}.{known}?"
+        for name, advice in ((f"{known}x", near), ("qqq", "Leave it out")):
             inner[name] = {"a": 1}
             with refusal(400, param=f"{place}.{name}") as refused:
                 require_fields(call("chat", **whole), spec)
-            assert refused.value.message.startswith(f"{place}.{name}: ")
             assert advice in refused.value.message
             inner[name] = None  # an empty one has no effect
             require_fields(call("chat", **whole), spec)
@@ -168,16 +157,8 @@ def test_a_field_that_only_servers_read_reaches_them():
 def test_what_clients_send_back_of_an_answer_is_accepted(backend):
     """A message of an answer has fields that are empty, or that no later answer depends on."""
     said = {"role": "assistant", "content": "hi", "refusal": None, "annotations": [], "audio": None}
-    called = {
-        "id": "a",
-        "type": "function",
-        "index": 0,
-        "function": {"name": "now", "arguments": "{}"},
-    }
-    messages = [
-        USER,
-        {**said, "reasoning_content": "hm", "function_call": None, "tool_calls": [called]},
-    ]
+    said |= {"tool_calls": [{**CALLED, "type": "function", "index": 0}], "function_call": None}
+    messages = [{"role": "user", "content": "hi"}, {**said, "reasoning_content": "hm"}]
     tools = [{"type": "function", "function": {**FUNCTION, "strict": True}}]
     require_fields(call("chat", messages=messages, tools=tools), ModelSpec("qwen", backend))
 
@@ -186,13 +167,13 @@ def test_what_clients_send_back_of_an_answer_is_accepted(backend):
 def test_two_values_of_one_field_are_refused(backend):
     """One of them won, without a word."""
     spec = ModelSpec("qwen", backend)
-    text = "^max_completion_tokens=9 and max_tokens=5 are two names of one field: leave one out$"
-    with refusal(400, match=text):
-        require_fields(call("chat", max_tokens=5, max_completion_tokens=9), spec)
-    with pytest.raises(Refused, match="two names of one field"):
-        require_fields(call("chat", repeat_penalty=1.1, repetition_penalty=1.2), spec)
-    with pytest.raises(Refused, match="two names of one field"):
-        require_fields(call("completions", max_tokens=0, max_completion_tokens=9), spec)
+    for kind, fields, names in (
+        ("chat", {"max_tokens": 5, "max_completion_tokens": 9}, "tokens=9 and max_tokens=5"),
+        ("chat", {"repeat_penalty": 1.1, "repetition_penalty": 1.2}, "repe.*penalty=1"),
+        ("completions", {"max_tokens": 0, "max_completion_tokens": 9}, "max_tokens=0"),
+    ):
+        with refusal(400, match=f"{names}.* two names of one field"):
+            require_fields(call(kind, **fields), spec)
     require_fields(call("chat", max_tokens=5, max_completion_tokens=5), spec)
     require_fields(call("chat", max_tokens=5, max_completion_tokens=None), spec)
 

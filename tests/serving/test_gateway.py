@@ -29,23 +29,17 @@ DIED = EngineDied("the engine of qwen (pid 7) is gone: killed.", name="qwen", pi
 FAILED = EngineFailed("qwen failed: HTTP 500", name="qwen", why="HTTP 500")
 
 
-async def test_an_answer_names_its_model():
-    """The model's name is in the body and in the headers of the answer. Afterwards the model is released."""
+async def test_an_answer_and_the_first_event_of_a_stream_name_their_model():
     async with harness(qwen=4) as k:
         reply = await k.chat("qwen", "hello there", x_client_id="bot", x_priority="high")
-        assert answer_text(reply) == "hello there"
-        assert reply.json["model"] == "qwen"
+        assert (answer_text(reply), reply.json["model"]) == ("hello there", "qwen")
         assert reply.json["x_gpu"] == {"asked": "qwen", "model": "qwen"}
         assert reply.headers == {"X-GPU-Asked": "qwen", "X-GPU-Model": "qwen"}
         assert k.gateway.state().counts == {"answered": 1}
-
-
-async def test_a_stream_names_its_model_in_its_first_event():
-    async with harness(qwen=4) as k:
-        reply = await k.chat("qwen", "hello there", stream=True)
-        assert reply.events.first["x_gpu"] == {"asked": "qwen", "model": "qwen"}
+        stream = await k.chat("qwen", "hello there", stream=True)
+        assert stream.events.first["x_gpu"] == reply.json["x_gpu"]
         await until(lambda: k.pins() == {"qwen": 1})
-        assert await stream_text(reply) == "hello there"
+        assert await stream_text(stream) == "hello there"
 
 
 async def test_a_call_of_a_model_on_its_device_pins_it_without_a_thread(monkeypatch):
@@ -70,14 +64,6 @@ async def test_a_model_that_leaves_while_its_call_starts_is_loaded_again(monkeyp
         k.rt.evict("qwen")
         monkeypatch.setattr(Runtime, "here", lambda rt, name: True)
         assert answer_text(await k.chat("qwen")) == "one two three"
-
-
-async def test_a_stream_that_is_never_read_is_released_when_closed():
-    """A client may disconnect before the first event is sent. Closing such a stream releases the model."""
-    async with harness(qwen=4) as k:
-        reply = await k.chat("qwen", stream=True)
-        await reply.aclose()
-        await reply.aclose()
 
 
 async def test_nothing_remains_of_a_cancelled_call():
@@ -109,17 +95,11 @@ async def test_an_urgent_call_is_urgent_among_other_processes_too():
         other.register("theirs", backend="fake", size="14 GiB", importance="high")
         other.preload("theirs")
         async with harness(ledger=book, ours=14) as k:
-            with pytest.raises(
-                Refused, match="within its budget"
-            ):  # the other model is more important, and stays
+            with pytest.raises(Refused, match="within its budget"):
                 await k.chat("ours", x_budget=0.5)
             await k.chat("ours", x_priority="urgent")
-            await until(
-                lambda: (
-                    {lease.importance for lease in k.rt.status().leases()}
-                    == {5, IMPORTANCE["normal"]}
-                )
-            )
+            shown = {IMPORTANCE["high"], IMPORTANCE["normal"]}
+            await until(lambda: {one.importance for one in k.rt.status().leases()} == shown)
 
 
 class SlowLoad:
@@ -172,26 +152,6 @@ async def test_a_model_that_need_not_leave_serves_calls_while_another_loads():
         await asyncio.gather(c, *running.values())
 
 
-@pytest.mark.thorough
-async def test_a_call_without_room_waits_and_others_continue():
-    """If it is cancelled, its request leaves the ledger."""
-    book = "memory:test-gateway-room"
-    with Runtime(devices="sim:24GiB,host:64GiB", ledger=book) as other:
-        other.register("train", backend="fake", size="10 GiB")
-        async with harness(qwen=4, big=16, ledger=book) as k:
-            with other.use("train"):
-                cancelled = asyncio.ensure_future(k.chat("big"))
-                await until(lambda: k.rt.status().tickets)
-                cancelled.cancel()
-                await until(lambda: not k.rt.status().tickets)
-                waiting = asyncio.ensure_future(k.chat("big", "at last", x_priority="urgent"))
-                await until(lambda: k.rt.status().tickets)
-                for n in "01234":
-                    assert answer_text(await k.chat("qwen", n)) == n
-                assert not waiting.done()
-            assert answer_text(await waiting) == "at last"
-
-
 async def test_two_models_that_do_not_fit_together_answer_32_clients():
     """No call is lost or answered by the wrong model, and the models are exchanged only seldom."""
     async with harness(a=16, b=16) as k:
@@ -203,8 +163,9 @@ async def test_two_models_that_do_not_fit_together_answer_32_clients():
 
 
 async def test_an_unknown_model_is_a_404_with_the_nearest_name():
+    """Ollama names models like `qwen:8b`. A name with a colon is a cloud only if its provider is known."""
     async with harness(qwen=4) as k:
-        for name in ("qwem", "task:qwem", "task:"):
+        for name in ("qwem", "qwen:8b", "nobody:x", "task:qwem", "task:"):
             with refusal(404, "model_not_found"):
                 await k.chat(name)
         with pytest.raises(Refused, match="Did you mean qwen"):
@@ -217,19 +178,14 @@ async def test_a_stand_in_answers_only_if_configured():
     stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
     async with harness(stand_ins, qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
         reply = await k.chat("qwen", "hello")
-        because = "qwen could not answer: the engine of qwen (pid 7) is gone: killed."
         assert (reply.model, answer_text(reply), reply.json["model"]) == ("phi", "hello", "phi")
-        assert reply.json["x_gpu"] == {"asked": "qwen", "model": "phi", "because": because}
-        assert reply.headers["X-GPU-Because"] == because
-        k.scripts["qwen"] = [DIED]
-        stream = await k.chat(
-            "qwen", "hello", stream=True
-        )  # before its first event another model may answer
-        assert (stream.model, stream.events.first["x_gpu"]["model"], await stream_text(stream)) == (
-            "phi",
-            "phi",
-            "hello",
-        )
+        told = reply.json["x_gpu"]
+        assert (told["asked"], told["model"]) == ("qwen", "phi") and "is gone" in told["because"]
+        assert reply.headers["X-GPU-Because"] == told["because"]
+        k.scripts["qwen"] = [DIED]  # before its first event another model may answer
+        stream = await k.chat("qwen", "hello", stream=True)
+        assert (stream.model, stream.events.first["x_gpu"]["model"]) == ("phi", "phi")
+        assert await stream_text(stream) == "hello"
     async with harness(qwen=4, phi=4, scripts={"qwen": [FAILED]}) as k:
         with refusal(503, match="qwen could not be answered. qwen: qwen failed: HTTP 500"):
             await k.chat("qwen", "hello")
@@ -245,9 +201,7 @@ async def test_a_call_whose_engine_died_before_its_answer_is_repeated_once(strea
         assert k.gateway.state().breakers["qwen"].failures == 0
         assert k.gateway.queue.active() == {}
         k.scripts["qwen"] = [DIED, DIED]
-        with pytest.raises(
-            Refused, match="qwen could not be answered. qwen: the engine .* is gone"
-        ):
+        with pytest.raises(Refused, match="the engine .* is gone"):
             await k.chat("qwen", "hello", stream=stream)
         assert k.gateway.state().breakers["qwen"].failures == 2
         assert k.scripts["qwen"] == []
@@ -312,25 +266,11 @@ async def test_what_is_known_of_a_model_is_that_of_its_present_specification():
         assert k.gateway.facts("task:t") is k.gateway.facts("nobody") is None
 
 
-async def test_the_budget_of_a_call_counts_before_that_of_its_task():
-    tasks = {"slow": Task(("a",), budget_s=3000.0), "quick": Task(("a",), budget_s=0.01)}
-    async with harness(ServingConfig(tasks=tasks), a=4, scripts={"a": [asyncio.Event()]}) as k:
-        with refusal(504, "budget_spent") as refused:
-            await k.chat("task:slow", x_budget=0.05)
-        assert refused.value.facts["budget_seconds"] == 0.05
-        assert (await k.chat("task:quick", x_budget=600)).model == "a"
-
-
 async def test_a_stand_in_answers_for_a_model_that_does_not_fit():
     """The stand-in with the smaller context is tried first. The reason in the answer has the figures."""
     serving = ServingConfig(fallback={"huge": ("long", "short")})
-    async with harness(
-        serving,
-        huge=30,
-        long=4,
-        short=4,
-        options={"long": {"context_length": 32768}, "short": {"context_length": 4096}},
-    ) as k:
+    options = {"long": {"context_length": 32768}, "short": {"context_length": 4096}}
+    async with harness(serving, huge=30, long=4, short=4, options=options) as k:
         reply = await k.chat("huge")
         assert reply.model == "short" and "huge needs 30.0 GiB on one device" in reply.because
 
@@ -371,11 +311,8 @@ async def test_closing_refuses_running_and_new_calls():
     async with harness(qwen=12, phi=12, scripts={"qwen": [read, held]}) as k:
         stream = await k.chat("qwen", "one two", stream=True)
         calls = [asyncio.ensure_future(k.chat(model)) for model in ("qwen", "phi")]
-        await until(
-            lambda: (
-                k.gateway.queue.active() == {"qwen": 2} and k.gateway.queue.depth() == {"phi": 1}
-            )
-        )
+        await until(lambda: k.gateway.queue.depth() == {"phi": 1})
+        await until(lambda: k.gateway.queue.active() == {"qwen": 2})
         rest = asyncio.ensure_future(_errors(stream))
         await settle()
         loads = k.gateway.queue.loads
@@ -400,9 +337,7 @@ async def test_what_a_caller_does_wrong_never_closes_a_model():
     text = "qwen failed: HTTP 500: cannot parse the tool"
     wrong = EngineFailed(text, name="qwen", why="HTTP 500", status=500)
     wrong.only_this_call = True
-    async with harness(
-        qwen=4, scripts={"qwen": [step for _ in range(6) for step in (wrong, None)]}
-    ) as k:
+    async with harness(qwen=4, scripts={"qwen": [wrong, None] * 6}) as k:
         for stream in (False, True) * 3:
             with refusal(400, "engine_refused", match="the cause is in this one") as refused:
                 await k.chat("qwen", stream=stream)
@@ -480,23 +415,10 @@ async def test_a_failed_load_counts_once_however_many_wait_for_it():
         assert k.gateway.state().breakers["qwen"].failures == 1
 
 
-async def test_a_stream_that_breaks_off_ends_with_its_error():
-    """A stream that breaks off counts as a failure of the model. No other model continues the answer."""
-    serving = ServingConfig(fallback={"qwen": ("phi",)})
-    async with harness(serving, qwen=4, phi=4, scripts={"qwen": [(DIED,)]}) as k:
-        reply = await k.chat("qwen", stream=True)
-        events = [event async for event in reply.events]
-        assert events[-1]["error"]["code"] == "broken_off"
-        assert "is gone" in events[-1]["error"]["message"]
-        assert k.gateway.state().breakers["qwen"].failures == 1
-
-
 async def test_three_decode_failures_in_a_row_reload_the_model_once():
     """Two decode failures in a row may be temporary, so the model is kept. The third one reloads the model once."""
     failed = RuntimeError("llama_decode returned -3")
-    async with harness(
-        qwen=4, scripts={"qwen": [failed, failed, None, failed, failed, failed, failed]}
-    ) as k:
+    async with harness(qwen=4, scripts={"qwen": [failed, failed, None, *[failed] * 4]}) as k:
         for number in range(6):
             with contextlib.suppress(Refused):
                 await k.chat("qwen")
@@ -515,9 +437,7 @@ async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
     """The profile and the thinking mode change the engine's prompt. A field in the call overrides the profile."""
     reads = "{# reads /think and /no_think #}"
     written = reads + "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}|{% endfor %}"
-    profile = Profile(
-        system="Be brief.", thinking=False, importance="low", defaults={"max_tokens": 100}
-    )
+    profile = Profile(system="Be brief.", thinking=False, defaults={"max_tokens": 100})
     serving = ServingConfig(clients={"bot": profile})
 
     async def prompt(**more):
@@ -557,25 +477,6 @@ async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
         assert (await k.chat("task:pinned")).model == "a"
         assert (await k.chat("task:free")).model == "a"
         assert k.gateway.state().counts["stood_in"] == 0, "a candidate is no stand-in"
-
-
-async def test_a_budget_that_is_too_short_is_refused_at_once_with_both_numbers():
-    """The refusal is sent at once, before the budget has passed. It has the budget and the expected seconds."""
-    tasks = {"quick": Task(("a",), budget_s=10.0)}
-    async with harness(ServingConfig(tasks=tasks), a=12, b=12) as k:
-        k.gateway.costs.add_load("a", 47.0)
-        k.gateway.costs.add_answer("a", "chat", 2.0, answer=100)
-        with refusal(504, "budget_too_short") as refused:
-            await k.chat("task:quick")
-        assert "has a budget of 10 s" in str(refused.value)
-        assert "47.0 s to load, 2.0 s to answer" in str(refused.value)
-        assert (refused.value.facts["budget_seconds"], refused.value.facts["expected_seconds"]) == (
-            10.0,
-            49.0,
-        )
-        assert k.where()["a"] == "disk"
-        await k.chat("a")  # without a budget any duration is fine; now it is warm
-        assert (await k.chat("task:quick")).model == "a"
 
 
 async def evicted(k, name: str) -> None:
@@ -621,15 +522,18 @@ async def test_a_model_that_never_fits_is_507_and_not_repeated():
 
 
 async def test_a_budget_that_is_spent_ends_the_call():
-    """A model without measurements gets the call. When the budget is spent, the call is ended."""
-    async with harness(a=4, scripts={"a": [asyncio.Event(), asyncio.Event()]}) as k:
-        with refusal(504, "budget_spent"):
-            await k.chat("a", x_budget=0.05)
+    """The budget of a call counts before that of its task."""
+    tasks = {"slow": Task(("a",), budget_s=3000.0), "quick": Task(("a",), budget_s=0.01)}
+    scripts = {"a": [asyncio.Event()] * 2}
+    async with harness(ServingConfig(tasks=tasks), a=4, scripts=scripts) as k:
+        with refusal(504, "budget_spent") as refused:
+            await k.chat("task:slow", x_budget=0.05)
+        assert refused.value.facts["budget_seconds"] == 0.05
         assert k.gateway.state().counts["refused_504"] == 1
-        reply = await k.chat(
-            "a", x_budget=1.0, stream=True
-        )  # enough for the first event even on a busy machine
+        # One second is enough for the first event even on a busy machine.
+        reply = await k.chat("a", x_budget=1.0, stream=True)
         assert [event async for event in reply.events][-1]["error"]["code"] == "budget_spent"
+        assert (await k.chat("task:quick", x_budget=600)).model == "a"
 
 
 async def test_a_model_is_evicted_after_the_idle_time_of_its_type():
@@ -663,32 +567,11 @@ async def test_the_catalogues_keep_alive_counts_in_serving():
         assert seconds == {"long": 1000, "short": 5, "task": 20, "both": 5}
 
 
-def with_one_place(scripts, queue):
-    """A gateway whose model takes one call at a time, and whose queue has `queue` places."""
-    return harness(
-        qwen=4, scripts=scripts, options={"qwen": ALONE}, settings={"gpu_serve_queue": queue}
-    )
-
-
-async def test_a_full_queue_is_a_503_with_retry_after():
-    """When GPU_SERVE_QUEUE calls wait already, the next call is refused with 503."""
-    gate = asyncio.Event()
-    async with with_one_place({"qwen": [gate, gate]}, 1) as k:
-        calls = [asyncio.ensure_future(k.chat("qwen"))]
-        await until(lambda: k.log)
-        calls.append(asyncio.ensure_future(k.chat("qwen")))
-        await settle()
-        with refusal(503, "queue_full") as refused:
-            await k.chat("qwen")
-        assert refused.value.headers
-        gate.set()
-        await asyncio.gather(*calls)
-
-
 async def test_a_full_queue_has_a_place_for_a_client_with_few_calls():
     """The newest call of the client with most calls is refused, and nothing remains of it."""
     gate = asyncio.Event()
-    async with with_one_place({"qwen": [gate] * 9}, 2) as k:
+    scripts, settings = {"qwen": [gate] * 9}, {"gpu_serve_queue": 2}
+    async with harness(qwen=4, scripts=scripts, options={"qwen": ALONE}, settings=settings) as k:
         greedy = [asyncio.ensure_future(k.chat("qwen", x_client_id="greedy"))]
         await until(lambda: k.log)
         for _ in range(2):
@@ -780,11 +663,12 @@ async def test_a_fault_after_the_first_event_counts_unless_the_model_answers_a_p
         wrong.only_this_call = True  # type: ignore[attr-defined]
     settings = {"gpu_serve_breaker_failures": 2, "gpu_serve_breaker_seconds": 7}
     script = [(wrong,), None] * 2 if of_the_call else [(wrong,)] * 2
-    async with harness(qwen=4, scripts={"qwen": script}, settings=settings) as k:
+    options = {"scripts": {"qwen": script}, "settings": settings}
+    async with harness(ServingConfig(fallback={"qwen": ("phi",)}), qwen=4, phi=4, **options) as k:
         for _ in range(2):
             reply = await k.chat("qwen", stream=True)
             events = [event async for event in reply.events]
-            assert "error" in events[-1]
+            assert events[-1]["error"]["code"] == "broken_off", "no other model goes on with it"
         state = k.gateway.state().breakers["qwen"].state
         assert state == ("closed" if of_the_call else "open")
         await until(lambda: k.pins() == {})

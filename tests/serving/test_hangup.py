@@ -69,6 +69,11 @@ async def loading(monkeypatch, left_seconds: float, call: Callable[[Any], Awaita
         load.go.set()
 
 
+def preload(k, *names: str):
+    wanted = memory.Preload(models=[{"name": name} for name in names])
+    return in_thread_until(lambda cancelled: memory.preload(k.rt, wanted, cancelled))
+
+
 def claimed(k) -> int:
     return sum(view.claimed_bytes for view in k.rt.status().devices)
 
@@ -130,25 +135,17 @@ async def test_a_client_that_tries_again_finds_its_load(monkeypatch):
 
 async def test_a_preload_over_http_ends_when_its_client_hangs_up(monkeypatch):
     """The models after it in the request are not loaded either."""
-
-    def preload(k):
-        wanted = memory.Preload(models=[{"name": "qwen"}, {"name": "later"}])
-        return in_thread_until(lambda cancelled: memory.preload(k.rt, wanted, cancelled))
-
-    async with loading(monkeypatch, 0.0, preload) as (k, load, task):
+    both = lambda k: preload(k, "qwen", "later")
+    async with loading(monkeypatch, 0.0, both) as (k, load, task):
         k.rt.register("later", backend="fake", size="1GiB")
         await left(task)
         assert load.ended and not claimed(k)
 
 
-async def test_a_preload_over_http_that_waits_for_room_ends_when_its_client_hangs_up(monkeypatch):
-    def preload(k):
-        wanted = memory.Preload(models=[{"name": "big"}])
-        return in_thread_until(lambda cancelled: memory.preload(k.rt, wanted, cancelled))
-
+async def test_a_preload_over_http_that_waits_for_room_ends_when_its_client_hangs_up():
     async with harness(qwen=20, big=20) as k:
         with k.rt.use("qwen"):
-            task = asyncio.ensure_future(preload(k))
+            task = asyncio.ensure_future(preload(k, "big"))
             await until(lambda: k.rt.status().tickets)
             await left(task)
         assert not k.rt.status().tickets and not k.rt.here("big")

@@ -48,16 +48,8 @@ def server(request, tmp_path_factory):
         yield server
 
 
-@pytest.fixture(scope="module")
-def headless(tmp_path_factory):
-    with start("without Panel", tmp_path_factory.mktemp("headless")) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def with_console(tmp_path_factory):
-    with start("with Panel", tmp_path_factory.mktemp("console")) as server:
-        yield server
+def is_headless(server):
+    return "without the console" in server.output
 
 
 def upgrade(server, path, **headers):
@@ -113,21 +105,20 @@ def test_a_path_that_lacks_v1_gets_the_right_path_from_either_server(server, pat
     assert server.get(path, Accept="application/json").status == 401
 
 
-def test_the_token_is_also_taken_as_an_api_key(headless):
+def test_the_token_is_also_taken_as_an_api_key(server):
     """Anthropic's clients send the token as `X-Api-Key`. A wrong token is refused."""
     key = {"X-Api-Key": OPERATORS, "Accept": "application/json"}
-    assert headless.get("/v1/models", **key).status == 200
-    assert headless.get("/v1/models", **{**key, "X-Api-Key": "wrong"}).status in (401, 429)
+    assert server.get("/v1/models", **key).status == 200
+    assert server.get("/v1/models", **{**key, "X-Api-Key": "wrong"}).status in (401, 429)
 
 
 def test_no_page_of_another_origin_is_answered(server):
-    """A request from a foreign page is refused even with the token, since a browser may add the cookie to it."""
+    """Even with the token, since a browser may add the cookie to the request of a foreign page."""
     assert server.get("/health", Origin="http://evil.example", **TOKEN).status == 403
     assert server.get("/health", Origin=f"http://127.0.0.1:{server.port}", **TOKEN).status == 200
 
 
 def test_no_websocket_opens_without_the_token(server):
-    """The gate checks a websocket like every other request."""
     for path in ("/ws", "/health", "/v1/models"):
         assert upgrade(server, path) == 403
     assert upgrade(server, "/ws", Origin="http://evil.example", **TOKEN) == 403
@@ -155,31 +146,21 @@ def test_the_token_leaves_the_url_and_the_cookie_opens_the_page(server):
     assert server.get("/docs", Cookie=first.cookie).status == 403
 
 
-def test_without_panel_one_line_says_so_and_there_is_no_console(headless):
-    """The printed line names the extra to install for the console."""
-    lines = [line for line in headless.output.splitlines() if "the console" in line]
-    assert lines == [
-        "gpu: serving without the console: it needs panel, which is not installed. "
-        "Install it: pip install 'gpu-console[console]'"
-    ]
-    assert (
-        f"gpu serve runs until you press Ctrl-C. Open:\n    http://127.0.0.1:{headless.port}/\n"
-        in (headless.output)
-    )
-    assert headless.get("/", **TOKEN).status == 404
-    page = headless.get(f"/?token={OPERATORS}").headers["location"]
-    assert page.endswith("/docs")
-
-
-def test_with_panel_the_same_port_serves_the_console(with_console):
-    """The page is made by Bokeh, and its websocket opens for the visitor of the page."""
-    page = with_console.get("/", **TOKEN)
+def test_the_console_is_on_the_same_port_if_panel_is_installed(server):
+    """Without Panel, a printed line names the extra to install. With it, Bokeh's websocket opens for its page."""
+    url = f"gpu serve runs until you press Ctrl-C. Open:\n    http://127.0.0.1:{server.port}/\n"
+    assert url in server.output
+    page = server.get("/", **TOKEN)
+    if is_headless(server):
+        assert server.output.count("Install it: pip install 'gpu-console[console]'") == 1
+        assert page.status == 404
+        redirected = server.get(f"/?token={OPERATORS}").headers["location"]
+        assert redirected.endswith("/docs")
+        return
     assert page.status == 200 and page.session_token
-    assert "serving without the console" not in with_console.output
-    assert upgrade(with_console, "/ws") == 403
 
     async def document():
-        conversation = Conversation(with_console, "/ws", page.session_token, **TOKEN)
+        conversation = Conversation(server, "/ws", page.session_token, **TOKEN)
         async with conversation as client:
             return await client.document()
 

@@ -41,56 +41,51 @@ SAID = 'See: <tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_cal
 
 
 def test_a_conversation_is_translated():
-    body = {
-        **HI,
-        "messages": [
-            {"role": "user", "content": "What?", "images": ["AAAA"]},
-            {"role": "assistant", "tool_calls": [{"function": {"name": "time", "arguments": {}}}]},
-            {"role": "tool", "content": "12:00", "tool_name": "time"},
-        ],
-        "tools": [TOOL],
-        "format": {"type": "object"},
-        "options": {"num_predict": 5, "mirostat": 0, "top_k": None, "stop": ["END"]},
-        "keep_alive": "5m",
-        "think": False,
-        "x_client_id": "bot",
-    }
-    function = {"name": "time", "arguments": "{}"}
-    url = "data:image/png;base64,AAAA"
-    assert chat_of(body) == (
-        "chat",
-        {
-            "model": "qwen",
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            "messages": [
-                {
-                    "role": "user",
-                    "content": [
-                        {"type": "text", "text": "What?"},
-                        {"type": "image_url", "image_url": {"url": url}},
-                    ],
-                },
-                {
-                    "role": "assistant",
-                    "content": "",
-                    "tool_calls": [{"id": "call0", "type": "function", "function": function}],
-                },
-                {"role": "tool", "content": "12:00", "tool_call_id": "call0"},
-            ],
-            "tools": [TOOL],
-            "response_format": {
-                "type": "json_schema",
-                "json_schema": {"name": "format", "schema": {"type": "object"}},
-            },
-            "max_tokens": 5,
-            "mirostat_mode": 0,
-            "stop": ["END"],
-            "x_stay_warm": 300.0,
-            "x_thinking": False,
-            "x_client_id": "bot",
-        },
-    )
+    """The result of a tool belongs to the call before it, which gets a name."""
+    answers = [
+        {"role": "user", "content": "What?", "images": ["AAAA"]},
+        {"role": "assistant", "tool_calls": [{"function": {"name": "time", "arguments": {}}}]},
+        {"role": "tool", "content": "12:00", "tool_name": "time"},
+    ]
+    kind, body = chat_of({**HI, "messages": answers, "tools": [TOOL]})
+    asked, called, result = body.pop("messages")
+    assert (kind, body.pop("tools")) == ("chat", [TOOL])
+    assert body == {"model": "qwen", "stream": True, "stream_options": {"include_usage": True}}
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    assert asked["content"] == [{"type": "text", "text": "What?"}, image]
+    call = {"id": "call0", "type": "function", "function": {"name": "time", "arguments": "{}"}}
+    assert (called["content"], called["tool_calls"]) == ("", [call])
+    assert result == {"role": "tool", "content": "12:00", "tool_call_id": "call0"}
+
+
+FORM = {"type": "json_schema", "json_schema": {"name": "format", "schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    ("field", "becomes"),
+    [
+        ({"format": {"type": "object"}}, {"response_format": FORM}),
+        ({"options": {"num_predict": 5, "stop": ["END"]}}, {"max_tokens": 5, "stop": ["END"]}),
+        ({"options": {"mirostat": 0, "top_k": None}}, {"mirostat_mode": 0}),
+        ({"think": False}, {"x_thinking": False}),
+        ({"think": "low"}, {"reasoning_effort": "low"}),
+        ({"logprobs": True, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+        ({"x_client_id": "bot"}, {"x_client_id": "bot"}),
+        ({"keep_alive": "1h30m"}, {"x_stay_warm": 5400.0}),
+        ({"keep_alive": "1.5h"}, {"x_stay_warm": 5400.0}),
+        ({"keep_alive": "1m0s"}, {"x_stay_warm": 60.0}),
+        ({"keep_alive": "2µs"}, {"x_stay_warm": pytest.approx(2e-6)}),
+        ({"keep_alive": "-1m"}, {"x_stay_warm": 86400.0}),
+        ({"keep_alive": -1}, {"x_stay_warm": 86400.0}),
+        ({"keep_alive": "0"}, {"x_stay_warm": 0.0}),
+    ],
+)
+def test_a_field_of_ollama_is_a_field_of_a_chat(field, becomes):
+    """Durations are read as Go writes them. A negative one is the longest."""
+    _, plain = chat_of(HI)
+    assert chat_of({**HI, **field})[1] == {**plain, **becomes}
+    _, text = generate_of({"model": "qwen", "prompt": "hi", **field})
+    assert text == {**plain, **becomes}
 
 
 def test_a_text_is_a_chat_unless_it_is_raw():
@@ -170,24 +165,29 @@ def http():
     made.rt.close()
 
 
-def test_a_chat_with_a_tool_call_whole_and_streamed(http):
-    messages = [{"role": "user", "content": SAID}]
+def test_a_chat_with_thoughts_and_a_tool_call_whole_and_streamed(http):
+    """Thoughts have a field of their own. A stream is lines of JSON with the parts of the whole answer."""
+    messages = [{"role": "user", "content": f"<think>Hm.</think>{SAID}"}]
     body = {"model": "qwen", "messages": messages, "tools": [TOOL]}
     answer = http.post("/api/chat", json={**body, "stream": False}).json()
-    function = {"index": 0, "name": "time", "arguments": {"zone": "CET"}}
-    calls = [{"id": answer["message"]["tool_calls"][0]["id"], "function": function}]
-    said = {"role": "assistant", "content": "See: ", "tool_calls": calls}
-    assert (answer["message"], answer["done"], answer["done_reason"]) == (said, True, "stop")
-    assert answer["eval_count"] > 0 and answer["created_at"]
+    said = answer["message"]
+    assert (said["thinking"], said["content"], answer["done"]) == ("Hm.", "See: ", True)
+    [call] = said["tool_calls"]
+    assert call["function"] == {"index": 0, "name": "time", "arguments": {"zone": "CET"}}
+    assert answer["done_reason"] == "stop" and answer["eval_count"] > 0 and answer["created_at"]
     stream = http.post("/api/chat", json=body)
     lines = [json.loads(line) for line in stream.text.splitlines()]
     assert stream.headers["content-type"].startswith("application/x-ndjson")
     assert [line["done"] for line in lines] == [False] * (len(lines) - 1) + [True]
-    assert "".join(line["message"]["content"] for line in lines) == "See: "
-    assert [
-        line["message"].get("tool_calls") for line in lines if "tool_calls" in line["message"]
-    ] == [[{**calls[0], "id": lines[-2]["message"]["tool_calls"][0]["id"]}]]
+    parts = [line["message"] for line in lines]
+    assert "".join(part["content"] for part in parts) == "See: "
+    assert "".join(part.get("thinking", "") for part in parts) == "Hm."
+    [streamed] = [part["tool_calls"] for part in parts if "tool_calls" in part]
+    assert [one["function"] for one in streamed] == [call["function"]] and streamed[0]["id"]
     assert lines[-1]["prompt_eval_count"] == answer["prompt_eval_count"]
+    prompt = {"model": "qwen", "prompt": "<think>Hm.</think>Noon.", "stream": False}
+    made = http.post("/api/generate", json=prompt).json()
+    assert (made["thinking"], made["response"]) == ("Hm.", "Noon.")
 
 
 def test_texts_and_embeddings(http):
@@ -247,8 +247,11 @@ def test_the_models(http):
     assert http.get("/api/version").json() == {"version": OLLAMA_VERSION, "gpu_console": "7"}
     names = {row["name"] for row in http.get("/api/tags").json()["models"]}
     assert names == {"qwen", "bge", "sized"}
-    http.post("/api/chat", json={**HI, "stream": False})
-    assert "qwen" in {row["name"] for row in http.get("/api/ps").json()["models"]}
+    assert http.post("/api/chat", json={**HI, "keep_alive": "10m", "stream": False}).is_success
+    [row] = [one for one in http.get("/api/ps").json()["models"] if one["name"] == "qwen"]
+    assert (row["size"], row["size_vram"]) == (4 << 30, 4 << 30)
+    left = datetime.fromisoformat(row["expires_at"]) - datetime.now(UTC)
+    assert 0 < left.total_seconds() <= 600
     assert http.post("/api/show", json={"model": "bge"}).json()["capabilities"] == ["embedding"]
     assert http.post("/api/show", json={"name": "qwen"}).json()["model"] == "qwen"  # older clients
     assert http.post("/api/show", json={"model": "none"}).status_code == 404
@@ -268,47 +271,17 @@ def test_errors_are_in_the_format_of_ollama(http):
     assert "catalogue" in http.request("DELETE", "/api/delete").json()["error"]
 
 
-def test_thoughts_have_a_field_of_their_own(http):
-    said = {"model": "qwen", "messages": [{"role": "user", "content": "<think>Hm.</think>Noon."}]}
-    whole = http.post("/api/chat", json={**said, "stream": False}).json()["message"]
-    assert (whole["thinking"], whole["content"]) == ("Hm.", "Noon.")
-    lines = [json.loads(line) for line in http.post("/api/chat", json=said).text.splitlines()]
-    assert "".join(line["message"].get("thinking", "") for line in lines) == "Hm."
-    assert "".join(line["message"]["content"] for line in lines) == "Noon."
-    made = http.post(
-        "/api/generate",
-        json={"model": "qwen", "prompt": "<think>Hm.</think>Noon.", "stream": False},
-    )
-    assert (made.json()["thinking"], made.json()["response"]) == ("Hm.", "Noon.")
-
-
-def test_durations_are_read_as_go_writes_them():
-    for text, seconds in (
-        ("1h30m", 5400.0),
-        ("1.5h", 5400.0),
-        ("1m0s", 60.0),
-        ("2µs", 2e-6),
-        ("-1m", 86400.0),
-        (-1, 86400.0),
-        ("0", 0.0),
-    ):
-        made = chat_of({**HI, "keep_alive": text})[1]["x_stay_warm"]
-        assert made == pytest.approx(seconds)
-    assert chat_of({**HI, "think": "low"})[1]["reasoning_effort"] == "low"
-
-
 def test_an_answer_has_its_durations_in_nanoseconds(http):
     """Clients divide the tokens by `eval_duration`, so a short answer is not rounded to 0."""
-    names = "total_duration load_duration prompt_eval_duration eval_duration".split()
+    names = ("total_duration", "load_duration", "prompt_eval_duration", "eval_duration")
     whole = http.post("/api/chat", json={**HI, "stream": False}).json()
     last = json.loads(http.post("/api/chat", json=HI).text.splitlines()[-1])
     for answer in (whole, last):
         assert all(type(answer[name]) is int for name in names)
     record = CallRecord(Clock(), "chat", "")
     record.note(queue_seconds=1e-5, first_seconds=1e-5, answer_seconds=3e-5)
-    assert _durations(record.facts) == dict(
-        zip(names, (40_000, 10_000, 10_000, 20_000), strict=True)
-    )
+    expected = dict(zip(names, (40_000, 10_000, 10_000, 20_000), strict=True))
+    assert _durations(record.facts) == expected
     embedded = http.post("/api/embed", json={"model": "bge", "input": "fox"}).json()
     assert {"total_duration", "load_duration"} < embedded.keys()
 
@@ -325,14 +298,6 @@ def test_a_tag_and_a_context_that_the_model_has_are_no_reason_to_refuse(http):
     shown = http.post("/api/show", json={"model": "sized:latest"}).json()
     assert shown["parameters"] == "num_ctx 4096"
     assert shown["model_info"]["llm.context_length"] == 4096
-
-
-def test_what_runs_has_its_memory_and_its_end(http):
-    assert http.post("/api/chat", json={**HI, "keep_alive": "10m", "stream": False}).is_success
-    row = next(one for one in http.get("/api/ps").json()["models"] if one["name"] == "qwen")
-    assert (row["size"], row["size_vram"]) == (4 << 30, 4 << 30)
-    left = datetime.fromisoformat(row["expires_at"]) - datetime.now(UTC)
-    assert 0 < left.total_seconds() <= 600
 
 
 @pytest.mark.parametrize("kind", ["gguf", "folder"])
@@ -369,43 +334,14 @@ def test_a_model_is_shown_with_the_facts_of_its_source(tmp_path, kind):
     assert info["general.parameter_count"] == weights
     assert shown["details"]["parameter_size"] == _count(weights) != ""
     assert row["size"] > 0 and row["digest"] and row["details"] == shown["details"]
-    assert (shown["capabilities"], two["capabilities"]) == (
-        ["completion"],
-        ["completion", "tools", "thinking"],
-    )
+    assert shown["capabilities"] == ["completion"]
+    assert two["capabilities"] == ["completion", "tools", "thinking"]
     assert (two["template"], "messages" in shown["template"]) == (template, True)
 
 
-def test_the_calls_of_open_webui_are_answered(http):
-    """It sorts versions by their numbers, and shows until when a model stays, from two lists with one name. It streams
-    with a conversation's settings as options, asks for a title without a stream, and unloads with an empty prompt.
-    """
-    version = http.get("/api/version").json()["version"]
-    assert all(part.isdecimal() for part in version.split("."))
-    options = {
-        "temperature": 0.8,
-        "num_ctx": 2048,
-        "top_k": 40,
-        "min_p": 0,
-        "seed": 1,
-        "stop": ["END"],
-    }
-    body = {**HI, "stream": True, "options": options, "keep_alive": "5m"}
-    lines = http.post("/api/chat", json=body).text.splitlines()
-    assert "".join(json.loads(line)["message"]["content"] for line in lines) == "hi"
-    names = {row["model"]: row["name"] for row in http.get("/api/tags").json()["models"]}
-    [row] = [row for row in http.get("/api/ps").json()["models"] if row["name"] == names["qwen"]]
-    assert datetime.fromisoformat(row["expires_at"]) > datetime.now(UTC)
-    title = http.post("/v1/chat/completions", json={**HI, "stream": False, "max_tokens": 1000})
-    assert title.json()["choices"][0]["message"]["content"] == "hi"
-    gone = http.post("/api/generate", json={"model": "qwen", "keep_alive": 0, "prompt": ""})
-    assert gone.json()["done_reason"] == "unload"
-    until(lambda: "qwen" not in warm(http))
-
-
-def test_the_calls_of_vs_code_are_answered(http):
-    """It refuses a version before 0.6.4, and reads the context under the name of the architecture. Without a key it
-    sends an empty one.
+def test_vs_code_and_open_webui_find_what_they_read(http):
+    """Both sort versions by their numbers; VS Code refuses one before 0.6.4, and reads the context under the name of
+    the architecture. Without a key it sends an empty one, and content as parts.
     """
     version = http.get("/api/version").json()["version"]
     assert tuple(map(int, version.split("."))) >= (0, 6, 4)
@@ -415,34 +351,17 @@ def test_the_calls_of_vs_code_are_answered(http):
     assert info[f"{info['general.architecture']}.context_length"] == 4096
     assert info["general.basename"] == "sized"
     assert "tools" in shown["qwen"]["capabilities"] and "tools" not in shown["bge"]["capabilities"]
-    body = {
-        "model": "qwen",
-        "messages": [{"role": "user", "content": [{"type": "text", "text": SAID}]}],
-        "tools": [{**TOOL, "function": {**TOOL["function"], "description": "It."}}],
-        "tool_choice": "auto", "temperature": 0.1, "top_p": 1, "n": 1,
-        "stream": True, "stream_options": {"include_usage": True},
-    }  # fmt: skip
-    stream = http.post("/v1/chat/completions", json=body, headers={"Authorization": "Bearer "})
-    chunks = [
-        json.loads(line[6:]) for line in stream.text.split("\n\n") if line.startswith("data: {")
-    ]
-    calls = [
-        c
-        for chunk in chunks
-        for one in chunk["choices"]
-        for c in one["delta"].get("tool_calls", ())
-    ]
-    assert calls[0]["function"]["name"] == "time" and chunks[-1]["usage"]["total_tokens"] > 0
+    content = [{"type": "text", "text": "hi"}]
+    body = {"model": "qwen", "messages": [{"role": "user", "content": content}], "n": 1}
+    empty = {"Authorization": "Bearer "}
+    answer = http.post("/v1/chat/completions", json=body, headers=empty).json()
+    assert answer["choices"][0]["message"]["content"] == "hi"
 
 
 def test_probabilities_of_tokens_are_those_of_a_chat():
     """A client of Ollama's reads them beside the text that has the tokens, whole and streamed."""
-    wish = {"logprobs": True, "top_logprobs": 2}
-    for translate, body in ((chat_of, HI), (generate_of, {"model": "qwen", "prompt": "hi"})):
-        assert translate(body | wish)[1].items() >= wish.items()
-        assert not translate(body)[1].keys() & wish.keys()
     with pytest.raises(Refused, match="logprobs"):
-        generate_of({"model": "qwen", "prompt": "hi", "raw": True, **wish})
+        generate_of({"model": "qwen", "prompt": "hi", "raw": True, "logprobs": True})
     entries = [{"token": t, "logprob": -1.0, "bytes": [1], "top_logprobs": []} for t in "ab"]
     message = {"role": "assistant", "content": "ab"}
     choice = {"message": message, "finish_reason": "stop", "logprobs": {"content": entries}}
@@ -456,23 +375,10 @@ def test_probabilities_of_tokens_are_those_of_a_chat():
                 yield {"choices": [{"delta": delta, "logprobs": {"content": [entry]}}]}
             yield {"choices": [{"delta": {}, "finish_reason": "stop"}]}
 
-        events = Chunks(chunks())
+        events = chunks()
         writer = _OllamaWriter(_chat_part, whole)
         return [json.loads(line) async for line in writer.events(Reply("m", "m", "", None, events))]
 
     first, second, last = asyncio.run(streamed())
     assert first["logprobs"] == entries[:1] and second["logprobs"] == entries[1:]
     assert last["done"] and "logprobs" not in last
-
-
-class Chunks:
-    """The chunks of a stream that a test has made."""
-
-    def __init__(self, chunks: Any) -> None:
-        self._chunks = chunks
-
-    def __aiter__(self) -> Any:
-        return self._chunks
-
-    async def aclose(self) -> None:
-        await self._chunks.aclose()

@@ -13,7 +13,7 @@ from gpu_runtime.serving.fleet_calls import _Place
 from gpu_runtime.serving.requests import Refused
 from gpu_runtime.serving.routing.fallback import Cloud, CloudGuard
 from gpu_runtime.serving.routing.tasks import ServingConfig, Task
-from tests.serving.harness import answer_text, harness, refusal, stream_text
+from tests.serving.harness import answer_text, chat, harness, refusal, stream_text
 from tests.serving.loopback import END, Loopback, chunk, completion, loopback
 from tests.serving.loops import until
 
@@ -24,13 +24,9 @@ def engine(
     """A function that makes adapters, as if `rt.use` had yielded the address of the server `there`."""
 
     def make_adapter(value: Any, spec: Any, http: Any) -> HttpAdapter:
-        served = SimpleNamespace(
-            base_url=there.url,
-            model="theirs",
-            headers={"Authorization": "Bearer inside"},
-            chat_template=chat_template,
-            request_fields={"chat": fields},
-        )
+        served = SimpleNamespace(base_url=there.url, model="theirs", chat_template=chat_template)
+        served.headers = {"Authorization": "Bearer inside"}
+        served.request_fields = {"chat": fields}
         return HttpAdapter(spec.name, served, http, spec)
 
     return make_adapter
@@ -43,11 +39,7 @@ async def test_the_engine_gets_its_own_name_and_the_caller_ours():
         assert (answer_text(reply), reply.json["model"]) == ("hello", "qwen")
         path, headers, body = there.requests[0]
         assert (path, headers["authorization"]) == ("/v1/chat/completions", "Bearer inside")
-        assert body == {
-            "model": "theirs",
-            "messages": [{"role": "user", "content": "hi"}],
-            "top_k": 40,
-        }
+        assert body == {**chat("theirs", "hi"), "top_k": 40}
 
 
 async def test_a_host_of_a_fleet_has_the_routes_of_tokens():
@@ -55,9 +47,8 @@ async def test_a_host_of_a_fleet_has_the_routes_of_tokens():
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         with pytest.raises(Refused, match="no route for tokenize"):
             await k.gateway.answer("tokenize", {"model": "qwen", "prompt": "a"})
-        place = _Place(
-            "qwen", "box1", SimpleNamespace(url=there.url.removesuffix("/v1"), token="t")
-        )
+        server = SimpleNamespace(url=there.url.removesuffix("/v1"), token="t")
+        place = _Place("qwen", "box1", server)
         there.answers = [{"model": "qwen", "tokens": [1], "count": 1}]
         async with HttpClient(proxies=False) as http:
             adapter = HttpAdapter("qwen", place, http)
@@ -90,12 +81,10 @@ async def test_a_caller_that_leaves_disconnects_from_the_engine():
 async def test_a_call_waits_while_its_engine_restarts():
     """If calls failed, five quick ones would open the breaker for 30 s; a restart takes 2 s."""
     async with loopback() as there, harness(qwen=4) as k:
-        served = SimpleNamespace(
-            base_url="http://127.0.0.1:9/v1", model="theirs", headers={}, starting=True
-        )
-        k.gateway._make_adapter = lambda value, spec, http: HttpAdapter(
-            spec.name, served, http, spec
-        )
+        served = SimpleNamespace(base_url="http://127.0.0.1:9/v1", model="theirs", headers={})
+        served.starting = True
+        make = lambda value, spec, http: HttpAdapter(spec.name, served, http, spec)
+        k.gateway._make_adapter = make
         there.answers = [completion("hello")]
         call = asyncio.ensure_future(k.chat("qwen"))
         await until(lambda: k.gateway.queue.active() == {"qwen": 1})
@@ -103,6 +92,9 @@ async def test_a_call_waits_while_its_engine_restarts():
         served.base_url, served.starting = there.url, False
         assert answer_text(await call) == "hello"
         assert k.gateway.state().breakers["qwen"].failures == 0
+
+
+CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
 
 
 @pytest.mark.parametrize(
@@ -113,11 +105,8 @@ async def test_a_call_waits_while_its_engine_restarts():
         (307, "HTTP 307"),
         (None, "did not answer"),
         (b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\n{"a"', "broke off"),
-        (
-            b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\nno size\r\n",
-            "malformed answer: Invalid character in chunk size",
-        ),
-        (b'HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n3\r\n{"a\r\n', "broke off"),
+        (CHUNKED + b"no size\r\n", "malformed answer"),
+        (CHUNKED + b'3\r\n{"a\r\n', "broke off"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\n[]", "no JSON object"),
     ],
 )
@@ -156,11 +145,8 @@ async def test_an_answer_without_a_finish_reason_was_cut_off():
             reply = await k.chat("qwen", stream=True)
             last = [event async for event in reply.events][-1]
             assert "it ended without a finish_reason" in last["error"]["message"]
-        for stream, why in (
-            (True, "answered with nothing|without a finish_reason"),
-            (False, "no finish_reason"),
-            (False, "no choices"),
-        ):
+        nothing = "answered with nothing|without a finish_reason"
+        for stream, why in ((True, nothing), (False, "no finish_reason"), (False, "no choices")):
             with pytest.raises(Refused, match=why):
                 await k.chat("qwen", stream=stream)
         assert k.gateway.state().breakers["qwen"].failures == 5
@@ -176,10 +162,8 @@ async def test_a_refusal_that_no_caller_caused_counts_for_nothing(status, answer
             await k.chat("qwen")
         assert bool(refused.value.headers) == (status == 429)
         assert k.gateway.state().breakers["qwen"].failures == 0
-    async with (
-        loopback() as there,
-        harness(serving, qwen=4, phi=4, make_adapter=engine(there)) as k,
-    ):
+    options = {"serving": serving, "phi": 4}
+    async with loopback() as there, harness(qwen=4, make_adapter=engine(there), **options) as k:
         there.answers = [status, completion("from phi")]
         assert answer_text(await k.chat("qwen")) == "from phi"
 
@@ -219,9 +203,8 @@ async def test_thinking_mode_reaches_an_engine_that_makes_its_own_prompt():
             there.answers = [completion("a")]
             await k.chat("qwen", "hi", x_thinking=False)
             body = there.requests[0][2]
-            assert body.get("chat_template_kwargs") == (
-                {"enable_thinking": False} if switched else None
-            )
+            switch = {"enable_thinking": False} if switched else None
+            assert body.get("chat_template_kwargs") == switch
             assert body["messages"][0]["content"] == content
             assert "chat_template" not in body, "vLLM refuses requests that bring one"
 
@@ -289,7 +272,7 @@ async def test_tools_that_the_engine_s_template_would_ignore_are_refused(templat
 async def test_a_field_that_the_engine_would_ignore_is_refused(field, sent):
     """vLLM, llama-server and Ollama answer as if such a field were missing."""
     known = frozenset(
-        {"model", "messages", "temperature", "repeat_penalty", "max_tokens", "stream"}
+        ["model", "messages", "temperature", "repeat_penalty", "max_tokens", "stream"]
     )
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there, None, known)) as k:
         there.answers = [completion("a")]
@@ -304,28 +287,19 @@ async def test_a_field_that_the_engine_would_ignore_is_refused(field, sent):
 
 
 async def test_other_kinds_use_their_own_paths():
-    """Calls for embeddings, images and plain completions each use the path of their kind."""
+    options = {"sdxl": {"model_type": "diffusion"}}
     async with (
         loopback() as there,
-        harness(
-            qwen=4,
-            sdxl=4,
-            make_adapter=engine(there),
-            options={"sdxl": {"model_type": "diffusion"}},
-        ) as k,
+        harness(qwen=4, sdxl=4, make_adapter=engine(there), options=options) as k,
     ):
-        there.answers = [{"data": []}, {"data": []}, completion("a")]
-        for model, kind, field in (
-            ("qwen", "embeddings", "input"),
-            ("sdxl", "images", "prompt"),
-            ("qwen", "completions", "prompt"),
+        for model, kind, field, path in (
+            ("qwen", "embeddings", "input", "/v1/embeddings"),
+            ("sdxl", "images", "prompt", "/v1/images/generations"),
+            ("qwen", "completions", "prompt", "/v1/completions"),
         ):
+            there.answers = [completion("a") if kind == "completions" else {"data": []}]
             await k.gateway.answer(kind, {"model": model, field: "a"})
-        assert [path for path, _, _ in there.requests] == [
-            "/v1/embeddings",
-            "/v1/images/generations",
-            "/v1/completions",
-        ]
+            assert there.requests[-1][0] == path
 
 
 def cloudy(there: Loopback) -> dict[str, str]:
@@ -341,19 +315,12 @@ async def test_a_cloud_answers_last_and_only_if_allowed():
     ):
         there.answers = [completion("from afar")]
         reply = await k.chat("huge", x_client_id="bot")
-        assert (reply.model, answer_text(reply), reply.json["model"]) == (
-            "claude:haiku",
-            "from afar",
-            "claude:haiku",
-        )
+        assert (reply.model, answer_text(reply)) == ("claude:haiku", "from afar")
+        assert reply.json["model"] == "claude:haiku"
         assert "huge could not answer" in reply.because and "vast could not answer" in reply.because
         path, headers, body = there.requests[0]
-        assert (path, headers["authorization"], body["model"]) == (
-            "/v1/chat/completions",
-            "Bearer s3cret",
-            "haiku",
-        )
-        assert not [name for name in json.loads(json.dumps(body)) if name.startswith("x_")]
+        assert (path, headers["authorization"]) == ("/v1/chat/completions", "Bearer s3cret")
+        assert body["model"] == "haiku" and not [name for name in body if name.startswith("x_")]
         k.gateway.guard.allow(False)
         with refusal(507) as refused:
             await k.chat("huge")
@@ -363,19 +330,11 @@ async def test_a_cloud_answers_last_and_only_if_allowed():
 async def test_a_cloud_that_was_requested_is_never_blocked():
     """A cloud that the call names, or that is the first candidate of a task, is a deliberate choice."""
     tasks = {"far": Task(("claude:sonnet", "qwen")), "near": Task(("qwen", "claude:sonnet"))}
-    async with (
-        loopback() as there,
-        harness(
-            ServingConfig(tasks=tasks),
-            qwen=4,
-            environment=cloudy(there),
-            guard=CloudGuard(None, False),
-        ) as k,
-    ):
+    options = {"serving": ServingConfig(tasks=tasks), "guard": CloudGuard(None, False)}
+    async with loopback() as there, harness(qwen=4, environment=cloudy(there), **options) as k:
         there.answers = [completion("a"), completion("b")]
-        assert [
-            (await k.chat(name)).model for name in ("claude:sonnet", "task:far", "task:near")
-        ] == ["claude:sonnet", "claude:sonnet", "qwen"]
+        models = [(await k.chat(name)).model for name in ("claude:sonnet", "task:far", "task:near")]
+        assert models == ["claude:sonnet", "claude:sonnet", "qwen"]
 
 
 async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
@@ -389,19 +348,7 @@ async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
                 await k.chat(model)
 
 
-async def test_a_name_with_a_colon_is_no_cloud_unless_its_provider_is_known():
-    """Names such as `qwen3:8b` are those of Ollama's models. An unknown name is a 404 with the nearest name."""
-    async with harness(qwen3=4) as k:
-        for name in ("qwen3:8b", "nobody:x"):
-            with refusal(404, "model_not_found"):
-                await k.chat(name)
-        with pytest.raises(Refused, match="Did you mean qwen3"):
-            await k.chat("qwen3:8b")
-        assert k.gateway.state().breakers == {}
-
-
 def test_a_key_is_never_shown():
-    """The key is hidden when a Cloud object is printed."""
     assert "s3cret" not in repr(Cloud("claude", "https://x", "s3cret", "sonnet"))
 
 

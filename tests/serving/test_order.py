@@ -25,11 +25,8 @@ from gpu_runtime.serving.queue.order import (
     overtaken_for_seconds,
 )
 
-WARM, COLD, LOADING = (
-    ModelActivity(ModelState.WARM),
-    ModelActivity(),
-    ModelActivity(ModelState.LOADING),
-)
+WARM, COLD = ModelActivity(ModelState.WARM), ModelActivity()
+LOADING = ModelActivity(ModelState.LOADING)
 
 
 def call(
@@ -78,12 +75,6 @@ def test_every_thirty_seconds_raise_a_call_by_one_class():
     assert keys([cold, warm], {"b": WARM}, now=AGEING_SECONDS - 0.1) == [2, 1]
 
 
-def test_a_warm_model_starts_as_many_calls_as_it_can_run():
-    engines = {"a": ModelActivity(ModelState.WARM, active=1, concurrency=3), "b": WARM}
-    waiting = [call(1), call(2), call(3), call(4, "b")]
-    assert next_steps(waiting, engines, 0.0) == NextSteps(start=(1, 2, 4))
-
-
 def test_calls_of_which_none_can_start_are_not_sorted():
     """Under overload most decisions are of this kind. To sort 256 waiting calls took 0.33 ms at each arrival."""
     waiting = [call(1, "busy"), call(2, "loading")]
@@ -98,9 +89,8 @@ def test_calls_of_which_none_can_start_are_not_sorted():
 
 def test_a_cold_model_is_loaded_once_and_its_load_blocks_no_other():
     """At most MAX_LOADS loads run at once."""
-    assert next_steps([call(1, "a"), call(2, "a"), call(3, "b")], {}, 0.0) == NextSteps(
-        load=("a", "b")
-    )
+    waiting = [call(1, "a"), call(2, "a"), call(3, "b")]
+    assert next_steps(waiting, {}, 0.0) == NextSteps(load=("a", "b"))
     busy = {f"busy{n}": LOADING for n in range(MAX_LOADS - 1)}
     assert next_steps([call(1, "a"), call(2, "b")], busy, 0.0) == NextSteps(load=("a",))
     waiting = [call(1, "big", "urgent"), call(2, "a", "batch")]
@@ -109,36 +99,22 @@ def test_a_cold_model_is_loaded_once_and_its_load_blocks_no_other():
 
 def test_a_warm_model_starts_calls_before_a_cold_one_unless_it_blocks_a_more_important_call():
     """A steady stream of normal calls would delay the urgent call for ever."""
-    waiting = [call(1, "b"), call(2, "a")]
-    engines = {
-        "a": ModelActivity(ModelState.WARM, active=1, concurrency=4),
-        "b": ModelActivity(ModelState.LOADING, waits_for=frozenset("a")),
-    }
-    assert next_steps(waiting, engines, 0.0) == NextSteps(start=(2,))
-    waiting = [call(1, "b", "urgent"), call(2, "a"), call(3, "c")]
     engines = {
         "a": ModelActivity(ModelState.WARM, active=1, concurrency=4),
         "b": ModelActivity(ModelState.LOADING, waits_for=frozenset("a")),
         "c": WARM,
     }
+    assert next_steps([call(1, "b"), call(2, "a")], engines, 0.0) == NextSteps(start=(2,))
+    waiting = [call(1, "b", "urgent"), call(2, "a"), call(3, "c")]
     assert next_steps(waiting, engines, 0.0) == NextSteps(start=(3,))
 
 
 MODELS = "abc"
-calls = st.lists(
-    st.builds(
-        Waiting,
-        st.just(0),
-        st.sampled_from(MODELS),
-        st.sampled_from(sorted(IMPORTANCE.values())),
-        st.floats(0, 500),
-    ),
-    max_size=12,
-).map(
-    lambda made: [
-        Waiting(n, c.model, c.importance, c.arrived)
-        for n, c in enumerate(sorted(made, key=lambda c: c.arrived))
-    ]
+CALL = st.tuples(
+    st.sampled_from(MODELS), st.sampled_from(sorted(IMPORTANCE.values())), st.floats(0, 500)
+)
+calls = st.lists(CALL, max_size=12).map(
+    lambda made: [Waiting(n, *one) for n, one in enumerate(sorted(made, key=lambda c: c[2]))]
 )
 engine = st.builds(
     ModelActivity,
@@ -167,20 +143,13 @@ def test_no_engine_runs_more_than_it_can_and_only_warm_ones_run(waiting, engines
 @given(calls, engines, st.floats(500, 1000))
 def test_a_free_place_of_a_model_that_blocks_no_load_is_taken(waiting, engines, now):
     out = next_steps(waiting, engines, now)
-    in_the_way = {
-        name
-        for engine in engines.values()
-        if engine.state is ModelState.LOADING
-        for name in engine.waits_for
-    }
+    loading = [engine for engine in engines.values() if engine.state is ModelState.LOADING]
+    in_the_way = {name for engine in loading for name in engine.waits_for}
     for call in waiting:
         engine = engines.get(call.model, COLD)
         started = sum(other.model == call.model for other in waiting if other.key in out.start)
-        if (
-            engine.state is ModelState.WARM
-            and call.model not in in_the_way
-            and call.key not in out.start
-        ):
+        could_start = engine.state is ModelState.WARM and call.model not in in_the_way
+        if could_start and call.key not in out.start:
             assert engine.active + started >= engine.concurrency
 
 
@@ -222,23 +191,17 @@ def test_two_models_with_long_queues_change_places_once_in_the_bound(bound, swap
 eighths = st.integers(0, 8000).map(lambda n: n / 8)  # of a second: exact, like the bound
 
 
-@given(
-    st.sampled_from(sorted(IMPORTANCE.values())),
-    st.sampled_from(sorted(IMPORTANCE.values())),
-    eighths,
-    eighths,
-    st.sampled_from(ModelState),
-    st.sampled_from(ModelState),
-)
+CLASSES, STATES = st.sampled_from(sorted(IMPORTANCE.values())), st.sampled_from(ModelState)
+
+
+@given(CLASSES, CLASSES, eighths, eighths, STATES, STATES)
 def test_a_call_after_the_ageing_bound_never_starts_first(mine, theirs, after, later, place, other):
     """For all importances, and all states of the two models."""
     first = Waiting(1, "a", mine, 0.0)
     second = Waiting(2, "b", theirs, overtaken_for_seconds(mine, theirs) + after)
     now = second.arrived + later
-    assert keys([first, second], {"a": ModelActivity(place), "b": ModelActivity(other)}, now) == [
-        1,
-        2,
-    ]
+    engines = {"a": ModelActivity(place), "b": ModelActivity(other)}
+    assert keys([first, second], engines, now) == [1, 2]
 
 
 def test_clients_take_turns():

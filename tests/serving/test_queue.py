@@ -41,11 +41,8 @@ class Shelf:
         return hold
 
     def pinned(self) -> list[str]:
-        return [
-            hold.model
-            for hold in self.holds
-            if hold.ready.done() and not hold.ready.exception() and not hold.released
-        ]
+        kept = [hold for hold in self.holds if hold.ready.done() and not hold.released]
+        return [hold.model for hold in kept if not hold.ready.exception()]
 
     def arrive(self) -> None:
         """Completes all pending loads that fit after idle models were evicted."""
@@ -74,9 +71,8 @@ class Answer:
         self._end = asyncio.Event()
         self.name = name
         self.task = asyncio.ensure_future(self._run(shelf, model, importance))
-        self.task.add_done_callback(
-            lambda task: task.cancelled() or task.exception()
-        )  # marks the error as read
+        # Marks the error as read.
+        self.task.add_done_callback(lambda task: task.cancelled() or task.exception())
 
     async def _run(self, shelf: Shelf, model: str, importance: int) -> None:
         async with shelf.queue.turn(model, importance) as turn:
@@ -157,9 +153,7 @@ async def test_a_waiting_load_blocks_neither_other_models_nor_earlier_calls():
         more = [shelf.call("c", name="c2"), shelf.call("a", name="a2")]
         for answer in [*running, *more]:
             await answer.end()
-        assert shelf.log == ["a", "c", "load b", "c2", "a2"] or shelf.log == [
-            "a", "c", "load b", "a2", "c2",
-        ]  # fmt: skip
+        assert shelf.log[:3] == ["a", "c", "load b"] and sorted(shelf.log[3:]) == ["a2", "c2"]
         shelf.arrive()
         await settle()
         await waiting.end()
@@ -227,10 +221,8 @@ async def test_a_more_important_call_requests_the_model_again():
         shelf.arrive()
         better = shelf.call("b", "high")
         await settle()
-        assert [(hold.model, hold.importance, hold.released) for hold in shelf.holds[1:]] == [
-            ("b", 30, True),
-            ("b", 5, False),
-        ]
+        asked = [(hold.model, hold.importance, hold.released) for hold in shelf.holds[1:]]
+        assert asked == [("b", 30, True), ("b", 5, False)]
         await running.end()
         shelf.arrive()
         await settle()
@@ -257,12 +249,8 @@ async def test_a_full_queue_gives_a_retry_time():
             await answer.end()
 
 
-actions = st.lists(
-    st.tuples(
-        st.sampled_from(["call", "end", "cancel", "arrive", "fail", "later"]), st.integers(0, 7)
-    ),
-    max_size=40,
-)
+KINDS = st.sampled_from(["call", "end", "cancel", "arrive", "fail", "later"])
+actions = st.lists(st.tuples(KINDS, st.integers(0, 7)), max_size=40)
 
 
 @given(actions, st.integers(1, 2))
@@ -291,9 +279,7 @@ def test_nothing_remains_of_any_call_however_it_ends(actions, concurrency):
                     shelf.clock.now += 11.0 * n
                 for _ in range(n % 3):  # the ledger may lag behind
                     await asyncio.sleep(0)
-                if "fail" not in (
-                    what for what, _ in actions
-                ):  # calls with a failed load are about to end
+                if not any(what == "fail" for what, _ in actions):  # else calls are about to end
                     assert all(count <= concurrency for count in shelf.queue.active().values())
                 assert len(shelf.warm) <= shelf.room
             for answer in answers:
@@ -301,11 +287,8 @@ def test_nothing_remains_of_any_call_however_it_ends(actions, concurrency):
             for _ in range(2 * len(answers) + 2):
                 await settle()
                 shelf.arrive()
-            assert all(answer.task.done() for answer in answers), (
-                shelf.queue.depth(),
-                shelf.log,
-                shelf.warm,
-            )
+            state = (shelf.queue.depth(), shelf.log, shelf.warm)
+            assert all(answer.task.done() for answer in answers), state
             await asyncio.gather(*(answer.task for answer in answers), return_exceptions=True)
 
     play()
@@ -320,9 +303,8 @@ async def test_a_waiting_caller_learns_its_place_and_what_its_model_does():
         async with shelf.queue.turn(model, 10, "", lambda turn: turns.update({name: turn})):
             await asyncio.Event().wait()
 
-    calls = [
-        asyncio.ensure_future(call(*one)) for one in (("a", "warm"), ("b", "warm"), ("c", "slow"))
-    ]
+    named = (("a", "warm"), ("b", "warm"), ("c", "slow"))
+    calls = [asyncio.ensure_future(call(*one)) for one in named]
     await settle()
     shelf.clock.now += 12
     words = {name: shelf.queue.state_of(turn) for name, turn in turns.items()}

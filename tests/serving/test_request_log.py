@@ -68,11 +68,8 @@ def test_each_outcome_has_one_line(lines):
     }  # fmt: skip
     assert streamed["first_seconds"] == 0.0 and streamed["seconds"] > 1.0
     assert streamed["loaded"] is False and streamed["completion_tokens"] == 2
-    assert (refused["status"], refused["code"], refused["asked"]) == (
-        404,
-        "model_not_found",
-        "qwem",
-    )
+    assert (refused["status"], refused["code"]) == (404, "model_not_found")
+    assert refused["asked"] == "qwem"
     assert broken["error"] == "it broke"
 
 
@@ -138,9 +135,8 @@ def test_a_rotated_log_is_opened_again(lines, tmp_path):
 
 
 def test_a_log_that_cannot_be_written_stops_the_server_at_its_start(tmp_path):
-    settings = SimpleNamespace(
-        gpu_tasks=None, gpu_serve_cors=None, gpu_serve_log=str(tmp_path / "a" / "b")
-    )
+    settings = SimpleNamespace(gpu_tasks=None, gpu_serve_cors=None)
+    settings.gpu_serve_log = str(tmp_path / "a" / "b")
     with pytest.raises(BadSetting, match="GPU_SERVE_LOG"):
         server.run(SimpleNamespace(settings=settings))
 

@@ -22,69 +22,55 @@ TOOL = {"type": "function", "name": "time", "parameters": {"type": "object"}}
 def test_a_conversation_is_translated():
     """The calls of one turn become one message, and thoughts stay with the answer that followed them."""
     call = {"type": "function_call", "name": "time", "arguments": '{"zone": "CET"}'}
-    schema = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
-    body = {
-        **HI,
-        "instructions": "Be brief.",
-        "input": [
-            {
-                "role": "user",
-                "content": [
-                    {"type": "input_text", "text": "What?"},
-                    {"type": "input_image", "image_url": "https://a/b", "detail": "auto"},
-                ],
-            },
-            {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "The clock."}]},
-            {
-                "type": "message",
-                "role": "assistant",
-                "content": [{"type": "output_text", "text": "See:"}],
-            },
-            {**call, "call_id": "a"},
-            {**call, "call_id": "b"},
-            {"type": "function_call_output", "call_id": "a", "output": "12:00"},
-        ],
-        "tools": [TOOL],
-        "tool_choice": {"type": "function", "name": "time"},
-        "max_output_tokens": 9,
-        "text": {"format": schema},
-        "reasoning": {"effort": "none"},
-        "store": False,
-        "include": ["reasoning.encrypted_content"],
-        "client_metadata": {"thread_id": "a"},
-        "stream": True,
-        "x_client_id": "bot",
-    }
+    image = {"type": "input_image", "image_url": "https://a/b", "detail": "auto"}
+    see = {"type": "output_text", "text": "See:"}
+    items = [
+        {"role": "user", "content": [{"type": "input_text", "text": "What?"}, image]},
+        {"type": "reasoning", "content": [{"type": "reasoning_text", "text": "The clock."}]},
+        {"type": "message", "role": "assistant", "content": [see]},
+        {**call, "call_id": "a"},
+        {**call, "call_id": "b"},
+        {"type": "function_call_output", "call_id": "a", "output": "12:00"},
+    ]
+    chat = chat_of({**HI, "instructions": "Be brief.", "input": items})
+    system, user, said, result = chat["messages"]
+    assert system == {"role": "system", "content": "Be brief."}
+    image = {"type": "image_url", "image_url": {"url": "https://a/b"}}
+    assert user == {"role": "user", "content": [{"type": "text", "text": "What?"}, image]}
     function = {"name": "time", "arguments": '{"zone": "CET"}'}
     calls = [{"id": id, "type": "function", "function": function} for id in "ab"]
-    image = {"type": "image_url", "image_url": {"url": "https://a/b"}}
-    assert chat_of(body) == {
-        "model": "qwen",
-        "messages": [
-            {"role": "system", "content": "Be brief."},
-            {"role": "user", "content": [{"type": "text", "text": "What?"}, image]},
-            {
-                "role": "assistant",
-                "content": "See:",
-                "reasoning_content": "The clock.",
-                "tool_calls": calls,
-            },
-            {"role": "tool", "tool_call_id": "a", "content": "12:00"},
-        ],
-        "tools": [
-            {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
-        ],
-        "tool_choice": {"type": "function", "function": {"name": "time"}},
-        "max_completion_tokens": 9,
-        "response_format": {
-            "type": "json_schema",
-            "json_schema": {"name": "x", "schema": {"type": "object"}},
-        },
-        "reasoning_effort": "none",
-        "x_client_id": "bot",
-        "stream": True,
-        "stream_options": {"include_usage": True},
-    }
+    assert (said["role"], said["content"], said["tool_calls"]) == ("assistant", "See:", calls)
+    assert said["reasoning_content"] == "The clock."
+    assert result == {"role": "tool", "tool_call_id": "a", "content": "12:00"}
+
+
+TOOLS = [{"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}]
+NAMED = {"type": "function", "function": {"name": "time"}}
+SCHEMA = {"name": "x", "schema": {"type": "object"}}
+STREAM = {"stream": True, "stream_options": {"include_usage": True}}
+SCORED = ["message.output_text.logprobs", "reasoning.encrypted_content"]
+
+
+@pytest.mark.parametrize(
+    ("field", "becomes"),
+    [
+        ({"tools": [TOOL]}, {"tools": TOOLS}),
+        ({"tool_choice": {"type": "function", "name": "time"}}, {"tool_choice": NAMED}),
+        ({"max_output_tokens": 9}, {"max_completion_tokens": 9}),
+        (
+            {"text": {"format": {"type": "json_schema", **SCHEMA}}},
+            {"response_format": {"type": "json_schema", "json_schema": SCHEMA}},
+        ),
+        ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none"}),
+        ({"store": False, "client_metadata": {"thread_id": "a"}}, {}),
+        ({"x_client_id": "bot", "stream": True}, {"x_client_id": "bot", **STREAM}),
+        ({"include": ["reasoning.encrypted_content"], "top_logprobs": 0}, {}),
+        ({"include": SCORED}, {"logprobs": True, "top_logprobs": None}),
+        ({"include": SCORED, "top_logprobs": 2}, {"logprobs": True, "top_logprobs": 2}),
+    ],
+)
+def test_a_field_of_a_response_is_a_field_of_a_chat(field, becomes):
+    assert chat_of({**HI, **field}) == {**chat_of(HI), **becomes}
 
 
 @pytest.mark.parametrize(("change", "param"), [
@@ -107,14 +93,6 @@ def test_what_a_chat_has_not_is_refused(change, param):
         chat_of({**HI, **change})
     with pytest.raises(Refused):
         chat_of([])
-
-
-def test_probabilities_are_requested_by_include():
-    included = {"include": ["message.output_text.logprobs", "reasoning.encrypted_content"]}
-    chat = chat_of({**HI, **included, "top_logprobs": 2})
-    assert (chat["logprobs"], chat["top_logprobs"]) == (True, 2)
-    assert chat_of({**HI, **included})["logprobs"] is True
-    assert "logprobs" not in chat_of({**HI, "include": [], "top_logprobs": 0})
 
 
 def scored(word: str | bytes) -> dict[str, Any]:

@@ -12,11 +12,8 @@ from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import answer_text, refusal
 from tests.serving.test_engines import forcing, sources, with_models  # noqa: F401 - a fixture
 
-PLACE = {
-    "type": "object",
-    "properties": {"name": {"enum": ["Bern", "Zürich"]}},
-    "required": ["name"],
-}
+NAMED = {"name": {"enum": ["Bern", "Zürich"]}}
+PLACE = {"type": "object", "properties": NAMED, "required": ["name"]}
 TREE = {
     "$defs": {"node": {"type": "object", "properties": {"a": {"$ref": "#/$defs/node"}}}},
     "$ref": "#/$defs/node",
@@ -129,22 +126,13 @@ async def test_a_wrong_schema_is_the_callers_mistake(name, sources):  # noqa: F8
 @pytest.mark.parametrize("name", ["writer", pytest.param("gguf", marks=pytest.mark.processes)])
 async def test_the_definitions_of_a_tool_are_found_in_a_forced_call(name, sources):  # noqa: F811
     """Their references begin at the root of the tool. Two tools may define the same name."""
-    tools = [
-        {
-            "type": "function",
-            "function": {
-                "name": f"tool{number}",
-                "parameters": {
-                    "type": "object",
-                    "properties": {"at": {"$ref": f"#/{group}/Place"}},
-                    "required": ["at"],
-                    "additionalProperties": False,
-                    group: {"Place": {"const": number}},
-                },
-            },
-        }
-        for number, group in enumerate(("$defs", "definitions"))
-    ]
+    tools = []
+    for number, group in enumerate(("$defs", "definitions")):
+        properties = {"at": {"$ref": f"#/{group}/Place"}}
+        schema = {"type": "object", "properties": properties, "required": ["at"]}
+        schema |= {"additionalProperties": False, group: {"Place": {"const": number}}}
+        function = {"name": f"tool{number}", "parameters": schema}
+        tools.append({"type": "function", "function": function})
     template = "{{ tools | length }}{{ messages[-1]['content'] }}"
     async with with_models(sources, name, chat_template=template) as k:
         for number in range(2):

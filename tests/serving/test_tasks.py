@@ -77,19 +77,12 @@ def test_models_slower_than_the_budget_are_left_out():
 
 
 def test_the_refusal_of_a_too_short_budget_has_both_numbers():
-    """The refusal has the budget and the shortest expected time, and its text has each model's time."""
     with pytest.raises(Refused) as refused:
-        names(
-            Task(("a", "b"), budget_s=1.5), "b", a=Cost(load=40.0, answer=2.0), b=Cost(answer=2.5)
-        )
-    assert (refused.value.status, refused.value.facts) == (
-        504,
-        {"budget_seconds": 1.5, "expected_seconds": 2.5},
-    )
-    assert str(refused.value).startswith(
-        "task:t has a budget of 1.5 s, and would take a about 42.0 s "
-        "(40.0 s to load, 2.0 s to answer), b about 2.5 s."
-    )
+        slow = Cost(load=40.0, answer=2.0)
+        names(Task(("a", "b"), budget_s=1.5), "b", a=slow, b=Cost(answer=2.5))
+    assert refused.value.status == 504
+    assert refused.value.facts == {"budget_seconds": 1.5, "expected_seconds": 2.5}
+    assert "a about 42.0 s (40.0 s to load, 2.0 s to answer), b about 2.5 s." in str(refused.value)
 
 
 @pytest.mark.parametrize(("cost", "is_warm", "seconds"), [
@@ -111,11 +104,8 @@ choices = st.lists(
 def test_the_guard_never_removes_the_first(choices, allow_cloud):
     """The first choice is deliberate, so it stays even if it is a cloud. All later clouds are removed."""
     left = guarded(choices, allow_cloud)
-    assert left[0] == choices[0]
-    assert left == tuple(choices) if allow_cloud else not any(choice.cloud for choice in left[1:])
-    assert [choice for choice in left if not choice.cloud or choice is left[0]] == [
-        choice for at, choice in enumerate(choices) if not choice.cloud or at == 0
-    ]
+    kept = [one for at, one in enumerate(choices) if allow_cloud or not one.cloud or at == 0]
+    assert left == tuple(kept)
 
 
 @given(
@@ -137,16 +127,12 @@ def test_the_chain_is_the_requested_model_then_small_contexts_then_clouds(
 
 def test_a_clouds_address_and_key_are_environment_variables_of_its_name():
     """A known provider needs only a key in the environment. A provider with its own address needs no key."""
-    assert (
-        cloud_of("claude:sonnet", {"CLAUDE_API_KEY": "k"}).base_url
-        == "https://api.anthropic.com/v1"
-    )
+    known = cloud_of("claude:sonnet", {"CLAUDE_API_KEY": "k"})
+    assert known.base_url == "https://api.anthropic.com/v1"
     ours = cloud_of("our-box:qwen:8b", {"OUR_BOX_BASE_URL": "http://10.0.0.5:8000/v1/"})
     assert (ours.base_url, ours.model, ours.key) == ("http://10.0.0.5:8000/v1", "qwen:8b", "")
     assert cloud_of("openai:x", {"CLAUDE_API_KEY": "k"}) == "no OPENAI_API_KEY is set"
-    assert (
-        cloud_of("file:x", {"FILE_BASE_URL": "file:///etc"}) == "FILE_BASE_URL is no http address"
-    )
+    assert "no http address" in cloud_of("file:x", {"FILE_BASE_URL": "file:///etc"})
 
 
 def test_the_guard_survives_restarts_and_is_seeded_once(tmp_path):

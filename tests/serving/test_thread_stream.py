@@ -27,39 +27,31 @@ async def test_values_arrive_in_order_and_the_error_last():
     assert values == list(range(100))
 
 
-async def test_a_reader_that_stops_waits_for_the_end_of_the_work():
-    """An engine that still computes cannot take the next call."""
-    ended = threading.Event()
-
-    def work(emit, cancelled):
-        emit(1)
-        cancelled.wait()
-        ended.set()
-
-    stream = stream_from_thread(work)
-    assert await anext(stream) == 1
-    await stream.aclose()
-    assert ended.is_set()
-
-
-async def test_a_cancelled_reader_ends_the_work_too():
-    """When the reading task is cancelled, for example by a disconnected client, the work ends too."""
+@pytest.mark.parametrize("how", ["closed", "cancelled"])
+async def test_a_reader_that_stops_ends_the_work_and_waits_for_its_end(how):
+    """An engine that still computes cannot take the next call. A disconnected client cancels the reading task."""
     began, ended = threading.Event(), threading.Event()
 
     def work(emit, cancelled):
+        emit(1)
         began.set()
         cancelled.wait()
         ended.set()
 
     async def read():
-        async for _ in stream_from_thread(work):
+        async for _ in stream:
             pass
 
-    task = asyncio.ensure_future(read())
-    await until(began.is_set)
-    task.cancel()
-    with pytest.raises(asyncio.CancelledError):
-        await task
+    stream = stream_from_thread(work)
+    if how == "closed":
+        assert await anext(stream) == 1
+        await stream.aclose()
+    else:
+        task = asyncio.ensure_future(read())
+        await until(began.is_set)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
     assert ended.is_set()
 
 

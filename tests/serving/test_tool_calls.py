@@ -30,46 +30,29 @@ def tool(name: str) -> dict[str, Any]:
 
 TOOLS = Tools((tool("weather"), tool("time")))
 WEATHER, TIME = ("weather", {"in": "Bern {1}"}), ("time", {})
+BERN = '{"name": "weather", "arguments": {"in": "Bern {1}"}}'
+NOW = '{"name": "time", "arguments": {}}'
+LLAMA_BERN, LLAMA_NOW = (
+    BERN.replace("arguments", "parameters"),
+    '{"name": "time", "parameters": {}}',
+)
+OTHER = '{"name": "other", "parameters": {}}'
+HERMES = f"Let me see.\n<tool_call>\n{BERN}\n</tool_call>\n<tool_call>{NOW}</tool_call>"
+ARGS = '[TOOL_CALLS]weather[ARGS]{"in": "Bern {1}"}[TOOL_CALLS]time{}'
 # Each text with the text before the calls, and the calls.
 WRITTEN = [
-    (
-        "hermes",
-        'Let me see.\n<tool_call>\n{"name": "weather", "arguments": {"in": "Bern {1}"}}\n</tool_call>\n'
-        '<tool_call>{"name": "time", "arguments": {}}</tool_call>',
-        "Let me see.\n",
-        [WEATHER, TIME],
-    ),
+    ("hermes", HERMES, "Let me see.\n", [WEATHER, TIME]),
     ("hermes", "a < b and <tool> are text", "a < b and <tool> are text", []),
     ("hermes", "<tool_call>{no json", "<tool_call>{no json", []),
-    (
-        "mistral",
-        '[TOOL_CALLS][{"name": "weather", "arguments": {"in": "Bern {1}"}}, {"name": "time", "arguments": {}}]',
-        "",
-        [WEATHER, TIME],
-    ),
-    ("mistral", ' [{"name": "time", "arguments": {}}]', " ", [TIME]),
-    (
-        "mistral",
-        '[TOOL_CALLS]weather[ARGS]{"in": "Bern {1}"}[TOOL_CALLS]time{}',
-        "",
-        [WEATHER, TIME],
-    ),
+    ("mistral", f"[TOOL_CALLS][{BERN}, {NOW}]", "", [WEATHER, TIME]),
+    ("mistral", f" [{NOW}]", " ", [TIME]),
+    ("mistral", ARGS, "", [WEATHER, TIME]),
     ("mistral", "I like [1] and [{", "I like [1] and [{", []),
-    (
-        "llama3",
-        '<|python_tag|>{"name": "weather", "parameters": {"in": "Bern {1}"}}; {"name": "time", "parameters": {}}',
-        "",
-        [WEATHER, TIME],
-    ),
-    ("llama3", '{"name": "time", "parameters": {}}', "", [TIME]),
-    ("llama3", '{"name": "other", "parameters": {}}', '{"name": "other", "parameters": {}}', []),
+    ("llama3", f"<|python_tag|>{LLAMA_BERN}; {LLAMA_NOW}", "", [WEATHER, TIME]),
+    ("llama3", LLAMA_NOW, "", [TIME]),
+    ("llama3", OTHER, OTHER, []),
     ("llama3", '{"a": 1}', '{"a": 1}', []),
-    (
-        "llama3",
-        'It is {"name": "time", "parameters": {}}',
-        'It is {"name": "time", "parameters": {}}',
-        [],
-    ),
+    ("llama3", f"It is {LLAMA_NOW}", f"It is {LLAMA_NOW}", []),
 ]
 
 
@@ -84,9 +67,8 @@ def test_calls_are_found_however_the_text_is_cut(format, written, text, calls, c
     rest = reader.end()
     found = joined_calls(reader.take())
     assert sent + rest == text and reader.is_complete == bool(calls)
-    assert [
-        (call["function"]["name"], json.loads(call["function"]["arguments"])) for call in found
-    ] == calls
+    functions = [call["function"] for call in found]
+    assert [(one["name"], json.loads(one["arguments"])) for one in functions] == calls
     assert len({call["id"] for call in found}) == len(found)
     assert all(len(call["id"]) == 9 and call["type"] == "function" for call in found)
 
@@ -95,18 +77,8 @@ def test_calls_are_found_however_the_text_is_cut(format, written, text, calls, c
     ("format", "written", "text", "calls"),
     [
         ("hermes", 'See: <tool_call>{"na', "See: ", []),
-        (
-            "hermes",
-            '<tool_call>{"name": "time", "arguments": {"zone": "C',
-            "",
-            [("time", '{"zone": "C')],
-        ),
-        (
-            "hermes",
-            '<tool_call>{"name": "time", "arguments": {}}</tool_call><tool_call>{"name": "wea',
-            "",
-            [("time", "{}")],
-        ),
+        ("hermes", f'<tool_call>{NOW[:-2]}"zone": "C', "", [("time", '{"zone": "C')]),
+        ("hermes", f'<tool_call>{NOW}</tool_call><tool_call>{{"name": "wea', "", [("time", "{}")]),
         ("mistral", '[TOOL_CALLS]weather[ARGS]{"in": "}', "", [("weather", '{"in": "}')]),
         ("llama3", '{"a": 1, "b', '{"a": 1, "b', []),  # JSON that is no call stays text
     ],
@@ -143,10 +115,8 @@ async def test_every_format_of_answers_has_a_cut_call():
             if not stream:
                 [choice] = reply.json["choices"]
                 [call] = choice["message"]["tool_calls"]
-                assert (choice["finish_reason"], choice["message"]["content"]) == (
-                    "length",
-                    "See: ",
-                )
+                assert choice["finish_reason"] == "length"
+                assert choice["message"]["content"] == "See: "
                 assert call["function"]["arguments"] == '{"zone":'
                 [block] = message_of(reply.json)["content"][1:]
                 assert block["input"] == {"cut_arguments": '{"zone":'}
@@ -174,15 +144,16 @@ def test_the_choice_of_tools():
     assert tools_of({"tools": tools, "tool_choice": "required"}).forced == ("time", "weather")
     named = {"type": "function", "function": {"name": "time"}}
     assert tools_of({"tools": tools, "tool_choice": named}).forced == ("time",)
-    for wrong in (
-        {"tools": [{"type": "function"}]},
-        {"tools": ["weather"]},
-        {"tools": tools, "tool_choice": {"function": {"name": "other"}}},
-        {"tools": tools, "tool_choice": "any"},
-        {"tool_choice": "required"},
+    other = {"function": {"name": "other"}}
+    for some, choice in (
+        ([{"type": "function"}], None),
+        (["weather"], None),
+        (tools, other),
+        (tools, "any"),
+        (None, "required"),
     ):
         with refusal(400, match="tool"):
-            tools_of(wrong)
+            tools_of({"tools": some, "tool_choice": choice})
 
 
 TEMPLATE = "{# tools <tool_call> #}{% for m in messages %}{{ m.content if loop.last }}{% endfor %}"
@@ -217,11 +188,8 @@ async def test_a_conversation_with_a_tool_reaches_the_template():
         "{% for c in m.tool_calls %}{% set a = c.function.arguments %}{{ c.function.name }}"
         "({{ a.zone or a.cut_arguments }}){% endfor %}|{% endfor %}"
     )
-    call = {
-        "id": "a",
-        "type": "function",
-        "function": {"name": "time", "arguments": '{"zone": "CET"}'},
-    }
+    call = {"id": "a", "type": "function"}
+    call["function"] = {"name": "time", "arguments": '{"zone": "CET"}'}
     messages = [
         {"role": "developer", "content": "Be brief."},
         {"role": "user", "content": [{"type": "text", "text": "Time?"}]},
@@ -245,9 +213,8 @@ async def test_an_operator_may_let_tools_be_left_out():
     options = {"qwen": {**plain, "leave_out_tools": True}, "phi": plain}
     async with harness(qwen=4, phi=4, options=options) as k:
         for stream in (False, True):
-            reply = await k.chat(
-                "qwen", "hi", tools=[tool("time")], tool_choice="auto", stream=stream
-            )
+            given = {"tools": [tool("time")], "tool_choice": "auto", "stream": stream}
+            reply = await k.chat("qwen", "hi", **given)
             assert reply.headers["X-GPU-Tools"] == "left out"
             if not stream:
                 assert reply.json["choices"][0]["message"]["content"] == "hi"
@@ -271,9 +238,8 @@ async def test_tools_are_left_out_for_an_engine_too(left_out):
             handle.chat_template = "{{ messages }}"
             return HttpAdapter("qwen", handle, http, spec)
 
-        async with harness(
-            qwen=4, options={"qwen": {"leave_out_tools": left_out}}, make_adapter=make
-        ) as k:
+        options = {"qwen": {"leave_out_tools": left_out}}
+        async with harness(qwen=4, options=options, make_adapter=make) as k:
             there.answers = [completion("hi")]
             if not left_out:
                 with pytest.raises(Refused, match="leave_out_tools"):

@@ -115,11 +115,8 @@ async def test_servers_side_by_side_add_to_one_file(path):
     for usage in (one, two, two):
         usage.add("ann", facts("qwen"))
     await asyncio.gather(one.close(), two.close())
-    assert (
-        [row["calls"] for row in Usage(first).of(1)]
-        == [3]
-        == [row["calls"] for row in Usage(second).of(1)]
-    )
+    for store in (first, second):
+        assert [row["calls"] for row in Usage(store).of(1)] == [3]
     assert (first.keeps_jobs, second.keeps_jobs) == (True, False)
     second.put_job("job-1", {"id": "job-1"})
     assert second.jobs() == first.jobs() == []
@@ -149,13 +146,12 @@ def test_a_file_that_cannot_be_used_does_not_stop_the_server(path, caplog):
     path.write_bytes(b"no database" * 200)
     store = Store(path)
     assert "kept in memory only" in caplog.text
-    store.add_usage([("2999-01-01", "ann", "qwen", 1, 2, 3)])
-    assert store.usage("2998-01-01") == [("2999-01-01", "ann", "qwen", 1, 2, 3)]
+    rows = [("2999-01-01", "ann", "qwen", 1, 2, 3)]
+    store.add_usage(rows)
+    assert store.usage("2998-01-01") == rows
     store.close()
     caplog.set_level(logging.WARNING)
-    store.add_usage(
-        [("2999-01-01", "ann", "qwen", 1, 2, 3)]
-    )  # a closed file is an error that is logged
+    store.add_usage(rows)  # a closed file is an error that is logged
     assert "could not be written" in caplog.text
 
 

@@ -1,14 +1,11 @@
 """A caller of a stream gets the headers before the answer begins, and then learns what the call waits for."""
 
-import asyncio
 import json
-from typing import Any
 
 import pytest
 
 from gpu_runtime.serving.api import openai
-from gpu_runtime.serving.api.app import application
-from tests.serving.app_client import OPERATOR, with_visitor
+from tests.serving.app_client import Exchange
 from tests.serving.harness import chat, harness
 from tests.serving.loops import until
 
@@ -19,37 +16,10 @@ def no_pauses(monkeypatch):
     monkeypatch.setattr(openai, "COMMENT_SECONDS", 0.01)
 
 
-class Exchange:
-    """One request to the application, and what was sent for it so far."""
-
-    def __init__(self, k: Any, path: str, body: Any, method: str = "POST") -> None:
-        self.status, self.kind, self.sent = 0, "", b""
-        self.left = asyncio.Event()
-        self._body = json.dumps(body).encode()
-        app = with_visitor(application(k.rt, lambda: k.gateway, "0"), OPERATOR)
-        headers = [(b"content-type", b"application/json")]
-        scope = {"type": "http", "method": method, "path": path, "headers": headers}
-        scope |= {"query_string": b"", "http_version": "1.1", "root_path": ""}
-        self.done = asyncio.ensure_future(app(scope, self._receive, self._send))
-
-    async def _receive(self) -> Any:
-        if self._body:
-            body, self._body = self._body, b""
-            return {"type": "http.request", "body": body}
-        await self.left.wait()
-        return {"type": "http.disconnect"}
-
-    async def _send(self, message: Any) -> None:
-        if message["type"] == "http.response.start":
-            self.status = message["status"]
-            self.kind = dict(message["headers"])[b"content-type"].decode()
-        self.sent += message.get("body", b"")
-
-
 async def test_comments_tell_the_place_and_the_reason_until_the_answer_begins():
     async with harness(a=16, b=16) as k:
         with k.rt.use("a"):
-            there = Exchange(k, "/v1/chat/completions", chat("b", "hi", stream=True))
+            there = Exchange(k.rt, k.gateway, "/v1/chat/completions", chat("b", "hi", stream=True))
             await until(lambda: there.sent.count(b"b waits for room: ") > 1)
             assert (there.status, there.kind.partition(";")[0]) == (200, "text/event-stream")
             assert b"data:" not in there.sent
@@ -69,7 +39,7 @@ async def test_comments_tell_the_place_and_the_reason_until_the_answer_begins():
 async def test_a_refusal_after_the_headers_is_the_last_event(path, body, said):
     async with harness(a=16, b=16) as k:
         with k.rt.use("a"):
-            there = Exchange(k, path, body)
+            there = Exchange(k.rt, k.gateway, path, body)
             await until(lambda: there.status == 200 and k.gateway.state().waiting == {"b": 1})
             await k.gateway.close()
             await there.done
@@ -83,7 +53,7 @@ async def test_the_headers_come_at_once_if_the_model_is_not_on_its_device(monkey
     monkeypatch.setattr(openai, "HEADERS_SECONDS", 3600.0)
     async with harness(a=16, b=16) as k:
         with k.rt.use("a"):
-            there = Exchange(k, "/v1/chat/completions", chat("b", "hi", stream=True))
+            there = Exchange(k.rt, k.gateway, "/v1/chat/completions", chat("b", "hi", stream=True))
             await until(lambda: there.status == 200 and b"waits for room" in there.sent)
         await there.done
     assert there.sent.endswith(b"data: [DONE]\n\n")
@@ -93,7 +63,7 @@ async def test_a_model_that_never_fits_keeps_its_status_although_it_is_not_loade
     monkeypatch.setattr(openai, "HEADERS_SECONDS", 3600.0)
     monkeypatch.setattr(openai, "LOAD_HEADERS_SECONDS", 3600.0)
     async with harness(huge=100) as k:
-        there = Exchange(k, "/v1/chat/completions", chat("huge", "hi", stream=True))
+        there = Exchange(k.rt, k.gateway, "/v1/chat/completions", chat("huge", "hi", stream=True))
         await there.done
         assert there.status == 507
 
@@ -101,7 +71,7 @@ async def test_a_model_that_never_fits_keeps_its_status_although_it_is_not_loade
 async def test_a_call_whose_client_leaves_while_it_waits_is_withdrawn():
     async with harness(a=16, b=16) as k:
         with k.rt.use("a"):
-            there = Exchange(k, "/v1/chat/completions", chat("b", "hi", stream=True))
+            there = Exchange(k.rt, k.gateway, "/v1/chat/completions", chat("b", "hi", stream=True))
             await until(lambda: b"waits for room" in there.sent)
             there.left.set()
             await there.done
@@ -116,7 +86,7 @@ async def test_what_is_wrong_with_a_call_keeps_its_status(monkeypatch):
             (chat("none", stream=True), 404),
             (chat("a", stream=True, n=0), 400),
         ):
-            there = Exchange(k, "/v1/chat/completions", body)
+            there = Exchange(k.rt, k.gateway, "/v1/chat/completions", body)
             await there.done
             assert there.status == status
 
@@ -125,12 +95,12 @@ async def test_a_server_that_ends_is_alive_and_not_ready():
     """A supervisor sends no more calls there, and does not kill it before its last answers."""
     async with harness(a=16) as k:
         for path in ("/livez", "/readyz"):
-            there = Exchange(k, path, None, "GET")
+            there = Exchange(k.rt, k.gateway, path, None, "GET")
             await there.done
             assert (there.status, json.loads(there.sent)) == (200, {"status": "ok"})
         await k.gateway.drain(0.0)
         for path, status in (("/livez", 200), ("/readyz", 503)):
-            there = Exchange(k, path, None, "GET")
+            there = Exchange(k.rt, k.gateway, path, None, "GET")
             await there.done
             assert there.status == status
 
@@ -140,7 +110,7 @@ async def test_the_metrics_have_the_whole_time_of_a_call_and_the_process():
         await k.chat("a")
         async for _ in (await k.chat("a", stream=True)).events:
             pass
-        there = Exchange(k, "/metrics", None, "GET")
+        there = Exchange(k.rt, k.gateway, "/metrics", None, "GET")
         await there.done
         text = there.sent.decode()
         assert 'gpu_call_seconds_count{model="a"} 2.0' in text
