@@ -30,7 +30,7 @@ def line(*arguments, **more):
 
 
 def test_a_line_shows_what_happened_to_which_model_and_by_whom():
-    """Markup in a name stays as it is: the browser shows names as text."""
+    """An open line has the reason. Markup in a name stays as it is: the browser shows names as text."""
     found = line()
     assert (found.mark, found.model, found.kinds) == ("▼", "llama", ("evict",))
     assert found.words == "was offloaded from sim:0, freeing 8.0 GiB"
@@ -38,9 +38,6 @@ def test_a_line_shows_what_happened_to_which_model_and_by_whom():
     found = line(owner="77.1.0", by="ann, console")
     assert found.process == "pid 77, ended" and "Requested by ann, console." in found.details
     assert "\x1b" not in line(model="a\x1b[31m").model and line(model="<b>").model == "<b>"
-
-
-def test_an_open_line_shows_reason_person_duration_and_other_places():
     found = line("restored", seconds=1.25, by="bob", runners_up=("sim:1: too full",))
     assert found.details == (
         "qwen needs room",

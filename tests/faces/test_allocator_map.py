@@ -121,14 +121,18 @@ def test_area_is_bytes(rows):
     assert shown.rows <= allocator_map.MOST_ROWS
 
 
-def test_one_small_tensor_in_a_large_segment_is_visible():
-    """It may be all that keeps 10 GiB from being released."""
+def test_a_picture_is_bounded_and_shows_one_small_tensor_in_a_large_segment():
+    """The tensor may be all that keeps 10 GiB from being released."""
     map = drawn(segment(0, (5 * KIB, FREE), (1 / 1024, USED), (5 * KIB, FREE)))
     last = picture(map).pieces[-1]
     assert (last.kind, last.right - last.left) == (
         ALLOCATED,
         pytest.approx(picture(map).row_bytes / allocator_map.CELLS),
     )
+    row = [(0.3, USED), (0.7, FREE)] * 4000
+    (map,) = bounded([drawn(*(segment(n << 40, *row) for n in range(8)))])
+    assert len(picture(map).pieces) < 2 * allocator_map.MOST_ROWS * allocator_map.CELLS
+    assert len(allocator_map.as_svg(map, "")) < 400 * KIB
 
 
 def test_blocks_too_small_to_be_drawn_apart_are_drawn_by_the_part_in_use():
@@ -143,13 +147,6 @@ def test_blocks_too_small_to_be_drawn_apart_are_drawn_by_the_part_in_use():
     ) == pytest.approx(MIB)
     assert max(piece.high for piece in few) < 0.5
     assert "in 3 blocks: 512 KiB allocated; 768 KiB inactive, in a segment in use" in few[0].title
-
-
-def test_thousands_of_blocks_make_a_bounded_picture():
-    row = [(0.3, USED), (0.7, FREE)] * 4000
-    (map,) = bounded([drawn(*(segment(n << 40, *row) for n in range(8)))])
-    assert len(picture(map).pieces) < 2 * allocator_map.MOST_ROWS * allocator_map.CELLS
-    assert len(allocator_map.as_svg(map, "")) < 400 * KIB
 
 
 def test_the_kinds_of_a_map_are_those_that_defrag_can_and_cannot_release():

@@ -62,12 +62,15 @@ def test_a_token_is_in_no_repr_and_compared_in_constant_time(monkeypatch):
 
 
 def test_a_role_decides_who_may_act_and_under_which_name():
-    """A token acts under the name of the user who started the server. A login acts under its own name."""
+    """A token acts under the name of the user who started the server. Outside a page nobody acts."""
     assert RULES.visitor(OPERATOR) == Visitor("ann", may_act=True)
     assert RULES.visitor(OPERATOR, "bob") == Visitor("bob", may_act=True)
     assert RULES.visitor(VIEWER) == Visitor("viewer", may_act=False)
     read_only = AccessRules("ann", OPERATORS, read_only=True)
     assert read_only.visitor(OPERATOR) == Visitor("ann", may_act=False)
+    panel_gate = pytest.importorskip("gpu_panels.panel_gate")
+    with pytest.raises(NotAllowed, match="token"):
+        panel_gate.visitor()
 
 
 @pytest.mark.parametrize("origin", [
@@ -308,9 +311,3 @@ def test_a_websocket_is_joined_only_by_its_visitor_and_a_closed_gate_admits_nobo
     assert asked.ask("/nowhere", **sent)[0] == 404
     asked.closed_because = "the gate was installed late"
     assert asked.ask(**sent)[0] == 503
-
-
-def test_outside_a_page_there_is_no_visitor():
-    panel_gate = pytest.importorskip("gpu_panels.panel_gate")
-    with pytest.raises(NotAllowed, match="token"):
-        panel_gate.visitor()

@@ -115,10 +115,16 @@ def test_a_notebooks_own_memory_is_named_once():
     assert "m0 10.2 MiB, train.ipynb" in few.tooltip
 
 
-def test_arriving_and_leaving_leases_are_labelled():
+def test_a_bar_is_described_with_what_arrives_and_leaves():
     leaving = bar(samples.waiting).stretches
     assert [one.kind for one in leaving] == ["settled", "leaving"]
     assert "4.0 GiB, leaving" in leaving[1].tooltip
+    assert bar(samples.busy).description == (
+        "sim:0: qwen of train.ipynb 14.0 GiB, reranker of analysis.ipynb 4.0 GiB; budget 21.6 GiB"
+    )
+    assert bar(samples.empty).description == "sim:0: empty; budget 21.6 GiB"
+    (one,) = bar(samples.hostile).stretches
+    assert "\x1b" not in one.title + one.tooltip and one.title.startswith("<img")
 
 
 def test_small_leases_are_gathered_and_none_is_lost():
@@ -212,12 +218,3 @@ def test_a_device_says_what_a_person_must_know():
     view = samples.busy.devices[0]
     assert "simulated" in device_words.notices(replace(samples.busy, simulated=False), view)
     assert device_words.notices(samples.busy, view) == []
-
-
-def test_a_bar_has_a_description_and_no_control_characters():
-    assert bar(samples.busy).description == (
-        "sim:0: qwen of train.ipynb 14.0 GiB, reranker of analysis.ipynb 4.0 GiB; budget 21.6 GiB"
-    )
-    assert bar(samples.empty).description == "sim:0: empty; budget 21.6 GiB"
-    (one,) = bar(samples.hostile).stretches
-    assert "\x1b" not in one.title + one.tooltip and one.title.startswith("<img")

@@ -25,9 +25,6 @@ def test_each_host_has_one_bar_and_a_model_on_two_cards_is_one_part():
     assert "32.0 GiB of 48.0 GiB" in first
     assert legend.strip() == "█ llama 28.0 GiB  ▓ qwen 4.0 GiB"
     assert second.startswith("a-long-name  ·") and "0 B of 24.0 GiB" in second
-
-
-def test_the_verb_shows_the_hosts_or_how_to_join():
     assert "gpu fleet join" in fleet.as_text(())
     assert "gpu fleet join" in fleet.as_html(())
     shown = render.shown("fleet", HOSTS)
@@ -43,18 +40,14 @@ def test_names_from_outside_are_escaped():
     assert "<script>" not in fleet.as_chooser((hostile,), {}, chosen="")
 
 
-def test_a_chooser_links_each_host_and_greys_the_last_figures_of_a_silent_one():
-    """Only the figures of the silent host are grey. A link to a host keeps the tab in front."""
+def test_a_chooser_links_each_host_with_its_problems_and_greys_the_last_figures_of_a_silent_one():
+    """A link to a host keeps the tab in front."""
     html = fleet.as_chooser(HOSTS, {"a-long-name": 0.0}, chosen="box1", tab="What if")
     first, second = re.findall("<tr>.*?</tr>", html)
     assert '<a href="?host=box1&amp;tab=What+if" aria-current="page">box1</a>' in first
     assert "32.0 GiB of 48.0 GiB" in first and "g-old" not in first
     assert "aria-current" not in second and second.count("g-old") == 2
     assert f"no answer since {views.clock(0.0)}" in second
-
-
-def test_a_chooser_counts_the_problems_of_a_host():
-    """Here the two cards and the RAM cannot be measured."""
     assert "problem" not in fleet.as_chooser(HOSTS, {}, chosen="box1")
     devices = tuple(replace(one, blind="lost") for one in HOSTS[0].devices)
     blind = replace(HOSTS[0], devices=devices)

@@ -96,8 +96,8 @@ def test_status_has_labelled_bars_and_a_table_of_holders():
     assert page.split("</style>")[1].count("float:left;width:") == 3
 
 
-def test_every_style_rule_applies_in_its_own_scope_only():
-    """A rule without `.gpuc` would change the style of the user's notebook."""
+def test_style_rules_apply_in_their_own_scope_and_only_those_that_a_page_uses_are_in_it():
+    """Other rules would change the style of the user's notebook, which stores them with each output."""
     css = re.sub(
         r"@media[^{]*{(.*})}",
         r"\1",
@@ -105,10 +105,6 @@ def test_every_style_rule_applies_in_its_own_scope_only():
     )
     selectors = [one.strip() for rule in re.findall(r"([^{}]+){", css) for one in rule.split(",")]
     assert len(selectors) > 20 and [one for one in selectors if not one.startswith(".gpuc")] == []
-
-
-def test_a_page_has_only_the_rules_that_apply_to_it():
-    """A notebook stores the style rules with each output."""
     page = PAGES["busy"]._repr_mimebundle_()["text/html"]
     body = page.split("</style>")[1]
     rules = page.split("</style>")[0]

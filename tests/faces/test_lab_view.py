@@ -41,13 +41,20 @@ def test_the_status_bar_has_used_and_usable_memory_of_the_cards(cards, held, tex
     assert shown(small)["status"] == "GPU0 32/173 MiB"
 
 
-def test_memory_without_a_lease_counts_as_used():
+def test_memory_without_a_lease_counts_as_used_and_what_cannot_be_parked_has_its_reason():
     """A card that another program fills is not free."""
     world = snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=10)
     assert shown(world)["status"] == "GPU0 14/22 GiB"
     assert shown(world)["groups"][-1]["title"] == "other programs, without a lease"
     card = shown(world)["devices"][0]
     assert card["fill"] == "14.0 of 21.6 GiB, 10.0 GiB without a lease", "as in the status bar"
+    world = snapshot(lease("qwen", 4))
+    stays = (Staying("sim:0", "NumPy uses it", GIB),)
+    mine = replace(world.sections[ME.id], leases=(), residue={"sim:0": GIB}, staying=stays)
+    [group] = shown(replace(world, sections={ME.id: mine}))["groups"]
+    [row] = group["rows"]
+    assert (row["name"], row["bytes"], row["where"]) == ("its own code", "1.0 GiB", "GPU0")
+    assert row["state"] == "stays: NumPy uses it" and group["bytes"] == "1.0 GiB"
 
 
 @pytest.mark.parametrize(("held", "level"), [
@@ -56,16 +63,6 @@ def test_memory_without_a_lease_counts_as_used():
 def test_each_card_has_its_level(held, level):
     ram, card = sorted(shown(snapshot(lease("m", held)))["devices"], key=lambda one: one["id"])
     assert (card["level"], ram["level"]) == (level, "")
-
-
-def test_what_cannot_be_parked_has_a_row_with_the_reason():
-    world = snapshot(lease("qwen", 4))
-    stays = (Staying("sim:0", "NumPy uses it", GIB),)
-    mine = replace(world.sections[ME.id], leases=(), residue={"sim:0": GIB}, staying=stays)
-    [group] = shown(replace(world, sections={ME.id: mine}))["groups"]
-    [row] = group["rows"]
-    assert (row["name"], row["bytes"], row["where"]) == ("its own code", "1.0 GiB", "GPU0")
-    assert row["state"] == "stays: NumPy uses it" and group["bytes"] == "1.0 GiB"
 
 
 def test_waiting_requests_are_counted_and_listed():
@@ -176,18 +173,15 @@ def test_each_row_has_the_action_that_is_possible_and_says_why_it_is_not():
     assert rows[4]["where"] == "RAM" and rows[3]["state"] == "pinned"
 
 
-def test_a_quiet_box_has_the_same_values_a_second_later():
-    """If the values changed with time alone, every tab would get a new answer every second."""
-    world = snapshot(lease("qwen", 4), lease("kernel", 2, kind="kernel"))
-    later = replace(world, now=NOW + 1.0, wall=WALL + 1.0)
-    assert shown(later) == shown(world)
-
-
-def test_no_shown_text_has_a_control_character():
+def test_no_shown_text_has_a_control_character_or_changes_with_time_alone():
+    """Every tab of the browser would get a new answer every second."""
     world = snapshot(lease("evil\x1b[2J<b>", 4), tickets=[ticket("a\x00b")])
     found = json.loads(json.dumps(shown(world)))
     [row] = found["groups"][0]["rows"]
     assert row["name"] == "evil\ufffd[2J<b>" and found["waiting"][0]["name"] == "a\ufffdb"
+    world = snapshot(lease("qwen", 4), lease("kernel", 2, kind="kernel"))
+    later = replace(world, now=NOW + 1.0, wall=WALL + 1.0)
+    assert shown(later) == shown(world)
 
 
 def test_the_variables_of_a_notebook_are_listed_without_its_models():

@@ -198,15 +198,11 @@ def by_oauth(server, name):
 
 
 def test_a_provider_proves_names_and_the_settings_give_them_roles(oauth):
-    """Everybody has an account at the provider. The operator chooses which field is the name."""
+    """Everybody has an account at the provider, and chooses the own name, which might be markup."""
     assert oauth.get().status == 302 and "/login" in oauth.get().headers["location"]
     roles_of_ann_and_bob(oauth, by_oauth)
     eve = oauth.get(Cookie=by_oauth(oauth, "eve"))  # whose email at the provider is "ann"
     assert eve.status == 403 and "eve has logged in, and has no role here" in eve.body
-
-
-def test_a_name_from_the_provider_is_shown_as_text(oauth):
-    """People choose their own names at the provider, so a name might be markup."""
     answer = oauth.get(Cookie=by_oauth(oauth, "<img src=x onerror=alert(1)>"))
     assert answer.status == 403 and "&lt;img src=x" in answer.body and "<img" not in answer.body
 

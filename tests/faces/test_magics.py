@@ -125,14 +125,6 @@ def test_the_command_of_a_plan_does_what_was_planned(shell, models, words):
     assert lease.keep == ("--keep" in words) and (lease.importance < 10) == ("high" in words)
 
 
-def test_every_option_of_plan_is_one_of_load():
-    plan, load, register = (
-        {flag for one in verbs.VERBS[verb].arguments if one.is_option for flag in one.flags}
-        for verb in ("plan", "load", "register")
-    )
-    assert plan == load == register | {"--timeout"} == set(FLAGS.values())
-
-
 def test_load_gives_other_options_only_to_a_model_that_is_not_loaded(shell, models):
     with pytest.raises(errors.AlreadyRegistered, match="loaded with other options"):
         run(shell, "%gpu load qwen --size 15GiB")
@@ -149,11 +141,18 @@ def test_a_table_is_a_dataframe(shell, models, words):
     assert isinstance(frame, pandas.DataFrame) and list(frame.columns) == FRAMES[words].split()
 
 
-def test_every_verb_is_tested_here():
-    """The others are in test_inline.py, fleet/test_fleet.py, and owner/test_kernel.py."""
+def test_every_verb_is_tested_here_and_no_other_word_is_taken_for_one():
+    """Others: test_inline.py, fleet/test_fleet.py, owner/test_kernel.py. `plan` takes all that `load` takes."""
     tried = {words.split()[0] for words in (*SHOWN, *FRAMES) if words}
     elsewhere = {"console", "park", "unpark", "fleet"}
     assert {verb.name for verb in verbs.verbs(verbs.MAGIC)} == tried - {"-h"} | elsewhere
+    plan, load, register = (
+        {flag for one in verbs.VERBS[verb].arguments if one.is_option for flag in one.flags}
+        for verb in ("plan", "load", "register")
+    )
+    assert plan == load == register | {"--timeout"} == set(FLAGS.values())
+    assert {name for meant in verbs.MEANINGS.values() for name in meant} <= verbs.VERBS.keys()
+    assert not verbs.MEANINGS.keys() & verbs.VERBS.keys()
 
 
 def test_evictions_lists_evictions_and_with_all_every_event(shell, models):
@@ -245,11 +244,6 @@ def test_a_typo_suggests_the_nearest_verb_and_another_tools_word_those_of_its_me
         assert caught.value.nearest == meant
 
 
-def test_the_suggested_verbs_exist_and_no_verb_is_taken_for_another():
-    assert {name for meant in verbs.MEANINGS.values() for name in meant} <= verbs.VERBS.keys()
-    assert not verbs.MEANINGS.keys() & verbs.VERBS.keys()
-
-
 @pytest.mark.parametrize(("line", "kind"), [
     ("evict nobody", errors.UnknownModel), ("plan nobody", errors.UnknownModel),
     ("why nobody", errors.UnknownModel), ("why --replay", errors.GpuError),
@@ -311,16 +305,12 @@ def test_a_cell_releases_everything_whatever_it_raises(shell, models, line, rais
     assert {lease.kind for lease in models.status().leases()} == {"model"}
 
 
-def test_a_traceback_shows_the_users_own_lines_once(shell, rt):
-    """Lines are counted as in the notebook, including the line of the magic."""
+def test_a_traceback_shows_the_users_own_lines_once_and_ends_with_its_error(shell, rt):
+    """What is added to an error refers to no frame: the user's tensors become free with it."""
     shown = printed(shell, "%%gpu 1GiB\ndef f():\n    1 / 0\n\nf()")
     assert shown.count("ZeroDivisionError") == 2  # its head and its last line
     assert "line 5" in shown and "line 3, in f()" in shown
     assert "magics.py" not in shown and "cell.py" not in shown and "run_cell_magic" not in shown
-
-
-def test_a_traceback_ends_with_its_error(shell, rt):
-    """What is added to an error refers to no frame: the user's tensors become free with it."""
     printed(shell, "%%gpu 1GiB\nraise ValueError('x')")
     render_own = sys.last_value._render_traceback_
     assert not [
@@ -442,16 +432,6 @@ def test_tab_quotes_a_name_with_a_space(shell, monkeypatch):
     assert offered(shell, "%gpu park t") == ["train.ipynb"]
 
 
-def test_help_and_tab_name_notebooks_where_a_verb_takes_one():
-    """`%gpu restore train.ipynb` worked, but its help and the Tab key knew only models."""
-    for verb in verbs.VERBS.values():
-        takes = verb.name in ("why", "evict", "restore", "preload", "plan", "defrag")
-        offered = completion.candidates([verb.name], "", False, lambda: Other) or ()
-        told = "FILE.ipynb" in verbs.details(verb, verbs.MAGIC)
-        assert takes == ("train.ipynb" in offered and "qwen" in offered), verb.name
-        assert takes == told or verb.name == "cancel"
-
-
 def test_tab_leaves_python_and_the_body_of_a_cell_alone(shell, models):
     from IPython.core.completer import CompletionContext
 
@@ -526,12 +506,18 @@ def test_rt_is_the_runtime_in_the_first_cell_that_names_it(shell, rt):
     assert shell.user_ns["rt"] == "mine", "the user's own value stays"
 
 
-def test_help_is_the_table_of_verbs(shell):
-    """`%gpu?` shows the help text, with one line for each verb."""
+def test_help_is_the_table_of_verbs_and_names_notebooks_where_a_verb_takes_one(shell):
+    """`%gpu restore train.ipynb` worked, but its help and the Tab key knew only models."""
     doc = shell.find_magic("gpu").__doc__
     assert all(
         f"  %gpu {verb.name}" in doc or verb.name == "status" for verb in verbs.verbs(verbs.MAGIC)
     )
+    for verb in verbs.VERBS.values():
+        takes = verb.name in ("why", "evict", "restore", "preload", "plan", "defrag")
+        offered = completion.candidates([verb.name], "", False, lambda: Other) or ()
+        told = "FILE.ipynb" in verbs.details(verb, verbs.MAGIC)
+        assert takes == ("train.ipynb" in offered and "qwen" in offered), verb.name
+        assert takes == told or verb.name == "cancel"
 
 
 @pytest.mark.processes

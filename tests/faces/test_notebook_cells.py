@@ -85,7 +85,7 @@ def test_cells_out_of_order_and_cells_after_an_error_are_no_schedule():
     assert position.after(CELLS, "x = 2", "id2", 3.01, False) == CELLS[3:]
 
 
-def test_the_notebook_of_an_executor_is_read_from_its_command_line(tmp_path, monkeypatch):
+def test_the_notebook_is_where_its_executor_or_its_front_end_has_it(tmp_path, monkeypatch):
     (tmp_path / "in.ipynb").write_text("{}")
     wait = "import sys; print(flush=True); sys.stdin.read()"
     with subprocess.Popen(
@@ -98,9 +98,6 @@ def test_the_notebook_of_an_executor_is_read_from_its_command_line(tmp_path, mon
         found = notebook_file({}, process.pid)
         process.stdin.close()
     assert found == (str(tmp_path / "in.ipynb"), True)
-
-
-def test_the_notebook_of_a_front_end_is_where_it_wrote_it(tmp_path, monkeypatch):
     path = tmp_path / "n.ipynb"
     path.write_text("{}")
     monkeypatch.delenv("JPY_SESSION_NAME", raising=False)

@@ -79,22 +79,6 @@ def test_a_callback_of_the_user_is_found_however_it_is_scheduled(name):
         assert obstacles.why_not_loop(one).startswith("a callback is due (call_soon): ")
 
 
-def test_a_task_that_continues_is_judged_as_a_task():
-    """While cells wait, a task of the kernel's is always due to continue: the kernel never left the card."""
-
-    async def forever():
-        await asyncio.sleep(600)
-
-    with kernel() as one:
-        loop = one.io_loop.asyncio_loop
-        task = loop.create_task(forever())
-        [handle] = [each for each in loop._ready if each._callback.__self__ is task]
-        assert not [*obstacles.Own(one).strangers(handle._callback)]
-        assert "forever" in obstacles.why_not_loop(one)
-        task.cancel()
-        loop.run_until_complete(asyncio.wait([task]))
-
-
 def test_a_periodic_callback_of_the_user_is_found():
     with kernel() as one:
         periodic = PeriodicCallback(lambda: None, 1000)
@@ -152,6 +136,8 @@ def test_a_server_and_a_connection_are_named_with_the_code_that_they_call():
 
 
 def test_a_task_and_a_gui_are_named():
+    """While cells wait, a task of the kernel's is always due to continue: the kernel never left the card."""
+
     async def training():
         await asyncio.sleep(600)
 
@@ -165,6 +151,18 @@ def test_a_task_and_a_gui_are_named():
         assert obstacles.why_not_loop(one) == ""
         one.eventloop = print
         assert obstacles.why_not_loop(one) == "a GUI event loop runs its callbacks (%gui)"
+
+    async def forever():
+        await asyncio.sleep(600)
+
+    with kernel() as one:
+        loop = one.io_loop.asyncio_loop
+        task = loop.create_task(forever())
+        [handle] = [each for each in loop._ready if each._callback.__self__ is task]
+        assert not [*obstacles.Own(one).strangers(handle._callback)]
+        assert "forever" in obstacles.why_not_loop(one)
+        task.cancel()
+        loop.run_until_complete(asyncio.wait([task]))
 
 
 def test_an_idle_subshell_does_not_prevent_parking():

@@ -38,7 +38,7 @@ def test_a_screen_never_exceeds_the_terminal(name, width, height):
     assert all(line.isprintable() for line in lines)
 
 
-def test_the_view_is_drawn_until_ctrl_c_and_the_terminal_is_restored(rt):
+def test_the_view_is_drawn_until_ctrl_c_and_the_terminal_is_restored(rt, capsys):
     terminal, waits = Terminal(), []
 
     def wait(seconds):
@@ -50,8 +50,5 @@ def test_the_view_is_drawn_until_ctrl_c_and_the_terminal_is_restored(rt):
     text = "".join(terminal)
     assert text.startswith("\x1b[?1049h") and text.endswith("\x1b[?25h\x1b[?1049l")
     assert text.count("1 simulated GPU") == 3 and waits == [1.0, 1.0, 1.0]
-
-
-def test_the_view_needs_a_terminal(rt, capsys):
     with pytest.raises(GpuError, match="needs a terminal"):
         cli.watch(rt)

@@ -138,7 +138,8 @@ def test_the_tab_shows_the_plan_and_the_devices_that_change():
     assert not any(row["buttons"] for row in rows), "a dry run changes nothing"
 
 
-def test_a_typed_size_replaces_the_chosen_model_and_the_other_way_round():
+def test_a_typed_size_replaces_the_chosen_model_and_further_choices_are_asked_too():
+    """A field that the visitor leaves as registered becomes no option."""
     planned = []
     tab = opened(
         WhatIfTab, samples.busy, plan=lambda words: planned.append(words) or samples.refused
@@ -150,10 +151,6 @@ def test_a_typed_size_replaces_the_chosen_model_and_the_other_way_round():
     assert not tab.devices.visible and "does not fit, even after a wait" in tab.answer.html
     tab.model.value = "llama"
     assert tab.size.value == ""
-
-
-def test_a_choice_of_cards_layout_and_importance_is_asked_too():
-    """A field that the visitor leaves as registered becomes no option."""
     asked = []
     tab = opened(
         WhatIfTab, samples.busy, plan=lambda words, **options: asked.append(options) or PLAN

@@ -373,7 +373,7 @@ def test_after_free_the_freed_memory_is_not_cached(notebook, rt, free):
     assert rt.who().attrs["cached_bytes"] == 0
 
 
-def test_free_of_an_unknown_name_suggests_the_nearest(notebook, rt):
+def test_free_of_an_unknown_name_suggests_the_nearest_as_tab_does(notebook, rt):
     run(notebook, "model = mib(1)")
     with pytest.raises(errors.GpuError, match="no variable is called 'modle'. Did you mean model?"):
         rt.free("modle")
@@ -381,9 +381,6 @@ def test_free_of_an_unknown_name_suggests_the_nearest(notebook, rt):
     with pytest.raises(errors.GpuError, match="It is a model:  %gpu evict qwen"):
         rt.free("qwen")
     assert table(rt) == {"model": (1, 1)}
-
-
-def test_tab_completes_variables(notebook):
     run(notebook, "training_batch = mib(1)")
     from gpu.completion import candidates
 
