@@ -308,7 +308,7 @@ def make_room(session: Session, error: BaseException) -> Freed:
     end of the cell's `with` block count as freed memory.
     """
     gone: tuple[Lease, ...] = getattr(error, "left", ())
-    wanted, cards = bytes_wanted(error), _full_cards(session, error)
+    wanted, cards = bytes_wanted(error), failures.full_cards(session, error)
     freed = sum(lease.bytes_on(card) for lease in gone for card in cards)
     left = [lease.name for lease in gone]
     if wanted and freed >= wanted:
@@ -340,18 +340,6 @@ def forget_frames(error: BaseException) -> None:
             traceback.clear_frames(current.__traceback__)
             pending += [current.__cause__, current.__context__]
     gc.collect()
-
-
-def _full_cards(session: Session, error: BaseException) -> set[str]:
-    """The card that the message of `error` or of its cause names; all cards if none is named."""
-    probe = session.probe
-    cards = [device.id for device in probe.devices if not device.is_host]
-    for one in filter(None, (error, error.__cause__)):
-        found = re.search(r"GPU (\d+) has|(simgpu:\d+) out of memory", str(one))
-        full = (found[2] or f"cuda:{found[1]}") if found else ""
-        if named := {card for card in cards if probe.place(card).torch == full}:
-            return named
-    return set(cards)
 
 
 def bytes_wanted(error: BaseException) -> int:

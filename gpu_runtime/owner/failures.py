@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import re
 import traceback
 
 from ..backends.base import is_out_of_memory
@@ -207,6 +208,18 @@ def out_of_memory(
     )
 
 
+def full_cards(session: Session, error: BaseException) -> set[str]:
+    """The card that the message of `error` or of its cause names; all cards if none is named."""
+    probe = session.probe
+    cards = [device.id for device in probe.devices if not device.is_host]
+    for one in filter(None, (error, error.__cause__)):
+        found = re.search(r"GPU (\d+) has|(simgpu:\d+) out of memory", str(one))
+        full = (found[2] or f"cuda:{found[1]}") if found else ""
+        if named := {card for card in cards if probe.place(card).torch == full}:
+            return named
+    return set(cards)
+
+
 def load_error(
     session: Session, resident: Resident, step: Step, error: BaseException
 ) -> BaseException:
@@ -218,11 +231,13 @@ def load_error(
     name = resident.spec.name
     if is_out_of_memory(error):
         declared = resident.spec.size if isinstance(step, Load) else None
+        cards = [share.device for share in step.shares]  # type: ignore[union-attr]
+        full = full_cards(session, error)
         return out_of_memory(
             session,
             error,
             loading=name,
-            device=step.shares[0].device,  # type: ignore[union-attr]
+            device=next((card for card in cards if card in full), cards[0]),
             declared_bytes=declared,
         )
     if isinstance(error, GpuError) or not isinstance(error, Exception):

@@ -7,6 +7,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+from gpu_runtime import OutOfMemory
 from gpu_runtime.backends.pytorch import search
 from gpu_runtime.facts import HOST, Sample, Share
 from gpu_runtime.units import MIB
@@ -80,11 +81,11 @@ def test_a_card_that_is_full_on_the_return_changes_nothing_and_refuses_the_cell(
     rt.park()
     with simgpu.limited(**{f"card{full}": 18 * MIB}):
         for _ in range(2):
-            ran = []
-            kernel.begin()
-            assert "did not run" in kernel.refused
-            kernel.end()
-            assert own(rt) == {HOST: 50 * MIB} and not ran
+            cell(kernel)
+            assert "did not run" in kernel.refused and "parked in host memory" in kernel.refused
+            assert type(kernel.refusal) is OutOfMemory
+            assert kernel.refusal.device == f"simgpu:{full}", "the full one, and not the first"
+            assert own(rt) == {HOST: 50 * MIB}
             assert (simgpu.used_bytes(0), simgpu.used_bytes(1)) == (0, 0)
     cell(kernel)
     assert not kernel.refused and own(rt) == held
