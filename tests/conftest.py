@@ -92,7 +92,7 @@ PROCESSES = (
     "faces/test_login.py",
     "faces/test_unsafe_options.py", "faces/test_launcher.py", "faces/test_notebook.py",
     "ledgers/test_keeper_process.py", "ledgers/test_redis.py", "ledgers/test_shared.py",
-    "ledgers/test_sqlite.py", "ledgers/test_torn_directories.py", "owner/test_catalog.py",
+    "ledgers/test_sqlite.py", "ledgers/test_torn_directories.py",
     "owner/test_checkpoints.py", "owner/test_engines.py", "owner/test_torn_ledger.py",
     "fleet/test_fleet.py", "fleet/test_fleet_serving.py", "fleet/test_wished_models.py", "serving/test_headless.py",
     "serving/test_official_clients.py", "serving/test_openapi.py",

@@ -213,11 +213,14 @@ def test_a_model_that_is_away_is_saved_whole_also_over_its_own_source(
     assert same(plain(tmp_path / "copy").state_dict(), expected)
 
 
+REFUSED = "__call__ state_dict deepcopy pickle half parameters attribute".split()
+
+
 @pytest.mark.parametrize(
-    "entry", ["__call__", "state_dict", "deepcopy", "pickle", "half", "parameters", "attribute"]
+    ("away", "entry"), [("offloaded", "__call__"), *(("dropped", entry) for entry in REFUSED)]
 )
-def test_a_dropped_model_told_not_to_come_back_raises_and_writes_nothing(governed, entry):
-    module = governed("dropped", restore_on_call=False)
+def test_a_model_told_not_to_come_back_raises_and_writes_nothing(governed, away, entry):
+    module = governed(away, restore_on_call=False)
     with pytest.raises(NotResident, match="rt.use"):
         ENTRIES[entry](module)
 

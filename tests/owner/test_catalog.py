@@ -253,6 +253,7 @@ STRANGE = (
 )  # fmt: skip
 
 
+@pytest.mark.thorough
 @pytest.mark.parametrize("field", sorted({*Fields.model_fields, "x-own"}))
 def test_any_value_of_a_field_is_an_error_or_a_lawful_book(runtime, tmp_path, field):
     """The book can store every value that the catalogue accepts. Other values are printable errors."""

@@ -94,15 +94,6 @@ def test_a_new_kernel_that_holds_nothing_yet_gets_the_room_too(two):
     assert on_card(other) < 10 * GIB
 
 
-def test_a_wait_for_room_ends_and_the_cell_runs_without_it(two, impatient):
-    rt, kernel, other = two
-    keep(kernel, torch.zeros(4 * FLOATS))
-    with other.use("idle"):
-        ran = []
-        cell(kernel, lambda: ran.append(own(rt)["sim:0"] < GIB), BIG)
-    assert ran == [True] and not kernel.refused and not rt.status().tickets
-
-
 @pytest.mark.parametrize(
     ("in_use", "line"),
     [
@@ -119,6 +110,7 @@ def test_one_line_stays_after_a_wait_for_room(two, impatient, monkeypatch, in_us
     monkeypatch.setattr("gpu_runtime.owner.cell_room.LEAST_WAIT_SECONDS", 0.0)
     with other.use("idle") if in_use else nullcontext():
         news = cell(kernel, text=BIG)
+    assert not kernel.refused and not other.status().tickets
     assert re.sub(r"[\d.]+ m?s", "9 s", news).startswith(line)
 
 
@@ -411,20 +403,6 @@ def test_a_peak_counts_the_kernels_own_bytes_and_no_model(cards):
 
 
 # -- several cards ---------------------------------------------------------------------------------
-def test_the_lease_counts_every_card_and_each_storage_returns_to_its_own(cards):
-    rt, kernel = cards
-    zero, one = on(0, 3).add_(1), on(1, 5).add_(2)
-    cell(kernel)
-    assert own(rt) == {"simgpu:0": 3 * MIB, "simgpu:1": 5 * MIB}
-    assert rt.park().done and own(rt) == {HOST: 8 * MIB}
-    assert (simgpu.used_bytes(0), simgpu.used_bytes(1)) == (0, 0)
-    assert "8.0 MiB came back from RAM" in cell(kernel)
-    assert own(rt) == {"simgpu:0": 3 * MIB, "simgpu:1": 5 * MIB}
-    assert (str(zero.device), str(one.device)) == ("simgpu:0", "simgpu:1")
-    assert float(zero.cpu().sum()) == 3 * FLOATS and float(one.cpu().sum()) == 10 * FLOATS
-    del zero, one
-
-
 def test_a_request_for_either_card_parks_the_whole_kernel(cards, runtime):
     rt, kernel = cards
     zero, one = on(0, 3), on(1, 40)
@@ -448,18 +426,3 @@ def test_a_cell_that_peaks_on_the_second_card_gets_its_room_there(cards):
     cell(kernel, lambda: seen.append(own(rt)), "second")
     assert seen == [{"simgpu:0": 2 * MIB, "simgpu:1": 42 * MIB}] and not rt.here("idle")
     del kept
-
-
-def test_a_card_that_is_full_on_the_return_leaves_the_kernel_where_it_is(cards):
-    """Memory returns to two cards. If the second is full, the bytes of the first do not return either."""
-    rt, kernel = cards
-    zero, one = on(0, 3), on(1, 5)
-    cell(kernel)
-    rt.park()
-    with simgpu.limited(card1=MIB):
-        cell(kernel)
-        assert "did not run" in kernel.refused and own(rt) == {HOST: 8 * MIB}
-        assert simgpu.used_bytes(0) == 0
-    cell(kernel)
-    assert not kernel.refused and own(rt)["simgpu:1"] == 5 * MIB
-    del zero, one

@@ -158,13 +158,6 @@ def test_a_name_with_a_size_can_be_planned_with_a_context(rt):
     assert parts(plan) == [("weights", "name"), ("kv_cache", "name"), ("margin", "name")]
 
 
-@pytest.mark.parametrize("words", ["14", " 8192 ", "0.5", "1_000"])
-def test_a_size_in_text_needs_a_unit(rt, words):
-    """In an earlier version, `plan 14` was taken as a plan for fourteen bytes."""
-    with pytest.raises(BadSize, match=f"Did you mean {words.strip()} GiB"):
-        rt.plan(words)
-
-
 @pytest.mark.processes
 def test_a_plan_opens_no_torch(tmp_path):
     """A plan does not import torch, since that would make `gpu plan PATH` in a terminal slower by seconds."""

@@ -9,7 +9,7 @@ import threading
 import psutil
 import pytest
 
-from gpu_runtime import BadCall, EngineDied, EngineFault, OutOfMemory, ProcessLost
+from gpu_runtime import BadCall, EngineDied, EngineFault, ProcessLost
 from gpu_runtime.owner import registry
 from gpu_runtime.units import MIB
 from tests import tiny_models
@@ -189,23 +189,6 @@ def test_a_model_is_pinned_as_long_as_somebody_reads_its_answer(rt):
     assert registry.find(rt._session, "phi").pins
     list(stream)
     assert not registry.find(rt._session, "phi").pins
-
-
-def test_out_of_memory_while_loading_makes_whoever_is_idle_leave_and_tries_once_more(runtime):
-    rt = fakes(runtime(devices="sim:24GiB,host:64GiB"), a="4GiB", b="4GiB")
-    rt.preload("a")
-    rt.probe.place("sim:0").fail_next()
-    rt.preload("b")
-    assert where(rt) == {"a": "host", "b": "sim:0"}
-
-
-def test_out_of_memory_twice_is_told_with_the_figures(runtime):
-    rt = fakes(runtime(devices="sim:24GiB,host:64GiB"), a="4GiB")
-    rt.probe.place("sim:0").fail_next(2)
-    with pytest.raises(OutOfMemory, match="ran out of memory while loading a") as error:
-        rt.preload("a")
-    assert "4.0 GiB" in error.value.report and claims(rt) == {}
-    rt.preload("a")
 
 
 def test_a_device_side_assert_in_the_kernel_says_that_the_process_is_lost_and_what_to_do(rt):

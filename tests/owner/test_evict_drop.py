@@ -5,7 +5,7 @@ import pytest
 from gpu_runtime import GpuError
 from tests import tiny_models
 
-from .conftest import fakes
+from .conftest import fakes, loaded
 from .conftest import where as places
 
 
@@ -15,9 +15,7 @@ def where(rt):
 
 
 def test_a_dropped_model_leaves_host_memory(runtime):
-    rt = fakes(runtime(), a="8GiB", b="8GiB")
-    for name in ("a", "b"):
-        rt.preload(name)
+    rt = loaded(runtime(), a="8GiB", b="8GiB")
     rt.evict("a")
     assert rt.evict("a", drop=True).where == "disk"
     assert rt.evict("b", drop=True).bytes == 8 << 30

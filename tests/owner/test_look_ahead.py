@@ -9,7 +9,7 @@ from gpu_runtime.facts import CellModels, ModelSpec
 from gpu_runtime.owner.file_staging import stage
 from gpu_runtime.upcoming_cells import upcoming
 from tests.clock import PATIENCE, until
-from tests.owner.conftest import fakes, loaded, where
+from tests.owner.conftest import fakes, where
 
 GIB = 2**30
 
@@ -75,16 +75,6 @@ def test_what_the_running_cell_names_stays_and_its_own_models_come_first(runtime
     assert not step(rt, cells) and where(rt)["b"] != "sim:0", "the running cell needs the room"
     [_, b] = rt.schedule().models
     assert b.because == "the running cell uses a, which comes first"
-
-
-def test_no_other_process_evicts_anything_for_a_guess(runtime, notebook, shared_book):
-    other = runtime(ledger=shared_book, eviction_grace_seconds=0)
-    rt = runtime(ledger=shared_book, eviction_grace_seconds=0)
-    loaded(other, theirs="20GiB")
-    fakes(rt, b="10GiB")
-    assert not step(rt, notebook("", "b"))
-    assert where(other)["theirs"] == "sim:0" and not rt.status().tickets
-    assert "theirs" in rt.schedule().models[0].because
 
 
 def test_a_real_request_may_have_the_room_of_a_guess_at_once(runtime, notebook, shared_book):

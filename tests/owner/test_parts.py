@@ -53,14 +53,6 @@ def test_three_gib_of_a_model_of_forty_leave_and_return(runtime):
     assert totals["evictions"] == totals["offloads"] == totals["restorations"] == 1
 
 
-def test_a_second_request_takes_a_further_part(runtime):
-    rt = runtime(**BOX)
-    big(rt)
-    fakes(rt, one="3GiB", two="5GiB")
-    with rt.use("one"), rt.use("two"):
-        assert shares(rt, "big") == {"sim:0": 32 * GIB, HOST: 8 * GIB}
-
-
 def test_where_the_move_of_a_part_fails_the_model_is_whole(runtime, monkeypatch):
     broken = [RuntimeError("no pinned memory left")]
 
@@ -130,15 +122,6 @@ def test_another_owner_gives_a_part(runtime, shared_book):
     second.forget("small")
     with first.use("big", timeout=PATIENCE):
         assert where(first)["big"] == "sim:0"
-
-
-def test_a_drained_card_is_emptied_of_a_model_in_parts(runtime):
-    rt = runtime(**BOX)
-    big(rt)
-    loaded(rt, small="3GiB")
-    rt.drain("sim:0")
-    rt.tick()
-    assert shares(rt, "big") == {HOST: 40 * GIB}
 
 
 # -- modules

@@ -15,7 +15,6 @@ from gpu_runtime import (
     DoesNotFit,
     LoadFailed,
     NotAModel,
-    NotResident,
 )
 from gpu_runtime.owner import registry, release
 from tests import tiny_models
@@ -67,44 +66,6 @@ def test_a_model_answers_bit_for_bit_the_same_after_every_journey(runtime, direc
     with rt.use(kind) as reloaded:
         assert reloaded is module, "a reference that was kept is filled again in place"
         assert torch.equal(logits(reloaded), before)
-
-
-def test_models_larger_than_the_card_together_take_turns_and_stay_themselves(runtime, directories):
-    rt = runtime(devices="sim:1MiB,host:1GiB")
-    expected = {}
-    for name in ("llm", "tied", "reranker"):
-        rt.register(name, directories[name])
-        with rt.use(name) as module:
-            expected[name] = logits(module)
-    for name in ("llm", "tied", "reranker", "llm"):
-        with rt.use(name) as module:
-            assert torch.equal(logits(module), expected[name])
-    assert sum(size for device, size in claims(rt).items() if device == "sim:0") <= 0.9 * 2**20
-    assert rt.status().totals["restorations"] >= 3
-
-
-def test_a_kept_reference_comes_back_by_itself_when_it_is_called(runtime, directories):
-    rt = runtime()
-    rt.register("llm", directories["llm"])
-    with rt.use("llm") as module:
-        before = logits(module)
-    rt.evict("llm")
-    assert torch.equal(logits(module), before)
-    assert where(rt) == {"llm": "sim:0"}
-    release.evict(rt._session, registry.find(rt._session, "llm"), "to disk", drop=True)
-    assert torch.equal(logits(module), before), "from disk too"
-    ids = module.generate(IDS, max_new_tokens=3, do_sample=False)
-    assert ids.shape == (1, IDS.shape[1] + 3)
-
-
-def test_a_model_told_not_to_come_back_by_itself_says_so(runtime, directories):
-    rt = runtime()
-    rt.register("llm", directories["llm"], restore_on_call=False)
-    with rt.use("llm") as module:
-        logits(module)
-    rt.evict("llm")
-    with pytest.raises(NotResident, match=r"with rt.use\('llm'\)"):
-        logits(module)
 
 
 CHANGES = {
@@ -255,21 +216,6 @@ def test_a_damaged_model_directory_is_named(runtime, directories, tmp_path):
     with pytest.raises(LoadFailed, match="hf download no/such"):
         rt.register("hub", "no/such")
     assert rt.specs() == ()
-
-
-def test_out_of_memory_inside_a_block_becomes_one_readable_report(runtime, directories):
-    rt = runtime()
-    rt.register("llm", directories["llm"])
-    rt.register("tied", directories["tied"])
-    rt.preload("tied")
-    torch_error = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB.")
-    with pytest.raises(Exception) as raised, rt.use("llm"):
-        raise torch_error
-    text = str(raised.value)
-    assert type(raised.value).__name__ == "OutOfMemory" and raised.value.__cause__ is torch_error
-    for words in ("Tried to allocate 20.00 GiB", "tied", "llm, in use", "%gpu status"):
-        assert words in text
-    assert where(rt) == {"llm": "sim:0", "tied": "host"}, "idle models stepped aside"
 
 
 def test_threads_sharing_one_model_and_swapping_others_get_right_answers(runtime, directories):

@@ -65,16 +65,6 @@ def test_a_model_is_idle_since_the_end_of_its_use_or_of_its_load(runtime, clock)
     assert idle_seconds() == 5
 
 
-def test_a_use_without_a_wait_counts_from_its_start(runtime, clock):
-    rt = loaded(runtime(clock=clock, wall=clock), a="3GiB")
-    assert recent_uses(rt) == ()
-    clock.advance(5)
-    with rt.use("a"):
-        clock.advance(9)
-        assert recent_uses(rt) == (1005,)
-    assert recent_uses(rt) == (1005,)
-
-
 def test_a_use_counts_once_and_from_its_request_although_its_model_returns_first(runtime, clock):
     rt = runtime(clock=clock, wall=clock)
     rt.register("a", lambda verb: clock.advance(30), backend="fake", size="3GiB")

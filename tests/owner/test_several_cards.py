@@ -2,7 +2,7 @@
 
 import pytest
 
-from gpu_runtime import BadSetting, DoesNotFit
+from gpu_runtime import DoesNotFit
 from gpu_runtime.units import GIB
 
 from .conftest import claims, fakes, loaded, where
@@ -16,15 +16,6 @@ def test_one_that_no_card_holds_is_divided_and_gives_back_to_each_what_it_took(r
     assert claims(rt) == {"sim:0": 60 * GIB, "sim:1": 70 * GIB, "sim:2": 70 * GIB}
     rt.evict("big")
     assert claims(rt) == {"sim:0": 60 * GIB, "host": 140 * GIB}
-
-
-def test_what_one_card_holds_is_not_divided_unless_it_says_so(runtime):
-    rt = runtime(**FOUR)
-    rt.register("one", backend="fake", size="60GiB")
-    rt.register("own", backend="fake", size="140GiB", layout="single")
-    assert len(rt.plan("one").shares) == 1
-    with pytest.raises(DoesNotFit, match="on one device"):
-        rt.preload("own")
 
 
 def test_where_only_the_margin_is_in_the_way_it_is_named(runtime):
@@ -91,8 +82,3 @@ def test_a_plan_shows_the_cards_and_why_the_others_lost(runtime):
     said = "has {}.0 GiB free and would keep {}.0 GiB, more than sim:2".format
     others = [option.because for option in small.considered[1:]]
     assert others == [said(20, 15), said(30, 25), said(40, 35)]
-
-
-def test_a_layout_of_no_such_name_is_a_bad_setting(runtime):
-    with pytest.raises(BadSetting, match="auto, single, balanced, proportional, whole"):
-        runtime(**FOUR).register("a", backend="fake", size="1GiB", layout="split")
