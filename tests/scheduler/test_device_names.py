@@ -14,35 +14,23 @@ def card(id, uuid, **fields):
     return Device(id, 80, uuid=uuid, **fields)
 
 
-def test_an_empty_book_uses_the_drivers_names():
-    assert names((card("cuda:3", "GPU-d"), Device(HOST, 64)), Book()) == {}
-
-
 def test_a_card_has_the_name_that_the_book_gives_it():
-    """Two processes see both cards, in containers that number them differently."""
+    assert names((card("cuda:3", "GPU-d"), Device(HOST, 64)), Book()) == {}
+    # Two processes see both cards, in containers that number them differently.
     book = Book(devices=(card("cuda:0", "GPU-a"), card("cuda:1", "GPU-b"), Device(HOST, 64)))
     assert names((card("cuda:0", "GPU-b"), card("cuda:1", "GPU-a")), book) == {
         "cuda:0": "cuda:1",
         "cuda:1": "cuda:0",
     }
-
-
-def test_a_card_that_is_new_to_the_book_gets_a_free_name():
     book = Book(devices=(card("cuda:0", "GPU-a"),))
     assert names((card("cuda:0", "GPU-b"),), book) == {"cuda:0": "cuda:1"}
     assert names((card("cuda:0", "GPU-b"), card("cuda:1", "GPU-c")), book) == {"cuda:0": "cuda:2"}
     assert names((card("cuda:1", "GPU-b"),), book) == {}
-
-
-def test_an_instance_that_was_created_again_is_another_device():
-    """After a new partitioning, other MIG instances are at the same positions of the card."""
+    # After a new partitioning, other MIG instances are at the same positions of the card.
     book = Book(devices=(card("cuda:0.0", "MIG-a"), card("cuda:0.1", "MIG-b")))
     assert names((card("cuda:0.0", "MIG-c"), card("cuda:0.1", "MIG-b")), book) == {
         "cuda:0.0": "cuda:0.2"
     }
-
-
-def test_simulated_cards_have_the_same_names_in_every_process():
     book = Book(devices=(card("sim:0", "SIM-0", simulated=True),))
     assert (
         names(

@@ -22,16 +22,20 @@ def test_a_new_lease_is_placed_on_another_card_though_the_drained_one_is_emptier
     page = book(drained={"sim:0": ANN})
     _, verdict = decide(page, request("qwen", 4, policy="most-free"), world(sim0=20, sim1=8))
     assert isinstance(verdict, Grant) and verdict.lease.target == (Share("sim:1", 4 * GIB),)
-
-
-def test_the_runners_up_say_that_a_card_is_drained():
+    page = book(lease("qwen", host=4), drained={"sim:0": ANN})
+    _, verdict = decide(page, request("qwen", 4), world(sim0=20, sim1=8))
+    assert isinstance(verdict, Grant) and isinstance(verdict.steps[0], Move)
+    assert verdict.lease.target == (Share("sim:1", 4 * GIB),)
     page = book(drained={"sim:0": ANN})
     considered = plan(page, request("qwen", 4), world(sim0=20, sim1=8), lru).considered
     assert [(c.shares[0].device, c.fits) for c in considered] == [("sim:1", True), ("sim:0", False)]
     assert considered[1].because == "sim:0 was drained by ann 3 min ago"
+    # All its tensors belong to another model.
+    _, verdict = decide(book(drained={"sim:0": ANN}), request("alias", 0), world(sim0=20))
+    assert isinstance(verdict, Grant)
 
 
-def test_if_every_card_is_drained_the_refusal_says_what_to_type():
+def test_if_every_card_is_drained_the_refusal_names_each_and_says_what_to_type():
     """At once and without evictions, because waiting would not help."""
     page = book(lease("idle", sim0=4), drained={"sim:0": ANN})
     after, verdict = decide(page, request("qwen", 4), world(sim0=20))
@@ -45,9 +49,6 @@ def test_if_every_card_is_drained_the_refusal_says_what_to_type():
         error
     )
     assert "gpu drain sim:0 --undo" in str(error)
-
-
-def test_the_refusal_names_every_drained_card():
     page = book(drained={"sim:0": ANN, "sim:1": Drain("bob", WALL + NOW - 60)})
     _, verdict = decide(page, request("qwen", 4), world(sim0=20, sim1=20))
     assert (
@@ -60,13 +61,6 @@ def test_a_request_waits_for_the_remaining_card_and_evicts_nothing_on_the_draine
     after, verdict = decide(page, request("qwen", 4), world(sim0=8, sim1=8))
     assert isinstance(verdict, Wait) and verdict.blockers == (at(1, "busy"),)
     assert after.find(at(1, "old")).shares == (Share("sim:0", 8 * GIB),)
-
-
-def test_a_model_from_a_drained_card_is_restored_to_another():
-    page = book(lease("qwen", host=4), drained={"sim:0": ANN})
-    _, verdict = decide(page, request("qwen", 4), world(sim0=20, sim1=8))
-    assert isinstance(verdict, Grant) and isinstance(verdict.steps[0], Move)
-    assert verdict.lease.target == (Share("sim:1", 4 * GIB),)
 
 
 def test_idle_leases_leave_even_if_just_used_kept_alive_or_important():
@@ -137,18 +131,6 @@ def test_a_model_is_not_divided_over_a_drained_card(layout):
         assert at(1, "m0") not in {step.lease for step in verdict.steps}
     _, verdict = decide(book(drained={"sim:0": ANN, "sim:1": ANN}), wanted, there)
     assert isinstance(verdict, Refuse)
-
-
-def test_a_model_of_no_bytes_may_use_a_drained_card():
-    """All its tensors belong to another model."""
-    _, verdict = decide(book(drained={"sim:0": ANN}), request("alias", 0), world(sim0=20))
-    assert isinstance(verdict, Grant)
-
-
-def test_an_owner_moves_only_its_own_leases():
-    page = book(lease("mine", sim0=2), lease("yours", by=2, sim0=2), drained={"sim:0": ANN})
-    _, steps = drain.vacate(page, owner(1).id, world(sim0=20), "k")
-    assert [step.lease for step in steps] == [at(1, "mine")]
 
 
 def test_a_drain_and_its_end_are_both_events():

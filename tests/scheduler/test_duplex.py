@@ -60,7 +60,7 @@ def test_a_stage_frees_its_bytes_and_the_rest_is_still_leaving():
     assert (done.events[-1].action, done.events[-1].bytes) == ("offloaded", size(40))
 
 
-def test_a_part_takes_the_free_bytes_and_the_ticket_waits_for_the_rest():
+def test_a_part_takes_the_free_bytes_in_whole_pieces_and_the_ticket_waits_for_the_rest():
     page, there = crossing()
     page = leaving(page, 5)
     asked = wanted(40, under_way=(at(1, "old"),))
@@ -75,6 +75,19 @@ def test_a_part_takes_the_free_bytes_and_the_ticket_waits_for_the_rest():
     arriving = after.find(at(1, "new"))
     assert (arriving.pins, arriving.last_used, arriving.importance) == (1, there.now, 20)
     assert "5.0 GiB of new return meanwhile" in grant.because
+    # Its grant also reserves the working memory.
+    page, there = crossing()
+    page = leaving(page, 39.5)
+    _, grant = admit(page, wanted(40, under_way=(at(1, "old"),)), there, lru)
+    assert grant.steps[0].shares == (Share("sim:0", size(39)),)
+    # The part and the ticket together keep the room that the whole model needs.
+    page, there = crossing()
+    page = leaving(page, 5)
+    page, grant = admit(page, wanted(40, under_way=(at(1, "old"),)), there, lru)
+    page = books.perform(page, grant.steps[0], there)
+    page = leaving(page, 5)
+    _, verdict = admit(page, request("rival", 3, by=2, importance="batch"), there, lru)
+    assert isinstance(verdict, Wait) and not verdict.asked and not verdict.steps
 
 
 @pytest.mark.parametrize(
@@ -94,14 +107,6 @@ def test_otherwise_it_waits(fields, words):
     assert isinstance(verdict, Wait) and not verdict.steps
 
 
-def test_a_piece_stays_in_host_memory_until_the_whole_model_is_granted():
-    """Its grant also reserves the working memory."""
-    page, there = crossing()
-    page = leaving(page, 39.5)
-    _, grant = admit(page, wanted(40, under_way=(at(1, "old"),)), there, lru)
-    assert grant.steps[0].shares == (Share("sim:0", size(39)),)
-
-
 def test_the_steps_of_others_threads_are_not_returned_again():
     """Without `under_way`, the owner has not received the steps of its own departures."""
     page, there = crossing()
@@ -109,17 +114,6 @@ def test_the_steps_of_others_threads_are_not_returned_again():
     assert [step.lease for step in verdict.steps] == [at(1, "old")]
     _, verdict = admit(page, wanted(40, under_way=(at(1, "old"),)), there, lru)
     assert isinstance(verdict, Wait) and not verdict.steps
-
-
-def test_nobody_else_takes_the_room_of_a_part():
-    """The part and the ticket together keep the room that the whole model needs."""
-    page, there = crossing()
-    page = leaving(page, 5)
-    page, grant = admit(page, wanted(40, under_way=(at(1, "old"),)), there, lru)
-    page = books.perform(page, grant.steps[0], there)
-    page = leaving(page, 5)
-    _, verdict = admit(page, request("rival", 3, by=2, importance="batch"), there, lru)
-    assert isinstance(verdict, Wait) and not verdict.asked and not verdict.steps
 
 
 @given(

@@ -26,10 +26,6 @@ def gib(**need):
     return {f"sim:{key[-1]}": size(value) for key, value in need.items()}
 
 
-def test_lru_is_the_time_of_last_use():
-    assert lru(lease("a", sim0=1, last_used=7.0), THERE) == 7.0
-
-
 def test_cost_aware_evicts_the_lease_that_frees_most_for_the_fewest_seconds():
     """The score is the seconds to load the lease again for each GiB that it frees. Idle time lowers the score."""
     quick = lease("quick", sim0=10, restore_seconds=1, reload_seconds=30, last_used=NOW - 99)
@@ -111,14 +107,11 @@ def test_the_most_precious_of_the_chosen_is_spared_first():
     assert victims(gib(sim0=10), [a, b, big], THERE, lru) == (a, big)
 
 
-def test_equal_ranks_are_ordered_by_name():
+def test_equal_ranks_are_ordered_by_last_use_and_then_by_name():
     """With equal ranks the order does not depend on the machine: the same page gives the same victims."""
     one, two = lease("one", sim0=4), lease("two", sim0=4)
     assert victims(gib(sim0=4), [two, one], THERE, lru) == (one,)
-
-
-def test_of_equal_ranks_the_least_recently_used_leaves():
-    """A constant policy ranks all alike. A model that was used a moment ago stays."""
+    # A constant policy ranks all alike. A model that was used a moment ago stays.
     new, old = lease("a", sim0=4, last_used=9), lease("b", sim0=4, last_used=1)
     assert victims(gib(sim0=4), [new, old], THERE, lambda lease, world: 0.0) == (old,)
 

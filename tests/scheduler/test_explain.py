@@ -38,7 +38,7 @@ from tests.worlds import NOW, book, decide, lease, request, world
 RULES = PlacementRules()
 
 
-def test_a_grant_says_why_the_other_cards_lost():
+def test_a_decision_says_why_the_other_cards_lost():
     page, there = (
         book(lease("a", sim1=4, pins=1), lease("b", sim2=15, pins=1)),
         world(sim0=20, sim1=20, sim2=20),
@@ -49,31 +49,18 @@ def test_a_grant_says_why_the_other_cards_lost():
         "sim:0: has 20.0 GiB free and would keep 10.0 GiB, more than sim:1.",
         "sim:2: has 5.0 GiB free, 5.0 GiB too little.",
     )
-
-
-def test_a_grant_that_needed_room_lists_the_other_possible_victims():
-    """At the time of the grant the room is already free. So the report has the candidates of the earlier wait."""
+    # At the time of the grant the room is already free. So the report has the candidates of the
+    # earlier wait.
     page = book(lease("a", sim0=15, reload_seconds=2), lease("b", sim1=15, reload_seconds=60))
     page, wait = decide(page, request("qwen", 18), world(sim0=20, sim1=20))
     granted = Grant(Lease("1", "qwen", target=(Share("sim:0", 18 * GIB),)), (), "qwen fits")
     assert alternatives(granted, RULES, wait.considered) == (
         "sim:1: b would be evicted, and would take 60 s to load again, not 2.0 s.",
     )
-
-
-def test_a_wait_says_why_the_other_cards_lost():
     page = book(lease("a", sim0=15, pins=1), lease("b", sim1=12, pins=1))
     _, wait = decide(page, request("qwen", 18), world(sim0=20, sim1=20))
     assert isinstance(wait, Wait)
     assert alternatives(wait, RULES) == ("sim:0: has 5.0 GiB free, 13.0 GiB too little.",)
-
-
-def test_without_other_candidates_there_are_no_runners_up():
-    for verdict in (Wait("b"), Refuse("b"), Grant(Lease("1", "a"), (), "b")):
-        assert alternatives(verdict, RULES) == ()
-
-
-def test_the_journal_lists_only_a_few_cards_of_a_large_machine():
     many = tuple(Candidate((Share(f"sim:{n}", 1),), False, "full") for n in range(64))
     assert len(alternatives(Refuse("no", considered=many), RULES)) == MOST_RUNNERS_UP
 

@@ -36,21 +36,14 @@ def reaped(page, at=NOW, **how):
 HELD = book(lease("a", by=2, cuda0=40, settled_at=NOW - 100), owners=(1, 2))
 
 
-def test_a_sample_from_before_the_death_frees_nothing():
-    """It counted them as used: as free bytes they would be granted too early."""
+def test_bytes_that_no_sample_has_seen_count_in_full_when_their_owner_dies():
     page = reaped(HELD)
     assert page.claims() == {"cuda:0": size(40)}
     assert room(page, there(40, taken_at=NOW - 1))["cuda:0"] == size(32)
-
-
-def test_bytes_that_came_after_the_sample_are_not_free_when_their_owner_dies():
-    """They settled after the card's last sample: dropped, they would be granted twice."""
+    # They settled after the card's last sample: dropped, they would be granted twice.
     page = reaped(book(lease("a", by=2, cuda0=40, settled_at=NOW - 0.5), owners=(1, 2)), free=80)
     assert room(page, there(80, taken_at=NOW - 1))["cuda:0"] == size(32)
     assert room(page, there(50, taken_at=NOW - 1))["cuda:0"] == size(10)
-
-
-def test_bytes_that_were_arriving_when_their_owner_died_count_in_full():
     arriving = lease("a", by=2, cuda0=0)
     arriving = replace(
         arriving, shares=(), target=lease("a", cuda0=40).shares, phase=Phase.ARRIVING
@@ -59,19 +52,19 @@ def test_bytes_that_were_arriving_when_their_owner_died_count_in_full():
     assert room(page, there(80, taken_at=NOW - 1))["cuda:0"] == size(32)
 
 
-def test_a_sample_from_after_the_death_that_still_lists_the_process_frees_nothing():
+def test_only_a_later_sample_without_the_process_frees_its_bytes():
     """The driver needs time to free them: a grant would exceed the card's budget."""
     later = there(40, taken_at=NOW + 1, now=NOW + 1, listing={2: size(40)})
     page = ghosts.measure(reaped(HELD), later)
     assert room(page, later)["cuda:0"] == size(32)
-
-
-def test_a_sample_from_after_the_death_without_the_process_frees_everything():
     later = there(80, taken_at=NOW + 1, now=NOW + 1, listing={77: size(1)})
     page = ghosts.measure(reaped(HELD), later)
     assert (page.ghosts, page.claims(), room(page, later)["cuda:0"]) == ((), {}, size(72))
     # with the proof in the page nobody goes by an older sample
     assert page.samples == later.samples
+    assert not reaped(HELD).ghosts[0].gone(None)
+    assert not reaped(HELD).ghosts[0].gone(Sample("cuda:0", NOW, 5))
+    assert reaped(HELD).ghosts[0].gone(Sample("cuda:0", NOW + 0.001, 5))
 
 
 @pytest.mark.parametrize("bytes_", [None, size(40)])
@@ -149,9 +142,3 @@ def test_the_event_describes_the_card_correctly():
         "pid 2 ended; its memory is free once its driver reports it.",
         "pid 2 ended; its memory is free again.",
     ]
-
-
-def test_a_ghost_without_a_sample_stays():
-    assert not reaped(HELD).ghosts[0].gone(None)
-    assert not reaped(HELD).ghosts[0].gone(Sample("cuda:0", NOW, 5))
-    assert reaped(HELD).ghosts[0].gone(Sample("cuda:0", NOW + 0.001, 5))

@@ -22,13 +22,10 @@ def arriving(name: str, *, by: int) -> Lease:
     return replace(lease(name, by=by), shares=(), target=target, phase=Phase.ARRIVING, pins=1)
 
 
-def test_the_medians_of_both_kinds_are_compared():
+def test_the_medians_of_both_kinds_are_compared_if_both_were_measured():
     loads = [load(4.0), load(5.0), load(9.0), load(8.0, "llama"), load(12.0, "llama", "phi")]
     assert interference(loads) == "Loads took 5.0 s alone, and 10 s beside llama, phi."
-
-
-def test_nothing_is_said_unless_both_kinds_were_measured():
-    """A load without a measurement, or from another source, says nothing about the next load."""
+    # A load without a measurement, or from another source, says nothing about the next load.
     assert interference([]) == interference([load(4.0)]) == ""
     assert interference([load(8.0, "llama"), load(0.0)]) == ""
     assert interference([load(4.0, source="old"), load(8.0, "llama")]) == ""

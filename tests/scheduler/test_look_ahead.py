@@ -58,47 +58,33 @@ def test_an_own_idle_model_that_is_used_later_or_never_leaves():
     assert isinstance(verdict, Grant)
 
 
-def test_a_model_that_is_used_sooner_stays():
+def test_what_is_used_sooner_or_by_running_code_stays():
     """Otherwise the very next cell would need it again."""
     them = book(lease("a", sim0=10), lease("b", sim0=10))
     assert guess(them, "c", "a", "b", "c")[1].steps == ()
     after, verdict = guess(them, "c", "a", "c", "b")
     assert [step.lease for step in verdict.steps] == [at(1, "b")] and after is not them
-
-
-def test_a_model_that_the_running_cell_names_stays():
     them = book(lease("a", sim0=10), lease("b", sim0=10))
     verdict = guess(them, "c", "c", "b", running=["a", "b"])[1]
     assert isinstance(verdict, Wait) and not verdict.steps
-
-
-def test_what_the_notebook_s_own_code_holds_stays():
     them = book(lease("notebook", sim0=20, kind="kernel", droppable=False))
     after, verdict = guess(them, "b", "b")
     assert after is them and isinstance(verdict, Wait) and not verdict.steps
 
 
-def test_another_process_evicts_nothing_for_a_guess():
+def test_a_guess_takes_nothing_of_another_process():
     them = book(lease("theirs", by=2, sim0=20))
     after, verdict = guess(them, "b", "b")
     assert isinstance(verdict, Wait) and (verdict.steps, verdict.asked) == ((), ())
     assert after is them, "nothing is written, not even a ticket"
-
-
-def test_while_a_request_waits_nothing_is_loaded_ahead():
     them = book(owners=(1, 2), tickets=[ticket("theirs", by=2, sim0=1)])
     after, verdict = guess(them, "b", "b")
     assert after is them and verdict == Wait("a request waits, and comes first")
-
-
-def test_what_can_never_fit_is_not_noted_as_a_refusal():
     them = book()
     after, verdict = guess(them, "b", "b", gib=99)
     assert after is them and isinstance(verdict, Wait) and "99" in verdict.because
-
-
-def test_the_host_s_memory_of_another_process_is_not_spent():
-    """The guess may not offload a model if the host would have to drop another process's model for it."""
+    # The guess may not offload a model if the host would have to drop another process's model for
+    # it.
     precious = lease("mine", sim0=20, droppable=False)
     them = book(precious, lease("warm", by=2, host=10))
     after, verdict = guess(them, "b", "b", room={"host": 20})

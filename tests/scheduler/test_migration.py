@@ -56,21 +56,15 @@ def test_room_is_reserved_on_the_new_card_before_anything_leaves_the_old():
     assert abandon(page, owner(1).id, "qwen", "k", FOUR).find(qwen.id) == replace(qwen, key="")
 
 
-def test_a_model_moves_to_several_cards_in_equal_shares_and_back_to_one():
+def test_a_model_moves_to_several_cards_by_its_pieces_and_back_to_one():
     page, step = moving(book(lease("qwen", sim0=6)), "sim:2", "sim:3")
     assert step.shares == (Share("sim:2", size(3)), Share("sim:3", size(3)))
     page = left(page, step, step.shares, FOUR)
     page, back = moving(page, "sim:0")
     assert back.shares == (Share("sim:0", size(6)),)
-
-
-def test_shares_keep_to_the_pieces_of_the_model():
     pieces = (size(1), size(1), size(4))
     _, step = moving(book(lease("qwen", sim0=6)), "sim:2", "sim:3", pieces=pieces)
     assert {share.bytes for share in step.shares} == {size(2), size(4)}
-
-
-def test_a_move_to_where_the_model_is_already_does_nothing():
     page = book(lease("qwen", sim0=6))
     assert moving(page, "sim:0") == (page, None)
     wider = moving(book(lease("qwen", sim0=4)), "sim:0", "sim:1")[1]
@@ -158,7 +152,7 @@ def obeyed(page, asker):
     return replayed(lambda book: obey(book, owner(1).id, FOUR, "k", {"2:move": asker}), page)[1:]
 
 
-def test_a_move_request_names_the_cards_for_the_owner():
+def test_a_move_request_names_the_cards_for_the_owner_who_moves_for_an_operator_only():
     page, verdict = asked(book(lease("qwen", sim0=6), owners=(1, 2)), "sim:1", "sim:2")
     owned = (at(1, "qwen"),)
     assert verdict == Wait("pid 1 was asked to move qwen", asked=owned, silent=owned)
@@ -166,9 +160,6 @@ def test_a_move_request_names_the_cards_for_the_owner():
     places = ("sim:1", "sim:2")
     assert order == Order("2:move", "move", "qwen", "ann", "", places, "ann, pid 2", "2.1.0")
     assert steps == ()
-
-
-def test_another_users_model_is_moved_for_an_operator_only():
     page, _ = asked(book(lease("qwen", sim0=6), owners=(1, 2)), "sim:1")
     assert "ann may not move qwen" in obeyed(page, Asker("ann"))[1][0].refused
     assert obeyed(page, Asker("ann", operator=True))[1][0].refused == ""

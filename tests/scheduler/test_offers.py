@@ -46,12 +46,16 @@ def test_a_plan_says_how_much_effort_it_takes():
     assert level(book(), gib=24).level is PlanLevel.NEVER
 
 
-def test_a_plan_names_its_victims_and_the_most_important_of_them():
+def test_a_plan_names_its_victims_and_how_much_stays_free():
     wished = dict(importance=20, wished=1)
     page = book(lease("a", sim0=10, **wished), lease("b", by=2, sim0=10, importance=15))
     told = level(page)
     assert [id.partition("/")[2] for id in told.victims] == ["a", "b"]
     assert (told.victims_importance, told.victims_wished) == (15, 1)
+    assert level(book(), sim0=20).left_bytes == 6 * GIB
+    halves = request("qwen", 14, layout="balanced", rules={"margin_bytes": 0, "least_cards": 2})
+    told = plan(book(lease("a", sim1=5, pins=1)), halves, world(sim0=20, sim1=20), lru)
+    assert told.left_bytes == 8 * GIB, "on the fullest card"
 
 
 def test_measured_seconds_are_used_and_marked():
@@ -64,18 +68,8 @@ def test_measured_seconds_are_used_and_marked():
     assert not level(book(known, lease("old", sim0=14))).measured, "the offload is estimated"
     parts = lease("qwen", sim0=7, host=7, piece_bytes=GIB, restore_seconds=2.0)
     assert level(book(parts)).seconds == 1.0, "of the half that returns"
-
-
-def test_the_offload_of_victims_counts_in_the_seconds():
     alone, after_old = level(book()), level(book(lease("old", sim0=14)))
     assert after_old.seconds > alone.seconds
-
-
-def test_a_plan_says_how_much_stays_free():
-    assert level(book(), sim0=20).left_bytes == 6 * GIB
-    halves = request("qwen", 14, layout="balanced", rules={"margin_bytes": 0, "least_cards": 2})
-    told = plan(book(lease("a", sim1=5, pins=1)), halves, world(sim0=20, sim1=20), lru)
-    assert told.left_bytes == 8 * GIB, "on the fullest card"
 
 
 def test_a_model_that_cannot_be_loaded_is_never_offered():
@@ -94,18 +88,12 @@ def best(*offers: Offer) -> str:
     return ranked(offers)[0].host
 
 
-def test_less_effort_is_better_whatever_else_is_offered():
+def test_less_effort_is_better_then_fewer_users_then_less_important_victims():
     order = ["here", "restore", "room", "restore-evicting", "evict", "wait", "never"]
     found = ranked(offer(f"box{n}", what, seconds=9.0 - n) for n, what in enumerate(order))
     assert [one.level for one in found] == order
-
-
-def test_a_copy_that_fewer_blocks_use_comes_first():
     assert best(offer("a", "here", users=2), offer("b", "here", users=1)) == "b"
-
-
-def test_the_least_important_victims_are_evicted():
-    """Fewer users of the model on the host count more."""
+    # Fewer users of the model on the host count more.
     urgent = offer("a", "evict", victims=("x",), victims_importance=5)
     batch = offer("b", "evict", victims=("y",), victims_importance=30, seconds=60.0)
     assert best(urgent, batch) == "b"
@@ -114,6 +102,9 @@ def test_the_least_important_victims_are_evicted():
         best(urgent, offer("b", "evict", victims=("y",), victims_importance=5, victims_wished=1))
         == "a"
     )
+    assert best(offer("a", seconds=9.0), offer("b", seconds=2.0)) == "b"
+    assert best(offer("a", left_bytes=40), offer("b", left_bytes=10)) == "b"
+    assert best(offer("b"), offer("a")) == "a"
 
 
 @pytest.mark.parametrize("seconds", [(3.49, 3.51), (2.99, 3.01), (0.1, 0.55), (60.0, 65.0)])
@@ -133,12 +124,6 @@ def test_the_best_host_is_close_to_the_fastest_and_fits_best_of_those(times):
     found = ranked(offers)
     assert found[0].left_bytes == min(one.left_bytes for one in close)
     assert set(found[: len(close)]) == set(close) and len(set(found)) == len(offers)
-
-
-def test_then_the_seconds_then_the_best_fit_then_the_name():
-    assert best(offer("a", seconds=9.0), offer("b", seconds=2.0)) == "b"
-    assert best(offer("a", left_bytes=40), offer("b", left_bytes=10)) == "b"
-    assert best(offer("b"), offer("a")) == "a"
 
 
 OFFERS = st.lists(
@@ -286,10 +271,6 @@ def test_the_best_eight_have_the_best_level_of_all(boxes, need):
         assert best_of_eight.left_bytes == best.left_bytes
 
 
-def test_the_largest_model_is_placed_first():
-    assert largest_first([("small", 4), ("big", 70), ("also", 4)]) == ("big", "also", "small")
-
-
 @pytest.mark.parametrize("gib", [4, 20, 40, 70])
 def test_the_best_of_eight_plans_is_the_best_of_all(gib):
     """The rooms of all hosts are enough to choose the eight that make a plan."""
@@ -308,3 +289,4 @@ def test_the_best_of_eight_plans_is_the_best_of_all_where_every_host_must_evict(
     assert len(full) > MOST_PLANNED
     best, best_of_all, _ = bench_fleet.decide(full, wanted)
     assert best.host == best_of_all.host
+    assert largest_first([("small", 4), ("big", 70), ("also", 4)]) == ("big", "also", "small")

@@ -53,7 +53,7 @@ def decide(page: Book, wanted: Any, there: Any) -> tuple[Book, Any]:
     return admit(page, wanted, there, lru)
 
 
-def test_only_the_missing_bytes_leave():
+def test_only_the_missing_bytes_leave_rounded_up_to_pieces():
     """A request for 3 GiB takes 3 GiB of an idle model of 40 GiB."""
     page, there = book(big()), world(sim0=40, host=64)
     after, wait = decide(page, request("new", 3), there)
@@ -64,19 +64,16 @@ def test_only_the_missing_bytes_leave():
     assert after.claims() == {"sim:0": size(37), HOST: size(3)}
     _, grant = decide(after, request("new", 3), there)
     assert isinstance(grant, Grant)
-
-
-def test_a_part_costs_only_the_seconds_of_its_return():
-    """3 of 40 GiB come back in 3 s, a small model in 5 s."""
-    page = book(big(reload_seconds=40), lease("small", sim1=3, reload_seconds=5))
-    _, wait = decide(page, request("new", 3), world(sim0=40, sim1=3, host=64))
-    assert [step.lease for step in wait.steps] == [at(1, "big")]
-
-
-def test_a_part_is_rounded_up_to_pieces():
     page = book(big(piece_bytes=int(2.5 * GIB)))
     _, wait = decide(page, request("new", 3), world(sim0=40, host=64))
     assert wait.steps[0].shares == shares(host=5)
+    # 3 of 40 GiB come back in 3 s, a small model in 5 s.
+    page = book(big(reload_seconds=40), lease("small", sim1=3, reload_seconds=5))
+    _, wait = decide(page, request("new", 3), world(sim0=40, sim1=3, host=64))
+    assert [step.lease for step in wait.steps] == [at(1, "big")]
+    page = book(big(by=2), owners=(1, 2))
+    told = plan(page, request("new", 3), world(sim0=40, host=64), lru)
+    assert told.granted and told.steps[0].shares == shares(host=3)
 
 
 def test_only_the_missing_bytes_return():
@@ -90,17 +87,19 @@ def test_only_the_missing_bytes_return():
     back = after.lease(owner(1).id, "big")
     assert (back.shares, back.phase) == (shares(sim0=40), Phase.SETTLED)
     assert (after.events[-1].action, after.events[-1].bytes) == ("restored", size(3))
-
-
-def test_the_time_of_a_part_is_not_journalled_as_that_of_the_model():
     page, there = book(big(sim0=37, host=3)), world(sim0=40, host=64)
     after, _ = decide(page, request("big", 40), there)
     after = books.arrived(after, owner(1).id, "big", shares(sim0=40), there, restore_seconds=4.0)
     assert after.events[-1].seconds == 0.0
     assert after.lease(owner(1).id, "big").restore_seconds == 4.0
+    page, there = book(big(sim0=37, host=3)), world(sim0=40, host=64)
+    after, grant = decide(page, request("big", 40), there)
+    again = books.abandon(after, owner(1).id, "big", grant.lease.key, there)
+    lease_ = again.lease(owner(1).id, "big")
+    assert (lease_.shares, lease_.target, lease_.filled) == (shares(sim0=37, host=3), (), ())
 
 
-def test_a_return_reserves_working_memory_again():
+def test_working_memory_is_reserved_for_the_whole_and_freed_before_a_second_piece():
     page, there = book(big(sim0=37, host=3)), world(sim0=44, host=64)
     wanted = request("big", 40)
     room = Part("kv_cache", size(4), "config")
@@ -112,16 +111,13 @@ def test_a_return_reserves_working_memory_again():
     assert grant.steps[0].shares == shares(sim0=3)
     back = grant.lease.holding(shares(sim0=40))
     assert (back.shares, back.own_bytes) == (shares(sim0=44), size(40))
-
-
-def test_working_memory_is_freed_before_a_second_piece_leaves():
-    """The model is not used while it is in parts, so it needs no working memory then."""
+    # The model is not used while it is in parts, so it needs no working memory then.
     whole = big(sim0=44, filled=shares(sim0=40), working_bytes=size(4))
     _, wait = decide(book(whole), request("new", 4), world(sim0=44, host=64))
     assert wait.steps[0].shares == shares(host=1) and wait.steps[0].source == shares(sim0=5)
 
 
-def test_a_model_in_parts_on_a_card_that_is_too_small_is_refused_with_the_reason():
+def test_a_model_in_parts_on_a_card_that_is_too_small_leaves_it_or_is_refused_with_the_reason():
     """Its bytes must leave the card before it fits elsewhere. The host has no room, so waiting would not help."""
     stuck = big(sim0=20, host=20, droppable=False)
     small = world(sim0=30, sim1=40, host=20, limit_bytes=size(50))
@@ -136,10 +132,7 @@ def test_a_model_in_parts_on_a_card_that_is_too_small_is_refused_with_the_reason
         "big needs 40.0 GiB, over several cards; sim:0,1 could give 5.0 GiB + 25.0 GiB, and "
         "big (40.0 GiB) exists nowhere else, and the host has no room for them all"
     )
-
-
-def test_a_model_in_parts_on_a_card_that_is_too_small_leaves_it_for_another_card():
-    """Its bytes count on both cards, so under the owner's limit some go to host memory first."""
+    # Its bytes count on both cards, so under the owner's limit some go to host memory first.
     page = book(big(sim0=20, host=20))
     there = world(sim0=30, sim1=40, host=64, limit_bytes=size(50))
     after, wait = decide(page, request("big", 40), there)
@@ -162,50 +155,22 @@ def test_pieces_that_the_host_can_take_count_for_the_own_limit():
     assert [step.shares for step in wait.steps] == [shares(host=1)]
 
 
-def test_pieces_leave_although_a_smaller_model_would_fit_into_the_host_as_a_whole():
+def test_pieces_leave_if_the_host_can_take_no_whole_model():
     """The host has room for the small model, or for 3 of the pieces. Only the pieces are enough."""
     small = lease("small", sim0=1, droppable=False)
     large = lease("large", sim0=20, piece_bytes=4 * GIB, droppable=False)
     page, there = book(small, large), world(sim0=24, host=12)
     _, wait = decide(page, request("new", 14), there)
     assert [(step.lease, step.shares) for step in wait.steps] == [(at(1, "large"), shares(host=12))]
-
-
-def test_pieces_leave_for_a_model_on_several_cards_if_the_host_cannot_take_the_whole():
-    """Their weights exist nowhere else. 2 GiB of one model are enough, and the host has room for 3."""
+    # Their weights exist nowhere else. 2 GiB of one model are enough, and the host has room for 3.
     one = lease("one", by=2, sim0=8, piece_bytes=GIB, droppable=False)
     other = lease("other", by=2, sim1=8, piece_bytes=GIB, droppable=False)
     wanted = request("new", 6, layout="proportional", rules={"margin_bytes": 0})
     page, there = book(one, other, owners=(1,)), world(sim0=10, sim1=10, host=3)
     _, wait = decide(page, wanted, there)
     assert isinstance(wait, Wait) and wait.asked_bytes == (size(2),)
-
-
-def test_room_for_the_return_is_made_as_for_any_request():
-    page = book(big(sim0=37, host=3), lease("other", sim0=3, by=1))
-    after, wait = decide(page, request("big", 40), world(sim0=40, host=64))
-    assert isinstance(wait, Wait) and [step.lease for step in wait.steps] == [at(1, "other")]
-    assert after.ticket("1:big").need == shares(sim0=3)
-
-
-def test_a_lease_in_parts_may_move_to_another_card():
-    """Its own card is full of a model in use. All its bytes count on both until the move is done."""
-    page = book(big(sim0=10, host=30), lease("used", sim0=30, pins=1))
-    after, grant = decide(page, request("big", 40), world(sim0=40, sim1=40, host=64))
-    assert isinstance(grant, Grant) and grant.steps[0].shares == shares(sim1=40)
-    assert after.claims() == {"sim:0": size(40), "sim:1": size(40), HOST: size(30)}
-
-
-def test_a_lease_in_parts_is_not_in_its_own_way():
-    """The weights exist nowhere else and host memory is full, so the lease's bytes on the card cannot leave."""
-    mine = big(sim0=37, host=3, droppable=False)
-    page = book(mine, lease("used", sim0=3, pins=1))
-    _, verdict = decide(page, request("big", 40), world(sim0=40, host=3))
-    assert isinstance(verdict, Wait)
-
-
-def test_the_host_needs_room_only_for_the_bytes_that_leave():
-    """A model of 40 GiB, whose weights exist nowhere else, frees 3 GiB although the host has room for only 4 GiB."""
+    # A model of 40 GiB, whose weights exist nowhere else, frees 3 GiB although the host has room
+    # for only 4 GiB.
     page = book(big(droppable=False))
     _, wait = decide(page, request("new", 3), world(sim0=40, host=4))
     assert wait.steps[0].shares == shares(host=3)
@@ -213,20 +178,35 @@ def test_the_host_needs_room_only_for_the_bytes_that_leave():
     assert isinstance(refusal, Refuse)
 
 
-def test_a_droppable_lease_leaves_whole_if_the_host_has_no_room_for_its_part():
+def test_room_for_a_return_is_made_or_it_moves_to_another_card():
+    page = book(big(sim0=37, host=3), lease("other", sim0=3, by=1))
+    after, wait = decide(page, request("big", 40), world(sim0=40, host=64))
+    assert isinstance(wait, Wait) and [step.lease for step in wait.steps] == [at(1, "other")]
+    assert after.ticket("1:big").need == shares(sim0=3)
+    # Its own card is full of a model in use. All its bytes count on both until the move is done.
+    page = book(big(sim0=10, host=30), lease("used", sim0=30, pins=1))
+    after, grant = decide(page, request("big", 40), world(sim0=40, sim1=40, host=64))
+    assert isinstance(grant, Grant) and grant.steps[0].shares == shares(sim1=40)
+    assert after.claims() == {"sim:0": size(40), "sim:1": size(40), HOST: size(30)}
+    # The weights exist nowhere else and host memory is full, so the lease's bytes on the card
+    # cannot leave.
+    mine = big(sim0=37, host=3, droppable=False)
+    page = book(mine, lease("used", sim0=3, pins=1))
+    _, verdict = decide(page, request("big", 40), world(sim0=40, host=3))
+    assert isinstance(verdict, Wait)
+
+
+def test_a_droppable_lease_leaves_whole_if_no_part_can_go_to_the_host():
     _, wait = decide(book(big()), request("new", 3), world(sim0=40, host=2))
     assert wait.steps == (Drop(at(1, "big"), shares(sim0=40), wait.steps[0].because),)
+    _, wait = decide(book(big()), request("new", 3), world(sim0=40, host=64, offload=False))
+    assert isinstance(wait.steps[0], Drop)
 
 
 @pytest.mark.parametrize("fields", [{"piece_bytes": 0}, {"movable": False}])
 def test_a_lease_that_cannot_be_cut_leaves_whole(fields):
     _, wait = decide(book(big(**fields)), request("new", 3), world(sim0=40, host=64))
     assert wait.steps[0].source == shares(sim0=40)
-
-
-def test_without_offload_a_lease_leaves_whole():
-    _, wait = decide(book(big()), request("new", 3), world(sim0=40, host=64, offload=False))
-    assert isinstance(wait.steps[0], Drop)
 
 
 def test_the_cheapest_leaves_whole_before_a_second_one_is_cut():
@@ -236,6 +216,14 @@ def test_the_cheapest_leaves_whole_before_a_second_one_is_cut():
     assert {step.lease: step.shares for step in wait.steps} == {
         at(1, "big"): shares(host=20),
         at(1, "young"): shares(host=3),
+    }
+    one = big(sim0=20)
+    two = replace(lease("two", sim1=20, piece_bytes=GIB), last_used=NOW - 50)
+    wanted = request("new", 10, layout="balanced", rules={"least_cards": 2, "margin_bytes": 0})
+    _, wait = decide(book(one, two), wanted, world(sim0=20, sim1=20, host=64))
+    assert {step.lease: step.shares for step in wait.steps} == {
+        at(1, "big"): shares(host=5),
+        at(1, "two"): shares(host=5),
     }
 
 
@@ -252,15 +240,12 @@ def test_another_owner_is_asked_for_a_part_and_gives_it_once():
     assert again == (), "the ticket is older than the departure"
 
 
-def test_elders_count_on_the_recalled_part_only():
+def test_other_requests_count_on_the_recalled_part_only():
     """The rest of the recalled model is not free for a younger request."""
     page, there = book(big(by=2), owners=(1, 2, 3)), world(sim0=40, host=64)
     page, _ = decide(page, request("first", 3, arrived=NOW - 1), there)
     page, wait = decide(page, request("second", 5, by=3), there)
     assert wait.asked == () and isinstance(wait, Wait)
-
-
-def test_a_younger_request_does_not_take_the_bytes_of_a_lease_that_waits_to_be_whole():
     used = lease("used", by=3, sim0=10, pins=1)
     page = book(big(sim0=30, host=10), used, owners=(1, 2, 3))
     there = world(sim0=40, host=64)
@@ -271,15 +256,12 @@ def test_a_younger_request_does_not_take_the_bytes_of_a_lease_that_waits_to_be_w
     assert isinstance(verdict, Wait) and not verdict.asked and not verdict.steps
 
 
-def test_relief_takes_pieces_only():
+def test_relief_takes_pieces_and_a_drain_the_rest():
     waiting = ticket("w", by=2, sim0=1)
     page = book(big(), tickets=[waiting], owners=(1, 2))
     after, steps = relieve(page, owner(1).id, world(sim0=50, host=64), lru, "k")
     assert [step.shares for step in steps] == [shares(host=11)], "30 GiB are 60 % of 50 GiB"
     assert relieve(after, owner(1).id, world(sim0=50, host=64), lru, "k")[1] == ()
-
-
-def test_a_drain_moves_the_rest():
     there = world(sim0=40, sim1=40, host=64)
     page = book(big(sim0=37, host=3), devices=there.devices)
     page = drains.drain(page, there.devices[0], "ann", there)
@@ -309,40 +291,12 @@ def test_a_lease_in_parts_is_dropped_for_weights_that_exist_nowhere_else():
         book(parts, only), request("new", 8, devices=("sim:0",)), world(sim0=8, sim1=8, host=8)
     )
     assert [(type(step), step.lease) for step in wait.steps][0] == (Drop, at(1, "big"))
-
-
-def test_a_lease_in_parts_that_is_unloaded_for_another_one_leaves_once():
-    """A back-test of a day ended with an AssertionError: the moved lease was no longer there."""
+    # A back-test of a day ended with an AssertionError: the moved lease was no longer there.
     away = lease("away", host=4, last_used=100.0)
     parts = replace(big(sim0=5, last_used=100.0), shares=shares(sim0=4, host=1))
     only = lease("only", sim0=1, piece_bytes=GIB, droppable=False, last_used=500.0)
     _, wait = decide(book(away, parts, only), request("new", 6), world(sim0=6, host=5))
     assert [step.lease for step in wait.steps] == [at(1, "away"), at(1, "big")]
-
-
-def test_a_request_over_several_cards_takes_parts():
-    one = big(sim0=20)
-    two = replace(lease("two", sim1=20, piece_bytes=GIB), last_used=NOW - 50)
-    wanted = request("new", 10, layout="balanced", rules={"least_cards": 2, "margin_bytes": 0})
-    _, wait = decide(book(one, two), wanted, world(sim0=20, sim1=20, host=64))
-    assert {step.lease: step.shares for step in wait.steps} == {
-        at(1, "big"): shares(host=5),
-        at(1, "two"): shares(host=5),
-    }
-
-
-def test_a_plan_shows_the_part():
-    page = book(big(by=2), owners=(1, 2))
-    told = plan(page, request("new", 3), world(sim0=40, host=64), lru)
-    assert told.granted and told.steps[0].shares == shares(host=3)
-
-
-def test_an_abandoned_return_leaves_the_parts_where_they_were():
-    page, there = book(big(sim0=37, host=3)), world(sim0=40, host=64)
-    after, grant = decide(page, request("big", 40), there)
-    again = books.abandon(after, owner(1).id, "big", grant.lease.key, there)
-    lease_ = again.lease(owner(1).id, "big")
-    assert (lease_.shares, lease_.target, lease_.filled) == (shares(sim0=37, host=3), (), ())
 
 
 sizes = st.integers(1, 12)

@@ -9,7 +9,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import HOST, Drop, Level, Phase, Rules, Share, Shed
 from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.pressure import Relief, level, pressure, relief, views
+from gpu_runtime.scheduler.pressure import level, pressure, views
 from gpu_runtime.scheduler.relief import relieve
 from tests.worlds import NOW, block, book, lease, replayed, size, ticket, world
 
@@ -28,20 +28,14 @@ def test_the_residue_of_a_device_is_that_of_all_its_processes():
     assert (view.residue_bytes, host.residue_bytes) == (3, 9)
 
 
-def test_claimed_40_percent_but_measured_91_percent_is_critical():
+def test_the_level_of_a_device_is_that_of_the_larger_known_share():
     """A process that never requests can still take memory. So the larger of the two numbers counts."""
     there = world(cuda0="14400 MB", total={"cuda:0": "16000 MB"}, free={"cuda:0": "1440 MB"})
     [view, _] = views(book(lease("a", cuda0="5760 MB")), there)
     assert (view.level, view.pressure) == (Level.CRITICAL, 0.91)
     assert view.measured_bytes == 14_560 * 10**6
-
-
-def test_the_pressure_of_an_unmeasured_card_is_that_of_its_claims():
     [view, _] = views(book(lease("a", cuda0=9)), world(cuda0=10))
     assert (view.level, view.measured_bytes, view.sample) == (Level.CRITICAL, None, None)
-
-
-def test_the_newer_sample_counts_whichever_process_took_it():
     old = world(cuda0=10, free={"cuda:0": 9}, taken_at=1.0)
     new = world(cuda0=10, free={"cuda:0": 1}, taken_at=2.0)
     for page_has, we_have in ((old, new), (new, old)):
@@ -68,16 +62,6 @@ def test_a_device_without_a_budget_is_full_as_soon_as_anything_is_on_it():
     assert (pressure(0, 0, None, 10), pressure(1, 0, None, 10)) == (0.0, 1.0)
 
 
-def test_the_table():
-    table = {
-        Level.LOW: None,
-        Level.MODERATE: Relief(120.0, may_drop=False, drop=False),
-        Level.HIGH: Relief(30.0, may_drop=True, drop=False),
-        Level.CRITICAL: Relief(0.0, may_drop=True, drop=True),
-    }
-    assert {level_: relief(level_, Rules()) for level_ in table} == table
-
-
 # -- the table, applied ----------------------------------------------------------------------------
 def idle(name, seconds, **fields):
     return lease(name, last_used=NOW - seconds, **fields)
@@ -100,31 +84,38 @@ def always(**words):
 def test_low_evicts_nothing_and_never_means_never():
     assert leaving(book(idle("a", 999, sim0=5)), always()) == []
     assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10, relief="never")) == []
+    assert leaving(book(owners=()), always()) == []
+    # A request recalls within milliseconds; evicting by time cost 1.6 times the waiting of LRU on
+    # real traces.
+    assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10)) == []
+    page = book(idle("a", 999, sim0=10), tickets=[ticket("q", by=2, sim1=9)])
+    assert leaving(page, world(sim0=10, sim1=10)) == []
 
 
-def test_moderate_offloads_leases_idle_for_more_than_120_s():
+def test_moderate_offloads_what_was_idle_for_120_s_and_high_for_30_s_or_drops_it():
     page = book(idle("a", 121, sim0=3), idle("b", 120, sim0=2), idle("c", 500, sim0=2))
     assert leaving(page, always()) == [("Move", "c"), ("Move", "a")]
     # and drops nothing
     assert leaving(book(idle("a", 500, sim0=7)), always(host=1)) == []
-
-
-def test_high_offloads_leases_idle_for_more_than_30_s_or_drops_them():
     page = book(idle("a", 31, sim0=4), idle("b", 40, sim0=3), idle("c", 30, sim0=1))
     assert leaving(page, always(host=3)) == [("Move", "b"), ("Drop", "a")]
+    page = book(idle("a", 999, sim0=7))
+    _, [step] = relieve(page, "1.1.0", always(), lru, "k")
+    assert step.because == "MODERATE memory pressure on sim:0 (70.0%); idle 17 min."
+    assert not isinstance(step, Drop)
 
 
-def test_critical_drops_everything_idle():
+def test_critical_drops_everything_idle_but_no_precious_weights():
     """The five seconds of grace still apply, as for every eviction in the background."""
     page = book(idle("a", 5.5, sim0=3), idle("b", 400, sim0=3), idle("c", 4, sim0=4))
     assert leaving(page, always()) == [("Drop", "b"), ("Drop", "a")]
-
-
-def test_critical_does_not_drop_precious_weights():
-    """Weights that exist nowhere else are never dropped, at any level (law 5 in docs/architecture.md)."""
+    # Weights that exist nowhere else are never dropped, at any level (law 5 in
+    # docs/architecture.md).
     page = book(idle("adopted", 400, sim0=9, droppable=False))
     assert leaving(page, always()) == [("Move", "adopted")]
     assert leaving(page, always(host=1)) == []
+    page = book(idle("mine", 400, sim0=5), idle("theirs", 400, by=2, sim0=5))
+    assert leaving(page, always()) == [("Drop", "mine")]
 
 
 @pytest.mark.parametrize(
@@ -145,16 +136,6 @@ def test_leases_that_no_pressure_evicts(guarded):
     assert leaving(book(guarded, tickets=[ticket("q", by=2, sim0=5)]), world(sim0=10)) == []
 
 
-def test_each_owner_relieves_only_itself():
-    page = book(idle("mine", 400, sim0=5), idle("theirs", 400, by=2, sim0=5))
-    assert leaving(page, always()) == [("Drop", "mine")]
-
-
-def test_auto_evicts_nothing_while_no_request_waits():
-    """A request recalls within milliseconds; evicting by time cost 1.6 times the waiting of LRU on real traces."""
-    assert leaving(book(idle("a", 999, sim0=10)), world(sim0=10)) == []
-
-
 def test_auto_helps_waiting_requests_and_evicts_no_more_than_lowers_the_level():
     page = book(
         *(idle(f"m{n}", 200 + n, sim0=2) for n in range(5)), tickets=[ticket("q", by=2, sim0=9)]
@@ -166,22 +147,19 @@ def test_auto_helps_waiting_requests_and_evicts_no_more_than_lowers_the_level():
     )
     # MODERATE asks for 120 s
     assert leaving(page, world(sim0=10)) == [("Move", "m4"), ("Move", "m3")]
-
-
-def test_auto_counts_what_is_leaving_as_gone():
     going = idle("going", 999, sim0=5, phase=Phase.LEAVING, key="x", target=(Share(HOST, size(5)),))
     page = book(going, idle("a", 999, sim0=5), tickets=[ticket("q", by=2, sim0=9)])
     assert leaving(page, world(sim0=10)) == []
 
 
-def test_auto_prefers_the_host_to_the_disk_even_at_critical():
+def test_auto_prefers_the_least_important_and_the_host_to_the_disk():
     page = book(idle("a", 999, sim0=10), tickets=[ticket("q", by=2, sim0=9)])
     assert leaving(page, world(sim0=10)) == [("Move", "a")]
     assert leaving(page, world(sim0=10, host=1)) == [("Drop", "a")]
-
-
-def test_the_memory_of_a_notebook_leaves_whole():
-    """Its code cannot run while a part of it is away."""
+    batch = idle("batch", 200, sim0=5, importance="batch")
+    page = book(batch, idle("old", 900, sim0=4), tickets=[ticket("q", by=2, sim0=9)])
+    assert leaving(page, world(sim0=10)) == [("Move", "batch")]
+    # Its code cannot run while a part of it is away.
     kernel = idle("kernel", 999, sim0=9, kind="kernel", droppable=False, piece_bytes=1)
     page = book(kernel, tickets=[ticket("q", by=2, sim0=5)])
     _, [step] = relieve(page, "1.1.0", world(sim0=10), lru, "k")
@@ -197,28 +175,6 @@ def test_auto_evicts_if_memory_of_other_programs_grows():
     assert step.shares[0].bytes == size(3) + 1, "what is claimed counts, if less is measured"
     # all of it is leased: no stranger is there
     assert leaving(book(idle("a", 999, cuda0=9.5)), there) == []
-
-
-def test_a_waiter_for_another_card_is_not_helped():
-    page = book(idle("a", 999, sim0=10), tickets=[ticket("q", by=2, sim1=9)])
-    assert leaving(page, world(sim0=10, sim1=10)) == []
-
-
-def test_the_least_important_leave_first():
-    batch = idle("batch", 200, sim0=5, importance="batch")
-    page = book(batch, idle("old", 900, sim0=4), tickets=[ticket("q", by=2, sim0=9)])
-    assert leaving(page, world(sim0=10)) == [("Move", "batch")]
-
-
-def test_an_owner_without_a_section_has_nothing_to_relieve():
-    assert leaving(book(owners=()), always()) == []
-
-
-def test_a_relieved_card_says_how_full_it_was():
-    page = book(idle("a", 999, sim0=7))
-    _, [step] = relieve(page, "1.1.0", always(), lru, "k")
-    assert step.because == "MODERATE memory pressure on sim:0 (70.0%); idle 17 min."
-    assert not isinstance(step, Drop)
 
 
 # -- host memory -----------------------------------------------------------------------------------
@@ -242,16 +198,10 @@ def test_idle_models_leave_ram_that_other_programs_fill():
     assert leaving(small, ram(5)) == [("Drop", "old"), ("Drop", "new")]
     assert leaving(page, ram(5, relief="always")) == [("Drop", "old"), ("Drop", "new")]
     assert leaving(page, ram(5, relief="never")) == []
-
-
-def test_a_full_warm_pool_is_no_pressure():
-    """Models in RAM may use the whole budget. They leave only if measured memory is short."""
+    # Models in RAM may use the whole budget. They leave only if measured memory is short.
     page = book(*(idle(f"m{n}", 500, host=10) for n in range(5)))
     assert leaving(page, ram(40)) == []
     assert leaving(page, world(sim0=10, host=50)) == [], "simulated memory holds nothing else"
-
-
-def test_weights_that_exist_nowhere_else_stay_in_ram():
     ways = (dict(droppable=False), dict(keep=True), dict(keep_alive=900))
     stays = [idle(f"m{n}", 500, host=10, **way) for n, way in enumerate(ways)]
     assert leaving(book(*stays), ram(1)) == []

@@ -26,18 +26,19 @@ def order(*tickets, now=NOW):
     return [ticket.key for ticket in queue(page, world(sim0=20, now=now))]
 
 
-def test_the_load_that_serves_most_users_for_each_second_is_first():
+def test_the_load_that_serves_most_users_of_one_process_for_each_second_is_first():
     slow = ticket("slow", seconds=30.0, arrived=NOW - 9)
     quick = ticket("quick", seconds=10.0, arrived=NOW - 5)
     popular = [ticket("popular", key=f"p{n}", seconds=20.0, arrived=NOW - n) for n in (1, 2, 3)]
     assert order(slow, quick, *popular) == ["p3", "p2", "p1", "1:quick", "1:slow"]
-
-
-def test_users_of_another_process_load_another_model_and_do_not_count():
     one = ticket("same", by=1, seconds=10.0, arrived=NOW - 2)
     two = ticket("same", by=2, seconds=10.0, arrived=NOW - 3)
     first = ticket("other", seconds=10.0, arrived=NOW - 4)
     assert order(one, two, first) == ["1:other", "2:same", "1:same"]
+    assert order(ticket("quick", seconds=0.1), ticket("slow", seconds=90.0, importance="high")) == [
+        "1:slow",
+        "1:quick",
+    ]
 
 
 def test_after_five_times_its_load_a_request_goes_first_in_its_class():
@@ -45,13 +46,6 @@ def test_after_five_times_its_load_a_request_goes_first_in_its_class():
     popular = [ticket("popular", key=f"p{n}", seconds=2.0, arrived=NOW - n) for n in (1, 2, 3)]
     assert order(slow, *popular)[0] == "1:slow"
     assert order(slow, *popular, now=NOW - 1)[-1] == "1:slow"
-
-
-def test_importance_is_before_everything():
-    assert order(ticket("quick", seconds=0.1), ticket("slow", seconds=90.0, importance="high")) == [
-        "1:slow",
-        "1:quick",
-    ]
 
 
 def test_a_request_stands_where_its_ticket_would():

@@ -242,13 +242,10 @@ def test_a_users_own_table_wins_and_of_several_groups_the_most_generous():
     assert said.cap("bob") is None
 
 
-def test_operators():
+def test_operators_and_no_file(tmp_path):
     said = host_config.parse('[operators]\nusers = ["ops"]\ngroups = ["admins"]')
     who = (("root", ()), ("ops", ()), ("ann", ("admins",)), ("ann", ("students",)))
     assert [said.is_operator(*one) for one in who] == [True, True, True, False]
-
-
-def test_without_a_file_nothing_is_shared_and_no_user_is_capped(tmp_path):
     none = str(tmp_path / "none.toml")
     assert host_config.read(none) == host_config.Machine(none)
 

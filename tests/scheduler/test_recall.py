@@ -65,12 +65,6 @@ def test_an_evict_is_a_ticket_of_the_asker_that_the_owner_obeys():
     assert page.events[-1].by == "pid 2"
 
 
-def test_a_repeated_request_refreshes_the_ticket_and_makes_no_second():
-    page, _ = asking(two(lease("qwen", sim0=8)), "evict")
-    again, _ = replayed(lambda book: ask(book, asked("evict"), world(sim0=20, now=NOW + 1)), page)
-    assert [t.refreshed for t in again.tickets] == [NOW + 1]
-
-
 def test_a_model_in_use_is_not_evicted_and_the_refusal_names_its_user():
     page, verdict = asking(two(lease("qwen", sim0=8, pins=1, pinned_since=NOW - 200)), "evict")
     because = "qwen (8.0 GiB on sim:0) is in use by pid 1 for 3 min"
@@ -191,12 +185,9 @@ def test_a_copy_of_some_bytes_is_no_room_for_the_others(host, leaves):
     assert isinstance(verdict, Wait) == leaves
 
 
-def test_evicting_a_model_that_is_gone_is_granted():
+def test_evicting_what_is_gone_is_granted_and_an_owner_that_is_gone_cannot_act():
     assert asking(two(), "evict")[1] == Grant(Lease("1.1.0", "qwen"), (), "qwen is on no device")
     assert asking(two(lease("qwen", host=8)), "evict")[1].because == "qwen is in host memory"
-
-
-def test_an_owner_whose_process_is_gone_cannot_act():
     page = two(lease("qwen", sim0=8))
     page, _ = asking(page, "evict")
     sections = {id: one for id, one in page.sections.items() if id == owner(2).id}
@@ -205,11 +196,14 @@ def test_an_owner_whose_process_is_gone_cannot_act():
     assert page.tickets == ()
 
 
-def test_a_full_page_refuses_a_request_to_an_owner():
+def test_a_full_page_refuses_a_request_to_an_owner_but_no_repeated_one():
     """The ledger would refuse another ticket, so the verdict refuses the request and explains why."""
     page = two(lease("qwen", sim0=8), *(lease(f"m{n}", host=0) for n in range(MOST_ENTRIES - 1)))
     after, verdict = asking(page, "evict")
     assert (after, verdict.kind) == (page, "full")
+    page, _ = asking(two(lease("qwen", sim0=8)), "evict")
+    again, _ = replayed(lambda book: ask(book, asked("evict"), world(sim0=20, now=NOW + 1)), page)
+    assert [t.refreshed for t in again.tickets] == [NOW + 1]
 
 
 # -- pin, unpin, preload, restore, defrag: orders --------------------------------------------------
@@ -225,8 +219,13 @@ def test_pin_and_unpin_are_orders_to_the_owner(verb, before):
     assert isinstance(verdict, Grant) and page.tickets == ()
 
 
-def test_a_model_without_a_lease_cannot_be_pinned():
+def test_a_model_without_a_lease_can_be_loaded_and_not_pinned():
     assert asking(two(), "pin")[1] == Refuse("pid 1 does not hold qwen", kind="unknown")
+    target = (Share("sim:0", size(8)),)
+    arriving = lease("qwen", host=8, phase=Phase.ARRIVING, target=target, pins=1)
+    leaving = lease("qwen", sim0=8, phase=Phase.LEAVING, key="x")
+    for moving in (arriving, leaving):
+        assert isinstance(asking(two(moving), "restore")[1], Wait)
 
 
 @pytest.mark.parametrize("verb", ["preload", "restore"])
@@ -236,14 +235,6 @@ def test_a_model_is_loaded_by_a_process_that_has_registered_it(verb):
     assert obeying(page)[2] == (Order(f"2:{verb}", verb, "qwen", who="pid 2", asker="2.1.0"),)
     there = two(lease("qwen", sim0=8), tickets=page.tickets)
     assert asking(there, verb)[1].because == "qwen is on sim:0"
-
-
-def test_a_restore_of_an_arriving_model_keeps_waiting():
-    target = (Share("sim:0", size(8)),)
-    arriving = lease("qwen", host=8, phase=Phase.ARRIVING, target=target, pins=1)
-    leaving = lease("qwen", sim0=8, phase=Phase.LEAVING, key="x")
-    for moving in (arriving, leaving):
-        assert isinstance(asking(two(moving), "restore")[1], Wait)
 
 
 def test_an_owner_answers_an_order_and_the_requester_gets_the_answer():
@@ -304,44 +295,32 @@ def test_a_recall_is_as_important_as_its_user_may_be(cap, leaves):
     assert bool(steps) == leaves
 
 
-def test_no_lease_is_evicted_for_a_stopped_process():
+def test_no_lease_is_evicted_for_a_stopped_process_by_another_owner_or_without_proof():
     page = two(lease("qwen", sim0=8), tickets=[recalling(refreshed=NOW - 2.5)])
     assert obeying(page) == (page, (), ())
     pushed = two(lease("qwen", sim0=8), tickets=[evicting()])
     later = world(sim0=20, now=NOW + 60)
     assert obeying(pushed, there=later)[1], "a button that was pushed without waiting still counts"
-
-
-def test_no_owner_obeys_for_another():
     copied = lease("qwen", by=3, sim0=8, shadow_bytes=8)
     page = two(copied, tickets=[recalling(of=3, shadows=(copied.id,))])
     assert obeying(page) == (page, (), ())
-
-
-def test_a_ticket_whose_writer_is_not_proven_is_ignored():
-    """Any member of a shared ledger can write a ticket in another's name. Own tickets need no proof."""
+    # Any member of a shared ledger can write a ticket in another's name. Own tickets need no proof.
     page = two(lease("qwen", sim0=8), tickets=[recalling(), evicting()])
     assert obey(page, owner(1).id, THERE, "k", {}) == (page, (), ())
     own = two(lease("qwen", sim0=8), tickets=[evicting(by=1)])
     assert len(obey(own, owner(1).id, THERE, "k", {})[1]) == 1
 
 
-def test_a_recalled_lease_is_dropped_if_the_host_is_full_and_stays_if_it_is_precious():
+def test_recalled_leases_share_the_hosts_bytes_and_move_once():
     full = world(sim0=20, host=4)
     [step] = obeying(two(lease("qwen", sim0=8), tickets=[recalling()]), there=full)[1]
     assert isinstance(step, Drop)
     precious = two(lease("qwen", sim0=8, droppable=False), tickets=[recalling()])
     assert obeying(precious, there=full) == (precious, (), ())
-
-
-def test_two_recalls_spend_the_host_s_bytes_once_and_the_precious_goes_there():
     big = ticket("big", by=2, sim0=16, recalls=(at(1, "a"), at(1, "b")))
     page = two(lease("a", sim0=8), lease("b", sim0=8, droppable=False), tickets=[big])
     steps = obeying(page, there=world(sim0=20, host=8))[1]
     assert {step.lease: type(step) for step in steps} == {at(1, "b"): Move, at(1, "a"): Drop}
-
-
-def test_a_lease_recalled_by_two_moves_once():
     page = two(lease("qwen", sim0=8), tickets=[recalling(key="x"), recalling(key="y")])
     assert len(obeying(page)[1]) == 1
 
@@ -360,7 +339,7 @@ def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeye
 
 
 # -- who asked -------------------------------------------------------------------------------------
-def test_a_request_event_names_the_person():
+def test_the_events_of_a_request_and_its_outcome_name_the_person():
     """The requester checks the state many times, but only one event is written."""
     wish = replace(asked("evict"), by="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
@@ -368,10 +347,6 @@ def test_a_request_event_names_the_person():
     [event] = page.events
     assert (event.action, event.model, event.reason) == ("asked", "qwen", "evict")
     assert event.by == "ann, console (ops, pid 2)"
-
-
-def test_the_outcome_event_names_that_person_too():
-    """As the requesting process states it, and that process, which the ledger has checked."""
     wish = replace(asked("evict"), by="ops", said_by="ann, console")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     _, steps, _ = obey(page, owner(1).id, THERE, "1:obey", {wish.key: Asker("ops")})
@@ -380,17 +355,15 @@ def test_the_outcome_event_names_that_person_too():
     assert step.because == "ann, console (pid 2) asked to evict it."
 
 
-def test_an_answer_is_found_by_its_key_and_names_the_requester():
+def test_an_answer_and_a_decline_name_the_requester():
     wish = replace(asked("pin"), said_by="ann")
     page, _ = ask(two(lease("qwen", sim0=8)), wish, THERE)
     _, _, [order] = obey(page, owner(1).id, THERE, "1:obey")
     page = answer(page, THERE, owner(1).id, order, "failed", "it is not to be")
     assert ask(page, wish, THERE)[1] == Refuse("it is not to be", kind="failed")
     assert (page.events[-1].by, page.events[-1].device) == ("ann (pid 2)", "sim:0")
-
-
-def test_a_declined_request_is_an_event():
-    """An event says that a request was declined. For example, a person clicks `evict` while the model is in use."""
+    # An event says that a request was declined. For example, a person clicks `evict` while the
+    # model is in use.
     wish = replace(asked("evict"), said_by="ann")
     page = declined(two(lease("qwen", sim0=8, pins=1)), wish, THERE, "it is in use")
     [event] = page.events
@@ -409,17 +382,22 @@ def test_an_owner_whose_section_cannot_be_read_is_asked_all_the_same():
 
 
 # -- ending a wait ---------------------------------------------------------------------------------
-def test_a_wait_is_ended_by_its_owner_and_the_request_is_done_once_it_is_gone():
+def test_a_wait_is_ended_by_its_owner_for_its_own_user():
     """Only the owner withdraws its ticket. The requester reads in the book that this has happened."""
     waits = ticket("qwen", by=1, sim0=14, arrived=NOW - 5)
     page, verdict = asking(two(tickets=[waits]), "cancel")
-    asked = (at(1, "qwen"),)
-    assert verdict == Wait("pid 1 was asked to end its wait for qwen", asked=asked, silent=asked)
+    qwen = (at(1, "qwen"),)
+    assert verdict == Wait("pid 1 was asked to end its wait for qwen", asked=qwen, silent=qwen)
     _, steps, orders = obeying(page)
     assert (steps, [(order.verb, order.name) for order in orders]) == ((), [("cancel", "qwen")])
     page, verdict = asking(page.without_ticket(waits.key), "cancel")
     assert isinstance(verdict, Grant) and verdict.because == "pid 1 no longer waits for qwen"
     assert page.tickets == ()
+    waits = ticket("qwen", by=1, sim0=14, arrived=NOW - 5)
+    page, _ = asking(two(tickets=[waits]), "cancel")
+    eve = {asked("cancel").key: Asker("eve")}
+    _, _, [order] = obey(page, owner(1).id, THERE, "k", eve)
+    assert order.refused.startswith("eve may not ask to end its wait for qwen in pid 1: only ")
 
 
 @pytest.mark.parametrize(
@@ -429,14 +407,6 @@ def test_only_an_earlier_wait_of_the_owner_keeps_the_request(arrived, by, done):
     """A later wait for the same model, or that of another process, is another request."""
     other = ticket("qwen", by=by, sim0=14, arrived=arrived)
     assert isinstance(asking(two(tickets=[other]), "cancel")[1], done)
-
-
-def test_another_user_may_not_end_a_wait():
-    waits = ticket("qwen", by=1, sim0=14, arrived=NOW - 5)
-    page, _ = asking(two(tickets=[waits]), "cancel")
-    eve = {asked("cancel").key: Asker("eve")}
-    _, _, [order] = obey(page, owner(1).id, THERE, "k", eve)
-    assert order.refused.startswith("eve may not ask to end its wait for qwen in pid 1: only ")
 
 
 @pytest.mark.parametrize(

@@ -153,18 +153,6 @@ def test_the_budget_holds_while_others_can_make_room():
     assert both.cell(1) and both.lease(2).shares == (Share(HOST, 150),)
 
 
-def test_two_notebooks_that_fill_card_and_ram_take_turns():
-    """Twice 1.25 GiB, budgets of 1.8 and 2.0 GiB: host memory holds both while they change places."""
-    both = Notebooks(card=200, budget=180, ram=400, ram_budget=200)
-    both.hold(1, [125])
-    assert both.park(1)
-    both.hold(2, [125])
-    for who in (1, 2, 1, 2):
-        assert both.cell(who)
-        assert both.lease(who).shares == (Share(CARD, 125),)
-        assert both.lease(3 - who).shares == (Share(HOST, 125),)
-
-
 def test_a_notebook_that_holds_more_than_its_card_is_not_parked():
     """On a simulated card plain code can take more than there is. It could never return."""
     both = Notebooks(card=100, budget=90, ram=1000, ram_budget=500)
@@ -194,6 +182,16 @@ def test_an_ordinary_grant_never_uses_the_part_above_the_budget():
     request = Request("m", lease("m", shares=()), Footprint.of(488, "declared"), NOW)
     _, verdict = admit(both.book, request, both.world, lru)
     assert isinstance(verdict, Refuse) and verdict.budget_bytes == 461
+    # They were not on the card, so they do not use the part above its budget.
+    both = Notebooks(card=512, budget=461, ram=4096, ram_budget=2048)
+    both.hold(1, [400])
+    assert both.park(1)
+    for more, verdict in ((0, Grant), (61, Grant), (62, Refuse)):
+        wanted = replace(both.lease(1), shares=(), piece_bytes=0)
+        rules = PlacementRules(devices=(CARD,))
+        room = Footprint((Part("weights", 400, "x"), Part("room", more, "x")))
+        request = Request("cell", wanted, room, both.world.now, rules)
+        assert isinstance(admit(both.book, request, both.world, lru)[1], verdict)
 
 
 def test_two_notebooks_that_fill_card_and_ram_change_places_in_pieces():
@@ -208,30 +206,14 @@ def test_two_notebooks_that_fill_card_and_ram_change_places_in_pieces():
     assert both.turns > 3, "more than one piece returned at a time"
 
 
-def test_bytes_that_a_cell_needs_beside_the_returning_ones_are_no_return():
-    """They were not on the card, so they do not use the part above its budget."""
-    both = Notebooks(card=512, budget=461, ram=4096, ram_budget=2048)
-    both.hold(1, [400])
-    assert both.park(1)
-    for more, verdict in ((0, Grant), (61, Grant), (62, Refuse)):
-        wanted = replace(both.lease(1), shares=(), piece_bytes=0)
-        rules = PlacementRules(devices=(CARD,))
-        room = Footprint((Part("weights", 400, "x"), Part("room", more, "x")))
-        request = Request("cell", wanted, room, both.world.now, rules)
-        assert isinstance(admit(both.book, request, both.world, lru)[1], verdict)
-
-
-def test_a_return_takes_no_piece_of_a_more_important_notebook():
+def test_a_return_that_cannot_end_moves_no_piece():
     both = Notebooks(card=100, budget=100, ram=50, ram_budget=50)
     both.hold(1, [5] * 9)
     assert both.park(1)
     both.hold(2, [5] * 18)
     both.write(both.book.with_lease(replace(both.lease(2), importance=5)), 2)
     assert not both.cell(1) and both.lease(2).all_on_device
-
-
-def test_a_return_that_cannot_end_moves_no_piece():
-    """Half a return would stop both notebooks. There is room for one piece less than it takes."""
+    # Half a return would stop both notebooks. There is room for one piece less than it takes.
     both = Notebooks(card=100, budget=100, ram=50, ram_budget=50)
     both.hold(1, [10] * 5)
     assert both.park(1)

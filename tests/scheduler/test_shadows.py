@@ -45,30 +45,21 @@ def test_a_shadow_counts_on_the_host_and_becomes_the_share_there():
     page = books.left(page, step, step.shares, THERE)
     [llama] = page.leases()
     assert (llama.where, llama.shadow_bytes, page.claims()) == ("host", 0, {HOST: 8 * GIB})
-
-
-def test_a_failed_offload_leaves_the_shadow():
     page = book(shadowed("llama", 8))
     step = eviction_step(page.find(at(1, "llama")), 0, THERE)
     leaving = mark_leaving(page, step, "k")
     late = Shed(at(1, "llama"), (Share(HOST, 8 * GIB),))
     assert books.left(leaving, late, (), THERE) is leaving, "it becomes the share"
     assert books.abandon(leaving, owner(1).id, "llama", "k", THERE).claims() == page.claims()
-
-
-def test_only_a_settled_lease_gives_its_shadow_up():
-    """That of a lease on its way out becomes its share; one on its way in is just being made."""
+    page = book(shadowed("llama", 8))
+    step = Drop(at(1, "llama"), page.find(at(1, "llama")).shares, "because")
+    assert books.left(page, step, (), THERE).claims() == {}
+    # That of a lease on its way out becomes its share; one on its way in is just being made.
     page = book(*(shadowed(phase, 2, phase=phase) for phase in Phase))
     assert [one.phase for one in held(page)] == [Phase.SETTLED]
 
 
-def test_a_dropped_model_takes_its_shadow_along():
-    page = book(shadowed("llama", 8))
-    step = Drop(at(1, "llama"), page.find(at(1, "llama")).shares, "because")
-    assert books.left(page, step, (), THERE).claims() == {}
-
-
-def test_the_own_shadow_is_freed_for_a_victim_without_one():
+def test_the_own_shadow_is_freed_first_for_a_victim_that_fits_then():
     """Otherwise it has no room in host memory, is dropped, and loaded from disk again."""
     page = book(shadowed("used", 6, pins=1), lease("victim", sim0=9, last_used=NOW - 60))
     page, first = decide(page, request("qwen", 12), THERE)
@@ -77,9 +68,16 @@ def test_the_own_shadow_is_freed_for_a_victim_without_one():
     assert page.find(at(1, "used")).on_device
     _, second = decide(page, request("qwen", 12), THERE)
     assert steps_of(second) == [(Move, "victim")]
-
-
-def test_weights_that_exist_nowhere_else_take_the_place_of_shadows():
+    page = book(shadowed("used", 4, pins=1), lease("victim", sim0=12, last_used=NOW - 60))
+    _, verdict = decide(page, request("qwen", 14), THERE)
+    assert steps_of(verdict) == [(Drop, "victim")]
+    page = book(
+        shadowed("used", 6, pins=1),
+        lease("stale", host=2, last_used=NOW - 900),
+        lease("victim", sim0=7, last_used=NOW - 60),
+    )
+    _, verdict = decide(page, request("qwen", 12), THERE)
+    assert steps_of(verdict) == [(Shed, "used")]
     page = book(shadowed("used", 6, pins=1), lease("mine", sim0=9, droppable=False))
     page, first = decide(page, request("qwen", 12), THERE)
     assert steps_of(first) == [(Shed, "used")]
@@ -101,6 +99,12 @@ def test_the_shadow_of_another_owner_is_recalled_on_the_ticket():
     assert obey(page, owner(2).id, THERE, "k")[1] == ()
     _, second = decide(page, request("qwen", 12), THERE)
     assert steps_of(second) == [(Move, "mine")]
+    page = book(shadowed("theirs", 6, by=2, pins=1), lease("mine", sim0=9, last_used=NOW - 60))
+    page, first = decide(page, request("qwen", 12), THERE)
+    assert first.shadows and not first.steps
+    later = world(sim0=20, host=10, now=NOW + 3)
+    _, second = decide(page, request("qwen", 12), later)
+    assert steps_of(second) == [(Drop, "mine")]
 
 
 @pytest.mark.parametrize("holder", [1, 2])
@@ -113,31 +117,6 @@ def test_a_part_takes_the_place_of_its_own_shadow_of_some_bytes(holder):
     assert isinstance(answers[wanted.key], Grant)
     assert page.find(model.id).shares == lease("", sim0=10, host=4).shares
     assert not page.find(model.id).shadow_bytes
-
-
-def test_an_owner_that_does_not_free_its_shadow_holds_up_nobody():
-    page = book(shadowed("theirs", 6, by=2, pins=1), lease("mine", sim0=9, last_used=NOW - 60))
-    page, first = decide(page, request("qwen", 12), THERE)
-    assert first.shadows and not first.steps
-    later = world(sim0=20, host=10, now=NOW + 3)
-    _, second = decide(page, request("qwen", 12), later)
-    assert steps_of(second) == [(Drop, "mine")]
-
-
-def test_no_shadow_is_freed_if_the_victim_would_not_fit_then():
-    page = book(shadowed("used", 4, pins=1), lease("victim", sim0=12, last_used=NOW - 60))
-    _, verdict = decide(page, request("qwen", 14), THERE)
-    assert steps_of(verdict) == [(Drop, "victim")]
-
-
-def test_shadows_are_freed_before_models_are_unloaded_from_the_warm_pool():
-    page = book(
-        shadowed("used", 6, pins=1),
-        lease("stale", host=2, last_used=NOW - 900),
-        lease("victim", sim0=7, last_used=NOW - 60),
-    )
-    _, verdict = decide(page, request("qwen", 12), THERE)
-    assert steps_of(verdict) == [(Shed, "used")]
 
 
 def test_a_recalled_model_takes_the_place_of_its_owners_shadow():
@@ -211,17 +190,15 @@ def test_a_shadow_is_reserved_only_while_the_host_has_room(host, fits):
     assert books.abandon(after, owner(1).id, "new", "k", there).claims() == {}
 
 
-def test_no_shadow_is_reserved_while_a_request_waits_for_host_memory():
+def test_no_shadow_is_reserved_or_kept_without_room():
     arriving = lease(
         "new", phase=Phase.ARRIVING, key="k", target=(Share("sim:0", 8 * GIB),), pins=1
     )
     waiting = ticket("qwen", by=2, sim0=9, shadows=(at(1, "old"),))
     page = book(arriving, tickets=[waiting])
     assert reserve(page, owner(1).id, "new", 8 * GIB, world(sim0=20))[1] is False
-
-
-def test_a_shadow_without_room_is_not_kept():
-    """There is no room if, for example, another program took the memory, or a model is larger than its estimate."""
+    # There is no room if, for example, another program took the memory, or a model is larger than
+    # its estimate.
     page = book(shadowed("llama", 12))
     after, fits = kept(page, owner(1).id, "llama", THERE)
     assert not fits and after.find(at(1, "llama")).shadow_bytes == 0

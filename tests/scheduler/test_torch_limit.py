@@ -24,30 +24,21 @@ def bound(*leases, context=0, open_cards=(), **fields):
     }
 
 
-def test_torch_may_use_unleased_memory_but_no_leases_of_others():
+def test_torch_may_use_all_but_the_leases_of_others_until_its_own_last_lease_ends():
     """Activations may use free memory, but not the memory of another process's weights."""
     total = REAL.device("cuda:0").total_bytes
     mine, theirs = lease("mine", cuda0=3), lease("theirs", by=2, cuda0=2)
     assert bound(mine, theirs) == {"cuda:0": round((total - size(2)) / total, 6)}
     assert bound(mine, theirs, context=GIB) == {"cuda:0": round((total - size(3)) / total, 6)}
-
-
-def test_it_is_clamped_and_ends_with_the_last_lease():
     assert bound(lease("mine", cuda0=3)) == {"cuda:0": 0.99}
     assert bound(lease("mine", cuda0="1 KiB"), lease("theirs", by=2, cuda0=10)) == {"cuda:0": 0.01}
     assert bound(lease("mine", host=3)) == bound(lease("theirs", by=2, cuda0=3)) == {}
 
 
-def test_a_model_over_several_cards_leaves_both_unbounded():
+def test_which_cards_are_bounded():
     """A model over two cards may grow on each of them. So torch's memory is limited on neither."""
     assert bound(lease("wide", cuda0=3, cuda1=3), lease("mine", cuda0=1)) == {}
-
-
-def test_while_a_block_of_code_bounds_its_card_no_other_bound_is_set():
     assert bound(lease("mine", cuda0=3), block(cuda0=1), open_cards=("cuda:0",)) == {}
-
-
-def test_a_moving_model_counts_on_both_devices():
     moving = replace(
         lease("mine", cuda0=3), target=(Share("cuda:1", size(3)),), phase=Phase.LEAVING
     )

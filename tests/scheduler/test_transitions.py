@@ -71,20 +71,14 @@ def test_facts_are_accepted_even_if_they_show_an_overdraft():
     assert step.lease == at(1, "other")
 
 
-def test_a_move_from_the_host_is_recorded_as_restored():
+def test_a_move_is_recorded_by_where_the_model_was():
     page = book(arriving(host=8, away_since=1.0, reload_seconds=9.0))
     page = books.arrived(page, ME.id, "qwen", whole("sim:0", 8), THERE, restore_seconds=0.5)
     assert (page.events[-1].action, page.sections[ME.id].counts) == ("restored", {"restored": 1})
     qwen = page.find(at(1, "qwen"))
     assert (qwen.away_since, qwen.restore_seconds, qwen.reload_seconds) == (0.0, 0.5, 9.0)
-
-
-def test_a_move_from_another_card_is_recorded_as_moved():
     page = books.arrived(book(arriving(sim1=8)), ME.id, "qwen", whole("sim:0", 8), THERE)
     assert page.events[-1].action == "moved" and page.sections[ME.id].counts == {}
-
-
-def test_a_block_settles_without_an_event():
     held = block(phase=Phase.ARRIVING, key="k", target=whole("sim:0", 8))
     page = books.arrived(book(held), ME.id, "code", whole("sim:0", 8), THERE)
     assert page.find(at(1, "code")).where == "sim:0" and page.events == ()
@@ -97,16 +91,13 @@ def step(to=HOST):
     return move if to else Drop(qwen, source, "because")
 
 
-def test_an_offload_is_counted_and_recorded():
+def test_an_offload_and_an_unload_are_counted_and_recorded():
     page = books.left(book(going()), step(), whole(HOST, 8), THERE, by="pid 2")
     assert list(page.leases()) == [lease("qwen", host=8, key="k", settled_at=NOW, away_since=NOW)]
     [event] = page.events
     assert (event.action, event.reason, event.because) == ("offloaded", "recall", "because")
     assert (event.bytes, event.device, event.by) == (size(8), "sim:0", "pid 2")
     assert page.sections[ME.id].counts == {"offloaded": 1}
-
-
-def test_an_unload_is_counted_and_recorded():
     page = books.left(book(going()), step(None), (), THERE)
     assert list(page.leases()) == [] and page.sections[ME.id].counts == {"unloaded": 1}
 
@@ -124,7 +115,7 @@ def test_a_late_report_of_a_departure_does_not_remove_an_arriving_lease():
     assert books.left(page, step(None), (), THERE) == page
 
 
-def test_evictions_are_offloads_and_unloads():
+def test_evictions_are_offloads_and_unloads_and_outlive_their_processes():
     """Offloaded and then unloaded is two. A reaping, or a release by the owner, is none."""
     page = book(going(), lease("other", sim0=1), lease("third", by=2, sim0=1))
     page = books.left(page, step(), whole(HOST, 8), THERE)
@@ -132,34 +123,25 @@ def test_evictions_are_offloads_and_unloads():
     page = books.reap(page.without_lease(ME.id, "other"), [owner(2).id], THERE)
     none = dict(restorations=0, loads=0, refusals=0)
     assert books.totals(page) == dict(evictions=2, offloads=1, unloads=1, **none)
-
-
-def test_totals_outlive_the_processes_that_made_them():
-    """Totals count events since the boot, so the evictions of a kernel that has ended still count."""
+    # Totals count events since the boot, so the evictions of a kernel that has ended still count.
     page = books.left(book(going(), owners=(1, 2)), step(), whole(HOST, 8), THERE)
     assert books.totals(books.resign(page, ME.id)) == books.totals(page)
     assert books.totals(books.reap(page, [ME.id], THERE)) == books.totals(page)
 
 
 # -- abandon, release, withdraw --------------------------------------------------------------------
-def test_an_abandoned_load_leaves_the_book_as_it_was():
+def test_an_abandoned_decision_leaves_the_book_as_it_was():
     before = book(lease("other", sim0=2))
     page, _ = decide(before, request("qwen", 8, key="k"), THERE)
     after = books.abandon(page, ME.id, "qwen", "k", THERE, "it failed")
     assert (after.sections, after.tickets) == (before.sections, before.tickets)
     assert [(e.action, e.because) for e in after.events[-1:]] == [("failed", "it failed")]
-
-
-def test_an_abandoned_restore_is_in_the_host_again():
     before = book(lease("qwen", host=8))
     page, _ = decide(before, request("qwen", 8, key="k"), THERE)
     after = books.abandon(page, ME.id, "qwen", "k", THERE)
     assert after.claims() == before.claims()
     assert after.find(at(1, "qwen")).shares == whole(HOST, 8)
     assert after.find(at(1, "qwen")).pins == 0
-
-
-def test_an_abandoned_departure_stays_on_the_device():
     after = books.abandon(book(going()), ME.id, "qwen", "k", THERE)
     assert list(after.leases()) == [lease("qwen", sim0=8)]
 
@@ -239,16 +221,17 @@ def truth(*leases, keys=(), **fields):
     return Truth(ME, leases, keys, **fields)
 
 
-def test_nothing_new_writes_nothing():
+def test_nothing_new_writes_nothing_and_uses_are_written_by_the_owner():
     """64 idle kernels publish every second. If each of them wrote, this would cost a core."""
     page = book(lease("a", sim0=1), tickets=[ticket("q", key="t")])
     assert publish(page, truth(lease("a", sim0=1), keys=("t",)), THERE) is page
-
-
-def test_pins_and_last_use_are_written_by_the_owner():
     used = lease("a", sim0=1, pins=2, last_used=NOW, uses=7)
     page = publish(book(lease("a", sim0=1, uses=1)), truth(used), THERE)
     assert list(page.leases()) == [used]
+    known = truth(lease("old", sim0=8), keys=("t",), residue={"sim:0": 1})
+    page = book(arriving("new"), going("old"), tickets=[ticket("q", key="t")])
+    once = publish(page, known, THERE)
+    assert publish(once, known, THERE) is once
 
 
 def test_a_decision_in_progress_is_kept_by_its_key():
@@ -269,14 +252,12 @@ def test_entries_that_the_owner_does_not_know_are_withdrawn():
     assert after.claims() == {"sim:0": size(8)}
 
 
-def test_a_settled_lease_is_as_its_owner_publishes_it_whatever_its_key():
+def test_a_settled_lease_is_as_its_owner_publishes_it_and_an_arrival_stays_pinned():
     page = book(lease("a", sim0=8, key="k"))
     for known in ([lease("a", sim0=7)], []):
         assert list(publish(page, truth(*known, keys=("k",)), THERE).leases()) == known
-
-
-def test_an_arrival_stays_pinned_until_its_owner_has_it():
-    """The process that loads a new lease pins it, so that it is not evicted before its first use (law 6)."""
+    # The process that loads a new lease pins it, so that it is not evicted before its first use
+    # (law 6).
     page = publish(book(arriving(host=8)), truth(lease("qwen", host=8, pins=0), keys=("k",)), THERE)
     assert page.find(at(1, "qwen")).pins == 1
 
@@ -312,13 +293,6 @@ def test_a_rebuilt_book_keeps_the_limits_of_its_first_owner():
         assert {one.id: one for one in rebuilt.devices} == {one.id: one for one in both.devices}
 
 
-def test_publishing_twice_is_publishing_once():
-    known = truth(lease("old", sim0=8), keys=("t",), residue={"sim:0": 1})
-    page = book(arriving("new"), going("old"), tickets=[ticket("q", key="t")])
-    once = publish(page, known, THERE)
-    assert publish(once, known, THERE) is once
-
-
 # -- dead owners -----------------------------------------------------------------------------------
 def test_dead_owners_are_reaped_completely_and_each_lease_is_an_event():
     made = [lease("a", by=2, sim0=3), lease("b", by=2, sim0=4), lease("c", sim0=1)]
@@ -331,19 +305,11 @@ def test_dead_owners_are_reaped_completely_and_each_lease_is_an_event():
     assert {(e.because, e.by) for e in after.events} == {
         ("pid 2 ended; its memory is free again.", "ann")
     }
-
-
-def test_a_dead_or_a_living_owner_may_have_only_a_ticket():
-    """A command has a ticket and no section. The ledger refuses to remove the ticket of a living process."""
+    # A command has a ticket and no section. The ledger refuses to remove the ticket of a living
+    # process.
     page = replace(book(), tickets=(ticket("q", by=2), ticket("r", by=3)))
     assert [t.name for t in books.reap(page, [owner(2).id], THERE).tickets] == ["r"]
     assert books.reap(page, [], THERE) is page
-
-
-def test_an_owner_that_resigns_removes_all_its_entries():
-    page = book(lease("a", by=2, sim0=3), tickets=[ticket("q", by=2)])
-    assert books.resign(page, owner(2).id) == book()
-    assert books.resign(page, owner(9).id) is page
 
 
 # -- samples and events ----------------------------------------------------------------------------
@@ -428,7 +394,7 @@ def unreadable(pid=2, **fields):
     return Quarantined(owner(pid), entries=1, why="its checksum is wrong", **fields)
 
 
-def test_bytes_that_nobody_can_describe_are_not_free():
+def test_bytes_that_nobody_can_describe_are_not_free_until_their_owner_begins_anew():
     """Of an unreadable section: claimed, and missing from a sample taken before they settled."""
     there = world(total={"cuda:0": 24}, free={"cuda:0": 24}, cuda0=20, taken_at=NOW - 1)
     page = Book(limits={"cuda:0": size(20)}, quarantined={owner(2).id: unreadable()})
@@ -440,6 +406,8 @@ def test_bytes_that_nobody_can_describe_are_not_free():
         wide = replace(there, limits={"cuda:0": size(99)})
         assert room(recent, wide)["cuda:0"] == measured - size(unseen)
     assert page.entries == 1
+    page = Book(quarantined={ME.id: unreadable(1), owner(2).id: unreadable()})
+    assert set(publish(page, truth(lease("a", sim0=1)), THERE).quarantined) == {owner(2).id}
 
 
 def test_a_dead_owner_that_nobody_could_read_is_a_ghost_until_its_driver_agrees():
@@ -463,8 +431,3 @@ def test_a_wait_names_an_unreadable_owner_on_its_cards_only(card):
     wanted = request("qwen", 14, devices=("sim:0",))
     _, verdict = decide(page, wanted, world(sim0=20, sim1=20))
     assert ("cannot be read" in verdict.because) == (card == "sim:0")
-
-
-def test_its_owner_begins_anew():
-    page = Book(quarantined={ME.id: unreadable(1), owner(2).id: unreadable()})
-    assert set(publish(page, truth(lease("a", sim0=1)), THERE).quarantined) == {owner(2).id}

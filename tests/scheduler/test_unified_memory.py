@@ -30,30 +30,26 @@ def unified(card=90, host=50, total=100, free=100.0, **words):
     )
 
 
-def test_bytes_in_host_memory_are_taken_from_the_card_too():
+def test_card_and_host_spend_one_memory():
     """The warm model takes 50 of the card's 90 GiB, so 40 are left. The host's budget of 50 is full."""
     page = book(lease("warm", host=50, movable=True))
     assert room(page, unified(free=50.0)) == {"cuda:0": 40 * GIB, HOST: 0}
     _, verdict = decide(page, request("big", 41, importance="batch"), unified(free=50.0))
     assert not isinstance(verdict, Grant)
-
-
-def test_the_smaller_of_budget_and_measurement_counts_over_both():
-    """Other programs of the machine use 70 GiB, so 30 GiB are left for the card and the host."""
+    # Other programs of the machine use 70 GiB, so 30 GiB are left for the card and the host.
     there = unified(free=30.0)
     assert room(book(), there) == {"cuda:0": 30 * GIB, HOST: 30 * GIB}
     newer = replace(there.samples[HOST], free_bytes=20 * GIB)
     there = replace(there, samples={**there.samples, HOST: newer})
     assert room(book(), there) == {"cuda:0": 20 * GIB, HOST: 20 * GIB}, "the lower measurement"
-
-
-def test_bytes_arriving_on_one_are_not_free_on_the_other():
-    """They may arrive at any moment, and no sample has them yet."""
+    # They may arrive at any moment, and no sample has them yet.
     page = book(lease("coming", target=(Share("cuda:0", 20 * GIB),), phase=Phase.ARRIVING, pins=1))
     assert room(page, unified(free=30.0)) == {"cuda:0": 10 * GIB, HOST: 10 * GIB}
+    page, there = book(lease("old", cuda0=60)), world(cuda0=90, host=50, free={"cuda:0": 30})
+    assert room(page, there) == {"cuda:0": 30 * GIB, HOST: 50 * GIB}
 
 
-def test_an_idle_model_is_dropped_if_a_move_would_free_nothing():
+def test_an_idle_model_is_dropped_if_a_move_would_free_nothing_and_precious_weights_stay():
     page, there = book(lease("old", cuda0=60)), unified(free=40.0)
     assert eviction_step(page.find(at(1, "old")), 50 * GIB, there) == Drop(
         at(1, "old"), (Share("cuda:0", 60 * GIB),)
@@ -61,9 +57,6 @@ def test_an_idle_model_is_dropped_if_a_move_would_free_nothing():
     _, verdict = decide(page, request("new", 50), there)
     assert isinstance(verdict, Wait) and [type(step) for step in verdict.steps] == [Drop]
     assert plan(page, request("new", 50), there, lru).granted
-
-
-def test_precious_weights_stay_and_the_reason_is_correct():
     page, there = book(lease("mine", cuda0=60, droppable=False)), unified(free=40.0)
     _, verdict = decide(page, request("new", 50), there)
     assert isinstance(verdict, Refuse)
@@ -83,11 +76,6 @@ def test_the_ledger_refuses_a_write_that_exceeds_the_shared_budget():
     assert overdrafts(before, after) == {"cuda:0+host": 10 * GIB}
     apart = replace(after, devices=tuple(replace(d, unified=False) for d in there.devices))
     assert overdrafts(before, apart) == {}
-
-
-def test_a_card_with_memory_of_its_own_is_as_before():
-    page, there = book(lease("old", cuda0=60)), world(cuda0=90, host=50, free={"cuda:0": 30})
-    assert room(page, there) == {"cuda:0": 30 * GIB, HOST: 50 * GIB}
 
 
 @given(

@@ -20,26 +20,18 @@ def beyond(page, world_):
     return stranger_bytes(page, world_)["cuda:0"]
 
 
-def test_unmanaged_memory_is_the_cards_use_less_leases_and_residue():
+def test_unmanaged_memory_is_the_cards_use_less_what_the_book_had_in_the_sample():
     page = book(lease("a", by=2, cuda0=30), residue={2: {"cuda:0": size(1)}})
     assert beyond(page, there(40)) == size(9)
     assert beyond(page, there(60)) == 0, "measured less than claimed: that is nobody's"
-
-
-def test_bytes_that_came_since_the_sample_were_not_in_it():
     page = book(lease("a", by=2, cuda0=30, settled_at=NOW))
     assert beyond(page, there(70)) == size(10)
-
-
-def test_bytes_that_have_just_left_are_not_unmanaged():
-    """The sample still includes the bytes that just left. The bytes of a dead process are counted separately."""
+    # The sample still includes the bytes that just left. The bytes of a dead process are counted
+    # separately.
     page = book(lease("a", by=2, cuda0=30))
     step = Drop(at(2, "a"), page.lease(owner(2).id, "a").shares, "")
     assert beyond(left(page, step, (), there(50)), there(50)) == 0
     assert beyond(reap(page, [owner(2).id], there(50)), there(50)) == 0
-
-
-def test_bytes_that_the_driver_does_not_report_are_unknown():
     assert beyond(book(), there(None)) is None
     assert beyond(book(), world(cuda0=72)) is None
     # a simulated card has only what the book says
@@ -56,8 +48,5 @@ def test_processes_that_are_no_owners_are_listed_the_largest_first():
         Stranger("cuda:0", 72, size(4), "ann", "python train.py"),
         Stranger("cuda:0", 71, None),
     )
-
-
-def test_the_newest_sample_counts_whichever_process_took_it():
     page = replace(book(), samples={"cuda:0": Sample("cuda:0", NOW, 0, {9: 5})})
     assert strangers(page, there(70), {}) == (Stranger("cuda:0", 9, 5),)

@@ -45,10 +45,15 @@ def test_an_owner_is_silent_since_the_unanswered_request(verb, there):
     assert silent(lease("qwen", **there), tickets=[asks(verb, 40)]) == {1: NOW - 40}
 
 
-def test_an_owner_is_given_two_seconds():
+def test_an_owner_that_waits_for_room_has_answered_and_has_two_seconds():
     """An owner counts as silent only after two seconds, since its monitor may be busy for that long."""
     assert silent(lease("qwen", sim0=8), tickets=[asks("evict", 2)]) == {}
     assert silent(lease("qwen", sim0=8), tickets=[asks("evict", 2.1)]) == {1: NOW - 2.1}
+    waits = ticket("qwen", by=1, sim0=8)
+    assert silent(tickets=[asks("preload", 40), waits]) == {}
+    assert silent(tickets=[asks("preload", 40)]) == {1: NOW - 40}
+    tickets = [asks("evict", 10), ticket(at(3, "x"), by=2, key="3", verb="pin", arrived=NOW - 50)]
+    assert list(silent(lease("qwen", sim0=8), lease("x", by=3, sim0=1), tickets=tickets)) == [3, 1]
 
 
 @pytest.mark.parametrize(
@@ -66,12 +71,6 @@ def test_an_owner_that_acts_or_declines_has_answered(verb, there):
     assert silent(lease("qwen", **there), tickets=[asks(verb, 40)]) == {}
 
 
-def test_an_owner_that_waits_for_room_to_load_has_answered():
-    waits = ticket("qwen", by=1, sim0=8)
-    assert silent(tickets=[asks("preload", 40), waits]) == {}
-    assert silent(tickets=[asks("preload", 40)]) == {1: NOW - 40}
-
-
 def test_a_wait_for_a_silent_owner_says_since_when_it_does_not_answer():
     """The wait line showed a notebook as idle that computed for 29 s without answering."""
     page = book(
@@ -85,12 +84,6 @@ def test_a_wait_for_a_silent_owner_says_since_when_it_does_not_answer():
     )
 
 
-def test_an_owner_that_is_gone_is_not_silent():
-    page = seen(tickets=[asks("evict", 40)])
-    without = {id: section for id, section in page.sections.items() if id != owner(1).id}
-    assert unanswered(Snapshot(NOW, 0.0, owner(9), (), without, page.tickets, (), (), True)) == ()
-
-
 def test_each_of_several_that_a_request_recalls_answers_for_itself():
     """An owner counts as silent since the recall of its leases, which may be later than the request itself."""
     request = ticket(
@@ -102,17 +95,10 @@ def test_each_of_several_that_a_request_recalls_answers_for_itself():
     )
     there = (lease("a", sim0=4), lease("b", sim0=4), lease("c", by=2, sim0=4, phase=Phase.LEAVING))
     assert silent(*there, tickets=[request]) == {1: NOW - 30}
-
-
-def test_if_the_requester_is_stopped_no_owner_is_silent():
-    """Owners need not free room for a stopped process, which would not take the room."""
     request = ticket(
         "big", by=3, refreshed=NOW - 10, recalls=(at(1, "a"),), recalled_since=NOW - 30
     )
     assert silent(lease("a", sim0=4), tickets=[request]) == {}
-
-
-def test_no_owner_is_silent_towards_itself_and_a_plain_wait_asks_none():
     assert (
         silent(
             lease("a", sim0=4),
@@ -123,8 +109,6 @@ def test_no_owner_is_silent_towards_itself_and_a_plain_wait_asks_none():
         )
         == {}
     )
-
-
-def test_the_longest_silent_comes_first():
-    tickets = [asks("evict", 10), ticket(at(3, "x"), by=2, key="3", verb="pin", arrived=NOW - 50)]
-    assert list(silent(lease("qwen", sim0=8), lease("x", by=3, sim0=1), tickets=tickets)) == [3, 1]
+    page = seen(tickets=[asks("evict", 40)])
+    without = {id: section for id, section in page.sections.items() if id != owner(1).id}
+    assert unanswered(Snapshot(NOW, 0.0, owner(9), (), without, page.tickets, (), (), True)) == ()

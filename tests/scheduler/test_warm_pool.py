@@ -36,14 +36,22 @@ def test_a_stale_model_leaves_host_memory_for_a_victim(holder):
     assert places(page) == {"victim": "host", "qwen": "arriving"}
 
 
-def test_a_model_that_is_worth_more_stays_in_host_memory():
+def test_what_is_worth_more_stays_in_host_memory_and_what_would_not_help():
     page = book(lease("warm", host=8, last_used=NOW - 9), lease("old", sim0=9, last_used=NOW - 60))
     page, _ = ask_until(page, request("qwen", 14), THERE)
     assert places(page) == {"warm": "host", "qwen": "arriving"}
-
-
-def test_a_stale_lease_in_parts_leaves_host_memory_for_a_victim():
-    """Its bytes there blocked the warm pool for ever: each other model was loaded from disk."""
+    warm = lease("warm", host=8, last_used=NOW - 900, importance="high")
+    page = book(warm, lease("victim", sim0=9, last_used=NOW - 60))
+    page, _ = ask_until(page, request("qwen", 14, importance="high"), THERE)
+    assert places(page) == {"warm": "host", "qwen": "arriving"}
+    page = book(
+        lease("stale", host=2, last_used=NOW - 900),
+        lease("fresh", host=5, last_used=NOW),
+        lease("victim", sim0=9, last_used=NOW - 60),
+    )
+    page, _ = ask_until(page, request("qwen", 14), THERE)
+    assert places(page) == {"stale": "host", "fresh": "host", "qwen": "arriving"}
+    # Its bytes there blocked the warm pool for ever: each other model was loaded from disk.
     parts = lease("parts", sim0=1, host=9, piece_bytes=size(1), last_used=NOW - 900)
     victim = lease("victim", sim0=8, last_used=NOW - 60)
     page, _ = ask_until(book(parts, victim), request("wanted", 8), world(sim0=9, host=10))
@@ -84,23 +92,6 @@ def test_the_model_that_is_about_to_return_stays_while_others_will_make_the_room
     page, wait = decide(book(wanted, victim, fresh), request("wanted", 2), world(sim0=9, host=11))
     assert isinstance(wait, Wait) and not wait.steps
     assert page.find(at(1, "wanted")).phase is Phase.SETTLED
-
-
-def test_an_important_model_stays_in_host_memory():
-    warm = lease("warm", host=8, last_used=NOW - 900, importance="high")
-    page = book(warm, lease("victim", sim0=9, last_used=NOW - 60))
-    page, _ = ask_until(page, request("qwen", 14, importance="high"), THERE)
-    assert places(page) == {"warm": "host", "qwen": "arriving"}
-
-
-def test_nothing_leaves_host_memory_if_the_victim_does_not_fit_then():
-    page = book(
-        lease("stale", host=2, last_used=NOW - 900),
-        lease("fresh", host=5, last_used=NOW),
-        lease("victim", sim0=9, last_used=NOW - 60),
-    )
-    page, _ = ask_until(page, request("qwen", 14), THERE)
-    assert places(page) == {"stale": "host", "fresh": "host", "qwen": "arriving"}
 
 
 def test_an_owner_that_does_not_answer_does_not_keep_the_victim_on_the_card():
