@@ -30,6 +30,11 @@ def user(text: str) -> list[dict[str, Any]]:
     return [{"role": "user", "content": text}]
 
 
+def time(zone: str) -> str:
+    """The time in a zone."""
+    return "It is noon."
+
+
 @story
 def openai(url: str, token: str) -> None:
     from openai import OpenAI
@@ -55,14 +60,9 @@ def openai_agents(url: str, token: str) -> None:
 
     agents.set_tracing_disabled(True)
 
-    @agents.function_tool(name_override="time")
-    def clock(zone: str) -> str:
-        """The time in a zone."""
-        return "It is noon."
-
     client = AsyncOpenAI(base_url=f"{url}/v1", api_key=token)
     model = agents.OpenAIResponsesModel(model="chat", openai_client=client)
-    agent = agents.Agent("a", tools=[clock], model=model)
+    agent = agents.Agent("a", tools=[agents.function_tool(time)], model=model)
     assert agents.Runner.run_sync(agent, CALL).final_output == "It is noon."
 
 
@@ -79,7 +79,13 @@ def anthropic(url: str, token: str) -> None:
     called = client.messages.create(
         model="chat", max_tokens=64, messages=user(CALL), tools=[tool], system="Be brief."
     )
-    assert called.content[0].input == {"zone": "CET"}
+    [call] = called.content
+    assert call.input == {"zone": "CET"}
+    result = {"type": "tool_result", "tool_use_id": call.id, "content": "It is noon."}
+    given["messages"] = [*user(CALL), {"role": "assistant", "content": [call]}]
+    given["messages"] += [{"role": "user", "content": [result]}]
+    answer = client.messages.create(max_tokens=64, tools=[tool], **given)
+    assert answer.content[0].text == "It is noon."
 
 
 @story
@@ -99,8 +105,11 @@ def ollama(url: str, token: str) -> None:
     assert client.embed("bge", "fox").embeddings == [[3.0, 1.0]]
     parts = client.chat(name, user("one two"), stream=True)
     assert "".join(part.message.content or "" for part in parts) == "one two"
-    [call] = client.chat(name, user(CALL), tools=[TOOL]).message.tool_calls
-    assert call.function.arguments == {"zone": "CET"}
+    called = client.chat(name, user(CALL), tools=[TOOL]).message
+    assert called.tool_calls[0].function.arguments == {"zone": "CET"}
+    result = {"role": "tool", "tool_name": "time", "content": "It is noon."}
+    answer = client.chat(name, [*user(CALL), called, result], tools=[TOOL])
+    assert answer.message.content == "It is noon."
     assert client.generate(name, '{"zone": "CET"}', format=SCHEMA).response == '{"zone": "CET"}'
 
 
@@ -167,17 +176,12 @@ def llama_index_openai(url: str, token: str) -> None:
     from llama_index.core.tools import FunctionTool
     from llama_index.llms.openai_like import OpenAILike
 
-    model = OpenAILike(model="chat", api_base=f"{url}/v1", api_key=token, is_chat_model=True)
+    given = {"model": "chat", "api_base": f"{url}/v1", "api_key": token, "is_chat_model": True}
+    model = OpenAILike(**given)
     assert model.chat([ChatMessage(role="user", content="one two")]).message.content == "one two"
     assert "".join(part.delta or "" for part in model.stream_complete("one two")) == "one two"
     clock = FunctionTool.from_defaults(lambda zone: "It is noon.", name="time", description="It.")
-    model = OpenAILike(
-        model="chat",
-        api_base=f"{url}/v1",
-        api_key=token,
-        is_chat_model=True,
-        is_function_calling_model=True,
-    )
+    model = OpenAILike(**given, is_function_calling_model=True)
     answer = model.chat_with_tools([clock], user_msg=CALL)
     [call] = model.get_tool_calls_from_response(answer)
     assert call.tool_kwargs == {"zone": "CET"}
@@ -227,11 +231,7 @@ def pydantic_ai(url: str, token: str) -> None:
     provider = OpenAIProvider(base_url=f"{url}/v1", api_key=token)
     agent = Agent(OpenAIChatModel("chat", provider=provider))
 
-    @agent.tool_plain(name="time")
-    def clock(zone: str) -> str:
-        """The time in a zone."""
-        return "It is noon."
-
+    agent.tool_plain(time)
     assert agent.run_sync(CALL).output == "It is noon."
 
     async def streamed() -> str:
@@ -311,13 +311,8 @@ def autogen(url: str, token: str) -> None:
     from autogen_core.models import UserMessage
     from autogen_ext.models.openai import OpenAIChatCompletionClient
 
-    info = {
-        "vision": False,
-        "function_calling": True,
-        "json_output": True,
-        "family": "unknown",
-        "structured_output": True,
-    }
+    info = dict.fromkeys(("function_calling", "json_output", "structured_output"), True)
+    info |= {"vision": False, "family": "unknown"}
     client = OpenAIChatCompletionClient(
         model="chat", base_url=f"{url}/v1", api_key=token, model_info=info
     )
@@ -364,21 +359,12 @@ def llm(url: str, token: str) -> None:
     """The command, with the model in its own file of settings."""
     import llm as library
 
-    row = {
-        "model_id": "chat",
-        "model_name": "chat",
-        "api_base": f"{url}/v1",
-        "supports_tools": True,
-    }
-    row["api_key_name"] = "none"
+    row = {"model_id": "chat", "model_name": "chat", "api_base": f"{url}/v1"}
+    row |= {"supports_tools": True, "api_key_name": "none"}
     file = library.user_dir() / "extra-openai-models.yaml"
     file.write_text(json.dumps([row]))
     model = library.get_model("chat")
     assert model.prompt("one two", key=token).text() == "one two"
-
-    def time(zone: str) -> str:
-        """The time in a zone."""
-        return "It is noon."
 
     assert model.chain(CALL, tools=[time], key=token).text().endswith("It is noon.")
 
@@ -390,10 +376,6 @@ def chatlas(url: str, token: str) -> None:
     chat = ChatOpenAICompletions(base_url=f"{url}/v1", model="chat", api_key=token)
     assert str(chat.chat("one two", echo="none")) == "one two"
 
-    def time(zone: str) -> str:
-        """The time in a zone."""
-        return "It is noon."
-
     chat.register_tool(time)
     assert "It is noon." in str(chat.chat(CALL, echo="none"))
 
@@ -402,10 +384,6 @@ def chatlas(url: str, token: str) -> None:
 def agno(url: str, token: str) -> None:
     from agno.agent import Agent
     from agno.models.openai.like import OpenAILike
-
-    def time(zone: str) -> str:
-        """The time in a zone."""
-        return "It is noon."
 
     model = OpenAILike(id="chat", base_url=f"{url}/v1", api_key=token)
     answer = Agent(model=model, tools=[time], telemetry=False).run(CALL)
@@ -426,14 +404,6 @@ def cohere(url: str, token: str) -> None:
 def magentic(url: str, token: str) -> None:
     from magentic import FunctionCall, OpenaiChatModel, UserMessage
     from magentic.streaming import StreamedStr
-    from pydantic import BaseModel
-
-    class Person(BaseModel):
-        name: str
-
-    def time(zone: str) -> str:
-        """The time in a zone."""
-        return "It is noon."
 
     model = OpenaiChatModel("chat", base_url=f"{url}/v1", api_key=token)
     said = model.complete([UserMessage("one two")], output_types=[StreamedStr])
@@ -450,12 +420,7 @@ def mirascope(url: str, token: str) -> None:
         "openai:completions", scope="openai/", base_url=f"{url}/v1", api_key=token
     )
 
-    @library.tool
-    def time(zone: str) -> str:
-        """The time in a zone."""
-        return "It is noon."
-
-    @library.call("openai/chat:completions", tools=[time])
+    @library.call("openai/chat:completions", tools=[library.tool(time)])
     def said(text: str) -> str:
         return text
 
@@ -484,15 +449,9 @@ def strands(url: str, token: str) -> None:
     from strands import Agent, tool
     from strands.models.openai import OpenAIModel
 
-    @tool
-    def time(zone: str) -> str:
-        """The time in a zone."""
-        return "It is noon."
-
     given = {"base_url": f"{url}/v1", "api_key": token}
-    agent = Agent(
-        OpenAIModel(client_args=given, model_id="chat"), tools=[time], callback_handler=None
-    )
+    model = OpenAIModel(client_args=given, model_id="chat")
+    agent = Agent(model, tools=[tool(time)], callback_handler=None)
     assert "It is noon." in str(agent(CALL))
 
 

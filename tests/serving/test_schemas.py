@@ -9,7 +9,7 @@ import pytest
 from gpu_runtime.serving.engines.json_answers import grammar_of
 from gpu_runtime.serving.engines.tool_calls import tools_of
 from gpu_runtime.serving.requests import Refused
-from tests.serving.harness import answer_text, refusal
+from tests.serving.harness import answer_text, refusal, stream_text
 from tests.serving.test_engines import forcing, sources, with_models  # noqa: F401 - a fixture
 
 NAMED = {"name": {"enum": ["Bern", "Zürich"]}}
@@ -100,6 +100,9 @@ async def test_every_answer_matches_its_schema(name, sources):  # noqa: F811
                     complete += 1
                     jsonschema.validate(json.loads(answer_text(reply)), schema)
         assert complete > len(ENFORCED) // 2
+        format = {"type": "json_schema", "json_schema": {"name": "x", "schema": {"const": "b"}}}
+        stream = await k.chat(name, "hi", max_tokens=60, response_format=format, stream=True)
+        assert json.loads(await stream_text(stream)) == "b"
         if name == "gguf":
             with k.rt.use(name) as model, pytest.raises(Exception, match="cannot be read"):
                 list(model.create_completion("a", grammar="root ::= (", max_tokens=2, stream=True))
@@ -141,9 +144,14 @@ async def test_the_definitions_of_a_tool_are_found_in_a_forced_call(name, source
                 options = {"max_tokens": 90, "tools": tools, "tool_choice": wanted}
                 [answer] = (await k.chat(name, **options)).json["choices"]
                 [call] = answer["message"]["tool_calls"]
+                assert answer["finish_reason"] == "tool_calls"
+                assert answer["message"]["content"] is None
                 which = int(call["function"]["name"][-1])
                 assert json.loads(call["function"]["arguments"]) == {"at": which}
                 assert wanted == "required" or which == number
+    async with with_models(sources, name) as k:
+        with pytest.raises(Refused, match="its chat template takes no tools"):
+            await k.chat(name, tools=tools)
 
 
 def test_a_schema_that_refers_to_itself_is_embedded_whole():
