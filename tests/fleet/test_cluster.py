@@ -56,6 +56,15 @@ class FakeRay:
         return ready, [one for one in references if one > self.now]
 
 
+@pytest.fixture
+def ray(monkeypatch):
+    found = FakeRay()
+    monkeypatch.setattr(cluster, "ray", lambda: found)
+    monkeypatch.setattr(cluster, "_has_left", False)
+    monkeypatch.setattr(cluster.time, "monotonic", lambda: found.now)
+    return found
+
+
 @pytest.mark.parametrize(
     ("delays", "found", "ended"),
     [
@@ -65,13 +74,9 @@ class FakeRay:
         ((50.0, 60.0), (), 30.0),  # all are too slow
     ],
 )
-def test_slow_hosts_are_awaited_only_if_no_other_can_serve(monkeypatch, delays, found, ended):
+def test_slow_hosts_are_awaited_only_if_no_other_can_serve(ray, monkeypatch, delays, found, ended):
     """A host may import transformers for its first offer, which is slow. A frozen host must not delay the others."""
-    ray = FakeRay()
-    monkeypatch.setattr(cluster, "ray", lambda: ray)
-    monkeypatch.setattr(cluster, "_has_left", False)
     monkeypatch.setattr(cluster, "answer", lambda reference, timeout: reference)
-    monkeypatch.setattr(cluster.time, "monotonic", lambda: ray.now)
     references = {f"box{n}": delay for n, delay in enumerate(delays)}
     got, missing = cluster.answers(references, 2.0, longest=30.0, enough=lambda some: any(some))
     assert (tuple(got.values()), ray.now) == (found, ended)
@@ -79,13 +84,9 @@ def test_slow_hosts_are_awaited_only_if_no_other_can_serve(monkeypatch, delays, 
     assert {*got, *missing} == {*references}
 
 
-def test_a_reading_waits_five_seconds_for_a_frozen_host_and_names_it(monkeypatch, caplog):
+def test_a_reading_waits_five_seconds_for_a_frozen_host_and_names_it(ray, monkeypatch, caplog):
     """It took up to a minute. As long as no host has answered, it still may."""
-    ray = FakeRay()
-    monkeypatch.setattr(cluster, "ray", lambda: ray)
-    monkeypatch.setattr(cluster, "_has_left", False)
     monkeypatch.setattr(cluster, "answer", lambda reference, timeout: pandas.DataFrame({"n": [1]}))
-    monkeypatch.setattr(cluster.time, "monotonic", lambda: ray.now)
     fleet = Fleet.__new__(Fleet)
     delays = {"box1": 0.2, "box2": 90.0}
     fleet._hosts = SimpleNamespace(

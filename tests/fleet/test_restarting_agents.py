@@ -65,6 +65,14 @@ def test_a_model_that_nobody_wished_is_unknown_although_a_host_is_silent():
         FleetOf((GONE, FULL), wishes=Wishes())._obtain("hold", "qwen", None, None)
 
 
+def controller_of(hosts: Any) -> Controller:
+    """A controller that has stored nothing yet."""
+    controller = Controller.__new__(Controller)
+    controller._wishes, controller._silent = WISHES, {}
+    controller._hosts, controller._lock = hosts, threading.Lock()
+    return controller
+
+
 @pytest.mark.parametrize("why", [cluster.SILENT, cluster.GONE])
 def test_the_controller_lists_a_silent_host_until_it_answers_again(why):
     """If another host answers, the silent host is not asked for a while. Its silence does not count as a refusal."""
@@ -74,9 +82,7 @@ def test_the_controller_lists_a_silent_host_until_it_answers_again(why):
         asked.append(list(hosts))
         return {"b": FULL}, ({"a": why} if "a" in hosts else {})
 
-    controller = Controller.__new__(Controller)
-    controller._wishes, controller._silent = WISHES, {}
-    controller._hosts = SimpleNamespace(names=lambda: ("a", "b"), ask=ask)  # type: ignore[assignment]
+    controller = controller_of(SimpleNamespace(names=lambda: ("a", "b"), ask=ask))
     for _ in range(2):
         offers, _ = controller.choose("qwen")
         assert {offer.host: offer.answered for offer in offers} == {"a": False, "b": True}
@@ -111,10 +117,7 @@ class Hosts:
 
 
 def chosen(hosts: Hosts) -> tuple[Offer, ...]:
-    controller = Controller.__new__(Controller)
-    controller._wishes, controller._silent = WISHES, {}
-    controller._hosts = hosts  # type: ignore[assignment]
-    return controller.choose("qwen")[0]
+    return controller_of(hosts).choose("qwen")[0]
 
 
 def test_the_room_of_a_host_that_is_too_small_does_not_end_the_wait_for_others():
@@ -145,8 +148,7 @@ def test_wishes_that_no_host_could_read_are_not_stored(monkeypatch):
     """A number of copies as text was stored. Then no host could read any wish, and no model could be used."""
     stored: list[bytes] = []
     monkeypatch.setattr(cluster, "store", lambda key, data: stored.append(data))
-    controller = Controller.__new__(Controller)
-    controller._wishes, controller._lock = WISHES, threading.Lock()
+    controller = controller_of(None)
     wrong = Wish("phi", {}, copies="2")  # type: ignore[arg-type]
     with pytest.raises(msgspec.ValidationError):
         controller._change(lambda old: applied(old, [wrong], dedicated=False))

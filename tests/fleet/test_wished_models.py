@@ -113,51 +113,44 @@ def used(agent: HostAgent, *names: str) -> None:
             time.sleep(0.01)  # the order of uses decides, so no two uses have the same time
 
 
-def test_a_slot_moves_to_and_fro_between_the_cards_of_a_host(fleet):
-    """Host memory has room for the model, so an eviction would only offload it."""
-    fleet.join("box1", "sim:2x10GiB,host:64GiB")
+def test_a_slot_moves_between_the_cards_of_a_host_unless_its_model_is_in_use(fleet):
+    """Host memory has room, so an eviction only offloads. Also from there, the model returns to the slot's card."""
+    box = fleet.join("box1", "sim:2x10GiB,host:64GiB")
     fleet.apply("a", copies=0)
     for card in ("sim:0", "sim:1", "sim:0", "sim:0"):
         assert fleet.controller.create_slot(Slot("a", "box1", (card,))) == card
         assert fleet.on_cards("box1") == {"a": card}
-
-
-def test_a_slot_for_a_model_in_host_memory_is_on_its_card(fleet):
-    """A model returns from host memory to the cards that it was registered for."""
-    box = fleet.join("box1", "sim:2x10GiB,host:64GiB")
-    fleet.apply("a", copies=0)
-    fleet.controller.create_slot(Slot("a", "box1", ("sim:0",)))
     box.rt.evict("a")
     assert fleet.on_cards("box1") == {"a": "host"}
     assert fleet.controller.create_slot(Slot("a", "box1", ("sim:1",))) == "sim:1"
     assert fleet.on_cards("box1") == {"a": "sim:1"}
-
-
-def test_a_slot_for_a_model_in_use_is_refused_and_the_earlier_slot_stays(fleet):
-    box = fleet.join("box1", "sim:2x10GiB,host:64GiB")
-    fleet.apply("a", copies=0)
-    fleet.controller.create_slot(Slot("a", "box1", ("sim:0",)))
     with box.rt.use("a"), pytest.raises(StillInUse):
-        fleet.controller.create_slot(Slot("a", "box1", ("sim:1",)))
-    assert fleet.controller.wishes().slots == (Slot("a", "box1", ("sim:0",)),)
+        fleet.controller.create_slot(Slot("a", "box1", ("sim:0",)))
+    assert fleet.controller.wishes().slots == (Slot("a", "box1", ("sim:1",)),)
 
 
-def test_a_call_evicts_an_unwished_model_rather_than_a_dedicated_one(fleet):
-    """The dedicated model was used least recently, so the policy alone would evict it."""
+@pytest.mark.parametrize("who", ["a call", "a dedicated model", "a notebook"])
+def test_whoever_needs_room_gets_that_of_an_unwished_model(fleet, tmp_path, who):
+    """The wished model was used least recently, so the policy alone would evict it.
+
+    The marks are in the book, where every process of the host reads them.
+    """
     box = fleet.join("box1", "sim:2x10GiB,host:1GiB")
     fleet.apply("b", "c", copies=0)
-    assert fleet.apply("a", dedicated=True) == {"a": "box1"}
-    used(box, "a", "b", "c")
-    assert sorted(fleet.on_cards("box1")) == ["a", "c"]
-
-
-def test_a_dedicated_model_takes_the_room_of_an_unwished_one(fleet):
-    """The other card holds a wished model that was used least recently."""
-    box = fleet.join("box1", "sim:2x10GiB,host:1GiB")
-    fleet.apply("b", copies=0)
-    assert fleet.apply("a", dedicated=True) == {"a": "box1"}
+    assert fleet.apply("a", dedicated=who != "a notebook") == {"a": "box1"}
     used(box, "a", "b")
-    assert fleet.apply("c", "a", dedicated=True) == {"a": "box1", "c": "box1"}
+    if who == "a call":
+        used(box, "c")
+    elif who == "a dedicated model":
+        assert fleet.apply("c", "a", dedicated=True) == {"a": "box1", "c": "box1"}
+    else:
+        ledger = f"sqlite://{tmp_path / 'box1'}"
+        with Runtime(devices="sim:2x10GiB,host:1GiB", ledger=ledger) as notebook:
+            notebook.register("own", backend="fake", size="6GiB")
+            until(lambda: not any(one.pins for one in notebook.status().leases()), "both are idle")
+            with notebook.use("own", timeout=60):
+                assert sorted(fleet.on_cards("box1")) == ["a"]
+        return
     assert sorted(fleet.on_cards("box1")) == ["a", "c"]
 
 
@@ -221,17 +214,3 @@ def test_wished_models_that_are_loaded_at_once_evict_none_of_each_other(fleet):
         with pytest.raises(Busy, match="is wished by the fleet"):
             box.load(name, revision, timeout=0.0)
     assert sorted(fleet.on_cards("box1")) == ["a", "b"]
-
-
-def test_a_notebook_keeps_what_is_wished_and_evicts_the_rest(fleet, tmp_path):
-    """The marks are in the book, where every process of the host reads them."""
-    box = fleet.join("box1", "sim:2x10GiB,host:1GiB")
-    fleet.apply("b", copies=0)
-    fleet.apply("a")
-    used(box, "a", "b")
-    ledger = f"sqlite://{tmp_path / 'box1'}"
-    with Runtime(devices="sim:2x10GiB,host:1GiB", ledger=ledger) as notebook:
-        notebook.register("own", backend="fake", size="6GiB")
-        until(lambda: not any(one.pins for one in notebook.status().leases()), "both are idle")
-        with notebook.use("own", timeout=60):
-            assert sorted(fleet.on_cards("box1")) == ["a"]

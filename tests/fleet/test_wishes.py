@@ -38,15 +38,6 @@ def wish(name: str, **fields: object) -> Wish:
     return Wish(name, {}, **fields)  # type: ignore[arg-type]
 
 
-def test_a_repeated_change_changes_nothing():
-    """Ray repeats a call after the controller was restarted, so a repeated change must have no effect."""
-    once = applied(Wishes(), [wish("a")], dedicated=False)
-    assert applied(once, [wish("a")], dedicated=False) is once
-    drained = with_drain(once, "box1", undo=False)
-    assert with_drain(drained, "box1", undo=False) is drained
-    assert with_drain(drained, "box1", undo=True).drained == ()
-
-
 @given(WISHES, WISHES, st.booleans())
 def test_every_change_raises_the_revision_and_survives_a_restart(first, second, dedicated):
     before = applied(Wishes(), first, dedicated=False)
