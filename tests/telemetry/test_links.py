@@ -1,7 +1,4 @@
-"""A symbolic link in the place of a journal or a history is never followed to another database.
-
-It makes no difference when the link is put there.
-"""
+"""A symbolic link in the place of a journal or a history is never followed to another database."""
 
 import contextlib
 import os
@@ -43,9 +40,7 @@ def _history(path: Path) -> None:
 def test_a_link_that_is_put_there_after_the_look_is_not_followed(
     ledger, tmp_path, monkeypatch, write
 ):
-    """Between the check and the opening of the file, another user of the ledger puts a link in its
-    place. The link leads to another database of this user, which must stay unchanged.
-    """
+    """The link leads to another database of this user, which must stay unchanged."""
     diary = tmp_path / "diary.db"
     with contextlib.closing(sqlite3.connect(diary)) as db:
         db.execute("CREATE TABLE mine(text)")

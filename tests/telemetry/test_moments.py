@@ -36,16 +36,15 @@ def test_a_moment_lists_the_claims_on_a_device():
     assert (zero.claimed_bytes, zero.peak_bytes) == (13 * GIB, 13 * GIB)
 
 
-def test_memory_without_a_lease_is_measured_minus_claimed():
-    page, devices = book(lease("a", cuda0=4)), world(cuda0=20, free={"cuda:0": 10})
+@pytest.mark.parametrize(
+    ("free", "measured", "peak"), [(10, 10 * GIB, 10 * GIB), (None, None, 4 * GIB)]
+)
+def test_what_the_driver_tells_is_measured_and_a_driver_without_an_answer_leaves_a_gap(
+    free, measured, peak
+):
+    page, devices = book(lease("a", cuda0=4)), world(cuda0=20, free={"cuda:0": free})
     card, _ = moments_of(views(page, devices), page.sections.values(), WALL)
-    assert (card.measured_bytes - card.claimed_bytes, card.peak_bytes) == (6 * GIB, 10 * GIB)
-
-
-def test_a_driver_without_an_answer_leaves_a_gap_and_no_zero():
-    page, devices = book(lease("a", cuda0=4)), world(cuda0=20, free={"cuda:0": None})
-    card, _ = moments_of(views(page, devices), page.sections.values(), WALL)
-    assert (card.measured_bytes, card.peak_bytes) == (None, 4 * GIB)
+    assert (card.claimed_bytes, card.measured_bytes, card.peak_bytes) == (4 * GIB, measured, peak)
 
 
 # Which moments are kept
