@@ -52,13 +52,6 @@ async def text(client: HttpClient, url: str) -> str:
         return await response.text()
 
 
-async def test_calls_one_after_the_other_share_a_connection():
-    async with engine() as (one, client, url):
-        for _ in range(5):
-            assert await text(client, url) == "ok"
-        assert one.opened == 1
-
-
 async def test_calls_at_the_same_time_have_a_connection_each_and_none_stays_open_for_long(
     monkeypatch,
 ):
@@ -73,17 +66,17 @@ async def test_calls_at_the_same_time_have_a_connection_each_and_none_stays_open
         assert await text(client, url) == "ok" and one.opened == 9
 
 
-@pytest.mark.parametrize("how", ["answer", "later"])
-async def test_a_connection_that_the_engine_closed_is_not_used_again(how):
+@pytest.mark.parametrize("closed", ["never", "with the answer", "later"])
+async def test_calls_share_a_connection_until_the_engine_closes_it(closed):
     async with engine() as (one, client, url):
-        one.answer = CLOSES if how == "answer" else KEEPS
-        assert await text(client, url) == "ok"
-        if how == "later":
-            one.writers[0].close()
-            await one.writers[0].wait_closed()
-            await asyncio.sleep(0)
-        assert await text(client, url) == "ok"
-        assert one.opened == 2
+        one.answer = CLOSES if closed == "with the answer" else KEEPS
+        for _ in range(3):
+            assert await text(client, url) == "ok"
+            if closed == "later":
+                one.writers[-1].close()
+                await one.writers[-1].wait_closed()
+                await asyncio.sleep(0)
+        assert one.opened == (1 if closed == "never" else 3)
 
 
 async def test_a_call_that_is_cancelled_ends_its_connection():

@@ -178,11 +178,18 @@ def test_logits_without_a_token_are_left_out(sources):  # noqa: F811
 
 @pytest.mark.processes
 async def test_the_figures_of_a_gguf_are_those_of_the_library(sources):  # noqa: F811
+    """A special token, such as the end of the text, has its name. Its text was empty."""
     from llama_cpp import Llama
 
     body = {"model": "gguf", "prompt": "the quick", **GREEDY, "logprobs": 4}
     async with with_models(sources, "gguf") as k:
         [choice] = (await k.gateway.answer("completions", body)).json["choices"]
+        with k.rt.use("gguf") as model:
+            size = model.n_vocab()
+            [part, *_] = model.write("the", True, 1, True, stream=True, top_logprobs=size - 1)
+    [[_, _, top]] = part["tokens"]
+    names = [name for name, _ in top]
+    assert len(names) == size - 1 and b"</s>" in names and b"" not in names
     model = Llama(str(sources["gguf"]), logits_all=True, verbose=False, n_ctx=256)
     [own] = model.create_completion("the quick", **GREEDY, logprobs=4)["choices"]
     model.close()
@@ -192,18 +199,6 @@ async def test_the_figures_of_a_gguf_are_those_of_the_library(sources):  # noqa:
         choice["logprobs"]["token_logprobs"], own["logprobs"]["token_logprobs"], strict=True
     ):
         assert ours == pytest.approx(theirs, abs=1e-3)
-
-
-@pytest.mark.processes
-async def test_a_special_token_of_a_gguf_has_its_name(sources):  # noqa: F811
-    """The token that ends a text is among the most probable ones at the end of a sentence. It had an empty text."""
-    async with with_models(sources, "gguf") as k:
-        with k.rt.use("gguf") as model:
-            size = model.n_vocab()
-            [part, *_] = model.write("the", True, 1, True, stream=True, top_logprobs=size - 1)
-    [[_, _, top]] = part["tokens"]
-    names = [name for name, _ in top]
-    assert len(names) == size - 1 and b"</s>" in names and b"" not in names
 
 
 async def test_tokens_of_a_gguf_without_text_are_left_out():

@@ -4,6 +4,7 @@ model.
 
 import copy
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -97,18 +98,25 @@ def variants(body: Any) -> Iterator[Any]:
         yield shorter
 
 
+@contextmanager
+def served(**options: Any) -> Iterator[tuple[TestClient, Any]]:
+    """A client of a server with the model qwen, and the server's gateway."""
+    made = Harness(qwen=4, options={"qwen": options})
+    app = with_visitor(application(made.rt, lambda: made.gateway, "0"), OPERATOR)
+    with TestClient(app, raise_server_exceptions=False) as http:
+        yield http, made.gateway
+        http.portal.call(made.gateway.close)
+    made.rt.close()
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("path", BODIES)
 def test_a_value_of_another_type_is_refused_or_answered(path):
-    made = Harness(qwen=4, options={"qwen": {"chat_template": TEMPLATE}})
-    app = with_visitor(application(made.rt, lambda: made.gateway, "0"), OPERATOR)
-    with TestClient(app, raise_server_exceptions=False) as http:
+    with served(chat_template=TEMPLATE) as (http, gateway):
         for body in variants({"model": "qwen", **BODIES[path]}):
             answer = http.post(path, json=body)
             assert answer.status_code < 500, (body, answer.text)
-        http.portal.call(made.gateway.close)
-    assert all(one.failures == 0 for one in made.gateway.state().breakers.values())
-    made.rt.close()
+        assert all(one.failures == 0 for one in gateway.state().breakers.values())
 
 
 HI = [{"role": "user", "content": "hi"}]
@@ -130,14 +138,10 @@ PATHS = [
 @pytest.mark.parametrize(("path", "body", "field"), PATHS)
 def test_the_message_names_a_field_that_is_in_the_body(path, body, field):
     """Each route translates its body into that of a chat, whose fields have other names."""
-    made = Harness(qwen=4)
-    app = with_visitor(application(made.rt, lambda: made.gateway, "0"), OPERATOR)
-    with TestClient(app, raise_server_exceptions=False) as http:
+    with served() as (http, _):
         answer = http.post(path, json={"model": "qwen", **body})
         error = answer.json()["error"]
         text = error if isinstance(error, str) else error["message"]
         assert answer.status_code in (400, 413) and text.startswith(field), text
         if isinstance(error, dict) and error.get("param"):
             assert error["param"].startswith(field)
-        http.portal.call(made.gateway.close)
-    made.rt.close()
