@@ -227,11 +227,6 @@ def test_ollama_with_a_model_that_stays_in_ram_fails_with_the_figures(server, re
     assert len(record()) == 1 + MOST_RESTARTS and one.state is ServerState.IDLE and not one.pids
 
 
-def test_ollama_without_the_model_names_the_command_to_type(server):
-    with pytest.raises(LoadFailed, match="ollama pull absent"):
-        server("ollama", source="absent").start()
-
-
 def test_a_server_that_never_becomes_ready_fails_after_its_time_out(server, monkeypatch):
     """The clock is injected and advances by itself, so the test takes no real time."""
     monkeypatch.setenv("STAND_IN_MUTE", "1")
@@ -247,7 +242,11 @@ def test_a_server_that_never_becomes_ready_fails_after_its_time_out(server, monk
     assert now[0] == 600.0 and one.state is ServerState.IDLE
 
 
-def test_an_end_during_the_load_is_reported_with_the_server_s_last_line(server, monkeypatch):
+def test_a_failed_start_is_reported_with_its_reason(server, monkeypatch):
+    with pytest.raises(LoadFailed, match="unrecognized arguments: --max-modl-len"):
+        server(runtime_args=["--max-modl-len", "32k"]).start()
+    with pytest.raises(LoadFailed, match="ollama pull absent"):
+        server("ollama", source="absent").start()
     monkeypatch.setenv(
         "STAND_IN_SAYS", "ValueError: The model's max seq len is larger than the KV cache"
     )
@@ -256,20 +255,12 @@ def test_an_end_during_the_load_is_reported_with_the_server_s_last_line(server, 
     ) as error:
         server().start()
     assert Path(error.value.log).read_text().startswith("ValueError")
-
-
-def test_out_of_memory_during_the_load_is_recognised(server, monkeypatch):
     monkeypatch.setenv(
         "STAND_IN_SAYS", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
     )
     with pytest.raises(Exception) as error:
         server().start()
     assert is_out_of_memory(error.value) and "2.00 GiB" in str(error.value)
-
-
-def test_an_unknown_flag_fails_the_start(server):
-    with pytest.raises(LoadFailed, match="unrecognized arguments: --max-modl-len"):
-        server(runtime_args=["--max-modl-len", "32k"]).start()
 
 
 def test_an_interrupted_start_leaves_no_process_and_no_port(server, monkeypatch):

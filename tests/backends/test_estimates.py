@@ -131,32 +131,6 @@ def test_estimated_activations_are_those_of_a_forward_pass(family, shape, eager)
     assert estimate == pytest.approx(live.peak - cache, rel=0.1)
 
 
-@pytest.mark.thorough
-@pytest.mark.parametrize(
-    "make",
-    [
-        lambda path: tiny_models.causal_lm(path),
-        lambda path: tiny_models.causal_lm(path, tied=True, dtype="bfloat16"),
-        lambda path: tiny_models.causal_lm(path, size="8 MiB", shard="1MB"),
-        tiny_models.embedder,
-        tiny_models.reranker,
-    ],
-    ids=["llama", "tied", "sharded", "embedder", "reranker"],
-)
-@pytest.mark.parametrize("dtype", [None, "bfloat16"])
-def test_estimated_weights_are_within_two_per_cent_of_the_resident_bytes(
-    probe, tmp_path, make, dtype
-):
-    """The estimate differs by at most two per cent. The backend and the path alone give the same evidence."""
-    backend = open_backend("transformers", probe)
-    options = {"dtype": dtype} if dtype else {}
-    spec = ModelSpec("m", "transformers", str(make(tmp_path / "m")), options=options)
-    estimate = footprint(backend, spec)
-    assert backend.evidence(spec) == sources.evidence(spec.source, "m", options)
-    (resident,) = backend.measure(backend.load(spec, (Share("sim:0", 0),)))
-    assert estimate.bytes == pytest.approx(resident.bytes, rel=0.02)
-
-
 def converted(directory: Path, dtype: str) -> Path:
     """Rewrites all weights of `directory` as `dtype`. The config keeps its own dtype."""
     for file in directory.glob("*.safetensors"):
@@ -294,7 +268,6 @@ def test_a_file_of_many_dtypes_is_exact(tmp_path):
 
 
 def test_a_changed_source_has_another_fingerprint(tmp_path):
-    """A changed source has another fingerprint, so measurements of the old source do not count for it."""
     directory = tiny_models.causal_lm(tmp_path / "m")
     before = sources.evidence(str(directory), "m")
     assert sources.evidence(str(directory), "m") == before and before.fingerprint

@@ -68,14 +68,11 @@ def test_a_writer_waits_until_the_load_is_over(file, write):
     assert not writer.is_alive()
 
 
-def test_readers_are_not_held_up(file):
+def test_readers_are_not_held_up_and_nothing_stays_open(file):
     with untouched([str(file)], "qwen") as check, untouched([str(file)], "twin") as other:
         assert file.read_bytes() == CONTENT
         check()
         other()
-
-
-def test_nothing_stays_open(file):
     before = os.listdir("/proc/self/fd")
     with untouched([str(file)], "qwen"):
         pass

@@ -115,16 +115,13 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def test_only_the_header_is_read(tmp_path):
+def test_only_the_header_is_read_and_once(tmp_path):
     """The test's file has 64 GiB but is sparse. Almost none of it is read."""
     path = write(tmp_path / "m.gguf", vocabulary=150_000)
     os.truncate(path, 64 << 30)
     before = bytes_read()
     assert ours.read(path, "m").weight_bytes == 4 * 512 * 4 + 4 * 288
     assert bytes_read() - before < 8 << 20
-
-
-def test_an_unchanged_header_is_read_once(tmp_path):
     path = write(tmp_path / "m.gguf", vocabulary=150_000)
     first = ours.read(path, "m")
     before = bytes_read()
@@ -146,20 +143,17 @@ def test_the_parts_of_a_split_model_are_one(tmp_path):
         ours.read(parts[0], "m")
 
 
-def test_a_file_that_is_no_gguf_is_a_mistake_of_the_catalogue(tmp_path):
-    """`gpu serve` opens no breaker for such errors."""
+def test_no_model_or_several_are_refused(tmp_path):
+    """The first is a mistake of the catalogue: `gpu serve` opens no breaker for such errors."""
+    for name in ("a", "b"):
+        write(tmp_path / f"{name}.gguf")
+    with pytest.raises(NotAModel, match="holds 2 models; name the file: a.gguf, b.gguf"):
+        sources.evidence(str(tmp_path), "m")
     path = tmp_path / "m.gguf"
     path.write_text("no model")
     with pytest.raises(LoadFailed, match="it does not begin as a GGUF file") as error:
         ours.read(path, "m")
     assert error.value.mistake
-
-
-def test_a_directory_of_several_models_is_refused(tmp_path):
-    for name in ("a", "b"):
-        write(tmp_path / f"{name}.gguf")
-    with pytest.raises(NotAModel, match="holds 2 models; name the file: a.gguf, b.gguf"):
-        sources.evidence(str(tmp_path), "m")
 
 
 # -- files with false headers ----------------------------------------------------------------------

@@ -219,21 +219,14 @@ def test_a_module_a_class_and_a_cache_are_named():
     assert referrer_of(table()[0]).endswith("table")
 
 
-def test_what_a_function_that_runs_holds_is_no_garbage():
-    """A collection would not free it."""
+def test_only_a_cycle_without_a_name_is_garbage():
     kept = torch.ones(7)
     assert referrer_of(kept) == ho.CPP
-
-
-def test_what_a_future_without_a_name_holds_is_no_garbage():
     future = torch.futures.Future()
     future.set_result(torch.ones(7))
     key = future.value().untyped_storage()._cdata
     (found,) = [one for one in se.search(every).found if one.key == key]
     assert ho.referrer(found, (), se.Limit()) == ho.CPP
-
-
-def test_a_cycle_without_a_name_is_garbage():
     cycle = [torch.ones(7)]
     cycle.append(cycle)
     key = cycle[0].untyped_storage()._cdata

@@ -67,17 +67,6 @@ def test_a_call_without_an_answer_ends_when_it_is_cancelled(channel, stream):
     assert len(channel.sent) == 2, "a call that has ended is not cancelled again"
 
 
-def test_a_cancellation_calls_each_function_once():
-    """A function that is given after the cancellation is called at once."""
-    called = []
-    cancellation = Cancellation()
-    cancellation.then(lambda: called.append("before"))
-    cancellation.set()
-    cancellation.set()
-    cancellation.then(lambda: called.append("after"))
-    assert called == ["before", "after"]
-
-
 def load(file: Path, **more: Any) -> Any:
     """The model that a worker loads from `file`, in this process."""
     pytest.importorskip("llama_cpp")

@@ -38,10 +38,21 @@ def arguments(*gib: float, cards=None, **options):
     return llama_arguments(spec(**options), shares(*gib), "/m/phi.gguf", CONFIG, cards)
 
 
-def test_on_one_card_all_layers_go_to_it():
+def test_how_the_layers_are_split_over_the_cards():
     numbers = {"n_gpu_layers": -1, "n_ctx": 4096, "main_gpu": 0, "split_mode": 0}
     switches = {"embedding": False, "needs_gpu": False, "flash_attn": False}
     assert arguments(8) == {"model_path": "/m/phi.gguf", "name": "phi"} | numbers | switches
+    # A worker sees only its own cards, so their numbers begin with 0.
+    found = arguments(9, 3, cards=(4, 6))
+    assert (found["split_mode"], found["tensor_split"], found["main_gpu"]) == (1, [0.75, 0.25], 0)
+    assert arguments(9, 3, split_mode="row", main_gpu=1)["split_mode"] == 2
+    assert arguments(9, 3, main_gpu=1)["main_gpu"] == 1
+    found = arguments(9, 3, cards=(1, 3), isolated=False, main_gpu=1)
+    assert (found["tensor_split"], found["main_gpu"]) == ([0.0, 0.75, 0.0, 0.25], 3)
+    assert arguments(8, cards=(2,), isolated=False)["main_gpu"] == 2
+    found = arguments(8, cache_dtype="q8_0")
+    assert (found["type_k"], found["type_v"], found["flash_attn"]) == (8, 8, True)
+    assert arguments(8, cache_dtype="float16")["flash_attn"] is False
 
 
 @pytest.mark.parametrize(
@@ -55,20 +66,6 @@ def test_a_model_for_embeddings_without_a_pooling_type_takes_the_mean(config, ad
     one = replace(spec(), model_type="embedding")
     found = llama_arguments(one, shares(8), "/m/phi.gguf", config, None)
     assert {key: found[key] for key in found if key == "pooling_type"} == added
-
-
-def test_over_several_cards_it_is_split_like_the_shares():
-    """A worker sees only its own cards, so their numbers begin with 0."""
-    found = arguments(9, 3, cards=(4, 6))
-    assert (found["split_mode"], found["tensor_split"], found["main_gpu"]) == (1, [0.75, 0.25], 0)
-    assert arguments(9, 3, split_mode="row", main_gpu=1)["split_mode"] == 2
-    assert arguments(9, 3, main_gpu=1)["main_gpu"] == 1
-
-
-def test_in_process_the_cards_have_this_process_s_numbers():
-    found = arguments(9, 3, cards=(1, 3), isolated=False, main_gpu=1)
-    assert (found["tensor_split"], found["main_gpu"]) == ([0.0, 0.75, 0.0, 0.25], 3)
-    assert arguments(8, cards=(2,), isolated=False)["main_gpu"] == 2
 
 
 @pytest.mark.parametrize(
@@ -140,12 +137,6 @@ def test_further_sequences_cost_no_memory(tiny_gguf):
 
     assert needed(sequences=4) == needed()
     assert needed(sequences=4, context_length=128) == needed(context_length=128) < needed()
-
-
-def test_a_quantised_cache_switches_flash_attention_on():
-    found = arguments(8, cache_dtype="q8_0")
-    assert (found["type_k"], found["type_v"], found["flash_attn"]) == (8, 8, True)
-    assert arguments(8, cache_dtype="float16")["flash_attn"] is False
 
 
 @pytest.mark.parametrize(

@@ -61,7 +61,7 @@ def installed(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: f"/opt/{name}")
 
 
-def test_vllm_takes_its_share_of_the_card(installed):
+def test_vllm_takes_its_share_of_one_card_or_two(installed):
     made = command("vllm", context_length=32768, dtype="bfloat16")
     assert made.words == words_of(
         "/opt/vllm serve org/name --host 127.0.0.1 --port 8300 --served-model-name qwen ",
@@ -69,6 +69,10 @@ def test_vllm_takes_its_share_of_the_card(installed):
         "bfloat16",
     )
     assert made.environment == {"VLLM_API_KEY": "k3y"}
+    # vLLM takes the same fraction of each card, so the smaller share determines the fraction.
+    words = recipe("vllm").command(order("vllm", gib=(40, 36))).words
+    assert words[words.index("--tensor-parallel-size") + 1] == "2"
+    assert words[words.index("--gpu-memory-utilization") + 1] == "0.45"
 
 
 @pytest.mark.parametrize("backend", ["vllm", "diffusers"])
@@ -86,13 +90,6 @@ def test_vllm_makes_vectors_with_its_pooling_runner(installed):
     assert "--runner" not in recipe("vllm").command(order("vllm")).words
     own = order("vllm", model_type="embedding", runtime_args=["--runner", "auto"])
     assert recipe("vllm").command(own).words.count("--runner") == 1
-
-
-def test_vllm_over_two_cards_is_tensor_parallel(installed):
-    """vLLM takes the same fraction of each card, so the smaller share determines the fraction."""
-    words = recipe("vllm").command(order("vllm", gib=(40, 36))).words
-    assert words[words.index("--tensor-parallel-size") + 1] == "2"
-    assert words[words.index("--gpu-memory-utilization") + 1] == "0.45"
 
 
 @given(st.integers(0, 200 * GIB), st.integers(1, 200 * GIB))
@@ -141,6 +138,8 @@ def test_ollama_gets_its_options_from_the_environment(installed):
         "OLLAMA_CONTEXT_LENGTH": "40960",
     }
     assert recipe("ollama").model(order("ollama", source="qwen3:8b")) == "qwen3:8b"
+    with pytest.raises(BadSetting, match="f16, q8_0, q4_0 with Ollama"):
+        recipe("ollama").command(order("ollama", cache_dtype="bfloat16"))
 
 
 @pytest.mark.parametrize("given", ["float16", "FP16", "half", "f16"])
@@ -168,11 +167,6 @@ def test_ollama_lists_a_name_without_a_tag_as_the_latest(source, listed, problem
     loaded = {"models": [{"name": listed, "size": 4, "size_vram": 4}]}
     wanted = order("ollama", source=source)._replace(simulated=False)
     assert recipe("ollama").misplaced(wanted, lambda *_: (200, loaded)) == problem
-
-
-def test_a_cache_that_ollama_has_not_is_refused(installed):
-    with pytest.raises(BadSetting, match="f16, q8_0, q4_0 with Ollama"):
-        recipe("ollama").command(order("ollama", cache_dtype="bfloat16"))
 
 
 def test_llama_server_gets_layers_context_and_the_split_of_the_shares(installed):
@@ -227,13 +221,6 @@ def test_llama_server_gets_the_options_of_the_model(installed):
     assert flags_of(model_type="embedding", n_batch=2048)["--ubatch-size"] == "2048"
 
 
-def test_llama_cpp_python_s_server_gets_the_options_of_the_model(nothing_installed):
-    found = flags_of(**OPTIONS)
-    assert found == {f"--{name}": str(value) for name, value in OPTIONS.items()} | {
-        **{"--offload_kqv": "false", "--use_mmap": "true", "--use_mlock": "false"}
-    }
-
-
 @pytest.mark.parametrize("option", [{"use_mlock": True}, {"lora_scale": 2.0}, {"chat_format": "a"}])
 def test_an_option_that_a_server_has_not_is_refused(installed, monkeypatch, option):
     """A flag for it exists in some versions only. `runtime_args` can have it."""
@@ -244,7 +231,7 @@ def test_an_option_that_a_server_has_not_is_refused(installed, monkeypatch, opti
         flags_of(swa_full=True)
 
 
-def test_without_llama_server_llama_cpp_python_serves(nothing_installed):
+def test_without_llama_server_llama_cpp_python_serves_what_it_can(nothing_installed):
     config = {"max_position_embeddings": 2048}
     made = command("llama-server", source="/m/phi.gguf", name="phi", config=config)
     assert made.words == words_of(
@@ -254,6 +241,16 @@ def test_without_llama_server_llama_cpp_python_serves(nothing_installed):
         "false",
     )
     assert made.environment == {"API_KEY": "k3y", **LOOKS_FOR_WORK}
+    found = flags_of(**OPTIONS)
+    assert found == {f"--{name}": str(value) for name, value in OPTIONS.items()} | {
+        **{"--offload_kqv": "false", "--use_mmap": "true", "--use_mlock": "false"}
+    }
+    # It would silently use the model's own template.
+    with pytest.raises(LoadFailed, match="takes no chat template but the model's own"):
+        llama_server(chat_template="{{ messages }}")
+    with pytest.raises(LoadFailed, match="the file names no pooling type"):
+        llama_server(config=NO_POOLING, model_type="embedding")
+    llama_server(config=CLS_POOLING, model_type="embedding")
 
 
 @pytest.mark.processes
@@ -278,12 +275,6 @@ def test_a_chat_template_of_the_catalogue_is_on_the_command_line(installed):
         assert words[words.index(flag) + 1] == chat
 
 
-def test_a_server_that_cannot_use_a_custom_template_is_not_started(nothing_installed):
-    """It would silently use the model's own template."""
-    with pytest.raises(LoadFailed, match="takes no chat template but the model's own"):
-        llama_server(chat_template="{{ messages }}")
-
-
 NO_POOLING, CLS_POOLING = {"num_hidden_layers": 2}, {"num_hidden_layers": 2, "pooling_type": 2}
 
 
@@ -295,12 +286,6 @@ def test_a_text_has_one_vector_also_if_the_file_names_no_pooling_type(installed)
     own = ["--pooling", "last"]
     words = llama_server(config=NO_POOLING, model_type="embedding", runtime_args=own)
     assert words.count("--pooling") == 1 and words[-1] == "last"
-
-
-def test_a_server_that_makes_a_vector_of_each_token_is_not_started(nothing_installed):
-    with pytest.raises(LoadFailed, match="the file names no pooling type"):
-        llama_server(config=NO_POOLING, model_type="embedding")
-    llama_server(config=CLS_POOLING, model_type="embedding")
 
 
 def test_the_template_for_switches_is_the_model_s_own(installed, tmp_path):

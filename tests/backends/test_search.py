@@ -103,18 +103,19 @@ def test_the_parts_of_a_jagged_tensor_are_found():
     assert storage_of(jagged._values)._cdata in keys()
 
 
-def test_a_storage_without_a_tensor_is_found():
+def test_storages_that_no_name_refers_to_are_found():
     storage = torch.ones(7).untyped_storage()
     assert storage._cdata in keys()
-
-
-def test_a_gradient_that_nobody_has_read_is_found():
-    """A gradient that was never read has no Python object, so Python's garbage collector cannot find it."""
+    # A gradient that was never read has no Python object, so Python's garbage collector cannot find
+    # it.
     weight = torch.ones(5000, requires_grad=True)
     before = keys()
     (weight * 2).sum().backward()
     fresh = [one for one in se.search(every).found if one.key not in before and one.bytes == 20000]
     assert [one.key for one in fresh] == [storage_of(weight.grad)._cdata]
+    out = (torch.ones(5000, requires_grad=True) * 2).sum()
+    node = out.grad_fn.next_functions[0][0].next_functions[0][0]
+    assert storage_of(node.variable)._cdata in keys()
 
 
 def test_parameters_of_a_loaded_script_are_found():
@@ -154,14 +155,8 @@ def test_everything_that_an_autograd_graph_saved_is_found(net):
     assert out is not None
 
 
-def test_a_leaf_that_only_the_graph_refers_to_is_found():
-    out = (torch.ones(5000, requires_grad=True) * 2).sum()
-    node = out.grad_fn.next_functions[0][0].next_functions[0][0]
-    assert storage_of(node.variable)._cdata in keys()
-
-
 # -- what is not -----------------------------------------------------------------------------------
-def test_tensors_without_bytes_are_not_found():
+def test_tensors_without_bytes_and_governed_storages_are_left_out():
     with FakeTensorMode():
         fake = torch.empty(1000)
     lazy = nn.LazyLinear(4)
@@ -169,37 +164,28 @@ def test_tensors_without_bytes_are_not_found():
     found = keys()
     assert not {storage_of(t)._cdata for t in (meta, empty)} & found
     assert fake is not None and lazy is not None
+    model = nn.Linear(3, 3)
+    governed = {storage_of(p)._cdata for p in model.parameters()}
+    assert not governed & keys(se.search(every, governed=governed))
+    assert governed <= keys()
 
 
-def test_a_tensor_of_mkldnn_stays_with_its_bytes():
+def test_memory_that_libraries_keep_in_objects_of_their_own_stays_with_its_bytes():
     """MKL-DNN keeps a tensor's bytes in objects of its own, without a storage."""
     held = torch.ones(4, 4).to_mkldnn()
     [found] = [one for one in se.search(every).found if one.tensors and one.tensors[0] is held]
     assert (found.storage, found.bytes, found.stays) == (None, 64, se.COMPILED)
-
-
-def test_packed_weights_stay_with_their_bytes():
     packed = torch.ao.quantization.quantize_dynamic(
         nn.Sequential(nn.Linear(64, 64)), {nn.Linear}, dtype=torch.qint8
     )
     holder = packed[0]._packed_params
     [found] = [one for one in se.search(every).found if one.tensors and one.tensors[0] is holder]
     assert (found.bytes, found.stays) == (64 * 64 + 64 * 4, se.COMPILED)
-
-
-def test_frozen_weights_stay_with_their_bytes():
-    """Their module has no parameters any more, and the graph may have their addresses."""
+    # Their module has no parameters any more, and the graph may have their addresses.
     frozen = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(64, 32)).eval()))
     gc.collect()
     stays = [one.bytes for one in se.search(every).found if one.stays == se.COMPILED]
     assert {64 * 32 * 4, 32 * 4} <= {*stays} and frozen is not None
-
-
-def test_governed_storages_are_left_out():
-    model = nn.Linear(3, 3)
-    governed = {storage_of(p)._cdata for p in model.parameters()}
-    assert not governed & keys(se.search(every, governed=governed))
-    assert governed <= keys()
 
 
 # -- why a storage stays ---------------------------------------------------------------------------
@@ -350,15 +336,7 @@ def test_a_layout_that_is_not_understood_makes_it_stay(holding, monkeypatch):
     assert reasons() == {"x": se.FOREIGN}
 
 
-def test_a_copy_on_write_storage_stays_and_is_not_copied():
-    """A copy-on-write storage stays where it is, since reading its address would copy it."""
-    source = torch.arange(10.0)
-    clone = torch._lazy_clone(source)
-    assert (why(source), why(clone)) == (se.COPY_ON_WRITE, se.COPY_ON_WRITE)
-    assert torch._C._is_cow_tensor(source) and torch._C._is_cow_tensor(clone)
-
-
-def test_storages_that_overlap_stay():
+def test_storages_that_overlap_or_are_copied_on_write_stay():
     """A change through one would not reach the others. Here a long storage overlaps two short ones."""
     owner = (ctypes.c_ubyte * 4096)()
     start = ctypes.addressof(owner)
@@ -371,6 +349,10 @@ def test_storages_that_overlap_stay():
     long, short, late = lying_at(0, 4096), lying_at(8, 8), lying_at(4000, 8)
     assert [why(one) for one in (long, short, late)] == [se.OVERLAPS] * 3
     assert owner is not None
+    source = torch.arange(10.0)
+    clone = torch._lazy_clone(source)
+    assert (why(source), why(clone)) == (se.COPY_ON_WRITE, se.COPY_ON_WRITE)
+    assert torch._C._is_cow_tensor(source) and torch._C._is_cow_tensor(clone)
 
 
 @given(st.lists(st.tuples(st.integers(0, 30), st.integers(1, 9)), max_size=9))
@@ -402,7 +384,7 @@ def test_equal_addresses_on_two_cards_do_not_overlap(monkeypatch):
 
 
 # -- it changes nothing ----------------------------------------------------------------------------
-def test_no_unpack_hook_runs_and_no_checkpoint_is_computed_again():
+def test_neither_hooks_nor_modes_of_the_user_run():
     calls = []
 
     def forward(x):
@@ -415,10 +397,7 @@ def test_no_unpack_hook_runs_and_no_checkpoint_is_computed_again():
     se.search(every)
     assert calls == ["forward"]
     assert hooked is not None and checkpointed is not None
-
-
-def test_no_mode_of_the_user_runs():
-    """A TorchDispatchMode of the user may count operators. It must not count those of the search."""
+    # A TorchDispatchMode of the user may count operators. It must not count those of the search.
     seen = []
 
     class Functions(TorchFunctionMode):
@@ -460,13 +439,10 @@ def test_a_search_without_time_says_that_it_is_not_whole():
 
 
 # -- where a storage counts ------------------------------------------------------------------------
-def test_large_cpu_storages_count_on_the_first_simulated_card(probe):
+def test_storages_count_on_the_card_where_they_are_or_on_the_first_simulated_one(probe):
     place = se.counted_on([probe.place(device.id) for device in probe.devices])
     assert place(storage_of(torch.empty(MIB, dtype=torch.uint8))) == "sim:0"
     assert place(storage_of(torch.empty(MIB - 1, dtype=torch.uint8))) == ""
-
-
-def test_storages_count_on_the_card_where_they_are():
     from tests import simgpu
 
     cards = simgpu.SimProbe()

@@ -179,7 +179,9 @@ def test_a_model_generates_over_two_cards(box, llama):
     assert box.used == {}
 
 
-def test_weights_are_where_the_shares_put_them(accelerator, llama):
+def test_weights_are_where_the_shares_put_them_and_a_tied_head_with_the_embeddings(
+    accelerator, llama, tmp_path
+):
     """The layers to the byte, the embeddings on the first card, and the head on the last."""
     backend = open_backend("transformers", accelerator.probe)
     sizes = backend.pieces(spec(llama))
@@ -195,9 +197,6 @@ def test_weights_are_where_the_shares_put_them(accelerator, llama):
     assert where["model.layers.1.mlp.up_proj.weight"] == where["lm_head.weight"] == "simgpu:0"
     assert backend.value(model).hf_device_map["model.layers.1"] == "simgpu:0"
     backend.drop(model)
-
-
-def test_a_tied_head_is_stored_once_and_runs_where_the_embeddings_are(accelerator, tmp_path):
     backend = open_backend("transformers", accelerator.probe)
     model = backend.load(
         spec(tiny_models.causal_lm(tmp_path / "m", tied=True)), accelerator.shares(0, 1)
@@ -385,19 +384,13 @@ class Trunk(nn.Module):
         return self.head(x)
 
 
-def test_a_module_is_cut_between_its_children_and_the_items_of_its_lists():
+def test_a_module_is_cut_between_its_children_and_what_shares_a_storage_stays_together():
     assert names(Trunk()) == [("embed",), ("layers.0",), ("layers.1",), ("layers.2",), ("head",)]
-
-
-def test_modules_that_share_a_storage_stay_together_at_the_first_place():
     module = Trunk()
     module.head.weight = module.embed.weight
     assert names(module) == [("embed", "head"), ("layers.0",), ("layers.1",), ("layers.2",)]
     module.layers[2].weight = module.layers[1].weight
     assert names(module) == [("embed", "head"), ("layers.0",), ("layers.1", "layers.2")]
-
-
-def test_a_module_used_twice_is_one_piece_with_both_names():
     shared = nn.Linear(4, 4)
     assert names(nn.Sequential(shared, nn.Linear(4, 4), shared)) == [("0", "2"), ("1",)]
 

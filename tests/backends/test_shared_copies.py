@@ -260,12 +260,22 @@ def test_tied_weights_share_one_storage_in_the_second_process_too(llama, tmp_pat
     assert other.shadow_bytes == one.shadow_bytes
 
 
-def test_weights_that_another_version_of_transformers_built_are_another_model(llama, monkeypatch):
+def test_other_files_a_dtype_or_a_version_of_transformers_are_another_model(
+    llama, tmp_path, monkeypatch
+):
+    llama = shutil.copytree(llama, tmp_path / "copy")
     first, one = kernel(llama)
-    monkeypatch.setattr(shared_copies, "version", lambda name: "0.0")
-    second, other = kernel(llama)
-    assert len(files()) == 2
+    second, half = kernel(llama, dtype="bfloat16")
+    assert next(half.module.parameters()).dtype == torch.bfloat16 and len(files()) == 2
+    with monkeypatch.context() as patch:
+        patch.setattr(shared_copies, "version", lambda name: "0.0")
+        third, other = kernel(llama)
+    assert len(files()) == 3
     same(content(one), content(other))
+    for file in llama.glob("*.safetensors"):
+        os.utime(file)
+    fourth, later = kernel(llama)
+    assert len(files()) == 4
 
 
 def stored_in(pages):
@@ -274,8 +284,6 @@ def stored_in(pages):
 
 
 def content_of(pages):
-    import msgspec
-
     page = pages.read(0, shared_copies.PAGE_BYTES).rstrip(b"\0")
     return msgspec.msgpack.decode(page, type=shared_copies._First).content
 
@@ -297,22 +305,6 @@ def test_a_damaged_index_is_as_no_copy(llama, index):
     pages.write(0, memoryview(index + page[len(index) :] if index else bytes(len(page))))
     second, other = kernel(llama)
     same(content(one), content(other))
-
-
-def test_changed_files_are_another_model(llama, tmp_path):
-    llama = shutil.copytree(llama, tmp_path / "copy")
-    first, one = kernel(llama)
-    for file in llama.glob("*.safetensors"):
-        os.utime(file)
-    second, other = kernel(llama)
-    assert len(files()) == 2
-
-
-def test_another_dtype_is_another_model(llama):
-    first, one = kernel(llama)
-    second, other = kernel(llama, dtype="bfloat16")
-    assert next(other.module.parameters()).dtype == torch.bfloat16
-    assert len(files()) == 2
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")

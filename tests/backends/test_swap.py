@@ -5,6 +5,7 @@ import io
 import mmap
 import os
 import pickle
+import shutil
 import threading
 from collections.abc import Callable
 from functools import partial
@@ -290,9 +291,6 @@ def test_a_dropped_model_is_loaded_into_its_object_with_all_that_was_set_on_it(
 @pytest.mark.thorough
 def test_a_reload_refuses_a_source_with_other_weights(probe, llama, tmp_path):
     """The source has the same size, time of modification and inode as before. Only its bytes differ."""
-    import os
-    import shutil
-
     source = tmp_path / "model"
     shutil.copytree(llama, source)
     backend, spec = (
@@ -314,9 +312,6 @@ def test_a_reload_refuses_a_source_with_other_weights(probe, llama, tmp_path):
 
 def test_a_source_rewritten_with_its_old_times_is_noticed(probe, llama, tmp_path):
     """A rewritten source file is noticed by its inode's change time, which no program can set."""
-    import os
-    import shutil
-
     source = tmp_path / "model"
     shutil.copytree(llama, source)
     backend = open_backend("transformers", probe)

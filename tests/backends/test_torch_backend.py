@@ -244,15 +244,6 @@ def test_weights_in_host_memory_are_read_and_refuse_writes(backend, write):
     WRITES[write](other)
 
 
-def test_a_module_that_is_forgotten_in_host_memory_can_be_written(backend):
-    module = nn.Linear(4, 4).eval()
-    model = backend.load(SPEC, CARD, lambda: module)
-    backend.move(model, HOST)
-    backend.drop(model)
-    module.weight.data.zero_()
-    assert not module.weight.any()
-
-
 def test_a_dropped_module_keeps_its_weights_for_whoever_holds_it(backend, probe):
     """The weights exist nowhere else. `register("m", lambda: mine)` and `forget` must not empty the user's module."""
     mine = nn.Linear(50, 50)
@@ -265,6 +256,12 @@ def test_a_dropped_module_keeps_its_weights_for_whoever_holds_it(backend, probe)
     del model, mine, before
     gc.collect()
     assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
+    module = nn.Linear(4, 4).eval()
+    model = backend.load(SPEC, CARD, lambda: module)
+    backend.move(model, HOST)
+    backend.drop(model)
+    module.weight.data.zero_()
+    assert not module.weight.any()
 
 
 def test_an_adopted_module_counts_where_it_is(backend, probe):
@@ -449,7 +446,7 @@ def test_a_factory_is_sized_without_data(backend):
     assert torch.equal(state, torch.random.get_rng_state())
 
 
-def test_a_factory_that_cannot_be_sized_needs_a_declared_size(backend):
+def test_what_is_wrong_with_a_factory_reaches_the_caller(backend, probe):
     """If a factory cannot be sized, a size must be declared. The message quotes the error that the factory raised."""
 
     def factory():
@@ -457,14 +454,9 @@ def test_a_factory_that_cannot_be_sized_needs_a_declared_size(backend):
 
     with pytest.raises(UnknownSize, match=r"\(RuntimeError: needs a card\)\.\n.*size='8 GiB'"):
         footprint(backend, SPEC, factory)
-
-
-def test_a_factory_must_return_a_module(backend):
     with pytest.raises(LoadFailed, match="returned a dict, not an nn.Module"):
         backend.load(SPEC, CARD, dict)
 
-
-def test_a_factory_s_own_error_reaches_the_caller(backend, probe):
     def factory():
         raise ZeroDivisionError("mine")
 

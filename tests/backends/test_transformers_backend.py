@@ -84,15 +84,12 @@ def test_the_header_gives_the_bytes(backend, tmp_path, tied, dtype, option, shar
     assert (module.lm_head.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()) == tied
 
 
-def test_replaced_files_are_read_again(backend, tmp_path):
+def test_replaced_files_are_read_again_and_tied_weights_count_once(backend, tmp_path):
     directory = tiny_models.causal_lm(tmp_path / "m", dtype="float32")
     before = footprint(backend, spec(directory)).bytes
     tiny_models.causal_lm(directory, dtype="bfloat16")
     assert footprint(backend, spec(directory)).bytes == before / 2
-
-
-def test_tied_weights_stored_twice_count_once(backend, tmp_path):
-    """Some checkpoints store a tied head a second time."""
+    # Some checkpoints store a tied head a second time.
     from safetensors.torch import load_file, save_file
 
     directory = tiny_models.causal_lm(tmp_path / "m", tied=True)
@@ -119,16 +116,13 @@ def test_the_architecture_decides_the_class_unless_task_or_type_do(backend, tmp_
         backend.load(spec(llama, task="poetry"), CARD)
 
 
-def test_the_tokenizer_is_attached(backend, llama):
+def test_the_tokenizer_is_attached_if_the_directory_has_one(backend, llama, copy):
     module = backend.value(backend.load(spec(llama), CARD))
     ids = module.tokenizer("the quick brown", return_tensors="pt")
     assert (
         module.generate(**ids, max_new_tokens=3, do_sample=False).shape[1]
         == ids["input_ids"].shape[1] + 3
     )
-
-
-def test_a_directory_without_a_tokenizer_can_be_loaded(backend, copy):
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (copy / file).unlink()
     assert not hasattr(backend.value(backend.load(spec(copy), CARD)), "tokenizer")
@@ -266,12 +260,6 @@ def test_tensors_that_the_module_does_not_use_are_named_once(backend, copy, capl
     assert len(told) == 1 and "model.layers.1." in told[0] and told[0].startswith("m: ")
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_tied_weights_and_computed_buffers_are_not_missing(backend, tmp_path, tied):
-    directory = tiny_models.causal_lm(tmp_path / "m", tied=tied)
-    assert backend.droppable(backend.load(spec(directory), CARD))
-
-
 def test_a_library_s_warning_is_shown_under_the_model_s_name(backend, copy, caplog, monkeypatch):
     import transformers
 
@@ -351,7 +339,7 @@ def test_a_model_changed_in_any_way_is_not_droppable(backend, llama, name, where
     assert not backend.unchanged(model), "a move must not hide a change"
 
 
-def test_use_without_a_change_keeps_it_droppable(backend, llama):
+def test_use_without_a_change_and_copies_keep_it_droppable(backend, llama):
     """After forward, generate, moves and requires_grad, the bytes are still those of the source."""
     model = backend.load(spec(llama), CARD)
     module = backend.value(model)
@@ -361,6 +349,16 @@ def test_use_without_a_change_keeps_it_droppable(backend, llama):
     backend.move(model, HOST)
     backend.move(model, CARD)
     assert backend.droppable(model) and backend.unchanged(model)
+    # A deep copy, `half()` of it and a cloned state dict stay right after a drop of the model.
+    model = backend.load(spec(llama), CARD)
+    module = backend.value(model)
+    twin, half = copy_of(module), copy_of(module).half()
+    cloned = {name: one.clone() for name, one in module.state_dict().items()}
+    assert backend.unchanged(model)
+    backend.drop(model)
+    ids = torch.tensor([[5, 6, 7]])
+    assert torch.isfinite(half(ids).logits).all() and twin(ids).logits.any()
+    assert all(torch.equal(one, cloned[name]) for name, one in twin.state_dict().items())
 
 
 def test_changed_running_statistics_make_it_undroppable(backend, tmp_path):
@@ -394,12 +392,6 @@ def test_a_model_whose_source_changed_is_not_droppable(backend, copy, how):
     else:
         (copy / "config.json").write_text((copy / "config.json").read_text() + " ")
     assert not backend.droppable(model) and not backend.unchanged(model)
-
-
-def test_weights_missing_in_the_source_make_it_undroppable(backend, copy):
-    """Weights that the source lacks were initialised at random. The next load would initialise them differently."""
-    module = backend.load(spec(copy, task="reranker", allow_missing=True), CARD)
-    assert not backend.droppable(module) and not backend.unchanged(module)
 
 
 def test_an_object_that_was_changed_meanwhile_is_not_filled_with_wrong_weights(
@@ -503,7 +495,7 @@ def test_an_unknown_architecture_fails_in_one_line(backend, copy, probe):
     assert not any(probe.used().values())
 
 
-def test_an_error_names_the_files_that_a_model_directory_needs(backend, tmp_path):
+def test_a_source_without_safe_weights_is_refused_with_what_it_needs(backend, tmp_path):
     with pytest.raises(NotAModel, match="looked for config.json beside .*found nothing"):
         footprint(backend, spec(tmp_path))
     (tmp_path / "config.json").write_text("{}")
@@ -511,9 +503,6 @@ def test_an_error_names_the_files_that_a_model_directory_needs(backend, tmp_path
         footprint(backend, spec(tmp_path))
     with pytest.raises(NotAModel, match="is not a model"):
         footprint(backend, spec("/no/such/place"))
-
-
-def test_pickled_weights_are_refused_by_name(backend, tmp_path):
     with pytest.raises(LoadFailed, match="pytorch_model.bin.*can run any code"):
         footprint(backend, spec(tiny_models.pickled(tmp_path / "m")))
 
@@ -526,16 +515,13 @@ def test_a_quantised_checkpoint_is_refused_by_name(backend, copy):
         backend.load(spec(copy), CARD)
 
 
-def test_a_hub_id_that_was_not_downloaded_is_an_error_of_one_line(backend):
+def test_a_hub_id_is_loaded_from_the_cache_or_named_in_one_line(
+    backend, llama, tmp_path, monkeypatch
+):
     said = r"org/absent is neither a directory \(there is no /.*/org/absent\) nor a hub id .*hf download org/absent"
     with pytest.raises(LoadFailed, match=said) as error:
         footprint(backend, spec("org/absent"))
     assert len(str(error.value).splitlines()) == 1
-
-
-def test_a_hub_id_that_was_downloaded_is_loaded_from_the_cache(
-    backend, llama, tmp_path, monkeypatch
-):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
@@ -572,19 +558,6 @@ def test_weights_that_something_else_needs_are_not_dropped(backend, llama, need)
     backend.move(model, CARD)
     del held
     assert backend.unchanged(model)
-
-
-def test_copies_with_bytes_of_their_own_keep_nothing(backend, llama):
-    """A deep copy, `half()` of it and a cloned state dict stay right after a drop of the model."""
-    model = backend.load(spec(llama), CARD)
-    module = backend.value(model)
-    twin, half = copy_of(module), copy_of(module).half()
-    cloned = {name: one.clone() for name, one in module.state_dict().items()}
-    assert backend.unchanged(model)
-    backend.drop(model)
-    ids = torch.tensor([[5, 6, 7]])
-    assert torch.isfinite(half(ids).logits).all() and twin(ids).logits.any()
-    assert all(torch.equal(one, cloned[name]) for name, one in twin.state_dict().items())
 
 
 READS = {

@@ -53,13 +53,8 @@ def listed(name: str, directive: str) -> list[str]:
     return [line.name for line in reference.lines_in(page(name), directive)]
 
 
-def test_the_readme_is_short():
-    """The README has a limited number of lines. Everything else is in `docs/`."""
+def test_the_readme_is_short_and_its_first_screen_has_the_commands_and_a_working_cell():
     assert len(README.splitlines()) <= MOST_README_LINES
-
-
-def test_the_first_screen_has_the_commands_and_a_working_cell():
-    """A newcomer sees the commands and a cell without scrolling."""
     screen = "\n".join(README.splitlines()[:FIRST_SCREEN_LINES])
     assert all(
         words in screen for words in ("make run", "make test", "%load_ext gpu", "optimizer.step()")
@@ -87,13 +82,9 @@ def test_every_setting_is_listed_once_and_has_a_meaning():
     assert [name for name, meaning in rows.items() if not meaning] == []
 
 
-def test_every_verb_is_listed_once_and_says_what_it_does():
+def test_every_verb_is_listed_once_and_exists_in_python():
     assert sorted(listed("reference/verbs", "verbs")) == sorted(VERBS)
     assert [name for name, verb in VERBS.items() if not verb.doc] == []
-
-
-def test_the_python_of_a_verb_exists():
-    """The column `In Python` of the table names methods of the runtime."""
     lines = reference.lines_in(page("reference/verbs"), "verbs")
     named = {name for line in lines for name in re.findall(r"rt\.(\w+)", line.note)}
     assert {name for name in named if not hasattr(Runtime, name)} - {"settings"} == set()
@@ -105,14 +96,10 @@ def test_every_field_of_the_catalogue_is_listed_once_and_has_a_meaning():
     assert [name for name, field in fields.items() if not field.description] == []
 
 
-def test_every_error_is_listed_once_with_what_to_do():
+def test_every_error_is_listed_once_with_what_to_do_and_its_attributes():
     lines = reference.lines_in(page("reference/errors"), "errors")
     assert sorted(line.name for line in lines) == sorted(reference.errors())
     assert sorted(WHAT_TO_DO) == sorted(reference.errors()) and all(WHAT_TO_DO.values())
-
-
-def test_the_attributes_of_an_error_are_documented():
-    """The base class GpuError has no attributes of its own."""
     undocumented = {
         name
         for name, kind in reference.errors().items()
@@ -121,14 +108,10 @@ def test_the_attributes_of_an_error_are_documented():
     assert undocumented == {"GpuError"}
 
 
-def test_every_route_is_listed_once_and_says_what_it_does():
+def test_every_route_is_listed_once_and_none_is_hidden():
     assert sorted(listed("reference/http", "routes")) == sorted(reference.routes())
     described = reference.routes_table(reference.lines_in(page("reference/http"), "routes"))
     assert "|  |" not in described
-
-
-def test_no_route_is_hidden_from_the_description():
-    """A hidden route would be missing from the list of routes."""
     sources = (ROOT / "gpu_runtime" / "serving").rglob("*.py")
     assert [path.name for path in sources if "include_in_schema" in path.read_text()] == []
 
@@ -167,15 +150,11 @@ def test_every_status_is_documented():
     assert {str(status) for status in openai.REFUSALS} <= set(listed("reference/http", "statuses"))
 
 
-def test_every_method_of_the_runtime_is_listed_once():
+def test_every_method_and_export_is_listed():
     members = inspect.getmembers(Runtime, lambda each: callable(each) or isinstance(each, property))
     public = [name for name, _ in members if not name.startswith("_")]
     methods = [name for name in listed("reference/python", "functions") if hasattr(Runtime, name)]
     assert sorted(methods) == sorted(public)
-
-
-def test_every_export_is_documented():
-    """Each name exported by `gpu_runtime` is in the list of errors, or on the page about Python."""
     others = set(gpu_runtime.__all__) - set(reference.errors())
     assert {
         name for name in others if f"gpu_runtime.{name}" not in page("reference/python")
@@ -358,14 +337,9 @@ def test_every_command_on_the_pages_can_be_typed():
         assert not unknown, command
 
 
-def test_a_name_that_is_not_listed_is_noticed():
-    """Only names in the lines of the directive count as listed."""
+def test_what_the_pages_lack_is_noticed():
     text = "`GPU_LEDGER`\n```{settings}\nGPU_DEVICES\n```\n```{verbs}\nstatus = rt.status()\n```\n"
     assert [line.name for line in reference.lines_in(text, "settings")] == ["GPU_DEVICES"]
     assert reference.lines_in(text, "verbs") == [reference.Line("status", "rt.status()")]
-
-
-def test_pages_too_far_apart_are_noticed():
-    """Two clicks are allowed, and these pages are three clicks apart."""
     links = {"a": {"b"}, "b": {"c"}, "c": {"d"}, "d": set()}
     assert site_checks.reached("a", links, 2) == {"a", "b", "c"}

@@ -43,11 +43,8 @@ def test_each_lock_of_a_module_is_known_to_forks(folder):
     assert found == {}, "wrap them:  forks.freed(threading.Lock())"
 
 
-def test_a_bare_lock_is_found():
+def test_a_bare_lock_is_found_by_the_names_of_threading():
     assert bare_locks("import threading\na = threading.Lock()\nb = f(threading.Lock())") == [2]
-
-
-def test_the_names_of_locks_are_those_of_threading():
     assert all(hasattr(threading, name) for name in LOCKS - {"allocate_lock"})
 
 

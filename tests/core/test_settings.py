@@ -61,16 +61,13 @@ def test_an_argument_wins_over_the_environment_and_that_over_the_default(environ
     assert settings.gpu_memory_max_percent == 0.7
 
 
-def test_none_means_not_given_and_empty_means_unset(environment):
+def test_only_the_environment_sets_values_and_an_empty_one_unsets(environment, tmp_path):
     """`Runtime(devices=None)` and `GPU_DEVICES=` set nothing, so the next source counts."""
     environment.setenv("GPU_DEVICES", "sim:1x8GiB")
     assert Settings.load(gpu_devices=None).gpu_devices == "sim:1x8GiB"
     environment.setenv("GPU_DEVICES", "")
     assert Settings.load().gpu_devices == "auto"
-
-
-def test_a_dotenv_file_in_the_working_directory_is_not_read(environment, tmp_path):
-    """A file `.env` in a notebook's folder must not change the settings of the machine."""
+    # A file `.env` in a notebook's folder must not change the settings of the machine.
     (tmp_path / ".env").write_text("GPU_POLICY=cost_aware\n")
     environment.chdir(tmp_path)
     assert Settings.load().gpu_policy == "keep_score"
@@ -138,16 +135,13 @@ def test_a_wrong_type_is_rejected(name, value):
     assert error.value.setting == name
 
 
-def test_an_unknown_name_is_rejected_with_the_most_similar_known_one():
+def test_an_unknown_name_is_rejected_and_loaded_settings_do_not_change():
     """A misspelt setting must not be ignored silently."""
     with pytest.raises(BadSetting, match="a known setting, such as gpu_memory_max_percent"):
         Settings.load(gpu_memory_max_precent=0.9)
     with pytest.raises(BadSetting, match="a known setting, such as gpu_policy"):
         Settings.load(GPU_POLICY="lru")
-
-
-def test_settings_do_not_change_once_loaded():
-    """If settings could change, a decision and its explanation could use different numbers."""
+    # If settings could change, a decision and its explanation could use different numbers.
     with pytest.raises(Exception, match="frozen"):
         Settings.load().gpu_policy = "cost_aware"  # type: ignore[misc]
 

@@ -136,7 +136,7 @@ def test_a_stopped_block_ends_and_keeps_the_first_reason():
     block.result()  # the error is raised once
 
 
-def test_a_block_that_is_stopped_before_it_begins_does_nothing_and_one_that_has_ended_is_not_stopped():
+def test_a_block_that_has_not_begun_or_has_ended_is_not_stopped_and_its_error_is_raised():
     early, done = threads.Stoppable(), []
 
     def run():
@@ -151,9 +151,6 @@ def test_a_block_that_is_stopped_before_it_begins_does_nothing_and_one_that_has_
     late.stop("too late")
     assert (late.why, late.stopped_at, done) == ("", 0.0, [2])
     late.result()
-
-
-def test_an_error_of_the_work_is_raised_to_its_caller():
     block = stoppable(lambda: 1 / 0)
     assert block.wait(PATIENCE) and block.ended(PATIENCE) and not block.why
     with pytest.raises(ZeroDivisionError):

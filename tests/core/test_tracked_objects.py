@@ -24,16 +24,13 @@ def test_exactly_the_objects_of_these_classes_are_found():
     assert instances(set()) == []
 
 
-def test_no_reference_to_another_object_is_left():
+def test_a_listing_leaves_neither_references_nor_garbage():
     watched = tuple(range(1000, 1003))
     gc.collect()
     before = len(gc.get_referrers(watched))
     instances({Marked})
     assert len(gc.get_referrers(watched)) == before
-
-
-def test_the_listing_leaves_no_garbage():
-    """Garbage in a cycle would keep all objects of the process until the next collection."""
+    # Garbage in a cycle would keep all objects of the process until the next collection.
     collects = gc.isenabled()
     gc.collect()
     gc.disable()

@@ -24,17 +24,22 @@ def ends(error):
     return [line.split("test_user_frames.py, ")[-1] for line in user_lines(error)]
 
 
-def test_the_line_that_failed_is_last_with_its_text():
+def test_the_line_that_failed_is_last_and_others_are_folded():
     assert ends(caught(refuse))[-1].endswith("in refuse: raise errors.UnknownModel(name)")
 
-
-def test_frames_of_libraries_are_folded():
     def decode():
         json.loads("x", object_hook=refuse)
 
     lines = user_lines(caught(decode))
     assert "json/" not in "\n".join(lines)
     assert lines[-1].endswith('in decode: json.loads("x", object_hook=refuse)')
+
+    def dive(depth):
+        return dive(depth - 1) if depth else refuse()
+
+    lines = ends(caught(dive, 50))
+    assert len(lines) == MOST_LINES + 1 and "more (%tb)" in lines[MOST_LINES // 2]
+    assert "in refuse" in lines[-1]
 
 
 def test_an_error_raised_from_another_has_the_lines_of_that_one():
@@ -57,15 +62,6 @@ def test_an_error_raised_from_another_has_the_lines_of_that_one():
     lines = ends(caught(cell))
     assert any("in cell: json.loads" in line for line in lines)
     assert not any("in cell: with Block()" in line for line in lines)
-
-
-def test_the_middle_of_a_deep_recursion_is_left_out():
-    def dive(depth):
-        return dive(depth - 1) if depth else refuse()
-
-    lines = ends(caught(dive, 50))
-    assert len(lines) == MOST_LINES + 1 and "more (%tb)" in lines[MOST_LINES // 2]
-    assert "in refuse" in lines[-1]
 
 
 def test_a_magic_is_shown_as_it_was_typed():

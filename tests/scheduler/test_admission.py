@@ -479,7 +479,7 @@ def test_the_leases_in_the_way_are_named():
     assert (verdict.asked, verdict.steps) == ((), ())
 
 
-def test_a_ticket_keeps_its_place_and_is_refreshed():
+def test_a_ticket_keeps_its_place_and_is_refreshed_if_its_request_waits():
     busy = lease("busy", by=2, sim0=8, pins=1)
     wanted = replace(request("qwen", 14, key="k"), users=3)
     page, _ = decide(book(busy), wanted, world(sim0=20))
@@ -489,6 +489,8 @@ def test_a_ticket_keeps_its_place_and_is_refreshed():
     page, _ = decide(page, wanted, world(sim0=20, now=NOW + 3))
     assert [(t.refreshed, t.blocked_since) for t in page.tickets] == [(NOW + 3, NOW)]
     assert [event.action for event in page.events] == ["waiting"]
+    page = book(lease("busy", sim0=8, pins=1))
+    assert decide(page, request("qwen", 14, wait=False), world(sim0=20))[0] == page
 
 
 def test_only_an_owner_that_still_holds_an_idle_lease_is_silent_after_two_seconds():
@@ -508,11 +510,6 @@ def test_only_an_owner_that_still_holds_an_idle_lease_is_silent_after_two_second
     for fields in ({"away_since": NOW - 8}, {"pins": 1}):
         page = book(lease("theirs", by=2, sim0=14, **fields), tickets=[recall])
         assert decide(page, request("qwen", 14), world(sim0=20))[1].silent == ()
-
-
-def test_a_request_that_does_not_wait_leaves_no_ticket():
-    page = book(lease("busy", sim0=8, pins=1))
-    assert decide(page, request("qwen", 14, wait=False), world(sim0=20))[0] == page
 
 
 def test_a_full_page_refuses_what_is_new_and_restores_what_it_holds():
@@ -606,7 +603,7 @@ def test_requests_have_entries_that_leases_cannot_take():
 
 
 # -- the limit of one process ----------------------------------------------------------------------
-def test_one_process_s_own_limit_makes_its_own_models_leave_first():
+def test_one_process_s_own_limit_makes_its_own_models_leave_first_or_refuses():
     """INFERENCE_MEMORY_LIMIT_GB bounds the bytes of one process on all cards, after possible evictions."""
     page = book(lease("mine", sim0=6), lease("theirs", by=2, sim1=6, last_used=-9))
     for devices in ((), ("sim:1",)):  # whichever card the new model is for
@@ -615,9 +612,6 @@ def test_one_process_s_own_limit_makes_its_own_models_leave_first():
         assert [step.lease for step in verdict.steps] == [at(1, "mine")] and verdict.asked == ()
     there = world(sim0=20, sim1=20, limit_bytes=size(12))
     assert isinstance(decide(page, request("qwen", 6), there)[1], Grant), "exactly the limit"
-
-
-def test_a_refusal_by_the_own_limit_has_the_seeds_text():
     page = book(lease("mine", sim0=6, pins=1))
     _, verdict = decide(page, request("qwen", 6), world(sim0=20, limit_bytes=size(10)))
     assert verdict == Refuse(

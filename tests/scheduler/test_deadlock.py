@@ -40,6 +40,8 @@ def test_a_need_that_another_card_can_meet_is_no_deadlock():
     assert deadlocked(book(HELD[0], b, c, tickets=WAITS), there) == ()
     bound = tuple(replace(one, places=("sim:0", "sim:1")) for one in WAITS)
     assert deadlocked(book(HELD[0], b, c, tickets=bound), there) == bound
+    page = book(*HELD, tickets=WAITS, limits={"sim:0": 20 * 2**30})
+    assert len(deadlocked(page, world(sim0=40))) == 2
 
 
 def test_a_request_that_holds_nothing_others_could_use_is_not_deadlocked():
@@ -70,11 +72,6 @@ def test_whether_a_request_will_fit_depends_on_its_layout(layout, gib, fits):
     wants = ticket("y", by=2, held=(b.id,), layout=layout, **need)
     page = book(a, b, kept, tickets=[other, wants])
     assert (deadlocked(page, world(sim0=14, sim1=9)) == ()) == fits
-
-
-def test_the_hosts_limit_counts_if_ours_is_larger():
-    page = book(*HELD, tickets=WAITS, limits={"sim:0": 20 * 2**30})
-    assert len(deadlocked(page, world(sim0=40))) == 2
 
 
 # An oracle: try every order in which threads might finish.

@@ -110,13 +110,9 @@ def test_a_pid_that_was_reused_by_a_living_owner_is_no_ghost():
     assert ghosts.measure(again, there(40, taken_at=NOW - 1)).ghosts == ()
 
 
-def test_simulated_cards_and_the_host_have_no_ghosts():
-    """On simulated cards and the host, the book is the only measurement. A dead process holds no memory there."""
+def test_blocks_and_residue_leave_one_ghost_a_real_card():
     page = book(lease("a", by=2, sim0=3), lease("b", by=2, host=4), owners=(1, 2))
     assert books.reap(page, [DEAD.id], world(sim0=20, free={"host": 9})).ghosts == ()
-
-
-def test_blocks_and_residue_leave_one_ghost_a_card():
     page = book(
         lease("a", by=2, cuda0=3, settled_at=7.0),
         block(by=2, cuda0=4, settled_at=5.0),

@@ -33,8 +33,19 @@ def guess(them, name, *uses, gib=10, running=(), room=None, **settings):
     return load_ahead(them, request(name, gib), there, lru, order, running, CELL)
 
 
-def test_the_next_use_of_a_model_counts_from_the_running_cell():
+def test_the_policy_evicts_what_is_used_next_last():
     assert next_uses(cells("b", "a", "b", "c", running=["a"])) == {"a": 0, "b": 1, "c": 2}
+    # Only the models of this process are ordered so. Others have their policy's rank.
+    rank = with_next_uses(lru, owner().id, {"soon": 0, "later": 1})
+    them = [
+        lease("soon", sim0=1, last_used=1.0),
+        lease("later", sim0=1, last_used=2.0),
+        lease("never", sim0=1, last_used=900.0),
+        lease("soon", by=2, sim0=1, last_used=3.0),
+    ]
+    order = [one.id for one in eviction_order(them, world(sim0=4), rank)]
+    assert order == [at(2, "soon"), at(1, "never"), at(1, "later"), at(1, "soon")]
+    assert with_next_uses(lru, owner().id, {}) is lru
 
 
 def test_free_memory_is_spent_and_the_reason_is_in_the_book():
@@ -104,20 +115,6 @@ def test_no_copy_in_host_memory_is_freed_for_a_guess(holder):
     assert verdict.because == (
         "host memory has too little free room for the models that would leave"
     )
-
-
-def test_the_policy_evicts_what_is_used_next_last():
-    """Only the models of this process are ordered so. Others have their policy's rank."""
-    rank = with_next_uses(lru, owner().id, {"soon": 0, "later": 1})
-    them = [
-        lease("soon", sim0=1, last_used=1.0),
-        lease("later", sim0=1, last_used=2.0),
-        lease("never", sim0=1, last_used=900.0),
-        lease("soon", by=2, sim0=1, last_used=3.0),
-    ]
-    order = [one.id for one in eviction_order(them, world(sim0=4), rank)]
-    assert order == [at(2, "soon"), at(1, "never"), at(1, "later"), at(1, "soon")]
-    assert with_next_uses(lru, owner().id, {}) is lru
 
 
 @given(

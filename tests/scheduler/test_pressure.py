@@ -22,12 +22,6 @@ def test_processes_with_different_limits_see_the_same_pressure(of_the_book, own)
     assert (view.limit_bytes, view.pressure) == (size(10), 0.9)
 
 
-def test_the_residue_of_a_device_is_that_of_all_its_processes():
-    residue = {1: {"sim:0": 1, "host": 9}, 2: {"sim:0": 2}}
-    [view, host] = views(book(owners=(1, 2), residue=residue), world(sim0=10))
-    assert (view.residue_bytes, host.residue_bytes) == (3, 9)
-
-
 def test_the_level_of_a_device_is_that_of_the_larger_known_share():
     """A process that never requests can still take memory. So the larger of the two numbers counts."""
     there = world(cuda0="14400 MB", total={"cuda:0": "16000 MB"}, free={"cuda:0": "1440 MB"})
@@ -41,6 +35,9 @@ def test_the_level_of_a_device_is_that_of_the_larger_known_share():
     for page_has, we_have in ((old, new), (new, old)):
         [view, _] = views(book(samples=page_has.samples), we_have)
         assert view.sample == new.samples["cuda:0"]
+    residue = {1: {"sim:0": 1, "host": 9}, 2: {"sim:0": 2}}
+    [view, host] = views(book(owners=(1, 2), residue=residue), world(sim0=10))
+    assert (view.residue_bytes, host.residue_bytes) == (3, 9)
 
 
 def test_thresholds_are_settings():
@@ -226,15 +223,12 @@ def test_shadows_are_freed_before_a_model_leaves_ram():
     assert leaving(page, ram(30)) == []
 
 
-def test_a_model_in_parts_relieves_ram_by_its_bytes_there():
+def test_every_process_relieves_ram_by_its_own_bytes_there():
     """Its bytes on a card free none of the host's memory, so a second model leaves too."""
     parts = idle("parts", 900, sim0=30, host=1, piece_bytes=size(1), away_since=NOW - 900)
     page = book(parts, idle("old", 500, host=10))
     there = replace(ram(15), limits={"sim:0": size(99), HOST: size(50)})
     assert leaving(page, there) == [("Drop", "parts"), ("Drop", "old")]
-
-
-def test_every_process_relieves_ram_by_its_own_models():
     page = book(idle("mine", 500, host=10), idle("theirs", 900, by=2, host=10))
     assert leaving(page, ram(15)) == [("Drop", "mine")]
     after, _ = relieve(page, "1.1.0", ram(15), lru, "k")

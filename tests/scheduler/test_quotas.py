@@ -37,7 +37,7 @@ def of(page, **users):
     return page
 
 
-def test_bytes_on_each_device():
+def test_bytes_on_each_device_and_another_card_may_take_them():
     """The card has room, but the user's cap is reached. The refusal names the cap."""
     page = of(book(lease("llama", sim0=16, pins=1)), ann=(1,))
     _, verdict = decide(page, request("qwen", gib=8), there(capped(bytes_per_device=size(20))))
@@ -47,6 +47,10 @@ def test_bytes_on_each_device():
     )
     figures = dict(need_bytes=size(8), budget_bytes=size(4), device="sim:0")
     assert verdict == Refuse(because, "cap", **figures)
+    page = of(book(lease("llama", sim0=16, pins=1)), ann=(1,))
+    box = there(capped(bytes_per_device=size(20)), sim1=40)
+    _, verdict = decide(page, request("qwen", gib=8), box)
+    assert isinstance(verdict, Grant) and verdict.lease.target[0].device == "sim:1"
 
 
 FIXED = {
@@ -108,7 +112,7 @@ def published(page, box):
     return publish(before, Truth(mine.owner, mine.leases, staying=mine.staying), box)
 
 
-def test_what_plain_code_holds_counts_and_leaves_first():
+def test_what_plain_code_holds_above_the_cap_counts_and_leaves_first():
     """Without a request, 1.2 GiB were held above a cap of 100 MiB. It leaves before less important memory."""
     box = there(capped(bytes_per_device=size(20)))
     held = (kernel(sim0=24, importance=1), block(sim0=1, importance=1), lease("b", by=2, sim0=10))
@@ -123,9 +127,6 @@ def test_what_plain_code_holds_counts_and_leaves_first():
     assert section.lease("code").importance == 1, "a block ends with its cell, and never leaves"
     _, verdict = decide(page, request("new", gib=10, by=3, importance="batch"), there(None))
     assert isinstance(verdict, Wait) and verdict.asked == (at(1, "kernel"),)
-
-
-def test_memory_within_the_cap_has_its_own_importance():
     box = there(capped(bytes_per_device=size(20)))
     page = of(book(kernel(sim0=12, importance=1), kernel(by=2, sim0=9)), ann=(1, 2))
     assert published(page, box).lease(owner(1).id, "kernel").importance == quotas.OVER_CAP
@@ -163,13 +164,6 @@ def test_cards_that_hold_more_than_their_budgets_could_give_nothing_to_a_divided
     assert isinstance(verdict, Refuse)
     assert verdict.budget_bytes == 0
     assert "could give 0 B + 0 B" in verdict.because
-
-
-def test_a_capped_card_is_no_reason_not_to_take_another():
-    page = of(book(lease("llama", sim0=16, pins=1)), ann=(1,))
-    box = there(capped(bytes_per_device=size(20)), sim1=40)
-    _, verdict = decide(page, request("qwen", gib=8), box)
-    assert isinstance(verdict, Grant) and verdict.lease.target[0].device == "sim:1"
 
 
 @pytest.mark.parametrize(

@@ -261,11 +261,22 @@ def recalling(name="qwen", of=1, **fields):
     return ticket("big", by=2, sim0=14, recalls=(at(of, name),), **fields)
 
 
-def test_a_recall_is_obeyed_with_the_asker_s_name():
+def test_a_recall_is_obeyed_once_where_the_requester_saw_the_model():
     qwen = lease("qwen", sim0=8)
     [step] = obeying(two(qwen, tickets=[recalling()]))[1]
     to_host, because = (Share(HOST, size(8)),), "pid 2 needs room for big."
     assert step == Move(qwen.id, qwen.shares, to_host, because, "recall", "pid 2")
+    # It was seen in host memory, whose room is needed; or on its device, from where it has moved
+    # since.
+    saw_it_warm = two(lease("qwen", host=8, away_since=NOW - 5), tickets=[recalling()])
+    assert [type(s) for s in obeying(saw_it_warm)[1]] == [Drop]
+    for ago in (0, 0.1):
+        earlier = [recalling(refreshed=NOW - ago)]
+        saw_it_on_its_device = two(lease("qwen", host=8, away_since=NOW), tickets=earlier)
+        assert obeying(saw_it_on_its_device) == (saw_it_on_its_device, (), ())
+    only = lease("qwen", host=8, away_since=NOW - 5, droppable=False)
+    precious = two(only, tickets=[recalling()])
+    assert obeying(precious) == (precious, (), ())
 
 
 @pytest.mark.parametrize(
@@ -323,19 +334,6 @@ def test_recalled_leases_share_the_hosts_bytes_and_move_once():
     assert {step.lease: type(step) for step in steps} == {at(1, "b"): Move, at(1, "a"): Drop}
     page = two(lease("qwen", sim0=8), tickets=[recalling(key="x"), recalling(key="y")])
     assert len(obeying(page)[1]) == 1
-
-
-def test_a_recall_out_of_the_warm_pool_drops_and_one_off_the_device_is_not_obeyed_twice():
-    """It was seen in host memory, whose room is needed; or on its device, from where it has moved since."""
-    saw_it_warm = two(lease("qwen", host=8, away_since=NOW - 5), tickets=[recalling()])
-    assert [type(s) for s in obeying(saw_it_warm)[1]] == [Drop]
-    for ago in (0, 0.1):
-        earlier = [recalling(refreshed=NOW - ago)]
-        saw_it_on_its_device = two(lease("qwen", host=8, away_since=NOW), tickets=earlier)
-        assert obeying(saw_it_on_its_device) == (saw_it_on_its_device, (), ())
-    only = lease("qwen", host=8, away_since=NOW - 5, droppable=False)
-    precious = two(only, tickets=[recalling()])
-    assert obeying(precious) == (precious, (), ())
 
 
 # -- who asked -------------------------------------------------------------------------------------

@@ -136,16 +136,13 @@ class Notebooks:
         self.write(after.with_lease(lease), who)
 
 
-def test_a_notebook_that_held_more_than_the_budget_returns_to_the_card():
+def test_a_return_uses_the_part_of_the_card_above_its_budget_only_where_it_must():
     """488 of 512 MiB, with a budget of 461. In 0.2 no cell ran again, not even `del x`."""
     both = Notebooks(card=512, budget=461, ram=4096, ram_budget=2048)
     both.hold(1, [488])
     assert both.park(1) and both.cell(1)
     assert both.lease(1).shares == (Share(CARD, 488),)
-
-
-def test_the_budget_holds_while_others_can_make_room():
-    """The part of the card above its budget is only for returns that need it."""
+    # The part of the card above its budget is only for returns that need it.
     both = Notebooks(card=512, budget=400, ram=4096, ram_budget=2048)
     both.hold(1, [300])
     assert both.park(1)
@@ -153,7 +150,7 @@ def test_the_budget_holds_while_others_can_make_room():
     assert both.cell(1) and both.lease(2).shares == (Share(HOST, 150),)
 
 
-def test_a_notebook_that_holds_more_than_its_card_is_not_parked():
+def test_a_notebook_that_could_not_return_is_not_parked():
     """On a simulated card plain code can take more than there is. It could never return."""
     both = Notebooks(card=100, budget=90, ram=1000, ram_budget=500)
     both.hold(1, [101])
@@ -161,10 +158,7 @@ def test_a_notebook_that_holds_more_than_its_card_is_not_parked():
     assert "holds more than the 100 B of sim:0" in feasibility.why_no_return(
         both.book, both.lease(1), both.world
     )
-
-
-def test_beside_a_kept_model_only_what_fits_with_it_is_parked():
-    """A kept model never makes room, nor a process's context. So the notebook must fit beside them."""
+    # A kept model never makes room, nor a process's context. So the notebook must fit beside them.
     both = Notebooks(card=100, budget=90, ram=1000, ram_budget=500)
     kept = lease("m", by=2, shares=(Share(CARD, 30),), keep=True)
     section = both.book.with_lease(kept).sections[owner(2).id]

@@ -6,7 +6,6 @@ import itertools
 from itertools import accumulate
 from typing import Any
 
-import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from msgspec.structs import replace
@@ -55,57 +54,45 @@ def test_most_free_takes_those_with_the_most_room():
         assert shares(found) == dict.fromkeys(cards, 70)
 
 
-def test_balanced_over_pieces_is_as_near_to_equal_as_they_allow():
+def test_pieces_are_kept_whole_and_in_proportion():
     """The shares are as equal as the layers allow. The model is cut between layers, never inside one."""
     pieces = (5, 10, 10, 10, 10, 15)
     found = divide(footprint(60, pieces=pieces), {"a": 99, "b": 99}, rules("balanced"), {})
     assert shares(found) == {"a": 25, "b": 35}
-
-
-# -- proportional ----------------------------------------------------------------------------------
-def test_the_fewest_cards_come_first_and_only_those_that_add_something():
-    room = {"a": 40, "b": 0, "c": 30, "d": 30}
-    found = split(footprint(60), room, rules("proportional"), room)
-    assert [tuple(shares(one)) for one in found] == [("a", "c"), ("a", "c", "d")]
-    assert split(footprint(75), room, rules("proportional", most_cards=2), room) == ()
-
-
-def test_pieces_that_were_measured_at_another_size_keep_their_proportions():
-    """A model in host memory has a measured size, but the sizes of its pieces were only estimated."""
+    # A model in host memory has a measured size, but the sizes of its pieces were only estimated.
     for layout in ("proportional", "balanced"):
         found = divide(footprint(40, pieces=(10, 10)), {"a": 30, "b": 30}, rules(layout), {})
         assert shares(found) == {"a": 20, "b": 20}
 
 
+# -- proportional ----------------------------------------------------------------------------------
+def test_the_fewest_cards_are_used_as_far_as_each_is_allowed():
+    room = {"a": 40, "b": 0, "c": 30, "d": 30}
+    found = split(footprint(60), room, rules("proportional"), room)
+    assert [tuple(shares(one)) for one in found] == [("a", "c"), ("a", "c", "d")]
+    assert split(footprint(75), room, rules("proportional", most_cards=2), room) == ()
+    # 20 bytes of one card and 10 of another. A card that the setting does not name is not used.
+    room = {"a": 80, "b": 80, "c": 80}
+    found = split(footprint(30), room, rules("proportional", card_bytes={"a": 20, "b": 10}), room)
+    assert [shares(one) for one in found] == [{"a": 20, "b": 10}]
+    room = {"a": 50, "b": 80}
+    for size, least, cards in ((70, 1, [1, 1]), (90, 1, [2, 1, 1]), (70, 2, [2])):
+        found = place(footprint(size), room, rules("balanced", least_cards=least))
+        assert [len(one.shares) for one in found] == cards
+
+
 # -- whole cards, overheads, bounds ----------------------------------------------------------------
-def test_whole_cards_are_claimed_whole_and_filled_in_proportion():
+def test_whole_cards_and_overheads_are_claimed_beside_the_bytes():
     limits = {"a": 80, "b": 80, "c": 80}
     found = split(footprint(100), {**limits, "a": 79}, rules("whole"), limits)[0]
     assert shares(found) == {"b": 80, "c": 80}
     assert {share.device: share.bytes for share in found.filled} == {"b": 50, "c": 50}
-
-
-def test_each_card_of_a_split_takes_an_overhead_if_one_is_set():
-    """The overhead of ten percent is the figure of the scheduler Helix."""
+    # The overhead of ten percent is the figure of the scheduler Helix.
     room = {"a": 77, "b": 77}
     found = divide(footprint(140), room, rules("balanced", overhead=0.1), {})
     assert shares(found) == {"a": 77, "b": 77}
     assert [share.bytes for share in found.filled] == [70, 70]
     assert divide(footprint(140), {"a": 77, "b": 76}, rules("balanced", overhead=0.1), {}) is None
-
-
-def test_no_more_of_a_card_than_was_allowed():
-    """20 bytes of one card and 10 of another. A card that the setting does not name is not used."""
-    room = {"a": 80, "b": 80, "c": 80}
-    found = split(footprint(30), room, rules("proportional", card_bytes={"a": 20, "b": 10}), room)
-    assert [shares(one) for one in found] == [{"a": 20, "b": 10}]
-
-
-def test_several_cards_are_used_only_if_no_card_has_the_room():
-    room = {"a": 50, "b": 80}
-    for size, least, cards in ((70, 1, [1, 1]), (90, 1, [2, 1, 1]), (70, 2, [2])):
-        found = place(footprint(size), room, rules("balanced", least_cards=least))
-        assert [len(one.shares) for one in found] == cards
 
 
 # -- whatever the numbers --------------------------------------------------------------------------
@@ -216,35 +203,6 @@ def test_each_cut_is_the_nearest_that_leaves_enough_room(free, pieces):
     ideal = [sums[-1] * end / until[-1] for end in until]
     expected = nearest_cuts(sums, ideal, free) or filled_in_order(pieces, free)
     assert parts_in_proportion(footprint(sums[-1], pieces=tuple(pieces)), free) == expected
-
-
-@given(
-    st.lists(st.integers(1, 12), min_size=2, max_size=3),
-    st.lists(st.integers(1, 6), min_size=2, max_size=8),
-)
-@example([10, 1, 10], [1, 1, 1, 5, 5])
-def test_every_division_over_given_cards_is_found(free, pieces):
-    """A small card between larger ones may be smaller than its next piece: the first must stop earlier."""
-    model = footprint(sum(pieces), pieces=tuple(pieces))
-    room = {f"sim:{n}": size for n, size in enumerate(free)}
-    found = divide(model, room, rules("proportional"), {})
-    assert bool(found) == could_be_cut(tuple(pieces), free)
-    if found:
-        parts = [share.bytes for share in found.shares]
-        assert all(0 < part <= most for part, most in zip(parts, free, strict=True))
-        assert set(accumulate(parts)) <= set(accumulate(pieces)) and sum(parts) == sum(pieces)
-
-
-@pytest.mark.parametrize("layout", ["balanced", "proportional"])
-def test_seventy_billion_on_eight_cards(layout):
-    """The model has 80 layers, embeddings and a head. It is cut between layers, on the fewest cards that suffice."""
-    layer, ends = 1711 * 2**20, 2100 * 2**20
-    model = footprint(80 * layer + 2 * ends, heads=64, pieces=(ends, *[layer] * 80, ends))
-    room = {f"cuda:{n}": 72 * GIB for n in range(8)}
-    found = split(model, room, PlacementRules(layout=layout), room)[0]
-    assert len(found.shares) == 2 and sum(share.bytes for share in found.shares) == model.bytes
-    parts = [share.bytes for share in found.shares]
-    assert max(parts) - min(parts) <= layer
 
 
 @given(

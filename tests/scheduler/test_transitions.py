@@ -234,16 +234,14 @@ def test_nothing_new_writes_nothing_and_uses_are_written_by_the_owner():
     assert publish(once, known, THERE) is once
 
 
-def test_a_decision_in_progress_is_kept_by_its_key():
+def test_a_decision_in_progress_is_kept_by_its_key_and_what_has_none_is_withdrawn():
     """The owner publishes the keys of its decisions in progress. So no lease with such a key is withdrawn."""
     page = book(arriving("new"), going("old"), tickets=[ticket("q", key="t")])
     after = publish(page, truth(lease("old", sim0=8, last_used=5.0), keys=("k", "t")), THERE)
     assert list(after.leases()) == [arriving("new"), going("old", last_used=5.0)]
     assert after.tickets == page.tickets
-
-
-def test_entries_that_the_owner_does_not_know_are_withdrawn():
-    """What an interrupt left (law 9): a reservation, a departure, a ticket. Their keys are not published."""
+    # What an interrupt left (law 9): a reservation, a departure, a ticket. Their keys are not
+    # published.
     tickets = [ticket("q", key="t"), ticket("q", by=2, key="theirs")]
     page = book(arriving("new"), going("old"), tickets=tickets)
     after = publish(page, truth(lease("old", sim0=8)), THERE)
@@ -310,6 +308,7 @@ def test_dead_owners_are_reaped_completely_and_each_lease_is_an_event():
     page = replace(book(), tickets=(ticket("q", by=2), ticket("r", by=3)))
     assert [t.name for t in books.reap(page, [owner(2).id], THERE).tickets] == ["r"]
     assert books.reap(page, [], THERE) is page
+    assert books.resign(page, owner(9).id) is page
 
 
 # -- samples and events ----------------------------------------------------------------------------

@@ -58,13 +58,19 @@ def test_what_is_worth_more_stays_in_host_memory_and_what_would_not_help():
     assert places(page) == {"victim": "host", "wanted": "arriving"}
 
 
-def test_the_model_that_is_about_to_return_is_not_unloaded():
+def test_the_model_that_is_about_to_return_stays_where_others_can_make_room():
     """Used longest ago, its place would be just large enough for the victim. It still stays."""
     wanted = lease("wanted", host=9, last_used=NOW - 900)
     victim = lease("victim", sim0=14, last_used=NOW - 60)
     page, heard = ask_until(book(wanted, victim), request("wanted", 9), world(sim0=20, host=14))
     assert page.find(at(1, "wanted")) is not None
     assert "unloaded from the warm pool" not in " ".join(verdict.because for verdict in heard)
+    # Another process has just used its model. Once that model may be unloaded, the room is enough.
+    wanted, victim = lease("wanted", host=2), lease("victim", sim0=9, droppable=False)
+    fresh = lease("fresh", by=2, host=9, last_used=NOW - 1)
+    page, wait = decide(book(wanted, victim, fresh), request("wanted", 2), world(sim0=9, host=11))
+    assert isinstance(wait, Wait) and not wait.steps
+    assert page.find(at(1, "wanted")).phase is Phase.SETTLED
 
 
 @pytest.mark.parametrize("holder", [1, 2])
@@ -83,15 +89,6 @@ def test_the_model_that_is_about_to_return_is_unloaded_if_a_victim_has_no_other_
         ),
     )
     assert "wanted is unloaded from the warm pool, and loaded again then." in heard[0].because
-
-
-def test_the_model_that_is_about_to_return_stays_while_others_will_make_the_room():
-    """Another process has just used its model. Once that model may be unloaded, the room is enough."""
-    wanted, victim = lease("wanted", host=2), lease("victim", sim0=9, droppable=False)
-    fresh = lease("fresh", by=2, host=9, last_used=NOW - 1)
-    page, wait = decide(book(wanted, victim, fresh), request("wanted", 2), world(sim0=9, host=11))
-    assert isinstance(wait, Wait) and not wait.steps
-    assert page.find(at(1, "wanted")).phase is Phase.SETTLED
 
 
 def test_an_owner_that_does_not_answer_does_not_keep_the_victim_on_the_card():
