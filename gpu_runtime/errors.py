@@ -439,7 +439,7 @@ class LedgerNewer(LedgerUnavailable):
         """The ledger at `path` has the schema number `found`. This version reads up to `ours`."""
         super().__init__(
             f"the ledger {path} has schema {found}; this gpu-console reads up to {ours}.\n"
-            f"  Upgrade this environment, or use another ledger:  GPU_LEDGER=sqlite:///PATH",
+            f"  Upgrade this environment, or use another ledger:  GPU_LEDGER=keeper:///PATH",
             path=path,
             found=found,
             ours=ours,

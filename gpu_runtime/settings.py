@@ -106,7 +106,7 @@ class Settings(BaseSettings):
     )
     gpu_ledger: str | None = Field(
         None,
-        description="Where the book is stored: sqlite:///DIRECTORY, redis://HOST:PORT/DB or memory:. "
+        description="Where the book is stored: keeper:///DIRECTORY, redis://HOST:PORT/DB or memory:. "
         "Unset: the machine's shared ledger, else one of the user's own.",
     )
 

@@ -110,7 +110,7 @@ LONGEST = (
     "stories/test_processes.py", "browser/test_lab_extension.py", "install/test_install.py",
     "stories/test_cards.py", "fleet/test_fleet.py", "stories/test_serving_under_fire.py",
     "owner/test_torn_ledger.py", "faces/test_login.py", "faces/test_any_words.py",
-    "owner/test_away.py", "stories/test_training.py", "stories/test_crash_points.py",
+    "owner/test_away.py", "stories/test_training.py",
     "stories/test_forks.py", "stories/test_damage.py", "scheduler/test_audited_processes.py",
     "scheduler/test_laws.py",
 )  # fmt: skip

@@ -136,7 +136,7 @@ class Nursery:
 RUNTIME = Nursery(
     """
 import pandas
-import gpu_runtime.runtime, gpu_runtime.owner.dataframes, gpu_runtime.ledgers.sqlite.ledger, gpu_runtime.backends.fake
+import gpu_runtime.runtime, gpu_runtime.owner.dataframes, gpu_runtime.ledgers.keeper.ledger, gpu_runtime.backends.fake
 import tests.ledgers.conftest
 """
 )

@@ -138,7 +138,7 @@ class Host:
     """One ledger, the kernels that use it, and their helper process, which samples the cards."""
 
     def __init__(self, driver: Driver, directory: Path) -> None:
-        self.driver, self.url, self.kernels = driver, f"sqlite://{directory}/ledger", list[Kernel]()
+        self.driver, self.url, self.kernels = driver, f"keeper://{directory}/ledger", list[Kernel]()
         self.directory = (
             directory / "ledger" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         )

@@ -23,7 +23,7 @@ class Row(NamedTuple):
     """One kind of attack on one kind of ledger."""
 
     what: str
-    ledger: str  # "SQLite", "Redis" or "none"
+    ledger: str  # "keeper", "Redis" or "none"
 
 
 class Done(NamedTuple):
@@ -37,8 +37,8 @@ _done: Counter[Row] = Counter()
 
 
 def add(ledger: str, **counts: float) -> None:
-    """Adds counts of the attacks on the `ledger` (`sqlite`, `redis` or `none`), by name: `kills=512`."""
-    shown = {"sqlite": "SQLite", "redis": "Redis", "none": "none"}[ledger]
+    """Adds counts of the attacks on the `ledger` (`keeper`, `redis` or `none`), by name: `kills=512`."""
+    shown = {"keeper": "keeper", "redis": "Redis", "none": "none"}[ledger]
     for name, count in counts.items():
         _done[Row(name.replace("_", " "), shown)] += round(count)
 

@@ -87,7 +87,7 @@ class Drill:
 
     def ledger(self, name: str) -> str:
         """The URL of the host's ledger."""
-        return f"sqlite://{self.directory / name}"
+        return f"keeper://{self.directory / name}"
 
     def join(self, name: str) -> None:
         """Lets the host join the fleet."""

@@ -12,7 +12,7 @@ from pathlib import Path
 from ..errors import BadSetting, LedgerUnavailable
 from ..threads import import_whole
 from .base import Ledger
-from .location import require_private, split_redis_url, sqlite_directory
+from .location import FILE_SCHEMES, directory_of, require_private, split_redis_url
 
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
@@ -24,9 +24,10 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
 
     - `memory:` is a new book that nobody else can open.
     - `memory:NAME` is one book for all callers in this process that use the same name.
-    - `sqlite:///DIRECTORY` is one book for all processes of this host that use the same directory.
-      `…/NAME.db` means `…/NAME`.
-    - `keeper:///DIRECTORY` is the same with a process that keeps the book, the keeper.
+    - `keeper:///DIRECTORY` is one book for all processes of this host that use the same directory.
+      A process of its own keeps the book, the keeper.
+    - `sqlite:///DIRECTORY` means `keeper:///DIRECTORY`, and `…/NAME.db` means `…/NAME`. Version 0.2
+      kept the book in an SQLite file.
     - `redis://…`, `rediss://…` and `unix://…` name a Redis, which stores one book for each host.
 
     `notebook` is the path that others see for this owner. `user` replaces the name of the process's
@@ -39,21 +40,15 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
         from .memory import MemoryLedger
 
         return MemoryLedger(rest, notebook=notebook, user=user)
-    if scheme == "sqlite" and rest.startswith("///"):
-        from .sqlite.ledger import SqliteLedger
-
-        directory = sqlite_directory(url, rest)
-        require_private(directory)
-        return SqliteLedger(directory, notebook=notebook, user=user)
-    if scheme == "keeper" and rest.startswith("///"):
+    if url.startswith(FILE_SCHEMES) and rest.startswith("///"):
         from .keeper.ledger import KeeperLedger
 
-        directory = sqlite_directory(url, rest)
+        directory = directory_of(url, rest)
         require_private(directory)
         return KeeperLedger(directory, notebook=notebook, user=user)
     if scheme in _REDIS_SCHEMES and rest.startswith("//"):
         return _open_redis(url, notebook=notebook, user=user)
-    if scheme == "sqlite":
+    if url.startswith(FILE_SCHEMES):
         raise _unknown_url(url, path=rest.lstrip("/"))
     raise _unknown_url(url, path="" if colon else url)
 
@@ -81,9 +76,9 @@ def _unknown_url(url: str, *, path: str) -> BadSetting:
 
     suggestion = ""
     if path:
-        suggestion = f"; for this path: sqlite://{Path(path).expanduser().absolute()}"
+        suggestion = f"; for this path: keeper://{Path(path).expanduser().absolute()}"
     return BadSetting(
         "GPU_LEDGER",
         masked(url),
-        f"memory:, memory:NAME, sqlite:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB{suggestion}",
+        f"memory:, memory:NAME, keeper:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB{suggestion}",
     )

@@ -5,9 +5,7 @@
     owners, journals
     journals/UID                     2750  only its user makes files in it
     other directories     0700       2770  new files in them belong to G too
-    owners/ID, .map       0600       0640  others read it, only its user writes it
-    .names .who
-    owners/ID.told        0600       0600  only its user reads it
+    owners/ID             0600       0640  others read it, only its user writes it
     journals/UID/*.db                0640
     owners/ID.bell        0600       0660  members ring
     all other files       0600       0660  SQLite gives its journal the mode of its database
@@ -268,7 +266,7 @@ def outsider(directory: Path) -> LedgerUnavailable | None:
         return LedgerUnavailable(
             f"the ledger {place} is shared by the group {group}, and {user} is not in it.\n"
             f"  The operator can add you:  usermod -aG {group} {user}      (then log in again)\n"
-            f"  Or keep your own:  GPU_LEDGER=sqlite://{Path.home()}/gpu-ledger",
+            f"  Or keep your own:  GPU_LEDGER=keeper://{Path.home()}/gpu-ledger",
             path=str(place),
             group=group,
             user=user,
@@ -282,6 +280,11 @@ def _is_shared(mode: int) -> bool:
     writable_by_group = mode & stat.S_IWGRP
     closed_to_others = not mode & stat.S_IXOTH
     return bool(inherits_group and writable_by_group and closed_to_others)
+
+
+def group_name(ledger: Path) -> str:
+    """The name of the group that shares the `ledger`, the directory with the mark."""
+    return _group_name((ledger / MARK).lstat().st_gid)
 
 
 def _group_name(gid: int) -> str:

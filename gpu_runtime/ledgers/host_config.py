@@ -3,7 +3,7 @@
 The operator writes the configuration as a TOML file. A runtime reads the file when it opens. A
 machine without the file has no shared ledger and no caps. An example:
 
-    ledger = "sqlite:///var/lib/gpu-console"
+    ledger = "keeper:///var/lib/gpu-console"
 
     [operators]                       # root, and these: may pin, load and defragment anywhere
     users = ["ops"]

@@ -108,8 +108,6 @@ def _ledger(pid: int, directory: Path, proc: Path) -> OpenLedger | None:
     result is None if that environment has no URL of a Redis in GPU_LEDGER, or if the owners' files
     of that URL are not in `directory`.
     """
-    if (directory / "CURRENT").exists():
-        return OpenLedger(f"sqlite://{directory.parent}", directory)
     if (directory / SOCKET).exists():
         return OpenLedger(f"keeper://{directory.parent}", directory)
     try:

@@ -266,7 +266,7 @@ def _locked_file(directory: Path, owner: Owner, group: int | None) -> tuple[int,
         os.close(fd)
         raise LedgerUnavailable(
             f"the file system of {directory} cannot keep an owner's lock ({error.strerror}).\n"
-            f"  Name a directory on a local disk:  GPU_LEDGER=sqlite:///PATH",
+            f"  Name a directory on a local disk:  GPU_LEDGER=keeper:///PATH",
             path=str(directory),
         ) from error
     finally:

@@ -15,14 +15,15 @@ from ..errors import BadSetting, LedgerUnavailable
 from ..facts import Device
 from ..private_paths import make_directory, state_home, weak_step
 from ..units import show_bytes
+from . import files
 from .access import access_to
-from .sqlite import files
 
+FILE_SCHEMES = ("keeper:", "sqlite:")  # version 0.2 kept the book in an SQLite file
 FALLBACK = Path("/var/tmp")  # a local disk on every machine; its files survive a logout
 
 
-def sqlite_directory(url: str, rest: str) -> Path:
-    """The directory that `url` names. `rest` is the part of `url` after `sqlite:`.
+def directory_of(url: str, rest: str) -> Path:
+    """The directory that `url` names. `rest` is the part of `url` after its scheme.
 
     Four slashes in a URL, as other tools write them, mean the same as three slashes. A name that
     ends in `.db` means the directory without this ending. Raises BadSetting for a relative path, and
@@ -36,14 +37,14 @@ def sqlite_directory(url: str, rest: str) -> Path:
         raise BadSetting(
             "GPU_LEDGER",
             url,
-            f"an absolute path, such as sqlite://{os.path.abspath(as_relative.expanduser())}",
+            f"an absolute path, such as keeper://{os.path.abspath(as_relative.expanduser())}",
         )
     if len(as_relative.parts) < 2 and not directory.exists():
         raise BadSetting(
             "GPU_LEDGER",
             url,
             f"a directory that is not in the root of the file system. Relative to the current "
-            f"directory it is sqlite://{as_relative.absolute()}",
+            f"directory it is keeper://{as_relative.absolute()}",
         )
     return directory
 
@@ -60,7 +61,7 @@ def split_redis_url(url: str) -> tuple[str, Path]:
     if named:
         directory = Path(named[-1])
     else:
-        directory = Path(default_url().removeprefix("sqlite://")).parent / "redis"
+        directory = Path(default_url().removeprefix("keeper://")).parent / "redis"
     other_options = urlencode([(name, value) for name, value in options if name != "owners"])
     if other_options:
         server = f"{server}?{other_options}"
@@ -74,7 +75,7 @@ def default_url(devices_slug: str = "") -> str:
     where locks do not hold, the ledger is in /var/tmp. `devices_slug` separates the books of
     different sets of devices, such as simulated and real cards.
     """
-    return f"sqlite://{local_state() / 'ledger' / devices_slug}"
+    return f"keeper://{local_state() / 'ledger' / devices_slug}"
 
 
 def local_state() -> Path:
@@ -92,7 +93,7 @@ def local_state() -> Path:
 
 def shared_url(ledger: str, slug: str) -> str:
     """The URL of the machine's shared `ledger`, or of its part `slug` for simulated devices."""
-    return f"{ledger}/{slug}" if slug and ledger.startswith("sqlite:") else ledger
+    return f"{ledger}/{slug}" if slug and ledger.startswith(FILE_SCHEMES) else ledger
 
 
 def slug_of(simulated: Iterable[Device]) -> str:
@@ -137,7 +138,7 @@ def require_private(directory: Path) -> None:
     if weak:
         raise LedgerUnavailable(
             f"the ledger {directory} could be read or replaced by another user: {weak}.\n"
-            f"  Name a directory of your own on a local disk:  GPU_LEDGER=sqlite:///DIRECTORY",
+            f"  Name a directory of your own on a local disk:  GPU_LEDGER=keeper:///DIRECTORY",
             path=str(directory),
             why=weak,
         )

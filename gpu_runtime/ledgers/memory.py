@@ -17,11 +17,10 @@ from .. import forks
 from ..facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
 from . import pages
 from .base import require_usable
-from .book_store import unwritable
 from .invariants import refuse_unlawful
 from .liveness import Sight, describe_self
 from .notify import Bell
-from .page_parts import Unwritable
+from .page_parts import Unwritable, unwritable
 
 T = TypeVar("T")
 

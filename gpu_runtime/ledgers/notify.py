@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import select
 import socket
 import threading
@@ -254,31 +253,6 @@ def _bind(directory: Path, owner_id: str, group: int | None) -> tuple[Path, int,
         os.chown(path, -1, group)
     path.chmod(0o600 if group is None else 0o660)
     return path, fd, bell
-
-
-_BOUND = re.compile(r"/proc/self/fd/(\d+)/(\d+)(\.\d+\.\d+)\.bell")
-
-
-def owners_in(directory: Path) -> set[str]:
-    """The ids of the owners whose doorbell was bound in `directory`, as far as this user can see.
-
-    Owners are found even if the directory was deleted after the binding, because the kernel keeps
-    their sockets.
-    """
-    wanted = os.path.realpath(directory)
-    found: set[str] = set()
-    try:
-        sockets = Path("/proc/net/unix").read_text(errors="replace")
-    except OSError:  # a system without this table
-        return found
-    for fd, pid, rest in _BOUND.findall(sockets):
-        try:
-            place = os.readlink(f"/proc/{pid}/fd/{fd}")
-        except OSError:  # another user's process, or one that has ended
-            continue
-        if place.removesuffix(" (deleted)") == wanted:
-            found.add(pid + rest)
-    return found
 
 
 def _socket_path(directory_fd: int, owner_id: str) -> str:

@@ -15,6 +15,7 @@ from typing import Any
 
 import msgspec
 
+from ..errors import LedgerRefused
 from ..facts import Lease, Section, Ticket, Value, encode
 
 MOST_PART_BYTES = (
@@ -190,3 +191,13 @@ def _largest(section: Section | None) -> str:
         return f"and {MOST_PART_BYTES} are the most"
     size, name = max(sizes)
     return f"{size} of them the lease {name!a}, and {MOST_PART_BYTES} are the most"
+
+
+def unwritable(error: Unwritable, path: str, writer: str) -> LedgerRefused:
+    """The error for a write whose result other processes could not read."""
+    return LedgerRefused(
+        f"the ledger {path} refused a write by {writer}: {error.why}.\n  The book is unchanged.",
+        path=path,
+        why=error.why,
+        writer=writer,
+    )

@@ -300,15 +300,6 @@ def unpack(
     return book, Packed(shared, head.shared, shared_content, _PREFIX.unpack_from(page)[3], parts)
 
 
-def is_whole(page: bytes, rev: int) -> bool:
-    """Whether `page` begins with a head of this version that was written at the revision `rev`."""
-    try:
-        _head_of(page, rev)
-        return True
-    except (msgspec.MsgspecError, ValueError):  # damaged, or of another version
-        return False
-
-
 def _head_of(page: bytes, rev: int) -> tuple[_Head, int]:
     """The head of a page, and the offset at which the shared facts begin."""
     if len(page) < _PREFIX.size:

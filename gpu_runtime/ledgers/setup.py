@@ -2,8 +2,10 @@
 
 The command makes the directory and names it in the machine-wide configuration, which every user's
 runtime reads. It also makes the directories of the present boot, with root as their owner, so that
-no member can move another member's files away. For this reason an operator should run the command
-at every boot. A further run repairs owners and modes of the directories, and removes nothing.
+no member can move another member's files away. Root's keeper keeps the book: a service of systemd, or
+without systemd a process that ends with the boot, so that an operator has to run the command at every
+boot. A further run repairs owners and modes of the directories, starts a keeper that does not run, and
+removes nothing.
 """
 
 from __future__ import annotations
@@ -11,6 +13,9 @@ from __future__ import annotations
 import grp
 import os
 import stat
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 from msgspec.structs import replace
@@ -18,10 +23,11 @@ from msgspec.structs import replace
 from ..errors import BadSetting, GpuError, NotAllowed
 from ..facts import Outcome
 from ..private_paths import make_directory, replace_file
-from . import host_config
+from . import files, host_config
 from .access import MARK, Access, owners_in
+from .keeper.ledger import PATIENCE_SECONDS, answers
+from .keeper.wire import open_log, spawn
 from .liveness import boot_id
-from .sqlite import files
 
 TEMPLATE = """\
 # gpu-console on this machine. Every user's runtime reads this when it opens.
@@ -36,6 +42,22 @@ ledger = "{url}"
 # importance = "normal"          # the highest importance a request may have
 # keep = false                   # nothing is pinned
 # longest_lease = "4h"           # of rt.lease and %%gpu
+"""
+
+SYSTEMD, UNITS = Path("/run/systemd/system"), Path("/etc/systemd/system")
+UNIT = """\
+[Unit]
+Description=gpu-console: the keeper of the ledger {place}
+
+[Service]
+Type=notify
+ExecStart={python} -m gpu_runtime.ledgers.keeper.server --ledger {place}
+Restart=always
+WatchdogSec=10
+FileDescriptorStoreMax=1
+
+[Install]
+WantedBy=multi-user.target
 """
 
 
@@ -55,7 +77,7 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
         )
     gid = _group_id(group)
     _require_suitable(place, gid, group)
-    url = f"sqlite://{place}"
+    url = f"keeper://{place}"
     known = host_config.read(config_file)
     if known.ledger not in ("", url):
         raise GpuError(
@@ -67,6 +89,7 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
     try:
         _make_ledger(place, gid)
         _write_configuration(Path(config_file), url, known)
+        served = _serve(place)
     except OSError as error:
         raise files.cannot_write(place, error) from error
     shared = "is shared by" if is_new else "is shared already by"
@@ -74,7 +97,7 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
         "ledger",
         str(place),
         True,
-        f"the ledger {place} {shared} the group {group}; {config_file} names it",
+        f"the ledger {place} {shared} the group {group}; {config_file} names it; {served}",
     )
 
 
@@ -91,6 +114,38 @@ def _make_ledger(place: Path, gid: int) -> None:
         _give_to_root(made, gid, sticky=made in sticky)
     access.make(of_this_boot)
     files.fill_ballast(of_this_boot)
+
+
+def _serve(place: Path) -> str:
+    """Starts the process that keeps the book, as root's service. Returns how it runs.
+
+    Raises OSError, or GpuError if systemd refuses the service.
+    """
+    directory = place / boot_id()
+    if answers(directory):
+        return "its keeper runs"
+    if SYSTEMD.is_dir():
+        name = f"gpu-console{str(place).replace('/', '-')}.service"
+        replace_file(UNITS / name, UNIT.format(place=place, python=sys.executable).encode())
+        for command in (["daemon-reload"], ["enable", "--now", name]):
+            ran = subprocess.run(["systemctl", *command], capture_output=True, text=True)
+            if ran.returncode:
+                raise GpuError(
+                    f"systemd does not start the keeper of {place}: {ran.stderr.strip()}.\n"
+                    f"  See:  journalctl -u {name}"
+                )
+        return f"systemd runs its keeper, as {name}"
+    with open_log(directory) as log:
+        started = spawn(["--service", str(place)], log.fileno())
+    deadline = time.monotonic() + PATIENCE_SECONDS
+    while not answers(directory):
+        if started.poll() is not None or time.monotonic() > deadline:
+            raise GpuError(
+                f"the keeper of {place} does not start.\n"
+                f"  What it printed is in {directory / 'keeper.log'}"
+            )
+        time.sleep(0.01)
+    return f"its keeper runs as pid {started.pid} until the machine ends, since there is no systemd here"
 
 
 def _give_to_root(directory: Path, gid: int, *, sticky: bool) -> None:

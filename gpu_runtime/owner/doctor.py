@@ -19,10 +19,9 @@ from typing import Any
 from ..devices import drivers
 from ..errors import GpuError, ProbeFailed
 from ..facts import DeviceView, Value
-from ..ledgers import host_config
+from ..ledgers import files, host_config
 from ..ledgers.access import access_to
 from ..ledgers.liveness import name_of
-from ..ledgers.sqlite import files
 from ..scheduler.drain import drained
 from ..scheduler.explain import first_line
 from ..scheduler.pressure import views

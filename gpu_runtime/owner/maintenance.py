@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from .. import threads
 from ..errors import GpuError, NotAllowed, ProbeFailed, UnknownModel
 from ..facts import HOST, Book, Drop, LeaseId, Level, Move, Outcome, Shed, World
-from ..ledgers.book_store import TICKS_A_SECOND
+from ..ledgers.base import TICKS_A_SECOND
 from ..scheduler import drain, explain, quotas, recall, relief
 from ..scheduler import transitions as books
 from ..scheduler.pressure import views

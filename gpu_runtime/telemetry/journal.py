@@ -14,7 +14,9 @@ import errno
 import heapq
 import itertools
 import logging
+import os
 import sqlite3
+import stat
 import threading
 import time
 from collections import deque
@@ -27,9 +29,8 @@ from msgspec.structs import replace
 from .. import forks
 from ..facts import Decided, Event
 from ..ledgers.access import JournalPlace, access_to, make_own_journal, require_no_link
-from ..ledgers.sqlite import after_fork
-from ..ledgers.sqlite.files import has_plain_journal
 from ..private_paths import make_directory
+from . import after_fork
 from . import decided as decisions
 from .users_journals import events_of, journals_of_others
 
@@ -234,7 +235,7 @@ def opened(path: Path) -> sqlite3.Connection:
     # In a shared ledger, another user could put a link here that leads to a database of this user.
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link", str(path))
-    if not has_plain_journal(str(path)):
+    if not _has_plain_journal(path):
         raise OSError(errno.EINVAL, "its journal is not a file", str(path))
     db = sqlite3.connect(path, timeout=0.5)
     try:
@@ -245,6 +246,17 @@ def opened(path: Path) -> sqlite3.Connection:
         db.close()
         raise
     return db
+
+
+def _has_plain_journal(database: Path) -> bool:
+    """Whether the journal beside the file `database` is a plain file, or is missing.
+
+    SQLite opens the journal at each read. If the journal is a pipe, SQLite waits for ever.
+    """
+    try:
+        return stat.S_ISREG(os.lstat(f"{database}-journal").st_mode)
+    except OSError:  # there is none, or SQLite will report the error
+        return True
 
 
 def _stored_events(

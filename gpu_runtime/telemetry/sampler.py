@@ -38,10 +38,10 @@ from ..devices.sampler_client import Figures, Person, boot_seconds
 from ..errors import ProbeFailed
 from ..facts import HOST, Sample, encode
 from ..ledgers.access import access_to
+from ..ledgers.files import owner_files
 from ..ledgers.keeper.ledger import answers
 from ..ledgers.keeper.wire import SOCKET
 from ..ledgers.liveness import Life, life
-from ..ledgers.sqlite.files import owner_files
 
 BUSY_SECONDS, REST_SECONDS = 1.0, 2.0
 MOVING_SECONDS = 10.0  # after so long without a change, cards are measured every other second

@@ -25,8 +25,8 @@ import msgspec
 from .. import forks
 from ..facts import Moment
 from ..ledgers.access import access_to
-from ..ledgers.sqlite import after_fork
 from ..private_paths import make_directory
+from . import after_fork
 from .journal import opened
 
 DAY = 86400.0

@@ -30,7 +30,7 @@ GIB = 1 << 30
 @pytest.fixture
 def rt(tmp_path) -> Iterator[Runtime]:
     """A runtime whose fake models run in processes of their own."""
-    with Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}") as found:
+    with Runtime(devices=DEVICES, ledger=f"keeper://{tmp_path}") as found:
         found._session.backends["fake"] = ProcessBackend("fake", DEVICES, found.probe)
         found.register("qwen", backend="fake", size="14GiB")
         yield found
@@ -120,7 +120,7 @@ def test_a_killed_process_keeps_its_lease_three_times_and_then_a_waiting_rival_h
 ):
     """A restart under the same lease keeps the memory. Without it, a waiting request had the card after 0.02 s."""
     got = threading.Event()
-    with Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}") as rival:
+    with Runtime(devices=DEVICES, ledger=f"keeper://{tmp_path}") as rival:
 
         def wait_for_the_card() -> None:
             """Waits for bytes that are free only once the model is lost."""

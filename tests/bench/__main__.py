@@ -117,7 +117,7 @@ def ahead() -> Iterator[Row]:
 def use() -> Iterator[Row]:
     median, p99 = bench_use.microseconds()
     yield Row(
-        "`with rt.use(resident)`, enter + exit, SQLite, 50 leases", f"{median:.1f} µs (p99 {p99:.1f})", "≤ 2 µs",
+        "`with rt.use(resident)`, enter + exit, the keeper, 50 leases", f"{median:.1f} µs (p99 {p99:.1f})", "≤ 2 µs",
         median <= 2
     )  # fmt: skip
 
@@ -190,7 +190,7 @@ def ledger() -> Iterator[Row]:
     taken = bench_ledger.transaction_cost()
     for which, ratio in (("alone", "ratio"), ("in turn", "ratio in turn")):
         yield Row(
-            f"one `transact`, SQLite, 50 leases, {which}, against a bare one-row UPDATE of the same bytes",
+            f"one `transact`, the keeper, 50 leases, {which}, against a bare one-row UPDATE of the same bytes",
             f"{taken['transact, ' + which]:.0f} of {taken['bare UPDATE']:.0f} µs = {taken[ratio]:.1f}×", "≤ 2×",
             taken[ratio] <= 2
         )  # fmt: skip
@@ -229,7 +229,7 @@ def shared() -> Iterator[Row]:
 def idle() -> Iterator[Row]:
     taken = bench_idle.percent_of_a_core(64, 20.0)
     yield Row(
-        "64 idle kernels with monitors, SQLite, simulated devices: use of the processor by all of them",
+        "64 idle kernels with monitors, the keeper, simulated devices: use of the processor by all of them",
         f"{taken:.2f} % of one core", "≤ 1 %", taken <= 1
     )  # fmt: skip
 

@@ -165,7 +165,7 @@ def swap(bench: Bench) -> Iterator[Row]:
     from . import gpu_figures as figures
 
     with tempfile.TemporaryDirectory() as place:
-        ledger = f"sqlite://{place}/ledger"
+        ledger = f"keeper://{place}/ledger"
         if bench.real:
             kept = torch.zeros(1, device=bench.torch)
             with Runtime(devices="cuda", ledger=ledger) as rt:

@@ -1,6 +1,6 @@
 """Measures how long many kernels on one machine wait for each other.
 
-All kernels are real processes with runtimes of their own, on one SQLite book and simulated devices.
+All kernels are real processes with runtimes of their own, on one kept book and simulated devices.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _be(act: Callable[[Iterator[Any], Callable[[Any], None]], None], told: int, 
 @contextmanager
 def book() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as root:
-        yield f"sqlite://{root}/ledger"
+        yield f"keeper://{root}/ledger"
 
 
 @contextmanager

@@ -28,7 +28,7 @@ def figures(rounds: int = 12) -> dict[str, float]:
         tempfile.TemporaryDirectory() as directory,
         Runtime(
             devices="sim:10MiB,host:64MiB",
-            ledger=f"sqlite://{directory}/ledger",
+            ledger=f"keeper://{directory}/ledger",
             gpu_memory_max_percent=1.0,
         ) as rt,
     ):

@@ -45,7 +45,7 @@ def milliseconds(forks: int = FORKS) -> dict[str, float]:
             name: subprocess.Popen(
                 [*command, url], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
             )
-            for name, url in (("without", "-"), ("with", f"sqlite://{directory}/ledger"))
+            for name, url in (("without", "-"), ("with", f"keeper://{directory}/ledger"))
         }
         times: dict[str, list[tuple[float, float]]] = {name: [] for name in processes}
         for _ in range(forks):

@@ -96,7 +96,7 @@ def serving(
         name: value for name, value in os.environ.items() if not name.startswith("GPU_")
     } | {
         "GPU_DEVICES": f"sim:{card},host:64GiB",
-        "GPU_LEDGER": f"sqlite://{place}/ledger",
+        "GPU_LEDGER": f"keeper://{place}/ledger",
         "XDG_STATE_HOME": f"{place}/state",
         "GPU_CATALOG": f"{place}/models.json",
         "GPU_CONSOLE_TOKEN": token,

@@ -1,4 +1,4 @@
-"""Measures the cost of idle kernels: 64 processes with a model and a running monitor each, on one SQLite book.
+"""Measures the cost of idle kernels: 64 processes with a model and a running monitor each, on one kept book.
 
 The figure is the processor time of all processes together during some seconds without requests. The operating system
 measures it.
@@ -25,7 +25,7 @@ sys.stdin.read()
 def percent_of_a_core(processes: int, seconds: float, settle_seconds: float = 8.0) -> float:
     """The processor time of all idle kernels together, as a percentage of one core."""
     with tempfile.TemporaryDirectory() as directory:
-        kernels = [_kernel(f"sqlite://{directory}/ledger") for _ in range(processes)]
+        kernels = [_kernel(f"keeper://{directory}/ledger") for _ in range(processes)]
         try:
             time.sleep(
                 settle_seconds

@@ -103,7 +103,7 @@ def microseconds(*acts: Callable[[], object], rounds: int = 1500) -> list[float]
 def transaction_cost() -> dict[str, float]:
     """Medians in µs of a bare UPDATE, and of a transaction of one owner and of two in turn, with their ratios."""
     with tempfile.TemporaryDirectory() as root:
-        doors = fill(f"sqlite://{root}/ledger")
+        doors = fill(f"keeper://{root}/ledger")
         update = bare_update(Path(root), page_bytes(Path(root) / "ledger"))
         bare, alone = microseconds(update, touch(doors[0]))
         # The bare UPDATE is measured together with the two owners, so that noise affects all of them.
@@ -124,8 +124,8 @@ def large_page_cost() -> dict[str, float]:
     """Medians in µs of a transaction in a book of 50 and of 1,000 leases, and their ratios."""
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as root:
-        small = fill(f"sqlite://{root}/small")
-        large = fill(f"sqlite://{root}/large", leases=1000, owners=25)
+        small = fill(f"keeper://{root}/small")
+        large = fill(f"keeper://{root}/large", leases=1000, owners=25)
         alone = microseconds(touch(small[0]), touch(large[0]), rounds=500)
         acts = [touch(door) for doors in (small, large) for door in doors[:2]]
         one, two, three, four = microseconds(*acts, rounds=500)
@@ -142,7 +142,7 @@ def large_page_cost() -> dict[str, float]:
 def register_cost(models: int = 4000) -> float:
     """The median µs of the last hundred of `models` registrations in one process."""
     with tempfile.TemporaryDirectory() as root:
-        rt = Runtime(devices="sim:8GiB,host:8GiB", ledger=f"sqlite://{root}/ledger")
+        rt = Runtime(devices="sim:8GiB,host:8GiB", ledger=f"keeper://{root}/ledger")
         numbers = iter(range(models))
 
         def register() -> None:

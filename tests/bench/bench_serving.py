@@ -195,7 +195,7 @@ def _chat(model: str, text: str = "one two three", **more: Any) -> dict[str, Any
 def _runtime(directory: str, load_seconds: float = 0.0) -> Runtime:
     rt = Runtime(
         devices="sim:24GiB,host:64GiB",
-        ledger=f"sqlite://{directory}/ledger",
+        ledger=f"keeper://{directory}/ledger",
         enable_cpu_offload=False,
     )
     for name in MODELS:

@@ -92,7 +92,7 @@ def figures(gib: float = 2.0) -> tuple[dict[str, Any], dict[str, Any]]:
         kernels, found = [], []
         try:
             for _ in range(2):
-                words = [f"{place}/model", f"sqlite://{place}/ledger", str(size + size // 4)]
+                words = [f"{place}/model", f"keeper://{place}/ledger", str(size + size // 4)]
                 kernel = subprocess.Popen(
                     [sys.executable, "-c", KERNEL, *words],
                     stdin=subprocess.PIPE,

@@ -54,7 +54,7 @@ def serving_lab(
         "PYTHONPATH": FOUND_BY_CHILDREN,
         "JUPYTER_PATH": f"{installed}/share",
         "JUPYTER_CONFIG_PATH": f"{installed}/etc",
-        "GPU_LEDGER": f"sqlite://{home}/ledger",
+        "GPU_LEDGER": f"keeper://{home}/ledger",
         "XDG_STATE_HOME": f"{home}/state",
         **settings,
     }

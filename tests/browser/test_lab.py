@@ -32,7 +32,7 @@ def lab(chromium, tmp_path_factory):
     home = tmp_path_factory.mktemp("lab")
     with (
         serving_lab(home, {"console.ipynb": CELLS}, GPU_DEVICES=DEVICES) as port,
-        Runtime(devices=DEVICES, ledger=f"sqlite://{home}/ledger", monitor=False) as rt,
+        Runtime(devices=DEVICES, ledger=f"keeper://{home}/ledger", monitor=False) as rt,
     ):
         seen = BrowserPage(
             chromium, f"http://127.0.0.1:{port}/lab/tree/console.ipynb?token={TOKEN}"

@@ -22,7 +22,7 @@ DEVICES = "sim:24GiB,host:64GiB"
 LOAD = "%load_ext gpu\n%gpu load {} --backend fake --size {}"
 HOLD = 'import time\nwith rt.use("qwen"):\n    while True:\n        time.sleep(0.1)'
 WAIT = '%load_ext gpu\nrt.register("giant", backend="fake", size="20GiB")\nwith rt.use("giant"):\n    pass'
-SECOND = "import os\nos.environ['GPU_LEDGER'] = 'sqlite://{}'\n" + LOAD.format("bge", "3GiB")
+SECOND = "import os\nos.environ['GPU_LEDGER'] = 'keeper://{}'\n" + LOAD.format("bge", "3GiB")
 
 
 @pytest.fixture(scope="module")
@@ -63,7 +63,7 @@ def test_the_status_bar_and_the_panel_show_what_the_notebook_loaded(train, home)
     status(train, "GPU0 14/22 GiB").click()
     panel = train.page.get_by_role("region", name="GPU memory")
     panel.get_by_role("heading", name="train.ipynb").wait_for()
-    with Runtime(ledger=f"sqlite://{home}/ledger", monitor=False) as rt:
+    with Runtime(ledger=f"keeper://{home}/ledger", monitor=False) as rt:
         assert rt.status().devices[0].claimed_bytes == 14 << 30
     panel.get_by_text("14.0 of 21.6 GiB").wait_for()  # raises if there are two
     for name in ("Evict qwen: train.ipynb", "Open notebook: train.ipynb"):
@@ -92,7 +92,7 @@ def test_a_stopped_kernel_is_continued_from_the_panel(train, home):
     restore.click()
     page.locator(".jp-Dialog").get_by_role("button", name="Restore").click()
     status(train, "GPU0 14/22 GiB")
-    with Runtime(ledger=f"sqlite://{home}/ledger", monitor=False) as rt:
+    with Runtime(ledger=f"keeper://{home}/ledger", monitor=False) as rt:
         [lease] = rt.status().leases()
         pid = int(lease.owner.partition(".")[0])
     os.kill(pid, signal.SIGSTOP)
@@ -152,7 +152,7 @@ def test_a_notebook_with_another_ledger_is_followed_and_says_so(train):
     """The tile's console would show the first ledger, where nothing of this notebook is."""
     open_and_run(train, "other.ipynb", "bge")
     status(train, "GPU0 3/22 GiB · 2 ledgers are active")
-    train.page.locator(".gpu-panel").get_by_text("The GPU console shows sqlite").wait_for()
+    train.page.locator(".gpu-panel").get_by_text("The GPU console shows keeper").wait_for()
     train.command("docmanager:open", {"path": "train.ipynb"})
     status(train, "GPU0 0/22 GiB")
 

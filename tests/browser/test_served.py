@@ -58,7 +58,7 @@ def opened(chromium, served):
 @pytest.fixture
 def kernel(box):
     """Another process with a model on the card."""
-    one = Kernel(f"sqlite://{box}/ledger", DEVICES)
+    one = Kernel(f"keeper://{box}/ledger", DEVICES)
     assert (
         one.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')") == "done"
     )
@@ -260,7 +260,7 @@ def test_a_confirmed_click_evicts_the_model_in_its_own_kernel(opened, kernel):
 
 def test_a_notebook_of_plain_code_lists_its_variables_and_is_parked(opened, box):
     """At its next cell the memory returns."""
-    notebook = Notebook("train.ipynb", f"sqlite://{box}/ledger", GPU_DEVICES=DEVICES)
+    notebook = Notebook("train.ipynb", f"keeper://{box}/ledger", GPU_DEVICES=DEVICES)
     try:
         notebook.run("import torch\nweights = torch.ones(8 * 2**18)")
         seen = opened()

@@ -69,7 +69,7 @@ def figures_of(rt) -> dict[str, list]:
 @pytest.mark.parametrize("loads", [4, pytest.param(50, marks=pytest.mark.soak)])
 def test_every_row_and_bar_shows_the_ledger_after_a_load_under_churn(chromium, tmp_path, loads):
     """A change between the request of the page and its drawing was lost for ever."""
-    ledger = f"sqlite://{tmp_path}/ledger"
+    ledger = f"keeper://{tmp_path}/ledger"
     kernel = Kernel(ledger, DEVICES)
     rt = Runtime(devices=DEVICES, ledger=ledger, monitor=False)
     try:

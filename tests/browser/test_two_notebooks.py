@@ -90,7 +90,7 @@ def two(chromium, tmp_path, cells, **settings):
     settings = {"GPU_DEVICES": DEVICES, "EVICTION_GRACE_SECONDS": "0.2", **settings}
     with (
         serving_lab(tmp_path, notebooks, **settings) as port,
-        Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}/ledger", monitor=False) as rt,
+        Runtime(devices=DEVICES, ledger=f"keeper://{tmp_path}/ledger", monitor=False) as rt,
     ):
         opened = [LabNotebook(chromium, port, name) for name in NAMES]
         try:

@@ -285,7 +285,7 @@ def run_examples(names: list[str], devices: str, place: Path) -> str:
     paths = [str(ROOT / part) for part in ("", "kernel_ext", "panels")]
     settings = {
         "GPU_DEVICES": devices,
-        "GPU_LEDGER": f"sqlite://{place}/ledger",
+        "GPU_LEDGER": f"keeper://{place}/ledger",
         "PYTHONPATH": os.pathsep.join(paths),
         "OMP_NUM_THREADS": "1",  # the models are tiny: more threads only wait for each other
     }

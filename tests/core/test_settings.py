@@ -215,7 +215,7 @@ def test_passwords_are_never_shown(environment):
     with pytest.raises(BadSetting) as error:
         Settings.load(gpu_leger="redis://ops:s3cret@box:6379/0")
     assert "s3cret" not in str(error.value)
-    assert masked("sqlite:////var/lib/gpu/book") == "sqlite:////var/lib/gpu/book"
+    assert masked("keeper:////var/lib/gpu/book") == "keeper:////var/lib/gpu/book"
 
 
 @pytest.mark.parametrize("name", ["gpu_console_token", "gpu_console_viewer_token"])

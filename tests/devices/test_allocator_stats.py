@@ -22,7 +22,7 @@ from gpu_runtime.facts import (
     SegmentMap,
     encode,
 )
-from gpu_runtime.ledgers.allocator_files import MOST_BYTES
+from gpu_runtime.ledgers.keeper.core import MOST_KEPT_BYTES
 from gpu_runtime.units import GIB, KIB, MIB
 
 ALLOCATED, PENDING, INACTIVE, RELEASED, MIXED = BlockState
@@ -256,7 +256,7 @@ def test_the_largest_map_is_of_a_few_hundred_kilobytes(segments, blocks):
         for index in range(segments)
     )
     maps = bounded([drawn(*cut_up)] * 8)
-    assert sum(len(encode(map)) for map in maps) < MOST_BYTES * 0.6
+    assert sum(len(encode(map)) for map in maps) < MOST_KEPT_BYTES * 0.6
 
 
 def view(room: float | None, simulated: bool = False) -> DeviceView:

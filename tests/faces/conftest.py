@@ -95,6 +95,6 @@ def child_environment(tmp_path):
         **os.environ,
         "PYTHONPATH": FOUND_BY_CHILDREN,
         "GPU_DEVICES": "sim:24GiB,host:64GiB",
-        "GPU_LEDGER": f"sqlite://{tmp_path}/ledger",
+        "GPU_LEDGER": f"keeper://{tmp_path}/ledger",
         "TZ": "UTC",
     }

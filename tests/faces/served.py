@@ -220,7 +220,7 @@ def environ(tmp_path: Path) -> dict[str, str]:
     return os.environ | {
         "PYTHONPATH": FOUND_BY_CHILDREN,
         "GPU_DEVICES": "sim:24GiB,host:64GiB",
-        "GPU_LEDGER": f"sqlite://{tmp_path}/ledger",
+        "GPU_LEDGER": f"keeper://{tmp_path}/ledger",
         "XDG_STATE_HOME": f"{tmp_path}/state",
         "PYTHONUNBUFFERED": "1",
     }

@@ -298,7 +298,7 @@ def test_the_status_bar_shows_problems_devices_ledger_and_visitor():
     assert "viewer, read only" in header.status_html(samples.busy, VIEWER)
     role = header.status_html(samples.busy, Visitor("viewer", False))
     assert ">viewer, read only<" in role, "the role is not written twice"
-    hostile = replace(samples.busy, ledger="sqlite:///<img src=x>")
+    hostile = replace(samples.busy, ledger="keeper:///<img src=x>")
     text = header.status_html(hostile, Visitor("<script>", True))
     assert "<img" not in text and "<script>" not in text
 

@@ -50,7 +50,7 @@ def boxes(tmp_path):
     """The runtimes of two hosts, each with an idle model of the same name."""
     made = {}
     for name in ("box1", "box2"):
-        made[name] = Runtime(devices="sim:24GiB,host:64GiB", ledger=f"sqlite://{tmp_path}/{name}")
+        made[name] = Runtime(devices="sim:24GiB,host:64GiB", ledger=f"keeper://{tmp_path}/{name}")
         made[name].register("qwen", backend="fake", size="8GiB")
         made[name].preload("qwen")
     yield made

@@ -119,7 +119,7 @@ def test_what_the_panel_does_not_offer_is_refused(reader):
 def second(tmp_path):
     """Another ledger with a model in it."""
     with gpu_runtime.Runtime(
-        devices="sim:24GiB,host:64GiB", ledger=f"sqlite://{tmp_path}/second", monitor=False
+        devices="sim:24GiB,host:64GiB", ledger=f"keeper://{tmp_path}/second", monitor=False
     ) as runtime:
         runtime.register("bge", backend="fake", size="3GiB")
         runtime.preload("bge")

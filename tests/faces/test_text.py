@@ -270,7 +270,7 @@ def test_no_text_face_can_control_the_terminal():
     found = replace(
         samples.hostile,
         degraded=_spoiled("sensor"),
-        ledger=_spoiled("sqlite:///x"),
+        ledger=_spoiled("keeper:///x"),
         host=_spoiled("box"),
         events=(event,),
         devices=tuple(

@@ -24,7 +24,7 @@ sys.stdin.readline()
 @pytest.fixture
 def default(monkeypatch, tmp_path):
     """The default runtime of this process, in a private ledger that nobody else uses."""
-    ledger = f"sqlite://{tmp_path}/default"
+    ledger = f"keeper://{tmp_path}/default"
     runtime = gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger, monitor=False)
     runtime.settings = runtime.settings.model_copy(update={"gpu_ledger": None})
     monkeypatch.setattr(gpu_runtime, "runtime", lambda: runtime)
@@ -35,7 +35,7 @@ def default(monkeypatch, tmp_path):
 @pytest.fixture
 def owner(tmp_path, child_environment, monkeypatch):
     """Another process with a model in a ledger of its own. The tests look at no other process."""
-    url = f"sqlite://{tmp_path}/used"
+    url = f"keeper://{tmp_path}/used"
     process = subprocess.Popen(
         [sys.executable, "-c", OWNER, url],
         env=child_environment,
@@ -65,7 +65,7 @@ def test_the_ledger_that_a_process_uses_is_followed(default, owner):
 
 @pytest.mark.processes
 def test_a_ledger_that_is_set_is_never_replaced(default, owner):
-    default.settings = default.settings.model_copy(update={"gpu_ledger": "sqlite:///somewhere"})
+    default.settings = default.settings.model_copy(update={"gpu_ledger": "keeper:///somewhere"})
     assert watching.followed() is default
 
 

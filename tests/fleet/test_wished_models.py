@@ -50,7 +50,7 @@ class Fleet:
     # what a test calls
 
     def join(self, host: str, devices: str) -> HostAgent:
-        found = HostAgent(host, devices, f"sqlite://{self._folder / host}", cluster.versions())
+        found = HostAgent(host, devices, f"keeper://{self._folder / host}", cluster.versions())
         found.ready()
         self._agents[host] = found
         return found
@@ -144,7 +144,7 @@ def test_whoever_needs_room_gets_that_of_an_unwished_model(fleet, tmp_path, who)
     elif who == "a dedicated model":
         assert fleet.apply("c", "a", dedicated=True) == {"a": "box1", "c": "box1"}
     else:
-        ledger = f"sqlite://{tmp_path / 'box1'}"
+        ledger = f"keeper://{tmp_path / 'box1'}"
         with Runtime(devices="sim:2x10GiB,host:1GiB", ledger=ledger) as notebook:
             notebook.register("own", backend="fake", size="6GiB")
             until(lambda: not any(one.pins for one in notebook.status().leases()), "both are idle")

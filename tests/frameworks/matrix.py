@@ -119,7 +119,7 @@ def run(notebook: Path, place: Path, *, parked: bool) -> Run:
 
     With `parked`, the kernel loads the extension, and another process asks it to park after each cell.
     """
-    work, url = place / "work", f"sqlite://{place}/ledger"
+    work, url = place / "work", f"keeper://{place}/ledger"
     shutil.rmtree(work, ignore_errors=True)  # both runs have the same folder, since cells print it
     work.mkdir()
     environment = {**os.environ, "GPU_LEDGER": url, "GPU_DEVICES": DEVICES}

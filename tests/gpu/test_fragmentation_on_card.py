@@ -13,7 +13,7 @@ torch = pytest.importorskip("torch")
 
 @pytest.fixture
 def rt(tmp_path, settle):
-    with Runtime(devices="cuda", ledger=f"sqlite://{tmp_path}/ledger", monitor=False) as rt:
+    with Runtime(devices="cuda", ledger=f"keeper://{tmp_path}/ledger", monitor=False) as rt:
         yield rt
 
 

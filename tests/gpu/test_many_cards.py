@@ -82,7 +82,7 @@ def test_torch_s_limit_excludes_the_leases_of_others_and_ends_with_the_last_mode
 
     A lease of another owner lowers the limit, and the eviction of the last model removes it.
     """
-    url = f"sqlite://{tmp_path}/ledger"
+    url = f"keeper://{tmp_path}/ledger"
     rt, neighbour = (Runtime(devices="cuda", ledger=url) for _ in range(2))
     card = rt.probe.devices[0]
     name = rt.probe.place(card.id).torch

@@ -35,7 +35,7 @@ def card(tmp_path, settle, saved):
     its bytes. In both cases the budget is at least 2.1 GiB, and too small for 3 GiB.
     """
     kept = torch.zeros(1, device="cuda")  # this process uses the card: a model needs no new context
-    ledger = f"sqlite://{tmp_path}/ledger"
+    ledger = f"keeper://{tmp_path}/ledger"
     with Runtime(devices="cuda", ledger=ledger) as rt:
         used, total = rt.probe.used()["cuda:0"], rt.probe.devices[0].total_bytes
     percent = (used + 2.1 * GIB) / total

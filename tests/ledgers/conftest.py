@@ -157,7 +157,7 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture(params=["memory", "sqlite", "keeper", "redis"])
+@pytest.fixture(params=["memory", "keeper", "redis"])
 def new_owner(
     request: pytest.FixtureRequest, tmp_path: Path, open_at: Callable[[str], Ledger]
 ) -> Callable[[], Ledger]:
@@ -165,11 +165,9 @@ def new_owner(
     if request.param == "redis":
         url = request.getfixturevalue("redis").fresh()
     else:
-        url = {
-            "memory": f"memory:{tmp_path.name}",
-            "sqlite": f"sqlite://{tmp_path}/ledger",
-            "keeper": f"keeper://{tmp_path}/kept",
-        }[request.param]
+        url = {"memory": f"memory:{tmp_path.name}", "keeper": f"keeper://{tmp_path}/ledger"}[
+            request.param
+        ]
     return lambda: open_at(url)
 
 
@@ -217,7 +215,7 @@ def notebook(tmp_path: Path) -> Iterator[Callable[..., Notebook]]:
     """
     started: list[Notebook] = []
 
-    def start(url: str = f"sqlite://{tmp_path}/ledger") -> Notebook:
+    def start(url: str = f"keeper://{tmp_path}/ledger") -> Notebook:
         started.append(Notebook(url))
         return started[-1]
 
@@ -231,4 +229,4 @@ def notebook(tmp_path: Path) -> Iterator[Callable[..., Notebook]]:
 @pytest.fixture
 def new_owner_here(tmp_path: Path, open_at: Callable[[str], Ledger]) -> Callable[[], Ledger]:
     """Opens the book in tmp_path/ledger as a new owner in this process."""
-    return lambda: open_at(f"sqlite://{tmp_path}/ledger")
+    return lambda: open_at(f"keeper://{tmp_path}/ledger")

@@ -1,22 +1,33 @@
-"""Which values GPU_LEDGER may have, and the error for every other value."""
+"""Which values GPU_LEDGER may have, the error for every other value, and the ledger's directory."""
 
 from __future__ import annotations
 
+import os
+import sqlite3
+import stat
+import time
 from pathlib import Path
 
 import pytest
 
-from gpu_runtime.errors import BadSetting
-from gpu_runtime.ledgers import open_ledger
+from gpu_runtime.errors import BadSetting, LedgerUnavailable
+from gpu_runtime.facts import SCHEMA
+from gpu_runtime.ledgers import files, open_ledger
+from gpu_runtime.ledgers.keeper.ledger import KeeperLedger
+from gpu_runtime.ledgers.liveness import OwnerFile, boot_id, describe_self
+from gpu_runtime.ledgers.location import default_url
+from tests.clock import PATIENCE
+
+from .conftest import put
 
 
-@pytest.mark.parametrize("slashes", ["sqlite://", "sqlite:///", "sqlite:////"])
+@pytest.mark.parametrize("slashes", ["keeper://", "keeper:///", "keeper:////", "sqlite://"])
 def test_three_slashes_or_more_name_one_directory(tmp_path, slashes):
-    """Some tools write an absolute path with four slashes. It names the same directory."""
+    """Some tools write an absolute path with four slashes. Version 0.2 kept an SQLite file there."""
     ledger = open_ledger(f"{slashes}{tmp_path}/ledger")
     try:
         assert (
-            ledger.url == f"sqlite://{tmp_path}/ledger"
+            ledger.url == f"keeper://{tmp_path}/ledger"
             and ledger.directory.parent == tmp_path / "ledger"
         )
     finally:
@@ -26,13 +37,13 @@ def test_three_slashes_or_more_name_one_directory(tmp_path, slashes):
 @pytest.mark.parametrize(
     "url, meant",
     [
-        ("sqlite:///ledger", "{here}/ledger"),
-        ("sqlite:///ledger.db", "{here}/ledger"),
-        ("sqlite:///./ledger", "{here}/ledger"),
-        ("sqlite:///../ledger", "{above}/ledger"),
-        ("sqlite:///~/ledger", "{home}/ledger"),
-        ("sqlite://a/ledger", "{here}/a/ledger"),
-        ("sqlite:ledger", "{here}/ledger"),
+        ("keeper:///ledger", "{here}/ledger"),
+        ("keeper:///ledger.db", "{here}/ledger"),
+        ("keeper:///./ledger", "{here}/ledger"),
+        ("keeper:///../ledger", "{above}/ledger"),
+        ("keeper:///~/ledger", "{home}/ledger"),
+        ("keeper://a/ledger", "{here}/a/ledger"),
+        ("keeper:ledger", "{here}/ledger"),
         ("a/ledger", "{here}/a/ledger"),
         ("/var/tmp/ledger", "/var/tmp/ledger"),
         ("~/ledger", "{home}/ledger"),
@@ -43,17 +54,79 @@ def test_the_error_for_a_relative_path_shows_the_absolute_url(tmp_path, monkeypa
     with pytest.raises(BadSetting) as error:
         open_ledger(url)
     assert (
-        f"sqlite://{meant.format(here=tmp_path, above=tmp_path.parent, home=Path.home())}"
+        f"keeper://{meant.format(here=tmp_path, above=tmp_path.parent, home=Path.home())}"
         in str(error.value)
     )
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("url", ["postgres://ops:s3cret@box/db", "", "sqlite:"])
+@pytest.mark.parametrize("url", ["postgres://ops:s3cret@box/db", "", "keeper:"])
 def test_the_error_for_an_unknown_url_lists_the_known_ones(url):
     with pytest.raises(
         BadSetting,
-        match="memory:, memory:NAME, sqlite:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB",
+        match="memory:, memory:NAME, keeper:///ABSOLUTE/DIRECTORY or redis://HOST:PORT/DB",
     ) as error:
         open_ledger(url)
     assert "s3cret" not in str(error.value)
+
+
+def test_a_network_file_system_is_refused_by_name(tmp_path, monkeypatch):
+    """Home directories on NFS are common. The default ledger must work there, too."""
+    monkeypatch.setattr(files, "file_system_of", lambda path: "nfs4")
+    with pytest.raises(LedgerUnavailable, match=r"network file system \(nfs4\)"):
+        open_ledger(f"keeper://{tmp_path}/ledger")
+    assert not (tmp_path / "ledger").exists()
+    assert default_url("sim") == f"keeper:///var/tmp/gpu-console-{os.geteuid()}/ledger/sim"
+
+
+def test_the_default_is_in_the_state_directory(monkeypatch, tmp_path):
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    assert default_url() == f"keeper://{tmp_path}/gpu-console/ledger"
+
+
+def test_the_error_names_a_path_that_is_no_directory(tmp_path):
+    (tmp_path / "ledger").touch()
+    with pytest.raises(LedgerUnavailable, match="cannot be written.*\n.*GPU_LEDGER"):
+        open_ledger(f"keeper://{tmp_path}/ledger")
+
+
+def test_files_are_private_to_their_user_and_work_at_a_long_path(tmp_path):
+    """The path of a socket is limited to 107 bytes. The path of a home directory can be longer."""
+    a, b = (open_ledger(f"keeper://{tmp_path}/{'x' * 120}") for _ in range(2))
+    put(a, "qwen")
+    b.ring([a.owner.id])
+    assert a.wait(PATIENCE)
+    for path in a.directory.rglob("*"):
+        if not path.is_symlink():
+            assert stat.S_IMODE(path.stat().st_mode) == (0o600 if path.is_file() else 0o700), path
+    a.close()
+    b.close()
+
+
+def test_books_of_old_boots_are_removed(tmp_path):
+    """A directory is removed if its name is the id of another boot and it is unchanged for a day."""
+    boots = [tmp_path / f"{number}3570074-f799-4d7e-a08f-84fbbe7bb98d" for number in range(3)]
+    for boot in (*boots, tmp_path / "notes"):
+        boot.mkdir()
+        (boot / "samples").touch()
+    long_ago = time.time() - 3 * 86400
+    for boot in (boots[0], boots[1], tmp_path / "notes"):
+        for path in (boot / "samples", boot):
+            os.utime(path, (long_ago, long_ago))
+    (boots[1] / "samples").touch()
+    open_ledger(f"keeper://{tmp_path}").close()
+    assert [path.exists() for path in (*boots, tmp_path / "notes")] == [False, True, True, True]
+
+
+def test_beside_a_notebook_of_version_0_2_no_second_book_is_begun(tmp_path):
+    """That version held a lock on a file of its own, and kept the book in an SQLite file."""
+    place = tmp_path / boot_id()
+    files.prepare(place)
+    older = OwnerFile(place / "owners", describe_self())
+    with pytest.raises(LedgerUnavailable, match=f"0.2 keeps a book .* pid {os.getpid()}"):
+        KeeperLedger(tmp_path, patience_seconds=0.1)
+    older.release(remove=True)
+    open_ledger(f"sqlite://{tmp_path}").close()
+    with sqlite3.connect(f"file:{place}/CURRENT?mode=ro", uri=True) as db:
+        [found] = db.execute("SELECT host, rev, schema, body FROM book").fetchall()
+    assert found == (place.name, 1, SCHEMA + 1, b""), "version 0.2 says: upgrade this environment"

@@ -27,7 +27,7 @@ from gpu_runtime.facts import (
     Share,
 )
 from gpu_runtime.ledgers import open_ledger
-from gpu_runtime.ledgers.revision_hint import RevisionHint
+from gpu_runtime.ledgers.redis.revision_hint import RevisionHint
 from tests.clock import PATIENCE
 
 from .conftest import GIB, count, lease, names, put, section, ticket, without
@@ -451,7 +451,7 @@ def test_plain_memory_is_a_book_of_its_own():
     "url", ["", "http://localhost", "redis:6379", "sqlite:relative", "/var/tmp/x"]
 )
 def test_the_error_for_an_unknown_url_names_the_known_ones(url):
-    with pytest.raises(BadSetting, match="sqlite:///"):
+    with pytest.raises(BadSetting, match="keeper:///"):
         open_ledger(url)
 
 

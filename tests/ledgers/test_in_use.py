@@ -18,13 +18,13 @@ HERE = os.getpid()
 @pytest.fixture
 def ledger(tmp_path):
     """A ledger that this process has open."""
-    opened = open_ledger(f"sqlite://{tmp_path}/ledger")
+    opened = open_ledger(f"keeper://{tmp_path}/ledger")
     yield opened
     opened.close()
 
 
 def test_an_open_ledger_is_found_and_a_closed_one_is_not(tmp_path):
-    url = f"sqlite://{tmp_path}/ledger"
+    url = f"keeper://{tmp_path}/ledger"
     opened = open_ledger(url)
     found = [one for one in in_use.of_process(HERE) if one.url == url]
     opened.close()
@@ -33,10 +33,10 @@ def test_an_open_ledger_is_found_and_a_closed_one_is_not(tmp_path):
 
 
 def test_two_ledgers_of_one_process_are_both_found(tmp_path, ledger):
-    with_second = open_ledger(f"sqlite://{tmp_path}/second")
+    with_second = open_ledger(f"keeper://{tmp_path}/second")
     try:
         urls = {one.url for one in in_use.of_process(HERE)}
-        assert {f"sqlite://{tmp_path}/ledger", f"sqlite://{tmp_path}/second"} <= urls
+        assert {f"keeper://{tmp_path}/ledger", f"keeper://{tmp_path}/second"} <= urls
     finally:
         with_second.close()
 
@@ -45,7 +45,7 @@ def test_a_shared_ledger_is_found(tmp_path):
     """Its owners' files are beside the directory of the boot. In an earlier version such a ledger
     was not found, so JupyterLab showed nothing of it.
     """
-    url = f"sqlite://{share(tmp_path / 'shared')}"
+    url = f"keeper://{share(tmp_path / 'shared')}"
     opened = open_ledger(url)
     try:
         found = [one.directory for one in in_use.of_process(HERE) if one.url == url]

@@ -17,9 +17,10 @@ from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.facts import Section
-from gpu_runtime.ledgers.keeper import core, ledger
+from gpu_runtime.ledgers.keeper import core, ledger, server
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Leave, Part, Put
 from gpu_runtime.ledgers.keeper.wire import SOCKET, frame, socket_path
+from gpu_runtime.ledgers.liveness import boot_id
 from tests.clock import PATIENCE, until
 
 from .conftest import count, names, put, without
@@ -219,7 +220,7 @@ def test_the_keeper_ends_after_its_last_owner(here, monkeypatch):
 
 def test_a_keeper_that_cannot_start_is_named(tmp_path, open_at, monkeypatch):
     monkeypatch.setattr(ledger, "PATIENCE_SECONDS", 1.0)
-    monkeypatch.setattr(ledger, "_spawn", lambda *_: subprocess.Popen(["false"]))
+    monkeypatch.setattr(ledger, "spawn", lambda *_, **__: subprocess.Popen(["false"]))
     with pytest.raises(LedgerUnavailable, match="keeper.log"):
         ledger.KeeperLedger(tmp_path / "kept", patience_seconds=0.5)
 
@@ -289,3 +290,13 @@ def test_owners_of_other_pid_namespaces_share_the_book(here, other, contained):
     until(lambda: len(one.dead(one.read())) == 2, "the next keeper knows the book")
     assert sorted(names(one)) == ["a", "b", "c"]
     assert count(one) == 1
+
+
+def test_a_taken_lock_lets_no_keeper_begin(tmp_path):
+    """The address is an abstract one, which any user can take while no keeper runs."""
+    directory = tmp_path / "kept" / boot_id()
+    directory.mkdir(parents=True)
+    with server.locked(directory), pytest.raises(LedgerUnavailable, match="keeper.log"):
+        ledger.KeeperLedger(tmp_path / "kept", patience_seconds=0.1)
+    until(lambda: "another process is the keeper" in (directory / "keeper.log").read_text())
+    ledger.KeeperLedger(tmp_path / "kept").close()

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import sqlite3
-import subprocess
-import sys
-import zlib
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,19 +10,17 @@ from msgspec.structs import replace
 
 from gpu_runtime import Runtime
 from gpu_runtime.errors import Busy, LedgerRefused
-from gpu_runtime.facts import Book, Section, Share, encode
+from gpu_runtime.facts import Book, Section, Share
 from gpu_runtime.ledgers import page_parts
 from gpu_runtime.ledgers.base import Ledger
 from gpu_runtime.rendering import text
 
-from .conftest import GIB, REPO, count, lease, names, put, section, ticket
+from .conftest import GIB, count, lease, names, put, section
 
 
-@pytest.fixture(params=["sqlite", "redis"])
-def url(request, tmp_path: Path) -> str:
-    if request.param == "redis":
-        return f"{request.getfixturevalue('redis').fresh()}&owners={tmp_path}/owners"
-    return f"sqlite://{tmp_path}/ledger"
+@pytest.fixture
+def url(redis, tmp_path: Path) -> str:
+    return f"{redis.fresh()}&owners={tmp_path}/owners"
 
 
 @pytest.fixture
@@ -130,10 +124,7 @@ def test_its_bytes_stay_claimed_in_a_rebuilt_book(new_owner, write_unreadable, u
     limited(b)
     put(b, "llama", gib=1)
     write_unreadable(a)
-    if url.startswith("sqlite"):
-        Path(b.path).unlink()
-    else:
-        redis.cli("FLUSHDB", database=redis.databases)
+    redis.cli("FLUSHDB", database=redis.databases)
     c = new_owner()
     assert c.read().claims() == {"sim:0": 7 * GIB}
     assert set(c.read().quarantined) == {a.owner.id} and names(c) == ["llama"]
@@ -141,28 +132,9 @@ def test_its_bytes_stay_claimed_in_a_rebuilt_book(new_owner, write_unreadable, u
         promise(c, gib=2)
 
 
-def test_bytes_that_were_torn_in_the_page_are_taken_from_the_owners_file(tmp_path, open_at):
-    """Each owner's file has the same bytes as its section of the page (the stored book)."""
-    ledger, other = (open_at(f"sqlite://{tmp_path}/ledger") for _ in range(2))
-    put(ledger, "qwen")
-    put(other, "llama")
-    newcomer = open_at(f"sqlite://{tmp_path}/ledger")
-    tear = (
-        "import sqlite3, sys\nwith sqlite3.connect(sys.argv[1]) as db:\n"
-        " (body,) = db.execute('SELECT body FROM book').fetchone()\n"
-        " at = body.index(b'qwen')\n"
-        " db.execute('UPDATE book SET body=?', (body[:at] + b'wxyz' + body[at + 4:],))"
-    )
-    subprocess.run([sys.executable, "-c", tear, newcomer.path], check=True)
-    assert names(open_at(f"sqlite://{tmp_path}/ledger")) == ["llama", "qwen"]
-    book = count(other) and open_at(f"sqlite://{tmp_path}/ledger").read()
-    assert not book.quarantined and Path(other.path).name == "book-1.db"
-
-
 def test_status_names_it_in_one_sentence_and_a_request_says_why_it_waits(
-    tmp_path, open_at, write_unreadable
+    url, open_at, write_unreadable
 ):
-    url = f"sqlite://{tmp_path}/ledger"
     rt = Runtime(devices="sim:8GiB,host:1GiB", ledger=url, gpu_memory_max_percent=1.0)
     with rt.lease("1 GiB", purpose="first"):
         pass
@@ -183,48 +155,3 @@ def test_status_names_it_in_one_sentence_and_a_request_says_why_it_waits(
     with rt.lease("4 GiB", purpose="now"):
         pass
     rt.close()
-
-
-# Books of an older version
-
-
-def as_version_1(ledger: Ledger) -> None:
-    """Writes the page and the owners' files as version 0.1 did, each as one JSON document."""
-    book = replace(ledger.read(), schema=1)
-    code = (
-        "import sqlite3, sys\nbody = open(sys.argv[2], 'rb').read()\n"
-        "with sqlite3.connect(sys.argv[1]) as db:\n"
-        " db.execute('UPDATE book SET rev=rev+1, schema=1, body=?', (body,))"
-    )
-    content = encode(book).replace(b'{"owner":', b'{"names":["old"],"owner":', 1)
-    rev = ledger._store._page.rev + 1
-    file = Path(ledger.path).with_name("version-1")
-    file.write_bytes(zlib.crc32(content, rev).to_bytes(4, "big") + content)
-    subprocess.run([sys.executable, "-c", code, ledger.path, file], check=True, cwd=REPO)
-    file.unlink()
-
-
-def test_a_book_of_version_1_of_this_boot_is_read_and_written_anew(tmp_path, open_at):
-    ledger, other = (open_at(f"sqlite://{tmp_path}/ledger") for _ in range(2))
-    put(ledger, "qwen")
-    put(other, "llama")
-    ledger.transact(lambda book: (book.with_ticket(ticket(ledger, "mine")), None))
-    before = ledger.read()
-    as_version_1(ledger)
-    newcomer = open_at(f"sqlite://{tmp_path}/ledger")
-    assert newcomer.read() == other.read() == before
-    put(newcomer, "third")
-    assert names(ledger) == ["llama", "qwen", "third"] and Path(ledger.path).name == "book-1.db"
-    with sqlite3.connect(f"file:{ledger.path}?mode=ro", uri=True) as db:
-        assert db.execute("SELECT schema FROM book").fetchone() == (2,)
-
-
-def test_a_book_is_rebuilt_from_rosters_of_version_1(tmp_path, open_at):
-    ledger, other = (open_at(f"sqlite://{tmp_path}/ledger") for _ in range(2))
-    put(ledger, "qwen")
-    put(other, "llama")
-    store = ledger._store
-    part = encode(Book(sections={ledger.owner.id: section(ledger, "qwen")}))
-    store.owner_file.write_roster(part, rev=store._page.rev, schema=1)
-    Path(other.path).unlink()
-    assert names(other) == ["llama", "qwen"]

@@ -310,7 +310,7 @@ def test_an_empty_redis_grants_nothing_until_owners_had_time_to_register(
     """Owners in other containers may live, and their rosters (copies of their sections in files)
     cannot be read from here. Until they have registered, only facts are written.
     """
-    monkeypatch.setattr("gpu_runtime.ledgers.book_store.REGISTER_SECONDS", scaled(2.0))
+    monkeypatch.setattr("gpu_runtime.ledgers.redis.page.REGISTER_SECONDS", scaled(2.0))
     ledger = open_at(redis.empty())
     other = open_at(f"unix://{redis.socket}?db={redis.databases}")
     ledger.patience_seconds = other.patience_seconds = PATIENCE
@@ -700,6 +700,6 @@ def test_without_the_package_the_error_names_what_to_install(monkeypatch):
     """The `redis` package is an optional extra. Without it, the error names what to install."""
     monkeypatch.setitem(sys.modules, "redis", None)
     for name in ("connection", "page", "scripts", "ledger"):
-        monkeypatch.delitem(sys.modules, f"gpu_runtime.ledgers.redis.{name}")
+        monkeypatch.delitem(sys.modules, f"gpu_runtime.ledgers.redis.{name}", raising=False)
     with pytest.raises(LedgerUnavailable, match=r"\n.*pip install 'gpu-console\[redis\]'"):
         open_ledger("redis://localhost")

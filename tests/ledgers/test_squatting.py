@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.errors import LedgerUnavailable
-from gpu_runtime.ledgers import location, open_ledger
+from gpu_runtime.ledgers import files, location, open_ledger
 from gpu_runtime.ledgers.location import default_url, local_state, require_private
-from gpu_runtime.ledgers.sqlite import files
 from gpu_runtime.private_paths import weak_step
 from tests.impostor import NOBODY
 

@@ -284,7 +284,7 @@ def test_a_cell_that_leases_memory_by_itself_is_not_remembered(started):
 
 
 def test_what_cells_took_survives_the_kernel_and_belong_to_the_notebook(tmp_path, monkeypatch):
-    url = f"sqlite://{tmp_path}/ledger"
+    url = f"keeper://{tmp_path}/ledger"
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
     monkeypatch.setenv("JPY_SESSION_NAME", "/work/a.ipynb")
 

@@ -20,7 +20,7 @@ def test_every_decision_says_why_and_what_else_was_considered(runtime, tmp_path)
     two = dict(
         devices="sim:2x20GiB,host:64GiB",
         gpu_memory_max_percent=1.0,
-        ledger=f"sqlite://{tmp_path}/ledger",
+        ledger=f"keeper://{tmp_path}/ledger",
         eviction_grace_seconds=0.2,
         policy="lru",
     )

@@ -76,7 +76,7 @@ def test_undone_the_card_is_as_before(runtime):
 
 
 def test_it_outlives_who_said_so_and_all_owners(runtime, tmp_path):
-    ledger = f"sqlite://{tmp_path}/ledger"
+    ledger = f"keeper://{tmp_path}/ledger"
     terminal = runtime(devices="sim:2x16GiB", ledger=ledger)
     terminal.drain("sim:0")
     terminal.close()
@@ -86,7 +86,7 @@ def test_it_outlives_who_said_so_and_all_owners(runtime, tmp_path):
 
 
 def test_another_process_moves_its_own_when_a_terminal_drains(runtime, tmp_path):
-    ledger = f"sqlite://{tmp_path}/ledger"
+    ledger = f"keeper://{tmp_path}/ledger"
     kernel, terminal = (
         runtime(devices="sim:2x16GiB", ledger=ledger, monitor=True),
         runtime(devices="sim:2x16GiB", ledger=ledger),

@@ -164,7 +164,7 @@ def test_real_cards_are_recorded_as_they_were_measured():
 
 def test_what_a_recorder_sees_is_read_by_everybody_of_the_ledger(runtime, tmp_path):
     """The recorder only reads the book: it has no section there."""
-    rt = loaded(runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False), qwen="10GiB")
+    rt = loaded(runtime(ledger=f"keeper://{tmp_path}/ledger", monitor=False), qwen="10GiB")
     directory = rt._session.ledger.directory
     recorder = Recorder(directory, rt._session.ledger.url)
     before = rt._session.ledger.read()

@@ -8,8 +8,11 @@ from msgspec.structs import replace
 from gpu_runtime import GpuError, NotAllowed
 from gpu_runtime.owner import permissions
 from gpu_runtime.units import GIB
+from tests.redis_server import redis_server
 
 from .conftest import claims, loaded
+
+pytestmark = pytest.mark.processes
 
 PID = str(os.getpid())
 
@@ -17,12 +20,16 @@ PID = str(os.getpid())
 @pytest.fixture
 def pair(runtime, tmp_path):
     """Two runtimes. The first one only looks. The second one has a model, and its lock file was replaced."""
-    here, lost = (runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False) for _ in "ab")
-    loaded(lost, qwen="14GiB")
-    path = lost._session.ledger.directory / "owners" / lost._session.me
-    path.rename(path.with_name("away"))
-    path.touch()
-    return here, lost
+    with redis_server() as server:
+        url = f"{server.fresh()}&owners={tmp_path}/owners"
+        here, lost = (runtime(ledger=url, monitor=False) for _ in "ab")
+        loaded(lost, qwen="14GiB")
+        path = lost._session.ledger.directory / "owners" / lost._session.me
+        path.rename(path.with_name("away"))
+        path.touch()
+        yield here, lost
+        for one in (here, lost):
+            one.close()
 
 
 def test_what_a_lost_process_holds_is_named_and_stays(pair):

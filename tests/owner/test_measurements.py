@@ -203,7 +203,7 @@ def box(runtime, tmp_path):
     """Each call opens a runtime on the same ledger file, as the user's next kernel would."""
     return lambda: runtime(
         devices="sim:64MiB,host:64MiB",
-        ledger=f"sqlite://{tmp_path}/ledger",
+        ledger=f"keeper://{tmp_path}/ledger",
         wall=lambda: 1_795_000_000.0,
     )
 

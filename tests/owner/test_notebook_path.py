@@ -119,7 +119,7 @@ sys.stdin.read()
 @pytest.mark.processes
 def test_a_notebook_of_any_name_keeps_its_bytes(tmp_path):
     """Another process did not see this notebook's lease, and was granted the same bytes again."""
-    ledger = f"sqlite://{tmp_path}/ledger"
+    ledger = f"keeper://{tmp_path}/ledger"
     environment = {**os.environb, b"JPY_SESSION_NAME": b"/home/jos\xe9/caf\xe9.ipynb"}
     environment[b"GPU_LEDGER"] = ledger.encode()
     with subprocess.Popen(

@@ -111,7 +111,7 @@ def test_the_uses_of_an_earlier_process_count_if_the_source_is_the_same(
     runtime, clock, tmp_path, equal_sources
 ):
     """The journal has them. The first load reads them, although its own request is a use already."""
-    ledger = f"sqlite:///{tmp_path}/ledger.db"
+    ledger = f"keeper:///{tmp_path}/ledger.db"
     earlier = fakes(runtime(ledger=ledger, monitor=False, clock=clock, wall=clock), a="3GiB")
     with earlier.use("a"):
         pass
@@ -129,7 +129,7 @@ def test_the_uses_of_processes_that_ended_at_the_same_time_count_together(
 ):
     """Neither process has read the uses of the other one, so the newest event has not all uses."""
     settings = {
-        "ledger": f"sqlite:///{tmp_path}/ledger.db",
+        "ledger": f"keeper:///{tmp_path}/ledger.db",
         "monitor": False,
         "clock": clock,
         "wall": clock,
@@ -188,7 +188,7 @@ def test_the_uses_of_more_models_than_the_book_has_events_outlive_their_process(
     by_name = lambda self, spec, origin=None: Evidence(fingerprint=f"{spec.name:f<64}")  # noqa: E731
     monkeypatch.setattr(FakeBackend, "evidence", by_name)
     settings = {
-        "ledger": f"sqlite:///{tmp_path}/ledger.db",
+        "ledger": f"keeper:///{tmp_path}/ledger.db",
         "monitor": False,
         "clock": clock,
         "wall": clock,

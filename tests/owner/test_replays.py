@@ -19,7 +19,7 @@ from .conftest import fakes, loaded
 def busy(runtime, tmp_path, clock):
     """A runtime whose journal has a grant, an eviction that the policy chose, and a refusal."""
     rt = runtime(
-        ledger=f"sqlite://{tmp_path}/ledger",
+        ledger=f"keeper://{tmp_path}/ledger",
         devices="sim:20GiB,host:64GiB",
         gpu_memory_max_percent=1.0,
         eviction_grace_seconds=0.0,
@@ -83,7 +83,7 @@ def test_one_decision_is_replayed_by_its_number(busy):
 
 def test_a_later_runtime_replays_what_an_earlier_one_decided(busy, runtime, tmp_path):
     busy.close()
-    later = runtime(ledger=f"sqlite://{tmp_path}/ledger", devices="sim:20GiB,host:64GiB")
+    later = runtime(ledger=f"keeper://{tmp_path}/ledger", devices="sim:20GiB,host:64GiB")
     assert [again.same for again in later.why("c", replay=True)] == [True, True]
 
 
@@ -155,7 +155,7 @@ def test_a_record_of_another_version_says_so(busy):
 
 def test_an_address_replays_the_decisions_of_that_process(runtime, tmp_path):
     """`why qwen@PID --replay` had the decisions of all processes, and a notebook was no name."""
-    ledger = f"sqlite://{tmp_path}/ledger"
+    ledger = f"keeper://{tmp_path}/ledger"
     train, other = (runtime(ledger=ledger, monitor=False) for _ in range(2))
     train._session.notebook = "/work/train.ipynb"
     for rt, size in ((train, "3GiB"), (other, "4GiB")):

@@ -83,11 +83,11 @@ def test_the_runtime_of_the_process_is_one_and_can_be_asked_for_again(monkeypatc
         assert gpu_runtime.runtime() is rt and type(rt) is Runtime is gpu_runtime.Runtime
 
 
-@pytest.mark.parametrize("ledger", ["memory:", "sqlite"])
+@pytest.mark.parametrize("ledger", ["memory:", "keeper"])
 def test_who_waits_sleeps(runtime, tmp_path, monkeypatch, ledger):
     """Two waiting threads of one process read the book 6,000 times a second: each woke the other."""
     rt = runtime(
-        monitor=False, ledger=ledger if ledger == "memory:" else f"sqlite://{tmp_path}/ledger"
+        monitor=False, ledger=ledger if ledger == "memory:" else f"keeper://{tmp_path}/ledger"
     )
     fakes(rt, a="14GiB", b="14GiB", c="14GiB")
     looks = []
@@ -831,7 +831,7 @@ def test_ungoverned_models_load_unasked_and_pressure_is_unknown(runtime):
 
 # -- forks ----------------------------------------------------------------------------------------------------------
 def test_a_forked_child_owns_nothing_and_the_parent_keeps_everything(runtime, tmp_path):
-    rt = loaded(runtime(ledger=f"sqlite://{tmp_path}/ledger"), a="3GiB")
+    rt = loaded(runtime(ledger=f"keeper://{tmp_path}/ledger"), a="3GiB")
     pid = os.fork()
     if pid == 0:
         code = 1
@@ -936,7 +936,7 @@ def test_a_script_that_keeps_a_graph_is_not_told_to_wait_for_a_cell(runtime):
 
 def test_the_threads_of_a_process_write_one_after_the_other(runtime, tmp_path, monkeypatch):
     """With 500 threads each write made the others decide again: of 2,000 uses 214 ended after 10 s without a turn."""
-    rt = runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False)
+    rt = runtime(ledger=f"keeper://{tmp_path}/ledger", monitor=False)
     session, inside, most = rt._session, [], []
     transact = session.ledger.transact
 
@@ -957,7 +957,7 @@ def test_the_threads_of_a_process_write_one_after_the_other(runtime, tmp_path, m
 
 def test_a_turn_that_does_not_end_holds_up_nobody(runtime, tmp_path, monkeypatch):
     """A user's signal handler in a transaction waits for our thread that brings memory back and writes."""
-    rt = runtime(ledger=f"sqlite://{tmp_path}/ledger", monitor=False)
+    rt = runtime(ledger=f"keeper://{tmp_path}/ledger", monitor=False)
     session, written = rt._session, threading.Event()
     monkeypatch.setattr("gpu_runtime.owner.session.TURN_SECONDS", 0.05)
     other = threading.Thread(target=lambda: (session.publish(), written.set()))

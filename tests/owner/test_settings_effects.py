@@ -121,8 +121,8 @@ def test_simulated_even_where_there_is_a_gpu(runtime, monkeypatch):
 
 @proves("gpu_ledger")
 def test_where_the_book_is_kept(runtime, tmp_path):
-    rt = fakes(runtime(ledger=f"sqlite://{tmp_path}/here"), a="3GiB")
-    assert (tmp_path / "here").is_dir() and rt.status().ledger == f"sqlite://{tmp_path}/here"
+    rt = fakes(runtime(ledger=f"keeper://{tmp_path}/here"), a="3GiB")
+    assert (tmp_path / "here").is_dir() and rt.status().ledger == f"keeper://{tmp_path}/here"
 
 
 @proves("gpu_policy")

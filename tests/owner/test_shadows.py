@@ -107,7 +107,7 @@ def test_the_copy_is_freed_for_an_eviction_by_hand(runtime):
 
 
 def test_another_process_frees_its_copy(runtime, tmp_path):
-    ledger = f"sqlite:///{tmp_path}/book.db"
+    ledger = f"keeper:///{tmp_path}/book.db"
     more = dict(devices="sim:24GiB,host:20GiB", cpu_memory_max_percent=0.5, ledger=ledger)
     first, second = runtime(**more), runtime(**more)
     shadowed(first, theirs="6GiB")
@@ -216,7 +216,7 @@ def test_the_second_of_two_loads_at_once_waits_for_the_first(runtime, tmp_path, 
 
     monkeypatch.setattr(TransformersBackend, "_of_files", counted)
     monkeypatch.setattr(own_shadows, "_waits", told)
-    book = f"sqlite://{tmp_path}/ledger"
+    book = f"keeper://{tmp_path}/ledger"
     second = runtime(devices="sim:1GiB,host:1GiB", ledger=book)
     second.register("llama", str(llama))
     loader = subprocess.Popen(

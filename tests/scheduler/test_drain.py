@@ -6,7 +6,7 @@ import pytest
 
 from gpu_runtime.errors import DoesNotFit
 from gpu_runtime.facts import Device, Drain, Drop, Grant, Move, Phase, Refuse, Share, Shed, Wait
-from gpu_runtime.ledgers.book_parts import part_of, union
+from gpu_runtime.ledgers.redis.book_parts import part_of, union
 from gpu_runtime.scheduler import drain
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.explain import refusal

@@ -26,7 +26,7 @@ from gpu_runtime.facts import (
     encode,
     overdrafts,
 )
-from gpu_runtime.ledgers.book_parts import part_of, union
+from gpu_runtime.ledgers.redis.book_parts import part_of, union
 from gpu_runtime.scheduler import ghosts, wakeups
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.capacity import room

@@ -372,14 +372,14 @@ def test_counters_include_all_events_between_two_scrapes(rt, monkeypatch, pause)
 
 def test_after_a_boot_the_counters_start_at_zero(runtime, monkeypatch, tmp_path):
     """The journal still has the events from before the boot. The new server has not seen them."""
-    settings = {"monitor": False, "ledger": f"sqlite://{tmp_path}"}
+    settings = {"monitor": False, "ledger": f"keeper://{tmp_path}"}
     before = runtime(**settings)
     before.register("a", backend="fake", size="6GiB")
     before.preload("a")
     before.evict("a")
     before.close()
     boot = "13570074-f799-4d7e-a08f-84fbbe7bb98d"
-    monkeypatch.setattr("gpu_runtime.ledgers.sqlite.ledger.boot_id", lambda: boot)
+    monkeypatch.setattr("gpu_runtime.ledgers.keeper.ledger.boot_id", lambda: boot)
     after = runtime(**settings)
     assert any(event.action == "offloaded" for event in after.history("1h").events)
     figures = samples(client(after).get("/metrics").text)

@@ -103,7 +103,7 @@ def test_all_that_a_notebook_holds_is_evicted_by_its_name(rt):
 def test_one_of_two_notebooks_with_the_same_file_name_is_evicted_by_its_path(runtime, tmp_path):
     """`POST /memory/evict/train.ipynb` evicted what both held. `gpu evict` asked which one is meant."""
     settings = {"monitor": False, "eviction_grace_seconds": 0}
-    settings["ledger"] = f"sqlite:///{tmp_path}/ledger.db"
+    settings["ledger"] = f"keeper:///{tmp_path}/ledger.db"
     held = {}
     for user in ("ann", "bob"):
         held[user] = runtime(**settings)

@@ -1,6 +1,6 @@
 """A crowd of kernels shares one book. They are killed, stopped and restarted at random.
 
-    python -m tests.stories.crowd sqlite:///tmp/ledger --kernels 16 --seconds 20 --seed 1
+    python -m tests.stories.crowd keeper:///tmp/ledger --kernels 16 --seconds 20 --seed 1
 
 An auditor checks the book against bytes that are counted without it. Each process has a slot in a
 shared file and writes there the bytes that it holds on each device. It adds bytes *before* it takes

@@ -1,9 +1,12 @@
-"""A crowd works while its book (not the owners' own files) is damaged: no lease lost, no byte granted twice."""
+"""A crowd works while its keeper and the keeper's directory are attacked: no lease lost, no byte granted twice."""
 
 from __future__ import annotations
 
+import contextlib
 import os
 import shutil
+import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -12,93 +15,85 @@ from pathlib import Path
 import pytest
 
 from gpu_runtime.errors import LedgerUnavailable
+from gpu_runtime.ledgers.keeper.ledger import KeeperPeek
+from gpu_runtime.ledgers.keeper.wire import SOCKET, socket_path
 from gpu_runtime.ledgers.liveness import boot_id
-from gpu_runtime.ledgers.sqlite import files
 from tests import soak
 from tests.stories.crowd import Report, Warden, crowd
 
 
 class Vandal(Warden):
-    """Damages the book at the moments at which the Warden class would kill a process."""
+    """Attacks the keeper at the moments at which the Warden class would kill a process."""
 
     forgives = (LedgerUnavailable,)
-    damages = True
+    STOPS = (0.01, 0.1, 0.5)
 
     def __init__(self, url: str, directory: Path, kernels: int, seed: int, calm: float) -> None:
         super().__init__(url, directory, kernels, seed, calm)
-        self.home = Path(url.removeprefix("sqlite://")) / boot_id()
+        self.home = Path(url.removeprefix("keeper://")) / boot_id()
         self.struck: Counter[str] = Counter()
+        self.idle: list[socket.socket] = []
+        self.next: list[Callable[[], object]] = []
 
     def disturb(self) -> None:
-        book = self.home / files.current(self.home)
-        if not book.is_file():
-            return  # the book is being repaired
-        fault: Callable[[Path], object] = self.dice.choice(
-            [
-                self.bytes_flipped,
-                self.digit_changed,
-                self.truncated,
-                self.unlinked,
-                self.old_copy_over_it,
-                self.old_copy_in_its_place,
-                self.current_lost,
-                self.journal_garbled,
+        if not self.next:
+            self.next = [
+                self.keeper_killed,
+                self.keeper_stopped,
+                self.socket_removed,
+                self.socket_replaced,
+                self.directory_removed,
+                self.garbage_sent,
+                self.half_a_frame_sent,
             ]
-        )
-        try:
-            fault(book)
-            self.struck[fault.__name__] += 1
-        except OSError:
-            pass  # the book was repaired at that moment
+            self.dice.shuffle(self.next)
+        with contextlib.suppress(
+            OSError
+        ):  # the keeper is being replaced: tried again a moment later
+            self.next[-1]()
+            self.struck[self.next.pop().__name__] += 1
 
-    def bytes_flipped(self, book: Path) -> None:
-        size = book.stat().st_size
-        with open(book, "r+b") as file:
-            for _ in range(self.dice.randint(1, 40)):
-                at = self.dice.randrange(size)
-                file.seek(at)
-                byte = file.read(1) or b"\0"
-                file.seek(at)
-                file.write(bytes([byte[0] ^ 1 << self.dice.randrange(8)]))
+    def keeper(self) -> int:
+        """The process that keeps the book now. Raises OSError."""
+        peek = KeeperPeek(self.home)
+        if peek.look() is None:
+            raise OSError("no keeper answers")
+        return peek._wire.keeper_pid
 
-    def digit_changed(self, book: Path) -> None:
-        data = book.read_bytes()
-        digits = [at for at, byte in enumerate(data) if chr(byte).isdigit()]
-        at = self.dice.choice(digits)
-        with open(book, "r+b") as file:
-            file.seek(at)
-            file.write(b"%d" % ((data[at] - ord("0") + self.dice.randint(1, 9)) % 10))
+    def keeper_killed(self) -> None:
+        os.kill(self.keeper(), signal.SIGKILL)
 
-    def truncated(self, book: Path) -> None:
-        os.truncate(book, self.dice.randrange(book.stat().st_size))
+    def keeper_stopped(self) -> None:
+        pid = self.keeper()
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(self.dice.choice(self.STOPS))
+        os.kill(pid, signal.SIGCONT)
 
-    def unlinked(self, book: Path) -> None:
-        book.unlink()
+    def socket_removed(self) -> None:
+        (self.home / SOCKET).unlink()
 
-    def old_copy_over_it(self, book: Path) -> None:
-        old = self.copied(book)
-        self.let_them_work()
-        if book.exists():
-            with open(book, "r+b") as file:
-                file.write(old.read_bytes())
+    def socket_replaced(self) -> None:
+        (self.home / SOCKET).unlink()
+        (self.home / SOCKET).write_text("no socket")
 
-    def old_copy_in_its_place(self, book: Path) -> None:
-        old = self.copied(book)
-        self.let_them_work()
-        if book.exists():
-            os.replace(old, book)
+    def directory_removed(self) -> None:
+        shutil.rmtree(self.home)
 
-    def current_lost(self, book: Path) -> None:
-        (self.home / "CURRENT").unlink()
+    def garbage_sent(self) -> None:
+        with contextlib.closing(self.connected()) as opened:
+            opened.sendall(self.dice.randbytes(self.dice.randrange(1, 4000)))
 
-    def journal_garbled(self, book: Path) -> None:
-        Path(f"{book}-journal").write_bytes(self.dice.randbytes(3000))
+    def half_a_frame_sent(self) -> None:
+        self.idle.append(self.connected())
+        self.idle[-1].sendall(b"\x00\x10\x00\x00half")
+        if len(self.idle) > 20:
+            self.idle.pop(0).close()
 
-    def copied(self, book: Path) -> Path:
-        return Path(shutil.copy(book, self.directory / "old"))
-
-    def let_them_work(self) -> None:
-        time.sleep(self.dice.uniform(0, 0.03))
+    def connected(self) -> socket.socket:
+        opened = socket.socket(socket.AF_UNIX)
+        with socket_path(self.home, SOCKET) as path:
+            opened.connect(path)
+        return opened
 
 
 def strike(
@@ -106,7 +101,7 @@ def strike(
 ) -> tuple[Report, Counter[str]]:
     (directory / "slots").mkdir()
     with crowd(
-        f"sqlite://{directory}/ledger",
+        f"keeper://{directory}/ledger",
         directory / "slots",
         kernels=kernels,
         seed=seed,
@@ -114,14 +109,16 @@ def strike(
         kind=Vandal,
     ) as vandal:
         report = vandal.run(seconds)
+    for opened in vandal.idle:
+        opened.close()
     print(report, dict(vandal.struck))
     assert not report.wrong, "\n".join(report.wrong)
     return report, vandal.struck
 
 
-def test_a_crowd_outlives_the_damage_of_its_book(tmp_path):
-    report, struck = strike(tmp_path, kernels=6, seconds=8, seed=1, calm=0.1)
-    assert len(struck) == 8 and struck.total() > 40
+def test_a_crowd_outlives_attacks_on_its_keeper(tmp_path):
+    report, struck = strike(tmp_path, kernels=6, seconds=8, seed=1, calm=0.05)
+    assert len(struck) == 7 and struck.total() > 10
     assert report.served > 50 and report.looks > 100
 
 
@@ -132,5 +129,5 @@ def test_a_crowd_outlives_a_thousand_faults(tmp_path, seed):
     report, struck = strike(
         tmp_path, kernels=(4, 8, 16, 32)[seed % 4], seconds=60, seed=seed, calm=0.08
     )
-    soak.add("sqlite", damage_faults=struck.total(), blocks_served_on_a_damaged_book=report.served)
+    soak.add("keeper", attacks=struck.total(), blocks_served_under_attack=report.served)
     assert struck.total() > 250 and report.served > 50

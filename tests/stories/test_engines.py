@@ -75,7 +75,7 @@ class Kernel:
 
 @pytest.fixture
 def ledger(tmp_path):
-    return f"sqlite://{tmp_path}/ledger"
+    return f"keeper://{tmp_path}/ledger"
 
 
 @pytest.fixture

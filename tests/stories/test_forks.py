@@ -10,17 +10,16 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 
 import pytest
 
-from gpu_runtime import LedgerUnavailable, Runtime, forks, threads
-from gpu_runtime.ledgers.sqlite import after_fork
-from gpu_runtime.ledgers.sqlite.writer_queue import writer_queue_in
+from gpu_runtime import Runtime, forks, threads
+from gpu_runtime.ledgers.keeper.ledger import KeeperPeek
 from gpu_runtime.owner.monitor import promptly
+from gpu_runtime.telemetry import after_fork
 from tests import soak
 from tests.clock import PATIENCE, scaled
 from tests.redis_server import redis_server
@@ -50,13 +49,14 @@ def child(act: Callable[[], object], seconds: float = 30.0) -> str:
 
 @pytest.fixture
 def rt(tmp_path) -> Iterator[Runtime]:
-    with Runtime(devices="sim:2x24GiB,host:64GiB", ledger=f"sqlite://{tmp_path}/ledger") as opened:
+    with Runtime(devices="sim:2x24GiB,host:64GiB", ledger=f"keeper://{tmp_path}/ledger") as opened:
         yield opened
 
 
 def owners(rt: Runtime) -> set[str]:
-    places = (rt._opened.ledger.directory / "owners").iterdir()
-    return {path.name for path in places if path.suffix not in (".bell", ".map")}
+    peek = KeeperPeek(rt._opened.ledger.directory)
+    peek.look()
+    return set(peek._pieces.state.living)
 
 
 def run(url: str, forks: int, seed: int, environment: dict[str, str]) -> dict[str, int]:
@@ -72,10 +72,10 @@ def run(url: str, forks: int, seed: int, environment: dict[str, str]) -> dict[st
     return json.loads(done.stdout)
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["keeper", "redis"])
 def url(request, tmp_path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield f"sqlite://{tmp_path}/ledger"
+    if request.param == "keeper":
+        yield f"keeper://{tmp_path}/ledger"
         return
     with redis_server() as server:
         yield server.fresh()
@@ -93,7 +93,7 @@ def test_no_child_of_a_busy_parent_hangs_or_blocks_the_others(url, tmp_path):
 def test_no_child_of_a_busy_parent_hangs_for_long(url, tmp_path, seed):
     found = run(url, 2500, seed, {"XDG_STATE_HOME": str(tmp_path)})
     assert set(found) == {"ended"}
-    soak.add("sqlite" if url.startswith("sqlite") else "redis", forks=found["ended"])
+    soak.add("keeper" if url.startswith("keeper") else "redis", forks=found["ended"])
 
 
 class Paused:
@@ -138,7 +138,7 @@ def test_a_fork_at_each_step_of_a_transaction_leaves_a_child_that_can_use_the_le
     """Where the thread is inside SQLite, or holds a file for a moment, the fork waits."""
     with Runtime(devices="sim:2x24GiB,host:64GiB", ledger=url) as rt:
         forks = fork_at_each_step(rt, stride)
-    soak.add("sqlite" if url.startswith("sqlite") else "redis", forks_at_a_step_of_a_write=forks)
+    soak.add("keeper" if url.startswith("keeper") else "redis", forks_at_a_step_of_a_write=forks)
 
 
 def fork_at_each_step(rt: Runtime, stride: int) -> int:
@@ -210,26 +210,9 @@ def test_a_block_that_a_child_leaves_ends_in_the_parent_only(rt):
     assert list(rt.status().leases()) == []
 
 
-def test_a_fork_waits_until_no_thread_is_inside_sqlite(rt):
-    """If a thread were inside SQLite at the fork, the child would get a copy of SQLite that is half changed."""
-    lock = rt._opened.ledger._store._lock
-    lock.acquire()
-    threading.Timer(0.2, lock.release).start()
-    assert child(lambda: (forks.is_clean(), bool(rt.status()))) == "(True, True)"
-
-
-def test_a_fork_that_waits_in_vain_leaves_a_child_that_says_so(rt, monkeypatch):
-    """It waits at most a second for a thread inside SQLite. Then the child gets an error."""
-    monkeypatch.setattr(forks, "WAIT_SECONDS", 0.05)
-    with rt._opened.ledger._store._lock:
-        answer = child(rt.status)
-    assert answer.startswith("LedgerUnavailable") and "spawn" in answer
-    assert rt.status().devices
-
-
 @pytest.mark.parametrize("which", [STATIC_MEMORY, STATIC_FILES])
 def test_another_librarys_thread_inside_sqlite_at_the_fork_hangs_no_child(rt, which, monkeypatch):
-    """As the thread that saves IPython's history. The child's error advises `spawn`."""
+    """As the thread that saves IPython's history."""
     monkeypatch.setattr(after_fork, "TRY_SECONDS", 0.5)
     import _sqlite3
 
@@ -251,8 +234,7 @@ def test_another_librarys_thread_inside_sqlite_at_the_fork_hangs_no_child(rt, wh
     finally:
         ends.set()
         thread.wait(PATIENCE)
-    assert answer.startswith("LedgerUnavailable") and "spawn" in answer
-    assert child(lambda: bool(rt.status())) == "True", "the next child is not affected"
+    assert answer.startswith("sim:0: "), "only the journal is in SQLite, and the child does without"
 
 
 def test_locks_that_other_threads_hold_are_free_in_the_child():
@@ -275,56 +257,6 @@ def test_a_child_has_nothing_to_finish_for_its_parent():
     finally:
         threads._unfinished.discard(mark)
     assert sys.getswitchinterval() == usual
-
-
-def test_a_child_keeps_neither_the_turn_nor_the_lock_of_its_parent(rt):
-    """A file lock belongs to the open file, which the child shares: all waited while the child lived."""
-    directory = rt._opened.ledger.directory
-    queue = rt._opened.ledger._queue
-    assert queue.try_enter()
-    ends_in, ends_out = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        signal.alarm(30)
-        os.read(ends_in, 1)
-        os._exit(0)
-    try:
-        rt._opened.ledger._queue = None
-        queue.close_here()  # as at the parent's death
-        other = writer_queue_in(directory)
-        deadline = time.monotonic() + PATIENCE  # the child closes its copy in a hook a moment later
-        while not other.try_enter():
-            assert time.monotonic() < deadline, "the child keeps the turn"
-            time.sleep(0.001)
-        other.leave()
-    finally:
-        os.write(ends_out, b"!")
-        os.waitpid(pid, 0)
-        os.close(ends_in)
-        os.close(ends_out)
-
-
-def test_the_right_to_rebuild_ends_with_the_rebuild_also_if_a_child_shares_the_file(tmp_path):
-    from gpu_runtime.ledgers.sqlite import files
-
-    ends_in, ends_out = os.pipe()
-    with files.rebuild_lock(tmp_path) as lock:
-        files.take(lock, 1.0)
-        pid = os.fork()
-        if pid == 0:
-            signal.alarm(30)
-            os.read(ends_in, 1)
-            os._exit(0)
-    try:
-        with files.rebuild_lock(tmp_path) as again:
-            files.take(again, 0.0)
-    except LedgerUnavailable:
-        pytest.fail("the child keeps the right to rebuild")
-    finally:
-        os.write(ends_out, b"!")
-        os.waitpid(pid, 0)
-        os.close(ends_in)
-        os.close(ends_out)
 
 
 _rt: list[Runtime] = []  # the runtime of the test below, for the functions that its workers call

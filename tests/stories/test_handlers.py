@@ -31,7 +31,7 @@ _ = atexit.register(save, ENDED)
 @proves("gpu_return_at_exit")
 def test_a_signal_handler_and_an_exit_function_run_with_the_memory(tmp_path):
     """They ran while the memory was away: on a card the checkpoint raised, and what it wrote was lost."""
-    url = f"sqlite://{tmp_path}/ledger"
+    url = f"keeper://{tmp_path}/ledger"
     signalled, ended = tmp_path / "signalled", tmp_path / "ended"
     with (
         Runtime(devices=DEVICES, ledger=url, monitor=False) as rt,
@@ -81,7 +81,7 @@ CUSTOM = {
 
 def test_what_ipython_calls_with_a_cell_has_the_memory(tmp_path):
     """IPython transforms the text of a cell before its first hook, and shows a constant in a parked notebook."""
-    url = f"sqlite://{tmp_path}/ledger"
+    url = f"keeper://{tmp_path}/ledger"
     with (
         Runtime(devices=DEVICES, ledger=url, monitor=False) as rt,
         closing(Notebook("one.ipynb", url)) as one,

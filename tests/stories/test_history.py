@@ -1,4 +1,4 @@
-"""The host's helper writes the history without a console: SQLite, Redis, after a kill, after a new start."""
+"""The host's helper writes the history without a console: the keeper, Redis, after a kill, after a new start."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from tests.redis_server import redis_server
 from tests.stories.test_processes import DEVICES, Kernel
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["keeper", "redis"])
 def ledger(request: Any, tmp_path: Path) -> Iterator[str]:
-    if request.param == "sqlite":
-        yield f"sqlite://{tmp_path}/ledger"
+    if request.param == "keeper":
+        yield f"keeper://{tmp_path}/ledger"
         return
     with redis_server() as server:
         yield f"{server.fresh()}&owners={tmp_path}/owners"

@@ -52,7 +52,7 @@ def kernel(request, tmp_path_factory):
     paths = [str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")]
     if request.param == "6":
         paths.insert(0, request.getfixturevalue("older"))
-    url = f"sqlite://{tmp_path_factory.mktemp('book')}/ledger"
+    url = f"keeper://{tmp_path_factory.mktemp('book')}/ledger"
     notebook = Notebook("a.ipynb", url, PYTHONPATH=os.pathsep.join(filter(None, paths)))
     with Runtime(devices=DEVICES, ledger=url, monitor=False) as rt:
         try:

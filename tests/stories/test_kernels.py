@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[2]
 @pytest.fixture
 def kernel(tmp_path):
     """A kernel that holds a model in a ledger on disk, and a function that reads that ledger in this process."""
-    url, devices = f"sqlite://{tmp_path}/ledger", "sim:24GiB,host:64GiB"
+    url, devices = f"keeper://{tmp_path}/ledger", "sim:24GiB,host:64GiB"
     paths = os.pathsep.join(
         filter(None, (str(ROOT), str(ROOT / "kernel_ext"), os.environ.get("PYTHONPATH", "")))
     )

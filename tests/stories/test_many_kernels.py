@@ -21,11 +21,11 @@ class Killer(Warden):
     with_fuse = 0.5
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["keeper", "redis"])
 def ledger(request, tmp_path) -> Iterator[tuple[str, str]]:
     """The kind of a ledger, and its URL."""
-    if request.param == "sqlite":
-        yield "sqlite", f"sqlite://{tmp_path}/ledger"
+    if request.param == "keeper":
+        yield "keeper", f"keeper://{tmp_path}/ledger"
         return
     with redis_server() as server:
         yield "redis", server.fresh()
@@ -64,7 +64,7 @@ def note(kind: str, report: Report) -> None:
 
 
 def test_many_kernels_share_and_die(tmp_path):
-    url = f"sqlite://{tmp_path}/ledger"
+    url = f"keeper://{tmp_path}/ledger"
     report = run(url, tmp_path, kernels=10, seconds=7, seed=1, calm=0.1)
     assert report.kills > 3 and report.stops > 0 and report.served > 15 and report.looks > 30
 
@@ -81,9 +81,9 @@ def test_kernels_that_die_in_the_middle_of_a_write_leave_nothing(ledger, tmp_pat
 def test_many_kernels_share_and_die_for_long(tmp_path, seed):
     """The crowds differ: a few large kernels, many small ones, slow ones and fast ones."""
     kernels, calm = [(16, 0.04), (8, 0.02), (32, 0.06), (16, 0.3)][seed % 4]
-    url = f"sqlite://{tmp_path}/ledger"
+    url = f"keeper://{tmp_path}/ledger"
     report = run(url, tmp_path, kernels=kernels, seconds=SOAK_SECONDS, seed=seed, calm=calm)
-    note("sqlite", report)
+    note("keeper", report)
     assert report.kills > SOAK_SECONDS
 
 

@@ -19,7 +19,7 @@ DEVICES = "sim:3x24GiB,host:64GiB"
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> str:
-    return f"sqlite://{tmp_path}/ledger"
+    return f"keeper://{tmp_path}/ledger"
 
 
 @pytest.fixture

@@ -69,7 +69,7 @@ class Notebook:
 @pytest.fixture(scope="module")
 def url(tmp_path_factory):
     """The ledger of this module."""
-    return f"sqlite://{tmp_path_factory.mktemp('parking')}/ledger"
+    return f"keeper://{tmp_path_factory.mktemp('parking')}/ledger"
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +167,7 @@ def test_a_notebook_that_cannot_return_saves_and_deletes_what_it_types(two, rt, 
 
 def test_two_notebooks_that_fill_card_and_ram_change_places_in_pieces(tmp_path):
     """40 MiB and 18 in RAM, which has 24 and never room for the 40. In 0.2 the second was locked out."""
-    devices, url = "sim:48MiB,host:48MiB", f"sqlite://{tmp_path}/ledger"
+    devices, url = "sim:48MiB,host:48MiB", f"keeper://{tmp_path}/ledger"
     names = ("one.ipynb", "two.ipynb")
     with ExitStack() as stack:
         one, two = [

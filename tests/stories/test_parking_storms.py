@@ -251,7 +251,7 @@ def in_a_process_of_its_own(storm: str, url: str, count: int) -> dict[str, int]:
 
 @pytest.mark.parametrize("storm, count", [("kills", 3), ("hammered", 20)])
 def test_a_notebook_that_is_parked_in_a_storm_keeps_its_values(tmp_path, storm, count):
-    done = in_a_process_of_its_own(storm, f"sqlite://{tmp_path}/ledger", count)
+    done = in_a_process_of_its_own(storm, f"keeper://{tmp_path}/ledger", count)
     assert next(iter(done.values())) >= count
 
 
@@ -261,8 +261,8 @@ def test_a_notebook_that_is_parked_in_a_storm_keeps_its_values(tmp_path, storm, 
     "storm, count", [("interrupts", 10_000), ("kills", 1_000), ("hammered", 300)]
 )
 def test_a_notebook_that_is_parked_in_a_long_storm_keeps_its_values(tmp_path, storm, count):
-    done = in_a_process_of_its_own(storm, f"sqlite://{tmp_path}/ledger", count)
-    soak.add("sqlite", **{f"parking: {name}": number for name, number in done.items()})
+    done = in_a_process_of_its_own(storm, f"keeper://{tmp_path}/ledger", count)
+    soak.add("keeper", **{f"parking: {name}": number for name, number in done.items()})
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ PATTERN = Path("/proc/sys/kernel/core_pattern")
 
 @pytest.fixture
 def kernel(tmp_path):
-    one = Kernel(f"sqlite://{tmp_path}/ledger")
+    one = Kernel(f"keeper://{tmp_path}/ledger")
     one.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
     yield one
     if one.process.poll() is None:
@@ -33,7 +33,7 @@ def console(tmp_path):
     """A runtime without a monitor, so only its status looks at the other processes."""
     with Runtime(
         devices=DEVICES,
-        ledger=f"sqlite://{tmp_path}/ledger",
+        ledger=f"keeper://{tmp_path}/ledger",
         monitor=False,
         eviction_grace_seconds=0,
     ) as rt:

@@ -1,4 +1,4 @@
-"""A real kernel is killed, stopped or restarted; its memory, and the next holder's. SQLite and Redis."""
+"""A real kernel is killed, stopped or restarted; its memory, and the next holder's. The keeper and Redis."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from gpu_runtime import Busy, LedgerUnavailable, Runtime
+from gpu_runtime import Busy, Runtime
 from gpu_runtime.units import GIB
 from tests import forked
 from tests.clock import PATIENCE, finished, scaled
@@ -65,16 +65,13 @@ def redis() -> Iterator[RedisServer]:
         yield server
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["keeper", "redis"])
 def ledger(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     return (
         request.getfixturevalue("redis").fresh()
         if request.param == "redis"
-        else f"sqlite://{tmp_path}/ledger"
+        else f"keeper://{tmp_path}/ledger"
     )
-
-
-in_a_file = pytest.mark.parametrize("ledger", ["sqlite"], indirect=True)
 
 
 @pytest.fixture
@@ -188,45 +185,6 @@ def test_a_kernel_killed_in_the_middle_of_a_load_gives_its_reservation_back(kern
     fakes(here, llama="20GiB")
     with here.use("llama", timeout=PATIENCE):
         assert claims(here) == {"sim:0": 20 * GIB}
-
-
-@in_a_file
-def test_a_corrupt_ledger_is_set_aside_named_and_rebuilt_from_the_living(
-    kernel, here, tmp_path, caplog
-):
-    other = kernel()
-    assert (
-        other.tell("rt.register('qwen', backend='fake', size='14GiB'); rt.preload('qwen')")
-        == "done"
-    )
-    fakes(here, llama="5GiB")
-    here.preload("llama")
-    books = [path for path in tmp_path.rglob("book-*.db")]
-    assert len(books) == 1
-    books[0].write_bytes(b"\0" * books[0].stat().st_size)
-    here.evict("llama", timeout=PATIENCE)
-    assert claims(here) == {"sim:0": 14 * GIB, "host": 5 * GIB}, "nobody living lost a lease"
-    assert any("damaged" in path.name for path in tmp_path.rglob("*")), "the damaged file is kept"
-    assert other.tell("rt.evict('qwen')") == "done"
-
-
-@in_a_file
-def test_a_ledger_of_a_newer_version_is_refused_with_its_path(ledger, tmp_path):
-    import sqlite3
-
-    rt = Runtime(devices=DEVICES, ledger=ledger)
-    fakes(rt, a="3GiB")
-    rt.preload("a")
-    book = next(tmp_path.rglob("book-*.db"))
-    with sqlite3.connect(book) as db:
-        db.execute("UPDATE book SET schema = 99, rev = rev + 1")
-    db.close()
-    with pytest.raises(LedgerUnavailable, match="(?s)book-.*99"):
-        Runtime(devices=DEVICES, ledger=ledger).status()
-    with sqlite3.connect(book) as db:
-        db.execute("UPDATE book SET schema = 2, rev = rev - 1")
-    db.close()
-    rt.close()
 
 
 def test_the_command_line_sees_and_steers_what_kernels_hold(kernel, here, ledger):

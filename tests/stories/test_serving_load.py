@@ -49,7 +49,7 @@ def server_of(directory: Path, *models: str, **environment: str) -> Iterator[Ser
         "GPU_CONSOLE_TOKEN": TOKEN,
         "GPU_DEVICES": "sim:1GiB,host:1GiB",
         "GPU_CATALOG": str(directory / "models.json"),
-        "GPU_LEDGER": f"sqlite://{directory}/ledger",
+        "GPU_LEDGER": f"keeper://{directory}/ledger",
         **environment,
     }
     port = free_port()
@@ -141,7 +141,7 @@ def test_recorded_calls_get_their_answers_while_both_engines_are_killed(tmp_path
     assert (replay.seen["right"], replay.seen["wrong"]) == (CALLS, 0), replay.seen
     assert replay.seen["kills"] > 20
     soak.add(
-        "sqlite",
+        "keeper",
         **{
             "recorded calls replayed": replay.seen["right"],
             "engines killed under the replay": replay.seen["kills"],
@@ -233,7 +233,7 @@ def test_clients_get_equal_parts_of_a_server_that_is_asked_twice_what_it_can_do(
     assert fairness >= 0.8, told
     print(told, f"{statistics.median(load.refused):.4f} s")
     soak.add(
-        "sqlite",
+        "keeper",
         **{
             "seconds of twice the load": LOAD_SECONDS,
             "calls answered under twice the load": load.answered.total(),

@@ -86,9 +86,9 @@ def flooded(server: Served, sent: list[int]) -> Iterator[None]:
 
 @pytest.fixture
 def ledger(request, tmp_path) -> Iterator[tuple[str, str]]:
-    """The kind of a ledger and its URL. It is SQLite, unless a test selects a kind with `indirect`."""
-    if getattr(request, "param", "sqlite") == "sqlite":
-        yield "sqlite", f"sqlite://{tmp_path}/ledger"
+    """The kind of a ledger and its URL. It is the keeper, unless a test selects a kind with `indirect`."""
+    if getattr(request, "param", "keeper") == "keeper":
+        yield "keeper", f"keeper://{tmp_path}/ledger"
         return
     with redis_server() as server:
         yield "redis", server.fresh()
@@ -307,7 +307,7 @@ def test_engines_are_killed_while_clients_call_and_another_user_floods_the_serve
 
 @pytest.mark.soak
 @pytest.mark.timeout(1800)
-@pytest.mark.parametrize("ledger", ["sqlite", "redis"], indirect=True)
+@pytest.mark.parametrize("ledger", ["keeper", "redis"], indirect=True)
 def test_engines_are_killed_and_the_server_is_flooded_for_minutes(served, ledger):
     """The run is so long that a leak of a few KiB for each call would be visible."""
     seconds = 300

@@ -13,10 +13,10 @@ from tests.stories.test_processes import DEVICES, Kernel
 
 def test_a_stopped_kernel_is_named_with_since_when_until_it_goes_on(tmp_path):
     """The stopped process lives and keeps its memory. It carries out the request when it runs again."""
-    kernel = Kernel(f"sqlite://{tmp_path}/ledger")
+    kernel = Kernel(f"keeper://{tmp_path}/ledger")
     try:
         kernel.tell("rt.register('qwen', backend='fake', size='10GiB'); rt.preload('qwen')")
-        with Runtime(devices=DEVICES, ledger=f"sqlite://{tmp_path}/ledger") as console:
+        with Runtime(devices=DEVICES, ledger=f"keeper://{tmp_path}/ledger") as console:
             kernel.signal(signal.SIGSTOP)
             asked_at = console.status().now
             with console.on_behalf_of("ann"):

@@ -157,11 +157,11 @@ def in_a_process_of_its_own(url: str, interrupts: int, seed: int) -> dict[str, i
     return json.loads(ran.stdout)
 
 
-@pytest.fixture(params=["sqlite", "redis"])
+@pytest.fixture(params=["keeper", "redis"])
 def ledger(request, tmp_path) -> Iterator[tuple[str, str]]:
     """The kind of a ledger, and its URL."""
-    if request.param == "sqlite":
-        yield "sqlite", f"sqlite://{tmp_path}/ledger"
+    if request.param == "keeper":
+        yield "keeper", f"keeper://{tmp_path}/ledger"
         return
     with redis_server() as server:
         yield "redis", server.fresh()
@@ -169,7 +169,7 @@ def ledger(request, tmp_path) -> Iterator[tuple[str, str]]:
 
 def test_a_storm_of_interrupts_leaves_nothing_behind(ledger):
     kind, url = ledger
-    done = in_a_process_of_its_own(url, {"sqlite": 3000, "redis": 500}[kind], seed=1)
+    done = in_a_process_of_its_own(url, {"keeper": 3000, "redis": 500}[kind], seed=1)
     assert all(done.values()), done
 
 

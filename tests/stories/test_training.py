@@ -98,7 +98,7 @@ class Evictor:
 
 @pytest.fixture
 def ledger(tmp_path: Path) -> str:
-    return f"sqlite://{tmp_path}/ledger"
+    return f"keeper://{tmp_path}/ledger"
 
 
 @pytest.fixture

@@ -203,7 +203,7 @@ def _send(one: Notebook, pid: int, name: str) -> None:
 @pytest.mark.timeout(900)
 def test_no_way_to_run_between_two_cells_loses_a_write(tmp_path):
     """What these ways wrote while the bytes were copied or away was lost, and the tensor ended torn."""
-    url, parked = f"sqlite://{tmp_path}/ledger", []
+    url, parked = f"keeper://{tmp_path}/ledger", []
     refused: dict[str, str] = {}
     with (
         Runtime(devices=DEVICES, ledger=url, monitor=False) as rt,

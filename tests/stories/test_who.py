@@ -26,7 +26,7 @@ def cell(tmp_path):
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, paths)),
-            "GPU_LEDGER": f"sqlite://{tmp_path}/ledger",
+            "GPU_LEDGER": f"keeper://{tmp_path}/ledger",
             "GPU_DEVICES": "sim:24GiB,host:64GiB",
         }
     )
@@ -83,7 +83,7 @@ def test_a_training_notebook_finds_what_keeps_its_card_full(cell):
 
 def test_another_notebooks_variables_are_listed_while_it_is_idle_or_parked(tmp_path):
     """No cell runs and no parked memory returns. A stopped notebook gives an error that names it."""
-    url = f"sqlite://{tmp_path}/ledger"
+    url = f"keeper://{tmp_path}/ledger"
     train, other = Notebook("train.ipynb", url), Notebook("other.ipynb", url)
     try:
         train.run("import torch\nweights = torch.ones(8 * 2**18)")

@@ -16,11 +16,10 @@ import signal
 import socket
 import struct
 import subprocess
-import sys
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -29,18 +28,18 @@ from msgspec.structs import replace
 
 from ... import forks
 from ...errors import LedgerRefused, LedgerUnavailable
-from ...facts import UNDECLARED, AllocatorMap, Book, Declared, Holdings, Owner, Ticket
-from ..access import outsider, shared_root
-from ..base import require_usable
+from ...facts import AllocatorMap, Book, Declared, Holdings, Owner, Ticket
+from .. import files
+from ..access import group_name, outsider, shared_root
+from ..base import NamesTeller, require_usable
 from ..invariants import refuse_unlawful
 from ..liveness import Sight, boot_id, describe_self, name_of
 from ..notify import Bell, _Waiter
 from ..page_parts import MOST_PART_BYTES, UNREADABLE, _culprit, _largest
 from ..process_state import namespaces, sight_of_process
-from ..sqlite import files
 from . import core
 from .shared_book import Reader, Torn
-from .wire import SOCKET, frame, frames_in, socket_path
+from .wire import SOCKET, WANTED, frame, frames_in, open_log, socket_path, spawn
 
 T = TypeVar("T")
 PATIENCE_SECONDS = 10.0
@@ -111,6 +110,8 @@ class _Wire:
 
     def is_open(self) -> bool:
         """Whether the keeper still has the other end."""
+        if self.socket.fileno() < 0:
+            return False
         poll = select.poll()
         poll.register(self.socket, select.POLLRDHUP)
         return not poll.poll(0)
@@ -209,7 +210,7 @@ class _KeeperBell(Bell):
             self._wire.close()
 
 
-class KeeperLedger:
+class KeeperLedger(NamesTeller):
     """One owner's access to the book of the keeper in a directory."""
 
     def __init__(
@@ -224,6 +225,7 @@ class KeeperLedger:
 
         A call fails after `patience_seconds`. Raises LedgerUnavailable.
         """
+        super().__init__()
         self.url = f"keeper://{directory}"
         self.directory = directory / boot_id()
         self.patience_seconds = patience_seconds
@@ -232,7 +234,6 @@ class KeeperLedger:
         self._number = 0
         self._pieces = core.Pieces()
         self._kept: dict[tuple[str, str], core.Keep] = {}
-        self._names: dict[str, Declared] = {}
         self._declared: frozenset[str] = frozenset()
         self._closed = False
         self._secret, self._registered = secrets.token_bytes(8), False
@@ -373,9 +374,17 @@ class KeeperLedger:
         files.prepare(self.directory)
         root = shared_root(self.directory)
         if root is not None and os.geteuid() not in (0, owner := os.stat(root).st_uid):
+            with contextlib.suppress(OSError):  # the directory was deleted
+                (self.directory / WANTED).touch()  # the service starts it, if `root` is above
+            group = group_name(root)
             return (
                 f"it does not run, and {name_of(owner)} must start it:  "
-                f"python -m gpu_runtime.ledgers.keeper.server --ledger {self.directory.parent}"
+                f"gpu ledger init --group {group} {root}"
+            )
+        if older := files.owners_of_version_0_2(self.directory):
+            return (
+                f"gpu-console 0.2 keeps a book of its own there, for pid {', '.join(older)}.\n"
+                f"  Restart these notebooks with this version"
             )
         lock = os.open(
             self.directory / "keeper.starting", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600
@@ -387,9 +396,10 @@ class KeeperLedger:
             return ""
         try:
             if not answers(self.directory):  # another process has started one just now
-                with open(self.directory / "keeper.log", "ab") as log:
+                with open_log(self.directory) as log:
                     # The keeper inherits the lock, and holds it until its socket is open or it ends.
-                    _children.append(_spawn(self.directory, lock, log.fileno()))
+                    started = spawn([str(self.directory)], log.fileno(), STARTING=lock)
+                    _children.append(started)
         except OSError as error:
             raise self._unavailable(str(error)) from error
         finally:
@@ -612,14 +622,8 @@ class KeeperLedger:
         """The allocator maps of the living owners, by owner id."""
         return self._fetched("maps", _decode_maps)
 
-    def add_name(self, name: str, declared: Declared = UNDECLARED) -> None:
-        """Adds one model to the list of models that this owner can load. Raises OSError."""
-        self.publish_names({**self._names, name: declared})
-
-    def publish_names(self, names: Mapping[str, Declared]) -> None:
-        """Makes `names` the list of models that this owner can load. Raises OSError."""
-        self._names = dict(names)
-        self._keep("names", self._names)
+    def _tell(self, names: dict[str, Declared]) -> None:
+        self._keep("names", names)
 
     def names(self) -> dict[str, dict[str, Declared]]:
         """The models that each living owner can load, by owner id."""
@@ -636,9 +640,12 @@ class KeeperLedger:
 
     def _keep(self, kind: str, value: object, for_whom: str = "", private: bool = False) -> None:
         keep = core.Keep(0, kind, core.encode(value), for_whom, private)
+        if self._kept.get((kind, for_whom)) == keep:
+            return  # the keeper has it, and the next one gets it with the first message
         self._kept[kind, for_whom] = keep
         reply = self._ask_again(keep)
         if isinstance(reply, core.Refused):
+            del self._kept[kind, for_whom]
             raise OSError(reply.why)
 
     def _fetched(self, kind: str, decode: Callable[[bytes], T], owner: str = "") -> dict[str, T]:
@@ -721,23 +728,6 @@ def answers(directory: Path) -> bool:
         return True
     except OSError:  # no keeper listens
         return False
-
-
-def _spawn(directory: Path, lock: int, log: int) -> subprocess.Popen[bytes]:
-    """A new keeper of `directory`, which inherits the descriptor `lock`. Raises OSError."""
-    package = str(Path(__file__).parents[3])
-    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
-    return subprocess.Popen(
-        [sys.executable, "-m", "gpu_runtime.ledgers.keeper.server", str(directory)],
-        # In the notebook's directory, a module of the user could hide a standard module.
-        cwd="/",
-        env={**os.environ, "PYTHONPATH": paths, "GPU_KEEPER_STARTING": str(lock)},
-        stdin=subprocess.DEVNULL,
-        stdout=log,
-        stderr=log,
-        pass_fds=[lock],
-        start_new_session=True,  # else the stop button would interrupt the keeper too
-    )
 
 
 _open_ledgers: weakref.WeakSet[KeeperLedger] = weakref.WeakSet()

@@ -2,12 +2,14 @@
 
 python -m gpu_runtime.ledgers.keeper.server DIRECTORY
 python -m gpu_runtime.ledgers.keeper.server --ledger LEDGER
+python -m gpu_runtime.ledgers.keeper.server --service LEDGER
 
 The keeper listens on `keeper.sock` in the DIRECTORY of one boot. Its lock is an abstract Unix address,
 which ends with the process and cannot be removed. It ends some seconds after the last owner.
 
 With `--ledger` the DIRECTORY is that of the present boot in LEDGER. This is the command of a service,
 which runs without owners too. systemd gets notifications, and keeps the book while the service restarts.
+`--service` is for a machine without systemd: it starts this command again whenever it ends.
 Source: sd_notify(3), sd_pid_notify_with_fds(3).
 """
 
@@ -21,22 +23,23 @@ import stat
 import struct
 import sys
 import time
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 
 import msgspec
 from msgspec.structs import replace
 
-from ...facts import Owner
+from ...facts import SCHEMA, Owner
+from .. import files
 from ..access import access_to
 from ..liveness import boot_id, name_of
 from ..process_state import Life, life_of_process, namespaces, start_ticks
-from ..sqlite import files
 from . import shared_book
 from .core import PROTOCOL, Answers, Hello, Keeper, Leave, Refused, Welcome, decode_request, encode
-from .wire import SOCKET, frame, frames_in, socket_path
+from .wire import SOCKET, WANTED, frame, frames_in, socket_path, spawn
 
 LINGER_SECONDS = 5.0  # the keeper stays so long after its last owner, since another may start
+AGAIN_SECONDS = 0.5  # before a keeper that ended is started again
 LOOK_SECONDS = 1.0  # between two looks whether the socket is still at its path
 UNSEEN_SECONDS = 2.0  # an owner whose process cannot be seen may be disconnected for so long
 MOST_UNREAD_BYTES = 4 << 20  # a client that reads so little is disconnected
@@ -155,6 +158,7 @@ class Server:
             if now - looked_at > LOOK_SECONDS:
                 looked_at = now
                 tell_systemd("WATCHDOG=1")
+                self._start_wanted()
                 if not self._is_in_place():
                     with suppress(OSError):  # such as a full disk: tried again at the next look
                         self._listen()
@@ -165,6 +169,15 @@ class Server:
                     if self._is_in_place():
                         os.unlink(self._directory / SOCKET)
                 return
+
+    def _start_wanted(self) -> None:
+        """A service starts keepers of its ledger's simulated devices, which members want."""
+        if not self._stays:
+            return
+        for wanted in self._directory.parent.glob(f"sim-*/{self._directory.name}/{WANTED}"):
+            with suppress(OSError):  # no file or process can be made: tried again at the next look
+                wanted.unlink()
+                spawn([str(wanted.parent)], sys.stderr.fileno())
 
     def _pause(self) -> float:
         deadline = self._keeper.deadline
@@ -364,13 +377,52 @@ def locked(directory: Path) -> socket.socket | None:
         return None
 
 
+def _close_to_version_0_2(directory: Path) -> None:
+    """Puts a file in the place of version 0.2's book. That version says that it is too old for it.
+
+    Without the file, it would begin a book of its own for the same cards. Raises OSError.
+    """
+    import sqlite3
+
+    place = directory / "book-of-a-newer-version.db"
+    if place.exists():
+        return
+    draft = directory / f".book-{os.getpid()}"
+    with closing(sqlite3.connect(draft, isolation_level=None)) as db:
+        db.execute("CREATE TABLE book (host TEXT PRIMARY KEY, rev INT, schema INT, body BLOB)")
+        db.execute("INSERT INTO book VALUES (?, 1, ?, x'')", (directory.name, SCHEMA + 1))
+    access_to(directory).open_file(draft)
+    os.replace(draft, place)
+    os.symlink(place.name, draft)
+    os.replace(draft, directory / "CURRENT")
+
+
+def _serve_always(ledger: str) -> int:
+    """Runs the keeper of `ledger`, and another one whenever it ends: systemd's part, without systemd."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit())
+    while True:
+        child = spawn(["--ledger", ledger], sys.stderr.fileno())
+        try:
+            child.wait()
+        finally:
+            child.kill()
+        time.sleep(AGAIN_SECONDS)
+
+
 def main(arguments: list[str]) -> int:
     """Runs the keeper of the directory that `arguments` name. Returns the exit status."""
     directory, stays = Path(arguments[-1]), arguments[0] == "--ledger"
+    if arguments[0] == "--service":
+        return _serve_always(arguments[1])
     if stays:
         directory /= boot_id()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.umask(0o077)
+    if older := files.owners_of_version_0_2(directory):
+        print(
+            f"version 0.2 keeps a book in {directory}, for pid {', '.join(older)}", file=sys.stderr
+        )
+        return 1
     lock = locked(directory)
     if lock is None:
         print(f"another process is the keeper of {directory}", file=sys.stderr)
@@ -378,6 +430,9 @@ def main(arguments: list[str]) -> int:
     try:
         if stays:
             files.prepare(directory)
+            signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # for the keepers that it starts
+        _close_to_version_0_2(directory)
+        files.sweep_boots(directory)
         server = Server(directory, lock, stays=stays)
         if starting := os.environ.pop("GPU_KEEPER_STARTING", ""):
             os.close(int(starting))  # others may start a keeper again, if this one ends

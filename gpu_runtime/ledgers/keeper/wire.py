@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 import struct
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import BinaryIO
 
 SOCKET = "keeper.sock"
+WANTED = "keeper.wanted"  # a member asks the service for a keeper, by this file
 MOST_FRAME_BYTES = 4 << 20
 _LENGTH = struct.Struct("<I")
 
@@ -40,3 +44,33 @@ def socket_path(directory: Path, name: str) -> Iterator[str]:
         yield f"/proc/self/fd/{descriptor}/{name}"
     finally:
         os.close(descriptor)
+
+
+def open_log(directory: Path) -> BinaryIO:
+    """The file that a keeper prints to. Raises OSError."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    return open(os.open(directory / "keeper.log", flags, 0o600), "ab")
+
+
+def spawn(arguments: list[str], log: int, **inherited: int) -> subprocess.Popen[bytes]:
+    """A new process of `server.py` with these `arguments`. It prints to the descriptor `log`.
+
+    Its environment has a variable GPU_KEEPER_… for each descriptor that is `inherited`. Raises OSError.
+    """
+    package = str(Path(__file__).parents[3])
+    paths = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH", ""))))
+    return subprocess.Popen(
+        [sys.executable, "-m", "gpu_runtime.ledgers.keeper.server", *arguments],
+        # In the notebook's directory, a module of the user could hide a standard module.
+        cwd="/",
+        env={
+            **os.environ,
+            "PYTHONPATH": paths,
+            **{f"GPU_KEEPER_{name}": str(descriptor) for name, descriptor in inherited.items()},
+        },
+        stdin=subprocess.DEVNULL,
+        stdout=log,
+        stderr=log,
+        pass_fds=list(inherited.values()),
+        start_new_session=True,  # else the stop button would interrupt the keeper too
+    )

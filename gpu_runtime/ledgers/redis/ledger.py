@@ -1,9 +1,8 @@
 """The book in a Redis, for hosts and containers that share no file system: one page per host.
 
 A host is one running Linux kernel. The host's page (its stored book) is named by the boot id. All
-containers of the host share the boot id and the cards. As with SQLite, the proof that an owner
-lives is the lock on the owner's file, in a directory of this host. So a host removes only its own
-dead owners.
+containers of the host share the boot id and the cards. The proof that an owner lives is the lock on
+the owner's file, in a directory of this host. So a host removes only its own dead owners.
 
 Containers of one host that share no directory share the page, but their owners cannot prove each
 other's deaths. The bytes of a dead owner stay claimed until an owner of the same container checks.
@@ -17,27 +16,63 @@ host apart, so only the password of the database protects the book.
 
 from __future__ import annotations
 
+import contextlib
+import os
+import random
 import re
 import secrets
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import TypeVar
 
+import msgspec
 from msgspec.structs import replace
 
-from ...errors import LedgerUnavailable
-from ..common import SharedLedger
-from ..liveness import OwnerFile, boot_id, describe_self
+from ...errors import LedgerRefused, LedgerUnavailable
+from ...facts import AllocatorMap, Book, Declared, Holdings, Owner, Ticket
+from ...units import show_bytes
+from .. import files
+from ..access import access_to, owners_in
+from ..base import NamesTeller, require_usable
+from ..decoding import UNREADABLE, decode_roster
+from ..invariants import refuse_unlawful
+from ..liveness import (
+    Life,
+    OwnerFile,
+    Sight,
+    boot_id,
+    describe_self,
+    life,
+    life_of,
+    sight_of,
+    testimony,
+)
 from ..location import split_redis_url
+from ..notify import Doorbell
 from .connection import RedisConnection
-from .page import RedisBook
-from .scripts import HostPage
+from .page import DamagedBook, LostRace, Page, RedisBook
+from .scripts import BESIDE, KEPT_SECONDS, HostPage
+
+T = TypeVar("T")
+FIRST_PAUSE_SECONDS, LONGEST_PAUSE_SECONDS = 0.0005, 0.02  # after lost races, chosen at random
+# The user's generator is not drawn from. This one has no state that a forked child would share.
+_chance = random.SystemRandom()
+MOST_KEPT_BYTES = 1 << 20  # of one owner's maps, names or answers
+_decode_maps = msgspec.msgpack.Decoder(tuple[AllocatorMap, ...]).decode
+_decode_names = msgspec.msgpack.Decoder(dict[str, Declared]).decode
+_decode_holdings = msgspec.msgpack.Decoder(Holdings).decode
 
 
-class RedisLedger(SharedLedger):
+class RedisLedger(NamesTeller):
     """One owner's access to the page of its host in a Redis.
 
-    Lock files, doorbells (the sockets that wake owners) and allocator maps are local files.
+    Lock files and doorbells (the sockets that wake owners) are local files.
     """
 
-    _store: RedisBook
+    _declared_dead: frozenset[str] = frozenset()
+    again_seconds = 10.0  # a Redis may lose the names
 
     def __init__(
         self,
@@ -59,7 +94,37 @@ class RedisLedger(SharedLedger):
         # containers could have the same id, and thus the same section.
         me = describe_self(notebook=notebook, user=user)
         me = replace(me, serial=secrets.randbelow(2**31))
-        super().__init__(self._connection.url, directory, me, patience_seconds)
+        super().__init__()
+        self.url = self._connection.url
+        self.patience_seconds = patience_seconds
+        self.directory = directory
+        files.prepare(directory)
+        group = access_to(directory).group
+        self._is_group_shared = group is not None
+        owners = owners_in(directory)
+        try:
+            owner_file = OwnerFile(owners, me, group)
+        except OSError as error:
+            raise files.cannot_write(directory, error) from error
+        try:
+            self._bell = Doorbell(owners, owner_file.owner.id, group)
+        except OSError as error:
+            owner_file.release(remove=True)
+            raise files.cannot_write(directory, error) from error
+        self._store = RedisBook(
+            self._connection, directory, directory.name, owner_file, moved=self._bell.move_to
+        )
+        self._closed = False
+        _open_ledgers.add(self)
+        try:
+            self.read()
+        except BaseException:
+            self._shut(remove=True)
+            raise
+        files.sweep_owners(directory, lambda: self.read().owner_ids())
+        files.sweep_drafts(directory)
+        files.sweep_boots(directory)
+        files.fill_ballast(directory)
 
     @property
     def path(self) -> str:
@@ -71,14 +136,260 @@ class RedisLedger(SharedLedger):
         self._require_open()
         return self._store.read_all()
 
-    def _make_store(self, owner_file: OwnerFile) -> RedisBook:
-        return RedisBook(
-            self._connection,
-            self.directory,
-            self.directory.name,
-            owner_file,
-            moved=self._bell.move_to,
-        )
+    @property
+    def owner(self) -> Owner:
+        """The owner whose section and tickets this ledger writes."""
+        return self._store.owner_file.owner
+
+    # Reading and writing
+
+    def read(self) -> Book:
+        """The current book. Raises LedgerUnavailable."""
+        self._require_open()
+        return self._decide_until_written(lambda book: (book, book))
+
+    def transact(self, decide: Callable[[Book], tuple[Book, T]]) -> T:
+        """Writes the book that `decide` returns, and returns the second value of `decide`.
+
+        See base.py. Raises LedgerUnavailable, LedgerRefused.
+        """
+        return self._decide_until_written(decide, may_glance=True)
+
+    def _decide_until_written(
+        self, decide: Callable[[Book], tuple[Book, T]], may_glance: bool = False
+    ) -> T:
+        """Repeats `decide` until the returned book is written. Returns the second returned value.
+
+        With `may_glance`, the first decision is on the book in memory, which may be out of date.
+        """
+        deadline = time.monotonic() + self.patience_seconds
+        races_lost = 0
+        while True:
+            self._require_open()
+            try:
+                known = self._store.glance() if may_glance else None
+                may_glance = False
+                page = known or self._store.look()
+                # The book also changes while a process reads all of it.
+                if not known and self._store.is_behind(page):
+                    page = self._store.look()
+                new, answer = decide(page.book)
+                if new is page.book and known and self._store.look() is not known:
+                    continue  # the decision was made on an older page
+                if new is not page.book:
+                    self._require_lawful(page, new)
+                    self._store.put(page, new)
+                return answer
+            except LostRace:
+                pass  # decide again
+            except DamagedBook as damage:
+                self._store.mend(damage, self.patience_seconds)
+            if time.monotonic() > deadline:
+                raise self._timed_out()
+            if races_lost:
+                longest = min(LONGEST_PAUSE_SECONDS, FIRST_PAUSE_SECONDS * 2**races_lost)
+                time.sleep(_chance.uniform(0, longest))
+            races_lost += 1
+
+    def _require_lawful(self, page: Page, new: Book) -> None:
+        """Raises LedgerRefused if `new` breaks a law; LostRace instead if `page` is out of date.
+
+        With an old page, a lawful removal of a dead owner can look unlawful: perhaps another
+        process has already removed the owner, and the file that proved the death.
+        """
+        try:
+            refuse_unlawful(page.book, new, self.owner.id, self.dead, self.url)
+        except LedgerRefused:
+            if self._store.look() is not page:
+                raise LostRace from None
+            raise
+
+    # Other owners
+
+    def dead(self, book: Book) -> frozenset[str]:
+        """Ids of the owners in `book` that are proven dead or were declared dead."""
+        others = book.owner_ids() - {self.owner.id}
+        return frozenset(id for id in others if self._life(book, id) is Life.DEAD)
+
+    def unknown(self, book: Book) -> frozenset[str]:
+        """Ids of the owners in `book` that are proven neither dead nor alive."""
+        others = book.owner_ids() - {self.owner.id}
+        return frozenset(id for id in others if self._life(book, id) is Life.UNKNOWN)
+
+    def _life(self, book: Book, id: str) -> Life:
+        path = self._lock_file(id)
+        owner = book.owner(id)
+        # The book does not describe an owner that has only a ticket. Its lock file is identified by
+        # its name alone, without the inode. That is enough, because a name is never used again.
+        found = life_of(owner, path) if owner else life(path)
+        return Life.DEAD if found is Life.UNKNOWN and id in self._declared_dead else found
+
+    def sights(self, book: Book, owners: Iterable[str] | None = None) -> dict[str, Sight]:
+        """The present state of the owners' processes, by owner id. See base.py."""
+        wanted = book.sections.keys() if owners is None else book.sections.keys() & set(owners)
+        found = {}
+        for id in wanted:
+            owner = book.sections[id].owner
+            is_mine = id == self.owner.id
+            found[id] = Sight.ALIVE if is_mine else sight_of(owner, self._lock_file(id))
+        return found
+
+    def give_sign(self) -> None:
+        """Notes that this owner lives and runs. See base.py."""
+        self._store.owner_file.sign()
+
+    def silences(self, book: Book) -> dict[str, float]:
+        """The seconds since the last sign of each owner, by owner id. See base.py."""
+        found, now = {}, time.time()
+        for id in book.sections:
+            with contextlib.suppress(OSError):  # the owner has just ended
+                found[id] = now - os.stat(self._lock_file(id)).st_mtime
+        return found
+
+    def declare_dead(self, owners: Iterable[str]) -> None:
+        """Makes `dead` return these `owners` (ids), unless they are proven alive."""
+        self._declared_dead = self._declared_dead.union(owners)
+
+    @property
+    def _owners(self) -> Path:
+        """The directory of all owners' files."""
+        return self._store.owner_file.path.parent
+
+    def _lock_file(self, id: str) -> str:
+        return f"{self._owners}/{id}"
+
+    def user_of(self, book: Book, owner_id: str, ticket: Ticket | None = None) -> str:
+        """The user of the owner `owner_id` in `book`; empty if the user or `ticket` is not proven.
+
+        In a shared ledger, any member may write anything into the page, even in another user's
+        name. But only an owner's user can write and lock the owner's file. So a request counts only
+        if the owner's file contains the request.
+        """
+        owner = book.owner(owner_id)
+        if not self._is_group_shared:
+            return owner.user if owner else self.owner.user  # a private ledger has only one user
+        inode = owner.inode if owner else 0
+        proof = testimony(self._owners / owner_id, inode)
+        if proof is None:
+            return ""
+        if owner and owner.user != proof.user:
+            return ""
+        try:
+            part = decode_roster(proof.roster) if proof.roster else Book()
+        except UNREADABLE:  # a damaged roster proves nothing
+            return ""
+        if part.sections and owner_id not in part.sections:
+            return ""  # another owner's file under this name
+        if ticket and not _same_request(part.ticket(ticket.key), ticket):
+            return ""
+        return proof.user
+
+    def ring(self, owners: Iterable[str]) -> None:
+        """Wakes the owners with these ids (`owners`). Never fails."""
+        if not self._closed and os.getpid() == self.owner.pid:
+            self._bell.ring_others(owners)
+
+    def wait(self, timeout: float, ends: Iterable[Owner] = ()) -> bool:
+        """Returns True on a notification, or when the process of an owner in `ends` ends.
+
+        Returns False after `timeout` seconds.
+        """
+        self._require_open()
+        return self._bell.wait(timeout, ends)
+
+    # Closing
+
+    def close(self) -> None:
+        """Releases the owner's lock and doorbell.
+
+        The lock file remains if the book still has a section or ticket of the owner: an unlocked
+        file proves the owner's death.
+        """
+        if self._closed or os.getpid() != self.owner.pid:
+            return
+        try:
+            gone = self.owner.id not in self.read().owner_ids()
+        except LedgerUnavailable:  # the next owner that opens the ledger removes the file
+            gone = False
+        self._shut(remove=gone)
+
+    def _require_open(self) -> None:
+        require_usable(self.url, self.owner, not self._closed)
+
+    def _leave_to_parent(self) -> None:
+        """Closes the descriptors in a forked child. The parent keeps its lock.
+
+        The child never uses the connection to the book again.
+        """
+        self._bell.close_here()
+
+    # What is kept beside the book: a hash for each kind, with a field for each owner
+
+    def publish_maps(self, maps: tuple[AllocatorMap, ...]) -> None:
+        """Replaces this owner's allocator `maps`. See base.py."""
+        self._keep("maps", maps)
+
+    def maps(self) -> dict[str, tuple[AllocatorMap, ...]]:
+        """The allocator maps of the living owners, by owner id."""
+        return self._kept("maps", _decode_maps)
+
+    def _tell(self, names: dict[str, Declared]) -> None:
+        self._keep("names", names)
+
+    def names(self) -> dict[str, dict[str, Declared]]:
+        """The models that each living owner can load, by owner id."""
+        return {id: names for id, names in self._kept("names", _decode_names).items() if names}
+
+    def publish_answer(self, asker: str, answer: Holdings, *, private: bool) -> None:
+        """Keeps this owner's `answer` to the owner `asker`.
+
+        A Redis cannot tell users apart, so a `private` answer is as safe as the database's password.
+        """
+        self._keep("answers", answer, f"{self.owner.id} {asker}")
+
+    def answer(self, owner_id: str) -> Holdings | None:
+        """The last answer of the owner `owner_id` to this owner; None if there is none."""
+        self._require_open()
+        found = self._store.ask("HGET", self._beside("answers"), f"{owner_id} {self.owner.id}")
+        return _decode_holdings(found) if found else None
+
+    def _beside(self, kind: str) -> str:
+        return f"{BESIDE}{self.directory.name}:{kind}"
+
+    def _keep(self, kind: str, value: object, field: str = "") -> None:
+        self._require_open()
+        content = msgspec.msgpack.encode(value)
+        if len(content) > MOST_KEPT_BYTES:
+            raise OSError(f"its {kind} take {show_bytes(len(content))}")
+        self._store.ask("HSET", self._beside(kind), field or self.owner.id, content)
+        self._store.ask("EXPIRE", self._beside(kind), KEPT_SECONDS)
+
+    def _kept(self, kind: str, decode: Callable[[bytes], T]) -> dict[str, T]:
+        self._require_open()
+        words = self._store.ask("HGETALL", self._beside(kind))
+        found = {}
+        for field, content in zip(words[::2], words[1::2], strict=True):
+            id = field.decode(errors="replace")
+            if life(self._lock_file(id)) is Life.DEAD:
+                self._store.ask("HDEL", self._beside(kind), field)
+                continue
+            with contextlib.suppress(msgspec.MsgspecError):  # another version wrote it
+                found[id] = decode(content)
+        return found
+
+    def _shut(self, *, remove: bool) -> None:
+        with contextlib.suppress(
+            LedgerUnavailable
+        ):  # what is left is removed by others, or expires
+            for kind in ("maps", "names"):
+                self._store.ask("HDEL", self._beside(kind), self.owner.id)
+            answers = self._store.ask("HKEYS", self._beside("answers"))
+            mine = [field for field in answers if field.startswith(b"%s " % self.owner.id.encode())]
+            if mine:
+                self._store.ask("HDEL", self._beside("answers"), *mine)
+        self._closed = True
+        self._bell.close()
+        self._store.close(remove=remove)
 
     def _timed_out(self) -> LedgerUnavailable:
         return LedgerUnavailable(
@@ -86,3 +397,27 @@ class RedisLedger(SharedLedger):
             f"too many processes write at once.\n  Try again, or see:  gpu leases",
             path=self.url,
         )
+
+
+_open_ledgers: weakref.WeakSet[RedisLedger] = weakref.WeakSet()
+
+
+def _leave_all_to_parent() -> None:
+    for ledger in list(_open_ledgers):
+        ledger._leave_to_parent()
+
+
+os.register_at_fork(after_in_child=_leave_all_to_parent)
+
+
+def _same_request(confirmed: Ticket | None, ticket: Ticket) -> bool:
+    """Whether `ticket` requests the same as `confirmed`.
+
+    `confirmed` is the ticket with the same key in the owner's own file; None without such a ticket.
+    Only fields that decide what is done are compared. For example, the time of the last refresh is
+    not compared.
+    """
+    if confirmed is None:
+        return False
+    fields = ("owner", "verb", "name", "importance", "recalls", "shadows", "places", "said_by")
+    return all(getattr(confirmed, field) == getattr(ticket, field) for field in fields)

@@ -5,6 +5,7 @@
     gpu-console:page:BOOT-ID      a hash: generation, rev, schema, body; nonce (of the last write),
                                   opens (when grants begin), seen (when an owner last looked), name
                                   (of the machine that made it)
+    gpu-console:beside:BOOT-ID:KIND   a hash of the owners' maps, names or answers
     gpu-console:damaged:…         a damaged page that was set aside; it expires after a week
 
 Nothing here decides what is lawful or which page is right.
@@ -26,6 +27,7 @@ SEEN_SECONDS = 60.0  # how often an owner marks its host's page as seen
 
 MARKER = "gpu-console:ledger"  # marks a database that belongs to gpu-console
 PAGE = "gpu-console:page:"
+BESIDE = "gpu-console:beside:"
 
 LOOK_OR_WRITE = f"""
 local page, now = KEYS[1], redis.call('TIME')

@@ -278,13 +278,13 @@ def key_of(directory: Path | None) -> str:
 def title_of(url: str) -> str:
     """A short name of the ledger at `url`, without a password.
 
-    >>> title_of("sqlite:///home/ann/.local/state/gpu-console/ledger/sim"), title_of("redis://u:pw@box:6379/0")
-    ('sqlite …/ledger/sim', 'redis box:6379/0')
+    >>> title_of("keeper:///home/ann/.local/state/gpu-console/ledger/sim"), title_of("redis://u:pw@box:6379/0")
+    ('keeper …/ledger/sim', 'redis box:6379/0')
     """
     kind, _, rest = url.partition("://")
     rest = rest.rpartition("@")[2].partition("?")[0]
     parts = rest.rstrip("/").split("/")
-    if kind == "sqlite" and len(parts) > 3:
+    if kind == "keeper" and len(parts) > 3:
         rest = f"…/{'/'.join(parts[-2:])}"
     return f"{kind.rstrip(':')} {rest}".strip()
 

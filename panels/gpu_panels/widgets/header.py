@@ -85,12 +85,12 @@ def _without_password(url: str) -> str:
 def _short(url: str) -> str:
     """A short name of a ledger: its kind and the end of its path.
 
-    >>> _short("sqlite:////var/lib/gpu-console/ledger"), _short("redis://user:secret@box:6379/0")
-    ('sqlite …/gpu-console/ledger', 'redis box:6379/0')
+    >>> _short("keeper:////var/lib/gpu-console/ledger"), _short("redis://user:secret@box:6379/0")
+    ('keeper …/gpu-console/ledger', 'redis box:6379/0')
     """
     kind, _, rest = _without_password(url).partition("://")
     parts = rest.rstrip("/").split("/")
-    if kind == "sqlite" and len(parts) > 3:
+    if kind == "keeper" and len(parts) > 3:
         rest = f"…/{'/'.join(parts[-2:])}"
     return f"{kind.rstrip(':')} {rest}".strip()
 

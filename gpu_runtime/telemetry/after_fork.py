@@ -12,8 +12,7 @@ from __future__ import annotations
 import os
 import sqlite3
 
-from ... import forks, threads
-from ...errors import LedgerUnavailable
+from .. import forks, threads
 
 TRY_SECONDS = 3.0
 _began_as = os.getpid()
@@ -30,17 +29,6 @@ def is_usable() -> bool:
         _usable_in.clear()
         _usable_in[pid] = found
     return _usable_in[pid]
-
-
-def require_usable(url: str) -> None:
-    """Raises LedgerUnavailable for the ledger `url` if this process cannot use SQLite."""
-    if not is_usable():
-        raise LedgerUnavailable(
-            f"the ledger {url} cannot be opened in this forked process (pid {os.getpid()}): a thread "
-            f"of its parent was inside SQLite at the fork, and holds a lock here for good.\n"
-            f'  Start such processes anew:  multiprocessing.get_context("spawn")',
-            path=url,
-        )
 
 
 def _use_once() -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from ..facts import Book, Device, Drain, Quarantined, Section, Ticket
+from ...facts import Book, Device, Drain, Quarantined, Section, Ticket
 
 
 def part_of(book: Book, owner_id: str) -> Book:

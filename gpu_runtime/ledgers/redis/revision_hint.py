@@ -21,7 +21,7 @@ import weakref
 import zlib
 from pathlib import Path
 
-from .access import access_to
+from ..access import access_to
 
 FILE = "newest"
 _ENTRY = struct.Struct("<IQ")  # the checksum of the book's name, and its revision

@@ -1,47 +1,34 @@
-"""The files in a ledger's directory: how they are named, made, replaced and cleaned up.
+"""The directory of a ledger: how it is made, checked and cleaned up.
 
     LEDGER/BOOT-ID/           leases end with the boot, so each boot has its own book
-        CURRENT               a link that names the book in force
-        book-3.db             the page (page.py); a number is never used again
-        book-2.damaged        a damaged book that was set aside
-        owners/ID             each owner's lock and roster (liveness.py)
+        keeper                the socket of the keeper; keeper.log has what it printed
+        owners/ID             with a Redis: each owner's lock and roster (liveness.py)
         owners/ID.bell        its doorbell (notify.py)
-        owners/ID.map         its allocator maps (allocator_files.py)
-        owners/ID.names       the models that it can load (name_files.py)
-        owners/ID.who, .told  its answers to `who` (answer_files.py)
-        rebuild.lock          held by the process that makes a new book
         newest                the newest revision that any process has written (revision_hint.py)
-        turn, turn.pipe       the queue of writers (writer_queue.py)
         ballast               disk space that is freed when the disk is full
 
 `access.py` has the access rights of each file, and the place of the owners' files in a shared
-ledger. Nothing here opens a database, because SQLite's locks are dropped if a process opens and
-closes the database's file without SQLite.
+ledger.
 """
 
 from __future__ import annotations
 
 import errno
-import fcntl
-import io
 import os
 import re
-import secrets
 import shutil
-import stat
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-from ...errors import LedgerUnavailable
-from ...private_paths import make_directory, replace_file
-from ..access import access_to, outsider, owners_in
-from ..liveness import Life, life
+from ..errors import LedgerUnavailable
+from ..private_paths import make_directory, replace_file
+from .access import access_to, outsider, owners_in
+from .liveness import Life, life
 
 BALLAST_BYTES = 1 << 20
 OLD_SECONDS = 86400.0
 _BOOT = re.compile(r"[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}")
-_BOOK = re.compile(r"book-(\d+)\.")
 _DRAFT = re.compile(r"\.(current-|ballast-|new-|\d+-)[0-9a-f]{8}")
 _OWNER = re.compile(r"\d+\.\d+\.\d+")
 _NETWORK = frozenset(
@@ -95,7 +82,7 @@ def prepare(directory: Path) -> None:
         raise LedgerUnavailable(
             f"the ledger {directory} would be on a network file system ({kind}), where locks do not prove "
             f"that an owner lives.\n"
-            f"  Name a directory on a local disk:  GPU_LEDGER=sqlite:///var/tmp/gpu-ledger",
+            f"  Name a directory on a local disk:  GPU_LEDGER=keeper:///var/tmp/gpu-ledger",
             path=str(directory),
             kind=kind,
         )
@@ -137,149 +124,10 @@ def cannot_write(path: Path, error: OSError) -> LedgerUnavailable:
         )
     return LedgerUnavailable(
         f"the ledger {path} cannot be written ({why}).\n"
-        f"  Make it writable, or use another:  GPU_LEDGER=sqlite:///PATH",
+        f"  Make it writable, or use another:  GPU_LEDGER=keeper:///PATH",
         path=str(path),
         why=why,
     )
-
-
-# Books
-
-
-def current(directory: Path) -> str:
-    """The name of the book in force in `directory`; empty without a book.
-
-    This function makes only one system call, because every write calls it.
-    """
-    try:
-        return os.readlink(f"{directory}/CURRENT")
-    except OSError:  # no book yet
-        return ""
-
-
-def inode_of(directory: Path, name: str) -> int:
-    """The inode of the file `name` in `directory`; 0 if there is no such file.
-
-    A link counts as no file: in a shared ledger it could lead to another file of this user.
-    """
-    try:
-        found = os.lstat(f"{directory}/{name}") if name else None
-    except OSError:  # no such file
-        return 0
-    return found.st_ino if found and stat.S_ISREG(found.st_mode) else 0
-
-
-def has_plain_journal(database: str) -> bool:
-    """Whether the journal beside the SQLite file `database` is a plain file, or is missing.
-
-    SQLite opens the journal at each read. If the journal is a pipe, SQLite waits for ever.
-    """
-    try:
-        return stat.S_ISREG(os.lstat(f"{database}-journal").st_mode)
-    except OSError:  # there is none, or SQLite will report the error
-        return True
-
-
-def point_current_at(directory: Path, name: str) -> None:
-    """Makes `name` the book in force in `directory`, atomically. Raises OSError."""
-    draft = directory / f".current-{secrets.token_hex(4)}"
-    os.symlink(name, draft)
-    os.replace(draft, directory / "CURRENT")
-
-
-def next_book(directory: Path, last_known: str = "") -> str:
-    """A name that no book in `directory` has had. `last_known` is the name of a deleted book."""
-    names = [*os.listdir(directory), current(directory), last_known]
-    numbers = [int(match[1]) for match in map(_BOOK.match, names) if match]
-    return f"book-{max(numbers, default=0) + 1}.db"
-
-
-def other_books(directory: Path, name: str) -> list[str]:
-    """The file names of all books in `directory`, except the book `name`."""
-    books = [other for other in os.listdir(directory) if _BOOK.match(other)]
-    return [other for other in books if other.endswith(".db") and other != name]
-
-
-def set_aside(directory: Path, name: str) -> Path | None:
-    """Renames the book `name` to `….damaged`, and its journal too. Returns the book's new path.
-
-    The result is None if the book's file does not exist any more.
-    """
-    kept = directory / f"{name.removesuffix('.db')}.damaged"
-    while kept.exists():
-        kept = kept.with_name(kept.name + "+")
-    try:
-        os.rename(directory / f"{name}-journal", f"{kept}-journal")
-    except FileNotFoundError:
-        pass  # the book has no journal
-    try:
-        os.rename(directory / name, kept)
-    except FileNotFoundError:  # another process renamed it first
-        return None
-    return kept
-
-
-# Locks
-
-
-def rebuild_lock(directory: Path) -> io.FileIO:
-    """The file in `directory` whose lock is the right to make a new book; opened, but not locked.
-
-    Use it as `with rebuild_lock(directory) as file: take(file, …)`. The end of the `with` block
-    closes the file and so releases the lock, even after a KeyboardInterrupt.
-    """
-    return _Lock(_private(f"{directory}/rebuild.lock", os.O_RDWR | os.O_CREAT), "a")
-
-
-class _Lock(io.FileIO):
-    """A file whose lock ends when the file is closed.
-
-    A lock belongs to the open file. A child that is forked while the lock is held shares the open
-    file, and would keep the lock. So the lock is released explicitly.
-    """
-
-    def close(self) -> None:
-        if not self.closed:
-            fcntl.flock(self, fcntl.LOCK_UN)
-        super().close()
-
-
-def take(file: io.FileIO, patience_seconds: float) -> None:
-    """Locks `file`.
-
-    Raises LedgerUnavailable if another process keeps the lock for longer than `patience_seconds`.
-    """
-    deadline = time.monotonic() + patience_seconds
-    while True:
-        try:
-            return fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            if time.monotonic() > deadline:
-                raise LedgerUnavailable(
-                    f"another process has been rebuilding the ledger for {patience_seconds:.0f} s; "
-                    f"perhaps it is stopped.\n  See which:  fuser -v {file.name}",
-                    path=str(file.name),
-                ) from None
-            time.sleep(0.005)
-
-
-def _private(path: str, flags: int) -> int:
-    return os.open(path, flags | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
-
-
-def writers(path: Path) -> list[int]:
-    """The pids that hold a write lock on the file `path`, as /proc/locks shows them."""
-    try:
-        inode = path.stat().st_ino
-        lines = Path("/proc/locks").read_text().splitlines()
-    except OSError:  # no such file, or a system without this table
-        return []
-    held = set()
-    for line in lines:
-        kind, pid, file = line.split()[3:6]
-        if kind == "WRITE" and file.endswith(f":{inode}"):
-            held.add(int(pid))
-    return sorted(held - {-1})
 
 
 # Ballast
@@ -325,6 +173,12 @@ def owner_files(directory: Path) -> Iterator[Path]:
             yield owners / name
 
 
+def owners_of_version_0_2(directory: Path) -> list[str]:
+    """The pids of processes that use the book that version 0.2 kept in `directory`."""
+    living = [path for path in owner_files(directory) if life(path) is Life.ALIVE]
+    return sorted({path.name.partition(".")[0] for path in living})
+
+
 def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
     """Removes the files of dead owners in `directory` that the book does not need as proof.
 
@@ -340,14 +194,8 @@ def sweep_owners(directory: Path, in_book: Callable[[], set[str]]) -> None:
 
 def _remove_owner(path: Path) -> None:
     try:
-        for suffix in (
-            "bell",
-            "map",
-            "names",
-            "who",
-            "told",
-        ):  # these files first: the name of the lock file leads to them
-            path.with_name(f"{path.name}.{suffix}").unlink(missing_ok=True)
+        # The name of the lock file leads to the other one, so it goes last.
+        path.with_name(f"{path.name}.bell").unlink(missing_ok=True)
         path.unlink(missing_ok=True)
     except PermissionError:
         pass  # in a shared ledger each user removes the files of their own processes
