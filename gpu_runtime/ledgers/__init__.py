@@ -7,6 +7,7 @@ here imports the scheduler, or uses a device or a model.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 
 from ..errors import BadSetting, LedgerUnavailable
@@ -14,6 +15,7 @@ from ..threads import import_whole
 from .base import Ledger
 from .location import FILE_SCHEMES, directory_of, require_private, split_redis_url
 
+log = logging.getLogger("gpu_runtime")
 _REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
@@ -44,6 +46,10 @@ def open_ledger(url: str, *, notebook: str = "", user: str = "") -> Ledger:
         from .keeper.ledger import KeeperLedger
 
         directory = directory_of(url, rest)
+        if scheme == "sqlite":
+            log.warning(
+                "GPU_LEDGER=%s is read as keeper://%s: a process keeps the book now", url, directory
+            )
         require_private(directory)
         return KeeperLedger(directory, notebook=notebook, user=user)
     if scheme in _REDIS_SCHEMES and rest.startswith("//"):

@@ -22,7 +22,7 @@ from .conftest import put
 
 
 @pytest.mark.parametrize("slashes", ["keeper://", "keeper:///", "keeper:////", "sqlite://"])
-def test_three_slashes_or_more_name_one_directory(tmp_path, slashes):
+def test_three_slashes_or_more_name_one_directory(tmp_path, slashes, caplog):
     """Some tools write an absolute path with four slashes. Version 0.2 kept an SQLite file there."""
     ledger = open_ledger(f"{slashes}{tmp_path}/ledger")
     try:
@@ -30,6 +30,7 @@ def test_three_slashes_or_more_name_one_directory(tmp_path, slashes):
             ledger.url == f"keeper://{tmp_path}/ledger"
             and ledger.directory.parent == tmp_path / "ledger"
         )
+        assert ("is read as keeper" in caplog.text) == (slashes == "sqlite://")
     finally:
         ledger.close()
 
