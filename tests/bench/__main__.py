@@ -190,7 +190,7 @@ def ledger() -> Iterator[Row]:
     taken = bench_ledger.transaction_cost()
     for which, ratio in (("alone", "ratio"), ("in turn", "ratio in turn")):
         yield Row(
-            f"one `transact`, the keeper, 50 leases, {which}, against a bare round trip of the same bytes over a socket",
+            f"one `transact`, the keeper, 50 leases, {which}, against a bare round trip of its bytes over a socket",
             f"{taken['transact, ' + which]:.0f} of {taken['bare round trip']:.0f} µs = {taken[ratio]:.1f}×", "≤ 3×",
             taken[ratio] <= 3
         )  # fmt: skip
