@@ -1,7 +1,7 @@
 """The directory of a ledger: how it is made, checked and cleaned up.
 
     LEDGER/BOOT-ID/           leases end with the boot, so each boot has its own book
-        keeper                the socket of the keeper; keeper.log has what it printed
+        keeper.sock           the keeper's socket; keeper.log has what the keeper printed
         owners/ID             with a Redis: each owner's lock and roster (liveness.py)
         owners/ID.bell        its doorbell (notify.py)
         newest                the newest revision that any process has written (revision_hint.py)

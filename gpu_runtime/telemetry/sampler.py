@@ -39,7 +39,7 @@ from ..errors import ProbeFailed
 from ..facts import HOST, Sample, encode
 from ..ledgers.access import access_to
 from ..ledgers.files import owner_files
-from ..ledgers.keeper.ledger import answers
+from ..ledgers.keeper.ledger import KeeperPeek
 from ..ledgers.keeper.wire import SOCKET
 from ..ledgers.liveness import Life, life
 
@@ -258,9 +258,9 @@ def _person(pid: int) -> Person | None:
     return Person(uid, f"{command} {script_name}".strip())
 
 
-def _any_owner_lives(directory: Path) -> bool:
+def _any_owner_lives(directory: Path, peek: KeeperPeek) -> bool:
     if (directory / SOCKET).exists():
-        return answers(directory)
+        return bool(peek.living())
     try:
         return any(life(path) is Life.ALIVE for path in owner_files(directory))
     except OSError:  # the directory was deleted
@@ -313,6 +313,7 @@ def serve(files: HelperFiles, rounds: CardRounds | SimulatedRounds, history: His
     Returns when this process should no longer be the helper (see the module's docstring). Raises
     OSError if the figures cannot be published.
     """
+    peek = KeeperPeek(files.directory)
     poll = select.poll()
     poll.register(files.bell, select.POLLIN)
     wanted_at = moved_at = answered_at = boot_seconds()
@@ -327,7 +328,7 @@ def serve(files: HelperFiles, rounds: CardRounds | SimulatedRounds, history: His
             last, moved_at = free, now
         if not rounds.hopeless:
             answered_at = now
-        if _any_owner_lives(files.directory):
+        if _any_owner_lives(files.directory, peek):
             wanted_at = now
         if now - wanted_at > LINGER_SECONDS or now - answered_at > FAILING_SECONDS:
             return

@@ -283,7 +283,7 @@ def helper(tmp_path, clock, monkeypatch):
             return []
 
     monkeypatch.setattr(sampler, "select", SimpleNamespace(poll=Poll, POLLIN=1))
-    monkeypatch.setattr(sampler, "_any_owner_lives", lambda _: clock.now < lives.until)
+    monkeypatch.setattr(sampler, "_any_owner_lives", lambda *_: clock.now < lives.until)
 
     def run() -> float:
         sampler.serve(files, rounds, SimpleNamespace(figures=None))

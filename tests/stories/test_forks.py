@@ -54,9 +54,7 @@ def rt(tmp_path) -> Iterator[Runtime]:
 
 
 def owners(rt: Runtime) -> set[str]:
-    peek = KeeperPeek(rt._opened.ledger.directory)
-    peek.look()
-    return set(peek._pieces.state.living)
+    return set(KeeperPeek(rt._opened.ledger.directory).living())
 
 
 def run(url: str, forks: int, seed: int, environment: dict[str, str]) -> dict[str, int]:

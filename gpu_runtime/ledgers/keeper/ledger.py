@@ -19,7 +19,7 @@ import subprocess
 import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -709,6 +709,10 @@ class KeeperPeek:
             *UNREADABLE,
         ):  # no keeper answers, or the page is being written
             return None
+
+    def living(self) -> Collection[str]:
+        """The ids of the living owners; empty if no keeper answers."""
+        return self._pieces.state.living if self.look() is not None else ()
 
     def _connect(self) -> None:
         if self._wire is not None:
