@@ -296,7 +296,8 @@ def test_a_taken_lock_lets_no_keeper_begin(tmp_path):
     """The address is an abstract one, which any user can take while no keeper runs."""
     directory = tmp_path / "kept" / boot_id()
     directory.mkdir(parents=True)
-    with server.locked(directory), pytest.raises(LedgerUnavailable, match="keeper.log"):
-        ledger.KeeperLedger(tmp_path / "kept", patience_seconds=0.1)
-    until(lambda: "another process is the keeper" in (directory / "keeper.log").read_text())
+    with server.locked(directory):
+        with pytest.raises(LedgerUnavailable, match="keeper.log"):
+            ledger.KeeperLedger(tmp_path / "kept", patience_seconds=0.1)
+        until(lambda: "another process is the keeper" in (directory / "keeper.log").read_text())
     ledger.KeeperLedger(tmp_path / "kept").close()
