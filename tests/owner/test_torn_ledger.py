@@ -55,6 +55,14 @@ def harm(deed: str, path: Path) -> None:
 
 
 @contextmanager
+def without_warnings() -> Iterator[None]:
+    """The files are reported as damaged."""
+    logging.disable(logging.WARNING)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@contextmanager
 def ends_within(seconds: float) -> Iterator[None]:
     """If the block does not end within `seconds`, prints where it hangs and ends this process."""
     faulthandler.dump_traceback_later(seconds, exit=True)
@@ -81,8 +89,7 @@ def a_directory() -> Iterator[Path]:
 def raw_errors(deed: str, target: str) -> list[str]:
     """Damages `target` as `deed` says. Returns the calls that then raised anything but a GpuError."""
     found = []
-    logging.disable(logging.WARNING)  # the files are reported as damaged
-    with a_directory() as root, ends_within(60):
+    with a_directory() as root, ends_within(60), without_warnings():
         given = {"ledger": f"keeper://{root}/ledger", "gpu_config_file": f"{root}/none.toml"}
         rt, other = (
             Runtime(devices="sim:8GiB,host:8GiB", monitor=False, **given) for _ in range(2)
