@@ -27,7 +27,7 @@ from .views import Bar, clean, clock
 
 BAR_CELLS = 32
 _LEASES = "█▓"  # neighbours alternate, so that their border is visible
-_MARKS = {"arriving": "▒", "leaving": "▒", "residue": "░", "strangers": "░"}
+_MARKS = {"arriving": "▒", "leaving": "▒", "residue": "░", "ended": "░", "strangers": "░"}
 _FREE, _LIMIT = "·", "│"
 _OWNER_ID = re.compile(r"\d+(\.\d+)+")
 LONGEST = 44  # characters of a cell; a longer text is shortened in the middle

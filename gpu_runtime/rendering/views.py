@@ -21,6 +21,7 @@ from gpu_runtime.facts import (
     Level,
     Owner,
     Phase,
+    Section,
     Share,
     Snapshot,
     Step,
@@ -37,6 +38,7 @@ from gpu_runtime.units import show_bytes
 
 MOST_ROWS = 20  # rows in one table; the others are counted, and `%gpu leases` shows all of them
 STRANGERS = "other programs"
+ENDED = "ended, not yet freed"
 RESIDUE = "context and cache"
 STAYS = "cannot be parked"
 OWN_CODE = "its own code"  # the memory of a notebook's variables
@@ -49,7 +51,7 @@ class BarSegment(NamedTuple):
 
     label: str
     bytes: int
-    kind: str = "settled"  # settled, arriving, leaving, residue, strangers
+    kind: str = "settled"  # settled, arriving, leaving, residue, ended, strangers
     lease: str = ""  # the lease's id; empty for bytes without a lease
 
     @property
@@ -118,23 +120,56 @@ def bars(snapshot: Snapshot) -> tuple[Bar, ...]:
     )
 
 
+class LeasePart(NamedTuple):
+    """The bytes of a lease on one device that have one kind: settled, arriving or leaving."""
+
+    section: Section
+    lease: Lease
+    bytes: int
+    kind: str
+    is_copy: bool = False  # a copy in host memory, of a lease that is elsewhere
+
+
+def lease_parts(snapshot: Snapshot, view: DeviceView) -> Iterator[LeasePart]:
+    """The parts of all leases on the device in `view`, in the order of the sections."""
+    device = view.device.id
+    for section in snapshot.sections.values():
+        for lease in section.leases:
+            leaving = 0
+            if lease.phase is Phase.LEAVING:
+                leaving = _bytes_on(lease.freed_by(lease.target), device)
+            sizes = {
+                "settled": _bytes_on(lease.shares, device) - leaving,
+                "leaving": leaving,
+                "arriving": _bytes_on(lease.target, device),
+            }
+            for kind, size in sizes.items():
+                if size > 0:
+                    yield LeasePart(section, lease, size, kind)
+            if view.device.is_host and lease.shadow_beyond_target:
+                yield LeasePart(section, lease, lease.shadow_beyond_target, "settled", True)
+
+
+def ended_bytes(snapshot: Snapshot, view: DeviceView) -> int:
+    """The claimed bytes on the device in `view` that belong to processes which have ended."""
+    leased = sum(part.bytes for part in lease_parts(snapshot, view))
+    residue = sum(section.residue.get(view.device.id, 0) for section in snapshot.sections.values())
+    return max(0, view.claimed_bytes - leased - residue)
+
+
 def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[BarSegment]:
-    for lease in snapshot.leases():
-        title = _title(snapshot, lease)
-        present = _bytes_on(lease.shares, view.device.id)
-        if present:
-            kind = "leaving" if lease.phase is Phase.LEAVING else "settled"
-            yield BarSegment(title, present, kind, lease.id)
-        arriving = _bytes_on(lease.target, view.device.id)
-        if arriving:
-            yield BarSegment(title, arriving, "arriving", lease.id)
-        if view.device.is_host and lease.shadow_beyond_target:
-            yield BarSegment(f"copy of {title}", lease.shadow_beyond_target, "settled", lease.id)
+    for part in lease_parts(snapshot, view):
+        title = lease_title(part.lease, part.section.owner)
+        label = f"copy of {title}" if part.is_copy else title
+        yield BarSegment(label, part.bytes, part.kind, "" if part.is_copy else part.lease.id)
     cache = sum(section.cache_on(view.device.id) for section in snapshot.sections.values())
     if view.residue_bytes > cache:
         yield BarSegment(STAYS, view.residue_bytes - cache, "residue")
     if cache:
         yield BarSegment(RESIDUE, cache, "residue")
+    ended = ended_bytes(snapshot, view)
+    if ended:
+        yield BarSegment(ENDED, ended, "ended")
     unleased = strangers_bytes(view)
     if unleased > 0:
         yield BarSegment(STRANGERS, unleased, "strangers")
@@ -167,11 +202,12 @@ def bars_after(snapshot: Snapshot, steps: Iterable[Step]) -> tuple[Bar, ...]:
     for step in steps:
         for share in getattr(step, "source", ()):
             changed.add(share.device)
-            left = [
-                one._replace(bytes=one.bytes - share.bytes) if one.lease == step.lease else one
-                for one in after.get(share.device, ())
-            ]
-            after[share.device] = [one for one in left if one.bytes > 0]
+            left, kept = share.bytes, []
+            for one in after.get(share.device, ()):
+                taken = min(left, one.bytes) if one.lease == step.lease else 0
+                left -= taken
+                kept.append(one._replace(bytes=one.bytes - taken))
+            after[share.device] = [one for one in kept if one.bytes > 0]
         for share in getattr(step, "shares", ()):
             changed.add(share.device)
             segment = BarSegment(_step_title(snapshot, step), share.bytes, lease=step.lease)

@@ -11,13 +11,11 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from gpu_runtime.facts import (
-    HOST,
     KERNEL,
     OVER_CAP,
     Device,
     DeviceView,
     Lease,
-    Phase,
     Section,
     Snapshot,
     importance_name,
@@ -26,10 +24,14 @@ from gpu_runtime.facts import (
     place_label,
 )
 from gpu_runtime.rendering.views import (
+    ENDED,
     RESIDUE,
     STAYS,
     STRANGERS,
+    LeasePart,
     clean,
+    ended_bytes,
+    lease_parts,
     strangers_bytes,
 )
 from gpu_runtime.units import show_bytes
@@ -37,7 +39,6 @@ from gpu_runtime.units import show_bytes
 from ..palette import label_of
 from .row_parts import lasting, notebook_name, process_name
 
-ENDED = "ended, not yet freed"
 MOST_STRETCHES = 14  # leases in one bar; smaller leases share one stretch
 LEAST_PART = 0.012  # fraction of a bar; all leases thinner than this share one stretch
 MOST_NAMED = 6  # names in one tooltip; the others are counted
@@ -100,15 +101,14 @@ def _bar(snapshot: Snapshot, view: DeviceView) -> DeviceBar:
 
 
 def _stretches(snapshot: Snapshot, view: DeviceView) -> Iterator[Stretch]:
-    leases = _lease_stretches(snapshot, view.device.id)
+    leases = [_lease_stretch(snapshot, part) for part in lease_parts(snapshot, view)]
+    leases.sort(key=lambda stretch: (-stretch.bytes, stretch.label, stretch.kind))
     yield from gathered(leases, max(view.device.total_bytes, view.claimed_bytes, 1))
     residue = _residue_stretch(snapshot, view)
     if residue:
         yield residue
-    leased_bytes = sum(stretch.bytes for stretch in leases)
-    residue_bytes = residue.bytes if residue else 0
-    ended = view.claimed_bytes - leased_bytes - residue_bytes
-    if ended > 0:
+    ended = ended_bytes(snapshot, view)
+    if ended:
         tooltip = (
             f"{show_bytes(ended)}: held by processes that have ended; the driver does not report "
             "it free yet"
@@ -119,41 +119,16 @@ def _stretches(snapshot: Snapshot, view: DeviceView) -> Iterator[Stretch]:
         yield Stretch(STRANGERS, beyond, "strangers", _strangers_tooltip(snapshot, view, beyond))
 
 
-def _lease_stretches(snapshot: Snapshot, device: str) -> list[Stretch]:
-    """A stretch for each lease on the `device`, including arriving leases. The largest stretch is first."""
-    found = []
-    for section in snapshot.sections.values():
-        for lease in section.leases:
-            here = sum(share.bytes for share in lease.shares if share.device == device)
-            arriving = sum(share.bytes for share in lease.target if share.device == device)
-            leaving = 0
-            if lease.phase is Phase.LEAVING:
-                freed = lease.freed_by(lease.target)
-                leaving = sum(share.bytes for share in freed if share.device == device)
-            if here > leaving:
-                found.append(_lease_stretch(snapshot, section, lease, here - leaving, "settled"))
-            if leaving:
-                found.append(_lease_stretch(snapshot, section, lease, leaving, "leaving"))
-            if arriving:
-                found.append(_lease_stretch(snapshot, section, lease, arriving, "arriving"))
-            if device == HOST and lease.shadow_beyond_target:
-                copy = _lease_stretch(
-                    snapshot, section, lease, lease.shadow_beyond_target, "settled"
-                )
-                found.append(copy._replace(label=f"copy of {copy.label}"))
-    return sorted(found, key=lambda stretch: (-stretch.bytes, stretch.label, stretch.kind))
-
-
-def _lease_stretch(
-    snapshot: Snapshot, section: Section, lease: Lease, size: int, kind: str
-) -> Stretch:
+def _lease_stretch(snapshot: Snapshot, part: LeasePart) -> Stretch:
+    section, lease = part.section, part.lease
+    label = label_of(lease.owner, lease.name)
     return Stretch(
         clean(lease_title(lease, section.owner)),
-        size,
-        kind,
-        lease_tooltip(snapshot, section, lease, size, kind),
+        part.bytes,
+        part.kind,
+        lease_tooltip(snapshot, section, lease, part.bytes, part.kind),
         "" if lease.kind == KERNEL else notebook_name(section),
-        label_of(lease.owner, lease.name),
+        f"copy of {label}" if part.is_copy else label,
     )
 
 
