@@ -308,7 +308,6 @@ def test_a_type_is_a_known_one_or_other(written, becomes):
 
 
 def test_layers_and_backend_default_to_the_settings():
-    """INFERENCE_GPU_LAYERS and INFERENCE_BACKEND of Kitchen Brigade are defaults. The manifest overrides them."""
     settings = {"inference_gpu_layers": 0, "inference_backend": "llamacpp"}
     silent = spec("path: a.gguf", **settings)
     own = spec("path: a.gguf, gpu_layers: 20, backend: vllm", **settings)

@@ -95,7 +95,6 @@ def test_options_of_llama_cpp_stand_in_an_entry(catalog, file, tmp_path):
 
 
 def test_a_bad_document_changes_nothing_at_all(catalog, file):
-    """One entry of a document is invalid. The valid models before and after it are not applied either."""
     catalog.apply(file(DRILLS))
     before = catalog.file.read_bytes()
     bad = "models: {new: {memory: 1}}\n---\nmodels:\n  qwen3:8b:\n    memory: 3XB\n---\n"
@@ -170,7 +169,6 @@ written = st.fixed_dictionaries(
     st.sampled_from(["yaml", "json"]),
 )
 def test_a_round_trip_loses_nothing(tmp_path_factory, models, form):
-    """From a file to the catalogue, through inspect, to another catalogue: every field stays, also unknown ones."""
     here = tmp_path_factory.mktemp("trip")
     one, two = (Catalog(Settings.load(gpu_catalog=str(here / name))) for name in ("one", "two"))
     (here / "first.json").write_text(json.dumps({"models": models}))

@@ -89,7 +89,6 @@ def gpu(*words: str) -> int:
 
 
 def test_a_model_goes_to_the_host_that_holds_it_on_one_card(empty):
-    """70 GiB fit on a card of box1 only."""
     offers = empty.plan("seventy")
     assert [offer.host for offer in offers if offer.level is not PlanLevel.NEVER] == ["box1"]
     with empty.use("seventy") as model:
@@ -378,7 +377,6 @@ def test_a_fleet_is_closed_while_other_threads_ask_it(empty, hosts):
 
 
 def test_a_killed_model_keeps_its_card_three_times_and_then_is_used_elsewhere(empty, hosts):
-    """The model's process is restarted under the same lease three times. Then a waiting request gets the card."""
     leave_open(empty, "box3")
     rival = Runtime(devices=HOSTS["box3"][0], ledger=hosts.ledger("box3"))
     with empty.use("thirty", retry=True) as model:
@@ -455,7 +453,6 @@ def test_the_console_acts_on_the_host_that_was_chosen(empty, console):
 
 
 def test_a_model_answers_elsewhere_after_its_node_was_killed(empty, hosts):
-    """Without `retry` the lost call is an error. With `retry` it runs again on another host."""
     leave_open(empty, "box3")
     with empty.use("thirty") as model:
         assert model.host == "box3"

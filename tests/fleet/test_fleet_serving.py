@@ -66,7 +66,6 @@ async def streamed(gateway: FleetGateway, text: str) -> str:
 
 
 def test_the_server_of_each_host_runs_before_a_call_needs_it(models, hosts):
-    """The agent of a host listens for HTTP although no call was made, also after its restart."""
 
     def listens(host: str) -> bool:
         """Whether a server for HTTP answers in the host's agent."""
@@ -130,7 +129,6 @@ def test_a_server_ends_while_a_call_runs(models):
 
 
 def test_slots_over_http_and_the_metrics_of_each_host(models, hosts):
-    """A slot is on exactly its cards, is listed with its bytes, and survives the agent's death."""
     app = with_visitor(fleet_application(models, Gateway, "0"), OPERATOR)
     with TestClient(app, raise_server_exceptions=False) as http:
         until(lambda: http.get("/health").json()["hosts"] == ["box1", "box2"], "all hosts")

@@ -37,7 +37,6 @@ def every_call(rt):
 
 
 def test_without_a_gate_every_request_is_refused(rt):
-    """An application without a gate refuses its API routes and also the routes of its documentation."""
     http = client(rt, visitor=None)
     calls = every_call(rt)
     assert {path for _, path in calls} >= {
@@ -164,7 +163,6 @@ def test_routes_that_other_servers_have_outside_v1_are_served_there_too(rt):
 
 
 def test_a_visitor_lists_its_own_jobs(rt):
-    """The list has no results."""
     http = client(rt)
     assert http.get("/v1/jobs").json() == {"object": "list", "data": []}
     ids = [http.post("/v1/jobs", json=QUICK).json()["id"] for _ in range(2)]
@@ -174,7 +172,6 @@ def test_a_visitor_lists_its_own_jobs(rt):
 
 
 def test_every_answer_names_its_request(rt):
-    """The name in the request is kept if it is harmless. Refusals have it too."""
     http = client(rt)
     sent = http.get("/health", headers={"X-Request-Id": "run-7:a"})
     assert sent.headers["x-request-id"] == "run-7:a"

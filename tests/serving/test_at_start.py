@@ -31,7 +31,6 @@ async def test_an_alias_is_another_name_of_a_model():
 
 
 async def test_models_are_loaded_at_the_start(caplog):
-    """The name of an unknown model is logged, and the other models are loaded. No model stays pinned."""
     config = ServingConfig(preload=("nothing", "small", "phi"), aliases={"small": "qwen"})
     async with harness(config, qwen=4, phi=4, other=4) as k:
         await k.gateway.preload()
@@ -40,7 +39,6 @@ async def test_models_are_loaded_at_the_start(caplog):
 
 
 async def test_calls_side_by_side_go_to_different_replicas():
-    """Each replica runs one call at a time, so a third call waits for one of the two replicas."""
     config = ServingConfig(tasks={"write": Task(("one", "two"), replicas=True)})
     free = asyncio.Event()
     scripts = {"one": [free, free, free], "two": [free, free, free]}

@@ -41,9 +41,12 @@ def is_open(breakers: Breakers) -> bool:
 
 def test_five_failures_in_a_row_open_it_and_one_call_is_the_probe(breakers, clock):
     """Its error has the number of failures, the last error, and the remaining seconds, never 0."""
+    early = [breakers.enter("qwen") for _ in range(2)]
     fail(breakers, 4)
     assert not is_open(breakers)
     fail(breakers, 1)
+    early[0].succeeded()
+    early[1].failed(RuntimeError("a call from before it opened changes nothing"))
     with pytest.raises(BreakerOpen, match="failed 5 times .* another 30 s; the last time: CUDA"):
         breakers.enter("qwen")
     clock.now += OPEN_SECONDS - 0.2

@@ -16,7 +16,6 @@ CHAT = {"model": "qwen", "messages": [{"role": "user", "content": "hi"}]}
 
 
 def test_a_clients_pattern_has_its_intervals_and_models():
-    """The average interval between a client's calls gives the newest interval the most weight."""
     clients = Clients()
     for now, model in ((0.0, "a"), (10.0, "a"), (15.0, "b")):
         clients.enter("bot", model, now)
@@ -26,7 +25,6 @@ def test_a_clients_pattern_has_its_intervals_and_models():
 
 
 def test_a_cooldown_begins_at_the_end_of_the_call_for_its_client_only():
-    """The refusal of a call during the cooldown has the remaining seconds."""
     clients = Clients()
     clients.enter("bot", "a", 0.0)
     clients.enter("bot", "a", 1.0)
@@ -40,7 +38,6 @@ def test_a_cooldown_begins_at_the_end_of_the_call_for_its_client_only():
 
 
 def test_invented_names_fill_no_memory():
-    """The numbers of remembered clients and models are limited. A client with a running call is never forgotten."""
     clients = Clients()
     clients.enter("busy", "a", 0.0)
     for n in range(MAX_CLIENTS + 10):
@@ -54,7 +51,6 @@ def test_invented_names_fill_no_memory():
 
 
 def test_the_body_overrides_the_profile():
-    """Only fields that the body leaves out are taken from the client's profile."""
     profile = Profile(
         "Be brief.", importance="batch", thinking=True, stay_warm_s=60.0, cooldown_s=5.0,
         defaults={"temperature": 0.2, "top_p": 0.5},
@@ -76,7 +72,6 @@ def test_the_body_overrides_the_profile_under_the_fields_other_name_too():
 
 
 def test_a_profile_replaces_the_model_default():
-    """A call of the model `default` uses the model of the profile. Some programs must send a model name."""
     for asked, model in (("default", "phi"), ("qwen", "qwen")):
         call = read_call("chat", {**CHAT, "model": asked})
         assert apply_profile(call, Profile(model="phi")).model == model

@@ -190,7 +190,6 @@ async def test_every_field_that_the_table_allows_is_taken_by_the_engine(name, so
 
 @both
 async def test_several_choices_and_the_prompt_are_in_one_answer(name, sources):
-    """A stream has the same choices as a whole answer. The prompt's tokens count once."""
     options = {"max_tokens": 4, "temperature": 0, "n": 2, "echo": True}
     body = {"model": name, "prompt": "the quick", **options}
     async with with_models(sources, name) as k:
@@ -211,7 +210,6 @@ async def test_several_choices_and_the_prompt_are_in_one_answer(name, sources):
 
 @both
 async def test_several_prompts_are_texts_or_lists_of_tokens(name, sources):
-    """Each prompt has `n` choices, in order. A prompt counts once in the usage."""
     plain = {"model": name, "max_tokens": 3, "temperature": 0}
     async with with_models(sources, name) as k:
 
@@ -488,7 +486,6 @@ async def test_a_gguf_embeds_a_text_in_one_batch(tmp_path):
 
 
 async def test_documents_are_ranked(sources):
-    """The best document is first. A document has the same score alone and among others."""
     documents = ["the quick fox", {"text": "a dog"}, "fox " * 30]
     body = {"model": "ranker", "query": "quick", "documents": documents}
     async with with_models(sources, "ranker", "writer") as k:
@@ -515,7 +512,6 @@ async def test_documents_are_ranked(sources):
 
 @both
 async def test_tokens_and_text_are_turned_into_each_other(name, sources):
-    """For a number that is no token, llama.cpp would read memory outside its table."""
     async with with_models(sources, name) as k:
 
         async def ask(kind: str, **fields: Any) -> Any:

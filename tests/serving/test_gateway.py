@@ -67,7 +67,6 @@ async def test_a_model_that_leaves_while_its_call_starts_is_loaded_again(monkeyp
 
 
 async def test_nothing_remains_of_a_cancelled_call():
-    """Calls are cancelled while they wait, while their answer is made, and during a stream."""
     async with harness(
         qwen=4, scripts={"qwen": [asyncio.Event(), asyncio.Event()]}, options={"qwen": ALONE}
     ) as k:
@@ -164,7 +163,6 @@ async def test_an_unknown_model_is_a_404_with_the_nearest_name():
 
 
 async def test_a_stand_in_answers_only_if_configured():
-    """The answer names the stand-in and the reason."""
     stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
     async with harness(stand_ins, qwen=4, phi=4, scripts={"qwen": [DIED]}) as k:
         reply = await k.chat("qwen", "hello")
@@ -209,7 +207,6 @@ async def test_a_stand_in_answers_before_a_dead_engine_is_tried_again():
 
 
 async def test_a_call_that_kills_every_engine_is_tried_once_more_on_the_first_alone():
-    """The call may be the cause of the deaths."""
     stand_ins = ServingConfig(fallback={"qwen": ("phi",)})
     scripts = {"qwen": [DIED, DIED], "phi": [DIED]}
     async with harness(stand_ins, qwen=4, phi=4, scripts=scripts) as k:
@@ -275,7 +272,6 @@ async def test_a_stand_in_answers_for_a_model_that_does_not_fit():
 async def test_a_model_is_not_loaded_for_a_call_that_its_type_cannot_serve(
     model_type, backend, kind, body
 ):
-    """The refusal of such a call is known in advance, so no other model must be evicted for it."""
     async with harness() as k:
         source = "" if backend == "fake" else "m.gguf"
         k.rt.register("m", backend=backend, size="4GiB", model_type=model_type, source=source)
@@ -285,7 +281,6 @@ async def test_a_model_is_not_loaded_for_a_call_that_its_type_cannot_serve(
 
 
 async def test_a_callers_mistake_is_not_tried_on_other_models():
-    """Calls with a mistake are refused with 400, and do not open the model's breaker."""
     serving = ServingConfig(fallback={"qwen": ("phi",)})
     async with harness(serving, qwen=4, phi=4) as k:
         for _ in range(6):
@@ -360,7 +355,6 @@ async def broken():
 
 
 async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
-    """While the breaker is open, calls fail at once with `Retry-After`. After a successful probe all calls pass."""
     async with broken() as k:
         calls_before = len(k.log)
         with refusal(503, "breaker_open", retry_after=30.0):
@@ -390,7 +384,6 @@ async def test_after_a_cancelled_probe_the_next_call_probes():
 
 
 async def test_calls_that_waited_while_the_breaker_opened_fail_at_once():
-    """Five of twelve calls fail and open the breaker; the other seven fail at once."""
     async with harness(qwen=4, scripts={"qwen": [FAILED] * 20}, options={"qwen": ALONE}) as k:
         results = await asyncio.gather(*(k.chat("qwen") for _ in range(12)), return_exceptions=True)
         assert all(isinstance(error, Refused) for error in results)
@@ -398,7 +391,6 @@ async def test_calls_that_waited_while_the_breaker_opened_fail_at_once():
 
 
 async def test_a_failed_load_counts_once_however_many_wait_for_it():
-    """Eight calls wait for one load that fails. Only one failure counts, so the breaker stays closed."""
     async with harness(qwen=4, options={"qwen": {"fails": True}}) as k:
         results = await asyncio.gather(*(k.chat("qwen") for _ in range(8)), return_exceptions=True)
         assert all("fails to load because its options say so" in str(error) for error in results)
@@ -406,7 +398,6 @@ async def test_a_failed_load_counts_once_however_many_wait_for_it():
 
 
 async def test_three_decode_failures_in_a_row_reload_the_model_once():
-    """Two decode failures in a row may be temporary, so the model is kept. The third one reloads the model once."""
     failed = RuntimeError("llama_decode returned -3")
     async with harness(qwen=4, scripts={"qwen": [failed, failed, None, *[failed] * 4]}) as k:
         for number in range(6):
@@ -424,7 +415,6 @@ async def test_three_decode_failures_in_a_row_reload_the_model_once():
 
 
 async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
-    """The profile and the thinking mode change the engine's prompt. A field in the call overrides the profile."""
     reads = "{# reads /think and /no_think #}"
     written = reads + "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }}|{% endfor %}"
     profile = Profile(system="Be brief.", thinking=False, defaults={"max_tokens": 100})
@@ -446,7 +436,6 @@ async def test_a_client_profile_changes_the_prompt_that_the_engine_receives():
 
 
 async def test_a_client_in_cooldown_gets_retry_after():
-    """The client has set the cooldown itself with its last call. Other clients are answered meanwhile."""
     async with harness(qwen=4) as k:
         await k.chat("qwen", x_client_id="bot", x_cooldown=10)
         k.clock.now += 4
@@ -458,7 +447,6 @@ async def test_a_client_in_cooldown_gets_retry_after():
 
 
 async def test_a_task_is_served_by_its_first_candidate_unless_another_is_warm():
-    """With `pin_primary` the first one always serves the task."""
     tasks = {"free": Task(("a", "b")), "pinned": Task(("a", "b"), pin_primary=True)}
     async with harness(ServingConfig(tasks=tasks), a=12, b=12) as k:
         await k.chat("b")
@@ -569,7 +557,6 @@ async def test_the_catalogues_keep_alive_counts_in_serving():
 
 
 async def test_a_full_queue_has_a_place_for_a_client_with_few_calls():
-    """The newest call of the client with most calls is refused, and nothing remains of it."""
     gate = asyncio.Event()
     scripts, settings = {"qwen": [gate] * 9}, {"gpu_serve_queue": 2}
     async with harness(qwen=4, scripts=scripts, options={"qwen": ALONE}, settings=settings) as k:
@@ -589,7 +576,6 @@ async def test_a_full_queue_has_a_place_for_a_client_with_few_calls():
 
 
 async def test_models_and_tasks_are_listed_and_the_state_has_the_cloud_guard():
-    """The list of models has the tasks under the names that calls use, such as `task:classify`."""
     serving = ServingConfig(tasks={"sum": Task(("qwen",))})
     async with harness(serving, qwen=4, guard=CloudGuard(None, False)) as k:
         rows = {row["id"]: row["x_gpu"] for row in k.gateway.models()}

@@ -187,7 +187,6 @@ def test_no_minute_has_more_tokens_than_the_limit(calls):
 
 
 def test_a_key_acts_on_nothing_else():
-    """A key only calls models. It evicts nothing, changes no setting, reads no log, and ends no other visitor's job."""
     k = Harness(qwen=4, keys=lambda: KEYS)
     visitor = visitor_of(KEYS, BOT, read_only=False)
     assert visitor == Visitor("key:bot", False, may_call=True, api_only=True)

@@ -50,9 +50,7 @@ async def test_a_chat_has_the_probability_of_each_token(name, sources):  # noqa:
                 streamed += (part["logprobs"] or {"content": []})["content"]
         assert streamed == tokens
         [none] = (await k.chat(name, "hello", **GREEDY, logprobs=True)).json["choices"]
-        assert [token["top_logprobs"] for token in none["logprobs"]["content"]] == [[]] * len(
-            tokens
-        )
+        assert not any(token["top_logprobs"] for token in none["logprobs"]["content"])
 
 
 @both
@@ -86,9 +84,8 @@ async def test_a_completion_has_the_probabilities_in_its_own_format(name, source
             assert "".join(found["tokens"]) == choice["text"]
             for text, offset in zip(found["tokens"], found["text_offset"], strict=True):
                 assert choice["text"][offset : offset + len(text)] == text
-            for text, logprob, top in zip(
-                found["tokens"], found["token_logprobs"], found["top_logprobs"], strict=True
-            ):
+            scored = zip(found["tokens"], found["token_logprobs"], strict=True)
+            for (text, logprob), top in zip(scored, found["top_logprobs"], strict=True):
                 assert top[text] == logprob and len(top) in (2, 3)
         for refused in ({"logprobs": 21}, {"logprobs": True}):
             with pytest.raises(Refused, match="logprobs"):
@@ -128,22 +125,20 @@ async def test_a_stop_string_has_no_tokens(name, sources):  # noqa: F811
 
 
 async def test_the_figures_of_a_module_are_those_of_its_own_logits(sources):  # noqa: F811
+    """Those of the prompt, from its second token on, and those of the tokens that were written."""
     import torch
 
-    body = {"model": "writer", "prompt": "the quick", **GREEDY, "logprobs": 0}
+    body = {"model": "writer", "prompt": "the quick", **GREEDY, "logprobs": 0, "echo": True}
     async with with_models(sources, "writer") as k:
         [choice] = (await k.gateway.answer("completions", body)).json["choices"]
         with k.rt.use("writer") as module, torch.no_grad():
-            prompt = module.tokenizer("the quick")["input_ids"]
-            written = module.generate(
-                torch.tensor([prompt]), max_new_tokens=8, do_sample=False, top_k=None
-            )[0]
-            logs = module(written[None, :-1]).logits[0].log_softmax(-1)[len(prompt) - 1 :]
-            expected = [
-                float(row[number]) for row, number in zip(logs, written[len(prompt) :], strict=True)
-            ]
+            prompt = torch.tensor([module.tokenizer("the quick")["input_ids"]])
+            options = {"max_new_tokens": 8, "do_sample": False, "top_k": None}
+            [written] = module.generate(prompt, **options)
+            logs = module(written[None, :-1]).logits[0].log_softmax(-1)
+            expected = logs.gather(1, written[1:, None])[:, 0].tolist()
             assert not module._forward_hooks, "the hook that reads the logits is removed"
-        assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=1e-4)
+        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected, abs=1e-4)
 
 
 def test_logits_without_a_token_are_left_out(sources):  # noqa: F811
@@ -195,10 +190,8 @@ async def test_the_figures_of_a_gguf_are_those_of_the_library(sources):  # noqa:
     model.close()
     assert choice["text"] == own["text"]
     assert choice["logprobs"]["tokens"] == own["logprobs"]["tokens"]
-    for ours, theirs in zip(
-        choice["logprobs"]["token_logprobs"], own["logprobs"]["token_logprobs"], strict=True
-    ):
-        assert ours == pytest.approx(theirs, abs=1e-3)
+    theirs = own["logprobs"]["token_logprobs"]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(theirs, abs=1e-3)
 
 
 async def test_tokens_of_a_gguf_without_text_are_left_out():
@@ -251,8 +244,8 @@ async def test_a_prompt_that_is_scored_in_parts_has_the_same_figures(sources, mo
             parts = scored.of_prompt(module, tokens)
     assert [token.data for token in parts] == [token.data for token in whole]
     assert whole[0].logprob is parts[0].logprob is None and len(whole) == 50
-    for one, other in zip(parts[1:], whole[1:], strict=True):
-        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    logs = [[token.logprob for token in some[1:]] for some in (parts, whole)]
+    assert logs[0] == pytest.approx(logs[1], abs=1e-4)
 
 
 def test_a_prompt_of_a_gguf_has_the_figures_of_the_library(sources, monkeypatch):  # noqa: F811

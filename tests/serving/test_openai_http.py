@@ -58,7 +58,6 @@ async def test_a_host_of_a_fleet_has_the_routes_of_tokens():
 
 
 async def test_a_stream_is_passed_on_event_by_event():
-    """The caller gets the first event before the engine has made the last event."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         gate = asyncio.Event()
         there.answers = [[chunk("one "), gate, chunk("two"), END, "[DONE]"]]
@@ -111,7 +110,6 @@ CHUNKED = b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n"
     ],
 )
 async def test_an_engines_failure_is_reported(answer, why):
-    """The error has the engine's status and message, and counts as a failure of the model."""
     async with loopback() as there, harness(qwen=4, make_adapter=engine(there)) as k:
         there.answers = [answer]
         with refusal(503, match=why):
@@ -338,7 +336,6 @@ async def test_a_cloud_that_was_requested_is_never_blocked():
 
 
 async def test_a_cloud_without_address_or_key_says_which_variable_is_missing():
-    """The refusal names the missing variable. The key of one provider is never sent to another provider."""
     async with harness(qwen=4, environment={"OPENAI_API_KEY": "s3cret"}) as k:
         for model, missing in (
             ("claude:sonnet", "no CLAUDE_API_KEY"),

@@ -88,7 +88,6 @@ def test_calls_of_which_none_can_start_are_not_sorted():
 
 
 def test_a_cold_model_is_loaded_once_and_its_load_blocks_no_other():
-    """At most MAX_LOADS loads run at once."""
     waiting = [call(1, "a"), call(2, "a"), call(3, "b")]
     assert next_steps(waiting, {}, 0.0) == NextSteps(load=("a", "b"))
     busy = {f"busy{n}": LOADING for n in range(MAX_LOADS - 1)}
@@ -128,7 +127,6 @@ engines = st.fixed_dictionaries({}, optional=dict.fromkeys(MODELS, engine))
 
 @given(calls, engines, st.floats(500, 1000))
 def test_no_engine_runs_more_than_it_can_and_only_warm_ones_run(waiting, engines, now):
-    """For any waiting calls and any engine states, started calls fit the concurrency and loads are of cold models."""
     out = next_steps(waiting, engines, now)
     model = {call.key: call.model for call in waiting}
     for name in MODELS:
@@ -196,7 +194,6 @@ CLASSES, STATES = st.sampled_from(sorted(IMPORTANCE.values())), st.sampled_from(
 
 @given(CLASSES, CLASSES, eighths, eighths, STATES, STATES)
 def test_a_call_after_the_ageing_bound_never_starts_first(mine, theirs, after, later, place, other):
-    """For all importances, and all states of the two models."""
     first = Waiting(1, "a", mine, 0.0)
     second = Waiting(2, "b", theirs, overtaken_for_seconds(mine, theirs) + after)
     now = second.arrived + later
@@ -205,7 +202,6 @@ def test_a_call_after_the_ageing_bound_never_starts_first(mine, theirs, after, l
 
 
 def test_clients_take_turns():
-    """A client with many calls delays another client's call by only one of its calls."""
     greedy = [call(key, client="greedy") for key in (1, 2, 3, 4)]
     others = [call(5, client="ann"), call(6, client="bob"), call(7, client="ann")]
     assert keys(greedy + others, {"a": WARM}) == [1, 5, 6, 2, 7, 3, 4]
@@ -233,7 +229,6 @@ ARRIVALS = st.lists(st.tuples(CLIENTS, st.sampled_from(sorted(IMPORTANCE))), max
 
 @given(ARRIVALS, st.integers(1, 6))
 def test_no_client_is_refused_while_another_one_has_more_calls_of_its_class(arrivals, limit):
-    """The queue is never longer than its limit, and no call leaves it for a less important one."""
     waiting: list[Waiting] = []
     for key, (client, importance) in enumerate(arrivals):
         new = call(key, importance=importance, client=client)

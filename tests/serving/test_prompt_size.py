@@ -49,7 +49,6 @@ def test_images_do_not_count_as_text():
 
 
 async def test_a_prompt_that_cannot_fit_is_refused_before_its_turn():
-    """A prompt with too many characters for the model's context is refused, and the model is not loaded."""
     spec = ModelSpec(QWEN, "fake", options={"context_length": 8})
     with pytest.raises(Refused, match="its context is 8 tokens; the prompt has 39 or more"):
         require_room(read_call("chat", chat("x" * 10_000)), spec)
@@ -109,7 +108,6 @@ async def test_a_long_prompt_that_cannot_fit_takes_no_turn_of_a_model_whose_toke
 
 
 async def test_counting_before_the_turn_ends_with_the_call():
-    """If the caller disconnects, the thread that counts the tokens of its prompt stops soon."""
     counts, goes_on = threading.Event(), threading.Event()
 
     def wait() -> None:
@@ -130,7 +128,6 @@ async def test_counting_before_the_turn_ends_with_the_call():
 
 
 def test_an_embedding_ends_with_its_caller():
-    """A call may have 2,048 texts. Once its caller has left, no further text is embedded."""
 
     class Module(SimpleNamespace):
         __hash__ = object.__hash__

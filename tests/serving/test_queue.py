@@ -127,7 +127,6 @@ async def test_calls_start_by_importance_when_a_place_is_free():
 
 
 async def test_models_change_when_their_calls_are_done_not_after_each():
-    """Eight calls of a and b alternate, with room for one model: two loads, and not eight."""
     shelf = Shelf()
     async with done(shelf):
         answers = [shelf.call(model, name=f"{model}{n}") for n in range(4) for model in "ab"]
@@ -142,7 +141,6 @@ async def test_models_change_when_their_calls_are_done_not_after_each():
 
 
 async def test_a_waiting_load_blocks_neither_other_models_nor_earlier_calls():
-    """The load of b waits for the eviction of a. Meanwhile further calls of a and of c run."""
     shelf = Shelf("a", "c", room=2)
     async with done(shelf):
         running = [shelf.call("a"), shelf.call("c")]
@@ -185,7 +183,6 @@ async def test_a_steady_stream_of_a_warm_model_does_not_keep_a_cold_one_out():
 
 
 async def test_a_failed_load_fails_all_waiting_calls_and_counts_once():
-    """Three calls wait for a load that fails. One gets the error itself, and the other two get LoadShared."""
     shelf = Shelf()
     answers = [shelf.call("a") for _ in range(3)]
     await settle()
@@ -231,7 +228,6 @@ async def test_a_more_important_call_requests_the_model_again():
 
 
 async def test_a_full_queue_gives_a_retry_time():
-    """The retry time follows from the rate at which calls ended recently."""
     shelf = Shelf("a", limit=2)
     async with done(shelf):
         answers = []
@@ -255,7 +251,6 @@ actions = st.lists(st.tuples(KINDS, st.integers(0, 7)), max_size=40)
 
 @given(actions, st.integers(1, 2))
 def test_nothing_remains_of_any_call_however_it_ends(actions, concurrency):
-    """Calls end, are cancelled at any moment, or fail to load. No place is lost, and no pin outlives its calls."""
 
     @in_loop
     async def play() -> None:

@@ -33,7 +33,6 @@ def lines(tmp_path):
 
 
 def test_each_outcome_has_one_line(lines):
-    """An answer, a stream, a refusal, a broken stream, and callers that left before and during their answers."""
 
     @in_loop
     async def story():

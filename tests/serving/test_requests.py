@@ -48,7 +48,6 @@ def test_a_plain_body_reaches_the_engine_as_it_was_sent(kind):
 
 
 def test_our_fields_are_read_and_no_engine_sees_them():
-    """The `x_*` fields are removed from the body, because engines refuse fields that they do not know."""
     ours = {
         "x_client_id": "bot", "x_priority": "high", "x_stay_warm": 60, "x_cooldown": 5,
         "x_thinking": False, "x_budget": 2.5,
@@ -62,7 +61,6 @@ def test_our_fields_are_read_and_no_engine_sees_them():
 
 @pytest.mark.parametrize("name", ["X_PRIORITY", "x-priority", "X-Priority"])
 def test_our_fields_are_recognized_in_any_spelling(name):
-    """A field such as `X-Priority`, in the spelling of a header, is read as `x_priority`."""
     assert read_call("chat", CHAT | {name: 1}) == Call("chat", "qwen", CHAT, importance=1)
 
 
@@ -71,7 +69,6 @@ def test_our_fields_are_recognized_in_any_spelling(name):
     "X_Priority",
 ]), ANYTHING, max_size=4))  # fmt: skip
 def test_whatever_our_fields_hold_the_engine_sees_none_of_them(ours):
-    """Any value of the `x_*` fields is accepted, or refused with a 400."""
     try:
         call = read_call("chat", CHAT | ours)
     except Refused as refused:
@@ -187,7 +184,6 @@ def test_our_own_word_on_thinking_counts_before_an_effort(more, thinks):
     ("embeddings", {"stream": True}, "stream"),
 ])  # fmt: skip
 def test_the_refusal_names_the_field(kind, change, param):
-    """The refusal has the name of the invalid field in the caller's own spelling."""
     refused = refusal(kind, ASKS[kind] | change)
     assert (refused.status, refused.facts["param"]) == (400, param)
     assert param in refused.message

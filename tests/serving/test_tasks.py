@@ -102,7 +102,6 @@ choices = st.lists(
 
 @given(choices, st.booleans())
 def test_the_guard_never_removes_the_first(choices, allow_cloud):
-    """The first choice is deliberate, so it stays even if it is a cloud. All later clouds are removed."""
     left = guarded(choices, allow_cloud)
     kept = [one for at, one in enumerate(choices) if allow_cloud or not one.cloud or at == 0]
     assert left == tuple(kept)
@@ -116,7 +115,6 @@ def test_the_guard_never_removes_the_first(choices, allow_cloud):
 def test_the_chain_is_the_requested_model_then_small_contexts_then_clouds(
     others, allow_cloud, contexts
 ):
-    """Each model is listed once. Local models with an unknown context come after those with a known context."""
     found = chain("q", others, contexts.get, lambda name: ":" not in name, lambda: allow_cloud)
     assert found[0] == Choice("q") and len({choice.model for choice in found}) == len(found)
     local = [contexts.get(choice.model, 99) for choice in found[1:] if not choice.cloud]
@@ -136,7 +134,6 @@ def test_a_clouds_address_and_key_are_environment_variables_of_its_name():
 
 
 def test_the_guard_survives_restarts_and_is_seeded_once(tmp_path):
-    """A value that was set over HTTP stays valid after a restart, whatever the environment says then."""
     path = tmp_path / "state" / "serving.json"
     assert CloudGuard(path, True).allowed and not CloudGuard(path, False).allowed
     CloudGuard(path, True).allow(False)
@@ -149,7 +146,6 @@ def test_the_guard_survives_restarts_and_is_seeded_once(tmp_path):
     "text", ["", "{", "[]", '{"allowCloudFallback": "yes"}', '{"allow": true}']
 )
 def test_an_unreadable_guard_allows_no_cloud(tmp_path, text):
-    """The file shows that a value was set, but the value is unknown. So no cloud is allowed."""
     path = tmp_path / "serving.json"
     path.write_text(text)
     assert not CloudGuard(path, True).allowed
@@ -162,7 +158,6 @@ def test_the_guard_is_true_or_false(tmp_path, value):
 
 
 def test_the_file_has_tasks_clients_stand_ins_and_names(tmp_path):
-    """`tasks.yaml` is read as the docstring of the module `tasks` and the README show it."""
     file = tmp_path / "tasks.yaml"
     file.write_text("""
 tasks:

@@ -13,7 +13,6 @@ from tests.serving.loops import until
 
 
 async def test_values_arrive_in_order_and_the_error_last():
-    """The reader gets all values that were emitted before the error, and then the error."""
 
     def work(emit, cancelled):
         for n in range(100):
@@ -56,7 +55,6 @@ async def test_a_reader_that_stops_ends_the_work_and_waits_for_its_end(how):
 
 
 async def test_one_value_from_a_thread():
-    """`in_thread` returns the result of the work, or raises its error."""
     assert await in_thread(lambda: 7) == 7
     with pytest.raises(ZeroDivisionError):
         await in_thread(lambda: 1 / 0)

@@ -137,7 +137,6 @@ def test_the_template_shows_the_format(template, format):
 
 
 def test_the_choice_of_tools():
-    """An invalid tool or choice is refused with the name of its field."""
     tools = [tool("weather"), tool("time")]
     assert tools_of({"tools": tools}) == TOOLS
     assert tools_of({"tools": tools, "tool_choice": "none"}) == Tools()
@@ -161,7 +160,6 @@ SAID = 'See: <tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_cal
 
 
 async def test_an_answer_has_its_tool_calls_apart_from_its_text():
-    """The model of this test repeats the last message. A stream has the same calls as a whole answer."""
     async with harness(qwen=4, options={"qwen": {"chat_template": TEMPLATE}}) as k:
         [choice] = (await k.chat("qwen", SAID, tools=[tool("time")])).json["choices"]
         message = choice["message"]
@@ -230,7 +228,6 @@ async def test_an_operator_may_let_tools_be_left_out():
 
 @pytest.mark.parametrize("left_out", [False, True])
 async def test_tools_are_left_out_for_an_engine_too(left_out):
-    """An engine with a known template gets the body without them."""
     async with loopback() as there:
 
         def make(value: Any, spec: Any, http: Any) -> Any:

@@ -137,7 +137,6 @@ PATHS = [
 
 @pytest.mark.parametrize(("path", "body", "field"), PATHS)
 def test_the_message_names_a_field_that_is_in_the_body(path, body, field):
-    """Each route translates its body into that of a chat, whose fields have other names."""
     with served() as (http, _):
         answer = http.post(path, json={"model": "qwen", **body})
         error = answer.json()["error"]
