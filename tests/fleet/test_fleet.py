@@ -412,15 +412,6 @@ def test_a_killed_controller_loses_nothing(empty):
     assert empty._ask_controller("wishes") == before
 
 
-def test_a_drained_host_takes_no_model(empty):
-    empty.drain("box2")
-    try:
-        with empty.use("thirty") as model:
-            assert model.host != "box2"
-    finally:
-        empty.drain("box2", undo=True)
-
-
 @pytest.fixture(scope="module")
 def console(fleet, hosts):
     """The page of `gpu console --fleet` in Chromium."""

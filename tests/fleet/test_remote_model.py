@@ -70,9 +70,7 @@ def world(monkeypatch) -> World:
 
 @pytest.mark.parametrize("error", [cluster.Gone("its node"), NodeLost("m", "box1", "gone")])
 def test_with_retry_the_calls_of_the_block_run_again_in_their_order(world, error):
-    """The model on the other host has not seen the earlier calls of the block. The answer shows
-    that they were repeated there first.
-    """
+    """The answer shows that the earlier calls of the block were repeated on the other host first."""
     with FleetUse(world, "m", None, None, True) as model:
         assert model.tell(1) == [1] and model.tell(2) == [1, 2]
         world.dies_with = error

@@ -11,9 +11,7 @@ from tests.worlds import WALL, book, lease, owner, world
 
 
 def test_a_moment_lists_the_claims_on_a_device():
-    """A moment lists models of the same name in two processes. A model that moves counts on both devices.
-    Two runtimes of one process have one label.
-    """
+    """A model that moves counts on both devices. Two runtimes of one process have one label."""
     twin = owner(1, serial=2)
     page = book(
         lease("a", sim0=3),
@@ -23,15 +21,9 @@ def test_a_moment_lists_the_claims_on_a_device():
     page = page.with_section(Section(twin, (replace(lease("a", sim0=1), owner=twin.id),)))
     devices = world(sim0=20, sim1=20, host=64)
     zero, one, host = moments_of(views(page, devices), page.sections.values(), WALL)
-    assert zero == Moment(
-        WALL,
-        "sim:0",
-        20 * GIB,
-        20 * GIB,
-        13 * GIB,
-        Level.MODERATE,
-        claims={"a@1": 4 * GIB, "a@2": 8 * GIB, "b@2": GIB},
-    )
+    claims = {"a@1": 4 * GIB, "a@2": 8 * GIB, "b@2": GIB}
+    sizes = (20 * GIB, 20 * GIB, 13 * GIB)
+    assert zero == Moment(WALL, "sim:0", *sizes, Level.MODERATE, claims=claims)
     assert (one.claims, host.claims) == ({"b@2": GIB}, {})
     assert (zero.claimed_bytes, zero.peak_bytes) == (13 * GIB, 13 * GIB)
 
@@ -77,9 +69,8 @@ def test_the_last_moment_before_a_change_is_kept_once_so_that_the_chart_shows_a_
 
 
 FIGURES = dict(utilisation_percent=20.0, temperature_celsius=60.0, power_watts=100.0)
-NOISE = dict(
-    measured_bytes=GIB // 20, utilisation_percent=5.0, temperature_celsius=2.0, power_watts=10.0
-)
+NOISE = dict(utilisation_percent=5.0, temperature_celsius=2.0, power_watts=10.0)
+NOISE["measured_bytes"] = GIB // 20
 
 
 def is_kept(before, **change):
@@ -112,15 +103,13 @@ def test_noise_is_no_change_and_drift_is():
     """Figures are compared with the last moment that was kept, not with the last moment that was measured."""
     changes = ChangeFilter(1000.0)
     changes.select([moment(0.0, power_watts=100.0)])
-    assert not any(
-        changes.select([moment(float(n), power_watts=100.0 + n % 3)]) for n in range(1, 20)
-    )
+    noise = [moment(float(n), power_watts=100.0 + n % 3) for n in range(1, 20)]
+    assert not any(changes.select([one]) for one in noise)
     assert any(changes.select([moment(20.0 + n, power_watts=100.0 + 3 * n)]) for n in range(1, 5))
 
 
 def test_each_device_is_filtered_for_itself():
     changes = ChangeFilter(30.0)
     changes.select([moment(0.0), moment(0.0, device="cuda:1")])
-    assert [
-        one.device for one in changes.select([moment(2.0), moment(2.0, 9, device="cuda:1")])
-    ] == ["cuda:1"]
+    kept = changes.select([moment(2.0), moment(2.0, 9, device="cuda:1")])
+    assert [one.device for one in kept] == ["cuda:1"]
