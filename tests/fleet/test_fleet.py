@@ -97,13 +97,6 @@ def test_a_model_goes_to_the_host_that_holds_it_on_one_card(empty):
     assert held_by(empty, "box1") == ["seventy"]
 
 
-def test_the_best_fit_is_chosen(empty):
-    """30 GiB leave the least room on a card of 40 GiB. Among equal hosts, the name decides."""
-    with empty.use("thirty") as model:
-        assert model.host == "box2"
-        assert [offer.host for offer in empty.plan("thirty")][0] == "box2"
-
-
 def test_every_host_tells_its_room(empty):
     """If a fleet has more than eight hosts, all hosts are asked for their room. Then the best eight make a plan."""
     rooms, missing = empty._hosts.ask("room", "thirty", 0, group="offers", hosts=empty.hosts())

@@ -39,11 +39,8 @@ def every_call(rt):
 def test_without_a_gate_every_request_is_refused(rt):
     http = client(rt, visitor=None)
     calls = every_call(rt)
-    assert {path for _, path in calls} >= {
-        "/memory/stats", "/v1/chat/completions", "/metrics", "/health",
-    }  # fmt: skip
-    statuses = {(method, path): http.request(method, path).status_code for method, path in calls}
-    assert {call for call, status in statuses.items() if status != 401} == set()
+    assert len(calls) > 40
+    assert [call for call in calls if http.request(*call).status_code != 401] == []
 
 
 def test_a_viewer_may_read_every_route_but_logs_and_act_on_none(rt):
@@ -331,18 +328,18 @@ def test_metrics_count_the_problems_of_each_kind(rt):
 
 def test_metrics_count_allocator_retries_and_out_of_memory_errors(rt, monkeypatch):
     """For each process and card, because a sum over processes would fall when a process ends."""
-    me = rt._session.me
     rt.register("a", backend="fake", size="1GiB")
     rt.preload("a")
-    found = (
-        AllocatorMap(me, "sim:0", 0.0, 5, 9, alloc_retries=3, ooms=2),
-        AllocatorMap("gone", "sim:0", 0.0, 5, 9, alloc_retries=30, ooms=20),
-    )
+    found = [
+        AllocatorMap(owner, "sim:0", 0.0, 5, 9, alloc_retries=3, ooms=2)
+        for owner in (rt.status().owner.id, "gone")
+    ]
     monkeypatch.setattr(type(rt), "allocator_maps", lambda self: found)
     figures = samples(client(rt).get("/metrics").text)
-    pid = str(os.getpid())
-    assert figures["gpu_allocator_retries_total", *sorted((pid, "sim:0"))] == 3
-    assert figures["gpu_allocator_out_of_memory_total", *sorted((pid, "sim:0"))] == 2
+    labels = sorted((str(os.getpid()), "sim:0"))
+    mine = {name: value for (name, *of), value in figures.items() if of == labels}
+    assert mine["gpu_allocator_retries_total"] == 3
+    assert mine["gpu_allocator_out_of_memory_total"] == 2
     assert sum(name == "gpu_allocator_retries_total" for name, *_ in figures) == 1
 
 

@@ -6,7 +6,6 @@ The tests check which model answers, which calls are refused, and that nothing r
 import asyncio
 import contextlib
 import threading
-from contextlib import asynccontextmanager
 
 import pytest
 
@@ -344,43 +343,28 @@ async def test_a_client_whose_calls_kill_the_engine_does_not_close_it_for_others
         assert k.gateway.state().breakers["qwen"].state == "closed"
 
 
-@asynccontextmanager
-async def broken():
-    """A gateway with one model, whose last five calls have failed."""
+async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
+    """If a cancelled probe blocked the next probe, the model would never get calls again."""
     async with harness(qwen=4, scripts={"qwen": [FAILED] * 5}) as k:
         for _ in range(5):
             with pytest.raises(Refused):
                 await k.chat("qwen")
-        yield k
-
-
-async def test_five_failures_open_the_breaker_and_one_probe_closes_it():
-    async with broken() as k:
-        calls_before = len(k.log)
+        begun = len(k.log)
         with refusal(503, "breaker_open", retry_after=30.0):
             await k.chat("qwen")
-        assert len(k.log) == calls_before
+        assert len(k.log) == begun, "it fails at once"
         k.clock.now += 30.0
         gate = asyncio.Event()
-        k.scripts["qwen"] = [gate]
-        probe = asyncio.ensure_future(k.chat("qwen"))
-        await until(lambda: len(k.log) > calls_before)
-        with pytest.raises(Refused, match="left alone"):
-            await k.chat("qwen")
-        gate.set()
+        k.scripts["qwen"] = [gate, gate]
+        for ends in (asyncio.Task.cancel, lambda probe: gate.set()):
+            begun = len(k.log)
+            probe = asyncio.ensure_future(k.chat("qwen"))
+            await until(lambda begun=begun: len(k.log) > begun)
+            with pytest.raises(Refused, match="left alone"):
+                await k.chat("qwen")
+            ends(probe)
+            await asyncio.gather(probe, return_exceptions=True)
         assert answer_text(await probe) == answer_text(await k.chat("qwen")) == "one two three"
-
-
-async def test_after_a_cancelled_probe_the_next_call_probes():
-    """If a cancelled probe blocked the next probe, the model would never get calls again."""
-    async with broken() as k:
-        k.clock.now += 30.0
-        k.scripts["qwen"] = [asyncio.Event()]
-        probe = asyncio.ensure_future(k.chat("qwen"))
-        await until(lambda: k.log[-1] != "qwen ended")
-        probe.cancel()
-        await asyncio.gather(probe, return_exceptions=True)
-        assert answer_text(await k.chat("qwen")) == "one two three"
 
 
 async def test_calls_that_waited_while_the_breaker_opened_fail_at_once():

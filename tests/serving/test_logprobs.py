@@ -1,17 +1,14 @@
 """The probabilities of the tokens that real small models write, against the models' own figures."""
 
-import json
 import math
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from openai.types.chat import ChatCompletion
-from openai.types.responses import Response
 
 from gpu_runtime.backends.llama_cpp import worker
 from gpu_runtime.facts import ModelSpec
-from gpu_runtime.serving.api.responses import ResponsesWriter, chat_of, response_of
 from gpu_runtime.serving.engines import scored_tokens
 from gpu_runtime.serving.engines.llama_cpp import LlamaCppAdapter
 from gpu_runtime.serving.engines.logprobs import LEAST, LogprobsWriter, Token, Unsent
@@ -51,27 +48,6 @@ async def test_a_chat_has_the_probability_of_each_token(name, sources):  # noqa:
         assert streamed == tokens
         [none] = (await k.chat(name, "hello", **GREEDY, logprobs=True)).json["choices"]
         assert not any(token["top_logprobs"] for token in none["logprobs"]["content"])
-
-
-@both
-async def test_a_response_has_the_probabilities_of_the_chat(name, sources):  # noqa: F811
-    """Whole and streamed, `/v1/responses` has the same tokens for its text as the chat route."""
-    include = ["message.output_text.logprobs"]
-    call = {"model": name, "input": "hello", "max_output_tokens": 8, "temperature": 0}
-    call |= {"include": include, "top_logprobs": 3}
-    async with with_models(sources, name) as k:
-        chat = {**GREEDY, "logprobs": True, "top_logprobs": 3}
-        [choice] = (await k.chat(name, "hello", **chat)).json["choices"]
-        answer = (await k.gateway.answer("chat", chat_of(call))).json
-        [item] = Response.model_validate(response_of(answer, call)).output
-        found = [token.model_dump() for token in item.content[0].logprobs]
-        assert found == choice["logprobs"]["content"]
-        reply = await k.gateway.answer("chat", chat_of({**call, "stream": True}))
-        lines = [event.decode() async for event in ResponsesWriter(call).events(reply)]
-        sent = [json.loads(line.partition("data: ")[2]) for line in lines]
-        deltas = [event for event in sent if event["type"] == "response.output_text.delta"]
-        assert [token for event in deltas for token in event["logprobs"]] == found
-        assert sent[-1]["response"]["output"][0]["content"][0]["logprobs"] == found
 
 
 @both

@@ -363,21 +363,20 @@ def test_probabilities_of_tokens_are_those_of_a_chat():
     with pytest.raises(Refused, match="logprobs"):
         generate_of({"model": "qwen", "prompt": "hi", "raw": True, "logprobs": True})
     entries = [{"token": t, "logprob": -1.0, "bytes": [1], "top_logprobs": []} for t in "ab"]
-    message = {"role": "assistant", "content": "ab"}
-    choice = {"message": message, "finish_reason": "stop", "logprobs": {"content": entries}}
-    assert whole({"choices": [choice]}, _chat_part)["logprobs"] == entries
-    assert "logprobs" not in whole({"choices": [{**choice, "logprobs": None}]}, _chat_part)
+    choice = {"message": {"role": "assistant", "content": "ab"}, "finish_reason": "stop"}
+    for scores in ({"content": entries}, None):
+        answer = whole({"choices": [{**choice, "logprobs": scores}]}, _chat_part)
+        assert answer.get("logprobs") == (scores and entries)
+
+    async def chunks() -> Any:
+        for entry in entries:
+            delta = {"content": entry["token"]}
+            yield {"choices": [{"delta": delta, "logprobs": {"content": [entry]}}]}
+        yield {"choices": [{"delta": {}, "finish_reason": "stop"}]}
 
     async def streamed() -> list[Any]:
-        async def chunks():
-            for entry in entries:
-                delta = {"content": entry["token"]}
-                yield {"choices": [{"delta": delta, "logprobs": {"content": [entry]}}]}
-            yield {"choices": [{"delta": {}, "finish_reason": "stop"}]}
-
-        events = chunks()
-        writer = _OllamaWriter(_chat_part, whole)
-        return [json.loads(line) async for line in writer.events(Reply("m", "m", "", None, events))]
+        reply = Reply("m", "m", "", None, chunks())
+        return [json.loads(line) async for line in _OllamaWriter(_chat_part, whole).events(reply)]
 
     first, second, last = asyncio.run(streamed())
     assert first["logprobs"] == entries[:1] and second["logprobs"] == entries[1:]

@@ -218,7 +218,6 @@ def test_an_error_in_the_file_is_named(tmp_path, text, line, field, problem):
 
 
 def test_a_file_that_a_setting_names_and_that_is_missing_is_logged(tmp_path, caplog):
-    """With a wrong path in GPU_TASKS the server started without any task, and said nothing."""
     tasks = TasksFile(tmp_path / "taks.yaml", Clock())
     assert tasks.content() == ServingConfig() and "there is no file" in caplog.text
     caplog.clear()
