@@ -32,7 +32,6 @@ def by_pid(frame) -> list[tuple]:
 
 
 def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
-    """Each process makes a map of its own allocator, and all processes can read all maps."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     holes(a)
     loaded(b, qwen="4GiB")
@@ -47,7 +46,6 @@ def test_everybodys_maps_are_told_by_owner(runtime, shared_book):
 
 
 def test_unknown_is_not_zero(runtime, shared_book):
-    """A process that holds memory but published no map has a row with unknown figures."""
     a, b = (runtime(ledger=shared_book, monitor=False) for _ in "ab")
     loaded(b, qwen="4GiB")
     assert by_pid(a.fragmentation()) == [("sim:0", None, None, None)]
@@ -56,7 +54,6 @@ def test_unknown_is_not_zero(runtime, shared_book):
 
 
 def test_the_frame_tells_what_defragmenting_would_give(runtime):
-    """The frame has the largest free block and, beside it, the largest request that would fit."""
     rt = runtime(monitor=False)
     holes(rt, 12)  # two segments of 20 MiB
     row = rt.fragmentation().iloc[0]
@@ -74,7 +71,6 @@ def test_the_frame_tells_what_defragmenting_would_give(runtime):
 
 
 def test_a_map_is_published_at_a_calm_pace(runtime, shared_book, clock):
-    """The first change is published at once, and later changes together. Nothing is published if nothing changed."""
     rt = fakes(runtime(ledger=shared_book, monitor=False, clock=clock), a="1GiB", b="1GiB")
     assert not rt._session.maps.publish()
     rt.preload("a")
@@ -120,7 +116,6 @@ def kept_cache(rt, size: str) -> None:
 
 
 def test_another_process_is_defragmented_by_asking_it(runtime, shared_book):
-    """The process is named by its pid or by one of its models. Its answer has the bytes that were freed."""
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     loaded(a, qwen="1GiB")
     for name in (f"qwen@{os.getpid()}", "qwen"):
@@ -180,7 +175,6 @@ def test_an_unknown_process_is_refused_with_the_known_ones(runtime, shared_book)
 
 
 def test_defragmenting_is_an_event_with_the_person_who_did_it(runtime, shared_book):
-    """A defragmentation of this process or another one is an event, if it frees anything."""
     a, b = (runtime(ledger=shared_book) for _ in "ab")
     loaded(a, qwen="1GiB")
     b.defrag(timeout=PATIENCE)

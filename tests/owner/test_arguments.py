@@ -458,14 +458,12 @@ def test_an_option_that_is_none_is_left_out():
 
 
 def test_a_long_value_is_quoted_in_part():
-    """An error quotes only a part of a long value. In an earlier version, error messages of 300 kB occurred."""
     error = BadSize("x" * MANY)
     assert len(str(error)) < 300
     assert len(str(GpuError("x" * MANY))) == MOST_MESSAGE
 
 
 def test_a_message_can_be_printed_and_stored():
-    """The message contains any text: for example a path of another encoding, or the message of a library."""
     assert str(GpuError("no \udce9.gguf\n  \x1b[31mType this")) == (
         "no \\udce9.gguf\n  \\x1b[31mType this"
     )

@@ -78,7 +78,6 @@ def test_every_verb_knows_a_catalogued_model_before_it_is_loaded(shelf):
 
 
 def test_reading_registers_no_model_in_this_process(shelf):
-    """`plan`, `why` and `models` read the catalogue without registering a model."""
     rt = shelf()
     rt.plan("qwen3:8b")
     rt.models()
@@ -86,7 +85,6 @@ def test_reading_registers_no_model_in_this_process(shelf):
 
 
 def test_models_lists_the_catalogue_once_and_as_on_disk(shelf, shared_book):
-    """A model that another process has loaded has one row, which names that process as the owner."""
     one, two = shelf(ledger=shared_book), shelf("", ledger=shared_book)
     one.preload("org/llama")
     two.register("own", backend="fake", size="1GiB")
@@ -97,7 +95,6 @@ def test_models_lists_the_catalogue_once_and_as_on_disk(shelf, shared_book):
 
 
 def test_a_change_takes_effect_at_the_next_load(shelf, file):
-    """A change of the catalogue takes effect at the next load. A model that is already loaded does not change."""
     rt = shelf()
     rt.preload("qwen3:8b")
     rt.apply(file(DRILLS.replace("14GiB", "12GiB")))
@@ -157,7 +154,6 @@ def test_a_disabled_model_is_refused_and_nothing_is_evicted_for_it(shelf):
 
 
 def test_a_model_without_its_engine_is_refused_and_nothing_is_evicted_for_it(shelf, monkeypatch):
-    """The error names the package to install. Models on the card stay where they are."""
     monkeypatch.setattr("shutil.which", lambda name: None)
     rt = shelf(DRILLS + "  far: {runtime: ollama, memory: 20GiB}\n")
     rt.preload("qwen3:8b")
@@ -169,7 +165,6 @@ def test_a_model_without_its_engine_is_refused_and_nothing_is_evicted_for_it(she
 
 @pytest.mark.parametrize("backend", ["tgi", "sglang"])
 def test_a_model_with_an_unknown_backend_is_planned_and_not_loaded(shelf, backend):
-    """It is planned with its declared size. A load is refused, and no model is evicted."""
     rt = shelf(DRILLS + f"  far: {{runtime: {backend}, memory: 20GiB}}\n")
     rt.preload("qwen3:8b")
     plan = rt.plan("far")
@@ -234,7 +229,6 @@ def test_an_unreadable_catalogue_fails_only_requests_that_need_it(shelf, place, 
 
 
 def test_a_command_does_not_load_a_model_that_would_end_with_it(shelf, shared_book):
-    """The process that has the model gets the request. If there is none, the error says what to type."""
     rt, command = shelf(ledger=shared_book), shelf("", ledger=shared_book)
     command.guest = True
     with pytest.raises(NotLoaded, match="%gpu load qwen3:8b"):
@@ -256,7 +250,6 @@ STRANGE = (
 @pytest.mark.thorough
 @pytest.mark.parametrize("field", sorted({*Fields.model_fields, "x-own"}))
 def test_any_value_of_a_field_is_an_error_or_a_lawful_book(runtime, tmp_path, field):
-    """The book can store every value that the catalogue accepts. Other values are printable errors."""
     file = tmp_path / "models.json"
     for value in STRANGE:
         rt = runtime(catalog=str(tmp_path / "catalog"), monitor=False)

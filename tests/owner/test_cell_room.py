@@ -59,7 +59,6 @@ def on_card(rt) -> int:
 
 
 def test_a_cell_finds_free_what_it_took_at_its_peak_the_last_time(two):
-    """Before the cell runs, the other notebook's idle model has left and the kernel's lease claims the room."""
     rt, kernel, _ = two
     keep(kernel, torch.zeros(4 * FLOATS))
     held = own(rt)["sim:0"]

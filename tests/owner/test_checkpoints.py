@@ -198,7 +198,6 @@ def test_a_process_without_cuda_is_not_parked(rt, driver):
 
 
 def test_unknown_bytes_are_not_parked(rt, driver):
-    """A process whose bytes are unknown is not parked, since no room could be leased for its return."""
     assert "does not report how much" in refusal(rt, driver.process(_0=None))
 
 

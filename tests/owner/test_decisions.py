@@ -60,15 +60,6 @@ def test_what_else_was_considered_is_kept_out_of_the_page(runtime):
     assert [event.action for event in rt.why("a")] == ["loaded", "granted"]
 
 
-def test_the_last_few_are_found_among_many(runtime):
-    rt = loaded(runtime(), a="1GiB")
-    for _ in range(5):
-        rt.evict("a")
-        rt.preload("a")
-    assert [event.action for event in rt.decisions(3)] == ["granted"] * 3
-    assert rt.decisions(0) == () and len(rt.decisions(None)) == 6
-
-
 # -- who asked ----------------------------------------------------------------------------------------------------
 @pytest.fixture
 def two(runtime, shared_book):
@@ -95,7 +86,6 @@ def test_what_a_console_asks_is_told_with_the_person_before_it(two):
 
 
 def test_what_is_done_in_a_notebook_for_somebody_is_told_as_well(runtime):
-    """The console inside a notebook acts on models of its own process. The event names the person as well."""
     rt = fakes(runtime(devices="sim:2x24GiB,host:64GiB"), qwen="10GiB")
     ann = f"ann ({rt.status().owner.user}, {rt.status().owner.label})"
     with rt.on_behalf_of("ann"):
@@ -121,7 +111,6 @@ def test_what_a_notebook_does_for_itself_has_nobody_else_to_name(runtime):
 
 
 def test_what_was_asked_in_vain_is_told(two):
-    """A console's request that failed is one event with the person's name, however often it was checked."""
     kernel, console = two
     with kernel.use("qwen"), console.on_behalf_of("ann"), pytest.raises(StillInUse):
         console.evict("qwen")

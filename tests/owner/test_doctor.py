@@ -49,7 +49,6 @@ def test_it_names_the_last_refusals_and_what_is_drained(runtime):
 
 @pytest.mark.parametrize("secret", ["s3cretpassw0rd", "hf_abcdefghijklmnopqrstuvwxyz"])
 def test_no_password_and_no_token_is_in_it(runtime, environment, secret):
-    """The report contains no secret. Secrets can be in a URL, in a setting, or in the reason of a refusal."""
     rt = runtime(devices="sim:16GiB")
     environment.setenv("HF_TOKEN", secret)
     rt._session.ledger.url = f"redis://ops:{secret}@box:6379/0?password={secret}"

@@ -160,7 +160,6 @@ def test_a_name_with_a_size_can_be_planned_with_a_context(rt):
 
 @pytest.mark.processes
 def test_a_plan_opens_no_torch(tmp_path):
-    """A plan does not import torch, since that would make `gpu plan PATH` in a terminal slower by seconds."""
     tiny_models.causal_lm(tmp_path / "m")
     code = (
         "import sys, gpu_runtime; rt = gpu_runtime.Runtime(devices='sim:1GiB', ledger='memory:'); "
@@ -198,7 +197,6 @@ def test_a_context_can_be_planned_for_before_anything_is_registered(rt, tmp_path
     ],
 )
 def test_a_name_that_tells_its_size_can_be_planned(rt, name, gib):
-    """The plan is marked as a guess. It does not advise to load a model that is not on this machine."""
     plan = rt.plan(name)
     assert plan.footprint.bytes == pytest.approx(gib * GIB, rel=1e-6)
     assert parts(plan) == [("weights", "name"), ("margin", "name")]
@@ -206,7 +204,6 @@ def test_a_name_that_tells_its_size_can_be_planned(rt, name, gib):
 
 
 def test_a_slip_in_a_known_name_is_no_guess(rt):
-    """A misspelt name of a known model is an error, even if the text contains a size."""
     fakes(rt, **{"qwen-7B": "14GiB"})
     with pytest.raises(UnknownModel, match="Did you mean qwen-7B"):
         rt.plan("qwem-7B")
@@ -276,7 +273,6 @@ def test_nothing_is_leased_and_nothing_is_declared_to_be_of_no_bytes(rt, size):
 
 
 def test_a_model_of_another_process_is_found_in_the_book(runtime, shared_book):
-    """The plan shows the model's place and the effect of a restore."""
     mine, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
     fakes(other, qwen="8GiB", llama="4GiB")
     fakes(mine, gemma="1GiB")
@@ -295,7 +291,6 @@ def test_a_model_of_another_process_is_found_in_the_book(runtime, shared_book):
 
 
 def test_a_model_that_another_process_has_not_loaded_has_its_declared_size(runtime, shared_book):
-    """Its owner publishes the size and the importance. Without a size, the error names the owner."""
     mine, other = runtime(ledger=shared_book), runtime(ledger=shared_book)
     other.register("llama", backend="fake", size="14GiB", importance="high")
     loaded(mine, gemma="14GiB")

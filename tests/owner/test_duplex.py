@@ -87,7 +87,6 @@ def events(rt: Any, name: str, action: str) -> list[int]:
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_a_model_returns_while_another_leaves(runtime, shared_book, processes):
-    """In one process and between two. Nothing is overcommitted: the auditor checks every write."""
     leaver = runtime(**BOX, ledger=shared_book)
     returner = runtime(**BOX, ledger=shared_book) if processes == 2 else leaver
     hooks = crossing(leaver, returner)
@@ -122,7 +121,6 @@ def test_a_return_in_parts_measures_the_time_of_the_whole_and_shows_all_its_byte
 
 
 def test_where_a_stage_fails_the_rest_is_tried_again(runtime):
-    """The bytes of the first stages have left. The second attempt moves only the rest."""
     rt = runtime(**BOX)
     hooks = crossing(rt, rt)
     hooks.broken_stage = 2
@@ -176,7 +174,6 @@ def counting(counts: dict[str, int], name: str) -> Any:
 
 
 def test_modules_that_cross_keep_every_bit(runtime, monkeypatch):
-    """Two modules take turns on a card that holds one of them. Their weights change in each turn."""
     monkeypatch.setattr(torch_model, "LEAST_BYTES_IN_PARTS", 1)
     monkeypatch.setattr(parts, "STAGE_BYTES", 1)
     gc.collect()
@@ -242,7 +239,6 @@ def test_the_end_of_a_leaving_model_is_no_failed_move(runtime, caplog, end):
 
 @pytest.mark.thorough
 def test_models_of_two_processes_cross_in_four_threads(runtime, shared_book, monkeypatch):
-    """Each thread uses its model on cards that hold two of the four. No weight is lost, and all end."""
     monkeypatch.setattr(torch_model, "LEAST_BYTES_IN_PARTS", 1)
     monkeypatch.setattr(parts, "STAGE_BYTES", 1)
     gc.collect()

@@ -46,7 +46,6 @@ def write(model, tokens=5):
 
 
 def test_a_gguf_file_is_a_model_like_any_other(rt):
-    """It is loaded and measured at its first use, and has the methods of llama_cpp.Llama."""
     with rt.use("phi") as phi:
         told = phi.create_chat_completion(HELLO, max_tokens=4)
         assert (told["model"], told["usage"]["completion_tokens"]) == ("phi", 4)
@@ -72,7 +71,6 @@ def test_two_that_do_not_fit_together_take_turns_by_being_dropped_and_loaded_aga
 def test_killed_in_the_middle_it_costs_one_error_and_the_lease_is_free_when_that_is_seen(
     runtime, tmp_path
 ):
-    """The worker process is killed with SIGKILL. The next call loads the model again, in the same `with` block."""
     rt = runtime(devices="sim:256MiB,host:256MiB")
     rt.register("phi", str(tiny_models.gguf_lm(tmp_path / "slow.gguf", size="24 MiB")))
     with rt.use("phi") as phi:
@@ -115,7 +113,6 @@ def test_killed_while_nobody_uses_it_its_lease_is_returned_too(rt):
     ],
 )
 def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_worker(rt, words):
-    """A driver's error is recognised by its text. The error that the caller gets names the next step."""
     with rt.use("phi") as phi:
         pid = phi.pid
         with pytest.raises(
@@ -128,7 +125,6 @@ def test_a_driver_s_error_puts_the_model_away_and_the_next_call_has_a_fresh_work
 
 
 def test_three_decode_failures_in_a_row_are_one_reload(rt):
-    """One or two cause no reload, and a success in between resets the count."""
     with rt.use("phi") as phi:
         pid = phi.pid
         for reloads in (False, False, None, False, False, True):
@@ -279,18 +275,6 @@ def test_a_model_in_this_process_leaves_the_library_usable(file):
     command = [sys.executable, "-c", LIBRARY_AFTERWARDS, str(file)]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=scaled(120))
     assert ended.returncode == 0 and int(ended.stdout) > 0, ended.stderr[-2000:]
-
-
-def test_layers_of_the_model_win_over_the_setting(runtime, file):
-    """The order is: `gpu_layers` of the model, else INFERENCE_GPU_LAYERS, else all layers."""
-    rt = runtime(inference_gpu_layers=1, devices="sim:64MiB,host:64MiB")
-    rt.register("some", str(file))
-    rt.register("all", str(file), gpu_layers=-1)
-    rt.register("none", str(file), gpu_layers=0)
-    sizes = {name: rt.plan(name).footprint.parts[0].bytes for name in ("all", "some", "none")}
-    assert sizes["some"] == pytest.approx(sizes["all"] / 3, abs=1) and sizes["none"] == 0
-    none, some, all_ = (rt.plan(name).footprint.bytes for name in ("none", "some", "all"))
-    assert none == 0 < some < all_
 
 
 def test_a_model_without_a_layer_on_the_card_takes_nothing_of_it(runtime, file):

@@ -115,12 +115,6 @@ def peak(box):
     return None if known.peak_bytes is None else known.peak_bytes / GIB
 
 
-def test_the_peak_of_a_load_is_remembered(box):
-    box.beyond = {"cuda:0": 2 * GIB}
-    box.load(9.5)
-    assert peak(box) == 11.5
-
-
 def test_a_peak_that_nothing_tells_is_unknown(box):
     """Without a measured peak, the peak is unknown: neither zero nor the resident bytes."""
     box.load(9.5)

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from gpu_runtime import BadSetting
 from gpu_runtime.devices.sampler_client import Figures
 from gpu_runtime.facts import Device, Level, Moment, Sample
 from gpu_runtime.ledgers.access import MARK
@@ -134,13 +133,6 @@ def test_only_what_happened_in_that_time_is_told(runtime, clock):
     rt.preload("b")
     assert [event.model for event in rt.history(60).events] == ["b", "b"]
     assert len(rt.history("1h").events) == 4
-
-
-def test_a_line_of_no_points_is_refused_and_one_of_one_is_now(runtime):
-    rt = runtime(devices="sim:24GiB,host:64GiB")
-    assert len(rt.history(60, points=1).moments) == 2, "of two devices"
-    with pytest.raises(BadSetting, match="points"):
-        rt.history(60, points=0)
 
 
 # -- what is recorded ---------------------------------------------------------------------------------------------

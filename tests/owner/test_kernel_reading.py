@@ -22,21 +22,13 @@ def parked(started, clock):
     return rt, kernel, kept
 
 
-def test_the_memory_returns_and_stays_until_the_message_was_handled(parked):
+@pytest.mark.parametrize("here", [False, True])
+def test_the_memory_returns_and_stays_until_the_message_was_handled(parked, here):
     rt, kernel, kept = parked
+    if here:
+        cell(kernel)
     held = kernel.reading.hold()
     assert set(own(rt)) == {"sim:0"} and float(kept.sum()) == 8 * FLOATS
-    with pytest.raises(GpuError):
-        rt.park()
-    del held
-    rt.park()
-    assert set(own(rt)) == {HOST}
-
-
-def test_memory_that_is_there_stays_while_a_message_reads_it(parked):
-    rt, kernel, _ = parked
-    cell(kernel)
-    held = kernel.reading.hold()
     with pytest.raises(GpuError):
         rt.park()
     del held

@@ -50,7 +50,6 @@ def directories(tmp_path_factory):
 
 @pytest.mark.parametrize("kind", ["llm", "tied", "embedding", "reranker"])
 def test_a_model_answers_bit_for_bit_the_same_after_every_journey(runtime, directories, kind):
-    """The model goes from the device to the host and back, and from the device to disk and back."""
     rt = runtime()
     rt.register(kind, directories[kind])
     with rt.use(kind) as module:
@@ -79,7 +78,6 @@ CHANGES = {
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_a_weight_changed_in_place_is_never_lost(runtime, directories, change):
-    """Weights that differ from their source are never dropped. The model is offloaded to the host instead."""
     rt = runtime()
     rt.register("llm", directories["llm"])
     with rt.use("llm") as module, torch.no_grad():

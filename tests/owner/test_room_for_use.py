@@ -31,7 +31,6 @@ def sizes(rt, name="writer"):
 
 
 def test_the_room_survives_settling(rt):
-    """When a load is done, the room for use stays claimed. The weights count with their measured size."""
     promised, room = sizes(rt)
     assert room > 4 * promised
     rt.preload("writer")
@@ -66,7 +65,6 @@ def test_in_host_memory_there_is_none_of_it_and_it_is_asked_for_again_on_the_way
 
 
 def test_it_goes_to_another_card_with_its_room(runtime, tmp_path):
-    """A move claims the room for use on the other card, too. The room on the first card is free afterwards."""
     rt = runtime(devices="sim:2x64MiB,host:64MiB", gpu_shadows="never")
     rt.register("writer", tiny_models.causal_lm(tmp_path / "writer"), **ASKED)
     rt.preload("writer")

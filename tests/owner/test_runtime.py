@@ -43,7 +43,6 @@ from .conftest import alongside, claims, fakes, loaded, together, used_elsewhere
 
 
 def test_two_models_that_do_not_fit_together_take_turns(runtime):
-    """This is the main case. The idle model is offloaded to RAM automatically, and restored when it is used."""
     rt = fakes(runtime(), qwen="14GiB", llama="10GiB")
     for name in ("qwen", "llama", "qwen"):
         with rt.use(name) as model:
@@ -213,7 +212,6 @@ def test_a_load_that_fails_leaves_the_book_as_it_was(runtime, error, raised):
 
 
 def test_out_of_memory_while_loading_is_asked_again_and_then_told_with_the_holders(runtime):
-    """The device is measured and the request decided again. If that fails, the error names the holders."""
     rt = fakes(runtime(), a="5GiB", b="5GiB")
     with rt.use("a"):
         rt.probe.place("sim:0").squeeze(17 * GIB)
@@ -556,7 +554,6 @@ def test_an_owner_that_ends_while_it_is_waited_for_leaves_its_room(runtime, shar
 def test_a_block_has_the_registration_s_wishes_unless_it_has_its_own(
     runtime, away, given, importance, keep_alive
 ):
-    """Whether the block loads the model or restores it."""
     rt = runtime()
     rt.register("a", backend="fake", size="1GiB", importance="batch", keep_alive=60)
     if away:
@@ -707,7 +704,6 @@ def notebook(runtime, shared_book):
 
 
 def test_a_notebooks_name_is_an_address(notebook, runtime, shared_book):
-    """If the name of a notebook is evicted, everything leaves that the notebook holds and does not use."""
     train, asker = notebook("/work/train.ipynb"), runtime(ledger=shared_book)
     loaded(train, qwen="3GiB", phi="2GiB", llama="4GiB")
     with train.use("llama"):
@@ -845,7 +841,6 @@ def test_a_forked_child_owns_nothing_and_the_parent_keeps_everything(runtime, tm
 
 
 def test_what_a_verb_answers_can_be_printed(runtime):
-    """`print` of an answer shows sentences, not the fields of the value."""
     rt = fakes(runtime(), qwen="14GiB")
     done = rt.preload("qwen")
     with rt.use("qwen"):

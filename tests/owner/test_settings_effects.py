@@ -252,7 +252,6 @@ def test_how_often_pressure_is_checked(runtime, clock):
 
 @proves("gpu_trust_remote_code")
 def test_models_may_bring_code_only_where_that_was_allowed(runtime, tmp_path):
-    """The model's directory contains Python code of its own. Without the setting, this code does not run."""
     from tests import tiny_models
 
     directory = tiny_models.causal_lm(tmp_path / "own")

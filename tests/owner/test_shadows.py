@@ -200,7 +200,6 @@ finally:
 @pytest.mark.processes
 @pytest.mark.parametrize("ends", ["loaded", "failed", "killed"])
 def test_the_second_of_two_loads_at_once_waits_for_the_first(runtime, tmp_path, monkeypatch, ends):
-    """The model's files are read once. If the first load fails or its process dies, the second load reads them."""
     llama = tiny_models.causal_lm(tmp_path / "model")
     monkeypatch.setattr(shared_copies, "LEAST_BYTES", 1)
     reads, waiting = [], threading.Event()

@@ -7,7 +7,6 @@ from .conftest import fakes, loaded
 
 
 def test_a_snapshot_tells_what_a_grant_may_spend_and_by_which_rules(runtime):
-    """Its number is the one that the next decision uses. It has the thresholds and the reserve, too."""
     rt = runtime(devices="sim:20GiB,host:64GiB", gpu_memory_max_percent=0.9, monitor=False)
     loaded(rt, qwen="8GiB")
     card = rt.status().devices[0]

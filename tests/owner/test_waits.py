@@ -163,7 +163,6 @@ def test_a_wait_that_begins_after_the_request_goes_on(two):
 
 
 def test_a_click_on_end_wait_ends_the_wait_of_that_row(two):
-    """Covers the whole way, from the row of the queue to the error of the waiting cell."""
     waiter, console = two
     with waiting(waiter, "llama") as errors:
         [row] = [row for row in queue(console.status()) if row.buttons]
