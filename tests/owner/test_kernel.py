@@ -52,6 +52,16 @@ def test_plain_tensors_of_a_mebibyte_have_a_lease_and_smaller_ones_have_none(sta
     del kept
 
 
+def test_a_governed_model_is_not_counted_again(started):
+    rt, kernel = started()
+    module = nn.Linear(1024, 1024).eval().requires_grad_(False)
+    cell(kernel)
+    before = own(rt)["sim:0"]
+    rt.adopt("m", module)
+    cell(kernel)
+    assert before - own(rt).get("sim:0", 0) == 4 * MIB
+
+
 held: dict[str, torch.Tensor] = {}  # a notebook's variables are those of a module, too
 
 
