@@ -8,56 +8,15 @@ import gc
 
 import pytest
 import torch
-from torch import nn
 
 from tests import simgpu
 from tests.simgpu import MIB
-
-
-def test_bytes_are_counted_from_the_first_tensor_of_a_storage_to_the_last():
-    """Views of a tensor share one storage. Its bytes are freed when no view is left."""
-    before = simgpu.used_bytes(1)
-    x = torch.ones(8, 8, device="simgpu:1")
-    part = x[2:4].t()
-    assert simgpu.used_bytes(1) - before == 256
-    assert part.untyped_storage()._cdata == x.untyped_storage()._cdata
-    del x
-    gc.collect()
-    assert simgpu.used_bytes(1) - before == 256
-    del part
-    gc.collect()
-    assert simgpu.used_bytes(1) == before
-
-
-def test_a_full_card_raises_its_own_out_of_memory_error():
-    gc.collect()
-    before = simgpu.used_bytes(2)
-    with (
-        simgpu.limited(card2=before + MIB),
-        pytest.raises(simgpu.SimOutOfMemory, match="simgpu:2 out of memory") as error,
-    ):
-        torch.empty(MIB + 1, dtype=torch.uint8, device="simgpu:2")
-    assert isinstance(error.value, torch.OutOfMemoryError)
-    assert simgpu.used_bytes(2) == before
 
 
 @pytest.mark.parametrize("other", ["cpu", "simgpu:0"])
 def test_operands_on_two_devices_raise_cudas_error(other):
     with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
         torch.ones(4, device="simgpu:1") + torch.ones(4, device=other)
-
-
-def test_forward_and_backward_run_on_the_first_card():
-    torch.manual_seed(0)
-    module = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.LayerNorm(8))
-    x = torch.randn(3, 8)
-    expected = module(x)
-    module.to("simgpu:0")
-    answer = module(x.to("simgpu:0"))
-    assert answer.device == torch.device("simgpu:0")
-    torch.testing.assert_close(answer.cpu(), expected)
-    answer.sum().backward()
-    assert module[0].weight.grad.device == torch.device("simgpu:0")
 
 
 # -- work that is done late ------------------------------------------------------------------------
@@ -201,23 +160,3 @@ def test_a_copy_between_cards_waits_for_the_streams_of_both(late):
     z = y * 3
     x.zero_()
     assert z.cpu()[0] == 6 and x.cpu()[0] == 0
-
-
-def test_training_computes_late_what_it_computes_at_once():
-    def losses() -> list[float]:
-        torch.manual_seed(3)
-        module = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Dropout(0.2), nn.Linear(16, 1))
-        module.to("simgpu:0")
-        optimizer = torch.optim.AdamW(module.parameters(), lr=0.01)
-        found = []
-        for _ in range(3):
-            loss = module(torch.randn(4, 8).to("simgpu:0")).square().mean()
-            optimizer.zero_grad()
-            loss.backward()
-            optimizer.step()
-            found.append(loss.detach())
-        return [loss.item() for loss in found]
-
-    at_once = losses()
-    with simgpu.late():
-        assert losses() == at_once

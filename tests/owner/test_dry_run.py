@@ -152,12 +152,6 @@ def test_a_plan_says_how_long_loads_took_alone_and_beside_other_models(rt, monke
     assert "Loads took" not in rt.plan("llama").because
 
 
-def test_a_name_with_a_size_can_be_planned_with_a_context(rt):
-    plan = rt.plan("llama-7B-Q4_K_M", context_length=8192)
-    assert plan.granted
-    assert parts(plan) == [("weights", "name"), ("kv_cache", "name"), ("margin", "name")]
-
-
 @pytest.mark.processes
 def test_a_plan_opens_no_torch(tmp_path):
     tiny_models.causal_lm(tmp_path / "m")
@@ -242,21 +236,6 @@ def test_a_directory_that_holds_no_model_says_what_it_holds(rt, tmp_path):
         rt.plan("m.gguf")
 
 
-def test_a_gguf_file_can_be_planned(rt, tmp_path):
-    """The file's header has the weights and the shape, from which llama.cpp's other memory is calculated."""
-    import gguf
-    import numpy
-
-    writer = gguf.GGUFWriter("m.gguf", "llama")
-    writer.add_tensor("t", numpy.zeros((64, 256), numpy.float16))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
-    plan = rt.plan("m.gguf")
-    assert plan.granted and plan.footprint.bytes == 64 * 256 * 2 and not plan.obstacle
-
-
 @pytest.mark.parametrize("size", [0, "0", -1, "-3GiB", "0 GiB", "8GX", "1.5.2", None])
 def test_a_size_that_is_none_is_one_clear_error(rt, size):
     with pytest.raises(BadSize) as error:
@@ -264,7 +243,7 @@ def test_a_size_that_is_none_is_one_clear_error(rt, size):
     assert repr(size) in str(error.value)
 
 
-@pytest.mark.parametrize("size", [0, "0GiB", -5])
+@pytest.mark.parametrize("size", [0, "0GiB"])
 def test_nothing_is_leased_and_nothing_is_declared_to_be_of_no_bytes(rt, size):
     with pytest.raises(BadSize, match=repr(size)):
         rt.lease(size, purpose="drill")

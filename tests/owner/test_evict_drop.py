@@ -5,23 +5,13 @@ import pytest
 from gpu_runtime import GpuError
 from tests import tiny_models
 
-from .conftest import fakes, loaded
+from .conftest import fakes
 from .conftest import where as places
 
 
 def where(rt):
     """The places of the models that are not on disk."""
     return {name: place for name, place in places(rt).items() if place != "disk"}
-
-
-def test_a_dropped_model_leaves_host_memory(runtime):
-    rt = loaded(runtime(), a="8GiB", b="8GiB")
-    rt.evict("a")
-    assert rt.evict("a", drop=True).where == "disk"
-    assert rt.evict("b", drop=True).bytes == 8 << 30
-    assert where(rt) == {}
-    with rt.use("a"):
-        assert where(rt) == {"a": "sim:0"}
 
 
 def test_a_model_that_exists_nowhere_else_stays_in_host_memory(runtime):

@@ -49,14 +49,6 @@ def failures(rt: Runtime, name: str) -> list[str]:
 
 
 # -- in one process
-def test_the_next_victim_leaves_where_a_move_fails(runtime):
-    rt = runtime(**BOX)
-    bus = Bus(rt, "oldest")
-    fakes(rt, next="10GiB", wanted="10GiB")
-    rt.preload("next")
-    with rt.use("wanted", timeout=PATIENCE):
-        assert where(rt) == {"oldest": "sim:0", "next": "host", "wanted": "sim:0"}
-    assert bus.tries == 1
 
 
 def test_a_model_that_may_be_dropped_is_dropped_where_its_move_fails(runtime, caplog):
@@ -70,27 +62,6 @@ def test_a_model_that_may_be_dropped_is_dropped_where_its_move_fails(runtime, ca
     assert len(caplog.records) == 1
     totals = rt.status().totals
     assert totals["evictions"] == totals["offloads"] + totals["unloads"] == 1
-
-
-def test_a_request_waits_for_a_move_that_fails_at_first(runtime, quick):
-    rt = runtime(**BOX)
-    bus = Bus(rt, "only", "20GiB")
-    fakes(rt, wanted="10GiB")
-    told: list[str] = []
-
-    def mend(name, wait):
-        if wait:
-            told.append(wait.because)
-            bus.broken = None
-
-    rt.tell_waits(mend)
-    with rt.use("wanted", timeout=PATIENCE):
-        assert where(rt) == {"only": "host", "wanted": "sim:0"}
-    assert set(told) == {
-        "only (20.0 GiB on sim:0) could not be moved: RuntimeError: the host has no pinned memory left; "
-        "its process tries again"
-    }
-    assert rt._session.residents["only"].failed_moves == 0
 
 
 def test_a_request_that_cannot_be_served_says_busy_and_not_what_failed(runtime, quick):
@@ -228,15 +199,21 @@ def test_relief_does_not_drop_what_its_level_only_offloads(runtime, monkeypatch)
     assert where(rt) == {"m": "sim:0"}
 
 
-# -- between processes
+# -- in one process and between two
 @pytest.fixture
 def two(runtime: Callable[..., Runtime], shared_book: str) -> tuple[Runtime, Runtime]:
     a, b = (runtime(**BOX, ledger=shared_book) for _ in "ab")
     return a, b
 
 
-def test_another_process_gets_its_room_from_the_next_victim(two):
-    a, b = two
+@pytest.fixture(params=["own", "another's"])
+def holder(two: tuple[Runtime, Runtime], request: pytest.FixtureRequest) -> tuple[Runtime, Runtime]:
+    """The runtime whose moves fail, and the one that requests: the same, or another."""
+    return two if request.param == "another's" else (two[0], two[0])
+
+
+def test_the_next_victim_leaves_where_a_move_fails(holder):
+    a, b = holder
     bus = Bus(a, "oldest")
     loaded(a, next="10GiB")
     fakes(b, wanted="10GiB")
@@ -246,8 +223,8 @@ def test_another_process_gets_its_room_from_the_next_victim(two):
     assert len(failures(a, "oldest")) == 1
 
 
-def test_another_process_waits_for_a_move_that_fails_at_first(two, quick, caplog):
-    a, b = two
+def test_a_request_waits_for_a_move_that_fails_at_first(holder, quick, caplog):
+    a, b = holder
     bus = Bus(a, "only", "20GiB")
     fakes(b, wanted="10GiB")
     told = []
@@ -261,6 +238,7 @@ def test_another_process_waits_for_a_move_that_fails_at_first(two, quick, caplog
     with caplog.at_level(logging.WARNING, "gpu_runtime"), b.use("wanted", timeout=PATIENCE):
         assert where(b) == {"only": "host", "wanted": "sim:0"}
     assert len(caplog.records) == len(failures(a, "only")) == 1
+    assert a._session.residents["only"].failed_moves == 0
     assert "could not be moved: RuntimeError: the host has no" in "".join(filter(None, told))
 
 

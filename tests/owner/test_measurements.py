@@ -4,7 +4,6 @@ import fcntl
 import json
 import multiprocessing
 import os
-import shutil
 
 import pytest
 from msgspec.structs import replace
@@ -240,15 +239,6 @@ def test_however_its_path_is_written_it_is_the_same_model(box, tmp_path, monkeyp
     assert weights(rt.plan("models/writer"))[0] == "measured"
 
 
-def test_a_declared_size_wins_over_what_was_measured(box, tmp_path):
-    directory = tiny_models.causal_lm(tmp_path / "writer")
-    rt = box()
-    rt.register("writer", directory)
-    rt.preload("writer")
-    rt.register("scribe", directory, size="20MiB")
-    assert rt.plan("scribe").footprint.bytes == 20 * MIB
-
-
 def test_what_a_factory_made_is_known_again_by_its_own_registration_alone(box):
     """A live Python object has no fingerprint, so another registration does not get its measurement."""
     import torch
@@ -258,13 +248,3 @@ def test_what_a_factory_made_is_known_again_by_its_own_registration_alone(box):
     rt.register("twin", lambda: torch.nn.Linear(64, 64))
     rt.preload("net")
     assert weights(rt.plan("net"))[0] == "measured" and weights(rt.plan("twin"))[0] == "shapes"
-
-
-def test_a_model_whose_source_has_gone_is_as_large_as_it_is(box, tmp_path):
-    directory = tiny_models.causal_lm(tmp_path / "writer")
-    rt = box()
-    rt.register("writer", directory)
-    rt.preload("writer")
-    held = rt.plan("writer").footprint.bytes
-    shutil.rmtree(directory)
-    assert rt.plan("writer").footprint.bytes == held

@@ -1,8 +1,6 @@
 """Real models with real forward passes. A move to RAM or to disk and back must not change their results."""
 
-import copy
 import gc
-import io
 from functools import partial
 
 import pytest
@@ -157,23 +155,6 @@ def test_training_goes_on_after_journeys_as_if_there_had_been_none(runtime):
     assert claims(rt)["host"] >= 4 * weights, "weights, gradients and two moments are counted"
     for mine, twin in zip(moved.state_dict().values(), stayed.state_dict().values(), strict=True):
         assert torch.equal(mine, twin)
-
-
-def test_copies_and_pickles_of_a_governed_module_are_plain_modules(runtime):
-    rt = runtime()
-    module = mlp().eval()
-    rt.adopt("mine", module)
-    twin = copy.deepcopy(module)
-    with torch.no_grad():
-        twin[0].weight.zero_()
-        twin[0].bias.zero_()
-    x = torch.randn(4, 64)
-    assert not torch.equal(twin(x), module(x)), "the copy runs its own weights"
-    buffer = io.BytesIO()
-    torch.save(module, buffer)
-    buffer.seek(0)
-    loaded = torch.load(buffer, weights_only=False)
-    assert type(loaded) is nn.Sequential and torch.equal(loaded(x), module(x))
 
 
 def test_a_factory_is_built_when_first_used_and_its_weights_are_never_dropped(runtime):

@@ -159,28 +159,6 @@ def test_threads_that_hold_what_each_other_needs_are_told_at_once(runtime):
     assert sorted(held) == [("c", "a"), ("d", "b")]
 
 
-def test_many_threads_on_a_small_card_lose_nothing(runtime):
-    # enough RAM for all models, also during moves
-    rt = runtime(devices="sim:20GiB,host:200GiB", gpu_memory_max_percent=1.0)
-    fakes(rt, **{f"m{i}": "6GiB" for i in range(6)})
-    failures = []
-
-    def work(first):
-        try:
-            for turn in range(6):
-                with rt.use(f"m{(first + turn) % 6}", timeout=PATIENCE):
-                    over = {d: c for d, c in claims(rt).items() if d == "sim:0" and c > 20 * GIB}
-                    assert not over
-        except BaseException as error:  # noqa: BLE001 - shown by the assertion below
-            failures.append(error)
-
-    together(*(partial(work, i) for i in range(6)))
-    assert failures == []
-    assert sum(claims(rt).values()) == 36 * GIB
-    totals = rt.status().totals
-    assert totals["evictions"] == totals["offloads"] + totals["unloads"]
-
-
 # -- failing loads --------------------------------------------------------------------------------------------------
 def broken(error):
     """An origin of a fake model. Its load raises `error` after the bytes were allocated."""
@@ -331,6 +309,8 @@ def test_a_pin_taken_after_the_decision_still_keeps_the_model(runtime):
 
 
 # -- the stop button ------------------------------------------------------------------------------------------------
+
+
 def strike_during(seconds: float, act: Callable[[], None]) -> None:
     """Calls `act` and interrupts it at changing instructions, for `seconds` and more than 100 times."""
     interrupts = 0
@@ -478,14 +458,6 @@ def test_a_block_of_code_leases_room_and_gives_it_back_whatever_happens(runtime)
     assert "sim:0" not in claims(rt) and rt._session.blocks == {}
     with pytest.raises(DoesNotFit), rt.lease("30 GiB", purpose="training"):
         pass
-
-
-def test_forget_frees_the_memory_and_the_name(runtime):
-    rt = loaded(runtime(), m="3GiB")
-    rt.forget("m")
-    assert claims(rt) == {} and rt.specs() == ()
-    with pytest.raises(UnknownModel):
-        rt.use("m")
 
 
 # -- bad input ------------------------------------------------------------------------------------------------------

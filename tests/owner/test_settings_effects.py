@@ -221,14 +221,14 @@ def test_when_pressure_evicts(runtime, clock):
 @proves("eviction_idle_threshold_seconds")
 @proves("eviction_idle_high_seconds")
 @pytest.mark.parametrize(
-    "setting, size",
+    "setting, size, place",
     [
-        ("eviction_grace_seconds", "20.5GiB"),
-        ("eviction_idle_threshold_seconds", "14GiB"),
-        ("eviction_idle_high_seconds", "18GiB"),
+        ("eviction_grace_seconds", "20.5GiB", "disk"),
+        ("eviction_idle_threshold_seconds", "14GiB", "host"),
+        ("eviction_idle_high_seconds", "18GiB", "host"),
     ],
 )
-def test_how_long_idle_is_idle_enough(runtime, clock, setting, size):
+def test_how_long_idle_is_idle_enough(runtime, clock, setting, size, place):
     """At the levels CRITICAL, MODERATE and HIGH, a model stays until it was idle for the time of the setting."""
     rt = loaded(runtime(**{setting: 77.0}, gpu_relief="always", clock=clock, monitor=False), a=size)
     clock.advance(76)
@@ -236,7 +236,7 @@ def test_how_long_idle_is_idle_enough(runtime, clock, setting, size):
     assert where(rt) == {"a": "sim:0"}
     clock.advance(16)
     rt.tick()
-    assert where(rt)["a"] != "sim:0"
+    assert where(rt) == {"a": place}
 
 
 @proves("pressure_check_interval_seconds")
