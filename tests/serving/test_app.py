@@ -286,6 +286,8 @@ def test_metrics_contain_devices_book_and_queue(rt):
     assert figures["gpu_queue_depth", "echo"] == 2 and figures["gpu_breaker_state", "echo"] == 2
     idle = [figures[name, "idle"] for name in ("gpu_queue_depth", "gpu_active_calls")]
     assert idle == [0, 0], "none is a figure too"
+    for name in ("cpu_seconds_total", "resident_memory_bytes", "open_fds", "start_time_seconds"):
+        assert figures[f"process_{name}",] > 0
     ends = {key: count for key, count in figures.items() if key[0] == "gpu_calls_total"}
     assert ends == {("gpu_calls_total", "answered"): 3}, "each call counts once"
     assert figures["gpu_streamed_total",] == 2 and figures["gpu_stood_in_total",] == 0

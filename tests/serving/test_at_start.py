@@ -53,16 +53,3 @@ async def test_calls_side_by_side_go_to_different_replicas():
         models = [(await call).model for call in calls]
         assert sorted(models) == ["one", "one", "two", "two"]
         assert "shortest queue of 2 replicas" in (await calls[1]).because
-
-
-async def test_models_that_fit_stay_together_and_the_others_are_exchanged():
-    """Users of other servers define groups of models by hand for this. A model with `keep` is in no exchange."""
-    options = {"small": {"keep": True}}
-    async with harness(small=4, other=4, big=16, options=options) as k:
-        for model in ("small", "other"):
-            await k.chat(model)
-        assert [k.where()[name] for name in ("small", "other")] == ["sim:0", "sim:0"]
-        await k.chat("big")
-        assert k.where() == {"small": "sim:0", "other": "host", "big": "sim:0"}
-        await k.chat("other")
-        assert k.where() == {"small": "sim:0", "other": "sim:0", "big": "host"}

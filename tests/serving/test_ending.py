@@ -39,6 +39,8 @@ async def pieces(self, kind, body, think):
 EchoAdapter.pieces = pieces
 rt = gpu_runtime.runtime()
 rt.register("slow", backend="fake", size="1GiB", model_type="llm")
+"""
+RUN = """
 try:
     server.run(rt, port=int(sys.argv[1]))
 finally:
@@ -62,7 +64,7 @@ def test_sigterm_lets_running_answers_end_and_sighup_reads_the_tasks_again(tmp_p
     port = free_port()
     environment = {"GPU_CONSOLE_TOKEN": OPERATORS, "GPU_TASKS": str(tasks)}
     environment["GPU_CATALOG"] = str(tmp_path / "none")
-    command = [sys.executable, "-c", SLOW_SERVER, str(port)]
+    command = [sys.executable, "-c", SLOW_SERVER + RUN, str(port)]
     with serving(command, tmp_path, environment, port=port, path="/health") as served:
         token = {"Authorization": f"Bearer {OPERATORS}", "Accept": "application/json"}
 
@@ -107,11 +109,6 @@ if sys.argv[2] == "process":
     rt.register("slow", backend="fake", size="1GiB", model_type="llm")
 else:
     rt.register("slow", hang, backend="fake", size="1GiB", model_type="llm")
-try:
-    server.run(rt, port=int(sys.argv[1]))
-finally:
-    rt.close()
-print("ended in order")
 """
 HANGS = """
 import ctypes, signal, sys
@@ -138,7 +135,7 @@ def test_sigterm_ends_a_server_whose_load_hangs(tmp_path, where):
         "GPU_SERVE_GRACE_SECONDS": "1",
         "PYTHONPATH": str(tmp_path),
     }
-    command = [sys.executable, "-c", STUCK_SERVER, str(port), where]
+    command = [sys.executable, "-c", STUCK_SERVER + RUN, str(port), where]
     with serving(command, tmp_path, environment, port=port, path="/health") as served:
         call = threading.Thread(target=lambda: statuses.append(post(port, CHAT).status))
         statuses: list[int] = []

@@ -254,9 +254,18 @@ async def test_tools_that_the_engine_s_template_would_ignore_are_refused(templat
             await k.chat("qwen", "hi", tools=[TOOL])
             assert there.requests[0][2]["tools"] == [TOOL]
             return
-        with refusal(400, param="tools", match="its chat template takes no tools"):
-            await k.chat("qwen", "hi", tools=[TOOL], tool_choice="required")
+        for choice in ("required", "auto"):
+            with refusal(400, param="tools", match="its chat template takes no tools"):
+                await k.chat("qwen", "hi", tools=[TOOL], tool_choice=choice)
         assert not there.requests
+    options = {"qwen": {"leave_out_tools": True}}
+    async with (
+        loopback() as there,
+        harness(qwen=4, make_adapter=engine(there, template), options=options) as k,
+    ):
+        there.answers = [completion("a")]
+        reply = await k.chat("qwen", "hi", tools=[TOOL])
+        assert reply.headers["X-GPU-Tools"] == "left out" and "tools" not in there.requests[0][2]
 
 
 @pytest.mark.parametrize(("field", "sent"), [

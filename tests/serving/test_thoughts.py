@@ -11,9 +11,7 @@ from gpu_runtime.serving.engines.thoughts import TAGS, Thoughts
 from tests.serving.harness import harness
 
 LAST = "{{ messages[-1].content }}"  # a fake model answers with its prompt
-CHOOSES = f"{{# <think> enable_thinking tools <tool_call> #}}{LAST}"  # the model opens its thoughts
 OPENS = f"{LAST}{{{{ '' if add_generation_prompt }}}}<think>\n"  # the template opens them
-TOOL = {"type": "function", "function": {"name": "time", "parameters": {"type": "object"}}}
 
 
 def read(pieces: list[str], begun: bool) -> tuple[str, str]:
@@ -39,29 +37,6 @@ def test_the_pieces_of_a_text_may_end_anywhere(text, begun, expected, cuts):
     places = [0, *sorted(cut for cut in cuts if cut < len(text)), len(text)]
     pieces = [text[a:b] for a, b in zip(places, places[1:], strict=False)]
     assert read(pieces, begun) == expected
-
-
-def answers(events: list[dict[str, Any]], field: str) -> str:
-    choices = [choice for event in events for choice in event["choices"]]
-    return "".join(choice["delta"].get(field) or "" for choice in choices)
-
-
-async def test_a_stream_has_the_thoughts_of_the_whole_answer():
-    """A tool call after the thoughts is read as ever. A plain answer has no thoughts."""
-    call = '<tool_call>{"name": "time", "arguments": {}}</tool_call>'
-    async with harness(qwen=4, options={"qwen": {"chat_template": CHOOSES}}) as k:
-        said = f"<think> I look at the clock. </think> See: {call}"
-        whole = (await k.chat("qwen", said, tools=[TOOL])).json["choices"][0]
-        message = whole["message"]
-        assert message["reasoning_content"] == "I look at the clock."
-        assert message["content"] == "See: " and whole["finish_reason"] == "tool_calls"
-        stream = (await k.chat("qwen", said, tools=[TOOL], stream=True)).events
-        events = [event async for event in stream]
-        assert answers(events, "reasoning_content") == "I look at the clock."
-        assert answers(events, "content") == "See: "
-        assert events[-1]["choices"][0]["finish_reason"] == "tool_calls"
-        plain = (await k.chat("qwen", "no thoughts")).json["choices"][0]["message"]
-        assert plain == {"role": "assistant", "content": "no thoughts"}
 
 
 async def test_a_template_may_open_the_thoughts():

@@ -1,7 +1,6 @@
 """Tool calls are read from the text of a model, in the format of its family."""
 
 import json
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -9,7 +8,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from gpu_runtime.serving.api.anthropic import message_of
-from gpu_runtime.serving.engines.openai_http import HttpAdapter
 from gpu_runtime.serving.engines.tool_calls import (
     FORMATS,
     ToolCallReader,
@@ -19,9 +17,7 @@ from gpu_runtime.serving.engines.tool_calls import (
     tools_of,
     with_whole_arguments,
 )
-from gpu_runtime.serving.requests import Refused
 from tests.serving.harness import harness, refusal
-from tests.serving.loopback import completion, loopback
 
 
 def tool(name: str) -> dict[str, Any]:
@@ -106,27 +102,6 @@ def test_a_server_gets_no_arguments_that_are_no_json():
     assert with_whole_arguments(whole) == whole
 
 
-async def test_every_format_of_answers_has_a_cut_call():
-    """Each route reads arguments in its own way, and none of them fails at a part of JSON."""
-    async with harness(qwen=4, options={"qwen": {"chat_template": TEMPLATE}}) as k:
-        for stream in (False, True):
-            options = {"tools": [tool("time")], "max_tokens": 5, "stream": stream}
-            reply = await k.chat("qwen", SAID, **options)
-            if not stream:
-                [choice] = reply.json["choices"]
-                [call] = choice["message"]["tool_calls"]
-                assert choice["finish_reason"] == "length"
-                assert choice["message"]["content"] == "See: "
-                assert call["function"]["arguments"] == '{"zone":'
-                [block] = message_of(reply.json)["content"][1:]
-                assert block["input"] == {"cut_arguments": '{"zone":'}
-                continue
-            deltas = [event["choices"][0] async for event in reply.events]
-            parts = [part for d in deltas for part in d["delta"].get("tool_calls", ())]
-            assert joined_calls(parts)[0]["function"] == {"name": "time", "arguments": '{"zone":'}
-            assert deltas[-1]["finish_reason"] == "length"
-
-
 @pytest.mark.parametrize(("template", "format"), [
     ("… <tool_call> …", "hermes"), ("… [TOOL_CALLS] …", "mistral"),
     ("… <|python_tag|> …", "llama3"), ('… {"name": …, "parameters": …} …', "llama3"),
@@ -159,24 +134,36 @@ TEMPLATE = "{# tools <tool_call> #}{% for m in messages %}{{ m.content if loop.l
 SAID = 'See: <tool_call>{"name": "time", "arguments": {"zone": "CET"}}</tool_call>'
 
 
-async def test_an_answer_has_its_tool_calls_apart_from_its_text():
+@pytest.mark.parametrize(
+    ("most", "arguments", "end"),
+    [(64, '{"zone": "CET"}', "tool_calls"), (5, '{"zone":', "length")],
+    ids=["whole", "cut"],
+)
+async def test_an_answer_has_its_tool_calls_apart_from_its_text(most, arguments, end):
+    """A stream has the same calls as a whole answer. No route fails at a part of JSON."""
+    function = {"name": "time", "arguments": arguments}
+    given = {"tools": [tool("time")], "max_tokens": most}
     async with harness(qwen=4, options={"qwen": {"chat_template": TEMPLATE}}) as k:
-        [choice] = (await k.chat("qwen", SAID, tools=[tool("time")])).json["choices"]
+        reply = await k.chat("qwen", SAID, **given)
+        [choice] = reply.json["choices"]
         message = choice["message"]
-        assert (choice["finish_reason"], message["content"]) == ("tool_calls", "See: ")
-        function = {"name": "time", "arguments": '{"zone": "CET"}'}
+        assert (choice["finish_reason"], message["content"]) == (end, "See: ")
         assert [call["function"] for call in message["tool_calls"]] == [function]
-        reply = await k.chat("qwen", SAID, tools=[tool("time")], stream=True)
-        deltas = [e["choices"][0] async for e in reply.events]
+        _, block = message_of(reply.json)["content"]
+        read = {"zone": "CET"} if end == "tool_calls" else {"cut_arguments": arguments}
+        assert block["input"] == read
+        stream = await k.chat("qwen", SAID, stream=True, **given)
+        deltas = [event["choices"][0] async for event in stream.events]
         assert "".join(d["delta"].get("content") or "" for d in deltas) == "See: "
         parts = [part for d in deltas for part in d["delta"].get("tool_calls", ())]
-        assert len(parts) > 1, "the arguments come piece by piece"
+        assert len(parts) > 1 or end == "length", "the arguments come piece by piece"
         [call] = joined_calls(parts)
         assert call["function"] == function and {part["index"] for part in parts} == {0}
-        assert deltas[-1]["finish_reason"] == "tool_calls"
+        assert deltas[-1]["finish_reason"] == end
         for more in ({"tool_choice": "none", "tools": [tool("time")]}, {"tools": [tool("other")]}):
             [choice] = (await k.chat("qwen", SAID, **more)).json["choices"]
-            assert (choice["finish_reason"], choice["message"]["content"]) == ("stop", SAID)
+            assert choice["finish_reason"] == "stop"
+            assert choice["message"] == {"role": "assistant", "content": SAID}
 
 
 async def test_a_conversation_with_a_tool_reaches_the_template():
@@ -224,24 +211,3 @@ async def test_an_operator_may_let_tools_be_left_out():
         for name, choice in (("qwen", "required"), ("phi", "auto")):
             with refusal(400, match="^tools? ?|leave_out_tools"):
                 await k.chat(name, "hi", tools=[tool("time")], tool_choice=choice)
-
-
-@pytest.mark.parametrize("left_out", [False, True])
-async def test_tools_are_left_out_for_an_engine_too(left_out):
-    async with loopback() as there:
-
-        def make(value: Any, spec: Any, http: Any) -> Any:
-            handle = SimpleNamespace(base_url=there.url, model="m", headers={})
-            handle.chat_template = "{{ messages }}"
-            return HttpAdapter("qwen", handle, http, spec)
-
-        options = {"qwen": {"leave_out_tools": left_out}}
-        async with harness(qwen=4, options=options, make_adapter=make) as k:
-            there.answers = [completion("hi")]
-            if not left_out:
-                with pytest.raises(Refused, match="leave_out_tools"):
-                    await k.chat("qwen", "hi", tools=[tool("time")])
-                return
-            reply = await k.chat("qwen", "hi", tools=[tool("time")])
-            assert reply.headers["X-GPU-Tools"] == "left out"
-            assert "tools" not in there.requests[-1][2]
