@@ -101,6 +101,8 @@ def test_a_stopped_keeper_is_replaced_and_reading_goes_on(here, monkeypatch):
     put(one, "llama")
     assert names(one) == ["llama"]
     assert not before.is_running() or before.status() == psutil.STATUS_ZOMBIE
+    keeper_of(one).suspend()
+    assert names(here()) == ["llama"], "an owner that comes replaces it too"
 
 
 def test_the_death_of_an_owner_is_proven_at_once_and_wakes_others(here, other):

@@ -292,7 +292,9 @@ class KeeperLedger(NamesTeller):
             wire.close_descriptors()
             pieces = core.Pieces()
             pieces.follow(reader.page())
-        except BaseException:
+        except BaseException as error:
+            if isinstance(error, _Lost):
+                self._end_hanging(wire)
             wire.close()
             raise
         self.owner, self._registered = welcome.owner, True
