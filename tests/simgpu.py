@@ -422,9 +422,6 @@ def _set_storage(tensor: torch.Tensor, storage: torch.UntypedStorage, *shape: An
 
 # -- registration with torch -----------------------------------------------------------------------
 
-
-# -- registration with torch -----------------------------------------------------------------------
-
 backend_registration._setup_privateuseone_for_python_backend("simgpu", backend_module=module)
 _UNINITIALISED = {
     torch.ops.aten.empty.memory_format,

@@ -97,7 +97,7 @@ def side_stream() -> torch.simgpu.Stream:
     return torch.simgpu.Stream(0)
 
 
-def test_pending_work_is_done_before_the_bytes_are_copied(kernel):
+def test_pending_work_is_done_before_the_copy_and_the_copy_before_the_exchange(kernel):
     x = floats(1.0)
     x.add_(1)
     with torch.simgpu.stream(side := side_stream()):
@@ -107,9 +107,6 @@ def test_pending_work_is_done_before_the_bytes_are_copied(kernel):
     assert side.queue.done == side.queue.launched
     kernel.unpark()
     assert (x.cpu()[0], y.cpu()[0]) == (2, 10)
-
-
-def test_the_bytes_have_arrived_before_the_exchange_in_both_directions(kernel):
     x = floats(3.0)
     queue = simgpu.cards[0].queue(0)
     seen = []

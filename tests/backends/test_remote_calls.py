@@ -28,21 +28,15 @@ def test_a_tensor_arrives_as_it_was_sent(tensor):
     assert arrived.resolve_conj().tolist() == tensor.resolve_conj().tolist()
 
 
-def test_a_large_tensor_is_sent_as_a_buffer_and_not_in_the_pickle():
+def test_a_tensor_is_sent_once_as_a_buffer_and_arrives_writable():
     """Torch's own pickle contains the bytes, so each process on the way would copy them."""
     large = torch.zeros(2**20)
     data, *buffers = remote_calls.pack({"x": large})
     assert len(data) < 1000 and [buffer.raw().nbytes for buffer in buffers] == [4 << 20]
-
-
-def test_a_tensor_that_occurs_twice_is_one_tensor_on_arrival():
     shared = torch.zeros(3)
     one, other = remote_calls.unpack(remote_calls.pack([shared, shared]))
     assert one is other
-
-
-def test_a_tensor_in_memory_that_cannot_be_written_arrives_writable():
-    """Ray's memory is read-only. Torch warns about such an array, and a write would end the process."""
+    # Ray's memory is read-only. Torch warns about such an array, and a write would end the process.
     data, *buffers = remote_calls.pack(torch.arange(2**16))
     arrived = remote_calls.unpack((data, *(bytes(buffer.raw()) for buffer in buffers)))
     arrived[0] = 7

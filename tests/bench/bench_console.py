@@ -351,9 +351,8 @@ class Growth(NamedTuple):
         return self.late / self.early - 1
 
 
-FORGOTTEN_SECONDS = (
-    45.0  # Bokeh drops a session 15 s after its page was closed, and checks every 17 s
-)
+# Bokeh drops a session 15 s after its page was closed, and checks every 17 s.
+FORGOTTEN_SECONDS = 45.0
 
 
 def memory(sessions: int = 1000, early: int = 100, together: int = 4) -> Growth:

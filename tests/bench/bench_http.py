@@ -156,12 +156,8 @@ def wrk(server: Server, seconds: int, a_second: float = 0.0) -> dict[str, float]
 def overhead(server: Server, file: Path, rounds: int = 8, most: int = 200) -> dict[str, float]:
     """The extra seconds of a short answer over HTTP, compared with the engine, and the ratio of tokens a second."""
     connection = http.client.HTTPConnection(server.address)
-    taken: dict[str, list[float]] = {
-        "direct": [],
-        "through": [],
-        "direct, one": [],
-        "through, one": [],
-    }
+    ways = "direct", "through", "direct, one", "through, one"
+    taken: dict[str, list[float]] = {way: [] for way in ways}
     with Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:") as rt:
         rt.register("writer", str(file), context_length=512)
         with rt.use("writer") as model:

@@ -22,11 +22,8 @@ from gpu_runtime.scheduler.placement import PLACEMENTS
 from gpu_runtime.scheduler.plan import plan
 from tests.worlds import GIB, NOW, book, lease, request, world
 
-LAYERS, LAYER_BYTES, END_BYTES = (
-    80,
-    1_711_292_416,
-    2_101_346_304,
-)  # figures of Llama 3 70B in bfloat16
+# figures of Llama 3 70B in bfloat16
+LAYERS, LAYER_BYTES, END_BYTES = 80, 1_711_292_416, 2_101_346_304
 HEADS = 64
 
 

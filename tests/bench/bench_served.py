@@ -93,19 +93,42 @@ def _alternately(rounds: int, *ways: Callable[[], float | None]) -> list[float]:
     return [statistics.median(seconds) for seconds in taken]
 
 
+def _one(place: Server, model: str) -> Callable[[], None]:
+    """A function that makes a chat of `model` with one token."""
+    connection = http.client.HTTPConnection(place.address)
+
+    def one() -> None:
+        body = {"model": model, "max_tokens": 1, "temperature": 0}
+        place.call(connection, messages=_messages(), **body).read()
+
+    return one
+
+
+def _crowd(place: Server, model: str, calls: int) -> Callable[[], None]:
+    """A function that makes `calls` chats of `model` with 8 tokens each, of CONNECTIONS clients."""
+
+    def client(many: int) -> None:
+        connection = http.client.HTTPConnection(place.address)
+        for _ in range(many):
+            body = {"model": model, "max_tokens": 8, "temperature": 0}
+            place.call(connection, messages=_messages(), **body).read()
+
+    def crowd() -> None:
+        with ThreadPoolExecutor(CONNECTIONS) as pool:
+            list(pool.map(client, [calls // CONNECTIONS] * CONNECTIONS))
+
+    return crowd
+
+
 def one_token(server: Server, name: str, model: Any, rounds: int = 100) -> dict[str, float]:
     """The seconds of a chat with one token of the model `name`; `model` is the same engine, called directly."""
-    connection = http.client.HTTPConnection(server.address)
-    body = {"model": name, "max_tokens": 1, "temperature": 0}
-
-    def through() -> None:
-        server.call(connection, messages=_messages(), **body).read()
 
     def direct() -> None:
         model.create_chat_completion(_messages(), max_tokens=1, temperature=0)
 
-    _alternately(3, direct, through)
-    alone, served = _alternately(rounds, direct, through)
+    ways = direct, _one(server, name)
+    _alternately(3, *ways)
+    alone, served = _alternately(rounds, *ways)
     return {f"{name}, one token, direct": alone, f"{name}, one token, served": served}
 
 
@@ -135,22 +158,11 @@ def stream_gap(server: Server, writer: Any) -> dict[str, float]:
 def many_clients(server: Server, name: str, model: Any, calls: int = 64) -> dict[str, float]:
     """The calls a second of CONNECTIONS clients with 8 tokens each, and of the engine alone."""
 
-    def client(many: int) -> None:
-        connection = http.client.HTTPConnection(server.address)
-        for _ in range(many):
-            server.call(
-                connection, messages=_messages(), model=name, max_tokens=8, temperature=0
-            ).read()
-
-    def through() -> None:
-        with ThreadPoolExecutor(CONNECTIONS) as pool:
-            list(pool.map(client, [calls // CONNECTIONS] * CONNECTIONS))
-
     def direct() -> None:
         for _ in range(calls):
             model.create_chat_completion(_messages(), max_tokens=8, temperature=0)
 
-    alone, served = _alternately(3, direct, through)
+    alone, served = _alternately(3, direct, _crowd(server, name, calls))
     return {f"{name}, clients, direct": calls / alone, f"{name}, clients, served": calls / served}
 
 
@@ -192,44 +204,18 @@ def _wait_until_ready(port: int) -> None:
 def _one_token_and_clients(
     server: Server, alone: Server, name: str, rounds: int
 ) -> dict[str, float]:
-    def one_by(place: Server) -> Callable[[], None]:
-        connection = http.client.HTTPConnection(place.address)
-        body = {"model": f"native-{name}", "max_tokens": 1, "temperature": 0}
-
-        def one() -> None:
-            place.call(connection, messages=_messages(), **body).read()
-
-        return one
-
-    def clients_of(place: Server) -> Callable[[], None]:
-        def client(many: int) -> None:
-            connection = http.client.HTTPConnection(place.address)
-            for _ in range(many):
-                place.call(
-                    connection,
-                    messages=_messages(),
-                    model=f"native-{name}",
-                    max_tokens=8,
-                    temperature=0,
-                ).read()
-
-        def calls() -> None:
-            with ThreadPoolExecutor(CONNECTIONS) as pool:
-                list(pool.map(client, [4] * CONNECTIONS))
-
-        return calls
-
-    ways = one_by(alone), one_by(server)
+    calls = 4 * CONNECTIONS
+    ways = [_one(place, f"native-{name}") for place in (alone, server)]
     _alternately(3, *ways)
     direct, served = _alternately(20 * rounds, *ways)
-    crowds = clients_of(alone), clients_of(server)
+    crowds = [_crowd(place, f"native-{name}", calls) for place in (alone, server)]
     _alternately(1, *crowds)
     many, many_served = _alternately(rounds, *crowds)
     return {
         f"HTTP engine, {name}, one token, direct": direct,
         f"HTTP engine, {name}, one token, served": served,
-        f"HTTP engine, {name}, clients, direct": 4 * CONNECTIONS / many,
-        f"HTTP engine, {name}, clients, served": 4 * CONNECTIONS / many_served,
+        f"HTTP engine, {name}, clients, direct": calls / many,
+        f"HTTP engine, {name}, clients, served": calls / many_served,
     }
 
 

@@ -40,9 +40,8 @@ class Told(NamedTuple):
     loads: int
     longest_wait: float
     overtaken_late: int  # calls that were overtaken by a call that arrived after their ageing bound
-    against_bound: (
-        float  # the longest wait, less one answer and one load, divided by the call's ageing bound
-    )
+    # the longest wait, less one answer and one load, divided by the call's ageing bound
+    against_bound: float
 
 
 def trace(calls: int = 800, seed: int = 1) -> list[Waiting]:
@@ -319,12 +318,8 @@ async def _compared(rt: Runtime, gateway: Gateway, rounds: int, most: int) -> di
         return time.perf_counter() - began
 
     await through(4)
-    taken: dict[str, list[float]] = {
-        "direct": [],
-        "through": [],
-        "direct, one": [],
-        "through, one": [],
-    }
+    ways = "direct", "through", "direct, one", "through, one"
+    taken: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):  # alternately, since the load of the machine changes
         taken["direct"].append(await asyncio.to_thread(direct, most))
         taken["through"].append(await through(most))

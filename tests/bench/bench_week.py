@@ -210,9 +210,8 @@ class Helix:
     def __init__(self, history: Week) -> None:
         self._history = history
         self._free = [CARD_GB * GB] * CARDS
-        self._cards: OrderedDict[str, int] = (
-            OrderedDict()
-        )  # model -> card, the last used at the end
+        # model -> card, the last used at the end
+        self._cards: OrderedDict[str, int] = OrderedDict()
 
     def place(self, model: str, used: dict[str, int], now: float) -> float | None:
         if model in self._cards:

@@ -20,12 +20,9 @@ def test_it_applies_to_its_own_thread_and_ends_with_its_block():
     assert speaking_for() == ""
 
 
-def test_a_name_is_one_line_of_bounded_length():
+def test_a_name_is_one_line_of_bounded_length_and_its_process_is_named_after_it():
     """The name is stored in a page and a log that other users read."""
     assert printable("ann\r\n2026-01-01 ERROR\x1b[31m") == "ann 2026-01-01 ERROR [31m"
     assert len(printable("a" * 10_000)) == MOST_LETTERS
-
-
-def test_the_process_is_named_after_the_person_that_it_claims():
     assert attributed("ann", "ops, pid 7") == "ann (ops, pid 7)"
     assert attributed("", "ops, pid 7") == "ops, pid 7" and attributed("ann", "") == "ann"

@@ -12,15 +12,12 @@ def nested(depth: int) -> bytes:
     return b'{"a":' + b"[" * (depth - 1) + b"]" * (depth - 1) + b"}"
 
 
-def test_a_file_of_exactly_the_limit_is_read(tmp_path):
+def test_a_file_of_exactly_the_limits_is_read(tmp_path, monkeypatch):
     path = tmp_path / "config.json"
     path.write_bytes(b"12345")
     assert read(path, 5) == b"12345"
     with pytest.raises(BadFile, match="5 B, and at most 4 B"):
         read(path, 4)
-
-
-def test_json_is_nested_exactly_as_deep_as_the_limit(tmp_path, monkeypatch):
     monkeypatch.setattr(limited_files, "DEEPEST", 3)
     path = tmp_path / "config.json"
     for depth in (2, 3):

@@ -92,14 +92,11 @@ def refusal(gib: float, kind: str):
     return replace(event(1, "giant", "refused", f"it needs {gib} GiB", gib), reason=kind)
 
 
-def test_a_refusal_is_a_problem_until_the_model_is_granted_room():
+def test_a_refusal_is_a_problem_until_the_model_is_granted_room_and_offers_to_unpin():
     refused = refusal(20, "kept")
     assert kinds(snapshot(events=[refused])) == ["refused"]
     assert kinds(snapshot(events=[refused, event(2, "giant", "granted", "", 8)])) == []
     assert kinds(snapshot(events=[replace(refused, wall=WALL - 601)])) == []
-
-
-def test_a_refusal_beside_pinned_models_offers_to_unpin_them():
     refused = refusal(20, "kept")
     pinned = lease("qwen", 14, keep=True)
     [found] = problems(snapshot(pinned, lease("llama", 4), events=[refused]))

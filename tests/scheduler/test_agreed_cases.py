@@ -174,7 +174,7 @@ def test_a_card_allocated_over_its_total_in_a_foreign_book_is_clamped_and_report
 MIB_FREE = dict(sim0="24000 MiB", sim1="12000 MiB", host=100)
 
 
-def test_30000_on_24000_and_12000_free_is_about_20146_and_9854():
+def test_30000_on_24000_and_12000_free_is_about_20146_and_9854_and_35000_is_refused():
     """Each share is in proportion to the free bytes of its card, less a margin of 512 MiB."""
     _, verdict = decide(
         book(), request("big", "30000 MiB", layout="proportional"), world(**MIB_FREE)
@@ -183,10 +183,8 @@ def test_30000_on_24000_and_12000_free_is_about_20146_and_9854():
         [20146.4, 9853.6], abs=0.1
     )
     assert sum(share.bytes for share in verdict.lease.target) == size("30000 MiB")
-
-
-def test_35000_on_24000_and_12000_free_is_refused():
-    """Both cards together have 36,000 MiB free. With a margin of 512 MiB on each, only 34,976 MiB can be granted."""
+    # Both cards together have 36,000 MiB free. With a margin of 512 MiB on each, only 34,976 MiB
+    # can be granted.
     _, verdict = decide(
         book(), request("big", "35000 MiB", layout="proportional"), world(**MIB_FREE)
     )

@@ -119,6 +119,8 @@ threads = st.lists(
 
 @given(threads)
 @example([("sim:0", 6, (6, ())), ("sim:0", 4, (5, ())), ("sim:1", 6, None)])
+@example([("sim:0", 3, (4, ("sim:0",)))] * 3)  # any two alone are not deadlocked
+@example([("sim:0", 5, (6, ("sim:0",)))] * 2 + [("sim:1", 4, (5, ("sim:1",)))])  # one can finish
 def test_reduction_agrees_with_every_order_of_finishing(threads_):
     """One that can finish is never deadlocked; one that cannot is found if it holds what others could use."""
     there = world(sim0=10, sim1=10)

@@ -70,6 +70,7 @@ def test_idle_leases_leave_even_if_just_used_kept_alive_or_important():
         lease("b", sim0=2),
         lease("only", sim0=2, droppable=False),
         lease("elsewhere", sim1=2),
+        lease("yours", by=2, sim0=2),
         drained={"sim:0": ANN},
     )
     there = world(sim0=20, sim1=20, host=4)

@@ -44,6 +44,10 @@ def test_a_plan_says_how_much_effort_it_takes():
     assert level(book(old)).level is PlanLevel.EVICT
     assert level(book(lease("busy", sim0=14, pins=1))).level is PlanLevel.WAIT
     assert level(book(), gib=24).level is PlanLevel.NEVER
+    # A host without the engine refuses, however much room it has.
+    free = level(book())
+    offer = offer_of(Plan(True, (), (), free.because, obstacle="vllm is not installed"), "box1")
+    assert (offer.level, offer.because) == (PlanLevel.NEVER, "vllm is not installed")
 
 
 def test_a_plan_names_its_victims_and_how_much_stays_free():
@@ -70,13 +74,6 @@ def test_measured_seconds_are_used_and_marked():
     assert level(book(parts)).seconds == 1.0, "of the half that returns"
     alone, after_old = level(book()), level(book(lease("old", sim0=14)))
     assert after_old.seconds > alone.seconds
-
-
-def test_a_model_that_cannot_be_loaded_is_never_offered():
-    """A host without the engine refuses, however much room it has."""
-    free = level(book())
-    offer = offer_of(Plan(True, (), (), free.because, obstacle="vllm is not installed"), "box1")
-    assert (offer.level, offer.because) == (PlanLevel.NEVER, "vllm is not installed")
 
 
 # -- several hosts ---------------------------------------------------------------------------------

@@ -256,7 +256,7 @@ def test_other_requests_count_on_the_recalled_part_only():
     assert isinstance(verdict, Wait) and not verdict.asked and not verdict.steps
 
 
-def test_relief_takes_pieces_and_a_drain_the_rest():
+def test_relief_takes_pieces_a_drain_the_rest_and_no_move_either():
     waiting = ticket("w", by=2, sim0=1)
     page = book(big(), tickets=[waiting], owners=(1, 2))
     after, steps = relieve(page, owner(1).id, world(sim0=50, host=64), lru, "k")
@@ -270,9 +270,6 @@ def test_relief_takes_pieces_and_a_drain_the_rest():
     page = books.perform(page, steps[0], there)
     assert page.lease(owner(1).id, "big").shares == shares(host=40)
     assert books.totals(page)["offloads"] == 1
-
-
-def test_a_lease_in_parts_is_not_migrated():
     wanted = request("big", 40, devices=("sim:1",))
     page = book(big(sim0=37, host=3))
     there = world(sim0=40, sim1=40, host=64)

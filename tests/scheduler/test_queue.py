@@ -39,9 +39,6 @@ def test_the_load_that_serves_most_users_of_one_process_for_each_second_is_first
         "1:slow",
         "1:quick",
     ]
-
-
-def test_after_five_times_its_load_a_request_goes_first_in_its_class():
     slow = ticket("slow", seconds=2.0, arrived=NOW - 10)
     popular = [ticket("popular", key=f"p{n}", seconds=2.0, arrived=NOW - n) for n in (1, 2, 3)]
     assert order(slow, *popular)[0] == "1:slow"

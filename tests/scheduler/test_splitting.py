@@ -197,6 +197,8 @@ def filled_in_order(pieces: list[int], room: list[int]) -> tuple[int, ...] | Non
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=5), PIECES)
+@example([8, 8, 6], [4, 4, 5, 1, 1])  # the second cut leaves room for the rest
+@example([10, 1, 10], [1, 1, 1, 5, 5])  # a small card between larger ones: the first stops earlier
 def test_each_cut_is_the_nearest_that_leaves_enough_room(free, pieces):
     """The nearest boundary is found by bisection. The test compares it with all boundaries."""
     sums, until = list(accumulate(pieces)), list(accumulate(free))

@@ -278,10 +278,8 @@ def test_the_first_owner_sets_the_limits_and_later_ones_add_devices():
     assert publish(unread, truth(), world(sim0=99)).limits["sim:0"] == size(20), "not alone"
     alone = publish(old, truth(), world(sim0=7, host=1))
     assert alone.limits == {"sim:0": size(7), HOST: size(1)}, "who is alone begins anew"
-
-
-def test_a_rebuilt_book_keeps_the_limits_of_its_first_owner():
-    """A later owner has devices that the first does not know. On common ones the first one's limits count."""
+    # A later owner has devices that the first does not know. On common ones the first one's limits
+    # count.
     first = publish(Book(), Truth(owner(1)), world(sim0=20, host=10))
     both = publish(first, Truth(owner(2)), world(sim0=7, sim1=5, host=1))
     parts = [part_of(first, owner(1).id), part_of(both, owner(2).id)]
