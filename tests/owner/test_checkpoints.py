@@ -10,7 +10,7 @@ from msgspec.structs import replace
 
 from gpu_runtime import GpuError, Runtime
 from gpu_runtime.devices import checkpoint
-from gpu_runtime.errors import Busy, NotAllowed
+from gpu_runtime.errors import NotAllowed
 from gpu_runtime.facts import HOST
 from gpu_runtime.ledgers.host_config import Machine
 from gpu_runtime.owner import checkpoints, parked_processes
@@ -187,22 +187,23 @@ def test_a_process_with_leases_is_asked_instead(rt, driver, monkeypatch):
     assert "the engine of llama" in refusal(rt, target)
 
 
-def test_a_process_without_memory_on_a_card_is_not_parked(rt, driver):
-    assert "holds nothing on a card" in refusal(rt, driver.process())
-
-
 def test_a_process_without_cuda_is_not_parked(rt, driver):
     target = driver.process(_0=1)
     driver.forget(target)
     assert "as a process that uses CUDA" in refusal(rt, target)
 
 
-def test_unknown_bytes_are_not_parked(rt, driver):
-    assert "does not report how much" in refusal(rt, driver.process(_0=None))
-
-
-def test_more_than_the_limit_is_not_parked(rt, driver):
-    assert "would never get room" in refusal(rt, driver.process(_0=23))
+@pytest.mark.parametrize(
+    ("held", "said"),
+    [
+        ({}, "holds nothing on a card"),
+        ({"_0": None}, "does not report how much"),
+        ({"_0": 23}, "would never get room"),
+    ],
+    ids=["none", "unknown", "more than the limit"],
+)
+def test_bytes_that_no_room_can_be_leased_for_are_not_parked(rt, driver, held, said):
+    assert said in refusal(rt, driver.process(**held))
 
 
 def test_a_stopped_process_is_not_parked(rt, driver):
@@ -280,12 +281,31 @@ def test_a_parked_process_is_not_parked_again(rt, driver):
     assert driver.calls() == ["lock", "checkpoint"]
 
 
-def test_a_lock_that_times_out_changes_nothing(rt, driver):
+@pytest.mark.parametrize(
+    ("faults", "said", "state", "calls"),
+    [
+        ({"lock": "times out"}, "did not come to rest in 10 s", "running", "lock"),
+        # CUDA IPC and managed memory cannot be seen beforehand
+        ({"checkpoint": "refuses"}, "It runs on", "running", "lock checkpoint unlock"),
+        ({"checkpoint": "fails"}, "CUDA_ERROR_UNKNOWN", "failed", "lock checkpoint"),
+        (
+            {"checkpoint": "refuses", "unlock": "fails"},
+            "unpark --checkpoint {pid}",
+            "failed",
+            "lock checkpoint unlock",
+        ),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, dict) else "",
+)
+def test_a_call_that_the_driver_does_not_finish_is_undone_or_told(
+    rt, driver, faults, said, state, calls
+):
     target = driver.process(_0=1)
-    driver.fault(lock="times out")
-    with pytest.raises(Busy, match="did not come to rest in 10 s.*Nothing changed"):
-        park(rt, target, yes=True)
-    assert driver.state(target) == "running" and driver.calls() == ["lock"]
+    driver.fault(**faults)
+    told = refusal(rt, target)
+    assert said.format(pid=target.pid) in told
+    assert ("unpark --checkpoint" in told) is (state != "running")
+    assert (driver.state(target), driver.calls()) == (state, calls.split())
 
 
 def test_a_target_that_dies_at_the_lock_is_told(rt, driver):
@@ -294,29 +314,6 @@ def test_a_target_that_dies_at_the_lock_is_told(rt, driver):
     assert "ended during the driver's lock" in refusal(rt, target)
     target.wait()
     assert free(rt) == [24, 24] and not rt.leases().size
-
-
-def test_a_refused_checkpoint_is_undone(rt, driver):
-    """CUDA IPC and managed memory cannot be seen beforehand. The driver refuses after the process was locked."""
-    target = driver.process(_0=1)
-    driver.fault(checkpoint="refuses")
-    assert "It runs on, with its memory in place" in refusal(rt, target)
-    assert driver.state(target) == "running"
-    assert driver.calls() == ["lock", "checkpoint", "unlock"]
-
-
-def test_a_checkpoint_that_breaks_the_process_is_told(rt, driver):
-    target = driver.process(_0=1)
-    driver.fault(checkpoint="fails")
-    told = refusal(rt, target)
-    assert "CUDA_ERROR_UNKNOWN" in told and f"unpark --checkpoint {target.pid}" in told
-    assert driver.state(target) == "failed"
-
-
-def test_an_unlock_that_fails_is_told(rt, driver):
-    target = driver.process(_0=1)
-    driver.fault(checkpoint="refuses", unlock="fails")
-    assert f"unpark --checkpoint {target.pid}" in refusal(rt, target)
 
 
 def test_a_restore_out_of_memory_leaves_the_process_parked_and_its_room_free(rt, driver):

@@ -182,19 +182,12 @@ def test_a_context_can_be_planned_for_before_anything_is_registered(rt, tmp_path
         rt.plan("m", context_length=0)
 
 
-@pytest.mark.parametrize(
-    ("name", "gib"),
-    [
-        ("7B", 14e9 * 1.3 / GIB),
-        ("llama-7B-Q4_K_M", 4.235e9 * 1.1 / GIB),
-        ("org/llama-7B-awq", 7e9 * 4.5 / 8 * 1.3 / GIB),
-    ],
-)
-def test_a_name_that_tells_its_size_can_be_planned(rt, name, gib):
-    plan = rt.plan(name)
-    assert plan.footprint.bytes == pytest.approx(gib * GIB, rel=1e-6)
+def test_a_name_that_tells_its_size_can_be_planned(rt):
+    """The plan is marked as a guess. It does not advise to load a model that is not on this machine."""
+    plan = rt.plan("org/llama-7B-awq")
+    assert plan.footprint.bytes == pytest.approx(7e9 * 4.5 / 8 * 1.3)
     assert parts(plan) == [("weights", "name"), ("margin", "name")]
-    assert plan.obstacle == f"{name} is not here, and only its name gives its size"
+    assert plan.obstacle == "org/llama-7B-awq is not here, and only its name gives its size"
 
 
 def test_a_slip_in_a_known_name_is_no_guess(rt):

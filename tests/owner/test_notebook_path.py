@@ -2,20 +2,20 @@
 
 import os
 import pwd
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import IPython
 import pytest
 
-from gpu_runtime import Busy, Runtime
+from gpu_runtime import Busy
 from gpu_runtime.facts import Book, Section
 from gpu_runtime.facts.base import encode
 from gpu_runtime.facts.book import decode_book
 from gpu_runtime.ledgers.liveness import describe_self, name_of
 from gpu_runtime.notebook import notebook_path
 from gpu_runtime.safe_text import LONGEST_NAME, LONGEST_PATH
+
+from .conftest import fakes
 
 
 @pytest.fixture
@@ -103,35 +103,13 @@ def test_a_program_of_any_name_may_lease(runtime, monkeypatch):
         assert [lease.name for lease in book.leases()] == ["caf\\udce9.py#1"]
 
 
-HOLDS = """
-import sys
-import gpu_runtime
-rt = gpu_runtime.Runtime(devices="sim:24GiB,host:64GiB")
-rt.register("big", backend="fake", size="20GiB")
-rt.preload("big")
-held = rt.use("big")
-held.__enter__()
-print("held", flush=True)
-sys.stdin.read()
-"""
-
-
-@pytest.mark.processes
-def test_a_notebook_of_any_name_keeps_its_bytes(tmp_path):
+def test_a_notebook_of_any_name_keeps_its_bytes(runtime, tmp_path, monkeypatch):
     """Another process did not see this notebook's lease, and was granted the same bytes again."""
-    ledger = f"keeper://{tmp_path}/ledger"
-    environment = {**os.environb, b"JPY_SESSION_NAME": b"/home/jos\xe9/caf\xe9.ipynb"}
-    environment[b"GPU_LEDGER"] = ledger.encode()
-    with subprocess.Popen(
-        [sys.executable, "-c", HOLDS],
-        env=environment,
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-    ) as kernel:
-        assert kernel.stdout.readline() == b"held\n"
-        with Runtime(devices="sim:24GiB,host:64GiB", ledger=ledger) as rt:
-            rt.register("mine", backend="fake", size="10GiB")
-            with pytest.raises(Busy, match="big"):
-                rt.preload("mine", timeout=0)
-            assert list(rt.leases()["notebook"]) == ["/home/jos\\udce9/caf\\udce9.ipynb"]
-        kernel.stdin.close()
+    monkeypatch.setenv("JPY_SESSION_NAME", LATIN_1)
+    holder, other = (runtime(ledger=f"keeper://{tmp_path}/ledger", monitor=False) for _ in "ab")
+    fakes(holder, big="20GiB")
+    fakes(other, mine="10GiB")
+    with holder.use("big"):
+        with pytest.raises(Busy, match="big"):
+            other.preload("mine", timeout=0)
+        assert list(other.leases()["notebook"]) == ["/home/jos\\udce9/caf\\udce9.ipynb"]

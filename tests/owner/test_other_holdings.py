@@ -33,20 +33,14 @@ def table(frame):
     return {row["name"]: row["bytes"] // MIB for row in frame.to_dict("records")}
 
 
-def test_another_process_lists_what_it_holds(pair):
-    asks, other = pair
-    loaded(other, qwen="4GiB")
-    frame = asks.who(other._session.me)
-    assert table(frame)["qwen"] == 4096
-    assert frame.attrs["process"] == other._session.owner.label and frame.attrs["note"] == ""
-
-
-def test_the_answer_is_not_on_the_page(pair):
+def test_another_process_lists_what_it_holds_and_its_answer_is_not_on_the_page(pair):
     asks, other = pair
     loaded(other, qwen="4GiB")
     me = other._session.me
     before = other._session.ledger.read().sections[me].leases
-    asks.who(other._session.me)
+    frame = asks.who(me)
+    assert table(frame)["qwen"] == 4096
+    assert frame.attrs["process"] == other._session.owner.label and frame.attrs["note"] == ""
     after = asks._session.ledger.read()
     assert after.sections[me].leases == before and not after.tickets
     assert [event.action for event in after.events[-2:]] == ["asked", "who"]

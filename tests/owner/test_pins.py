@@ -25,19 +25,6 @@ def rt(runtime: Callable[..., Runtime]) -> Runtime:
 
 
 # -- ways to enter a block, each as (enter, leave); none of them drops its last reference to the block
-class Delegate:
-    """A library's context manager that forwards both calls to the context manager `held`."""
-
-    def __init__(self, held: Any) -> None:
-        self.held = held
-
-    def __enter__(self) -> Any:
-        return self.held.__enter__()
-
-    def __exit__(self, *error: Any) -> Any:
-        return self.held.__exit__(*error)
-
-
 @contextlib.contextmanager
 def wrapped(held: Any) -> Iterator[Any]:
     with held as value:
@@ -74,16 +61,12 @@ def pushed(held: Any) -> tuple[Any, Any]:
     return lambda: (held.__enter__(), stack.push(held.__exit__)), stack.close
 
 
-def delegated(held: Any) -> tuple[Any, Any]:
-    return by_hand(Delegate(held))
-
-
 def generated(held: Any) -> tuple[Any, Any]:
     return by_hand(wrapped(held))
 
 
 WAYS = [by_hand, of_the_class, looked_up_before, asked_for_before]
-WAYS += [stacked, pushed, delegated, generated]
+WAYS += [stacked, pushed, generated]
 DEEDS = {"use": lambda rt: rt.use("m"), "lease": lambda rt: rt.lease("1GiB", purpose="test")}
 
 
@@ -273,7 +256,7 @@ def test_an_interrupt_at_any_instruction_of_a_with_block_leaves_no_pin(rt, act, 
     assert rt.evict("m").done
 
 
-@pytest.mark.parametrize("way", [by_hand, stacked, delegated, generated])
+@pytest.mark.parametrize("way", [by_hand, stacked, generated])
 def test_an_interrupt_of_a_wrapped_block_leaves_a_pin_at_most_as_long_as_its_frames(
     rt, way, own_thread
 ):

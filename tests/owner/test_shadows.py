@@ -178,7 +178,6 @@ import sys
 from gpu_runtime import Runtime
 from gpu_runtime.backends.pytorch import shared_copies
 from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
-from gpu_runtime.backends.pytorch.transformers_backend import TransformersBackend
 shared_copies.LEAST_BYTES = 1
 read = TransformersBackend._of_files
 def slowly(*given):
