@@ -126,20 +126,6 @@ def test_a_block_goes_to_requests_of_its_own_stream(late):
     assert streams == {0, side.stream_id}
 
 
-def test_a_segment_is_kept_by_one_storage_in_it(late):
-    """One small storage keeps its whole segment reserved, although almost no byte of it is in use."""
-    before = torch.simgpu.memory_stats(0)["reserved_bytes.all.current"]
-    large, small = (torch.empty(size, dtype=torch.uint8, device="simgpu:0") for size in (MIB, 9))
-    del large
-    torch.simgpu.empty_cache()
-    stats = torch.simgpu.memory_stats(0)
-    assert stats["reserved_bytes.all.current"] - before == 2 * MIB
-    assert simgpu.SimProbe().used()["simgpu:0"] == stats["reserved_bytes.all.current"]
-    del small
-    torch.simgpu.empty_cache()
-    assert torch.simgpu.memory_stats(0)["reserved_bytes.all.current"] == before
-
-
 def test_a_full_card_gives_back_what_is_cached_before_it_refuses(late):
     side = torch.simgpu.Stream(1)
     with simgpu.limited(card1=8 * MIB):

@@ -130,18 +130,6 @@ def test_out_of_memory_reports_requested_and_free_bytes():
     kept.free()
 
 
-def test_drills_fail_the_next_allocation_and_simulate_other_programs():
-    memory = Memory("sim:0", 10 * MIB)
-    memory.fail_next()
-    with pytest.raises(OutOfMemory):
-        memory.allocate(1)
-    memory.allocate(1).free()
-    memory.squeeze(9 * MIB)
-    with pytest.raises(OutOfMemory):
-        memory.allocate(2 * MIB)
-    assert memory.held_bytes() == 0
-
-
 def test_a_block_is_free_once_nothing_refers_to_it_or_its_bytes():
     """A reference to the bytes alone, such as a tensor that a user kept, keeps the block of memory."""
     memory = Memory("host", 10 * MIB)

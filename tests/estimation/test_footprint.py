@@ -55,16 +55,6 @@ GEMMA_3_27B = dict(
         sliding_window_pattern=6,
     ),
 )
-DEEPSEEK_V3 = dict(
-    model_type="deepseek_v3",
-    num_hidden_layers=61,
-    hidden_size=7168,
-    num_attention_heads=128,
-    num_key_value_heads=128,
-    kv_lora_rank=512,
-    qk_rope_head_dim=64,
-    v_head_dim=128,
-)
 HEADER = Evidence(16 * GIB, "safetensors header", config=LLAMA_3_8B)
 MEASURED = Measurement(15 * GIB, 19 * GIB, "2026-11-21", "NVIDIA H100")
 
@@ -152,10 +142,8 @@ def test_a_context_that_was_not_requested_is_mentioned_and_not_counted():
     """The context grows while the model generates, and its memory is then measured."""
     found = footprint("m", HEADER)
     assert found.bytes == 16 * GIB and found.working_bytes == 0
-    assert found.notes == (
-        "Its KV cache grows by 128 KiB per generated token, and is not counted. "
-        "Reserve room for it:  context_length=TOKENS",
-    )
+    [note] = found.notes
+    assert "grows by 128 KiB" in note and "context_length=TOKENS" in note
     double = replace(HEADER, config={**LLAMA_3_8B, "torch_dtype": "float32"})
     assert "grows by 256 KiB" in footprint("m", double).notes[0]
 
@@ -201,30 +189,23 @@ def test_the_layers_within_a_window_are_told():
 def test_the_cuda_context_is_a_part_of_its_own():
     found = footprint("m", HEADER, context_bytes=CONTEXT_BYTES)
     assert parts(found)[-1] == ("context", CONTEXT_BYTES, "typical") and found.working_bytes == 0
-    assert parts(footprint("m", HEADER, context_bytes=420 * MIB))[-1] == (
-        "context",
-        420 * MIB,
-        "measured",
-    )
+    measured = footprint("m", HEADER, context_bytes=420 * MIB)
+    assert parts(measured)[-1] == ("context", 420 * MIB, "measured")
 
 
 @pytest.mark.parametrize(
-    ("options", "said"),
+    ("name", "value"),
     [
-        (
-            dict(context_length=0),
-            "context_length=0 cannot be used: it must be a whole number above 0",
-        ),
-        (dict(context_length="8k"), "context_length='8k'"),
-        (dict(sequences=-1), "sequences=-1"),
-        (dict(sequences=True), "sequences=True"),
-        (dict(context_length=8, cache_dtype="q9"), "cache_dtype='q9'"),
+        ("context_length", 0),
+        ("context_length", "8k"),
+        ("sequences", -1),
+        ("sequences", True),
+        ("cache_dtype", "q9"),
     ],
 )
-def test_an_invalid_option_is_named(options, said):
-    with pytest.raises(BadSetting) as error:
-        footprint("m", HEADER, options=options)
-    assert said in str(error.value)
+def test_an_invalid_option_is_named(name, value):
+    with pytest.raises(BadSetting, match=f"{name}={value!r}"):
+        footprint("m", HEADER, options={"context_length": 8, name: value})
 
 
 def test_a_context_cannot_be_reserved_if_the_config_does_not_describe_the_cache():
@@ -337,30 +318,13 @@ def cache_gib(config: dict, tokens: int, **more) -> float:
     ("config", "tokens", "gib"),
     [
         (LLAMA_3_8B, 8192, 1.0),  # grouped queries: 8 of 32
-        ({**LLAMA_3_8B, "num_key_value_heads": 32}, 8192, 4.0),  # one key a head
         (MISTRAL, 4096, 0.5),
         (MISTRAL, 32768, 0.5),  # tokens outside the window are dropped
-        ({**MISTRAL, "sliding_window": None}, 32768, 4.0),
-        (
-            GEMMA_3_27B,
-            131072,
-            (10 * 131072 + 52 * 1024) * 16 * 128 * 2 * 2 / GIB,
-        ),  # every sixth layer sees all
-        (DEEPSEEK_V3, 131072, 61 * 131072 * 576 * 2 / GIB),  # one latent vector for all heads
-        ({**MISTRAL, "model_type": "qwen2", "use_sliding_window": False}, 32768, 4.0),
-        ({**MISTRAL, "model_type": "qwen2"}, 32768, 4.0),  # Qwen's own default
-        (
-            {**MISTRAL, "model_type": "qwen2", "use_sliding_window": True, "max_window_layers": 16},
-            32768,
-            2.25,
-        ),
-        ({**MISTRAL, "layer_types": ["full_attention", "sliding_attention"] * 16}, 32768, 2.25),
         ({**MISTRAL, "layer_types": ["full_attention"] + ["linear_attention"] * 31}, 32768, 0.125),
         ({**LLAMA_3_8B, "num_kv_shared_layers": 16}, 8192, 0.5),
         # which layers see all: by letters, by a list, by the model's own rule, by their types
         ({**MISTRAL, "sliding_window_pattern": "LLLG"}, 32768, 1.375),
         ({**MISTRAL, "sliding_window_pattern": [1, 1, 0]}, 32768, 22 / 32 * 0.5 + 10 / 32 * 4),
-        ({**MISTRAL, "model_type": "cohere2"}, 32768, 1.375),
         ({**MISTRAL, "layer_types": ["chunked_attention", "full_attention"] * 16}, 32768, 2.25),
         ({**MISTRAL, "sliding_window": None, "v_head_dim": 64}, 32768, 3.0),
         (
@@ -373,26 +337,18 @@ def cache_gib(config: dict, tokens: int, **more) -> float:
             32768,
             0.25 + 2 / 4,
         ),
-        ({**LLAMA_3_8B, "multi_query": True, "num_key_value_heads": None}, 8192, 1 / 8),
         ({"num_hidden_layers": 1, "text_config": LLAMA_3_8B}, 8192, 1.0),
         (  # the decoder's own cache, and that of the encoder's output
             {**LLAMA_3_8B, "is_encoder_decoder": True, "decoder_layers": 8},
             8192,
             2 * 8 / 32,
         ),
-        (
-            dict(n_layer=48, n_head=25, n_embd=1600),
-            1024,
-            48 * 1024 * 3200 * 2 / GIB,
-        ),  # GPT-2's names
-        (
-            {**LLAMA_3_8B, "num_key_value_heads": [8] * 16 + [4] * 16},
-            8192,
-            0.75,
-        ),  # a number for each layer
+        # a number for each layer
+        ({**LLAMA_3_8B, "num_key_value_heads": [8] * 16 + [4] * 16}, 8192, 0.75),
     ],
 )
 def test_the_cache_follows_from_the_config(config, tokens, gib):
+    """The families that transformers has: `test_the_estimated_cache_is_that_of_a_forward_pass`."""
     assert cache_gib(config, tokens) == pytest.approx(gib)
 
 
@@ -470,14 +426,12 @@ def test_a_longer_context_never_needs_less_and_sequences_add_up(layers, tokens, 
 
 
 def test_eager_attention_holds_its_scores():
-    flash, eager = (
-        activation_bytes(LLAMA_3_8B, PlannedUse(8192, 1, 16.0, 2, eager)) for eager in (False, True)
-    )
+    use = PlannedUse(8192, 1, 16.0, 2)
+    flash, eager = (activation_bytes(LLAMA_3_8B, use._replace(eager=it)) for it in (False, True))
     assert eager > 32 * 8192**2 * 6 > 10 * flash
 
 
 def test_a_part_shows_whether_it_is_room_for_use():
-    assert [
-        Part(name, 1, "x").for_use
-        for name in ("weights", "kv_cache", "activations", "room", "context", "all")
-    ] == [False, True, True, True, False, False]
+    names = ("weights", "kv_cache", "activations", "room", "context", "all")
+    for_use = {name for name in names if Part(name, 1, "x").for_use}
+    assert for_use == {"kv_cache", "activations", "room"}
