@@ -28,10 +28,12 @@ def gguf(tensors: int, pairs: list[bytes], rest: bytes = b"") -> bytes:
     return b"GGUF" + struct.pack("<IQQ", 3, tensors, len(pairs)) + b"".join(pairs) + rest
 
 
-def sparse(path: Path, start: bytes, size: int) -> None:
-    with path.open("wb") as file:
+def huge(directory: Path, name: str, start: bytes) -> Path:
+    """A terabyte, of which only the `start` is on the disk."""
+    with (directory / name).open("wb") as file:
         file.write(start)
-        file.truncate(size)
+        file.truncate(10**12)
+    return directory
 
 
 def folder(directory: Path, **files: bytes) -> Path:
@@ -42,17 +44,11 @@ def folder(directory: Path, **files: bytes) -> Path:
     return directory
 
 
-def linked(directory: Path, name: str, target: str) -> Path:
-    folder(directory)
-    (directory / name).unlink(missing_ok=True)
-    (directory / name).symlink_to(target)
-    return directory
-
-
-def piped(directory: Path, name: str) -> Path:
-    folder(directory)
-    (directory / name).unlink(missing_ok=True)
-    os.mkfifo(directory / name)
+def linked(directory: Path, name: str, target: str = "/dev/zero") -> Path:
+    """A file that is a link to the `target`, or a pipe without one."""
+    path = folder(directory) / name
+    path.unlink(missing_ok=True)
+    path.symlink_to(target) if target else os.mkfifo(path)
     return directory
 
 
@@ -68,24 +64,6 @@ def file(directory: Path, name: str, data: bytes) -> Path:
     return directory / name
 
 
-def huge_config(directory: Path) -> Path:
-    folder(directory)
-    sparse(directory / "config.json", b"{", 10**12)
-    return directory
-
-
-def huge_tokenizer(directory: Path) -> Path:
-    tiny_models.causal_lm(directory)
-    sparse(directory / "tokenizer.json", b"{", 10**12)
-    return directory
-
-
-def huge_header(directory: Path) -> Path:
-    folder(directory)
-    sparse(directory / "model.safetensors", struct.pack("<Q", 90 * 2**20), 10**12)
-    return directory
-
-
 LIST = struct.pack("<I", 9)  # the metadata type of a list
 LAYERS = string(b"llama.block_count") + struct.pack("<II", 4, 10**9)
 LLAMA = string(b"general.architecture") + struct.pack("<I", 8) + string(b"llama")
@@ -98,17 +76,15 @@ def empty_strings(n: int) -> bytes:
 
 
 BAD = {  # name -> makes it in a directory, and returns the source
-    "weights that never end": lambda d: linked(d, "model.safetensors", "/dev/zero"),
-    "a config that never ends": lambda d: linked(d, "config.json", "/dev/zero"),
-    "an index that never ends": lambda d: linked(d, "model.safetensors.index.json", "/dev/zero"),
-    "a tokenizer that never ends": lambda d: linked(
-        tiny_models.causal_lm(d) and d, "tokenizer.json", "/dev/zero"
-    ),
-    "weights from a pipe": lambda d: piped(d, "model.safetensors"),
-    "a config from a pipe": lambda d: piped(d, "config.json"),
-    "a terabyte of config": huge_config,
-    "a terabyte of tokenizer": huge_tokenizer,
-    "a large header": huge_header,
+    "weights that never end": lambda d: linked(d, "model.safetensors"),
+    "a config that never ends": lambda d: linked(d, "config.json"),
+    "an index that never ends": lambda d: linked(d, "model.safetensors.index.json"),
+    "a tokenizer that never ends": lambda d: linked(tiny_models.causal_lm(d), "tokenizer.json"),
+    "weights from a pipe": lambda d: linked(d, "model.safetensors", ""),
+    "a config from a pipe": lambda d: linked(d, "config.json", ""),
+    "a terabyte of config": lambda d: huge(folder(d), "config.json", b"{"),
+    "a terabyte of tokenizer": lambda d: huge(tiny_models.causal_lm(d), "tokenizer.json", b"{"),
+    "a large header": lambda d: huge(folder(d), "model.safetensors", struct.pack("<Q", 90 * 2**20)),
     "a deep config": lambda d: folder(d, config_json=DEEP, model_st=header(b"{}")),
     "a deep index": lambda d: folder(d, **{"model.safetensors.index_json": DEEP}),
     "a deep header": lambda d: folder(d, model_st=header(DEEP)),
@@ -121,7 +97,7 @@ BAD = {  # name -> makes it in a directory, and returns the source
     "a billion layers": lambda d: changed(d, num_hidden_layers=10**9),
     "a billion labels": lambda d: changed(d, num_labels=10**9),
     "a billion layers below": lambda d: changed(d, text_config={"num_hidden_layers": 10**9}),
-    "a GGUF file that never ends": lambda d: linked(d, "m.gguf", "/dev/zero") / "m.gguf",
+    "a GGUF file that never ends": lambda d: linked(d, "m.gguf") / "m.gguf",
     "a million tensors": lambda d: file(d, "m.gguf", gguf(10**6, [], TENSOR * 10**6)),
     "a billion layers in GGUF": lambda d: file(d, "m.gguf", gguf(0, [LLAMA, LAYERS])),
     "lists of empty strings": lambda d: file(

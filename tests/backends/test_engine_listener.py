@@ -45,30 +45,21 @@ def loads(tmp_path, monkeypatch):
 
 
 @pytest.mark.processes
-@needs_root
-def test_an_engine_of_another_user_on_the_port_is_sent_nothing(server, unseen, loads):
+@pytest.mark.parametrize(
+    "users", [pytest.param([NOBODY], marks=needs_root, id="another"), pytest.param([], id="this")]
+)
+def test_a_process_of_any_user_on_the_port_is_sent_nothing(server, unseen, loads, users):
     """Its program listens before ours does and answers 200. Our engine gets the next port at once."""
     one = server()
 
     def sleep(seconds: float) -> None:
-        if one.order.port == PORTS[1]:  # on the first port the load never ends
+        if one.order.port == PORTS[1] or not users:  # on the other's port the load never ends
             loads.touch()
 
     one._sleep = sleep
-    with impostor(PORTS[0], NOBODY) as false:
+    with impostor(PORTS[0], *users) as false:
         one.start()
         assert (one.order.port, one.restarts) == (PORTS[1], 0) and one.healthy()
-        assert false.heard() == []
-
-
-@pytest.mark.processes
-def test_another_process_of_this_user_on_the_port_is_sent_nothing(server, unseen, loads):
-    """An engine of an earlier start may still listen there. Our engine gets the next port."""
-    one = server()
-    one._sleep = lambda seconds: loads.touch()
-    with impostor(PORTS[0]) as false:
-        one.start()
-        assert one.order.port == PORTS[1] and one.healthy()
         assert false.heard() == []
 
 

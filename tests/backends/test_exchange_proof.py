@@ -16,29 +16,10 @@ from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import StillInUse
 from gpu_runtime.facts import HOST, ModelSpec, Share
 from tests import simgpu
-from tests.backends.test_kernel_memory import Still
+from tests.backends.test_kernel_memory import Kernel
 
 TO_HOST = (Share(HOST, 1),)
 SIZE = 1 << 18  # floats, 1 MiB
-
-
-class Kernel:
-    """The memory that this process holds on cards of one kind, and how it is parked."""
-
-    def __init__(self, kind: str) -> None:
-        simulated = kind == "sim"
-        probe = open_probe("sim:1GiB,host:1GiB") if simulated else simgpu.SimProbe()
-        self.card = "cpu" if simulated else "simgpu:0"
-        self.back = (Share("sim:0" if simulated else "simgpu:0", 1),)
-        self.backend = open_backend("kernel", probe)
-        self.still = Still()
-        self.handle = self.backend.open(self.still, lambda: ())
-
-    def park(self) -> None:
-        self.backend.move(self.handle, TO_HOST)
-
-    def unpark(self) -> None:
-        self.backend.move(self.handle, self.back)
 
 
 @pytest.fixture(params=["sim", "simgpu"])

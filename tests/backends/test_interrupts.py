@@ -12,7 +12,7 @@ from torch import nn
 from gpu_runtime.backends.registry import open_backend
 from gpu_runtime.facts import ModelSpec, Share
 
-CARD, HOST = (Share("sim:0", 0),), (Share("host", 0),)
+CARD = (Share("sim:0", 0),)
 X = torch.ones(1, 8)
 
 
@@ -82,47 +82,29 @@ def test_a_load_stopped_at_any_line_frees_everything(probe, watched):
     assert line > 100
 
 
-def test_a_move_stopped_at_any_line_is_complete_or_did_not_happen(probe):
-    """After the interrupt, the values, the account and the device agree, and the next move works."""
-    backend, line = open_backend("torch", probe), 0
-    model = backend.load(ModelSpec("net", "torch"), CARD, network)
-    module = backend.value(model)
-    expected, size = module(X), backend.measure(model)[0].bytes
-    target = HOST
-    while interrupted_at(line := line + 1, partial(backend.move, model, target)):
-        (share,) = backend.measure(model)
-        assert torch.equal(module(X), expected), f"line {line}"
-        assert share.bytes == size
-        assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0} | {share.device: size}, (
-            f"line {line}"
-        )
-        if share.device == target[0].device:
-            target = CARD if target is HOST else HOST
-    assert line > 100
-    backend.drop(model)
-    del module
-    assert not any(probe.used().values())
-
-
-def test_the_move_of_a_part_stopped_at_any_line_is_complete_or_did_not_happen(probe):
-    """A piece leaves its card, or returns. After each interrupt, every byte is in one place."""
+@pytest.mark.parametrize("part", [False, True], ids=["whole", "part"])
+def test_a_move_stopped_at_any_line_is_complete_or_did_not_happen(probe, part):
+    """After each interrupt the values, the account and the device agree, and the next move works."""
     backend, line = open_backend("torch", probe), 0
     layers = nn.Sequential(*(nn.Linear(8, 8) for _ in range(2))).eval().requires_grad_(False)
-    model = backend.load(ModelSpec("net", "torch"), CARD, lambda: layers)
-    expected, size = layers(X), backend.measure(model)[0].bytes
-    piece = size // 2
-    parts = (Share("sim:0", size - piece), Share("host", piece))
-    whole = (Share("sim:0", size),)
-    target = parts
+    module = layers if part else network()
+    model = backend.load(ModelSpec("net", "torch"), CARD, [module].pop)
+    expected, size = module(X), backend.measure(model)[0].bytes
+    here = (Share("sim:0", size),)
+    half = (Share("sim:0", size // 2), Share("host", size // 2))
+    target = away = half if part else (Share("host", size),)
     while interrupted_at(line := line + 1, partial(backend.move, model, target)):
         there = backend.measure(model)
-        assert there in (whole, parts), f"line {line}"
-        assert torch.equal(layers(X), expected), f"line {line}"
+        assert there in (here, away), f"line {line}"
+        assert torch.equal(module(X), expected), f"line {line}"
         held = {"sim:0": 0, "sim:1": 0, "host": 0}
         assert probe.used() == held | {share.device: share.bytes for share in there}, f"line {line}"
         if there == target:
-            target = whole if target is parts else parts
+            target = here if target is away else away
     assert line > 100
+    backend.drop(model)
+    del module, layers
+    assert not any(probe.used().values())
 
 
 def test_a_drop_stopped_at_any_line_is_complete_or_did_not_happen(probe):

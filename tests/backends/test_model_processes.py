@@ -212,17 +212,19 @@ def test_a_message_has_its_large_buffers_beside_its_pickle():
     its.close()
 
 
-def test_two_calls_run_at_the_same_time_and_a_stream_ends_with_its_reader(rt):
-    """A stream that goes on does not stop a call, nor does a call that its process still runs."""
-    with rt.use("qwen") as model:
-        stream = model.stream(count_up, "words")
-        next(stream)
-        assert ask(model, (), numpy.ones(3)).sum() == 3
-        stream.close()
+def count_up(model: Any, words: str) -> Iterator[str]:
+    """An endless stream: the process runs it, and its module is imported there."""
+    yield f"{model.name} {os.getpid()}"
+    while True:
+        yield words
+
+
+def test_a_stream_comes_item_by_item_beside_other_calls_and_ends_with_its_reader(rt):
     with rt.use("qwen") as model:
         program = model._engine.pids[-1]
         stream = model.stream(count_up, "words")
         assert [next(stream), next(stream)] == [f"qwen {program}", "words"]
+        assert ask(model, (), numpy.ones(3)).sum() == 3, "the stream goes on"
         stream.close()
         assert model._engine._program._pending == {}
         assert ask(model, (), 1) == 1

@@ -13,7 +13,7 @@ import torch
 from gpu_runtime.backends.base import NotStill
 from gpu_runtime.backends.pytorch import search
 from tests import soak
-from tests.backends.test_exchange_proof import Kernel
+from tests.backends.test_kernel_memory import Kernel
 
 DTYPES = (torch.float32, torch.complex64, torch.int64, torch.bool)
 SAMPLES = 2  # inputs of each operator and dtype

@@ -11,12 +11,9 @@ from hypothesis import strategies as some
 from torch import nn
 
 from gpu_runtime.backends.pytorch import search
-from gpu_runtime.backends.registry import open_backend
-from gpu_runtime.devices.probe import open_probe
-from gpu_runtime.facts import HOST, Share
 from gpu_runtime.units import MIB
 from tests import simgpu
-from tests.backends.test_kernel_memory import Kernel, Still, floats
+from tests.backends.test_kernel_memory import Kernel, floats
 
 Park = Callable[[], None]
 
@@ -213,14 +210,13 @@ def test_training_that_is_parked_three_times_a_step_is_the_same_to_the_bit(
     """`amp` is mixed precision. With `again` the forward pass is checkpointed, so it is computed twice."""
     alone = trained(kind, amp, again, lambda: None)
     monkeypatch.setattr(search, "SIMULATED_BYTES", 1)
-    backend = open_backend("kernel", open_probe("sim:1GiB,host:4GiB"))
-    handle = backend.open(Still(), lambda: ())
+    kernel = Kernel("sim")
     parks: list[int] = []
 
     def park() -> None:
-        backend.move(handle, (Share(HOST, 1),))
-        parks.append(handle.away_bytes)
-        backend.move(handle, (Share("sim:0", 1),))
+        kernel.park()
+        parks.append(kernel.handle.away_bytes)
+        kernel.unpark()
 
     parked = trained(kind, amp, again, park)
     assert all(torch.equal(mine, twin) for mine, twin in zip(alone, parked, strict=True))

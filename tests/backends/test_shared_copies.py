@@ -17,6 +17,7 @@ from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.devices.shared_pages import SharedPages, held_by
 from gpu_runtime.facts import HOST, ModelSpec, Share
 from tests import simgpu
+from tests.backends.test_shadows import content, move, same
 from tests.page_rights import writable
 
 CARD = "sim:0"
@@ -45,26 +46,9 @@ def kernel(llama, copies=ME, **options):
     return backend, backend.load(spec, (Share(CARD, 0),), shadow=True, copies=copies)
 
 
-def content(model):
-    """All weights and buffers, also those that are not in the model's files."""
-    tensors = [*model.module.named_parameters(), *model.module.named_buffers()]
-    return {name: tensor.detach().clone() for name, tensor in tensors}
-
-
-def same(one, other):
-    assert one.keys() == other.keys()
-    for name in one:
-        assert torch.equal(one[name].view(torch.uint8), other[name].view(torch.uint8)), name
-
-
 def files():
     """The inodes of the shared pages that this process has open, each once."""
     return {pages.inode for pages in mine()}
-
-
-def move(backend, model, device):
-    size = sum(share.bytes for share in backend.measure(model))
-    backend.move(model, (Share(device, size),), shadow=device != HOST)
 
 
 def test_a_second_load_uses_the_pages_of_the_first(llama, monkeypatch):
@@ -260,24 +244,6 @@ def test_tied_weights_share_one_storage_in_the_second_process_too(llama, tmp_pat
     assert other.shadow_bytes == one.shadow_bytes
 
 
-def test_other_files_a_dtype_or_a_version_of_transformers_are_another_model(
-    llama, tmp_path, monkeypatch
-):
-    llama = shutil.copytree(llama, tmp_path / "copy")
-    first, one = kernel(llama)
-    second, half = kernel(llama, dtype="bfloat16")
-    assert next(half.module.parameters()).dtype == torch.bfloat16 and len(files()) == 2
-    with monkeypatch.context() as patch:
-        patch.setattr(shared_copies, "version", lambda name: "0.0")
-        third, other = kernel(llama)
-    assert len(files()) == 3
-    same(content(one), content(other))
-    for file in llama.glob("*.safetensors"):
-        os.utime(file)
-    fourth, later = kernel(llama)
-    assert len(files()) == 4
-
-
 def stored_in(pages):
     shelf = shared_copies.SharedCopy.found(ME, content_of(pages))
     return shelf.index.values()
@@ -286,6 +252,36 @@ def stored_in(pages):
 def content_of(pages):
     page = pages.read(0, shared_copies.PAGE_BYTES).rstrip(b"\0")
     return msgspec.msgpack.decode(page, type=shared_copies._First).content
+
+
+def files_touched(patch, directory):
+    for file in directory.glob("*.safetensors"):
+        os.utime(file)
+
+
+def other_version(patch, directory):
+    patch.setattr(shared_copies, "version", lambda name: "0.0")
+
+
+@pytest.mark.parametrize(
+    ("change", "options"),
+    [
+        (files_touched, {}),
+        (other_version, {}),  # of transformers, which built the module
+        (lambda *_: None, {"dtype": "bfloat16"}),
+    ],
+    ids=["files", "version", "dtype"],
+)
+def test_another_model_has_pages_of_its_own(llama, tmp_path, monkeypatch, change, options):
+    llama = shutil.copytree(llama, tmp_path / "copy")
+    first, one = kernel(llama)
+    change(monkeypatch, llama)
+    second, other = kernel(llama, **options)
+    assert len(files()) == 2
+    if options:
+        assert next(other.module.parameters()).dtype == torch.bfloat16
+    else:
+        same(content(one), content(other))
 
 
 def test_pages_that_were_not_completed_are_not_used(llama, monkeypatch):
@@ -307,24 +303,28 @@ def test_a_damaged_index_is_as_no_copy(llama, index):
     same(content(one), content(other))
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="only root can make a file of another user")
-def test_pages_of_another_user_are_not_used(llama):
+@pytest.mark.parametrize(
+    "opened",
+    [
+        pytest.param(
+            lambda file: os.fchown(file, 12345, 12345),
+            marks=pytest.mark.skipif(os.geteuid() != 0, reason="only root can give a file away"),
+            id="of another user",
+        ),
+        pytest.param(lambda file: os.fchmod(file, 0o644), id="readable by others"),
+    ],
+)
+def test_pages_that_another_user_has_or_may_open_are_not_used(llama, opened):
     first, one = kernel(llama)
     before = content(one)
-    for pages in mine():
-        os.fchown(pages.file, 12345, 12345)
+    found = mine()
+    assert {os.fstat(pages.file).st_mode & 0o777 for pages in found} == {0o600}
+    for pages in found:
+        opened(pages.file)
     assert mine() == []
     second, other = kernel(llama)
     same(content(other), before)
     assert len(files()) == 1
-
-
-def test_pages_that_others_may_open_are_not_used(llama):
-    first, one = kernel(llama)
-    pages = mine()[0]
-    assert os.fstat(pages.file).st_mode & 0o777 == 0o600
-    os.fchmod(pages.file, 0o644)
-    assert mine() == []
 
 
 @pytest.mark.parametrize("where", ["/proc/no/such", "full"])

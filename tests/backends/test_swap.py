@@ -310,19 +310,6 @@ def test_a_reload_refuses_a_source_with_other_weights(probe, llama, tmp_path):
     assert backend.measure(backend.load(spec, CARD)) != (), "a new object may have the new weights"
 
 
-def test_a_source_rewritten_with_its_old_times_is_noticed(probe, llama, tmp_path):
-    """A rewritten source file is noticed by its inode's change time, which no program can set."""
-    source = tmp_path / "model"
-    shutil.copytree(llama, source)
-    backend = open_backend("transformers", probe)
-    model = backend.load(ModelSpec("m", "transformers", source=str(source)), CARD)
-    weights = source / "model.safetensors"
-    stat = weights.stat()
-    weights.write_bytes(weights.read_bytes())
-    os.utime(weights, ns=(stat.st_atime_ns, stat.st_mtime_ns))
-    assert not backend.droppable(model)
-
-
 @pytest.mark.thorough
 def test_the_end_of_the_interpreter_compares_no_weights(probe, llama, monkeypatch):
     """At the end of the process no weights are compared. For tens of gigabytes that would take seconds."""

@@ -14,7 +14,6 @@ from gpu_runtime.backends.pytorch import swap
 from gpu_runtime.backends.registry import backend_for, open_backend
 from gpu_runtime.errors import BadSetting, CannotGovern, LoadFailed, NotAModel, UnknownSize
 from gpu_runtime.facts import ModelSpec, Share
-from gpu_runtime.units import KIB
 from tests.worlds import footprint
 
 CARD, OTHER, HOST = (Share("sim:0", 0),), (Share("sim:1", 0),), (Share("host", 0),)
@@ -490,19 +489,3 @@ def test_other_sources_are_refused(tmp_path):
         backend_for("org/name", "onnx")
     with pytest.raises(BadSetting):
         open_backend("onnx", None)
-
-
-def test_the_account_is_right_after_many_small_models(backend, probe):
-    """Fifty models are loaded and dropped in different orders, and freed pages are used again."""
-    models = [
-        backend.load(ModelSpec(f"m{i}", "torch"), CARD, lambda i=i: nn.Linear(10 + i, 10))
-        for i in range(50)
-    ]
-    for model in models[::3]:
-        backend.move(model, HOST)
-    for model in models[::-2]:
-        backend.drop(model)
-    for model in models:
-        backend.drop(model)
-    assert probe.used() == {"sim:0": 0, "sim:1": 0, "host": 0}
-    assert probe.maps()[0].reserved_bytes <= 2048 * KIB
