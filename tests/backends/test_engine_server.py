@@ -120,10 +120,9 @@ def test_a_server_that_answers_while_it_loads_is_not_ready(server, engine, tmp_p
     assert one.state is ServerState.READY and one.healthy()
 
 
-def test_the_bytes_of_a_server_are_measured_when_its_model_is_loaded(record, monkeypatch):
+def test_the_bytes_of_a_server_are_measured_when_its_model_is_loaded(backend, monkeypatch):
     """Before the model is loaded, a server has allocated only a part of its memory."""
-    probe = open_probe("sim:8GiB,host:8GiB")
-    backend = open_backend("vllm", probe)
+    probe = backend.probe
     states, servers = [], []
     make = backend._server
     monkeypatch.setattr(backend, "_server", lambda *a: servers.append(make(*a)) or servers[-1])
@@ -131,8 +130,7 @@ def test_the_bytes_of_a_server_are_measured_when_its_model_is_loaded(record, mon
     monkeypatch.setattr(
         probe, "charged", lambda *a: states.append(servers[-1].state) or charged(*a)
     )
-    loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name"), SHARES)
-    backend.drop(loaded)
+    backend.drop(backend.load(QWEN, SHARES))
     assert states and set(states) == {ServerState.READY}
 
 
@@ -217,22 +215,16 @@ def test_a_server_that_never_becomes_ready_fails_after_its_time_out(server, monk
     assert now[0] == 600.0 and one.state is ServerState.IDLE
 
 
-def test_a_failed_start_is_reported_with_its_reason(server, monkeypatch):
-    with pytest.raises(LoadFailed, match="unrecognized arguments: --max-modl-len"):
-        server(runtime_args=["--max-modl-len", "32k"]).start()
-    with pytest.raises(LoadFailed, match="ollama pull absent"):
-        server("ollama", source="absent").start()
-    monkeypatch.setenv(
-        "STAND_IN_SAYS", "ValueError: The model's max seq len is larger than the KV cache"
-    )
-    with pytest.raises(
-        LoadFailed, match="ended with code 1: ValueError: The model's max seq len"
-    ) as error:
+def test_an_end_during_the_load_is_reported_with_the_server_s_last_line(server, monkeypatch):
+    monkeypatch.setenv("STAND_IN_SAYS", "ValueError: too long")
+    with pytest.raises(LoadFailed, match="ended with code 1: ValueError: too long") as error:
         server().start()
     assert Path(error.value.log).read_text().startswith("ValueError")
-    monkeypatch.setenv(
-        "STAND_IN_SAYS", "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
-    )
+
+
+def test_out_of_memory_during_the_load_is_recognised(server, monkeypatch):
+    said = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB."
+    monkeypatch.setenv("STAND_IN_SAYS", said)
     with pytest.raises(Exception) as error:
         server().start()
     assert is_out_of_memory(error.value) and "2.00 GiB" in str(error.value)
@@ -309,11 +301,17 @@ def test_an_invalid_range_is_one_clear_error(text):
 
 
 # -- the backend -----------------------------------------------------------------------------------
-def test_the_value_gives_the_server_s_address_and_key(record):
+QWEN = ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB)
+
+
+@pytest.fixture
+def backend(record):
+    return open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
+
+
+def test_the_value_gives_the_server_s_address_and_key(backend, record):
     """They are attributes of the loaded model. After the model was dropped, they raise NotResident."""
-    backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
-    spec = ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB)
-    loaded = backend.load(spec, SHARES)
+    loaded = backend.load(QWEN, SHARES)
     served = backend.value(loaded)
     assert served.health() and served.model == "qwen" and served.base_url.endswith("/v1")
     assert served.headers == {"Authorization": f"Bearer {served.api_key}"}
@@ -325,10 +323,9 @@ def test_the_value_gives_the_server_s_address_and_key(record):
         served.base_url  # noqa: B018 - the read raises
 
 
-def test_a_read_of_the_address_waits_for_a_restart(record):
+def test_a_read_of_the_address_waits_for_a_restart(backend):
     """Otherwise the caller would use a port on which no server listens yet."""
-    backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
-    loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
+    loaded = backend.load(QWEN, SHARES)
     served = backend.value(loaded)
     os.kill(loaded.pids[1], signal.SIGKILL)
     until(lambda: served.starting)
@@ -337,10 +334,9 @@ def test_a_read_of_the_address_waits_for_a_restart(record):
     assert not served.starting
 
 
-def test_a_read_of_a_lost_server_s_address_raises(record, monkeypatch):
+def test_a_read_of_a_lost_server_s_address_raises(backend, monkeypatch):
     monkeypatch.setattr("gpu_runtime.backends.processes.engine.MOST_RESTARTS", 0)
-    backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
-    loaded = backend.load(ModelSpec("qwen", "vllm", source="org/name", size=4 * GIB), SHARES)
+    loaded = backend.load(QWEN, SHARES)
     lost = threading.Event()
     loaded.watch(lambda kind, because: lost.set())
     os.kill(loaded.pids[1], signal.SIGKILL)
@@ -350,13 +346,10 @@ def test_a_read_of_a_lost_server_s_address_raises(record, monkeypatch):
     backend.drop(loaded)
 
 
-def test_an_error_names_what_to_install(monkeypatch):
+def test_an_error_names_what_to_install(backend, monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
-    backend = open_backend("vllm", open_probe("sim:8GiB,host:8GiB"))
-    with pytest.raises(
-        LoadFailed, match="there is no command vllm here.\n  Install it:  pip install vllm"
-    ):
-        backend.load(ModelSpec("qwen", "vllm", source="org/name"), SHARES)
+    with pytest.raises(LoadFailed, match="no command vllm here.\n.*pip install vllm"):
+        backend.load(QWEN, SHARES)
 
 
 @pytest.fixture

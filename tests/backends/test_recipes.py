@@ -118,11 +118,12 @@ def test_placeholders_get_the_values_of_the_placement(installed, backend):
     """The number of cards and the fraction of each are known only once the model is placed."""
     own = ["--pp={tensor_parallel}", "--part", "{gpu_memory_utilization}", "--side", "{port}1"]
     own += ["--json", '{"port": 1}']
-    ordered = order(backend, gib=(20, 20), runtime_args=own, source="/models/a.gguf")
-    words = recipe(backend).command(ordered).words
-    assert words[-7:] == (
-        "--pp=2", "--part", "0.25", "--side", "83001", "--json", '{"port": 1}',
-    )  # fmt: skip
+    words = command(backend, gib=(40, 36), runtime_args=own, source="/models/a.gguf").words
+    placed = [*words_of("--pp=2 --part 0.45 --side 83001 --json"), '{"port": 1}']
+    assert [*words[-7:]] == placed, "the smaller share is the fraction of both cards"
+    if backend == "vllm":
+        assert words[words.index("--tensor-parallel-size") + 1] == "2"
+        assert words[words.index("--gpu-memory-utilization") + 1] == "0.45"
 
 
 def test_ollama_gets_its_options_from_the_environment(installed):

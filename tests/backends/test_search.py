@@ -74,6 +74,7 @@ class Loud(torch.Tensor):
 # -- what is found ---------------------------------------------------------------------------------
 @pytest.mark.parametrize(("make", "parts"), [
     (lambda: torch.ones(7), lambda t: [t]),
+    (lambda: torch.ones(7).untyped_storage(), lambda t: [torch.empty(0).set_(t)]),
     (lambda: torch.arange(10.0)[3:5], lambda t: [t]),
     (lambda: torch.arange(3.0).expand(4, 3), lambda t: [t]),
     (lambda: torch.randn(3, dtype=torch.cfloat).conj(), lambda t: [t]),
@@ -85,7 +86,7 @@ class Loud(torch.Tensor):
     (lambda: torch.ones(7).as_subclass(Loud), lambda t: [t.as_subclass(torch.Tensor)]),
     (lambda: torch.quantize_per_tensor(torch.ones(7), 0.1, 0, torch.quint8), lambda t: [t]),
     (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), lambda t: [t]),
-], ids=["plain", "view", "expanded", "conj", "parameter", "coo", "csr", "csc", "wrapper",
+], ids=["plain", "storage alone", "view", "expanded", "conj", "parameter", "coo", "csr", "csc", "wrapper",
         "torch_function", "quantised", "nested"])  # fmt: skip
 def test_storages_of_every_kind_of_tensor_are_found(make, parts):
     """A sparse or wrapping tensor consists of several storages."""
@@ -102,11 +103,8 @@ def test_the_parts_of_a_jagged_tensor_are_found():
     assert storage_of(jagged._values)._cdata in keys()
 
 
-def test_storages_that_no_name_refers_to_are_found():
-    storage = torch.ones(7).untyped_storage()
-    assert storage._cdata in keys()
-    # A gradient that was never read has no Python object, so Python's garbage collector cannot find
-    # it.
+def test_a_gradient_that_nobody_has_read_is_found():
+    """A gradient that was never read has no Python object, so Python's garbage collector cannot find it."""
     weight = torch.ones(5000, requires_grad=True)
     before = keys()
     (weight * 2).sum().backward()
@@ -169,18 +167,25 @@ def test_tensors_without_bytes_and_governed_storages_are_left_out():
     assert governed <= keys()
 
 
-def test_memory_that_libraries_keep_in_objects_of_their_own_stays_with_its_bytes():
-    """MKL-DNN keeps a tensor's bytes in objects of its own, without a storage."""
-    held = torch.ones(4, 4).to_mkldnn()
+def packed():
+    net = nn.Sequential(nn.Linear(64, 64))
+    return torch.ao.quantization.quantize_dynamic(net, {nn.Linear})[0]._packed_params
+
+
+@pytest.mark.parametrize(
+    ("make", "size"),
+    [(lambda: torch.ones(4, 4).to_mkldnn(), 64), (packed, 64 * 64 + 64 * 4)],
+    ids=["mkldnn", "packed"],
+)
+def test_bytes_that_have_no_storage_stay(make, size):
+    """MKL-DNN and quantised modules keep bytes in objects of their own."""
+    held = make()
     [found] = [one for one in se.search(every).found if one.tensors and one.tensors[0] is held]
-    assert (found.storage, found.bytes, found.stays) == (None, 64, se.COMPILED)
-    packed = torch.ao.quantization.quantize_dynamic(
-        nn.Sequential(nn.Linear(64, 64)), {nn.Linear}, dtype=torch.qint8
-    )
-    holder = packed[0]._packed_params
-    [found] = [one for one in se.search(every).found if one.tensors and one.tensors[0] is holder]
-    assert (found.bytes, found.stays) == (64 * 64 + 64 * 4, se.COMPILED)
-    # Their module has no parameters any more, and the graph may have their addresses.
+    assert (found.storage, found.bytes, found.stays) == (None, size, se.COMPILED)
+
+
+def test_frozen_weights_stay_with_their_bytes():
+    """Their module has no parameters any more, and the graph may have their addresses."""
     frozen = torch.jit.freeze(torch.jit.script(nn.Sequential(nn.Linear(64, 32)).eval()))
     gc.collect()
     stays = [one.bytes for one in se.search(every).found if one.stays == se.COMPILED]

@@ -89,20 +89,16 @@ def test_tied_shared_strided_mixed_and_empty_tensors_survive_moves(backend):
         assert torch.equal(tensor, value), name
         assert [tensor.stride(), tensor.dtype, tensor.requires_grad, tensor.is_conj()] == kind, name
     assert module.image.is_contiguous(memory_format=torch.channels_last)
+    for tensor in (module.image, module.one.weight, module.one.bias):
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes, (
+            "saved alone, it has its own bytes"
+        )
+        assert tensor.data_ptr() % 64 == 0
     expected = 400 + 24 + 2 + 2 * 3 * 16 * 4 + 70 + 8 * 8 * 8 + 2 * 8 * 8 + 4
     assert backend.measure(model) == (Share("sim:0", expected),)
     module.rows.add_(1)
     # two views of one storage were separated
     assert torch.equal(module.turned.t()[2:4], module.rows)
-
-
-def test_a_moved_tensor_s_storage_holds_only_its_own_bytes(backend):
-    """Otherwise saving one weight would write the memory of all weights."""
-    module = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 16)).eval()
-    there_and_back(backend, module)
-    for tensor in module.parameters():
-        assert tensor.untyped_storage().nbytes() == tensor.nbytes
-        assert tensor.data_ptr() % 64 == 0
 
 
 def test_modules_created_or_moved_under_inference_mode_still_work(backend):
@@ -464,21 +460,11 @@ def test_what_is_wrong_with_a_factory_reaches_the_caller(backend, probe):
     assert not any(probe.used().values())
 
 
-@pytest.mark.parametrize(
-    "source, name",
-    [
-        (nn.Linear(1, 1), "torch"),
-        (lambda: nn.Linear(1, 1), "torch"),
-        (nn.Module, "torch"),
-        ("org/absent", "transformers"),
-    ],
-)
-def test_the_source_decides_the_backend(source, name):
-    assert backend_for(source) == name
-    assert backend_for(source, "fake") == "fake"
-
-
-def test_other_sources_are_refused(tmp_path):
+def test_the_source_decides_the_backend_and_other_sources_are_refused(tmp_path):
+    for source in (nn.Linear(1, 1), lambda: nn.Linear(1, 1), nn.Module):
+        assert backend_for(source) == "torch"
+    assert backend_for("org/absent") == "transformers"
+    assert backend_for("org/absent", "fake") == "fake"
     assert backend_for(tmp_path) == backend_for(str(tmp_path)) == "transformers"
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     assert backend_for(tmp_path) == "llama_cpp", "a directory with only GGUF files"

@@ -156,32 +156,29 @@ def test_torchs_snapshot_becomes_a_map():
     assert (map.alloc_retries, map.ooms) == (4, 1)
 
 
-def test_the_memory_of_a_private_pool_is_not_releasable():
-    """A CUDA graph uses its addresses again, so empty_cache keeps them."""
-    map = of_torch("cuda:0", 0, [torch_segment(torch_block(32, "inactive"), pool=(0, 1))], {})
-    assert (map.segments[0].kind, map.inactive_bytes, map.releasable_bytes) == (
-        "private",
-        32 * MIB,
-        0,
-    )
+FREE_32 = torch_block(32, "inactive")
+GROWN = (torch_block(10), torch_block(55, "inactive"), torch_block(15))
+SMALL = (torch_block(1), torch_block(4, "inactive"), torch_block(3))
 
 
-def test_whole_free_pages_of_an_expandable_segment_are_releasable():
-    """The pages have 20 MiB, or 2 MiB for small blocks. A free page is releasable between used pages too."""
-    large = torch_segment(
-        torch_block(10), torch_block(55, "inactive"), torch_block(15), expandable=True
-    )
-    small = torch_segment(
-        torch_block(1), torch_block(4, "inactive"), torch_block(3), type="small", expandable=True
-    )
-    assert of_torch("cuda:0", 0, [large], {}).releasable_bytes == 40 * MIB
-    assert of_torch("cuda:0", 0, [small], {}).releasable_bytes == 2 * MIB
-
-
-def test_a_snapshot_of_an_older_torch_without_pools_is_read_too():
-    segment = torch_segment(torch_block(20, "inactive"))
-    del segment["segment_pool_id"], segment["is_expandable"]
-    assert of_torch("cuda:0", 0, [segment], {}).segments[0].kind == "large"
+@pytest.mark.parametrize(
+    ("segment", "kind", "releasable"),
+    [
+        (torch_segment(FREE_32), "large", 32),
+        # A CUDA graph uses its addresses again, so empty_cache keeps them.
+        (torch_segment(FREE_32, pool=(0, 1)), "private", 0),
+        # A free page, of 20 MiB or of 2 MiB for small blocks, is releasable between used pages too.
+        (torch_segment(*GROWN, expandable=True), "expandable", 40),
+        (torch_segment(*SMALL, type="small", expandable=True), "expandable", 2),
+    ],
+    ids=["large", "private", "expandable", "small"],
+)
+def test_the_releasable_bytes_depend_on_the_kind_of_a_segment(segment, kind, releasable):
+    map = of_torch("cuda:0", 0, [segment], {})
+    assert (map.segments[0].kind, map.releasable_bytes) == (kind, releasable * MIB)
+    if kind == "large":  # an older torch has no pools
+        del segment["segment_pool_id"], segment["is_expandable"]
+        assert of_torch("cuda:0", 0, [segment], {}).segments == map.segments
 
 
 blocks = st.lists(
