@@ -200,6 +200,11 @@ def test_ollama_with_a_model_that_stays_in_ram_fails_with_the_figures(server, re
     assert len(record()) == 1 + MOST_RESTARTS and one.state is ServerState.IDLE and not one.pids
 
 
+def test_ollama_without_the_model_names_the_command_to_type(server):
+    with pytest.raises(LoadFailed, match="ollama pull absent"):
+        server("ollama", source="absent").start()
+
+
 def test_a_server_that_never_becomes_ready_fails_after_its_time_out(server, monkeypatch):
     """The clock is injected and advances by itself, so the test takes no real time."""
     monkeypatch.setenv("STAND_IN_MUTE", "1")

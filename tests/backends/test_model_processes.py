@@ -212,13 +212,6 @@ def test_a_message_has_its_large_buffers_beside_its_pickle():
     its.close()
 
 
-def count_up(model: Any, words: str) -> Iterator[str]:
-    """An endless stream: the process runs it, and its module is imported there."""
-    yield f"{model.name} {os.getpid()}"
-    while True:
-        yield words
-
-
 def test_a_stream_comes_item_by_item_beside_other_calls_and_ends_with_its_reader(rt):
     with rt.use("qwen") as model:
         program = model._engine.pids[-1]

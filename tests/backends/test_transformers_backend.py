@@ -97,7 +97,7 @@ def test_the_header_gives_the_bytes(backend, tmp_path, tied, dtype, option, shar
     assert (module.lm_head.weight.data_ptr() == module.model.embed_tokens.weight.data_ptr()) == tied
 
 
-def test_replaced_files_are_read_again_and_tied_weights_count_once(backend, tmp_path):
+def test_replaced_files_are_read_again(backend, tmp_path):
     directory = tiny_models.causal_lm(tmp_path / "m", dtype="float32")
     before = footprint(backend, spec(directory)).bytes
     tiny_models.causal_lm(directory, dtype="bfloat16")
@@ -473,9 +473,6 @@ def test_a_source_without_safe_weights_is_refused_with_what_it_needs(backend, tm
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(LoadFailed, match="config.json cannot be loaded: its JSON"):
         footprint(backend, spec(tmp_path))
-
-
-def test_pickled_weights_are_refused_by_name(backend, tmp_path):
     with pytest.raises(LoadFailed, match="pytorch_model.bin.*can run any code"):
         footprint(backend, spec(tiny_models.pickled(tmp_path / "m")))
 
