@@ -147,6 +147,13 @@ def test_the_health_check_of_each_llama_server(native, monkeypatch):
         assert "openapi_url=None" not in Path(app.__file__).read_text()
 
 
+def test_requests_without_the_key_are_rejected(server):
+    """Every user of the machine can reach the port, so each request needs the key."""
+    one = server()
+    one.start()
+    assert get(one, "/v1/models") == 401 and get(one, "/v1/models", one.headers) == 200
+
+
 def test_the_processes_that_a_server_started_end_with_it(server, tmp_path, monkeypatch):
     """A signal to the process group does not reach child processes in sessions of their own. These end, too."""
     monkeypatch.setenv("STAND_IN_CHILD", str(tmp_path / "child"))
