@@ -2,9 +2,11 @@
 
 import gc
 import itertools
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -119,6 +121,37 @@ def used_elsewhere(rt: Runtime, name: str) -> Iterator[None]:
             yield
         finally:
             done.set()
+
+
+def stopped_at(
+    number: int,
+    act: Callable[[], object],
+    watched: Callable[[FrameType], bool],
+    event: str = "opcode",
+) -> BaseException | None:
+    """Raises KeyboardInterrupt at that event of the watched frames; the error, or None at the end."""
+    left = number
+
+    def trace(frame: FrameType, kind: str, _: object) -> Any:
+        nonlocal left
+        if not watched(frame):
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = event == "opcode", False
+        if kind == event:
+            left -= 1
+            if left == 0:
+                raise KeyboardInterrupt
+        return trace if event == "opcode" else None
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        act()
+    except KeyboardInterrupt as error:
+        return error
+    finally:
+        sys.settrace(before)
+    return None if left > 0 else KeyboardInterrupt("in a destructor, which passed over it")
 
 
 def where(rt: Runtime) -> dict[str, str]:

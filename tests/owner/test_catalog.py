@@ -72,16 +72,11 @@ def test_a_catalogued_model_is_used_by_name_without_registering_it(shelf):
 def test_every_verb_knows_a_catalogued_model_before_it_is_loaded(shelf):
     rt = shelf()
     assert rt.plan("qwen3:8b").footprint.bytes == 14 * GIB and rt.plan("qwen3:8b").granted
+    rt.models()
+    assert rt.specs() == () and rt.status().sections == {}, "reading registers no model"
     assert rt.why("qwen3:8b") == () and rt.evict("org/llama").because == "org/llama is on no device"
     assert rt.pin("org/llama").done and rt.preload("org/llama").done
     assert claims(rt) == {"sim:0": 10 * GIB}
-
-
-def test_reading_registers_no_model_in_this_process(shelf):
-    rt = shelf()
-    rt.plan("qwen3:8b")
-    rt.models()
-    assert rt.specs() == () and rt.status().sections == {}
 
 
 def test_models_lists_the_catalogue_once_and_as_on_disk(shelf, shared_book):

@@ -1,8 +1,6 @@
 """Measurements of models outlast a reboot and count only for the same source. They never cause an error."""
 
 import fcntl
-import json
-import multiprocessing
 import os
 
 import pytest
@@ -13,7 +11,6 @@ from gpu_runtime.telemetry import measurements
 from gpu_runtime.telemetry.measurements import Measurements
 from gpu_runtime.units import MIB
 from tests import tiny_models
-from tests.clock import PATIENCE
 
 SPEC = ModelSpec("qwen", "transformers", "/models/qwen", options={"dtype": "bfloat16"})
 EVIDENCE = Evidence(100, "safetensors header", fingerprint="as it was")
@@ -167,23 +164,6 @@ def test_what_is_written_while_the_lock_is_waited_for_stays(path, monkeypatch):
     mine.remember_cell("mine", {"sim:0": 1})
     known = Measurements(path)
     assert (known.cell_bytes("mine"), known.cell_bytes("theirs")) == ({"sim:0": 1}, {"sim:0": 2})
-
-
-def _many(path, who):
-    known = Measurements(path)
-    for number in range(10):
-        known.remember(replace(SPEC, source=f"/models/{who}/{number}"), EVIDENCE, SEEN)
-
-
-@pytest.mark.processes
-def test_processes_that_write_at_once_lose_nothing_of_each_other(path):
-    spawn = multiprocessing.get_context("spawn")
-    writers = [spawn.Process(target=_many, args=(path, who)) for who in range(3)]
-    for writer in writers:
-        writer.start()
-    for writer in writers:
-        writer.join(PATIENCE)
-    assert len(json.loads(path.read_bytes())["models"]) == 30
 
 
 def test_the_file_does_not_grow_without_end(path, monkeypatch):

@@ -2,11 +2,11 @@
 
 import contextlib
 import gc
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from types import FrameType
 from typing import Any
 
 import pytest
@@ -15,7 +15,7 @@ from gpu_runtime import GpuError, Runtime, StillInUse
 from gpu_runtime.owner import acquire, pins
 from gpu_runtime.units import GIB
 
-from .conftest import fakes, loaded
+from .conftest import fakes, loaded, stopped_at
 
 
 @pytest.fixture
@@ -204,30 +204,9 @@ WATCHED = {
 }
 
 
-def stopped_at(instruction: int, act: Callable[[], object]) -> BaseException | None:
-    """Raises KeyboardInterrupt at that instruction of the block or of `pins.py`; the error, or None at the end."""
-    left = instruction
-
-    def trace(frame, event, _):
-        nonlocal left
-        if frame.f_code not in WATCHED and frame.f_globals is not vars(pins):
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        if event == "opcode":
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-        return trace
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        act()
-    except KeyboardInterrupt as error:
-        return error
-    finally:
-        sys.settrace(before)
-    return None
+def watched(frame: FrameType) -> bool:
+    """Whether the frame is of the block or of `pins.py`."""
+    return frame.f_code in WATCHED or frame.f_globals is vars(pins)
 
 
 @pytest.fixture
@@ -243,7 +222,7 @@ def test_an_interrupt_at_any_instruction_of_a_with_block_leaves_no_pin(rt, act, 
 
     def stop_everywhere() -> None:
         instruction = 0
-        while kept := stopped_at(instruction := instruction + 1, lambda: act(rt)):
+        while kept := stopped_at(instruction := instruction + 1, lambda: act(rt), watched):
             assert in_use(rt) == 0, f"instruction {instruction}"
             assert kept.__traceback__
         assert instruction > 60
@@ -269,7 +248,7 @@ def test_an_interrupt_of_a_wrapped_block_leaves_a_pin_at_most_as_long_as_its_fra
 
     def stop_everywhere() -> None:
         instruction = 0
-        while kept := stopped_at(instruction := instruction + 1, act):
+        while kept := stopped_at(instruction := instruction + 1, act, watched):
             del kept
             gc.collect()
             assert in_use(rt) == 0, f"instruction {instruction}"

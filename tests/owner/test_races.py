@@ -1,8 +1,6 @@
 """Two threads, or a thread and the stop button, at the worst moment; a stress test found each case."""
 
-import sys
 import threading
-import time
 from inspect import CO_GENERATOR
 
 import pytest
@@ -10,17 +8,9 @@ import pytest
 from gpu_runtime import Runtime
 from gpu_runtime.owner import release
 from gpu_runtime.units import GIB
-from tests.clock import PATIENCE
+from tests.clock import PATIENCE, until
 
-from .conftest import alongside, claims, fakes, loaded, used_elsewhere, where
-
-
-def until(true, rt: Runtime) -> None:
-    """Waits until `true()` is true. It is checked at every notification. Fails after PATIENCE."""
-    end = time.monotonic() + PATIENCE
-    while not true():
-        assert time.monotonic() < end, "it never came true"
-        rt._session.ledger.wait(0.1)
+from .conftest import alongside, claims, fakes, loaded, stopped_at, used_elsewhere, where
 
 
 def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
@@ -37,7 +27,7 @@ def test_a_preload_ends_where_another_thread_loads_the_model_first(runtime):
     with alongside(load):
         begun.wait(PATIENCE)
         with alongside(load):
-            until(lambda: rt.status().tickets, rt)
+            until(lambda: rt.status().tickets)
             go.set()
     assert [outcome.where for outcome in outcomes] == ["sim:0", "sim:0"]
 
@@ -167,29 +157,10 @@ def test_an_eviction_that_nobody_waits_for_is_done_once(runtime, shared_book):
     assert asker._session.keys.texts() == ()
 
 
-def stopped_at(call: int, act) -> BaseException | None:
-    """Raises KeyboardInterrupt at the `call`-th function of gpu_runtime; returns the error, or None at the end."""
-    left = call
-
-    def trace(frame, event, _):
-        nonlocal left
-        if (
-            frame.f_globals.get("__name__", "").startswith("gpu_runtime")
-            and not frame.f_code.co_flags & CO_GENERATOR
-        ):
-            left -= 1
-            if left == 0:
-                raise KeyboardInterrupt
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        act()
-    except KeyboardInterrupt as error:
-        return error
-    finally:
-        sys.settrace(before)
-    return None if left > 0 else KeyboardInterrupt("in a destructor, which passed over it")
+def ours(frame) -> bool:
+    """Whether a function of gpu_runtime runs in the frame, other than a generator."""
+    name = frame.f_globals.get("__name__", "")
+    return name.startswith("gpu_runtime") and not frame.f_code.co_flags & CO_GENERATOR
 
 
 @pytest.mark.parametrize("deed", ["lease", "use", "evict", "preload"])
@@ -208,7 +179,7 @@ def test_an_interrupt_at_the_entry_of_any_function_leaves_nothing_once_the_monit
     while True:
         rt.evict("m")
         rt.evict("n") if deed == "preload" else rt.preload("n")
-        kept = stopped_at(call := call + 1, deeds[deed])
+        kept = stopped_at(call := call + 1, deeds[deed], ours, "call")
         if kept is None:
             break
         rt.tick()
