@@ -229,19 +229,16 @@ def test_a_directory_that_holds_no_model_says_what_it_holds(rt, tmp_path):
         rt.plan("m.gguf")
 
 
-@pytest.mark.parametrize("size", [0, "0", -1, "-3GiB", "0 GiB", "8GX", "1.5.2", None])
+@pytest.mark.parametrize("size", [0, "0", -1, "-3GiB", "0 GiB", "8GX", "1.5.2"])
 def test_a_size_that_is_none_is_one_clear_error(rt, size):
-    with pytest.raises(BadSize) as error:
-        rt.plan(size)
-    assert repr(size) in str(error.value)
-
-
-@pytest.mark.parametrize("size", [0, "0GiB"])
-def test_nothing_is_leased_and_nothing_is_declared_to_be_of_no_bytes(rt, size):
-    with pytest.raises(BadSize, match=repr(size)):
-        rt.lease(size, purpose="drill")
-    with pytest.raises(BadSize, match=repr(size)):
-        rt.register("m", backend="fake", size=size)
+    for act in (
+        rt.plan,
+        lambda size: rt.lease(size, purpose="drill"),
+        lambda size: rt.register("m", backend="fake", size=size),
+    ):
+        with pytest.raises(BadSize) as error:
+            act(size)
+        assert repr(size) in str(error.value)
 
 
 def test_a_model_of_another_process_is_found_in_the_book(runtime, shared_book):

@@ -49,6 +49,8 @@ def test_plain_tensors_of_a_mebibyte_have_a_lease_and_smaller_ones_have_none(sta
     kept = [torch.zeros(4 * FLOATS), torch.zeros(FLOATS // 2)]
     cell(kernel)
     assert own(rt)["sim:0"] - before == 4 * MIB
+    assert "kernel" not in set(rt.models().name) and rt.specs() == (), "the lease is no model"
+    assert f"pid {os.getpid()}" in set(rt.leases().model), "the name of its notebook, if it has one"
     del kept
 
 
@@ -106,14 +108,6 @@ def test_the_monitor_does_not_count_while_the_first_cell_runs(started, monkeypat
     kernel._uncounted = True
     kernel.catch_up()
     assert counts
-
-
-def test_the_lease_is_no_model(started):
-    """The list of leases has the kernel's bytes and notebook, although no model was registered."""
-    rt, kernel = started()
-    keep(kernel, torch.zeros(4 * FLOATS))
-    assert "kernel" not in set(rt.models().name) and rt.specs() == ()
-    assert f"pid {os.getpid()}" in set(rt.leases().model), "the name of its notebook, if it has one"
 
 
 def test_the_copies_of_models_in_host_memory_are_not_the_notebooks_own(started, tmp_path):

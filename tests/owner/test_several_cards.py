@@ -26,14 +26,6 @@ def test_where_only_the_margin_is_in_the_way_it_is_named(runtime):
         DoesNotFit, match="512 MiB of each stay free for its driver \\(GPU_SPLIT_MARGIN_MB\\)"
     ):
         rt.preload("big")
-    other = runtime(
-        devices="sim:2x128MiB,host:1GiB",
-        gpu_memory_max_percent=1.0,
-        monitor=False,
-        gpu_split_margin_mb=0,
-    )
-    other.register("big", backend="fake", size="180MiB", layout="proportional")
-    assert other.preload("big").done
 
 
 def test_a_restore_chooses_other_cards_where_the_old_ones_are_taken(runtime):
