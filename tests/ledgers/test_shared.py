@@ -23,8 +23,8 @@ import psutil
 import pytest
 
 from gpu_runtime.errors import BadSetting, GpuError, LedgerUnavailable, NotAllowed
-from gpu_runtime.ledgers import files
-from gpu_runtime.ledgers.keeper.ledger import KeeperPeek
+from gpu_runtime.ledgers import files, setup
+from gpu_runtime.ledgers.keeper.ledger import KeeperPeek, answers
 from gpu_runtime.ledgers.liveness import boot_id
 from gpu_runtime.ledgers.setup import init
 from tests.clock import PATIENCE, until
@@ -559,6 +559,38 @@ def test_a_block_held_for_too_long_is_logged_and_nothing_new_is_granted(box):
 
 
 # gpu ledger init
+
+
+SYSTEMCTL = """#!/bin/sh
+echo "$@" >> {root}/told
+[ "$1" != enable ] || setsid $(sed -n s/^ExecStart=//p {root}/$3) >/dev/null 2>&1 &
+[ ! -e {root}/broken ] || {{ echo "Unit is masked." >&2; exit 1; }}
+"""
+
+
+def test_where_there_is_systemd_the_keeper_is_its_service(box, monkeypatch):
+    """A script stands in for `systemctl`: it runs the command of the unit."""
+    box.end_service()
+    until(lambda: not answers(box.ledger / boot_id()))
+    script = box.root / "systemctl"
+    script.write_text(SYSTEMCTL.format(root=box.root))
+    script.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{box.root}:{os.environ['PATH']}")
+    monkeypatch.setattr(setup, "SYSTEMD", box.root)
+    monkeypatch.setattr(setup, "UNITS", box.root)
+    name = f"gpu-console{str(box.ledger).replace('/', '-')}.service"
+    reply = init(str(box.ledger), GROUP, str(box.config))
+    assert f"systemd runs its keeper, as {name}" in reply.because
+    assert (box.root / "told").read_text() == f"daemon-reload\nenable --now {name}\n"
+    assert {"Type=notify", "Restart=always", "FileDescriptorStoreMax=1"} <= set(
+        (box.root / name).read_text().splitlines()
+    )
+    until(lambda: answers(box.ledger / boot_id()))
+    box.end_service()
+    until(lambda: not answers(box.ledger / boot_id()))
+    (box.root / "broken").touch()
+    with pytest.raises(GpuError, match=f"Unit is masked.*\n.*journalctl -u {name}"):
+        init(str(box.ledger), GROUP, str(box.config))
 
 
 def test_init_can_be_repeated(box):
