@@ -439,3 +439,47 @@ def test_the_newest_page_of_a_book_is_found():
     for writer in writers:
         writer.close()
     assert shared_book.newest(name) is None
+
+
+# Recorded from version 1 of the protocol. A line here never changes: other environments on the machine speak it.
+ANN = Owner("box", "b", 7, 9, 1, user="ann", notebook="n.ipynb", namespaces="1-2")
+OWNER_1 = (
+    b"\x88\xa4host\xa3box\xa4boot\xa1b\xa3pid\x07\xa7started\t\xa6serial\x01\xa4user\xa3ann"
+    b"\xa8notebook\xa7n.ipynb\xaanamespaces\xa31-2"
+)
+SAID_1 = [
+    (Hello(1, 1, "", ANN, b"s"), b"\x99\xa5Hello\x01\x01\xa0" + OWNER_1 + b"\xc4\x01s\xc2\xc2\xc2"),
+    (
+        Put(2, 5, msgspec.Raw(b"\x93\xc0\x90\x03"), ("k",), removed=("1.2.3",), goes_on=True),
+        b"\x99\xa3Put\x02\x05\x93\xc0\x90\x03\x91\xa1k\xc0\x91\xa51.2.3\x90\xc3",
+    ),
+    (core.Want(3), b"\x92\xa4Want\x03"),
+    (core.Pass(4), b"\x92\xa4Pass\x04"),
+    (
+        Keep(5, "names", b"\x80", "7.9.0", True),
+        b"\x96\xa4Keep\x05\xa5names\xc4\x01\x80\xa57.9.0\xc3",
+    ),
+    (core.Fetch(6, "names", "7.9.1"), b"\x94\xa5Fetch\x06\xa5names\xa57.9.1"),
+    (core.Ring(7, ("7.9.1",)), b"\x93\xa4Ring\x07\x91\xa57.9.1"),
+    (core.Sign(8), b"\x92\xa4Sign\x08"),
+    (Leave(9), b"\x92\xa5Leave\t"),
+]
+HEARD_1 = [
+    (core.Welcome(1, 1, "", ANN, 3), b"\x96\xa7Welcome\x01\x01\xa0" + OWNER_1 + b"\x03"),
+    (Written(2, 6, True), b"\x94\xa7Written\x02\x06\xc3"),
+    (core.Soon(3), b"\x92\xa4Soon\x03"),
+    (core.Turn(3), b"\x92\xa4Turn\x03"),
+    (core.Refused(5, "why"), b"\x93\xa7Refused\x05\xa3why"),
+    (core.Content(6, {"7.9.1": b"\x80"}), b"\x93\xa7Content\x06\x81\xa57.9.1\xc4\x01\x80"),
+    (core.Rung(0), b"\x92\xa4Rung\x00"),
+]
+
+
+def test_the_recorded_conversation_of_version_1_is_understood():
+    """Also with a field that a later version adds at the end."""
+    for decode, said in ((core.decode_request, SAID_1), (core.decode_reply, HEARD_1)):
+        for message, recorded in said:
+            later = bytes([recorded[0] + 1]) + recorded[1:] + b"\xa5later"
+            assert decode(recorded) == message
+            assert decode(later) == message
+            assert core.encode(message)[1:].startswith(recorded[1:])
