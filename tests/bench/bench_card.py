@@ -16,11 +16,10 @@ import torch
 from gpu_runtime import Runtime
 from gpu_runtime.backends.pytorch import search
 from gpu_runtime.backends.pytorch import swap as exchanges
-from gpu_runtime.backends.registry import open_backend
-from gpu_runtime.facts import HOST, Share
 from gpu_runtime.units import show_bytes
 from tests.owner.kernels import Quiet
 
+from .bench_parking import Parkable
 from .results import MEASURED, Row
 
 if TYPE_CHECKING:
@@ -29,24 +28,6 @@ if TYPE_CHECKING:
 SMALL_STORAGES = 10_000
 MODELS = 20
 CELLS = 50
-
-
-class _Notebook:
-    """The memory that the code of this process holds, as the memory of a notebook."""
-
-    def __init__(self, bench: Bench) -> None:
-        self._bench = bench
-        self._backend = open_backend("kernel", bench.probe)
-        self._handle = self._backend.open(Quiet(), lambda: ())
-
-    def park(self) -> None:
-        self._move(HOST)
-
-    def unpark(self) -> None:
-        self._move(self._bench.card)
-
-    def _move(self, device: str) -> None:
-        self._backend.move(self._handle, (Share(device, 1),))
 
 
 class _Exchanging:
@@ -85,7 +66,7 @@ def parking(bench: Bench) -> Iterator[Row]:
     pieces = max(4, bench.size // figures.LAYER_BYTES)
     kept = [torch.ones(bench.size // pieces // 4, device=bench.torch) for _ in range(pieces)]
     size = sum(one.nbytes for one in kept)
-    notebook = _Notebook(bench)
+    notebook = Parkable(bench.probe, bench.card)
     taken: dict[str, list[float]] = {"park": [], "return": []}
     for _ in range(figures.ROUNDS + 1):
         taken["park"].append(bench.seconds(notebook.park))
@@ -114,7 +95,7 @@ def small(bench: Bench) -> Iterator[Row]:
     usual, search.SIMULATED_BYTES = search.SIMULATED_BYTES, 4096
     try:
         kept = [torch.ones(1024, device=bench.torch) for _ in range(SMALL_STORAGES)]
-        notebook = _Notebook(bench)
+        notebook = Parkable(bench.probe, bench.card)
         taken: dict[str, list[float]] = {"park": [], "return": []}
         with _Exchanging() as exchanging:
             for _ in range(figures.ROUNDS + 1):

@@ -140,26 +140,27 @@ def search_milliseconds() -> float:
     return taken
 
 
-class _Parkable:
-    """The memory of this process, in the form in which a backend can park it."""
+class Parkable:
+    """The memory of this process, in the form in which a backend can park it; it returns to `card`."""
 
-    def __init__(self) -> None:
+    def __init__(self, probe: Any = None, card: str = "sim:0") -> None:
         from gpu_runtime.backends.registry import open_backend
         from gpu_runtime.devices.probe import open_probe
 
-        self._backend = open_backend("kernel", open_probe(DEVICES))
-        self.handle = self._backend.open(Quiet(), lambda: ())
+        self._backend = open_backend("kernel", probe or open_probe(DEVICES))
+        self._handle = self._backend.open(Quiet(), lambda: ())
+        self._card = card
 
     def park(self) -> None:
         self._move("host")
 
     def unpark(self) -> None:
-        self._move("sim:0")
+        self._move(self._card)
 
     def _move(self, device: str) -> None:
         from gpu_runtime.facts import Share
 
-        self._backend.move(self.handle, (Share(device, 1),))
+        self._backend.move(self._handle, (Share(device, 1),))
 
 
 def small_seconds() -> dict[str, dict[str, float]]:
@@ -178,7 +179,7 @@ def small_seconds() -> dict[str, dict[str, float]]:
         for number in range(ROUNDS + 1):
             for name, size in (("4 KiB", 4096), ("1 MiB", MIB)):
                 kept = [torch.ones(size // 4) for _ in range(total // size)]
-                kernel = _Parkable()
+                kernel = Parkable()
                 for way, act in (("park", kernel.park), ("return", kernel.unpark)):
                     began = time.thread_time()
                     act()
@@ -229,7 +230,7 @@ def swap_seconds() -> dict[str, float]:
     for _ in range(ROUNDS):
         for name, seconds in zip(("copy", "compare"), _bare_copy(), strict=True):
             taken[name].append(seconds)
-        kept, kernel = _held_gib(), _Parkable()
+        kept, kernel = _held_gib(), Parkable()
         for name, act in (("park", kernel.park), ("return", kernel.unpark)):
             began = time.perf_counter()
             act()

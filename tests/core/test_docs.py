@@ -76,10 +76,13 @@ def test_every_folder_of_the_package_is_in_the_table_and_in_the_picture():
         assert f">{folder}</text>" in picture
 
 
-def test_every_setting_is_listed_once_and_has_a_meaning():
+def test_every_setting_and_every_field_of_the_catalogue_is_listed_once_and_has_a_meaning():
     rows = {row.name: row.doc for row in Settings.load().sources()}
     assert sorted(listed("reference/settings", "settings")) == sorted(rows)
     assert [name for name, meaning in rows.items() if not meaning] == []
+    fields = Fields.model_fields
+    assert sorted(listed("reference/catalogue", "catalogue-fields")) == sorted(fields)
+    assert [name for name, field in fields.items() if not field.description] == []
 
 
 def test_every_verb_is_listed_once_and_exists_in_python():
@@ -88,12 +91,6 @@ def test_every_verb_is_listed_once_and_exists_in_python():
     lines = reference.lines_in(page("reference/verbs"), "verbs")
     named = {name for line in lines for name in re.findall(r"rt\.(\w+)", line.note)}
     assert {name for name in named if not hasattr(Runtime, name)} - {"settings"} == set()
-
-
-def test_every_field_of_the_catalogue_is_listed_once_and_has_a_meaning():
-    fields = Fields.model_fields
-    assert sorted(listed("reference/catalogue", "catalogue-fields")) == sorted(fields)
-    assert [name for name, field in fields.items() if not field.description] == []
 
 
 def test_every_error_is_listed_once_with_what_to_do_and_its_attributes():
@@ -139,14 +136,11 @@ def test_every_field_of_memory_is_documented(tmp_path):
         assert sorted(fields) == sorted(answer), name
 
 
-def test_every_field_of_ours_in_a_body_is_documented():
+def test_every_field_of_ours_in_a_body_and_every_status_is_documented():
     """The fields `x_…` are those in the API's description and those that the code reads."""
     ours = set(re.findall(r'"(x_\w+)"', inspect.getsource(requests)))
     ours |= {name for name in reference.body_fields() if name.startswith("x_")}
     assert ours <= set(listed("reference/http", "body-fields"))
-
-
-def test_every_status_is_documented():
     assert {str(status) for status in openai.REFUSALS} <= set(listed("reference/http", "statuses"))
 
 

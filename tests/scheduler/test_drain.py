@@ -106,11 +106,12 @@ def test_leases_that_must_not_move_stay_and_are_listed(stays, why):
     ]
 
 
-def test_a_copy_in_host_memory_is_freed_before_a_model_is_dropped():
+@pytest.mark.parametrize("droppable", [True, False])
+def test_a_copy_in_host_memory_is_freed_before_a_model_is_dropped(droppable):
     """The model leaves at the next call, with the room that the copy had."""
     page = book(
         lease("used", sim1=6, shadow_bytes=6 * GIB, pins=1),
-        lease("m", sim0=9),
+        lease("m", sim0=9, droppable=droppable),
         drained={"sim:0": ANN},
     )
     after, steps = drain.vacate(page, owner(1).id, world(sim0=20, sim1=20, host=10), "k")

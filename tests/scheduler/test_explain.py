@@ -38,7 +38,7 @@ from tests.worlds import NOW, book, decide, lease, request, world
 RULES = PlacementRules()
 
 
-def test_a_decision_says_why_the_other_cards_lost():
+def test_a_decision_says_why_the_other_cards_lost_and_its_event_keeps_it():
     page, there = (
         book(lease("a", sim1=4, pins=1), lease("b", sim2=15, pins=1)),
         world(sim0=20, sim1=20, sim2=20),
@@ -63,9 +63,6 @@ def test_a_decision_says_why_the_other_cards_lost():
     assert alternatives(wait, RULES) == ("sim:0: has 5.0 GiB free, 13.0 GiB too little.",)
     many = tuple(Candidate((Share(f"sim:{n}", 1),), False, "full") for n in range(64))
     assert len(alternatives(Refuse("no", considered=many), RULES)) == MOST_RUNNERS_UP
-
-
-def test_runners_up_are_stored_with_the_event_of_their_decision_only():
     refusal = Refuse("no", considered=(Candidate((Share("sim:0", 1),), False, "sim:0 is full"),))
     events = [
         Event(1, 0, "a", "unloaded", "request", ""),

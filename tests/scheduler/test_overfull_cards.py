@@ -30,10 +30,7 @@ def test_the_kernel_that_was_used_longest_ago_leaves_and_no_other():
     held = book(kernel(1, 12), kernel(2, 12, idle=600), owners=(1, 2))
     leaving, steps = park_kernels(held, owner(2).id, world(sim0=20), lru, "key")
     assert len(steps) == 1 and parked(leaving, 1) == []
-
-
-def test_a_kernel_with_a_running_cell_stays():
-    """Or whose last cell ended less than a second ago."""
+    # Or whose last cell ended less than a second ago.
     for idle in (5, 1, 0.9):
         held = book(kernel(1, 12, pins=1), kernel(2, 12, idle=idle), owners=(1, 2))
         assert parked(held, 1) == [] and len(parked(held, 2)) == (idle >= 1)

@@ -11,7 +11,6 @@ from gpu_runtime.facts import HOST, Drop, Grant, Move, Phase, Share, Shed, Wait,
 from gpu_runtime.scheduler import transitions as books
 from gpu_runtime.scheduler.asks import Ask, ask
 from gpu_runtime.scheduler.capacity import room
-from gpu_runtime.scheduler.drain import vacate
 from gpu_runtime.scheduler.evictable import eviction_step, mark_leaving
 from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.plan import plan
@@ -130,23 +129,13 @@ def test_a_recalled_model_takes_the_place_of_its_owners_shadow():
     assert isinstance(step, Move)
 
 
-def test_relief_and_drain_free_shadows_first():
+def test_relief_frees_shadows_first():
     page = book(
         shadowed("used", 6, pins=1), lease("idle", sim0=9, last_used=NOW - 900, droppable=False)
     )
     always = replace(THERE, rules=replace(THERE.rules, relief="always", moderate=0.1))
     _, steps = relieve(page, owner(1).id, always, lru, "k")
     assert [type(step) for step in steps] == [Shed]
-    card = THERE.devices[0]
-    page, _ = books_drained(page, card)
-    _, steps = vacate(page, owner(1).id, THERE, "k")
-    assert [type(step) for step in steps] == [Shed]
-
-
-def books_drained(page, card):
-    from gpu_runtime.facts import Drain
-
-    return replace(page, drained={card.key: Drain("ann", 0.0)}), card
 
 
 def test_a_person_asks_the_owner_of_a_shadow():

@@ -33,10 +33,6 @@ def test_torch_may_use_all_but_the_leases_of_others_until_its_own_last_lease_end
     assert bound(lease("mine", cuda0=3)) == {"cuda:0": 0.99}
     assert bound(lease("mine", cuda0="1 KiB"), lease("theirs", by=2, cuda0=10)) == {"cuda:0": 0.01}
     assert bound(lease("mine", host=3)) == bound(lease("theirs", by=2, cuda0=3)) == {}
-
-
-def test_which_cards_are_bounded():
-    """A model over two cards may grow on each of them. So torch's memory is limited on neither."""
     assert bound(lease("wide", cuda0=3, cuda1=3), lease("mine", cuda0=1)) == {}
     assert bound(lease("mine", cuda0=3), block(cuda0=1), open_cards=("cuda:0",)) == {}
     moving = replace(

@@ -47,6 +47,15 @@ def test_card_and_host_spend_one_memory():
     assert room(page, unified(free=30.0)) == {"cuda:0": 10 * GIB, HOST: 10 * GIB}
     page, there = book(lease("old", cuda0=60)), world(cuda0=90, host=50, free={"cuda:0": 30})
     assert room(page, there) == {"cuda:0": 30 * GIB, HOST: 50 * GIB}
+    # Each claim alone would fit: 60 of 90 on the card, and 40 of 50 on the host.
+    there = unified()
+    before = book(lease("a", cuda0=60), devices=there.devices, limits=dict(there.limits))
+    after = before.with_lease(
+        replace(lease("b"), target=(Share(HOST, 40 * GIB),), phase=Phase.ARRIVING, pins=1)
+    )
+    assert overdrafts(before, after) == {"cuda:0+host": 10 * GIB}
+    apart = replace(after, devices=tuple(replace(d, unified=False) for d in there.devices))
+    assert overdrafts(before, apart) == {}
 
 
 def test_an_idle_model_is_dropped_if_a_move_would_free_nothing_and_precious_weights_stay():
@@ -64,18 +73,6 @@ def test_an_idle_model_is_dropped_if_a_move_would_free_nothing_and_precious_weig
         "mine (60.0 GiB) exists nowhere else, and is in the host's memory already"
         in verdict.because
     )
-
-
-def test_the_ledger_refuses_a_write_that_exceeds_the_shared_budget():
-    """Each claim alone would fit: 60 of 90 on the card, and 40 of 50 on the host."""
-    there = unified()
-    before = book(lease("a", cuda0=60), devices=there.devices, limits=dict(there.limits))
-    after = before.with_lease(
-        replace(lease("b"), target=(Share(HOST, 40 * GIB),), phase=Phase.ARRIVING, pins=1)
-    )
-    assert overdrafts(before, after) == {"cuda:0+host": 10 * GIB}
-    apart = replace(after, devices=tuple(replace(d, unified=False) for d in there.devices))
-    assert overdrafts(before, apart) == {}
 
 
 @given(
