@@ -94,6 +94,21 @@ class Allocator(RuleBasedStateMachine):
 TestAllocator = Allocator.TestCase
 
 
+def test_an_exact_fit_fits_whatever_the_memory_was_used_for():
+    """Small blocks scattered over large segments must not make the last byte unreachable."""
+    memory = Memory("sim:0", 32 * MIB)
+    scattered = [memory.allocate(3 * MIB) for _ in range(10)]
+    for block in scattered[::2]:
+        block.free()
+    rest = memory.allocate(17 * MIB)
+    assert memory.held_bytes() == memory.map().reserved_bytes == 32 * MIB
+    assert memory.alloc_retries > 0
+    rest.free()
+    memory.squeeze(16 * MIB)  # other programs take it
+    with pytest.raises(OutOfMemory):
+        memory.allocate(2 * MIB)
+
+
 def test_segments_have_torchs_sizes():
     """2 MiB for small requests, 20 MiB for medium ones; a large one has its own."""
     memory = Memory("sim:0", 1024 * MIB)

@@ -343,6 +343,8 @@ def cache_gib(config: dict, tokens: int, **more) -> float:
             8192,
             2 * 8 / 32,
         ),
+        ({**MISTRAL, "model_type": "cohere2"}, 32768, 1.375),  # every fourth layer sees all
+        ({**LLAMA_3_8B, "multi_query": True, "num_key_value_heads": None}, 8192, 1 / 8),
         # a number for each layer
         ({**LLAMA_3_8B, "num_key_value_heads": [8] * 16 + [4] * 16}, 8192, 0.75),
     ],
