@@ -161,7 +161,7 @@ def _segments(snapshot: Snapshot, view: DeviceView) -> Iterator[BarSegment]:
     for part in lease_parts(snapshot, view):
         title = lease_title(part.lease, part.section.owner)
         label = f"copy of {title}" if part.is_copy else title
-        yield BarSegment(label, part.bytes, part.kind, "" if part.is_copy else part.lease.id)
+        yield BarSegment(label, part.bytes, part.kind, part.lease.id)
     cache = sum(section.cache_on(view.device.id) for section in snapshot.sections.values())
     if view.residue_bytes > cache:
         yield BarSegment(STAYS, view.residue_bytes - cache, "residue")
