@@ -79,7 +79,7 @@ def init(directory: str, group: str, config_file: str) -> Outcome:
     _require_suitable(place, gid, group)
     url = f"keeper://{place}"
     known = host_config.read(config_file)
-    if known.ledger not in ("", url):
+    if known.ledger not in ("", url, f"sqlite://{place}"):  # the last is the name in version 0.2
         raise GpuError(
             f"{config_file} names another ledger already: {known.ledger}.\n"
             f"  First change the line  ledger = …  there, once nobody uses that ledger.",
@@ -240,7 +240,7 @@ def _write_configuration(file: Path, url: str, known: host_config.Machine) -> No
 
     `known` is the present configuration.
     """
-    if known.ledger == url:
+    if known.ledger in (url, url.replace("keeper:", "sqlite:", 1)):
         return
     text = TEMPLATE.format(url=url)
     if file.exists():

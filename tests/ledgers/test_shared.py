@@ -597,6 +597,9 @@ def test_init_can_be_repeated(box):
     before = box.config.read_text()
     reply = init(str(box.ledger), GROUP, str(box.config))
     assert "is shared already by" in reply.because and box.config.read_text() == before
+    older = before.replace("keeper://", "sqlite://")  # as version 0.2 named it
+    box.config.write_text(older)
+    assert init(str(box.ledger), GROUP, str(box.config)).done and box.config.read_text() == older
 
 
 def test_init_adds_the_ledger_to_an_existing_configuration(users, tmp_path):
