@@ -161,6 +161,11 @@ def drop_ballast(directory: Path) -> bool:
 # Cleaning up
 
 
+def is_owner(id: str) -> bool:
+    """Whether `id` can be the id of an owner, and so the name of its file."""
+    return bool(_OWNER.fullmatch(id))
+
+
 def owner_files(directory: Path) -> Iterator[Path]:
     """The lock files in `directory` of all owners, living and dead."""
     owners = owners_in(directory)
@@ -169,7 +174,7 @@ def owner_files(directory: Path) -> Iterator[Path]:
     except FileNotFoundError:  # it was deleted; the next write makes it again
         return
     for name in names:
-        if _OWNER.fullmatch(name):
+        if is_owner(name):
             yield owners / name
 
 

@@ -15,6 +15,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.facts import AllocatorMap as AllocatorMap  # used by code in other processes
 from gpu_runtime.facts import Book, Lease, Section, Share, Ticket
+from gpu_runtime.facts import Holdings as Holdings  # as above
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.access import MARK, Access
 from gpu_runtime.ledgers.base import Ledger

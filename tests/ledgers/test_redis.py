@@ -20,7 +20,7 @@ import pytest
 from msgspec.structs import replace
 
 from gpu_runtime.errors import BadSetting, LedgerNewer, LedgerRefused, LedgerUnavailable
-from gpu_runtime.facts import SCHEMA, Section, Share
+from gpu_runtime.facts import SCHEMA, Holdings, Section, Share
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.redis import ledger as redis_ledger
 from gpu_runtime.ledgers.redis.page import RedisBook
@@ -710,3 +710,24 @@ def test_without_the_package_the_error_names_what_to_install(monkeypatch):
         monkeypatch.delitem(sys.modules, f"gpu_runtime.ledgers.redis.{name}", raising=False)
     with pytest.raises(LedgerUnavailable, match=r"\n.*pip install 'gpu-console\[redis\]'"):
         open_ledger("redis://localhost")
+
+
+def test_what_a_dead_owner_told_is_not_shown_and_is_removed(own, open_at, notebook):
+    """Also after its lock file was removed: then nothing but the book says that it has lived."""
+    url = own.fresh()
+    ledger, dead = open_at(url), notebook(url)
+    dead.run("ledger.add_name('llama')")
+    dead.run(f"ledger.publish_answer({ledger.owner.id!r}, Holdings(()), private=False)")
+    ledger.add_name("qwen")
+    assert ledger.names().keys() == {dead.id, ledger.owner.id}
+    dead.kill()
+    open_at(url).close()  # removes the lock file
+    assert not (ledger.directory / "owners" / dead.id).exists()
+    assert ledger.names().keys() == {ledger.owner.id}
+    ledger.publish_answer("7.7.7", Holdings(()), private=False)
+    beside = f"gpu-console:beside:{ledger.owner.boot}"
+    kept = [
+        own.cli("HKEYS", f"{beside}:{kind}", database=own.databases)
+        for kind in ("names", "answers")
+    ]
+    assert dead.id not in " ".join(kept) and ledger.owner.id in kept[1]

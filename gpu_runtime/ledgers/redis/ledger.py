@@ -346,6 +346,7 @@ class RedisLedger(NamesTeller):
         A Redis cannot tell users apart, so a `private` answer is as safe as the database's password.
         """
         self._keep("answers", answer, f"{self.owner.id} {asker}")
+        self._drop_ended("answers", self._store.ask("HKEYS", self._beside("answers")))
 
     def answer(self, owner_id: str) -> Holdings | None:
         """The last answer of the owner `owner_id` to this owner; None if there is none."""
@@ -367,20 +368,33 @@ class RedisLedger(NamesTeller):
     def _kept(self, kind: str, decode: Callable[[bytes], T]) -> dict[str, T]:
         self._require_open()
         words = self._store.ask("HGETALL", self._beside(kind))
+        self._drop_ended(kind, words[::2])
         found = {}
         for field, content in zip(words[::2], words[1::2], strict=True):
             id = field.decode(errors="replace")
-            if life(self._lock_file(id)) is Life.DEAD:
-                self._store.ask("HDEL", self._beside(kind), field)
-                continue
-            with contextlib.suppress(msgspec.MsgspecError):  # another version wrote it
-                found[id] = decode(content)
+            if self._may_live(id):
+                with contextlib.suppress(msgspec.MsgspecError):  # another version wrote it
+                    found[id] = decode(content)
         return found
 
+    def _may_live(self, id: str) -> bool:
+        """Whether the owner `id` lives, or is in the book and not proven dead.
+
+        The lock file of a dead owner is removed once the owner has left the book.
+        """
+        found = life(self._lock_file(id)) if files.is_owner(id) else Life.DEAD
+        return found is Life.ALIVE or (found is Life.UNKNOWN and id in self.read().owner_ids())
+
+    def _drop_ended(self, kind: str, fields: list[bytes]) -> None:
+        """Removes what ended owners left of this `kind`. A field begins with the owner's id."""
+        ended = [
+            one for one in fields if not self._may_live(one.split()[0].decode(errors="replace"))
+        ]
+        if ended:
+            self._store.ask("HDEL", self._beside(kind), *ended)
+
     def _shut(self, *, remove: bool) -> None:
-        with contextlib.suppress(
-            LedgerUnavailable
-        ):  # what is left is removed by others, or expires
+        with contextlib.suppress(LedgerUnavailable):  # others remove what is left
             for kind in ("maps", "names"):
                 self._store.ask("HDEL", self._beside(kind), self.owner.id)
             answers = self._store.ask("HKEYS", self._beside("answers"))
