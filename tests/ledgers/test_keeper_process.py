@@ -205,7 +205,7 @@ def test_a_client_that_reads_nothing_is_disconnected(here):
     wire.socket.settimeout(PATIENCE)
     with contextlib.suppress(OSError):
         for number in range(50):
-            wire.send(core.Fetch(number, "maps"))
+            wire.socket.sendall(frame(core.encode(core.Fetch(number, "maps"))))
     assert count(one) == 1
     until(lambda: psutil.Process(one._wire.keeper_pid).memory_info().rss < 200 << 20)
 
