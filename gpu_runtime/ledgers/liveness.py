@@ -84,7 +84,7 @@ def sight_of(owner: Owner, path: Path | str) -> Sight:
     found = life_of(owner, path)
     if found is not Life.ALIVE or owner.namespaces != namespaces():
         return Sight(found.value)
-    return sight_of_process(owner.pid)
+    return sight_of_process(owner.pid, owner.started)
 
 
 def end_of(owner: Owner) -> io.FileIO | None:

@@ -92,8 +92,13 @@ def in_status(status: str) -> Sight:
     return Sight.STOPPED if re.search(r"^State:\s+[Tt]", status, re.MULTILINE) else Sight.ALIVE
 
 
-def sight_of_process(pid: int) -> Sight:
-    """The state of the living process `pid`; ALIVE if the state cannot be read."""
+def sight_of_process(pid: int, started: int) -> Sight:
+    """The state of the process `pid` that began at `started` (clock ticks after the boot).
+
+    ALIVE if the state cannot be read.
+    """
+    if life_of_process(pid, started) is Life.DEAD:
+        return Sight.DEAD
     try:
         return in_status(Path(f"/proc/{pid}/status").read_text())
     except OSError:  # hidden from this user, or it ended just now

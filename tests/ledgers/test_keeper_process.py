@@ -21,6 +21,7 @@ from gpu_runtime.ledgers.keeper import core, ledger, server
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Leave, Part, Put
 from gpu_runtime.ledgers.keeper.wire import SOCKET, frame, socket_path
 from gpu_runtime.ledgers.liveness import boot_id
+from gpu_runtime.ledgers.process_state import Sight
 from tests.clock import PATIENCE, until
 
 from .conftest import count, names, put, without
@@ -114,6 +115,17 @@ def test_the_death_of_an_owner_is_proven_at_once_and_wakes_others(here, other):
     until(lambda: one.dead(one.read()) == {killed.id})
     without(one, killed.id)
     assert names(one) == []
+
+
+def test_an_ended_process_is_seen_before_the_keeper_notices(here, other):
+    """The keeper is stopped, so it can prove nothing. The operating system shows the end."""
+    one, killed = here(), other()
+    killed.run("put(ledger, 'qwen')")
+    keeper = keeper_of(one)
+    keeper.suspend()
+    killed.kill()
+    assert one.sights(one.read())[killed.id] is Sight.DEAD
+    keeper.resume()
 
 
 def test_a_closed_connection_is_no_death(here, other):

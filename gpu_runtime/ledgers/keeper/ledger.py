@@ -577,7 +577,7 @@ class KeeperLedger(NamesTeller):
             return Sight.UNKNOWN
         if owner.id == self.owner.id or owner.namespaces != namespaces():
             return Sight.ALIVE
-        return sight_of_process(owner.pid)
+        return sight_of_process(owner.pid, owner.started)
 
     def give_sign(self) -> None:
         """Notes that this owner lives and runs. See base.py."""
