@@ -30,11 +30,11 @@ LLAMA_WHEEL := $(VENV)/wheels/.built-$(FLAVOUR)
 # An environment of the other flavour is made anew: pip takes an installed CPU build of torch for good enough.
 OTHER_FLAVOUR := $(filter-out %-$(FLAVOUR),$(wildcard $(VENV)/.installed-* $(VENV)/.runbooks-*))
 # Without these plugins a process starts two seconds earlier.
-LEAN := -p no:nbval -p no:schemathesis -p no:xdist
+LEAN := -p no:langsmith_plugin -p no:nbval -p no:schemathesis -p no:xdist
 CHECK := -m "not processes and not thorough and not soak" --hypothesis-profile=quick
-# Each takes a third of the time. Most tests of the first two need torch and transformers.
+# Each takes about a third of the time. Most tests of the first two need torch and transformers.
 MODELS := tests/backends tests/serving
-OWNER := tests/owner
+OWNER := tests/owner tests/faces
 # What runs on a card: the Python of $(VENV) if it is made. Else python3, where it has torch for CUDA and all other packages
 # already: then nothing is installed. Else that of GPU_VENV, without llama.cpp, whose build with nvcc may take more than half
 # an hour. `make gpu PYTHON=PATH` names another Python.
@@ -106,7 +106,7 @@ check-rest: $(STAMP)
 test:
 	@$(MAKE) --no-print-directory -j3 $(STAMP) packages
 	@$(MAKE) --no-print-directory lint
-	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -rsfE -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(NBVAL) tests $(NOTEBOOKS)
+	PYTHONPATH=$(abspath tests/lean) $(BIN)/python -m pytest -p no:langsmith_plugin -rsfE -n 5 --dist loadfile --no-loadscope-reorder --max-worker-restart=0 $(NBVAL) tests $(NOTEBOOKS)
 
 test-busy:
 	@trap 'kill $$(jobs -p)' EXIT; for loop in 1 2 3 4; do while :; do :; done & done; $(MAKE) --no-print-directory test

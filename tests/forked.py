@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -23,14 +24,14 @@ from tests.clock import PATIENCE
 
 REPO = Path(__file__).resolve().parents[1]
 
-# The program of the nursery. Each request is a line of JSON with three file descriptors. A child
+# The program of the nursery. Each request is a line of JSON with the file descriptors of a child, from 0 on. A child
 # leaves the loop, and runs its code as the main module: the interpreter ends as usual after it.
 NURSERY = """
 import json, os, socket, sys
 {imports}
 def requests(door):
     while True:
-        line, fds, _, _ = socket.recv_fds(door, 1 << 20, 3)
+        line, fds, _, _ = socket.recv_fds(door, 1 << 20, 8)
         if not line:
             os._exit(0)
         asked = json.loads(line)
@@ -76,6 +77,7 @@ class Nursery:
         """`imports` are the lines of code that all children have in common."""
         self._imports = imports
         self._door: socket.socket | None = None
+        self._asking = threading.Lock()
 
     def start(
         self, code: str, *words: str, env: Mapping[str, str] | None = None, cwd: Path | str = REPO
@@ -86,18 +88,36 @@ class Nursery:
         """
         stdin, to_child = os.pipe()
         from_child, stdout = os.pipe()
+        try:
+            pid = self._fork((stdin, stdout, 2), code, words, env, cwd)
+        finally:
+            os.close(stdin)
+            os.close(stdout)
+        return Child(self, pid, open(to_child, "w"), open(from_child))
+
+    def keeper(self, arguments: list[str], log: int, **inherited: int) -> Child:
+        """A keeper's process, as `gpu_runtime.ledgers.keeper.wire.spawn` starts it."""
+        places = {f"GPU_KEEPER_{name}": str(3 + n) for n, name in enumerate(inherited)}
+        with open(os.devnull) as nothing:
+            fds = (nothing.fileno(), log, log, *inherited.values())
+            pid = self._fork(fds, KEEPER, arguments, {**os.environ, **places}, "/")
+        return Child(self, pid, None, None)
+
+    def _fork(
+        self,
+        fds: Sequence[int],
+        code: str,
+        words: Sequence[str],
+        env: Mapping[str, str] | None,
+        cwd: Path | str,
+    ) -> int:
         asked = {
             "code": code,
             "words": words,
             "env": dict(os.environ if env is None else env),
             "cwd": str(cwd),
         }
-        try:
-            pid = self._ask(asked, (stdin, stdout, 2))
-        finally:
-            os.close(stdin)
-            os.close(stdout)
-        return Child(self, pid, open(to_child, "w"), open(from_child))
+        return self._ask(asked, fds)
 
     def status(self, pid: int) -> int | None:
         """The exit status of a child, or None while it runs. A negative one is a signal."""
@@ -108,9 +128,10 @@ class Nursery:
         self._ask({"dies": pid}, ())
 
     def _ask(self, asked: Mapping[str, object], fds: Sequence[int]) -> int | None:
-        door = self._opened()
-        socket.send_fds(door, [json.dumps(asked).encode()], fds)
-        return json.loads(door.recv(1 << 10))
+        with self._asking:
+            door = self._opened()
+            socket.send_fds(door, [json.dumps(asked).encode()], fds)
+            return json.loads(door.recv(1 << 10))
 
     def _opened(self) -> socket.socket:
         if self._door is None:
@@ -133,6 +154,10 @@ class Nursery:
         return os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH", ""))))
 
 
+KEEPER = (
+    "import sys; from gpu_runtime.ledgers.keeper.server import main; sys.exit(main(sys.argv[1:]))"
+)
+KEEPERS = Nursery("import gpu_runtime.ledgers.keeper.server")
 RUNTIME = Nursery(
     """
 import pandas
@@ -145,7 +170,9 @@ import tests.ledgers.conftest
 class Child:
     """A forked process, with the attributes of `subprocess.Popen` that the tests use."""
 
-    def __init__(self, nursery: Nursery, pid: int, stdin: IO[str], stdout: IO[str]) -> None:
+    def __init__(
+        self, nursery: Nursery, pid: int, stdin: IO[str] | None, stdout: IO[str] | None
+    ) -> None:
         self._nursery, self.pid, self.stdin, self.stdout = nursery, pid, stdin, stdout
         self.returncode: int | None = None
 

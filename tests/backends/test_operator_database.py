@@ -141,6 +141,7 @@ def run_optimizer(
     return [as_bytes(list(net.parameters())), as_bytes(optimizer.state_dict())]
 
 
+@pytest.mark.thorough
 def test_a_sample_of_operators_and_optimizers_is_equal_with_parks(parks):
     """Each 120th operator with its dtypes, and each 60th optimizer."""
     sample = operators()[::120]

@@ -48,6 +48,7 @@ def _suppresses(block: ast.With) -> bool:
     return any("suppress(" in ast.unparse(item.context_expr) for item in block.items)
 
 
+@pytest.mark.thorough
 def test_every_ignored_error_has_a_reason():
     """A comment on the handler explains why the error needs no attention."""
     found = {str(path.relative_to(ROOT)): ignored(path.read_text()) for path in FILES}

@@ -60,6 +60,7 @@ rt.close()
 """
 
 
+@pytest.mark.processes
 def test_with_a_umask_of_000_nothing_of_ours_can_be_changed_by_others(tmp_path):
     """`gpu apply` made ~/.local with mode 777, and the next command refused its own directory."""
     environment = {**os.environ, "HOME": str(tmp_path)}

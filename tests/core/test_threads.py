@@ -295,6 +295,7 @@ AT_ONCE = {"IPython", "fastapi", "msgspec", "zmq"}
 APART = ("serving/", "backends/engines/diffusers_app.py", "backends/llama_cpp/", "torch_modes.py")
 
 
+@pytest.mark.thorough
 def test_every_import_of_a_library_in_a_function_is_whole():
     """Each names the library to `import_whole` before its import statement."""
     root = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from gpu_runtime.errors import LedgerUnavailable
 from gpu_runtime.facts import Section
-from gpu_runtime.ledgers.keeper import core, ledger, server
+from gpu_runtime.ledgers.keeper import core, ledger, server, wire
 from gpu_runtime.ledgers.keeper.core import Hello, Keep, Leave, Part, Put
 from gpu_runtime.ledgers.keeper.wire import SOCKET, frame, socket_path
 from gpu_runtime.ledgers.liveness import boot_id
@@ -26,6 +26,11 @@ from tests.clock import PATIENCE, until
 
 from .conftest import count, names, put, without
 from .test_keeper import owner
+
+
+@pytest.fixture(autouse=True)
+def _started_as_by_users(monkeypatch):
+    monkeypatch.setattr(ledger, "spawn", wire.spawn)
 
 
 @pytest.fixture

@@ -111,6 +111,7 @@ async def served(**models: Any) -> AsyncIterator[Served]:
             server.close()
 
 
+@pytest.mark.thorough
 async def test_no_route_fails_and_none_answers_a_stranger(caplog):
     """65 paths × 10 methods × 9 credentials: no status of 500, no traceback, no secret in the log."""
     async with served(wabc=1, secret=1) as server:
