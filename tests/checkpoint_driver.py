@@ -11,9 +11,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from gpu_runtime.devices.devices_setting import host_device
 from gpu_runtime.devices.drivers import Card, Listing
-from gpu_runtime.devices.probe import Probe
+from gpu_runtime.devices.probe import Probe, host_device
 from gpu_runtime.facts import Device, Sample
 from gpu_runtime.units import GIB
 

@@ -39,9 +39,7 @@ class Card(NamedTuple):
     device: Device
     handle: Any  # the object by which the vendor's library identifies the card
     whole: str = ""  # UUID of the physical card that an instance is a part of
-    torch: str = (
-        ""  # torch's name in this process, such as cuda:0; empty if the card is not visible
-    )
+    torch: str = ""  # torch's name in this process, such as cuda:0; empty if it is not visible
 
     @property
     def is_part(self) -> bool:
@@ -64,10 +62,7 @@ class Listing(NamedTuple):
 
 
 class Source(Protocol):
-    """The functions that each vendor's module has. No module inherits from this class.
-
-    The class is a guide for adding a vendor.
-    """
+    """The functions that each vendor's module has: a guide for adding a vendor."""
 
     KIND: str  # the first part of its cards' names: `cuda` for cuda:0
     NAME: str  # the name of the library or tool, such as NVML
@@ -97,6 +92,7 @@ class Source(Protocol):
 
 def source(name: str) -> ModuleType:
     """The vendor's module with this `name`, such as `nvml`."""
+    threads.import_whole(f"{__package__}.{name}")
     return importlib.import_module(f".{name}", __package__)
 
 
@@ -121,20 +117,16 @@ def listings(kinds: Iterable[str] = ()) -> tuple[Listing, ...]:
     return tuple(found)
 
 
-def visible_cards(
-    environment: Mapping[str, str] = os.environ,
-    kind: str = "",
-) -> Listing | None:
+def visible_cards(environment: Mapping[str, str], kind: str = "") -> Listing | None:
     """The cards that this process may use, in torch's order; None if the machine has no card.
 
-    The cards are of the given `kind`. Without a `kind`, the cards are of the first kind that has
-    cards. `environment` holds variables such as CUDA_VISIBLE_DEVICES.
+    The cards are of the given `kind`; if it is empty, of the first kind that has cards.
+    `environment` holds variables such as CUDA_VISIBLE_DEVICES.
 
     Raises ProbeFailed if a driver fails, or if the machine has cards but none can be listed.
     """
 
     def look() -> Listing | None:
-        """The first listing with cards, reduced to the visible cards. Raises ProbeFailed."""
         for listing in listings((kind,) if kind else ()):
             if listing.cards:
                 return _visible(listing, environment)
@@ -163,11 +155,7 @@ def _no_usable_card(listing: Listing) -> ProbeFailed:
     )
 
 
-def sample(
-    card: Card,
-    source: ModuleType,
-    now: float,
-) -> Sample:
+def sample(card: Card, source: ModuleType, now: float) -> Sample:
     """The driver's figures of the `card`, stamped with `now`, from its vendor's module `source`.
 
     Raises ProbeFailed, which names the card.
@@ -185,11 +173,7 @@ def sample(
 # -- the cards that this process sees --------------------------------------------------------------
 
 
-def named_by(
-    variable: str | None,
-    cards: tuple[Card, ...],
-    torch: str,
-) -> tuple[Card, ...]:
+def named_by(variable: str | None, cards: tuple[Card, ...], torch: str) -> tuple[Card, ...]:
     """The `cards` that a variable such as CUDA_VISIBLE_DEVICES selects, by the rules of CUDA and HIP.
 
     `variable` is the value of the variable; None if the variable is not set, which selects every
@@ -254,28 +238,6 @@ def _named(entry: str, groups: Mapping[str, list[Card]]) -> Card | None:
         if uuid.lower().startswith(entry.lower()):
             matches.append(group[0])
     return matches[0] if len(matches) == 1 else None
-
-
-def chosen(wanted: str, cards: tuple[Card, ...]) -> tuple[Card, ...] | str:
-    """Those `cards` that `wanted` names. If an entry names no card, the result is this entry.
-
-    `wanted` lists numbers (`0,2`), UUIDs, or unique beginnings of UUIDs. A number is the driver's
-    own number of a card, as in `cuda:2` and nvidia-smi.
-    """
-    found: list[Card] = []
-    for entry in wanted.split(","):
-        entry = entry.strip()
-        matches = [card for card in cards if entry and _is_called(card, entry)]
-        if len(matches) != 1:
-            return entry or "nothing"
-        if matches[0] not in found:
-            found.append(matches[0])
-    return tuple(found)
-
-
-def _is_called(card: Card, entry: str) -> bool:
-    number = card.device.id.partition(":")[2]
-    return number == entry or card.device.uuid.lower().startswith(entry.lower())
 
 
 # -- drivers that may hang -------------------------------------------------------------------------

@@ -17,9 +17,9 @@ from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import psutil
+import pynvml
 
 from ..facts import Device, Sample
-from ..threads import import_whole
 from .drivers import Card, Listing, NoAnswer, named_by
 
 KIND, NAME = "cuda", "NVML"
@@ -41,104 +41,70 @@ def list_cards() -> Listing:
     """
     here = sys.modules[__name__]
     try:
-        import_whole("pynvml")
-        import pynvml
-    except ImportError:
-        return Listing(here, absent="the package nvidia-ml-py is not installed")
-    try:
         pynvml.nvmlInit()
-        return _list_cards(pynvml)
+        count = pynvml.nvmlDeviceGetCount()
     except (pynvml.NVMLError_LibraryNotFound, pynvml.NVMLError_DriverNotLoaded) as error:
         return Listing(here, absent=str(error))
     except pynvml.NVMLError as error:
         raise NoAnswer(str(error)) from error
-
-
-def _list_cards(nvml: Any) -> Listing:
     cards: list[Card] = []
     failed: dict[str, str] = {}
-    for index in range(nvml.nvmlDeviceGetCount()):
+    for index in range(count):
         try:
-            handle = nvml.nvmlDeviceGetHandleByIndex(index)
-            cards += _card_or_instances(nvml, index, handle)
-        except (nvml.NVMLError, NoAnswer) as error:
+            cards += _card_or_instances(index, pynvml.nvmlDeviceGetHandleByIndex(index))
+        except (pynvml.NVMLError, NoAnswer) as error:
             failed[str(index)] = str(error)
-    return Listing(sys.modules[__name__], tuple(cards), failed)
+    return Listing(here, tuple(cards), failed)
 
 
-def _card_or_instances(
-    nvml: Any,
-    index: int,
-    whole: Any,
-) -> list[Card]:
+def _card_or_instances(index: int, whole: Any) -> list[Card]:
     """The card, or all instances of a partitioned card. Raises NoAnswer if it has no instances."""
-    uuid = _text(nvml.nvmlDeviceGetUUID(whole))
-    instances = _instances(nvml, whole)
+    uuid = pynvml.nvmlDeviceGetUUID(whole)
+    instances = _instances(whole)
     if instances is None:
-        return [_card(nvml, f"{KIND}:{index}", index, Handle(whole, whole), uuid)]
+        return [_card(f"{KIND}:{index}", index, Handle(whole, whole), uuid)]
     if not instances:
         raise NoAnswer("it is partitioned (MIG), and has no instance")
     cards = []
     for position, instance in instances.items():
         id = f"{KIND}:{index}.{position}"
-        cards.append(_card(nvml, id, index, Handle(instance, whole), uuid))
+        cards.append(_card(id, index, Handle(instance, whole), uuid))
     return cards
 
 
-def _instances(nvml: Any, whole: Any) -> dict[int, Any] | None:
+def _instances(whole: Any) -> dict[int, Any] | None:
     """The instances of a partitioned card, by position; None if the card is not partitioned."""
     found: dict[int, Any] = {}
     try:
-        if nvml.nvmlDeviceGetMigMode(whole)[0] != 1:
+        if pynvml.nvmlDeviceGetMigMode(whole)[0] != 1:
             return None
-        for position in range(nvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
+        for position in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(whole)):
             try:
-                found[position] = nvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, position)
-            except nvml.NVMLError_NotFound:  # no instance at this position
+                found[position] = pynvml.nvmlDeviceGetMigDeviceHandleByIndex(whole, position)
+            except pynvml.NVMLError_NotFound:  # no instance at this position
                 continue
-    except _not_offered(nvml):  # a driver without partitions
+    except _not_offered():  # a driver without partitions
         return None
     return found
 
 
-def _card(
-    nvml: Any,
-    id: str,
-    index: int,
-    handle: Handle,
-    whole_uuid: str,
-) -> Card:
+def _card(id: str, index: int, handle: Handle, whole_uuid: str) -> Card:
     """The card with this `handle`. Raises NVMLError, and NoAnswer if the memory is unknown."""
-    name = _text(nvml.nvmlDeviceGetName(handle.own))
-    total = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(handle.own).total)
-    unified = total is None and _uses_machine_memory(nvml, handle.own, name)
+    name = pynvml.nvmlDeviceGetName(handle.own)
+    total = _or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(handle.own).total)
+    unified = total is None and _uses_machine_memory(handle.own, name)
     if unified:
         total = psutil.virtual_memory().total
     if total is None:
         raise NoAnswer("it does not report how much memory it has")
-    uuid = _text(nvml.nvmlDeviceGetUUID(handle.own))
-    return Card(
-        Device(
-            id,
-            total,
-            name,
-            uuid,
-            index,
-            unified=unified,
-        ),
-        handle,
-        whole_uuid,
-    )
+    uuid = pynvml.nvmlDeviceGetUUID(handle.own)
+    return Card(Device(id, total, name, uuid, index, unified=unified), handle, whole_uuid)
 
 
 INTEGRATED = re.compile(r"\b(GB10|Jetson|Tegra|Xavier|Orin|Thor)\b", re.IGNORECASE)
 
 
-def _uses_machine_memory(
-    nvml: Any,
-    handle: Any,
-    name: str,
-) -> bool:
+def _uses_machine_memory(handle: Any, name: str) -> bool:
     """Whether a card that reports no memory uses the machine's memory, as GB10 and Jetson do.
 
     The only sign in NVML is the addressing mode ATS. Cards with memory of their own (GH200) have
@@ -146,10 +112,10 @@ def _uses_machine_memory(
     """
     if INTEGRATED.search(name):
         return True
-    mode = getattr(nvml, "nvmlDeviceGetAddressingMode", None)
+    mode = getattr(pynvml, "nvmlDeviceGetAddressingMode", None)
     if mode is None:
         return False
-    return _or_none(nvml, lambda: mode(handle)) == nvml.NVML_DEVICE_ADDRESSING_MODE_ATS
+    return _or_none(lambda: mode(handle)) == pynvml.NVML_DEVICE_ADDRESSING_MODE_ATS
 
 
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
@@ -222,90 +188,64 @@ def _order_by_cuda(environment: Mapping[str, str]) -> list[str] | None:
 
 def measure(card: Card, now: float) -> Sample:
     """The driver's figures of the `card`, stamped with `now`. Raises NoAnswer."""
-    import_whole("pynvml")
-    import pynvml
-
     try:
-        return _measure(pynvml, card, now)
+        return _measure(card, now)
     except pynvml.NVMLError as error:
         raise NoAnswer(str(error)) from error
 
 
-def _measure(
-    nvml: Any,
-    card: Card,
-    now: float,
-) -> Sample:
+def _measure(card: Card, now: float) -> Sample:
     own, whole = card.handle
     if card.device.unified:
-        nvml.nvmlDeviceGetUUID(own)  # raises an error if the card is gone
+        pynvml.nvmlDeviceGetUUID(own)  # raises an error if the card is gone
         free: int | None = psutil.virtual_memory().available
     else:
-        free = _or_none(nvml, lambda: nvml.nvmlDeviceGetMemoryInfo(own).free)
-    utilisation = _or_none(nvml, lambda: nvml.nvmlDeviceGetUtilizationRates(own).gpu)
-    sensor = nvml.NVML_TEMPERATURE_GPU
-    temperature = _or_none(nvml, lambda: nvml.nvmlDeviceGetTemperature(whole, sensor))
-    power = _or_none(nvml, lambda: nvml.nvmlDeviceGetPowerUsage(whole) / 1000)
-    processes = _processes(nvml, own)
-    return Sample(
-        card.device.id,
-        now,
-        free,
-        processes,
-        utilisation,
-        temperature,
-        power,
-    )
+        free = _or_none(lambda: pynvml.nvmlDeviceGetMemoryInfo(own).free)
+    utilisation = _or_none(lambda: pynvml.nvmlDeviceGetUtilizationRates(own).gpu)
+    sensor = pynvml.NVML_TEMPERATURE_GPU
+    temperature = _or_none(lambda: pynvml.nvmlDeviceGetTemperature(whole, sensor))
+    power = _or_none(lambda: pynvml.nvmlDeviceGetPowerUsage(whole) / 1000)
+    return Sample(card.device.id, now, free, _processes(own), utilisation, temperature, power)
 
 
-def _processes(nvml: Any, handle: Any) -> dict[int, int | None]:
+def _processes(handle: Any) -> dict[int, int | None]:
     """Maps the pid of each process on the card to its bytes, or to None if they are unknown."""
     found: dict[int, int | None] = {}
     for list_processes in (
-        nvml.nvmlDeviceGetComputeRunningProcesses,
-        nvml.nvmlDeviceGetGraphicsRunningProcesses,
+        pynvml.nvmlDeviceGetComputeRunningProcesses,
+        pynvml.nvmlDeviceGetGraphicsRunningProcesses,
     ):
-        for process in _or_none(nvml, partial(list_processes, handle)) or ():
+        for process in _or_none(partial(list_processes, handle)) or ():
             found[process.pid] = process.usedGpuMemory
     return found
 
 
 def versions() -> dict[str, str]:
     """The versions of driver, CUDA and NVML. Raises NoAnswer."""
-    import_whole("pynvml")
-    import pynvml
-
     try:
         pynvml.nvmlInit()
         cuda = pynvml.nvmlSystemGetCudaDriverVersion_v2()
         return {
-            "driver": _text(pynvml.nvmlSystemGetDriverVersion()),
+            "driver": pynvml.nvmlSystemGetDriverVersion(),
             "CUDA": f"{cuda // 1000}.{cuda % 1000 // 10}",
-            NAME: _text(pynvml.nvmlSystemGetNVMLVersion()),
+            NAME: pynvml.nvmlSystemGetNVMLVersion(),
         }
     except pynvml.NVMLError as error:
         raise NoAnswer(str(error)) from error
 
 
-def _not_offered(nvml: Any) -> tuple[type[Exception], ...]:
+def _not_offered() -> tuple[type[Exception], ...]:
     """The errors that NVML raises if this card or driver does not support a call."""
     return (
-        nvml.NVMLError_NotSupported,
-        nvml.NVMLError_NoPermission,
-        nvml.NVMLError_FunctionNotFound,
+        pynvml.NVMLError_NotSupported,
+        pynvml.NVMLError_NoPermission,
+        pynvml.NVMLError_FunctionNotFound,
     )
 
 
-def _or_none(nvml: Any, ask: Callable[[], T]) -> T | None:
-    """The result of `ask()`; None if this card or driver does not support the call.
-
-    Any other error is raised.
-    """
+def _or_none(ask: Callable[[], T]) -> T | None:
+    """The result of `ask()`; None if this card or driver does not support the call."""
     try:
         return ask()
-    except _not_offered(nvml):  # the column stays empty
+    except _not_offered():  # the column stays empty
         return None
-
-
-def _text(value: str | bytes) -> str:
-    return value.decode() if isinstance(value, bytes) else value

@@ -10,30 +10,21 @@ from __future__ import annotations
 import inspect
 import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import psutil
 from msgspec.structs import replace
 
-from ..errors import BadSetting, ProbeFailed, UnknownDevice
+from ..errors import BadSetting, BadSize, ProbeFailed, UnknownDevice
 from ..facts import HOST, AllocatorMap, Device, Sample
 from ..ledgers.liveness import name_of
 from ..safe_text import quoted
-from ..units import GIB
+from ..units import GIB, KIB, parse_bytes
 from . import allocator_stats, drivers, torch_allocators
-from .devices_setting import (
-    EXPECTED,
-    KINDS,
-    chosen_cards,
-    host_device,
-    is_expected,
-    simulated_card,
-    simulated_devices,
-    why_none,
-)
 from .drivers import Card, Listing
 from .process_memory import Memory
 from .sampler_client import Sampling
@@ -348,6 +339,16 @@ def _renamed(device: Device, names: Mapping[str, str]) -> Device:
 # -- GPU_DEVICES ---------------------------------------------------------------------------------
 
 
+EXPECTED = (
+    "auto, cuda, cuda:0,2, rocm, metal, sim:24GiB, sim:24GiB+12GiB, sim:2x24GiB or "
+    "sim:2x24GiB,host:64GiB"
+)
+KINDS = {"cuda": "CUDA card", "rocm": "ROCm card", "metal": "Apple GPU"}
+_MOST_CARDS = 64
+_LARGEST = 2**50  # bytes of one simulated device
+_SEVERAL = re.compile(r"([0-9]{1,9})x(.+)")  # 2x24GiB
+
+
 def open_probe(
     devices: str = "auto",
     *,
@@ -369,24 +370,28 @@ def open_probe(
     """
     text = devices.strip().lower()
     if text.startswith("sim:"):
-        return Probe(simulated_devices(devices, text))
+        return Probe(_simulated_devices(devices, text))
     kind, _, wanted = text.partition(":")
-    if not is_expected(text, kind):
+    names_cards = kind in KINDS and not text.endswith(":")
+    if text != "auto" and not names_cards:
         raise BadSetting("GPU_DEVICES", devices, EXPECTED)
     listing = None
     if not cpu_only:
         listing = drivers.visible_cards(environment, "" if kind == "auto" else kind)
     if wanted and listing:
-        listing = listing._replace(cards=chosen_cards(devices, wanted, listing.cards))
+        listing = listing._replace(cards=_chosen(devices, wanted, listing.cards))
     if listing and listing.cards:
         return Probe((*(card.device for card in listing.cards), host_device()), listing)
     if kind != "auto":
-        expected = f"auto or sim:24GiB on this machine, since {why_none(kind, cpu_only)}"
+        why = f"no {KINDS[kind]} is visible here"
+        if cpu_only:
+            why = "DEVELOPMENT_CPU_ONLY forbids it"
+        expected = f"auto or sim:24GiB on this machine, since {why}"
         raise BadSetting("GPU_DEVICES", devices, expected)
     if listing:
         log.warning("%s", _hidden(listing, environment))
     half = max(GIB, psutil.virtual_memory().total // 2 // GIB * GIB)
-    return Probe((simulated_card(0, half), host_device()))
+    return Probe((_simulated_card(0, half), host_device()))
 
 
 def _hidden(listing: Listing, environment: Mapping[str, str]) -> str:
@@ -397,6 +402,90 @@ def _hidden(listing: Listing, environment: Mapping[str, str]) -> str:
         f"They are hidden by {', '.join(found) or 'the driver'}.\n"
         f"  Use the cards:  unset the variable      or, to simulate:  GPU_DEVICES=sim:24GiB"
     )
+
+
+def _chosen(given: str, wanted: str, visible: tuple[Card, ...]) -> tuple[Card, ...]:
+    """The `visible` cards that the text `wanted` selects, a part of the setting `given`.
+
+    `wanted` lists numbers (`0,2`), UUIDs, or unique beginnings of UUIDs. A number is the driver's
+    own number of a card, as in `cuda:2` and nvidia-smi. Raises BadSetting if an entry names no card.
+    """
+    found: list[Card] = []
+    for entry in wanted.split(","):
+        entry = entry.strip()
+        matches = [card for card in visible if entry and _is_called(card, entry)]
+        if len(matches) != 1:
+            here = ", ".join(f"{card.device.id} ({card.device.uuid})" for card in visible) or "none"
+            raise BadSetting(
+                "GPU_DEVICES",
+                given,
+                f"numbers or UUIDs of cards that this process sees, and {entry or 'nothing'!r} is "
+                f"none of them; it sees {here}",
+            )
+        if matches[0] not in found:
+            found.append(matches[0])
+    return tuple(found)
+
+
+def _is_called(card: Card, entry: str) -> bool:
+    number = card.device.id.partition(":")[2]
+    return number == entry or card.device.uuid.lower().startswith(entry.lower())
+
+
+def _simulated_devices(given: str, text: str) -> tuple[Device, ...]:
+    """The devices that a `sim:` text describes; the host is last.
+
+    `given` is the setting as it was typed, for the error. Raises BadSetting for any other text.
+    """
+    try:
+        card_sizes, host_bytes = _parsed(text)
+    except BadSize:
+        raise BadSetting("GPU_DEVICES", given, EXPECTED) from None
+    sizes = card_sizes if host_bytes is None else [*card_sizes, host_bytes]
+    possible = all(KIB <= size <= _LARGEST for size in sizes)
+    if not possible or not 0 < len(card_sizes) <= _MOST_CARDS:
+        raise BadSetting("GPU_DEVICES", given, EXPECTED)
+    cards = [_simulated_card(index, size) for index, size in enumerate(card_sizes)]
+    return *cards, host_device(host_bytes)
+
+
+def _parsed(text: str) -> tuple[list[int], int | None]:
+    """The bytes of each card of a `sim:` text, and of the host. Raises BadSize.
+
+    The bytes of the host are None if the text does not name them.
+    """
+    cards, comma, host = text.removeprefix("sim:").partition(",")
+    host = host.strip()
+    if comma and not host.startswith("host:"):
+        raise BadSize(text)
+    sizes: list[int] = []
+    for part in cards.split("+"):
+        match = _SEVERAL.fullmatch(part.strip())
+        count, size = match.groups() if match else (1, part)
+        # A list of a million cards would take much memory. The caller refuses any list that is too
+        # long, so one card more than allowed is enough.
+        sizes += [parse_bytes(size)] * min(int(count), _MOST_CARDS + 1)
+    return sizes, parse_bytes(host.removeprefix("host:")) if host else None
+
+
+def _simulated_card(index: int, size: int) -> Device:
+    return Device(f"sim:{index}", size, "simulated", f"SIM-{index}", index, simulated=True)
+
+
+def host_device(simulated_bytes: int | None = None) -> Device:
+    """This machine's memory, or a simulated host of `simulated_bytes`."""
+    if simulated_bytes is not None:
+        return Device(HOST, simulated_bytes, "simulated RAM", simulated=True)
+    return Device(HOST, psutil.virtual_memory().total, "RAM")
+
+
+def check_index(index: int | None, devices: Iterable[Device]) -> None:
+    """Raises BadSetting if no card among `devices` has the `index` (INFERENCE_GPU_INDEX)."""
+    cards = [device for device in devices if not device.is_host]
+    if index is not None and index not in {card.index for card in cards}:
+        known = ", ".join(f"{card.index} ({card.id})" for card in cards)
+        wanted = f"the index of a GPU that this process sees: {known}"
+        raise BadSetting("INFERENCE_GPU_INDEX", index, wanted)
 
 
 # -- torch ---------------------------------------------------------------------------------------

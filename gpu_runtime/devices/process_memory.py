@@ -2,31 +2,37 @@
 
 A simulated device and the host are modelled in the same way: a capacity, and segments that are cut
 into blocks. Most blocks are only counted. If a block must hold bytes, its segment gets real pages
-of memory (`locked_pages.Region`). A block is freed once nothing refers to the block or to its
-bytes. So a tensor that a user keeps holds exactly its own bytes, as on a card. The memory of a real
-card is managed by torch, not here.
+of memory (`Region`). A block is freed once nothing refers to the block or to its bytes. So a tensor
+that a user keeps holds exactly its own bytes, as on a card. The memory of a real card is managed by
+torch, not here. The driver of a card can lock pages in memory, so that its copy engine can use them
+directly (`pinned`).
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import ctypes
 import itertools
 import mmap
+import os
 import sys
 import threading
 import weakref
 from collections.abc import Collection, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from .. import forks
 from ..errors import OutOfMemory
 from ..facts import AllocatorMap
-from ..units import show_bytes
+from ..units import MIB, show_bytes
 from . import allocator_stats, simulated_allocator
-from .locked_pages import Region, pinned
 
 _keys = itertools.count(1)
+_TOUCH_BYTES = 64 * MIB  # bytes that one thread touches at a time
+_libc = ctypes.CDLL(None)
+_locking = forks.freed(threading.Lock())
 
 
 class Note(weakref.ref):
@@ -146,12 +152,10 @@ class Memory:
         """Bytes in blocks. On a real host, free pages that are kept for reuse are included."""
         with self._lock:
             state = self._swept()
-            reusable = 0
-            if not self.simulated:
-                for segment in state.segments:
-                    if segment.id in self._regions:
-                        reusable += _free_bytes(segment)
-            return state.requested + reusable
+            if self.simulated:
+                return state.requested
+            mapped = [one for one in state.segments if one.id in self._regions]
+            return state.requested + sum(segment.free for segment in mapped)
 
     def map(self) -> AllocatorMap:
         """The map of this memory's allocator. Do not call this method for a real card."""
@@ -194,13 +198,11 @@ class Memory:
 
     def is_read_only(self, address: int) -> bool:
         """Whether the `address` is in pages of this memory that this process cannot write."""
-        return any(
-            region.contains(address) and not region.writable for region in self._every_region()
-        )
+        return any(one.contains(address) and not one.writable for one in self._every_region())
 
     def is_left_out_of_forks(self, address: int) -> bool:
         """Whether the `address` is in pages of this memory that forked children do not have."""
-        return any(region.contains(address) and region.left_out for region in self._every_region())
+        return any(one.contains(address) and one.left_out for one in self._every_region())
 
     def _every_region(self) -> list[Region]:
         with self._lock:
@@ -269,12 +271,7 @@ class Memory:
                 region = self._regions[segment] = _map_pages(self, self._sizes[segment])
             return region
 
-    def _refuse(
-        self,
-        state: simulated_allocator.Segments,
-        wanted: int,
-        room: int,
-    ) -> None:
+    def _refuse(self, state: simulated_allocator.Segments, wanted: int, room: int) -> None:
         self.ooms += 1
         free = max(0, room - state.requested)
         unallocated = state.reserved - state.allocated
@@ -286,13 +283,155 @@ class Memory:
             f"{show_bytes(unallocated)} is reserved but unallocated.",
             device=self.device,
             asked_bytes=wanted,
-            holders=(),
-            report="",
         )
 
 
-def _free_bytes(segment: simulated_allocator.Segment) -> int:
-    return sum(run.size for run in segment.runs if run.key == simulated_allocator.FREE)
+def out_of_memory(message: str, **facts: Any) -> OutOfMemory:
+    """An OutOfMemory error with this `message`, and with the `facts` that are known as attributes.
+
+    If torch is loaded, the error is also a torch.OutOfMemoryError. So code that catches either of
+    the two classes works.
+    """
+    facts = {"device": "", "asked_bytes": 0, "holders": (), "report": "", **facts}
+    torch = sys.modules.get("torch")
+    if torch is None or not hasattr(torch, "OutOfMemoryError"):
+        return OutOfMemory(message, **facts)
+    global _SimulatedOutOfMemory
+    if _SimulatedOutOfMemory is None:
+        _SimulatedOutOfMemory = type(
+            "SimulatedOutOfMemory",
+            (OutOfMemory, torch.OutOfMemoryError),
+            {
+                "__module__": __name__,
+                "__doc__": out_of_memory.__doc__,
+                "__reduce__": lambda self: (_rebuilt, (str(self), self.facts)),
+            },
+        )
+    return _SimulatedOutOfMemory(message, **facts)
+
+
+_SimulatedOutOfMemory: Any = None
+
+
+def _rebuilt(message: str, facts: dict[str, Any]) -> OutOfMemory:
+    return out_of_memory(message, **facts)
+
+
+# -- real pages ----------------------------------------------------------------------------------
+
+
+class Region(mmap.mmap):
+    """The pages of one segment or of one shared file, mapped until no buffer in them is left."""
+
+    start = 0  # the region's address
+    pinned = False
+    lock_tried = False  # a lock that failed once is not tried again
+    writable = True
+    left_out = False  # whether forked children do not have the pages
+    pages: Any = None  # the object whose shared pages are mapped; the region keeps it open
+
+    def __del__(self) -> None:
+        torch = sys.modules.get("torch") if self.pinned else None
+        # When the process ends, torch may already be gone. Then the driver unlocks the pages.
+        if torch is not None:
+            with _used_card(torch):
+                torch.cuda.cudart().cudaHostUnregister(self.start)
+
+    def contains(self, address: int) -> bool:
+        """Whether the `address` is in these pages."""
+        return 0 <= address - self.start < len(self)
+
+    def make_writable(self, writable: bool) -> None:
+        """Sets whether this process may write the pages. If not, a write ends the process."""
+        if writable is self.writable:
+            return
+        rights = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        _libc.mprotect(ctypes.c_void_p(self.start), ctypes.c_size_t(len(self)), rights)
+        self.writable = writable
+
+    def leave_out_of_forks(self) -> None:
+        """Unmaps the pages in each forked child, because a card may write them.
+
+        The Python object also exists in the child, and there it is never freed. If it were freed,
+        it would unmap its addresses, and the child may have other memory at these addresses.
+        """
+        if hasattr(mmap, "MADV_DONTFORK"):
+            self.madvise(mmap.MADV_DONTFORK)
+            self.left_out = True
+            _left_out.add(self)
+
+
+_left_out: weakref.WeakSet[Region] = weakref.WeakSet()
+
+
+def _keep_left_out() -> None:
+    for region in _left_out:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(region))
+
+
+os.register_at_fork(after_in_child=_keep_left_out)
+
+
+def pinned(region: Region, *, touched: bool = False) -> None:
+    """Locks the pages of the `region` in memory for the card's copy engine.
+
+    If `touched` is true, the pages were written before and keep their content. If `touched` is
+    false, this function may overwrite the pages with zeros.
+
+    Without the lock, copies reach a fifth of the bus speed. This function does nothing if the
+    process does not use CUDA yet, or if an earlier call has tried to lock the region. torch's own
+    pinned memory is not used, because torch rounds up to powers of two: for a request of 6 GiB it
+    locked 10 GiB.
+    """
+    torch = sys.modules.get("torch")
+    if torch is None or not torch.cuda.is_initialized():
+        return
+    with _locking:
+        if region.lock_tried:
+            return
+        region.lock_tried = True
+    pieces = []
+    for at in range(0, 0 if touched else len(region), _TOUCH_BYTES):
+        pieces.append((region.start + at, min(_TOUCH_BYTES, len(region) - at)))
+    # Locking untouched pages is slow, so they are touched first. ctypes releases the GIL meanwhile.
+    with ThreadPoolExecutor(8) as threads:
+        list(threads.map(lambda piece: ctypes.memset(piece[0], 0, piece[1]), pieces))
+    writable = region.writable
+    with _used_card(torch):
+        region.make_writable(True)  # the driver refuses other pages
+        error = torch.cuda.cudart().cudaHostRegister(region.start, len(region), 0)
+        region.make_writable(writable)
+        region.pinned = int(error) == 0
+        if not region.pinned:
+            _clear_error(torch)
+
+
+def _used_card(torch: Any) -> contextlib.AbstractContextManager[Any]:
+    """A context in which torch's current card is one that this process uses already.
+
+    Pages that are locked through one card are locked for all cards. In a new thread the current
+    card is card 0, and the call would create a CUDA context there, which takes about 400 MB.
+
+    Source: pytorch/pytorch#21081.
+    """
+    cuda = torch.cuda
+    used = [card for card in range(cuda.device_count()) if torch._C._cuda_hasPrimaryContext(card)]
+    if not used or cuda.current_device() in used:
+        return contextlib.nullcontext()
+    return cuda.device(used[0])
+
+
+def _clear_error(torch: Any) -> None:
+    """Clears the error that a failed call of the CUDA runtime leaves in this thread.
+
+    After torch has started a CUDA kernel, it checks for such an error and raises it. So the next
+    CUDA kernel of the user's code would fail. torch has no function that clears the error.
+    Therefore this function starts a small CUDA kernel, so that torch raises the error here.
+
+    Source: c10/cuda/CUDAException.h, C10_CUDA_ERROR_HANDLED and C10_CUDA_KERNEL_LAUNCH_CHECK.
+    """
+    with contextlib.suppress(RuntimeError):  # raising the error clears it
+        torch.ones(1, device="cuda")
 
 
 def _return_free_pages(region: Region, segment: simulated_allocator.Segment) -> None:
@@ -320,46 +459,12 @@ def _map_pages(memory: Memory, size: int) -> Region:
             f"{error.strerror}.",
             device=memory.device,
             asked_bytes=size,
-            holders=(),
-            report="",
         ) from error
     if hasattr(mmap, "MADV_HUGEPAGE"):
-        try:
+        with contextlib.suppress(OSError):  # without huge pages, the first copy is slower
             region.madvise(mmap.MADV_HUGEPAGE)
-        except OSError:
-            pass  # this kernel has no huge pages, so the first copy is slower
     region.start = ctypes.addressof(ctypes.c_ubyte.from_buffer(region))
     if memory.pinned:
         region.leave_out_of_forks()
         pinned(region)
     return region
-
-
-def out_of_memory(message: str, **facts: Any) -> OutOfMemory:
-    """An OutOfMemory error with this `message`, and with these `facts` as attributes.
-
-    If torch is loaded, the error is also a torch.OutOfMemoryError. So code that catches either of
-    the two classes works.
-    """
-    torch = sys.modules.get("torch")
-    if torch is None or not hasattr(torch, "OutOfMemoryError"):
-        return OutOfMemory(message, **facts)
-    global _SimulatedOutOfMemory
-    if _SimulatedOutOfMemory is None:
-        _SimulatedOutOfMemory = type(
-            "SimulatedOutOfMemory",
-            (OutOfMemory, torch.OutOfMemoryError),
-            {
-                "__module__": __name__,
-                "__doc__": out_of_memory.__doc__,
-                "__reduce__": lambda self: (_rebuilt, (str(self), self.facts)),
-            },
-        )
-    return _SimulatedOutOfMemory(message, **facts)
-
-
-_SimulatedOutOfMemory: Any = None
-
-
-def _rebuilt(message: str, facts: dict[str, Any]) -> OutOfMemory:
-    return out_of_memory(message, **facts)

@@ -15,8 +15,7 @@ import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-from .locked_pages import Region, pinned
-from .process_memory import Block, Memory
+from .process_memory import Block, Memory, Region, pinned
 
 DIRECTORY = "/dev/shm"
 

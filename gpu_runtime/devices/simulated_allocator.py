@@ -51,6 +51,11 @@ class Segment(NamedTuple):
         """Whether any run of the segment is allocated."""
         return any(run.key > FREE for run in self.runs)
 
+    @property
+    def free(self) -> int:
+        """The bytes of all free runs."""
+        return sum(run.size for run in self.runs if run.key == FREE)
+
 
 class Segments(NamedTuple):
     """All memory that one process holds on one device."""
@@ -101,10 +106,7 @@ def rounded(size: int, step: int = STEP) -> int:
 
 
 def allocate(
-    state: Segments,
-    sizes: Sequence[int],
-    keys: Sequence[int],
-    room: int,
+    state: Segments, sizes: Sequence[int], keys: Sequence[int], room: int
 ) -> tuple[Segments, Spot, bool]:
     """Allocates one run of bytes for each of `sizes`, side by side in one segment.
 
@@ -164,11 +166,7 @@ def _segment_size(need: int) -> int:
     return 20 * MIB if need < 10 * MIB else rounded(need, 2 * MIB)
 
 
-def _best_fit(
-    state: Segments,
-    need: int,
-    small: bool,
-) -> Spot | None:
+def _best_fit(state: Segments, need: int, small: bool) -> Spot | None:
     """The position of the smallest free run with at least `need` bytes; None without such a run.
 
     If `small` is true, only segments for small requests are searched, else only the others.
@@ -185,16 +183,8 @@ def _best_fit(
     return best[1] if best else None
 
 
-def _cut(
-    state: Segments,
-    spot: Spot,
-    runs: tuple[Run, ...],
-    need: int,
-) -> Segments:
-    """Returns the state after `runs` are placed at the start of the free run at `spot`.
-
-    The `runs` take `need` bytes there. The rest stays free.
-    """
+def _cut(state: Segments, spot: Spot, runs: tuple[Run, ...], need: int) -> Segments:
+    """The state with `runs`, `need` bytes, at the start of the free run at `spot`."""
     segments = []
     for segment in state.segments:
         if segment.id == spot.segment:
@@ -203,12 +193,7 @@ def _cut(
     return state._replace(segments=tuple(segments))
 
 
-def _cut_segment(
-    segment: Segment,
-    at: int,
-    runs: tuple[Run, ...],
-    need: int,
-) -> Segment:
+def _cut_segment(segment: Segment, at: int, runs: tuple[Run, ...], need: int) -> Segment:
     after: list[Run] = []
     offset = 0
     for run in segment.runs:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from ..catalog.resolve import Catalogued
-from ..devices.devices_setting import check_index
-from ..devices.probe import Probe
+from ..devices.probe import Probe, check_index
 from ..devices.sampler_client import Sampling
 from ..ledgers import host_config, open_ledger
 from ..ledgers.access import journals_in

@@ -10,8 +10,7 @@ import pytest
 
 from gpu_runtime.devices import drivers as cards
 from gpu_runtime.devices import nvml
-from gpu_runtime.devices.devices_setting import check_index
-from gpu_runtime.devices.probe import open_probe
+from gpu_runtime.devices.probe import check_index, open_probe
 from gpu_runtime.errors import BadSetting, ProbeFailed, UnknownDevice
 from gpu_runtime.facts import Device, Sample
 from gpu_runtime.ledgers.location import slug_of
@@ -168,7 +167,7 @@ class Driver(types.ModuleType):
         return 12110
 
     def nvmlSystemGetDriverVersion(self):
-        return b"580.65"
+        return "580.65"
 
     def nvmlSystemGetNVMLVersion(self):
         return "12.580"
@@ -187,7 +186,7 @@ class Driver(types.ModuleType):
 def driver(monkeypatch):
     def install(*cards, **how):
         made = Driver(*cards, **how)
-        monkeypatch.setitem(sys.modules, "pynvml", made)
+        monkeypatch.setattr(nvml, "pynvml", made)
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
         return made
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from gpu_runtime.devices import amd, apple, drivers
+from gpu_runtime.devices import amd, apple, drivers, nvml
 from gpu_runtime.devices.drivers import NoAnswer
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import BadSetting, ProbeFailed
@@ -100,7 +100,7 @@ def rocm(monkeypatch):
     def install(*told):
         made = Rocm(*told)
         monkeypatch.setitem(sys.modules, "amdsmi", made)
-        monkeypatch.setitem(sys.modules, "pynvml", None)
+        monkeypatch.setattr(nvml, "list_cards", lambda: drivers.Listing(nvml, absent="not here"))
         monkeypatch.setenv("PATH", "/nonexistent")
         for name in ("HIP_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES", "ROCR_VISIBLE_DEVICES"):
             monkeypatch.delenv(name, raising=False)

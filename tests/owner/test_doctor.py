@@ -2,12 +2,12 @@
 
 import argparse
 import os
-import sys
 import types
 
 import pytest
 
 from gpu_runtime import DoesNotFit, verb_acts
+from gpu_runtime.devices import nvml
 from gpu_runtime.errors import LedgerUnavailable
 
 
@@ -109,7 +109,7 @@ def test_a_driver_that_fails_is_told_in_its_words(runtime, monkeypatch):
         raise broken.NVMLError("Driver/library version mismatch")
 
     broken.nvmlInit = init
-    monkeypatch.setitem(sys.modules, "pynvml", broken)
+    monkeypatch.setattr(nvml, "pynvml", broken)
     report = runtime().doctor()
     assert chapter(report, "drivers")["cuda by NVML"] == "fails: Driver/library version mismatch"
 

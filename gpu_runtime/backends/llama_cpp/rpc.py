@@ -120,7 +120,7 @@ class LlamaEngine(Engine):
         log = self._channel.child.tail() if self._channel.child else ""
         fault = recognise(f"{text}\n{log}")
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
-            return out_of_memory(fault.line, device="", asked_bytes=0, holders=(), report="")
+            return out_of_memory(fault.line)
         why = fault.line if fault else text or last_line(log) or "its process ended"
         named = _LLAMA_ERROR.search(log)  # `text` names only the file
         if named and not fault:
@@ -333,9 +333,7 @@ class LlamaEngine(Engine):
                 f"{self.name} refused {method}: {text}.", name=self.name, method=method, why=text
             )
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
-            raise out_of_memory(
-                f"{self.name}: {fault.line}", device="", asked_bytes=0, holders=(), report=""
-            )
+            raise out_of_memory(f"{self.name}: {fault.line}")
         raise self._fault_error(fault, text)
 
     def _fault_error(self, fault: Fault | None, text: str) -> EngineFault | ProcessLost:

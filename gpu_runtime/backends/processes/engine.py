@@ -150,7 +150,7 @@ class RestartedEngine(Engine):
         """
         fault = recognise(output)
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
-            return out_of_memory(fault.line, device="", asked_bytes=0, holders=(), report="")
+            return out_of_memory(fault.line)
         explanation = fault.line if fault else last_line(output)
         detail = f": {explanation}" if explanation else ""
         return LoadFailed(
