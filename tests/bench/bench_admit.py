@@ -7,7 +7,8 @@ has 1,024 leases and tickets, the largest number.
 
 import itertools
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Iterator
+from functools import partial
 from random import Random
 from typing import Any
 
@@ -17,6 +18,9 @@ from gpu_runtime.facts import MOST_ENTRIES, Book, Lease, Request, Wait, World
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.eviction_policy import lru
 from tests.worlds import NOW, book, lease, request, ticket, world
+
+from .results import Row
+from .timing import alternately, seconds
 
 Situation = tuple[Book, Request, World]
 
@@ -75,11 +79,9 @@ def full_page(seed: int = 0) -> Situation:
     )
 
 
-def best_subset(
-    page: Book, wanted: Request, there: World, models: int = 20
-) -> tuple[Lease, ...] | None:
+def best_subset(page: Book, wanted: Request, there: World) -> tuple[Lease, ...] | None:
     """The smallest set, then the least recently used, of all subsets whose eviction makes room on some card."""
-    idle = list(page.leases())[:models]
+    idle = list(page.leases())
     claims, need = page.claims(), wanted.footprint.bytes
     best: tuple[Any, tuple[Lease, ...]] | None = None
     for count in range(len(idle) + 1):
@@ -95,34 +97,27 @@ def best_subset(
     return best[1] if best else None
 
 
-def seconds_each(
-    situations: Iterable[Situation], decide: Callable[..., Any] = admit
-) -> list[float]:
-    """The sorted processor seconds of the decisions. Processor time does not depend on the load of the machine."""
-    taken = []
-    for page, wanted, there in situations:
-        began = time.thread_time()
-        decide(page, wanted, there, lru)
-        taken.append(time.thread_time() - began)
-    return sorted(taken)
-
-
-def figures(rounds: int = 2000, exhaustive_models: int = 20) -> dict[str, float]:
-    """The median and the 99th percentile for both books in seconds, and the speed-up over an exhaustive search."""
-    found = {}
-    books = {"twenty": twenty_models, "pieces": twenty_models_in_pieces, "full": full_page}
-    for name, make in books.items():
+def rows(rounds: int = 2000) -> Iterator[Row]:
+    """The decisions for each book, and an exhaustive search. Processor time is independent of the machine's load."""
+    p99s = {}
+    for make, words, most, unit, digits in (
+        (twenty_models, "20 models on 4 devices", 100e-6, "µs", 0),
+        (twenty_models_in_pieces, "20 models on 4 devices, in pieces", 150e-6, "µs", 0),
+        (full_page, "a full page (1,024 leases and tickets)", 2e-3, "ms", 2),
+    ):
         situations = [make(seed) for seed in range(20)]
         assert all(isinstance(admit(*each, lru)[1], Wait) for each in situations)
-        taken = seconds_each(itertools.islice(itertools.cycle(situations), rounds))
-        found[f"{name}_p50"], found[f"{name}_p99"] = (
-            taken[len(taken) // 2],
-            taken[len(taken) * 99 // 100],
-        )
-    page, wanted, there = twenty_models()
-    began = time.thread_time()
-    best_subset(page, wanted, there, exhaustive_models)
-    # Each model doubles the number of subsets. A search over fewer models (in tests) is scaled to twenty.
-    found["exhaustive"] = (time.thread_time() - began) * 2 ** (20 - exhaustive_models)
-    found["exhaustive_ratio"] = found["exhaustive"] / found["twenty_p99"]
-    return found
+        decide = partial(lambda each: admit(*next(each), lru), itertools.cycle(situations))
+        taken = sorted(alternately(rounds, decide, clock=time.thread_time)[0])
+        p50, p99 = taken[rounds // 2], taken[rounds * 99 // 100]
+        scale = {"µs": 1e6, "ms": 1e3}[unit]
+        yield Row(
+            f"one `admit`, {words}", f"p99 {p99 * scale:.{digits}f} {unit} (p50 {p50 * scale:.{digits}f})",
+            f"p99 ≤ {most * scale:.0f} {unit}", p99 <= most
+        )  # fmt: skip
+        p99s[make] = p99
+    ratio = seconds(lambda: best_subset(*twenty_models()), time.thread_time) / p99s[twenty_models]
+    yield Row(
+        "one `admit`, 20 models on 4 devices, against an exhaustive search over all their subsets",
+        f"{ratio:,.0f}× faster", "≥ 1,000×", ratio >= 1000
+    )  # fmt: skip

@@ -5,8 +5,6 @@ clients, which open a page and its websocket as a browser does, and draw nothing
 time from the measured server.
 """
 
-from __future__ import annotations
-
 import asyncio
 import json
 import re
@@ -29,8 +27,9 @@ from gpu_runtime.units import MIB
 from tests.browser.chromium import BrowserPage, running
 from tests.faces.served import OPERATORS, Served, environ, free_port, serving
 
-from .bench_crowd import Waits
-from .bench_idle import _spent
+from .bench_idle import spent
+from .results import Row
+from .timing import Waits
 
 WAIT_MS = 60_000
 ANSWER_SECONDS = 120.0
@@ -137,16 +136,8 @@ class Visit(NamedTuple):
     bytes: float  # that arrived, as they were compressed
 
 
-class Paint(NamedTuple):
-    """The first visit after the server's start, and the medians of later visits."""
-
-    first: Visit
-    later: Visit  # each browser has an empty cache
-    warm: Visit  # the second visits of these browsers
-    slow: Visit  # over SLOW_LINE, with an empty cache
-
-
-def paint(visits: int = 5) -> Paint:
+def paint(visits: int = 5) -> Iterator[Row]:
+    """The first visit after the server's start, and the medians of later visits with an empty cache and without."""
     with box(kernels=((0, 2, 4, 0.0),)) as (served, _), running() as browser:
         found: dict[str, list[Visit]] = {"cold": [], "warm": [], "slow": []}
         for number in range(1 + visits):
@@ -156,8 +147,23 @@ def paint(visits: int = 5) -> Paint:
                     found[name].append(_visit(context.new_page(), served, line))
                 context.close()
     first, *cold = found["cold"]
-    later = [_medians(visits) for visits in (cold, found["warm"], found["slow"])]
-    return Paint(first, *later)
+    later, warm, slow = map(_medians, (cold, found["warm"], found["slow"]))
+    yield Row(
+        "the served page, from its request to the figures of the first card, in a browser with an empty cache",
+        f"{later.figures:,.0f} ms (of a server that has just started {first.figures:,.0f}); buttons act after "
+        f"{later.live:,.0f} ms", "≤ 2,000 ms", max(first.figures, later.figures) <= 2000
+    )  # fmt: skip
+    yield Row(
+        "the served page in a browser that was there before",
+        f"{warm.figures:,.0f} ms; buttons act after {warm.live:,.0f} ms", "≤ 1,000 ms", warm.figures <= 1000
+    )  # fmt: skip
+    yield Row(
+        "the served page with an empty cache over a line of 1.6 Mbit/s and 150 ms: something to read; figures",
+        f"{slow.read:,.0f} ms; {slow.figures:,.0f} ms; buttons act after {slow.live:,.0f} ms",
+        "≤ 2,000 ms; ≤ 12,000 ms", slow.read <= 2000 and slow.figures <= 12000
+    )  # fmt: skip
+    arrived = f"{later.bytes / 1e6:.2f} MB"
+    yield Row("bytes of a first visit", arrived, "≤ 1.3 MB", later.bytes <= 1.3e6)
 
 
 def _medians(visits: list[Visit]) -> Visit:
@@ -183,7 +189,7 @@ def _visit(page: Any, served: Served, line: dict[str, Any] | None) -> Visit:
 # -- a click and its effect -------------------------------------------------------------------------------------------
 
 
-def effect(times: int = 8) -> Waits:
+def effect(times: int = 8) -> Row:
     """The times from the confirming click to the frame that shows the effect.
 
     The clicks move a model of an idle kernel to RAM and back.
@@ -206,7 +212,9 @@ def effect(times: int = 8) -> Waits:
             seen.page.wait_for_function("window.seenAt", polling=50, timeout=WAIT_MS)
             taken.append(seen.page.evaluate("(window.seenAt - window.clickedAt) / 1000"))
         seen.close()
-    return Waits.of(taken)
+    waits = Waits.of(taken)
+    what = "from the click that confirms an action to its effect on the page; the target kernel is idle"
+    return Row(what, str(waits), "≤ 1 s", waits.worst <= 1)
 
 
 # -- many open pages --------------------------------------------------------------------------------------------------
@@ -217,31 +225,23 @@ TABS = ("Now", "Models", "Leases", "Timeline", "Fragmentation")
 class Session:
     """A client with a page and its websocket, like a browser. It reads the server's messages and drops them."""
 
-    async def open(self, served: Served, path: str, cookie: str) -> Session:
-        page = await AsyncHTTPClient().fetch(
-            f"http://127.0.0.1:{served.port}{path}",
-            headers={"Cookie": cookie},
-            request_timeout=ANSWER_SECONDS,
-        )
+    async def open(self, served: Served, path: str, cookie: str) -> "Session":
+        options = {"headers": {"Cookie": cookie}, "request_timeout": ANSWER_SECONDS}
+        place = f"127.0.0.1:{served.port}{path}"
+        page = await AsyncHTTPClient().fetch(f"http://{place}", **options)
         token = re.search(r'"token":"([^"]+)"', page.body.decode())[1]
-        asked = HTTPRequest(
-            f"ws://127.0.0.1:{served.port}{path}ws",
-            headers={"Cookie": cookie},
-            request_timeout=ANSWER_SECONDS,
-        )
         self._socket = await websocket_connect(
-            asked, subprotocols=["bokeh", token], max_message_size=1 << 26
+            HTTPRequest(f"ws://{place}ws", **options),
+            subprotocols=["bokeh", token],
+            max_message_size=1 << 26,
         )
         await self._hear()  # the server's first message
         await self._say("PULL-DOC-REQ", {})
         while json.loads((heard := await self._hear())[0])["msgtype"] != "PULL-DOC-REPLY":
             pass
         self._tabs = re.search(r'"name":"Tabs\d*","id":"([^"]+)"', heard[2])[1]
-        ready = {
-            "type": "event",
-            "name": "document_ready",
-            "values": {"type": "map", "entries": []},
-        }
+        nothing = {"type": "map", "entries": []}
+        ready = {"type": "event", "name": "document_ready", "values": nothing}
         await self._patch({"kind": "MessageSent", "msg_type": "bokeh_event", "msg_data": ready})
         self.heard_bytes, self._answered = 0, asyncio.Event()
         self._reading = asyncio.ensure_future(self._read())
@@ -250,14 +250,8 @@ class Session:
     async def turn_to(self, tab: str) -> None:
         """Opens the `tab` as a click on it does. Returns when the server has made the tab."""
         self._answered.clear()
-        await self._patch(
-            {
-                "kind": "ModelChanged",
-                "model": {"id": self._tabs},
-                "attr": "active",
-                "new": registry.titles().index(tab),
-            }
-        )
+        active = {"attr": "active", "new": registry.titles().index(tab)}
+        await self._patch({"kind": "ModelChanged", "model": {"id": self._tabs}, **active})
         await asyncio.wait_for(self._answered.wait(), ANSWER_SECONDS)
 
     async def close(self) -> None:
@@ -287,95 +281,87 @@ class Session:
                 self._answered.set()
 
 
-def crowd(
-    sessions: int = 20, seconds: float = 20.0, looked_at: tuple[str, ...] = TABS
-) -> dict[str, float]:
+def crowd(sessions: int = 20, seconds: float = 20.0) -> Row:
     """For each tab: the milliseconds of the server's processor time a second while all sessions show that tab.
 
     There are eight cards and 200 leases of eight kernels. Each kernel uses a model four times a second. Every five
     seconds one of them moves a model to RAM or back, so that the figures change all the time.
     """
+
+    async def measured() -> dict[str, float]:
+        path, cookie = served.enter()
+        present = [await Session().open(served, path, cookie) for _ in range(sessions)]
+        taken, moved = {}, 0
+        for tab in TABS:
+            for session in present:
+                await session.turn_to(tab)
+            await asyncio.sleep(5.0)  # until the tab has received the data that it requests
+            heard = sum(one.heard_bytes for one in present)
+            before, began = spent(served.process), time.monotonic()
+            while time.monotonic() - began < seconds:
+                verb, stdin = "evict" if moved % 16 < 8 else "restore", started[moved % 8].stdin
+                stdin.write(f"{verb} model-{25 * (moved % 8) + 1}\n")
+                stdin.flush()
+                moved += 1
+                await asyncio.sleep(5.0)
+            took = time.monotonic() - began
+            taken[tab] = 1e3 * (spent(served.process) - before) / took
+            if not sum(one.heard_bytes for one in present) > heard:
+                raise RuntimeError(f"nothing new was shown in {tab}")
+        for session in present:
+            await session.close()
+        return taken
+
     kernels = tuple((25 * n, 25, 3, 4.0) for n in range(8))
     with box("sim:8x100GiB,host:1000GiB", kernels) as (served, started):
-        return asyncio.run(_crowd(served, started, sessions, seconds, looked_at))
-
-
-async def _crowd(
-    served: Served,
-    started: list[subprocess.Popen[str]],
-    sessions: int,
-    seconds: float,
-    looked_at: tuple[str, ...],
-) -> dict[str, float]:
-    path, cookie = served.enter()
-    present = [await Session().open(served, path, cookie) for _ in range(sessions)]
-    spent = {}
-    for tab in looked_at:
-        for session in present:
-            await session.turn_to(tab)
-        await asyncio.sleep(5.0)  # until the tab has received the data that it requests
-        before, heard, began = (
-            _spent(served.process),
-            sum(one.heard_bytes for one in present),
-            time.monotonic(),
-        )
-        moved = 0
-        while time.monotonic() - began < seconds:
-            kernel, moved = started[moved % 8], moved + 1
-            kernel.stdin.write(
-                f"{'evict' if moved % 16 < 8 else 'restore'} model-{25 * ((moved - 1) % 8) + 1}\n"
-            )
-            kernel.stdin.flush()
-            await asyncio.sleep(5.0)
-        took = time.monotonic() - began
-        spent[tab] = 1e3 * (_spent(served.process) - before) / took
-        if not sum(one.heard_bytes for one in present) > heard:
-            raise RuntimeError(f"nothing new was shown in {tab}")
-    for session in present:
-        await session.close()
-    return spent
+        taken = asyncio.run(measured())
+    return Row(
+        f"{sessions} sessions on 8 cards with 200 leases, all sessions on the same tab",
+        "; ".join(f"{tab} {milliseconds:.0f}" for tab, milliseconds in taken.items())
+        + " ms of the server's processor a second", "≤ 100 ms", max(taken.values()) <= 100
+    )  # fmt: skip
 
 
 # -- sessions that are opened and closed ------------------------------------------------------------------------------
-
-
-class Growth(NamedTuple):
-    """The MiB of the server's own memory, measured after all earlier sessions were closed and dropped."""
-
-    early: float
-    late: float
-    opened: int
-
-    @property
-    def part(self) -> float:
-        return self.late / self.early - 1
-
 
 # Bokeh drops a session 15 s after its page was closed, and checks every 17 s.
 FORGOTTEN_SECONDS = 45.0
 
 
-def memory(sessions: int = 1000, early: int = 100, together: int = 4) -> Growth:
-    """The server's memory after the first `early` sessions, and after all `sessions`.
+def memory(sessions: int = 1000, early: int = 100, together: int = 4) -> Row:
+    """The MiB of the server's own memory after the first `early` sessions, and after all `sessions`.
 
-    Each session shows the first tab for a moment. `together` sessions are open at a time.
+    Each session shows the first tab for a moment. `together` sessions are open at a time. At both measurements all
+    earlier sessions were closed and dropped.
     """
+
+    async def measured() -> list[float]:
+        path, cookie = served.enter()
+
+        async def visit() -> None:
+            one = await Session().open(served, path, cookie)
+            await asyncio.sleep(0.5)
+            await one.close()
+
+        sizes = []
+        for first, last in ((0, early), (early, sessions)):
+            for _ in range(first, last, together):
+                await asyncio.gather(*(visit() for _ in range(together)))
+            await asyncio.sleep(FORGOTTEN_SECONDS)
+            sizes.append(psutil.Process(served.process.pid).memory_full_info().uss / MIB)
+        return sizes
+
     with box(kernels=((0, 4, 4, 1.0),)) as (served, _):
-        return asyncio.run(_memory(served, sessions, early, together))
+        before, after = asyncio.run(measured())
+    more = after / before - 1
+    return Row(
+        f"the server's memory after {sessions:,} sessions, compared with its memory after the first {early}",
+        f"{after:.0f} of {before:.0f} MiB = {more:+.1%}", "≤ +10 %", more <= 0.1
+    )  # fmt: skip
 
 
-async def _memory(served: Served, sessions: int, early: int, together: int) -> Growth:
-    path, cookie = served.enter()
-
-    async def visit() -> None:
-        one = await Session().open(served, path, cookie)
-        await asyncio.sleep(0.5)
-        await one.close()
-
-    sizes = []
-    for first, last in ((0, early), (early, sessions)):
-        for _ in range(first, last, together):
-            await asyncio.gather(*(visit() for _ in range(together)))
-        await asyncio.sleep(FORGOTTEN_SECONDS)
-        sizes.append(psutil.Process(served.process.pid).memory_full_info().uss / MIB)
-    return Growth(sizes[0], sizes[1], sessions)
+def rows() -> Iterator[Row]:
+    yield from paint()
+    yield effect()
+    yield crowd()
+    yield memory()

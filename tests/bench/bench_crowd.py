@@ -3,21 +3,18 @@
 All kernels are real processes with runtimes of their own, on one kept book and simulated devices.
 """
 
-from __future__ import annotations
-
 import ctypes
-import json
+import multiprocessing
 import os
 import random
 import signal
-import statistics
 import tempfile
 import threading
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from typing import Any, NamedTuple
+from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -27,84 +24,54 @@ from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import Ledger
 from gpu_runtime.units import GIB
 
-from .bench_ledger import fill
+from .bench_ledger import LEASES, fill
+from .results import Row
+from .timing import Waits, medians
 
-ANSWER_SECONDS = 120.0
-
-
-class Waits(NamedTuple):
-    """Statistics of several waits, in seconds."""
-
-    count: int
-    median: float
-    p99: float
-    worst: float
-
-    @classmethod
-    def of(cls, seconds: list[float]) -> Waits:
-        ordered, count = sorted(seconds), len(seconds)
-        p99 = ordered[min(count - 1, count * 99 // 100)]
-        return cls(count, statistics.median(ordered), p99, ordered[-1])
-
-    def __str__(self) -> str:
-        median, p99, worst = (f"{s * 1e3:.1f} ms" for s in (self.median, self.p99, self.worst))
-        return f"p50 {median}, p99 {p99}, worst {worst} ({self.count})"
+FORK = multiprocessing.get_context("fork")
+Told, Say = Iterator[None], Callable[[Any], None]
 
 
 # -- processes that run commands --------------------------------------------------------------------------------------
 
 
 class Child:
-    """A forked process. It passes each command (a line of JSON) to `act`, and prints the result as a line of JSON."""
+    """A forked process that runs `act`. `told` has an item for each command; `say` sends an answer."""
 
-    def __init__(self, act: Callable[[Iterator[Any], Callable[[Any], None]], None]) -> None:
-        told, tell = os.pipe()
-        hear, said = os.pipe()
-        self.pid = os.fork()
-        if not self.pid:
-            os.close(tell)
-            os.close(hear)
-            _be(act, told, said)
-        os.close(told)
-        os.close(said)
-        self._tell, self._hear = os.fdopen(tell, "w"), os.fdopen(hear)
+    def __init__(self, act: Callable[[Told, Say], None]) -> None:
+        self._pipe, theirs = FORK.Pipe()
+        self.process = FORK.Process(
+            target=lambda: act(iter(theirs.recv, "end"), theirs.send), daemon=True
+        )
+        self.process.start()
+        theirs.close()
 
-    def tell(self, what: Any = None) -> None:
-        self._tell.write(json.dumps(what) + "\n")
-        self._tell.flush()
+    def tell(self) -> None:
+        self._pipe.send(None)
 
     def answer(self) -> Any:
-        line = self._hear.readline()
-        if not line:
-            raise RuntimeError(f"process {self.pid} ended without an answer")
-        return json.loads(line)
+        return self._pipe.recv()
 
     def end(self) -> None:
-        with suppress(ProcessLookupError):
-            os.kill(self.pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(self.pid, 0)
-        for pipe in (self._tell, self._hear):
-            with suppress(OSError):
-                pipe.close()
-
-
-def _be(act: Callable[[Iterator[Any], Callable[[Any], None]], None], told: int, said: int) -> None:
-    status = 1
-    try:
-        with os.fdopen(told) as lines, os.fdopen(said, "w") as out:
-            act(map(json.loads, lines), lambda what: print(json.dumps(what), file=out, flush=True))
-        status = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        os._exit(status)
+        self.process.kill()
+        self.process.join()
+        self._pipe.close()
 
 
 @contextmanager
 def book() -> Iterator[str]:
     with tempfile.TemporaryDirectory() as root:
         yield f"keeper://{root}/ledger"
+
+
+@contextmanager
+def filled() -> Iterator[tuple[str, list[Ledger]]]:
+    """A book with LEASES leases, and its doors."""
+    with book() as url:
+        doors = fill(url)
+        yield url, doors
+        for door in doors:
+            door.close()
 
 
 @contextmanager
@@ -129,17 +96,17 @@ def runtime(url: str, cards: str = "sim:64GiB,host:1GiB") -> Runtime:
 # -- a kernel is killed, and a request waits for its memory -----------------------------------------------------------
 
 
-def grant_after_kill(holders: int = 64, kills: int = 100) -> Waits:
+def grant_after_kill(holders: int = 64, kills: int = 100) -> Row:
     """The time from the kill of a kernel with a model in use to the grant of its memory to a waiting request."""
 
-    def hold(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+    def hold(told: Told, say: Say) -> None:
         rt = runtime(url)
         rt.register("mine", backend="fake", size="1GiB")
         with rt.use("mine"):
             say("held")
             signal.pause()
 
-    def wait(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+    def wait(told: Told, say: Say) -> None:
         rt = runtime(url)
         for _ in told:
             rt.register("wanted", backend="fake", size="1GiB")
@@ -162,22 +129,26 @@ def grant_after_kill(holders: int = 64, kills: int = 100) -> Waits:
             time.sleep(random.uniform(0.02, 0.3))
             victim = crowd.pop(turn % holders)
             began = time.monotonic()
-            os.kill(victim.pid, signal.SIGKILL)
+            os.kill(victim.process.pid, signal.SIGKILL)
             taken.append(waiter.answer() - began)
             victim.end()
             assert waiter.answer() == "gone"
             crowd.insert(0, Child(hold))
             crowd[0].answer()
-    return Waits.of(taken)
+    waits = Waits.of(taken)
+    what = (
+        f"from a kernel's kill to the grant of its memory to a waiting request; {holders} holders"
+    )
+    return Row(what, str(waits), "p99 ≤ 100 ms", waits.p99 <= 0.1)
 
 
 # -- all kernels lease and release ------------------------------------------------------------------------------------
 
 
-def cycles(processes: int = 64, a_second: float = 10.0, seconds: float = 8.0) -> Waits:
+def cycles(processes: int = 64, a_second: int = 10, seconds: float = 8.0) -> Row:
     """The times of a lease and its release. Each of `processes` kernels does both `a_second` times a second."""
 
-    def cycle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+    def cycle(told: Told, say: Say) -> None:
         rt = runtime(url)
         with rt.lease("1 MiB", purpose="warm"):
             pass
@@ -195,21 +166,16 @@ def cycles(processes: int = 64, a_second: float = 10.0, seconds: float = 8.0) ->
         say(waits)
 
     with book() as url, ended([Child(cycle) for _ in range(processes)]) as crowd:
-        return Waits.of([wait for waits in _all_at_once(crowd) for wait in waits])
-
-
-class Loop(NamedTuple):
-    """Processes that write without pause."""
-
-    waits: Waits
-    a_second: float
-    fairness: float  # writes of the least served process, divided by those of the most served
+        every = Waits.of([wait for waits in _all_at_once(crowd) for wait in waits])
+    return Row(
+        f"{processes} processes, {a_second} times a second each: lease and release", str(every),
+        "p50 ≤ 5 ms, worst ≤ 50 ms", every.median <= 0.005 and every.worst <= 0.05
+    )  # fmt: skip
 
 
 def writer(door: Ledger, key: str = "") -> Callable[[], None]:
     """A function that writes a ticket of the ledger's owner into the book again, with a new time."""
-    key = key or door.owner.id
-    ticket = Ticket(key, door.owner.id, "use", "qwen", arrived=0, refreshed=0)
+    ticket = Ticket(key or door.owner.id, door.owner.id, "use", "qwen", arrived=0, refreshed=0)
 
     def write() -> None:
         new = replace(ticket, refreshed=time.monotonic())
@@ -218,29 +184,38 @@ def writer(door: Ledger, key: str = "") -> Callable[[], None]:
     return write
 
 
-def closed_loop(processes: int = 64, seconds: float = 5.0) -> Loop:
-    """The waits if every process writes the book without pause. The book has 50 leases."""
+def _written(write: Callable[[], None], seconds: float, pause: float = 0.0) -> list[float]:
+    """The seconds of each call of `write`, which is called for some `seconds`."""
+    waits, end = [], time.monotonic() + seconds
+    while (began := time.monotonic()) < end:
+        write()
+        waits.append(time.monotonic() - began)
+        if pause:
+            time.sleep(pause)
+    return waits
 
-    def hammer(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+
+def closed_loop(processes: int = 64, seconds: float = 5.0) -> Row:
+    """The waits if every process writes the book without pause."""
+
+    def hammer(told: Told, say: Say) -> None:
         write = writer(open_ledger(url))
         write()
         say("ready")
         next(told)
-        waits, end = [], time.monotonic() + seconds
-        while (began := time.monotonic()) < end:
-            write()
-            waits.append(time.monotonic() - began)
-        say(waits)
+        say(_written(write, seconds))
 
-    with book() as url:
-        doors = fill(url)
-        with ended([Child(hammer) for _ in range(processes)]) as crowd:
-            served = _all_at_once(crowd)
-        for door in doors:
-            door.close()
+    with filled() as (url, _), ended([Child(hammer) for _ in range(processes)]) as crowd:
+        served = _all_at_once(crowd)
     counts = [len(waits) for waits in served]
     every = Waits.of([wait for waits in served for wait in waits])
-    return Loop(every, sum(counts) / seconds, min(counts) / max(counts))
+    a_second, fairness = sum(counts) / seconds, min(counts) / max(counts)
+    return Row(
+        f"{processes} processes that write without pause, {LEASES} leases in the page",
+        f"{a_second:,.0f} a second; worst {every.worst * 1e3:.0f} ms (p99 {every.p99 * 1e3:.0f}); the "
+        f"least served {fairness:.2f} of the most served", "≥ 4,000; ≤ 150 ms; ≥ 0.8",
+        a_second >= 4000 and every.worst <= 0.15 and fairness >= 0.8
+    )  # fmt: skip
 
 
 def _all_at_once(crowd: list[Child]) -> list[Any]:
@@ -254,91 +229,76 @@ def _all_at_once(crowd: list[Child]) -> list[Any]:
 # -- kernels that keep the GIL ----------------------------------------------------------------------------------------
 
 
-def bystander(hogs: int = 2, hog_seconds: float = 0.2, seconds: float = 8.0) -> Waits:
+def bystander(hogs: int = 2, hog_ms: int = 200, seconds: float = 8.0) -> Row:
     """The waits of a kernel that writes the book every 5 ms while `hogs` other kernels also write the book.
 
-    Each of these kernels holds its own GIL for `hog_seconds` at a time.
+    Each of these kernels holds its own GIL for `hog_ms` at a time.
     """
 
-    def repeat(write: Callable[[], None]) -> None:
-        while True:
-            write()
-            time.sleep(0.005)
-
-    def hog(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+    def hog(told: Told, say: Say) -> None:
         stay = ctypes.PyDLL(None).usleep  # PyDLL keeps the GIL during the call
-        write = writer(open_ledger(url))
-        threading.Thread(target=repeat, args=(write,), daemon=True).start()
+        arguments = writer(open_ledger(url)), float("inf"), 0.005
+        threading.Thread(target=_written, args=arguments, daemon=True).start()
         say("ready")
         while True:
-            stay(int(hog_seconds * 1e6))
+            stay(hog_ms * 1000)
             time.sleep(0.001)
 
-    with book() as url:
-        doors = fill(url)
-        with ended([Child(hog) for _ in range(hogs)]) as crowd:
-            for child in crowd:
-                child.answer()
-            write = writer(doors[0], "b")
-            waits, end = [], time.monotonic() + seconds
-            while (began := time.monotonic()) < end:
-                write()
-                waits.append(time.monotonic() - began)
-                time.sleep(0.005)
-        for door in doors:
-            door.close()
-    return Waits.of(waits)
+    with filled() as (url, doors), ended([Child(hog) for _ in range(hogs)]) as crowd:
+        for child in crowd:
+            child.answer()
+        waits = Waits.of(_written(writer(doors[0], "b"), seconds, 0.005))
+    what = f"writes of a third process, while two kernels hold their GIL for {hog_ms} ms at a time"
+    return Row(what, str(waits), "p99 ≤ 10 ms", waits.p99 <= 0.01)
 
 
 # -- recall: taking memory back from an idle kernel -------------------------------------------------------------------
 
 
-class Recall(NamedTuple):
-    """The time from a kernel's request to its grant.
+def recall(busy: bool, tensors: int = 8, rounds: int = 30) -> tuple[Waits, float]:
+    """The time from a kernel's request to its grant, and the seconds of a plain copy in the other process.
 
-    Before the grant, an idle 1 GiB model of another kernel must move to host memory.
+    Before the grant, an idle 1 GiB model of the other kernel must move to host memory. With `busy`, that kernel's main
+    thread runs a pure-Python loop meanwhile.
     """
 
-    waits: Waits
-    copy: float  # median seconds of a preallocated copy of the same number of bytes, in the same process
-    tensors: int
-
-
-def recall(busy: bool, tensors: int = 8, rounds: int = 30) -> Recall:
-    """Measures recalls. With `busy`, the other kernel's main thread runs a pure-Python loop meanwhile."""
-
-    def idle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+    def idle(told: Told, say: Say) -> None:
         import torch
 
         torch.set_num_threads(1)
         rt = runtime(url, "sim:1536MiB,host:4GiB")
-        width = GIB // 4 // tensors
-        with rt.use(rt.register("big", lambda: _module(torch, tensors, width), size="1GiB").name):
-            pass
+
+        def module() -> Any:
+            made = torch.nn.Module()
+            for n in range(tensors):
+                weight = torch.nn.Parameter(torch.ones(GIB // 4 // tensors), requires_grad=False)
+                made.register_parameter(f"w{n}", weight)
+            return made
+
+        def come_back() -> None:
+            for _ in told:
+                with rt.use("big", timeout=30):
+                    pass
+                say("back")
+
+        rt.register("big", module, size="1GiB")
+        rt.preload("big")
         here, there = torch.ones(GIB, dtype=torch.uint8), torch.ones(GIB, dtype=torch.uint8)
-        copies = []
-        for _ in range(5):
-            began = time.perf_counter()
-            there.copy_(here)
-            copies.append(time.perf_counter() - began)
+        say(medians(4, partial(there.copy_, here), warm=1)[0])
         del here, there
-        say(statistics.median(copies[1:]))
         if busy:
-            threading.Thread(target=_come_back, args=(rt, told, say), daemon=True).start()
+            threading.Thread(target=come_back, daemon=True).start()
             n = 0
             while True:
                 n += 1
-        _come_back(rt, told, say)
+        come_back()
 
-    with book() as url, ended([Child(idle)]) as crowd:
-        other = crowd[0]
+    with book() as url, ended([Child(idle)]) as [other]:
         copy = other.answer()
         rt = runtime(url, "sim:1536MiB,host:4GiB")
         rt.register("wanted", backend="fake", size="1GiB")
         taken = []
-        for _ in range(
-            rounds + 1
-        ):  # the first round is cold, since the host's pages are touched for the first time
+        for _ in range(rounds + 1):
             time.sleep(random.uniform(0.01, 0.1))
             began = time.monotonic()
             with rt.use("wanted", timeout=30):
@@ -347,20 +307,25 @@ def recall(busy: bool, tensors: int = 8, rounds: int = 30) -> Recall:
             other.tell()
             assert other.answer() == "back"
         rt.close()
-    return Recall(Waits.of(taken[1:]), copy, tensors)
+    return Waits.of(taken[1:]), copy  # in the cold round the host's pages are touched first
 
 
-def _module(torch: Any, tensors: int, width: int) -> Any:
-    module = torch.nn.Module()
-    for n in range(tensors):
-        module.register_parameter(
-            f"w{n}", torch.nn.Parameter(torch.ones(width), requires_grad=False)
-        )
-    return module
-
-
-def _come_back(rt: Runtime, told: Iterator[Any], say: Callable[[Any], None]) -> None:
-    for _ in told:
-        with rt.use("big", timeout=30):
-            pass
-        say("back")
+def rows() -> Iterator[Row]:
+    yield grant_after_kill()
+    yield cycles()
+    yield closed_loop()
+    yield bystander()
+    waits, copy = recall(busy=False)
+    yield Row(
+        "recall of another kernel's idle 1 GiB model, request to grant",
+        f"{waits}; the copy alone {copy * 1e3:.0f} ms", "p50 ≤ 50 ms + the copy", waits.median <= 0.05 + copy
+    )  # fmt: skip
+    for tensors in (8, 40):
+        waits, copy = recall(busy=True, tensors=tensors)
+        further = 5 * (tensors - 8)
+        yield Row(
+            f"recall of an idle 1 GiB model in {tensors} tensors, its kernel's main thread in a pure-Python loop",
+            f"{waits}; the copy alone {copy * 1e3:.0f} ms", "p99 ≤ 100 ms + the copy"
+            + (f" + {further} ms for the further tensors" if further else ""),
+            waits.p99 <= 0.1 + copy + further / 1e3
+        )  # fmt: skip

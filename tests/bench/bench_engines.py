@@ -12,9 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
+from itertools import cycle
 from pathlib import Path
 
 from gpu_runtime import EngineDied, Runtime, samples
+
+from .results import Row
+from .timing import medians
 
 BARE = (
     "import llama_cpp; llama_cpp.Llama({!r}, n_ctx=512, n_gpu_layers=-1, verbose=True); "
@@ -22,44 +27,43 @@ BARE = (
 )
 
 
-def figures(rounds: int = 12) -> dict[str, float]:
-    """Median seconds: `start` of a bare engine, `swap` of two models, and `died`, from a kill to the error."""
-    with (
-        tempfile.TemporaryDirectory() as directory,
-        Runtime(
-            devices="sim:10MiB,host:64MiB",
-            ledger=f"keeper://{directory}/ledger",
-            gpu_memory_max_percent=1.0,
-        ) as rt,
-    ):
-        files = {name: samples.gguf_lm(Path(directory) / f"{name}.gguf") for name in ("a", "b")}
-        for name, file in files.items():
-            rt.register(name, str(file))
-            rt.preload(
-                name
-            )  # from now on the files are in the page cache, and the model has been measured
-        starts, swaps, died = [], [], []
-        for turn in range(rounds):
-            starts.append(_bare(files["ab"[turn % 2]]))
-            began = time.perf_counter()
-            with rt.use("ab"[turn % 2]):
-                swaps.append(time.perf_counter() - began)
-        for _ in range(5):
-            with rt.use("a") as model:
-                stream = model.create_completion("hello", max_tokens=480, stream=True)
-                next(stream)
-                began = time.perf_counter()
-                os.kill(model.pid, signal.SIGKILL)
-                try:
-                    list(stream)
-                except EngineDied:
-                    assert not list(rt.status().leases())
-                    died.append(time.perf_counter() - began)
-    return {
-        "start": statistics.median(starts),
-        "swap": statistics.median(swaps),
-        "died": statistics.median(died),
-    }
+def rows(rounds: int = 12) -> Iterator[Row]:
+    with tempfile.TemporaryDirectory() as place:
+        options = {"devices": "sim:10MiB,host:64MiB", "gpu_memory_max_percent": 1.0}
+        with Runtime(ledger=f"keeper://{place}/ledger", **options) as rt:
+            files = [samples.gguf_lm(Path(place) / f"{name}.gguf") for name in "ab"]
+            for name, file in zip("ab", files, strict=True):
+                rt.register(name, str(file))
+                rt.preload(name)  # the files are then in the page cache, and the model is measured
+            names, turns = cycle("ab"), cycle(files)
+            bare, swap = lambda: _bare(next(turns)), lambda: _swap(rt, next(names))
+            start, swapped = medians(rounds, bare, swap)
+            died = statistics.median(_death(rt) for _ in range(5))
+    what = "swap of two tiny llama.cpp models, isolated, against the start of the bare engine"
+    yield Row.against(what, swapped, start, 1.15)
+    what = "from kill -9 of a worker to the error at its caller; the lease is released"
+    yield Row(what, f"{died * 1e3:.0f} ms", "≤ 100 ms", died <= 0.1)
+
+
+def _swap(rt: Runtime, name: str) -> float:
+    began = time.perf_counter()
+    with rt.use(name):
+        return time.perf_counter() - began
+
+
+def _death(rt: Runtime) -> float:
+    """The seconds from the kill of a worker to the error at its caller."""
+    with rt.use("a") as model:
+        stream = model.create_completion("hello", max_tokens=480, stream=True)
+        next(stream)
+        began = time.perf_counter()
+        os.kill(model.pid, signal.SIGKILL)
+        try:
+            list(stream)
+        except EngineDied:
+            assert not list(rt.status().leases())
+            return time.perf_counter() - began
+    raise AssertionError("the caller got no error")
 
 
 def _bare(file: Path) -> float:

@@ -8,7 +8,9 @@ eight cards and 40 leases. The decision is compared with one that lets every hos
 """
 
 import pickle
+import statistics
 import time
+from collections.abc import Iterator
 from random import Random
 
 from msgspec.structs import replace
@@ -19,6 +21,8 @@ from gpu_runtime.scheduler.eviction_policy import lru
 from gpu_runtime.scheduler.offers import MOST_PLANNED, offer_of, ranked, room_of, shortlist
 from gpu_runtime.scheduler.plan import plan
 from tests.worlds import NOW, book, lease, request, world
+
+from .results import Row
 
 HOSTS, CARDS, LEASES = 200, 8, 40
 SIMULATED_SECONDS = 60.0
@@ -96,23 +100,22 @@ def decide(all_hosts: dict[str, Host], wanted: Request) -> tuple[Offer, Offer, f
     return best, everything[0], seconds
 
 
-def figures(decisions: int = 40) -> dict[str, float]:
-    """The median milliseconds of a decision, and the parts of decisions with the same host and level."""
+def rows(decisions: int = 40) -> Iterator[Row]:
     random = Random(0)
     there = hosts(random)
-    taken, same_host, same_level = [], 0, 0
+    taken, same_host = [], 0
     for number in range(decisions):
         wanted = request(f"new{number}", random.choice((4, 20, 40, 70)))
         best, best_of_all, seconds = decide(there, wanted)
         taken.append(seconds)
         same_host += best.host == best_of_all.host
-        same_level += best.level == best_of_all.level
         assert best_of_all.level is not PlanLevel.NEVER
-    return {
-        "p50 ms": sorted(taken)[decisions // 2] * 1e3,
-        "same host": same_host / decisions,
-        "same level": same_level / decisions,
-    }
+    median, same = statistics.median(taken) * 1e3, same_host / decisions
+    yield Row(
+        f"the choice among {HOSTS} hosts of {CARDS} cards and {LEASES} leases, without messages, with eight plans; "
+        f"how often it is the host that {HOSTS} plans choose", f"p50 {median:.1f} ms, {same:.0%}",
+        "≤ 25 ms, 100%", median <= 25 and same == 1
+    )  # fmt: skip
 
 
 def controller_load(
@@ -150,6 +153,6 @@ def controller_load(
 
 
 if __name__ == "__main__":
-    print(figures())
+    print(*rows())
     for hosts_of_fleet in (3, 200, 2000):
         print(hosts_of_fleet, controller_load(hosts_of_fleet))

@@ -11,8 +11,8 @@ import contextlib
 import os
 import statistics
 import tempfile
-import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +21,9 @@ import numpy
 import gpu_runtime
 from gpu_runtime import samples
 from gpu_runtime.fleet import cluster, drill
+
+from .results import Row
+from .timing import alternately
 
 BLOCKS, FIRST_CALLS = 20, 3  # the first calls of a block wake the processes, and are not counted
 PAYLOADS: dict[str, tuple[int, Any]] = {  # calls in a block, and the argument
@@ -76,18 +79,15 @@ def started() -> Iterator[tuple[Any, Any, dict[str, Path]]]:
         hosts.close()
 
 
-def sample_model(fleet: Any, sample: Path) -> dict[str, float]:
+def sample_model(fleet: Any, sample: Path) -> tuple[float, float]:
     """The median seconds of TOKENS tokens of the model in `sample`: here, and through the fleet."""
 
-    def tokens(model: Any) -> Callable[[], float]:
+    def tokens(model: Any) -> Callable[[], None]:
         words = model.tokenizer("one two three", return_tensors="pt")
 
-        def one() -> float:
-            began = time.perf_counter()
+        def one() -> None:
             found = model.generate(**words, max_new_tokens=TOKENS, do_sample=False)
-            seconds = time.perf_counter() - began
             assert found.shape[1] == words["input_ids"].shape[1] + TOKENS
-            return seconds
 
         return one
 
@@ -95,44 +95,33 @@ def sample_model(fleet: Any, sample: Path) -> dict[str, float]:
     with gpu_runtime.Runtime(devices="sim:24GiB,host:1GiB", ledger="memory:") as rt:
         rt.register(name, sample)
         with rt.use(name) as here, fleet.use(name) as there:
-            calls = {"here": tokens(here), "fleet": tokens(there)}
-            taken: dict[str, list[float]] = {where: [] for where in calls}
-            for _ in range(BLOCKS):
-                for where, call in calls.items():
-                    taken[where] += [call() for _ in range(FIRST_CALLS + 5)][FIRST_CALLS:]
-    return {where: statistics.median(all) for where, all in taken.items()}
+            return in_blocks(5, tokens(here), tokens(there))
 
 
-@contextlib.contextmanager
-def callers(fleet: Any, hosts: Any) -> Iterator[dict[str, Callable[[Any], Any]]]:
-    """A function for Ray's own call and one for the fleet's call, each with its name."""
-    node = hosts.nodes["box1"].node_id
-    ray = cluster.ray()
-    affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
-    actor = ray.remote(num_cpus=0, scheduling_strategy=affinity)(Echo).remote()
-    with fleet.use("echo") as model:
-        yield {"ray": lambda value: ray.get(actor.call.remote(value)), "fleet": model}
+def in_blocks(calls: int, one: Callable[[], Any], other: Callable[[], Any]) -> tuple[float, float]:
+    """The median seconds of `one` and of `other`. Blocks of `calls` calls of each alternate."""
+    taken: tuple[list[float], list[float]] = ([], [])
+    for _ in range(BLOCKS):
+        for times, call in zip(taken, (one, other), strict=True):
+            times += alternately(calls, call, warm=FIRST_CALLS)[0]
+    return statistics.median(taken[0]), statistics.median(taken[1])
 
 
-def figures() -> dict[str, dict[str, float]]:
-    """The median seconds of each call, by the payload and by the name of the caller."""
-    found = {}
-    with started() as (fleet, hosts, paths), callers(fleet, hosts) as calls:
+def rows() -> Iterator[Row]:
+    with started() as (fleet, hosts, paths):
         for row, path in paths.items():
-            found[row] = sample_model(fleet, path)
-        for payload, (count, value) in PAYLOADS.items():
-            taken: dict[str, list[float]] = {name: [] for name in calls}
-            for _ in range(BLOCKS):
-                for name, call in calls.items():
-                    seconds = [_timed(call, value) for _ in range(FIRST_CALLS + count)]
-                    taken[name] += seconds[FIRST_CALLS:]
-            found[payload] = {name: statistics.median(all) for name, all in taken.items()}
-    return found
-
-
-def _timed(call: Callable[[Any], Any], value: Any) -> float:
-    began = time.perf_counter()
-    found = call(value)
-    seconds = time.perf_counter() - began
-    assert numpy.array_equal(found, value) if isinstance(value, numpy.ndarray) else found == value
-    return seconds
+            here, there = sample_model(fleet, path)
+            what = f"{row} through the fleet, against the same call in this process"
+            yield Row.against(what, there, here, 1.1, digits=1)
+        node = hosts.nodes["box1"].node_id
+        ray = cluster.ray()
+        affinity = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False)
+        actor = ray.remote(num_cpus=0, scheduling_strategy=affinity)(Echo).remote()
+        what = "a call of a fleet's model that returns its argument, %s, against Ray's own call of such an actor"
+        with fleet.use("echo") as model:
+            for payload, (count, value) in PAYLOADS.items():
+                of_ray = lambda value=value: ray.get(actor.call.remote(value))
+                ways = (of_ray, partial(model, value))
+                assert all(numpy.array_equal(way(), value) for way in ways)
+                alone, through = in_blocks(count, *ways)
+                yield Row.against(what % payload, through, alone, 1.1, digits=2)

@@ -18,16 +18,22 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
+from itertools import chain
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import psutil
 
 from gpu_runtime import Runtime, samples
 from tests.faces.served import free_port
+
+from .results import Row
+from .timing import alternately
 
 MESSAGES = [{"role": "user", "content": "one two three"}]
 CONNECTIONS = 32
@@ -61,14 +67,6 @@ class Server(NamedTuple):
         return answer
 
 
-class Echo(NamedTuple):
-    a_second: float
-    a_processor_second: float  # calls for each second of the server's processor time; the client's time is not counted
-    half_load: float  # requests a second while the latencies were measured
-    median: float  # latency in seconds at half the target
-    p99: float
-
-
 @contextmanager
 def serving(
     directory: str, models: Mapping[str, object] | None = None, card: str = "24GiB"
@@ -81,20 +79,14 @@ def serving(
     token = secrets.token_urlsafe(32)  # the server prints its own token to a terminal only
     place = Path(directory)
     samples.gguf_lm(place / "writer.gguf", size="24 MiB")
-    (place / "models.json").write_text(
-        json.dumps(
-            {
-                "models": {
-                    "echo": {"backend": "fake", "type": "llm", "memory": "1GiB"},
-                    "writer": {"path": "writer.gguf", "type": "llm", "context_length": 512},
-                    **(models or {}),
-                }
-            }
-        )
-    )
-    environment = {
-        name: value for name, value in os.environ.items() if not name.startswith("GPU_")
-    } | {
+    entries = {
+        "echo": {"backend": "fake", "type": "llm", "memory": "1GiB"},
+        "writer": {"path": "writer.gguf", "type": "llm", "context_length": 512},
+        **(models or {}),
+    }
+    (place / "models.json").write_text(json.dumps({"models": entries}))
+    outside = {name: value for name, value in os.environ.items() if not name.startswith("GPU_")}
+    environment = outside | {
         "GPU_DEVICES": f"sim:{card},host:64GiB",
         "GPU_LEDGER": f"keeper://{place}/ledger",
         "XDG_STATE_HOME": f"{place}/state",
@@ -117,17 +109,23 @@ def serving(
             process.wait(60)
 
 
-def echo(server: Server, seconds: int = 10, target: float = 1000.0) -> Echo:
+def echo(server: Server, seconds: int = 10, target: float = 1000.0) -> Row:
     """The largest number of calls a second, and the latencies at half the target."""
     connection = http.client.HTTPConnection(server.address)
     server.call(connection, model="echo").read()
     wrk(server, 2)
     before, began = sum(server.process.cpu_times()[:2]), time.perf_counter()
-    full = wrk(server, seconds)
+    most = wrk(server, seconds)["a second"]
     spent = sum(server.process.cpu_times()[:2]) - before
-    calls = full["a second"] * (time.perf_counter() - began)
+    calls = most * (time.perf_counter() - began)
     half = wrk(server, seconds, a_second=target / 2)
-    return Echo(full["a second"], calls / spent, half["a second"], half["50%"], half["99%"])
+    median, p99 = half["50%"], half["99%"]
+    return Row(
+        f"calls of an echo engine through `gpu serve`, by `wrk` with {CONNECTIONS} connections on the same cores",
+        f"{most:,.0f} a second ({calls / spent:,.0f} a second of the server's processor "
+        f"time); at {half['a second']:,.0f} a second p50 {median * 1e3:.1f} ms, p99 {p99 * 1e3:.1f} ms",
+        "≥ 1,000; p99 ≤ 50 ms at half that load", most >= 1000 and p99 <= 0.05 and half["a second"] >= 450,
+    )  # fmt: skip
 
 
 def wrk(server: Server, seconds: int, a_second: float = 0.0) -> dict[str, float]:
@@ -153,57 +151,54 @@ def wrk(server: Server, seconds: int, a_second: float = 0.0) -> dict[str, float]
     return {"a second": float(re.search(r"Requests/sec:\s+([\d.]+)", said)[1]), **waits}
 
 
-def overhead(server: Server, file: Path, rounds: int = 8, most: int = 200) -> dict[str, float]:
-    """The extra seconds of a short answer over HTTP, compared with the engine, and the ratio of tokens a second."""
+def overhead(server: Server, file: Path, rounds: int = 8, most: int = 200) -> Row:
+    """The extra time of a short answer over HTTP, compared with the engine, and the ratio of tokens a second."""
     connection = http.client.HTTPConnection(server.address)
-    ways = "direct", "through", "direct, one", "through, one"
-    taken: dict[str, list[float]] = {way: [] for way in ways}
     with Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:") as rt:
         rt.register("writer", str(file), context_length=512)
         with rt.use("writer") as model:
 
             def direct(count: int, stream: bool) -> None:
-                said = model.create_chat_completion(
-                    MESSAGES, stream=stream, max_tokens=count, temperature=0
-                )
-                if stream:
-                    for _ in said:
-                        pass
+                options = {"stream": stream, "max_tokens": count, "temperature": 0}
+                said = model.create_chat_completion(MESSAGES, **options)
+                deque(said if stream else (), maxlen=0)
 
             def through(count: int, stream: bool) -> None:
-                answer = server.call(
-                    connection, model="writer", stream=stream, max_tokens=count, temperature=0
-                )
+                options = {"stream": stream, "max_tokens": count, "temperature": 0}
+                answer = server.call(connection, model="writer", **options)
                 while stream and answer.readline():  # reads event by event, as a program would
                     pass
                 answer.read()
 
-            for way in (direct, through):
-                way(4, True)
-            for _ in range(rounds):  # alternately, since the load of the machine changes
-                for name, way in (("direct", direct), ("through", through)):
-                    taken[name].append(_seconds(lambda way=way: way(most, True)))
-                for _ in range(8):
-                    for name, way in (("direct, one", direct), ("through, one", through)):
-                        taken[name].append(_seconds(lambda way=way: way(1, False)))
-    middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
-    return {
-        "tokens ratio": middle["direct"] / middle["through"],
-        "tokens a second": most / middle["through"],
-        "added, median": middle["through, one"] - middle["direct, one"],
-        "direct, median": middle["direct, one"],
-    }
+            ratio, added, alone = compared(rounds, 8, most, direct, through)
+    return Row(
+        "a chat completion of a llama.cpp model through `gpu serve`, against the same engine called directly",
+        f"{added * 1e3:.1f} ms added to {alone * 1e3:.1f} for one token; {ratio:.2f}× the tokens a second",
+        "≤ 3 ms; ≥ 0.95×", added <= 0.003 and ratio >= 0.95
+    )  # fmt: skip
 
 
-def _seconds(work: Callable[[], None]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
+def compared(
+    rounds: int, short: int, most: int, direct: Callable[..., Any], through: Callable[..., Any]
+) -> tuple[float, float, float]:
+    """The ratio of tokens a second, the seconds added to one token, and the seconds of one token called directly.
+
+    Each round has a stream of `most` tokens each way, and `short` answers with one token.
+    """
+    ways = (direct, through)
+    alternately(1, *(partial(way, 4, True) for way in ways))
+    streams, ones = [], []
+    for _ in range(rounds):  # alternately, since the load of the machine changes
+        streams += alternately(1, *(partial(way, most, True) for way in ways))
+        ones += alternately(short, *(partial(way, 1, False) for way in ways))
+    alone, served = (statistics.median(chain(*streams[at::2])) for at in (0, 1))
+    one, one_served = (statistics.median(chain(*ones[at::2])) for at in (0, 1))
+    return alone / served, one_served - one, one
 
 
-def figures() -> tuple[Echo | None, dict[str, float]]:
-    """The results of `echo` and `overhead`, or None for `echo` if `wrk` is not installed."""
+def rows() -> Iterator[Row]:
+    """There is no row of an echo engine if `wrk` is not installed."""
     with tempfile.TemporaryDirectory() as directory, serving(directory) as server:
-        return echo(server) if shutil.which("wrk") else None, overhead(
-            server, Path(directory, "writer.gguf")
-        )
+        if shutil.which("wrk"):
+            yield echo(server)
+        yield overhead(server, Path(directory, "writer.gguf"))

@@ -1,35 +1,34 @@
 """Measures the time of imports, compared with `import torch` in the same run. Each import has its own process."""
 
-import statistics
 import subprocess
 import sys
+from collections.abc import Iterator
+from functools import partial
 
-_CASES = {
-    "torch": "import torch",
-    "gpu_runtime": "import gpu_runtime",
-    "load_ext": "shell.run_line_magic('load_ext', 'gpu')",
-}
+from .results import Row
+from .timing import medians
+
+_CASES = ("import torch", "import gpu_runtime", "shell.run_line_magic('load_ext', 'gpu')")
 _PROGRAM = """
 import sys, time
-if {shell}:
+statement = sys.argv[1]
+if "shell" in statement:
     from IPython.core.interactiveshell import InteractiveShell
     shell = InteractiveShell.instance()
 began = time.perf_counter()
-{statement}
+exec(statement)
 print(time.perf_counter() - began)
-heavy = {{"torch", "transformers", "panel"}} & set(sys.modules) if {shell} or "gpu_runtime" in {statement!r} else ()
-assert not heavy, heavy
+heavy = {"torch", "transformers", "panel"} & set(sys.modules)
+assert statement == "import torch" or not heavy, heavy
 """
 
 
-def seconds(rounds: int = 7) -> dict[str, float]:
-    """The median seconds of each import. Each round measures every import once."""
-    taken: dict[str, list[float]] = {name: [] for name in _CASES}
-    for _ in range(rounds):
-        for name, statement in _CASES.items():
-            program = _PROGRAM.format(statement=statement, shell=name == "load_ext")
-            done = subprocess.run(
-                [sys.executable, "-c", program], capture_output=True, text=True, check=True
-            )
-            taken[name].append(float(done.stdout))
-    return {name: statistics.median(times) for name, times in taken.items()}
+def _seconds(statement: str) -> float:
+    command = [sys.executable, "-c", _PROGRAM, statement]
+    return float(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def rows() -> Iterator[Row]:
+    torch, ours, extension = medians(7, *(partial(_seconds, case) for case in _CASES))
+    yield Row.against("`import gpu_runtime`, against `import torch`", ours, torch, 0.1)
+    yield Row.against("`%load_ext gpu`, against `import torch`", extension, torch, 0.2)

@@ -2,10 +2,8 @@
 
 import os
 import socket
-import statistics
 import tempfile
-import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from msgspec.structs import replace
 
@@ -13,6 +11,9 @@ from gpu_runtime import Runtime
 from gpu_runtime.facts import Book, Lease, Section, Share, encode
 from gpu_runtime.ledgers import open_ledger
 from gpu_runtime.ledgers.base import Ledger
+
+from .results import Row
+from .timing import medians
 
 LEASES, OWNERS = 50, 5
 
@@ -23,25 +24,14 @@ def fill(url: str, leases: int = LEASES, owners: int = OWNERS) -> list[Ledger]:
     for door in doors:
         held = tuple(
             Lease(
-                door.owner.id,
-                f"model-{n}",
-                key=f"{door.owner.id}-{n}",
-                shares=(Share("cuda:0", 2**30 + n),),
-                last_used=1234.567 + n,
-                settled_at=1200.123,
-                uses=7,
-                reload_seconds=3.25,
-                restore_seconds=0.25,
-                droppable=True,
-                backend="transformers",
-                model_type="llm",
-                quantization="int8",
+                door.owner.id, f"model-{n}", key=f"{door.owner.id}-{n}", shares=(Share("cuda:0", 2**30 + n),),
+                last_used=1234.567 + n, settled_at=1200.123, uses=7, reload_seconds=3.25, restore_seconds=0.25,
+                droppable=True, backend="transformers", model_type="llm", quantization="int8",
             )
             for n in range(leases // owners)
-        )
-        section = Section(
-            door.owner, leases=held, residue={"cuda:0": 500 * 2**20}, counts={"loaded": 10}
-        )
+        )  # fmt: skip
+        residue, counts = {"cuda:0": 500 * 2**20}, {"loaded": 10}
+        section = Section(door.owner, leases=held, residue=residue, counts=counts)
         door.transact(lambda book, section=section: (book.with_section(section), None))
     return doors
 
@@ -74,66 +64,48 @@ def bare_round_trip(size: int) -> Callable[[], None]:
     return send
 
 
-def microseconds(*acts: Callable[[], object], rounds: int = 1500) -> list[float]:
-    """The median microseconds of each of `acts`. They are measured alternately, so that noise affects all of them."""
-    times: list[list[float]] = [[] for _ in acts]
-    for _ in range(rounds):
-        for act, taken in zip(acts, times, strict=True):
-            began = time.perf_counter()
-            act()
-            taken.append(time.perf_counter() - began)
-    return [statistics.median(taken) * 1e6 for taken in times]
+def rows() -> Iterator[Row]:
+    yield from transactions()
+    yield from large_pages()
+    yield registration()
 
 
-def transaction_cost() -> dict[str, float]:
-    """Medians in µs of a bare round trip, and of a transaction of one owner and of two in turn, with their ratios."""
+def transactions() -> Iterator[Row]:
+    """A transaction of one owner, and of two in turn, against a bare round trip that is measured with them."""
     with tempfile.TemporaryDirectory() as root:
         doors = fill(f"keeper://{root}/ledger")
         bare = bare_round_trip(len(encode(doors[0].read().sections[doors[0].owner.id])))
-        alone = microseconds(bare, touch(doors[0]))
-        # The bare round trip is measured again with the two owners, so that noise affects all of them.
-        in_turn, first, second = microseconds(bare, touch(doors[0]), touch(doors[1]))
+        trip, alone = medians(1500, bare, touch(doors[0]))
+        trip_in_turn, first, second = medians(1500, bare, touch(doors[0]), touch(doors[1]))
         for door in doors:
             door.close()
-    return {
-        "bare round trip": alone[0],
-        "transact, alone": alone[1],
-        "ratio": alone[1] / alone[0],
-        "transact, in turn": (first + second) / 2,
-        "ratio in turn": (first + second) / 2 / in_turn,
-    }
+    what = f"one `transact`, the keeper, {LEASES} leases, %s, against a bare round trip of its bytes over a socket"
+    yield Row.against(what % "alone", alone, trip, 3, "µs")
+    yield Row.against(what % "in turn", (first + second) / 2, trip_in_turn, 3, "µs")
 
 
-def large_page_cost() -> dict[str, float]:
-    """Medians in µs of a transaction in a book of 50 and of 1,000 leases, and their ratios."""
-    found: dict[str, float] = {}
+def large_pages() -> Iterator[Row]:
+    """A transaction in a book of 1,000 leases, against one of 50."""
     with tempfile.TemporaryDirectory() as root:
         small = fill(f"keeper://{root}/small")
         large = fill(f"keeper://{root}/large", leases=1000, owners=25)
-        alone = microseconds(touch(small[0]), touch(large[0]), rounds=500)
+        alone = medians(500, touch(small[0]), touch(large[0]))
         acts = [touch(door) for doors in (small, large) for door in doors[:2]]
-        one, two, three, four = microseconds(*acts, rounds=500)
+        one, two, three, four = medians(500, *acts)
         for door in (*small, *large):
             door.close()
-    found["50 leases, alone"], found["1,000 leases, alone"] = alone
-    found["ratio, alone"] = alone[1] / alone[0]
-    found["50 leases, in turn"] = (one + two) / 2
-    found["1,000 leases, in turn"] = (three + four) / 2
-    found["ratio, in turn"] = (three + four) / (one + two)
-    return found
+    what = f"one `transact` in a page of 1,000 leases, %s, against one of {LEASES}"
+    yield Row.against(what % "alone", alone[1], alone[0], 2, "µs")
+    yield Row.against(what % "in turn", (three + four) / 2, (one + two) / 2, 2, "µs")
 
 
-def register_cost(models: int = 4000) -> float:
-    """The median µs of the last hundred of `models` registrations in one process."""
+def registration(models: int = 4000) -> Row:
+    """The last hundred of `models` registrations in one process."""
     with tempfile.TemporaryDirectory() as root:
         rt = Runtime(devices="sim:8GiB,host:8GiB", ledger=f"keeper://{root}/ledger")
         numbers = iter(range(models))
-
-        def register() -> None:
-            rt.register(f"m{next(numbers)}", backend="fake", size="1MiB")
-
-        for _ in range(models - 100):
-            register()
-        (cost,) = microseconds(register, rounds=100)
+        register = lambda: rt.register(f"m{next(numbers)}", backend="fake", size="1MiB")
+        [cost] = medians(100, register, warm=models - 100)
         rt.close()
-    return cost
+    what = f"`register` of the {models:,}th model"
+    return Row(what, f"{cost * 1e6:.0f} µs", "≤ 50 µs", cost <= 50e-6)

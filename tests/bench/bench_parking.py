@@ -9,15 +9,17 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from gpu_runtime.autoload import BLOCK
 from gpu_runtime.units import GIB, MIB
 from tests.owner.kernels import Quiet
 
-from .bench_crowd import Child, Waits, book, ended, runtime
+from .bench_crowd import Child, Say, Told, book, ended, runtime
+from .results import Row
+from .timing import Waits, medians, seconds
 
 CELLS = 200
 STARTS = 8
@@ -36,7 +38,7 @@ def _ballast(objects: int) -> list[list[Any]]:
 # -- a notebook that is not parked -----------------------------------------------------------------
 
 
-def count_milliseconds() -> dict[str, float]:
+def count() -> Iterator[Row]:
     """Median processor milliseconds of the hooks before and after a cell, in a process with 20 models."""
     import torch
 
@@ -44,54 +46,57 @@ def count_milliseconds() -> dict[str, float]:
     from tests import simgpu
 
     ballast = _ballast(OBJECTS)
-    taken = {}
-    for where in ("card", "simulated"):
+    for where, device in (("card", "simgpu:0"), ("simulated", "cpu")):
         card = where == "card"
         options = {"probe": simgpu.SimProbe()} if card else {"devices": "sim:24GiB,host:64GiB"}
         with Runtime(ledger="memory:", monitor=False, **options) as rt:
-            device = "simgpu:0" if card else "cpu"
             kept = torch.zeros(4 << 20, dtype=torch.uint8, device=device)
             for number in range(20):
                 layers = [torch.nn.Linear(8, 8, device=device) for _ in range(10)]
                 rt.adopt(f"m{number}", torch.nn.Sequential(*layers).requires_grad_(False))
             kernel = rt.attach_kernel(Quiet())
-            kernel.begin("x = 1")
-            kernel.end()
-            taken[where] = _median(lambda k=kernel: (k.begin("x = 1"), k.end()), CELLS)
-            taken[f"{where}, one count"] = _median(kernel.count, 5)
-            del kept
+            both = lambda kernel=kernel: (kernel.begin("x = 1"), kernel.end())
+            cell = _processor_ms(both, CELLS, warm=1)
+            one_count = _processor_ms(kernel.count, 5)
+            del kept, both
+        if card:
+            yield Row(
+                "counting what a kernel holds, beginning and end of a cell together, beside 20 models on the card",
+                f"{cell:.2f} ms", "≤ 1 ms", cell <= 1
+            )  # fmt: skip
+            continue
+        yield Row(
+            f"counting on a simulated card, by a search of {OBJECTS:,} objects; a slow search waits until "
+            "it costs a twentieth of the time",
+            f"{cell:.2f} ms a cell, {one_count:.0f} ms a search", "≤ 1 ms, ≤ 50 ms", cell <= 1 and one_count <= 50
+        )  # fmt: skip
     del ballast
-    return taken
 
 
-def _median(act: Callable[[], object], times: int) -> float:
+def _processor_ms(act: Any, times: int, **options: int) -> float:
     """The median processor milliseconds of this thread for one call of `act`, which is called `times` times."""
-    taken = []
-    for _ in range(times):
-        began = time.thread_time()
-        act()
-        taken.append(time.thread_time() - began)
-    return statistics.median(taken) * 1e3
+    return medians(times, act, clock=time.thread_time, **options)[0] * 1e3
 
 
-def kernel_start_milliseconds() -> dict[str, float]:
-    """Median processor milliseconds until a kernel has answered its first request.
-
-    Kernels with and without autoload are started alternately.
-    """
-    taken: dict[str, list[float]] = {"with": [], "without": []}
+def kernel_start() -> Row:
+    """Processor time until a kernel has answered its first request. The two kinds are started alternately."""
     with tempfile.TemporaryDirectory() as directory:
-        for which in taken:
+        for which, text in (("with", BLOCK), ("without", "")):
             profile = Path(directory, which, "profile_default")
             profile.mkdir(parents=True)
-            (profile / "ipython_kernel_config.py").write_text(BLOCK if which == "with" else "")
-        for number in range(STARTS + 1):
-            for which, times in taken.items():
-                spent, loaded = _started_kernel(f"{directory}/{which}")
-                assert loaded == (which == "with")
-                if number:  # the first start compiles
-                    times.append(spent)
-    return {which: statistics.median(times) * 1e3 for which, times in taken.items()}
+            (profile / "ipython_kernel_config.py").write_text(text)
+
+        def start(which: str) -> float:
+            spent, loaded = _started_kernel(f"{directory}/{which}")
+            assert loaded == (which == "with")
+            return spent * 1e3
+
+        ways = (lambda: start("with"), lambda: start("without"))
+        autoload, plain = medians(STARTS, *ways, warm=1)  # the first start compiles
+    return Row(
+        "start of a kernel with `gpu autoload`, against one without, in processor time",
+        f"{autoload - plain:+.0f} ms ({autoload:.0f} against {plain:.0f})", "≤ +50 ms", autoload - plain <= 50
+    )  # fmt: skip
 
 
 def _started_kernel(ipython: str) -> tuple[float, bool]:
@@ -125,7 +130,7 @@ def _started_kernel(ipython: str) -> tuple[float, bool]:
 # -- a notebook that parks -------------------------------------------------------------------------
 
 
-def search_milliseconds() -> float:
+def search_before_park() -> Row:
     """Median processor milliseconds of a search in a process with MANY_OBJECTS."""
     import torch
 
@@ -135,9 +140,10 @@ def search_milliseconds() -> float:
     probe = open_probe(DEVICES)
     place = search.counted_on([probe.place(device.id) for device in probe.devices])
     kept, ballast = torch.zeros(1 << 20), _ballast(MANY_OBJECTS)
-    taken = _median(lambda: search.search(place), 5)
+    taken = _processor_ms(lambda: search.search(place), 5)
     del kept, ballast
-    return taken
+    what = f"the search before a park, {MANY_OBJECTS:,} objects, in processor time"
+    return Row(what, f"{taken:.0f} ms", "≤ 500 ms", taken <= 500)
 
 
 class Parkable:
@@ -163,36 +169,37 @@ class Parkable:
         self._backend.move(self._handle, (Share(device, 1),))
 
 
-def small_seconds() -> dict[str, dict[str, float]]:
-    """Median processor seconds for each GiB to park and to return SMALL_STORAGES storages of 4 KiB.
-
-    The same bytes in storages of 1 MiB are measured alternately.
-    """
+def small_storages() -> Row:
+    """Processor seconds for each GiB to park and to return storages of 4 KiB, and the same bytes in 1 MiB each."""
     import torch
 
     from gpu_runtime.backends.pytorch import search
 
     usual, search.SIMULATED_BYTES = search.SIMULATED_BYTES, 4096
     total = SMALL_STORAGES * 4096
-    taken: dict[str, dict[str, list[float]]] = {}
+    kept: list[Any] = []
+
+    def hold(size: int) -> float:
+        kept.clear()
+        kept[:] = [Parkable(), [torch.ones(size // 4) for _ in range(total // size)]]
+        return 0.0
+
+    def park() -> float:
+        return seconds(kept[0].park, time.thread_time) * GIB / total
+
+    def unpark() -> float:
+        return seconds(kept[0].unpark, time.thread_time) * GIB / total
+
     try:
-        for number in range(ROUNDS + 1):
-            for name, size in (("4 KiB", 4096), ("1 MiB", MIB)):
-                kept = [torch.ones(size // 4) for _ in range(total // size)]
-                kernel = Parkable()
-                for way, act in (("park", kernel.park), ("return", kernel.unpark)):
-                    began = time.thread_time()
-                    act()
-                    seconds = (time.thread_time() - began) * GIB / total
-                    if number:
-                        taken.setdefault(name, {}).setdefault(way, []).append(seconds)
-                del kept, kernel
+        ways = (lambda: hold(4096), park, unpark, lambda: hold(MIB), park, unpark)
+        _, parked, back, _, few_parked, few_back = medians(ROUNDS, *ways, warm=1)
     finally:
         search.SIMULATED_BYTES = usual
-    return {
-        name: {way: statistics.median(times) for way, times in ways.items()}
-        for name, ways in taken.items()
-    }
+    return Row(
+        f"{SMALL_STORAGES:,} storages of 4 KiB, away and back, in processor time for each GiB, against "
+        "storages of 1 MiB", f"{parked:.1f} of {few_parked:.2f} s = {parked / few_parked:.0f}×; "
+        f"{back:.1f} of {few_back:.2f} s = {back / few_back:.0f}×", "≤ 4 s each", max(parked, back) <= 4
+    )  # fmt: skip
 
 
 def _held_gib() -> list[Any]:
@@ -208,75 +215,64 @@ def _bare_copy() -> tuple[float, float]:
     """
     import torch
 
-    from gpu_runtime.backends.pytorch import swap
+    from gpu_runtime.backends.pytorch.swap import Unchanged
 
     sources = _held_gib()
     began = time.perf_counter()
     fresh = [torch.empty_like(one) for one in sources]
     torch._foreach_copy_(fresh, sources)
     copied = time.perf_counter()
-    proof = swap.Unchanged([one.view(torch.uint8) for one in sources])
+    proof = Unchanged([one.view(torch.uint8) for one in sources])
     proof.compare([one.view(torch.uint8) for one in fresh])
     assert proof.then(())
     return copied - began, time.perf_counter() - copied
 
 
-def swap_seconds() -> dict[str, float]:
-    """Median seconds of a bare copy of 1 GiB, of its comparison, and of parking and returning 1 GiB.
-
-    They are measured alternately.
-    """
-    taken: dict[str, list[float]] = {"copy": [], "compare": [], "park": [], "return": []}
+def swap() -> Iterator[Row]:
+    """The return of 1 GiB and its comparison, against a bare copy. They are measured alternately."""
+    copies, compared, returns = [], [], []
     for _ in range(ROUNDS):
-        for name, seconds in zip(("copy", "compare"), _bare_copy(), strict=True):
-            taken[name].append(seconds)
+        copy, comparison = _bare_copy()
         kept, kernel = _held_gib(), Parkable()
-        for name, act in (("park", kernel.park), ("return", kernel.unpark)):
-            began = time.perf_counter()
-            act()
-            taken[name].append(time.perf_counter() - began)
+        kernel.park()
+        copies.append(copy)
+        compared.append(comparison)
+        returns.append(seconds(kernel.unpark))
         del kept
-    return {name: statistics.median(times[1:]) for name, times in taken.items()}
+    copy, comparison, back = (statistics.median(some[1:]) for some in (copies, compared, returns))
+    yield Row.against("return of 1 GiB, against a bare copy into fresh memory", back, copy, 1.3)
+    yield Row.against(
+        "the comparison of 1 GiB in host memory at the exchange, against a bare copy into fresh memory",
+        comparison, copy, 0.1
+    )  # fmt: skip
 
 
 # -- a notebook that waits -------------------------------------------------------------------------
 
 
-class Recall(NamedTuple):
-    """The seconds of requests for which an idle kernel with 1 GiB must be parked.
+def recall() -> Row:
+    """The waits for a grant while an idle kernel with 1 GiB and MANY_OBJECTS is parked in another process.
 
-    The seconds of bare copies of the same bytes were measured alternately with the requests.
+    Bare copies of the same bytes are measured alternately with the requests.
     """
 
-    waits: Waits
-    copies: Waits
-
-
-def recall() -> Recall:
-    """Measures the waits for a grant while a kernel of another process is parked. That kernel has MANY_OBJECTS."""
-
-    def idle(told: Iterator[Any], say: Callable[[Any], None]) -> None:
+    def idle(told: Told, say: Say) -> None:
         import torch
 
         torch.set_num_threads(1)
         rt = runtime(url, DEVICES)
-        ballast, kept = _ballast(MANY_OBJECTS), _held_gib()
+        _kept = _ballast(MANY_OBJECTS), _held_gib()
         kernel = rt.attach_kernel(Quiet())
-        kernel.begin()
-        kernel.end()
-        kernel.catch_up()
-        say(_bare_copy()[0])
-        for _ in told:
+        while True:
             copy, _ = _bare_copy()
             kernel.begin()
             kernel.end()
             kernel.catch_up()
             say((copy, kernel.refused))
-        del ballast, kept
+            next(told)
 
     waits, copies = [], []
-    with book() as url, ended([Child(idle)]) as crowd:
-        other = crowd[0]
+    with book() as url, ended([Child(idle)]) as [other]:
         other.answer()
         rt = runtime(url, DEVICES)
         rt.register("wanted", backend="fake", size="1GiB")
@@ -291,4 +287,17 @@ def recall() -> Recall:
             assert not refused, refused
             copies.append(copy)
         rt.close()
-    return Recall(Waits.of(waits[1:]), Waits.of(copies[1:]))
+    waited, bare = Waits.of(waits[1:]), Waits.of(copies[1:])
+    return Row(
+        f"request to grant while an idle 1 GiB kernel of {MANY_OBJECTS:,} objects parks",
+        f"{waited}; bare copies into fresh memory {bare}", "p99 of a bare copy + 0.5 s", waited.p99 <= bare.p99 + 0.5
+    )  # fmt: skip
+
+
+def rows() -> Iterator[Row]:
+    yield from count()
+    yield kernel_start()
+    yield search_before_park()
+    yield small_storages()
+    yield from swap()
+    yield recall()

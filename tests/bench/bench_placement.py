@@ -7,7 +7,6 @@ with the fewest bytes that could be freed.
 """
 
 import itertools
-import statistics
 import time
 from collections.abc import Iterator
 from random import Random
@@ -18,9 +17,11 @@ from gpu_runtime.facts import Book, Footprint, Lease, PlacementRules, Request, W
 from gpu_runtime.scheduler.admission import admit
 from gpu_runtime.scheduler.capacity import room
 from gpu_runtime.scheduler.eviction_policy import lru
-from gpu_runtime.scheduler.placement import PLACEMENTS
 from gpu_runtime.scheduler.plan import plan
 from tests.worlds import GIB, NOW, book, lease, request, world
+
+from .results import Row
+from .timing import medians
 
 # figures of Llama 3 70B in bfloat16
 LAYERS, LAYER_BYTES, END_BYTES = 80, 1_711_292_416, 2_101_346_304
@@ -60,13 +61,13 @@ def eight_full_cards(leases: int = 200, seed: int = 0) -> tuple[Book, World]:
 def plan_seconds(layout: str, rounds: int = 30) -> float:
     """Median processor seconds of one plan."""
     page, there = eight_full_cards()
-    wanted, taken = seventy_billion(layout), []
-    for _ in range(rounds):
-        began = time.thread_time()
+    wanted = seventy_billion(layout)
+
+    def one() -> None:
         told = plan(page, wanted, there, lru)
-        taken.append(time.thread_time() - began)
         assert told.granted and len(told.shares) > 1 and len(told.steps) > 1
-    return statistics.median(taken)
+
+    return medians(rounds, one, clock=time.thread_time)[0]
 
 
 def accelerate_seconds(rounds: int = 5) -> float:
@@ -82,17 +83,10 @@ def accelerate_seconds(rounds: int = 5) -> float:
     )  # fmt: skip
     with init_empty_weights():
         model = LlamaForCausalLM(config)
-    taken = []
-    for _ in range(rounds):
-        began = time.thread_time()
-        infer_auto_device_map(
-            model,
-            max_memory={n: 80 * GIB for n in range(8)},
-            dtype=torch.bfloat16,
-            no_split_module_classes=["LlamaDecoderLayer"],
-        )
-        taken.append(time.thread_time() - began)
-    return statistics.median(taken)
+    cards = {n: 80 * GIB for n in range(8)}
+    whole = {"dtype": torch.bfloat16, "no_split_module_classes": ["LlamaDecoderLayer"]}
+    mapped = lambda: infer_auto_device_map(model, max_memory=dict(cards), **whole)
+    return medians(rounds, mapped, clock=time.thread_time)[0]
 
 
 # -- against an exact optimum -------------------------------------------------------------------------------------
@@ -198,11 +192,20 @@ def excess(policy: str, worlds: int, seed: int = 0) -> dict[str, float]:
     return {"bytes": ours / best, "leases": count / fewest, "unbound": ours / unbound}
 
 
-def figures(rounds: int = 30, worlds: int = 1000) -> dict[str, float]:
-    """The seconds of a plan for each layout and of accelerate's map, and the `excess` of each policy."""
-    found = {layout: plan_seconds(layout, rounds) for layout in ("balanced", "proportional")}
-    found["accelerate"] = accelerate_seconds()
-    for policy in PLACEMENTS:
-        for what, ratio in excess(policy, worlds).items():
-            found[f"{policy} {what}"] = ratio
-    return found
+def rows() -> Iterator[Row]:
+    theirs = accelerate_seconds()
+    for layout in ("balanced", "proportional"):
+        ours = plan_seconds(layout)
+        yield Row(
+            f"`plan`, a 70B model over 8 cards with 200 leases, {layout}, against "
+            "`accelerate.infer_auto_device_map`",
+            f"{ours * 1e3:.1f} of {theirs * 1e3:.1f} ms = {ours / theirs:.2f}×", "≤ 5 ms, ≤ 1×",
+            ours <= min(5e-3, theirs)
+        )  # fmt: skip
+    for policy in ("best-fit", "fewest-evictions"):
+        found = excess(policy, 1000)
+        yield Row(
+            f"`{policy}`: bytes freed in 1,000 small random worlds, against an exact optimum",
+            f"{found['bytes']:.3f}× ({found['unbound']:.3f}× without regard to the last use)", "≤ 1.05×",
+            found["bytes"] <= 1.05
+        )  # fmt: skip

@@ -1,8 +1,6 @@
-"""Compares offload and restore of a large module with a preallocated copy of the same number of bytes, in one run."""
+"""Compares the restore of a large module with a preallocated copy of the same number of bytes, in one run."""
 
-import statistics
-import time
-from collections.abc import Callable
+from collections.abc import Iterator
 
 import torch
 
@@ -11,33 +9,33 @@ from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.facts import ModelSpec, Share
 from gpu_runtime.units import GIB
 
+from .results import Row
+from .timing import medians, seconds
 
-def bytes_a_second(gib: float = 2.0, layers: int = 300, rounds: int = 7) -> dict[str, float]:
-    """Medians of a restore and of a plain `copy_`, measured alternately. The first, cold round is left out."""
+
+def rows(gib: int = 2, layers: int = 300) -> Iterator[Row]:
     width = int((gib * GIB / 4 / layers) ** 0.5)
-    probe = open_probe(f"sim:{int(2 * gib * GIB)},host:{int(2 * gib * GIB)}")
+    probe = open_probe(f"sim:{2 * gib}GiB,host:{2 * gib}GiB")
     backend, spec = open_backend("torch", probe), ModelSpec("big", "torch")
     device, host = (Share("sim:0", 0),), (Share("host", 0),)
 
     def load() -> torch.nn.ModuleList:
         linear = torch.nn.utils.skip_init
-        return torch.nn.ModuleList(
-            linear(torch.nn.Linear, width, width, bias=False) for _ in range(layers)
-        )
+        parts = (linear(torch.nn.Linear, width, width, bias=False) for _ in range(layers))
+        return torch.nn.ModuleList(parts)
 
     model = backend.load(spec, device, load)
     size = backend.measure(model)[0].bytes
     here, there = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
-    seconds: dict[str, list[float]] = {"copy": [], "restore": []}
-    for _ in range(rounds + 1):
-        seconds["copy"].append(_timed(lambda: there.copy_(here)))
+
+    def restore() -> float:
         backend.move(model, host)
-        seconds["restore"].append(_timed(lambda: backend.move(model, device)))
+        return seconds(lambda: backend.move(model, device))
+
+    copied, restored = medians(7, lambda: there.copy_(here), restore, warm=1)
     backend.drop(model)
-    return {what: size / statistics.median(taken[1:]) for what, taken in seconds.items()}
-
-
-def _timed(act: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    act()
-    return time.perf_counter() - began
+    yield Row(
+        f"host → device restore of a {gib} GB module, simulated device, against a plain preallocated `copy_`",
+        f"{size / restored / 1e9:.1f} of {size / copied / 1e9:.1f} GB/s = {copied / restored:.2f}×", "≥ 0.9×",
+        copied / restored >= 0.9
+    )  # fmt: skip

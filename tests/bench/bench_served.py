@@ -24,46 +24,72 @@ from typing import Any
 import psutil
 
 from gpu_runtime import Runtime, samples
-from tests.bench.bench_http import MESSAGES, Server, free_port, serving
+
+from .bench_http import MESSAGES, Server, free_port, serving
+from .results import Row
+from .timing import medians
 
 CONNECTIONS = 32
 TEXTS = [" ".join(["one two"] * (1 + n % 5)) for n in range(256)]
 # The answers of this model take as long as those of a small model in use. The model "writer" only shows the cost of
 # the server: one token of it takes less than a millisecond.
-LARGER, LARGER_SIZE = "larger", "400 MiB"
-MODELS = ("writer", LARGER)
+LARGER = "larger"
+MODELS = {"writer": "24 MiB", LARGER: "400 MiB"}
 PARALLEL = 8  # clients of two models with room for one
 LONG = {"model": "writer", "stream": True, "max_tokens": 400, "temperature": 0}
 
 
-def figures() -> dict[str, float]:
-    """All figures, by name. Seconds are medians."""
+def rows() -> Iterator[Row]:
+    """The rows of llama-server are left out where it is not installed."""
+    with_engine = shutil.which("llama-server") is not None
     with tempfile.TemporaryDirectory() as directory:
         bge = str(samples.embedder(f"{directory}/bge", size="12 MiB"))
-        samples.gguf_lm(f"{directory}/{LARGER}.gguf", size=LARGER_SIZE)
+        samples.gguf_lm(f"{directory}/{LARGER}.gguf", size=MODELS[LARGER])
         models = {
             "bge": {"path": bge, "type": "embedding"},
             LARGER: {"path": f"{LARGER}.gguf", "type": "llm", "context_length": 512},
         }
         for name in MODELS:
             native = {"path": f"{name}.gguf", "type": "llm", "context_length": 512}
-            models[f"native-{name}"] = native | {
-                "backend": "llama-server",
-                "sequences": CONNECTIONS,
-            }
+            engine = {"backend": "llama-server", "sequences": CONNECTIONS}
+            models[f"native-{name}"] = native | engine
+        with serving(directory, models) as server, _direct(directory) as workers:
+            yield from own_worker(server, "writer", workers[0], rounds=100)
+            yield from own_worker(server, LARGER, workers[1], rounds=30)
+            yield stream_gap(server, workers[0])
+            yield embeddings(server, bge)
+            if with_engine:
+                yield from http_engine(server, directory, "writer", crowds=5)
+                yield from http_engine(server, directory, LARGER, crowds=2)
+            yield hang_up(server)
+    if with_engine:
+        yield from two_models()
 
-        with serving(directory, models) as server, _direct(directory) as (writer, larger):
-            return {
-                **embeddings(server, bge),
-                **one_token(server, "writer", writer),
-                **one_token(server, LARGER, larger, rounds=30),
-                **stream_gap(server, writer),
-                **many_clients(server, "writer", writer),
-                **many_clients(server, LARGER, larger),
-                **hang_up(server),
-                **http_engine(server, directory, "writer", crowds=5),
-                **http_engine(server, directory, LARGER, crowds=2),
-            }
+
+def _beside_engine(
+    name: str,
+    engine: str,
+    one: list[float],
+    many: list[float],
+    calls: int,
+    most: float,
+    least: float,
+) -> Iterator[Row]:
+    """The rows that compare `gpu serve` with its `engine`, called directly.
+
+    `one` and `many` have the seconds of a chat with one token and of `calls` chats of all clients: direct, and served.
+    """
+    model = f"a model of {MODELS[name]}"
+    ratio = one[1] / one[0]
+    yield Row(
+        f"a chat with one token through `gpu serve`, {model}, against {engine} called directly",
+        f"{ratio:.2f}× of {one[0] * 1e3:.1f} ms", f"≤ {most}×", ratio <= most
+    )  # fmt: skip
+    ratio = many[0] / many[1]
+    yield Row(
+        f"calls a second of {CONNECTIONS} clients, {model}, against {engine} alone",
+        f"{ratio:.2f}× of {calls / many[0]:.0f} a second", f"≥ {least}×", ratio >= least
+    )  # fmt: skip
 
 
 @contextmanager
@@ -80,17 +106,6 @@ def _messages() -> list[dict[str, str]]:
     """A short prompt, different at each call. For an equal prompt, llama.cpp would not run the model."""
     words = random.choices(("one", "two", "three", "four", "five"), k=8)
     return [{"role": "user", "content": " ".join(words)}]
-
-
-def _alternately(rounds: int, *ways: Callable[[], float | None]) -> list[float]:
-    """The median seconds of each way. A way may return its own seconds."""
-    taken: list[list[float]] = [[] for _ in ways]
-    for _ in range(rounds):
-        for seconds, way in zip(taken, ways, strict=True):
-            began = time.perf_counter()
-            own = way()
-            seconds.append(time.perf_counter() - began if own is None else own)
-    return [statistics.median(seconds) for seconds in taken]
 
 
 def _one(place: Server, model: str) -> Callable[[], None]:
@@ -120,19 +135,21 @@ def _crowd(place: Server, model: str, calls: int) -> Callable[[], None]:
     return crowd
 
 
-def one_token(server: Server, name: str, model: Any, rounds: int = 100) -> dict[str, float]:
-    """The seconds of a chat with one token of the model `name`; `model` is the same engine, called directly."""
+def own_worker(
+    server: Server, name: str, model: Any, rounds: int, calls: int = 64
+) -> Iterator[Row]:
+    """A chat with one token, and CONNECTIONS clients, against the same engine as `model`, called directly."""
 
-    def direct() -> None:
-        model.create_chat_completion(_messages(), max_tokens=1, temperature=0)
+    def direct(tokens: int, calls: int) -> None:
+        for _ in range(calls):
+            model.create_chat_completion(_messages(), max_tokens=tokens, temperature=0)
 
-    ways = direct, _one(server, name)
-    _alternately(3, *ways)
-    alone, served = _alternately(rounds, *ways)
-    return {f"{name}, one token, direct": alone, f"{name}, one token, served": served}
+    one = medians(rounds, partial(direct, 1, 1), _one(server, name), warm=3)
+    many = medians(3, partial(direct, 8, calls), _crowd(server, name, calls))
+    yield from _beside_engine(name, "its own worker", one, many, calls, 1.3, 0.95)
 
 
-def stream_gap(server: Server, writer: Any) -> dict[str, float]:
+def stream_gap(server: Server, writer: Any) -> Row:
     """The seconds between the first and the second piece of a stream."""
     connection = http.client.HTTPConnection(server.address)
 
@@ -151,30 +168,21 @@ def stream_gap(server: Server, writer: Any) -> dict[str, float]:
         answer.read()
         return found
 
-    alone, served = _alternately(40, direct, through)
-    return {"gap, direct": alone, "gap, served": served}
+    alone, served = medians(40, direct, through)
+    more = served - alone
+    what = "gap between the first and the second piece of a stream, against the worker"
+    return Row(what, f"{more * 1e3:+.1f} ms", "≤ +1 ms", more <= 0.001)
 
 
-def many_clients(server: Server, name: str, model: Any, calls: int = 64) -> dict[str, float]:
-    """The calls a second of CONNECTIONS clients with 8 tokens each, and of the engine alone."""
-
-    def direct() -> None:
-        for _ in range(calls):
-            model.create_chat_completion(_messages(), max_tokens=8, temperature=0)
-
-    alone, served = _alternately(3, direct, _crowd(server, name, calls))
-    return {f"{name}, clients, direct": calls / alone, f"{name}, clients, served": calls / served}
-
-
-def http_engine(server: Server, directory: str, name: str, crowds: int) -> dict[str, float]:
-    """The same for llama-server with the model `name`: one token, and calls a second of CONNECTIONS clients.
-
-    The calls a second are the median of `crowds` runs. The result is empty without llama-server.
-    """
-    if shutil.which("llama-server") is None:
-        return {}
+def http_engine(server: Server, directory: str, name: str, crowds: int) -> Iterator[Row]:
+    """The same for llama-server. The calls a second are the median of `crowds` runs."""
+    calls = 4 * CONNECTIONS
     with _llama_server(CONNECTIONS, "--model", f"{directory}/{name}.gguf") as alone:
-        return _one_token_and_clients(server, alone, name, crowds)
+        places = (alone, server)
+        one = medians(20 * crowds, *(_one(place, f"native-{name}") for place in places), warm=3)
+        many = [_crowd(place, f"native-{name}", calls) for place in places]
+        taken = medians(crowds, *many, warm=1)
+    yield from _beside_engine(name, "llama-server", one, taken, calls, 1.6, 0.85)
 
 
 @contextmanager
@@ -201,51 +209,39 @@ def _wait_until_ready(port: int) -> None:
     raise TimeoutError("llama-server is not ready after a minute")
 
 
-def _one_token_and_clients(
-    server: Server, alone: Server, name: str, rounds: int
-) -> dict[str, float]:
-    calls = 4 * CONNECTIONS
-    ways = [_one(place, f"native-{name}") for place in (alone, server)]
-    _alternately(3, *ways)
-    direct, served = _alternately(20 * rounds, *ways)
-    crowds = [_crowd(place, f"native-{name}", calls) for place in (alone, server)]
-    _alternately(1, *crowds)
-    many, many_served = _alternately(rounds, *crowds)
-    return {
-        f"HTTP engine, {name}, one token, direct": direct,
-        f"HTTP engine, {name}, one token, served": served,
-        f"HTTP engine, {name}, clients, direct": calls / many,
-        f"HTTP engine, {name}, clients, served": calls / many_served,
-    }
+def two_models(seconds: float = 20.0, rounds: int = 3, swaps: int = 10) -> Iterator[Row]:
+    """Two models with room for one, in `gpu serve` and in llama-server's router.
 
-
-def two_models(seconds: float = 20.0, rounds: int = 3, swaps: int = 10) -> dict[str, float]:
-    """Two models with room for one, in `gpu serve` and in llama-server's router; empty without llama-server.
-
-    `swap` is one call of each model by its own worker: two swaps. `calls` are those a second of PARALLEL clients, and
-    `cold` is the median of the calls of the model that is away; see `_crowd_and_one`. Their engine is llama-server.
+    A swap is one call of each model by its own worker: two swaps. The second row is of PARALLEL clients, see
+    `_crowd_and_one`. Their engine is llama-server.
     """
-    if shutil.which("llama-server") is None:
-        return {}
     with tempfile.TemporaryDirectory() as directory:
-        for name, size in zip(MODELS, ("24 MiB", LARGER_SIZE), strict=True):
+        for name, size in MODELS.items():
             samples.gguf_lm(f"{directory}/{name}.gguf", size=size)
         words = ("--models-dir", directory, "--models-max", "1")
         with _llama_server(PARALLEL, *words) as router:
             with _room_for_one(directory, {}) as server:
                 ways = [partial(_one_of_each, place) for place in (router, server)]
-                _alternately(1, *ways)  # the first loads
-                swap, swap_served = _alternately(swaps, *ways)
+                swap, swap_served = medians(swaps, *ways, warm=1)  # the first loads
             engine = {"backend": "llama-server", "sequences": PARALLEL}
-            found: dict[str, list[float]] = {}
             with _room_for_one(directory, engine) as server:
-                for _ in range(rounds):
-                    for place, end in ((router, ""), (server, ", served")):
-                        calls, cold = _crowd_and_one(place, seconds)
-                        found.setdefault(f"calls{end}", []).append(calls)
-                        found.setdefault(f"cold{end}", []).append(cold)
-    medians = {name: statistics.median(values) for name, values in found.items()}
-    return {"swap": swap, "swap, served": swap_served, **medians}
+                found = [
+                    (*_crowd_and_one(router, seconds), *_crowd_and_one(server, seconds))
+                    for _ in range(rounds)
+                ]
+    calls, cold, calls_served, cold_served = map(statistics.median, zip(*found, strict=True))
+    ratio = swap_served / swap
+    yield Row(
+        "two models of 24 and 400 MiB with room for one: a call of each, by its own worker, against "
+        "llama-server's router", f"{ratio:.2f}× of {swap * 1e3:.0f} ms", "≤ 1.3×", ratio <= 1.3
+    )  # fmt: skip
+    ratio = calls_served / calls
+    yield Row(
+        f"two models of 24 and 400 MiB with room for one, {PARALLEL} clients: calls a "
+        "second against llama-server's router; p50 of the calls of the model that is away",
+        f"{ratio:.2f}× of {calls:.1f} a second; {cold_served:.1f} s (router {cold:.1f})",
+        "≥ 0.8×; ≤ 5 s", ratio >= 0.8 and cold_served <= 5
+    )  # fmt: skip
 
 
 @contextmanager
@@ -291,15 +287,14 @@ def _crowd_and_one(place: Server, seconds: float) -> tuple[float, float]:
         while time.perf_counter() < ends:
             call(connection, "writer")
 
-    def is_answered(wanted: int) -> bool:
-        return counts["writer"] >= wanted
-
     def single() -> None:
         connection = http.client.HTTPConnection(place.address)
         while time.perf_counter() < ends:
             with answers:
                 wanted = counts["writer"] + 1
-                answers.wait_for(partial(is_answered, wanted), ends - time.perf_counter())
+                answers.wait_for(
+                    lambda wanted=wanted: counts["writer"] >= wanted, ends - time.perf_counter()
+                )
             began = time.perf_counter()
             call(connection, LARGER)
             cold.append(time.perf_counter() - began)
@@ -312,7 +307,7 @@ def _crowd_and_one(place: Server, seconds: float) -> tuple[float, float]:
     return sum(counts.values()) / (time.perf_counter() - began), statistics.median(cold)
 
 
-def embeddings(server: Server, source: str) -> dict[str, float]:
+def embeddings(server: Server, source: str) -> Row:
     """The seconds for the embeddings of TEXTS through the server, and in batches of 32 by transformers alone."""
     import torch
     from transformers import AutoModel, AutoTokenizer
@@ -336,12 +331,15 @@ def embeddings(server: Server, source: str) -> dict[str, float]:
             mask = batch["attention_mask"][:, :, None]
             (module(**batch).last_hidden_state * mask).sum(1).div(mask.sum(1)).tolist()
 
-    through()  # loads the model
-    alone, served = _alternately(3, direct, through)
-    return {"embeddings, direct": alone, "embeddings, served": served}
+    alone, served = medians(3, direct, through, warm=1)  # the first call loads the model
+    ratio = served / alone
+    return Row(
+        f"{len(TEXTS)} embeddings through `gpu serve`, against batches of 32 in plain transformers",
+        f"{ratio:.2f}× of {alone:.2f} s", "≤ 1.2×", ratio <= 1.2
+    )  # fmt: skip
 
 
-def hang_up(server: Server, rounds: int = 5) -> dict[str, float]:
+def hang_up(server: Server, rounds: int = 5) -> Row:
     """The seconds until another client has a token after a client left its stream, and to cancel a job."""
     other = http.client.HTTPConnection(server.address)
     one = {"model": "writer", "max_tokens": 1, "temperature": 0}
@@ -366,5 +364,7 @@ def hang_up(server: Server, rounds: int = 5) -> dict[str, float]:
         other.getresponse().read()
         return time.perf_counter() - began
 
-    free, ended = _alternately(rounds, left, cancelled)
-    return {"hang-up": free, "job": ended}
+    free, ended = medians(rounds, left, cancelled)
+    what = "from a client that leaves its stream to another client's token; cancel of a job"
+    taken = f"{free * 1e3:.0f} ms; {ended * 1e3:.0f} ms"
+    return Row(what, taken, "≤ 100 ms", max(free, ended) <= 0.1)

@@ -8,11 +8,10 @@ the same code, with the calls in order of arrival.
 import asyncio
 import heapq
 import random
-import statistics
 import tempfile
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -28,6 +27,10 @@ from gpu_runtime.serving.queue.order import (
     overtaken_for_seconds,
 )
 from gpu_runtime.serving.routing.tasks import ServingConfig
+
+from .bench_http import compared
+from .results import Row
+from .timing import seconds
 
 MODELS, ROOM = "abcdef", 2
 LOAD_SECONDS, ANSWER_SECONDS, EVERY_SECONDS, CONCURRENCY = 5.0, 1.0, 0.5, 2
@@ -176,12 +179,18 @@ class World:
         return Told(self.loads, max(self.waits.values()), late, against)
 
 
-def simulated() -> dict[str, Told]:
-    """The results of our order and of first-come order on the same trace."""
+def simulated() -> Row:
+    """Our order and first-come order on the same trace."""
     calls = trace()
+    ours = simulate(calls)
     with mock.patch.object(ordering, "order", first_come):
         plain = simulate(calls)
-    return {"ours": simulate(calls), "first come": plain}
+    return Row(
+        "number of loads for a mixed trace, six models and room for two, against first-come order; simulated",
+        f"{plain.loads / ours.loads:.1f}× fewer; the longest wait {ours.longest_wait:.0f} s (first come "
+        f"{plain.longest_wait:.0f}), {ours.against_bound:.2f} of its ageing bound", "≥ 2×; ≤ 1",
+        plain.loads >= 2 * ours.loads and ours.against_bound <= 1 and not ours.overtaken_late
+    )  # fmt: skip
 
 
 # -- a real gateway -------------------------------------------------------------------------------------------------
@@ -224,20 +233,20 @@ async def _closed(gateway: Gateway, calls: int, clients: int) -> None:
 
 
 def _with_gateway(work: Callable[[Gateway], Any], **options: Any) -> Any:
+    """The result of `work`, with a gateway of the models of `_runtime`."""
+
     async def run() -> Any:
-        with tempfile.TemporaryDirectory() as directory:
-            rt = _runtime(directory, **options)
+        with tempfile.TemporaryDirectory() as directory, _runtime(directory, **options) as rt:
             gateway = Gateway(rt, serving=ServingConfig())
             try:
                 return await work(gateway)
             finally:
                 await gateway.close()
-                rt.close()
 
     return asyncio.run(run())
 
 
-def real(calls: int = 600, clients: int = 32) -> dict[str, int]:
+def real(calls: int = 600, clients: int = 32) -> Row:
     """The loads of a mixed trace, of 20 ms each, in our order and in first-come order."""
 
     async def work(gateway: Gateway) -> int:
@@ -247,13 +256,14 @@ def real(calls: int = 600, clients: int = 32) -> dict[str, int]:
     ours = _with_gateway(work, load_seconds=0.02)
     with mock.patch.object(ordering, "order", first_come):
         plain = _with_gateway(work, load_seconds=0.02)
-    return {"ours": ours, "first come": plain}
+    what = f"number of loads for a mixed trace with a real gateway, {clients} clients, against first-come order"
+    return Row(what, f"{plain / ours:.1f}× fewer ({ours})", "≥ 2×", plain >= 2 * ours)
 
 
-def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
+def rates(calls: int = 6000, clients: int = 32) -> Row:
     """The calls of a warm echo engine for each second, and for each second of processor time."""
 
-    async def work(gateway: Gateway) -> dict[str, float]:
+    async def work(gateway: Gateway) -> tuple[float, float]:
         gateway.rt.register("echo", backend="fake", size="1 GiB", model_type="llm")
         await gateway.answer("chat", _chat("echo"))
 
@@ -264,70 +274,57 @@ def rates(calls: int = 6000, clients: int = 32) -> dict[str, float]:
         await client(200)
         wall, processor = time.perf_counter(), time.process_time()
         await asyncio.gather(*(client(calls // clients) for _ in range(clients)))
-        wall, processor = time.perf_counter() - wall, time.process_time() - processor
-        return {"a second": calls / wall, "a processor second": calls / processor}
+        return calls / (time.perf_counter() - wall), calls / (time.process_time() - processor)
 
-    return _with_gateway(work)
+    a_second, a_processor_second = _with_gateway(work)
+    return Row(
+        f"calls of an echo engine through gateway and queue, {clients} clients, without HTTP",
+        f"{a_second:,.0f} a second ({a_processor_second:,.0f} a processor second)", "≥ 1,000", a_second >= 1000
+    )  # fmt: skip
 
 
-def tokens(rounds: int = 9, most: int = 400) -> dict[str, float]:
+def tokens(rounds: int = 9, most: int = 400) -> Row:
     """The tokens a second of a small real llama.cpp model, by its own methods and through the gateway.
 
-    The result also has the time that the gateway adds to a short answer.
+    The row also has the time that the gateway adds to a short answer.
     """
 
-    async def run() -> dict[str, float]:
-        with tempfile.TemporaryDirectory() as directory:
-            rt = Runtime(devices="sim:24GiB,host:64GiB", ledger="memory:")
-            rt.register(
-                "gguf",
-                gguf_lm(f"{directory}/tiny.gguf", size="24 MiB"),
-                backend="llama_cpp",
-                model_type="llm",
-                context_length=512,
-            )
-            gateway = Gateway(rt, serving=ServingConfig())
-            try:
-                return await _compared(rt, gateway, rounds, most)
-            finally:
-                await gateway.close()
-                rt.close()
+    async def work(gateway: Gateway) -> tuple[float, float, float]:
+        loop = asyncio.get_running_loop()
+        name, messages = "gguf", _chat("gguf")["messages"]
+        options = {"context_length": 512, "backend": "llama_cpp", "model_type": "llm"}
+        source = gguf_lm(f"{directory}/tiny.gguf", size="24 MiB")
+        gateway.rt.register(name, source, **options)
 
-    return asyncio.run(run())
+        def direct(count: int, _stream: bool) -> float:
+            more = {"stream": True, "max_tokens": count, "temperature": 0}
+            with gateway.rt.use(name) as model:
+                return seconds(lambda: deque(model.create_chat_completion(messages, **more), 0))
 
-
-async def _compared(rt: Runtime, gateway: Gateway, rounds: int, most: int) -> dict[str, float]:
-    messages = _chat("gguf")["messages"]
-
-    def direct(count: int) -> float:
-        with rt.use("gguf") as model:
+        async def answered(count: int) -> float:
             began = time.perf_counter()
-            for _ in model.create_chat_completion(
-                messages, stream=True, max_tokens=count, temperature=0
-            ):
+            more = {"stream": True, "max_tokens": count, "temperature": 0}
+            reply = await gateway.answer("chat", _chat(name, **more))
+            async for _ in reply.events:  # type: ignore[union-attr]
                 pass
             return time.perf_counter() - began
 
-    async def through(count: int) -> float:
-        began = time.perf_counter()
-        reply = await gateway.answer(
-            "chat", _chat("gguf", stream=True, max_tokens=count, temperature=0)
-        )
-        async for _ in reply.events:  # type: ignore[union-attr]
-            pass
-        return time.perf_counter() - began
+        def through(count: int, _stream: bool) -> float:
+            return asyncio.run_coroutine_threadsafe(answered(count), loop).result()
 
-    await through(4)
-    ways = "direct", "through", "direct, one", "through, one"
-    taken: dict[str, list[float]] = {way: [] for way in ways}
-    for _ in range(rounds):  # alternately, since the load of the machine changes
-        taken["direct"].append(await asyncio.to_thread(direct, most))
-        taken["through"].append(await through(most))
-        for _ in range(5):
-            taken["direct, one"].append(await asyncio.to_thread(direct, 1))
-            taken["through, one"].append(await through(1))
-    middle = {name: statistics.median(seconds) for name, seconds in taken.items()}
-    return {
-        "tokens ratio": middle["direct"] / middle["through"],
-        "added, median": middle["through, one"] - middle["direct, one"],
-    }
+        return await asyncio.to_thread(compared, rounds, 5, most, direct, through)
+
+    with tempfile.TemporaryDirectory() as directory:
+        ratio, added, _ = _with_gateway(work)
+    return Row(
+        "a llama.cpp model through the gateway, against its own methods, without HTTP",
+        f"{added * 1e3:.1f} ms added; {ratio:.2f}× the tokens a second",
+        "≤ 3 ms; ≥ 0.95×", added <= 0.003 and ratio >= 0.95
+    )  # fmt: skip
+
+
+def rows() -> Iterator[Row]:
+    yield simulated()
+    yield real()
+    yield rates()
+    yield tokens()

@@ -13,9 +13,10 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from gpu_runtime.units import GIB
+
+from .results import Row
 
 PAGE_BYTES = mmap.PAGESIZE
 HEADER_BYTES = 128 << 10  # of a file with a short header: the system reads that much ahead
@@ -84,25 +85,25 @@ def save(place: str, size: int) -> None:
     LlamaForCausalLM(config).save_pretrained(place)
 
 
-def figures(gib: float = 2.0) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The seconds and the bytes read of the first process that loads a model, and of the second."""
-    size = int(gib * GIB)
+def rows(gib: int = 2) -> Iterator[Row]:
+    size = gib * GIB
+    kernels, found = [], []
     with tempfile.TemporaryDirectory() as place:
         save(f"{place}/model", size)
-        kernels, found = [], []
+        words = [f"{place}/model", f"keeper://{place}/ledger", str(size + size // 4)]
+        command, pipe = [sys.executable, "-c", KERNEL, *words], subprocess.PIPE
         try:
             for _ in range(2):
-                words = [f"{place}/model", f"keeper://{place}/ledger", str(size + size // 4)]
-                kernel = subprocess.Popen(
-                    [sys.executable, "-c", KERNEL, *words],
-                    stdin=subprocess.PIPE,
-                    stdout=subprocess.PIPE,
-                )
-                kernels.append(kernel)
-                found.append(json.loads(kernel.stdout.readline()))  # type: ignore[union-attr]
+                kernels.append(subprocess.Popen(command, stdin=pipe, stdout=pipe))
+                found.append(json.loads(kernels[-1].stdout.readline()))
         finally:
             for kernel in kernels:
                 kernel.kill()
                 kernel.wait()
     first, second = found
-    return first, second
+    ratio = second["seconds"] / first["seconds"]
+    yield Row(
+        f"a second kernel loads the same {gib} GB model, against the first, which reads the weights from disk",
+        f"{second['seconds']:.1f} of {first['seconds']:.1f} s = {ratio:.2f}×, {second['read'] / 1024:.0f} KiB read, "
+        "with the header", "≤ 0.5×, no weights", ratio <= 0.5 and second["read"] <= HEADER_BYTES
+    )  # fmt: skip

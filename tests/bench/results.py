@@ -22,6 +22,15 @@ class Row(NamedTuple):
     target: str
     reached: bool | None  # None: it has no target, or was not measured
 
+    @classmethod
+    def against(
+        cls, what: str, mine: float, other: float, most: float, unit: str = "ms", digits: int = 0
+    ) -> "Row":
+        """The row of a time, given in seconds, that may be `most` times as long as the `other` one."""
+        one, two = (time * {"s": 1, "ms": 1e3, "µs": 1e6}[unit] for time in (mine, other))
+        figure = f"{one:.{digits}f} of {two:.{digits}f} {unit} = {mine / other:.2f}×"
+        return cls(what, figure, f"≤ {most}×", mine / other <= most)
+
     def line(self, machine: str) -> str:
         """The row as a line of the table, measured today on this `machine`."""
         mark = _MARKS.get(self.reached, "measured" if self.target == MEASURED else NOT_RUN)
