@@ -10,7 +10,7 @@ import pytest
 from gpu_runtime.devices import nvml
 from gpu_runtime.devices.drivers import Card, Listing
 from gpu_runtime.facts import Device
-from tests.bench import bench_card, gpu_figures
+from tests.bench import gpu_figures
 from tests.bench.results import HEAD, MEASURED, RESULTS, Row
 
 
@@ -19,7 +19,7 @@ def _few(monkeypatch):
     monkeypatch.setattr(gpu_figures, "ROUNDS", 1)
     monkeypatch.setattr(gpu_figures, "LAYER_BYTES", 1 << 20)
     monkeypatch.setattr(gpu_figures.torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(bench_card, "SMALL_STORAGES", 100)
+    monkeypatch.setattr(gpu_figures, "SMALL_STORAGES", 100)
 
 
 def figures_of(table: list[str]) -> dict[str, str]:
@@ -59,7 +59,7 @@ def test_a_figure_that_fails_is_a_row_and_the_others_are_measured(capsys, monkey
     def works(bench):
         yield Row("after", "2 ms", "≤ 3 ms", True)
 
-    monkeypatch.setattr(gpu_figures, "_figures", lambda: {"fails": fails, "works": works})
+    monkeypatch.setattr(gpu_figures, "FIGURES", {"fails": fails, "works": works})
     assert gpu_figures.main(["--gib", "0.02"]) == 1
     lines = capsys.readouterr().out.splitlines()[2:]
     assert [line.partition(f" | {datetime.date.today()}")[0] for line in lines] == [
