@@ -85,6 +85,7 @@ class World:
         self.running: Counter[str] = Counter()
         self.loading: dict[str, float | None] = {}  # None: no room yet
         self.in_use: dict[str, frozenset[str]] = {}
+        self.away: dict[str, float] = {}  # model that calls wait for -> since when
         self.events: list[tuple[float, int, str, str]] = []
         self.started: list[int] = []
         self.waits: dict[int, float] = {}
@@ -101,10 +102,9 @@ class World:
             _, _, what, model = heapq.heappop(self.events)
             if what == "answered":
                 self.running[model] -= 1
-                self.warm[model] = self.now
             else:
                 del self.loading[model]
-                self.warm[model] = self.now
+            self.warm[model] = self.now
         while self.coming and self.coming[-1].arrived <= self.now:
             call = self.coming.pop()
             self.waiting[call.key] = call
@@ -145,17 +145,17 @@ class World:
         return self.loads > before
 
     def engines(self) -> dict[str, ModelActivity]:
+        away = self.loading.keys() | {call.model for call in self.waiting.values()}
+        self.away = {name: self.away.get(name, self.now) for name in away - self.warm.keys()}
         found = {
             name: ModelActivity(ModelState.WARM, self.running[name], CONCURRENCY)
             for name in self.warm
         }
-        return found | {
-            name: ModelActivity(
-                ModelState.LOADING,
-                waits_for=self.in_use.get(name, frozenset()) if done is None else frozenset(),
-            )
-            for name, done in self.loading.items()
-        }
+        for name, since in self.away.items():
+            state = ModelState.LOADING if name in self.loading else ModelState.COLD
+            waits_for = self.in_use.get(name, frozenset())
+            found[name] = ModelActivity(state, waits_for=waits_for, away_since=since)
+        return found
 
     def later(self, seconds: float, what: str, model: str) -> None:
         heapq.heappush(self.events, (self.now + seconds, len(self.started), what, model))
