@@ -20,12 +20,10 @@ from typing import Any, NamedTuple
 
 import psutil
 from gpu_panels.tabs import registry
-from tornado.httpclient import AsyncHTTPClient, HTTPRequest
-from tornado.websocket import websocket_connect
 
 from gpu_runtime.units import MIB
 from tests.browser.chromium import BrowserPage, running
-from tests.faces.served import OPERATORS, Served, environ, free_port, serving
+from tests.faces.served import OPERATORS, Conversation, Served, environ, free_port, serving
 
 from .bench_idle import spent
 from .results import Row
@@ -226,23 +224,11 @@ class Session:
     """A client with a page and its websocket, like a browser. It reads the server's messages and drops them."""
 
     async def open(self, served: Served, path: str, cookie: str) -> "Session":
-        options = {"headers": {"Cookie": cookie}, "request_timeout": ANSWER_SECONDS}
-        place = f"127.0.0.1:{served.port}{path}"
-        page = await AsyncHTTPClient().fetch(f"http://{place}", **options)
-        token = re.search(r'"token":"([^"]+)"', page.body.decode())[1]
-        self._socket = await websocket_connect(
-            HTTPRequest(f"ws://{place}ws", **options),
-            subprotocols=["bokeh", token],
-            max_message_size=1 << 26,
-        )
-        await self._hear()  # the server's first message
-        await self._say("PULL-DOC-REQ", {})
-        while json.loads((heard := await self._hear())[0])["msgtype"] != "PULL-DOC-REPLY":
-            pass
-        self._tabs = re.search(r'"name":"Tabs\d*","id":"([^"]+)"', heard[2])[1]
-        nothing = {"type": "map", "entries": []}
-        ready = {"type": "event", "name": "document_ready", "values": nothing}
-        await self._patch({"kind": "MessageSent", "msg_type": "bokeh_event", "msg_data": ready})
+        page = await asyncio.to_thread(served.get, path, cookie=cookie)
+        client = Conversation(served, f"{path}ws", page.session_token, cookie=cookie)
+        self._client = await client.__aenter__()
+        self._tabs = re.search(r'"name":"Tabs\d*","id":"([^"]+)"', await client.document())[1]
+        await client.send_event("document_ready", {"type": "map", "entries": []})
         self.heard_bytes, self._answered = 0, asyncio.Event()
         self._reading = asyncio.ensure_future(self._read())
         return self
@@ -251,31 +237,16 @@ class Session:
         """Opens the `tab` as a click on it does. Returns when the server has made the tab."""
         self._answered.clear()
         active = {"attr": "active", "new": registry.titles().index(tab)}
-        await self._patch({"kind": "ModelChanged", "model": {"id": self._tabs}, **active})
+        event = {"kind": "ModelChanged", "model": {"id": self._tabs}, **active}
+        await self._client.send("PATCH-DOC", {"events": [event]})
         await asyncio.wait_for(self._answered.wait(), ANSWER_SECONDS)
 
     async def close(self) -> None:
         self._reading.cancel()
-        self._socket.close()
-
-    async def _patch(self, event: dict[str, Any]) -> None:
-        await self._say("PATCH-DOC", {"events": [event]})
-
-    async def _say(self, kind: str, content: Any) -> None:
-        for part in ({"msgid": "1", "msgtype": kind}, {}, content):
-            await self._socket.write_message(json.dumps(part))
-
-    async def _hear(self) -> list[str]:
-        """Receives the three parts of the next message of Bokeh's protocol."""
-        parts = [
-            await asyncio.wait_for(self._socket.read_message(), ANSWER_SECONDS) for _ in range(3)
-        ]
-        if None in parts:
-            raise ConnectionError(f"closed: {self._socket.close_code}")
-        return parts
+        await self._client.__aexit__()
 
     async def _read(self) -> None:
-        while (part := await self._socket.read_message()) is not None:
+        while (part := await self._client.socket.read_message()) is not None:
             self.heard_bytes += len(part)
             if '"OK"' in part[:100]:
                 self._answered.set()

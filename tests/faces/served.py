@@ -47,41 +47,39 @@ COMMAND = PAGE + "import sys\nserver.run(**eval(sys.argv[1]), page=page, browser
 class Conversation:
     """A client of Bokeh's protocol that can send any message, used with `async with`."""
 
-    def __init__(
-        self,
-        server: Served,
-        path: str,
-        subprotocol: str,
-        *,
-        cookie: str = "",
-        origin: str = "",
-        **headers: str,
-    ) -> None:
-        headers |= {
-            name: value for name, value in (("Cookie", cookie), ("Origin", origin)) if value
-        }
-        self._request = HTTPRequest(
-            f"ws://127.0.0.1:{server.port}{path}", headers=headers, request_timeout=PATIENCE
-        )
+    def __init__(self, server: Served, path: str, subprotocol: str, **headers: str) -> None:
+        given = {name: value for name, value in headers.items() if value}
+        url = f"ws://127.0.0.1:{server.port}{path}"
+        self._request = HTTPRequest(url, headers=given, request_timeout=PATIENCE)
         self._subprotocols = ["bokeh", subprotocol] if subprotocol else None
 
     async def __aenter__(self) -> Conversation:
-        self._socket = await websocket_connect(self._request, subprotocols=self._subprotocols)
+        options = {"subprotocols": self._subprotocols, "max_message_size": 1 << 26}
+        self.socket = await websocket_connect(self._request, **options)
         assert "ACK" in (await self._receive())[0]
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        self._socket.close()
+        self.socket.close()
 
     async def document(self) -> str:
-        return await self._request_reply("PULL-DOC-REQ", {})
+        await self.send("PULL-DOC-REQ", {})
+        return await self._reply()
 
     async def click(self, button: str) -> None:
         """Sends the event that a browser sends for a click, and waits until the server has acknowledged it."""
         values = {"type": "map", "entries": [["model", {"id": button}]]}
-        sent = {"type": "event", "name": "button_click", "values": values}
+        await self.send_event("button_click", values)
+        await self._reply()
+
+    async def send_event(self, name: str, values: object) -> None:
+        sent = {"type": "event", "name": name, "values": values}
         message = {"kind": "MessageSent", "msg_type": "bokeh_event", "msg_data": sent}
-        await self._request_reply("PATCH-DOC", {"events": [message]})
+        await self.send("PATCH-DOC", {"events": [message]})
+
+    async def send(self, kind: str, content: object) -> None:
+        for part in ({"msgid": "1000", "msgtype": kind}, {}, content):
+            await self.socket.write_message(json.dumps(part))
 
     @staticmethod
     def ids(document: str, model: str) -> list[str]:
@@ -91,15 +89,13 @@ class Conversation:
         """Receives one message of Bokeh's protocol and returns its three parts."""
         parts: list[str] = []
         while len(parts) < 3:
-            part = await asyncio.wait_for(self._socket.read_message(), PATIENCE)
+            part = await asyncio.wait_for(self.socket.read_message(), PATIENCE)
             if part is None:
-                raise ConnectionError(f"closed: {self._socket.close_code}")
+                raise ConnectionError(f"closed: {self.socket.close_code}")
             parts.append(part)
         return parts
 
-    async def _request_reply(self, kind: str, content: dict) -> str:
-        for part in ({"msgid": "1000", "msgtype": kind}, {}, content):
-            await self._socket.write_message(json.dumps(part))
+    async def _reply(self) -> str:
         while True:
             header, _, body = await self._receive()
             if json.loads(header).get("reqid") == "1000":
@@ -158,28 +154,17 @@ class Served:
         **headers: str,
     ) -> Answer:
         """Sends one request and does not follow a redirect. In the names of headers, `_` stands for `-`."""
-        connection = (
-            UnixConnection(self.socket)
-            if self.socket
-            else http.client.HTTPConnection(host, self.port, timeout=PATIENCE)
-        )
-        began = time.monotonic()
-        try:
-            connection.request(
-                method,
-                path or self.path,
-                body=body,
-                headers={name.replace("_", "-"): value for name, value in headers.items()},
-            )
-            answer = connection.getresponse()
-            return Answer(
-                answer.status,
-                {name.lower(): value for name, value in answer.getheaders()},
-                answer.read().decode("utf-8", "replace"),
-                time.monotonic() - began,
-            )
-        finally:
-            connection.close()
+        own = {name.replace("_", "-"): value for name, value in headers.items()}
+        connection = http.client.HTTPConnection(host, self.port, timeout=PATIENCE)
+        with contextlib.closing(
+            UnixConnection(self.socket) if self.socket else connection
+        ) as open_one:
+            began = time.monotonic()
+            open_one.request(method, path or self.path, body=body, headers=own)
+            answer = open_one.getresponse()
+            told = {name.lower(): value for name, value in answer.getheaders()}
+            text = answer.read().decode("utf-8", "replace")
+            return Answer(answer.status, told, text, time.monotonic() - began)
 
     def enter(self, token: str = OPERATORS, path: str = "") -> tuple[str, str]:
         """Opens the page with the token, as a browser does. Returns the path of the page and the cookie."""
