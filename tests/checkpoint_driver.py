@@ -33,12 +33,9 @@ class CheckpointDriver:
     def __init__(self, file: Path, cards: int = 1, parts: bool = False) -> None:
         self.file, self.version = file, "580.82.07"
         self._targets: list[subprocess.Popen[bytes]] = []
-        self.cards = tuple(
-            Card(
-                Device(f"cuda:{n}", 24 * GIB, "Card", f"GPU-{n}", n), None, f"GPU-{'x' * parts}{n}"
-            )
-            for n in range(cards)
-        )
+        devices = [Device(f"cuda:{n}", 24 * GIB, "Card", f"GPU-{n}", n) for n in range(cards)]
+        whole = f"GPU-{'x' * parts}"
+        self.cards = tuple(Card(one, None, f"{whole}{n}") for n, one in enumerate(devices))
         self._write({"processes": {}, "faults": {}, "calls": [], "texts": TEXTS})
 
     # -- the source of figures

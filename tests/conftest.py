@@ -27,29 +27,16 @@ _began = time.monotonic()
 # The ordinary run judges a change, so it tries the same examples each time. `make soak` searches for new ones.
 settings.register_profile("ordinary", deadline=None, derandomize=True, max_examples=40)
 settings.register_profile(
-    "soak",
-    deadline=None,
-    max_examples=10_000,
-    stateful_step_count=100,
-    suppress_health_check=[HealthCheck.too_slow],
-)
-# `make check` tries a few; `make test` tries them all.
+    "soak", deadline=None, max_examples=10_000, stateful_step_count=100, suppress_health_check=[HealthCheck.too_slow]
+)  # fmt: skip
+# `make check` tries a few; `make test` tries them all. A mutant is killed by the first example that fails: the smallest
+# one is not looked for.
+_ORDINARY, _HEALTHY = settings.get_profile("ordinary"), list(HealthCheck)
 settings.register_profile(
-    "quick",
-    deadline=None,
-    derandomize=True,
-    max_examples=10,
-    stateful_step_count=10,
-    suppress_health_check=list(HealthCheck),
+    "quick", _ORDINARY, max_examples=10, stateful_step_count=10, suppress_health_check=_HEALTHY
 )
-# A mutant is killed by the first example that fails: the smallest one is not looked for.
 settings.register_profile(
-    "mutants",
-    deadline=None,
-    derandomize=True,
-    max_examples=40,
-    phases=[Phase.explicit, Phase.generate],
-    suppress_health_check=list(HealthCheck),
+    "mutants", _ORDINARY, phases=[Phase.explicit, Phase.generate], suppress_health_check=_HEALTHY
 )
 settings.load_profile("ordinary")
 
@@ -142,12 +129,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
     here = Path(__file__).parent
     if not collection_path.is_file() or not collection_path.is_relative_to(here):
         return None
-    path = collection_path.relative_to(here).as_posix()
-    if config.option.markexpr == "gpu":
+    path, wanted = collection_path.relative_to(here).as_posix(), config.option.markexpr
+    if wanted == "gpu":
         return None if path.startswith("gpu/") else True
-    return (
-        True if "not processes" in config.option.markexpr and path.startswith(PROCESSES) else None
-    )
+    return True if "not processes" in wanted and path.startswith(PROCESSES) else None
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -252,12 +237,8 @@ def _empty_cards(_small_collections: None) -> Iterator[None]:
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """Appends the result of a soak run to its log."""
     if os.environ.get("SOAK"):
-        stats = terminalreporter.stats
-        soak.write(
-            len(stats.get("passed", ())),
-            len(stats.get("failed", ())) + len(stats.get("error", ())),
-            time.monotonic() - _began,
-        )
+        count = lambda *words: sum(len(terminalreporter.stats.get(word, ())) for word in words)
+        soak.write(count("passed"), count("failed", "error"), time.monotonic() - _began)
 
 
 def _why_no_gpu() -> str:

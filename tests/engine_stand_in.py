@@ -72,12 +72,9 @@ class Handler(BaseHTTPRequestHandler):
         if self.path in ("/health", "/api/version"):
             return self._reply(200, {"status": "ok"})
         if self.path == "/api/ps":
-            on_card = (
-                2 * GIB if self.starts <= int(os.environ.get("STAND_IN_SPREAD", "0")) else 4 * GIB
-            )
-            return self._reply(
-                200, {"models": [{"name": self.name, "size": 4 * GIB, "size_vram": on_card}]}
-            )
+            spread = self.starts <= int(os.environ.get("STAND_IN_SPREAD", "0"))
+            sizes = {"size": 4 * GIB, "size_vram": 2 * GIB if spread else 4 * GIB}
+            return self._reply(200, {"models": [{"name": self.name, **sizes}]})
         if not self._has_key():
             return None
         return self._reply(200, {"object": "list", "data": [{"id": self.name, "object": "model"}]})
@@ -95,20 +92,10 @@ class Handler(BaseHTTPRequestHandler):
         if body.get("model") != self.name:
             return self._reply(404, {"error": f"there is no {body.get('model')}"})
         said = " ".join(str(message.get("content")) for message in body.get("messages", ()))
-        return self._reply(
-            200,
-            {
-                "object": "chat.completion",
-                "model": self.name,
-                "choices": [
-                    {
-                        "index": 0,
-                        "finish_reason": "stop",
-                        "message": {"role": "assistant", "content": said[::-1]},
-                    }
-                ],
-            },
-        )
+        message = {"role": "assistant", "content": said[::-1]}
+        choice = {"index": 0, "finish_reason": "stop", "message": message}
+        answer = {"object": "chat.completion", "model": self.name, "choices": [choice]}
+        return self._reply(200, answer)
 
     def _has_key(self) -> bool:
         if self.key and self.headers.get("Authorization") != f"Bearer {self.key}":
@@ -131,19 +118,16 @@ def main(engine: str, words: list[str]) -> None:
     if says := os.environ.get("STAND_IN_SAYS"):
         sys.exit(says)
     if child := os.environ.get("STAND_IN_CHILD"):
-        started = subprocess.Popen(
-            [sys.executable, "-c", "import time; time.sleep(600)"], start_new_session=True
-        )
+        sleeps = [sys.executable, "-c", "import time; time.sleep(600)"]
+        started = subprocess.Popen(sleeps, start_new_session=True)
         Path(child).write_text(str(started.pid))
     Handler.engine, Handler.starts = engine, len(record.read_text().splitlines())
     Handler.name = option(words, "--served-model-name", "--alias")
     Handler.key = os.environ.get("VLLM_API_KEY") or os.environ.get("LLAMA_API_KEY") or ""
     host, _, port = os.environ.get("OLLAMA_HOST", "").partition(":")
-    address = (
-        (host, int(port))
-        if port and engine == "ollama"
-        else ("127.0.0.1", int(option(words, "--port")))
-    )
+    if not port or engine != "ollama":
+        host, port = "127.0.0.1", option(words, "--port")
+    address = host, int(port)
     while (loaded := os.environ.get("STAND_IN_LOADS")) and not Path(loaded).exists():
         time.sleep(0.01)
     try:

@@ -111,13 +111,8 @@ class Nursery:
         env: Mapping[str, str] | None,
         cwd: Path | str,
     ) -> int:
-        asked = {
-            "code": code,
-            "words": words,
-            "env": dict(os.environ if env is None else env),
-            "cwd": str(cwd),
-        }
-        return self._ask(asked, fds)
+        inherited = dict(os.environ if env is None else env)
+        return self._ask({"code": code, "words": words, "env": inherited, "cwd": str(cwd)}, fds)
 
     def status(self, pid: int) -> int | None:
         """The exit status of a child, or None while it runs. A negative one is a signal."""
@@ -138,20 +133,14 @@ class Nursery:
             self._door, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
             self._door.settimeout(PATIENCE)
             program = NURSERY.format(imports=self._imports)
+            path = os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH", ""))))
             with theirs:
                 subprocess.Popen(
-                    [sys.executable, "-c", program, str(theirs.fileno())],
-                    cwd=REPO,
-                    env=os.environ | {"PYTHONPATH": self._path()},
-                    stdin=subprocess.DEVNULL,
-                    pass_fds=(theirs.fileno(),),
-                    start_new_session=True,
-                )
+                    [sys.executable, "-c", program, str(theirs.fileno())], cwd=REPO,
+                    env=os.environ | {"PYTHONPATH": path}, stdin=subprocess.DEVNULL,
+                    pass_fds=(theirs.fileno(),), start_new_session=True,
+                )  # fmt: skip
         return self._door
-
-    @staticmethod
-    def _path() -> str:
-        return os.pathsep.join(filter(None, (str(REPO), os.environ.get("PYTHONPATH", ""))))
 
 
 KEEPER = (

@@ -92,13 +92,9 @@ class Kernel:
                 print(json.dumps(answer, default=repr), flush=True)
         """)
         self.process = subprocess.Popen(
-            [sys.executable, "-c", program],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-            env={**os.environ, **driver.environment, **environment},
-        )
+            [sys.executable, "-c", program], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+            start_new_session=True, env={**os.environ, **driver.environment, **environment},
+        )  # fmt: skip
         assert self.read_answer() == "ready"
 
     def read_answer(self) -> Any:
@@ -124,10 +120,8 @@ class Kernel:
 
     def slowest_status_seconds(self, times: int = 20) -> float:
         """The longest of `times` calls of `rt.status()` in the process, in seconds."""
-        self.evaluate(
-            "timed = lambda: [began := time.perf_counter(), rt.status(), time.perf_counter() - began][2]"
-        )
-        return self.evaluate(f"max(timed() for _ in range({times}))")
+        timed = "[began := time.perf_counter(), rt.status(), time.perf_counter() - began][2]"
+        return self.evaluate(f"max({timed} for _ in range({times}))")
 
     def end(self) -> None:
         self.process.kill()
@@ -139,9 +133,8 @@ class Host:
 
     def __init__(self, driver: Driver, directory: Path) -> None:
         self.driver, self.url, self.kernels = driver, f"keeper://{directory}/ledger", list[Kernel]()
-        self.directory = (
-            directory / "ledger" / Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        )
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        self.directory = directory / "ledger" / boot
         self.sampling = Sampling(self.directory)
 
     def kernel(self, devices: str = "cuda", **environment: str) -> Kernel:
@@ -151,12 +144,9 @@ class Host:
 
     def helpers(self) -> list[int]:
         """The pids of the helper processes of this ledger."""
-        found = []
-        for process in psutil.process_iter(["cmdline"]):
-            words = process.info["cmdline"] or []
-            if "gpu_runtime.telemetry.sampler" in words and words[-1] == str(self.directory):
-                found.append(process.pid)
-        return found
+        every = ((one.pid, one.info["cmdline"] or []) for one in psutil.process_iter(["cmdline"]))
+        module, place = "gpu_runtime.telemetry.sampler", str(self.directory)
+        return [pid for pid, words in every if module in words and words[-1] == place]
 
     def figures(self) -> Figures:
         """The latest sample that the helper process wrote."""

@@ -24,9 +24,8 @@ class Stream(torch.Stream):
     def __new__(cls, device: Any = 0, stream_id: int | None = None) -> Stream:
         """A new stream of that card, or the stream with the number `stream_id`."""
         number = next(_numbers) if stream_id is None else stream_id
-        return super().__new__(
-            cls, stream_id=number, device_index=_index(device), device_type=_DEVICE_TYPE
-        )
+        place = {"device_index": _index(device), "device_type": _DEVICE_TYPE}
+        return super().__new__(cls, stream_id=number, **place)
 
     @property
     def queue(self) -> Queue:
@@ -34,7 +33,6 @@ class Stream(torch.Stream):
         return cards[self.device_index].queue(self.stream_id)
 
     def synchronize(self) -> None:
-        """Waits until all work of this stream is done."""
         self.queue.run()
 
     def record_event(self, event: Event | None = None) -> Event:
@@ -44,7 +42,6 @@ class Stream(torch.Stream):
         return event
 
     def wait_event(self, event: Event) -> None:
-        """Makes later work of this stream begin only after the event."""
         event.wait(self)
 
     def wait_stream(self, stream: Stream) -> None:
@@ -70,12 +67,10 @@ class Event:
             (stream or module.current_stream()).queue.launch(partial(queue.run, number))
 
     def synchronize(self) -> None:
-        """Waits until the event has happened."""
         if self._place is not None:
             self._place[0].run(self._place[1])
 
     def query(self) -> bool:
-        """Whether the event has happened."""
         return self._place is None or self._place[0].done >= self._place[1]
 
 
@@ -158,9 +153,6 @@ class Module(backend_registration._DummyBackendModule):
     def empty_cache(self) -> None:
         for card in cards:
             card.empty_cache()
-
-
-_DEVICE_TYPE = 20  # c10::DeviceType::PrivateUse1
 
 
 module = Module()

@@ -18,16 +18,7 @@ from gpu_runtime.samples import (
     tokenizer,
 )
 
-__all__ = [
-    "VOCABULARY",
-    "causal_lm",
-    "embedder",
-    "gguf_lm",
-    "reranker",
-    "sentence_embedder",
-    "tokenizer",
-    "vision_lm",
-]
+__all__ = ["VOCABULARY", "causal_lm", "embedder", "gguf_lm", "reranker", "tokenizer"]
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_OFFLINE", "1")
@@ -70,14 +61,10 @@ def vision_lm(directory: Path) -> Path:
 
     words = tokenizer()
     words.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    sizes = {"hidden_size": 32, "intermediate_size": 64, "image_size": 28, "patch_size": 14}
     config = transformers.LlavaConfig(
         vision_config=transformers.CLIPVisionConfig(
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            image_size=28,
-            patch_size=14,
+            num_hidden_layers=2, num_attention_heads=2, **sizes
         ),
         text_config=transformers.LlamaConfig(**{**_SHAPE, "vocab_size": len(words)}),
         image_token_index=words.convert_tokens_to_ids("<image>"),
@@ -113,13 +100,15 @@ def gguf_vocabulary(file: Path, kind: str) -> Path:
 
     kinds = gguf.TokenType
     writer = gguf.GGUFWriter(str(file), "llama")
-    writer.add_context_length(256)
-    writer.add_embedding_length(64)
-    writer.add_block_count(1)
-    writer.add_feed_forward_length(64)
-    writer.add_head_count(4)
-    writer.add_layer_norm_rms_eps(1e-5)
-    writer.add_rope_dimension_count(16)
+    shape = {
+        "context_length": 256,
+        "embedding_length": 64,
+        "block_count": 1,
+        "feed_forward_length": 64,
+    }
+    shape |= {"head_count": 4, "layer_norm_rms_eps": 1e-5, "rope_dimension_count": 16}
+    for key, value in {**shape, "bos_token_id": 1, "eos_token_id": 2, "unk_token_id": 0}.items():
+        getattr(writer, f"add_{key}")(value)
     if kind == "bpe":
         words = tokenizer()
         words.add_tokens(LONG_TOKENS)
@@ -141,9 +130,6 @@ def gguf_vocabulary(file: Path, kind: str) -> Path:
     writer.add_vocab_size(len(names))
     writer.add_token_list([name.encode() for name in names])
     writer.add_token_types(types)
-    writer.add_bos_token_id(1)
-    writer.add_eos_token_id(2)
-    writer.add_unk_token_id(0)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.close()
@@ -152,8 +138,6 @@ def gguf_vocabulary(file: Path, kind: str) -> Path:
 
 def hub_cache(home: Path, repository: str, directory: Path) -> None:
     """Copies the model to the place where a download of `repository` would put it, with `home` as HF_HUB_CACHE."""
-    import shutil
-
     folder = home / ("models--" + repository.replace("/", "--"))
     commit = "0" * 40
     shutil.copytree(directory, folder / "snapshots" / commit)
@@ -170,8 +154,7 @@ def truncate(path: Path, by: int = 1) -> None:
 def pickled(directory: Path) -> Path:
     """A copy of a model directory whose weights are a pickle file."""
     directory.mkdir()
-    (directory / "config.json").write_text(
-        json.dumps({"architectures": ["LlamaForCausalLM"], "model_type": "llama"})
-    )
+    config = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    (directory / "config.json").write_text(json.dumps(config))
     (directory / "pytorch_model.bin").write_bytes(b"\x80\x04.")
     return directory

@@ -69,11 +69,8 @@ def state() -> dict[str, Any]:
     found |= {f"environment {name}": value for name, value in os.environ.items()}
     found |= {f"filter {number}": repr(one) for number, one in enumerate(warnings.filters)}
     found["warnings"] = repr((warnings.showwarning, warnings.formatwarning))
-    found |= {
-        f"limit {name}": resource.getrlimit(getattr(resource, name))
-        for name in dir(resource)
-        if name.startswith("RLIMIT_")
-    }
+    limits = [name for name in dir(resource) if name.startswith("RLIMIT_")]
+    found |= {f"limit {name}": resource.getrlimit(getattr(resource, name)) for name in limits}
     for number in signal.valid_signals() - {signal.SIGKILL, signal.SIGSTOP}:
         found[f"signal {number}"] = repr(signal.getsignal(number))
     return found
@@ -88,9 +85,5 @@ def _field(name: str) -> str:
 def changed(before: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """What differs now: each name with its values before and now."""
     now = state()
-    names = before.keys() | now.keys()
-    return {
-        name: (before.get(name), now.get(name))
-        for name in sorted(names)
-        if before.get(name) != now.get(name)
-    }
+    pairs = {name: (before.get(name), now.get(name)) for name in sorted(before | now)}
+    return {name: pair for name, pair in pairs.items() if pair[0] != pair[1]}

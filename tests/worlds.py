@@ -61,17 +61,17 @@ def at(pid: int, name: str) -> str:
     return f"{owner(pid).id}/{name}"
 
 
-def _device_id(word: str) -> str | None:
-    match = _DEVICE.fullmatch(word)
-    if not match:
-        return None
-    return HOST if word == "host" else f"{match[1]}:{match[2]}"
-
-
 def _shares(words: dict[str, Any]) -> tuple[Share, ...]:
     """The shares that the keywords describe. Those keywords are removed from `words`."""
-    ids = {word: id for word in words if (id := _device_id(word))}
+    found = [match for match in map(_DEVICE.fullmatch, words) if match]
+    ids = {match[0]: HOST if match[0] == "host" else f"{match[1]}:{match[2]}" for match in found}
     return tuple(Share(id, size(words.pop(word))) for word, id in ids.items())
+
+
+def _numbered(fields: dict[str, Any]) -> None:
+    """Replaces the word of an importance in `fields` by its number."""
+    if isinstance(fields.get("importance"), str):
+        fields["importance"] = IMPORTANCE[fields["importance"]]
 
 
 def lease(name: str, *, by: int = 1, **fields: Any) -> Lease:
@@ -81,8 +81,7 @@ def lease(name: str, *, by: int = 1, **fields: Any) -> Lease:
     are devices and fields of Lease.
     """
     shares = _shares(fields)
-    if isinstance(fields.get("importance"), str):
-        fields["importance"] = IMPORTANCE[fields["importance"]]
+    _numbered(fields)
     return Lease(owner(by).id, name, **{"shares": shares, "droppable": True, **fields})
 
 
@@ -131,9 +130,7 @@ def world(
     `total` is the size of a device whose budget is smaller. `free` maps devices to the free memory that the driver
     reported at `taken_at`. A `cuda` device always has such a measurement; the host has one if it is in `free`.
     """
-    if "host" not in words:
-        words["host"] = 64
-    budgets = _shares(words)
+    budgets = _shares(words := {"host": 64} | words)
     devices, samples = [], {}
     for budget in budgets:
         whole = size((total or {}).get(budget.device, budget.bytes / GIB))
@@ -169,8 +166,7 @@ def request(
     **fields: Any,
 ) -> Request:
     """A request for a model of `gib` GiB. By default it needs one device; with another `layout` it uses several."""
-    if isinstance(fields.get("importance"), str):
-        fields["importance"] = IMPORTANCE[fields["importance"]]
+    _numbered(fields)
     wanted = Lease(owner(by).id, name, **fields)
     footprint = replace(Footprint.of(size(gib)), heads=heads, pieces=pieces)
     return Request(
@@ -190,8 +186,7 @@ def ticket(
 ) -> Ticket:
     """A request that is waiting in the book: `ticket("qwen", by=2, sim0=14)`."""
     need = _shares(fields)
-    if isinstance(fields.get("importance"), str):
-        fields["importance"] = IMPORTANCE[fields["importance"]]
+    _numbered(fields)
     return Ticket(
         key or f"{by}:{name}", owner(by).id, fields.pop("verb", "use"), name, arrived, refreshed,
         need=need, **fields,
@@ -225,11 +220,6 @@ def decide(page: Book, wanted: Request, there: World) -> Any:
     return replayed(lambda book: admit(book, wanted, there, lru), page)
 
 
-def everyone(page: Book) -> list[str]:
-    """The ids of all owners in the book."""
-    return list(page.sections)
-
-
 def ask_until(
     page: Book, wanted: Request, there: World, *, rounds: int = 20
 ) -> tuple[Book, list[Any]]:
@@ -247,7 +237,7 @@ def ask_until(
         for step in verdict.steps:
             page = left(page, step, getattr(step, "shares", ()), there)
         there = replace(there, now=there.now + 0.1, wall=there.wall + 0.1)
-        for id in everyone(page):
+        for id in list(page.sections):
             page, steps, _ = obey(page, id, there, f"obey {id}")
             for step in steps:
                 page = left(page, step, getattr(step, "shares", ()), there)
