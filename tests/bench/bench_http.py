@@ -8,11 +8,8 @@ The server, its client and its engines share the cores. `wrk` comes with most sy
 
 import http.client
 import json
-import os
 import re
-import secrets
 import shutil
-import signal
 import statistics
 import subprocess
 import sys
@@ -25,12 +22,12 @@ from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple
-from urllib.parse import urlsplit
 
 import psutil
 
 from gpu_runtime import Runtime, samples
-from tests.faces.served import free_port
+from tests.faces.served import OPERATORS, free_port
+from tests.faces.served import serving as running
 
 from .results import Row
 from .timing import alternately
@@ -53,18 +50,19 @@ class Server(NamedTuple):
     token: str
     process: psutil.Process
 
+    def request(
+        self, connection: http.client.HTTPConnection, path: str, body: object, method: str = "POST"
+    ) -> http.client.HTTPResponse:
+        headers = {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"}
+        connection.request(method, path, json.dumps(body), headers)
+        answer = connection.getresponse()
+        assert answer.status < 300, answer.read()
+        return answer
+
     def call(
         self, connection: http.client.HTTPConnection, **body: object
     ) -> http.client.HTTPResponse:
-        connection.request(
-            "POST",
-            "/v1/chat/completions",
-            json.dumps({"messages": MESSAGES, **body}),
-            {"Authorization": f"Bearer {self.token}", "Content-Type": "application/json"},
-        )
-        answer = connection.getresponse()
-        assert answer.status == 200, answer.read()
-        return answer
+        return self.request(connection, "/v1/chat/completions", {"messages": MESSAGES, **body})
 
 
 @contextmanager
@@ -73,11 +71,8 @@ def serving(
 ) -> Iterator[Server]:
     """Runs `gpu serve` inside the `with` block, with an echo model, a llama.cpp model and further
     `models`, on one simulated `card`.
-
-    The block begins when the server has printed its URL.
     """
-    token = secrets.token_urlsafe(32)  # the server prints its own token to a terminal only
-    place = Path(directory)
+    place, port = Path(directory), free_port()
     samples.gguf_lm(place / "writer.gguf", size="24 MiB")
     entries = {
         "echo": {"backend": "fake", "type": "llm", "memory": "1GiB"},
@@ -85,28 +80,11 @@ def serving(
         **(models or {}),
     }
     (place / "models.json").write_text(json.dumps({"models": entries}))
-    outside = {name: value for name, value in os.environ.items() if not name.startswith("GPU_")}
-    environment = outside | {
-        "GPU_DEVICES": f"sim:{card},host:64GiB",
-        "GPU_LEDGER": f"keeper://{place}/ledger",
-        "XDG_STATE_HOME": f"{place}/state",
-        "GPU_CATALOG": f"{place}/models.json",
-        "GPU_CONSOLE_TOKEN": token,
-    }
-    with subprocess.Popen(
-        [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(free_port())],
-        env=environment,
-        text=True,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    ) as process:
-        try:
-            process.stdout.readline()
-            url = urlsplit(process.stdout.readline().strip())
-            yield Server(url.netloc, token, psutil.Process(process.pid))
-        finally:
-            process.send_signal(signal.SIGTERM)
-            process.wait(60)
+    settings = {"GPU_DEVICES": f"sim:{card},host:64GiB", "GPU_CATALOG": f"{place}/models.json"}
+    command = [sys.executable, "-m", "gpu_runtime.cli", "serve", "--port", str(port)]
+    settings["GPU_CONSOLE_TOKEN"] = OPERATORS
+    with running(command, place, settings, port=port) as server:
+        yield Server(f"127.0.0.1:{port}", OPERATORS, psutil.Process(server.process.pid))
 
 
 def echo(server: Server, seconds: int = 10, target: float = 1000.0) -> Row:

@@ -108,15 +108,14 @@ def _messages() -> list[dict[str, str]]:
     return [{"role": "user", "content": " ".join(words)}]
 
 
+def _chat(place: Server, model: str, tokens: int, connection: http.client.HTTPConnection) -> None:
+    more = {"model": model, "max_tokens": tokens, "temperature": 0}
+    place.call(connection, messages=_messages(), **more).read()
+
+
 def _one(place: Server, model: str) -> Callable[[], None]:
     """A function that makes a chat of `model` with one token."""
-    connection = http.client.HTTPConnection(place.address)
-
-    def one() -> None:
-        body = {"model": model, "max_tokens": 1, "temperature": 0}
-        place.call(connection, messages=_messages(), **body).read()
-
-    return one
+    return partial(_chat, place, model, 1, http.client.HTTPConnection(place.address))
 
 
 def _crowd(place: Server, model: str, calls: int) -> Callable[[], None]:
@@ -125,8 +124,7 @@ def _crowd(place: Server, model: str, calls: int) -> Callable[[], None]:
     def client(many: int) -> None:
         connection = http.client.HTTPConnection(place.address)
         for _ in range(many):
-            body = {"model": model, "max_tokens": 8, "temperature": 0}
-            place.call(connection, messages=_messages(), **body).read()
+            _chat(place, model, 8, connection)
 
     def crowd() -> None:
         with ThreadPoolExecutor(CONNECTIONS) as pool:
@@ -262,7 +260,7 @@ def _room_for_one(directory: str, options: dict[str, object]) -> Iterator[Server
 def _one_of_each(place: Server) -> None:
     connection = http.client.HTTPConnection(place.address)
     for name in MODELS:
-        place.call(connection, messages=_messages(), model=name, max_tokens=1).read()
+        _chat(place, name, 1, connection)
 
 
 def _crowd_and_one(place: Server, seconds: float) -> tuple[float, float]:
@@ -276,8 +274,7 @@ def _crowd_and_one(place: Server, seconds: float) -> tuple[float, float]:
     cold: list[float] = []
 
     def call(connection: http.client.HTTPConnection, name: str) -> None:
-        body = {"messages": _messages(), "max_tokens": 8, "temperature": 0}
-        place.call(connection, model=name, **body).read()
+        _chat(place, name, 8, connection)
         with answers:
             counts[name] += 1
             answers.notify_all()
@@ -314,13 +311,11 @@ def embeddings(server: Server, source: str) -> Row:
 
     module, tokenizer = AutoModel.from_pretrained(source), AutoTokenizer.from_pretrained(source)
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
-    headers = {"Authorization": f"Bearer {server.token}", "Content-Type": "application/json"}
-    body = json.dumps({"model": "bge", "input": TEXTS, "encoding_format": "base64"})
+    body = {"model": "bge", "input": TEXTS, "encoding_format": "base64"}
 
     def through() -> None:
         connection = http.client.HTTPConnection(server.address)
-        connection.request("POST", "/v1/embeddings", body, headers)
-        answer = connection.getresponse()
+        answer = server.request(connection, "/v1/embeddings", body)
         assert len(json.loads(answer.read())["data"]) == len(TEXTS)
 
     @torch.inference_mode()
@@ -343,7 +338,6 @@ def hang_up(server: Server, rounds: int = 5) -> Row:
     """The seconds until another client has a token after a client left its stream, and to cancel a job."""
     other = http.client.HTTPConnection(server.address)
     one = {"model": "writer", "max_tokens": 1, "temperature": 0}
-    headers = {"Authorization": f"Bearer {server.token}", "Content-Type": "application/json"}
 
     def left() -> float:
         leaving = http.client.HTTPConnection(server.address)
@@ -356,12 +350,10 @@ def hang_up(server: Server, rounds: int = 5) -> Row:
     def cancelled() -> float:
         body = {"messages": MESSAGES, **LONG, "stream": False}
         job = {"endpoint": "/v1/chat/completions", "body": body}
-        other.request("POST", "/v1/jobs", json.dumps(job), headers)
-        id = json.loads(other.getresponse().read())["id"]
+        id = json.loads(server.request(other, "/v1/jobs", job).read())["id"]
         time.sleep(0.05)  # it runs
         began = time.perf_counter()
-        other.request("DELETE", f"/v1/jobs/{id}", headers=headers)
-        other.getresponse().read()
+        server.request(other, f"/v1/jobs/{id}", None, "DELETE").read()
         return time.perf_counter() - began
 
     free, ended = medians(rounds, left, cancelled)
