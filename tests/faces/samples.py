@@ -49,20 +49,9 @@ def lease(name, gib, device="sim:0", owner=ME, **more):
 
 
 def snapshot(
-    *leases,
-    cards=1,
-    gib=24.0,
-    host=64.0,
-    simulated=True,
-    strangers=0.0,
-    processes=None,
-    tickets=(),
-    events=(),
-    specs=(),
-    totals=None,
-    measured=True,
-    **more,
-):
+    *leases, cards=1, gib=24.0, host=64.0, simulated=True, strangers=0.0, processes=None, tickets=(),
+    events=(), specs=(), totals=None, measured=True, **more,
+):  # fmt: skip
     """A snapshot with these leases: one simulated card of 24 GiB, where no keyword says otherwise."""
     sections = {
         owner.id: Section(owner, tuple(one for one in leases if one.owner == owner.id))
@@ -74,34 +63,18 @@ def snapshot(
         total = int((host if id == HOST else gib) * GIB)
         limit = int(total * (0.5 if id == HOST else 0.9))
         claimed = sum(share.bytes for one in leases for share in one.claims() if share.device == id)
-        used = (
-            claimed + (int(strangers * GIB) if id == ids[0] else 0)
-            if measured or id == HOST
-            else None
-        )
+        unleased = int(strangers * GIB) if id == ids[0] else 0
+        used = claimed + unleased if measured or id == HOST else None
         full = max(claimed / limit, (used or 0) / total)
         level = list(Level)[(full >= 0.6) + (full >= 0.8) + (full >= 0.9)]
         sample = (None if simulated else Sample(
             id, NOW, None if used is None else total - used,
             processes or {} if id == ids[0] else {}, 37.0 if id != HOST else None,
         ))  # fmt: skip
-        views.append(
-            DeviceView(
-                Device(
-                    id,
-                    total,
-                    "NVIDIA H100" if not simulated and id != HOST else "",
-                    simulated=simulated,
-                ),
-                limit,
-                claimed,
-                used,
-                level,
-                full,
-                sample,
-                room_bytes=None if used is None else min(limit - claimed, total - used),
-            )
-        )
+        name = "NVIDIA H100" if not simulated and id != HOST else ""
+        device = Device(id, total, name, simulated=simulated)
+        room = None if used is None else min(limit - claimed, total - used)
+        views.append(DeviceView(device, limit, claimed, used, level, full, sample, room_bytes=room))
     others = tuple(
         Stranger(ids[0], pid, size, "carol", "python3")
         for pid, size in (processes or {}).items()
@@ -113,10 +86,8 @@ def snapshot(
     )  # fmt: skip
     silent = unanswered(seen)
     since = {one.owner.id: one.since for one in reversed(silent)}
-    presences = {
-        id: presence(section, Sight.ALIVE, since.get(id)) for id, section in sections.items()
-    }
-    return replace(seen, unanswered=silent, presences=presences)
+    seen_as = lambda id: presence(sections[id], Sight.ALIVE, since.get(id))
+    return replace(seen, unanswered=silent, presences={id: seen_as(id) for id in sections})
 
 
 def event(seq, model, action, because, gib=0.0, device="sim:0", **more):
@@ -156,7 +127,7 @@ waiting = snapshot(
             NOW,
             need=(Share("sim:0", 8 * GIB),),
             because="qwen (14.0 GiB on sim:0) is in use",
-        ),
+        ),  # fmt: skip
         Ticket("k2", ME.id, "evict", f"{BOB.id}/reranker", NOW - 3, NOW),
     ),
     events=EVENTS,
@@ -171,41 +142,23 @@ overdraft = snapshot(
     degraded="cuda:0 did not answer 5 times in a row; next try in 30 s",
 )
 NAMES = (
-    "Qwen/Qwen3-Embedding-0.6B",
-    "meta-llama/Llama-3.1-8B-Instruct",
-    "bge",
-    "mistral",
-    "phi",
-    "gemma",
-    "whisper",
-    "sdxl",
+    "Qwen/Qwen3-Embedding-0.6B", "meta-llama/Llama-3.1-8B-Instruct", "bge", "mistral", "phi", "gemma",
+    "whisper", "sdxl",
     "a-very-long-name-that-nobody-would-type-but-some-tool-made-up-for-a-fine-tuned-checkpoint-00017",
-)
+)  # fmt: skip
 eight = snapshot(
     *(
         lease(
-            name,
-            6 + 7 * (n % 5),
-            f"cuda:{n % 8}",
-            (ME, BOB)[n % 2],
-            pins=int(n % 3 == 0),
+            name, 6 + 7 * (n % 5), f"cuda:{n % 8}", (ME, BOB)[n % 2], pins=int(n % 3 == 0),
             importance=(10, 1, 30)[n % 3],
         )
         for n, name in enumerate(NAMES)
     ),
     Lease(ME.id, "cell#1", shares=(Share("cuda:3", 20 * GIB),), kind="block", pins=1),
-    Lease(
-        BOB.id, "arriving-one", target=(Share("cuda:4", 30 * GIB),), phase=Phase.ARRIVING, pins=1
-    ),
-    cards=8,
-    gib=80,
-    host=1024,
-    simulated=False,
-    strangers=11,
-    processes={777: 11 * GIB},
-    events=EVENTS,
+    Lease(BOB.id, "arriving-one", target=(Share("cuda:4", 30 * GIB),), phase=Phase.ARRIVING, pins=1),
+    cards=8, gib=80, host=1024, simulated=False, strangers=11, processes={777: 11 * GIB}, events=EVENTS,
     totals=TOTALS,
-)
+)  # fmt: skip
 unmeasured = snapshot(lease("qwen", 14, "cuda:0"), simulated=False, measured=False)
 _two = snapshot(
     lease("qwen", 14, "cuda:0"),
@@ -213,14 +166,8 @@ _two = snapshot(
     cards=2,
     simulated=False,
 )
-drained = replace(
-    _two,
-    devices=(
-        _two.devices[0],
-        replace(_two.devices[1], drained=Drain("ann", WALL - 600)),
-        *_two.devices[2:],
-    ),
-)
+_shut = replace(_two.devices[1], drained=Drain("ann", WALL - 600))
+drained = replace(_two, devices=(_two.devices[0], _shut, *_two.devices[2:]))
 hostile = snapshot(
     lease("<img src=x onerror=alert(1)>\x1b[31m\n", 4),
     events=(event(1, "<b>evil</b>", "refused", "<script>alert(1)</script>", 4),),
@@ -238,14 +185,9 @@ fits = Plan(
         Candidate((Share("sim:0", 12 * GIB),), False, "3.6 GiB free of 12.0 GiB needed"),
         Candidate((Share("sim:1", 12 * GIB),), False, "2.0 GiB free of 12.0 GiB needed"),
     ),
-    (),
-    Footprint((Part("weights", 11 * GIB, "header"), Part("activations", GIB, "declared"))),
-    "gemma",
-    command="preload gemma",
-    victims=(f"{ME.id}/qwen",),
-)
-
-
+    (), Footprint((Part("weights", 11 * GIB, "header"), Part("activations", GIB, "declared"))), "gemma",
+    command="preload gemma", victims=(f"{ME.id}/qwen",),
+)  # fmt: skip
 refused = Plan(
     False, (), (), "gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)",
     footprint=Footprint.of(40 * GIB), name="gemma", level=PlanLevel.NEVER,

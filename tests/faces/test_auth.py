@@ -54,9 +54,8 @@ def test_a_token_is_in_no_repr_and_compared_in_constant_time(monkeypatch):
     """A traceback can show the values of a frame."""
     assert OPERATORS not in repr(RULES) and VIEWERS not in repr(RULES)
     compared = []
-    monkeypatch.setattr(
-        auth.hmac, "compare_digest", lambda a, b: compared.append((len(a), len(b))) or a == b
-    )
+    record = lambda a, b: compared.append((len(a), len(b))) or a == b
+    monkeypatch.setattr(auth.hmac, "compare_digest", record)
     role_of_tokens(RULES, authorization=f"Bearer {OPERATORS}", query="x")
     assert compared == [(32, 32)] * 6
 
@@ -119,26 +118,18 @@ def test_a_page_joins_no_session_of_another_visitor(owners, may):
         request = SimpleNamespace(visitor=Visitor(name, True))
         document = SimpleNamespace(session_context=SimpleNamespace(request=request))
         sessions.append(SimpleNamespace(id="s", document=document))
-    app = SimpleNamespace(
-        prefix="", default_router=None, applications={"/": SimpleNamespace(sessions=sessions)}
-    )
+    applications = {"/": SimpleNamespace(sessions=sessions)}
+    app = SimpleNamespace(prefix="", default_router=None, applications=applications)
     request = SimpleNamespace(headers={"Sec-WebSocket-Protocol": f"bokeh, {token}"})
     gate = panel_gate.PanelGate(app, RULES)
     assert gate.may_join(request, Visitor("ann", True)) is may
 
 
 KEY, LOOK = "gpu-" + "k" * 43, "gpu-" + "l" * 43
-BOTS = {
-    KEY: Visitor("key:bot", False, may_call=True, api_only=True),
-    LOOK: Visitor("key:look", False),
-}
-KEY_RULES = AccessRules(
-    "ann",
-    OPERATORS,
-    VIEWERS,
-    key_visitor=BOTS.get,
-    cors=frozenset({"https://app.example"}),
-)
+BOT = Visitor("key:bot", False, may_call=True, api_only=True)
+BOTS = {KEY: BOT, LOOK: Visitor("key:look", False)}
+CORS = frozenset({"https://app.example"})
+KEY_RULES = AccessRules("ann", OPERATORS, VIEWERS, key_visitor=BOTS.get, cors=CORS)
 
 
 class Asked(gate.Gate):
@@ -176,19 +167,11 @@ class Asked(gate.Gate):
         options = found.handler_kwargs
         if "status" in options:
             return options["status"], options.get("wait", 0.0)
-        return (
-            self.request.visitor.name if self.request.visitor else found.handler_class.__name__,
-            0.0,
-        )
+        visitor = self.request.visitor
+        return visitor.name if visitor else found.handler_class.__name__, 0.0
 
 
-TOKENS = {
-    "ann": OPERATORS,
-    "viewer": VIEWERS,
-    "key:bot": KEY,
-    "key:look": LOOK,
-    "": "wrong-token",
-}
+TOKENS = {"ann": OPERATORS, "viewer": VIEWERS, "key:bot": KEY, "key:look": LOOK, "": "wrong"}
 
 
 @pytest.mark.parametrize("lane", [True, False])
@@ -198,19 +181,13 @@ TOKENS = {
 def test_the_gate_admits_whom_the_token_in_its_place_proves(name, place, path, lane):
     """A key counts in a header only, and one for calls opens no page. A cookie counts below the lane only."""
     asked, token = Asked(), TOKENS[name]
-    in_cookie = {
-        "ann": asked._cookie_rules.operator_token,
-        "viewer": asked._cookie_rules.viewer_token,
-    }.get(name, token)
+    rules = asked._cookie_rules
+    kept = {"ann": rules.operator_token, "viewer": rules.viewer_token}.get(name, token)
+    cookies = f"gpu-console=tossed; gpu-console={kept}"
     more = {
-        "header": {"Authorization": f"Bearer {token}"},
-        "key header": {"X_Api_Key": token},
-        "cookie": {
-            "Bokeh_Session_Id": "mine",
-            "Cookie": f"gpu-console=tossed; gpu-console={in_cookie}",
-        },
-        "query": {},
-    }[place]
+        "header": {"Authorization": f"Bearer {token}"}, "key header": {"X_Api_Key": token},
+        "cookie": {"Bokeh_Session_Id": "mine", "Cookie": cookies}, "query": {},
+    }[place]  # fmt: skip
     rest = "theme=dark&api_key=secret&bokeh-session-id=mine&bokeh-token=a"
     query = f"?token=first&token={token}&{rest}" if place == "query" else f"?{rest}"
     found, _ = asked.ask(f"/{asked.lane}{path}{query}" if lane else f"{path}{query}", **more)

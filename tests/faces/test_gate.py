@@ -105,7 +105,6 @@ def test_head_and_options_are_answered_as_get_is(server):
     page, head = (server.get(server.path, method=one, **token) for one in ("GET", "HEAD"))
     assert (head.status, head.body) == (page.status, "") == (200, "")
     assert head.headers["content-type"] == page.headers["content-type"]
-    token = {"Authorization": f"Bearer {OPERATORS}"}
     for route in ("/autoload.js", f"{server.path}/autoload.js"):
         answer = server.get(route, method="OPTIONS", **token)
         assert answer.status in (204, 404) and "access-control-allow-origin" not in answer.headers
@@ -117,9 +116,8 @@ def test_a_program_without_the_token_gets_json(server):
         answer = server.get(server.path, Accept="application/json", **token)
         assert (answer.status, answer.headers["www-authenticate"]) == (401, "Bearer")
         assert "token" in json.loads(answer.body)["error"]["message"] and "<" not in answer.body
-    assert server.get(server.path, Accept="*/*", Origin="http://evil.example").status == 403, (
-        "no token would help"
-    )
+    foreign = server.get(server.path, Accept="*/*", Origin="http://evil.example")
+    assert foreign.status == 403, "no token would help"
     assert server.get(server.path, Accept="text/html,*/*").body.startswith("<!doctype html>")
 
 
@@ -133,19 +131,14 @@ def test_the_token_opens_the_page_and_leaves_the_url(server):
     path, cookie = server.enter()
     page = server.get(path, Cookie=cookie)
     assert page.status == 200 and page.headers["referrer-policy"] == "no-referrer"
-    assert (
-        server.get(server.path, Cookie=cookie).status == 403
-    )  # on other paths the cookie does not count
+    assert server.get(server.path, Cookie=cookie).status == 403, "a cookie of another path"
 
 
 def test_the_page_contains_no_credential(server):
     """Bokeh writes a request's headers and cookies into the page, in spite of HttpOnly."""
     path, cookie = server.enter()
-    page = server.get(
-        path,
-        Cookie=f"{cookie}; username-127-0-0-1-8888=jupyters",
-        Authorization=f"token {OPERATORS}",
-    )
+    sent = f"{cookie}; username-127-0-0-1-8888=jupyters"
+    page = server.get(path, Cookie=sent, Authorization=f"token {OPERATORS}")
     inside = str(get_token_payload(page.session_token))
     assert "headers" in inside
     for secret in (cookie.partition("=")[2], OPERATORS, "jupyters", path.split("/")[1]):
@@ -161,13 +154,10 @@ def test_a_websocket_needs_the_same_credentials_as_a_page(server):
     assert refused_status(server, websocket_of(path), token, cookie="gpu-console=wrong") == 403
 
 
-@pytest.mark.parametrize(
-    ("token", "visitor", "done"),
-    [
-        (VIEWERS, "SECRET of viewer, may act: False", "done by nobody"),
-        (OPERATORS, "may act: True", "an operator"),
-    ],
-)
+@pytest.mark.parametrize(("token", "visitor", "done"), [
+    (VIEWERS, "SECRET of viewer, may act: False", "done by nobody"),
+    (OPERATORS, "may act: True", "an operator"),
+])  # fmt: skip
 def test_a_viewers_forged_click_does_nothing(server, token, visitor, done):
     """The page is made for the holder of the token. The right to act is checked when the action runs."""
     path, cookie, session = open_page(server, token)
@@ -182,15 +172,11 @@ def test_a_token_can_be_typed_into_the_form(server):
     for where, up in ((server.path, "./"), ("/an-older-lane/console", "../")):
         answer = server.get(where, method="POST", body=f"token={VIEWERS}", **form)
         assert answer.status == 302 and answer.headers["location"].startswith(up), answer
-        page = server.get(
-            "/" + answer.headers["location"].replace("../", "").replace("./", ""),
-            Cookie=answer.cookie,
-        )
-        assert page.status == 200
-    assert server.get(server.path, method="POST", body="token=wrong", **form).status in (403, 429)
-    assert (
-        server.get(server.path, method="POST", body="x" * 5000, **form).status == 400
-    )  # the body of a refused request is limited
+        path = "/" + answer.headers["location"].replace("../", "").replace("./", "")
+        assert server.get(path, Cookie=answer.cookie).status == 200
+    typed = {"token=wrong": (403, 429), "x" * 5000: (400,)}  # such a body is limited
+    for body, statuses in typed.items():
+        assert server.get(server.path, method="POST", body=body, **form).status in statuses
 
 
 def test_a_url_prefix_and_a_named_origin_are_respected(folder):
@@ -213,13 +199,9 @@ def test_a_url_prefix_and_a_named_origin_are_respected(folder):
 
 def test_tokens_are_in_no_log_and_on_no_command_line(server):
     """Other users can read command lines, and logs are copied. Here the output is a file, so it has no token either."""
-    for path in (
-        f"{server.path}?token={OPERATORS}",
-        f"/nowhere?token={OPERATORS}",
-        f"/static/x?a=1&token={OPERATORS}",
-    ):
-        server.get(path)
-        server.get(path, method="PUT")
+    for path in (f"{server.path}?", "/nowhere?", "/static/x?a=1&"):
+        server.get(f"{path}token={OPERATORS}")
+        server.get(f"{path}token={OPERATORS}", method="PUT")
     path, cookie = server.enter()
     server.get(path, Cookie=cookie)
     output = server.output

@@ -19,12 +19,7 @@ from tests.clock import PATIENCE
 from tests.faces.served import OPERATORS, console, free_port, panel_serve, serving
 from tests.faces.test_gate import document_from, open_page, refused_status, websocket_of
 
-PEOPLE = {
-    "ann": "anns-password",
-    "bob": "bobs-password",
-    "eve": "eves-password",
-    "guest": "guests-password",
-}
+PEOPLE = {name: f"{name}s-password" for name in ("ann", "bob", "eve", "guest")}
 FORM = {"Content_Type": "application/x-www-form-urlencoded"}
 
 
@@ -33,27 +28,19 @@ def asking(tmp_path_factory):
     """A console with names and passwords. ann may act, bob may read, and eve has an account but no role."""
     folder, port = tmp_path_factory.mktemp("login"), free_port()
     (folder / "people.json").write_text(json.dumps(PEOPLE))
-    environ = {
-        "PANEL_COOKIE_SECRET": "c" * 32,
-        "GPU_CONSOLE_OPERATORS": "ann, guest",
-        "GPU_CONSOLE_VIEWERS": "bob",
-    }
-    flags = (
-        f"--warm --port {port} --basic-auth people.json --oauth-optional --allow-websocket-origin=*"
-    )
-    words = panel_serve(folder, *flags.split())
+    environ = {"GPU_CONSOLE_OPERATORS": "ann, guest", "GPU_CONSOLE_VIEWERS": "bob"}
+    environ["PANEL_COOKIE_SECRET"] = "c" * 32
+    flags = f"--port {port} --basic-auth people.json --oauth-optional --allow-websocket-origin=*"
+    words = panel_serve(folder, "--warm", *flags.split())
     with serving(words, folder, environ, port=port, path="/console") as server:
         yield server
 
 
 def kept_cookies(answer):
     """The cookies that a browser keeps after this answer."""
-    kept = [
-        value.partition(";")[0]
-        for name, value in answer.getheaders()
-        if name.lower() == "set-cookie"
-    ]
-    return "; ".join(cookie for cookie in kept if not cookie.endswith('=""'))
+    kept = [value for name, value in answer.getheaders() if name.lower() == "set-cookie"]
+    cookies = [value.partition(";")[0] for value in kept]
+    return "; ".join(cookie for cookie in cookies if not cookie.endswith('=""'))
 
 
 def cookies_of(server, name):
@@ -92,12 +79,8 @@ def test_an_account_without_a_role_is_refused(asking):
 
 def test_without_a_login_only_the_login_page_answers(asking):
     """`--oauth-optional` would admit guests. They get a page of Panel without any content of the console."""
-    for path in (
-        "/console/metadata",
-        "/console/autoload.js?bokeh-autoload-element=1",
-        "/static/js/bokeh.js",
-        "/x",
-    ):
+    script = "/console/autoload.js?bokeh-autoload-element=1"
+    for path in ("/console/metadata", script, "/static/js/bokeh.js", "/x"):
         answer = asking.get(path)
         assert answer.status == 403 and "SECRET" not in answer.body, (path, answer)
     page = asking.get()
@@ -110,12 +93,8 @@ def test_without_a_login_only_the_login_page_answers(asking):
 def test_a_forged_login_is_no_login(asking):
     """The login cookie is signed. On this console tokens do not count."""
     page = asking.get(Cookie=cookies_of(asking, "bob")).session_token
-    for forged in (
-        "user=ann",
-        "user=2|1:0|10:1|4:user|4:YW5u|00",
-        "is_guest=1",
-        f"gpu-console={OPERATORS}",
-    ):
+    signed = "user=2|1:0|10:1|4:user|4:YW5u|00"
+    for forged in ("user=ann", signed, "is_guest=1", f"gpu-console={OPERATORS}"):
         assert refused_status(asking, "/console/ws", page, cookie=forged) == 403
         assert asking.get("/static/js/bokeh.min.js", Cookie=forged).status == 403
     assert refused_status(asking, "/console/ws", page, Authorization=f"Bearer {OPERATORS}") == 403
@@ -147,9 +126,8 @@ class Provider(BaseHTTPRequestHandler):
         self._answer({"access_token": body["code"][0], "token_type": "bearer"})
 
     def do_GET(self):
-        self._answer(
-            {"login": self.headers["Authorization"].removeprefix("Bearer "), "email": "ann"}
-        )
+        name = self.headers["Authorization"].removeprefix("Bearer ")
+        self._answer({"login": name, "email": "ann"})
 
     def _answer(self, value):
         body = json.dumps(value).encode()
@@ -214,14 +192,12 @@ def private(request, tmp_path_factory):
     folder.chmod(0o700)
     path = str(folder / "s")
     if request.param == "gpu console":
-        with serving(console(folder, socket_path=path), folder, socket_path=path) as server:
-            yield server
+        words, page = console(folder, socket_path=path), "/"
     else:
-        with serving(
-            panel_serve(folder, "--unix-socket", path), folder, socket_path=path, path="/console"
-        ) as server:
-            server.get()
-            yield server
+        words, page = panel_serve(folder, "--unix-socket", path), "/console"
+    with serving(words, folder, socket_path=path, path=page) as server:
+        server.get()
+        yield server
 
 
 def test_a_private_socket_needs_no_token_and_refuses_foreign_pages(private):
@@ -287,9 +263,8 @@ def test_read_only_makes_every_visitor_a_viewer(tmp_path):
     """The operator becomes a viewer, too. The option is meant for a screen on the wall."""
     port = free_port()
     environ = {"GPU_CONSOLE_TOKEN": OPERATORS}
-    with serving(
-        console(tmp_path, port=port, read_only=True), tmp_path, environ, port=port
-    ) as server:
+    words = console(tmp_path, port=port, read_only=True)
+    with serving(words, tmp_path, environ, port=port) as server:
         path, cookie, token = open_page(server)
         document = document_from(server, websocket_of(path), token, cookie=cookie, click=True)
         assert "done by nobody" in document

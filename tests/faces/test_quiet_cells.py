@@ -29,47 +29,22 @@ def touches_nothing(shell, code, **content):
     return quiet_cells.touches_nothing(shell, {"code": code, **content})
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "%gpu",
-        "%gpu status --all;",
-        "# who holds it?\n%gpu leases\n\n  %gpuctl why kernel",
-        "%gpu park",  # it is parked already
-        "%gpu park train.ipynb",
-        "(1.5, 'a') == [2, None]",
-        "not True or -3 < 4  # quick",
-        "# a note",
-    ],
-)
+@pytest.mark.parametrize("code", [
+    "%gpu", "%gpu status --all;", "# who holds it?\n%gpu leases\n\n  %gpuctl why kernel",
+    "%gpu park",  # it is parked already
+    "%gpu park train.ipynb", "(1.5, 'a') == [2, None]", "not True or -3 < 4  # quick", "# a note",
+])  # fmt: skip
 def test_reading_verbs_and_constants_touch_nothing(shell, code):
     assert touches_nothing(shell, code)
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "x",
-        "print(1)",
-        "import torch",
-        "f'{x}'",
-        "%gpu\nx.sum()",
-        "(5\n%gpu\n)",  # the rest of a division by a variable
-        "%gpu why {name}",
-        "%gpu why $name",
-        "%gpu why x?",
-        "%gpu who \\\n--json",
-        "%gpu models -o df",
-        "%gpu models --output=df",
-        "df = %gpu models",
-        "%gpu why 'open",
-        "%gpu free",
-        "%gpu park never",
-        "%%gpu status",
-        "%time 1",
-        "1+",
-    ],
-)
+@pytest.mark.parametrize("code", [
+    "x", "print(1)", "import torch", "f'{x}'", "%gpu\nx.sum()",
+    "(5\n%gpu\n)",  # the rest of a division by a variable
+    "%gpu why {name}", "%gpu why $name", "%gpu why x?", "%gpu who \\\n--json", "%gpu models -o df",
+    "%gpu models --output=df", "df = %gpu models", "%gpu why 'open", "%gpu free", "%gpu park never",
+    "%%gpu status", "%time 1", "1+",
+])  # fmt: skip
 def test_every_other_cell_gets_its_memory_first(shell, code):
     assert not touches_nothing(shell, code)
 
@@ -114,38 +89,16 @@ def test_the_verbs_that_bring_the_memory_back_run_while_it_is_away(shell, user, 
     assert cell is not None and cell.returns
 
 
-@pytest.mark.parametrize(
-    "code",
-    [
-        "del unknown",
-        "del finalized",  # its method may read anything
-        "del x[0]",
-        "del model.weight",
-        "x = x + 1",
-        "x += 1",
-        "x[0] = 1",
-        "a, b = 1, 2",
-        "import numpy",
-        "print(data)",
-        "print(x.add_(1))",
-        "print(x.max(0))",
-        "print(x.max(dim=0))",
-        "print(**data)",
-        "print(round(x, ndigits=2))",
-        "gc.collect(generation=2)",
-        "torch.cuda.empty_cache(data)",
-        "print(x.sum())",
-        "print(x.data)",
-        "print(x, file=data)",
-        "print(*losses)",
-        "torch.save(x + 1, 'x.pt')",
-        "torch.save(mine.state_dict(), 'm.pt')",
-        "torch.save(x, data)",
-        "torch.load('x.pt')",
-        "!ls",
-        "%gpu unpark\ndel x",
-    ],
-)
+@pytest.mark.parametrize("code", [
+    "del unknown",
+    "del finalized",  # its method may read anything
+    "del x[0]", "del model.weight", "x = x + 1", "x += 1", "x[0] = 1", "a, b = 1, 2", "import numpy",
+    "print(data)", "print(x.add_(1))", "print(x.max(0))", "print(x.max(dim=0))", "print(**data)",
+    "print(round(x, ndigits=2))", "gc.collect(generation=2)", "torch.cuda.empty_cache(data)",
+    "print(x.sum())", "print(x.data)", "print(x, file=data)", "print(*losses)", "torch.save(x + 1, 'x.pt')",
+    "torch.save(mine.state_dict(), 'm.pt')", "torch.save(x, data)", "torch.load('x.pt')", "!ls",
+    "%gpu unpark\ndel x",
+])  # fmt: skip
 def test_every_other_cell_needs_the_card(shell, user, code):
     assert quiet_cells.in_ram(shell, {"code": code}) is None
 

@@ -33,9 +33,7 @@ from .samples import GIB, lease, snapshot
 
 
 def test_status_shows_devices_holders_and_the_last_decision():
-    assert (
-        text.status(samples.busy)
-        == """\
+    expected = """\
 1 simulated GPU
 
 sim:0  ███████████████████▓▓▓▓▓·····│··  18.0 of 21.6 GiB    83%
@@ -50,14 +48,12 @@ llama      8.0 GiB  host   this process                                warm, idl
 
 Last decision  12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
 3 evictions (2 offloaded, 1 unloaded) · 2 restored · 4 loaded"""
-    )
+    assert text.status(samples.busy) == expected
 
 
 def test_status_shows_an_overdraft_other_programs_and_a_failing_monitor():
     """On a real card, memory without a lease is shown with the process that holds it."""
-    assert (
-        text.status(samples.overdraft)
-        == """\
+    expected = """\
 1 × NVIDIA H100
 The monitor cannot see: cuda:0 did not answer 5 times in a row; next try in 30 s
 cuda:0 is over its budget by 1.4 GiB. Nothing is granted on it.
@@ -71,18 +67,16 @@ MODEL               SIZE  WHERE   HELD BY                         STATE
 qwen            14.0 GiB  cuda:0  this process                    idle 12 s
 llama            9.0 GiB  cuda:0  analysis.ipynb (pid 4121), bob  idle 12 s
 other programs   512 MiB  cuda:0  python3, carol, pid 999         not governed"""
-    )
+    assert text.status(samples.overdraft) == expected
 
 
 def test_status_lists_the_queue_and_leases_above_the_cap():
     """The importance of such a lease in the book is a number, which nobody can type."""
-    assert (
-        text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0]
-        == """\
+    expected = """\
 : 2
   1. llama, 8.0 GiB on sim:0, for analysis.ipynb (pid 4121), bob, waiting 12 s: qwen (14.0 GiB on sim:0) is in use
   2. this process requested: evict reranker of analysis.ipynb (pid 4121), bob, 3.0 s ago"""
-    )
+    assert text.status(samples.waiting).partition("Waiting")[2].partition("\n\n")[0] == expected
     code = replace(samples.waiting.tickets[0], name="kernel", arrived=samples.NOW - 12)
     [waits] = words.waiting(replace(samples.waiting, tickets=(code,)))
     assert waits.startswith("analysis.ipynb (pid 4121), bob, 8.0 GiB on sim:0, waiting 12 s")
@@ -93,28 +87,13 @@ def test_status_lists_the_queue_and_leases_above_the_cap():
         parse_importance(OVER_CAP)
 
 
-@pytest.mark.parametrize(
-    ("seen", "prompt", "hint"),
-    [
-        (
-            samples.empty,
-            "%gpu",
-            "Nothing is loaded yet. Tensors of plain torch code appear here by themselves. "
-            "Load a model:  %gpu load NAME PATH",
-        ),
-        (
-            samples.registered,
-            "%gpu",
-            "Nothing is loaded. Registered here: qwen. Load one:  %gpu preload qwen",
-        ),
-        (
-            samples.empty,
-            "gpu",
-            "Nothing is loaded yet. In a notebook, type  %load_ext gpu  and run torch code, "
-            "or load a model:  %gpu load NAME PATH",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("seen", "prompt", "hint"), [
+    (samples.empty, "%gpu", "Nothing is loaded yet. Tensors of plain torch code appear here by themselves. "
+     "Load a model:  %gpu load NAME PATH"),
+    (samples.registered, "%gpu", "Nothing is loaded. Registered here: qwen. Load one:  %gpu preload qwen"),
+    (samples.empty, "gpu", "Nothing is loaded yet. In a notebook, type  %load_ext gpu  and run torch code, "
+     "or load a model:  %gpu load NAME PATH"),
+])  # fmt: skip
 def test_an_empty_status_says_what_to_type(seen, prompt, hint):
     assert text.status(seen, prompt).splitlines()[-1] == hint
 
@@ -127,9 +106,7 @@ def test_unknown_is_never_shown_as_zero():
 
 
 def test_a_plan_shows_its_verdict_its_steps_and_the_devices_after_them():
-    assert (
-        text.plan(samples.fits, samples.busy)
-        == """\
+    expected = """\
 gemma fits once 1 other is evicted · simulated
 qwen was used least recently. gemma needs 12.0 GiB; sim:0 has 17.6 GiB free.
 Needs 12.0 GiB
@@ -145,7 +122,7 @@ then  host   ████▓▓▓▓▓▓▓·····│··········�
 Also considered:
   sim:1 2.0 GiB free of 12.0 GiB needed
 Nothing was done. Do it:  %gpu preload gemma"""
-    )
+    assert text.plan(samples.fits, samples.busy) == expected
 
 
 @pytest.mark.parametrize(("command", "in_notebook", "in_terminal"), [
@@ -161,13 +138,11 @@ def test_a_plan_says_how_to_do_it(command, in_notebook, in_terminal):
 
 
 def test_a_refusal_is_a_plan_too():
-    assert (
-        text.plan(samples.refused, samples.busy)
-        == """\
+    expected = """\
 gemma does not fit, even after a wait · simulated
 gemma needs 40.0 GiB on one device; the largest budget is 21.6 GiB (sim:0)
 Needs 40.0 GiB (declared)"""
-    )
+    assert text.plan(samples.refused, samples.busy) == expected
     blocked = replace(samples.refused, obstacle="the file is cut")
     assert text.plan(blocked, samples.busy).endswith("would not be loaded: the file is cut.")
     bobs = Move(f"{samples.BOB.id}/reranker", (Share("sim:0", GIB),), (Share(HOST, GIB),))
@@ -177,12 +152,10 @@ Needs 40.0 GiB (declared)"""
 
 def test_a_decision_is_shown_with_its_process_if_there_are_several():
     """Two notebooks may have models of one name. A notebook's own memory has its name already."""
-    assert (
-        text.why("qwen", samples.EVENTS[:0:-1])
-        == """\
+    expected = """\
 12:02:08  qwen was loaded, 14.0 GiB on sim:0: qwen needs 14.0 GiB; sim:0 has 21.6 GiB free.
 12:02:06  llama was offloaded from sim:0, freeing 8.0 GiB: qwen needs room."""
-    )
+    assert text.why("qwen", samples.EVENTS[:0:-1]) == expected
     grant = samples.event(5, "gemma", "granted", "gemma needs 2.0 GiB.", 2)
     shown = text.why("", (grant, *samples.EVENTS[::-1]))
     assert "gemma was granted 2.0 GiB on sim:0: gemma needs" in shown, "it is not loaded yet"
@@ -190,10 +163,8 @@ def test_a_decision_is_shown_with_its_process_if_there_are_several():
     code = replace(bobs, model="kernel", notebook="/w/analysis.ipynb")
     lines = text.why("llama", [mine, bobs, code], around=samples.busy).splitlines()
     assert [line.partition(" was")[0][10:] for line in lines] == [
-        "llama of this process",
-        "llama of analysis.ipynb (pid 4121), bob",
-        "analysis.ipynb",
-    ]
+        "llama of this process", "llama of analysis.ipynb (pid 4121), bob", "analysis.ipynb",
+    ]  # fmt: skip
     twice = [bobs, replace(bobs, seq=9)]
     assert "llama of analysis.ipynb" not in text.why("llama", twice, around=samples.busy)
     assert "<b>llama of this process</b>" in html.why("llama", [mine, bobs], samples.busy)
@@ -201,28 +172,20 @@ def test_a_decision_is_shown_with_its_process_if_there_are_several():
 
 def test_an_outcome_and_the_health_are_one_line():
     """`gpu health` said 73 % (of the card) where `gpu status` said 81 % (of the budget)."""
-    evicted = Outcome(
-        "evict", "qwen", True, "qwen stepped aside to host; 14.0 GiB came free", 14 * GIB, "host",
-        0.8,
-    )  # fmt: skip
-    assert (
-        text.outcome(evicted)
-        == "evict qwen: qwen stepped aside to host; 14.0 GiB came free (800 ms)"
-    )
+    because = "qwen stepped aside to host; 14.0 GiB came free"
+    evicted = Outcome("evict", "qwen", True, because, 14 * GIB, "host", 0.8)
     loaded = Outcome("load", "qwen", True, "qwen is on sim:0", 14 * GIB, "sim:0", 2.5)
-    assert text.outcome(loaded) == "load qwen: qwen is on sim:0 (14.0 GiB, 2.5 s)"
-    assert (
-        text.outcome(Outcome("evict", "qwen", False, "pid 7 was asked"))
-        == "evict qwen, not done: pid 7 was asked"
-    )
-    assert (
-        text.health(Health(False, Level.CRITICAL, None, "x"))
-        == "NOT healthy · pressure CRITICAL · x"
-    )
-    assert (
-        text.health(Health(True, Level.MODERATE, 42.0, "Memory usage moderate", "sim:1 79 %"))
-        == "healthy · pressure MODERATE, sim:1 79 % · Memory usage moderate"
-    )
+    refused = Outcome("evict", "qwen", False, "pid 7 was asked")
+    assert [text.outcome(one) for one in (evicted, loaded, refused)] == [
+        "evict qwen: qwen stepped aside to host; 14.0 GiB came free (800 ms)",
+        "load qwen: qwen is on sim:0 (14.0 GiB, 2.5 s)",
+        "evict qwen, not done: pid 7 was asked",
+    ]
+    bad = Health(False, Level.CRITICAL, None, "x")
+    fine = Health(True, Level.MODERATE, 42.0, "Memory usage moderate", "sim:1 79 %")
+    assert text.health(bad) == "NOT healthy · pressure CRITICAL · x"
+    said = "healthy · pressure MODERATE, sim:1 79 % · Memory usage moderate"
+    assert text.health(fine) == said
     line = text.health(health(samples.busy))
     [shown] = re.findall(r"sim:0 (\d+ %)", line)
     assert shown.replace(" ", "") in text.status(samples.busy)
@@ -245,13 +208,11 @@ def test_an_event_without_a_model_names_its_process():
 
 
 def test_settings_are_lines_for_a_shell_or_with_their_source():
-    assert (
-        text.preset(preset("8GB"))
-        == """\
+    expected = """\
 export GPU_MEMORY_MAX_PERCENT=0.85
 export ENABLE_CPU_OFFLOAD=true
 export EVICTION_IDLE_THRESHOLD_SECONDS=60"""
-    )
+    assert text.preset(preset("8GB")) == expected
     lines = text.config(Settings.load(gpu_policy="cost_aware").sources()).splitlines()
     line = next(line for line in lines if line.startswith("GPU_POLICY"))
     assert line.split()[:3] == ["GPU_POLICY", "cost_aware", "argument"]
@@ -267,21 +228,15 @@ def test_no_text_face_can_control_the_terminal():
     event = Event(
         1, samples.WALL, *map(_spoiled, ("qwen", "loaded", "sim:0")), because=_spoiled("it")
     )
+    shut = Drain(by=_spoiled("ops"), wall=samples.WALL)
+    devices = tuple(
+        replace(view, drained=shut, device=replace(view.device, id=_spoiled(view.device.id), name=_spoiled("card")))
+        for view in samples.hostile.devices
+    )  # fmt: skip
     found = replace(
-        samples.hostile,
-        degraded=_spoiled("sensor"),
-        ledger=_spoiled("keeper:///x"),
-        host=_spoiled("box"),
-        events=(event,),
-        devices=tuple(
-            replace(
-                view,
-                device=replace(view.device, id=_spoiled(view.device.id), name=_spoiled("card")),
-                drained=Drain(by=_spoiled("ops"), wall=samples.WALL),
-            )
-            for view in samples.hostile.devices
-        ),
-    )
+        samples.hostile, degraded=_spoiled("sensor"), ledger=_spoiled("keeper:///x"), host=_spoiled("box"),
+        events=(event,), devices=devices,
+    )  # fmt: skip
     done = Outcome("evict", _spoiled("qwen"), True, _spoiled("done"))
     health = Health(True, Level.LOW, 25.0, _spoiled("fine"))
     wait = Wait(because=_spoiled("it is in use"))
@@ -393,10 +348,7 @@ def test_json_has_every_field_and_plain_values():
         "simulated": True,
     }  # fmt: skip
     assert [one["idle_seconds"] for one in status["leases"]] == [0.0, 200.0, 12.0]
-    assert plain.plain(samples.fits)["steps"][1] == {
-        "step": "load",
-        "lease": f"{samples.ME.id}/gemma",
-        "shares": [{"device": "sim:0", "bytes": 12 * GIB}],
-        "because": "",
-    }
+    step = {"step": "load", "lease": f"{samples.ME.id}/gemma", "because": ""}
+    shares = [{"device": "sim:0", "bytes": 12 * GIB}]
+    assert plain.plain(samples.fits)["steps"][1] == step | {"shares": shares}
     assert plain.plain(Share(HOST, 1)) == {"device": HOST, "bytes": 1}
