@@ -40,21 +40,9 @@ def segment(at: int, *blocks: tuple[float, BlockState], kind: str = "large") -> 
 
 
 adapters = AllocatorMap(
-    samples.BOB.id,
-    "sim:0",
-    1.0,
-    9 * MIB,
-    40 * MIB,
-    31 * MIB,
-    20 * MIB,
-    20 * MIB,
-    1,
-    0,
-    (
-        segment(0, (3, FREE), (3, USED), (3, FREE), (3, USED), (3, FREE), (3, USED), (2, FREE)),
-        segment(20 * MIB, (20, FREE)),
-    ),
-)
+    samples.BOB.id, "sim:0", 1.0, 9 * MIB, 40 * MIB, 31 * MIB, 20 * MIB, 20 * MIB, 1, 0,
+    (segment(0, *[(3, FREE), (3, USED)] * 3, (2, FREE)), segment(20 * MIB, (20, FREE))),
+)  # fmt: skip
 empty = AllocatorMap(samples.ME.id, "sim:0", 1.0, 0, 0, 0, 0, 0, ooms=1)
 unknown = AllocatorMap(samples.ME.id, "cuda:0", 1.0, 3 * GIB, 4 * GIB)
 
@@ -70,18 +58,12 @@ def test_a_map_reads_as_text():
     ]
 
 
-@pytest.mark.parametrize(
-    ("map", "said"),
-    [
-        (empty, "0 B of 0 B reserved are allocated. Nothing is inactive."),
-        (unknown, "3.0 GiB of 4.0 GiB reserved are allocated; how the rest is divided is unknown."),
-        (
-            AllocatorMap("", "d", 0.0, 0, MIB, MIB, MIB, MIB),
-            "0 B of 1.0 MiB reserved are allocated. 1.0 MiB are inactive, "
-            "1.0 MiB in one piece at most: defrag releases them.",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("map", "said"), [
+    (empty, "0 B of 0 B reserved are allocated. Nothing is inactive."),
+    (unknown, "3.0 GiB of 4.0 GiB reserved are allocated; how the rest is divided is unknown."),
+    (AllocatorMap("", "d", 0.0, 0, MIB, MIB, MIB, MIB), "0 B of 1.0 MiB reserved are allocated. 1.0 MiB are "
+     "inactive, 1.0 MiB in one piece at most: defrag releases them."),
+])  # fmt: skip
 def test_the_verdict_of_a_map(map, said):
     """Figures that the allocator does not report are called unknown, not 0."""
     assert verdict(map) == said
@@ -100,19 +82,16 @@ def area(map: AllocatorMap) -> dict[str, float]:
     return sums
 
 
-wide = st.lists(
-    st.tuples(st.integers(1, 64), st.sampled_from([USED, FREE, WAITING])), min_size=1, max_size=6
-)
+BLOCKS = st.tuples(st.integers(1, 64), st.sampled_from([USED, FREE, WAITING]))
 
 
-@given(rows=st.lists(wide, min_size=1, max_size=8))
+@given(rows=st.lists(st.lists(BLOCKS, min_size=1, max_size=6), min_size=1, max_size=8))
 def test_area_is_bytes(rows):
     """The area is proportional to the bytes if all blocks are wide enough to be seen. No two pieces overlap."""
     map = drawn(*(segment(n << 20, *row) for n, row in enumerate(rows)))
     shown = picture(map)
-    assert {kind: size for kind, size in area(map).items() if size} == pytest.approx(
-        dict(legend(map))
-    )
+    areas = {kind: size for kind, size in area(map).items() if size}
+    assert areas == pytest.approx(dict(legend(map)))
     assert sum(size for _, size in legend(map)) == map.reserved_bytes
     for row in range(shown.rows):
         spans = sorted((piece.left, piece.right) for piece in shown.pieces if piece.row == row)
@@ -124,11 +103,8 @@ def test_area_is_bytes(rows):
 def test_a_picture_is_bounded_and_shows_one_small_tensor_in_a_large_segment():
     """The tensor may be all that keeps 10 GiB from being released."""
     map = drawn(segment(0, (5 * KIB, FREE), (1 / 1024, USED), (5 * KIB, FREE)))
-    last = picture(map).pieces[-1]
-    assert (last.kind, last.right - last.left) == (
-        ALLOCATED,
-        pytest.approx(picture(map).row_bytes / allocator_map.CELLS),
-    )
+    last, cell = picture(map).pieces[-1], picture(map).row_bytes / allocator_map.CELLS
+    assert (last.kind, last.right - last.left) == (ALLOCATED, pytest.approx(cell))
     row = [(0.3, USED), (0.7, FREE)] * 4000
     (map,) = bounded([drawn(*(segment(n << 40, *row) for n in range(8)))])
     assert len(picture(map).pieces) < 2 * allocator_map.MOST_ROWS * allocator_map.CELLS
@@ -139,12 +115,10 @@ def test_blocks_too_small_to_be_drawn_apart_are_drawn_by_the_part_in_use():
     """A row that is half in use is drawn at half the height, not as a solid block."""
     row = [(0.25, USED), (0.75, FREE)] * 4
     map = drawn(segment(0, *row), segment(1 << 40, (8000, USED)))
-    few = [
-        piece for piece in picture(map).pieces if piece.kind == ALLOCATED and piece.right < 9 * MIB
-    ]
-    assert sum(
-        (piece.right - piece.left) * (piece.high - piece.low) for piece in few
-    ) == pytest.approx(MIB)
+    used = [piece for piece in picture(map).pieces if piece.kind == ALLOCATED]
+    few = [piece for piece in used if piece.right < 9 * MIB]
+    drawn_area = sum((piece.right - piece.left) * (piece.high - piece.low) for piece in few)
+    assert drawn_area == pytest.approx(MIB)
     assert max(piece.high for piece in few) < 0.5
     assert "in 3 blocks: 512 KiB allocated; 768 KiB inactive, in a segment in use" in few[0].title
 
@@ -175,6 +149,5 @@ def test_all_maps_are_shown_with_their_owner_the_worst_first():
     assert tree(page._repr_mimebundle_()["text/html"]).tags >= {"svg", "path"}
     page = allocator_map.as_html(adapters, '<script>alert("1")</script>')
     assert "<script>" not in page and "&lt;script&gt;" in page
-    assert "Load a model" in repr(
-        render.shown("fragmentation", allocator_map.mapped((), samples.empty))
-    )
+    nothing = allocator_map.mapped((), samples.empty)
+    assert "Load a model" in repr(render.shown("fragmentation", nothing))

@@ -33,16 +33,9 @@ def snapshot_of(book, world):
 
 
 CARDS = ("cuda0", "cuda1", "host")
-LEASES = st.lists(
-    st.tuples(
-        st.sampled_from(CARDS),
-        st.integers(1, 40 * GIB),
-        st.sampled_from(list(Phase)),
-        st.sampled_from(CARDS),
-        st.integers(1, 3),
-    ),
-    max_size=40,
-)
+SIZES, PHASES = st.integers(1, 40 * GIB), st.sampled_from(list(Phase))
+PLACES = st.sampled_from(CARDS)
+LEASES = st.lists(st.tuples(PLACES, SIZES, PHASES, PLACES, st.integers(1, 3)), max_size=40)
 
 
 @given(LEASES, st.integers(0, 5 * GIB), st.integers(0, 5 * GIB), st.integers(0, 80 * GIB))
@@ -51,25 +44,16 @@ def test_a_bar_is_the_books_claims_to_the_byte(drawn, residue, held_by_the_dead,
     leases = []
     for n, (lies, size, phase, goes, pid) in enumerate(drawn):
         at, to = (device_id(place) for place in (lies, goes))
-        leases.append(
-            Lease(
-                worlds.owner(pid).id,
-                f"m{n}",
-                phase=phase,
-                shares=() if phase is Phase.ARRIVING else (Share(at, size),),
-                target=(Share(to, size),) if phase is not Phase.SETTLED else (),
-                shadow_bytes=size if pid == 2 and phase is Phase.SETTLED and at != HOST else 0,
-            )
-        )
-    book = worlds.book(
-        *leases,
-        owners=(1, 2, 3),
-        residue={1: {"cuda:0": residue}},
-        ghosts=(Ghost("9.1.0", 9, "cuda:0", held_by_the_dead, 0.0, 1.0),),
-    )
-    snapshot = snapshot_of(
-        book, worlds.world(cuda0=80, cuda1=80, host=512, free={"cuda0": free / GIB})
-    )
+        shares = () if phase is Phase.ARRIVING else (Share(at, size),)
+        target = (Share(to, size),) if phase is not Phase.SETTLED else ()
+        shadow = size if pid == 2 and phase is Phase.SETTLED and at != HOST else 0
+        fields = {"shares": shares, "target": target, "shadow_bytes": shadow}
+        leases.append(Lease(worlds.owner(pid).id, f"m{n}", phase=phase, **fields))
+    ghosts = (Ghost("9.1.0", 9, "cuda:0", held_by_the_dead, 0.0, 1.0),)
+    rest = {"residue": {1: {"cuda:0": residue}}, "ghosts": ghosts}
+    book = worlds.book(*leases, owners=(1, 2, 3), **rest)
+    there = worlds.world(cuda0=80, cuda1=80, host=512, free={"cuda0": free / GIB})
+    snapshot = snapshot_of(book, there)
     drawn = zip(snapshot.devices, device_totals.bars(snapshot), plain.bars(snapshot), strict=True)
     for view, one, segments in drawn:
         claimed = book.claims().get(view.device.id, 0)
@@ -98,9 +82,8 @@ def test_a_tooltip_shows_process_use_importance_kernel_and_whole_size():
         shown = stretches(replace(samples.busy, sections=sections))["qwen"].tooltip
         assert f"its kernel has been {state}\n" in shown
     split = Lease(samples.ME.id, "big", shares=(Share("sim:0", 4 * GIB), Share("sim:1", 4 * GIB)))
-    assert stretches(samples.snapshot(split, cards=2))["big"].tooltip.startswith(
-        "4.0 GiB of 8.0 GiB on sim:0,1\n"
-    )
+    tooltip = stretches(samples.snapshot(split, cards=2))["big"].tooltip
+    assert tooltip.startswith("4.0 GiB of 8.0 GiB on sim:0,1\n")
 
 
 def test_a_notebooks_own_memory_is_named_once():
@@ -135,9 +118,8 @@ def test_small_leases_are_gathered_and_none_is_lost():
         assert one.used_bytes == view.claimed_bytes
     [others] = bar(crowd).stretches
     assert others.title == "25 others" and others.tooltip.splitlines()[-1] == "and 19 more"
-    assert list(
-        stretches(samples.snapshot(samples.lease("big", 10), samples.lease("thin", 0.01)))
-    ) == ["big", "thin"]
+    two = samples.snapshot(samples.lease("big", 10), samples.lease("thin", 0.01))
+    assert list(stretches(two)) == ["big", "thin"]
 
 
 def test_unleased_memory_names_its_processes():
@@ -148,24 +130,13 @@ def test_unleased_memory_names_its_processes():
     held = replace(samples.overdraft, strangers=(carol, Stranger("cuda:1", 5, GIB, "eve", "R")))
     tooltip = stretches(held)["other programs"].tooltip
     assert "size unknown python3, carol, pid 999" in tooltip and "eve" not in tooltip
-    section = samples.busy.sections[samples.BOB.id]
-    view = samples.busy.devices[0]
-    sections = {
-        **samples.busy.sections,
-        samples.BOB.id: replace(section, residue={"sim:0": 300 * MIB}),
-    }
-    with_cache = replace(
-        samples.busy,
-        sections=sections,
-        devices=(
-            replace(view, claimed_bytes=view.claimed_bytes + 300 * MIB),
-            *samples.busy.devices[1:],
-        ),
-    )
-    assert (
-        "300 MiB analysis.ipynb (pid 4121), bob"
-        in stretches(with_cache)["context and cache"].tooltip
-    )
+    section = replace(samples.busy.sections[samples.BOB.id], residue={"sim:0": 300 * MIB})
+    view, *others = samples.busy.devices
+    fuller = replace(view, claimed_bytes=view.claimed_bytes + 300 * MIB)
+    sections = samples.busy.sections | {samples.BOB.id: section}
+    with_cache = replace(samples.busy, sections=sections, devices=(fuller, *others))
+    tooltip = stretches(with_cache)["context and cache"].tooltip
+    assert "300 MiB analysis.ipynb (pid 4121), bob" in tooltip
 
 
 @pytest.mark.parametrize(("room", "blind", "words"), [
@@ -176,10 +147,8 @@ def test_unleased_memory_names_its_processes():
 ])  # fmt: skip
 def test_free_memory_in_words(room, blind, words):
     """An unknown number of free bytes is shown as unknown, never as 0."""
-    assert (
-        device_words.room_words(replace(samples.busy.devices[0], room_bytes=room, blind=blind))
-        == words
-    )
+    view = replace(samples.busy.devices[0], room_bytes=room, blind=blind)
+    assert device_words.room_words(view) == words
 
 
 def test_idle_memory_counts_the_own_code_of_an_idle_notebook():
@@ -207,9 +176,8 @@ def test_the_console_and_the_status_count_the_warm_pool_alike():
 
 def test_a_device_says_what_a_person_must_know():
     """Who drained it, whether it is measured, and whether it is simulated."""
-    assert device_words.notices(samples.drained, samples.drained.devices[1]) == [
-        "drained by ann 10 min ago: it takes no new leases"
-    ]
+    [notice] = device_words.notices(samples.drained, samples.drained.devices[1])
+    assert notice == "drained by ann 10 min ago: it takes no new leases"
     view = replace(samples.busy.devices[0], drained=Drain("<b>", samples.WALL))
     assert device_words.notices(samples.busy, view)[0].startswith("drained by <b>")
     view = samples.unmeasured.devices[0]

@@ -1,5 +1,6 @@
 """The tab Fragmentation: its table, its report, its picture, and the actions of its buttons."""
 
+import itertools
 import json
 
 import pytest
@@ -65,22 +66,15 @@ def test_what_is_unknown_is_shown_as_unknown():
     assert texts(row)[2:8] == ["3.0 GiB", "4.0 GiB", "unknown", "unknown", "unknown", "unknown"]
     assert row.buttons[1].why_not == "", "there may be something to release"
     assert "is unknown" in report(process_memories((sums,), here)[0], here)
-    assert [row.id for row in table((replace(mine, owner="1.2.3"),))] == [
-        f"{samples.ME.id}/sim:0",
-        f"{samples.BOB.id}/sim:0",
-    ]
+    of_a_stranger = [row.id for row in table((replace(mine, owner="1.2.3"),))]
+    assert of_a_stranger == [f"{one.id}/sim:0" for one in (samples.ME, samples.BOB)]
 
 
 def test_only_an_operator_has_defragment_and_disabled_buttons_show_why():
-    bob = next(
-        row
-        for row in table((adapters, mine), chosen=f"{samples.BOB.id}/sim:0")
-        if "bob" in row.cells[0].text
-    )
-    assert [(button.verb, button.why_not) for button in bob.buttons] == [
-        ("show", "It is shown below"),
-        ("defrag", ""),
-    ]
+    found = table((adapters, mine), chosen=f"{samples.BOB.id}/sim:0")
+    [bob] = [row for row in found if "bob" in row.cells[0].text]
+    buttons = [(button.verb, button.why_not) for button in bob.buttons]
+    assert buttons == [("show", "It is shown below"), ("defrag", "")]
     assert [button.verb for button in table((mine,), acts=False)[0].buttons] == ["show"]
     stuck = table((replace(mine, releasable_bytes=0),))[0]
     assert stuck.buttons[1].why_not.startswith("Nothing to release")
@@ -94,9 +88,8 @@ def test_the_report_describes_the_map_and_escapes_names():
     owner = replace(samples.BOB, notebook="<script>alert(1)</script>")
     section = replace(here.sections[owner.id], owner=owner)
     hostile = replace(here, sections={**here.sections, owner.id: section})
-    memory = next(
-        memory for memory in process_memories((adapters,), hostile) if memory.owner == owner.id
-    )
+    memories = process_memories((adapters,), hostile)
+    [memory] = [one for one in memories if one.owner == owner.id]
     assert "<script>" not in report(memory, hostile)
 
 
@@ -185,11 +178,7 @@ def test_what_is_computed_once_is_so_for_each_snapshot_visitor_choice_and_map():
     other = replace(mine, device="sim:1", segments=mine.segments[:1])
     fetched = FetchedMaps((mine, other))
     fuller = replace(here, devices=tuple(replace(view, room_bytes=GIB) for view in here.devices))
-    asked = [
-        (seen, acts, chosen)
-        for seen in (here, fuller)
-        for acts in (True, False)
-        for chosen in ("", f"{samples.ME.id}/sim:0")
-    ]
+    choices = ("", f"{samples.ME.id}/sim:0")
+    asked = [*itertools.product((here, fuller), (True, False), choices)]
     assert len({fetched.rows(*one) for one in asked}) == len(asked)
     assert fetched.drawing(mine) != fetched.drawing(other)

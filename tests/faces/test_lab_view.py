@@ -98,9 +98,8 @@ def test_a_stopped_process_with_memory_is_a_problem():
     [problem] = found["problems"]
     assert problem["text"].startswith("train.ipynb (pid 4000) is stopped and holds 14.0 GiB.")
     assert (problem["since"], problem["before"]) == (WALL, True), "the first snapshot with it"
-    assert problem["actions"] == [
-        {"verb": "resume", "target": f"{ME.id}/", "label": "Continue", "why_not": ""}
-    ]
+    continues = {"verb": "resume", "target": f"{ME.id}/", "label": "Continue", "why_not": ""}
+    assert problem["actions"] == [continues]
     assert found["status"].endswith("1 problem") and found["groups"][0]["trouble"] == "stopped"
     assert "is stopped" in found["groups"][0]["why_not"], "its kernel acts on no interrupt either"
     [row] = found["groups"][0]["rows"]
@@ -114,18 +113,13 @@ def test_a_problem_has_buttons_that_may_help_and_those_that_a_stopped_process_ig
     [problem] = shown(world)["problems"]
     assert (problem["since"], problem["before"]) == (WALL - 400, False)
     assert [(one["verb"], one["target"], one["label"]) for one in problem["actions"]] == [
-        ("unpin", f"{ME.id}/qwen", "Unpin qwen"),
-        ("cancel", "k", "End wait"),
-    ]
-    stopped = replace(
-        snapshot(lease("qwen", 14)), presences={ME.id: Presence(ProcessState.STOPPED)}
-    )
-    first_seen = FirstSeen()
-    found = [
-        shown(replace(stopped, wall=WALL + later), first_seen=first_seen)["problems"][0]["since"]
-        for later in (0.0, 60.0)
-    ]
-    assert found == [WALL, WALL]
+        ("unpin", f"{ME.id}/qwen", "Unpin qwen"), ("cancel", "k", "End wait"),
+    ]  # fmt: skip
+    asleep = {ME.id: Presence(ProcessState.STOPPED)}
+    stopped, first_seen = replace(snapshot(lease("qwen", 14)), presences=asleep), FirstSeen()
+    for later in (0.0, 60.0):
+        seen = shown(replace(stopped, wall=WALL + later), first_seen=first_seen)
+        assert seen["problems"][0]["since"] == WALL
     asleep = replace(ticket(waited=400.0), refreshed=NOW - 60)
     world = snapshot(lease("qwen", 14, keep=True), tickets=[asleep])
     stopped = replace(world, presences={ME.id: Presence(ProcessState.STOPPED)})
@@ -139,13 +133,11 @@ def test_rows_are_grouped_by_notebook_with_the_largest_first():
     world = snapshot(lease("bge", 2, owner=BOB), lease("qwen", 4), lease("llama", 8))
     groups = shown(world)["groups"]
     assert [(one["title"], one["bytes"]) for one in groups] == [
-        ("train.ipynb", "12.0 GiB"),
-        ("analysis.ipynb", "2.0 GiB"),
-    ]
+        ("train.ipynb", "12.0 GiB"), ("analysis.ipynb", "2.0 GiB"),
+    ]  # fmt: skip
     assert [(row["name"], row["where"], row["bytes"]) for row in groups[0]["rows"]] == [
-        ("llama", "GPU0", "8.0 GiB"),
-        ("qwen", "GPU0", "4.0 GiB"),
-    ]
+        ("llama", "GPU0", "8.0 GiB"), ("qwen", "GPU0", "4.0 GiB"),
+    ]  # fmt: skip
     assert groups[0]["rows"][0]["idle"] == WALL - 12 and groups[1]["user"] == "bob"
     opened = [(one["path"], one["kernel"]) for one in groups]
     assert opened == [("notes/train.ipynb", "k1"), ("", "")], "only a kernel of this server"
@@ -190,12 +182,8 @@ def test_the_variables_of_a_notebook_are_listed_without_its_models():
         {"name": "qwen", "kind": "model", "bytes": GIB, "alone_bytes": 0, "cell": ""},
     ]
     frame = SimpleNamespace(attrs={"note": "names of ann only"}, to_dict=lambda _: records)
-    assert view.variables(frame) == {
-        "rows": [
-            {"name": "w", "kind": "variable", "bytes": "1.0 GiB", "frees": "0 B", "cell": "In [2]"}
-        ],
-        "note": "names of ann only",
-    }
+    row = {"name": "w", "kind": "variable", "bytes": "1.0 GiB", "frees": "0 B", "cell": "In [2]"}
+    assert view.variables(frame) == {"rows": [row], "note": "names of ann only"}
 
 
 def test_an_interrupt_is_confirmed_with_how_long_the_cell_has_run():

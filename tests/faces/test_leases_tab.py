@@ -3,6 +3,7 @@ a notebook's variables.
 """
 
 import json
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -24,18 +25,12 @@ from gpu_runtime.rendering.views import clock
 from .polling import FixedRuntime, Poller
 from .samples import BOB, GIB, ME, NOW, WALL, event, lease, snapshot
 
-TABLE = dataframes.holders(
-    Holdings(
-        (
-            Holder("optimizer", "variable", "sim:0", 4 * GIB, 3 * GIB, "In [4]", "Adam"),
-            Holder("<b>", "output", "sim:0", GIB, GIB, "In [7]", "Tensor"),
-        ),
-        6 * GIB,
-        5 * GIB,
-        unknown_bytes=GIB,
-        process="analysis.ipynb (pid 4121)",
-    )
+ROWS = (
+    Holder("optimizer", "variable", "sim:0", 4 * GIB, 3 * GIB, "In [4]", "Adam"),
+    Holder("<b>", "output", "sim:0", GIB, GIB, "In [7]", "Tensor"),
 )
+OF_BOB = {"unknown_bytes": GIB, "process": "analysis.ipynb (pid 4121)"}
+TABLE = dataframes.holders(Holdings(ROWS, 6 * GIB, 5 * GIB, **OF_BOB))
 
 
 def kernel(gib=4, device="sim:0", owner=BOB, **more):
@@ -140,21 +135,11 @@ def test_parking_waits_for_a_bounded_time():
 
         return record
 
-    rt = SimpleNamespace(
-        evict=act("evict"), preload=act("preload"), on_behalf_of=lambda name: _nothing()
-    )
+    rt = SimpleNamespace(evict=act("evict"), preload=act("preload"), on_behalf_of=nullcontext)
     for verb in ("park", "unpark"):
         assert perform(rt, propose(verb, f"{BOB.id}/kernel", snapshot(kernel())), "ann").done
     subject = LeaseId(BOB.id, "kernel")
     assert asked == [("evict", subject, 30.0), ("preload", subject, 30.0)]
-
-
-class _nothing:
-    def __enter__(self):
-        return None
-
-    def __exit__(self, *_):
-        return None
 
 
 @pytest.fixture
@@ -163,7 +148,7 @@ def tab(monkeypatch):
     monkeypatch.setattr("gpu_panels.tabs.leases.threads.start", lambda run: run())
 
     def make(who, may_act=True):
-        rt = FixedRuntime(snapshot(kernel()), who=who, on_behalf_of=lambda name: _nothing())
+        rt = FixedRuntime(snapshot(kernel()), who=who, on_behalf_of=nullcontext)
         poller = Poller(rt, start=lambda run: None)
         poller.poll()
         made = LeasesTab(poller, Actions(poller, SimpleNamespace(may_act=may_act, name="ann")))

@@ -1,6 +1,7 @@
 """The rows of the tables of models, leases and the queue, made from a snapshot."""
 
 import json
+from functools import partial
 
 import pytest
 from gpu_panels.data.cells import Button, Cell, encoded
@@ -104,11 +105,9 @@ def test_a_button_that_cannot_be_pressed_shows_why(more, buttons):
 
 def test_a_stopped_process_acts_on_no_button():
     """Its requests would wait until it is continued, and fail after 30 s. The problem above has Continue."""
-    world = replace(
-        snapshot(lease("qwen", 14), lease("kernel", 1, kind="kernel")),
-        presences={ME.id: Presence(ProcessState.STOPPED)},
-        names={ME.id: ("other",)},
-    )
+    world = snapshot(lease("qwen", 14), lease("kernel", 1, kind="kernel"))
+    asleep = {ME.id: Presence(ProcessState.STOPPED)}
+    world = replace(world, presences=asleep, names={ME.id: ("other",)})
     shown = [button for row in (*models(world), *leases(world)) for button in row.buttons]
     assert {one.verb for one in shown} == {"evict", "pin", "preload", "park", "who"}
     assert {one.why_not for one in shown} == {ASLEEP}
@@ -116,9 +115,8 @@ def test_a_stopped_process_acts_on_no_button():
 
 def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():
     """A whole card can be leased for a model that fills only half of it. On two cards it has two rows."""
-    whole = lease(
-        "qwen", 20, owner=BOB, filled=(Share("sim:0", 14 * GIB),), pins=1, pinned_since=NOW - 70
-    )
+    filled = {"filled": (Share("sim:0", 14 * GIB),), "pins": 1, "pinned_since": NOW - 70}
+    whole = lease("qwen", 20, owner=BOB, **filled)
     row, _ = leases(snapshot(lease("small", 1), whole))  # the process that holds most is first
     assert texts(row) == [
         "analysis.ipynb", "bob", "4121", "–", "qwen", "sim:0", "20.0 GiB", "14.0 GiB",
@@ -130,10 +128,8 @@ def test_a_lease_is_shown_with_its_notebook_and_its_measured_bytes():
     (row,) = leases(snapshot(code))
     assert row.cells[4] == Cell("cell#1", None, "memory for running code", "strong")
     split = Lease(ME.id, "big", shares=(Share("sim:0", GIB), Share("sim:1", 2 * GIB)))
-    assert [(texts(row)[5], texts(row)[6]) for row in leases(snapshot(split, cards=2))] == [
-        ("sim:0", "1.0 GiB"),
-        ("sim:1", "2.0 GiB"),
-    ]
+    parts = [texts(row)[5:7] for row in leases(snapshot(split, cards=2))]
+    assert parts == [["sim:0", "1.0 GiB"], ["sim:1", "2.0 GiB"]]
 
 
 def test_residue_and_what_cannot_be_parked_are_listed_with_the_reason():
@@ -153,22 +149,19 @@ def test_residue_and_what_cannot_be_parked_are_listed_with_the_reason():
 
 
 def test_programs_without_a_lease_are_listed_also_unknown_ones():
-    last = leases(
-        snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=3, processes={777: 3 * GIB})
-    )[-1]
-    assert texts(last)[:3] == ["python3", "carol", "777"] and texts(last)[4:8] == [
-        "no lease", "cuda:0", "–", "3.0 GiB",
-    ]  # fmt: skip
+    world = partial(snapshot, lease("qwen", 4, "cuda:0"), simulated=False, strangers=3)
+    last = leases(world(processes={777: 3 * GIB}))[-1]
+    assert texts(last)[:3] == ["python3", "carol", "777"]
+    assert texts(last)[4:8] == ["no lease", "cuda:0", "–", "3.0 GiB"]
     assert last.cells[0].kind == "alarm"
-    last = leases(snapshot(lease("qwen", 4, "cuda:0"), simulated=False, strangers=3))[-1]
+    last = leases(world())[-1]
     assert texts(last)[0] == "other programs" and texts(last)[2] == "unknown"
     assert texts(last)[7] == "3.0 GiB"
 
 
-@pytest.mark.parametrize(
-    ("busy", "idle", "words"),
-    [(NOW - 200, 0.0, "busy 3 min"), (0.0, NOW - 17, "idle 15 s"), (0.0, 0.0, "–")],
-)
+@pytest.mark.parametrize(("busy", "idle", "words"), [
+    (NOW - 200, 0.0, "busy 3 min"), (0.0, NOW - 17, "idle 15 s"), (0.0, 0.0, "–"),
+])  # fmt: skip
 def test_a_kernel_is_busy_idle_or_unknown(busy, idle, words):
     section = replace(snapshot(lease("qwen", 1)).sections[ME.id], busy_since=busy, idle_since=idle)
     assert kernel_cell(section, NOW).text == words
@@ -184,9 +177,8 @@ def test_the_queue_is_in_order_and_shows_what_each_request_waits_for():
         "–", "evict reranker", "this process", "–", "< 5 s", "–",
         "an answer from analysis.ipynb (pid 4121), bob",
     ]  # fmt: skip
-    assert all("prose" in row.cells[-1].kind for row in (first, second)), (
-        "a reason is wrapped and never cut"
-    )
+    wrapped = ["prose" in row.cells[-1].kind for row in (first, second)]
+    assert all(wrapped), "a reason is wrapped and never cut"
     assert first.buttons[0].why_not == ""
     assert first.cells[4].hint == f"since {clock(samples.WALL - 12)}"
 
@@ -229,10 +221,7 @@ def test_a_viewer_is_sent_no_buttons_and_a_name_is_text():
     assert any(row[2] for row in json.loads(encoded(found)))
     assert not any(row[2] for row in json.loads(encoded(found, buttons=False)))
     (row,) = json.loads(encoded(models(samples.hostile)))
-    assert (
-        row[1][0][0]
-        == "<img src=x onerror=alert(1)>\N{REPLACEMENT CHARACTER}[31m\N{REPLACEMENT CHARACTER}"
-    )
+    assert row[1][0][0] == "<img src=x onerror=alert(1)>\ufffd[31m\ufffd"
 
 
 def test_the_same_rows_are_not_sent_again_and_a_press_sends_the_id_of_its_row():

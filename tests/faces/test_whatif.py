@@ -54,15 +54,9 @@ def test_an_evicted_model_is_named_with_its_process_and_its_move():
         "qwen (14.0 GiB) of train.ipynb (pid 4000), ann would move from sim:0 to host"
     ]
     section = samples.busy.sections[samples.ME.id]
-    known_to_return = replace(
-        samples.busy,
-        sections={
-            samples.ME.id: replace(
-                section,
-                leases=tuple(replace(lease, restore_seconds=1.4) for lease in section.leases),
-            )
-        },
-    )
+    leases = tuple(replace(lease, restore_seconds=1.4) for lease in section.leases)
+    sections = {samples.ME.id: replace(section, leases=leases)}
+    known_to_return = replace(samples.busy, sections=sections)
     assert evicted(PLAN, known_to_return)[0].endswith("; restoring it again takes 1.4 s")
     step, load = samples.fits.steps
     own = replace(load, lease=f"{samples.ME.id}/qwen")
@@ -87,9 +81,8 @@ def test_the_answer_shows_verdict_reason_and_evicted_models():
     assert "would be evicted" not in found
     assert whatif.touched(samples.refused.steps) == []
     plan = Plan(False, (), (), "<script>alert(1)</script>", name="<b>x</b>")
-    assert "<script" not in answer(PlanAnswer(plan), samples.busy) + details(
-        PlanAnswer(plan), samples.busy
-    )
+    shown = [face(PlanAnswer(plan), samples.busy) for face in (answer, details)]
+    assert "<script" not in "".join(shown)
     assert "<i>" not in answer(PlanAnswer(error="<i>"), samples.busy)
 
 
@@ -131,19 +124,16 @@ def test_the_tab_shows_the_plan_and_the_devices_that_change():
     assert planned == ["qwen"] and "fits once 1 other" in tab.answer.html
     rows = json.loads(tab.devices.rows)["rows"]
     assert [row["id"] for row in rows] == ["sim:0 now", "sim:0 after", "host now", "host after"]
-    assert [[part["title"] for part in row["parts"]] for row in rows[:2]] == [
-        ["qwen", "reranker"],
-        ["gemma", "reranker"],
-    ]
+    titles = [[part["title"] for part in row["parts"]] for row in rows[:2]]
+    assert titles == [["qwen", "reranker"], ["gemma", "reranker"]]
     assert not any(row["buttons"] for row in rows), "a dry run changes nothing"
 
 
 def test_a_typed_size_replaces_the_chosen_model_and_further_choices_are_asked_too():
     """A field that the visitor leaves as registered becomes no option."""
-    planned = []
-    tab = opened(
-        WhatIfTab, samples.busy, plan=lambda words: planned.append(words) or samples.refused
-    )
+    planned, asked = [], []
+    plan = lambda words: planned.append(words) or samples.refused
+    tab = opened(WhatIfTab, samples.busy, plan=plan)
     tab.model.value = "qwen"
     tab.size.value = "3 GiB"
     refresh(tab)
@@ -151,10 +141,8 @@ def test_a_typed_size_replaces_the_chosen_model_and_further_choices_are_asked_to
     assert not tab.devices.visible and "does not fit, even after a wait" in tab.answer.html
     tab.model.value = "llama"
     assert tab.size.value == ""
-    asked = []
-    tab = opened(
-        WhatIfTab, samples.busy, plan=lambda words, **options: asked.append(options) or PLAN
-    )
+    plan = lambda words, **options: asked.append(options) or PLAN
+    tab = opened(WhatIfTab, samples.busy, plan=plan)
     assert tab.cards.options == [ANY, "sim:0"]
     tab.model.value = "qwen"
     refresh(tab)
