@@ -17,8 +17,7 @@ from typing import TYPE_CHECKING, Any
 from . import attribution
 from .arguments import checked, read_all
 from .backends.base import Progress, Stillness
-from .catalog.resolve import Catalogued
-from .catalog.store import Catalog
+from .catalog.store import Catalog, Catalogued
 from .devices.probe import Probe, open_probe
 from .facts import (
     AllocatorMap,

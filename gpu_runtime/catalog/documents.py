@@ -139,7 +139,6 @@ class _Builder:
         self.lines: dict[Path, int] = {}
 
     def begin(self, loader: Any) -> None:
-        """Starts the next document of the `loader`."""
         self.loader, self.lines = loader, {}
 
     def value(self, node: Any, path: Path) -> Any:
@@ -148,11 +147,10 @@ class _Builder:
         self.lines.setdefault(path, line)
         self.count += 1
         if self.count > MOST_VALUES:
-            raise self._wrong(
-                line,
-                path,
-                f"the file has more than {MOST_VALUES} values; those of an alias count at each use",
+            many = (
+                f"the file has more than {MOST_VALUES} values; those of an alias count at each use"
             )
+            raise self._wrong(line, path, many)
         if len(path) > DEEPEST:  # possible if an alias refers to a node that contains it
             raise self._wrong(line, path, _TOO_DEEP)
         if isinstance(node, yaml.MappingNode) and node.tag == _MAP:
@@ -321,7 +319,6 @@ def _json_lines(text: str, before: int) -> dict[Path, int]:
         return {(): before + 1}
 
     def walk(node: Any, path: Path) -> None:
-        """Records the line of `node` and of everything inside it."""
         lines.setdefault(path, before + node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             for key, child in node.value:

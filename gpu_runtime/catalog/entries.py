@@ -20,17 +20,8 @@ from ..settings import Settings
 from .schema import BACKENDS, TRUST, Fields, is_trust, read_arguments, unknown_fields
 
 _OPTIONS = (
-    "context_length",
-    "sequences",
-    "cache_dtype",
-    "gpu_layers",
-    "dtype",
-    "revision",
-    "allow_missing",
-    "attn_implementation",
-    "task",
-    "chat_template",
-    "thinking",
+    *("context_length", "sequences", "cache_dtype", "gpu_layers", "dtype", "revision"),
+    *("allow_missing", "attn_implementation", "task", "chat_template", "thinking"),
     "leave_out_tools",
 )
 # Options of llama.cpp; an entry of another engine keeps them without effect.
@@ -177,8 +168,8 @@ def _requests_trust(fields: Fields) -> bool:
     if fields.trust_remote_code:
         return True
     flags = group_flags(fields.runtime_args or ())
-    values = [value or "" for flag, value, _ in flags if is_trust(flag)]
-    return any(value.lower() not in ("false", "0", "no") for value in values)
+    values = [(value or "").lower() for flag, value, _ in flags if is_trust(flag)]
+    return any(value not in ("false", "0", "no") for value in values)
 
 
 # -- whether a model can be loaded here ----------------------------------------------------------
@@ -213,9 +204,8 @@ def cannot_load(spec: ModelSpec) -> str:
     """The reason why no backend of this process can load the model of `spec`. Empty if one can."""
     known = backend_names()
     if spec.backend not in known:
-        return (
-            f"its backend {spec.backend} is not part of this version, which has {', '.join(known)}"
-        )
+        has = ", ".join(known)
+        return f"its backend {spec.backend} is not part of this version, which has {has}"
     return missing(spec.backend).partition("\n")[0].rstrip(".")
 
 
@@ -266,9 +256,8 @@ def notes(entry: CatalogEntry, settings: Settings) -> list[str]:
         found.append("type_v is kept, and has no effect: the cache has one dtype, that of type_k")
     found += _argument_notes(fields)
     if _requests_trust(fields) and not settings.gpu_trust_remote_code:
-        found.append(
-            f"{TRUST} is kept, and not passed on where GPU_TRUST_REMOTE_CODE is off, as it is here"
-        )
+        where = "where GPU_TRUST_REMOTE_CODE is off, as it is here"
+        found.append(f"{TRUST} is kept, and not passed on {where}")
     return found + _load_notes(spec)
 
 
@@ -276,11 +265,8 @@ def _argument_notes(fields: Fields) -> list[str]:
     """Notes on the engine's arguments that the placement replaces, or that only the engine reads."""
     flags = [(flag, field) for flag, field, _ in read_arguments(fields.runtime_args or ())]
     placed = [flag for flag, _ in flags if flag in RESERVED_FLAGS]
-    for_engine = [
-        flag
-        for flag, field in flags
-        if not field and flag not in RESERVED_FLAGS and not is_trust(flag)
-    ]
+    unread = [flag for flag, field in flags if not field and flag not in RESERVED_FLAGS]
+    for_engine = [flag for flag in unread if not is_trust(flag)]
     found = []
     if placed:
         found.append(f"decided by the placement, and kept: {', '.join(placed)}")

@@ -59,14 +59,9 @@ def manifests(documents: tuple[Document, ...], file: str) -> tuple[Manifest, ...
     Raises BadDocument with all errors, in the order of their lines. A file without a model is an
     error too.
     """
-    found: list[Manifest] = []
-    errors: list[BadDocument] = []
-    for document in documents:
-        for one in _in_document(document):
-            if isinstance(one, BadDocument):
-                errors.append(one)
-            else:
-                found.append(one)
+    every = [one for document in documents for one in _in_document(document)]
+    found = [one for one in every if isinstance(one, Manifest)]
+    errors = [one for one in every if isinstance(one, BadDocument)]
     if not found and not errors:
         raise BadDocument(file, 1, "", f"there is no model in it. A model is {_EXAMPLE}")
     for manifest in found:
@@ -114,7 +109,7 @@ def _in_value(document: Document, value: Any, path: Path) -> Iterator[Found]:
 
 
 def _resource(document: Document, value: dict[str, Any], path: Path) -> Found:
-    """The model in a document of the first format, or the error of this document."""
+    """The model in a document of the first format."""
     field, problem = _resource_problem(value)
     if problem:
         return document.wrong((*path, *field), problem)

@@ -29,6 +29,7 @@ from ..arguments import (
     Rule,
 )
 from ..backends.engines.arguments import group_flags, is_placeholder
+from ..backends.engines.registry import RECIPES
 from ..errors import BadSetting
 from ..facts import IMPORTANCE, parse_importance
 from ..options import OPTIONS
@@ -44,13 +45,8 @@ TYPES = {  # word in a manifest -> type of model
     "other": "other",
 }
 BACKENDS = {  # word in a manifest -> backend; an unknown backend is kept under its name
-    "transformers": "transformers",
-    "fake": "fake",
+    **{name: name for name in ("transformers", "fake", *RECIPES)},
     **dict.fromkeys(("llama_cpp", "llamacpp", "llama.cpp", "llama-cpp"), "llama_cpp"),
-    "llama-server": "llama-server",
-    "ollama": "ollama",
-    "vllm": "vllm",
-    "diffusers": "diffusers",
 }
 DTYPES = {
     "auto": "auto",
@@ -61,7 +57,7 @@ DTYPES = {
 
 
 def _whole(value: Any) -> Any:
-    if isinstance(value, bool) or isinstance(value, float):
+    if isinstance(value, (bool, float)):
         raise ValueError("it must be a whole number")
     return value
 
@@ -76,10 +72,6 @@ def _mebibytes(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < 2**43:
         raise ValueError(f"{quoted(value)} is not a number of MiB above 0")
     return int(value * MIB)
-
-
-def _seconds(value: Any) -> float:
-    return parse_seconds(value)
 
 
 def _importance(value: Any) -> int:
@@ -102,7 +94,6 @@ def _word_of(
     """
 
     def read(value: Any) -> str:
-        """The value of `known` for the word `value`. Raises ValueError."""
         if not isinstance(value, str) or not value.strip():
             raise ValueError(f"{quoted(value)} is not a {what}; it must be text")
         word = value.strip().lower()
@@ -118,11 +109,6 @@ def _word_of(
         return otherwise(value.strip())
 
     return read
-
-
-def _other_backend(word: str) -> str:
-    """The name, in small letters, of a backend that is not part of this version."""
-    return _by(WORD)(word.lower())
 
 
 _WHICH_GPUS = "it must be how many GPUs, such as 2, or which, such as [0, 1] or [cuda:0]"
@@ -164,36 +150,26 @@ def _is_argument(word: Any) -> bool:
 
 
 def _flag_words(flags: Mapping[str, Any]) -> list[Any]:
-    """The words of a mapping of flags to values.
-
-    If the value is True, the flag gets no value. If the value is False or None, the flag is left
-    out.
-    """
+    """The words of a mapping of flags to values: True is no word, False and None leave out the flag."""
     words: list[Any] = []
-    for flag, value in flags.items():
+    for name, value in flags.items():
         if value is False or value is None:
             continue
-        words.append(_flag(flag))
+        words.append(name if name.startswith("-") else f"--{name.replace('_', '-')}")
         if value is not True:
             words.append(value)
     return words
-
-
-def _flag(name: str) -> str:
-    return name if name.startswith("-") else f"--{name.replace('_', '-')}"
 
 
 def _by(rule: Rule) -> Callable[[Any], Any]:
     """Returns a function that checks and converts a value by `rule`, as `rt.register` does."""
 
     def read(value: Any) -> Any:
-        """The value as the rule reads it. Raises ValueError."""
         try:
             return rule.read(value)
         except Exception:
-            raise ValueError(
-                f"{quoted(value)} cannot be used: it must be {rule.expected}"
-            ) from None
+            problem = f"{quoted(value)} cannot be used: it must be {rule.expected}"
+            raise ValueError(problem) from None
 
     return read
 
@@ -211,7 +187,12 @@ Template = Annotated[str, Field(min_length=1), AfterValidator(_by(TEMPLATE))]
 Whole = Annotated[int, BeforeValidator(_whole)]
 Size = Annotated[int, BeforeValidator(_size)]
 ModelType = Annotated[str, BeforeValidator(_word_of(TYPES, lambda word: "other", "type of model"))]
-Backend = Annotated[str, BeforeValidator(_word_of(BACKENDS, _other_backend, "backend"))]
+_backend = _word_of(BACKENDS, lambda word: _by(WORD)(word.lower()), "backend")
+Backend = Annotated[str, BeforeValidator(_backend)]
+
+
+def _field(description: str) -> Any:
+    return Field(None, description=description)
 
 
 class Fields(BaseModel):
@@ -219,149 +200,121 @@ class Fields(BaseModel):
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
-    name: Text | None = Field(
-        None, description="A title to show with the name. In a list of models: the name."
+    name: Text | None = _field("A title to show with the name. In a list of models: the name.")
+    id: Text | None = _field(
+        "The hub id or the engine's name of the model; the source without a path."
     )
-    id: Text | None = Field(
-        None, description="The hub id or the engine's name of the model; the source without a path."
+    description: str | None = _field("A sentence for people.")
+    path: Text | None = _field("A file or directory, relative to the manifest's file.")
+    source: Text | None = _field("The same as `path`, or a hub id.")
+    runtime: Backend | None = _field(
+        "The backend: transformers, llama_cpp, llama-server, vllm, ollama, "
+        "diffusers, fake. An unknown backend is stored; the model then cannot be loaded."
     )
-    description: str | None = Field(None, description="A sentence for people.")
-    path: Text | None = Field(
-        None, description="A file or directory, relative to the manifest's file."
+    backend: Backend | None = _field("The same as `runtime`.")
+    type: ModelType | None = _field(
+        "chat or llm, embedding, reranker, vision, diffusion or image, other."
     )
-    source: Text | None = Field(None, description="The same as `path`, or a hub id.")
-    runtime: Backend | None = Field(
-        None,
-        description="The backend: transformers, llama_cpp, llama-server, vllm, ollama, "
-        "diffusers, fake. An unknown backend is stored; the model then cannot be loaded.",
+    model_type: ModelType | None = _field("The same as `type`.")
+    category: ModelType | None = _field("The same as `type`.")
+    quantization: Word | None = _field("The format of the weights, such as Q4_K_M or int8.")
+    memory: Size | None = _field(
+        "The memory that the model needs: `10GB` (decimal), `10GiB` or `10G` (binary), or bytes."
     )
-    backend: Backend | None = Field(None, description="The same as `runtime`.")
-    type: ModelType | None = Field(
-        None, description="chat or llm, embedding, reranker, vision, diffusion or image, other."
+    size: Size | None = _field("The same as `memory`.")
+    vram_mb: Annotated[int, BeforeValidator(_mebibytes)] | None = _field(
+        "The same as `memory`, as a number of MiB."
     )
-    model_type: ModelType | None = Field(None, description="The same as `type`.")
-    category: ModelType | None = Field(None, description="The same as `type`.")
-    quantization: Word | None = Field(
-        None, description="The format of the weights, such as Q4_K_M or int8."
+    context_length: Annotated[Whole, Field(gt=0, le=MOST_TOKENS)] | None = _field(
+        "Tokens of context for which memory is reserved."
     )
-    memory: Size | None = Field(
-        None,
-        description="The memory that the model needs: `10GB` (decimal), `10GiB` or `10G` (binary), or bytes.",
+    sequences: Annotated[Whole, Field(gt=0, le=MOST_SEQUENCES)] | None = _field(
+        "The number of contexts at the same time."
     )
-    size: Size | None = Field(None, description="The same as `memory`.")
-    vram_mb: Annotated[int, BeforeValidator(_mebibytes)] | None = Field(
-        None, description="The same as `memory`, as a number of MiB."
+    cache_dtype: Text | None = _field("The dtype of the KV cache, such as float16, fp8 or q8_0.")
+    gpu_layers: Annotated[Whole, Field(ge=-1)] | None = _field(
+        "The number of layers on the GPU. -1: all layers; 0: CPU only."
     )
-    context_length: Annotated[Whole, Field(gt=0, le=MOST_TOKENS)] | None = Field(
-        None, description="Tokens of context for which memory is reserved."
+    dtype: Annotated[str, BeforeValidator(_word_of(DTYPES, None, "dtype"))] | None = _field(
+        "The dtype of the weights: auto, bfloat16, float16 or float32."
     )
-    sequences: Annotated[Whole, Field(gt=0, le=MOST_SEQUENCES)] | None = Field(
-        None, description="The number of contexts at the same time."
+    gpus: Annotated[int | tuple[str, ...], BeforeValidator(_gpus)] | None = _field(
+        "The number of GPUs (`2`), or certain GPUs (`[0, 1]`)."
     )
-    cache_dtype: Text | None = Field(
-        None, description="The dtype of the KV cache, such as float16, fp8 or q8_0."
+    gpu_memory: Annotated[int | dict[str, int], BeforeValidator(_card_bytes)] | None = _field(
+        "The most memory of each GPU: `20GiB`, or `{0: 20GiB, 1: 10GiB}`."
     )
-    gpu_layers: Annotated[Whole, Field(ge=-1)] | None = Field(
-        None, description="The number of layers on the GPU. -1: all layers; 0: CPU only."
+    max_tensor_parallel: Annotated[Whole, Field(gt=0)] | None = _field(
+        "The largest number of GPUs to split the model over."
     )
-    dtype: Annotated[str, BeforeValidator(_word_of(DTYPES, None, "dtype"))] | None = Field(
-        None, description="The dtype of the weights: auto, bfloat16, float16 or float32."
-    )
-    gpus: Annotated[int | tuple[str, ...], BeforeValidator(_gpus)] | None = Field(
-        None, description="The number of GPUs (`2`), or certain GPUs (`[0, 1]`)."
-    )
-    gpu_memory: Annotated[int | dict[str, int], BeforeValidator(_card_bytes)] | None = Field(
-        None,
-        description="The most memory of each GPU: `20GiB`, or `{0: 20GiB, 1: 10GiB}`.",
-    )
-    max_tensor_parallel: Annotated[Whole, Field(gt=0)] | None = Field(
-        None, description="The largest number of GPUs to split the model over."
-    )
-    layout: Literal["auto", "single", "balanced", "proportional", "whole"] | None = Field(
-        None, description="How the model is split: auto, single, balanced, proportional or whole."
+    layout: Literal["auto", "single", "balanced", "proportional", "whole"] | None = _field(
+        "How the model is split: auto, single, balanced, proportional or whole."
     )
     gpu_fraction_factor: (
         Annotated[float, Field(gt=0, le=MOST_FACTOR, allow_inf_nan=False)] | None
-    ) = Field(
-        None,
-        description="The memory to lease, as a multiple of the weights; replaces the estimate.",
-    )
+    ) = _field("The memory to lease, as a multiple of the weights; replaces the estimate.")
     fraction_largest_possible: Annotated[float, Field(gt=0, le=1, allow_inf_nan=False)] | None = (
-        Field(
-            None,
-            description="With `gpu_fraction_factor`: a model above this part of a GPU gets the whole.",
-        )
+        _field("With `gpu_fraction_factor`: a model above this part of a GPU gets the whole.")
     )
-    importance: Annotated[int, BeforeValidator(_importance)] | None = Field(
-        None, description="The importance: urgent, high, normal, low, batch or a number."
+    importance: Annotated[int, BeforeValidator(_importance)] | None = _field(
+        "The importance: urgent, high, normal, low, batch or a number."
     )
-    keep: bool | None = Field(None, description="`true`: the model is never evicted.")
-    pin: bool | None = Field(None, description="The same as `keep`.")
-    keep_alive: Annotated[float, BeforeValidator(_seconds)] | None = Field(
-        None,
-        description="An idle model leaves by itself after this time, such as `10m`. It reserves nothing.",
+    keep: bool | None = _field("`true`: the model is never evicted.")
+    pin: bool | None = _field("The same as `keep`.")
+    keep_alive: Annotated[float, BeforeValidator(parse_seconds)] | None = _field(
+        "An idle model leaves by itself after this time, such as `10m`. It reserves nothing."
     )
-    enabled: bool | None = Field(
-        None, description="`false`: the model is listed, and cannot be loaded."
+    enabled: bool | None = _field("`false`: the model is listed, and cannot be loaded.")
+    runtime_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] | None = _field(
+        "Arguments of an engine's command line."
     )
-    runtime_args: Annotated[tuple[str, ...], BeforeValidator(_arguments)] | None = Field(
-        None, description="Arguments of an engine's command line."
+    trust_remote_code: bool | None = _field(
+        "`true`: the model's own code may run, if GPU_TRUST_REMOTE_CODE allows it."
     )
-    trust_remote_code: bool | None = Field(
-        None,
-        description="`true`: the model's own code may run, if GPU_TRUST_REMOTE_CODE allows it.",
+    allow_missing: bool | None = _field(
+        "`true`: tensors that the files lack get random values. Else the load fails."
     )
-    allow_missing: bool | None = Field(
-        None,
-        description="`true`: tensors that the files lack get random values. Else the load fails.",
+    revision: Text | None = _field("The revision of a hub id.")
+    attn_implementation: Text | None = _field("Passed to transformers.")
+    task: Text | None = _field("Passed to transformers, if `type` does not determine it.")
+    chat_template: Template | None = _field(
+        "A chat template, or a file with one, instead of the model's own."
     )
-    revision: Text | None = Field(None, description="The revision of a hub id.")
-    attn_implementation: Text | None = Field(None, description="Passed to transformers.")
-    task: Text | None = Field(
-        None, description="Passed to transformers, if `type` does not determine it."
+    thinking: bool | None = _field(
+        "Whether the model reasons before it answers, unless the request sets this."
     )
-    chat_template: Template | None = Field(
-        None, description="A chat template, or a file with one, instead of the model's own."
+    n_batch: Count | None = _field("llama.cpp: tokens of a batch.")
+    n_ubatch: Count | None = _field("llama.cpp: tokens computed at once.")
+    n_threads: Count | None = _field("llama.cpp: threads of the CPU.")
+    n_threads_batch: Count | None = _field("llama.cpp: the same for prompts.")
+    type_k: Text | None = _field("llama.cpp: the same as `cache_dtype`.")
+    type_v: Text | None = _field("llama.cpp: equal to `type_k`.")
+    flash_attn: bool | None = _field("llama.cpp: flash attention.")
+    embedding: bool | None = _field("llama.cpp: the model makes vectors.")
+    use_mmap: bool | None = _field("llama.cpp: the file is mapped.")
+    use_mlock: bool | None = _field("llama.cpp: its pages stay in RAM.")
+    offload_kqv: bool | None = _field("llama.cpp: `false`: the cache is in host memory.")
+    swa_full: bool | None = _field("llama.cpp: windows keep the whole context.")
+    logits_all: bool | None = _field("llama.cpp: scores of all tokens.")
+    rope_freq_base: Number | None = _field("llama.cpp: the base of RoPE.")
+    rope_freq_scale: Number | None = _field("llama.cpp: the scale of RoPE.")
+    seed: Annotated[int, BeforeValidator(_option("seed"))] | None = _field(
+        "llama.cpp: the seed of its random numbers."
     )
-    thinking: bool | None = Field(
-        None,
-        description="Whether the model reasons before it answers, unless the request sets this.",
+    chat_format: Text | None = _field("llama.cpp: a format of chats by name.")
+    lora_path: Text | None = _field("llama.cpp: the file of an adapter.")
+    lora_scale: Number | None = _field("llama.cpp: the scale of the adapter.")
+    split_mode: Literal["layer", "row"] | None = _field(
+        "llama.cpp: how it is divided over cards: layer or row."
     )
-    n_batch: Count | None = Field(None, description="llama.cpp: tokens of a batch.")
-    n_ubatch: Count | None = Field(None, description="llama.cpp: tokens computed at once.")
-    n_threads: Count | None = Field(None, description="llama.cpp: threads of the CPU.")
-    n_threads_batch: Count | None = Field(None, description="llama.cpp: the same for prompts.")
-    type_k: Text | None = Field(None, description="llama.cpp: the same as `cache_dtype`.")
-    type_v: Text | None = Field(None, description="llama.cpp: equal to `type_k`.")
-    flash_attn: bool | None = Field(None, description="llama.cpp: flash attention.")
-    embedding: bool | None = Field(None, description="llama.cpp: the model makes vectors.")
-    use_mmap: bool | None = Field(None, description="llama.cpp: the file is mapped.")
-    use_mlock: bool | None = Field(None, description="llama.cpp: its pages stay in RAM.")
-    offload_kqv: bool | None = Field(
-        None, description="llama.cpp: `false`: the cache is in host memory."
+    main_gpu: Annotated[int, BeforeValidator(_option("main_gpu"))] | None = _field(
+        "llama.cpp: the number of one of its cards."
     )
-    swa_full: bool | None = Field(None, description="llama.cpp: windows keep the whole context.")
-    logits_all: bool | None = Field(None, description="llama.cpp: scores of all tokens.")
-    rope_freq_base: Number | None = Field(None, description="llama.cpp: the base of RoPE.")
-    rope_freq_scale: Number | None = Field(None, description="llama.cpp: the scale of RoPE.")
-    seed: Annotated[int, BeforeValidator(_option("seed"))] | None = Field(
-        None, description="llama.cpp: the seed of its random numbers."
+    isolated: bool | None = _field(
+        "llama.cpp: `false`: it runs in this process, not in one of its own."
     )
-    chat_format: Text | None = Field(None, description="llama.cpp: a format of chats by name.")
-    lora_path: Text | None = Field(None, description="llama.cpp: the file of an adapter.")
-    lora_scale: Number | None = Field(None, description="llama.cpp: the scale of the adapter.")
-    split_mode: Literal["layer", "row"] | None = Field(
-        None, description="llama.cpp: how it is divided over cards: layer or row."
-    )
-    main_gpu: Annotated[int, BeforeValidator(_option("main_gpu"))] | None = Field(
-        None, description="llama.cpp: the number of one of its cards."
-    )
-    isolated: bool | None = Field(
-        None, description="llama.cpp: `false`: it runs in this process, not in one of its own."
-    )
-    leave_out_tools: bool | None = Field(
-        None,
-        description="If the chat template takes no tools: leave the tools of a call out, instead of refusing it.",
+    leave_out_tools: bool | None = _field(
+        "If the chat template takes no tools: leave the tools of a call out, instead of refusing it."
     )
 
 
@@ -428,9 +381,8 @@ def _tokens(text: str) -> int:
     match = re.fullmatch(r"([0-9]{1,12})([kKmM]?)", text)
     if match is None:
         raise ValueError(f"{text!r} is not a number of tokens")
-    return _by(TOKENS)(
-        int(match[1]) * {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}[match[2]]
-    )
+    scale = {"": 1, "k": 1000, "K": 1024, "m": 10**6, "M": 2**20}[match[2]]
+    return _by(TOKENS)(int(match[1]) * scale)
 
 
 def _layers(text: str) -> int:

@@ -12,27 +12,31 @@ from an entry, and `manifests.py` reads the formats of files.
 
 from __future__ import annotations
 
+import itertools
 import json
+import logging
 import os
 import secrets
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from filelock import FileLock, Timeout
+from msgspec.structs import replace
 
 from .. import limited_files
 from ..arguments import checked
-from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownModel
-from ..facts import Applied, ModelSpec
+from ..errors import BadDocument, BadSetting, CatalogUnavailable, UnknownDevice, UnknownModel
+from ..facts import Applied, Device, ModelSpec
 from ..private_paths import make_directory, state_home
 from ..settings import Settings
 from .documents import MOST_BYTES, as_yaml, read
 from .entries import CatalogEntry, notes, spec_of
 from .manifests import Manifest, manifests
 
+log = logging.getLogger("gpu_runtime")
 OURS = "catalog.json"
 MOST_STORED_BYTES = 64 << 20
 PATIENCE_SECONDS = 10.0
@@ -49,19 +53,8 @@ class _StoredFile(msgspec.Struct):
 
 
 _decode = msgspec.json.Decoder(_StoredFile).decode
-_NOT_READABLE = (  # the errors that decoding a damaged file may raise
-    msgspec.MsgspecError,
-    UnicodeDecodeError,
-    KeyError,
-    TypeError,
-    ValueError,
-    AttributeError,
-)
-
-
-def default_place() -> Path:
-    """The directory of this user's catalogue, in the state directory, which a reboot keeps."""
-    return state_home() / "catalog"
+# The errors that decoding a damaged file may raise.
+_NOT_READABLE = (msgspec.MsgspecError, KeyError, TypeError, ValueError, AttributeError)
 
 
 class Catalog:
@@ -74,15 +67,13 @@ class Catalog:
     def __init__(self, settings: Settings) -> None:
         """Uses GPU_CATALOG and other `settings`. The files are read when they are first needed."""
         self.settings = settings
-        place = Path(settings.gpu_catalog).expanduser() if settings.gpu_catalog else default_place()
+        given = settings.gpu_catalog
+        place = Path(given).expanduser() if given else state_home() / "catalog"
         self.place = place.absolute()
         self._one_file = self.place.suffix in _SUFFIXES and not self.place.is_dir()
         self.directory = self.place.parent if self._one_file else self.place
         self.file = self.place if self._one_file else self.place / OURS  # the file `apply` writes
-        self._known: tuple[Any, dict[str, CatalogEntry]] = (
-            None,
-            {},
-        )  # (stamp of the files, entries)
+        self._known: tuple[Any, dict[str, CatalogEntry]] = None, {}  # stamp of the files, entries
 
     # -- reading
 
@@ -159,11 +150,11 @@ class Catalog:
         for file in files:
             for entry in self._read(file):
                 if entry.name in found:
-                    raise CatalogUnavailable(
+                    raise _unavailable(
+                        file,
+                        "twice",
                         f"{entry.name} is in two files of the catalogue: {found[entry.name].file} "
                         f"and {file}.\n  Remove it from one of them.",
-                        path=str(file),
-                        why="twice",
                     )
                 found[entry.name] = entry
         return found
@@ -175,9 +166,8 @@ class Catalog:
         if file == self.file and (file.name == OURS or _is_ours(data)):
             return self._stored(data)
         documents = read(data, str(file))
-        if not documents:
-            return []
-        return [_entry(manifest, file) for manifest in manifests(documents, str(file))]
+        models = manifests(documents, str(file)) if documents else ()
+        return [_entry(manifest, file) for manifest in models]
 
     def _bytes(self, file: Path) -> bytes | None:
         """The content of `file`. None if the file was deleted after the directory was listed."""
@@ -191,27 +181,24 @@ class Catalog:
 
     def _unreadable(self, file: Path, error: OSError) -> CatalogUnavailable:
         why = error.strerror or str(error)
-        return CatalogUnavailable(
-            f"the catalogue {file} cannot be read ({why}).\n  Make it readable, or {_USE_ANOTHER}",
-            path=str(file),
-            why=why,
+        text = (
+            f"the catalogue {file} cannot be read ({why}).\n  Make it readable, or {_USE_ANOTHER}"
         )
+        return _unavailable(file, why, text)
 
     def _stored(self, data: bytes) -> list[CatalogEntry]:
         """The entries of the file that `apply` wrote."""
         try:
             stored = _decode(data)
             if stored.gpu_console_catalog > VERSION:
-                raise CatalogUnavailable(
+                raise _unavailable(
+                    self.file,
+                    "newer",
                     f"a newer gpu-console wrote the catalogue {self.file}.\n"
                     f"  Upgrade this environment, or {_USE_ANOTHER}",
-                    path=str(self.file),
-                    why="newer",
                 )
-            entries = [
-                CatalogEntry(body["metadata"]["name"], body, str(self.file))
-                for body in stored.models
-            ]
+            file = str(self.file)
+            entries = [CatalogEntry(one["metadata"]["name"], one, file) for one in stored.models]
             for entry in entries:
                 spec_of(entry, self.settings)  # raises if the entry is damaged
             return entries
@@ -248,11 +235,8 @@ class Catalog:
             self._require_ours(new, known)
             ours = {name: entry for name, entry in known.items() if entry.file == str(self.file)}
             added = tuple(entry.name for entry in new if entry.name not in ours)
-            changed = tuple(
-                entry.name
-                for entry in new
-                if entry.name in ours and ours[entry.name].body != entry.body
-            )
+            kept = [entry for entry in new if entry.name in ours]
+            changed = tuple(one.name for one in kept if ours[one.name].body != one.body)
             if added or changed:
                 self._write({**ours, **{entry.name: entry for entry in new}}.values())
         unchanged = tuple(entry.name for entry in new if entry.name not in (*added, *changed))
@@ -278,31 +262,24 @@ class Catalog:
         with self._locked():
             entry = self._require(name)
             if entry.file != str(self.file) or self._by_hand():
-                raise CatalogUnavailable(
-                    f"{entry.name} is in {entry.file}, which was written by hand.\n"
-                    f"  Remove it there.",
-                    path=entry.file,
-                    why="by hand",
-                )
+                raise _by_hand(entry, "Remove")
             others = [other for other in self.entries().values() if other.name != entry.name]
             self._write(other for other in others if other.file == str(self.file))
         return entry
 
     def _locked(self) -> Any:
         """The acquired lock of the catalogue. Raises CatalogUnavailable after PATIENCE_SECONDS."""
+        lock = self.directory / f"{self.file.stem}.lock"
         try:
             make_directory(self.directory)
             mode = self.directory.stat().st_mode & 0o666  # users who may write here may lock
-            return FileLock(
-                self.directory / f"{self.file.stem}.lock", timeout=PATIENCE_SECONDS, mode=mode
-            ).acquire()
+            return FileLock(lock, timeout=PATIENCE_SECONDS, mode=mode).acquire()
         except Timeout:
-            raise CatalogUnavailable(
+            raise _unavailable(
+                self.file,
+                "locked",
                 f"another process has been writing the catalogue {self.file} for "
-                f"{PATIENCE_SECONDS:.0f} s; perhaps it is stopped.\n"
-                f"  See who:  fuser -v {self.directory / self.file.stem}.lock",
-                path=str(self.file),
-                why="locked",
+                f"{PATIENCE_SECONDS:.0f} s; perhaps it is stopped.\n  See who:  fuser -v {lock}",
             ) from None
         except OSError as error:
             raise self._unwritable(error) from error
@@ -324,21 +301,16 @@ class Catalog:
     def _require_ours(self, new: Iterable[CatalogEntry], known: Mapping[str, CatalogEntry]) -> None:
         """Raises CatalogUnavailable if a person wrote `self.file` or the file of a `new` model."""
         if self._by_hand():
-            raise CatalogUnavailable(
+            raise _unavailable(
+                self.file,
+                "by hand",
                 f"the catalogue {self.file} was written by hand, and is not overwritten.\n"
                 f"  Add to it there, or use a directory:  GPU_CATALOG=DIRECTORY",
-                path=str(self.file),
-                why="by hand",
             )
         for entry in new:
             before = known.get(entry.name)
             if before is not None and before.file != str(self.file):
-                raise CatalogUnavailable(
-                    f"{entry.name} is in {before.file}, which was written by hand.\n"
-                    f"  Change it there.",
-                    path=before.file,
-                    why="by hand",
-                )
+                raise _by_hand(before, "Change")
 
     def _write(self, entries: Iterable[CatalogEntry]) -> None:
         """Replaces the whole file at once, so a reader gets the old content or the new content."""
@@ -368,16 +340,89 @@ class Catalog:
 
     def _unwritable(self, error: OSError) -> CatalogUnavailable:
         why = error.strerror or str(error)
-        return CatalogUnavailable(
+        return _unavailable(
+            self.file,
+            why,
             f"the catalogue {self.file} cannot be written ({why}); it is unchanged.\n"
             f"  Make it writable, or {_USE_ANOTHER}",
-            path=str(self.file),
-            why=why,
         )
 
 
 class _Damaged(CatalogUnavailable):
     """Raised when the file that `apply` wrote cannot be read."""
+
+
+def _unavailable(file: Path | str, why: str, text: str) -> CatalogUnavailable:
+    return CatalogUnavailable(text, path=str(file), why=why)
+
+
+def _by_hand(entry: CatalogEntry, advice: str) -> CatalogUnavailable:
+    text = f"{entry.name} is in {entry.file}, which was written by hand.\n  {advice} it there."
+    return _unavailable(entry.file, "by hand", text)
+
+
+class Catalogued:
+    """The models of a `catalog`, with the ids of this machine's cards.
+
+    If the catalogue cannot be read, only requests for its models fail. Models that this process has
+    registered or loaded are not affected.
+    """
+
+    def __init__(self, catalog: Catalog, devices: Callable[[], tuple[Device, ...]]) -> None:
+        """Reads the `catalog`. `devices` returns the devices of this machine."""
+        self.catalog = catalog
+        self._devices = devices
+        self._logged = ""
+
+    @property
+    def _cards(self) -> list[Device]:
+        return [device for device in self._devices() if not device.is_host]
+
+    def spec(self, name: str) -> ModelSpec | None:
+        """The model called `name`, with the device ids of this machine's cards; None if unknown.
+
+        Raises CatalogUnavailable and BadDocument. Raises UnknownDevice if the model names a card
+        that this machine does not have.
+        """
+        spec = self.catalog.spec(name)
+        return self._here(spec) if spec else None
+
+    def specs(self) -> tuple[ModelSpec, ...]:
+        """All models of the catalogue, with cards as the catalogue's files name them.
+
+        Empty if it cannot be read. Then the error is logged, but not twice in a row.
+        """
+        try:
+            return self.catalog.specs()
+        except (CatalogUnavailable, BadDocument) as error:
+            if str(error) != self._logged:
+                self._logged = str(error)
+                log.warning("%s", error)
+            return ()
+
+    def names(self) -> tuple[str, ...]:
+        """The names of all models."""
+        return tuple(spec.name for spec in self.specs())
+
+    def _here(self, spec: ModelSpec) -> ModelSpec:
+        """The `spec`, in which each card is named by its device id.
+
+        If one limit of bytes holds for every card, the result names each card with this limit.
+        """
+        placement: dict[str, Any] = dict(spec.placement)
+        most = placement.get("card_bytes")
+        if isinstance(most, dict):
+            placement["card_bytes"] = {self._card(card): size for card, size in most.items()}
+        elif most is not None:
+            placement["card_bytes"] = {card.id: most for card in self._cards}
+        return replace(spec, devices=tuple(map(self._card, spec.devices)), placement=placement)
+
+    def _card(self, given: str) -> str:
+        """The id of the card that `given` names by its index, id or UUID. Raises UnknownDevice."""
+        for card in self._cards:
+            if given in (str(card.index), card.id, card.uuid):
+                return card.id
+        raise UnknownDevice(given, tuple(card.id for card in self._cards))
 
 
 # -- text and files ------------------------------------------------------------------------------
@@ -427,7 +472,6 @@ def absolute(path: str, base: str) -> str:
 
 
 def _is_ours(data: bytes) -> bool:
-    """Whether `data` is a file that `apply` wrote."""
     return b'"gpu_console_catalog"' in data[:200]
 
 
@@ -442,10 +486,8 @@ def _stamp(file: Path) -> tuple[int, ...] | None:
 
 def _free_name(path: Path) -> Path:
     """The first of `path-1`, `path-2`, … that does not exist."""
-    number = 1
-    while path.with_name(f"{path.name}-{number}").exists():
-        number += 1
-    return path.with_name(f"{path.name}-{number}")
+    names = (path.with_name(f"{path.name}-{number}") for number in itertools.count(1))
+    return next(name for name in names if not name.exists())
 
 
 def _sync_directory(directory: Path) -> None:

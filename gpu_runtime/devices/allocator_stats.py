@@ -14,7 +14,7 @@ from msgspec.structs import replace
 
 from ..facts import AllocatorBlock, AllocatorMap, BlockState, SegmentMap
 from ..units import MIB
-from .simulated_allocator import FREE, HOLE, Segment, Segments
+from .simulated_allocator import FREE, HOLE, Segment, Segments, emptied
 
 MOST_BLOCKS = 8192  # blocks in all maps of one owner: at most 500 KiB as JSON
 # Bytes that torch maps or unmaps at a time in an expandable segment.
@@ -24,13 +24,7 @@ PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
 _STATES = {"active_allocated": BlockState.ALLOCATED, "inactive": BlockState.INACTIVE}
 
 
-def of_segments(
-    device: str,
-    state: Segments,
-    *,
-    alloc_retries: int = 0,
-    ooms: int = 0,
-) -> AllocatorMap:
+def of_segments(device: str, state: Segments, alloc_retries: int, ooms: int) -> AllocatorMap:
     """The map of a simulated card, from the `state` of its allocator.
 
     Simulated segments have no real addresses, so they get consecutive addresses. `alloc_retries`
@@ -38,12 +32,9 @@ def of_segments(
     """
     starts = itertools.accumulate((segment.span for segment in state.segments), initial=0)
     segments = []
-    releasable = 0
     for start, segment in zip(starts, state.segments, strict=False):
         kind = "small" if segment.small else "large"
         segments.append(SegmentMap(start, segment.span, kind, _runs(segment)))
-        if not segment.in_use:
-            releasable += sum(run.size for run in segment.runs if run.key != HOLE)
     return AllocatorMap(
         owner="",
         device=device,
@@ -51,7 +42,7 @@ def of_segments(
         allocated_bytes=state.allocated,
         reserved_bytes=state.reserved,
         inactive_bytes=state.reserved - state.allocated,
-        releasable_bytes=releasable,
+        releasable_bytes=state.reserved - emptied(state).reserved,
         largest_free_bytes=state.largest_free,
         alloc_retries=alloc_retries,
         ooms=ooms,
@@ -78,9 +69,7 @@ def of_torch(
     maps = tuple(_torch_segment(segment) for segment in own)
     blocks = [block for segment in maps for block in segment.blocks]
     free = [block.bytes for block in blocks if block.state is BlockState.INACTIVE]
-    releasable = 0
-    for segment, described in zip(maps, own, strict=True):
-        releasable += _releasable(segment, described["segment_type"])
+    kinds = (described["segment_type"] for described in own)
     return AllocatorMap(
         owner="",
         device=device,
@@ -88,7 +77,7 @@ def of_torch(
         allocated_bytes=sum(b.bytes for b in blocks if b.state is BlockState.ALLOCATED),
         reserved_bytes=sum(segment.bytes for segment in maps),
         inactive_bytes=sum(free),
-        releasable_bytes=releasable,
+        releasable_bytes=sum(map(_releasable, maps, kinds)),
         largest_free_bytes=max(free, default=0),
         alloc_retries=stats.get("num_alloc_retries", 0),
         ooms=stats.get("num_ooms", 0),
@@ -101,12 +90,8 @@ def _torch_segment(described: Mapping[str, Any]) -> SegmentMap:
     for block in described["blocks"]:
         state = _STATES.get(block["state"], BlockState.PENDING)
         blocks.append(AllocatorBlock(block["size"], state))
-    return SegmentMap(
-        described["address"],
-        described["total_size"],
-        _kind(described),
-        _joined(blocks),
-    )
+    start, size = described["address"], described["total_size"]
+    return SegmentMap(start, size, _kind(described), _joined(blocks))
 
 
 def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[AllocatorMap, ...]:
@@ -121,10 +106,8 @@ def bounded(maps: Sequence[AllocatorMap], most: int = MOST_BLOCKS) -> tuple[Allo
 
 def _runs(segment: Segment) -> tuple[AllocatorBlock, ...]:
     states = {FREE: BlockState.INACTIVE, HOLE: BlockState.RELEASED}
-    blocks = []
-    for run in segment.runs:
-        blocks.append(AllocatorBlock(run.size, states.get(run.key, BlockState.ALLOCATED)))
-    return _joined(blocks)
+    usual = BlockState.ALLOCATED
+    return _joined(AllocatorBlock(run.size, states.get(run.key, usual)) for run in segment.runs)
 
 
 def _joined(blocks: Iterable[AllocatorBlock]) -> tuple[AllocatorBlock, ...]:

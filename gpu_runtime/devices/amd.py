@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 from ..facts import Device, Sample
@@ -32,7 +33,7 @@ def list_cards() -> Listing:
         return Listing(here, absent="ROCm's Python binding amdsmi is not installed")
     except Exception as error:  # the import loads a C library, and can raise many kinds of errors
         return Listing(here, absent=f"amdsmi cannot be imported ({error})")
-    handles = _answer(amdsmi, lambda: _handles(amdsmi))
+    handles = _handles(amdsmi)
     cards: list[Card] = []
     failed: dict[str, str] = {}
     for index, handle in _numbered(amdsmi, handles):
@@ -45,8 +46,8 @@ def list_cards() -> Listing:
 
 
 def _handles(smi: Any) -> list[Any]:
-    smi.amdsmi_init()
-    return smi.amdsmi_get_processor_handles()
+    _answer(smi, smi.amdsmi_init)
+    return _answer(smi, smi.amdsmi_get_processor_handles)
 
 
 def _numbered(smi: Any, handles: list[Any]) -> list[tuple[int, Any]]:
@@ -63,16 +64,11 @@ def _numbered(smi: Any, handles: list[Any]) -> list[tuple[int, Any]]:
     return sorted(zip(numbers, handles, strict=True), key=lambda one: one[0])
 
 
-def _card(
-    smi: Any,
-    index: int,
-    handle: Any,
-) -> Card:
+def _card(smi: Any, index: int, handle: Any) -> Card:
     """The card with the number `index` and the `handle` of amdsmi. Raises NoAnswer."""
     total = _answer(smi, lambda: smi.amdsmi_get_gpu_vram_usage(handle))["vram_total"]
     asic = _or_none(smi, lambda: smi.amdsmi_get_gpu_asic_info(handle)) or {}
-    # HIP_VISIBLE_DEVICES uses HIP's own UUID, which differs from the driver's UUID of the same
-    # card.
+    # HIP_VISIBLE_DEVICES uses HIP's own UUID, which differs from the driver's UUID of a card.
     uuid = _enumeration(smi, handle).get("hip_uuid")
     if not uuid:
         uuid = _answer(smi, lambda: smi.amdsmi_get_gpu_device_uuid(handle))
@@ -115,15 +111,9 @@ def measure(card: Card, now: float) -> Sample:
         if isinstance(process, Mapping):
             processes[int(process["pid"])] = _vram(process)
     activity = _or_none(smi, lambda: smi.amdsmi_get_gpu_activity(handle)) or {}
-    return Sample(
-        card.device.id,
-        now,
-        free,
-        processes,
-        _number(activity.get("gfx_activity")),
-        _temperature(smi, handle),
-        _watts(smi, handle),
-    )
+    busy = _number(activity.get("gfx_activity"))
+    heat, watts = _temperature(smi, handle), _watts(smi, handle)
+    return Sample(card.device.id, now, free, processes, busy, heat, watts)
 
 
 def _vram(process: Mapping[str, Any]) -> int | None:
@@ -135,11 +125,9 @@ def _vram(process: Mapping[str, Any]) -> int | None:
 def _watts(smi: Any, handle: Any) -> float | None:
     """The card's power in watts, which is reported under one of several keys; None if unknown."""
     power = _or_none(smi, lambda: smi.amdsmi_get_power_info(handle)) or {}
-    for key in ("socket_power", "current_socket_power", "average_socket_power"):
-        watts = _number(power.get(key))
-        if watts is not None:
-            return watts
-    return None
+    keys = ("socket_power", "current_socket_power", "average_socket_power")
+    known = (watts for key in keys if (watts := _number(power.get(key))) is not None)
+    return next(known, None)
 
 
 def _temperature(smi: Any, handle: Any) -> float | None:
@@ -150,10 +138,8 @@ def _temperature(smi: Any, handle: Any) -> float | None:
     current = smi.AmdSmiTemperatureMetric.CURRENT
     for name in ("HOTSPOT", "EDGE"):
         sensor = getattr(smi.AmdSmiTemperatureType, name)
-        answer = _or_none(
-            smi, lambda sensor=sensor: smi.amdsmi_get_temp_metric(handle, sensor, current)
-        )
-        celsius = _number(answer)
+        ask = partial(smi.amdsmi_get_temp_metric, handle, sensor, current)
+        celsius = _number(_or_none(smi, ask))
         if celsius is not None:
             return celsius
     return None
@@ -164,7 +150,7 @@ def versions() -> dict[str, str]:
     import_whole("amdsmi")
     import amdsmi as smi
 
-    handles = _answer(smi, lambda: _handles(smi))
+    handles = _handles(smi)
     info = _or_none(smi, lambda: smi.amdsmi_get_gpu_driver_info(handles[0])) if handles else None
     return {
         "driver": str((info or {}).get("driver_version", "unknown")),

@@ -60,23 +60,14 @@ def read(report: str) -> Listing:
     if total is None:
         return Listing(here, failed={"0": "it does not report how much memory it has"})
     name = str(gpu.get("sppci_model") or gpu.get("_name") or "Apple GPU")
-    device = Device(
-        f"{KIND}:0",
-        total,
-        name,
-        "METAL-0",
-        0,
-        unified=unified,
-    )
+    device = Device(f"{KIND}:0", total, name, "METAL-0", 0, unified=unified)
     return Listing(here, (Card(device, gpu, "METAL-0"),))
 
 
 def _has_metal(gpu: Mapping[str, Any]) -> bool:
-    support = (
-        gpu.get("spdisplays_mtlgpufamilysupport")
-        or gpu.get("spdisplays_metalfamily")
-        or gpu.get("spdisplays_metal")
-        or ""
+    names = ("mtlgpufamilysupport", "metalfamily", "metal")
+    support = next(
+        (gpu[f"spdisplays_{name}"] for name in names if gpu.get(f"spdisplays_{name}")), ""
     )
     return bool(support) and "unsupported" not in str(support).lower()
 
@@ -96,16 +87,12 @@ def _memory(gpu: Mapping[str, Any]) -> int | None:
 
 
 def visible(listing: Listing, environment: Mapping[str, str]) -> tuple[Card, ...]:
-    """All cards of the `listing`: there is one card, and no variable can hide it."""
+    """All cards of the `listing`: no variable can hide one."""
     return tuple(card._replace(torch="mps:0") for card in listing.cards)
 
 
 def measure(card: Card, now: float) -> Sample:
-    """The figures of the `card`, stamped with `now`.
-
-    The free bytes of a card with memory of its own are unknown; the sample has None for them.
-    system_profiler does not report processes.
-    """
+    """The figures of the `card`; the free bytes of a card with memory of its own are unknown."""
     free = psutil.virtual_memory().available if card.device.unified else None
     return Sample(card.device.id, now, free)
 

@@ -17,7 +17,6 @@ from importlib import metadata
 from pathlib import Path
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = "running", "locked", "checkpointed", "failed"
-ACTIONS = ("state", "lock", "checkpoint", "restore", "unlock")
 START_SECONDS = 20.0  # the helper's start: Python, cuda-core and the driver's library
 MOST_TEXT = 300  # characters of the driver's own message
 
@@ -35,10 +34,11 @@ class CheckpointTimeout(CallFailed):
 
 
 def call(action: str, pid: int, *, seconds: float, lock_seconds: float = 0.0) -> str:
-    """Performs the `action`, one of ACTIONS. Returns the new state of the CUDA process `pid`.
+    """Performs the `action`. Returns the new state of the CUDA process `pid`.
 
-    `seconds` is the time limit of the driver's call; the helper's start gets START_SECONDS more.
-    The action `lock` gives up after `lock_seconds`. Raises NotAvailable, NoAnswer, CallFailed.
+    Actions are `state`, `lock`, `checkpoint`, `restore` and `unlock`. `seconds` is the time limit
+    of the driver's call; the helper's start gets START_SECONDS more. The action `lock` gives up
+    after `lock_seconds`. Raises CallFailed, NotAvailable, CheckpointTimeout.
     """
     words = [sys.executable, "-m", __name__, action, str(pid), str(int(lock_seconds * 1000))]
     package = str(Path(__file__).parents[2])
@@ -81,11 +81,7 @@ def _state_in(ended: subprocess.CompletedProcess[str]) -> str:
 
 
 def perform(action: str, pid: int, lock_ms: int) -> dict[str, str]:
-    """Makes one checkpoint call. The result has one key, with a text as its value.
-
-    The key is `state` after a success, and `failed` after an error. The key is `missing` if
-    this machine has no checkpoint calls.
-    """
+    """Makes one checkpoint call. The result has one key: `state`, `failed`, or `missing`."""
     try:
         checkpoint = importlib.import_module("cuda.core").checkpoint
     except (ImportError, AttributeError) as error:

@@ -120,10 +120,10 @@ class Memory:
         return self.allocate_row([size], force=force)[0]
 
     def allocate_row(self, sizes: Sequence[int], *, force: bool = False) -> list[Block]:
-        """Allocates a block for each of `sizes`. If not all blocks fit, no block is allocated.
+        """Allocates a block of bytes for each of `sizes`, or none if not all of them fit.
 
-        The blocks lie side by side, and each starts at a multiple of 512 bytes.
-        `sizes` are in bytes. `force` and the errors are as in `allocate`.
+        The blocks lie side by side, and each starts at a multiple of 512 bytes. `force` and the
+        errors are as in `allocate`.
         """
         # The blocks are made before their bytes are counted. If an interrupt arrives after that,
         # the blocks are deleted, and so the bytes are freed.
@@ -161,16 +161,10 @@ class Memory:
         """The map of this memory's allocator. Do not call this method for a real card."""
         with self._lock:
             state = self._swept()
-        return allocator_stats.of_segments(
-            self.device, state, alloc_retries=self.alloc_retries, ooms=self.ooms
-        )
+        return allocator_stats.of_segments(self.device, state, self.alloc_retries, self.ooms)
 
     def pulse(self) -> tuple[object, ...]:
-        """A value that changes when the map changes.
-
-        The value contains the present state. Until a change this is the same object, so a
-        comparison of two values takes no time.
-        """
+        """A value that changes when the map changes. Two equal values are compared at once."""
         with self._lock:
             return self._swept(), self.alloc_retries, self.ooms
 
@@ -209,19 +203,12 @@ class Memory:
             return [*self._regions.values(), *self._shared]
 
     def add_region(self, region: Region) -> None:
-        """Adds the pages of `region`, which another module mapped.
-
-        After this call, `contains` returns True for the pages' addresses as long as the region
-        exists.
-        """
+        """Adds the pages of `region`, which another module mapped, as long as the region exists."""
         with self._lock:
             self._shared.add(region)
 
     def lock(self, addresses: Collection[int]) -> None:
-        """Locks the pages at the `addresses` for a card's copy engine.
-
-        Pages that were made after this process began to use CUDA are locked already.
-        """
+        """Locks the pages at the `addresses` that were made before this process used CUDA."""
         if not self.pinned:
             return
         for region in self._every_region():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from ..catalog.resolve import Catalogued
+from ..catalog.store import Catalogued
 from ..devices.probe import Probe, check_index
 from ..devices.sampler_client import Sampling
 from ..ledgers import host_config, open_ledger

@@ -23,7 +23,7 @@ from .. import forks, threads
 from ..backends.base import Backend
 from ..backends.missing import AbsentBackend
 from ..backends.registry import backend_names, open_backend
-from ..catalog.resolve import Catalogued
+from ..catalog.store import Catalogued
 from ..devices.probe import Probe
 from ..errors import GpuError, LedgerUnavailable, ProbeFailed
 from ..facts import HOST, Asker, Book, Device, Event, Lease, Owner, Staying, Wait, World

@@ -4,7 +4,6 @@ To add an engine, write a module with its RECIPE (see `recipe.Recipe`) and add o
 `RECIPES`. Also add the name of the engine to these tables:
 
 - `_SERVERS` in `gpu_runtime/options.py`: `register` accepts the option `start_seconds`;
-- `BACKENDS` in `gpu_runtime/catalog/schema.py`: the words that a manifest may use for the engine;
 - `CONCURRENCY` in `gpu_runtime/serving/queue/concurrency.py`, if the engine computes several calls at once;
 - `TENSOR_PARALLEL` in `gpu_runtime/facts/labels.py`, if each layer is computed on all cards of the model;
 - `LAYERED` in `gpu_runtime/backends/registry.py`, if some layers may stay on the CPU.
