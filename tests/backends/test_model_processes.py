@@ -14,10 +14,9 @@ import pytest
 
 from gpu_runtime import EngineDied, Runtime
 from gpu_runtime.backends.processes import model_program
-from gpu_runtime.backends.processes.message_socket import MessageSocket
 from gpu_runtime.backends.processes.model_processes import ModelProcess, ProcessBackend
 from gpu_runtime.backends.processes.processes import MOST_RESTARTS, Child
-from gpu_runtime.backends.processes.remote_calls import pack, uncopied, unpack
+from gpu_runtime.backends.processes.remote_calls import MessageSocket, pack, uncopied, unpack
 from gpu_runtime.devices.probe import open_probe
 from gpu_runtime.errors import GpuError, LoadFailed, NotResident
 from gpu_runtime.facts import HOST, ModelSpec, Share
@@ -63,7 +62,7 @@ def test_a_call_runs_in_the_process_of_the_model(rt):
 def test_the_output_of_an_earlier_child_explains_no_later_end(tmp_path):
     """A restart appends to the log. A kill was reported as the assert of the process before."""
     for said in ("CUDA error: device-side assert", ""):
-        child = Child(["echo", "-n", said], log=tmp_path / "log")
+        child = Child(["echo", "-n", said], log=tmp_path / "log", env={**os.environ}, fds=())
         child.wait()
         assert (child.end(), child.tail()) == (0, said)
 

@@ -15,8 +15,8 @@ from ...errors import LoadFailed
 from ...facts import Evidence, ModelSpec, Shares
 from ...fault_texts import Kind
 from ..base import Progress
-from ..processes.engine_models import EngineBackend, EngineHandle, EngineModel
-from ..processes.visible_devices import card_environment
+from ..processes.engine import EngineBackend, EngineHandle, EngineModel
+from ..processes.processes import card_environment
 from .ports import ports
 from .recipe import LaunchOrder, RequestFields
 from .registry import recipe

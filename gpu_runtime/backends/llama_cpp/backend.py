@@ -17,9 +17,8 @@ from ...devices.probe import Probe
 from ...engine_logs import new_log
 from ...facts import Evidence, ModelSpec, Shares
 from ..base import Progress
-from ..processes.engine_models import EngineBackend, EngineHandle, EngineModel
-from ..processes.visible_devices import card_environment
-from .channels import Channel, ProcessChannel, ThreadChannel
+from ..processes.engine import EngineBackend, EngineHandle, EngineModel
+from ..processes.processes import card_environment
 from .options import (
     gguf_evidence,
     gguf_file,
@@ -29,7 +28,7 @@ from .options import (
     taken,
     waiting_environment,
 )
-from .rpc import LlamaEngine
+from .rpc import Channel, LlamaEngine, ProcessChannel, ThreadChannel
 from .worker import METHODS, OUR_METHODS
 
 
@@ -92,19 +91,12 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     model_type = LlamaModel
 
     def __init__(self, probe: Probe) -> None:
-        """Loads models onto the devices of `probe`."""
         self.probe = probe
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What the GGUF file of `spec` shows about the memory that llama.cpp takes on the card.
-
-        llama.cpp allocates cache and work space when it loads. So both count even if no context was
-        requested. `origin` is ignored.
-        """
         return gguf_evidence(spec)
 
     def runs_here(self, spec: ModelSpec) -> bool:
-        """Whether the model of `spec` has no process of its own."""
         return not spec.options.get("isolated", True)
 
     def load(
@@ -118,9 +110,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     ) -> LlamaHandle:
         """Loads the model of `spec` to the cards of `shares`, and returns its handle.
 
-        `origin` is ignored. `progress` is called with bytes done and bytes in total. `into` is a
-        handle or a LlamaModel of an earlier load; its LlamaModel gets the new engine. Raises
-        BadSetting, NotAModel, LoadFailed, and the device's out-of-memory error.
+        Raises BadSetting, NotAModel, LoadFailed, and the device's out-of-memory error.
         """
         found = self.evidence(spec)
         path = str(gguf_file(spec))
@@ -140,9 +130,11 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
         try:
             facts = engine.load(arguments, report)
             part = offloaded(spec, found.config)
-            charged = self._charged(engine.pid, shares)
-            in_this_process = engine.pid is None
-            numbers = self._card_numbers(shares) if in_this_process else None
+            if engine.pid is None:
+                charged, numbers = {}, self._card_numbers(shares)
+            else:  # the driver's figures include the worker's CUDA context
+                devices = tuple(share.device for share in shares)
+                charged, numbers = self.probe.charged(engine.pid, devices), None
             handle.loaded(taken(facts, shares, part, charged, numbers), self.probe)
             if progress:
                 progress(total, total)
@@ -161,10 +153,7 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
     def _open_channel(
         self, spec: ModelSpec, shares: Shares, isolated: bool
     ) -> tuple[Channel, Path]:
-        """A new channel to a worker, and the path of the worker's log.
-
-        The worker is a process if `isolated` is true, else a thread.
-        """
+        """A new channel to a worker, which is a process or a thread, and the path of its log."""
         log = new_log(spec.name)
         if isolated:
             cards = card_environment(self.probe, shares if gpu_layers(spec) else ())
@@ -175,12 +164,3 @@ class LlamaCppBackend(EngineBackend[LlamaHandle, LlamaModel]):
                 file.write(line)
 
         return ThreadChannel(append_to_log), log
-
-    def _charged(self, pid: int | None, shares: Shares) -> dict[str, int]:
-        """The bytes that the driver reports for the worker `pid` on each device of `shares`.
-
-        The bytes include the worker's CUDA context. The result is empty without a worker process.
-        """
-        if pid is None:
-            return {}
-        return self.probe.charged(pid, tuple(share.device for share in shares))

@@ -55,22 +55,23 @@ def waiting_environment() -> dict[str, str]:
 
 
 def gguf_file(spec: ModelSpec) -> Path:
-    """The file that llama.cpp opens for `spec`. For a split model it is the first part.
+    """The file that llama.cpp opens for `spec`; of a split model, the first part.
 
     Raises NotAModel, LoadFailed.
     """
     path = sources.directory(spec.source, spec.name, spec.options.get("revision"))
+    fault = ""
     if path.is_dir():
         found = sorted(path.glob("*.gguf"))
-        if not found:
-            raise NotAModel(
-                f"{spec.name}: {path} holds no GGUF file.", name=spec.name, source=spec.source
-            )
-        path = sources.only(found, spec.name)
-    if path.exists() and path.suffix != ".gguf":
-        raise NotAModel(
-            f"{spec.name}: {path} is not a GGUF file.", name=spec.name, source=spec.source
-        )
+        if found:
+            path = sources.only(found, spec.name)
+        else:
+            fault = "holds no GGUF file"
+    elif path.exists() and path.suffix != ".gguf":
+        fault = "is not a GGUF file"
+    if fault:
+        text = f"{spec.name}: {path} {fault}."
+        raise NotAModel(text, name=spec.name, source=spec.source)
     return gguf.files(path, spec.name)[0]
 
 
@@ -121,19 +122,15 @@ def check(spec: ModelSpec) -> None:
 
 
 def gpu_layers(spec: ModelSpec) -> int:
-    """The number of layers of the model `spec` that are put on the card. -1 means all layers.
-
-    `register` puts the setting INFERENCE_GPU_LAYERS into the options if the user gives no number.
-    """
+    """The number of layers of the model of `spec` on the card; -1: all."""
     layers = spec.options.get("gpu_layers")
     return -1 if layers is None else layers
 
 
 def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
-    """The part of the model that is on the card, from 0 to 1.
+    """The part of the layers of the file's `config` that is on the card, from 0 to 1.
 
-    This is the number of layers on the card (an option of `spec`), divided by the number of layers
-    in `config`, the config of the file. The output counts as one more layer.
+    The output counts as one more layer.
     """
     layers = gpu_layers(spec)
     all_layers = config.get("all_layers", config.get("num_hidden_layers"))
@@ -145,17 +142,17 @@ def offloaded(spec: ModelSpec, config: dict[str, Any]) -> float:
 
 
 def context_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
-    """The number of tokens in the contexts of all sequences of `spec` together.
+    """The tokens in the contexts of all sequences of `spec` together.
 
-    The option `context_length` is the length for one sequence. Its default is the length that the
-    model supports by its `config`, at most CONTEXT_TOKENS. In the backend llama_cpp all sequences
-    use one context, because they are computed one after the other.
+    In the backend llama_cpp all sequences use one context, because they are computed one after the
+    other.
     """
     sequences = 1 if spec.backend == IN_PROCESS else spec.options.get("sequences") or 1
     return _sequence_tokens(spec, config) * sequences
 
 
 def _sequence_tokens(spec: ModelSpec, config: dict[str, Any]) -> int:
+    """The option `context_length`, else what the model supports, at most CONTEXT_TOKENS."""
     supported = config.get("max_position_embeddings")
     usual = CONTEXT_TOKENS
     if isinstance(supported, int) and supported > 0:
@@ -179,16 +176,12 @@ def embeds(spec: ModelSpec) -> bool:
 def cache_type(spec: ModelSpec) -> str:
     """The dtype of the cache of the model `spec` as ggml names it, such as f16; empty if none is set."""
     number = CACHE_TYPES.get(str(spec.options.get("cache_dtype")).lower())
-    return min(
-        (name for name, other in CACHE_TYPES.items() if other == number), key=len, default=""
-    )
+    names = (name for name, other in CACHE_TYPES.items() if other == number)
+    return min(names, key=len, default="")
 
 
 def flash_attention(spec: ModelSpec) -> bool:
-    """Whether the model of `spec` uses flash attention. Its option `flash_attn` decides.
-
-    Without this option, the result is true for a quantised cache, which needs flash attention.
-    """
+    """The option `flash_attn` of `spec`; without it, true for a quantised cache, which needs it."""
     return bool(spec.options.get("flash_attn", cache_type(spec) not in _UNQUANTISED))
 
 
@@ -202,9 +195,8 @@ def llama_arguments(
     """The arguments of `Llama` that load the file `path` of `spec`, split over its `shares`.
 
     `config` is the config of the file. `cards` are the numbers that the cards of the shares have in
-    this process; None if the cards are simulated, or if a server loads the file. A worker process
-    and a server see only the cards of the shares. For them these cards have the numbers 0, 1 and so
-    on, in the order of the shares.
+    this process; None if the cards are simulated, or if a server loads the file. For a worker
+    process and a server, which see no other cards, the numbers are 0, 1 and so on.
     """
     isolated = spec.options.get("isolated", True)
     numbers = tuple(range(len(shares))) if isolated or cards is None else cards
@@ -236,10 +228,7 @@ def llama_arguments(
 
 
 def _tensor_split(numbers: tuple[int, ...], shares: Shares) -> list[float]:
-    """The part of the model on each card, as a list in the order of the cards' numbers.
-
-    `numbers` are the numbers of the cards of `shares`. A card without a share has the part 0.
-    """
+    """The part of the model on each card, by the card's number; 0 for a card without a share."""
     split = [0.0] * (max(numbers, default=0) + 1)
     for number, share in zip(numbers, shares, strict=True):
         split[number] += float(share.bytes)
@@ -252,7 +241,7 @@ def taken(
     shares: Shares,
     part: float,
     charged: dict[str, int],
-    numbers: Sequence[int] | None = None,
+    numbers: Sequence[int] | None,
 ) -> Shares:
     """The bytes that a loaded model holds on the devices of its `shares`.
 
@@ -287,16 +276,9 @@ def taken(
         return (Share(shares[0].device, total),)
     if not sum(share.bytes for share in shares):
         return tuple(Share(share.device, 0) for share in shares)
-    return _in_proportion(shares, total)
+    pairs = zip(beside(shares, total), shares, strict=True)
+    return tuple(Share(new.device, new.bytes - old.bytes) for new, old in pairs)
 
 
 def _card_number(buffer: str) -> int:
     return int("".join(filter(str.isdigit, buffer)))
-
-
-def _in_proportion(shares: Shares, total: int) -> Shares:
-    """The `total` bytes, divided in proportion to the `shares`."""
-    grown = beside(shares, total)
-    return tuple(
-        Share(new.device, new.bytes - old.bytes) for new, old in zip(grown, shares, strict=True)
-    )

@@ -1,4 +1,7 @@
-"""Calls to a llama.cpp model in a worker: requests, answers, streams and cancellation.
+"""Calls to a llama.cpp model in a worker: channels, requests, answers, streams and cancellation.
+
+The worker is a process behind a socket, or a thread of this process. `worker.py` defines the
+messages.
 
 If an engine ends by itself, its watcher is called once, before any caller gets the error. The
 watcher frees the lease. So when a caller gets the error, the memory is free already.
@@ -6,9 +9,13 @@ watcher frees the lease. So when a caller gets the error, the memory is free alr
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import queue
 import re
+import socket
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -25,36 +32,102 @@ from ...fault_texts import (
     recognise,
 )
 from ..processes.engine import Engine
-from ..processes.processes import in_words
-from .channels import Channel
+from ..processes.processes import Child, in_words, python_file
+from . import worker
 
-_CALLER_ERRORS = (  # classes of the errors that the caller caused, not the engine
-    "ValueError",
-    "TypeError",
-    "KeyError",
-    "IndexError",
-    "AttributeError",
-    "NotImplementedError",
-    "AssertionError",
-    "RecursionError",
-    "UnicodeDecodeError",
-    "TemplateError",
-    "UndefinedError",
-    "TemplateSyntaxError",
+STOP_SECONDS = 10.0  # for a thread to notice that it should end
+_CALLER_ERRORS = frozenset(  # classes of the errors that the caller caused, not the engine
+    "ValueError TypeError KeyError IndexError AttributeError NotImplementedError AssertionError "
+    "RecursionError UnicodeDecodeError TemplateError UndefinedError TemplateSyntaxError".split()
 )
 _LLAMA_ERROR = re.compile(r"error loading model: (.+)")  # in llama.cpp's log
 
 
+class Channel:
+    """The base of channels: messages to and from one worker."""
+
+    child: Child | None = None  # the worker process, if there is one
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Sends `message`, also to a worker that has ended. Raises TypeError if it cannot be sent."""
+        raise NotImplementedError
+
+    def receive(self) -> dict[str, Any] | None:
+        """Waits for the next message; None if there are no more messages."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Ends the worker, and wakes the thread that waits in `receive`."""
+        raise NotImplementedError
+
+
+class ProcessChannel(Channel):
+    """A channel to a worker process: lines of JSON over a socket that no other process has."""
+
+    def __init__(self, log: Path, env: dict[str, str]) -> None:
+        """Starts the worker with the environment `env`. Its output goes to the file `log`."""
+        self._socket, worker_end = socket.socketpair()
+        with worker_end:
+            program = python_file(Path(worker.__file__))
+            command = [*program, str(worker_end.fileno()), str(os.getpid())]
+            self.child = Child(command, log=log, env=env, fds=(worker_end.fileno(),))
+        self._file = self._socket.makefile("rb")
+        self._sending = threading.Lock()
+
+    def send(self, message: dict[str, Any]) -> None:
+        line = worker.to_line(message)
+        with self._sending, contextlib.suppress(OSError):  # the worker is gone: see `receive`
+            self._socket.sendall(line)
+
+    def receive(self) -> dict[str, Any] | None:
+        try:
+            line = self._file.readline(worker.LONGEST_LINE)
+            return worker.from_line(line) if line.endswith(b"\n") else None
+        except (OSError, ValueError):  # closed here, or not a message: the worker is ended
+            return None
+
+    def close(self) -> None:
+        assert self.child is not None
+        self.child.end()
+        with contextlib.suppress(OSError):  # the worker closed its end first
+            # This wakes the reading thread. The file is closed when that thread has ended.
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class ThreadChannel(Channel):
+    """A channel to a thread of this process. Any object can be sent."""
+
+    def __init__(self, log: Callable[[str], None]) -> None:
+        """Starts the thread. `log` is called with each line that llama.cpp prints."""
+        self._inbox = worker.Inbox()
+        self._answers: queue.SimpleQueue[dict[str, Any] | None] = queue.SimpleQueue()
+        self._running = threads.start(lambda: self._run(log))
+
+    def _run(self, log: Callable[[str], None]) -> None:
+        try:
+            worker.work(self._inbox, self._answers.put, log)
+        finally:
+            self._answers.put(None)
+
+    def send(self, message: dict[str, Any]) -> None:
+        self._inbox.take(message)
+
+    def receive(self) -> dict[str, Any] | None:
+        return self._answers.get()
+
+    def close(self) -> None:
+        self._inbox.take(None)
+        self._running.wait(STOP_SECONDS)
+
+
 class LlamaEngine(Engine):
-    """A model that is called through a channel. Thread-safe. Calls are answered one after the
-    other.
-    """
+    """A model that is called through a channel, one call after the other. Thread-safe."""
 
     def __init__(self, name: str, channel: Channel, log: Path | None) -> None:
         """An engine for the model `name` over `channel`. Error messages name the file `log`."""
         super().__init__()
         self.name, self.log = name, log
-        self.facts: dict[str, Any] = {}
         self._channel = channel
         self._numbers = itertools.count(1)
         self._pending: dict[int, queue.SimpleQueue[dict[str, Any]]] = {}
@@ -69,13 +142,7 @@ class LlamaEngine(Engine):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The process id of the worker as a tuple; empty without a worker."""
         return (self.pid,) if self.pid else ()
-
-    @property
-    def alive(self) -> bool:
-        """Whether the engine can still answer calls."""
-        return self.error is None
 
     # -- the load
 
@@ -97,14 +164,12 @@ class LlamaEngine(Engine):
                     raise self._load_error({"type": "", "text": ""}) from self.error
                 if progress:
                     progress(message["progress"])
-            self.facts = message["loaded"]
-            return self.facts
+            return message["loaded"]
         except BaseException:
             self.end()
             raise
 
     def _load_error(self, failure: dict[str, str]) -> GpuError:
-        """The error for a load whose `failure` the worker reported."""
         kind, text = failure["type"], failure["text"]
         if kind == "NoOffload":
             return self._no_gpu_support(text)
@@ -154,21 +219,13 @@ class LlamaEngine(Engine):
     # -- its end
 
     def end(self) -> None:
-        """Ends the engine and all processes and threads that it started. A repeated call does
-        nothing.
-        """
         self._wanted = False
-        self._close(
-            EngineDied(
-                f"{self.name} was unloaded; its next use loads it again.",
-                name=self.name,
-                pid=self.pid,
-                status=None,
-                kind="ended",
-                why="it was unloaded",
-                log=str(self.log or ""),
-            )
-        )
+        text = f"{self.name} was unloaded; its next use loads it again."
+        self._close(self._died(text, "ended", "it was unloaded"))
+
+    def _died(self, text: str, kind: str, why: str, status: int | None = None) -> EngineDied:
+        facts = {"pid": self.pid, "status": status, "kind": kind, "why": why}
+        return EngineDied(text, name=self.name, log=str(self.log or ""), **facts)
 
     def _close(self, error: GpuError) -> None:
         """Ends the engine. Waiting calls raise `error`, or the error of an earlier end."""
@@ -189,10 +246,7 @@ class LlamaEngine(Engine):
             answers.put({"over": True})
 
     def _read(self) -> None:
-        """Passes each message to the caller that waits for it, until the channel ends.
-
-        Runs in a separate thread.
-        """
+        """Passes each message to the caller that waits for it, in a thread, until the channel ends."""
         while (message := self._channel.receive()) is not None:
             number = message.get("id")
             if number is None:
@@ -214,16 +268,11 @@ class LlamaEngine(Engine):
         kind = fault.kind if fault else Kind.CRASH
         how = in_words(status) if status is not None else "its thread ended"
         why = f"{how}: {fault.line}" if fault else how
-        return EngineDied(
+        text = (
             f"the engine of {self.name} (pid {self.pid}) is gone: {why}.\n"
-            f"  Its memory is free; the next use of {self.name} loads it again.{self._log_line}",
-            name=self.name,
-            pid=self.pid,
-            status=status,
-            kind=kind.value,
-            why=why,
-            log=str(self.log or ""),
+            f"  Its memory is free; the next use of {self.name} loads it again.{self._log_line}"
         )
+        return self._died(text, kind.value, why, status)
 
     # -- calls
 
@@ -239,9 +288,7 @@ class LlamaEngine(Engine):
         Setting `cancelled` cancels the call, and the result is then None. Raises BadCall,
         EngineDied, EngineFault, ProcessLost, and the device's out-of-memory error.
         """
-        number, answers = self._send_call(method, args, kwargs)
-        if cancelled is not None:
-            cancelled.then(lambda: self.cancel(number))
+        number, answers = self._send_call(method, args, kwargs, cancelled)
         try:
             message = answers.get()
         except BaseException:  # after an interrupt, the engine need not continue
@@ -261,9 +308,7 @@ class LlamaEngine(Engine):
         If the iterator is closed before its end, or `cancelled` is set, the engine stops computing.
         Raises the errors of `ask`.
         """
-        number, answers = self._send_call(method, args, kwargs)
-        if cancelled is not None:
-            cancelled.then(lambda: self.cancel(number))
+        number, answers = self._send_call(method, args, kwargs, cancelled)
         done = False
         try:
             while True:
@@ -291,7 +336,11 @@ class LlamaEngine(Engine):
             answers.put({"end": None})
 
     def _send_call(
-        self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]
+        self,
+        method: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        cancelled: threads.Cancellation | None,
     ) -> tuple[int, queue.SimpleQueue[Any]]:
         """Sends a call. Returns the number of the call and the queue of its answers."""
         answers: queue.SimpleQueue[dict[str, Any]] = queue.SimpleQueue()
@@ -312,13 +361,12 @@ class LlamaEngine(Engine):
                 method=method,
                 why=str(error),
             ) from None
+        if cancelled is not None:
+            cancelled.then(lambda: self.cancel(number))
         return number, answers
 
     def _outcome(self, method: str, message: dict[str, Any]) -> Any:
-        """The result in `message`, the last message of a call of `method`.
-
-        If the call has failed, raises the error of the call.
-        """
+        """The result in the last `message` of a call of `method`. Raises the error of the call."""
         if "over" in message:
             self.require()  # raises: the engine has ended
         if "end" in message:
@@ -337,10 +385,9 @@ class LlamaEngine(Engine):
         raise self._fault_error(fault, text)
 
     def _fault_error(self, fault: Fault | None, text: str) -> EngineFault | ProcessLost:
-        """The error for a fault of the engine. `fault` is None if the fault is unknown.
+        """The error for a fault of the engine with the message `text`; `fault` is None if it is unknown.
 
-        `text` is the engine's message. Closes the engine if the model must be loaded again, or if
-        this process has lost the GPU.
+        Closes the engine if the model must be loaded again, or if this process has lost the GPU.
         """
         kind = fault.kind.value if fault else "error"
         line = (fault.line if fault else text).strip().rstrip(".")
@@ -354,9 +401,8 @@ class LlamaEngine(Engine):
         times = f", {self._failures} times in a row" if self._failures > 1 else ""
         consequence = "It is still loaded."
         if reloads:
-            consequence = (
-                f"It was unloaded; the next use of {self.name} loads it again, in a new worker."
-            )
+            again = f"the next use of {self.name} loads it again, in a new worker"
+            consequence = f"It was unloaded; {again}."
         error = EngineFault(
             f"{self.name} failed{times} ({kind}): {line}.\n  {consequence}",
             name=self.name,

@@ -86,7 +86,6 @@ def work(inbox: Inbox, send: Callable[[dict[str, Any]], None], log: Callable[[st
     buffers: dict[str, dict[str, int]] = {}
 
     def note_line(line: str) -> None:
-        """Logs a `line`. If the line reports the size of a buffer, records this size."""
         log(line)
         found = _BUFFER.search(line)
         if found:
@@ -363,7 +362,6 @@ def _biased(biases: dict[str, float]) -> Callable[[Any, Any], Any]:
     tokens = [int(token) for token in biases]
 
     def add(ids: Any, scores: Any) -> Any:
-        """The `scores` of all tokens, with the biases added."""
         changed = scores.copy()
         changed[tokens] += list(biases.values())
         return changed
@@ -418,13 +416,10 @@ def _detokenized(model: Any, tokens: list[int], special: bool = False) -> bytes:
 
 
 def _metadata(model: Any) -> dict[str, str]:
-    """The metadata in the file of `model`. The library's own method cuts off the last character of
-    a value that just fills its buffer.
-    """
+    """The metadata of `model`. The library cuts off the end of a value that just fills its buffer."""
     from llama_cpp import llama_cpp as lib
 
     def text(read: Callable[..., int], index: int) -> str:
-        """The text that `read` writes for the entry `index`."""
         size = read(model, index, None, 0) + 1
         buffer = ctypes.create_string_buffer(size)
         read(model, index, buffer, size)
@@ -482,20 +477,13 @@ def _set_template(model: Any, template: str) -> None:
 
 
 def _facts(model: Any, buffers: dict[str, dict[str, int]]) -> dict[str, Any]:
-    """Facts about a loaded `model`, such as the exact bytes of its weights.
+    """The exact bytes of the weights of a loaded `model`.
 
     `buffers` has the bytes of llama.cpp's buffers, by device (CPU, CUDA0) and by use (model, KV).
     """
     from llama_cpp import llama_cpp as lib
 
-    return {
-        "weight_bytes": lib.llama_model_size(model._model.model),
-        "context": model.n_ctx(),
-        "pid": os.getpid(),
-        "buffers": buffers,
-        "layers": lib.llama_model_n_layer(model._model.model),
-        "offload": bool(lib.llama_supports_gpu_offload()),
-    }
+    return {"weight_bytes": lib.llama_model_size(model._model.model), "buffers": buffers}
 
 
 def _answer(
@@ -528,8 +516,9 @@ def _send_items(
     inbox: Inbox,
     send: Callable[[dict[str, Any]], None],
 ) -> Any:
-    """Sends the `items` of the call `number`. Returns the value that the generator returns, which
-    is its last item: it travels with the end, because each message wakes three threads.
+    """Sends the `items` of the call `number`. Returns the value that the generator returns.
+
+    This last item is sent with the end, because each message wakes three threads.
     """
     try:
         while number not in inbox.cancelled:
@@ -614,7 +603,6 @@ def main(number: int, owner: int) -> None:
     inbox, lock = Inbox(), threading.Lock()
 
     def read() -> None:
-        """Reads messages into the inbox until the owner closes the socket."""
         try:
             with connection.makefile("rb") as file:
                 while (line := file.readline(LONGEST_LINE)).endswith(b"\n"):

@@ -1,31 +1,37 @@
-"""The base of engines: the end of an engine, its restarts, and the errors about both.
+"""Engines (the program or thread that runs one model), and the common part of their backends.
 
-An engine is the program or thread that runs one model.
+An engine ends, is restarted, and explains both in errors. Engines place a model when they load it,
+and by default they never move it or change its weights. So an evicted model is dropped and loaded
+again later. `model_processes.py` overrides this.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, ClassVar, Generic, NoReturn, TypeVar
 
-from ...devices.process_memory import out_of_memory
+from ...devices.probe import Probe
+from ...devices.process_memory import Block, out_of_memory
 from ...engine_logs import new_log
-from ...errors import EngineDied, GpuError, LoadFailed
-from ...facts import ModelSpec
+from ...errors import CannotGovern, EngineDied, GpuError, LoadFailed, NotResident
+from ...facts import ModelSpec, Share, Shares, where
 from ...fault_texts import Kind, last_line, recognise
+from ..base import Backend
 from .processes import MOST_RESTARTS, in_words
 
 OnLoss = Callable[[str, str], None]  # called with kind and because
 
 
 class Engine:
-    """The program or thread that runs one model. If the engine is lost, this is reported once.
+    """The program or thread that runs one model.
 
-    An engine is lost if it ended by itself and is not restarted.
+    An engine is lost if it ended by itself and is not restarted. This is reported once.
     """
 
     def __init__(self) -> None:
-        """An engine without a watcher; see `watch`."""
         self.error: GpuError | None = None  # why the engine is lost; None: it is not
         self._wanted = True  # False: it was ended on purpose
         self._on_loss: OnLoss | None = None
@@ -60,10 +66,7 @@ class Engine:
             self._reporting = False
 
     def require(self) -> None:
-        """Raises the error of the engine's end, if the engine is gone for good.
-
-        Each caller gets a new error object, with its own traceback.
-        """
+        """Raises the error of a lost engine, as a new object with a traceback of its own."""
         if self.error is not None:
             raise type(self.error)(str(self.error), **self.error.facts)
 
@@ -81,9 +84,8 @@ class RestartedEngine(Engine):
         self._pid: int | None = None  # named in errors
 
     def _wait_for_end(self) -> tuple[int, str] | None:
-        """Waits for the end of the processes. Returns their exit status and the end of their log.
-
-        Returns None if the processes were ended on purpose.
+        """Waits for the end of the processes. Returns their exit status and the end of their log;
+        None if they were ended on purpose.
         """
         raise NotImplementedError
 
@@ -92,10 +94,7 @@ class RestartedEngine(Engine):
         raise NotImplementedError
 
     def _supervise(self) -> None:
-        """Restarts the processes if they end by themselves, at most MOST_RESTARTS times.
-
-        Runs in a separate thread.
-        """
+        """Restarts the processes if they end by themselves. Runs in a separate thread."""
         while ended := self._wait_for_end():
             status, output = ended
             fault = recognise(output)
@@ -127,10 +126,9 @@ class RestartedEngine(Engine):
     def died(
         self, kind: Kind, text: str, why: str, status: int | None = None, pid: int | None = None
     ) -> EngineDied:
-        """The error for an engine that ended. `pid` was its process, `status` is the exit status.
+        """The error with the message `text` for an engine that ended because of `why`, in a few words.
 
-        `text` is the message, to which the path of the log is added. `why` is the reason in a few
-        words.
+        `pid` was its process, and `status` is the exit status.
         """
         return EngineDied(
             f"{text}\n  Its log:  {self.log}",
@@ -143,10 +141,9 @@ class RestartedEngine(Engine):
         )
 
     def _load_error(self, why: str, output: str) -> GpuError:
-        """The error for a load that failed because of `why`.
+        """The error for a load that failed because of `why`, with the line of `output` that explains it.
 
-        The message has the line of `output` that explains the failure. If this line shows that a
-        device had no room, the result is an out-of-memory error, else LoadFailed.
+        If a device had no room, it is an out-of-memory error, else LoadFailed.
         """
         fault = recognise(output)
         if fault is not None and fault.kind is Kind.OUT_OF_MEMORY:
@@ -161,3 +158,127 @@ class RestartedEngine(Engine):
             kind=fault.kind.value if fault else "",
             log=str(self.log),
         )
+
+
+# -- models in engines ------------------------------------------------------------------------------
+
+E = TypeVar("E", bound=Engine)
+
+
+class EngineModel(Generic[E]):
+    """The base of the object that `use` yields: the model's name and, while loaded, its engine."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._engine: E | None = None
+        self._where = ""
+        # A function that returns a context manager. Each call of the model runs inside it.
+        # `owner/governed_calls.py` sets a function whose context manager pins the model.
+        self._calls_under: Callable[[], AbstractContextManager[Any]] = nullcontext
+
+    def _loaded_engine(self, hint: str = "Call it inside:  with rt.use({!r}) as model:") -> E:
+        """The engine of the model. Raises NotResident, with the `hint`, if it is not loaded."""
+        if self._engine is None:
+            text = f"{self.name} is not loaded.\n  {hint.format(self.name)}"
+            raise NotResident(text, name=self.name, where="not loaded")
+        return self._engine
+
+
+V = TypeVar("V", bound=EngineModel[Any])
+
+
+class EngineHandle(Generic[E, V]):
+    """An engine with its model, and the record of the model's bytes on each device."""
+
+    def __init__(self, engine: E, value: V) -> None:
+        """A handle of `engine`. When the handle is freed, the engine ends. `use` yields `value`."""
+        self.engine, self.value = engine, value
+        self.shares: Shares = ()
+        self.blocks: list[Block] = []
+        self._end = weakref.finalize(self, engine.end)
+
+    @property
+    def pids(self) -> tuple[int, ...]:
+        """As `Engine.pids`."""
+        return self.engine.pids
+
+    def watch(self, on_loss: OnLoss) -> None:
+        """As `Engine.watch`."""
+        self.engine.watch(on_loss)
+
+    def loaded(self, shares: Shares, probe: Probe) -> None:
+        """Counts the bytes of `shares` on the devices of `probe`, and gives the engine to `value`.
+
+        Raises the device's out-of-memory error.
+        """
+        self.shares = shares
+        for share in shares:
+            self.blocks.append(probe.place(share.device).allocate(share.bytes))
+        self.value._engine, self.value._where = self.engine, where(shares)
+
+    def end(self) -> None:
+        """Ends the engine and frees the model's bytes. A repeated call does nothing."""
+        self._end()
+        if self.value._engine is self.engine:
+            self.value._engine = None
+        blocks, self.blocks, self.shares = self.blocks, [], ()
+        for block in blocks:
+            block.free()
+
+
+H = TypeVar("H", bound=EngineHandle[Any, Any])
+
+
+class EngineBackend(Backend, Generic[H, V]):
+    """The part of a backend that is the same for all engines."""
+
+    can_move = False
+    engine_name: str  # as in messages
+    model_type: ClassVar[type]  # what `use` yields
+    probe: Probe
+
+    def runs_here(self, spec: ModelSpec) -> bool:
+        return False
+
+    def value(self, model: H) -> V:
+        return model.value  # type: ignore[no-any-return]
+
+    def move(self, model: H, shares: Shares) -> NoReturn:
+        """Always raises CannotGovern."""
+        name = model.value.name
+        raise CannotGovern(
+            f"{name} cannot be moved: {self.engine_name} places a model when it loads it.\n"
+            f"  Load it again where it should be:  rt.evict({name!r}), then rt.preload({name!r})",
+            name=name,
+            why=f"{self.engine_name} cannot move",
+        )
+
+    def drop(self, model: H) -> None:
+        model.end()
+
+    def measure(self, model: H) -> Shares:
+        """The bytes of `model` as measured by the last load or move; empty once it is dropped."""
+        return model.shares
+
+    def droppable(self, model: H) -> bool:
+        """Always True, because the engine of `model` never changes its weights."""
+        return True
+
+    def _charged(self, pids: Iterable[int], shares: Shares) -> Shares:
+        """The bytes that the driver reports for the processes `pids`; where it reports none, `shares`."""
+        devices = tuple(share.device for share in shares)
+        charged: dict[str, int] = {}
+        for pid in pids:
+            for device, size in self.probe.charged(pid, devices).items():
+                charged[device] = charged.get(device, 0) + size
+        return tuple(
+            Share(share.device, charged.get(share.device) or share.bytes) for share in shares
+        )
+
+    def _reused(self, into: Any, name: str) -> V:
+        """The object that `use` yields for the model `name`: that of the earlier load `into` (its
+        handle, or the object itself), else a new one.
+        """
+        kept = getattr(into, "value", into)
+        value = kept if isinstance(kept, self.model_type) else self.model_type(name)
+        return value  # type: ignore[no-any-return]

@@ -7,8 +7,16 @@ is restarted on the same cards, and no waiting request can get the cards in betw
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
+import os
+import queue
+import socket
+import sys
+import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from msgspec.structs import replace
@@ -21,12 +29,121 @@ from ...facts import Evidence, ModelSpec, Shares
 from ...fault_texts import Kind
 from ..base import Backend, Progress
 from ..registry import open_backend
-from .engine import RestartedEngine
-from .engine_models import EngineBackend, EngineHandle, EngineModel
+from .engine import EngineBackend, EngineHandle, EngineModel, RestartedEngine
 from .orphan_guard import descendants
-from .processes import in_words
-from .program import Ended, Program
-from .remote_calls import Packed, uncopied
+from .processes import STOP_SECONDS, guarded, in_words
+from .remote_calls import MessageSocket, Packed, uncopied
+
+
+class Ended(Exception):
+    """Raised when the process has ended before it answered."""
+
+
+class Program:
+    """A process that runs `model_program.py`, and the requests to it."""
+
+    def __init__(self, log: Path, progress: Progress | None) -> None:
+        """Starts the process under a guard. Its output is appended to the file `log`.
+
+        `progress` is called during the load, with bytes done and bytes in total.
+        """
+        own, its = socket.socketpair()
+        self._messages = MessageSocket(own)
+        with its:
+            module, number = f"{__package__}.model_program", str(its.fileno())
+            words = [sys.executable, "-P", "-m", module, number]
+            self.child, self._line = guarded(words, log, {**os.environ}, [its.fileno()])
+        self._numbers = itertools.count(1)
+        self._pending: dict[int, queue.SimpleQueue[tuple[str, Any]]] = {}
+        self._lock = threading.Lock()
+        self._over = False
+        self._progress = progress
+        self.reading = threads.start(self._read)
+
+    def request(self, kind: str, *args: Any) -> Any:
+        """The result of a request. Raises its error, or Ended if the process ends before it answers."""
+        with self._answers(kind, args) as answers:
+            what, value = threads.next_item(answers)
+        if what == "result":
+            return value
+        try:
+            raise value
+        finally:
+            del value  # else error and traceback keep each other alive until the next collection
+
+    def stream(self, *args: Any) -> Iterator[Any]:
+        """Yields the items of a request "stream". Raises the errors of `request`.
+
+        If the iterator is closed before its end, the process ends the stream after its next item.
+        """
+        with self._answers("stream", args) as answers:
+            while True:
+                what, value = answers.get()
+                if what != "item":
+                    break
+                yield value
+            try:
+                if what == "error":
+                    raise value
+            finally:
+                del value
+
+    @contextlib.contextmanager
+    def _answers(self, kind: str, args: tuple[Any, ...]) -> Iterator[queue.SimpleQueue[Any]]:
+        """A context manager that sends a request, and yields the queue of its answers.
+
+        If a stream is left before its last answer, the process gets a request to cancel it.
+        """
+        answers: queue.SimpleQueue[tuple[str, Any]] = queue.SimpleQueue()
+        number = next(self._numbers)
+        self._send(number, kind, args, answers)
+        try:
+            yield answers
+        finally:
+            if self._pending.pop(number, None) and kind == "stream":
+                with contextlib.suppress(Ended):  # the process has ended, and the stream with it
+                    self._send(number, "cancel", (number,))
+
+    def _send(self, number: int, kind: str, args: tuple[Any, ...], answers: Any = None) -> None:
+        with self._lock:
+            if self._over:
+                raise Ended
+            if answers is not None:
+                self._pending[number] = answers
+        try:
+            with contextlib.suppress(OSError):  # the process has just ended; `_read` answers
+                self._messages.send((number, kind, args))
+        except BaseException:  # the request cannot be pickled
+            self._pending.pop(number, None)
+            raise
+
+    def _read(self) -> None:
+        """Puts each answer into the queue of its request, in a thread, until the process ends."""
+        try:
+            while True:
+                number, what, value = self._messages.receive()
+                if what == "progress":
+                    if self._progress:
+                        self._progress(*value)
+                    continue
+                known = self._pending.get if what == "item" else self._pending.pop
+                if answers := known(number, None):
+                    answers.put((what, value))
+        except (EOFError, OSError):  # the process has ended; `finally` answers its requests
+            pass
+        finally:
+            with self._lock:
+                self._over = True
+                waiting = list(self._pending.values())
+            self._messages.close()
+            for answers in waiting:
+                answers.put(("error", Ended()))
+
+    def end(self) -> int:
+        """Ends the process and everything that it started. Returns the exit status of its guard."""
+        self._line.close()
+        self.child.wait(STOP_SECONDS + 1.0)
+        return self.child.end()
 
 
 class ModelProcess(RestartedEngine):
@@ -47,7 +164,7 @@ class ModelProcess(RestartedEngine):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ids of the processes: the guard, then the program. Empty while no program runs."""
+        """The guard, then the program; empty while no program runs."""
         program = self._program
         return (program.child.pid, *descendants(program.child.pid)) if program else ()
 
@@ -86,7 +203,6 @@ class ModelProcess(RestartedEngine):
         program.end()
 
     def end(self) -> None:
-        """Ends the process and everything that it started. A repeated call does nothing."""
         with self._changed:
             self._wanted = False
             program, self._program = self._program, None
@@ -111,10 +227,9 @@ class ModelProcess(RestartedEngine):
     # -- requests
 
     def request(self, kind: str, *args: Any) -> Any:
-        """The result of a request. During a restart, this method waits for the new process.
+        """The result of the method `kind` of `model_program.Model`. Waits during a restart.
 
-        `kind` is the name of a method of `model_program.Model`, and `args` are its arguments.
-        Raises the error of the request. Raises EngineDied if the process ends before its answer, if
+        Raises the error of the method. Raises EngineDied if the process ends before its answer, if
         it is gone for good, and if the model was unloaded.
         """
         program = self._running()
@@ -124,10 +239,9 @@ class ModelProcess(RestartedEngine):
             raise self._cut_off() from None
 
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
-        """Yields the items of `function(value, *args)`, which runs in the process of the model.
+        """Yields the items of `function(value, *args)`, which the model's process imports and runs.
 
-        `value` is the model's object in that process, which must be able to import the module of
-        `function`. Raises the errors of `request`.
+        `value` is the model's object there. Raises the errors of `request`.
         """
         program = self._running()
         try:
@@ -155,10 +269,7 @@ class ModelProcess(RestartedEngine):
 
 
 class ProcessModel(EngineModel[ModelProcess]):
-    """The object that `use` yields for a model in a separate process.
-
-    `run_there` calls the model. `stream` runs a function on the model.
-    """
+    """The object that `use` yields for a model in a separate process."""
 
     def run_there(self, path: tuple[str, ...], given: Packed) -> Packed:
         """The packed result of a call on the model; see `remote_calls.run`.
@@ -168,10 +279,7 @@ class ProcessModel(EngineModel[ModelProcess]):
         return self._loaded_engine().request("call", path, uncopied(given))
 
     def stream(self, function: Callable[..., Iterator[Any]], *args: Any) -> Iterator[Any]:
-        """Yields the items of `function(value, *args)`; see `ModelProcess.stream`.
-
-        Raises NotResident, EngineDied.
-        """
+        """As `ModelProcess.stream`. Raises NotResident too."""
         return self._loaded_engine().stream(function, *args)
 
     def __repr__(self) -> str:
@@ -198,20 +306,16 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
 
     @property
     def can_move(self) -> bool:  # type: ignore[override]
-        """Whether the backend in the processes can move a model."""
         return self.inner.can_move
 
     @property
     def can_split(self) -> bool:  # type: ignore[override]
-        """Whether the backend in the processes can divide a model among devices."""
         return self.inner.can_split
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What the source of `spec` shows about the model's size. `origin` is ignored."""
         return self.inner.evidence(spec)
 
     def pieces(self, spec: ModelSpec, origin: Any = None, model: Any = None) -> tuple[int, ...]:
-        """Relative sizes of the pieces of the model of `spec`. `origin` and `model` are ignored."""
         return self.inner.pieces(spec)
 
     def load(
@@ -225,8 +329,6 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
     ) -> ProcessHandle:
         """Starts a process that loads the model of `spec` onto `shares`, and returns its handle.
 
-        `progress` is called with bytes done and bytes in total. `into` is a handle or a
-        ProcessModel of an earlier load; its ProcessModel gets the new process. `origin` is ignored.
         Raises LoadFailed, and the errors of the backend in the process.
         """
         if self.name == "llama_cpp":  # the model needs no second process
@@ -242,7 +344,6 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
             raise
 
     def move(self, model: ProcessHandle, shares: Shares) -> None:  # type: ignore[override]
-        """Moves all bytes of `model` to `shares`. If the move fails, no byte has moved."""
         held: list[Block] = []
         try:
             for share in shares:
@@ -257,15 +358,12 @@ class ProcessBackend(EngineBackend[ProcessHandle, ProcessModel]):
             block.free()
 
     def elsewhere(self, model: ProcessHandle) -> tuple[str, ...]:
-        """The tensors of `model` that are not on its shares."""
         return model.engine.request("elsewhere")
 
     def droppable(self, model: ProcessHandle) -> bool:
-        """Whether a cheap check suggests that the source could restore `model` byte for byte."""
         return self._holds(model, "droppable")
 
     def unchanged(self, model: ProcessHandle) -> bool:
-        """Whether `model` and its source are proven unchanged since the load."""
         return self._holds(model, "unchanged")
 
     def _holds(self, model: ProcessHandle, kind: str) -> bool:

@@ -29,13 +29,13 @@ from ...fault_texts import recognise
 from ...threads import start_short
 from ..registry import open_backend
 from . import remote_calls
-from .message_socket import MessageSocket
+from .remote_calls import MessageSocket
 
 LOST_CODE = 70  # the exit code of a process that can no longer use its card
 
 
 class Model:
-    """The model of this process. Its methods are the kinds of requests."""
+    """The model of this process. Its methods are the kinds of requests; most are as in `Backend`."""
 
     def __init__(self, report: Callable[[int, int], None]) -> None:
         """No model is loaded yet. During a load, `report` gets the bytes done and in total."""
@@ -58,24 +58,19 @@ class Model:
         return self.measure()
 
     def move(self, shares: Shares) -> Shares:
-        """Moves the model to `shares` and returns the measured shares."""
         self._backend.move(self._handle, shares)
         return self.measure()
 
     def measure(self) -> Shares:
-        """The bytes of the model on each device."""
         return self._backend.measure(self._handle)
 
     def elsewhere(self) -> tuple[str, ...]:
-        """The tensors of the model that are not on its shares."""
         return self._backend.elsewhere(self._handle)
 
     def droppable(self) -> bool:
-        """Whether a cheap check suggests that the source could restore the model byte for byte."""
         return self._backend.droppable(self._handle)
 
     def unchanged(self) -> bool:
-        """Whether the model is proven unchanged since its load."""
         return self._backend.unchanged(self._handle)
 
     def call(self, path: tuple[str, ...], given: remote_calls.Packed) -> remote_calls.Packed:
@@ -155,7 +150,7 @@ def _answer(
 
 
 def _send(messages: MessageSocket, number: int, what: str, value: Any) -> None:
-    """Sends an answer. If `value` cannot be sent, a GpuError that describes `value` is sent instead."""
+    """Sends an answer, or a GpuError that describes `value` if it cannot be sent."""
     try:
         if what == "error":
             pickle.loads(pickle.dumps(value))  # some errors can be pickled, but not unpickled
@@ -163,8 +158,7 @@ def _send(messages: MessageSocket, number: int, what: str, value: Any) -> None:
     except OSError:  # the owner has ended
         os._exit(0)
     except Exception as error:  # noqa: BLE001 - an error of any class may come from the model
-        text = f"{value!r} cannot be sent ({error})."
-        messages.send((number, "error", GpuError(text)))
+        messages.send((number, "error", GpuError(f"{value!r} cannot be sent ({error}).")))
 
 
 if __name__ == "__main__":

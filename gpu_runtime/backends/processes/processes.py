@@ -22,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from ... import threads
+from ...devices.probe import Probe
+from ...facts import Shares
 from . import orphan_guard
 
 MOST_RESTARTS = 3  # of a process that ended by itself; then its model is lost
@@ -71,17 +73,11 @@ class Child:
     """A child process that leads its own process group."""
 
     def __init__(
-        self,
-        command: Sequence[str],
-        *,
-        log: Path,
-        env: dict[str, str] | None = None,
-        fds: Sequence[int] = (),
+        self, command: Sequence[str], *, log: Path, env: dict[str, str], fds: Sequence[int]
     ) -> None:
-        """Starts `command`. The output of the process is appended to the file `log`.
+        """Starts `command` with the environment `env` and the inherited file descriptors `fds`.
 
-        `env` is the environment of the child, by default the environment of this process. The child
-        inherits the file descriptors `fds`.
+        The output of the process is appended to the file `log`.
         """
         self.log = log
         with open(log, "ab") as file:
@@ -185,8 +181,7 @@ def guarded(
 ) -> tuple[Child, socket.socket]:
     """Starts a guard, which starts the command `words`. Returns the guard and a socket to it.
 
-    When the socket closes, the guard ends the command. The output of both is appended to the file
-    `log`. `env` is their environment. They inherit the file descriptors `fds`.
+    When the socket closes, the guard ends the command. The other arguments are as for `Child`.
     """
     line, guard_end = socket.socketpair()
     guard = python_file(Path(orphan_guard.__file__))
@@ -198,3 +193,22 @@ def guarded(
     except BaseException:
         line.close()
         raise
+
+
+def card_environment(probe: Probe, shares: Shares) -> dict[str, str]:
+    """Environment variables with which a process sees only the cards of `shares`, in their order.
+
+    `probe` knows the devices. A CUDA card is named by UUID if the driver reports one, because the
+    number of a card differs between processes that see different cards. If all cards of `shares`
+    are simulated, the process sees no card.
+    """
+    devices = {device.id: device for device in probe.devices}
+    visible: dict[str, list[str]] = {"cuda": [], "rocm": []}
+    for share in shares:
+        device = devices[share.device]
+        kind = device.id.partition(":")[0]
+        if kind in visible:
+            by_uuid = kind == "cuda" and device.uuid
+            visible[kind].append(device.uuid if by_uuid else str(device.index))
+    cuda, rocm = (",".join(names) for names in visible.values())
+    return {"CUDA_VISIBLE_DEVICES": cuda, "HIP_VISIBLE_DEVICES": rocm}
