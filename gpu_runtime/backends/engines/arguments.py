@@ -12,14 +12,8 @@ from collections.abc import Iterator, Mapping
 from ...facts import ModelSpec
 
 RESERVED_FLAGS = (  # the lease decides these
-    "--gpu-memory-utilization",
-    "--tensor-split",
-    "--main-gpu",
-    "--device",
-    "--split-mode",
-    "-ts",
-    "-mg",
-    "-sm",
+    *("--gpu-memory-utilization", "--tensor-split", "--main-gpu", "--device", "--split-mode"),
+    *("-ts", "-mg", "-sm"),
 )
 _PLACEHOLDER = re.compile(r"\{(tensor_parallel|gpu_memory_utilization|port)\}")
 _VALUE = re.compile(r"(?!-)|-\d")  # the next word is a value unless it looks like a flag

@@ -37,7 +37,6 @@ class Served(EngineModel[Server]):
     """
 
     def __init__(self, name: str) -> None:
-        """The object for the model `name`, which is not loaded yet."""
         super().__init__(name)
         self.chat_template: str | None = ""  # the model's own, as `Recipe.template` defines it
 
@@ -144,10 +143,7 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
         self._start_seconds = settings.gpu_engine_start_seconds if settings else START_SECONDS
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What the local files of `spec` show about the model's size. `origin` is ignored.
-
-        An engine takes all its memory when it starts, so the size includes the KV cache.
-        """
+        """As `Recipe.evidence`. `origin` is ignored."""
         return self.recipe.evidence(spec)
 
     def load(
@@ -161,9 +157,8 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
     ) -> ServerHandle:
         """Starts a server for `spec` on the cards of `shares`, and returns its handle.
 
-        `progress` is called at the start and at the end. `into` is a handle or a Served of an
-        earlier load; its Served gets the new server. `origin` is ignored. Raises LoadFailed, and
-        the device's out-of-memory error.
+        `progress` is called at the start and at the end. Raises LoadFailed, and the device's
+        out-of-memory error.
         """
         missing = self.recipe.missing()
         if missing:
@@ -190,15 +185,11 @@ class ServerBackend(EngineBackend[ServerHandle, Served]):
             raise
 
     def _server(self, spec: ModelSpec, shares: Shares) -> Server:
-        """A server for `spec`, not started yet. It sees only the cards of `shares`, or no card if
-        the model runs on the CPU.
-        """
+        """A server for `spec`, not started yet. It sees only the cards of `shares` that it uses."""
         config = self.evidence(spec).config
         source = self.recipe.source(spec)
         totals = {device.id: device.total_bytes for device in self.probe.devices}
-        simulated = any(
-            device.simulated for device in self.probe.devices if device.id == shares[0].device
-        )
+        simulated = self.probe.place(shares[0].device).simulated
 
         def order_for(port: int, key: str) -> LaunchOrder:
             return LaunchOrder(spec, shares, totals, source, port, simulated, key, config)

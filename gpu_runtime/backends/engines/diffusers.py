@@ -23,27 +23,21 @@ class Diffusers(Recipe):
     LAYOUT = "balanced"
 
     def evidence(self, spec: ModelSpec) -> Evidence:
-        """The total size of the weight files of the pipeline of `spec`.
+        """The total size of the weight files of the pipeline, which has a directory for each part.
 
-        A pipeline has one directory for each part. If the pipeline is not on this machine, the
-        evidence has the name, and the reason why the size is unknown. Raises NotAModel for a path
-        that is no pipeline.
+        Raises NotAModel for a path that is no pipeline.
         """
         path = Path(spec.source).expanduser()
         if (path / "model_index.json").is_file():
             size = sum(file.stat().st_size for file in path.glob("*/*.safetensors"))
             return Evidence(file_bytes=size, file_format="safetensors", at_load=True)
         if path.exists():
-            raise NotAModel(
-                f"{spec.name}: {path} is not a pipeline; it has no model_index.json.",
-                name=spec.name,
-                source=spec.source,
-            )
+            text = f"{spec.name}: {path} is not a pipeline; it has no model_index.json."
+            raise NotAModel(text, name=spec.name, source=spec.source)
         why = f"there is no {path.absolute()}"
         return Evidence(name=spec.source, why_unknown=why, at_load=True)
 
     def missing(self) -> str:
-        """A sentence about what must be installed first; see `Recipe.missing`."""
         absent = [name for name in NEEDED if importlib.util.find_spec(name) is None]
         if not absent:
             return ""
@@ -54,7 +48,6 @@ class Diffusers(Recipe):
         )
 
     def command(self, order: LaunchOrder) -> Command:
-        """The command that starts our own server program for `order`."""
         words = ["--model", order.source, "--name", order.spec.name]
         words += ["--socket", str(order.socket_fd)]
         words += ["--device", "cpu" if order.simulated else "cuda"]

@@ -51,7 +51,6 @@ def app(pipeline: Any, name: str, key: str) -> Any:
 
     @server.post("/v1/images/generations")
     async def images(request: Request, body: JsonBody, authorization: Key = "") -> dict[str, Any]:
-        """Makes pictures for a request to OpenAI's images API."""
         check_key(authorization)
         try:
             parameters = image_parameters(body, painter.accepted)
@@ -89,10 +88,7 @@ def image_parameters(body: dict[str, Any], accepted: Any) -> dict[str, Any]:
         parameters["num_images_per_prompt"] = count
     if size and size != "auto":
         parameters |= parsed_size(size)
-    for field in (
-        "steps",
-        "num_inference_steps",
-    ):  # the second word is diffusers' name for the option
+    for field in ("steps", "num_inference_steps"):  # the second is diffusers' name for the option
         if body.get(field) is not None:
             parameters["num_inference_steps"] = whole_number(body[field], field, MOST_STEPS)
     for field in ("seed", "negative_prompt", "guidance_scale"):
@@ -122,16 +118,12 @@ class Painter:
     """Runs the pipeline for one request at a time."""
 
     def __init__(self, pipeline: Any) -> None:
-        """A painter for `pipeline`."""
         self.accepted = inspect.signature(pipeline.__call__).parameters
         self._pipeline = pipeline
         self._turn = threading.Lock()
 
     async def paint_while_connected(self, parameters: dict[str, Any], request: Any) -> list[str]:
-        """The pictures for `parameters`, as base64 of PNG.
-
-        If the client of `request` disconnects, the work is cancelled; see `paint`.
-        """
+        """As `paint`; cancelled if the client of `request` disconnects."""
         import asyncio
 
         from fastapi.concurrency import run_in_threadpool
@@ -174,7 +166,6 @@ class Painter:
 
 
 def base64_png(picture: Any) -> str:
-    """The `picture`, a PIL image, as base64 of PNG."""
     file = io.BytesIO()
     picture.save(file, "PNG")
     return base64.b64encode(file.getvalue()).decode()
@@ -189,28 +180,27 @@ def load(given: argparse.Namespace) -> Any:
     import torch
     from diffusers import DiffusionPipeline
 
-    model, device, dtype = given.model, given.device, given.dtype
     faults = watch_parts()
     options: dict[str, Any] = {"local_files_only": True, "use_safetensors": True}
     # It is always passed on: where it is left out, transformers asks on the terminal.
     options["trust_remote_code"] = given.trust_remote_code
-    if dtype != "auto":
-        options["torch_dtype"] = getattr(torch, dtype)
-    elif device == "cuda":
+    if given.dtype != "auto":
+        options["torch_dtype"] = getattr(torch, given.dtype)
+    elif given.device == "cuda":
         options["torch_dtype"] = torch.bfloat16
     if given.balanced:
         options["device_map"] = "balanced"
     elif given.allow_missing:  # else diffusers leaves what is missing without data
         options["low_cpu_mem_usage"] = False
     try:
-        pipeline = DiffusionPipeline.from_pretrained(model, **options)
+        pipeline = DiffusionPipeline.from_pretrained(given.model, **options)
     finally:
         if faults and not given.allow_missing:  # one line, because the last line is reported
             advice = (
                 "They would get random values; to load them so all the same: allow_missing=True"
             )
             raise SystemExit(" ".join([*faults, advice]))
-    return pipeline if given.balanced else pipeline.to(device)
+    return pipeline if given.balanced else pipeline.to(given.device)
 
 
 def watch_parts() -> list[str]:
@@ -246,11 +236,9 @@ def main() -> None:
     import uvicorn
 
     parser = argparse.ArgumentParser(prog="diffusers_app")
-    parser.add_argument("--model", required=True)
-    parser.add_argument("--name", required=True)
+    for option in ("--model", "--name", "--device", "--dtype"):
+        parser.add_argument(option, required=True)
     parser.add_argument("--socket", type=int, required=True)  # the descriptor of a bound socket
-    parser.add_argument("--device", default="cuda")
-    parser.add_argument("--dtype", default="auto")
     for switch in ("--balanced", "--trust-remote-code", "--allow-missing"):
         parser.add_argument(switch, action="store_true")
     given = parser.parse_args()

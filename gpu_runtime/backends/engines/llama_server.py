@@ -82,15 +82,12 @@ class LlamaServer(Recipe):
     LAYOUT = "proportional"
 
     def evidence(self, spec: ModelSpec) -> Evidence:
-        """What the GGUF file of `spec` shows about the model's size; see `gguf_evidence`."""
         return gguf_evidence(spec)
 
     def source(self, spec: ModelSpec) -> str:
-        """The path of the GGUF file of `spec`. For a split model it is the path of the first part."""
         return str(gguf_file(spec))
 
     def missing(self) -> str:
-        """A sentence about what must be installed first; see `Recipe.missing`."""
         if shutil.which("llama-server") or importlib.util.find_spec("llama_cpp"):
             return ""
         return (
@@ -108,16 +105,11 @@ class LlamaServer(Recipe):
         return "/health" if shutil.which("llama-server") else "/openapi.json"
 
     def command(self, order: LaunchOrder) -> Command:
-        """The command for `order`: `llama-server` if it is installed, else llama-cpp-python's server."""
         native = shutil.which("llama-server")
         return _native(order, native) if native else _python(order)
 
     def template(self, order: LaunchOrder) -> str:
-        """The chat template in the model file of `order`; empty if the file has none.
-
-        The result is also empty for llama-cpp-python's server, whose requests cannot set a
-        template's switches.
-        """
+        """The template in the model file; empty for llama-cpp-python's server, which reads no switches."""
         if not shutil.which("llama-server"):
             return ""
         return sources.template(order.source, order.spec.name) or ""
@@ -190,15 +182,8 @@ def _require_options(
 ) -> None:
     for name, neutral in lacks.items():
         if arguments.get(name, neutral) != neutral:
-            why = f"{server} has no option {name}"
-            raise LoadFailed(
-                f"{order.spec.name} cannot be loaded: {why}.\n"
-                f"  Leave it out, or use the backend llama_cpp.",
-                name=order.spec.name,
-                source=order.source,
-                why=why,
-                mistake=True,
-            )
+            advice = "Leave it out, or use the backend llama_cpp."
+            raise _refused(order, f"{server} has no option {name}", advice)
 
 
 def _python(order: LaunchOrder) -> Command:
@@ -211,9 +196,8 @@ def _python(order: LaunchOrder) -> Command:
     if custom_template(order.spec):
         raise _only_native(order, "takes no chat template but the model's own")
     if "pooling_type" in arguments:
-        raise _only_native(
-            order, "makes no single vector of a text: the file names no pooling type"
-        )
+        why = "makes no single vector of a text: the file names no pooling type"
+        raise _only_native(order, why)
     words = ["--model", order.source, "--model_alias", order.spec.name]
     words += ["--host", "127.0.0.1", "--port", str(order.port)]
     for name in ("n_ctx", "n_gpu_layers", "main_gpu", "split_mode"):
@@ -231,19 +215,20 @@ def _python(order: LaunchOrder) -> Command:
         if name in arguments and name not in _PYTHON_LACKS:
             value = arguments[name]
             words += [f"--{name}", str(value).lower() if isinstance(value, bool) else str(value)]
-    # By default, a call that arrives during another call's stream ends the stream, without an
-    # error.
+    # By default, a call that arrives during another call's stream ends that stream, silently.
     words += ["--interrupt_requests", "false"]
     program = (sys.executable, "-m", "llama_cpp.server")
     return Command((*program, *words), {"API_KEY": order.key, **waiting_environment()})
 
 
 def _only_native(order: LaunchOrder, why: str) -> LoadFailed:
-    """The error that only llama-server can serve the model of `order`. `why` is the reason."""
-    why = f"llama-cpp-python's server {why}"
+    advice = "Install llama-server, or leave out its runtime: the backend llama_cpp can do it."
+    return _refused(order, f"llama-cpp-python's server {why}", advice)
+
+
+def _refused(order: LaunchOrder, why: str, advice: str) -> LoadFailed:
     return LoadFailed(
-        f"{order.spec.name} cannot be loaded: {why}.\n"
-        f"  Install llama-server, or leave out its runtime: the backend llama_cpp can do it.",
+        f"{order.spec.name} cannot be loaded: {why}.\n  {advice}",
         name=order.spec.name,
         source=order.source,
         why=why,

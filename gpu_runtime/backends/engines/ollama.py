@@ -19,13 +19,8 @@ from ..llama_cpp.options import cache_type
 from .recipe import Command, LaunchOrder, Recipe, RequestFields, SendRequest
 
 FOR_EVER = -1
-_CACHE_TYPES = (
-    "f16",
-    "q8_0",
-    "q4_0",
-)  # for others, Ollama silently uses f16. Source: fs/ggml/ggml.go
-
-
+# For other types, Ollama silently uses f16. Source: fs/ggml/ggml.go
+_CACHE_TYPES = ("f16", "q8_0", "q4_0")
 _TEXT_FIELDS = """model stream stream_options max_tokens seed stop temperature top_p frequency_penalty
     presence_penalty logprobs"""
 _FIELDS = {
@@ -48,18 +43,17 @@ class Ollama(Recipe):
         return "/api/version"
 
     def missing(self) -> str:
-        """A sentence about what must be installed first; see `Recipe.missing`."""
         if shutil.which("ollama"):
             return ""
         return "there is no command ollama here.\n  Install it from ollama.com"
 
     def model(self, order: LaunchOrder) -> str:
-        """The name of the model of `order` in requests, which is Ollama's name for it."""
         return order.source
 
     def command(self, order: LaunchOrder) -> Command:
-        """The command that starts the server for `order`. Options are environment variables, except
-        `gpu_layers`, which `prepare` sends. Raises BadSetting for a cache that Ollama has not.
+        """The command, with options as environment variables, except `gpu_layers` (see `prepare`).
+
+        Raises BadSetting for a cache that Ollama has not.
         """
         options = order.spec.options
         environment = {
@@ -75,47 +69,40 @@ class Ollama(Recipe):
         if options.get("cache_dtype"):
             dtype = cache_type(order.spec)
             if dtype not in _CACHE_TYPES:
-                raise BadSetting(
-                    "cache_dtype", options["cache_dtype"], f"{', '.join(_CACHE_TYPES)} with Ollama"
-                )
+                expected = f"{', '.join(_CACHE_TYPES)} with Ollama"
+                raise BadSetting("cache_dtype", options["cache_dtype"], expected)
             environment["OLLAMA_KV_CACHE_TYPE"] = dtype
             environment["OLLAMA_FLASH_ATTENTION"] = "1"
         return Command((shutil.which("ollama") or "ollama", "serve"), environment)
 
     def prepare(self, order: LaunchOrder, send: SendRequest) -> None:
-        """Loads the model of `order` by a request without a prompt, sent with `send`. Raises
-        LoadFailed.
-        """
+        """Loads the model of `order` by a request without a prompt. Raises LoadFailed."""
         body: dict[str, Any] = {"model": order.source, "keep_alive": FOR_EVER, "stream": False}
         layers = order.spec.options.get("gpu_layers")
         if layers is not None and layers >= 0:
             body["options"] = {"num_gpu": layers}
         status, answer = send("POST", "/api/generate", body)
+        if status == 200:
+            return
+        why = answer.get("error", answer) if isinstance(answer, dict) else answer
+        text = f"Ollama answered {status}: {why}."
         if status == 404:
-            raise LoadFailed(
-                f"{order.spec.name} cannot be loaded: Ollama has no model {order.source}.\n"
-                f"  Pull it:  ollama pull {order.source}",
-                name=order.spec.name,
-                source=order.source,
-                mistake=True,
-            )
-        if status != 200:
-            why = answer.get("error", answer) if isinstance(answer, dict) else answer
-            raise LoadFailed(
-                f"{order.spec.name} cannot be loaded: Ollama answered {status}: {why}.",
-                name=order.spec.name,
-                source=order.source,
-            )
+            text = f"Ollama has no model {order.source}.\n  Pull it:  ollama pull {order.source}"
+        raise LoadFailed(
+            f"{order.spec.name} cannot be loaded: {text}",
+            name=order.spec.name,
+            source=order.source,
+            mistake=status == 404,
+        )
 
     def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
         """The fields that the code of Ollama's OpenAI API reads. It ignores any other field."""
         return _FIELDS
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
-        """How much of the model of `order` is on the card; empty if all of it is there.
+        """How much of the model is on the card, from the server; empty if all of it is there.
 
-        The text is part of an error message. `send` reads the placement from the server. The check
-        is left out on simulated cards, and for a model with a set number of `gpu_layers`.
+        Not checked on simulated cards, and for a model with a set number of `gpu_layers`.
         """
         layers = order.spec.options.get("gpu_layers")
         if order.simulated or (layers is not None and layers >= 0):
@@ -130,9 +117,7 @@ class Ollama(Recipe):
 
 
 def _running_model(name: str, send: SendRequest) -> dict[str, Any] | None:
-    """The entry of the loaded model `name` in `/api/ps`, or None. Ollama adds `:latest` to a name
-    without a tag.
-    """
+    """The entry of the loaded model `name` in `/api/ps`. Ollama adds `:latest` if there is no tag."""
     tagged = name if ":" in name.rpartition("/")[2] else f"{name}:latest"
     status, answer = send("GET", "/api/ps", None)
     if status != 200 or not isinstance(answer, dict):

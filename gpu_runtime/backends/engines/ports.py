@@ -35,11 +35,9 @@ class Port:
         return self._claim.fileno()
 
     def bind(self) -> int:
-        """The descriptor of a socket bound to the port. The engine can inherit this socket and
-        listen on it.
+        """The descriptor of a socket bound to the port, which the engine can inherit and listen on.
 
-        After this call no other process can listen on the port. Raises OSError if the port is in
-        use.
+        No other process can listen on the port any more. Raises OSError if the port is in use.
         """
         # SO_REUSEADDR is not set. If two processes set it, both could bind the port, and the other
         # process could listen first.
@@ -68,9 +66,8 @@ def ports(text: str) -> range:
     first, _, last = text.replace(" ", "").partition("-")
     numbers = [int(word) for word in (first, last or first) if word.isdigit()]
     if len(numbers) != 2 or not 1024 <= numbers[0] <= numbers[1] <= 65535:
-        raise BadSetting(
-            "GPU_ENGINE_PORTS", text, "a range of ports from 1024 to 65535, such as 8300-8399"
-        )
+        expected = "a range of ports from 1024 to 65535, such as 8300-8399"
+        raise BadSetting("GPU_ENGINE_PORTS", text, expected)
     return range(numbers[0], numbers[1] + 1)
 
 
@@ -99,10 +96,7 @@ def claim(among: range, name: str, but: frozenset[int] = frozenset()) -> Port:
 
 
 def _claims_directory(name: str) -> Path:
-    """The directory of the claims. A missing directory is created with mode 0700.
-
-    Raises LoadFailed for the model `name` if other users can change the directory.
-    """
+    """The directory of the claims, made with mode 0700. Raises LoadFailed as `claim` does."""
     directory = local_state() / "ports"
     try:
         make_directory(directory)

@@ -18,9 +18,7 @@ from ...facts import Evidence, ModelSpec, Shares
 from ..missing import AbsentBackend
 
 USUAL_CONTEXT = 8192  # tokens, unless the options set a length or the model supports fewer
-
 LEAST, MOST = 0.01, 0.99  # bounds of the fraction of a card that an engine may take
-
 # Sends a request with method, path and JSON body. Returns the status (0: no answer) and the body of
 # the answer: the value if it is JSON, else the text.
 SendRequest = Callable[[str, str, Any], tuple[int, Any]]
@@ -59,9 +57,7 @@ class Command(NamedTuple):
 
 
 class Recipe:
-    """Defines how one engine is started for a lease, and how requests reach it. Each engine has a
-    subclass.
-    """
+    """How one engine is started for a lease, and how requests reach it. Each engine has a subclass."""
 
     INHERITS_SOCKET = False  # whether the server can listen on a socket that it inherits
     BASE = "/v1"  # the prefix of /chat/completions
@@ -77,10 +73,10 @@ class Recipe:
         return "/health"
 
     def evidence(self, spec: ModelSpec) -> Evidence:
-        """What the source of `spec` shows about the model's size.
+        """What the source of `spec` shows about the model's size. Raises NotAModel, LoadFailed.
 
-        The engine reserves memory for the context when it starts. The size includes this memory if
-        the length of the context is known. Raises NotAModel, LoadFailed.
+        The size includes the context, for which the engine reserves memory when it starts, if its
+        length is known.
         """
         found = AbsentBackend(spec.backend).evidence(spec)
         all_fields = {**found.config, **(found.config.get("text_config") or {})}
@@ -97,9 +93,7 @@ class Recipe:
         raise NotImplementedError
 
     def source(self, spec: ModelSpec) -> str:
-        """What the engine opens for `spec`: an absolute path, or the engine's own name for the
-        model.
-        """
+        """What the engine opens for `spec`: an absolute path, or its own name for the model."""
         path = os.path.expanduser(spec.source)
         return os.path.abspath(path) if os.path.exists(path) else spec.source
 
@@ -114,9 +108,8 @@ class Recipe:
     def template(self, order: LaunchOrder) -> str | None:
         """The model's own chat template, for a server whose requests may set the template's switches.
 
-        A request sets switches, such as one for thinking, in its field `chat_template_kwargs`. If
-        the server of `order` ignores this field, the result is empty. If this process cannot find
-        out the template, the result is None.
+        A request sets switches, such as one for thinking, in its field `chat_template_kwargs`.
+        Empty if the server of `order` ignores this field; None if the template is not known here.
         """
         return ""
 
@@ -127,18 +120,16 @@ class Recipe:
         """
 
     def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
-        """The fields that the server of `order` reads, as far as they can be found out.
+        """The fields that the server reads, as far as they can be found out with `send`.
 
-        A server ignores other fields without an error. `send` sends a request to the server, which
-        is ready.
+        A server ignores other fields without an error.
         """
         return {}
 
     def misplaced(self, order: LaunchOrder, send: SendRequest) -> str:
-        """Why the model is not on the cards of `order` as ordered; empty if it is.
+        """Why the model is not on the cards of `order` as ordered, for an error; empty if it is.
 
-        The text is part of an error message. `send` sends a request to the server. The default is
-        empty, because most engines use the cards that they get, or fail.
+        The default is empty, because most engines use the cards that they get, or fail.
         """
         return ""
 
@@ -155,10 +146,7 @@ def utilization(order: LaunchOrder) -> float:
 
 
 def fields_in_openapi(send: SendRequest) -> RequestFields:
-    """The request fields in the server's own OpenAPI document; empty if it publishes none.
-
-    `send` sends a request to the server.
-    """
+    """The request fields in the server's own OpenAPI document; empty if it publishes none."""
     status, document = send("GET", "/openapi.json", None)
     if status != 200 or not isinstance(document, dict):
         return {}
@@ -197,8 +185,5 @@ def dtype_option(spec: ModelSpec) -> str | None:
 
 
 def custom_template(spec: ModelSpec) -> str | None:
-    """The chat template in the options of `spec`: a text or a path; None if not set.
-
-    It replaces the model's own template.
-    """
+    """The chat template (a text or a path) in the options of `spec` that replaces the model's own."""
     return spec.options.get("chat_template") or None

@@ -90,7 +90,7 @@ class Server(RestartedEngine):
 
     @property
     def pids(self) -> tuple[int, ...]:
-        """The ids of the server's processes: its guard, then all descendants of the guard."""
+        """The guard, then all descendants of the guard."""
         child = self._child
         if child is None or self.state is ServerState.IDLE:
             return ()
@@ -112,17 +112,12 @@ class Server(RestartedEngine):
 
     @property
     def starting(self) -> bool:
-        """Whether the server is not ready yet, because it is at its first start or at a restart.
-
-        The result does not stay true for ever, because each start has a time-out.
-        """
+        """Whether the server is at its first start or at a restart. Each has a time-out."""
         return self._wanted and self.error is None and self.state is not ServerState.READY
 
     def healthy(self) -> bool:
         """Whether the server is ready and answers its health check now."""
-        if self.state is not ServerState.READY:
-            return False
-        return self._answers_health_check()
+        return self.state is ServerState.READY and self._answers_health_check()
 
     def listens(self) -> bool:
         """Whether the server's own processes, and no others, listen on its port now."""
@@ -137,7 +132,7 @@ class Server(RestartedEngine):
         return bool(found)
 
     def launch_order(self) -> LaunchOrder:
-        """The launch order of the latest start. The server must have been started."""
+        """The order of the latest start. The server must have been started."""
         assert self.order is not None
         return self.order
 
@@ -171,7 +166,7 @@ class Server(RestartedEngine):
         threads.start(self._supervise)
 
     def _start_on_free_port(self) -> None:
-        """Starts the server, and waits until it is ready. If its port is taken, tries another port."""
+        """Starts the server on a free port, and waits until it is ready."""
         tried: set[int] = set()
         while True:
             port = claim(self._port_range, self.spec.name, frozenset(tried))
@@ -197,8 +192,7 @@ class Server(RestartedEngine):
     def _launch(self, port: Port) -> None:
         """Starts the guard process, which starts the engine.
 
-        The guard ends the engine once this process has ended. Guard and engine inherit the file
-        whose lock reserves the `port`, so the port stays reserved as long as they run.
+        Both inherit the file whose lock reserves the `port`, which stays reserved while they run.
         """
         with self._changed:
             self._enter(ServerState.LOADING)
@@ -242,11 +236,7 @@ class Server(RestartedEngine):
             self._enter(ServerState.READY)
 
     def _stop(self) -> None:
-        """Ends the server and all its child processes.
-
-        The guard does this once its socket is closed. If the guard fails, the whole process group
-        is killed.
-        """
+        """Ends the server and all its child processes, by the guard; else kills the whole group."""
         with self._changed:
             if self.state in (ServerState.IDLE, ServerState.STOPPING):
                 return
@@ -264,7 +254,6 @@ class Server(RestartedEngine):
             self._enter(ServerState.IDLE)
 
     def end(self) -> None:
-        """Ends the server and all processes that it started. A repeated call does nothing."""
         self._wanted = False
         self._stop()
 
@@ -291,8 +280,7 @@ class Server(RestartedEngine):
     def _sender(self, seconds: float) -> SendRequest:
         """A function that sends one request to the server's port, with a time-out of `seconds`.
 
-        The function sends nothing to a process that is not the server's own. It never sends the
-        key, because health checks and the requests of recipes need none.
+        It sends nothing to a process that is not the server's own, and never the key.
         """
         order = self.launch_order()
 

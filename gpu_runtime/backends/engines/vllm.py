@@ -39,7 +39,6 @@ class Vllm(Recipe):
     LAYOUT = "balanced"  # tensor parallelism: equal parts
 
     def missing(self) -> str:
-        """A sentence about what must be installed first; see `Recipe.missing`."""
         if shutil.which("vllm"):
             return ""
         return "there is no command vllm here.\n  Install it:  pip install vllm"
@@ -71,7 +70,6 @@ class Vllm(Recipe):
         return Command((executable, *words, *own), {"VLLM_API_KEY": order.key})
 
     def template(self, order: LaunchOrder) -> str | None:
-        """The model's chat template in the local files of `order`; None if there is none."""
         return sources.template(order.source, order.spec.name)
 
     def request_fields(self, order: LaunchOrder, send: SendRequest) -> RequestFields:
