@@ -1,7 +1,4 @@
-"""`Backend`, the base of all backends, and two checks that several modules use.
-
-The checks are `looks_like_hub_id` and `is_out_of_memory`. `registry.py` opens backends by name.
-"""
+"""`Backend`, the base of all backends. `registry.py` opens backends by name."""
 
 from __future__ import annotations
 
@@ -119,14 +116,11 @@ class Backend:
         raise NotImplementedError
 
     def elsewhere(self, model: Any) -> tuple[str, ...]:
-        """The tensors of `model` that are not on its shares, each as `NAME on DEVICE`.
-
-        Normally the result is empty.
-        """
+        """The tensors of `model` that are not on its shares, each as `NAME on DEVICE`."""
         return ()
 
     def runs_here(self, spec: ModelSpec) -> bool:
-        """Whether the model of `spec` runs in this process, so that its crash would end the process."""
+        """Whether the model of `spec` runs in this process, which its crash would end."""
         return True
 
     def droppable(self, model: Any) -> bool:
@@ -184,11 +178,7 @@ def looks_like_hub_id(text: str) -> bool:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether `error` means that a device ran out of memory.
-
-    True for OutOfMemory of this package, torch's OutOfMemoryError and Python's MemoryError. Also
-    true for a RuntimeError with the text that a CUDA library uses for this.
-    """
+    """Whether `error` means that a device ran out of memory, by its class or a CUDA library's text."""
     if isinstance(error, (OutOfMemory, MemoryError)):
         return True
     torch = sys.modules.get("torch")

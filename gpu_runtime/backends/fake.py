@@ -29,9 +29,7 @@ class FakeModel:
     """
 
     def __init__(self, name: str, hook: Hook | None) -> None:
-        """A model called `name`. `hook` is called with "load" during a load, and with "move" during
-        a move.
-        """
+        """`hook` is called with "load" during a load, and with "move" during a move."""
         self.name, self.hook = name, hook
         self.place: tuple[Shares, tuple[Block, ...]] = ((), ())
         self.pieces = 0  # number of equal pieces that can leave a card one by one; 0: none
@@ -65,11 +63,9 @@ class FakeBackend(Backend):
     name = "fake"
 
     def __init__(self, probe: Probe) -> None:
-        """Allocates on the devices of `probe`."""
         self.probe = probe
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """Evidence without a size, so `spec` must declare a size. `origin` is ignored."""
         return Evidence(why_unknown="a fake model has only the size that it declares")
 
     def load(
@@ -84,10 +80,8 @@ class FakeBackend(Backend):
     ) -> FakeModel:
         """The fake model of `spec`, which holds the bytes of `shares`.
 
-        If `into` is the fake model of an earlier load, this object is used again, with its earlier
-        hook. `progress` is called at 0, half and all of the bytes. With `shadow`, a copy stays in
-        host memory if it fits there. Raises the errors of a callable `origin`, LoadFailed for
-        `options={"fails": True}`, and OutOfMemory.
+        The model of an earlier load keeps its hook. With `shadow`, a copy stays in host memory if
+        it fits there. Raises the errors of a callable `origin`, LoadFailed and OutOfMemory.
         """
         if isinstance(into, FakeModel):
             model = into
@@ -182,18 +176,15 @@ class FakeBackend(Backend):
         return bool(spec.options.get("shadow"))
 
     def free_shadow(self, model: FakeModel) -> None:
-        """Frees the copy of `model` in host memory. A repeated call does nothing."""
         shadow, model.shadow = model.shadow, ()
         _free(shadow)
 
     def drop(self, model: FakeModel) -> None:
-        """Frees the bytes of `model`. A repeated call does nothing."""
         (_, old), model.place = model.place, ((), ())
         _free(old)
         self.free_shadow(model)
 
     def measure(self, model: FakeModel) -> Shares:
-        """The shares that `model` holds."""
         return model.place[0]
 
     def droppable(self, model: FakeModel) -> bool:

@@ -21,18 +21,21 @@ class AbsentBackend(Backend):
     can_move = False
 
     def __init__(self, name: str) -> None:
-        """Stands in for the backend called `name`."""
         self.name = name
 
     def evidence(self, spec: ModelSpec, origin: Any = None) -> Evidence:
-        """What the local files of `spec` show about the model's size. `origin` is ignored.
+        """What the local files of `spec` show about the model's size; without them, their name.
 
-        If there are no local files, the evidence has the source as its `name`, and the reason as
-        its `why_unknown`. Raises LoadFailed if local files exist but their size cannot be read.
+        Raises LoadFailed if local files exist but their size cannot be read.
         """
         is_local = os.path.lexists(os.path.expanduser(spec.source))
         if not is_local and not looks_like_hub_id(spec.source):
-            return Evidence(name=spec.source, why_unknown=_why_absent(spec.source))
+            absent = (
+                f"there is no {os.path.abspath(spec.source)}"
+                if spec.source
+                else "no source is given"
+            )
+            return Evidence(name=spec.source, why_unknown=absent)
         try:
             return sources.evidence(spec.source, spec.name, spec.options, spec.model_type)
         except LoadFailed as error:
@@ -42,16 +45,10 @@ class AbsentBackend(Backend):
             return Evidence(name=spec.source, why_unknown=reason)
 
     def load(self, spec: ModelSpec, *_: Any, **__: Any) -> NoReturn:
-        """Always raises LoadFailed. The message names the model of `spec` and its backend."""
+        """Always raises LoadFailed."""
         raise LoadFailed(
             f"{spec.name} cannot be loaded: its backend {self.name} is not part of this version.",
             name=spec.name,
             source=spec.source,
             mistake=True,
         )
-
-
-def _why_absent(source: str) -> str:
-    if not source:
-        return "no source is given"
-    return f"there is no {os.path.abspath(source)}"

@@ -45,7 +45,7 @@ def open_backend(name: str, probe: Probe, settings: Settings | None = None) -> B
     start.
     """
     if name not in _MODULES:
-        raise BadSetting("backend", name, "one of " + ", ".join(sorted(_MODULES)))
+        raise BadSetting("backend", name, "one of " + ", ".join(backend_names()))
     module_name, class_name = _MODULES[name]
     import_whole(f"{__package__}.{module_name}")
     module = importlib.import_module(f".{module_name}", __package__)
@@ -73,15 +73,14 @@ def backend_for(source: Any, requested: str = "auto") -> str:
     """
     if requested != "auto":
         if requested not in _MODULES:
-            raise BadSetting("backend", requested, "auto or one of " + ", ".join(sorted(_MODULES)))
+            raise BadSetting("backend", requested, "auto or one of " + ", ".join(backend_names()))
         return requested
     is_path = isinstance(source, os.PathLike)
     if callable(source) and not is_path:  # an nn.Module is callable too
         return "torch"
     text = os.fspath(source) if is_path or isinstance(source, str) else ""
-    if os.path.isdir(text) or text.endswith(".gguf"):
-        return file_backend(text)
-    if looks_like_hub_id(text) and not os.path.exists(text):
+    is_hub_id = looks_like_hub_id(text) and not os.path.exists(text)
+    if os.path.isdir(text) or text.endswith(".gguf") or is_hub_id:
         return file_backend(text)
     raise _not_a_model(source, text)
 

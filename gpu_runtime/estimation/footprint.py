@@ -33,10 +33,7 @@ from ..units import show_bytes
 from . import kv_cache
 
 # Source: the estimation chain of the Model Boss coordinator.
-FILE_FACTORS = {
-    "gguf": 1.1,
-    "safetensors": 1.3,
-}
+FILE_FACTORS = {"gguf": 1.1, "safetensors": 1.3}
 # Bytes of a CUDA context, until this process has measured one. Source: NDIF, about 400 MiB.
 CONTEXT_BYTES = 500 * 2**20
 
@@ -120,8 +117,7 @@ def footprint(
     if declared is not None:
         parts = _declared(declared, weights, use is not None)
     elif weights is None:
-        why = evidence.why_unknown or "neither its source nor its name shows it"
-        raise UnknownSize(name, why)
+        raise UnknownSize(name, evidence.why_unknown or "neither its source nor its name shows it")
     else:
         parts = (weights, *_beyond_weights(name, weights, evidence, measured, use))
     context_is_measured = evidence.at_load and measured is not None
@@ -138,10 +134,7 @@ def footprint(
 
 
 def _weights(
-    name: str,
-    evidence: Evidence,
-    measured: Measurement | None,
-    quantization: str,
+    name: str, evidence: Evidence, measured: Measurement | None, quantization: str
 ) -> Part | None:
     """The part for the weights, from the best known source; None if no source shows their size."""
     if measured is not None:
@@ -178,13 +171,8 @@ def _declared(declared: int, weights: Part | None, use_requested: bool) -> tuple
     """The parts of a declared size: a single part, or the weights and the room for use."""
     if not use_requested or weights is None or weights.bytes >= declared:
         return (Part("all", declared, "declared"),)
-    rest = Part(
-        "room",
-        declared - weights.bytes,
-        "declared",
-        "the rest of the declared size, for use",
-    )
-    return weights, rest
+    rest = declared - weights.bytes
+    return weights, Part("room", rest, "declared", "the rest of the declared size, for use")
 
 
 def _beyond_weights(
@@ -209,11 +197,13 @@ def _typical_cache(name: str, evidence: Evidence, use: kv_cache.PlannedUse) -> P
     """The largest cache that the model can have, if only its name is known."""
     _, text = _count_in(evidence.name) or _count_in(name) or (0.0, "")
     layers, _ = _typical_layers(name, evidence)
-    size = kv_cache.kv_cache_bytes(
-        layers, tokens=use.tokens, sequences=use.sequences, bits=use.cache_bits
-    )
+    size = _cache_bytes(layers, use)
     words = f"{_cache_in_words(layers, use)}: at most, as for {text} without grouped attention"
     return Part("kv_cache", size, "name", words)
+
+
+def _cache_bytes(layers: tuple[kv_cache.Layer, ...], use: kv_cache.PlannedUse) -> int:
+    return kv_cache.kv_cache_bytes(layers, use.tokens, use.sequences, use.cache_bits)
 
 
 def _context(size: int) -> Part:
@@ -222,9 +212,7 @@ def _context(size: int) -> Part:
 
 
 def _room(
-    name: str,
-    config: Mapping[str, Any],
-    use: kv_cache.PlannedUse | None,
+    name: str, config: Mapping[str, Any], use: kv_cache.PlannedUse | None
 ) -> tuple[Part, ...]:
     """The parts for cache and activations of the requested use; empty if `use` is None."""
     if use is None:
@@ -237,12 +225,7 @@ def _room(
             "a declared size can include it",
         )
     parts = []
-    cache = kv_cache.kv_cache_bytes(
-        layers,
-        tokens=use.tokens,
-        sequences=use.sequences,
-        bits=use.cache_bits,
-    )
+    cache = _cache_bytes(layers, use)
     if cache:
         parts.append(Part("kv_cache", cache, "config", _cache_in_words(layers, use)))
     active = kv_cache.activation_bytes(config, use)
@@ -254,23 +237,16 @@ def _room(
 
 
 def _margin(weights: Part, evidence: Evidence) -> tuple[Part, ...]:
-    """The margin for cache and activations; empty if the weights are known more exactly.
+    """The margin for cache and activations, if only the size of the files or the name is known.
 
-    A margin is needed if only the size of the files or the name is known. The margin is a fraction
-    of the weights. The fraction depends on the file format.
+    It is a fraction of the weights, which depends on the file format.
     """
     if weights.source not in ("file size", "name"):
         return ()
     factor = FILE_FACTORS[evidence.file_format or _format_in(weights.detail)]
     size = round(weights.bytes * (factor - 1))
-    return (
-        Part(
-            "margin",
-            size,
-            weights.source,
-            f"× {factor} for cache and activations, which it does not show",
-        ),
-    )
+    how = f"× {factor} for cache and activations, which it does not show"
+    return (Part("margin", size, weights.source, how),)
 
 
 def _format_in(detail: str) -> str:
@@ -298,9 +274,7 @@ def _times(use: kv_cache.PlannedUse) -> str:
 
 
 def _notes(
-    evidence: Evidence,
-    measured: Measurement | None,
-    use: kv_cache.PlannedUse | None,
+    evidence: Evidence, measured: Measurement | None, use: kv_cache.PlannedUse | None
 ) -> tuple[str, ...]:
     """Sentences about the measured peak, and about a cache that is not counted."""
     notes = []

@@ -32,31 +32,18 @@ _NESTED = ("text_config", "llm_config", "language_config")
 # window. The number n is used if the config has a window but no pattern. The numbers are from
 # transformers.
 _PATTERNS = {
-    "gemma2": 2,
-    "gemma3": 6,
-    "gemma3_text": 6,
+    **dict.fromkeys(("gemma2", "gpt_oss"), 2),
+    **dict.fromkeys(("cohere2", "olmo3", "llama4_text"), 4),
     "gemma3n_text": 5,
-    "cohere2": 4,
-    "gpt_oss": 2,
-    "olmo3": 4,
-    "llama4_text": 4,
+    **dict.fromkeys(("gemma3", "gemma3_text"), 6),
 }
 _GENERATES = (
-    "CausalLM",
-    "LMHead",
-    "ConditionalGeneration",
-    "ImageTextToText",
-    "Seq2SeqLM",
+    *("CausalLM", "LMHead", "ConditionalGeneration", "ImageTextToText", "Seq2SeqLM"),
     "LMHeadModel",
 )
 # Activation functions that are computed in several steps, so that more intermediate values exist.
 _UNFUSED = {"gelu_new", "gelu_fast", "quick_gelu", "gelu_accurate"}
-_RECURRENT = (
-    "linear",
-    "mamba",
-    "conv",
-    "recurrent",
-)  # words in the name of a recurrent layer's type
+_RECURRENT = ("linear", "mamba", "conv", "recurrent")  # in the name of a recurrent layer's type
 
 # The different names of the same number.
 _WIDTH = ("hidden_size", "n_embd", "d_model")
@@ -70,13 +57,8 @@ _WINDOW = ("sliding_window", "attention_chunk_size", "sliding_window_size")
 _EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk")
 _EXPERT_INNER = ("moe_intermediate_size", "expert_ffn_hidden_size")
 _CONTEXT = (
-    "max_position_embeddings",
-    "n_positions",
-    "max_seq_len",
-    "seq_length",
-    "n_ctx",
-    "max_sequence_length",
-    "model_max_length",
+    *("max_position_embeddings", "n_positions", "max_seq_len", "seq_length", "n_ctx"),
+    *("max_sequence_length", "model_max_length"),
 )
 
 
@@ -179,7 +161,7 @@ def attention_heads(config: Mapping[str, Any]) -> int:
 
 
 def kv_cache_bytes(
-    layers: Sequence[Layer], *, tokens: int, sequences: int = 1, bits: float = 16.0
+    layers: Sequence[Layer], tokens: int, sequences: int = 1, bits: float = 16.0
 ) -> int:
     """Bytes of the cache for `sequences` sequences of `tokens` tokens, with `bits` bits a value.
 
@@ -310,9 +292,7 @@ def _windows(text: Mapping[str, Any], model: str, count: int) -> list[bool]:
     if every:
         return [(n + 1) % every != 0 for n in range(count)]
     first = text.get("max_window_layers", 0)
-    if not isinstance(first, int):
-        return [True] * count
-    return [n >= first for n in range(count)]
+    return [not isinstance(first, int) or n >= first for n in range(count)]
 
 
 def _kind(word: str) -> str:

@@ -18,9 +18,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from ... import limited_files
-from ...errors import LoadFailed
 from ...units import MIB
-from .safetensors import Stamp
+from .safetensors import Stamp, damaged
 
 BLOCKS = {  # type -> name, weights per block, bytes per block. Source: ggml, ggml-common.h
     0: ("F32", 1, 4),
@@ -63,22 +62,11 @@ _MOST_TENSORS = 100_000
 _MOST_STRINGS = 4_000_000  # of all lists of strings together
 _CHUNK = 4 * MIB
 _SCALARS = {  # metadata type -> format of struct
-    0: "<B",
-    1: "<b",
-    2: "<H",
-    3: "<h",
-    4: "<I",
-    5: "<i",
-    6: "<f",
-    7: "<?",
-    10: "<Q",
-    11: "<q",
-    12: "<d",
+    **{number: f"<{letter}" for number, letter in enumerate("BbHhIif?")},
+    **{number: f"<{letter}" for number, letter in enumerate("Qqd", 10)},
 }
 _STRING, _ARRAY = 8, 9
-_LONGEST_LIST = (
-    10_000  # numbers in an array that is kept (one per layer); longer arrays are skipped
-)
+_LONGEST_LIST = 10_000  # numbers of an array that is kept (one per layer); others are skipped
 _MOST_DIMENSIONS = 8
 _SPLIT = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
@@ -110,11 +98,9 @@ class _Unreadable(Exception):
 
 
 def files(path: Path, name: str) -> list[Path]:
-    """The files of the model to which the file `path` belongs: this file, or all parts of a split
-    model.
+    """The file `path`, or all parts of the split model `name` to which it belongs.
 
-    Parts are named like `m-00001-of-00003.gguf`. Raises LoadFailed for the model `name` if a part is
-    missing.
+    Parts are named like `m-00001-of-00003.gguf`. Raises LoadFailed if a part is missing.
     """
     split = _SPLIT.fullmatch(path.name)
     if split is None:
@@ -123,9 +109,8 @@ def files(path: Path, name: str) -> list[Path]:
     parts = [path.with_name(f"{stem}-{n:05}-of-{count}.gguf") for n in range(1, int(count) + 1)]
     for part in parts:
         if not part.is_file():
-            raise _damaged(
-                name, part, f"{path.name} is a part of the same model, but this file is missing"
-            )
+            why = f"{path.name} is a part of the same model, but this file is missing"
+            raise damaged(name, part, why)
     return parts
 
 
@@ -156,9 +141,9 @@ def _read_file(path: Path, name: str) -> GgufHeader:
     try:
         return _header(Stamp.of(path))
     except OSError as error:
-        raise _damaged(name, path, error.strerror or str(error)) from error
-    except (ValueError, struct.error, UnicodeDecodeError) as error:
-        raise _damaged(name, path, str(error) or "its header is not a GGUF header") from error
+        raise damaged(name, path, error.strerror or str(error)) from error
+    except (ValueError, struct.error) as error:
+        raise damaged(name, path, str(error) or "its header is not a GGUF header") from error
 
 
 # One load reads the header three times, and a header with a vocabulary takes 45 ms.
@@ -225,15 +210,12 @@ def _weight_bytes(rows: list[_TensorRow], data_bytes: int) -> int | None:
             return None
         type_name, block_weights, block_bytes = BLOCKS[row.type]
         if row.weights % block_weights:
-            raise ValueError(
-                f"{row.name} has {row.weights:,} weights, which are not whole blocks of {type_name}"
-            )
+            found = f"{row.name} has {row.weights:,} weights"
+            raise ValueError(f"{found}, which are not whole blocks of {type_name}")
         size = row.weights // block_weights * block_bytes
         if row.offset + size > data_bytes:
-            beyond = row.offset + size - data_bytes
-            raise ValueError(
-                f"it is truncated: {row.name} would end {beyond:,} bytes past the end of the file"
-            )
+            beyond = f"{row.offset + size - data_bytes:,} bytes past the end of the file"
+            raise ValueError(f"it is truncated: {row.name} would end {beyond}")
         total += size
     if total > data_bytes or len({row.name for row in rows}) < len(rows):
         raise ValueError("its tensors overlap")
@@ -248,10 +230,7 @@ class _HeaderReader:
         self._data, self.position, self._strings = b"", 0, 0
 
     def _need(self, count: int) -> None:
-        """Reads the file until `count` bytes after the current position are in memory.
-
-        Raises ValueError if the file ends before, or if the header is longer than _LONGEST_HEADER.
-        """
+        """Reads the file until `count` bytes after the current position are in memory."""
         end = self.position + count
         have = len(self._data)
         if end <= have:
@@ -277,10 +256,10 @@ class _HeaderReader:
         return self.take(self.number("<Q")).decode()
 
     def value(self, kind: int) -> Any:
-        """A metadata value of type `kind`: a scalar, a string, or an array.
+        """A metadata value of type `kind`. Raises _Unreadable for an unknown type.
 
         An array of numbers becomes a list, or None if it is longer than _LONGEST_LIST. An array of
-        strings becomes a StringCount. Raises _Unreadable for an unknown type.
+        strings becomes a StringCount.
         """
         if kind == _STRING:
             return self.string()
@@ -309,10 +288,7 @@ class _HeaderReader:
         return list(struct.unpack(f"<{count}{form[1]}", raw))
 
     def _skip_strings(self, count: int) -> None:
-        """Skips `count` strings.
-
-        A file may have half a million strings, so the loop makes only one call for each string.
-        """
+        """Skips `count` strings, with one call for each: a file may have half a million."""
         unpack, left = struct.Struct("<Q").unpack_from, count
         while left:
             data, at = self._data, self.position
@@ -324,16 +300,6 @@ class _HeaderReader:
                 pass  # the data ends within a string: read more, then continue with that string
             self.position = at
             self._need(8 if left else 0)
-
-
-def _damaged(name: str, path: Path, why: str) -> LoadFailed:
-    return LoadFailed(
-        f"{name}: {path} cannot be loaded: {why}.",
-        name=name,
-        source=str(path),
-        why=why,
-        mistake=True,
-    )
 
 
 # -- the metadata as a config ----------------------------------------------------------------------
@@ -363,16 +329,10 @@ _ENCODERS = ("bert", "t5encoder", "clip")
 
 
 def config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The model's config under Hugging Face's names, with the fields that a footprint needs.
-
-    `metadata` is the metadata of a `GgufHeader`.
-    """
+    """The fields of the config that a footprint needs, from the `metadata` of a header."""
     architecture = str(metadata.get("general.architecture", ""))
-    found: dict[str, Any] = {}
-    for our_name, gguf_name in _KEYS.items():
-        key = f"{architecture}.{gguf_name}"
-        if key in metadata:
-            found[our_name] = metadata[key]
+    keys = {name: f"{architecture}.{gguf_name}" for name, gguf_name in _KEYS.items()}
+    found = {name: metadata[key] for name, key in keys.items() if key in metadata}
     tokens = metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, StringCount) and "vocab_size" not in found:
         found["vocab_size"] = int(tokens)

@@ -74,7 +74,7 @@ class TensorEntry(NamedTuple):
 
     @property
     def items(self) -> int:
-        """The number of elements of the tensor."""
+        """The number of elements."""
         return math.prod(self.shape)
 
 
@@ -103,7 +103,7 @@ class Checkpoint(NamedTuple):
     stamps: tuple[Stamp, ...]
     modules: dict[str, TensorEntry] = {}  # of further modules, which an embedder has
 
-    def dtype(self, requested: object = None) -> str:
+    def dtype(self, requested: object) -> str:
         """The name of the dtype to which a load converts the floating-point weights.
 
         `requested` is the option `dtype` of the model. Without it, the config decides, as in
@@ -194,20 +194,18 @@ class Checkpoint(NamedTuple):
         trunk = max(sizes, key=sizes.__getitem__, default="")
         if not _is_single_trunk(sizes, trunk, total):
             return ()
-        before = sum(
-            entry.bytes
-            for name, entry in self.tensors.items()
-            if not name.startswith(f"{trunk}.")
-            and _BEFORE_LAYERS.search(name)
-            and not self._is_tied(name, entry)
-        )
+        outside = {
+            name: it for name, it in self.tensors.items() if not name.startswith(f"{trunk}.")
+        }
+        first = {name: it for name, it in outside.items() if _BEFORE_LAYERS.search(name)}
+        before = sum(it.bytes for name, it in first.items() if not self._is_tied(name, it))
         layers = lists.get(trunk, {})
         after = total - before - sizes.get(trunk, 0)
         consecutive = (before, *(layers[place] for place in sorted(layers)), after)
         return tuple(size for size in consecutive if size)
 
     def _layer_lists(self) -> dict[str, dict[int, int]]:
-        """For each list of layers, the bytes of each layer by its place in the list."""
+        """Of each list of layers, the bytes of each layer by its place."""
         lists: dict[str, dict[int, int]] = {}
         for name, entry in self.tensors.items():
             found = _LAYER.match(name)
@@ -219,7 +217,7 @@ class Checkpoint(NamedTuple):
 
     @property
     def weight_files(self) -> tuple[str, ...]:
-        """The paths of the files that hold the weights of this checkpoint."""
+        """The paths of the files with weights."""
         return tuple(stamp.path for stamp in self.stamps if stamp.path.endswith(".safetensors"))
 
     def unchanged(self) -> bool:
@@ -244,19 +242,14 @@ def read(directory: Path, name: str) -> Checkpoint:
     """
     config_path = directory / "config.json"
     if not config_path.is_file():
-        raise NotAModel(
-            f"{directory} is not a model: looked for config.json beside *.safetensors, and found "
-            f"{_listing(directory)}.",
-            name=name,
-            source=str(directory),
-        )
+        raise _no_model(name, directory, "config.json beside *.safetensors,")
     try:
         limited_files.require_regular_files(directory)
         config = limited_files.json_object(config_path)
     except OSError as error:
         raise _unreadable(name, error, config_path) from error
     if why := limited_files.count_fault(config):
-        raise _damaged(name, config_path, why)
+        raise damaged(name, config_path, why)
     weight_files = _weight_files(directory, name)
     tensors: dict[str, TensorEntry] = {}
     for path in weight_files:
@@ -318,25 +311,24 @@ def read_header(path: Path, name: str) -> dict[str, TensorEntry]:
             length = int.from_bytes(start, "little")
             if len(start) < 8 or not 2 <= length <= min(_LONGEST_HEADER, size - 8):
                 why = f"it is {size} bytes long, and its header would be {length}"
-                raise _damaged(name, path, why)
+                raise damaged(name, path, why)
             header = _decoded_header(file.read(length))
     except OSError as error:
         raise _unreadable(name, error, path) from error
     except (RecursionError, ValueError) as error:  # msgspec's errors too
-        raise _damaged(name, path, "its header is not a safetensors header") from error
+        raise damaged(name, path, "its header is not a safetensors header") from error
     entries = {key: _entry(row) for key, row in header.items()}
     spans = sorted(row.data_offsets for row in header.values())
     why = _span_fault(spans, 8 + length, size)
     if why:
-        raise _damaged(name, path, why)
+        raise damaged(name, path, why)
     return entries
 
 
 def _span_fault(spans: Iterable[tuple[int, int]], start: int, size: int) -> str:
-    """The fault if the `spans` of the tensors do not fill the file exactly; empty if they do.
+    """The fault if the sorted `spans` of the tensors do not fill the file exactly, for an error.
 
-    The text is part of an error message. `spans` are sorted. The data begins at the byte `start`,
-    and the file has `size` bytes.
+    The data begins at the byte `start`, and the file has `size` bytes.
     """
     end = 0
     for begin, until in spans:
@@ -380,10 +372,9 @@ def _entry(row: _Row) -> TensorEntry:
 
 
 def _weight_files(directory: Path, name: str) -> list[Path]:
-    """The files with weights in `directory`: a single file, or the files that an index lists.
+    """The single file with weights in `directory`, or the files that its index lists.
 
-    Raises NotAModel if there are no weights. Raises LoadFailed if there are only pickled weights,
-    and for a damaged index.
+    Raises NotAModel if there are no weights, and LoadFailed for pickled weights or a damaged index.
     """
     single = directory / WEIGHTS_FILE
     if single.is_file():
@@ -401,12 +392,7 @@ def _weight_files(directory: Path, name: str) -> list[Path]:
             source=str(directory),
             mistake=True,
         )
-    raise NotAModel(
-        f"{directory} is not a model: looked for model.safetensors or model.safetensors.index.json, "
-        f"and found {_listing(directory)}.",
-        name=name,
-        source=str(directory),
-    )
+    raise _no_model(name, directory, "model.safetensors or model.safetensors.index.json,")
 
 
 def _shards(index: Path, name: str) -> list[Path]:
@@ -416,17 +402,17 @@ def _shards(index: Path, name: str) -> list[Path]:
     except OSError as error:
         raise _unreadable(name, error, index) from error
     except (RecursionError, ValueError) as error:
-        raise _damaged(name, index, "its JSON cannot be read") from error
+        raise damaged(name, index, "its JSON cannot be read") from error
     if not weight_map:
-        raise _damaged(name, index, "it has no weight_map")
+        raise damaged(name, index, "it has no weight_map")
     directory = index.parent
     shards = sorted(set(weight_map.values()))
     for shard in shards:
         # An index must not lead out of its directory.
         if Path(shard).name != shard or shard in ("", ".", ".."):
-            raise _damaged(name, index, f"it names {shard!r}, which is not a file beside it")
+            raise damaged(name, index, f"it names {shard!r}, which is not a file beside it")
         if not (directory / shard).is_file():
-            raise _damaged(name, directory / shard, "the index lists it, but the file is missing")
+            raise damaged(name, directory / shard, "the index lists it, but the file is missing")
     return [directory / shard for shard in shards]
 
 
@@ -440,10 +426,11 @@ _INDEX = msgspec.json.Decoder(_Index)
 
 
 def _unreadable(name: str, error: OSError, path: Path) -> LoadFailed:
-    return _damaged(name, Path(error.filename or path), error.strerror or str(error))
+    return damaged(name, Path(error.filename or path), error.strerror or str(error))
 
 
-def _damaged(name: str, path: Path, why: str) -> LoadFailed:
+def damaged(name: str, path: Path, why: str) -> LoadFailed:
+    """The error that the file `path` of the model `name` cannot be loaded."""
     return LoadFailed(
         f"{name}: {path} cannot be loaded: {why}.",
         name=name,
@@ -453,9 +440,9 @@ def _damaged(name: str, path: Path, why: str) -> LoadFailed:
     )
 
 
-def _listing(directory: Path) -> str:
-    """The first five names in a directory, for an error message."""
+def _no_model(name: str, directory: Path, wanted: str) -> NotAModel:
+    """The error that `directory` has no `wanted` files; it lists the first five names there."""
     names = sorted(os.listdir(directory)) if directory.is_dir() else []
-    if not names:
-        return "nothing"
-    return ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+    found = ", ".join(names[:5]) + (" …" if len(names) > 5 else "")
+    text = f"{directory} is not a model: looked for {wanted} and found {found or 'nothing'}."
+    return NotAModel(text, name=name, source=str(directory))

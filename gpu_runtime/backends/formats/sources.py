@@ -43,9 +43,10 @@ def evidence(
         if not (path.parent / "config.json").is_file():
             return _of_one_file(path, name, options)
         path = path.parent  # a load reads the whole directory
-    pointers = _of_pointers(path) if path.is_dir() else None
-    if pointers:
-        return pointers
+    # In a clone without Git LFS, each file of weights is a small text with the real file's size.
+    pointed_bytes = _bytes_behind_pointers(sorted(path.glob("*.safetensors")))
+    if pointed_bytes:
+        return Evidence(file_bytes=pointed_bytes, file_format="safetensors")
     return of_checkpoint(safetensors.read(path, name), options, model_type)
 
 
@@ -66,12 +67,7 @@ def template(source: str, name: str, revision: str | None = None) -> str | None:
             if holds_gguf(path):
                 path = only(sorted(path.glob("*.gguf")), name)
             found = gguf.read(path, name).metadata.get("tokenizer.chat_template")
-    except (
-        OSError,
-        ValueError,
-        AttributeError,
-        GpuError,
-    ):  # the load reports what is wrong with the files
+    except (OSError, ValueError, AttributeError, GpuError):  # the load reports the fault
         return None
     return found if isinstance(found, str) else None
 
@@ -84,8 +80,7 @@ def holds_gguf(path: Path) -> bool:
 
 
 def directory(source: str, name: str, revision: str | None = None) -> Path:
-    """The local path of the model `name`: `source` itself, or a hub id's directory in the hub's
-    cache.
+    """The local path of the model `name`: `source`, or a hub id's directory in the hub's cache.
 
     `revision` selects the version of a hub id. Nothing is downloaded. Raises LoadFailed if `source`
     is a hub id that is not in the cache, and if a file of the model is a link to a missing file.
@@ -100,11 +95,8 @@ def directory(source: str, name: str, revision: str | None = None) -> Path:
     try:
         path = Path(snapshot_download(source, revision=revision, local_files_only=True))
     except Exception as error:
-        what, option = (
-            ("", "")
-            if revision is None
-            else (f" in the revision {revision}", f" --revision {revision}")
-        )
+        what = f" in the revision {revision}" if revision is not None else ""
+        option = f" --revision {revision}" if revision is not None else ""
         raise LoadFailed(
             f"{name}: {source} is neither a directory (there is no {path.absolute()}) nor a hub id that was "
             f"downloaded{what}. Correct the path, or download it first:  hf download {source}{option}",
@@ -121,17 +113,9 @@ def _require_linked(path: Path, name: str, source: str) -> None:
 
     The hub's cache has such links after a part of it was deleted.
     """
-    read = (
-        [path]
-        if not path.is_dir()
-        else [
-            file
-            for file in sorted(path.iterdir())
-            if file.suffix in (".safetensors", ".gguf", ".json") and file.is_symlink()
-        ]
-    )
-    for file in read:
-        if file.is_symlink() and not file.exists():
+    for file in sorted(path.iterdir()) if path.is_dir() else [path]:
+        is_read = file == path or file.suffix in (".safetensors", ".gguf", ".json")
+        if is_read and file.is_symlink() and not file.exists():
             raise LoadFailed(
                 f"{name}: {file} cannot be loaded: it is a link to {os.readlink(file)}, which is missing.",
                 name=name,
@@ -177,11 +161,8 @@ def of_gguf(path: Path, name: str) -> Evidence:
     files = gguf.files(path, name)
     pointed_bytes = _bytes_behind_pointers(files)
     if pointed_bytes:
-        return Evidence(
-            file_bytes=pointed_bytes,
-            file_format="gguf",
-            why_unknown="its files are pointers to Git LFS",
-        )
+        why = "its files are pointers to Git LFS"
+        return Evidence(file_bytes=pointed_bytes, file_format="gguf", why_unknown=why)
     header = gguf.read(path, name)
     known = {
         "config": gguf.config(header.metadata),
@@ -220,30 +201,12 @@ def _of_one_file(path: Path, name: str, options: Mapping[str, Any]) -> Evidence:
     return of_checkpoint(Checkpoint(path.parent, {}, tensors, (Stamp.of(path),)), options)
 
 
-def _of_pointers(path: Path) -> Evidence | None:
-    """The size of the weights if the directory `path` is a clone without Git LFS, else None.
-
-    In such a clone, each file of weights is a small text file, a pointer. It states the size of the
-    real file.
-    """
-    size = _bytes_behind_pointers(sorted(path.glob("*.safetensors")))
-    return Evidence(file_bytes=size, file_format="safetensors") if size else None
-
-
 def _bytes_behind_pointers(files: Iterable[Path]) -> int:
-    """The bytes of `files`. A Git LFS pointer counts as the file that it stands for.
-
-    If none of the files is a pointer, the result is 0, and the caller reads the files themselves.
-    """
-    total, pointers = 0, 0
-    for file in files:
-        size = _pointed_bytes(file)
-        if size is None:
-            size = file.stat().st_size
-        else:
-            pointers += 1
-        total += size
-    return total if pointers else 0
+    """The bytes of `files`, a Git LFS pointer as the file that it stands for; 0 without pointers."""
+    pointed = {file: _pointed_bytes(file) for file in files}
+    if all(size is None for size in pointed.values()):
+        return 0
+    return sum(file.stat().st_size if size is None else size for file, size in pointed.items())
 
 
 def _pointed_bytes(file: Path) -> int | None:
@@ -262,8 +225,6 @@ def _pointed_bytes(file: Path) -> int | None:
 
 def _fingerprint(stamps: Iterable[Stamp]) -> str:
     """A digest of `stamps`. It differs once one of their files is changed or replaced."""
-    identities = []
-    for stamp in stamps:
-        folder, file_name = os.path.split(stamp.path)
-        identities.append((os.path.realpath(folder), file_name, *stamp[1:]))
+    places = ((os.path.split(stamp.path), stamp) for stamp in stamps)
+    identities = [(os.path.realpath(where), name, *stamp[1:]) for (where, name), stamp in places]
     return hashlib.sha256(repr(identities).encode()).hexdigest()[:32]
