@@ -24,7 +24,9 @@ PAGE_BYTES = {"small": 2 * MIB, "large": 20 * MIB}
 _STATES = {"active_allocated": BlockState.ALLOCATED, "inactive": BlockState.INACTIVE}
 
 
-def of_segments(device: str, state: Segments, alloc_retries: int, ooms: int) -> AllocatorMap:
+def of_segments(
+    device: str, state: Segments, alloc_retries: int = 0, ooms: int = 0
+) -> AllocatorMap:
     """The map of a simulated card, from the `state` of its allocator.
 
     Simulated segments have no real addresses, so they get consecutive addresses. `alloc_retries`

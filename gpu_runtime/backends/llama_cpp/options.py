@@ -241,7 +241,7 @@ def taken(
     shares: Shares,
     part: float,
     charged: dict[str, int],
-    numbers: Sequence[int] | None,
+    numbers: Sequence[int] | None = None,
 ) -> Shares:
     """The bytes that a loaded model holds on the devices of its `shares`.
 
